@@ -1,0 +1,75 @@
+#!/usr/bin/env bash
+# Installs what titanlite needs (first call only), checks the configuration, then trains on NGPU ranks.
+set -euo pipefail
+
+usage() {
+    cat <<'TEXT'
+usage: ./run_train.sh --config FILE [--section.key=value ...]
+
+  --config FILE           TOML file, for example configs/qwen3_moe.toml; relative to the current folder
+  --section.key=value     overrides one setting, for example --training.steps=50; docs/config.md lists all
+
+environment:
+  NGPU          ranks on this machine; default: the visible GPUs, or 4 CPU processes without a GPU
+  NNODES        machines, default 1; with more, start the same command on each and set
+  NODE_RANK       the number of this machine, 0 to NNODES - 1
+  MASTER_ADDR     host name or address of machine 0
+  MASTER_PORT     a free port there, default 29500
+TEXT
+}
+
+fail() {
+    echo "run_train.sh: $*" >&2
+    exit 2
+}
+
+# Prints how many GPUs this process may use: those of nvidia-smi, less what CUDA_VISIBLE_DEVICES hides.
+count_gpus() {
+    local all=0 visible
+    if command -v nvidia-smi >/dev/null; then
+        all="$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ' || true)"
+    fi
+    if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
+        # An empty list or a leading -1 hides every GPU.
+        visible="$(echo "${CUDA_VISIBLE_DEVICES%%-1*}" | tr ',' '\n' | grep -c '[^[:space:]]' || true)"
+        [ "$visible" -lt "$all" ] && all="$visible"
+    fi
+    echo "$all"
+}
+
+is_number() { case "$1" in '' | *[!0-9]*) return 1 ;; esac; }
+
+for argument in "$@"; do
+    case "$argument" in -h | --help) usage; exit 0 ;; esac
+done
+[ "$#" -gt 0 ] || { usage >&2; exit 2; }
+
+gpus="$(count_gpus)"
+if [ "$gpus" -gt 0 ]; then NGPU="${NGPU:-$gpus}"; else NGPU="${NGPU:-4}"; fi
+NNODES="${NNODES:-1}"
+is_number "$NGPU" && [ "$NGPU" -gt 0 ] || fail "NGPU is '$NGPU', not a positive number. Set it to the ranks per machine."
+is_number "$NNODES" && [ "$NNODES" -gt 0 ] || fail "NNODES is '$NNODES', not a positive number. Set it to the machines."
+if [ "$gpus" -gt 0 ] && [ "$NGPU" -gt "$gpus" ]; then
+    fail "NGPU ($NGPU) is more than the visible GPUs ($gpus). Lower it, or set CUDA_VISIBLE_DEVICES= to train on the CPU."
+fi
+if [ "$NNODES" -eq 1 ]; then
+    rendezvous=(--standalone)
+else
+    is_number "${NODE_RANK:-}" && [ "$NODE_RANK" -lt "$NNODES" ] ||
+        fail "NODE_RANK is '${NODE_RANK:-}' with NNODES=$NNODES. Set it to 0 to $((NNODES - 1)), different on each machine."
+    [ -n "${MASTER_ADDR:-}" ] || fail "MASTER_ADDR is not set, but NNODES is $NNODES. Set it to the host of machine 0."
+    rendezvous=(
+        "--nnodes=$NNODES" "--node-rank=$NODE_RANK"
+        "--master-addr=$MASTER_ADDR" "--master-port=${MASTER_PORT:-29500}"
+    )
+fi
+
+source "$(dirname "${BASH_SOURCE[0]}")/scripts/setup_env.sh"
+setup_env
+
+# One thread per rank: CPU ranks already fill the cores. Set here because torchrun warns when it sets it itself.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+
+# Refuses a wrong configuration in a fraction of a second, once, before torch is imported and ranks are started.
+"$PYTHON" -m titanlite.preflight --world-size "$((NGPU * NNODES))" "$@"
+exec "$PYTHON" -m torch.distributed.run "${rendezvous[@]}" --nproc-per-node="$NGPU" -m titanlite.train "$@"

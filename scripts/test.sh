@@ -1,0 +1,75 @@
+#!/usr/bin/env bash
+# Installs what the tests need (first call only), then runs every check the way CI does, also after a failed one.
+set -uo pipefail
+
+usage() {
+    cat <<'TEXT'
+usage: ./scripts/test.sh [--fast] [pytest arguments ...]
+
+  --fast                  leaves out tests/functional
+  pytest arguments        for both pytest runs, for example -x, -k router or --durations=10
+TEXT
+}
+
+fast=0
+pytest_arguments=()
+for argument in "$@"; do
+    case "$argument" in
+        -h | --help) usage; exit 0 ;;
+        --fast) fast=1 ;;
+        *) pytest_arguments+=("$argument") ;;
+    esac
+done
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
+source scripts/setup_env.sh
+setup_env dev || exit 1
+
+# Ranks and test processes share few cores: more threads than this only get in each other's way.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+
+trap "exit 130" INT
+summary=()
+failed=0
+closing_line=""
+
+# phase NAME COMMAND ...: one heading, the command's own output, one line for the summary.
+phase() {
+    local name="$1" start=$SECONDS status=0 result=ok
+    shift
+    echo "=== $name"
+    "$@" </dev/null || status=$?
+    if [ "$status" -ne 0 ]; then
+        result="FAILED (exit code $status)"
+        failed=1
+    fi
+    summary+=("$(printf '%-20s %4d s  %s' "$name" "$((SECONDS - start))" "$result")")
+}
+
+# Runs pytest on folder $1 and keeps its closing line. Exit code 5, no test ran, is a failure unless arguments chose.
+run_pytest() {
+    local output status=0
+    output="$(mktemp)"
+    "$PYTHON" -m pytest "$1" ${pytest_arguments[@]+"${pytest_arguments[@]}"} 2>&1 | tee "$output" || status=$?
+    closing_line="$(tail -n 1 "$output")"
+    rm -f "$output"
+    if [ "$status" -eq 5 ] && [ "${#pytest_arguments[@]}" -gt 0 ]; then
+        status=0
+    fi
+    return "$status"
+}
+
+phase "ruff format" "$PYTHON" -m ruff format --check .
+phase "ruff check" "$PYTHON" -m ruff check .
+phase "import-linter" "$PYTHON" -c 'from importlinter.cli import lint_imports_command; lint_imports_command(["--no-logo"])'
+phase "basedpyright" "$PYTHON" -m basedpyright
+phase "config reference" "$PYTHON" -m titanlite.config.docs --check
+phase "pytest unit" run_pytest tests/unit
+if [ "$fast" -eq 0 ]; then
+    phase "pytest functional" run_pytest tests/functional
+fi
+
+echo "=== summary"
+printf '%s\n' "${summary[@]}"
+echo "$closing_line"
+exit "$failed"

@@ -1,0 +1,122 @@
+"""Range checks: what passes, what is refused and in which words."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from titanlite.config import JobConfig
+from titanlite.config.check import check_values, format_value, get_value
+
+
+def make_job(**values: Any) -> JobConfig:
+    """A job without problems, then `section__name=value`."""
+    job = JobConfig()
+    job.model.flavor = "30B-A3B"
+    for key, value in values.items():
+        section, _, name = key.rpartition("__")
+        assert hasattr(getattr(job, section), name), key
+        setattr(getattr(job, section), name, value)
+    return job
+
+
+@pytest.mark.parametrize(
+    ("key", "good", "bad"),
+    [
+        ("training.steps", [0, 1], [-1]),
+        ("training.seq_len", [1], [0, -1]),
+        ("training.local_batch_size", [1], [0]),
+        ("training.global_batch_size", [-1, 1], [0, -2]),
+        ("training.max_norm", [0.0, 1.0], [-0.1, float("nan"), float("inf")]),
+        ("training.loss_chunk_tokens", [1], [0]),
+        ("optimizer.lr", [0.0, 1.0], [-1e-9, float("nan")]),
+        ("optimizer.beta1", [0.0, 0.999], [1.0, -0.1]),
+        ("optimizer.beta2", [0.0, 0.999], [1.0, -0.1]),
+        ("optimizer.eps", [1e-30], [0.0, -1e-8]),
+        ("optimizer.weight_decay", [0.0], [-0.1]),
+        ("lr_scheduler.warmup_steps", [0], [-1]),
+        ("lr_scheduler.decay_ratio", [None, 0.1, 1.0], [0.0, 1.1]),
+        ("lr_scheduler.min_lr_factor", [0.0, 1.0], [-0.1, 1.1]),
+        ("parallelism.data_parallel_replicate_degree", [1], [0, -1]),
+        ("parallelism.data_parallel_shard_degree", [-1, 1], [0, -2]),
+        ("parallelism.tensor_parallel_degree", [1], [0, -1]),
+        ("parallelism.expert_parallel_degree", [1], [0, -1]),
+        ("moe.expert_bias_update_rate", [0.0], [-1e-3]),
+        ("moe.aux_loss_coeff", [0.0], [-1e-3]),
+        ("moe.z_loss_coeff", [0.0], [-1e-3]),
+        ("activation_checkpoint.selective_ac_option", ["op", "1", "12"], ["", "0", "-1", "1.5", "ops", "01", "2\n"]),
+        ("metrics.log_freq", [1], [0]),
+        ("profiling.profile_freq", [1], [0]),
+        ("data.bpe_vocab_size", [257], [256]),
+        ("validation.freq", [1], [0]),
+        ("validation.steps", [1], [0]),
+        ("comm.timeout_seconds", [1], [0]),
+    ],
+)
+def test_range_is_enforced_at_its_ends(key: str, good: list[Any], bad: list[Any]) -> None:
+    name = key.replace(".", "__")
+    for value in good:
+        assert check_values(make_job(**{name: value})) == []
+    for value in bad:
+        problems = check_values(make_job(**{name: value}))
+        assert len(problems) == 1, value
+        assert problems[0].startswith(f"{key} = {format_value(value)} is ")
+
+
+def test_problem_says_what_is_allowed() -> None:
+    assert check_values(make_job(optimizer__beta2=1.0)) == [
+        "optimizer.beta2 = 1.0 is out of range. Set it to 0 or more and less than 1."
+    ]
+    assert check_values(make_job(activation_checkpoint__selective_ac_option="all")) == [
+        "activation_checkpoint.selective_ac_option = \"all\" is not 'op' or a positive integer. "
+        'Write "op", or for example "2" to recompute every second layer.'
+    ]
+
+
+def test_model_takes_its_sizes_from_exactly_one_place() -> None:
+    assert check_values(JobConfig()) == [
+        "model.flavor and model.hf_assets_path are both empty, so the model has no sizes. Set one of them."
+    ]
+    assert check_values(make_job(model__hf_assets_path="assets")) == [
+        'model.flavor = "30B-A3B" and model.hf_assets_path = "assets" both give the model\'s sizes. '
+        "Keep one; an empty string clears the other."
+    ]
+    assert check_values(make_job(model__flavor="", model__hf_assets_path="assets")) == []
+
+
+def test_text_dataset_needs_a_path() -> None:
+    assert check_values(make_job(data__dataset="text")) == [
+        'data.dataset = "text" needs data.path, which is empty. Set it to a text file or a folder.'
+    ]
+    assert check_values(make_job(data__dataset="text", data__path="corpus.txt")) == []
+
+
+def test_all_problems_are_listed() -> None:
+    problems = check_values(make_job(training__steps=-1, comm__timeout_seconds=0, data__dataset="text"))
+    assert [problem.split()[0] for problem in problems] == [
+        "training.steps",
+        "comm.timeout_seconds",
+        "data.dataset",
+    ]
+
+
+def test_get_value_reads_nested_keys() -> None:
+    job = JobConfig()
+    job.model.overrides.num_layers = 3
+    assert get_value(job, "model.overrides.num_layers") == 3
+    with pytest.raises(AttributeError):
+        get_value(job, "model.layers")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (True, "true"),
+        (1, "1"),
+        (1e-5, "1e-05"),
+        ('a"b\\c\n\x00\x7f\r', '"a\\"b\\\\c\\n\\u0000\\u007f\\r"'),
+        (Path("x"), "x"),
+    ],
+)
+def test_format_value_writes_toml(value: object, text: str) -> None:
+    assert format_value(value) == text

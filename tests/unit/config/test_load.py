@@ -1,0 +1,514 @@
+"""From arguments and TOML to a JobConfig, the wording of every refusal, and the way back through save_resolved."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, assume, example, given, settings
+from hypothesis import strategies as st
+
+from titanlite.config import JobConfig, load_config, save_resolved
+from titanlite.config.check import check_values, get_value
+from titanlite.config.load import Setting, get_settings, walk_schema
+from titanlite.errors import ConfigError
+
+# Tests share a busy machine: nothing here is timed. 50 examples of 12 ms each keep a property under a second.
+PROPERTY = settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
+
+ROOT = Path(__file__).parents[3]
+BASE = '[model]\nflavor = "30B-A3B"\n'
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with a good base.toml, so that messages hold short relative names."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "base.toml").write_text(BASE, encoding="utf-8")
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """An absolute good file, for property tests (hypothesis wants fixtures that live longer than one example)."""
+    path = tmp_path_factory.mktemp("base") / "base.toml"
+    path.write_text(BASE, encoding="utf-8")
+    return str(path)
+
+
+def load_text(text: str, *overrides: str) -> JobConfig:
+    """The job of x.toml: a good model section, `text`, and the overrides."""
+    Path("x.toml").write_text(text if "[model]" in text else BASE + text, encoding="utf-8")
+    return load_config(["--config", "x.toml", *overrides])
+
+
+def refuse(*argv: str) -> str:
+    """The text of the error that `argv` gives."""
+    with pytest.raises(ConfigError) as error:
+        load_config(argv)
+    return str(error.value)
+
+
+def refuse_text(text: str, *overrides: str) -> str:
+    """The text of the error of x.toml as in `load_text`."""
+    with pytest.raises(ConfigError) as error:
+        load_text(text, *overrides)
+    return str(error.value)
+
+
+# Files
+
+
+def test_file_sets_values_and_the_rest_is_default() -> None:
+    job = load_text(
+        '[training]\nsteps = 5\nmax_norm = 2\n[compile]\nenable = true\n[data]\npath = "off"\n[model]\nflavor = "x"\n'
+        '[model.overrides]\nnum_layers = 4\nscore_func = "sigmoid"\n'
+    )
+    expected = JobConfig()
+    expected.training.steps = 5
+    expected.training.max_norm = 2.0
+    expected.compile.enable = True
+    expected.data.path = "off"
+    expected.model.flavor = "x"
+    expected.model.overrides.num_layers = 4
+    expected.model.overrides.score_func = "sigmoid"
+    assert job == expected
+    assert type(job) is JobConfig
+    assert type(job.training.max_norm) is float
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--config", "base.toml"],
+        ["--config=base.toml"],
+        ["--job.config_file", "base.toml"],
+        ["--job.config_file=base.toml"],
+        ["--training.steps=1000", "--config", "base.toml"],
+    ],
+)
+def test_spellings_of_the_file_flag(argv: list[str]) -> None:
+    assert load_config(argv).model.flavor == "30B-A3B"
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "command line: no configuration file. Pass one with --config FILE."),
+        (["--config"], "--config: no file follows it. Write --config FILE."),
+        (["--config="], "--config: no file follows it. Write --config FILE."),
+        (["--config", "--config=base.toml"], "--config: no file follows it. Write --config FILE."),
+        (["--config=base.toml", "--config=b.toml"], "--config: given 2 times: base.toml, b.toml. Keep one."),
+        (["--config", "bsae.toml"], "bsae.toml: no such file. Did you mean 'base.toml'?"),
+        (["--config", "base"], "base: no such file. Did you mean 'base.toml'?"),
+        (["--config", "zzz"], "zzz: no such file. Check --config."),
+        (["--config", "."], ".: is a folder. Pass a file with --config FILE. Files in .: base.toml"),
+        (
+            ["--config", "base.toml/x"],
+            "base.toml/x: cannot be read: Not a directory. Pass a readable file with --config FILE.",
+        ),
+    ],
+)
+def test_wrong_file_argument(argv: list[str], message: str) -> None:
+    assert refuse(*argv) == message
+
+
+def test_missing_file_argument_lists_configs(folder: Path) -> None:
+    (folder / "configs").mkdir()
+    for name in ("b.toml", "a.toml", "notes.txt"):
+        (folder / "configs" / name).touch()
+    assert refuse() == (
+        "command line: no configuration file. Pass one with --config FILE. Files in configs: a.toml, b.toml"
+    )
+    assert refuse("--config", "zzz.toml") == "zzz.toml: no such file. Check --config. Files in configs: a.toml, b.toml"
+
+
+def test_toml_syntax_error_has_line_and_column() -> None:
+    message = refuse_text("[training]\nsteps = five\n")
+    assert message.startswith("x.toml: not valid TOML: ")
+    assert message.endswith("(at line 4, column 9). Strings need quotes; booleans are true and false.")
+
+
+def test_file_that_is_not_text(folder: Path) -> None:
+    (folder / "x.toml").write_bytes(b'a = "\xff"')
+    assert refuse("--config=x.toml") == "x.toml: is not UTF-8 text (byte 5). Save it as UTF-8."
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ('training.seq_len = "long"', 'training.seq_len = "long" is not an int. Write a whole number.'),
+        ('training.steps = "1_0"', 'training.steps = "1_0" is not an int. Write 10 without quotes.'),
+        ("training.steps = true", "training.steps = true is not an int. Write a whole number."),
+        ("training.steps = 1.5", "training.steps = 1.5 is not an int. Write a whole number."),
+        ("training.steps = 1979-05-27", "training.steps = 1979-05-27 is not an int. Write a whole number."),
+        ("training.steps = [1]", "training.steps = [1] is not an int. Write a whole number."),
+        (f"training.seed = {2**63}", f"training.seed = {2**63} does not fit in 64 bits. Write a smaller number."),
+        (
+            f"training.seed = {10**400}",
+            f"training.seed = 1{'0' * 76}... does not fit in 64 bits. Write a smaller number.",
+        ),
+        (f"optimizer.lr = {10**400}", f"optimizer.lr = 1{'0' * 76}... is not finite. Write a finite number."),
+        ("optimizer.lr = true", "optimizer.lr = true is not a float. Write a number."),
+        ("optimizer.lr = nan", "optimizer.lr = nan is not finite. Write a finite number."),
+        ("optimizer.lr = -inf", "optimizer.lr = -inf is not finite. Write a finite number."),
+        ("compile.enable = 1", "compile.enable = 1 is not a bool. Write true or false."),
+        ('compile.enable = "false"', 'compile.enable = "false" is not a bool. Write false without quotes.'),
+        ('compile.enable = "on"', 'compile.enable = "on" is not a bool. Write true or false.'),
+        ("data.path = 5", 'data.path = 5 is not a str. Put it in quotes: "5".'),
+        ("data.path = true", 'data.path = true is not a str. Put it in quotes: "true".'),
+        (
+            'lr_scheduler.decay_ratio = "x"',
+            'lr_scheduler.decay_ratio = "x" is not a float. Write a number, or leave it out.',
+        ),
+        (
+            'lr_scheduler.decay_ratio = "none"',
+            'lr_scheduler.decay_ratio = "none" is not a float. Write a number, or leave it out.',
+        ),
+        (
+            'training.dtype = "float16"',
+            'training.dtype = "float16" is not one of "float32", "bfloat16"; did you mean "bfloat16"?',
+        ),
+        ("training.dtype = 16", 'training.dtype = 16 is not one of "float32", "bfloat16". Write one of these.'),
+        (
+            'job.description = "a ${b}"',
+            "job.description = \"a ${b}\" contains '${', which OmegaConf takes for an interpolation. "
+            "Write the value it stands for.",
+        ),
+        (
+            'job.description = "???"',
+            "job.description = \"???\" is OmegaConf's mark of a missing value. Write another text.",
+        ),
+        ("training = 5", "training = 5 is not a section. Write [training] and its keys below."),
+        ("[[training]]\nsteps = 1", "training = [{'steps': 1}] is not a section. Write [training] and its keys below."),
+        ("[training.steps]\nx = 1", "training.steps = {'x': 1} is not an int. Write a whole number."),
+        ("training.step = 5", "unknown key 'training.step'; did you mean 'training.steps'?"),
+        ("validation.seq_len = 5", "unknown key 'validation.seq_len'; did you mean 'training.seq_len'?"),
+        ("training.warmup_steps = 5", "unknown key 'training.warmup_steps'; did you mean 'lr_scheduler.warmup_steps'?"),
+        ("profiling.enable = true", "unknown key 'profiling.enable'; did you mean 'profiling.enable_profiling'?"),
+        ("checkpoint.zzz = 1", "unknown key 'checkpoint.zzz'. Keys of [checkpoint]: enable, folder, export_dtype."),
+        (
+            "[metrics.log]\nfreq = 1",
+            "unknown section 'metrics.log'. Keys of [metrics]: log_freq, enable_tensorboard, save_tb_folder, "
+            "enable_progress_bar.",
+        ),
+        ("[trainin]\nsteps = 5", "unknown section 'trainin'; did you mean 'training'?"),
+        ("[model.override]\nnum_layers = 1", "unknown section 'model.override'; did you mean 'model.overrides'?"),
+        ('"training.steps" = 5', "key 'training.steps' has a dot inside its quotes. Write it without quotes."),
+    ],
+)  # fmt: skip
+def test_wrong_file_content(text: str, problem: str) -> None:
+    Path("x.toml").write_text(f'model.flavor = "30B-A3B"\n{text}\n', encoding="utf-8")
+    assert refuse("--config", "x.toml") == f"x.toml: {problem}"
+
+
+def test_keys_outside_sections_and_unknown_sections() -> None:
+    Path("x.toml").write_text("steps = 5\nfoo = 1\n" + BASE, encoding="utf-8")
+    lines = refuse("--config", "x.toml").splitlines()
+    assert lines[:2] == [
+        "x.toml: 2 problems:",
+        "  unknown key 'steps'; did you mean 'training.steps' or 'validation.steps'?",
+    ]
+    assert lines[2].startswith("  unknown key 'foo'. Sections: job, model, model.overrides, training, ")
+
+
+def test_long_values_are_cut() -> None:
+    message = refuse_text(f'[training]\nsteps = "{"x" * 1000}"\n')
+    assert message == f'x.toml: training.steps = "{"x" * 76}... is not an int. Write a whole number.'
+
+
+# Overrides
+
+
+@pytest.mark.parametrize(
+    "text", ["off", "0123", "12:30", "1e5", "", "none", "null", "~", "[1]", "{a: 1}", " x ", "a=b"]
+)
+def test_str_override_is_the_raw_text(text: str) -> None:
+    assert load_config(["--config=base.toml", f"--job.description={text}"]).job.description == text
+    assert load_config(["--config=base.toml", "--job.description", text]).job.description == text
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("--training.steps=100", 100),
+        ("--training.steps=1_000", 1000),
+        ("--training.steps=+0100", 100),
+        ("--training.global_batch_size=-1", -1),
+        ("--optimizer.lr=3e-4", 3e-4),
+        ("--optimizer.lr=.5", 0.5),
+        ("--optimizer.lr=1", 1.0),
+        ("--compile.enable=true", True),
+        ("--metrics.enable_tensorboard=false", False),
+        ("--training.dtype=bfloat16", "bfloat16"),
+        ("--activation_checkpoint.mode=none", "none"),
+        ("--lr_scheduler.decay_ratio=0.1", 0.1),
+        ("--lr_scheduler.decay_ratio=none", None),
+        ("--model.overrides.num_layers=4", 4),
+        ("--model.overrides.qk_norm=false", False),
+        ("--model.overrides.score_func=none", None),
+    ],
+)
+def test_override_is_read_by_the_declared_type(override: str, value: Any) -> None:
+    key, _, text = override.removeprefix("--").partition("=")
+    for argv in ([override], [f"--{key}", text]):
+        found = get_value(load_config(["--config=base.toml", *argv]), key)
+        assert found == value
+        assert type(found) is type(value)
+
+
+def test_override_wins_over_the_file_and_the_last_one_over_others() -> None:
+    text = "[training]\nsteps = 1\n[lr_scheduler]\ndecay_ratio = 0.5\n"
+    job = load_text(text, "--training.steps=2", "--lr_scheduler.decay_ratio=none", "--training.steps", "3")
+    assert job.training.steps == 3
+    assert job.lr_scheduler.decay_ratio is None
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("--training.step=5", "unknown key 'training.step'; did you mean 'training.steps'?"),
+        ("--steps=5", "unknown key 'steps'; did you mean 'training.steps' or 'validation.steps'?"),
+        ("--trainin.steps=5", "unknown key 'trainin.steps'; did you mean 'training.steps'?"),
+        ("--training.seq-len=5", "unknown key 'training.seq-len'; did you mean 'training.seq_len'?"),
+        ("--model.num_layers=4", "unknown key 'model.num_layers'; did you mean 'model.overrides.num_layers'?"),
+        (
+            "--checkpoint.enable.x=1",
+            "unknown key 'checkpoint.enable.x'. Keys of [checkpoint]: enable, folder, export_dtype.",
+        ),
+        ("--training=5", "'training' is a section. Set its keys one by one: --training.steps=VALUE."),
+        ("--training.steps", "has no value. Write --training.steps=VALUE."),
+        ("--compile.enable", "has no value. Write --compile.enable=true."),
+        ("--training.steps=1e3", "training.steps = 1e3 is not an int. Write 1000."),
+        ("--training.steps=1.5", "training.steps = 1.5 is not an int. Write a whole number."),
+        ("--training.steps=", "training.steps = '' is not an int. Write a whole number."),
+        ("--training.steps=1__0", "training.steps = 1__0 is not an int. Write a whole number."),
+        ("--training.steps=none", "training.steps = none is not an int. Write a whole number."),
+        ("--training.steps=\u0665", "training.steps = \u0665 is not an int. Write a whole number."),
+        (f"--training.steps={'9' * 5000}", f"training.steps = {'9' * 77}... is not an int. Write a whole number."),
+        (f"--training.seed={2**63}", f"training.seed = {2**63} does not fit in 64 bits. Write a smaller number."),
+        ("--model.overrides.top_k=x", "model.overrides.top_k = x is not an int. Write a whole number, or none."),
+        ("--optimizer.lr=nan", "optimizer.lr = nan is not a float. Write a finite number."),
+        ("--optimizer.lr=-inf", "optimizer.lr = -inf is not a float. Write a finite number."),
+        ("--optimizer.lr=1e999", "optimizer.lr = inf is not finite. Write a finite number."),
+        ("--optimizer.lr=0,1", "optimizer.lr = 0,1 is not a float. Write a number."),
+        ("--compile.enable=yes", "compile.enable = yes is not a bool. Write true."),
+        ("--compile.enable=True", "compile.enable = True is not a bool. Write true."),
+        ("--compile.enable=1", "compile.enable = 1 is not a bool. Write true."),
+        ("--compile.enable=Off", "compile.enable = Off is not a bool. Write false."),
+        ("--compile.enable=maybe", "compile.enable = maybe is not a bool. Write true or false."),
+        (
+            "--training.dtype=bf16",
+            'training.dtype = "bf16" is not one of "float32", "bfloat16"; did you mean "bfloat16"?',
+        ),
+        ("--data.dataset=c4", 'data.dataset = "c4" is not one of "stdlib", "text". Write one of these.'),
+        (
+            "--job.description=${oc.env:HOME}",
+            "job.description = \"${oc.env:HOME}\" contains '${', which OmegaConf takes for an interpolation. "
+            "Write the value it stands for.",
+        ),
+        (
+            "--job.description=???",
+            "job.description = \"???\" is OmegaConf's mark of a missing value. Write another text.",
+        ),
+        ("--job.description=\udcff", "job.description is not valid UTF-8 text. Use UTF-8."),
+    ],
+)  # fmt: skip
+def test_wrong_override(override: str, problem: str) -> None:
+    assert refuse("--config=base.toml", override) == f"override {override!r}: {problem}"
+
+
+def test_override_shows_how_it_was_written() -> None:
+    message = "override '--training.step 5': unknown key 'training.step'; did you mean 'training.steps'?"
+    assert refuse("--config=base.toml", "--training.step", "5") == message
+    message = "override '--training.steps': has no value. Write --training.steps=VALUE."
+    assert refuse("--config=base.toml", "--training.steps", "--compile.enable=true") == message
+
+
+@pytest.mark.parametrize(
+    ("argument", "hint"),
+    [
+        ("junk", "Write --section.key=value."),
+        ("--", "Write --section.key=value."),
+        ("--=5", "Write --section.key=value."),
+        ("", "Write --section.key=value."),
+        ("training.steps=5", "Did you mean '--training.steps=5'?"),
+        ("-training.steps=5", "Did you mean '--training.steps=5'?"),
+        ("other.toml", "Did you mean '--config other.toml'?"),
+    ],
+)
+def test_positional_arguments_are_refused(argument: str, hint: str) -> None:
+    message = f"argument {argument!r}: is neither --config nor an override. {hint}"
+    assert refuse("--config=base.toml", argument) == message
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_help_prints_usage_and_leaves(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as leave:
+        load_config(["--training.step=5", flag])
+    assert leave.value.code == 0
+    output = capsys.readouterr().out
+    assert output.startswith("usage: --config FILE [--section.key=value ...]\n")
+    assert "sections: job, model, model.overrides, training, " in output
+
+
+# Problems together
+
+
+def test_all_problems_come_in_one_error() -> None:
+    message = refuse_text(
+        "[training]\nstep = 5\nsteps = -1\nseq_len = 'long'\n[optimizer]\neps = 0\n",
+        "junk",
+        "--optimizer.lr=-1",
+        "--compile.enable=on",
+    )
+    assert message.splitlines() == [
+        "configuration: 6 problems:",
+        "  argument 'junk': is neither --config nor an override. Write --section.key=value.",
+        "  x.toml: unknown key 'training.step'; did you mean 'training.steps'?",
+        '  x.toml: training.seq_len = "long" is not an int. Write a whole number.',
+        "  override '--compile.enable=on': compile.enable = on is not a bool. Write true.",
+        # training.steps = -1 is not reported: its key may be what training.step was meant for.
+        "  override '--optimizer.lr=-1': optimizer.lr = -1.0 is out of range. Set it to 0 or more.",
+        "  x.toml: optimizer.eps = 0.0 is out of range. Set it to more than 0.",
+    ]
+
+
+def test_range_problem_names_the_file_or_the_override() -> None:
+    problem = "training.steps = -1 is out of range. Set it to 0 or more."
+    assert refuse_text("[training]\nsteps = -1\n") == f"x.toml: {problem}"
+    assert refuse_text("", "--training.steps", "-1") == f"override '--training.steps -1': {problem}"
+    assert load_text("[training]\nsteps = -1\n", "--training.steps=1").training.steps == 1
+    assert refuse_text("", "--model.hf_assets_path=a").startswith(
+        "override '--model.hf_assets_path=a': model.flavor = "
+    )
+
+
+@pytest.mark.parametrize(
+    "text", ['[model]\nflavour = "x"', "[model]\nflavor = 1", '[modle]\nflavor = "x"', "[model]\nhf_assets_path = 1"]
+)
+def test_no_range_problem_on_top_of_a_misspelt_or_mistyped_key(text: str) -> None:
+    Path("x.toml").write_text(text, encoding="utf-8")
+    assert "both empty" not in refuse("--config", "x.toml")
+
+
+def test_overrides_are_checked_even_if_the_file_is_missing() -> None:
+    assert refuse("--config", "no.toml", "--compile.enable=on").splitlines() == [
+        "configuration: 2 problems:",
+        "  no.toml: no such file. Check --config.",
+        "  override '--compile.enable=on': compile.enable = on is not a bool. Write true.",
+    ]
+
+
+def test_a_field_of_an_unreadable_type_is_a_schema_error() -> None:
+    @dataclass
+    class Section:
+        names: list[str] = field(default_factory=list)
+
+    with pytest.raises(TypeError, match=r"schema: x\.names has type list\[str\], which no value can be read as"):
+        list(walk_schema(Section, "x"))
+
+
+# Properties
+
+
+def values_of(setting: Setting) -> st.SearchStrategy[Any]:
+    """Values that the setting's type allows, in range or not."""
+    if setting.choices:
+        values: st.SearchStrategy[Any] = st.sampled_from(setting.choices)
+    else:
+        values = {
+            bool: st.booleans(),
+            int: st.integers(1, 2**63 - 1) | st.integers(-(2**63), 2**63 - 1),
+            float: st.floats(0, 1) | st.floats(allow_nan=False, allow_infinity=False),
+            str: st.text().filter(lambda text: "${" not in text and text != "???"),
+        }[setting.kind]
+    return st.none() | values if setting.optional else values
+
+
+assignments = st.lists(
+    st.sampled_from(list(get_settings().values())).flatmap(
+        lambda setting: st.tuples(st.just(setting), values_of(setting))
+    ),
+    unique_by=lambda assignment: assignment[0].key,
+    max_size=20,
+)
+
+
+def build_job(chosen: list[tuple[Setting, Any]]) -> JobConfig:
+    """The job of BASE with the chosen values, without those that `check_values` refuses."""
+    job = JobConfig()
+    job.model.flavor = "30B-A3B"
+    for setting, value in chosen:
+        section = get_value(job, setting.section)
+        before = getattr(section, setting.name)
+        setattr(section, setting.name, value)
+        if check_values(job):
+            setattr(section, setting.name, before)
+    return job
+
+
+EVERY_CONTROL = "".join(map(chr, range(0x21))) + '\x7f\x80\u2028\U0001f600"\\'
+
+
+@PROPERTY
+@given(chosen=assignments)
+@example(chosen=[(get_settings()["job.description"], EVERY_CONTROL)])
+@example(chosen=[(get_settings()["optimizer.lr"], 5e-324), (get_settings()["training.max_norm"], 1e300)])
+@example(chosen=[(get_settings()["model.overrides.score_func"], "sigmoid")])
+def test_saved_configuration_loads_equal(base: str, chosen: list[tuple[Setting, Any]]) -> None:
+    job = build_job(chosen)
+    path = Path(base).parent / "new" / "resolved.toml"
+    save_resolved(job, path)
+    assert load_config(["--config", str(path)]) == job
+
+
+def test_saved_configuration_is_complete(folder: Path) -> None:
+    job = load_config(["--config=base.toml", "--model.overrides.num_layers=4"])
+    save_resolved(job, folder / "resolved.toml")
+    text = (folder / "resolved.toml").read_text(encoding="utf-8")
+    assert '\n[model]\nname = "qwen3_moe"\nflavor = "30B-A3B"\n' in text
+    assert "\n[model.overrides]\nnum_layers = 4\n\n[training]\nsteps = 1000\n" in text
+    missing = [key for key, item in get_settings().items() if not item.optional and f"\n{item.name} = " not in text]
+    assert missing == []
+
+
+@PROPERTY
+@given(setting=st.sampled_from(list(get_settings().values())), data=st.data())
+def test_any_value_is_the_same_as_an_override(base: str, setting: Setting, data: st.DataObject) -> None:
+    job = build_job([(setting, data.draw(values_of(setting)))])
+    value = get_value(job, setting.key)
+    text = "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    assume("\x00" not in text)  # no argument of a process holds one
+    assert load_config(["--config", base, f"--{setting.key}={text}"]) == job
+
+
+@PROPERTY
+@given(setting=st.sampled_from(list(get_settings().values())), text=st.text(max_size=20))
+def test_no_override_text_escapes_as_another_error(base: str, setting: Setting, text: str) -> None:
+    try:
+        value = get_value(load_config(["--config", base, f"--{setting.key}={text}"]), setting.key)
+    except ConfigError as error:
+        assert f"--{setting.key}=" in str(error)
+    else:
+        assert (value is None and setting.optional) or type(value) is setting.kind
+
+
+# Import
+
+
+def test_import_is_light() -> None:
+    code = (
+        "import sys, json, omegaconf; before = set(sys.modules); import titanlite.config; "
+        "print(json.dumps(sorted({name.partition('.')[0] for name in set(sys.modules) - before})))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    added = set(json.loads(result.stdout))
+    assert "titanlite" in added
+    # Beyond omegaconf only the standard library: so neither torch nor transformers, nor anything else that is slow.
+    assert added - set(sys.stdlib_module_names) == {"titanlite"}

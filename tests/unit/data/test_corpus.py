@@ -1,0 +1,139 @@
+import os
+import sysconfig
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+
+from titanlite.config.schema import DataSection
+from titanlite.data.corpus import build_corpus, build_stdlib_corpus, build_text_corpus, split_text
+from titanlite.errors import DataError
+
+
+def test_stdlib_of_this_python() -> None:
+    corpus = build_corpus(DataSection())
+    names = [name for name, _ in corpus]
+    assert names == sorted(names)
+    assert {"os.py", "json/decoder.py"} <= set(names)
+    assert not [name for name in names if set(name.split("/")) & {"site-packages", "test", "tests", "idle_test"}]
+    assert 5e6 < corpus.num_bytes < 50e6
+    assert corpus.num_documents == len(names)
+    stdlib = sysconfig.get_path("stdlib")
+    assert dict(corpus)["os.py"].encode() == Path(stdlib, "os.py").read_bytes()
+
+
+def test_stdlib_leaves_out_packages_tests_and_undecodable_files(tmp_path: Path) -> None:
+    kept = {"b.py": b"b = 1\r\n", "a/z.py": b"z", "a.py": "\u00e9".encode()}
+    left_out = {
+        "site-packages/numpy.py": b"x",
+        "dist-packages/apt.py": b"x",
+        "test/test_os.py": b"x",
+        "email/tests/t.py": b"x",
+        "idlelib/idle_test/t.py": b"x",
+        "lib2to3/tests/data/bom.py": b"x",
+        "__pycache__/a.py": b"x",
+        "latin.py": b"caf\xe9",
+        "empty.py": b"",
+        "notes.txt": b"x",
+    }
+    for name, content in (kept | left_out).items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    corpus = build_stdlib_corpus(tmp_path)
+    assert [(name, text.encode()) for name, text in corpus] == sorted(kept.items())
+    assert (corpus.num_documents, corpus.num_bytes) == (3, 10)
+
+
+def test_stdlib_without_files(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=rf"data: no \.py file in {tmp_path}\. Set data.dataset"):
+        build_stdlib_corpus(tmp_path)
+
+
+def test_text_folder_is_sorted_by_relative_path_whatever_the_disk_says(
+    text_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = build_text_corpus(text_folder)
+    names = [name for name, _ in expected]
+    assert names == sorted(path.relative_to(text_folder).as_posix() for path in text_folder.rglob("*.txt"))
+    assert "sub/07.txt" in names
+    walk = os.walk
+
+    def shuffled_walk(root: Path) -> list[tuple[str, list[str], list[str]]]:
+        return [(folder, folders, names[::-1]) for folder, folders, names in reversed(list(walk(root)))]
+
+    monkeypatch.setattr(os, "walk", shuffled_walk)
+    corpus = build_text_corpus(text_folder)
+    assert list(corpus) == list(expected)
+    assert corpus.digest == expected.digest
+
+
+def test_text_keeps_files_in_folders_that_stdlib_skips(tmp_path: Path) -> None:
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "a.txt").write_text("a")
+    assert list(build_text_corpus(tmp_path)) == [("tests/a.txt", "a")]
+
+
+def test_text_pattern_matches_name_or_relative_path(text_folder: Path) -> None:
+    assert [name for name, _ in build_text_corpus(text_folder, "0[12].txt")] == ["01.txt", "02.txt"]
+    assert [name for name, _ in build_text_corpus(text_folder, "sub/*")] == ["sub/07.txt", "sub/27.txt"]
+
+
+def test_text_file_is_one_document_with_its_newlines(tmp_path: Path) -> None:
+    file = tmp_path / "book.md"
+    file.write_bytes(b"one\r\ntwo\n")
+    assert list(build_text_corpus(file)) == [("book.md", "one\r\ntwo\n")]
+
+
+def test_digest_covers_names_and_bytes_and_their_borders(tmp_path: Path) -> None:
+    def digest(files: dict[str, str]) -> str:
+        folder = tmp_path / sha256(repr(files).encode()).hexdigest()
+        folder.mkdir()
+        for name, text in files.items():
+            (folder / name).write_text(text)
+        return build_text_corpus(folder, "*").digest
+
+    corpora = [{"a": "xy"}, {"b": "xy"}, {"a": "xz"}, {"a": "x", "b": "y"}, {"a": "xb", "b": "y"}, {"ax": "y"}]
+    assert len({digest(corpus) for corpus in corpora}) == len(corpora)
+    assert build_text_corpus(tmp_path, "*/a").digest == build_text_corpus(tmp_path, "*/a").digest
+
+
+def test_errors_name_the_path_and_the_setting(tmp_path: Path) -> None:
+    empty = tmp_path / "empty.txt"
+    empty.touch()
+    (tmp_path / "latin.md").write_bytes(b"caf\xe9")
+    cases = {
+        "": r'data: dataset = "text" needs data\.path, which is empty',
+        str(tmp_path / "nowhere"): rf"data: path {tmp_path}/nowhere does not exist\. Set data\.path",
+        str(empty): rf"data: {empty} is empty: 1 file\(s\), 0 bytes\.",
+        str(tmp_path): rf"data: {tmp_path} is empty: 1 file\(s\), 0 bytes\.",
+    }
+    for path, text in cases.items():
+        with pytest.raises(DataError, match=text):
+            build_corpus(DataSection(dataset="text", path=path))
+    with pytest.raises(
+        DataError, match=rf'data: no file in {tmp_path} matches pattern "\*\.rst"\. Change data\.pattern'
+    ):
+        build_corpus(DataSection(dataset="text", path=str(tmp_path), pattern="*.rst"))
+    with pytest.raises(DataError, match=rf"data: {tmp_path}/latin\.md is not UTF-8 \(byte 3: "):
+        list(build_corpus(DataSection(dataset="text", path=str(tmp_path), pattern="*.md")))
+    with pytest.raises(DataError, match=r'data: path = "x" has no effect with dataset = "stdlib"'):
+        build_corpus(DataSection(path="x"))
+
+
+def test_file_that_vanishes_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "a.txt"
+    file.write_text("a")
+    corpus = build_text_corpus(tmp_path)
+    file.unlink()
+    with pytest.raises(DataError, match=rf"data: cannot read {file}: No such file"):
+        list(corpus)
+
+
+@pytest.mark.parametrize("max_chars", [1, 2, 3, 5, 100])
+def test_split_text_loses_nothing_and_cuts_after_newlines(max_chars: int) -> None:
+    text = "ab\ncd\n\nefghijkl\nm"
+    pieces = list(split_text(text, max_chars))
+    assert "".join(pieces) == text
+    assert max(map(len, pieces)) <= max_chars
+    if max_chars == 5:
+        assert pieces == ["ab\n", "cd\n\n", "efghi", "jkl\nm"]

@@ -1,0 +1,121 @@
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from titanlite.data import IGNORE_INDEX, PackedDataset, TokenizedCorpus
+from titanlite.errors import DataError
+
+MakeDataset = Callable[..., PackedDataset]
+
+
+def test_batch_against_a_naive_reference(make_dataset: MakeDataset) -> None:
+    dataset = make_dataset()
+    all_tokens, eos = dataset.tokenized.tokens.tolist(), dataset.tokenized.eos_token_id
+    indices = [3, 0, dataset.num_sequences - 1, *range(20, 60)]
+    batch = dataset.batch(indices)
+    for row, index in enumerate(indices):
+        position = document_id = 0
+        for column in range(10):
+            token, label = all_tokens[index * 10 + column], all_tokens[index * 10 + column + 1]
+            assert batch.tokens[row, column] == token
+            assert batch.positions[row, column] == position
+            assert batch.document_ids[row, column] == document_id
+            assert batch.labels[row, column] == (IGNORE_INDEX if token == eos else label)
+            position += 1
+            if token == eos:
+                position, document_id = 0, document_id + 1
+    assert (batch.labels == IGNORE_INDEX).any()
+    assert batch.document_ids.max() > 2
+
+
+def test_batch_by_hand() -> None:
+    tokens = np.array([5, 6, 0, 7, 0, 0, 8, 9, 9, 9, 9, 9, 9], dtype=np.uint32)
+    batch = PackedDataset(TokenizedCorpus(tokens, 0, 10, 3), seq_len=6).batch([0])
+    assert batch.tokens.tolist() == [[5, 6, 0, 7, 0, 0]]
+    assert batch.labels.tolist() == [[6, 0, -100, 0, -100, -100]]
+    assert batch.positions.tolist() == [[0, 1, 2, 0, 1, 0]]
+    assert batch.document_ids.tolist() == [[0, 0, 0, 1, 1, 2]]
+
+
+def test_batch_tensors_are_contiguous_int64(make_dataset: MakeDataset) -> None:
+    batch = make_dataset().batch(np.array([1, 2]))
+    for tensor in (batch.tokens, batch.labels, batch.positions, batch.document_ids):
+        assert (tensor.dtype, tensor.shape, tensor.is_contiguous()) == (torch.int64, (2, 10), True)
+    moved = batch.to("meta")
+    assert {t.device.type for t in (moved.tokens, moved.labels, moved.positions, moved.document_ids)} == {"meta"}
+    assert batch.tokens.device.type == "cpu"
+
+
+@pytest.mark.parametrize("indices", [[-1], [200], [], [0, 200]])
+def test_batch_refuses_indices_outside(make_dataset: MakeDataset, indices: list[int]) -> None:
+    with pytest.raises(IndexError, match=r"not all in \[0, 200\)"):
+        make_dataset(2001).batch(indices)
+
+
+def test_each_epoch_is_another_permutation_of_the_training_sequences(make_dataset: MakeDataset) -> None:
+    dataset = make_dataset()
+    num_train = dataset.num_train_sequences
+    epochs = [dataset.get_train_indices(7, e * num_train, (e + 1) * num_train) for e in range(3)]
+    for epoch in epochs:
+        assert sorted(epoch.tolist()) == list(range(num_train))
+    assert (epochs[0] != epochs[1]).any()
+    assert (epochs[1] != epochs[2]).any()
+    assert (epochs[0] != dataset.get_train_indices(8, 0, num_train)).any()
+    assert (np.diff(epochs[0]) != 1).any()
+
+
+def test_train_indices_do_not_depend_on_how_they_are_asked_for(make_dataset: MakeDataset) -> None:
+    dataset = make_dataset()
+    stop = 3 * dataset.num_train_sequences + 5
+    whole = dataset.get_train_indices(3, 0, stop)
+    parts = [dataset.get_train_indices(3, start, min(start + 13, stop)) for start in range(0, stop, 13)]
+    assert np.concatenate(parts).tolist() == whole.tolist()
+    assert dataset.get_train_indices(3, 100, 120).tolist() == whole[100:120].tolist()
+
+
+def test_order_is_pinned(make_dataset: MakeDataset) -> None:
+    """A run resumed with another version must see the same data; these numbers may never change."""
+    assert make_dataset().get_train_indices(42, 0, 8).tolist() == [174, 100, 104, 99, 95, 72, 46, 11]
+
+
+def test_negative_seed_is_a_seed(make_dataset: MakeDataset) -> None:
+    assert sorted(make_dataset().get_train_indices(-1, 0, 180).tolist()) == list(range(180))
+
+
+def test_validation_sequences_are_never_trained_on(make_dataset: MakeDataset) -> None:
+    dataset = make_dataset()
+    train = set(dataset.get_train_indices(0, 0, 5 * dataset.num_train_sequences).tolist())
+    validation = dataset.get_validation_indices(0, dataset.num_validation_sequences).tolist()
+    assert not train & set(validation)
+    assert sorted(train) + validation == list(range(dataset.num_sequences))
+    assert dataset.get_validation_indices(0, 100).tolist() == validation * 5  # 20 held out, repeated
+
+
+@pytest.mark.parametrize(
+    ("num_sequences", "num_validation"), [(2, 1), (10, 1), (200, 20), (640, 64), (6400, 64), (6401, 65), (20000, 200)]
+)
+def test_number_of_held_out_sequences(make_dataset: MakeDataset, num_sequences: int, num_validation: int) -> None:
+    dataset = make_dataset(num_sequences + 1, seq_len=1)
+    assert (dataset.num_sequences, dataset.num_validation_sequences) == (num_sequences, num_validation)
+    assert dataset.num_train_sequences == num_sequences - num_validation
+
+
+def test_no_label_is_both_trained_and_validated() -> None:
+    tokens = np.arange(1, 2002, dtype=np.uint16)  # all different, and no end of text
+    dataset = PackedDataset(TokenizedCorpus(tokens, 0, 2002, 1), seq_len=10)
+    train = dataset.batch(range(dataset.num_train_sequences)).labels.flatten().tolist()
+    validation = dataset.batch(dataset.get_validation_indices(0, 20)).labels.flatten().tolist()
+    assert train + validation == list(range(2, 2002))
+
+
+def test_too_few_sequences(make_dataset: MakeDataset) -> None:
+    assert make_dataset(num_tokens=21, seq_len=10).num_sequences == 2
+    text = (
+        r"data: 20 tokens give 1 sequence\(s\) of training\.seq_len \(10\), but 2 are needed, .*Lower training\.seq_len"
+    )
+    with pytest.raises(DataError, match=text):
+        make_dataset(num_tokens=20, seq_len=10)
+    with pytest.raises(DataError, match=r"data: training\.seq_len \(0\) is below 1"):
+        make_dataset(seq_len=0)

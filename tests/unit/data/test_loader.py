@@ -1,0 +1,109 @@
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from titanlite.data import Batch, PackedDataset, TrainLoader
+from titanlite.errors import ConfigError
+
+MakeDataset = Callable[..., PackedDataset]
+MESHES = [(1, 1), (1, 3), (1, 12), (2, 1), (2, 6), (3, 2), (4, 3), (12, 1)]  # (dp_degree, local_batch_size), G = 12
+
+
+def _make_loader(
+    dataset: PackedDataset, dp_degree: int, local_batch_size: int, dp_rank: int = 0, **kwargs: int
+) -> TrainLoader:
+    settings = {"seed": 5, "global_batch_size": 12} | kwargs
+    return TrainLoader(dataset, local_batch_size=local_batch_size, dp_rank=dp_rank, dp_degree=dp_degree, **settings)
+
+
+def _rows(batches: list[Batch]) -> list[tuple[int, ...]]:
+    return [tuple(row) for batch in batches for row in batch.tokens.tolist()]
+
+
+@pytest.mark.parametrize(("dp_degree", "local_batch_size"), MESHES)
+@pytest.mark.parametrize("step", [0, 14, 15])  # 180 training sequences: step 14 ends the first epoch
+def test_any_mesh_sees_the_same_global_batch(
+    make_dataset: MakeDataset, dp_degree: int, local_batch_size: int, step: int
+) -> None:
+    dataset = make_dataset()
+    indices = dataset.get_train_indices(5, step * 12, step * 12 + 12)
+    expected = _rows([dataset.batch(indices)])
+    seen = []
+    for dp_rank in range(dp_degree):
+        batches = _make_loader(dataset, dp_degree, local_batch_size, dp_rank).micro_batches(step)
+        assert len(batches) == 12 // (dp_degree * local_batch_size)
+        assert {batch.tokens.shape for batch in batches} == {(local_batch_size, 10)}
+        seen += _rows(batches)
+    assert sorted(seen) == sorted(expected)
+
+
+def test_ranks_take_contiguous_slices_of_each_micro_batch(make_dataset: MakeDataset) -> None:
+    dataset = make_dataset()
+    rows = _rows([dataset.batch(dataset.get_train_indices(5, 0, 12))])
+    first, second = _make_loader(dataset, 2, 3, dp_rank=1).micro_batches(0)
+    assert _rows([first]) == rows[3:6]
+    assert _rows([second]) == rows[9:12]
+
+
+def test_steps_cover_every_sequence_once_per_epoch_and_straddle_epochs(make_dataset: MakeDataset) -> None:
+    dataset = make_dataset()
+    loader = _make_loader(dataset, 1, 7, global_batch_size=7)  # 180 = 25 * 7 + 5
+    rows = [row for step in range(52) for row in _rows(loader.micro_batches(step))]
+    everything = sorted(_rows([dataset.batch(range(180))]))
+    assert sorted(rows[:180]) == everything
+    assert sorted(rows[180:360]) == everything
+
+
+def test_batches_are_a_pure_function_of_seed_and_step(make_dataset: MakeDataset) -> None:
+    dataset = make_dataset()
+    loader = _make_loader(dataset, 1, 4)
+    expected = _rows(loader.micro_batches(3))
+    for step in (0, 40, 2):
+        loader.micro_batches(step)
+    assert _rows(loader.micro_batches(3)) == expected
+    assert _rows(_make_loader(make_dataset(), 1, 4).micro_batches(3)) == expected
+    assert _rows(loader.micro_batches(4)) != expected
+    assert _rows(_make_loader(dataset, 1, 4, seed=6).micro_batches(3)) != expected
+
+
+@pytest.mark.parametrize(("dp_degree", "local_batch_size"), MESHES)
+def test_validation_is_the_same_set_on_any_mesh(
+    make_dataset: MakeDataset, dp_degree: int, local_batch_size: int
+) -> None:
+    dataset = make_dataset(num_tokens=5001)  # 500 sequences, 50 held out: 4 batches of 12
+    expected = _rows([dataset.batch(range(450, 450 + 48))])
+    seen, lengths = [], set()
+    for dp_rank in range(dp_degree):
+        loader = _make_loader(dataset, dp_degree, local_batch_size, dp_rank)
+        batches = list(loader.validation_batches(10))
+        loader.micro_batches(2)
+        assert all(torch.equal(a.labels, b.labels) for a, b in zip(batches, loader.validation_batches(10), strict=True))
+        lengths.add(len(batches))
+        seen += _rows(batches)
+    assert sorted(seen) == sorted(expected)
+    assert len(lengths) == 1  # otherwise ranks would wait for each other in a collective
+
+
+def test_validation_steps(make_dataset: MakeDataset) -> None:
+    dataset = make_dataset(num_tokens=5001)
+    assert [_make_loader(dataset, 1, 12).num_validation_steps(n) for n in (1, 4, 9)] == [1, 4, 4]
+    loader = _make_loader(dataset, 1, 60, global_batch_size=60)  # more than the 50 held out: repeated
+    (batch,) = loader.validation_batches(3)
+    assert _rows([batch]) == _rows([dataset.batch([*range(450, 500), *range(450, 460)])])
+
+
+def test_sizes_that_do_not_fit(make_dataset: MakeDataset) -> None:
+    dataset = make_dataset()
+    text = (
+        r"training: global_batch_size \(12\) is not a multiple of local_batch_size \(4\) \* "
+        r"data-parallel degree \(2\) = 8\. Change one of them"
+    )
+    with pytest.raises(ConfigError, match=text):
+        _make_loader(dataset, 2, 4)
+    with pytest.raises(ConfigError, match=r"training: global_batch_size \(0\) is not a multiple"):
+        _make_loader(dataset, 2, 4, global_batch_size=0)
+    with pytest.raises(
+        ConfigError, match=r"training: 2 problems:\n  local_batch_size \(0\) .*\n  data-parallel rank 2 "
+    ):
+        _make_loader(dataset, 2, 0, dp_rank=2)

@@ -1,0 +1,213 @@
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
+
+import titanlite
+from titanlite.config.schema import DataSection
+from titanlite.data import build_corpus, build_tokenizer, load_tokenizer
+from titanlite.data import tokenizer as tokenizer_module
+from titanlite.data.corpus import Corpus, build_text_corpus
+from titanlite.data.tokenizer import END_OF_TEXT, train_bpe
+from titanlite.errors import DataError
+
+ROOT = Path(titanlite.__file__).parents[1]
+TEXT = "def foo(x):  return x , 'e\u0301' \u00e9\r\n\t12345 \U0001f600 <|endoftext|> don 't \x00"
+
+
+@pytest.fixture(scope="module")
+def bpe(text_folder: Path) -> Tokenizer:
+    return train_bpe(build_text_corpus(text_folder), 320)
+
+
+@pytest.fixture
+def built(data: DataSection) -> PreTrainedTokenizerFast:
+    return build_tokenizer(data, build_corpus(data))
+
+
+def _get_cache_file(data: DataSection) -> Path:
+    (file,) = Path(data.cache_folder, "tokenizers").glob("*.json")
+    return file
+
+
+def test_ids_of_special_token_and_bytes(bpe: Tokenizer) -> None:
+    assert bpe.token_to_id(END_OF_TEXT) == 0
+    assert bpe.get_vocab_size() == 320
+    assert {len(bpe.id_to_token(i)) for i in range(1, 257)} == {1}
+    assert len({bpe.id_to_token(i) for i in range(1, 257)}) == 256
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text())
+def test_round_trip_loses_nothing(bpe: Tokenizer, text: str) -> None:
+    assert bpe.decode(bpe.encode(text).ids, skip_special_tokens=False) == text
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text(alphabet="a ,.!?'\n\t\u00e9n't<|endoftext|>"))
+def test_round_trip_through_transformers(bpe: Tokenizer, text: str) -> None:
+    tokenizer = tokenizer_module._wrap(bpe)
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_training_does_not_depend_on_document_order(text_folder: Path, bpe: Tokenizer) -> None:
+    files = list(build_text_corpus(text_folder).files)
+    for seed in range(3):
+        random.Random(seed).shuffle(files)
+        assert train_bpe(Corpus(tuple(files)), 320).to_str() == bpe.to_str()
+
+
+@pytest.mark.parametrize("threads", [{"RAYON_NUM_THREADS": "1"}, {"TOKENIZERS_PARALLELISM": "false"}, {}])
+def test_training_does_not_depend_on_threads(text_folder: Path, bpe: Tokenizer, threads: dict[str, str]) -> None:
+    script = (
+        "import sys; from titanlite.data.corpus import build_text_corpus;"
+        "from titanlite.data.tokenizer import train_bpe;"
+        "sys.stdout.write(train_bpe(build_text_corpus(sys.argv[1]), 320).to_str())"
+    )
+    environment = {key: value for key, value in os.environ.items() if key != "TOKENIZERS_PARALLELISM"}
+    result = subprocess.run(
+        [sys.executable, "-c", script, str(text_folder)],
+        cwd=ROOT,
+        env=environment | threads,
+        capture_output=True,
+        check=True,
+    )
+    assert result.stdout.decode() == bpe.to_str()
+    assert result.stderr == b""
+
+
+def test_large_corpus_is_thinned(text_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    corpus = build_text_corpus(text_folder)
+    monkeypatch.setattr(tokenizer_module, "_MAX_TRAINING_BYTES", corpus.num_bytes // 4 + 1)
+    # ceil(bytes / (bytes // 4 + 1)) = 4, and every document is a single piece.
+    assert list(tokenizer_module._get_training_pieces(corpus)) == [text for _, text in corpus][::4]
+    monkeypatch.setattr(tokenizer_module, "_MAX_TRAINING_BYTES", corpus.num_bytes)
+    monkeypatch.setattr(tokenizer_module, "_TRAINING_PIECE_CHARS", 30)
+    pieces = list(tokenizer_module._get_training_pieces(corpus))
+    assert "".join(pieces) == "".join(text for _, text in corpus)
+    assert max(map(len, pieces)) <= 30
+
+
+def test_first_use_trains_and_the_next_one_loads(
+    data: DataSection, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level("INFO", logger="titanlite")
+    corpus = build_corpus(data)
+    first = build_tokenizer(data, corpus)
+    assert "data: trained a byte-level BPE tokenizer, 300 tokens, on 0.0 MB in " in caplog.text
+    assert len(first) == 300
+    assert (first.eos_token, first.eos_token_id) == (END_OF_TEXT, 0)
+
+    caplog.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(tokenizer_module, "train_bpe", lambda *_: pytest.fail("trained again"))
+        second = build_tokenizer(data, corpus)
+    assert second.backend_tokenizer.to_str() == first.backend_tokenizer.to_str()
+    assert not caplog.text
+
+    data.bpe_vocab_size = 301
+    assert len(build_tokenizer(data, corpus)) == 301
+
+
+@pytest.mark.parametrize("damage", [lambda content: content[: len(content) // 2], lambda _: b"", lambda _: b"\xff\xfe"])
+def test_damaged_cache_is_rebuilt(
+    data: DataSection, built: PreTrainedTokenizerFast, damage: Callable[[bytes], bytes]
+) -> None:
+    file = _get_cache_file(data)
+    content = file.read_bytes()
+    file.write_bytes(damage(content))
+    assert len(build_tokenizer(data, build_corpus(data))) == 300
+    assert file.read_bytes() == content
+
+
+def test_small_corpus_gives_a_smaller_vocabulary_and_says_so(
+    data: DataSection, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="titanlite")
+    data.path = str(tmp_path / "a.txt")
+    Path(data.path).write_text("abcabc")
+    assert len(build_tokenizer(data, build_corpus(data))) == 260  # ab, abc, abcabc
+    assert "data: the corpus yields 260 of bpe_vocab_size = 300 tokens" in caplog.text
+
+
+@pytest.mark.parametrize("model_type", [None, "qwen3", "qwen3_moe", "llama", "deepseek_v3"])
+def test_saved_folder_loads_with_auto_tokenizer(
+    built: PreTrainedTokenizerFast, tmp_path: Path, model_type: str | None
+) -> None:
+    # With a config.json beside it, AutoTokenizer may prefer the class of the model family, which splits otherwise.
+    if model_type:
+        AutoConfig.for_model(model_type).save_pretrained(tmp_path)
+    built.save_pretrained(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
+    assert loaded.encode(TEXT) == built.encode(TEXT)
+    assert loaded.decode(loaded.encode(TEXT)) == TEXT
+    assert (loaded.eos_token_id, len(loaded)) == (built.eos_token_id, len(built))
+
+
+def test_load_folder_file_and_folder_without_config(built: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    built.save_pretrained(tmp_path)
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "tokenizer.json").write_bytes((tmp_path / "tokenizer.json").read_bytes())
+    for path in (tmp_path, tmp_path / "tokenizer.json", bare):
+        loaded = build_tokenizer(DataSection(tokenizer_path=str(path)), Corpus(()))
+        assert loaded.encode(TEXT) == built.encode(TEXT)
+        assert loaded.eos_token_id == 0
+
+
+def test_errors_name_path_and_setting(built: PreTrainedTokenizerFast, data: DataSection, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=rf"data: tokenizer_path {tmp_path}: {tmp_path}/tokenizer\.json does not exist"):
+        load_tokenizer(tmp_path)
+    broken = tmp_path / "broken.json"
+    broken.write_text("{}")
+    with pytest.raises(DataError, match=rf"data: tokenizer_path {broken}: transformers cannot load it \("):
+        load_tokenizer(broken)
+    nameless = tmp_path / "nameless.json"
+    serialized = json.dumps(json.loads(built.backend_tokenizer.to_str())).replace(END_OF_TEXT, "<|stop|>")
+    nameless.write_text(serialized)
+    with pytest.raises(DataError, match=rf"data: tokenizer_path {nameless}: no end-of-text token\. Add eos_token"):
+        load_tokenizer(nameless)
+    data.bpe_vocab_size = 256
+    with pytest.raises(DataError, match=r"data: bpe_vocab_size \(256\) is below 257"):
+        build_tokenizer(data, build_corpus(data))
+
+
+def test_code_in_the_folder_is_never_run(built: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    built.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    config |= {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": [None, "mine.Mine"]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\nclass Mine: pass\n")
+    with pytest.raises(DataError, match="trust_remote_code"):
+        load_tokenizer(tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
+FORK_SCRIPT = """
+import os, sys
+from titanlite.data.corpus import build_text_corpus
+from titanlite.data.tokenizer import train_bpe
+corpus = build_text_corpus(sys.argv[1])
+train_bpe(corpus, 300)
+pid = os.fork()
+train_bpe(corpus, 300)  # in both processes; with TOKENIZERS_PARALLELISM=true the child hangs
+if pid:
+    assert os.waitpid(pid, 0)[1] == 0
+"""
+
+
+def test_forked_process_neither_hangs_nor_warns(text_folder: Path) -> None:
+    environment = {key: value for key, value in os.environ.items() if key != "TOKENIZERS_PARALLELISM"}
+    # Python 3.12 and later warn about any fork of a process with threads; that is not what is tested here.
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORK_SCRIPT, str(text_folder)]
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, timeout=60, check=True)
+    assert result.stderr == b""

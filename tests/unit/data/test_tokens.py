@@ -1,0 +1,194 @@
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+import titanlite
+from titanlite.config.schema import DataSection
+from titanlite.data import TokenizedCorpus, build_corpus, build_tokenizer, build_tokens
+from titanlite.data import tokens as tokens_module
+from titanlite.data.tokenizer import END_OF_TEXT
+
+
+@pytest.fixture
+def tokenizer(data: DataSection) -> PreTrainedTokenizerFast:
+    return build_tokenizer(data, build_corpus(data))
+
+
+def _build(data: DataSection, tokenizer: PreTrainedTokenizerFast) -> TokenizedCorpus:
+    return build_tokens(data, build_corpus(data), tokenizer)
+
+
+def _get_file(data: DataSection) -> Path:
+    (file,) = Path(data.cache_folder, "tokens").glob("*.bin")
+    return file
+
+
+def test_every_document_is_followed_by_end_of_text(data: DataSection, tokenizer: PreTrainedTokenizerFast) -> None:
+    expected = []
+    for _, text in build_corpus(data):
+        expected += [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
+    tokenized = _build(data, tokenizer)
+    assert tokenized.tokens.tolist() == expected
+    assert (tokenized.num_documents, tokenized.vocab_size, tokenized.eos_token_id) == (40, 300, 0)
+    assert tokenized.tokens.dtype == np.uint16
+    assert isinstance(tokenized.tokens, np.memmap)
+    assert not tokenized.tokens.flags.writeable
+
+
+def test_text_that_spells_a_special_token_is_text(
+    data: DataSection, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    data.path = str(tmp_path / "a.txt")
+    text = f"one{END_OF_TEXT}two"
+    Path(data.path).write_text(text)
+    ids = _build(data, tokenizer).tokens.tolist()
+    assert [i for i, token in enumerate(ids) if token == tokenizer.eos_token_id] == [len(ids) - 1]
+    assert tokenizer.decode(ids[:-1]) == text
+    assert tokenizer.encode(text).count(tokenizer.eos_token_id) == 1  # the caller's tokenizer is left as it was
+
+
+def test_large_vocabulary_gives_uint32(data: DataSection, tokenizer: PreTrainedTokenizerFast) -> None:
+    small = _build(data, tokenizer).tokens.tolist()
+    tokenizer.add_tokens([f"<extra-{i}>" for i in range(2**16 - 300)])
+    assert _build(data, tokenizer).tokens.dtype == np.uint16  # exactly 65536 still fit
+    tokenizer.add_tokens(["<one-more>"])
+    tokenized = _build(data, tokenizer)
+    assert (tokenized.tokens.dtype, tokenized.vocab_size) == (np.uint32, 2**16 + 1)
+    assert tokenized.tokens.tolist() == small
+
+
+def test_long_documents_and_small_batches_give_the_same_text(
+    data: DataSection, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = _build(data, tokenizer)
+    monkeypatch.setattr(tokens_module, "_PIECE_CHARS", 50)
+    monkeypatch.setattr(tokens_module, "_BATCH_CHARS", 120)
+    data.cache_folder += "-2"
+    pieces = _build(data, tokenizer)
+    assert pieces.num_documents == whole.num_documents
+    assert np.count_nonzero(pieces.tokens == 0) == 40
+    assert tokenizer.decode(pieces.tokens.tolist()) == tokenizer.decode(whole.tokens.tolist())
+
+
+def test_second_call_maps_the_file_of_the_first(
+    data: DataSection,
+    tokenizer: PreTrainedTokenizerFast,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", logger="titanlite")
+    first = _build(data, tokenizer)
+    assert "data: tokenized 0.0 MB in " in caplog.text
+    monkeypatch.setattr(tokens_module, "_write", lambda *_: pytest.fail("tokenized again"))
+    second = _build(data, tokenizer)
+    assert second.tokens.tolist() == first.tokens.tolist()
+    assert (second.num_documents, second.vocab_size) == (first.num_documents, first.vocab_size)
+    assert caplog.text.count("tokenized") == 1
+
+
+def test_key_follows_text_and_tokenizer(data: DataSection, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    data.path = str(tmp_path / "a.txt")
+    Path(data.path).write_text("aa bb")
+    first = _build(data, tokenizer).tokens.tolist()
+    Path(data.path).write_text("aa cc")
+    second = _build(data, tokenizer).tokens.tolist()
+    tokenizer.eos_token = "a"
+    third = _build(data, tokenizer)
+    assert first != second
+    assert third.tokens[-1] == third.eos_token_id == tokenizer.convert_tokens_to_ids("a")
+    assert len(list(Path(data.cache_folder, "tokens").glob("*.bin"))) == 3
+
+
+def _truncate(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-2])
+
+
+def _empty(file: Path) -> None:
+    file.write_bytes(b"")
+
+
+def _grow(file: Path) -> None:
+    file.write_bytes(file.read_bytes() + b"\x00\x00")
+
+
+def _zero_end_with_ones(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-2] + b"\x01\x00")
+
+
+def _remove_header(file: Path) -> None:
+    file.with_suffix(".json").unlink()
+
+
+def _cut_header(file: Path) -> None:
+    file.with_suffix(".json").write_text('{"version": 1, "dty')
+
+
+def _change_header(file: Path) -> None:
+    header = json.loads(file.with_suffix(".json").read_text())
+    file.with_suffix(".json").write_text(json.dumps(header | {"dtype": "uint32"}))
+
+
+def _add_to_header(file: Path) -> None:
+    header = json.loads(file.with_suffix(".json").read_text())
+    file.with_suffix(".json").write_text(json.dumps(header | {"unknown": 1}))
+
+
+DAMAGES = [
+    *(Path.unlink, _truncate, _empty, _grow, _zero_end_with_ones),
+    *(_remove_header, _cut_header, _change_header, _add_to_header),
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_damaged_cache_is_rebuilt(
+    data: DataSection, tokenizer: PreTrainedTokenizerFast, damage: Callable[[Path], None]
+) -> None:
+    expected = _build(data, tokenizer).tokens.tolist()
+    file = _get_file(data)
+    content, header = file.read_bytes(), file.with_suffix(".json").read_bytes()
+    damage(file)
+    assert _build(data, tokenizer).tokens.tolist() == expected
+    assert (file.read_bytes(), file.with_suffix(".json").read_bytes()) == (content, header)
+    assert not list(file.parent.glob("*.tmp"))
+
+
+# Two processes meet before they start; each notes what it builds, and takes so long that the other must wait.
+BUILDER_SCRIPT = """
+import sys, time
+from pathlib import Path
+from titanlite.config.schema import DataSection
+from titanlite.data import build_corpus, build_tokenizer, build_tokens, tokenizer, tokens
+folder, path, me = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+def slow(name, function):
+    def run(*args):
+        with (folder / "builds").open("a") as file:
+            file.write(name + "\\n")
+        time.sleep(0.4)
+        return function(*args)
+    return run
+tokenizer.train_bpe = slow("bpe", tokenizer.train_bpe)
+tokens._write = slow("tokens", tokens._write)
+data = DataSection(dataset="text", path=path, bpe_vocab_size=300, cache_folder=str(folder / "cache"))
+(folder / f"ready-{me}").touch()
+while len(list(folder.glob("ready-*"))) < 2:
+    time.sleep(0.001)
+corpus = build_corpus(data)
+print(build_tokens(data, corpus, build_tokenizer(data, corpus)).tokens.tolist())
+"""
+
+
+def test_concurrent_processes_build_once(text_folder: Path, tmp_path: Path) -> None:
+    commands = [[sys.executable, "-c", BUILDER_SCRIPT, str(tmp_path), str(text_folder), me] for me in "ab"]
+    root = Path(titanlite.__file__).parents[1]
+    processes = [subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True) for command in commands]
+    outputs = [process.communicate(timeout=60)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    assert outputs[0] == outputs[1]
+    assert len(json.loads(outputs[0])) > 1000
+    assert (tmp_path / "builds").read_text().split() == ["bpe", "tokens"]

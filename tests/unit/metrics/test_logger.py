@@ -1,0 +1,220 @@
+import errno
+import io
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from titanlite.config.schema import JobConfig
+from titanlite.errors import TitanliteError
+from titanlite.logger import logger
+from titanlite.metrics import MetricsLogger
+from titanlite.metrics import logger as metrics_module
+
+CPU = torch.device("cpu")
+COUNTS = torch.tensor([[10, 10, 10, 10], [0, 0, 0, 40]])
+
+
+@pytest.fixture
+def job() -> JobConfig:
+    job = JobConfig()
+    job.training.steps = 300
+    return job
+
+
+@pytest.fixture
+def console() -> Iterator[io.StringIO]:
+    """Collects the package's log lines."""
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    logger.addHandler(handler)
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    yield stream
+    logger.setLevel(level)
+    logger.removeHandler(handler)
+
+
+def build(job: JobConfig, folder: Path, **options) -> MetricsLogger:
+    return MetricsLogger(job, folder, flops_per_token=1000, num_ranks=4, device=CPU, **options)
+
+
+def log(metrics: MetricsLogger, step: int, loss: float = 2.5, **options) -> None:
+    metrics.log_step(step, loss, 0.91, 1e-3, tokens=8000, seconds=4.0, data_seconds=0.5, **options)
+
+
+def read_lines(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def read_events(folder: Path) -> EventAccumulator:
+    return EventAccumulator(str(folder)).Reload()
+
+
+def test_values_reach_tensorboard_and_jsonl_under_the_same_names(job: JobConfig, tmp_path: Path):
+    with build(job, tmp_path, first_moe_layer=3) as metrics:
+        log(metrics, 10, tokens_per_expert=COUNTS, extra={"loss/aux": 0.125})
+        metrics.log_validation(10, 2.25)
+        log(metrics, 20, tokens_per_expert=COUNTS)
+    expected = {
+        "loss/train": 2.5,
+        "grad_norm": 0.91,
+        "lr": 1e-3,
+        "throughput/tokens_per_s": 2000.0,
+        "throughput/tflops_per_gpu": 2000 * 1000 / 4 / 1e12,
+        "time/step_s": 0.4,
+        "time/data_s": 0.05,
+        "moe/load_max_over_mean/layer_03": 1.0,
+        "moe/load_max_over_mean/layer_04": 4.0,
+    }
+    first, validation, second = read_lines(tmp_path)
+    assert {name: first[name] for name in expected} == pytest.approx(expected)
+    assert first["loss/aux"] == 0.125
+    assert 0.05 < first["memory/host_peak_rss_gib"] < 100
+    assert {**validation, "time": 0} == {"step": 10, "time": 0, "loss/validation": 2.25}
+    assert (first["step"], second["step"]) == (10, 20)
+    assert "throughput/mfu" not in first  # a CPU has no known peak
+
+    events = read_events(tmp_path / "tb")
+    assert set(events.Tags()["scalars"]) == (set(first) | set(validation)) - {"step", "time"}
+    for name, value in expected.items():
+        points = events.Scalars(name)
+        assert [point.step for point in points] == [10, 20]
+        assert points[0].value == pytest.approx(value, rel=1e-6)  # TensorBoard stores float32
+    image = events.Images("moe/expert_load")[0]
+    assert (image.width, image.height) == (4 * 24, 2 * 24)
+
+
+def test_values_that_are_not_finite_stay_valid_json(job: JobConfig, tmp_path: Path):
+    with build(job, tmp_path) as metrics:
+        log(metrics, 1, loss=float("nan"), extra={"x": float("-inf")}, tokens_per_expert=torch.zeros(1, 4))
+    (line,) = read_lines(tmp_path)
+    assert (line["loss/train"], line["x"], line["moe/load_max_over_mean/layer_00"]) == (None, None, None)
+    assert np.isnan(read_events(tmp_path / "tb").Scalars("loss/train")[0].value)
+
+
+def test_each_line_is_on_disk_before_close(job: JobConfig, tmp_path: Path):
+    metrics = build(job, tmp_path)
+    log(metrics, 1)
+    assert len(read_lines(tmp_path)) == 1
+    metrics.close()
+    metrics.close()
+    log(metrics, 2)
+    assert len(read_lines(tmp_path)) == 1
+
+
+def test_a_resumed_run_appends_and_tensorboard_drops_the_steps_done_twice(job: JobConfig, tmp_path: Path):
+    with build(job, tmp_path) as metrics:
+        for step in (10, 20, 30):
+            log(metrics, step, loss=1.0)
+    with build(job, tmp_path, start_step=10) as metrics:
+        log(metrics, 20, loss=2.0)
+    points = read_events(tmp_path / "tb").Scalars("loss/train")
+    assert [(point.step, point.value) for point in points] == [(10, 1.0), (20, 2.0)]
+    lines = read_lines(tmp_path)
+    assert [line["step"] for line in lines] == [10, 20, 30, 20]
+    assert lines[-1]["time/step_s"] == pytest.approx(0.4)  # 10 steps since the resume, not 20
+
+
+def test_console_line(job: JobConfig, tmp_path: Path, console):
+    with build(job, tmp_path) as metrics:
+        log(metrics, 50, tokens_per_expert=COUNTS)
+        metrics.log_validation(50, 2.25)
+    train, validation = console.getvalue().splitlines()
+    assert train.startswith("step    50/300  loss  2.5000  grad norm  0.91  lr 1.0e-03      2,000 tok/s  0.5 MFLOP/s")
+    assert train.endswith("expert load max/mean 4.00")
+    assert validation == "step    50/300  validation loss  2.2500"
+
+
+def test_mfu_of_a_known_gpu(job: JobConfig, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 3 * 2**30)
+    metrics = MetricsLogger(job, tmp_path, 989 * 10**9, num_ranks=2, device=torch.device("cuda", 0))
+    with metrics:
+        metrics.log_step(1, 2.5, 0.9, 1e-3, tokens=1000, seconds=1.0, data_seconds=0.0)
+    (line,) = read_lines(tmp_path)
+    assert line["throughput/mfu"] == pytest.approx(0.5)
+    assert line["memory/max_reserved_gib"] == 3.0
+
+
+def test_other_ranks_write_nothing(job: JobConfig, tmp_path: Path, monkeypatch, console):
+    monkeypatch.setenv("RANK", "1")
+    with build(job, tmp_path / "run") as metrics:
+        log(metrics, 1, tokens_per_expert=COUNTS)
+        metrics.log_validation(1, 2.0)
+    assert not (tmp_path / "run").exists()
+    assert console.getvalue() == ""
+
+
+def test_tensorboard_can_be_off_and_is_imported_only_when_on(tmp_path: Path):
+    script = (
+        "import sys, torch\n"
+        "from titanlite.config.schema import JobConfig\n"
+        "from titanlite.metrics import MetricsLogger\n"
+        "job = JobConfig(); job.metrics.enable_tensorboard = False\n"
+        "MetricsLogger(job, sys.argv[1], 1, 1, torch.device('cpu')).close()\n"
+        "print('tensorboard' in sys.modules)\n"
+    )
+    run = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "False"
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_full_disk_is_a_clear_error(job: JobConfig, tmp_path: Path):
+    if not os.path.exists("/dev/full"):
+        pytest.skip("needs /dev/full")
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    message = r"metrics: cannot write .*metrics.jsonl: No space left on device. Free"
+    with pytest.raises(TitanliteError, match=message), build(job, tmp_path) as metrics:
+        log(metrics, 1)
+
+
+def test_a_full_disk_under_tensorboard_is_a_clear_error(job: JobConfig, tmp_path: Path, monkeypatch):
+    metrics = build(job, tmp_path)
+
+    def fail(*args, **options):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(metrics._writer, "add_scalar", fail)
+    with pytest.raises(TitanliteError, match=r"metrics: cannot write .*tb: No space left on device"):
+        log(metrics, 1)
+    metrics.close()
+
+
+def test_a_folder_that_cannot_be_made_is_a_clear_error(job: JobConfig, tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TitanliteError, match=r"metrics: cannot write .*job\.dump_folder"):
+        build(job, tmp_path / "file" / "run")
+
+
+def test_a_broken_progress_bar_falls_back_to_plain_lines(job: JobConfig, tmp_path: Path, monkeypatch, console):
+    class BrokenBar:
+        def __init__(self, num_steps: int) -> None: ...
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            raise OSError("terminal gone")
+
+        def show(self, step, values):
+            raise ValueError("terminal gone")
+
+    monkeypatch.setattr(metrics_module, "ProgressBar", BrokenBar)
+    monkeypatch.setattr(metrics_module, "can_show_bar", lambda: True)
+    with build(job, tmp_path) as metrics:
+        log(metrics, 1)
+        log(metrics, 2)
+    out = console.getvalue()
+    assert out.count("the progress bar failed (ValueError('terminal gone'))") == 1
+    assert "step     1/300" in out
+    assert "step     2/300" in out
+    assert len(read_lines(tmp_path)) == 2

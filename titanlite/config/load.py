@@ -1,0 +1,393 @@
+"""From the command line to a checked `JobConfig`, and back to a TOML file.
+
+TOML values and override texts are converted by the declared type here, and only then given to OmegaConf: its own
+parsers read YAML 1.1 before they know the type (`off` becomes False, `12:30` becomes 750, True is a valid int) and
+stop at the first error, without the file's name.
+"""
+
+import math
+import re
+import sys
+import tomllib
+from collections.abc import Iterable, Sequence
+from dataclasses import MISSING, fields, is_dataclass
+from difflib import SequenceMatcher, get_close_matches
+from functools import cache
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, NamedTuple, Union, cast, get_args, get_origin, get_type_hints
+
+from omegaconf import OmegaConf
+
+from titanlite.config.check import check_values, format_value, get_value
+from titanlite.config.schema import JobConfig
+from titanlite.errors import ConfigError, raise_problems
+
+USAGE = """\
+usage: --config FILE [--section.key=value ...]
+
+  --config FILE           TOML file of the run; --job.config_file FILE means the same
+  --section.key=value     override one setting of the file; '--section.key value' means the same, the last one wins
+  -h, --help              print this text
+
+sections: {sections}
+example:  --config configs/qwen3_moe.toml --training.steps=50 --model.overrides.num_layers=4
+Every setting with its type and default: docs/config.md
+"""
+
+_FILE_FLAGS = ("config", "job.config_file")
+_INT = re.compile(r"[+-]?[0-9]+(_[0-9]+)*")
+_FLOAT = re.compile(r"[+-]?([0-9]+(_[0-9]+)*(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?")
+_BOOL_HINTS = {"yes": "true", "on": "true", "1": "true", "no": "false", "off": "false", "0": "false"}
+_REMEDIES = {int: "Write a whole number", float: "Write a number", bool: "Write true or false", str: "Put it in quotes"}
+_KIND_NAMES = {int: "an int", float: "a float", bool: "a bool", str: "a str"}
+_KEY = re.compile(r"[a-z]\w*(?:\.[a-z]\w*)+")
+
+
+class Setting(NamedTuple):
+    """One leaf of the schema."""
+
+    key: str
+    """Dotted: section.name"""
+    kind: type
+    """int, float, bool or str"""
+    choices: tuple[str, ...]
+    """Allowed values of a Literal, else empty"""
+    optional: bool
+    """None is allowed"""
+    default: Any
+    doc: str
+
+    @property
+    def section(self) -> str:
+        return self.key.rpartition(".")[0]
+
+    @property
+    def name(self) -> str:
+        return self.key.rpartition(".")[2]
+
+
+def walk_schema(schema: type, section: str = "") -> Iterable[Setting]:
+    """The settings of dataclass `schema` and of the dataclasses inside it, in order, keys below `section`.
+
+    Raises:
+        TypeError: A field's type is not int, float, bool, str, a Literal of strings, or one of these or None.
+    """
+    hints = get_type_hints(schema)
+    for item in fields(schema):
+        key, declared = f"{section}.{item.name}".lstrip("."), hints[item.name]
+        if is_dataclass(declared):
+            yield from walk_schema(cast(type, declared), key)
+            continue
+        kinds = list(get_args(declared)) if get_origin(declared) in (Union, UnionType) else [declared]
+        optional = type(None) in kinds
+        kinds = [kind for kind in kinds if kind is not type(None)]
+        choices = get_args(kinds[0]) if get_origin(kinds[0]) is Literal else ()
+        kind = str if choices and all(isinstance(choice, str) for choice in choices) else kinds[0]
+        if len(kinds) != 1 or kind not in _REMEDIES:
+            raise TypeError(f"schema: {key} has type {declared}, which no value can be read as. Use another type.")
+        default = item.default if item.default_factory is MISSING else item.default_factory()
+        yield Setting(key, kind, choices, optional, default, item.metadata.get("doc", ""))
+
+
+@cache
+def get_settings() -> dict[str, Setting]:
+    """All settings by dotted key, in the order of the schema."""
+    return {setting.key: setting for setting in walk_schema(JobConfig)}
+
+
+@cache
+def get_sections() -> dict[str, list[Setting]]:
+    """The settings of each section, nested sections (`model.overrides`) on their own."""
+    sections: dict[str, list[Setting]] = {}
+    for setting in get_settings().values():
+        sections.setdefault(setting.section, []).append(setting)
+    return sections
+
+
+def load_config(argv: Sequence[str]) -> JobConfig:
+    """Read the TOML file and the overrides named by the arguments `argv` (without the program's name).
+
+    Prints a usage text and leaves with `SystemExit(0)` on `--help`.
+
+    Raises:
+        ConfigError: An argument, the file, a key or a value is wrong, or a value is out of range
+            (`check_values`). All problems are in the one error.
+    """
+    reader = _Reader()
+    path, overrides, wants_help = reader.read_arguments(argv)
+    if wants_help:
+        sys.stdout.write(USAGE.format(sections=", ".join(get_sections())))
+        raise SystemExit(0)
+    table = reader.read_file(path) if path is not None else None
+    if path is not None and table is not None:
+        reader.read_table(path, table)
+    for where, key, text in overrides:
+        reader.read_override(where, key, text)
+    job = reader.build()
+    if path is not None and table is not None:  # otherwise most of what is missing was in that file
+        reader.check(job, path)
+    reader.raise_all()
+    return job
+
+
+def save_resolved(job: JobConfig, path: str | Path) -> None:
+    """Write every setting of `job` to the TOML file `path`; `load_config(["--config", path])` gives `job` again.
+
+    `job` comes from `load_config`. Settings that are None are left out (that is their default); the folder of `path`
+    is made if it is missing.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    lines: list[str] = []
+    for section, settings in get_sections().items():
+        values = [(setting.name, get_value(job, setting.key)) for setting in settings]
+        body = [f"{name} = {format_value(value)}" for name, value in values if value is not None]
+        lines += [f"[{section}]", *body, ""] if body else []
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text("\n".join(lines), encoding="utf-8", newline="\n")
+
+
+class _BadValueError(Exception):
+    """A value does not fit its setting; the text is the problem without its place."""
+
+
+def _check_value(setting: Setting, value: Any) -> Any:
+    """`value` (from TOML, or an override's text converted to the setting's kind) as the setting stores it."""
+    shown = f"{setting.key} = {_shorten(format_value(value))}"
+    if setting.kind is float and type(value) is int:
+        value = float(value) if abs(value) < 2**1023 else math.inf
+    if setting.choices and value not in setting.choices:
+        nearest = get_close_matches(str(value), setting.choices, 1)
+        hint = f'; did you mean "{nearest[0]}"?' if nearest else ". Write one of these."
+        raise _BadValueError(f"{shown} is not one of {', '.join(map(format_value, setting.choices))}{hint}")
+    if type(value) is not setting.kind:  # not isinstance: a bool is an int
+        raise _BadValueError(f"{shown} is not {_KIND_NAMES[setting.kind]}. {_remedy(setting, value)}.")
+    if isinstance(value, str):
+        if "${" in value:
+            raise _BadValueError(
+                f"{shown} contains '${{', which OmegaConf takes for an interpolation. Write the value it stands for."
+            )
+        if value == "???":
+            raise _BadValueError(f"{shown} is OmegaConf's mark of a missing value. Write another text.")
+    elif setting.kind is int and not -(2**63) <= value < 2**63:
+        raise _BadValueError(f"{shown} does not fit in 64 bits. Write a smaller number.")
+    elif not math.isfinite(value):  # after the range of int: isfinite overflows on huge ones
+        raise _BadValueError(f"{shown} is not finite. Write a finite number.")
+    return value
+
+
+def _remedy(setting: Setting, value: Any) -> str:
+    """What to write instead of a TOML value of the wrong type."""
+    remedy = _REMEDIES[setting.kind]
+    if isinstance(value, str) and setting.kind is not str:
+        try:
+            parsed = _parse_text(setting._replace(optional=False), value)  # TOML has no none
+            return f"Write {format_value(parsed)} without quotes"
+        except _BadValueError:
+            pass  # the text is no better as a number: the plain remedy says what is wanted
+    if setting.kind is str and isinstance(value, int | float):
+        return f"Put it in quotes: {format_value(format_value(value))}"
+    return remedy + (", or leave it out" if setting.optional else "")
+
+
+def _parse_text(setting: Setting, text: str) -> Any:
+    """An override's text as the setting's declared type; never guessed from how the text looks."""
+    if setting.optional and text == "none":
+        return None
+    value: Any = text
+    if setting.kind is str:
+        try:
+            text.encode()
+        except UnicodeEncodeError:  # bytes of the command line that Python could only smuggle in as surrogates
+            raise _BadValueError(f"{setting.key} is not valid UTF-8 text. Use UTF-8.") from None
+    elif setting.kind is bool and text in ("true", "false"):
+        value = text == "true"
+    elif setting.kind is int and _INT.fullmatch(text) and len(text) < 100:  # Python refuses more than 4300 digits
+        value = int(text)
+    elif setting.kind is float and _FLOAT.fullmatch(text):
+        value = float(text)
+    else:
+        hint = _REMEDIES[setting.kind]
+        if setting.kind is bool and text.lower() in ("true", "false", *_BOOL_HINTS):
+            hint = f"Write {_BOOL_HINTS.get(text.lower(), text.lower())}"
+        elif setting.kind is int and _FLOAT.fullmatch(text) and abs(float(text)) < 2**53 and float(text).is_integer():
+            hint = f"Write {int(float(text))}"
+        elif setting.kind is float and text.lower().lstrip("+-") in ("inf", "infinity", "nan"):
+            hint = "Write a finite number"
+        none = ", or none" if setting.optional else ""
+        shown = _shorten(text or "''")
+        raise _BadValueError(f"{setting.key} = {shown} is not {_KIND_NAMES[setting.kind]}. {hint}{none}.")
+    return _check_value(setting, value)
+
+
+def _shorten(text: str) -> str:
+    """At most 80 characters, so that a pasted table or template does not bury the message."""
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _find_nearest(key: str, candidates: Iterable[str]) -> list[str]:
+    """Up to three dotted candidates that `key` may have meant, all equally near; empty if none is near."""
+    section, _, name = key.rpartition(".")
+    scores: dict[str, float] = {}
+    for candidate in candidates:
+        its_section, _, its_name = candidate.rpartition(".")
+        likeness = SequenceMatcher(None, name, its_name).ratio()
+        if its_name.startswith(f"{name}_"):
+            likeness = 0.95  # enable: enable_profiling
+        # An exact name in another section beats a vague one here, but a near one here beats it.
+        scores[candidate] = likeness + 0.2 * SequenceMatcher(None, section, its_section).ratio()
+    best = max(scores.values())
+    nearest = [candidate for candidate, score in scores.items() if score == best]
+    return nearest if best >= 0.8 and len(nearest) <= 3 else []
+
+
+class _Reader:
+    """Collects values, where each came from, and all problems."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+        self.origins: dict[str, str] = {}
+        self.problems: list[tuple[str, str]] = []
+        self.suspects: set[str] = set()
+        """Keys and sections with a problem of their own: a range check on them would mislead."""
+
+    def read_arguments(self, argv: Sequence[str]) -> tuple[str | None, list[tuple[str, str, str]], bool]:
+        """The configuration file, the overrides as (where, key, text), and whether help is wanted."""
+        paths: list[str] = []
+        overrides: list[tuple[str, str, str]] = []
+        wants_help = lacks_path = False
+        queue = list(argv)
+        while queue:
+            argument = queue.pop(0)
+            key, has_value, text = argument.removeprefix("--").partition("=")
+            if argument in ("-h", "--help"):
+                wants_help = True
+                continue
+            if not argument.startswith("--") or not key:
+                likely = "--config " if argument.endswith(".toml") else "--" if key and has_value else ""
+                hint = f"Did you mean '{likely}{argument.lstrip('-')}'?" if likely else "Write --section.key=value."
+                self.refuse(f"argument {argument!r}", f"is neither --config nor an override. {hint}")
+                continue
+            if not has_value and queue and not queue[0].startswith("--"):
+                has_value, text = " ", queue.pop(0)
+            where = f"override {f'--{key}{has_value}{text}'!r}"
+            if key in _FILE_FLAGS:
+                paths += [text] if text else []
+                lacks_path = lacks_path or not text
+            elif has_value:
+                overrides.append((where, key, text))
+            else:
+                setting = get_settings().get(key)
+                example = "true" if setting and setting.kind is bool else "VALUE"
+                self.refuse(where, f"has no value. Write --{key}={example}.", key)
+        if lacks_path:
+            self.refuse("--config", f"no file follows it. Write --config FILE.{_list_configs()}")
+        elif not paths:
+            self.refuse("command line", f"no configuration file. Pass one with --config FILE.{_list_configs()}")
+        if len(paths) > 1:
+            self.refuse("--config", f"given {len(paths)} times: {', '.join(paths)}. Keep one.")
+        return (paths[0] if len(paths) == 1 and not lacks_path else None), overrides, wants_help
+
+    def read_file(self, path: str) -> dict[str, object] | None:
+        """The parsed TOML file, or None with a problem noted."""
+        try:
+            with open(path, "rb") as file:
+                return tomllib.load(file)
+        except FileNotFoundError:
+            folder = Path(path).parent
+            nearest = get_close_matches(Path(path).stem, [found.stem for found in folder.glob("*.toml")], 1)
+            hint = f"Did you mean '{folder / nearest[0]}.toml'?" if nearest else f"Check --config.{_list_configs()}"
+            self.refuse(path, f"no such file. {hint}")
+        except IsADirectoryError:
+            self.refuse(path, f"is a folder. Pass a file with --config FILE.{_list_configs(path)}")
+        except OSError as error:
+            self.refuse(path, f"cannot be read: {error.strerror}. Pass a readable file with --config FILE.")
+        except UnicodeDecodeError as error:
+            self.refuse(path, f"is not UTF-8 text (byte {error.start}). Save it as UTF-8.")
+        except ValueError as error:  # TOMLDecodeError, and Python's limit on the digits of an int
+            self.refuse(path, f"not valid TOML: {error}. Strings need quotes; booleans are true and false.")
+        return None
+
+    def read_table(self, where: str, table: dict[str, object], section: str = "") -> None:
+        """Take the values of one TOML table and of the tables inside it."""
+        for name, value in table.items():
+            key = f"{section}.{name}".lstrip(".")
+            if "." in name:
+                self.refuse(where, f"key {name!r} has a dot inside its quotes. Write it without quotes.", key)
+            elif key in get_settings():
+                self.accept(where, get_settings()[key], value)
+            elif key not in get_sections():
+                self.refuse_unknown(where, key, "section" if isinstance(value, dict) else "key")
+            elif isinstance(value, dict):
+                self.read_table(where, cast(dict[str, object], value), key)
+            else:
+                shown = _shorten(format_value(value))
+                self.refuse(where, f"{key} = {shown} is not a section. Write [{key}] and its keys below.", key)
+
+    def read_override(self, where: str, key: str, text: str) -> None:
+        """Take one override of the command line."""
+        if key in get_settings():
+            self.accept(where, get_settings()[key], text, is_text=True)
+        elif key in get_sections():
+            example = get_sections()[key][0].key
+            self.refuse(where, f"'{key}' is a section. Set its keys one by one: --{example}=VALUE.", key)
+        else:
+            self.refuse_unknown(where, key, "key")
+
+    def accept(self, where: str, setting: Setting, value: Any, *, is_text: bool = False) -> None:
+        """Keep a value that fits its setting; note a problem otherwise."""
+        try:
+            checked = _parse_text(setting, value) if is_text else _check_value(setting, value)
+        except _BadValueError as problem:
+            self.refuse(where, str(problem), setting.key)
+            return
+        self.values[setting.key] = checked
+        self.origins[setting.key] = where
+
+    def refuse_unknown(self, where: str, key: str, noun: str) -> None:
+        """Note an unknown key or section, with the nearest match or what there is to choose from."""
+        nearest = _find_nearest(key, get_sections() if noun == "section" else get_settings())
+        section = next((s for s in sorted(get_sections(), reverse=True) if key.startswith(f"{s}.")), None)
+        if nearest:
+            hint = f"; did you mean {' or '.join(repr(candidate) for candidate in nearest)}?"
+        elif section is not None:
+            hint = f". Keys of [{section}]: {', '.join(setting.name for setting in get_sections()[section])}."
+        else:
+            hint = f". Sections: {', '.join(get_sections())}."
+        self.refuse(where, f"unknown {noun} {key!r}{hint}", key, *nearest)
+
+    def refuse(self, where: str, problem: str, *suspects: str) -> None:
+        """Note a problem."""
+        self.problems.append((where, problem))
+        self.suspects.update(suspects)
+
+    def build(self) -> JobConfig:
+        """The configuration of all values that were accepted."""
+        config = OmegaConf.structured(JobConfig)
+        for key, value in self.values.items():
+            OmegaConf.update(config, key, value)
+        return cast(JobConfig, OmegaConf.to_object(config))
+
+    def check(self, job: JobConfig, path: str) -> None:
+        """Note the problems of `check_values`, but none about a key that already has a problem."""
+        for problem in check_values(job):
+            keys = [key for key in _KEY.findall(problem) if key in get_settings()]
+            if any(key == s or key.startswith(f"{s}.") for key in keys for s in self.suspects):
+                continue
+            wheres = [self.origins[key] for key in keys if key in self.origins]
+            self.problems.append((next((where for where in wheres if where != path), path), problem))
+
+    def raise_all(self) -> None:
+        """Raise one ConfigError if there is any problem."""
+        wheres = {where for where, _ in self.problems}
+        if len(wheres) == 1:
+            raise_problems(ConfigError, wheres.pop(), [problem for _, problem in self.problems])
+        raise_problems(ConfigError, "configuration", [f"{where}: {problem}" for where, problem in self.problems])
+
+
+def _list_configs(folder: str | Path = "configs") -> str:
+    """' Files in FOLDER: a.toml, b.toml' or nothing; what a user who forgot the file's name needs."""
+    names = sorted(path.name for path in Path(folder).glob("*.toml"))
+    return f" Files in {folder}: {', '.join(names)}" if names else ""

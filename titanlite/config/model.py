@@ -1,0 +1,52 @@
+"""`ModelConfig`: the sizes and switches of the native decoder. Plain data, no torch."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+def size(doc: str, default: Any = None, *, override: bool = True) -> Any:
+    """A ModelConfig field with its documentation; `override=False` keeps it out of `[model.overrides]`."""
+    return field(default=default, metadata={"doc": doc, "override": override})
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Frequency scaling of rotary embeddings. `llama3`: low frequencies are divided by `factor`, high ones kept."""
+
+    rope_type: Literal["linear", "llama3"] = "linear"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Architecture of one decoder-only transformer. Dense when `num_experts` is 0."""
+
+    family: str = size("Model family, names the Hugging Face classes and checkpoint keys.", "qwen3", override=False)
+    vocab_size: int = size("Rows of the embedding.", 151936)
+    hidden_size: int = size("Width of the residual stream (D).", 1024)
+    num_layers: int = size("Decoder layers.", 28)
+    num_heads: int = size("Query heads.", 16)
+    num_kv_heads: int = size("Key and value heads; num_heads is a multiple.", 8)
+    head_dim: int = size("Width of one head.", 128)
+    intermediate_size: int = size("Inner width of dense SwiGLU layers.", 3072)
+    max_position_embeddings: int = size("Longest sequence the model is meant for.", 40960)
+    rms_norm_eps: float = size("Epsilon of RMSNorm.", 1e-6)
+    rope_theta: float = size("Base of the rotary frequencies.", 1000000.0)
+    rope_scaling: RopeScaling | None = size("Rotary frequency scaling.", None, override=False)
+    qk_norm: bool = size("RMSNorm on each query and key head.", True)
+    attention_bias: bool = size("Bias on q, k, v (and o) projections.", False)
+    tie_word_embeddings: bool = size("lm_head shares the embedding's weight.", False)
+    initializer_range: float = size("Standard deviation of the initial weights.", 0.02)
+    num_experts: int = size("Experts per MoE layer (E); 0 makes every layer dense.", 0)
+    top_k: int = size("Experts per token.", 8)
+    moe_intermediate_size: int = size("Inner width of one expert (I).", 768)
+    num_dense_layers: int = size("Leading layers that stay dense in an MoE model.", 0)
+    num_shared_experts: int = size("Experts that every token passes, fused into one SwiGLU.", 0)
+    score_func: Literal["softmax", "sigmoid"] = size("Router score function.", "softmax")
+    norm_topk_prob: bool = size("Normalize the top-k scores of a token to sum 1.", True)
+    routed_scaling_factor: float = size("Factor on the routed experts' weights.", 1.0)
+    num_expert_groups: int = size("Groups of the group-limited router; 1 means no groups.", 1)
+    num_limited_groups: int = size("Groups a token may choose experts from.", 1)

@@ -1,0 +1,130 @@
+"""Parallelism degrees: resolved and checked against the world size and the model, without torch.
+
+All checks of degrees live here, so that the preflight and every rank say the same before any collective.
+"""
+
+from dataclasses import dataclass
+
+from titanlite.config.model import ModelConfig
+from titanlite.config.schema import JobConfig, ParallelismSection
+from titanlite.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """Resolved degrees. Dense mesh: (dp_replicate, dp_shard, tp); sparse mesh: (dp_replicate, efsdp, ep).
+
+    Both cover the same ranks. Expert parallelism folds over dp_shard and tp: a group of ep neighbouring ranks splits
+    the experts, whatever tp is, for between layers the tp ranks hold different tokens too.
+    """
+
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    tp: int = 1
+    ep: int = 1
+
+    @property
+    def dp(self) -> int:
+        """Ranks that read different sequences."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def efsdp(self) -> int:
+        """Ranks that share one copy of an expert shard."""
+        return self.dp_shard * self.tp // self.ep
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in all."""
+        return self.dp_replicate * self.dp_shard * self.tp
+
+    @property
+    def experts_on_own_mesh(self) -> bool:
+        """True if experts are sharded over other ranks than dense parameters."""
+        return self.tp > 1 or self.ep > 1
+
+    def expert_shard_dim(self, num_experts: int) -> int:
+        """Dim that FSDP splits in expert weights: 0, or 1 where whole experts would not go round."""
+        return 1 if self.efsdp * self.ep > num_experts else 0
+
+    def __str__(self) -> str:
+        return f"dp_replicate {self.dp_replicate} x dp_shard {self.dp_shard} x tp {self.tp}, ep {self.ep}"
+
+
+def resolve_degrees(section: ParallelismSection, world_size: int) -> Degrees:
+    """Fill in data_parallel_shard_degree = -1 and check that the degrees multiply to `world_size`.
+
+    Raises:
+        ConfigError: they do not, or the experts cannot be split so.
+    """
+    replicate, tp, ep = (
+        section.data_parallel_replicate_degree,
+        section.tensor_parallel_degree,
+        section.expert_parallel_degree,
+    )
+    shard = section.data_parallel_shard_degree
+    if shard == -1:
+        if world_size % (replicate * tp):
+            raise ConfigError(
+                f"parallelism: dp_replicate ({replicate}) * tp ({tp}) = {replicate * tp} does not divide the world size "
+                f"({world_size}). Change data_parallel_replicate_degree or tensor_parallel_degree, or the number of ranks."
+            )
+        shard = world_size // (replicate * tp)
+    if replicate * shard * tp != world_size:
+        raise ConfigError(
+            f"parallelism: dp_replicate ({replicate}) * dp_shard ({shard}) * tp ({tp}) = {replicate * shard * tp}, but "
+            f"the world size is {world_size}. Set data_parallel_shard_degree = -1 to use the rest, or change a degree."
+        )
+    if (shard * tp) % ep:
+        raise ConfigError(
+            f"parallelism: ep ({ep}) does not divide dp_shard ({shard}) * tp ({tp}) = {shard * tp}. Lower "
+            "expert_parallel_degree; expert parallelism folds over those two."
+        )
+    return Degrees(replicate, shard, tp, ep)
+
+
+def check_parallelism(job: JobConfig, model: ModelConfig, degrees: Degrees) -> list[str]:
+    """Everything that the model's sizes and the batch sizes forbid, one message each."""
+    problems: list[str] = []
+    tp, ep = degrees.tp, degrees.ep
+    for name in ("num_heads", "num_kv_heads", "intermediate_size"):
+        if getattr(model, name) % tp:
+            problems.append(
+                f"parallelism: tensor_parallel_degree ({tp}) does not divide the model's {name} ({getattr(model, name)})."
+            )
+    if job.training.seq_len % tp:
+        problems.append(
+            f"training.seq_len ({job.training.seq_len}) is not a multiple of tensor_parallel_degree ({tp}): activations "
+            "are sequence-sharded."
+        )
+    if model.num_experts == 0 and ep > 1:
+        problems.append(f"parallelism: expert_parallel_degree is {ep}, but the model has no experts. Set it to 1.")
+    elif model.num_experts and model.num_experts % ep:
+        problems.append(
+            f"parallelism: expert_parallel_degree ({ep}) does not divide the model's num_experts ({model.num_experts})."
+        )
+    elif model.num_experts and degrees.expert_shard_dim(model.num_experts) == 1:
+        for name, size in (("2 * moe_intermediate_size", 2 * model.moe_intermediate_size), ("hidden_size", model.hidden_size)):
+            if size % degrees.efsdp:
+                problems.append(
+                    f"parallelism: {degrees.efsdp * ep} ranks share {model.num_experts} experts, so each expert is split in "
+                    f"{degrees.efsdp}, but that does not divide {name} ({size}). Raise expert_parallel_degree."
+                )
+    local, total = job.training.local_batch_size, job.training.global_batch_size
+    if total != -1 and total % (local * degrees.dp):
+        problems.append(
+            f"training.global_batch_size ({total}) is not a multiple of local_batch_size ({local}) * data-parallel degree "
+            f"({degrees.dp}) = {local * degrees.dp}."
+        )
+    if job.training.seq_len > model.max_position_embeddings:
+        problems.append(
+            f"training.seq_len ({job.training.seq_len}) exceeds the model's max_position_embeddings "
+            f"({model.max_position_embeddings})."
+        )
+    return problems
+
+
+def resolve_global_batch_size(job: JobConfig, degrees: Degrees) -> int:
+    """Sequences per optimizer step."""
+    total = job.training.global_batch_size
+    return job.training.local_batch_size * degrees.dp if total == -1 else total

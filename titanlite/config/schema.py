@@ -1,0 +1,199 @@
+"""The configuration schema: one dataclass per TOML section, names as in torchtitan's TOML files.
+
+Every field has a type, a default and a docstring line in `metadata`; `docs/config.md` is generated from here and
+overrides (`--training.steps=100`) are parsed by the declared type. This module imports nothing heavy, so that a
+wrong configuration is refused in a fraction of a second, before torch is imported and before ranks are started.
+"""
+
+from dataclasses import dataclass, field, fields, make_dataclass
+from typing import Any, Literal, cast
+
+from titanlite.config.model import ModelConfig
+
+
+def setting(default: Any, doc: str) -> Any:
+    """A dataclass field with its documentation; mutable defaults are copied per instance."""
+    if callable(default):
+        return field(default_factory=default, metadata={"doc": doc})
+    return field(default=default, metadata={"doc": doc})
+
+
+@dataclass
+class JobSection:
+    dump_folder: str = setting("outputs", "Folder of this run: metrics, resolved configuration, checkpoints, traces.")
+    description: str = setting("", "Free text, printed at the start and saved with the run.")
+
+
+# Every size of the architecture may be overridden; None keeps what the flavor or config.json says.
+ModelOverrides = make_dataclass(
+    "ModelOverrides",
+    [
+        (f.name, cast(type, f.type) | None, field(default=None, metadata=f.metadata))
+        for f in fields(ModelConfig)
+        if f.metadata.get("override", True)
+    ],
+    namespace={"__module__": __name__},
+)
+
+
+@dataclass
+class ModelSection:
+    name: str = setting("qwen3_moe", "Model family: one of the files in titanlite/models/families.")
+    flavor: str = setting("", "Preset sizes of the family, such as '30B-A3B'. Empty: sizes come from hf_assets_path.")
+    hf_assets_path: str = setting("", "Folder with a Hugging Face config.json (and tokenizer). Empty: use flavor.")
+    attention_backend: Literal["sdpa", "flex"] = setting(
+        "sdpa", "'sdpa': scaled_dot_product_attention; 'flex': flex_attention, for packed documents on CUDA."
+    )
+    overrides: ModelOverrides = setting(ModelOverrides, "Single sizes to change, for example num_layers = 4.")  # type: ignore[valid-type]
+
+
+@dataclass
+class TrainingSection:
+    steps: int = setting(1000, "Optimizer steps to run.")
+    seq_len: int = setting(2048, "Tokens per sequence.")
+    local_batch_size: int = setting(1, "Sequences per data-parallel rank and micro-batch.")
+    global_batch_size: int = setting(
+        -1, "Sequences per optimizer step; -1 means local_batch_size * data-parallel degree (no accumulation)."
+    )
+    max_norm: float = setting(1.0, "Gradients are scaled down to this total 2-norm; 0 turns clipping off.")
+    dtype: Literal["float32", "bfloat16"] = setting("float32", "Dtype of the stored parameters and optimizer states.")
+    mixed_precision_param: Literal["auto", "float32", "bfloat16"] = setting(
+        "auto", "Dtype of parameters and activations in forward and backward; 'auto': bfloat16 on CUDA, dtype on CPU."
+    )
+    mixed_precision_reduce: Literal["float32", "bfloat16"] = setting("float32", "Dtype of the gradient reduction.")
+    enable_cpu_offload: bool = setting(False, "Keep parameters and optimizer states in host memory (CUDA only).")
+    loss_chunk_tokens: int = setting(
+        1024, "Tokens per chunk of the fused output projection and cross entropy; full logits never exist at once."
+    )
+    seed: int = setting(42, "Seed of weights and data order. The same seed gives the same weights on any mesh.")
+    deterministic: bool = setting(False, "Use deterministic algorithms only; slower on CUDA.")
+
+
+@dataclass
+class OptimizerSection:
+    name: Literal["AdamW"] = setting("AdamW", "Optimizer (arXiv:1711.05101).")
+    lr: float = setting(3e-4, "Peak learning rate.")
+    beta1: float = setting(0.9, "Decay of the first moment.")
+    beta2: float = setting(0.95, "Decay of the second moment.")
+    eps: float = setting(1e-8, "Added to the root of the second moment.")
+    weight_decay: float = setting(0.1, "Decoupled weight decay of matrices; norms and biases are not decayed.")
+    implementation: Literal["fused", "foreach", "for-loop"] = setting("fused", "Kernel of the optimizer step.")
+
+
+@dataclass
+class LRSchedulerSection:
+    warmup_steps: int = setting(200, "Steps of linear warm-up from 0.")
+    decay_ratio: float | None = setting(
+        None, "Share of all steps used for the final decay (warmup-stable-decay); unset: decay from the end of warm-up."
+    )
+    decay_type: Literal["linear", "sqrt", "cosine"] = setting("cosine", "Shape of the decay.")
+    min_lr_factor: float = setting(0.1, "Learning rate at the end, as a factor of optimizer.lr.")
+
+
+@dataclass
+class ParallelismSection:
+    data_parallel_replicate_degree: int = setting(1, "Replicas of the sharded model (HSDP, or DDP if shard is 1).")
+    data_parallel_shard_degree: int = setting(-1, "Ranks that share one copy of the parameters (FSDP2); -1: the rest.")
+    tensor_parallel_degree: int = setting(1, "Ranks that split each dense layer, and the sequence between layers.")
+    expert_parallel_degree: int = setting(
+        1, "Ranks that split the experts; folded over data_parallel_shard * tensor_parallel, costs no extra ranks."
+    )
+    fsdp_reshard_after_forward: Literal["default", "always", "never"] = setting(
+        "default", "Free gathered parameters after forward: 'default' for all but the last layer."
+    )
+
+
+@dataclass
+class MoESection:
+    grouped_gemm: Literal["auto", "torch", "reference"] = setting(
+        "auto", "Backend of the expert matmuls: 'torch' (grouped_mm on CUDA, a loop on CPU), 'reference' (slow, tests)."
+    )
+    expert_bias_update_rate: float = setting(
+        1e-3, "Step of the aux-loss-free balancing bias (arXiv:2408.15664); 0 keeps the bias as it is."
+    )
+    aux_loss_coeff: float = setting(0.0, "Coefficient of the sequence-wise balance loss (arXiv:2412.19437, eq. 17).")
+    z_loss_coeff: float = setting(0.0, "Coefficient of the router z-loss (arXiv:2202.08906, eq. 5).")
+
+
+@dataclass
+class CheckpointSection:
+    enable: bool = setting(True, "Save the trained model as a Hugging Face folder at the end of the run.")
+    folder: str = setting("checkpoint", "Folder of the checkpoints, inside job.dump_folder.")
+    export_dtype: Literal["float32", "bfloat16"] = setting("float32", "Dtype of the saved weights.")
+
+
+@dataclass
+class ActivationCheckpointSection:
+    mode: Literal["none", "full", "selective"] = setting(
+        "none", "'full': recompute every layer in backward; 'selective': see selective_ac_option."
+    )
+    selective_ac_option: str = setting(
+        "op", "'op': keep the results of matmuls, attention and collectives; a number N: recompute every Nth layer."
+    )
+
+
+@dataclass
+class CompileSection:
+    enable: bool = setting(False, "torch.compile each decoder layer.")
+
+
+@dataclass
+class MetricsSection:
+    log_freq: int = setting(10, "Steps between log lines and metric points.")
+    enable_tensorboard: bool = setting(True, "Write TensorBoard events to job.dump_folder/save_tb_folder.")
+    save_tb_folder: str = setting("tb", "Folder of the TensorBoard events, inside job.dump_folder.")
+    enable_progress_bar: bool = setting(True, "Show a progress bar when standard output is a terminal.")
+
+
+@dataclass
+class ProfilingSection:
+    enable_profiling: bool = setting(False, "Record a torch.profiler trace of one step every profile_freq steps.")
+    save_traces_folder: str = setting("profile_traces", "Folder of the traces, inside job.dump_folder.")
+    profile_freq: int = setting(100, "Steps between traces.")
+
+
+@dataclass
+class DataSection:
+    dataset: Literal["stdlib", "text"] = setting(
+        "stdlib", "'stdlib': the .py files of the running Python's standard library; 'text': files under data.path."
+    )
+    path: str = setting("", "Text file, or folder of text files, for dataset = 'text'.")
+    pattern: str = setting("*.txt", "File name pattern inside data.path when it is a folder.")
+    tokenizer_path: str = setting(
+        "", "Folder or tokenizer.json of a Hugging Face tokenizer. Empty: train a byte-level BPE on the data."
+    )
+    bpe_vocab_size: int = setting(4096, "Vocabulary of the BPE tokenizer trained on first use.")
+    cache_folder: str = setting("", "Folder of tokenizers and token files. Empty: ~/.cache/titanlite.")
+
+
+@dataclass
+class ValidationSection:
+    enable: bool = setting(False, "Compute the validation loss at intervals on held-out sequences.")
+    freq: int = setting(100, "Steps between validations; one more follows the last step.")
+    steps: int = setting(10, "Batches per validation.")
+
+
+@dataclass
+class CommSection:
+    timeout_seconds: int = setting(300, "Longest wait of a collective; then the rank ends with an error, not a hang.")
+
+
+@dataclass
+class JobConfig:
+    """The whole configuration of a run; `titanlite.config.load_config` makes one."""
+
+    job: JobSection = field(default_factory=JobSection)
+    model: ModelSection = field(default_factory=ModelSection)
+    training: TrainingSection = field(default_factory=TrainingSection)
+    optimizer: OptimizerSection = field(default_factory=OptimizerSection)
+    lr_scheduler: LRSchedulerSection = field(default_factory=LRSchedulerSection)
+    parallelism: ParallelismSection = field(default_factory=ParallelismSection)
+    moe: MoESection = field(default_factory=MoESection)
+    checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
+    activation_checkpoint: ActivationCheckpointSection = field(default_factory=ActivationCheckpointSection)
+    compile: CompileSection = field(default_factory=CompileSection)
+    metrics: MetricsSection = field(default_factory=MetricsSection)
+    profiling: ProfilingSection = field(default_factory=ProfilingSection)
+    data: DataSection = field(default_factory=DataSection)
+    validation: ValidationSection = field(default_factory=ValidationSection)
+    comm: CommSection = field(default_factory=CommSection)

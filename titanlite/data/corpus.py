@@ -1,0 +1,180 @@
+"""Documents of a dataset, in an order that depends on nothing but their names and bytes.
+
+Files are read again on every pass instead of being kept: a corpus may be larger than memory, and a second pass over
+10 MB costs 40 ms. A file that changes while a job starts is not noticed.
+"""
+
+import os
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from functools import cached_property
+from hashlib import sha256
+from pathlib import Path
+
+from titanlite.config.schema import DataSection
+from titanlite.errors import DataError
+
+# Installed packages differ from machine to machine, and test data holds deliberately broken files.
+_NOT_STDLIB = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """An ordered, deterministic sequence of documents.
+
+    `files` are (name, path) pairs in reading order; the name is the path relative to the dataset, with '/' on every
+    system. Empty files are no documents. `skip_undecodable` leaves out files that are not UTF-8 instead of refusing
+    them.
+    """
+
+    files: tuple[tuple[str, Path], ...]
+    skip_undecodable: bool = False
+
+    def __iter__(self) -> Iterator[tuple[str, str]]:
+        """Yield (name, text) of every document; newlines are kept as they are in the file.
+
+        Raises:
+            DataError: a file cannot be read, or is not UTF-8 and `skip_undecodable` is off.
+        """
+        for name, path in self.files:
+            content = _read(path)
+            try:
+                # bytes.decode and not open(): text mode would turn \r\n into \n, and the digest is over the bytes.
+                text = content.decode("utf-8")
+            except UnicodeDecodeError as error:
+                if self.skip_undecodable:
+                    continue
+                raise DataError(
+                    f"data: {path} is not UTF-8 (byte {error.start}: {error.reason}). "
+                    "Convert it, or narrow data.pattern."
+                ) from None
+            if text:
+                yield name, text
+
+    @cached_property
+    def _summary(self) -> tuple[str, int, int]:
+        """(sha256 in hex, bytes, documents), from one pass over the files."""
+        digest, num_bytes, num_documents = sha256(), 0, 0
+        for name, text in self:
+            content = text.encode("utf-8")
+            # Lengths first: otherwise ("a", "bc") and ("ab", "c") would be the same corpus.
+            digest.update(f"{len(name.encode())} {len(content)} {name}".encode())
+            digest.update(content)
+            num_bytes += len(content)
+            num_documents += 1
+        return digest.hexdigest(), num_bytes, num_documents
+
+    @property
+    def digest(self) -> str:
+        """sha256 over names and bytes of all documents, in hex; reads the files once."""
+        return self._summary[0]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all documents."""
+        return self._summary[1]
+
+    @property
+    def num_documents(self) -> int:
+        """Files that are neither empty nor skipped."""
+        return self._summary[2]
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DataError(f"data: cannot read {path}: {error.strerror}. Check data.path and its permissions.") from None
+
+
+def _get_size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 1  # a broken link: reading it later raises the error that names it
+
+
+def _find_files(
+    root: Path, pattern: str, skipped_folders: frozenset[str] = frozenset()
+) -> tuple[tuple[str, Path], ...]:
+    """All files below `root` whose name or relative path matches `pattern`, sorted by relative path."""
+    found: list[tuple[str, Path]] = []
+    for folder, subfolders, filenames in os.walk(root):
+        # Pruned in place so that os.walk never enters site-packages, which can hold 100 times more files than the rest.
+        subfolders[:] = [name for name in subfolders if name not in skipped_folders]
+        for filename in filenames:
+            path = Path(folder, filename)
+            name = path.relative_to(root).as_posix()
+            if fnmatch(filename, pattern) or fnmatch(name, pattern):
+                found.append((name, path))
+    return tuple(sorted(found))
+
+
+def build_stdlib_corpus(root: str | Path | None = None) -> Corpus:
+    """The `.py` files of the running Python's standard library (or of `root`), without packages, tests and caches.
+
+    About 12 MB and 700 documents for Python 3.11. Files that are not UTF-8 are left out.
+
+    Raises:
+        DataError: the folder holds no `.py` file (some minimal Python builds ship the library as a zip file).
+    """
+    root = Path(root or sysconfig.get_path("stdlib"))
+    corpus = Corpus(_find_files(root, "*.py", _NOT_STDLIB), skip_undecodable=True)
+    if not corpus.files:
+        raise DataError(f'data: no .py file in {root}. Set data.dataset = "text" and data.path to your own text.')
+    return corpus
+
+
+def build_text_corpus(path: str | Path, pattern: str = "*.txt") -> Corpus:
+    """One file, or all files in a folder and its subfolders whose name or relative path matches `pattern`.
+
+    Each file is one document. `pattern` has no effect on a single file.
+
+    Raises:
+        DataError: `path` does not exist, nothing matches `pattern`, or every file is empty.
+    """
+    root = Path(path).expanduser()
+    if root.is_dir():
+        files = _find_files(root, pattern)
+        if not files:
+            raise DataError(f'data: no file in {root} matches pattern "{pattern}". Change data.pattern or data.path.')
+    elif root.exists():
+        files = ((root.name, root),)
+    else:
+        raise DataError(f"data: path {root} does not exist. Set data.path to a text file or a folder of text files.")
+    if not any(_get_size(file) for _, file in files):
+        raise DataError(f"data: {root} is empty: {len(files)} file(s), 0 bytes. Set data.path to a file with text.")
+    return Corpus(files)
+
+
+def build_corpus(data: DataSection) -> Corpus:
+    """The corpus that the `[data]` section names.
+
+    Raises:
+        DataError: as `build_stdlib_corpus` and `build_text_corpus`; `data.path` is missing for 'text', or set for
+            'stdlib', which would ignore it.
+    """
+    if data.dataset == "stdlib":
+        if data.path:
+            raise DataError(
+                f'data: path = "{data.path}" has no effect with dataset = "stdlib". '
+                'Set data.dataset = "text", or remove data.path.'
+            )
+        return build_stdlib_corpus()
+    if not data.path:
+        raise DataError('data: dataset = "text" needs data.path, which is empty. Set it to a text file or a folder.')
+    return build_text_corpus(data.path, data.pattern)
+
+
+def split_text(text: str, max_chars: int) -> Iterator[str]:
+    """Yield `text` in pieces of at most `max_chars` characters, cut after a newline wherever there is one."""
+    start = 0
+    while len(text) - start > max_chars:
+        stop = text.rfind("\n", start, start + max_chars) + 1
+        if stop <= start:  # one very long line
+            stop = start + max_chars
+        yield text[start:stop]
+        start = stop
+    yield text[start:]

@@ -1,0 +1,84 @@
+"""Batches of a step as a pure function of (seed, step): the data position of a run is its step, and nothing else.
+
+There is no background thread. A micro-batch of 16 Ki tokens takes under 1 ms from the page cache, and a step
+starts its GPU work before the next step asks for data.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from titanlite.data.dataset import Batch, PackedDataset
+from titanlite.errors import ConfigError, raise_problems
+
+
+class TrainLoader:
+    """The share of one data-parallel rank in every global batch.
+
+    Step s trains on the samples [s * G, (s + 1) * G) of the endless sample order of `dataset`, G being
+    `global_batch_size`, on any mesh. Micro-batch m of rank r holds `local_batch_size` samples of those, starting at
+    (m * dp_degree + r) * local_batch_size; over all ranks and micro-batches each sample appears once.
+    Ranks that differ only in tensor or expert parallel coordinates share a `dp_rank` and get the same batches.
+
+    Raises:
+        ConfigError: `global_batch_size` is not a positive multiple of `local_batch_size * dp_degree`, a size is below
+            1, or `dp_rank` is not in [0, dp_degree). All problems at once.
+    """
+
+    def __init__(
+        self,
+        dataset: PackedDataset,
+        *,
+        seed: int,
+        global_batch_size: int,
+        local_batch_size: int,
+        dp_rank: int,
+        dp_degree: int,
+    ) -> None:
+        problems = []
+        if local_batch_size < 1:
+            problems.append(f"local_batch_size ({local_batch_size}) is below 1. Raise it.")
+        if dp_degree < 1 or not 0 <= dp_rank < dp_degree:
+            problems.append(f"data-parallel rank {dp_rank} is not in [0, {dp_degree}). Pass the rank of the mesh.")
+        if not problems and (global_batch_size < 1 or global_batch_size % (local_batch_size * dp_degree)):
+            problems.append(
+                f"global_batch_size ({global_batch_size}) is not a multiple of local_batch_size ({local_batch_size}) * "
+                f"data-parallel degree ({dp_degree}) = {local_batch_size * dp_degree}. "
+                "Change one of them, or set global_batch_size = -1."
+            )
+        raise_problems(ConfigError, "training", problems)
+        self.dataset = dataset
+        self.seed = seed
+        self.global_batch_size = global_batch_size
+        self.local_batch_size = local_batch_size
+        self.dp_rank = dp_rank
+        self.dp_degree = dp_degree
+        self.num_micro_batches = global_batch_size // (local_batch_size * dp_degree)
+
+    def micro_batches(self, step: int) -> list[Batch]:
+        """The micro-batches of this rank in training step `step`, counted from 0; CPU tensors.
+
+        A list and not an iterator: the loss of the first micro-batch is divided by the valid tokens of all of them.
+        """
+        start = step * self.global_batch_size
+        return self._split(self.dataset.get_train_indices(self.seed, start, start + self.global_batch_size))
+
+    def num_validation_steps(self, num_steps: int) -> int:
+        """How many of `num_steps` global batches the held-out sequences fill without repeating one; at least 1."""
+        return max(1, min(num_steps, self.dataset.num_validation_sequences // self.global_batch_size))
+
+    def validation_batches(self, num_steps: int) -> Iterator[Batch]:
+        """The micro-batches of this rank in a validation over `num_steps` global batches; CPU tensors.
+
+        The same at every validation, the same global set on any mesh, and equally many on every rank. Held-out
+        sequences are not repeated to fill `num_steps`: there are `num_validation_steps(num_steps)` global batches.
+        Only where not even one can be filled, it is filled by repeating.
+        """
+        for step in range(self.num_validation_steps(num_steps)):
+            start = step * self.global_batch_size
+            yield from self._split(self.dataset.get_validation_indices(start, start + self.global_batch_size))
+
+    def _split(self, global_indices: np.ndarray) -> list[Batch]:
+        """This rank's share of a global batch, one Batch per micro-batch."""
+        indices = global_indices.reshape(self.num_micro_batches, self.dp_degree, self.local_batch_size)
+        return [self.dataset.batch(micro_batch) for micro_batch in indices[:, self.dp_rank]]

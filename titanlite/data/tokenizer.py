@@ -1,0 +1,164 @@
+"""Tokenizers: one from a local folder, or a byte-level BPE trained on the corpus the first time it is needed.
+
+TOKENIZERS_PARALLELISM is deliberately left alone. Unset, the library uses all cores, and turns that off by itself in a
+process forked after its thread pool has started, where the pool has no threads. Setting it to true would make such
+a process hang (seen with tokenizers 0.23); false makes first use up to twice as slow on 2 cores.
+"""
+
+import json
+from collections.abc import Iterator
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from titanlite.config.schema import DataSection
+from titanlite.data.cache import get_cache_folder, load_or_build, write_atomic
+from titanlite.data.corpus import Corpus, split_text
+from titanlite.errors import DataError
+from titanlite.logger import logger
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+END_OF_TEXT = "<|endoftext|>"
+# 12 MB train in 1.5 to 2.5 s on 2 cores, so this much stays near 5 s.
+_MAX_TRAINING_BYTES = 24 * 2**20
+_TRAINING_PIECE_CHARS = 64 * 2**10
+# Names that tokenizer.json files without a tokenizer_config.json use for the end of a text.
+_KNOWN_END_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "</s>", "<eos>")
+_RECIPE_VERSION = 1  # raise it when the training below changes, or old cached tokenizers will be taken for new ones
+
+
+def train_bpe(corpus: Corpus, vocab_size: int) -> Tokenizer:
+    """Train a byte-level BPE (GPT-2's splitting, no normalization) that encodes any text without loss.
+
+    Token 0 is '<|endoftext|>', tokens 1 to 256 are the bytes. The result is the same for the same corpus, whatever the
+    number of threads: pair counts are sums, and ties go to the pair with the smaller ids. A corpus above 24 MiB is
+    thinned to evenly spaced pieces of 64 Ki characters of about that size in all. A small corpus may run out of pairs
+    to merge and give fewer tokens than `vocab_size`.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),  # all 256 bytes, seen or not: no unknown token
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_get_training_pieces(corpus), trainer)
+    return tokenizer
+
+
+def _get_training_pieces(corpus: Corpus) -> Iterator[str]:
+    """The text to train on: every nth piece of the corpus, n = 1 unless it is too large."""
+    stride = -(-corpus.num_bytes // _MAX_TRAINING_BYTES)
+    pieces = (piece for _, text in corpus for piece in split_text(text, _TRAINING_PIECE_CHARS))
+    return (piece for i, piece in enumerate(pieces) if i % stride == 0)
+
+
+def build_tokenizer(data: DataSection, corpus: Corpus) -> "PreTrainedTokenizerFast":
+    """The tokenizer at `data.tokenizer_path`, or a byte-level BPE of `data.bpe_vocab_size` tokens for `corpus`.
+
+    The BPE is trained once per machine, corpus and size, and cached in `data.cache_folder`; several processes may ask
+    at once. The result has an `eos_token_id`, and `save_pretrained(folder)` makes a folder that transformers'
+    `AutoTokenizer` loads. The network is never used.
+
+    Raises:
+        DataError: the path holds no usable tokenizer, or the tokenizer has no end-of-text token;
+            `data.bpe_vocab_size` is below 257 (256 bytes and the end-of-text token).
+    """
+    if data.tokenizer_path:
+        return load_tokenizer(data.tokenizer_path)
+    if data.bpe_vocab_size < 257:
+        raise DataError(
+            f"data: bpe_vocab_size ({data.bpe_vocab_size}) is below 257, the 256 bytes and {END_OF_TEXT}. Raise it."
+        )
+    recipe = f"{_RECIPE_VERSION} {tokenizers.__version__} {data.bpe_vocab_size} {corpus.digest}"
+    name = f"bpe-{data.bpe_vocab_size}-{sha256(recipe.encode()).hexdigest()[:16]}.json"
+    path = get_cache_folder(data) / "tokenizers" / name
+
+    def build() -> None:
+        serialized = train_bpe(corpus, data.bpe_vocab_size).to_str()
+        with write_atomic(path) as file:
+            file.write(serialized.encode("utf-8"))
+
+    tokenizer, elapsed_s = load_or_build(path, lambda: _load_cached(path), build)
+    num_tokens = tokenizer.get_vocab_size()
+    if elapsed_s:
+        logger.info(
+            "data: trained a byte-level BPE tokenizer, %d tokens, on %.1f MB in %.1f s",
+            *(num_tokens, min(corpus.num_bytes, _MAX_TRAINING_BYTES) / 1e6, elapsed_s),
+        )
+    if num_tokens < data.bpe_vocab_size:
+        logger.info("data: the corpus yields %d of bpe_vocab_size = %d tokens", num_tokens, data.bpe_vocab_size)
+    return _wrap(tokenizer)
+
+
+def _load_cached(path: Path) -> Tokenizer | None:
+    try:
+        serialized = path.read_text(encoding="utf-8")
+        json.loads(serialized)  # a truncated file fails here with ValueError; Tokenizer raises a bare Exception
+    except (FileNotFoundError, ValueError):
+        return None
+    return Tokenizer.from_str(serialized)
+
+
+def _wrap(tokenizer: Tokenizer) -> "PreTrainedTokenizerFast":
+    # Imported here because transformers takes 0.5 to 1 s, and readers of titanlite.data may not need a tokenizer.
+    from transformers import PreTrainedTokenizerFast
+
+    # Clean-up would drop the space in "a ," when decoding: the round trip would lose text.
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=END_OF_TEXT, clean_up_tokenization_spaces=False
+    )
+
+
+def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerFast":
+    """Load a folder with tokenizer.json (and tokenizer_config.json), or one tokenizer.json; never from the network.
+
+    A folder with tokenizer_config.json loads through `AutoTokenizer`, so training sees the tokens that users of the
+    exported model will see. Without it, the end-of-text token is the first known name in the vocabulary.
+
+    Raises:
+        DataError: there is no tokenizer.json, transformers cannot load it (code in the folder is never run), or it has
+            no end-of-text token.
+    """
+    path = Path(path).expanduser()
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.is_file():
+        raise DataError(
+            f"data: tokenizer_path {path}: {file} does not exist. Set data.tokenizer_path to a folder with "
+            "tokenizer.json, or empty it to train a byte-level BPE."
+        )
+    # Imported here for the reason given in _wrap.
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    try:
+        if path.is_dir() and (path / "tokenizer_config.json").is_file():
+            # trust_remote_code=None would ask on the terminal and hang every rank.
+            tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+        else:
+            tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(file), clean_up_tokenization_spaces=False)
+    except Exception as error:  # the tokenizers library raises nothing more specific for a malformed file
+        raise DataError(
+            f"data: tokenizer_path {path}: transformers cannot load it ({type(error).__name__}: {error}). "
+            "Check the files, or empty data.tokenizer_path to train a byte-level BPE."
+        ) from error
+    if not isinstance(getattr(tokenizer, "backend_tokenizer", None), Tokenizer):
+        raise DataError(
+            f"data: tokenizer_path {path}: {type(tokenizer).__name__} does not use tokenizer.json. "
+            "Convert it with transformers and save it again."
+        )
+    if tokenizer.eos_token_id is None:
+        vocabulary = tokenizer.get_vocab()
+        known = [name for name in _KNOWN_END_OF_TEXT if name in vocabulary]
+        if not known:
+            raise DataError(
+                f"data: tokenizer_path {path}: no end-of-text token. Add eos_token to its tokenizer_config.json."
+            )
+        tokenizer.eos_token = known[0]
+    return tokenizer

@@ -1,0 +1,142 @@
+"""The corpus as one memory-mapped array of token ids, made once per machine."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, cast
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from titanlite.config.schema import DataSection
+from titanlite.data.cache import get_cache_folder, load_or_build, write_atomic
+from titanlite.data.corpus import Corpus, split_text
+from titanlite.logger import logger
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+_FORMAT_VERSION = 1  # raise it when the encoding below changes, or old cached tokens will be taken for new ones
+_PIECE_CHARS = 2**20
+_BATCH_CHARS = 4 * 2**20  # bounds the memory of the encodings; 16 Mi is 8% faster, 1 Mi 4% slower
+
+
+@dataclass(frozen=True)
+class TokenizedCorpus:
+    """All tokens of a corpus. Every document is followed by `eos_token_id`, the last one too.
+
+    `tokens (num_tokens,)` is read-only and memory-mapped: uint16 if `vocab_size` is at most 65536, else uint32.
+    `vocab_size` is one more than the largest id that the tokenizer can produce.
+    """
+
+    tokens: np.ndarray
+    eos_token_id: int
+    vocab_size: int
+    num_documents: int
+
+
+@dataclass(frozen=True)
+class _Header:
+    """What the json file beside the tokens says about them."""
+
+    version: int
+    dtype: str
+    num_tokens: int
+    num_documents: int
+    num_bytes: int
+
+
+def build_tokens(data: DataSection, corpus: Corpus, tokenizer: "PreTrainedTokenizerFast") -> TokenizedCorpus:
+    """Tokenize `corpus`, or map the file made by an earlier call for the same text and the same tokenizer.
+
+    Text that spells a special token is encoded as ordinary text, so no document can forge the end of a document.
+    No special tokens are added but the end-of-text token. Documents longer than 1 Mi characters are encoded in pieces
+    cut after a newline: bounded memory, at the price of up to one unusual token per cut. The key of the cache is
+    the digest of the corpus, of tokenizer.json and of the end-of-text id; a truncated or damaged file is rebuilt.
+
+    Raises:
+        DataError: a document cannot be read, or the cache folder cannot be written.
+    """
+    serialized = tokenizer.backend_tokenizer.to_str()
+    eos_token_id = cast(int, tokenizer.eos_token_id)
+    vocab_size = max(tokenizer.get_vocab().values()) + 1  # not len(): ids may have holes
+    dtype = "uint16" if vocab_size <= 2**16 else "uint32"
+    key = sha256(f"{_FORMAT_VERSION} {corpus.digest} {eos_token_id} {serialized}".encode()).hexdigest()[:32]
+    path = get_cache_folder(data) / "tokens" / f"{key}.bin"
+
+    def load() -> tuple[np.ndarray, _Header] | None:
+        return _load(path, dtype, eos_token_id)
+
+    def build() -> None:
+        _write(path, corpus, _get_plain_encoder(serialized), eos_token_id, dtype)
+
+    (tokens, header), elapsed_s = load_or_build(path, load, build)
+    if elapsed_s:
+        logger.info("data: tokenized %.1f MB in %.1f s", corpus.num_bytes / 1e6, elapsed_s)
+    return TokenizedCorpus(tokens, eos_token_id, vocab_size, header.num_documents)
+
+
+def _get_plain_encoder(serialized: str) -> Tokenizer:
+    """A copy of the tokenizer that treats special tokens as text and never truncates or pads."""
+    encoder = Tokenizer.from_str(serialized)
+    encoder.encode_special_tokens = True
+    encoder.no_truncation()
+    encoder.no_padding()
+    return encoder
+
+
+def _batches(corpus: Corpus) -> Iterator[list[tuple[str, bool]]]:
+    """Groups of (piece of a document, whether it is the last one of its document)."""
+    batch: list[tuple[str, bool]] = []
+    num_chars = 0
+    for _, text in corpus:
+        pieces = list(split_text(text, _PIECE_CHARS))
+        for i, piece in enumerate(pieces):
+            batch.append((piece, i == len(pieces) - 1))
+            num_chars += len(piece)
+            if num_chars >= _BATCH_CHARS:
+                yield batch
+                batch, num_chars = [], 0
+    if batch:
+        yield batch
+
+
+def _encode(file: IO[bytes], corpus: Corpus, encoder: Tokenizer, eos_token_id: int, dtype: str) -> tuple[int, int]:
+    """Append the tokens of all documents to `file`; return the numbers of tokens and documents."""
+    num_tokens = num_documents = 0
+    for batch in _batches(corpus):
+        encodings = encoder.encode_batch_fast([piece for piece, _ in batch], add_special_tokens=False)
+        for encoding, (_, is_last) in zip(encodings, batch, strict=True):
+            ids = encoding.ids
+            if is_last:
+                ids.append(eos_token_id)
+                num_documents += 1
+            file.write(np.array(ids, dtype=dtype).tobytes())
+            num_tokens += len(ids)
+    return num_tokens, num_documents
+
+
+def _write(path: Path, corpus: Corpus, encoder: Tokenizer, eos_token_id: int, dtype: str) -> None:
+    with write_atomic(path) as file:
+        num_tokens, num_documents = _encode(file, corpus, encoder, eos_token_id, dtype)
+        num_bytes = file.tell()
+    header = _Header(_FORMAT_VERSION, dtype, num_tokens, num_documents, num_bytes)
+    # The header comes last: it is what makes the tokens valid.
+    with write_atomic(path.with_suffix(".json")) as file:
+        file.write(json.dumps(asdict(header)).encode())
+
+
+def _load(path: Path, dtype: str, eos_token_id: int) -> tuple[np.ndarray, _Header] | None:
+    """Map the tokens; None if a file is missing, cut off, or contradicts its header."""
+    try:
+        header = _Header(**json.loads(path.with_suffix(".json").read_bytes()))
+        num_bytes = path.stat().st_size
+    except (FileNotFoundError, ValueError, TypeError):  # TypeError: other keys than those of _Header
+        return None
+    expected = _Header(_FORMAT_VERSION, dtype, num_bytes // np.dtype(dtype).itemsize, header.num_documents, num_bytes)
+    if header != expected or num_bytes == 0:
+        return None
+    tokens = np.memmap(path, dtype=dtype, mode="r", shape=(header.num_tokens,))
+    return (tokens, header) if tokens[-1] == eos_token_id else None

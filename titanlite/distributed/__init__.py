@@ -1,0 +1,8 @@
+"""Parallelism, applied to single-device models from outside, on the meta device."""
+
+from titanlite.distributed.clip_grad import clip_grad_norm
+from titanlite.distributed.parallel_dims import ParallelDims
+from titanlite.distributed.parallelize import parallelize
+from titanlite.distributed.process_group import init_distributed
+
+__all__ = ["ParallelDims", "clip_grad_norm", "init_distributed", "parallelize"]

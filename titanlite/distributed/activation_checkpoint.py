@@ -1,0 +1,55 @@
+"""Activation checkpointing (arXiv:1604.06174): whole layers, or selected operations inside them."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from titanlite.config.schema import ActivationCheckpointSection
+from titanlite.models.decoder import Attention, Decoder
+from titanlite.models.layers import FeedForward
+from titanlite.models.moe import Experts
+
+# Results that selective checkpointing keeps, for they are dear to compute; the rest is recomputed.
+_KEPT_OPS = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.titanlite.grouped_mm.default,
+}
+
+
+def apply_activation_checkpoint(model: Decoder, section: ActivationCheckpointSection) -> None:
+    """Wrap the forwards that `section` selects; module names and parameters stay as they are.
+
+    Whole layers in mode `full` and for every Nth layer. By operation, the regions are attention, feed-forward and
+    experts: selective checkpointing replays a region operation by operation, and the hooks of an FSDP unit inside it
+    would do other operations the second time. The collectives of tensor and expert parallelism lie between these
+    regions, so their results are kept.
+    """
+    if section.mode == "none":
+        return
+    if section.mode == "selective" and section.selective_ac_option == "op":
+        for module in model.modules():
+            if isinstance(module, Attention | FeedForward | Experts):
+                _checkpoint_forward(module, context_fn=partial(create_selective_checkpoint_contexts, _policy))
+        return
+    every = 1 if section.mode == "full" else int(section.selective_ac_option)
+    for layer in list(model.model.layers)[::every]:
+        _checkpoint_forward(layer)
+
+
+def _checkpoint_forward(module: nn.Module, **options: Any) -> None:
+    # The layers draw no random numbers, so there is no generator state to save and restore.
+    module.forward = partial(  # type: ignore[method-assign]
+        checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False, **options
+    )
+
+
+def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in _KEPT_OPS else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,0 +1,65 @@
+"""Expert parallelism: experts are split over a mesh axis, tokens travel to them and back.
+
+Rank r of n holds experts r * E / n to (r + 1) * E / n. Rows grouped by expert are therefore grouped by destination.
+
+Shapes: T tokens, k experts per token, R = T * k rows sent, Q rows received, E experts, e = E / n local experts, D hidden.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+
+from titanlite.distributed.collectives import all_to_all, register_group
+from titanlite.distributed.shard import shard_parameters
+from titanlite.models.decoder import Decoder
+from titanlite.models.moe import group_by_expert
+from titanlite.ops import permute_tokens, unpermute_sum
+
+
+def apply_expert_parallel(model: Decoder, mesh: DeviceMesh) -> None:
+    """Split the experts of every MoE layer over the one-axis `mesh`, in place, and let tokens travel.
+
+    Attributes of parameters are kept. No collective is run; the model may be on meta.
+    """
+    dispatcher = ExpertParallelDispatcher(mesh.get_group())
+    for moe in model.moe_layers().values():
+        shard_parameters(moe.experts, mesh, {param: Shard(0) for param in moe.experts.parameters()})
+        moe.dispatch = dispatcher
+
+
+class ExpertParallelDispatcher:
+    """Token dispatcher over a process group: all-to-all to the experts' ranks, grouped GEMM there, all-to-all back.
+
+    Collectives: four per forward (counts, rows, weights, results); every rank of the group must call, with the same
+    number of experts. One copy of the split sizes to the host per call, the only synchronization point.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group, self._name, self._size = group, register_group(group), group.size()
+
+    def __call__(
+        self, experts: nn.Module, x_TD: torch.Tensor, topk_scores_Tk: torch.Tensor, topk_expert_ids_Tk: torch.Tensor
+    ) -> torch.Tensor:
+        num_experts, top_k = experts.gate_up_proj.shape[0], topk_expert_ids_Tk.shape[1]
+        order_R, rows_Tk, counts_E = group_by_expert(topk_expert_ids_Tk, num_experts)
+        token_R = order_R // top_k
+        sent_ne = counts_E.view(self._size, -1)
+        received_ne = torch.empty_like(sent_ne)
+        dist.all_to_all_single(received_ne, sent_ne, group=self._group)
+        send, receive = torch.stack([sent_ne.sum(1), received_ne.sum(1)]).tolist()  # synchronization point
+
+        x_RD = permute_tokens(x_TD, token_R, rows_Tk)
+        weight_R = topk_scores_Tk.flatten().index_select(0, order_R)
+        x_QD = all_to_all(x_RD, receive, send, self._name)
+        weight_Q = all_to_all(weight_R, receive, send, self._name)
+
+        # Received rows are grouped by (sender, expert); the grouped GEMM wants them by expert.
+        expert_of_block = torch.arange(received_ne.shape[1], device=x_TD.device).repeat(self._size)
+        expert_Q = expert_of_block.repeat_interleave(received_ne.flatten(), output_size=sum(receive))
+        order_Q, rows_Q1, _ = group_by_expert(expert_Q.unsqueeze(1), received_ne.shape[1])
+        offsets_e = received_ne.sum(0).cumsum(0).to(torch.int32)
+        y_QD = experts(permute_tokens(x_QD, order_Q, rows_Q1), weight_Q.index_select(0, order_Q), offsets_e)
+        y_QD = unpermute_sum(y_QD, order_Q, rows_Q1)
+        return unpermute_sum(all_to_all(y_QD, send, receive, self._name), token_R, rows_Tk)

@@ -1,0 +1,97 @@
+"""FSDP2 (`fully_shard`): parameters, gradients and optimizer states sharded over the data-parallel ranks.
+
+Experts form FSDP units of their own whenever they live on the sparse mesh. Gradients are summed, never averaged: the
+loss is divided by the global number of valid tokens, so that dense and expert gradients scale alike.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard
+
+from titanlite.config.schema import JobConfig
+from titanlite.distributed.parallel_dims import ParallelDims
+from titanlite.models.decoder import Decoder
+from titanlite.models.moe import Experts
+
+
+def mixed_precision_dtypes(job: JobConfig, device_type: str) -> tuple[torch.dtype, torch.dtype]:
+    """(parameter and activation dtype, gradient reduction dtype) that the configuration asks for on this device."""
+    training = job.training
+    param = training.mixed_precision_param
+    if param == "auto":
+        param = "bfloat16" if device_type == "cuda" else training.dtype
+    return getattr(torch, param), getattr(torch, training.mixed_precision_reduce)
+
+
+def apply_fsdp(model: Decoder, job: JobConfig, dims: ParallelDims, device_type: str) -> None:
+    """Shard `model` in place, on meta. Attributes that were set on parameters are carried over.
+
+    Units: each decoder layer, its experts if they live on another mesh, the embedding, and final norm with output head.
+    With tied embeddings the last two stay together in the root unit, where one parameter can serve both.
+    """
+    attributes = {name: dict(param.__dict__) for name, param in model.named_parameters(remove_duplicate=False)}
+    param_dtype, reduce_dtype = mixed_precision_dtypes(job, device_type)
+    shared = {
+        "mp_policy": MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype),
+        "offload_policy": CPUOffloadPolicy() if job.training.enable_cpu_offload else OffloadPolicy(),
+    }
+    reshard = job.parallelism.fsdp_reshard_after_forward
+    layers = list(model.model.layers)
+    for layer in layers:
+        # The last layer's parameters are needed again at once, when backward begins.
+        last = layer is layers[-1]
+        reshard_layer = reshard == "always" or (reshard == "default" and not last)
+        if layer.is_moe and dims.degrees.experts_on_own_mesh:
+            fully_shard(
+                layer.mlp.experts,
+                mesh=dims.expert_fsdp_mesh,
+                reshard_after_forward=reshard_layer,
+                shard_placement_fn=_expert_placement(model, dims),
+                **shared,
+            )
+        fully_shard(
+            layer,
+            mesh=dims.fsdp_mesh,
+            reshard_after_forward=reshard_layer,
+            shard_placement_fn=_expert_placement(model, dims),
+            **shared,
+        )
+    if not model.config.tie_word_embeddings:
+        fully_shard(
+            model.model.embed_tokens, mesh=dims.fsdp_mesh, reshard_after_forward=reshard != "never", **shared
+        )
+        fully_shard(
+            [model.model.norm, model.lm_head], mesh=dims.fsdp_mesh, reshard_after_forward=reshard == "always", **shared
+        )
+    fully_shard(model, mesh=dims.fsdp_mesh, **shared)
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
+    if dims.degrees.ep > 1:
+        _prefetch_explicitly(model)
+    for name, param in model.named_parameters(remove_duplicate=False):
+        param.__dict__.update(attributes[name])
+
+
+def _expert_placement(model: Decoder, dims: ParallelDims) -> Callable[[nn.Parameter], Shard | None]:
+    """Split experts along dim 1 where there are more ranks than experts; everything else along dim 0."""
+    dim = dims.degrees.expert_shard_dim(max(model.config.num_experts, 1))
+    experts = {id(p) for m in model.modules() if isinstance(m, Experts) for p in m.parameters()}
+    return lambda param: Shard(dim) if id(param) in experts else None
+
+
+def _prefetch_explicitly(model: Decoder) -> None:
+    """Order the all-gathers by hand: the host copy of the split sizes in each MoE layer stops implicit prefetching."""
+    layers = list(model.model.layers)
+
+    def units(layer) -> list[FSDPModule]:
+        return [layer, layer.mlp.experts] if layer.is_moe else [layer]
+
+    for here, following in zip(layers, layers[1:], strict=False):
+        here.set_modules_to_forward_prefetch(units(following))
+        following.set_modules_to_backward_prefetch(units(here))

@@ -1,0 +1,29 @@
+"""Process group and device of this rank."""
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+
+def init_distributed(timeout_s: int) -> torch.device:
+    """Join the process group that torchrun announced, or make one of size 1; return this rank's device.
+
+    NCCL for CUDA tensors with gloo beside it for small host objects; gloo alone without a GPU. A collective that waits
+    longer than `timeout_s` seconds ends the rank with an error instead of hanging.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+        backend = "cpu:gloo,cuda:nccl"
+    else:
+        device, backend = torch.device("cpu"), "gloo"
+    if dist.is_initialized():
+        return device
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    return device

@@ -1,0 +1,37 @@
+"""From whole parameters to DTensors on one mesh axis, without communication."""
+
+from collections import defaultdict
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard
+
+ParameterPlacements = dict[nn.Parameter, Placement]
+
+
+def shard_parameters(model: nn.Module, mesh: DeviceMesh, placements: ParameterPlacements) -> None:
+    """Replace each given parameter of `model` by a DTensor on the one-axis `mesh` that holds this rank's part of it.
+
+    Splits are in `torch.chunk` sizes. Ties stay tied: a parameter that several modules hold is replaced in all of them
+    by the same object. Attributes are carried over. A plain parameter cannot become a DTensor in place (their slots
+    differ), so do this before anything is keyed by parameter objects; materialization keeps them. A replicated parameter
+    must have the same value on all ranks of the axis already, which on meta is trivially so.
+    """
+    holders: defaultdict[nn.Parameter, list[tuple[nn.Module, str]]] = defaultdict(list)
+    for module in model.modules():
+        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+            holders[param].append((module, name))
+    for param, placement in placements.items():
+        local = param.detach()
+        if isinstance(placement, Shard):
+            size = local.shape[placement.dim]
+            chunk = -(-size // mesh.size())
+            start = min(mesh.get_local_rank() * chunk, size)
+            local = local.narrow(placement.dim, start, min(chunk, size - start)).contiguous()
+        sharded = DTensor.from_local(
+            local, mesh, [placement], run_check=False, shape=param.shape, stride=param.stride()
+        )
+        new = nn.Parameter(sharded, requires_grad=param.requires_grad)
+        new.__dict__.update(param.__dict__)
+        for module, name in holders[param]:
+            setattr(module, name, new)

@@ -1,0 +1,115 @@
+"""Tensor parallelism with sequence parallelism (arXiv:1909.08053, arXiv:2205.05198), applied to a decoder on meta.
+
+Between layers every tp rank holds S / tp positions of each sequence. Attention and dense feed-forward gather the
+sequence, compute with their share of heads or inner width, and reduce-scatter back. Embedding and output head split the
+vocabulary. Norms and routers work on the rank's own positions with a replicated weight. Experts are left alone:
+expert parallelism folds over tp, so that the MoE layer needs no gather at all.
+
+Parameters become DTensors; modules keep computing on local tensors (`ops.local_tensor`), and the collectives are
+plain hooks here. Shapes: B batch, S sequence, s = S / tp, D hidden, V vocabulary.
+"""
+
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+from titanlite.distributed.collectives import all_gather, reduce_scatter, register_group
+from titanlite.distributed.shard import ParameterPlacements, shard_parameters
+from titanlite.materialize.layout import region_of
+from titanlite.models.decoder import Attention, Decoder
+from titanlite.models.layers import Embedding, FeedForward, OutputHead
+from titanlite.models.moe import Experts, MoE
+from titanlite.ops import VocabShard, linear_cross_entropy, local_tensor
+
+_SEQUENCE_DIM = 1
+
+
+def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh) -> None:
+    """Shard the dense parameters of `model` over the one-axis `mesh` and insert the collectives, in place.
+
+    Ties and attributes of parameters are kept. No collective is run; the model may be on meta.
+    """
+    shard_parameters(model, mesh, _placements(model))
+    group = register_group(mesh.get_group())
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.o_proj.bias_scale = 1.0 / mesh.size()  # each rank adds its share of the bias, the sum has it once
+        if isinstance(module, Attention | FeedForward):
+            module.register_forward_pre_hook(partial(_gather_sequence, group=group))
+            module.register_forward_hook(partial(_scatter_sequence, group=group))
+        elif isinstance(module, MoE):
+            module.register_forward_pre_hook(partial(_own_positions, mesh=mesh), with_kwargs=True)
+            module.gate.sequence_sum = partial(_all_reduce, op=dist.ReduceOp.SUM, group=mesh.get_group())
+        elif isinstance(module, Embedding):
+            module.forward = partial(_vocab_parallel_embedding, module, group=group)  # type: ignore[method-assign]
+        elif isinstance(module, OutputHead):
+            module.register_forward_pre_hook(partial(_gather_sequence, group=group))
+            module.register_forward_hook(partial(_gather_logits, group=group))
+            module.cross_entropy = partial(linear_cross_entropy, shard=_vocab_shard(module, mesh))
+
+
+def _placements(model: Decoder) -> ParameterPlacements:
+    """Placement of every parameter but the experts'; a tied one appears once."""
+    experts = {p for module in model.modules() if isinstance(module, Experts) for p in module.parameters()}
+    found: ParameterPlacements = {param: Replicate() for param in model.parameters() if param not in experts}
+    for module in model.modules():
+        split: dict[nn.Module, int] = {}
+        if isinstance(module, Attention):
+            split = {module.q_proj: 0, module.k_proj: 0, module.v_proj: 0, module.o_proj: 1}
+        elif isinstance(module, FeedForward):
+            split = {module.gate_proj: 0, module.up_proj: 0, module.down_proj: 1}
+        elif isinstance(module, OutputHead | Embedding):
+            split = {module: 0}
+        for linear, dim in split.items():
+            found[linear.weight] = Shard(dim)
+            if dim == 0 and getattr(linear, "bias", None) is not None:
+                found[linear.bias] = Shard(0)
+    return found
+
+
+def _gather_sequence(module: nn.Module, args, *, group: str):
+    x_BsD, *rest = args
+    return all_gather(x_BsD, _SEQUENCE_DIM, group), *rest
+
+
+def _scatter_sequence(module: nn.Module, args, out_BSD: torch.Tensor, *, group: str) -> torch.Tensor:
+    return reduce_scatter(out_BSD, _SEQUENCE_DIM, group)
+
+
+def _gather_logits(module: nn.Module, args, out: torch.Tensor, *, group: str) -> torch.Tensor:
+    return all_gather(out, out.dim() - 1, group) if out.dim() else out
+
+
+def _own_positions(module: nn.Module, args, kwargs, *, mesh: DeviceMesh):
+    """The MoE layer gets this rank's positions of `valid_BS`, as it gets this rank's positions of x."""
+    x_BsD, valid_BS = args
+    if valid_BS is not None:
+        valid_BS = valid_BS.chunk(mesh.size(), dim=_SEQUENCE_DIM)[mesh.get_local_rank()]
+    return (x_BsD, valid_BS), kwargs
+
+
+def _all_reduce(x: torch.Tensor, *, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> torch.Tensor:
+    x = x.clone()
+    dist.all_reduce(x, op=op, group=group)
+    return x
+
+
+def _vocab_parallel_embedding(module: Embedding, tokens_BS: torch.Tensor, *, group: str) -> torch.Tensor:
+    """Look up the tokens of this rank's rows, zeros for the others, and sum while scattering the sequence."""
+    weight_VD = local_tensor(module.weight)
+    start = region_of(module.weight).starts[0]
+    local_BS = tokens_BS - start
+    mine_BS = (local_BS >= 0) & (local_BS < weight_VD.shape[0])
+    x_BSD = F.embedding(local_BS.where(mine_BS, 0), weight_VD) * mine_BS.unsqueeze(-1)
+    return reduce_scatter(x_BSD, _SEQUENCE_DIM, group)
+
+
+def _vocab_shard(head: OutputHead, mesh: DeviceMesh) -> VocabShard:
+    start = region_of(head.weight).starts[0]
+    reduce_max = partial(_all_reduce, op=dist.ReduceOp.MAX, group=mesh.get_group())
+    return VocabShard(start, reduce_max, partial(_all_reduce, op=dist.ReduceOp.SUM, group=mesh.get_group()))

@@ -1,0 +1,47 @@
+"""Errors meant for the user: `<where>: <what is wrong, with every number and name>. <what to do>.`
+
+Everything that can be checked is checked before the first collective, collected, and raised once; so all ranks
+raise the same error and none is left waiting. `train.main` prints these without a traceback.
+"""
+
+from collections.abc import Iterable
+
+
+class TitanliteError(Exception):
+    """A problem that the user can mend. Its text is the whole message; no traceback is needed to act on it."""
+
+
+class ConfigError(TitanliteError):
+    """A configuration file, an override, or a combination of settings is wrong."""
+
+
+class DataError(TitanliteError):
+    """A dataset or tokenizer is missing, unreadable, or does not fit the model."""
+
+
+class PlanError(TitanliteError):
+    """The materialization plan has tensors without a source, with two sources, or with a source that does not fit."""
+
+
+class VerifyError(TitanliteError):
+    """After materialization a tensor is still on meta, poisoned, non-finite, untied, or differs between replicas."""
+
+
+class CheckpointError(TitanliteError):
+    """A checkpoint folder cannot be read or written."""
+
+
+class TrainingError(TitanliteError):
+    """Training cannot go on: a loss or gradient is not finite."""
+
+
+def raise_problems(error: type[TitanliteError], where: str, problems: Iterable[str]) -> None:
+    """Raise one `error` that lists all `problems` in order; return quietly if there are none.
+
+    A single problem reads `where: problem`; several read `where: N problems:` with one indented line each.
+    """
+    problems = list(problems)
+    if len(problems) == 1:
+        raise error(f"{where}: {problems[0]}")
+    if problems:
+        raise error("\n  ".join([f"{where}: {len(problems)} problems:", *problems]))

@@ -1,0 +1,100 @@
+"""Materialization: from a model on the meta device to real tensors, each written once from one declared source.
+
+    plan -> allocate -> fill -> verify
+
+Works for any `nn.Module`, sharded (DTensor, FSDP2) or not, outside the trainer too:
+
+    with torch.device("meta"):
+        model = MyModel()
+    materialize(model, "cpu", [{"*.weight": Init(Normal(std=0.02)), "*.bias": Init(Zeros())}], seed=7)
+
+A module declares where its own tensors come from by a method `declare_sources(self) -> dict[str, Source]` with names
+relative to itself; the `sources` argument adds claims by name or pattern, or from a checkpoint.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from titanlite.materialize.execute import allocate, fill
+from titanlite.materialize.layout import Region, region_of
+from titanlite.materialize.plan import Plan, TensorEntry, build_plan
+from titanlite.materialize.recipes import Constant, Normal, Ones, Recipe, TruncatedNormal, Uniform, Zeros
+from titanlite.materialize.sources import (
+    Alias,
+    Checkpoint,
+    Compute,
+    Init,
+    Keep,
+    ReadRequest,
+    Source,
+    SourceProvider,
+    StateDictReader,
+    TensorInfo,
+    TensorReader,
+    TorchDefaults,
+)
+from titanlite.materialize.verify import verify
+
+__all__ = [
+    "Alias",
+    "Checkpoint",
+    "Compute",
+    "Constant",
+    "Init",
+    "Keep",
+    "Normal",
+    "Ones",
+    "Plan",
+    "ReadRequest",
+    "Recipe",
+    "Region",
+    "Source",
+    "SourceProvider",
+    "StateDictReader",
+    "TensorEntry",
+    "TensorInfo",
+    "TensorReader",
+    "TorchDefaults",
+    "TruncatedNormal",
+    "Uniform",
+    "Zeros",
+    "allocate",
+    "build_plan",
+    "fill",
+    "materialize",
+    "region_of",
+    "verify",
+]
+
+
+def materialize(
+    model: nn.Module,
+    device: torch.device | str,
+    sources: Sequence[SourceProvider | Mapping[str, Source]] = (),
+    *,
+    seed: int = 0,
+) -> Plan:
+    """Give every meta tensor of `model` its value on `device`, in place, and return the plan that was carried out.
+
+    Parameter and buffer objects stay the same objects, with their attributes; tensors that were never on meta keep
+    their values bit for bit. The same `seed` gives bit-identical weights however the model is sharded.
+
+    Args:
+        model: any module; parameters may be DTensors and the module may be under FSDP2.
+        device: where the local tensors go.
+        sources: claims that come before the modules' own declarations; see `titanlite.materialize.sources`.
+        seed: seed of the `Init` sources.
+
+    Raises:
+        PlanError: a tensor has no source, two sources, or one that does not fit; nothing was allocated. All ranks raise.
+        VerifyError: after filling, a tensor is poisoned, non-finite, untied, of a wrong dtype, or differs between replicas.
+
+    Collectives: `verify` gathers one small object over all ranks; every rank must call.
+    """
+    plan = build_plan(model, sources)
+    allocate(plan, torch.device(device))
+    fill(plan, seed)
+    verify(plan)
+    return plan

@@ -1,0 +1,94 @@
+"""Which part of the global tensor a rank holds."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.tensor import DTensor
+
+
+@dataclass(frozen=True)
+class Region:
+    """A hyper-rectangle of a global tensor: along each dim the indices `start <= i < start + length`."""
+
+    starts: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """Index that cuts the region out of the global tensor."""
+        return tuple(slice(s, s + n) for s, n in zip(self.starts, self.lengths, strict=True))
+
+    @property
+    def numel(self) -> int:
+        """Elements in the region."""
+        return math.prod(self.lengths)
+
+    def row_runs(self, shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+        """Runs (first row, number of rows) of the region in the (rows, shape[-1]) view of a tensor of `shape`.
+
+        Laid end to end, the runs are the rows of the region's own (rows, lengths[-1]) view, in order.
+        """
+        if len(shape) < 2:
+            yield (self.starts[0], self.lengths[0]) if shape else (0, 1)
+            return
+        outer = [range(s, s + n) for s, n in zip(self.starts[:-2], self.lengths[:-2], strict=True)]
+        for flat in range(math.prod(len(r) for r in outer)):
+            base = 0
+            for size, indices, inner in zip(shape[:-2], outer, _strides_of(self.lengths[:-2]), strict=True):
+                base = base * size + indices[flat // inner % len(indices)]
+            yield base * shape[-2] + self.starts[-2], self.lengths[-2]
+
+
+def _strides_of(lengths: tuple[int, ...]) -> list[int]:
+    return [math.prod(lengths[i + 1 :]) for i in range(len(lengths))]
+
+
+def region_of(tensor: torch.Tensor) -> Region:
+    """Region of the global tensor that this rank holds; the whole of it for a plain tensor.
+
+    FSDP2 over a tensor- or expert-parallel parameter splits the shard that is already there. DTensor writes this as a
+    `_StridedShard` on the outer mesh axis: it acts after the plain shards to its right, which is how it is read here.
+    In that order every split is a split of one contiguous range, in `torch.chunk` sizes.
+
+    Raises:
+        ValueError: a placement is neither a shard nor a replica (`Partial` has no region).
+    """
+    starts, lengths = [0] * tensor.dim(), list(tensor.shape)
+    if isinstance(tensor, DTensor):
+        coordinate = tensor.device_mesh.get_coordinate()
+        if coordinate is None:
+            return Region(tuple(starts), (0,) * tensor.dim())
+        splits = [
+            (_is_strided(placement), placement.dim, size, index)
+            for placement, size, index in zip(tensor.placements, tensor.device_mesh.shape, coordinate, strict=True)
+            if _is_split(placement)
+        ]
+        for _, dim, size, index in sorted(splits, key=lambda split: split[0]):  # stable: plain shards first
+            chunk = -(-lengths[dim] // size)
+            begin = min(index * chunk, lengths[dim])
+            starts[dim] += begin
+            lengths[dim] = min(chunk, lengths[dim] - begin)
+        local_shape = tuple(tensor.to_local().shape)
+        if local_shape != tuple(lengths):
+            raise ValueError(f"layout {tensor.placements}: local shape {local_shape}, expected {tuple(lengths)}.")
+    return Region(tuple(starts), tuple(lengths))
+
+
+def num_replicas(tensor: torch.Tensor, world_size: int) -> int:
+    """Number of ranks that hold each element of `tensor`; `world_size` for a plain tensor."""
+    if not isinstance(tensor, DTensor):
+        return world_size
+    split = [s for p, s in zip(tensor.placements, tensor.device_mesh.shape, strict=True) if _is_split(p)]
+    return world_size // math.prod(split)
+
+
+def _is_strided(placement: object) -> bool:
+    return hasattr(placement, "split_factor")
+
+
+def _is_split(placement: object) -> bool:
+    if getattr(placement, "is_partial", lambda: False)():
+        raise ValueError(f"layout: a tensor with placement {placement} holds a partial sum and has no region.")
+    return hasattr(placement, "dim")

@@ -1,0 +1,252 @@
+"""The plan: every tensor of the model with its one source, made before a byte is allocated or read.
+
+The plan depends on names, shapes and declarations only, so all ranks make the same plan and, if it has problems, raise
+the same error, which lists all of them.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from titanlite.errors import PlanError, raise_problems
+from titanlite.materialize.layout import Region, region_of
+from titanlite.materialize.sources import (
+    Alias,
+    Compute,
+    Init,
+    Keep,
+    Patterns,
+    Read,
+    Source,
+    SourceProvider,
+    TensorInfo,
+)
+
+# Wrappers put their own name into the path of a tensor; the plan, the random streams and checkpoints do without.
+_WRAPPER_SEGMENTS = {"_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module", "module"}
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One tensor object of the model.
+
+    Attributes:
+        info: first name, kind, global shape and dtype.
+        names: all names under which the model holds this object; more than one when tied.
+        source: where its value comes from.
+        tensor: the object itself; it stays the same object when it is materialized.
+        region: the part of the global tensor on this rank.
+        dtype: dtype it gets: the declared one for buffers that must not follow a cast of the model.
+    """
+
+    info: TensorInfo
+    names: tuple[str, ...]
+    source: Source
+    tensor: torch.Tensor
+    region: Region
+    dtype: torch.dtype
+
+    @property
+    def fqn(self) -> str:
+        """First name of the tensor; keys its random stream."""
+        return self.names[0]
+
+    @property
+    def local_bytes(self) -> int:
+        """Bytes of this rank's part."""
+        return self.region.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All tensors of a model, in the model's order, and the model they belong to."""
+
+    model: nn.Module
+    entries: tuple[TensorEntry, ...]
+
+    @property
+    def local_bytes(self) -> int:
+        """Bytes that this rank holds."""
+        return sum(entry.local_bytes for entry in self.entries)
+
+    def count(self, source_type: type) -> int:
+        """Number of tensors whose source is of `source_type`."""
+        return sum(isinstance(entry.source, source_type) for entry in self.entries)
+
+    def __str__(self) -> str:
+        """A table: name, global shape, dtype, local region, source."""
+        rows = [("tensor", "global shape", "dtype", "on this rank", "source")]
+        for entry in self.entries:
+            local = ", ".join(f"{s}:{s + n}" for s, n in zip(entry.region.starts, entry.region.lengths, strict=True))
+            dtype = str(entry.dtype).removeprefix("torch.")
+            rows.append((entry.fqn, str(entry.info.shape), dtype, f"[{local}]", str(entry.source)))
+            rows += [(name, "", "", "", str(Alias(entry.fqn))) for name in entry.names[1:]]
+        widths = [max(len(row[i]) for row in rows) for i in range(5)]
+        lines = ("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+        return "\n".join(lines)
+
+
+def clean_name(fqn: str, model: nn.Module) -> str:
+    """`fqn` without the segments that wrappers (torch.compile, checkpoint_wrapper) added."""
+    kept, module = [], model
+    for segment in fqn.split("."):
+        wrapped = segment in _WRAPPER_SEGMENTS and len(list(module.children())) == 1
+        module = getattr(module, segment, module) if segment in dict(module.named_children()) else module
+        if not wrapped:
+            kept.append(segment)
+    return ".".join(kept)
+
+
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, TensorInfo]]:
+    """Every (name, tensor) of the model, tied ones under each of their names; parameters first, then buffers."""
+    saved = {clean_name(key, model) for key in model.state_dict(keep_vars=True)}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for kind, tensors in (
+        ("parameter", model.named_parameters(remove_duplicate=False)),
+        ("buffer", model.named_buffers(remove_duplicate=False)),
+    ):
+        for raw, tensor in tensors:
+            fqn = clean_name(raw, model)
+            owner = modules[raw.rpartition(".")[0]]
+            info = TensorInfo(fqn, kind, fqn in saved, tuple(tensor.shape), tensor.dtype, owner)  # type: ignore[arg-type]
+            yield fqn, tensor, info
+
+
+def build_plan(model: nn.Module, sources: Sequence[SourceProvider | Mapping[str, Source]] = ()) -> Plan:
+    """Find the one source of every tensor of `model`.
+
+    Raises:
+        PlanError: lists every tensor without a source or with two, unknown and missing names, and shapes or dtypes that
+            do not fit. The same on all ranks; no collective.
+    """
+    problems: list[str] = []
+    objects: dict[int, tuple[torch.Tensor, TensorInfo, list[str]]] = {}
+    infos: dict[str, TensorInfo] = {}
+    for fqn, tensor, info in named_tensors(model):
+        infos[fqn] = info
+        objects.setdefault(id(tensor), (tensor, info, []))[2].append(fqn)
+
+    declared = _declarations(model, infos, problems)
+    claimed, complete = _claims(sources, infos, problems)
+    _check_aliases(declared, objects, infos, problems)
+
+    entries = []
+    for tensor, info, names in objects.values():
+        source = _pick(tensor, info, names, declared, claimed, complete, problems)
+        if source is not None:
+            dtype = _final_dtype(info, source, declared, names, problems)
+            entries.append(TensorEntry(info, tuple(names), source, tensor, region_of(tensor), dtype))
+    raise_problems(PlanError, "materialize", problems)
+    return Plan(model, tuple(entries))
+
+
+def _declarations(model: nn.Module, infos: Mapping[str, TensorInfo], problems: list[str]) -> dict[str, Source]:
+    """The modules' own `declare_sources`, by fully qualified name."""
+    declared: dict[str, Source] = {}
+    owners: dict[str, str] = {}
+    for raw_prefix, module in model.named_modules():
+        declare = getattr(module, "declare_sources", None)
+        if declare is None:
+            continue
+        prefix = clean_name(raw_prefix, model) if raw_prefix else ""
+        where = f"{type(module).__name__} '{prefix}'" if prefix else type(module).__name__
+        for name, source in declare().items():
+            fqn = f"{prefix}.{name}" if prefix else name
+            if isinstance(source, Alias) and prefix:
+                source = Alias(f"{prefix}.{source.target}")
+            if fqn not in infos:
+                problems.append(f"{fqn}: {where} declares a source for it, but there is no such tensor. Correct the name.")
+            elif fqn in declared:
+                problems.append(
+                    f"{fqn}: two sources, '{declared[fqn]}' declared by {owners[fqn]} and '{source}' by {where}. Remove one."
+                )
+            else:
+                declared[fqn], owners[fqn] = source, where
+    return declared
+
+
+def _claims(
+    sources: Sequence[SourceProvider | Mapping[str, Source]], infos: Mapping[str, TensorInfo], problems: list[str]
+) -> tuple[dict[str, Source], list[str]]:
+    """Claims of the `sources` argument by name, and the names of the providers that must be complete."""
+    claimed: dict[str, Source] = {}
+    claimers: dict[str, str] = {}
+    complete: list[str] = []
+    for given in sources:
+        provider = Patterns(given) if isinstance(given, Mapping) else given
+        if provider.complete:
+            complete.append(provider.name)
+        for fqn, source in provider(infos).items():
+            if fqn not in infos:
+                problems.append(f"{fqn}: unexpected, {provider.name} has it and the model does not.")
+            elif fqn in claimed:
+                problems.append(
+                    f"{fqn}: two sources, '{claimed[fqn]}' from {claimers[fqn]} and '{source}' from {provider.name}. "
+                    "Remove one."
+                )
+            else:
+                claimed[fqn], claimers[fqn] = source, provider.name
+    return claimed, complete
+
+
+def _check_aliases(declared, objects, infos, problems: list[str]) -> None:
+    """A declared tie must be one object; value comparison would be meaningless on meta and expensive elsewhere."""
+    owner_of = {name: key for key, (_, _, names) in objects.items() for name in names}
+    for fqn, source in declared.items():
+        if not isinstance(source, Alias):
+            continue
+        if source.target not in infos:
+            problems.append(f"{fqn}: declared tied to '{source.target}', but there is no such tensor.")
+        elif owner_of[fqn] != owner_of[source.target]:
+            problems.append(
+                f"{fqn}: declared tied to '{source.target}', but they are two tensors now (sharding split them). "
+                "Assign one to the other again before materializing."
+            )
+
+
+def _pick(tensor, info: TensorInfo, names, declared, claimed, complete, problems: list[str]) -> Source | None:
+    """The one source of a tensor object, or None after recording what is wrong."""
+    claims = {name: claimed[name] for name in names if name in claimed}
+    own = {n: declared[n] for n in names if n in declared and not isinstance(declared[n], Alias)}
+    if not tensor.is_meta:
+        if claims:
+            name, source = next(iter(claims.items()))
+            problems.append(
+                f"{name}: two sources, it already has a value on {tensor.device} and '{source}' claims it. "
+                "Build it on the meta device, or leave it out of the sources."
+            )
+        return Keep()
+    if claims:
+        # A checkpoint may hold a tied tensor under each of its names; the copies are one tensor, so the first is read.
+        source = next(iter(claims.values()))
+        if isinstance(source, Read) and source.shape != info.shape:
+            problems.append(f"{info.fqn}: {source.reader.name} has {source.shape}, the model expects {info.shape}.")
+        return source
+    if len(own) > 1:
+        listed = " and ".join(f"'{s}' for {n}" for n, s in own.items())
+        problems.append(f"{info.fqn}: two sources for one tied tensor, {listed}. Declare Alias for all names but one.")
+        return None
+    source = next(iter(own.values()), None)
+    if source is None:
+        problems.append(
+            f"{info.fqn}: {info.kind} {info.shape} of {type(info.module).__name__} has no source. Declare one in "
+            "declare_sources of its module, or pass one in sources."
+        )
+    elif complete and info.persistent and not (isinstance(source, Init) and source.may_be_absent):
+        problems.append(f"{info.fqn}: missing, {' and '.join(complete)} does not have it.")
+    return source
+
+
+def _final_dtype(info: TensorInfo, source: Source, declared, names, problems: list[str]) -> torch.dtype:
+    """The declared dtype if there is one. On meta a cast of the whole model lost nothing yet, so a buffer gets it back."""
+    wanted = next(
+        (s.dtype for s in (source, *(declared.get(n) for n in names)) if isinstance(s, Init | Compute) and s.dtype), None
+    )
+    if wanted is None or wanted == info.dtype:
+        return info.dtype
+    if info.kind == "buffer" and not isinstance(source, Keep):
+        return wanted
+    problems.append(f"{info.fqn}: is {info.dtype}, but its module declares {wanted}. Keep it out of casts of the model.")
+    return info.dtype

@@ -1,0 +1,197 @@
+"""Sources: where the value of a tensor comes from. Every tensor has exactly one.
+
+Who says so, strongest first:
+
+1. a tensor that is not on meta keeps its value (`Keep`);
+2. the `sources` given to `materialize`: a checkpoint, or claims by name or pattern; two claims are an error;
+3. the declaration of the module that owns the tensor (`declare_sources`); two declarations are an error.
+
+A tied tensor is one tensor with several names: the first name is filled, the others are `Alias`.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal, Protocol
+
+import torch
+from torch import nn
+
+from titanlite.materialize.layout import Region
+from titanlite.materialize.recipes import Normal, Ones, Recipe, Uniform, Zeros
+
+
+@dataclass(frozen=True)
+class Init:
+    """Drawn by a recipe from the layout-invariant generator.
+
+    Attributes:
+        recipe: distribution.
+        may_be_absent: a checkpoint need not have this tensor; then the recipe is used.
+        dtype: dtype the tensor must have whatever the model is cast to (`expert_bias`: float32), or None.
+    """
+
+    recipe: Recipe
+    may_be_absent: bool = False
+    dtype: torch.dtype | None = None
+
+    def __str__(self) -> str:
+        return f"init {self.recipe}"
+
+
+@dataclass(frozen=True)
+class Compute:
+    """A pure function of the configuration (rotary frequencies, position ids).
+
+    Attributes:
+        function: returns the whole tensor on CPU; called once per rank.
+        dtype: dtype the tensor must have whatever the model is cast to, or None.
+    """
+
+    function: Callable[[], torch.Tensor]
+    dtype: torch.dtype | None = None
+
+    def __str__(self) -> str:
+        return f"compute {getattr(self.function, '__name__', 'function')}"
+
+
+@dataclass(frozen=True)
+class Alias:
+    """Tied: the same tensor object as `target`. Never a comparison of values, which on meta would be nonsense."""
+
+    target: str
+
+    def __str__(self) -> str:
+        return f"alias of {self.target}"
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Was never on meta; its value is preserved bit for bit."""
+
+    def __str__(self) -> str:
+        return "keep"
+
+
+@dataclass(frozen=True)
+class ReadRequest:
+    """One read: `region` of tensor `name` goes into `destination`, a contiguous local tensor of the region's shape."""
+
+    name: str
+    region: Region
+    destination: torch.Tensor
+
+
+class TensorReader(Protocol):
+    """A store of named tensors that can read parts of them."""
+
+    name: str
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Names in the model's terms and global shapes, without reading data."""
+        ...
+
+    def read(self, requests: Sequence[ReadRequest]) -> None:
+        """Write every requested region into its destination, cast to its dtype."""
+        ...
+
+
+@dataclass(frozen=True)
+class Read:
+    """Read from a checkpoint; all reads of one reader are handed over together, to be sorted by file offset."""
+
+    reader: TensorReader
+    name: str
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"checkpoint {self.reader.name}:{self.name}"
+
+
+Source = Init | Compute | Alias | Keep | Read
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """What a source may know about a tensor: its name, kind, global shape and dtype, and the module that holds it."""
+
+    fqn: str
+    kind: Literal["parameter", "buffer"]
+    persistent: bool
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    module: nn.Module
+
+
+class SourceProvider(Protocol):
+    """Claims sources for tensors by name.
+
+    Attributes:
+        name: how messages call it.
+        complete: it must cover every persistent tensor that does not declare `may_be_absent`.
+    """
+
+    name: str
+    complete: bool
+
+    def __call__(self, tensors: Mapping[str, TensorInfo]) -> Mapping[str, Source]:
+        """Claims by fully qualified name; a name that is not in `tensors` is reported as unexpected."""
+        ...
+
+
+class Patterns:
+    """Claims by exact name or shell pattern: `{"*.bias": Init(Zeros())}`. A pattern that matches nothing is an error."""
+
+    def __init__(self, claims: Mapping[str, Source]) -> None:
+        self.name, self.complete, self._claims = "sources", False, claims
+
+    def __call__(self, tensors: Mapping[str, TensorInfo]) -> Mapping[str, Source]:
+        found: dict[str, Source] = {}
+        for pattern, source in self._claims.items():
+            names = [fqn for fqn in tensors if fqn == pattern or fnmatchcase(fqn, pattern)]
+            found.update(dict.fromkeys(names or [pattern], source))
+        return found
+
+
+class Checkpoint:
+    """Claims every tensor that `reader` has. Strict: missing and unexpected names are errors."""
+
+    def __init__(self, reader: TensorReader) -> None:
+        self.name, self.complete, self._reader = f"checkpoint {reader.name}", True, reader
+
+    def __call__(self, tensors: Mapping[str, TensorInfo]) -> Mapping[str, Source]:
+        return {name: Read(self._reader, name, tuple(shape)) for name, shape in self._reader.shapes().items()}
+
+
+class StateDictReader:
+    """Reads from full tensors in memory, a state dict of the unsharded model."""
+
+    def __init__(self, state_dict: Mapping[str, torch.Tensor], name: str = "state dict") -> None:
+        self.name, self._state_dict = name, state_dict
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: tuple(tensor.shape) for name, tensor in self._state_dict.items()}
+
+    def read(self, requests: Sequence[ReadRequest]) -> None:
+        for request in requests:
+            request.destination.copy_(self._state_dict[request.name][request.region.slices])
+
+
+class TorchDefaults:
+    """PyTorch's own distributions for Linear, Embedding (`padding_idx` row zero), LayerNorm and RMSNorm."""
+
+    name, complete = "torch defaults", False
+
+    def __call__(self, tensors: Mapping[str, TensorInfo]) -> Mapping[str, Source]:
+        found: dict[str, Source] = {}
+        for fqn, info in tensors.items():
+            leaf, module = fqn.rpartition(".")[2], info.module
+            if isinstance(module, nn.Linear):
+                bound = 1.0 / math.sqrt(module.in_features)
+                found[fqn] = Init(Uniform(low=-bound, high=bound))
+            elif isinstance(module, nn.Embedding):
+                found[fqn] = Init(Normal(zero_row=module.padding_idx))
+            elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
+                found[fqn] = Init(Zeros() if leaf == "bias" else Ones())
+        return found

@@ -1,0 +1,101 @@
+"""Verify: after filling, look at every tensor, and let all ranks fail together with the names."""
+
+from collections import defaultdict
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from titanlite.errors import VerifyError, raise_problems
+from titanlite.materialize.execute import local_of
+from titanlite.materialize.layout import num_replicas
+from titanlite.materialize.plan import Plan, TensorEntry, named_tensors
+
+_CHUNK = 1 << 22
+
+
+@torch.no_grad()
+def verify(plan: Plan) -> None:
+    """Check that materialization kept its promises.
+
+    No tensor is on meta, poisoned or NaN, and no parameter infinite; ties are still one object; every DTensor's spec
+    dtype is its local dtype; declared dtypes hold; elements held by several ranks are equal bit for bit (a digest).
+
+    Raises:
+        VerifyError: on all ranks if any rank found a problem; names the tensors and the ranks.
+
+    Collectives: one all-gather of small objects over the default process group, if there is one; every rank must call.
+    """
+    problems = []
+    current = {fqn: tensor for fqn, tensor, _ in named_tensors(plan.model)}
+    for entry in plan.entries:
+        problems += _entry_problems(entry, current)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        digests = {
+            (entry.fqn, entry.region): _digest(local_of(entry.tensor))
+            for entry in plan.entries
+            if num_replicas(entry.tensor, dist.get_world_size()) > 1 and not entry.tensor.is_meta
+        }
+        gathered: list[tuple[list[str], dict]] = [([], {})] * dist.get_world_size()
+        dist.all_gather_object(gathered, (problems, digests))
+        problems = _merge(gathered)
+    raise_problems(VerifyError, "materialize", problems)
+
+
+def _entry_problems(entry: TensorEntry, current: dict[str, torch.Tensor]) -> list[str]:
+    fqn, tensor = entry.fqn, entry.tensor
+    untied = [name for name in entry.names if current.get(name) is not tensor]
+    if untied:
+        return [f"{name}: is no longer the tensor that was planned as {fqn} (replaced or untied)." for name in untied]
+    if tensor.is_meta:
+        return [f"{fqn}: still on the meta device."]
+    local = local_of(tensor)
+    problems = []
+    if isinstance(tensor, DTensor) and tensor.dtype != local.dtype:
+        problems.append(f"{fqn}: its DTensor spec says {tensor.dtype}, its data is {local.dtype}.")
+    if local.dtype != entry.dtype:
+        problems.append(f"{fqn}: is {local.dtype}, expected {entry.dtype}.")
+    if local.dtype.is_floating_point:
+        # A sum is NaN if any term is; it needs one pass and no mask. Infinities are legal in buffers (masks) only.
+        nan = bool(local.isnan().any())
+        if nan:
+            problems.append(f"{fqn}: not filled, or NaN, in {int(local.isnan().sum())} of {local.numel()} elements.")
+        elif entry.info.kind == "parameter" and local.numel() and not bool(local.abs().amax().isfinite()):
+            problems.append(f"{fqn}: has infinite elements.")
+    elif local.dtype != torch.bool and local.numel() and bool((local == torch.iinfo(local.dtype).min).any()):
+        problems.append(f"{fqn}: not filled (it holds the smallest {local.dtype}).")
+    return problems
+
+
+def _digest(local: torch.Tensor) -> tuple[int, int]:
+    """Two sums over the bits of `local`, the second weighted by position, modulo 2**64."""
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[local.dtype.itemsize]
+    bits = local.contiguous().flatten().view(integer)
+    plain = weighted = 0
+    for start in range(0, bits.numel(), _CHUNK):  # int64 copies of a chunk, not of the tensor
+        chunk = bits[start : start + _CHUNK].to(torch.int64)
+        position = torch.arange(1, chunk.numel() + 1, device=chunk.device)
+        plain += int(chunk.sum())
+        weighted += int((chunk * position).sum()) * (2 * start + 1)
+    return plain % 2**64, weighted % 2**64
+
+
+def _merge(gathered: list[tuple[list[str], dict]]) -> list[str]:
+    """Problems of all ranks, each once with its ranks, and the replicated tensors whose digests differ."""
+    ranks_of: defaultdict[str, list[int]] = defaultdict(list)
+    holders: defaultdict[tuple, defaultdict[tuple, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for rank, (problems, digests) in enumerate(gathered):
+        for problem in problems:
+            ranks_of[problem].append(rank)
+        for place, digest in digests.items():
+            holders[place][digest].append(rank)
+    merged = [f"{problem} (ranks {_short(ranks)})" for problem, ranks in ranks_of.items()]
+    for (fqn, _), by_digest in holders.items():
+        if len(by_digest) > 1:
+            groups = " and ".join(_short(ranks) for ranks in by_digest.values())
+            merged.append(f"{fqn}: replicas differ, between ranks {groups}.")
+    return merged
+
+
+def _short(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")

@@ -1,0 +1,7 @@
+"""Metrics of a run: model FLOPs, TensorBoard, `metrics.jsonl` and the console."""
+
+from titanlite.metrics.flops import num_parameters, peak_flops, train_flops_per_token
+from titanlite.metrics.heatmap import expert_load_image
+from titanlite.metrics.logger import MetricsLogger
+
+__all__ = ["MetricsLogger", "expert_load_image", "num_parameters", "peak_flops", "train_flops_per_token"]

@@ -1,0 +1,91 @@
+"""Parameters, FLOPs per token and peak FLOP/s: what throughput and model FLOPs utilization (MFU) are computed from."""
+
+import re
+
+import torch
+
+from titanlite.config.model import ModelConfig
+
+# Dense (not sparse) bfloat16 tensor-core FLOP/s from the vendors' data sheets. The first entry whose words all occur
+# in the device name wins, so the special cases come first.
+_PEAK_BF16_FLOPS: tuple[tuple[str, float], ...] = (
+    ("GB200", 2500e12),
+    ("B200", 2250e12),
+    ("H200 NVL", 835e12),
+    ("H200", 989e12),
+    ("GH200", 989e12),
+    ("H100 NVL", 835e12),
+    ("H100 PCIE", 756e12),
+    ("H100", 989e12),
+    ("H800", 989e12),
+    ("H20", 148e12),
+    ("A100", 312e12),
+    ("A800", 312e12),
+    ("L40S", 362e12),
+    ("L40", 181e12),
+    ("L4", 121e12),
+    ("A40", 150e12),
+    ("A10", 125e12),
+    ("MI355X", 2500e12),
+    ("MI350X", 2300e12),
+    ("MI325X", 1307e12),
+    ("MI300X", 1307e12),
+    ("MI250X", 191.5e12),  # per graphics die, which is what torch calls a device
+)
+
+
+def num_parameters(config: ModelConfig) -> tuple[int, int]:
+    """Return (all parameters, parameters active for one token); they differ only for MoE models.
+
+    Active are `top_k` of the routed experts, the shared experts and everything else. Tied embeddings count once;
+    buffers (`expert_bias`) do not count.
+    """
+    d = config.hidden_size
+    q_dim = config.num_heads * config.head_dim
+    kv_dim = config.num_kv_heads * config.head_dim
+    attention = 2 * d * q_dim + 2 * d * kv_dim
+    if config.attention_bias:
+        attention += q_dim + 2 * kv_dim + d
+    if config.qk_norm:
+        attention += 2 * config.head_dim
+    layer = attention + 2 * d  # and two norms
+    embedding = config.vocab_size * d
+    total = embedding + config.num_layers * layer + d
+    if not config.tie_word_embeddings:
+        total += embedding
+
+    num_moe_layers = config.num_layers - config.num_dense_layers if config.num_experts else 0
+    total += (config.num_layers - num_moe_layers) * 3 * d * config.intermediate_size
+    expert = 3 * d * config.moe_intermediate_size
+    total += num_moe_layers * (config.num_experts * d + (config.num_experts + config.num_shared_experts) * expert)
+    idle = num_moe_layers * (config.num_experts - config.top_k) * expert
+    return total, total - idle
+
+
+def train_flops_per_token(config: ModelConfig, seq_len: int) -> int:
+    """Return the FLOPs of forward and backward per token, recomputation not counted (PaLM, arXiv:2204.02311, app. B).
+
+    6 per active parameter that multiplies, which leaves out the embedding table but not the output projection, plus
+    attention. Attention is causal-halved: `6 * layers * heads * head_dim * seq_len`, half of the 12 in PaLM and
+    torchtitan, since a causal kernel skips the upper triangle. So MFU reads lower here than there.
+    """
+    _, active = num_parameters(config)
+    if not config.tie_word_embeddings:
+        active -= config.vocab_size * config.hidden_size
+    return 6 * active + 6 * config.num_layers * config.num_heads * config.head_dim * seq_len
+
+
+def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
+    """Return the peak dense FLOP/s of the named GPU in bfloat16 or float16.
+
+    None for an unknown device, a slice of one (MIG), or another dtype: better no MFU than a wrong one.
+    """
+    if dtype not in (torch.bfloat16, torch.float16):
+        return None
+    words = set(re.split(r"[^A-Z0-9]+", device_name.upper()))
+    if "MIG" in words:
+        return None
+    for model, flops in _PEAK_BF16_FLOPS:
+        if words.issuperset(model.split()):
+            return flops
+    return None

@@ -1,0 +1,175 @@
+"""The native decoder: one config-driven transformer for Qwen3, Qwen3-MoE, Llama 3 and DeepSeek-V3-style MoE.
+
+Single-device code: parallelism is applied from outside (`titanlite.distributed`). Module and parameter names are those
+of the Hugging Face models, so that checkpoint keys need no table.
+
+Shapes: B batch, S sequence, D hidden, H heads, G key/value heads, K head width, V vocabulary.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from titanlite.config.model import ModelConfig
+from titanlite.materialize.sources import Alias, Source
+from titanlite.models.layers import Embedding, FeedForward, Linear, OutputHead, RMSNorm, RotaryEmbedding
+from titanlite.models.moe import MoE
+from titanlite.ops import AttentionMask, apply_rope, attention, build_attention_mask
+from titanlite.ops.attention import AttentionBackend
+
+
+class LossSums(NamedTuple):
+    """Losses summed over this rank's tokens, float32 scalars; divide by the global number of valid tokens.
+
+    Attributes:
+        cross_entropy: sum over the tokens with a label.
+        aux: sum of the MoE layers' balance losses; zero when there are none.
+    """
+
+    cross_entropy: torch.Tensor
+    aux: torch.Tensor
+
+
+class Attention(nn.Module):
+    """Grouped-query attention (arXiv:2305.13245) with rotary positions and optional RMSNorm on queries and keys."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        hidden, bias, std = config.hidden_size, config.attention_bias, config.initializer_range
+        self.q_proj = Linear(hidden, config.num_heads * config.head_dim, bias=bias, std=std)
+        self.k_proj = Linear(hidden, config.num_kv_heads * config.head_dim, bias=bias, std=std)
+        self.v_proj = Linear(hidden, config.num_kv_heads * config.head_dim, bias=bias, std=std)
+        self.o_proj = Linear(config.num_heads * config.head_dim, hidden, bias=bias, std=std)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+
+    def forward(
+        self, x_BSD: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor], mask: AttentionMask
+    ) -> torch.Tensor:
+        # The number of heads is read off the projections: a tensor-parallel rank holds some of them.
+        q_BSHK = self.q_proj(x_BSD).unflatten(-1, (-1, self.head_dim))
+        k_BSGK = self.k_proj(x_BSD).unflatten(-1, (-1, self.head_dim))
+        v_BSGK = self.v_proj(x_BSD).unflatten(-1, (-1, self.head_dim))
+        if self.q_norm is not None and self.k_norm is not None:
+            q_BSHK, k_BSGK = self.q_norm(q_BSHK), self.k_norm(k_BSGK)
+        q_BSHK, k_BSGK = apply_rope(q_BSHK, *cos_sin), apply_rope(k_BSGK, *cos_sin)
+        out_BSHK = attention(q_BSHK, k_BSGK, v_BSGK, mask, scale=self.head_dim**-0.5)
+        return self.o_proj(out_BSHK.flatten(2))
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm block: attention, then a dense or MoE feed-forward, each with a residual."""
+
+    def __init__(self, config: ModelConfig, layer_index: int) -> None:
+        super().__init__()
+        self.is_moe = config.num_experts > 0 and layer_index >= config.num_dense_layers
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = (
+            MoE(config)
+            if self.is_moe
+            else FeedForward(config.hidden_size, config.intermediate_size, std=config.initializer_range)
+        )
+
+    def forward(
+        self,
+        x_BSD: torch.Tensor,
+        cos_sin: tuple[torch.Tensor, torch.Tensor],
+        mask: AttentionMask,
+        valid_BS: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the hidden states and this layer's balance losses (None for dense layers)."""
+        x_BSD = x_BSD + self.self_attn(self.input_layernorm(x_BSD), cos_sin, mask)
+        normed_BSD = self.post_attention_layernorm(x_BSD)
+        if self.is_moe:
+            out_BSD, aux_loss = self.mlp(normed_BSD, valid_BS)
+        else:
+            out_BSD, aux_loss = self.mlp(normed_BSD), None
+        return x_BSD + out_BSD, aux_loss
+
+
+class Backbone(nn.Module):
+    """Embedding, layers and final norm (Hugging Face's `model`)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, std=config.initializer_range)
+        self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.rotary_emb = RotaryEmbedding(config)
+        self.attention_backend: AttentionBackend = "sdpa"
+
+    def forward(
+        self, tokens_BS: torch.Tensor, positions_BS: torch.Tensor | None, document_ids_BS: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the final hidden states (B, S, D) and the sum of the layers' balance losses, or None."""
+        if positions_BS is None:
+            positions_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device).expand_as(tokens_BS)
+        x_BSD = self.embed_tokens(tokens_BS)
+        cos_sin = self.rotary_emb(positions_BS, x_BSD.dtype)
+        mask = build_attention_mask(document_ids_BS, self.attention_backend)
+        valid_BS = None if document_ids_BS is None else document_ids_BS >= 0
+        aux_losses = []
+        for layer in self.layers:
+            x_BSD, aux_loss = layer(x_BSD, cos_sin, mask, valid_BS)
+            if aux_loss is not None:
+                aux_losses.append(aux_loss)
+        return self.norm(x_BSD), torch.stack(aux_losses).sum() if aux_losses else None
+
+
+class Decoder(nn.Module):
+    """Decoder-only language model with Hugging Face's parameter names."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.model = Backbone(config)
+        self.lm_head = OutputHead(
+            config.hidden_size, config.vocab_size, std=config.initializer_range, tied=config.tie_word_embeddings
+        )
+        self.tie_weights()
+
+    def tie_weights(self) -> None:
+        """Let the head use the embedding's weight, if the configuration says so. By assignment, on any device."""
+        if self.config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def declare_sources(self) -> dict[str, Source]:
+        return {"lm_head.weight": Alias("model.embed_tokens.weight")} if self.config.tie_word_embeddings else {}
+
+    def forward(
+        self,
+        tokens_BS: torch.Tensor,
+        labels_BS: torch.Tensor | None = None,
+        positions_BS: torch.Tensor | None = None,
+        document_ids_BS: torch.Tensor | None = None,
+    ) -> torch.Tensor | LossSums:
+        """Logits (B, S, V), or with labels the `LossSums`.
+
+        Args:
+            tokens_BS: int64 token ids.
+            labels_BS: int64 target of each position (the next token), or -100 to leave it out of the loss.
+            positions_BS: int64 positions, restarting in each packed document; None counts 0, 1, 2, ...
+            document_ids_BS: int64 document of each token for packed rows, -1 for padding; None: one document per row.
+        """
+        hidden_BSD, aux = self.model(tokens_BS, positions_BS, document_ids_BS)
+        out = self.lm_head(hidden_BSD, labels_BS)
+        return out if labels_BS is None else LossSums(out, out.new_zeros(()) if aux is None else aux)
+
+    def moe_layers(self) -> dict[str, MoE]:
+        """MoE modules by name, in layer order."""
+        return {name: module for name, module in self.named_modules() if isinstance(module, MoE)}
+
+
+def build_decoder(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Decoder:
+    """Describe the model on the meta device; parameters in `dtype`, buffers in their own. No memory, no values."""
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"):
+            return Decoder(config)
+    finally:
+        torch.set_default_dtype(previous)

@@ -1,0 +1,113 @@
+"""Model families: preset sizes, and how a family's Hugging Face config.json and checkpoint keys map to titanlite's.
+
+Each file in this folder defines `FAMILY`; that one file is all it takes to add a model that the decoder can express.
+Nothing here imports torch.
+"""
+
+import difflib
+import importlib
+import json
+import pkgutil
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from functools import cache
+from pathlib import Path
+
+from titanlite.config.model import ModelConfig
+from titanlite.config.schema import ModelSection
+from titanlite.errors import ConfigError, raise_problems
+from titanlite.models.families.family import Family
+
+__all__ = ["Family", "check_model_config", "families", "family_of", "model_config_from_hf", "resolve_model_config"]
+
+
+@cache
+def families() -> Mapping[str, Family]:
+    """All families by name (the `model_type` of their Hugging Face config), from the files in this folder."""
+    found = {}
+    for module in pkgutil.iter_modules(__path__):
+        family = getattr(importlib.import_module(f"{__name__}.{module.name}"), "FAMILY", None)
+        if family is not None:
+            found[family.name] = family
+    return dict(sorted(found.items()))
+
+
+def family_of(config: ModelConfig) -> Family:
+    """The family that `config` belongs to."""
+    return families()[config.family]
+
+
+def resolve_model_config(section: ModelSection) -> ModelConfig:
+    """Sizes of the model that `[model]` describes: a flavor or a config.json, then the overrides.
+
+    Raises:
+        ConfigError: unknown family or flavor, unreadable config.json, an unsupported architecture, or sizes that
+            contradict one another.
+    """
+    if section.hf_assets_path:
+        config = model_config_from_hf(Path(section.hf_assets_path))
+    else:
+        family = families().get(section.name)
+        if family is None:
+            raise ConfigError(f"model.name: unknown family '{section.name}'{_nearest(section.name, families())}")
+        if section.flavor not in family.presets:
+            raise ConfigError(
+                f"model.flavor: family '{section.name}' has no flavor '{section.flavor}'"
+                f"{_nearest(section.flavor, family.presets)}"
+            )
+        config = family.presets[section.flavor]
+    overrides = {key: value for key, value in asdict(section.overrides).items() if value is not None}  # type: ignore[call-overload]
+    config = replace(config, **overrides)
+    raise_problems(ConfigError, "model", check_model_config(config))
+    return config
+
+
+def model_config_from_hf(folder: Path) -> ModelConfig:
+    """Read the sizes from `folder`/config.json.
+
+    Raises:
+        ConfigError: the file is missing or no JSON, or describes something that the decoder cannot express.
+    """
+    path = folder / "config.json" if folder.suffix != ".json" else folder
+    try:
+        hf = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"model.hf_assets_path: there is no {path}. Give a folder with a config.json.") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.hf_assets_path: cannot read {path}: {error}.") from None
+    model_type = hf.get("model_type") if isinstance(hf, dict) else None
+    if model_type not in families():
+        raise ConfigError(f"{path}: model_type '{model_type}' has no native decoder; there are {', '.join(families())}.")
+    return families()[model_type].from_hf(hf, str(path))
+
+
+def check_model_config(config: ModelConfig) -> list[str]:
+    """Contradictions inside `config`, one message each."""
+    problems = []
+    for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size"):
+        if getattr(config, name) < 1:
+            problems.append(f"{name} = {getattr(config, name)} is not positive.")
+    if config.num_kv_heads > 0 and config.num_heads % config.num_kv_heads:
+        problems.append(f"num_heads ({config.num_heads}) is not a multiple of num_kv_heads ({config.num_kv_heads}).")
+    if config.head_dim % 2:
+        problems.append(f"head_dim ({config.head_dim}) is odd; rotary embeddings need pairs.")
+    if config.num_experts:
+        if not 1 <= config.top_k <= config.num_experts:
+            problems.append(f"top_k ({config.top_k}) is not between 1 and num_experts ({config.num_experts}).")
+        groups = config.num_expert_groups
+        if groups < 1 or config.num_experts % groups:
+            problems.append(f"num_experts ({config.num_experts}) is not a multiple of num_expert_groups ({groups}).")
+        elif not 1 <= config.num_limited_groups <= groups:
+            problems.append(f"num_limited_groups ({config.num_limited_groups}) is not between 1 and {groups}.")
+        elif config.top_k > config.num_experts // groups * config.num_limited_groups:
+            problems.append(
+                f"top_k ({config.top_k}) is more than the experts in {config.num_limited_groups} of {groups} groups "
+                f"({config.num_experts // groups * config.num_limited_groups})."
+            )
+    return problems
+
+
+def _nearest(name: str, known: Mapping[str, object]) -> str:
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+    hint = f"; did you mean '{close[0]}'?" if close else "."
+    return f"{hint} There are: {', '.join(known)}."

@@ -1,0 +1,134 @@
+"""Building blocks of the decoder: linear, embedding, norm, rotary table, dense feed-forward, output head.
+
+They hold parameters under Hugging Face's names, declare where their values come from, and compute on local tensors, so
+that the same code runs on one device and on shards. Nothing here knows about parallelism.
+
+Shapes: B batch, S sequence, D hidden size, V vocabulary, K head width.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from titanlite.config.model import ModelConfig
+from titanlite.materialize.recipes import Normal, Ones, Zeros
+from titanlite.materialize.sources import Compute, Init, Source
+from titanlite.ops import inverse_frequencies, linear_cross_entropy, local_tensor, rope_cos_sin, swiglu
+
+
+class Linear(nn.Linear):
+    """`x @ weight.T + bias`, weight (out, in), initialized N(0, std).
+
+    Attributes:
+        bias_scale: factor on the bias; row-parallel layers, whose outputs are summed over n ranks, set it to 1 / n.
+    """
+
+    bias_scale: float = 1.0
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool = False, std: float = 0.02) -> None:
+        super().__init__(in_features, out_features, bias=bias)
+        self.std = std
+
+    def reset_parameters(self) -> None:
+        """Nothing: values come from `declare_sources`."""
+
+    def declare_sources(self) -> dict[str, Source]:
+        sources: dict[str, Source] = {"weight": Init(Normal(std=self.std))}
+        return sources if self.bias is None else sources | {"bias": Init(Zeros())}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        bias = None if self.bias is None else local_tensor(self.bias) * self.bias_scale
+        return F.linear(x, local_tensor(self.weight), bias)
+
+
+class Embedding(nn.Embedding):
+    """Token embedding, weight (V, D), initialized N(0, std)."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, *, std: float) -> None:
+        super().__init__(vocab_size, hidden_size)
+        self.std = std
+
+    def reset_parameters(self) -> None:
+        """Nothing: values come from `declare_sources`."""
+
+    def declare_sources(self) -> dict[str, Source]:
+        return {"weight": Init(Normal(std=self.std))}
+
+    def forward(self, tokens_BS: torch.Tensor) -> torch.Tensor:
+        return F.embedding(tokens_BS, local_tensor(self.weight))
+
+
+class RMSNorm(nn.Module):
+    """Root mean square norm over the last dim (arXiv:1910.07467), statistics in float32."""
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(dim))
+        self.eps = eps
+
+    def declare_sources(self) -> dict[str, Source]:
+        return {"weight": Init(Ones())}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, (x.shape[-1],), local_tensor(self.weight), self.eps)
+
+
+class RotaryEmbedding(nn.Module):
+    """Rotary frequencies `inv_freq` (K / 2,), float32 whatever the model's dtype, computed from the configuration."""
+
+    inv_freq: torch.Tensor
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.register_buffer("inv_freq", torch.empty(config.head_dim // 2, dtype=torch.float32), persistent=False)
+
+    def declare_sources(self) -> dict[str, Source]:
+        def rotary_frequencies() -> torch.Tensor:
+            return inverse_frequencies(self.config.head_dim, self.config.rope_theta, self.config.rope_scaling)
+
+        return {"inv_freq": Compute(rotary_frequencies, dtype=torch.float32)}
+
+    def forward(self, positions_BS: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        return rope_cos_sin(self.inv_freq, positions_BS, dtype)
+
+
+class FeedForward(nn.Module):
+    """Dense SwiGLU: `down(silu(gate(x)) * up(x))`."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, *, std: float) -> None:
+        super().__init__()
+        self.gate_proj = Linear(hidden_size, intermediate_size, std=std)
+        self.up_proj = Linear(hidden_size, intermediate_size, std=std)
+        self.down_proj = Linear(intermediate_size, hidden_size, std=std)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(swiglu(torch.cat([self.gate_proj(x), self.up_proj(x)], dim=-1)))
+
+
+class OutputHead(Linear):
+    """Projection to the vocabulary, weight (V, D). With labels it computes the loss without ever holding the logits.
+
+    Attributes:
+        cross_entropy: `linear_cross_entropy` or, when the vocabulary is split over ranks, the version that reduces.
+        chunk_tokens: tokens projected at once.
+        tied: the weight belongs to the embedding, which declares its source.
+    """
+
+    def __init__(self, hidden_size: int, vocab_size: int, *, std: float, tied: bool) -> None:
+        super().__init__(hidden_size, vocab_size, std=std)
+        self.cross_entropy: Callable[..., torch.Tensor] = linear_cross_entropy
+        self.chunk_tokens = 1024
+        self.tied = tied
+
+    def declare_sources(self) -> dict[str, Source]:
+        return {} if self.tied else super().declare_sources()
+
+    def forward(self, hidden_BSD: torch.Tensor, labels_BS: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits (B, S, V), or with labels the sum of the token losses, a float32 scalar."""
+        weight_VD = local_tensor(self.weight)
+        if labels_BS is None:
+            return F.linear(hidden_BSD, weight_VD)
+        return self.cross_entropy(hidden_BSD.flatten(0, 1), weight_VD, labels_BS.flatten(), self.chunk_tokens)

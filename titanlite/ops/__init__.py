@@ -1,0 +1,29 @@
+"""Tensor operations: pure functions of tensors, no modules, no collectives, no knowledge of any model.
+
+A function that needs a collective (vocabulary-parallel cross entropy) takes it as a callable.
+"""
+
+from titanlite.ops.attention import AttentionMask, attention, build_attention_mask
+from titanlite.ops.cross_entropy import IGNORE_INDEX, VocabShard, linear_cross_entropy
+from titanlite.ops.grouped_gemm import grouped_gemm
+from titanlite.ops.local import local_tensor
+from titanlite.ops.permute import permute_tokens, unpermute_sum
+from titanlite.ops.rope import apply_rope, inverse_frequencies, rope_cos_sin
+from titanlite.ops.swiglu import swiglu
+
+__all__ = [
+    "IGNORE_INDEX",
+    "AttentionMask",
+    "VocabShard",
+    "apply_rope",
+    "attention",
+    "build_attention_mask",
+    "grouped_gemm",
+    "inverse_frequencies",
+    "linear_cross_entropy",
+    "local_tensor",
+    "permute_tokens",
+    "rope_cos_sin",
+    "swiglu",
+    "unpermute_sum",
+]

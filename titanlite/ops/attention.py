@@ -1,0 +1,85 @@
+"""Causal attention over packed documents: one mask per forward, shared by all layers, and two backends.
+
+Shapes: B batch, S sequence, H query heads, G key/value heads, K head width.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+AttentionBackend = Literal["sdpa", "flex"]
+
+
+@dataclass(frozen=True)
+class AttentionMask:
+    """What every layer needs to mask scores; made once per forward by `build_attention_mask`.
+
+    Attributes:
+        allowed_B1SS: bool, True where query s may see key t; None means plain causal (`sdpa` only).
+        block_mask: flex_attention's BlockMask (`flex` only).
+    """
+
+    backend: AttentionBackend
+    allowed_B1SS: torch.Tensor | None = None
+    block_mask: Any = None
+
+
+def build_attention_mask(document_ids_BS: torch.Tensor | None, backend: AttentionBackend = "sdpa") -> AttentionMask:
+    """Mask for causal attention inside documents: query s sees key t if t <= s and both are of one document.
+
+    Args:
+        document_ids_BS: (B, S) int64 document of each token, or None for one document per row. Padding has id -1: padded
+            positions see one another and nothing else, so that no softmax row is empty.
+        backend: `sdpa` makes a (B, 1, S, S) bool mask, or none at all without documents; `flex` makes a BlockMask.
+    """
+    if document_ids_BS is None:
+        return AttentionMask("sdpa")
+    batch, seq_len = document_ids_BS.shape
+    if backend == "sdpa":
+        same_BSS = document_ids_BS[:, :, None] == document_ids_BS[:, None, :]
+        return AttentionMask("sdpa", allowed_B1SS=same_BSS.tril().unsqueeze(1))
+
+    def allowed(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        return (q >= kv) & (document_ids_BS[b, q] == document_ids_BS[b, kv])
+
+    block_mask = create_block_mask(allowed, batch, None, seq_len, seq_len, device=document_ids_BS.device)
+    return AttentionMask("flex", block_mask=block_mask)
+
+
+def attention(
+    q_BSHK: torch.Tensor, k_BSGK: torch.Tensor, v_BSGK: torch.Tensor, mask: AttentionMask, scale: float
+) -> torch.Tensor:
+    """Scaled dot-product attention with grouped key/value heads; returns (B, S, H, K).
+
+    H must be a multiple of G: query head h reads key/value head h // (H / G).
+    """
+    q_BHSK, k_BGSK, v_BGSK = (x.transpose(1, 2) for x in (q_BSHK, k_BSGK, v_BSGK))
+    grouped = q_BHSK.shape[1] != k_BGSK.shape[1]
+    if mask.backend == "flex":
+        kernel = _compiled_flex() if q_BHSK.is_cuda else flex_attention
+        out = kernel(q_BHSK, k_BGSK, v_BGSK, block_mask=mask.block_mask, scale=scale, enable_gqa=grouped)
+    else:
+        out = F.scaled_dot_product_attention(
+            q_BHSK,
+            k_BGSK,
+            v_BGSK,
+            attn_mask=mask.allowed_B1SS,
+            is_causal=mask.allowed_B1SS is None,
+            scale=scale,
+            enable_gqa=grouped,
+        )
+    return out.transpose(1, 2)
+
+
+_flex_kernel: Any = None
+
+
+def _compiled_flex() -> Any:
+    """flex_attention compiled at first use: uncompiled it would build the full score matrix."""
+    global _flex_kernel
+    if _flex_kernel is None:
+        _flex_kernel = torch.compile(flex_attention, dynamic=False)
+    return _flex_kernel

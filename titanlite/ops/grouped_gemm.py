@@ -1,0 +1,149 @@
+"""Grouped GEMM: one matmul per expert over consecutive groups of rows, as one differentiable operator.
+
+`y[m] = x[m] @ weight[e]` for the rows m of group e, where group e owns rows offsets[e - 1] to offsets[e].
+
+The operator is a `torch.library` op with fake kernels and autograd, so that meta tensors, torch.compile and selective
+activation checkpointing know it. Backends:
+
+- `torch`: `F.grouped_mm` on CUDA; on CPU a loop of matmuls that write into the output. `F.grouped_mm` on CPU leaves
+  rows beyond offsets[-1] uninitialized, wants 16-byte strides, has no float64, and refuses float32 under compile.
+- `reference`: a plain loop, any device and dtype; what the tests compare with.
+- `auto`: `torch`.
+
+Shapes: M rows, E experts, K reduction, N output. Weights are usually kept as (E, N, K) and passed as `weight.mT`.
+"""
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+
+GroupedGemmBackend = Literal["auto", "torch", "reference"]
+
+
+def grouped_gemm(
+    x_MK: torch.Tensor, weight_EKN: torch.Tensor, offsets_E: torch.Tensor, backend: GroupedGemmBackend = "auto"
+) -> torch.Tensor:
+    """Multiply each group of rows with its own matrix.
+
+    Args:
+        x_MK: (M, K) rows, grouped by expert.
+        weight_EKN: (E, K, N), same dtype; K or N has stride 1. Its gradient has the same memory layout.
+        offsets_E: (E,) int32 end of each group, non-decreasing, on the device of x; offsets[-1] <= M.
+        backend: see the module's docstring.
+
+    Returns:
+        (M, N) in the dtype of x. Rows from offsets[-1] on are zero, whatever x holds there, and get zero gradient.
+
+    Raises:
+        ValueError: shapes, dtypes or layout do not fit.
+    """
+    if x_MK.dim() != 2 or weight_EKN.dim() != 3 or x_MK.shape[1] != weight_EKN.shape[1]:
+        raise ValueError(f"grouped_gemm: x {tuple(x_MK.shape)} and weight {tuple(weight_EKN.shape)} are not (M, K) and (E, K, N).")
+    if offsets_E.shape != weight_EKN.shape[:1] or offsets_E.dtype != torch.int32:
+        raise ValueError(
+            f"grouped_gemm: offsets {tuple(offsets_E.shape)} {offsets_E.dtype} is not ({weight_EKN.shape[0]},) torch.int32."
+        )
+    if x_MK.dtype != weight_EKN.dtype:
+        raise ValueError(f"grouped_gemm: x is {x_MK.dtype}, weight is {weight_EKN.dtype}; cast one of them.")
+    return grouped_mm(x_MK, weight_EKN, offsets_E, backend)
+
+
+@torch.library.custom_op("titanlite::grouped_mm", mutates_args=())
+def grouped_mm(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, backend: str) -> torch.Tensor:
+    """`grouped_gemm` without argument checks, as a torch operator."""
+    if _use_torch_kernel(x, weight, backend):
+        y = F.grouped_mm(x, weight, offs=offsets)
+        return y.masked_fill_(_tail_mask(x, offsets), 0.0)
+    y = x.new_zeros(x.shape[0], weight.shape[2])
+    compute = _compute_dtype(x)
+    for expert, (start, end) in enumerate(_groups(offsets)):
+        if compute == x.dtype:
+            torch.mm(x[start:end], weight[expert], out=y[start:end])
+        else:
+            y[start:end] = x[start:end].to(compute) @ weight[expert].to(compute)
+    return y
+
+
+@torch.library.custom_op("titanlite::grouped_mm_wgrad", mutates_args=())
+def grouped_mm_wgrad(
+    x: torch.Tensor, dy: torch.Tensor, offsets: torch.Tensor, k_major: bool, backend: str
+) -> torch.Tensor:
+    """dweight[e] = x_e^T @ dy_e, (E, K, N); stored as (E, N, K) when `k_major`, the layout of a weight kept so."""
+    num_experts, k, n = offsets.shape[0], x.shape[1], dy.shape[1]
+    if _use_torch_kernel(x, dy, backend):
+        left, right = (dy, x) if k_major else (x, dy)
+        dw = F.grouped_mm(left.mT, right, offs=offsets)
+        return dw.mT if k_major else dw
+    dw = x.new_zeros((num_experts, n, k) if k_major else (num_experts, k, n))
+    compute = _compute_dtype(x)
+    for expert, (start, end) in enumerate(_groups(offsets)):
+        left, right = (dy, x) if k_major else (x, dy)
+        if compute == x.dtype:
+            torch.mm(left[start:end].T, right[start:end], out=dw[expert])
+        else:
+            dw[expert] = left[start:end].to(compute).T @ right[start:end].to(compute)
+    return dw.mT if k_major else dw
+
+
+def _use_torch_kernel(x: torch.Tensor, other: torch.Tensor, backend: str) -> bool:
+    """F.grouped_mm serves bfloat16 on CUDA with 16-byte rows and at least one row; everything else takes the loop."""
+    aligned = x.shape[1] % 8 == 0 and other.shape[-1] % 8 == 0
+    return backend != "reference" and x.is_cuda and x.dtype == torch.bfloat16 and aligned and x.shape[0] > 0
+
+
+def _compute_dtype(x: torch.Tensor) -> torch.dtype:
+    """CPUs without bfloat16 instructions multiply it 16 to 50 times slower than float32, so go through float32."""
+    return torch.float32 if not x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) else x.dtype
+
+
+def _tail_mask(x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    return (torch.arange(x.shape[0], device=x.device) >= offsets[-1]).unsqueeze(-1)
+
+
+def _groups(offsets: torch.Tensor) -> list[tuple[int, int]]:
+    """(start, end) of each group. Copies the offsets to the host: a synchronization point on CUDA."""
+    ends = offsets.tolist()
+    return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+@grouped_mm.register_fake
+def _(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, backend: str) -> torch.Tensor:
+    return x.new_empty(x.shape[0], weight.shape[2])
+
+
+@grouped_mm_wgrad.register_fake
+def _(x: torch.Tensor, dy: torch.Tensor, offsets: torch.Tensor, k_major: bool, backend: str) -> torch.Tensor:
+    num_experts, k, n = offsets.shape[0], x.shape[1], dy.shape[1]
+    return x.new_empty(num_experts, n, k).mT if k_major else x.new_empty(num_experts, k, n)
+
+
+def _save_for_backward(ctx, inputs, output) -> None:
+    x, weight, offsets, backend = inputs
+    need_x, need_weight = ctx.needs_input_grad[:2]
+    ctx.save_for_backward(x if need_weight else None, weight if need_x else None, offsets)
+    ctx.k_major, ctx.backend = weight.stride(1) == 1, backend
+
+
+def _backward(ctx, dy):
+    x, weight, offsets = ctx.saved_tensors
+    dy = dy.contiguous()  # an expanded gradient (stride 0, from a sum) is no legal matmul operand
+    dx = grouped_mm(dy, weight.mT, offsets, ctx.backend) if ctx.needs_input_grad[0] else None
+    dw = grouped_mm_wgrad(x, dy, offsets, ctx.k_major, ctx.backend) if ctx.needs_input_grad[1] else None
+    return dx, dw, None, None
+
+
+def _save_for_double_backward(ctx, inputs, output) -> None:
+    x, dy, offsets, _, backend = inputs
+    ctx.save_for_backward(x, dy, offsets)
+    ctx.backend = backend
+
+
+def _double_backward(ctx, ddw):
+    x, dy, offsets = ctx.saved_tensors
+    ddw = ddw.contiguous()
+    return grouped_mm(dy, ddw.mT, offsets, ctx.backend), grouped_mm(x, ddw, offsets, ctx.backend), None, None, None
+
+
+grouped_mm.register_autograd(_backward, setup_context=_save_for_backward)
+grouped_mm_wgrad.register_autograd(_double_backward, setup_context=_save_for_double_backward)

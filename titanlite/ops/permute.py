@@ -1,0 +1,58 @@
+"""Token permutation for mixture of experts: gather rows out, gather-sum rows back, each the other's gradient.
+
+Both directions are gathers. A scatter-add (autograd's own backward of `index_select`) would use atomics on CUDA, whose
+order, and so whose rounding, changes from run to run.
+
+Shapes: T tokens, k experts per token, R = T * k routed rows, D width.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+
+def _gather_sum(y_RD: torch.Tensor, rows_Tk: torch.Tensor) -> torch.Tensor:
+    """out[t] = sum over j of y[rows[t, j]], in order of j, accumulated in float32 or better; no (T, k, D) copy."""
+    return F.embedding_bag(rows_Tk, y_RD, mode="sum")
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_TD: torch.Tensor, token_R: torch.Tensor, rows_Tk: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(rows_Tk)
+        return x_TD.index_select(0, token_R)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy_RD: torch.Tensor):
+        (rows_Tk,) = ctx.saved_tensors
+        return _gather_sum(dy_RD.contiguous(), rows_Tk), None, None
+
+
+class _UnpermuteSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y_RD: torch.Tensor, token_R: torch.Tensor, rows_Tk: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(token_R)
+        return _gather_sum(y_RD, rows_Tk)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout_TD: torch.Tensor):
+        (token_R,) = ctx.saved_tensors
+        return dout_TD.index_select(0, token_R), None, None
+
+
+def permute_tokens(x_TD: torch.Tensor, token_R: torch.Tensor, rows_Tk: torch.Tensor) -> torch.Tensor:
+    """Gather `x[token_R]` (R, D); the gradient of a token is the ordered sum over its rows.
+
+    Args:
+        x_TD: tokens (T, D), any float dtype.
+        token_R: token of each row (R,), int64.
+        rows_Tk: rows of each token (T, k), int64; the inverse of `token_R`.
+    """
+    return _Permute.apply(x_TD, token_R, rows_Tk)
+
+
+def unpermute_sum(y_RD: torch.Tensor, token_R: torch.Tensor, rows_Tk: torch.Tensor) -> torch.Tensor:
+    """Sum each token's rows in a fixed order: `out[t] = sum_j y[rows_Tk[t, j]]` (T, D); inverse roles to `permute_tokens`."""
+    return _UnpermuteSum.apply(y_RD, token_R, rows_Tk)

@@ -1,0 +1,43 @@
+"""Rotary position embeddings (arXiv:2104.09864) in Hugging Face's half-split layout.
+
+Shapes: B batch, S sequence, H heads, K head width.
+"""
+
+import math
+
+import torch
+
+from titanlite.config.model import RopeScaling
+
+
+def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = None) -> torch.Tensor:
+    """Rotary frequencies (head_dim / 2,) float32 on CPU, a pure function of the configuration.
+
+    `linear` divides all frequencies by the factor. `llama3` (Llama 3.1) keeps wavelengths below
+    original / high_freq_factor, divides those above original / low_freq_factor, and blends in between.
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device="cpu").to(torch.float32) / head_dim
+    inv_freq = 1.0 / (theta**exponents)
+    if scaling is None:
+        return inv_freq
+    if scaling.rope_type == "linear":
+        return inv_freq / scaling.factor
+    wavelength = 2 * math.pi / inv_freq
+    original = scaling.original_max_position_embeddings
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    blend = ((original / wavelength - low) / (high - low)).clamp(0.0, 1.0)
+    return (1.0 - blend) * inv_freq / scaling.factor + blend * inv_freq
+
+
+def rope_cos_sin(inv_freq: torch.Tensor, positions_BS: torch.Tensor, dtype: torch.dtype):
+    """Cosines and sines (B, S, 1, K) in `dtype`; angles are computed in float32, for bfloat16 cannot count past 256."""
+    angles_BSK = positions_BS.to(torch.float32)[..., None] * inv_freq.to(torch.float32)
+    angles_BSK = torch.cat([angles_BSK, angles_BSK], dim=-1)[:, :, None, :]
+    return angles_BSK.cos().to(dtype), angles_BSK.sin().to(dtype)
+
+
+def apply_rope(x_BSHK: torch.Tensor, cos_BS1K: torch.Tensor, sin_BS1K: torch.Tensor) -> torch.Tensor:
+    """Rotate the pairs (x[i], x[i + K/2]) of every head by its position's angle; same shape and dtype."""
+    half = x_BSHK.shape[-1] // 2
+    rotated = torch.cat([-x_BSHK[..., half:], x_BSHK[..., :half]], dim=-1)
+    return torch.addcmul(x_BSHK * cos_BS1K, rotated, sin_BS1K)

@@ -1,0 +1,44 @@
+"""SwiGLU (arXiv:2002.05202) with an optional weight per row; keeps only its input for backward.
+
+Shapes: R rows, I inner width.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate_up_R2I: torch.Tensor, weight_R: torch.Tensor | None) -> torch.Tensor:
+        ctx.save_for_backward(gate_up_R2I, weight_R)
+        gate_RI, up_RI = gate_up_R2I.chunk(2, dim=-1)
+        h_RI = F.silu(gate_RI).mul_(up_RI)
+        return h_RI if weight_R is None else h_RI.mul_(weight_R.unsqueeze(-1))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dh_RI: torch.Tensor):
+        gate_up_R2I, weight_R = ctx.saved_tensors
+        gate_RI, up_RI = gate_up_R2I.chunk(2, dim=-1)
+        a_RI = F.silu(gate_RI)
+        dweight_R = None
+        if weight_R is not None:
+            if ctx.needs_input_grad[1]:
+                dweight_R = (dh_RI * a_RI).mul_(up_RI).sum(dim=-1, dtype=weight_R.dtype)
+            dh_RI = dh_RI * weight_R.unsqueeze(-1).to(dh_RI.dtype)
+        dgate_RI = torch.ops.aten.silu_backward(dh_RI * up_RI, gate_RI)
+        return torch.cat([dgate_RI, a_RI.mul_(dh_RI)], dim=-1), dweight_R
+
+
+def swiglu(gate_up_R2I: torch.Tensor, weight_R: torch.Tensor | None = None) -> torch.Tensor:
+    """`silu(gate) * up * weight` of `gate_up = [gate | up]`.
+
+    Args:
+        gate_up_R2I: (..., 2 I), any float dtype.
+        weight_R: (...,) factor per row (the router's weight of a routed row), float32 or the dtype of gate_up; or None.
+
+    Returns:
+        (..., I) in the dtype of `gate_up_R2I`. Kept for backward: the arguments, nothing of size I.
+    """
+    return _SwiGLU.apply(gate_up_R2I, weight_R)

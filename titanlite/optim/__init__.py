@@ -1,0 +1,7 @@
+"""Optimizer, learning-rate schedule and the expert balancer."""
+
+from titanlite.optim.expert_bias import ExpertBiasBalancer
+from titanlite.optim.lr_schedule import build_lr_scheduler, lr_factor
+from titanlite.optim.optimizer import build_optimizer, step_if_finite
+
+__all__ = ["ExpertBiasBalancer", "build_lr_scheduler", "build_optimizer", "lr_factor", "step_if_finite"]

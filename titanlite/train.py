@@ -1,0 +1,50 @@
+"""Entry point of a rank: `torchrun ... -m titanlite.train --config FILE [--section.key=value ...]`."""
+
+import hashlib
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch.distributed as dist
+
+from titanlite.config import load_config
+from titanlite.errors import TitanliteError
+from titanlite.logger import setup_logger
+from titanlite.preflight import check
+from titanlite.trainer import Trainer
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Check the configuration, train, and return the exit code: 0, or 2 after a `TitanliteError`."""
+    setup_logger()
+    try:
+        checked = check(load_config(sys.argv[1:] if argv is None else argv), int(os.environ.get("WORLD_SIZE", "1")))
+        trainer = Trainer(checked.job, checked.model_config, checked.degrees)
+        trainer.train()
+    except TitanliteError as error:
+        _say_once(f"titanlite: error: {error}")
+        return 2
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return 0
+
+
+def _say_once(message: str) -> None:
+    """Print `message` on the first rank of this machine and launch that has it; the others have nothing to add."""
+    run = os.environ.get("TORCHELASTIC_RUN_ID", str(os.getpid())) + os.environ.get("MASTER_PORT", "")
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    digest = hashlib.sha256(f"{run}:{attempt}:{message}".encode()).hexdigest()[:24]
+    try:
+        os.close(os.open(Path(tempfile.gettempdir(), f"titanlite-{digest}"), os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return
+    except OSError:
+        pass  # no temporary folder to agree in: better said twice than not at all
+    print(message, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,218 @@
+"""The trainer: the build order, and the loop. Read it from top to bottom.
+
+    config -> mesh -> build (meta) -> parallelize (meta) -> plan -> allocate -> fill -> verify -> optimizer -> train
+"""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from titanlite.checkpoint import save_hf_model
+from titanlite.config import JobConfig, ModelConfig, save_resolved
+from titanlite.config.parallelism import Degrees
+from titanlite.data import IGNORE_INDEX, Batch, build_data
+from titanlite.distributed import ParallelDims, clip_grad_norm, init_distributed, parallelize
+from titanlite.errors import DataError, TrainingError
+from titanlite.generate import generate
+from titanlite.logger import logger
+from titanlite.materialize import materialize
+from titanlite.metrics import MetricsLogger, build_profiler, train_flops_per_token
+from titanlite.models.decoder import Decoder, build_decoder
+from titanlite.optim import ExpertBiasBalancer, build_lr_scheduler, build_optimizer, step_if_finite
+
+_SAMPLE_TOKENS = 48
+
+
+@dataclass
+class StepResult:
+    """What one optimizer step leaves on the device; reading it synchronizes.
+
+    Attributes:
+        loss: mean cross entropy over the global batch's valid tokens, float32 scalar.
+        grad_norm: gradient norm before clipping, float32 scalar.
+        tokens: tokens of the global batch, padding included.
+        tokens_per_expert: (layers, E) int64 over the global batch, or None for a dense model.
+    """
+
+    loss: torch.Tensor
+    grad_norm: torch.Tensor
+    tokens: int
+    tokens_per_expert: torch.Tensor | None
+
+
+class Trainer:
+    """Builds everything from a checked configuration and trains. Every rank makes one and calls `train`."""
+
+    def __init__(self, job: JobConfig, model_config: ModelConfig, degrees: Degrees) -> None:
+        self.job = job
+        self.dump_folder = Path(job.job.dump_folder)
+        if job.training.deterministic:
+            torch.use_deterministic_algorithms(True)
+
+        self.device = init_distributed(job.comm.timeout_seconds)
+        self.dims = ParallelDims.build(degrees, self.device.type)
+        logger.info("mesh: %s, %d ranks on %s", degrees, degrees.world_size, self.device.type)
+
+        self.tokenizer, self.loader = build_data(job, self.dims.dp_rank, degrees.dp)
+        check_vocabulary(self.loader.dataset.tokenized.vocab_size, model_config)
+
+        self.model = build_decoder(model_config, getattr(torch, job.training.dtype))  # on meta: shapes only
+        configure(self.model, job)
+        parallelize(self.model, job, self.dims, self.device.type)  # still on meta: now shards
+        weights_device = "cpu" if job.training.enable_cpu_offload else self.device
+        self.plan = materialize(self.model, weights_device, seed=job.training.seed)  # every tensor written once
+
+        self.optimizer = build_optimizer(self.model, job.optimizer)
+        self.lr_scheduler = build_lr_scheduler(self.optimizer, job.lr_scheduler, job.training.steps)
+        self.balancer = ExpertBiasBalancer(self.model, job.moe.expert_bias_update_rate)
+        self.step = 0
+        self.first_bad_step = torch.full((), -1, dtype=torch.int64, device=self.device)
+
+        if dist.get_rank() == 0:
+            self.dump_folder.mkdir(parents=True, exist_ok=True)
+            save_resolved(job, self.dump_folder / "config.toml")
+        self.metrics = MetricsLogger(
+            job, self.dump_folder, train_flops_per_token(model_config, job.training.seq_len), degrees.world_size, self.device
+        )
+        num_params = sum(param.numel() for param in self.model.parameters())
+        logger.info(
+            "model: %s, %.1f M parameters, %.1f MiB of weights on this rank",
+            *(model_config.family, num_params / 1e6, self.plan.local_bytes / 2**20),
+        )
+
+    def train(self) -> None:
+        """Run the configured steps, then save the model and show a sample. Collective: every rank must call."""
+        job = self.job
+        with self.metrics, build_profiler(job, self.dump_folder) as profiler:
+            window_start, window_tokens, data_seconds = time.perf_counter(), 0, 0.0
+            while self.step < job.training.steps:
+                data_start = time.perf_counter()
+                micro_batches = [batch.to(self.device) for batch in self.loader.micro_batches(self.step)]
+                data_seconds += time.perf_counter() - data_start
+
+                learning_rate = self.lr_scheduler.get_last_lr()[0]
+                result = self.train_step(micro_batches)
+                window_tokens += result.tokens
+                profiler.step()
+
+                last = self.step == job.training.steps
+                if self.step % job.metrics.log_freq == 0 or self.step == 1 or last:
+                    self.raise_if_not_finite()  # synchronization point: the device has finished this step
+                    seconds = time.perf_counter() - window_start
+                    self.metrics.log_step(
+                        self.step,
+                        loss=result.loss.item(),
+                        grad_norm=result.grad_norm.item(),
+                        lr=learning_rate,
+                        tokens=window_tokens,
+                        seconds=seconds,
+                        data_seconds=data_seconds,
+                        tokens_per_expert=result.tokens_per_expert,
+                    )
+                    window_start, window_tokens, data_seconds = time.perf_counter(), 0, 0.0
+                if job.validation.enable and (self.step % job.validation.freq == 0 or last):
+                    self.metrics.log_validation(self.step, self.validate())
+                    window_start = time.perf_counter()
+        self.finish()
+
+    def train_step(self, micro_batches: list[Batch]) -> StepResult:
+        """One optimizer step over this rank's micro-batches. Collective: every rank must call.
+
+        The loss of every micro-batch is divided by the number of valid tokens in the *global* batch, so gradients are
+        sums over ranks and micro-batches, whatever the mesh and however unevenly the valid tokens are spread.
+        """
+        valid_tokens = self.sum_over_data(sum((b.labels != IGNORE_INDEX).sum() for b in micro_batches))
+        loss_sum = torch.zeros((), device=self.device)
+        for batch in micro_batches:
+            losses = self.model(batch.tokens, batch.labels, batch.positions, batch.document_ids)
+            ((losses.cross_entropy + losses.aux) / valid_tokens).backward()
+            loss_sum += losses.cross_entropy.detach()
+            self.balancer.accumulate()
+
+        grad_norm = clip_grad_norm(self.model.parameters(), self.job.training.max_norm)
+        finite = grad_norm.isfinite() & loss_sum.isfinite()  # the norm is global; a bad loss has a bad gradient
+        step_if_finite(self.optimizer, finite)
+        self.lr_scheduler.step()
+        self.optimizer.zero_grad()
+        tokens_per_expert = self.balancer.step(finite)
+        self.step += 1
+        bad = ~finite & (self.first_bad_step < 0)
+        self.first_bad_step = torch.where(bad, self.step, self.first_bad_step)
+
+        tokens = sum(batch.tokens.numel() for batch in micro_batches) * self.dims.degrees.dp
+        return StepResult(self.sum_over_data(loss_sum) / valid_tokens, grad_norm, tokens, tokens_per_expert)
+
+    @torch.no_grad()
+    def validate(self) -> float:
+        """Mean cross entropy over the held-out batches. Collective: every rank must call."""
+        self.model.eval()
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        valid_tokens = torch.zeros((), dtype=torch.int64, device=self.device)
+        for batch in self.loader.validation_batches(self.job.validation.steps):
+            batch = batch.to(self.device)
+            losses = self.model(batch.tokens, batch.labels, batch.positions, batch.document_ids)
+            loss_sum += losses.cross_entropy
+            valid_tokens += (batch.labels != IGNORE_INDEX).sum()
+        self.model.train()
+        return (self.sum_over_data(loss_sum) / self.sum_over_data(valid_tokens)).item()
+
+    def sum_over_data(self, value: torch.Tensor) -> torch.Tensor:
+        """Sum of `value` over the data-parallel ranks; tp ranks of one group hold the same value and count once."""
+        value = value.clone()
+        dist.all_reduce(value)
+        tp = self.dims.degrees.tp
+        return value // tp if value.dtype == torch.int64 else value / tp
+
+    def raise_if_not_finite(self) -> None:
+        """Stop if a step was skipped because its loss or gradient was not finite. Synchronizes; the same on all ranks."""
+        bad_step = int(self.first_bad_step.item())
+        if bad_step >= 0:
+            raise TrainingError(
+                f"training: the loss or gradient of step {bad_step} is not finite. No such update was applied, so the "
+                "weights are finite. Lower optimizer.lr, raise lr_scheduler.warmup_steps, or look at the data of that step."
+            )
+
+    def finish(self) -> None:
+        """Save the model, show a sample, and say where everything is. Collective: every rank must call."""
+        folder = self.dump_folder / self.job.checkpoint.folder / f"step-{self.step}"
+        if self.job.checkpoint.enable:
+            dtype = getattr(torch, self.job.checkpoint.export_dtype)
+            save_hf_model(self.model, self.plan, self.tokenizer, folder, dtype)
+        sample = generate(
+            self.model,
+            self.tokenizer,
+            prompt="def __init__(self" if self.job.data.dataset == "stdlib" else "The",
+            max_new_tokens=_SAMPLE_TOKENS,
+            length_multiple=self.dims.degrees.tp,
+            device=self.device,
+        )
+        logger.info("sample (temperature 0.7):\n\n    %s\n", sample.replace("\n", "\n    "))
+        if self.job.checkpoint.enable:
+            logger.info("checkpoint: %s (transformers: AutoModelForCausalLM.from_pretrained)", folder)
+        if self.job.metrics.enable_tensorboard:
+            logger.info("metrics:    tensorboard --logdir %s", self.dump_folder / self.job.metrics.save_tb_folder)
+
+
+def check_vocabulary(vocab_size: int, model_config: ModelConfig) -> None:
+    """Every token id must have a row in the embedding.
+
+    Raises:
+        DataError: the tokenizer has more tokens than the model. The same on all ranks.
+    """
+    if vocab_size > model_config.vocab_size:
+        raise DataError(
+            f"data: the tokenizer has {vocab_size} tokens, but the model's vocab_size is {model_config.vocab_size}. Set "
+            f"model.overrides.vocab_size = {vocab_size}, or lower data.bpe_vocab_size, or use the model's own tokenizer."
+        )
+
+
+def configure(model: Decoder, job: JobConfig) -> None:
+    """Hand the settings that are no sizes to the modules that use them."""
+    model.model.attention_backend = job.model.attention_backend
+    model.lm_head.chunk_tokens = job.training.loss_chunk_tokens
+    for moe in model.moe_layers().values():
+        moe.gate.aux_loss_coeff, moe.gate.z_loss_coeff = job.moe.aux_loss_coeff, job.moe.z_loss_coeff
+        moe.experts.grouped_gemm_backend = job.moe.grouped_gemm
