@@ -1,6 +1,6 @@
 """The trainer: the build order, and the loop. Read it from top to bottom.
 
-    config -> mesh -> build (meta) -> parallelize (meta) -> plan -> allocate -> fill -> verify -> optimizer -> train
+config -> mesh -> build (meta) -> parallelize (meta) -> plan -> allocate -> fill -> verify -> optimizer -> train
 """
 
 import time
@@ -75,7 +75,11 @@ class Trainer:
             self.dump_folder.mkdir(parents=True, exist_ok=True)
             save_resolved(job, self.dump_folder / "config.toml")
         self.metrics = MetricsLogger(
-            job, self.dump_folder, train_flops_per_token(model_config, job.training.seq_len), degrees.world_size, self.device
+            job,
+            self.dump_folder,
+            train_flops_per_token(model_config, job.training.seq_len),
+            degrees.world_size,
+            self.device,
         )
         num_params = sum(param.numel() for param in self.model.parameters())
         logger.info(
@@ -93,7 +97,7 @@ class Trainer:
                 micro_batches = [batch.to(self.device) for batch in self.loader.micro_batches(self.step)]
                 data_seconds += time.perf_counter() - data_start
 
-                learning_rate = self.lr_scheduler.get_last_lr()[0]
+                learning_rate = float(self.lr_scheduler.get_last_lr()[0])
                 result = self.train_step(micro_batches)
                 window_tokens += result.tokens
                 profiler.step()
@@ -124,7 +128,8 @@ class Trainer:
         The loss of every micro-batch is divided by the number of valid tokens in the *global* batch, so gradients are
         sums over ranks and micro-batches, whatever the mesh and however unevenly the valid tokens are spread.
         """
-        valid_tokens = self.sum_over_data(sum((b.labels != IGNORE_INDEX).sum() for b in micro_batches))
+        labels = torch.stack([batch.labels for batch in micro_batches])
+        valid_tokens = self.sum_over_data((labels != IGNORE_INDEX).sum())
         loss_sum = torch.zeros((), device=self.device)
         for batch in micro_batches:
             losses = self.model(batch.tokens, batch.labels, batch.positions, batch.document_ids)
@@ -167,12 +172,12 @@ class Trainer:
         return value // tp if value.dtype == torch.int64 else value / tp
 
     def raise_if_not_finite(self) -> None:
-        """Stop if a step was skipped because its loss or gradient was not finite. Synchronizes; the same on all ranks."""
+        """Stop if a step was skipped for a loss or gradient that was not finite. Synchronizes; alike on all ranks."""
         bad_step = int(self.first_bad_step.item())
         if bad_step >= 0:
             raise TrainingError(
                 f"training: the loss or gradient of step {bad_step} is not finite. No such update was applied, so the "
-                "weights are finite. Lower optimizer.lr, raise lr_scheduler.warmup_steps, or look at the data of that step."
+                "weights are finite. Lower optimizer.lr, raise lr_scheduler.warmup_steps, or look at that step's data."
             )
 
     def finish(self) -> None:
@@ -204,8 +209,8 @@ def check_vocabulary(vocab_size: int, model_config: ModelConfig) -> None:
     """
     if vocab_size > model_config.vocab_size:
         raise DataError(
-            f"data: the tokenizer has {vocab_size} tokens, but the model's vocab_size is {model_config.vocab_size}. Set "
-            f"model.overrides.vocab_size = {vocab_size}, or lower data.bpe_vocab_size, or use the model's own tokenizer."
+            f"data: the tokenizer has {vocab_size} tokens, but the model's vocab_size is {model_config.vocab_size}. "
+            f"Set model.overrides.vocab_size = {vocab_size}, lower data.bpe_vocab_size, or use the model's tokenizer."
         )
 
 

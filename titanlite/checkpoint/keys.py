@@ -1,17 +1,32 @@
-"""From the model's tensor names to Hugging Face's checkpoint keys.
+"""From the model's tensors to Hugging Face's checkpoint keys: which part of a tensor is stored under which key.
 
-Run-time names are Hugging Face's already; on disk, experts are stored one by one, and the router's bias has the
-family's own name, or none.
+Run-time names are Hugging Face's already; on disk, experts are stored one by one with gate and up apart, and the
+router's bias has the family's own name, or none.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
-import torch
-
+from titanlite.materialize import Region
 from titanlite.models.families import Family
 
-# Tensors for which the family's architecture has no key; kept in a file of their own, never dropped.
+# Holds the tensors for which the family's architecture has no key; they are kept, never dropped.
 SIDECAR_FILE = "titanlite.safetensors"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One checkpoint tensor.
+
+    Attributes:
+        key: its key on disk.
+        shape: its shape on disk.
+        region: the part of the run-time tensor that it stores; leading dims of length 1 are dropped on disk.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    region: Region
 
 
 def is_sidecar(name: str, family: Family) -> bool:
@@ -19,18 +34,19 @@ def is_sidecar(name: str, family: Family) -> bool:
     return name.endswith(".expert_bias") and family.expert_bias_key is None
 
 
-def checkpoint_tensors(name: str, tensor: torch.Tensor, family: Family) -> Iterator[tuple[str, torch.Tensor]]:
-    """(key, tensor) pairs under which the full `tensor` is stored; views where possible."""
+def checkpoint_pieces(name: str, shape: tuple[int, ...], family: Family) -> Iterator[Piece]:
+    """Checkpoint tensors that together store the run-time tensor `name` of global `shape`."""
     prefix, _, leaf = name.rpartition(".")
-    if leaf == "gate_up_proj":
-        half = tensor.shape[1] // 2
-        for expert, weight in enumerate(tensor):
-            yield f"{prefix}.{expert}.gate_proj.weight", weight[:half]
-            yield f"{prefix}.{expert}.up_proj.weight", weight[half:]
-    elif leaf == "down_proj":
-        for expert, weight in enumerate(tensor):
-            yield f"{prefix}.{expert}.down_proj.weight", weight
-    elif leaf == "expert_bias" and family.expert_bias_key is not None:
-        yield f"{prefix}.{family.expert_bias_key}", tensor
+    if leaf == "gate_up_proj" and len(shape) == 3:
+        half, width = shape[1] // 2, shape[2]
+        for expert in range(shape[0]):
+            for part, start in (("gate_proj", 0), ("up_proj", half)):
+                region = Region((expert, start, 0), (1, half, width))
+                yield Piece(f"{prefix}.{expert}.{part}.weight", (half, width), region)
+    elif leaf == "down_proj" and len(shape) == 3:
+        for expert in range(shape[0]):
+            region = Region((expert, 0, 0), (1, *shape[1:]))
+            yield Piece(f"{prefix}.{expert}.down_proj.weight", shape[1:], region)
     else:
-        yield name, tensor
+        key = f"{prefix}.{family.expert_bias_key}" if leaf == "expert_bias" and family.expert_bias_key else name
+        yield Piece(key, shape, Region((0,) * len(shape), shape))

@@ -66,8 +66,8 @@ def resolve_degrees(section: ParallelismSection, world_size: int) -> Degrees:
     if shard == -1:
         if world_size % (replicate * tp):
             raise ConfigError(
-                f"parallelism: dp_replicate ({replicate}) * tp ({tp}) = {replicate * tp} does not divide the world size "
-                f"({world_size}). Change data_parallel_replicate_degree or tensor_parallel_degree, or the number of ranks."
+                f"parallelism: dp_replicate ({replicate}) * tp ({tp}) = {replicate * tp} does not divide the world "
+                f"size ({world_size}). Change data_parallel_replicate_degree, tensor_parallel_degree or the number of ranks."
             )
         shard = world_size // (replicate * tp)
     if replicate * shard * tp != world_size:
@@ -90,12 +90,12 @@ def check_parallelism(job: JobConfig, model: ModelConfig, degrees: Degrees) -> l
     for name in ("num_heads", "num_kv_heads", "intermediate_size"):
         if getattr(model, name) % tp:
             problems.append(
-                f"parallelism: tensor_parallel_degree ({tp}) does not divide the model's {name} ({getattr(model, name)})."
+                f"parallelism: tensor_parallel_degree ({tp}) does not divide {name} ({getattr(model, name)})."
             )
     if job.training.seq_len % tp:
         problems.append(
-            f"training.seq_len ({job.training.seq_len}) is not a multiple of tensor_parallel_degree ({tp}): activations "
-            "are sequence-sharded."
+            f"training.seq_len ({job.training.seq_len}) is not a multiple of tensor_parallel_degree ({tp}): "
+            "activations are sequence-sharded."
         )
     if model.num_experts == 0 and ep > 1:
         problems.append(f"parallelism: expert_parallel_degree is {ep}, but the model has no experts. Set it to 1.")
@@ -104,17 +104,20 @@ def check_parallelism(job: JobConfig, model: ModelConfig, degrees: Degrees) -> l
             f"parallelism: expert_parallel_degree ({ep}) does not divide the model's num_experts ({model.num_experts})."
         )
     elif model.num_experts and degrees.expert_shard_dim(model.num_experts) == 1:
-        for name, size in (("2 * moe_intermediate_size", 2 * model.moe_intermediate_size), ("hidden_size", model.hidden_size)):
+        for name, size in (
+            ("2 * moe_intermediate_size", 2 * model.moe_intermediate_size),
+            ("hidden_size", model.hidden_size),
+        ):
             if size % degrees.efsdp:
                 problems.append(
-                    f"parallelism: {degrees.efsdp * ep} ranks share {model.num_experts} experts, so each expert is split in "
+                    f"parallelism: {degrees.efsdp * ep} ranks share {model.num_experts} experts, so each is split in "
                     f"{degrees.efsdp}, but that does not divide {name} ({size}). Raise expert_parallel_degree."
                 )
     local, total = job.training.local_batch_size, job.training.global_batch_size
     if total != -1 and total % (local * degrees.dp):
         problems.append(
-            f"training.global_batch_size ({total}) is not a multiple of local_batch_size ({local}) * data-parallel degree "
-            f"({degrees.dp}) = {local * degrees.dp}."
+            f"training.global_batch_size ({total}) is not a multiple of local_batch_size ({local}) * data-parallel "
+            f"degree ({degrees.dp}) = {local * degrees.dp}."
         )
     if job.training.seq_len > model.max_position_embeddings:
         problems.append(

@@ -40,7 +40,7 @@ def apply_activation_checkpoint(model: Decoder, section: ActivationCheckpointSec
                 _checkpoint_forward(module, context_fn=partial(create_selective_checkpoint_contexts, _policy))
         return
     every = 1 if section.mode == "full" else int(section.selective_ac_option)
-    for layer in list(model.model.layers)[::every]:
+    for layer in model.decoder_layers()[::every]:
         _checkpoint_forward(layer)
 
 

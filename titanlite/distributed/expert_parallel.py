@@ -2,19 +2,18 @@
 
 Rank r of n holds experts r * E / n to (r + 1) * E / n. Rows grouped by expert are therefore grouped by destination.
 
-Shapes: T tokens, k experts per token, R = T * k rows sent, Q rows received, E experts, e = E / n local experts, D hidden.
+Shapes: T tokens, k experts per token, R = T * k rows sent, Q rows received, E experts, e = E / n local ones, D hidden.
 """
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from titanlite.distributed.collectives import all_to_all, register_group
 from titanlite.distributed.shard import shard_parameters
 from titanlite.models.decoder import Decoder
-from titanlite.models.moe import group_by_expert
+from titanlite.models.moe import Experts, group_by_expert
 from titanlite.ops import permute_tokens, unpermute_sum
 
 
@@ -40,7 +39,7 @@ class ExpertParallelDispatcher:
         self._group, self._name, self._size = group, register_group(group), group.size()
 
     def __call__(
-        self, experts: nn.Module, x_TD: torch.Tensor, topk_scores_Tk: torch.Tensor, topk_expert_ids_Tk: torch.Tensor
+        self, experts: Experts, x_TD: torch.Tensor, topk_scores_Tk: torch.Tensor, topk_expert_ids_Tk: torch.Tensor
     ) -> torch.Tensor:
         num_experts, top_k = experts.gate_up_proj.shape[0], topk_expert_ids_Tk.shape[1]
         order_R, rows_Tk, counts_E = group_by_expert(topk_expert_ids_Tk, num_experts)

@@ -5,6 +5,8 @@ loss is divided by the global number of valid tokens, so that dense and expert g
 """
 
 from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,7 +16,7 @@ from torch.distributed.tensor import Shard
 from titanlite.config.schema import JobConfig
 from titanlite.distributed.parallel_dims import ParallelDims
 from titanlite.models.decoder import Decoder
-from titanlite.models.moe import Experts
+from titanlite.models.moe import Experts, MoE
 
 
 def mixed_precision_dtypes(job: JobConfig, device_type: str) -> tuple[torch.dtype, torch.dtype]:
@@ -32,19 +34,19 @@ def apply_fsdp(model: Decoder, job: JobConfig, dims: ParallelDims, device_type: 
     Units: each decoder layer, its experts if they live on another mesh, the embedding, and final norm with output head.
     With tied embeddings the last two stay together in the root unit, where one parameter can serve both.
     """
-    attributes = {name: dict(param.__dict__) for name, param in model.named_parameters(remove_duplicate=False)}
+    attributes = {name: dict(vars(param)) for name, param in model.named_parameters(remove_duplicate=False)}
     param_dtype, reduce_dtype = mixed_precision_dtypes(job, device_type)
-    shared = {
+    shared: dict[str, Any] = {
         "mp_policy": MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype),
         "offload_policy": CPUOffloadPolicy() if job.training.enable_cpu_offload else OffloadPolicy(),
     }
     reshard = job.parallelism.fsdp_reshard_after_forward
-    layers = list(model.model.layers)
+    layers = model.decoder_layers()
     for layer in layers:
         # The last layer's parameters are needed again at once, when backward begins.
         last = layer is layers[-1]
         reshard_layer = reshard == "always" or (reshard == "default" and not last)
-        if layer.is_moe and dims.degrees.experts_on_own_mesh:
+        if isinstance(layer.mlp, MoE) and dims.degrees.experts_on_own_mesh:
             fully_shard(
                 layer.mlp.experts,
                 mesh=dims.expert_fsdp_mesh,
@@ -60,9 +62,7 @@ def apply_fsdp(model: Decoder, job: JobConfig, dims: ParallelDims, device_type: 
             **shared,
         )
     if not model.config.tie_word_embeddings:
-        fully_shard(
-            model.model.embed_tokens, mesh=dims.fsdp_mesh, reshard_after_forward=reshard != "never", **shared
-        )
+        fully_shard(model.model.embed_tokens, mesh=dims.fsdp_mesh, reshard_after_forward=reshard != "never", **shared)
         fully_shard(
             [model.model.norm, model.lm_head], mesh=dims.fsdp_mesh, reshard_after_forward=reshard == "always", **shared
         )
@@ -75,7 +75,7 @@ def apply_fsdp(model: Decoder, job: JobConfig, dims: ParallelDims, device_type: 
     if dims.degrees.ep > 1:
         _prefetch_explicitly(model)
     for name, param in model.named_parameters(remove_duplicate=False):
-        param.__dict__.update(attributes[name])
+        vars(param).update(attributes[name])
 
 
 def _expert_placement(model: Decoder, dims: ParallelDims) -> Callable[[nn.Parameter], Shard | None]:
@@ -87,11 +87,12 @@ def _expert_placement(model: Decoder, dims: ParallelDims) -> Callable[[nn.Parame
 
 def _prefetch_explicitly(model: Decoder) -> None:
     """Order the all-gathers by hand: the host copy of the split sizes in each MoE layer stops implicit prefetching."""
-    layers = list(model.model.layers)
+    # fully_shard made FSDPModules of them, which their static types do not show.
+    layers: list[Any] = list(model.decoder_layers())
 
-    def units(layer) -> list[FSDPModule]:
+    def units(layer: Any) -> list[FSDPModule]:
         return [layer, layer.mlp.experts] if layer.is_moe else [layer]
 
-    for here, following in zip(layers, layers[1:], strict=False):
+    for here, following in pairwise(layers):
         here.set_modules_to_forward_prefetch(units(following))
         following.set_modules_to_backward_prefetch(units(here))

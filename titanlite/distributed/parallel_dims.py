@@ -56,6 +56,4 @@ class ParallelDims:
     @property
     def dp_rank(self) -> int:
         """Which of the `degrees.dp` data streams this rank reads; tp ranks of one group read the same."""
-        return (
-            self.dense["dp_replicate"].get_local_rank() * self.degrees.dp_shard + self.dense["fsdp"].get_local_rank()
-        )
+        return self.dense["dp_replicate"].get_local_rank() * self.degrees.dp_shard + self.dense["fsdp"].get_local_rank()

@@ -14,8 +14,8 @@ from titanlite.models.decoder import Decoder
 def parallelize(model: Decoder, job: JobConfig, dims: ParallelDims, device_type: str) -> None:
     """Shard `model` in place as the configuration says. The model is, and stays, on meta; no data is moved.
 
-    Tensor and expert parallelism come first, for FSDP2 splits the shards that they leave. Activation checkpointing wraps
-    the layer's forward, compile wraps that, and FSDP's hooks stay outside of both.
+    Tensor and expert parallelism come first, for FSDP2 splits the shards that they leave. Activation checkpointing
+    wraps the layer's forward, compile wraps that, and FSDP's hooks stay outside of both.
     """
     if dims.degrees.tp > 1:
         apply_tensor_parallel(model, dims.tp_mesh)

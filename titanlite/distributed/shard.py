@@ -14,8 +14,8 @@ def shard_parameters(model: nn.Module, mesh: DeviceMesh, placements: ParameterPl
 
     Splits are in `torch.chunk` sizes. Ties stay tied: a parameter that several modules hold is replaced in all of them
     by the same object. Attributes are carried over. A plain parameter cannot become a DTensor in place (their slots
-    differ), so do this before anything is keyed by parameter objects; materialization keeps them. A replicated parameter
-    must have the same value on all ranks of the axis already, which on meta is trivially so.
+    differ), so do this before anything is keyed by parameter objects; materialization keeps them. A replicated
+    parameter must have the same value on all ranks of the axis already, which on meta is trivially so.
     """
     holders: defaultdict[nn.Parameter, list[tuple[nn.Module, str]]] = defaultdict(list)
     for module in model.modules():
@@ -32,6 +32,6 @@ def shard_parameters(model: nn.Module, mesh: DeviceMesh, placements: ParameterPl
             local, mesh, [placement], run_check=False, shape=param.shape, stride=param.stride()
         )
         new = nn.Parameter(sharded, requires_grad=param.requires_grad)
-        new.__dict__.update(param.__dict__)
+        vars(new).update(vars(param))
         for module, name in holders[param]:
             setattr(module, name, new)

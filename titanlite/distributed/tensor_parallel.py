@@ -16,13 +16,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 
 from titanlite.distributed.collectives import all_gather, reduce_scatter, register_group
 from titanlite.distributed.shard import ParameterPlacements, shard_parameters
 from titanlite.materialize.layout import region_of
 from titanlite.models.decoder import Attention, Decoder
-from titanlite.models.layers import Embedding, FeedForward, OutputHead
+from titanlite.models.layers import Embedding, FeedForward, Linear, OutputHead
 from titanlite.models.moe import Experts, MoE
 from titanlite.ops import VocabShard, linear_cross_entropy, local_tensor
 
@@ -58,7 +58,7 @@ def _placements(model: Decoder) -> ParameterPlacements:
     experts = {p for module in model.modules() if isinstance(module, Experts) for p in module.parameters()}
     found: ParameterPlacements = {param: Replicate() for param in model.parameters() if param not in experts}
     for module in model.modules():
-        split: dict[nn.Module, int] = {}
+        split: dict[Linear | Embedding, int] = {}
         if isinstance(module, Attention):
             split = {module.q_proj: 0, module.k_proj: 0, module.v_proj: 0, module.o_proj: 1}
         elif isinstance(module, FeedForward):
@@ -67,7 +67,7 @@ def _placements(model: Decoder) -> ParameterPlacements:
             split = {module: 0}
         for linear, dim in split.items():
             found[linear.weight] = Shard(dim)
-            if dim == 0 and getattr(linear, "bias", None) is not None:
+            if dim == 0 and isinstance(linear, Linear) and linear.bias is not None:
                 found[linear.bias] = Shard(0)
     return found
 

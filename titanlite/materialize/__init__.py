@@ -88,8 +88,9 @@ def materialize(
         seed: seed of the `Init` sources.
 
     Raises:
-        PlanError: a tensor has no source, two sources, or one that does not fit; nothing was allocated. All ranks raise.
-        VerifyError: after filling, a tensor is poisoned, non-finite, untied, of a wrong dtype, or differs between replicas.
+        PlanError: a tensor has no source, two sources, or one that does not fit; nothing was allocated.
+        VerifyError: after filling, a tensor is poisoned, non-finite, untied, of a wrong dtype, or differs between
+            replicas. All ranks raise both.
 
     Collectives: `verify` gathers one small object over all ranks; every rank must call.
     """

@@ -1,7 +1,6 @@
 """Allocate and fill: meta tensors become real in place, poisoned first, then written once from their source."""
 
 import os
-from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -15,7 +14,7 @@ from titanlite.materialize.sources import Compute, Init, Read, ReadRequest, Tens
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """The plain tensor with this rank's data; shares memory with `tensor`."""
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 @torch.no_grad()
@@ -38,7 +37,7 @@ def allocate(plan: Plan, device: torch.device) -> None:
             continue
         if isinstance(tensor, nn.Parameter):
             new = nn.Parameter(new, requires_grad=tensor.requires_grad)
-        new.__dict__.update(tensor.__dict__)
+        vars(new).update(vars(tensor))
         torch.utils.swap_tensors(tensor, new)
 
 
@@ -60,12 +59,11 @@ def fill(plan: Plan, seed: int) -> None:
     threads = max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     with ThreadPoolExecutor(min(threads, 16)) as pool:
         jobs = [pool.submit(_fill_one, entry, seed) for entry in plan.entries]
-        reads: defaultdict[int, tuple[TensorReader, list[ReadRequest]]] = defaultdict(lambda: (None, []))  # type: ignore
+        reads: dict[int, tuple[TensorReader, list[ReadRequest]]] = {}
         for entry in plan.entries:
             if isinstance(entry.source, Read):
-                reader, requests = entry.source.reader, reads[id(entry.source.reader)][1]
+                _, requests = reads.setdefault(id(entry.source.reader), (entry.source.reader, []))
                 requests.append(ReadRequest(entry.source.name, entry.region, local_of(entry.tensor)))
-                reads[id(reader)] = (reader, requests)
         for reader, requests in reads.values():
             reader.read(requests)
         for job in jobs:

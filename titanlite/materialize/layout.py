@@ -61,7 +61,7 @@ def region_of(tensor: torch.Tensor) -> Region:
         if coordinate is None:
             return Region(tuple(starts), (0,) * tensor.dim())
         splits = [
-            (_is_strided(placement), placement.dim, size, index)
+            (_is_strided(placement), int(getattr(placement, "dim")), size, index)  # noqa: B009 - no common base class
             for placement, size, index in zip(tensor.placements, tensor.device_mesh.shape, coordinate, strict=True)
             if _is_split(placement)
         ]

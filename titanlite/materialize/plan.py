@@ -6,6 +6,7 @@ the same error, which lists all of them.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -114,6 +115,14 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, TensorI
             yield fqn, tensor, info
 
 
+class _Found(NamedTuple):
+    """A tensor object with what is known of it under its first name, and all its names."""
+
+    tensor: torch.Tensor
+    info: TensorInfo
+    names: list[str]
+
+
 def build_plan(model: nn.Module, sources: Sequence[SourceProvider | Mapping[str, Source]] = ()) -> Plan:
     """Find the one source of every tensor of `model`.
 
@@ -122,22 +131,23 @@ def build_plan(model: nn.Module, sources: Sequence[SourceProvider | Mapping[str,
             do not fit. The same on all ranks; no collective.
     """
     problems: list[str] = []
-    objects: dict[int, tuple[torch.Tensor, TensorInfo, list[str]]] = {}
+    objects: dict[int, _Found] = {}
     infos: dict[str, TensorInfo] = {}
     for fqn, tensor, info in named_tensors(model):
         infos[fqn] = info
-        objects.setdefault(id(tensor), (tensor, info, []))[2].append(fqn)
+        objects.setdefault(id(tensor), _Found(tensor, info, [])).names.append(fqn)
 
     declared = _declarations(model, infos, problems)
     claimed, complete = _claims(sources, infos, problems)
     _check_aliases(declared, objects, infos, problems)
 
     entries = []
-    for tensor, info, names in objects.values():
-        source = _pick(tensor, info, names, declared, claimed, complete, problems)
+    for found in objects.values():
+        source = _pick(found, declared, claimed, complete, problems)
         if source is not None:
-            dtype = _final_dtype(info, source, declared, names, problems)
-            entries.append(TensorEntry(info, tuple(names), source, tensor, region_of(tensor), dtype))
+            dtype = _final_dtype(found, source, declared, problems)
+            region = region_of(found.tensor)
+            entries.append(TensorEntry(found.info, tuple(found.names), source, found.tensor, region, dtype))
     raise_problems(PlanError, "materialize", problems)
     return Plan(model, tuple(entries))
 
@@ -157,10 +167,13 @@ def _declarations(model: nn.Module, infos: Mapping[str, TensorInfo], problems: l
             if isinstance(source, Alias) and prefix:
                 source = Alias(f"{prefix}.{source.target}")
             if fqn not in infos:
-                problems.append(f"{fqn}: {where} declares a source for it, but there is no such tensor. Correct the name.")
+                problems.append(
+                    f"{fqn}: {where} declares a source for it, but there is no such tensor. Correct the name."
+                )
             elif fqn in declared:
                 problems.append(
-                    f"{fqn}: two sources, '{declared[fqn]}' declared by {owners[fqn]} and '{source}' by {where}. Remove one."
+                    f"{fqn}: two sources, '{declared[fqn]}' declared by {owners[fqn]} and '{source}' by {where}. "
+                    "Remove one."
                 )
             else:
                 declared[fqn], owners[fqn] = source, where
@@ -191,9 +204,11 @@ def _claims(
     return claimed, complete
 
 
-def _check_aliases(declared, objects, infos, problems: list[str]) -> None:
+def _check_aliases(
+    declared: Mapping[str, Source], objects: Mapping[int, _Found], infos: Mapping[str, TensorInfo], problems: list[str]
+) -> None:
     """A declared tie must be one object; value comparison would be meaningless on meta and expensive elsewhere."""
-    owner_of = {name: key for key, (_, _, names) in objects.items() for name in names}
+    owner_of = {name: key for key, found in objects.items() for name in found.names}
     for fqn, source in declared.items():
         if not isinstance(source, Alias):
             continue
@@ -206,8 +221,15 @@ def _check_aliases(declared, objects, infos, problems: list[str]) -> None:
             )
 
 
-def _pick(tensor, info: TensorInfo, names, declared, claimed, complete, problems: list[str]) -> Source | None:
+def _pick(
+    found: _Found,
+    declared: Mapping[str, Source],
+    claimed: Mapping[str, Source],
+    complete: Sequence[str],
+    problems: list[str],
+) -> Source | None:
     """The one source of a tensor object, or None after recording what is wrong."""
+    tensor, info, names = found
     claims = {name: claimed[name] for name in names if name in claimed}
     own = {n: declared[n] for n in names if n in declared and not isinstance(declared[n], Alias)}
     if not tensor.is_meta:
@@ -239,14 +261,18 @@ def _pick(tensor, info: TensorInfo, names, declared, claimed, complete, problems
     return source
 
 
-def _final_dtype(info: TensorInfo, source: Source, declared, names, problems: list[str]) -> torch.dtype:
-    """The declared dtype if there is one. On meta a cast of the whole model lost nothing yet, so a buffer gets it back."""
+def _final_dtype(found: _Found, source: Source, declared: Mapping[str, Source], problems: list[str]) -> torch.dtype:
+    """The declared dtype if there is one: a cast of the model on meta lost nothing yet, so a buffer gets it back."""
+    _, info, names = found
     wanted = next(
-        (s.dtype for s in (source, *(declared.get(n) for n in names)) if isinstance(s, Init | Compute) and s.dtype), None
+        (s.dtype for s in (source, *(declared.get(n) for n in names)) if isinstance(s, Init | Compute) and s.dtype),
+        None,
     )
     if wanted is None or wanted == info.dtype:
         return info.dtype
     if info.kind == "buffer" and not isinstance(source, Keep):
         return wanted
-    problems.append(f"{info.fqn}: is {info.dtype}, but its module declares {wanted}. Keep it out of casts of the model.")
+    problems.append(
+        f"{info.fqn}: is {info.dtype}, but its module declares {wanted}. Keep it out of casts of the model."
+    )
     return info.dtype

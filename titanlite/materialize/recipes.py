@@ -61,7 +61,9 @@ class Recipe:
                     begin, end = max(col_start, left), min(col_start + col_count, left + width)
                     stream = np.random.Philox(key=key, counter=[0, 0, tile_row, tile_col])
                     tile = self.tile(np.random.Generator(stream), height, width)
-                    band[:, begin - col_start : end - col_start] = tile[first - top : last - top, begin - left : end - left]
+                    band[:, begin - col_start : end - col_start] = tile[
+                        first - top : last - top, begin - left : end - left
+                    ]
                 flat[done : done + last - first].copy_(torch.from_numpy(band))
                 done += last - first
         if self.zero_row is not None and 0 <= self.zero_row - region.starts[0] < region.lengths[0]:

@@ -76,7 +76,7 @@ class Keep:
 
 @dataclass(frozen=True)
 class ReadRequest:
-    """One read: `region` of tensor `name` goes into `destination`, a contiguous local tensor of the region's shape."""
+    """One read: `region` of tensor `name` goes into `destination`, a contiguous tensor of the region's shape."""
 
     name: str
     region: Region
@@ -141,7 +141,7 @@ class SourceProvider(Protocol):
 
 
 class Patterns:
-    """Claims by exact name or shell pattern: `{"*.bias": Init(Zeros())}`. A pattern that matches nothing is an error."""
+    """Claims by exact name or shell pattern: `{"*.bias": Init(Zeros())}`. One that matches nothing is an error."""
 
     def __init__(self, claims: Mapping[str, Source]) -> None:
         self.name, self.complete, self._claims = "sources", False, claims

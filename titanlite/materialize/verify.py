@@ -8,10 +8,13 @@ from torch.distributed.tensor import DTensor
 
 from titanlite.errors import VerifyError, raise_problems
 from titanlite.materialize.execute import local_of
-from titanlite.materialize.layout import num_replicas
+from titanlite.materialize.layout import Region, num_replicas
 from titanlite.materialize.plan import Plan, TensorEntry, named_tensors
 
 _CHUNK = 1 << 22
+
+_Digest = tuple[int, int]
+_Findings = tuple[list[str], dict[tuple[str, Region], _Digest]]  # problems, digests of what other ranks hold too
 
 
 @torch.no_grad()
@@ -36,7 +39,7 @@ def verify(plan: Plan) -> None:
             for entry in plan.entries
             if num_replicas(entry.tensor, dist.get_world_size()) > 1 and not entry.tensor.is_meta
         }
-        gathered: list[tuple[list[str], dict]] = [([], {})] * dist.get_world_size()
+        gathered: list[_Findings] = [([], {})] * dist.get_world_size()
         dist.all_gather_object(gathered, (problems, digests))
         problems = _merge(gathered)
     raise_problems(VerifyError, "materialize", problems)
@@ -67,7 +70,7 @@ def _entry_problems(entry: TensorEntry, current: dict[str, torch.Tensor]) -> lis
     return problems
 
 
-def _digest(local: torch.Tensor) -> tuple[int, int]:
+def _digest(local: torch.Tensor) -> _Digest:
     """Two sums over the bits of `local`, the second weighted by position, modulo 2**64."""
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[local.dtype.itemsize]
     bits = local.contiguous().flatten().view(integer)
@@ -80,10 +83,10 @@ def _digest(local: torch.Tensor) -> tuple[int, int]:
     return plain % 2**64, weighted % 2**64
 
 
-def _merge(gathered: list[tuple[list[str], dict]]) -> list[str]:
+def _merge(gathered: list[_Findings]) -> list[str]:
     """Problems of all ranks, each once with its ranks, and the replicated tensors whose digests differ."""
     ranks_of: defaultdict[str, list[int]] = defaultdict(list)
-    holders: defaultdict[tuple, defaultdict[tuple, list[int]]] = defaultdict(lambda: defaultdict(list))
+    holders: defaultdict[tuple[str, Region], defaultdict[_Digest, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, (problems, digests) in enumerate(gathered):
         for problem in problems:
             ranks_of[problem].append(rank)

@@ -3,5 +3,13 @@
 from titanlite.metrics.flops import num_parameters, peak_flops, train_flops_per_token
 from titanlite.metrics.heatmap import expert_load_image
 from titanlite.metrics.logger import MetricsLogger
+from titanlite.metrics.profiler import build_profiler
 
-__all__ = ["MetricsLogger", "expert_load_image", "num_parameters", "peak_flops", "train_flops_per_token"]
+__all__ = [
+    "MetricsLogger",
+    "build_profiler",
+    "expert_load_image",
+    "num_parameters",
+    "peak_flops",
+    "train_flops_per_token",
+]

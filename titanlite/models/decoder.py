@@ -159,6 +159,10 @@ class Decoder(nn.Module):
         out = self.lm_head(hidden_BSD, labels_BS)
         return out if labels_BS is None else LossSums(out, out.new_zeros(()) if aux is None else aux)
 
+    def decoder_layers(self) -> list[DecoderLayer]:
+        """The layers, in order."""
+        return [layer for layer in self.model.layers if isinstance(layer, DecoderLayer)]
+
     def moe_layers(self) -> dict[str, MoE]:
         """MoE modules by name, in layer order."""
         return {name: module for name, module in self.named_modules() if isinstance(module, MoE)}

@@ -58,9 +58,7 @@ class Router(nn.Module):
         self.config = config
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
         self.register_buffer("expert_bias", torch.empty(config.num_experts, dtype=torch.float32))
-        self.register_buffer(
-            "tokens_per_expert", torch.empty(config.num_experts, dtype=torch.int64), persistent=False
-        )
+        self.register_buffer("tokens_per_expert", torch.empty(config.num_experts, dtype=torch.int64), persistent=False)
         self.aux_loss_coeff = 0.0
         self.z_loss_coeff = 0.0
         self.sequence_sum: Callable[[torch.Tensor], torch.Tensor] = lambda x: x
@@ -106,7 +104,7 @@ class Router(nn.Module):
         return grouped_TGe.masked_fill(~allowed_TG.unsqueeze(-1), float("-inf")).flatten(1)
 
     def _count(self, ids_BSk: torch.Tensor, valid_BS: torch.Tensor | None) -> torch.Tensor:
-        """Valid rows per sequence and expert, (B, E) int64: bfloat16 cannot count past 256, and float32 past 16.7 M."""
+        """Valid rows per sequence and expert, (B, E) int64: bfloat16 cannot count past 256, float32 past 16.7 M."""
         ones_BSk = torch.ones_like(ids_BSk)
         if valid_BS is not None:
             ones_BSk = ones_BSk * valid_BS.unsqueeze(-1)
@@ -132,7 +130,7 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """All experts of a layer in two tensors, in Hugging Face's layout: gate_up_proj (E, 2 I, D), down_proj (E, D, I)."""
+    """All experts of a layer, laid out as in Hugging Face's models: gate_up_proj (E, 2 I, D), down_proj (E, D, I)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -153,7 +151,7 @@ class Experts(nn.Module):
 
 
 # Sends every token to its experts and back: (experts, x (T, D), topk_scores (T, k), topk_expert_ids (T, k)) -> (T, D).
-TokenDispatcher = Callable[[nn.Module, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+TokenDispatcher = Callable[[Experts, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def group_by_expert(topk_expert_ids_Tk: torch.Tensor, num_experts: int):
@@ -174,7 +172,7 @@ def group_by_expert(topk_expert_ids_Tk: torch.Tensor, num_experts: int):
 
 
 def dispatch_locally(
-    experts: nn.Module, x_TD: torch.Tensor, topk_scores_Tk: torch.Tensor, topk_expert_ids_Tk: torch.Tensor
+    experts: Experts, x_TD: torch.Tensor, topk_scores_Tk: torch.Tensor, topk_expert_ids_Tk: torch.Tensor
 ) -> torch.Tensor:
     """Token dispatcher for experts that are all on this rank (or all-gathered by FSDP)."""
     order_R, rows_Tk, counts_E = group_by_expert(topk_expert_ids_Tk, experts.gate_up_proj.shape[0])

@@ -31,8 +31,8 @@ def build_attention_mask(document_ids_BS: torch.Tensor | None, backend: Attentio
     """Mask for causal attention inside documents: query s sees key t if t <= s and both are of one document.
 
     Args:
-        document_ids_BS: (B, S) int64 document of each token, or None for one document per row. Padding has id -1: padded
-            positions see one another and nothing else, so that no softmax row is empty.
+        document_ids_BS: (B, S) int64 document of each token, or None for one document per row. Padding has id -1:
+            padded positions see one another and nothing else, so that no softmax row is empty.
         backend: `sdpa` makes a (B, 1, S, S) bool mask, or none at all without documents; `flex` makes a BlockMask.
     """
     if document_ids_BS is None:

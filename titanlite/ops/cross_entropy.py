@@ -9,6 +9,7 @@ Shapes: T tokens, C tokens of a chunk, D width, V vocabulary rows of this rank.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -22,8 +23,8 @@ class VocabShard:
 
     Attributes:
         start: first vocabulary row of this rank's weight.
-        reduce_max, reduce_sum: all-reduce a (C,) or (2, C) tensor over the vocabulary's ranks, out of place; every rank
-            calls them in the same order.
+        reduce_max, reduce_sum: all-reduce a (C,) or (2, C) tensor over the vocabulary's ranks, out of place; every
+            rank calls them in the same order.
     """
 
     start: int
@@ -32,7 +33,7 @@ class VocabShard:
 
 
 def _chunk_loss(logits_CV: torch.Tensor, labels_C: torch.Tensor, shard: VocabShard | None):
-    """Loss (C,) of each token, and in place of the float32 logits their gradient, softmax - one_hot, for a unit loss."""
+    """Loss (C,) of each token, and in place of the logits the gradient of its sum, softmax - one_hot."""
     max_C = logits_CV.amax(dim=-1)
     if shard is not None:
         max_C = shard.reduce_max(max_C)
@@ -56,7 +57,14 @@ def _chunk_loss(logits_CV: torch.Tensor, labels_C: torch.Tensor, shard: VocabSha
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden_TD, weight_VD, labels_T, chunk_tokens, shard):
+    def forward(
+        ctx: Any,
+        hidden_TD: torch.Tensor,
+        weight_VD: torch.Tensor,
+        labels_T: torch.Tensor,
+        chunk_tokens: int,
+        shard: VocabShard | None,
+    ) -> torch.Tensor:
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         accumulate = torch.promote_types(weight_VD.dtype, torch.float32)
         dhidden_TD = torch.empty_like(hidden_TD) if need_hidden else None
@@ -82,7 +90,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dloss):
+    def backward(ctx: Any, dloss: torch.Tensor) -> tuple[Any, ...]:
         dhidden_TD, dweight_VD = ctx.saved_tensors
         if dhidden_TD is not None:
             dhidden_TD = dhidden_TD * dloss.to(dhidden_TD.dtype)

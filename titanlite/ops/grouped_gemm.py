@@ -13,7 +13,7 @@ activation checkpointing know it. Backends:
 Shapes: M rows, E experts, K reduction, N output. Weights are usually kept as (E, N, K) and passed as `weight.mT`.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -39,10 +39,12 @@ def grouped_gemm(
         ValueError: shapes, dtypes or layout do not fit.
     """
     if x_MK.dim() != 2 or weight_EKN.dim() != 3 or x_MK.shape[1] != weight_EKN.shape[1]:
-        raise ValueError(f"grouped_gemm: x {tuple(x_MK.shape)} and weight {tuple(weight_EKN.shape)} are not (M, K) and (E, K, N).")
+        raise ValueError(
+            f"grouped_gemm: x {tuple(x_MK.shape)} and weight {tuple(weight_EKN.shape)} are no (M, K) and (E, K, N)."
+        )
     if offsets_E.shape != weight_EKN.shape[:1] or offsets_E.dtype != torch.int32:
         raise ValueError(
-            f"grouped_gemm: offsets {tuple(offsets_E.shape)} {offsets_E.dtype} is not ({weight_EKN.shape[0]},) torch.int32."
+            f"grouped_gemm: offsets {tuple(offsets_E.shape)} {offsets_E.dtype}, wanted ({weight_EKN.shape[0]},) int32."
         )
     if x_MK.dtype != weight_EKN.dtype:
         raise ValueError(f"grouped_gemm: x is {x_MK.dtype}, weight is {weight_EKN.dtype}; cast one of them.")
@@ -118,14 +120,14 @@ def _(x: torch.Tensor, dy: torch.Tensor, offsets: torch.Tensor, k_major: bool, b
     return x.new_empty(num_experts, n, k).mT if k_major else x.new_empty(num_experts, k, n)
 
 
-def _save_for_backward(ctx, inputs, output) -> None:
+def _save_for_backward(ctx: Any, inputs: Any, output: Any) -> None:
     x, weight, offsets, backend = inputs
     need_x, need_weight = ctx.needs_input_grad[:2]
     ctx.save_for_backward(x if need_weight else None, weight if need_x else None, offsets)
     ctx.k_major, ctx.backend = weight.stride(1) == 1, backend
 
 
-def _backward(ctx, dy):
+def _backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
     x, weight, offsets = ctx.saved_tensors
     dy = dy.contiguous()  # an expanded gradient (stride 0, from a sum) is no legal matmul operand
     dx = grouped_mm(dy, weight.mT, offsets, ctx.backend) if ctx.needs_input_grad[0] else None
@@ -133,13 +135,13 @@ def _backward(ctx, dy):
     return dx, dw, None, None
 
 
-def _save_for_double_backward(ctx, inputs, output) -> None:
+def _save_for_double_backward(ctx: Any, inputs: Any, output: Any) -> None:
     x, dy, offsets, _, backend = inputs
     ctx.save_for_backward(x, dy, offsets)
     ctx.backend = backend
 
 
-def _double_backward(ctx, ddw):
+def _double_backward(ctx: Any, ddw: torch.Tensor) -> tuple[Any, ...]:
     x, dy, offsets = ctx.saved_tensors
     ddw = ddw.contiguous()
     return grouped_mm(dy, ddw.mT, offsets, ctx.backend), grouped_mm(x, ddw, offsets, ctx.backend), None, None, None

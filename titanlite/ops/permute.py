@@ -6,6 +6,8 @@ order, and so whose rounding, changes from run to run.
 Shapes: T tokens, k experts per token, R = T * k routed rows, D width.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
@@ -18,26 +20,26 @@ def _gather_sum(y_RD: torch.Tensor, rows_Tk: torch.Tensor) -> torch.Tensor:
 
 class _Permute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_TD: torch.Tensor, token_R: torch.Tensor, rows_Tk: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x_TD: torch.Tensor, token_R: torch.Tensor, rows_Tk: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(rows_Tk)
         return x_TD.index_select(0, token_R)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy_RD: torch.Tensor):
+    def backward(ctx: Any, dy_RD: torch.Tensor):
         (rows_Tk,) = ctx.saved_tensors
         return _gather_sum(dy_RD.contiguous(), rows_Tk), None, None
 
 
 class _UnpermuteSum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, y_RD: torch.Tensor, token_R: torch.Tensor, rows_Tk: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, y_RD: torch.Tensor, token_R: torch.Tensor, rows_Tk: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(token_R)
         return _gather_sum(y_RD, rows_Tk)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dout_TD: torch.Tensor):
+    def backward(ctx: Any, dout_TD: torch.Tensor):
         (token_R,) = ctx.saved_tensors
         return dout_TD.index_select(0, token_R), None, None
 
@@ -54,5 +56,5 @@ def permute_tokens(x_TD: torch.Tensor, token_R: torch.Tensor, rows_Tk: torch.Ten
 
 
 def unpermute_sum(y_RD: torch.Tensor, token_R: torch.Tensor, rows_Tk: torch.Tensor) -> torch.Tensor:
-    """Sum each token's rows in a fixed order: `out[t] = sum_j y[rows_Tk[t, j]]` (T, D); inverse roles to `permute_tokens`."""
+    """Sum each token's rows in a fixed order: `out[t] = sum_j y[rows_Tk[t, j]]`, (T, D); arguments as above."""
     return _UnpermuteSum.apply(y_RD, token_R, rows_Tk)

@@ -3,6 +3,8 @@
 Shapes: R rows, I inner width.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
@@ -10,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, gate_up_R2I: torch.Tensor, weight_R: torch.Tensor | None) -> torch.Tensor:
+    def forward(ctx: Any, gate_up_R2I: torch.Tensor, weight_R: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(gate_up_R2I, weight_R)
         gate_RI, up_RI = gate_up_R2I.chunk(2, dim=-1)
         h_RI = F.silu(gate_RI).mul_(up_RI)
@@ -18,7 +20,7 @@ class _SwiGLU(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dh_RI: torch.Tensor):
+    def backward(ctx: Any, dh_RI: torch.Tensor):
         gate_up_R2I, weight_R = ctx.saved_tensors
         gate_RI, up_RI = gate_up_R2I.chunk(2, dim=-1)
         a_RI = F.silu(gate_RI)

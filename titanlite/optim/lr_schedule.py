@@ -11,8 +11,8 @@ from titanlite.config.schema import LRSchedulerSection
 def lr_factor(step: int, steps: int, section: LRSchedulerSection) -> float:
     """Factor on the peak learning rate for optimizer step `step` (0-based) of `steps`.
 
-    Warm-up reaches 1 at step warmup_steps - 1, so that the first step is not wasted on a rate of 0. The decay covers the
-    last decay_ratio of all steps, or everything after warm-up if unset, and ends at min_lr_factor on the last step.
+    Warm-up reaches 1 at step warmup_steps - 1, so that the first step is not wasted on a rate of 0. The decay covers
+    the last decay_ratio of all steps, or all after warm-up if unset, and ends at min_lr_factor on the last step.
     """
     warmup = min(section.warmup_steps, steps)
     if step < warmup:

@@ -20,7 +20,10 @@ def build_optimizer(model: nn.Module, section: OptimizerSection) -> torch.optim.
         if param.requires_grad:
             mesh = hash(param.device_mesh) if isinstance(param, DTensor) else 0
             groups[param.dim() >= 2, mesh].append(param)
-    options: dict[str, Any] = {"fused": section.implementation == "fused", "foreach": section.implementation == "foreach"}
+    options: dict[str, Any] = {
+        "fused": section.implementation == "fused",
+        "foreach": section.implementation == "foreach",
+    }
     return torch.optim.AdamW(
         [
             {"params": params, "weight_decay": section.weight_decay if decay else 0.0}
@@ -34,7 +37,7 @@ def build_optimizer(model: nn.Module, section: OptimizerSection) -> torch.optim.
 
 
 def step_if_finite(optimizer: torch.optim.Optimizer, finite: torch.Tensor) -> None:
-    """Step `optimizer` if the bool scalar `finite` is True on the device; otherwise weights and states stay as they are.
+    """Step `optimizer` if the bool scalar `finite` is True on the device; else weights and states stay as they are.
 
     A fused optimizer reads the flag inside its kernel (the `found_inf` that GradScaler uses too), so the host does not
     wait for the gradients. The other implementations cost one synchronization.

@@ -76,15 +76,25 @@ def model_config_from_hf(folder: Path) -> ModelConfig:
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.hf_assets_path: cannot read {path}: {error}.") from None
     model_type = hf.get("model_type") if isinstance(hf, dict) else None
-    if model_type not in families():
-        raise ConfigError(f"{path}: model_type '{model_type}' has no native decoder; there are {', '.join(families())}.")
+    if not isinstance(model_type, str) or model_type not in families():
+        raise ConfigError(
+            f"{path}: model_type '{model_type}' has no native decoder; there are {', '.join(families())}."
+        )
     return families()[model_type].from_hf(hf, str(path))
 
 
 def check_model_config(config: ModelConfig) -> list[str]:
     """Contradictions inside `config`, one message each."""
     problems = []
-    for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size"):
+    for name in (
+        "vocab_size",
+        "hidden_size",
+        "num_layers",
+        "num_heads",
+        "num_kv_heads",
+        "head_dim",
+        "intermediate_size",
+    ):
         if getattr(config, name) < 1:
             problems.append(f"{name} = {getattr(config, name)} is not positive.")
     if config.num_kv_heads > 0 and config.num_heads % config.num_kv_heads:

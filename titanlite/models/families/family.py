@@ -42,7 +42,7 @@ class Family:
         presets: sizes by flavor.
         fixed: ModelConfig fields that the family does not configure.
         defaults: ModelConfig fields for keys that a config.json may leave out.
-        required: Hugging Face keys that must have one of these values if they are present, for the decoder has no other.
+        required: Hugging Face keys that, if present, must have one of these values: the decoder has no other.
         expert_bias_key: name of the router's bias buffer in checkpoints; None if the architecture has none.
     """
 
@@ -75,7 +75,10 @@ class Family:
         if "head_dim" not in values and {"hidden_size", "num_heads"} <= values.keys():
             values["head_dim"] = values["hidden_size"] // values["num_heads"]
         problems += [f"{theirs} is missing." for ours, theirs in self.keys.items() if ours not in values]
-        rope = hf.get("rope_parameters") or {**(hf.get("rope_scaling") or {}), "rope_theta": hf.get("rope_theta", 10000.0)}
+        rope = hf.get("rope_parameters") or {
+            **(hf.get("rope_scaling") or {}),
+            "rope_theta": hf.get("rope_theta", 10000.0),
+        }
         values["rope_theta"] = float(rope.get("rope_theta", 10000.0))
         try:
             values["rope_scaling"] = _rope_scaling(rope)
@@ -106,6 +109,8 @@ def _rope_scaling(rope: Mapping[str, Any]) -> RopeScaling | None:
     if rope_type == "default":
         return None
     if rope_type not in _ROPE_KEYS:
-        raise ConfigError(f"rope_type '{rope_type}' is not supported by the native decoder, only {', '.join(_ROPE_KEYS)}.")
+        raise ConfigError(
+            f"rope_type '{rope_type}' is not supported by the native decoder, only {', '.join(_ROPE_KEYS)}."
+        )
     known = {f.name for f in fields(RopeScaling)}
     return RopeScaling(**{**{k: v for k, v in rope.items() if k in known}, "rope_type": rope_type})

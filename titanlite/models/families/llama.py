@@ -4,7 +4,9 @@ from titanlite.config.model import ModelConfig, RopeScaling
 from titanlite.models.families.family import COMMON_KEYS, Family
 
 
-def _llama3(hidden: int, layers: int, heads: int, inner: int, factor: float, *, head_dim: int = 128, tied: bool = False):
+def _llama3(
+    hidden: int, layers: int, heads: int, inner: int, factor: float, *, head_dim: int = 128, tied: bool = False
+):
     return ModelConfig(
         family="llama",
         vocab_size=128256,

@@ -1,0 +1,88 @@
+"""Fixtures for all tests; `run_ranks` runs a function on several gloo ranks."""
+
+import multiprocessing
+import os
+import pickle
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+# Before any parallel region: forked ranks must not inherit a pool of OpenMP threads that are not there any more.
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def run_ranks() -> Callable[..., list[Any]]:
+    """`run_ranks(world_size, function, *args, timeout_s=120)` -> what `function(*args)` returned on each rank."""
+    return _run_ranks
+
+
+def _run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120) -> list[Any]:
+    """Fork `world_size` ranks that join one gloo group, call `function(*args)` on each, and collect the results.
+
+    Forking takes milliseconds where a fresh interpreter takes seconds to import torch; closures need no pickling, only
+    results do. If a rank raises, the others are killed and its traceback becomes this test's failure.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="titanlite-ranks-"))
+    context = multiprocessing.get_context("fork")
+    sys.stdout.flush()
+    ranks, pipes = [], []
+    for rank in range(world_size):
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(target=_rank_main, args=(rank, world_size, folder, sender, function, args))
+        process.start()
+        sender.close()
+        ranks.append(process)
+        pipes.append(receiver)
+    results: dict[int, Any] = {}
+    try:
+        deadline = time.monotonic() + timeout_s
+        while len(results) < world_size:
+            pending = [pipes[rank] for rank in range(world_size) if rank not in results]
+            ready = wait(pending, timeout=max(deadline - time.monotonic(), 0))
+            if not ready:
+                missing = sorted(set(range(world_size)) - results.keys())
+                raise AssertionError(f"ranks {missing} did not finish within {timeout_s} s")
+            for pipe in ready:
+                rank = pipes.index(pipe)
+                try:
+                    kind, payload = pickle.loads(pipe.recv_bytes())
+                except EOFError:
+                    raise AssertionError(f"rank {rank} died without an exception") from None
+                if kind == "error":
+                    raise AssertionError(f"rank {rank} raised:\n{payload}")
+                results[rank] = payload
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+        shutil.rmtree(folder, ignore_errors=True)
+    return [results[rank] for rank in range(world_size)]
+
+
+def _rank_main(
+    rank: int, world_size: int, folder: Path, sender: Any, function: Callable[..., Any], args: tuple
+) -> None:
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size)
+    )
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size)
+        message = ("result", function(*args))
+        dist.barrier()
+    except BaseException:  # noqa: BLE001 - everything goes to the parent, which fails the test
+        message = ("error", traceback.format_exc())
+    sender.send_bytes(pickle.dumps(message))
+    sender.close()
+    os._exit(0)  # no teardown of the forked test session

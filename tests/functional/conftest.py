@@ -1,0 +1,246 @@
+"""Fixtures of the functional tests: small text, checked configurations, and real trainers on gloo ranks."""
+
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from titanlite.config import load_config
+from titanlite.config.parallelism import Degrees
+from titanlite.data import build_data
+from titanlite.materialize.plan import clean_name, named_tensors
+from titanlite.preflight import Checked, check
+from titanlite.trainer import Trainer
+
+ROOT = Path(__file__).parents[2]
+VOCAB_SIZE = 310  # of tokenizer and model: 310 / 4 = 77.5, so that vocabulary shards are uneven
+SEQ_LEN = 32
+GLOBAL_BATCH_SIZE = 8
+
+_CONFIG = """
+[model]
+name = "qwen3_moe"
+flavor = "debug"
+[model.overrides]
+vocab_size = {vocab_size}
+num_layers = 2
+[training]
+steps = 5
+seq_len = {seq_len}
+global_batch_size = {global_batch_size}
+local_batch_size = 1
+[optimizer]
+lr = 5e-3
+eps = 1e-5
+[lr_scheduler]
+warmup_steps = 2
+[moe]
+expert_bias_update_rate = 1e-2
+[metrics]
+log_freq = 1
+enable_tensorboard = false
+[data]
+dataset = "text"
+path = "{text}"
+bpe_vocab_size = {vocab_size}
+cache_folder = "{cache}"
+"""
+
+# The ladder of issue 2: name -> (degrees, ranks that read different data).
+MESHES: Mapping[str, Degrees] = {
+    "FSDP4": Degrees(dp_shard=4),
+    "HSDP2x2": Degrees(dp_replicate=2, dp_shard=2),
+    "TP2xFSDP2": Degrees(dp_shard=2, tp=2),
+    "EP4": Degrees(dp_shard=4, ep=4),
+    "EP2xFSDP2": Degrees(dp_shard=4, ep=2),
+    "TP2xEP2": Degrees(dp_shard=2, tp=2, ep=2),
+    "TP2xEP4": Degrees(dp_shard=2, tp=2, ep=4),
+    # Beyond the ladder: replication beside the other axes.
+    "DDP4": Degrees(dp_replicate=4),
+    "HSDP2x2xEP2": Degrees(dp_replicate=2, dp_shard=2, ep=2),
+    "HSDP2xTP2xEP2": Degrees(dp_replicate=2, tp=2, ep=2),
+}
+
+
+def degree_overrides(degrees: Degrees) -> list[str]:
+    return [
+        f"--parallelism.data_parallel_replicate_degree={degrees.dp_replicate}",
+        f"--parallelism.data_parallel_shard_degree={degrees.dp_shard}",
+        f"--parallelism.tensor_parallel_degree={degrees.tp}",
+        f"--parallelism.expert_parallel_degree={degrees.ep}",
+    ]
+
+
+@pytest.fixture(scope="session")
+def meshes() -> Mapping[str, Degrees]:
+    return MESHES
+
+
+@pytest.fixture(scope="session")
+def text_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """120 short documents of random words, so that most sequences of 32 tokens hold a document's end."""
+    folder = tmp_path_factory.mktemp("text")
+    rng = random.Random(0)
+    words = [
+        "def",
+        "return",
+        "self.",
+        "x",
+        "yy",
+        "(a, b)",
+        "\n",
+        "    ",
+        "12345",
+        "import",
+        "\u00e9t\u00e9",
+        "for i in",
+    ]
+    for i in range(120):
+        text = " ".join(rng.choice(words) for _ in range(rng.randint(10, 80))) + "\n"
+        (folder / f"{i:03d}.txt").write_text(text, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tokenizers and token files of the whole test session."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="session")
+def config_file(tmp_path_factory: pytest.TempPathFactory, text_folder: Path, cache_folder: Path) -> Path:
+    """A tiny Qwen3-MoE on `text_folder`; its tokenizer and tokens are in the cache already."""
+    path = tmp_path_factory.mktemp("config") / "tiny.toml"
+    text = _CONFIG.format(
+        vocab_size=VOCAB_SIZE,
+        seq_len=SEQ_LEN,
+        global_batch_size=GLOBAL_BATCH_SIZE,
+        text=text_folder,
+        cache=cache_folder,
+    )
+    path.write_text(text, encoding="utf-8")
+    tokenizer, loader = build_data(load_config(["--config", str(path)]), 0, 1)
+    assert len(tokenizer) == loader.dataset.tokenized.vocab_size == VOCAB_SIZE
+    return path
+
+
+@pytest.fixture
+def checked(config_file: Path, tmp_path: Path) -> Callable[..., Checked]:
+    """`checked(degrees, *overrides)` -> the tiny configuration, checked as `titanlite.train` does it."""
+
+    def build(degrees: Degrees, *overrides: str) -> Checked:
+        dump = f"--job.dump_folder={tmp_path / 'run'}"
+        argv = ["--config", str(config_file), dump, *degree_overrides(degrees), *overrides]
+        return check(load_config(argv), degrees.world_size)
+
+    return build
+
+
+@dataclass
+class Run:
+    """What a few steps of a trainer did, as seen by one rank.
+
+    `digests` are of the full initial tensors, `weights` the full final ones; buffers included.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    tokens_per_expert: list[list[list[int]]] = field(default_factory=list)
+    digests: dict[str, str] = field(default_factory=dict)
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def full_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Every parameter and buffer under each of its names, gathered. Collective: every rank must call."""
+    found = {}
+    for name, tensor, _ in named_tensors(model):
+        tensor = tensor.detach()
+        found[clean_name(name, model)] = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+    return found
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """Of shape, dtype and bits."""
+    data = tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    return sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode() + data).hexdigest()
+
+
+def train_steps(trainer: Trainer, steps: int) -> Run:
+    """`steps` steps on the trainer's own data through `Trainer.train_step`. Collective: every rank must call."""
+    run = Run(digests={name: digest(tensor) for name, tensor in full_tensors(trainer.model).items()})
+    for _ in range(steps):
+        result = trainer.train_step(trainer.loader.micro_batches(trainer.step))
+        run.losses.append(result.loss.item())
+        run.grad_norms.append(result.grad_norm.item())
+        if result.tokens_per_expert is not None:
+            run.tokens_per_expert.append(result.tokens_per_expert.tolist())
+    run.weights = full_tensors(trainer.model)
+    return run
+
+
+@pytest.fixture(scope="session")
+def gather_full() -> Callable[[torch.nn.Module], dict[str, torch.Tensor]]:
+    return full_tensors
+
+
+@pytest.fixture
+def train_run(run_ranks: Callable[..., list[Any]], checked: Callable[..., Checked]) -> Callable[..., list[Run]]:
+    """`train_run(degrees, *overrides, steps=5)` -> one `Run` per rank, from real trainers on forked gloo ranks."""
+
+    def train(degrees: Degrees, *overrides: str, steps: int = 5) -> list[Run]:
+        job = checked(degrees, *overrides)
+
+        def rank_main() -> Run:
+            run = train_steps(Trainer(job.job, job.model_config, job.degrees), steps)
+            if torch.distributed.get_rank() > 0:  # all ranks gathered the same tensors; pickle them once
+                run.weights = {}
+            return run
+
+        return run_ranks(degrees.world_size, rank_main)
+
+    return train
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A process that ended by itself."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+    @property
+    def output(self) -> str:
+        return self.stdout + self.stderr
+
+
+@pytest.fixture(scope="session")
+def run_process() -> Callable[..., Finished]:
+    """`run_process(arguments, timeout_s)` in the checkout, with this interpreter first on PATH; a hang fails the test."""
+
+    def run(arguments: Sequence[str], timeout_s: float, env: Mapping[str, str] | None = None) -> Finished:
+        clean = {
+            k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+        }
+        path = f"{Path(sys.executable).parent}{os.pathsep}{clean.get('PATH', '')}"
+        done = subprocess.run(
+            list(arguments),
+            cwd=ROOT,
+            env={**clean, "PATH": path, "OMP_NUM_THREADS": "1", **(env or {})},
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+        return Finished(done.returncode, done.stdout, done.stderr)
+
+    return run

@@ -1,0 +1,179 @@
+"""The parity ladder: whatever the mesh, 5 steps give the loss, the gradient norm and the weights of one process.
+
+Everything runs in float32 through `Trainer.train_step`, on packed documents. What may differ between two meshes is the
+order of float32 sums (2**-24 = 6e-8 relative each): measured differences are below 2e-6 in loss and gradient norm.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from titanlite.config.parallelism import Degrees
+
+STEPS = 5
+RELATIVE_TOLERANCE = 1e-5  # of issue 2
+# AdamW moves a weight by up to lr = 5e-3 a step. eps = 1e-5 bounds what a gradient's rounding error (about 1e-8) can do
+# to that to 1e-3 of it: 5 steps * 5e-3 * 1e-3.
+WEIGHT_TOLERANCE = 2.5e-5
+
+FAMILIES = {
+    "qwen3_moe": [],
+    "qwen3_tied": ["--model.name=qwen3"],
+    "qwen3_bias": ["--model.name=qwen3", "--model.overrides.attention_bias=true"],
+    "llama": ["--model.name=llama"],
+    "dots1": ["--model.name=dots1", "--model.overrides.num_layers=3"],
+    "balance_losses": ["--moe.aux_loss_coeff=0.01", "--moe.z_loss_coeff=0.001"],
+    "dots1_balance_losses": ["--model.name=dots1", "--moe.aux_loss_coeff=0.01", "--moe.z_loss_coeff=0.001"],
+}
+FULL_AC = "--activation_checkpoint.mode=full"
+SELECTIVE_AC = "--activation_checkpoint.mode=selective"
+
+
+def batch_sizes(degrees: Degrees, accumulate: bool) -> str:
+    """8 sequences a step on every mesh: one micro-batch, or two."""
+    return f"--training.local_batch_size={8 // degrees.dp // (2 if accumulate else 1)}"
+
+
+@pytest.fixture(scope="module")
+def references() -> dict[str, Any]:
+    return {}
+
+
+@pytest.fixture
+def compare(train_run: Callable[..., Any], meshes: Mapping[str, Degrees], references: dict[str, Any]):
+    """`compare(mesh, family, *overrides, accumulate=False)`: train on the mesh and hold it against one process."""
+
+    def run(mesh: str, family: str, *overrides: str, accumulate: bool = False) -> None:
+        if family not in references:
+            references[family] = train_run(Degrees(), *FAMILIES[family], "--training.local_batch_size=8", steps=STEPS)
+        (one,) = references[family]
+        degrees = meshes[mesh]
+        ranks = train_run(degrees, *FAMILIES[family], batch_sizes(degrees, accumulate), *overrides, steps=STEPS)
+        for rank, many in enumerate(ranks):
+            assert_same_initial_weights(one, many)
+            assert many.losses == pytest.approx(one.losses, rel=RELATIVE_TOLERANCE), f"loss on rank {rank}"
+            assert many.grad_norms == pytest.approx(one.grad_norms, rel=RELATIVE_TOLERANCE), f"norm on rank {rank}"
+            assert many.tokens_per_expert == one.tokens_per_expert, f"counts on rank {rank}"
+        assert_same_final_weights(one, ranks[0])
+
+    return run
+
+
+def assert_same_initial_weights(one: Any, many: Any) -> None:
+    assert many.digests.keys() == one.digests.keys()
+    different = [name for name in one.digests if many.digests[name] != one.digests[name]]
+    assert not different, "initial weights are not bit-identical"
+
+
+def assert_same_final_weights(one: Any, many: Any) -> None:
+    assert many.weights.keys() == one.weights.keys()
+    for name, expected in one.weights.items():
+        exact = name.endswith((".expert_bias", ".inv_freq"))  # moved by signs of integers; never moved
+        if name.endswith(".tokens_per_expert"):
+            continue  # of this rank's latest micro-batch; the global counts are compared step by step
+        tolerance = 0.0 if exact else WEIGHT_TOLERANCE
+        torch.testing.assert_close(
+            many.weights[name], expected, rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+LADDER = ["FSDP4", "HSDP2x2", "TP2xFSDP2", "EP4", "EP2xFSDP2", "TP2xEP2", "TP2xEP4"]
+
+
+@pytest.mark.parametrize("mesh", LADDER)
+def test_mesh_trains_like_one_process(compare, mesh):
+    compare(mesh, "qwen3_moe")
+
+
+@pytest.mark.parametrize("mesh", LADDER)
+def test_mesh_with_full_checkpointing_and_accumulation_trains_like_one_process(compare, mesh):
+    compare(mesh, "qwen3_moe", FULL_AC, accumulate=True)
+
+
+@pytest.mark.parametrize("mesh", ["TP2xEP4"])
+def test_full_checkpointing_alone_changes_nothing(compare, mesh):
+    compare(mesh, "qwen3_moe", FULL_AC)
+
+
+@pytest.mark.parametrize("mesh", ["EP2xFSDP2"])
+def test_accumulation_alone_changes_nothing(compare, mesh):
+    compare(mesh, "qwen3_moe", accumulate=True)
+
+
+@pytest.mark.parametrize(("mesh", "option"), [("FSDP4", "op"), ("TP2xEP2", "op"), ("TP2xEP4", "2")])
+def test_selective_checkpointing_changes_nothing(compare, mesh, option):
+    compare(mesh, "qwen3_moe", SELECTIVE_AC, f"--activation_checkpoint.selective_ac_option={option}", accumulate=True)
+
+
+@pytest.mark.parametrize("mesh", ["DDP4", "HSDP2x2xEP2", "HSDP2xTP2xEP2"])
+def test_replication_beside_other_axes_trains_like_one_process(compare, mesh):
+    compare(mesh, "qwen3_moe", accumulate=mesh == "HSDP2x2xEP2")
+
+
+@pytest.mark.parametrize("reshard", ["always", "never"])
+def test_resharding_policy_changes_nothing(compare, reshard):
+    compare("TP2xEP2", "qwen3_moe", f"--parallelism.fsdp_reshard_after_forward={reshard}")
+
+
+@pytest.mark.parametrize("mesh", ["FSDP4", "HSDP2x2", "TP2xFSDP2"])
+def test_tied_qwen3_trains_like_one_process(compare, references, mesh):
+    compare(mesh, "qwen3_tied", FULL_AC, accumulate=mesh == "TP2xFSDP2")
+    weights = references["qwen3_tied"][0].weights
+    assert torch.equal(weights["lm_head.weight"], weights["model.embed_tokens.weight"])
+
+
+@pytest.mark.parametrize("mesh", ["FSDP4", "TP2xFSDP2"])
+def test_llama_with_rope_scaling_and_without_qk_norm_trains_like_one_process(compare, references, mesh):
+    compare(mesh, "llama", SELECTIVE_AC)
+    assert not any("q_norm" in name for name in references["llama"][0].weights)
+
+
+def test_attention_bias_is_added_once_under_tensor_parallel(compare, references):
+    compare("TP2xFSDP2", "qwen3_bias")
+    biases = [w for name, w in references["qwen3_bias"][0].weights.items() if name.endswith("o_proj.bias")]
+    assert biases, "the model has no bias"
+    assert all(bias.abs().max() > 1e-3 for bias in biases), "the biases did not move, so nothing was tested"
+
+
+@pytest.mark.parametrize("mesh", ["FSDP4", "EP2xFSDP2", "TP2xFSDP2", "TP2xEP4"])
+def test_sigmoid_router_with_groups_and_shared_experts_trains_like_one_process(compare, references, mesh):
+    compare(mesh, "dots1", FULL_AC, accumulate=mesh != "TP2xEP4")
+    weights = references["dots1"][0].weights
+    assert any("shared_experts" in name for name in weights)
+    assert any(name.endswith("layers.0.mlp.gate_proj.weight") for name in weights), "the first layer is dense"
+
+
+@pytest.mark.parametrize(
+    ("mesh", "family"),
+    [("FSDP4", "balance_losses"), ("TP2xEP2", "balance_losses"), ("TP2xFSDP2", "dots1_balance_losses")],
+)
+def test_balance_losses_train_like_one_process(compare, references, train_run, mesh, family):
+    compare(mesh, family, FULL_AC, accumulate=True)
+    if family == "balance_losses":  # and they do something: cross entropy is reported without them, so look at the norm
+        plain = references.setdefault("qwen3_moe", train_run(Degrees(), "--training.local_batch_size=8", steps=STEPS))
+        assert references[family][0].grad_norms[0] != pytest.approx(plain[0].grad_norms[0], rel=1e-4)
+
+
+def test_ladder_measures_something(references, train_run):
+    """The loss falls, documents are packed, experts are unevenly used, and the bias moved."""
+    one = references.setdefault("qwen3_moe", train_run(Degrees(), "--training.local_batch_size=8", steps=STEPS))[0]
+    assert one.losses[-1] < one.losses[0] - 0.1
+    counts = torch.tensor(one.tokens_per_expert)
+    assert counts.shape == (STEPS, 2, 8)
+    assert (counts.sum(dim=-1) == 8 * 32 * 2).all(), "8 sequences of 32 tokens, 2 experts each"
+    assert (counts.amax(dim=-1) > counts.amin(dim=-1)).all()
+    bias = one.weights["model.layers.0.mlp.gate.expert_bias"]
+    assert bias.isfinite().all() and bias.abs().max() > 0
+
+
+def test_sequences_hold_several_documents(checked, run_ranks):
+    """Else the ladder would not test packed documents."""
+    from titanlite.data import build_data
+
+    _, loader = build_data(checked(Degrees()).job, 0, 1)
+    batches = [batch for step in range(STEPS) for batch in loader.micro_batches(step)]
+    documents = torch.stack([batch.document_ids.max() for batch in batches])
+    assert (documents > 0).float().mean() > 0.5
+    assert any((batch.labels == -100).any() for batch in batches)

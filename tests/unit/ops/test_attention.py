@@ -1,0 +1,107 @@
+"""Attention: packed documents equal separate ones, padding gives no NaN, flex equals sdpa, grouped heads."""
+
+import pytest
+import torch
+
+from titanlite.ops import attention, build_attention_mask
+
+BACKENDS = [
+    "sdpa",
+    pytest.param("flex", marks=pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")),
+]
+SCALE = 16**-0.5
+
+
+def make_qkv(batch, seq_len, heads=4, kv_heads=2, width=16, dtype=torch.float64, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(
+        torch.randn(batch, seq_len, h, width, generator=generator, dtype=dtype).requires_grad_()
+        for h in (heads, kv_heads, kv_heads)
+    )
+
+
+def reference(q, k, v, allowed_BSS, scale=SCALE):
+    """Explicit softmax, one key/value head per h // (H / G)."""
+    group = q.shape[2] // k.shape[2]
+    k, v = k.repeat_interleave(group, dim=2), v.repeat_interleave(group, dim=2)
+    scores = torch.einsum("bshk,bthk->bhst", q, k) * scale
+    scores = scores.masked_fill(~allowed_BSS[:, None], float("-inf"))
+    return torch.einsum("bhst,bthk->bshk", scores.softmax(-1), v)
+
+
+def causal(batch, seq_len):
+    return torch.ones(batch, seq_len, seq_len, dtype=torch.bool).tril()
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1), (6, 3)])
+def test_causal_with_grouped_heads(heads):
+    q, k, v = make_qkv(2, 9, *heads)
+    mask = build_attention_mask(None)
+    assert mask.allowed_B1SS is None
+    # float64 sums of 9 terms in another order.
+    torch.testing.assert_close(attention(q, k, v, mask, SCALE), reference(q, k, v, causal(2, 9)), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)])
+def test_packed_documents_equal_separate_documents(backend, heads):
+    lengths = [3, 1, 5, 2]
+    q, k, v = make_qkv(1, sum(lengths), *heads)
+    document_ids = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths))[None]
+    out = attention(q, k, v, build_attention_mask(document_ids, backend), SCALE)
+    start = 0
+    for length in lengths:
+        rows = slice(start, start + length)
+        alone = reference(q[:, rows], k[:, rows], v[:, rows], causal(1, length))
+        torch.testing.assert_close(out[:, rows], alone, rtol=0, atol=1e-12)
+        start += length
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_document_that_comes_back_is_one_document(backend):
+    document_ids = torch.tensor([[0, 0, 1, 1, 0]])
+    q, k, v = make_qkv(1, 5)
+    allowed = causal(1, 5) & (document_ids[:, :, None] == document_ids[:, None, :])
+    out = attention(q, k, v, build_attention_mask(document_ids, backend), SCALE)
+    torch.testing.assert_close(out, reference(q, k, v, allowed), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_padding_gives_no_nan_and_touches_no_document(backend):
+    document_ids = torch.tensor([[0, 0, 0, 1, 1, -1, -1], [-1] * 7])
+    q, k, v = make_qkv(2, 7)
+    out = attention(q, k, v, build_attention_mask(document_ids, backend), SCALE)
+    assert out.isfinite().all()
+    out.sum().backward()
+    assert all(x.grad.isfinite().all() for x in (q, k, v))
+    changed = [x.detach().clone() for x in (q, k, v)]
+    for x in changed:
+        x[0, 5:] = 100.0
+    again = attention(*changed, build_attention_mask(document_ids, backend), SCALE)
+    assert torch.equal(again[0, :5], out[0, :5])
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("seq_len", [5, 128, 200])
+def test_flex_equals_sdpa_with_gradients(seq_len):
+    document_ids = (torch.arange(seq_len) * 3 // seq_len)[None].repeat(2, 1)
+    document_ids[1, seq_len // 2 :] = -1
+    gradients = []
+    for backend in ("sdpa", "flex"):
+        q, k, v = make_qkv(2, seq_len, dtype=torch.float32)
+        out = attention(q, k, v, build_attention_mask(document_ids, backend), SCALE)
+        out.square().sum().backward()
+        gradients.append((out, q.grad, k.grad, v.grad))
+    for actual, expected in zip(*gradients, strict=True):
+        # Both accumulate in float32, in different order, over up to 200 terms of size about 1.
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_scale_is_used():
+    q, k, v = make_qkv(1, 6)
+    expected = reference(q, k, v, causal(1, 6), scale=0.5)
+    torch.testing.assert_close(attention(q, k, v, build_attention_mask(None), 0.5), expected, rtol=0, atol=1e-12)
+
+
+def test_flex_without_documents_is_plain_causal():
+    assert build_attention_mask(None, "flex").backend == "sdpa"

@@ -1,0 +1,184 @@
+"""`linear_cross_entropy` against `F.cross_entropy`: value, gradients, chunks, vocabulary shards, largest tensor."""
+
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from titanlite.ops import IGNORE_INDEX, VocabShard, linear_cross_entropy
+
+# Relative Frobenius error against float64 of the same rounded inputs. bfloat16: logits, softmax and gradients are each
+# rounded to 8 bits (3.9e-3).
+BOUNDS = {torch.float64: 1e-13, torch.float32: 3e-6, torch.bfloat16: 2e-2}
+
+
+def make_inputs(tokens=13, dim=8, vocab=23, dtype=torch.float32, ignored=(2, 5), seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(tokens, dim, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    weight = torch.randn(vocab, dim, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    labels = torch.randint(vocab, (tokens,), generator=generator)
+    labels[list(ignored)] = IGNORE_INDEX
+    return hidden, weight, labels
+
+
+def reference(hidden, weight, labels, scale=1.0):
+    """Loss and gradients in float64."""
+    hidden, weight = (x.detach().double().requires_grad_() for x in (hidden, weight))
+    loss = F.cross_entropy(hidden @ weight.T, labels, reduction="sum") * scale
+    return loss.detach(), *torch.autograd.grad(loss, (hidden, weight))
+
+
+def assert_close(actual, expected, bound):
+    assert (actual.double() - expected).norm() <= bound * expected.norm()
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("chunk_tokens", [1, 5, 13, 100])
+def test_equals_cross_entropy(dtype, chunk_tokens):
+    hidden, weight, labels = make_inputs(dtype=dtype)
+    loss = linear_cross_entropy(hidden, weight, labels, chunk_tokens)
+    assert loss.dtype == torch.promote_types(dtype, torch.float32)
+    assert loss.shape == ()
+    loss.backward()
+    for actual, expected in zip((loss, hidden.grad, weight.grad), reference(hidden, weight, labels), strict=True):
+        assert_close(actual, expected, BOUNDS[dtype])
+    assert hidden.grad.dtype == weight.grad.dtype == dtype
+
+
+def test_gradcheck():
+    hidden, weight, labels = make_inputs(tokens=4, dim=3, vocab=5, dtype=torch.float64, ignored=(1,))
+    assert torch.autograd.gradcheck(lambda h, w: linear_cross_entropy(h, w, labels, 3), (hidden, weight))
+
+
+def test_ignored_labels_have_no_loss_and_no_gradient():
+    hidden, weight, labels = make_inputs()
+    linear_cross_entropy(hidden, weight, labels, 4).backward()
+    assert torch.equal(hidden.grad[[2, 5]], torch.zeros(2, 8))
+    kept = labels != IGNORE_INDEX
+    alone = linear_cross_entropy(hidden[kept], weight, labels[kept])
+    assert_close(linear_cross_entropy(hidden, weight, labels, 4), alone.double(), BOUNDS[torch.float32])
+
+
+@pytest.mark.parametrize("tokens", [0, 6])
+def test_nothing_to_predict(tokens):
+    hidden, weight, labels = make_inputs(tokens=tokens, ignored=range(tokens))
+    loss = linear_cross_entropy(hidden, weight, labels, 4)
+    assert loss.item() == 0.0
+    loss.backward()
+    assert torch.equal(hidden.grad, torch.zeros_like(hidden))
+    assert torch.equal(weight.grad, torch.zeros_like(weight))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_upstream_gradient_scales_both(dtype):
+    hidden, weight, labels = make_inputs(dtype=dtype)
+    (linear_cross_entropy(hidden, weight, labels, 5) * 0.37).backward()
+    _, dhidden, dweight = reference(hidden, weight, labels, scale=0.37)
+    assert_close(hidden.grad, dhidden, BOUNDS[dtype])
+    assert_close(weight.grad, dweight, BOUNDS[dtype])
+
+
+def test_large_logits_do_not_overflow():
+    hidden, weight, labels = make_inputs()
+    hidden = (hidden.detach() * 1000).requires_grad_()
+    loss = linear_cross_entropy(hidden, weight, labels, 5)
+    loss.backward()
+    expected = reference(hidden, weight, labels)
+    assert_close(loss, expected[0], 1e-5)
+    assert hidden.grad.isfinite().all()
+    assert weight.grad.isfinite().all()
+
+
+def test_only_wanted_gradients():
+    hidden, weight, labels = make_inputs()
+    linear_cross_entropy(hidden, weight.detach(), labels).backward()
+    assert_close(hidden.grad, reference(hidden, weight, labels)[1], BOUNDS[torch.float32])
+    hidden.grad = None
+    linear_cross_entropy(hidden.detach(), weight, labels).backward()
+    assert_close(weight.grad, reference(hidden, weight, labels)[2], BOUNDS[torch.float32])
+    assert hidden.grad is None
+
+
+class SizeLog(TorchDispatchMode):
+    """Largest number of elements of any tensor that an operator returned, and the names of the operators."""
+
+    def __init__(self):
+        super().__init__()
+        self.largest, self.shapes, self.names = 0, set(), []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.names.append(str(func))
+        for value in tree_iter(out):
+            if isinstance(value, torch.Tensor):
+                self.largest = max(self.largest, value.numel())
+                self.shapes.add(tuple(value.shape))
+        return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_full_logits_never_exist(dtype):
+    tokens, dim, vocab, chunk = 200, 4, 300, 16
+    hidden, weight, labels = make_inputs(tokens, dim, vocab, dtype)
+    with SizeLog() as log:
+        linear_cross_entropy(hidden, weight, labels, chunk).backward()
+    assert (chunk, vocab) in log.shapes  # the mode did see the inside of the function
+    assert log.largest == chunk * vocab < tokens * vocab
+
+
+def test_no_grad_gives_the_value():
+    hidden, weight, labels = make_inputs()
+    with torch.no_grad():
+        loss = linear_cross_entropy(hidden, weight, labels, 5)
+    assert not loss.requires_grad
+    assert_close(loss, reference(hidden, weight, labels)[0], BOUNDS[torch.float32])
+
+
+class Ranks:
+    """All-reduce between threads: each hands in its tensor, all get the reduction."""
+
+    def __init__(self, size):
+        self.barrier, self.given = threading.Barrier(size, timeout=20), [None] * size
+
+    def reduce(self, rank, value, function):
+        self.given[rank] = value.clone()
+        self.barrier.wait()
+        out = function(torch.stack(self.given), 0)
+        self.barrier.wait()
+        return out
+
+
+@pytest.mark.parametrize("splits", [(0, 12, 23), (0, 1, 23), (0, 8, 16, 23)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_vocabulary_shards_equal_the_whole(splits, dtype):
+    hidden, weight, labels = make_inputs(dtype=dtype)
+    size = len(splits) - 1
+    ranks, results = Ranks(size), [None] * size
+
+    def run(rank):
+        begin, end = splits[rank], splits[rank + 1]
+        shard = VocabShard(
+            start=begin,
+            reduce_max=lambda x: ranks.reduce(rank, x, torch.amax),
+            reduce_sum=lambda x: ranks.reduce(rank, x, torch.sum),
+        )
+        mine = hidden.detach().clone().requires_grad_()
+        rows = weight.detach()[begin:end].clone().requires_grad_()
+        loss = linear_cross_entropy(mine, rows, labels, 5, shard)
+        loss.backward()
+        results[rank] = loss.detach(), mine.grad, rows.grad
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(result is not None for result in results)
+    loss, dhidden, dweight = reference(hidden, weight, labels)
+    for result in results:
+        assert_close(result[0], loss, BOUNDS[dtype])
+    assert_close(sum(result[1] for result in results), dhidden, BOUNDS[dtype])
+    assert_close(torch.cat([result[2] for result in results]), dweight, BOUNDS[dtype])

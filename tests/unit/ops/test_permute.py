@@ -1,0 +1,76 @@
+"""`permute_tokens` and `unpermute_sum` against index arithmetic, and each as the other's gradient."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from titanlite.ops import permute_tokens, unpermute_sum
+
+
+def make_rows(num_tokens: int, top_k: int, seed: int):
+    """A random permutation of the (token, choice) pairs: token of each row (R,), and row of each choice (T, k)."""
+    order_R = torch.randperm(num_tokens * top_k, generator=torch.Generator().manual_seed(seed))
+    return order_R // top_k, order_R.argsort().view(num_tokens, top_k)
+
+
+@settings(deadline=None, max_examples=40)
+@given(num_tokens=st.integers(1, 12), top_k=st.integers(1, 5), dim=st.integers(1, 9), seed=st.integers(0, 999))
+def test_values_and_gradients_equal_index_arithmetic(num_tokens, top_k, dim, seed):
+    generator = torch.Generator().manual_seed(seed)
+    token_R, rows_Tk = make_rows(num_tokens, top_k, seed)
+    # Small integers: sums are exact, so equality needs no tolerance.
+    x = torch.randint(-8, 8, (num_tokens, dim), generator=generator).double().requires_grad_()
+    y = torch.randint(-8, 8, (num_tokens * top_k, dim), generator=generator).double().requires_grad_()
+    rows = permute_tokens(x, token_R, rows_Tk)
+    assert torch.equal(rows, x[token_R])
+    tokens = unpermute_sum(y, token_R, rows_Tk)
+    assert torch.equal(tokens, torch.zeros_like(x).index_add(0, token_R, y))
+
+    # <y, P x> = <P^T y, x>: the gradient of one is the other.
+    (dx,) = torch.autograd.grad(rows, x, y.detach())
+    assert torch.equal(dx, tokens)
+    (dy,) = torch.autograd.grad(tokens, y, x.detach())
+    assert torch.equal(dy, rows)
+
+
+def test_gradcheck():
+    token_R, rows_Tk = make_rows(4, 3, 0)
+    x, y = torch.randn(4, 2, dtype=torch.float64), torch.randn(12, 2, dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda x: permute_tokens(x, token_R, rows_Tk), x.requires_grad_())
+    assert torch.autograd.gradcheck(lambda y: unpermute_sum(y, token_R, rows_Tk), y.requires_grad_())
+
+
+@pytest.mark.parametrize("shape", [(0, 2), (3, 0)])
+def test_no_rows(shape):
+    num_tokens, top_k = shape
+    rows_Tk = torch.zeros(shape, dtype=torch.int64)
+    token_R = torch.zeros(0, dtype=torch.int64)
+    x = torch.randn(num_tokens, 4, requires_grad=True)
+    rows = permute_tokens(x, token_R, rows_Tk)
+    assert rows.shape == (0, 4)
+    rows.sum().backward()
+    assert torch.equal(x.grad, torch.zeros_like(x))
+    y = torch.zeros(0, 4, requires_grad=True)
+    tokens = unpermute_sum(y, token_R, rows_Tk)
+    assert torch.equal(tokens, torch.zeros(num_tokens, 4))
+    tokens.sum().backward()
+    assert y.grad.shape == (0, 4)
+
+
+def test_bfloat16_rows_are_summed_in_float32():
+    # 256 + 1 + 1 + ... in bfloat16 stays 256, because its steps there are 2; in float32 it is 263, rounded to 264.
+    y = torch.ones(8, 1, dtype=torch.bfloat16)
+    y[0] = 256
+    token_R, rows_Tk = torch.zeros(8, dtype=torch.int64), torch.arange(8).view(1, 8)
+    assert unpermute_sum(y, token_R, rows_Tk).item() == 264
+    x = torch.zeros(1, 1, dtype=torch.bfloat16, requires_grad=True)
+    permute_tokens(x, token_R, rows_Tk).backward(y)
+    assert x.grad.item() == 264
+
+
+def test_gradient_of_a_sum_is_expanded_and_still_right():
+    token_R, rows_Tk = make_rows(3, 2, 1)
+    x = torch.randn(3, 4, requires_grad=True)
+    permute_tokens(x, token_R, rows_Tk).sum().backward()
+    assert torch.equal(x.grad, torch.full((3, 4), 2.0))

@@ -1,0 +1,98 @@
+"""Rotary frequencies against transformers' own, positions beyond bfloat16's 256, and the rotation itself."""
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from titanlite.config import RopeScaling
+from titanlite.ops import apply_rope, inverse_frequencies, rope_cos_sin
+
+
+@pytest.mark.parametrize("theta", [10000.0, 500000.0, 1000000.0])
+@pytest.mark.parametrize("head_dim", [16, 64, 128])
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        RopeScaling("llama3", factor=8.0),
+        RopeScaling("llama3", factor=32.0),
+        RopeScaling("llama3", 4.0, 1.5, 3.0, 512),
+        RopeScaling("linear", factor=4.0),
+    ],
+)
+def test_scaled_frequencies_equal_transformers(scaling, head_dim, theta):
+    parameters = {"rope_theta": theta, "rope_type": scaling.rope_type, "factor": scaling.factor}
+    if scaling.rope_type == "llama3":
+        parameters |= {
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_max_position_embeddings,
+        }
+    config = LlamaConfig(
+        hidden_size=head_dim * 2,
+        num_attention_heads=2,
+        head_dim=head_dim,
+        max_position_embeddings=131072,
+        rope_parameters=parameters,
+    )
+    expected, attention_factor = ROPE_INIT_FUNCTIONS[scaling.rope_type](config, "cpu")
+    assert attention_factor == 1.0
+    actual = inverse_frequencies(head_dim, theta, scaling)
+    assert actual.dtype == torch.float32
+    # The same formula in another order of operations: a few float32 roundings.
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=0)
+
+
+def test_llama3_scaling_keeps_high_and_divides_low_frequencies():
+    plain, scaled = inverse_frequencies(128, 5e5), inverse_frequencies(128, 5e5, RopeScaling("llama3", factor=8.0))
+    assert torch.equal(scaled[0], plain[0])
+    assert scaled[-1] == plain[-1] / 8
+    assert ((scaled <= plain) & (scaled >= plain / 8)).all()
+
+
+def test_frequencies_are_real_inside_a_meta_context():
+    with torch.device("meta"):
+        assert inverse_frequencies(16, 1e4).device.type == "cpu"
+
+
+def test_positions_beyond_256_are_told_apart_in_bfloat16():
+    inv_freq = inverse_frequencies(64, 1e4)
+    positions = torch.tensor([[256, 257, 4095, 4096, 40000, 40001]])
+    cos, sin = rope_cos_sin(inv_freq, positions, torch.bfloat16)
+    assert cos.dtype == sin.dtype == torch.bfloat16
+    assert cos.shape == (1, 6, 1, 64)
+    angles = positions.double()[..., None] * inv_freq.double()
+    # Half a unit in the last of bfloat16's 8 bits, plus the float32 rounding of an angle of up to 4e4 radians.
+    for actual, exact in ((cos, angles.cos()), (sin, angles.sin())):
+        assert (actual[0, :, 0, :32].double() - exact[0]).abs().max() < 2**-9 + 4e-3
+        assert torch.equal(actual[..., :32], actual[..., 32:])
+    assert (cos[0, 0] != cos[0, 1]).any()
+    assert (cos[0, 4] != cos[0, 5]).any()
+
+
+def test_bfloat16_frequencies_are_not_multiplied_in_bfloat16():
+    inv_freq = torch.tensor([1.0, 0.5], dtype=torch.bfloat16)
+    cos, _ = rope_cos_sin(inv_freq, torch.tensor([[257]]), torch.float32)
+    assert cos[0, 0, 0, 0] == torch.tensor(257.0).cos()
+
+
+def test_rotation_equals_transformers():
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(2, 9, heads, 16, generator=generator) for heads in (4, 2))
+    cos, sin = rope_cos_sin(inverse_frequencies(16, 1e4), torch.arange(9).expand(2, 9), torch.float32)
+    expected = apply_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2), cos[:, :, 0], sin[:, :, 0])
+    for actual, wanted in zip((apply_rope(q, cos, sin), apply_rope(k, cos, sin)), expected, strict=True):
+        torch.testing.assert_close(actual, wanted.transpose(1, 2), rtol=0, atol=1e-6)  # fused multiply-add or not
+
+
+def test_rotation_keeps_norms_and_depends_on_relative_positions():
+    x = torch.randn(1, 1, 1, 32, dtype=torch.float64)
+    inv_freq = inverse_frequencies(32, 1e4)
+
+    def rotated(position):
+        return apply_rope(x, *rope_cos_sin(inv_freq, torch.tensor([[position]]), torch.float64)).flatten()
+
+    # Angles are computed in float32 whatever the dtype: 6e-8 relative of up to 103 radians.
+    assert abs(rotated(100) @ rotated(103) - rotated(0) @ rotated(3)) < 1e-4
+    assert abs(rotated(7).norm() - x.norm()) < 1e-12

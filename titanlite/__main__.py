@@ -1,0 +1,48 @@
+"""`python -m titanlite COMMAND ...`: the tools that need no launcher."""
+
+import sys
+from collections.abc import Callable, Sequence
+
+_USAGE = """usage: python -m titanlite COMMAND [arguments]
+
+  train      train on one process: --config FILE [--section.key=value ...] (several: ./run_train.sh)
+  check      check a configuration without starting anything: --config FILE --world-size N
+  config     write docs/config.md from the schema (--check: only compare)"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    name, rest = (given[0], given[1:]) if given else ("", [])
+    command = _commands().get(name) if name else None
+    if command is None:
+        asked_for_help = name in ("-h", "--help")
+        stream = sys.stdout if asked_for_help else sys.stderr
+        if name and not asked_for_help:
+            print(f"titanlite: error: there is no command '{name}'.", file=stream)
+        print(_USAGE, file=stream)
+        return 0 if asked_for_help else 2
+    return command(rest)
+
+
+def _commands() -> dict[str, Callable[[Sequence[str]], int]]:
+    def train(argv: Sequence[str]) -> int:
+        from titanlite.train import main  # imports torch, which `check` must not wait for
+
+        return main(argv)
+
+    def check(argv: Sequence[str]) -> int:
+        from titanlite.preflight import main
+
+        return main(argv)
+
+    def config(argv: Sequence[str]) -> int:
+        from titanlite.config.docs import main
+
+        return main(argv)
+
+    return {"train": train, "check": check, "config": config}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
