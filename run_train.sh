@@ -72,4 +72,4 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
 # Refuses a wrong configuration in a fraction of a second, once, before torch is imported and ranks are started.
 "$PYTHON" -m titanlite.preflight --world-size "$((NGPU * NNODES))" "$@"
-exec "$PYTHON" -m torch.distributed.run "${rendezvous[@]}" --nproc-per-node="$NGPU" -m titanlite.train "$@"
+exec "$PYTHON" -m titanlite.launch "${rendezvous[@]}" --nproc-per-node="$NGPU" -m titanlite.train "$@"

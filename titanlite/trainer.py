@@ -3,6 +3,7 @@
 config -> mesh -> build (meta) -> parallelize (meta) -> plan -> allocate -> fill -> verify -> optimizer -> train
 """
 
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from titanlite.config import JobConfig, ModelConfig, save_resolved
 from titanlite.config.parallelism import Degrees
 from titanlite.data import IGNORE_INDEX, Batch, build_data
 from titanlite.distributed import ParallelDims, clip_grad_norm, init_distributed, parallelize
-from titanlite.errors import DataError, TrainingError
+from titanlite.errors import ConfigError, DataError, TrainingError
 from titanlite.generate import generate
 from titanlite.logger import logger
 from titanlite.materialize import materialize
@@ -50,9 +51,11 @@ class Trainer:
         self.job = job
         self.dump_folder = Path(job.job.dump_folder)
         if job.training.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when CUDA starts
             torch.use_deterministic_algorithms(True)
 
         self.device = init_distributed(job.comm.timeout_seconds)
+        check_device(job, self.device)
         self.dims = ParallelDims.build(degrees, self.device.type)
         logger.info("mesh: %s, %d ranks on %s", degrees, degrees.world_size, self.device.type)
 
@@ -62,8 +65,10 @@ class Trainer:
         self.model = build_decoder(model_config, getattr(torch, job.training.dtype))  # on meta: shapes only
         configure(self.model, job)
         parallelize(self.model, job, self.dims, self.device.type)  # still on meta: now shards
-        weights_device = "cpu" if job.training.enable_cpu_offload else self.device
-        self.plan = materialize(self.model, weights_device, seed=job.training.seed)  # every tensor written once
+        weights_device = torch.device("cpu") if job.training.enable_cpu_offload else self.device
+        self.plan = materialize(  # every tensor written once
+            self.model, weights_device, seed=job.training.seed, buffer_device=self.device
+        )
 
         self.optimizer = build_optimizer(self.model, job.optimizer)
         self.lr_scheduler = build_lr_scheduler(self.optimizer, job.lr_scheduler, job.training.steps)
@@ -80,6 +85,7 @@ class Trainer:
             train_flops_per_token(model_config, job.training.seq_len),
             degrees.world_size,
             self.device,
+            first_moe_layer=model_config.num_dense_layers,
         )
         num_params = sum(param.numel() for param in self.model.parameters())
         logger.info(
@@ -118,8 +124,9 @@ class Trainer:
                     )
                     window_start, window_tokens, data_seconds = time.perf_counter(), 0, 0.0
                 if job.validation.enable and (self.step % job.validation.freq == 0 or last):
+                    validation_start = time.perf_counter()
                     self.metrics.log_validation(self.step, self.validate())
-                    window_start = time.perf_counter()
+                    window_start += time.perf_counter() - validation_start  # no training time
         self.finish()
 
     def train_step(self, micro_batches: list[Batch]) -> StepResult:
@@ -138,13 +145,13 @@ class Trainer:
             self.balancer.accumulate()
 
         grad_norm = clip_grad_norm(self.model.parameters(), self.job.training.max_norm)
-        finite = grad_norm.isfinite() & loss_sum.isfinite()  # the norm is global; a bad loss has a bad gradient
+        finite = grad_norm.isfinite()  # the norm is global, and a loss that is not finite has no finite gradient
         step_if_finite(self.optimizer, finite)
         self.lr_scheduler.step()
         self.optimizer.zero_grad()
         tokens_per_expert = self.balancer.step(finite)
         self.step += 1
-        bad = ~finite & (self.first_bad_step < 0)
+        bad = ~finite.to(self.device) & (self.first_bad_step < 0)
         self.first_bad_step = torch.where(bad, self.step, self.first_bad_step)
 
         tokens = sum(batch.tokens.numel() for batch in micro_batches) * self.dims.degrees.dp
@@ -199,6 +206,16 @@ class Trainer:
             logger.info("checkpoint: %s (transformers: AutoModelForCausalLM.from_pretrained)", folder)
         if self.job.metrics.enable_tensorboard:
             logger.info("metrics:    tensorboard --logdir %s", self.dump_folder / self.job.metrics.save_tb_folder)
+
+
+def check_device(job: JobConfig, device: torch.device) -> None:
+    """Refuse settings that this device would ignore.
+
+    Raises:
+        ConfigError: CPU offload without a GPU to offload from. The same on all ranks.
+    """
+    if job.training.enable_cpu_offload and device.type != "cuda":
+        raise ConfigError("training.enable_cpu_offload: there is no CUDA device to offload from. Set it to false.")
 
 
 def check_vocabulary(vocab_size: int, model_config: ModelConfig) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from titanlite.config import load_config
 from titanlite.config.parallelism import Degrees
 from titanlite.data import build_data
-from titanlite.materialize.plan import clean_name, named_tensors
+from titanlite.materialize.plan import named_tensors
 from titanlite.preflight import Checked, check
 from titanlite.trainer import Trainer
 
@@ -164,7 +164,7 @@ def full_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     found = {}
     for name, tensor, _ in named_tensors(model):
         tensor = tensor.detach()
-        found[clean_name(name, model)] = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+        found[name] = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
     return found
 
 
@@ -225,7 +225,7 @@ class Finished:
 
 @pytest.fixture(scope="session")
 def run_process() -> Callable[..., Finished]:
-    """`run_process(arguments, timeout_s)` in the checkout, with this interpreter first on PATH; a hang fails the test."""
+    """`run_process(arguments, timeout_s)` in the checkout, this interpreter first on PATH; a hang fails."""
 
     def run(arguments: Sequence[str], timeout_s: float, env: Mapping[str, str] | None = None) -> Finished:
         clean = {

@@ -67,7 +67,7 @@ def resolve_degrees(section: ParallelismSection, world_size: int) -> Degrees:
         if world_size % (replicate * tp):
             raise ConfigError(
                 f"parallelism: dp_replicate ({replicate}) * tp ({tp}) = {replicate * tp} does not divide the world "
-                f"size ({world_size}). Change data_parallel_replicate_degree, tensor_parallel_degree or the number of ranks."
+                f"size ({world_size}). Change one of the two degrees, or the number of ranks."
             )
         shard = world_size // (replicate * tp)
     if replicate * shard * tp != world_size:
@@ -87,11 +87,14 @@ def check_parallelism(job: JobConfig, model: ModelConfig, degrees: Degrees) -> l
     """Everything that the model's sizes and the batch sizes forbid, one message each."""
     problems: list[str] = []
     tp, ep = degrees.tp, degrees.ep
-    for name in ("num_heads", "num_kv_heads", "intermediate_size"):
-        if getattr(model, name) % tp:
-            problems.append(
-                f"parallelism: tensor_parallel_degree ({tp}) does not divide {name} ({getattr(model, name)})."
-            )
+    split = {"num_heads": model.num_heads, "num_kv_heads": model.num_kv_heads, "vocab_size": model.vocab_size}
+    if model.num_experts == 0 or model.num_dense_layers:
+        split["intermediate_size"] = model.intermediate_size
+    if model.num_experts and model.num_shared_experts:
+        split["num_shared_experts * moe_intermediate_size"] = model.num_shared_experts * model.moe_intermediate_size
+    for name, size in split.items():
+        if size % tp:
+            problems.append(f"parallelism: tensor_parallel_degree ({tp}) does not divide {name} ({size}).")
     if job.training.seq_len % tp:
         problems.append(
             f"training.seq_len ({job.training.seq_len}) is not a multiple of tensor_parallel_degree ({tp}): "

@@ -22,10 +22,12 @@ def apply_expert_parallel(model: Decoder, mesh: DeviceMesh) -> None:
 
     Attributes of parameters are kept. No collective is run; the model may be on meta.
     """
-    dispatcher = ExpertParallelDispatcher(mesh.get_group())
+    # Not compiled: ranks compile for different numbers of rows, and two graphs may order the same independent
+    # collectives differently, which is a deadlock.
+    dispatch = torch.compiler.disable(ExpertParallelDispatcher(mesh.get_group()).dispatch)
     for moe in model.moe_layers().values():
         shard_parameters(moe.experts, mesh, {param: Shard(0) for param in moe.experts.parameters()})
-        moe.dispatch = dispatcher
+        moe.dispatch = dispatch
 
 
 class ExpertParallelDispatcher:
@@ -38,7 +40,7 @@ class ExpertParallelDispatcher:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self._name, self._size = group, register_group(group), group.size()
 
-    def __call__(
+    def dispatch(
         self, experts: Experts, x_TD: torch.Tensor, topk_scores_Tk: torch.Tensor, topk_expert_ids_Tk: torch.Tensor
     ) -> torch.Tensor:
         num_experts, top_k = experts.gate_up_proj.shape[0], topk_expert_ids_Tk.shape[1]

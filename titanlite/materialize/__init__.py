@@ -75,6 +75,7 @@ def materialize(
     sources: Sequence[SourceProvider | Mapping[str, Source]] = (),
     *,
     seed: int = 0,
+    buffer_device: torch.device | str | None = None,
 ) -> Plan:
     """Give every meta tensor of `model` its value on `device`, in place, and return the plan that was carried out.
 
@@ -86,6 +87,7 @@ def materialize(
         device: where the local tensors go.
         sources: claims that come before the modules' own declarations; see `titanlite.materialize.sources`.
         seed: seed of the `Init` sources.
+        buffer_device: where buffers go, if not to `device`; with CPU offload they stay on the accelerator.
 
     Raises:
         PlanError: a tensor has no source, two sources, or one that does not fit; nothing was allocated.
@@ -95,7 +97,7 @@ def materialize(
     Collectives: `verify` gathers one small object over all ranks; every rank must call.
     """
     plan = build_plan(model, sources)
-    allocate(plan, torch.device(device))
+    allocate(plan, torch.device(device), None if buffer_device is None else torch.device(buffer_device))
     fill(plan, seed)
     verify(plan)
     return plan

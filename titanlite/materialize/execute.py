@@ -18,8 +18,10 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def allocate(plan: Plan, device: torch.device) -> None:
+def allocate(plan: Plan, device: torch.device, buffer_device: torch.device | None = None) -> None:
     """Turn the meta tensors of `plan` into real ones on `device`, filled with poison: NaN, or the smallest integer.
+
+    Buffers go to `buffer_device` if one is given. Tensors that were never on meta are moved, with their values.
 
     The objects stay the same, with their attributes, so that optimizers, ties and maps keyed by them stay valid:
     `torch.utils.swap_tensors` exchanges the contents. `nn.Module.to_empty` would also drop the values of tensors that
@@ -28,11 +30,12 @@ def allocate(plan: Plan, device: torch.device) -> None:
     """
     for entry in plan.entries:
         tensor = entry.tensor
+        target = buffer_device if entry.info.kind == "buffer" and buffer_device is not None else device
         if tensor.is_meta:
-            new = torch.empty_like(tensor, device=device, dtype=entry.dtype, requires_grad=False)
+            new = torch.empty_like(tensor, device=target, dtype=entry.dtype, requires_grad=False)
             _poison(local_of(new))
-        elif not isinstance(tensor, DTensor) and tensor.device != device:
-            new = tensor.detach().to(device)
+        elif not isinstance(tensor, DTensor) and tensor.device != target:
+            new = tensor.detach().to(target)
         else:
             continue
         if isinstance(tensor, nn.Parameter):

@@ -26,7 +26,7 @@ from titanlite.materialize.sources import (
 )
 
 # Wrappers put their own name into the path of a tensor; the plan, the random streams and checkpoints do without.
-_WRAPPER_SEGMENTS = {"_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module", "module"}
+_WRAPPER_SEGMENTS = {"_checkpoint_wrapped_module", "_orig_mod"}
 
 
 @dataclass(frozen=True)
@@ -89,27 +89,21 @@ class Plan:
         return "\n".join(lines)
 
 
-def clean_name(fqn: str, model: nn.Module) -> str:
+def clean_name(fqn: str) -> str:
     """`fqn` without the segments that wrappers (torch.compile, checkpoint_wrapper) added."""
-    kept, module = [], model
-    for segment in fqn.split("."):
-        wrapped = segment in _WRAPPER_SEGMENTS and len(list(module.children())) == 1
-        module = getattr(module, segment, module) if segment in dict(module.named_children()) else module
-        if not wrapped:
-            kept.append(segment)
-    return ".".join(kept)
+    return ".".join(segment for segment in fqn.split(".") if segment not in _WRAPPER_SEGMENTS)
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, TensorInfo]]:
     """Every (name, tensor) of the model, tied ones under each of their names; parameters first, then buffers."""
-    saved = {clean_name(key, model) for key in model.state_dict(keep_vars=True)}
+    saved = {clean_name(key) for key in model.state_dict(keep_vars=True)}
     modules = dict(model.named_modules(remove_duplicate=False))
     for kind, tensors in (
         ("parameter", model.named_parameters(remove_duplicate=False)),
         ("buffer", model.named_buffers(remove_duplicate=False)),
     ):
         for raw, tensor in tensors:
-            fqn = clean_name(raw, model)
+            fqn = clean_name(raw)
             owner = modules[raw.rpartition(".")[0]]
             info = TensorInfo(fqn, kind, fqn in saved, tuple(tensor.shape), tensor.dtype, owner)  # type: ignore[arg-type]
             yield fqn, tensor, info
@@ -160,7 +154,7 @@ def _declarations(model: nn.Module, infos: Mapping[str, TensorInfo], problems: l
         declare = getattr(module, "declare_sources", None)
         if declare is None:
             continue
-        prefix = clean_name(raw_prefix, model) if raw_prefix else ""
+        prefix = clean_name(raw_prefix)
         where = f"{type(module).__name__} '{prefix}'" if prefix else type(module).__name__
         for name, source in declare().items():
             fqn = f"{prefix}.{name}" if prefix else name

@@ -25,7 +25,7 @@ class Linear(nn.Linear):
         bias_scale: factor on the bias; row-parallel layers, whose outputs are summed over n ranks, set it to 1 / n.
     """
 
-    weight: nn.Parameter
+    weight: nn.Parameter  # pyright: ignore[reportIncompatibleVariableOverride]
     bias_scale: float = 1.0
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = False, std: float = 0.02) -> None:
@@ -47,7 +47,7 @@ class Linear(nn.Linear):
 class Embedding(nn.Embedding):
     """Token embedding, weight (V, D), initialized N(0, std)."""
 
-    weight: nn.Parameter
+    weight: nn.Parameter  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __init__(self, vocab_size: int, hidden_size: int, *, std: float) -> None:
         super().__init__(vocab_size, hidden_size)

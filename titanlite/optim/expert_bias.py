@@ -49,5 +49,5 @@ class ExpertBiasBalancer:
         if self._update_rate:
             deficit = counts.sum(dim=1, keepdim=True) - counts * counts.shape[1]
             for router, sign in zip(self._routers, deficit.sign(), strict=True):
-                router.expert_bias += self._update_rate * sign * finite
+                router.expert_bias += self._update_rate * sign * finite.to(sign.device)
         return counts

@@ -5,18 +5,16 @@ import torch
 
 from titanlite.ops import attention, build_attention_mask
 
-BACKENDS = [
-    "sdpa",
-    pytest.param("flex", marks=pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")),
-]
+BACKENDS = ["sdpa", "flex"]
+# Uncompiled flex_attention warns that it is slow, which does not matter here; it has no backward on CPU.
+pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 SCALE = 16**-0.5
 
 
 def make_qkv(batch, seq_len, heads=4, kv_heads=2, width=16, dtype=torch.float64, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return tuple(
-        torch.randn(batch, seq_len, h, width, generator=generator, dtype=dtype).requires_grad_()
-        for h in (heads, kv_heads, kv_heads)
+        torch.randn(batch, seq_len, h, width, generator=generator, dtype=dtype) for h in (heads, kv_heads, kv_heads)
     )
 
 
@@ -72,29 +70,35 @@ def test_padding_gives_no_nan_and_touches_no_document(backend):
     q, k, v = make_qkv(2, 7)
     out = attention(q, k, v, build_attention_mask(document_ids, backend), SCALE)
     assert out.isfinite().all()
-    out.sum().backward()
-    assert all(x.grad.isfinite().all() for x in (q, k, v))
-    changed = [x.detach().clone() for x in (q, k, v)]
+    changed = [x.clone() for x in (q, k, v)]
     for x in changed:
         x[0, 5:] = 100.0
     again = attention(*changed, build_attention_mask(document_ids, backend), SCALE)
     assert torch.equal(again[0, :5], out[0, :5])
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_gradient_with_padding_equals_separate_documents():
+    document_ids = torch.tensor([[0, 0, 0, 1, 1, -1, -1]])
+    q, k, v = (x.requires_grad_() for x in make_qkv(1, 7))
+    attention(q, k, v, build_attention_mask(document_ids), SCALE)[:, :5].square().sum().backward()
+    assert all(torch.equal(x.grad[:, 5:], torch.zeros_like(x.grad[:, 5:])) for x in (q, k, v))
+    for rows in (slice(0, 3), slice(3, 5)):
+        parts = [x.detach()[:, rows].requires_grad_() for x in (q, k, v)]
+        reference(*parts, causal(1, rows.stop - rows.start)).square().sum().backward()
+        for whole, part in zip((q, k, v), parts, strict=True):
+            torch.testing.assert_close(whole.grad[:, rows], part.grad, rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("seq_len", [5, 128, 200])
-def test_flex_equals_sdpa_with_gradients(seq_len):
+def test_flex_equals_sdpa(seq_len):
     document_ids = (torch.arange(seq_len) * 3 // seq_len)[None].repeat(2, 1)
     document_ids[1, seq_len // 2 :] = -1
-    gradients = []
-    for backend in ("sdpa", "flex"):
-        q, k, v = make_qkv(2, seq_len, dtype=torch.float32)
-        out = attention(q, k, v, build_attention_mask(document_ids, backend), SCALE)
-        out.square().sum().backward()
-        gradients.append((out, q.grad, k.grad, v.grad))
-    for actual, expected in zip(*gradients, strict=True):
-        # Both accumulate in float32, in different order, over up to 200 terms of size about 1.
-        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+    q, k, v = make_qkv(2, seq_len, dtype=torch.float32)
+    flex, sdpa = (
+        attention(q, k, v, build_attention_mask(document_ids, backend), SCALE) for backend in ("flex", "sdpa")
+    )
+    # Both accumulate in float32, in different order, over up to 200 terms of size about 1.
+    torch.testing.assert_close(flex, sdpa, rtol=0, atol=1e-5)
 
 
 def test_scale_is_used():

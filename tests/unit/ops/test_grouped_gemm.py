@@ -1,4 +1,4 @@
-"""`grouped_gemm` against a float64 loop: values, gradients, layouts, rows beyond the last group, compile, error texts."""
+"""`grouped_gemm` against a float64 loop: values, gradients, layouts, rows beyond the groups, compile, error texts."""
 
 import itertools
 
@@ -83,7 +83,8 @@ def check(sizes, tail=0, k=16, n=24, dtype=torch.float32, k_major=True, backend=
     assert torch.equal(y[rows:], torch.zeros_like(y[rows:]))
     assert torch.equal(x.grad[rows:], torch.zeros_like(x.grad[rows:]))
     assert x.grad.dtype == stored.grad.dtype == dtype
-    assert stored.grad.stride() == stored.stride()
+    if min(k, n) > 1:  # a dim of size 1 may have any stride
+        assert stored.grad.stride() == stored.stride()
 
 
 @pytest.mark.parametrize("backend", ["auto", "torch", "reference"])
@@ -135,7 +136,7 @@ def test_gradient_of_a_sum_is_expanded_and_still_right():
     assert relative_error(stored.grad.mT, expected) <= BOUNDS[torch.float32]
 
 
-def test_only_the_wanted_gradient_is_computed(monkeypatch):
+def test_only_the_wanted_gradient_is_computed():
     x, stored, offsets = make_inputs([2, 3], 0, 4, 4, torch.float32, True)
     grouped_gemm(x.detach(), stored.mT, offsets).sum().backward()
     assert x.grad is None
@@ -208,22 +209,22 @@ OFFSETS = torch.tensor([1, 2], dtype=torch.int32)
 
 
 @pytest.mark.parametrize(
-    ("x", "weight", "offsets", "text"),
+    ("x", "weight", "offsets", "parts"),
     [
-        (torch.zeros(2), torch.zeros(2, 3, 4), OFFSETS, "x (2,) and weight (2, 3, 4) are not (M, K) and (E, K, N)"),
-        (torch.zeros(2, 3), torch.zeros(3, 4), OFFSETS, "x (2, 3) and weight (3, 4) are not (M, K) and (E, K, N)"),
-        (torch.zeros(2, 5), torch.zeros(2, 3, 4), OFFSETS, "x (2, 5) and weight (2, 3, 4) are not"),
-        (torch.zeros(2, 3), torch.zeros(2, 3, 4), OFFSETS.long(), "offsets (2,) torch.int64 is not (2,) torch.int32"),
-        (torch.zeros(2, 3), torch.zeros(3, 3, 4), OFFSETS, "offsets (2,) torch.int32 is not (3,) torch.int32"),
+        (torch.zeros(2), torch.zeros(2, 3, 4), OFFSETS, ["x (2,)", "weight (2, 3, 4)", "(M, K)", "(E, K, N)"]),
+        (torch.zeros(2, 3), torch.zeros(3, 4), OFFSETS, ["x (2, 3)", "weight (3, 4)", "(M, K)", "(E, K, N)"]),
+        (torch.zeros(2, 5), torch.zeros(2, 3, 4), OFFSETS, ["x (2, 5)", "weight (2, 3, 4)"]),
+        (torch.zeros(2, 3), torch.zeros(2, 3, 4), OFFSETS.long(), ["offsets (2,) torch.int64", "int32"]),
+        (torch.zeros(2, 3), torch.zeros(3, 3, 4), OFFSETS, ["offsets (2,)", "(3,)"]),
         (
-            torch.zeros(2, 3, dtype=torch.bfloat16),
+            torch.zeros(2, 3).bfloat16(),
             torch.zeros(2, 3, 4),
             OFFSETS,
-            "x is torch.bfloat16, weight is torch.float32; cast one of them",
+            ["x is torch.bfloat16", "weight is torch.float32"],
         ),
     ],
 )
-def test_wrong_arguments_are_named(x, weight, offsets, text):
-    with pytest.raises(ValueError, match="^grouped_gemm: ") as error:
+def test_wrong_arguments_are_named(x, weight, offsets, parts):
+    with pytest.raises(ValueError, match=r"^grouped_gemm: ") as error:
         grouped_gemm(x, weight, offsets)
-    assert text in str(error.value)
+    assert [part for part in parts if part not in str(error.value)] == []

@@ -41,9 +41,9 @@ def test_gradcheck():
     assert torch.autograd.gradcheck(lambda y: unpermute_sum(y, token_R, rows_Tk), y.requires_grad_())
 
 
-@pytest.mark.parametrize("shape", [(0, 2), (3, 0)])
+@pytest.mark.parametrize("shape", [(0, 2), (0, 1)])
 def test_no_rows(shape):
-    num_tokens, top_k = shape
+    num_tokens = shape[0]
     rows_Tk = torch.zeros(shape, dtype=torch.int64)
     token_R = torch.zeros(0, dtype=torch.int64)
     x = torch.randn(num_tokens, 4, requires_grad=True)

@@ -1,0 +1,202 @@
+"""Bad input through real processes: one clear error, exit code 2, within seconds, and no rank left waiting."""
+
+import sys
+import time
+
+import pytest
+
+from titanlite.train import main
+
+PREFLIGHT_TIMEOUT_S = 20  # takes a fraction of a second; the rest is for a machine that is busy otherwise
+LAUNCH_TIMEOUT_S = 90  # takes about 10 s on 2 cores, most of it the import of torch
+
+# Arguments after --config FILE, and what the error must say.
+WRONG = {
+    "unknown key": (["--training.step=5"], ["unknown key 'training.step'; did you mean 'training.steps'?"]),
+    "wrong type": (["--training.steps=many"], ["training.steps = many is not an int. Write a whole number."]),
+    "wrong choice": (
+        ["--activation_checkpoint.mode=ful"],
+        ['activation_checkpoint.mode = "ful"', 'did you mean "full"?'],
+    ),
+    "out of range": (["--training.seq_len=0"], ["training.seq_len = 0 is out of range. Set it to 1 or more."]),
+    "degrees above the world size": (
+        ["--parallelism.data_parallel_shard_degree=4", "--parallelism.tensor_parallel_degree=2"],
+        ["dp_replicate (1) * dp_shard (4) * tp (2) = 8", "the world size is 4"],
+    ),
+    "degrees below the world size": (
+        ["--parallelism.data_parallel_shard_degree=1", "--parallelism.tensor_parallel_degree=2"],
+        ["dp_replicate (1) * dp_shard (1) * tp (2) = 2", "the world size is 4"],
+    ),
+    "degrees that do not divide": (
+        ["--parallelism.tensor_parallel_degree=3"],
+        ["tp (3) = 3 does not divide the world size (4)"],
+    ),
+    "ep that does not divide the ranks": (
+        ["--parallelism.expert_parallel_degree=3"],
+        ["ep (3) does not divide dp_shard (4) * tp (1) = 4"],
+    ),
+    "ep that does not divide the experts": (
+        ["--parallelism.expert_parallel_degree=4", "--model.overrides.num_experts=6"],
+        ["expert_parallel_degree (4) does not divide", "num_experts (6)"],
+    ),
+    "ep of a dense model": (
+        ["--parallelism.expert_parallel_degree=2", "--model.name=qwen3"],
+        ["expert_parallel_degree is 2, but the model has no experts"],
+    ),
+    "tp that does not divide the heads": (
+        ["--parallelism.tensor_parallel_degree=4"],
+        ["num_kv_heads (2)"],
+    ),
+    "batch size": (["--training.global_batch_size=6"], ["global_batch_size (6) is not a multiple", "(4) = 4"]),
+    "unknown family": (["--model.name=qwen3_mo"], ["unknown family 'qwen3_mo'; did you mean 'qwen3_moe'?"]),
+    "unknown flavor": (["--model.flavor=30B"], ["family 'qwen3_moe' has no flavor '30B'"]),
+    "no config.json": (
+        ["--model.flavor=", "--model.hf_assets_path=/nowhere"],
+        ["model.hf_assets_path: there is no /nowhere/config.json"],
+    ),
+}
+
+
+def preflight(run_process, *arguments: str, world_size: int = 4):
+    return run_process(
+        [sys.executable, "-m", "titanlite.preflight", "--world-size", str(world_size), *arguments], PREFLIGHT_TIMEOUT_S
+    )
+
+
+def assert_one_error(done, *words: str) -> None:
+    assert done.returncode == 2, done.output
+    assert done.stdout == ""
+    assert done.stderr.count("titanlite: error: ") == 1, done.stderr
+    assert done.stderr.startswith("titanlite: error: ")
+    assert "Traceback" not in done.stderr
+    for word in words:
+        assert done.stderr.count(word) == 1, done.stderr
+
+
+def test_good_configuration_passes(run_process, config_file):
+    done = preflight(run_process, "--config", str(config_file), "--parallelism.tensor_parallel_degree=2")
+    assert (done.returncode, done.output) == (0, "")
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_setting_is_one_clear_error(run_process, config_file, case):
+    arguments, words = WRONG[case]
+    assert_one_error(preflight(run_process, "--config", str(config_file), *arguments), *words)
+
+
+def test_all_problems_are_reported_at_once(run_process, config_file):
+    arguments = ["--training.step=5", "--optimizer.lr=fast", "--nonsense.key=1"]
+    done = preflight(run_process, "--config", str(config_file), *arguments)
+    assert_one_error(done, "3 problems:", "'training.step'", "optimizer.lr = fast", "'nonsense.key'")
+
+
+def test_contradictions_of_model_and_mesh_are_reported_at_once(run_process, config_file):
+    arguments = ["--parallelism.tensor_parallel_degree=4", "--training.seq_len=30", "--model.overrides.num_heads=6"]
+    done = preflight(run_process, "--config", str(config_file), *arguments)
+    assert_one_error(done, "num_heads (6)", "num_kv_heads (2)", "training.seq_len (30)")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[training\nsteps = 3\n", ["not valid TOML", "line 1"]),
+        ("[training]\nsteps = yes\n", ["not valid TOML", "line 2"]),
+        (
+            '[training]\nsteps = "3"\n[model]\nflavor = "debug"\n',
+            ['training.steps = "3" is not an int', "without quotes"],
+        ),
+        ('[trainin]\nsteps = 3\n[model]\nflavor = "debug"\n', ["unknown section 'trainin'; did you mean 'training'?"]),
+        ('[model]\nflavor = "debug"\nflavour = "x"\n', ["unknown key 'model.flavour'; did you mean 'model.flavor'?"]),
+        ("", ["model.flavor and model.hf_assets_path are both empty"]),
+    ],
+)
+def test_wrong_toml_is_one_clear_error_that_names_the_file(run_process, tmp_path, text, words):
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    assert_one_error(preflight(run_process, "--config", str(path)), str(path), *words)
+
+
+def test_missing_config_file_is_one_clear_error(run_process, config_file):
+    path = config_file.with_name("tinny.toml")
+    done = preflight(run_process, "--config", str(path))
+    assert_one_error(done, f"{path}: no such file. Did you mean '{config_file}'?")
+
+
+def test_config_file_that_is_a_folder_is_one_clear_error(run_process, config_file):
+    assert_one_error(preflight(run_process, "--config", str(config_file.parent)), "is a folder")
+
+
+def test_no_config_file_at_all_is_one_clear_error(run_process):
+    assert_one_error(preflight(run_process), "no configuration file. Pass one with --config FILE.")
+
+
+def test_run_train_refuses_before_it_starts_ranks(run_process, config_file):
+    start = time.monotonic()
+    arguments = ["--config", str(config_file), "--parallelism.expert_parallel_degree=3"]
+    done = run_process(
+        ["./run_train.sh", *arguments], PREFLIGHT_TIMEOUT_S, env={"NGPU": "4", "CUDA_VISIBLE_DEVICES": ""}
+    )
+    assert_one_error(done, "ep (3) does not divide")
+    assert time.monotonic() - start < PREFLIGHT_TIMEOUT_S
+
+
+def launch(run_process, *arguments: str):
+    command = [sys.executable, "-m", "titanlite.launch", "--standalone", "--nproc-per-node=2"]
+    return run_process(
+        [*command, "-m", "titanlite.train", *arguments], LAUNCH_TIMEOUT_S, env={"CUDA_VISIBLE_DEVICES": ""}
+    )
+
+
+def assert_one_error_of_all_ranks(done, message: str) -> None:
+    assert done.returncode == 2, done.output
+    assert done.output.count("titanlite: error: ") == 1, done.output
+    assert done.output.count(f"titanlite: error: {message}") == 1, done.output
+    assert "Traceback" not in done.output
+
+
+def test_ranks_refuse_a_wrong_configuration_with_one_voice(run_process, config_file):
+    arguments = ["--config", str(config_file), "--parallelism.tensor_parallel_degree=4"]
+    message = "configuration: parallelism: dp_replicate (1) * tp (4) = 4 does not divide the world size (2)."
+    assert_one_error_of_all_ranks(launch(run_process, *arguments), message)
+
+
+def test_ranks_refuse_a_vocabulary_that_the_model_lacks_with_one_voice(run_process, config_file, tmp_path):
+    dump = tmp_path / "run"
+    arguments = ["--config", str(config_file), "--model.overrides.vocab_size=300", f"--job.dump_folder={dump}"]
+    message = (
+        "data: the tokenizer has 310 tokens, but the model's vocab_size is 300. Set model.overrides.vocab_size = 310"
+    )
+    assert_one_error_of_all_ranks(launch(run_process, *arguments), message)
+    assert not dump.exists(), "nothing is left of a run that never began"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["--data.path=/nowhere/text"], "data: path /nowhere/text does not exist. Set data.path to"),
+        (["--data.pattern=*.md"], 'matches pattern "*.md". Change data.pattern or data.path.'),
+        (["--data.tokenizer_path=/nowhere"], "data: tokenizer_path /nowhere: /nowhere does not exist."),
+        (
+            ["--training.seq_len=8000", "--model.overrides.max_position_embeddings=8000"],
+            "8580 tokens give 1 sequence(s) of training.seq_len (8000), but 2 are needed",
+        ),
+        (["--job.dump_folder={file}/run"], "Not a directory"),
+    ],
+    ids=["path", "pattern", "tokenizer", "too little text", "dump folder"],
+)
+def test_data_and_folders_are_the_same_titanlite_error_on_all_ranks(
+    run_ranks, config_file, tmp_path, capfd, monkeypatch, overrides, words
+):
+    """What `titanlite.train` prints and returns on 2 ranks, without the 10 seconds of a launch."""
+    file = tmp_path / "file"
+    file.write_text("not a folder")
+    argv = ["--config", str(config_file), f"--job.dump_folder={tmp_path / 'run'}"]
+    argv += [override.format(file=file) for override in overrides]
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", str(tmp_path))  # as torchrun: shared by the ranks of one launch
+    monkeypatch.setattr("torch.distributed.destroy_process_group", lambda: None)  # run_ranks ends with a barrier
+    codes = run_ranks(2, lambda: main(argv), timeout_s=60)
+    output = "".join(capfd.readouterr())
+    assert codes == [2, 2], output
+    assert output.count("titanlite: error: ") == 1, output
+    assert output.count(words) == 1, output
+    assert "Traceback" not in output

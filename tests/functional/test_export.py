@@ -1,0 +1,283 @@
+"""A checkpoint is a Hugging Face folder: what any mesh saves, transformers loads, bit for bit."""
+
+import errno
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from titanlite.checkpoint import export, save_hf_model
+from titanlite.config.parallelism import Degrees
+from titanlite.data import build_data
+from titanlite.distributed import ParallelDims, parallelize
+from titanlite.errors import CheckpointError
+from titanlite.materialize import Init, Normal, Plan, materialize
+from titanlite.models.decoder import Decoder, build_decoder
+from titanlite.preflight import Checked
+
+SEED = 7
+# Ones and zeros would hide a mix-up of norms or biases.
+DISTINCT = {
+    "*norm.weight": Init(Normal(mean=1.0, std=0.1)),
+    "*.expert_bias": Init(Normal(std=0.01), dtype=torch.float32),
+}
+DENSE_DISTINCT = {"*norm.weight": DISTINCT["*norm.weight"]}
+
+QWEN3 = ["--model.name=qwen3"]
+QWEN3_BIAS = ["--model.name=qwen3", "--model.overrides.attention_bias=true"]
+QWEN3_MOE: list[str] = []
+UNEVEN_MOE = ["--model.overrides.num_experts=6", "--model.overrides.hidden_size=66"]
+FEW_EXPERTS = ["--model.overrides.num_experts=2", "--model.overrides.top_k=1"]
+LLAMA = ["--model.name=llama"]
+DOTS1 = ["--model.name=dots1"]
+
+
+def build(checked: Checked, *, shard: bool) -> tuple[Decoder, Plan]:
+    model = build_decoder(checked.model_config)
+    if shard:
+        parallelize(model, checked.job, ParallelDims.build(checked.degrees, "cpu"), "cpu")
+    sources = dict(DISTINCT if model.moe_layers() else DENSE_DISTINCT)
+    if checked.model_config.attention_bias:
+        sources["*_proj.bias"] = Init(Normal(std=0.02))
+    return model, materialize(model, "cpu", [sources], seed=SEED)
+
+
+@pytest.fixture
+def save(run_ranks: Callable[..., list[Any]], tmp_path: Path) -> Callable[..., Path]:
+    """`save(checked, dtype)`: build on the mesh of `checked`, save, and return the folder."""
+
+    def run(checked: Checked, dtype: torch.dtype = torch.float32, name: str = "saved") -> Path:
+        folder = tmp_path / name / "step-1"
+
+        def rank_main() -> None:
+            tokenizer, _ = build_data(checked.job, 0, 1)
+            model, plan = build(checked, shard=True)
+            save_hf_model(model, plan, tokenizer, folder, dtype)
+
+        run_ranks(checked.degrees.world_size, rank_main)
+        assert [path.name for path in folder.parent.iterdir()] == ["step-1"], "nothing temporary is left"
+        return folder
+
+    return run
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+    assert {key: value for key, value in info.items() if value} == {}, "missing, unexpected or mismatched keys"
+    return model
+
+
+def hf_name(name: str) -> str:
+    return name.replace(".gate.expert_bias", ".gate.e_score_correction_bias")
+
+
+def assert_same_tensors(hf: Any, plan: Plan, dtype: torch.dtype = torch.float32) -> None:
+    """Every tensor of transformers' model is ours, and all of ours are there."""
+    theirs = {**dict(hf.named_parameters(remove_duplicate=False)), **dict(hf.named_buffers())}
+    theirs = {name: tensor.detach() for name, tensor in theirs.items() if not name.endswith("inv_freq")}
+    names = set()
+    for entry in plan.entries:
+        for name in map(hf_name, entry.names):
+            if not entry.info.persistent or (name.endswith("correction_bias") and name not in theirs):
+                continue
+            names.add(name)
+            expected = entry.tensor.detach()
+            expected = expected.to(dtype) if entry.info.kind == "parameter" else expected
+            assert theirs[name].dtype == expected.dtype, name
+            assert torch.equal(theirs[name], expected), name
+    assert names == theirs.keys()
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh"),
+    [
+        (QWEN3, "FSDP4"),
+        (QWEN3, "TP2xFSDP2"),
+        (QWEN3_BIAS, "TP2xFSDP2"),
+        (QWEN3_MOE, "FSDP4"),
+        (QWEN3_MOE, "HSDP2xTP2xEP2"),
+        (QWEN3_MOE, "TP2xEP2"),
+        (QWEN3_MOE, "TP2xEP4"),
+        (UNEVEN_MOE, "EP2xFSDP2"),
+        (UNEVEN_MOE, "TP2xFSDP2"),
+        (FEW_EXPERTS, "FSDP4"),
+        (FEW_EXPERTS, "TP2xEP2"),
+        (LLAMA, "TP2xFSDP2"),
+        (DOTS1, "HSDP2x2"),
+        (DOTS1, "TP2xEP2"),
+    ],
+)
+def test_transformers_loads_what_a_mesh_saved_bit_for_bit(checked, meshes, save, family, mesh):
+    job = checked(meshes[mesh], *family)
+    hf = load(save(job))
+    assert_same_tensors(hf, build(job, shard=False)[1])
+
+
+@pytest.mark.parametrize("family", [QWEN3, QWEN3_MOE, LLAMA, DOTS1], ids=["qwen3", "qwen3_moe", "llama", "dots1"])
+def test_files_are_those_that_transformers_writes(checked, save, tmp_path, family):
+    """Same keys, same bits: experts one by one, a tied head not at all."""
+    folder = save(checked(Degrees(), *family))
+    load(folder).save_pretrained(tmp_path / "theirs")
+    ours, theirs = load_file(folder / "model.safetensors"), load_file(tmp_path / "theirs/model.safetensors")
+    assert ours.keys() == theirs.keys()
+    assert [key for key in ours if not torch.equal(ours[key], theirs[key])] == []
+    assert ("lm_head.weight" in ours) == (family is not QWEN3)
+    with safe_open(folder / "model.safetensors", framework="pt") as file:
+        assert file.metadata() == {"format": "pt"}, "transformers asks for it"
+    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        assert (folder / name).is_file()
+
+
+@pytest.mark.parametrize("family", [QWEN3, QWEN3_MOE, LLAMA, DOTS1], ids=["qwen3", "qwen3_moe", "llama", "dots1"])
+def test_loaded_model_has_the_logits_of_titanlite(checked, save, family):
+    job = checked(Degrees(), *family)
+    hf, (model, _) = load(save(job)), build(job, shard=False)
+    for moe in model.moe_layers().values():
+        if job.model_config.family == "qwen3_moe":
+            moe.gate.expert_bias.zero_()  # transformers has no such buffer
+    tokens = torch.randint(0, job.model_config.vocab_size, (2, 32), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        logits, expected = model.eval()(tokens), hf.eval()(tokens).logits
+    # Float32 sums in another order, through 3 layers: 1e-5 of the largest logit.
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
+    assert expected.std() > 0.05
+
+
+def test_bfloat16_export_casts_parameters_once_and_keeps_buffers(checked, meshes, save):
+    job = checked(meshes["TP2xEP2"], *DOTS1)
+    folder = save(job, torch.bfloat16)
+    _, plan = build(job, shard=False)
+    assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
+    stored = load_file(folder / "model.safetensors")
+    expected = {"model.norm.weight": torch.bfloat16, "model.layers.1.mlp.gate.e_score_correction_bias": torch.float32}
+    assert {key: stored[key].dtype for key in expected} == expected
+    for entry in plan.entries:
+        if entry.fqn in stored:
+            assert torch.equal(stored[entry.fqn], entry.tensor.detach().to(torch.bfloat16)), entry.fqn
+    load(folder, torch.bfloat16)
+
+
+@pytest.mark.parametrize("mesh", ["FSDP4", "TP2xEP4"])
+def test_large_model_is_split_into_files_with_an_index(checked, meshes, save, monkeypatch, mesh):
+    limit = 60_000
+    monkeypatch.setattr(export, "_FILE_BYTES", limit)  # before the ranks are forked
+    job = checked(meshes[mesh])
+    folder = save(job)
+    files = sorted(path.name for path in folder.glob("model*.safetensors"))
+    assert len(files) > 5
+    assert files == [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    found, total = {}, 0
+    for name in files:
+        tensors = load_file(folder / name)
+        found.update(dict.fromkeys(tensors, name))
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        assert size <= limit or len(tensors) == 1
+        total += size
+    assert index["weight_map"] == found
+    assert index["metadata"]["total_size"] == total
+    assert_same_tensors(load(folder), build(job, shard=False)[1])
+
+
+def test_expert_bias_without_a_key_is_kept_in_a_file_beside(checked, meshes, save):
+    job = checked(meshes["TP2xEP2"])
+    sidecar = load_file(save(job) / "titanlite.safetensors")
+    _, plan = build(job, shard=False)
+    expected = {e.fqn: e.tensor.detach() for e in plan.entries if e.fqn.endswith("expert_bias")}
+    assert sidecar.keys() == expected.keys() and len(expected) == 2
+    for key, tensor in expected.items():
+        assert sidecar[key].dtype == torch.float32 and tensor.abs().max() > 0
+        assert torch.equal(sidecar[key], tensor)
+
+
+def test_expert_bias_of_dots1_is_its_correction_bias(checked, meshes, save):
+    job = checked(meshes["EP2xFSDP2"], *DOTS1)
+    folder = save(job)
+    key = "model.layers.1.mlp.gate.e_score_correction_bias"
+    expected = build(job, shard=False)[0].get_buffer("model.layers.1.mlp.gate.expert_bias")
+    assert torch.equal(load_file(folder / "model.safetensors")[key], expected)
+    assert not (folder / "titanlite.safetensors").exists()
+
+
+def test_tokenizer_is_saved_with_the_model(checked, save):
+    job = checked(Degrees())
+    tokenizer, _ = build_data(job.job, 0, 1)
+    loaded = AutoTokenizer.from_pretrained(save(job))
+    text = "def f(self):\n    return x, 12345 \u00e9t\u00e9"
+    assert loaded.encode(text) == tokenizer.encode(text)
+    assert loaded.decode(loaded.encode(text)) == text
+    assert loaded.eos_token_id == tokenizer.eos_token_id
+
+
+def _failing_save(
+    run_ranks, job: Checked, folder: Path, sabotage: Callable[[Any], None] = lambda tokenizer: None
+) -> str:
+    """Save with `sabotage(tokenizer)` done before on every rank; the one message that all ranks raise."""
+
+    def rank_main() -> str:
+        tokenizer, _ = build_data(job.job, 0, 1)
+        model, plan = build(job, shard=True)
+        sabotage(tokenizer)
+        with pytest.raises(CheckpointError) as raised:
+            save_hf_model(model, plan, tokenizer, folder, torch.float32)
+        return str(raised.value)
+
+    messages = run_ranks(job.degrees.world_size, rank_main)
+    assert len(set(messages)) == 1, messages
+    return messages[0]
+
+
+def test_folder_that_cannot_be_made_is_one_error_on_all_ranks(run_ranks, checked, meshes, tmp_path):
+    file = tmp_path / "file"  # tests may run as root, whom no permission stops
+    file.write_text("not a folder")
+    message = _failing_save(run_ranks, checked(meshes["TP2xEP2"]), file / "step-1")
+    assert f"cannot save to {file / 'step-1'}" in message and "Not a directory" in message
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
+    assert file.read_text() == "not a folder"
+
+
+def _disk_full_on_rank_2(tokenizer: Any) -> None:
+    if torch.distributed.get_rank() == 2:
+
+        def pwrite(*args: Any) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        os.pwrite = pwrite
+
+
+def _no_tokenizer(tokenizer: Any) -> None:
+    def save_pretrained(folder: Path) -> None:
+        raise OSError(errno.EIO, "cannot write the tokenizer")
+
+    tokenizer.save_pretrained = save_pretrained
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "words"),
+    [(_disk_full_on_rank_2, ["No space left", "(rank 2)"]), (_no_tokenizer, ["write the tokenizer", "(rank 0)"])],
+)
+def test_failed_save_leaves_the_older_folder_and_nothing_else(run_ranks, checked, meshes, save, sabotage, words):
+    job = checked(meshes["TP2xEP2"])
+    folder = save(job)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    message = _failing_save(run_ranks, job, folder, sabotage)
+    for word in words:
+        assert word in message
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert [path.name for path in folder.parent.iterdir()] == ["step-1"]
+
+
+def test_saving_again_replaces_the_whole_folder(checked, meshes, save):
+    folder = save(checked(meshes["FSDP4"]))
+    (folder / "stale.txt").write_text("of an older run")
+    job = checked(meshes["FSDP4"], *LLAMA)
+    assert save(job) == folder
+    assert not (folder / "stale.txt").exists() and not (folder / "titanlite.safetensors").exists()
+    assert_same_tensors(load(folder), build(job, shard=False)[1])

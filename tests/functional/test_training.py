@@ -1,0 +1,296 @@
+"""What a training step promises: clipping, skipped updates, counts, determinism, compilation."""
+
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+import titanlite.trainer
+from titanlite.config.parallelism import Degrees
+from titanlite.data import Batch
+from titanlite.distributed import ParallelDims, clip_grad_norm, parallelize
+from titanlite.errors import TrainingError
+from titanlite.materialize import materialize
+from titanlite.models.decoder import Decoder, build_decoder
+from titanlite.preflight import Checked
+from titanlite.trainer import Trainer
+
+FULL_AC = "--activation_checkpoint.mode=full"
+TOKENS = torch.arange(4 * 32).view(4, 32) * 7 % 310
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def snapshot(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """This rank's weights, buffers and optimizer states, copied."""
+    found = dict([*trainer.model.named_parameters(), *trainer.model.named_buffers()])
+    for i, state in enumerate(trainer.optimizer.state.values()):
+        found |= {f"state {i}.{key}": value for key, value in state.items()}
+    return {name: local_of(tensor).clone() for name, tensor in found.items() if "tokens_per_expert" not in name}
+
+
+def differing(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> list[str]:
+    assert before.keys() == after.keys()
+    return [name for name in before if not torch.equal(before[name], after[name])]
+
+
+# --- gradients
+
+
+def build_with_gradients(checked: Checked, shard: bool) -> Decoder:
+    """A model with the gradients of the sum of losses over TOKENS, each data-parallel rank on its own rows."""
+    model, rows = build_decoder(checked.model_config), TOKENS
+    if shard:
+        dims = ParallelDims.build(checked.degrees, "cpu")
+        parallelize(model, checked.job, dims, "cpu")
+        rows = TOKENS.chunk(checked.degrees.dp)[dims.dp_rank]
+    materialize(model, "cpu", seed=1)
+    model(rows, rows).cross_entropy.backward()
+    return model
+
+
+def test_clip_grad_norm_is_that_of_torch_on_one_process(run_ranks, checked):
+    def rank_main() -> None:
+        for max_norm in (0.5, 1e6):
+            ours, theirs = (build_with_gradients(checked(Degrees()), shard=False) for _ in range(2))
+            norm = clip_grad_norm(ours.parameters(), max_norm)
+            expected = torch.nn.utils.clip_grad_norm_(theirs.parameters(), max_norm)
+            assert norm.dtype == torch.float32 and norm > 0.5
+            # Ours sums in float64, torch in float32.
+            torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)
+            for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+                torch.testing.assert_close(a.grad, b.grad, rtol=1e-6, atol=0)
+
+    run_ranks(1, rank_main)
+
+
+@pytest.mark.parametrize("mesh", ["FSDP4", "HSDP2xTP2xEP2", "TP2xEP4"])
+def test_clip_grad_norm_scales_all_shards_to_the_norm_of_one_process(run_ranks, checked, meshes, mesh):
+    job = checked(meshes[mesh])
+    one = build_with_gradients(job, shard=False)
+    expected = torch.nn.utils.get_total_norm([param.grad for param in one.parameters()])
+
+    def rank_main():
+        params = list(build_with_gradients(job, shard=True).parameters())
+        before = [local_of(param.grad).clone() for param in params]
+        only_computed = clip_grad_norm(params, 0.0)
+        unclipped = clip_grad_norm(params, 2 * expected.item())
+        untouched = all(torch.equal(local_of(p.grad), grad) for p, grad in zip(params, before, strict=True))
+        norm = clip_grad_norm(params, 0.5)
+        factor = 0.5 / (norm + 1e-6)
+        for param, grad in zip(params, before, strict=True):
+            torch.testing.assert_close(local_of(param.grad), grad * factor, rtol=1e-6, atol=0)
+        return only_computed, unclipped, untouched, norm, clip_grad_norm(params, 0.5)
+
+    for only_computed, unclipped, untouched, norm, after in run_ranks(4, rank_main):
+        assert untouched, "max_norm 0 and a norm below max_norm leave the gradients alone"
+        for value in (only_computed, unclipped, norm):
+            # Float32 sums in another order; see test_parity_ladder.py.
+            torch.testing.assert_close(value, expected, rtol=1e-5, atol=0)
+        assert after.item() == pytest.approx(0.5, rel=1e-5)
+
+
+def test_accumulated_step_is_the_step_on_the_whole_batch(train_run):
+    (whole,) = train_run(Degrees(), "--training.local_batch_size=8", steps=3)
+    (split,) = train_run(Degrees(), "--training.local_batch_size=2", steps=3)
+    # Float32 sums in another order.
+    assert split.losses == pytest.approx(whole.losses, rel=1e-5)
+    assert split.grad_norms == pytest.approx(whole.grad_norms, rel=1e-5)
+    assert split.tokens_per_expert == whole.tokens_per_expert
+
+
+def test_clipping_reaches_the_optimizer(train_run):
+    """With eps = 1 far above the gradients, AdamW is momentum: clipped to norm 1e-4, weights hardly move."""
+    overrides = ["--training.local_batch_size=8", "--optimizer.eps=1.0", "--optimizer.weight_decay=0"]
+    start = train_run(Degrees(), *overrides, steps=0)[0].weights
+    moved, norms = [], []
+    for max_norm in ("1e-4", "0"):
+        (run,) = train_run(Degrees(), f"--training.max_norm={max_norm}", *overrides, steps=2)
+        names = [name for name in start if name.endswith("weight")]
+        moved.append(sum((run.weights[name] - start[name]).square().sum() for name in names).sqrt().item())
+        norms.append(run.grad_norms[0])
+    assert norms[0] == norms[1] > 0.1, "the reported norm is the one before clipping"
+    assert 0 < moved[0] < 0.01 * moved[1]
+
+
+# --- steps that must not happen
+
+
+def poison_step(monkeypatch: pytest.MonkeyPatch, step: int, value: float) -> None:
+    """Let one gradient element on rank 1 be `value` in optimizer step `step` (1-based)."""
+    original, calls = titanlite.trainer.clip_grad_norm, []
+
+    def poisoned(params: Any, max_norm: float) -> torch.Tensor:
+        params = list(params)
+        calls.append(None)
+        if len(calls) == step and torch.distributed.get_rank() == min(1, torch.distributed.get_world_size() - 1):
+            local_of(params[3].grad).view(-1)[0] = value
+        return original(params, max_norm)
+
+    monkeypatch.setattr(titanlite.trainer, "clip_grad_norm", poisoned)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "implementation", "value"),
+    [("TP2xEP2", "fused", math.nan), ("FSDP4", "foreach", math.inf), ("HSDP2x2", "for-loop", -math.inf)],
+)
+def test_step_with_a_non_finite_gradient_changes_nothing_on_any_rank(
+    run_ranks, checked, meshes, monkeypatch, mesh, implementation, value
+):
+    job = checked(meshes[mesh], f"--optimizer.implementation={implementation}")
+    poison_step(monkeypatch, 2, value)
+
+    def rank_main():
+        trainer = Trainer(job.job, job.model_config, job.degrees)
+        trainer.train_step(trainer.loader.micro_batches(0))
+        trainer.raise_if_not_finite()
+        before = snapshot(trainer)
+        bad = trainer.train_step(trainer.loader.micro_batches(1))
+        changed = differing(before, snapshot(trainer))
+        trainer.train_step(trainer.loader.micro_batches(2))
+        moved = differing(before, snapshot(trainer))
+        with pytest.raises(TrainingError) as raised:
+            trainer.raise_if_not_finite()
+        return bad.grad_norm.isfinite().item(), changed, len(moved), len(before), str(raised.value)
+
+    for finite, changed, num_moved, num_tensors, message in run_ranks(4, rank_main):
+        assert not finite
+        assert changed == [], "weights, biases and optimizer states must stay as they are, bit for bit"
+        assert num_moved > 0.9 * num_tensors - 2, "and the next step must change them again"
+        assert message.startswith("training: the loss or gradient of step 2 is not finite.")
+
+
+def test_training_stops_at_the_next_log_step_and_names_the_step(run_ranks, checked, meshes, monkeypatch):
+    job = checked(meshes["TP2xEP2"], "--training.steps=9", "--metrics.log_freq=4", "--checkpoint.enable=false")
+    poison_step(monkeypatch, 3, math.nan)
+
+    def rank_main() -> tuple[int, str]:
+        trainer = Trainer(job.job, job.model_config, job.degrees)
+        with pytest.raises(TrainingError) as raised:
+            trainer.train()
+        return trainer.step, str(raised.value)
+
+    (result,) = set(run_ranks(4, rank_main))
+    assert result[0] == 4, "steps 1 and 4 log"
+    assert "step 3 is not finite" in result[1] and "Lower optimizer.lr" in result[1]
+
+
+def test_absurd_learning_rate_ends_in_a_training_error(run_ranks, checked):
+    job = checked(Degrees(), "--optimizer.lr=1e38", "--training.steps=9", "--checkpoint.enable=false")
+
+    def rank_main() -> str:
+        trainer = Trainer(job.job, job.model_config, job.degrees)
+        with pytest.raises(TrainingError) as raised:
+            trainer.train()
+        return str(raised.value)
+
+    (message,) = run_ranks(1, rank_main)
+    assert "is not finite" in message
+
+
+# --- counts
+
+
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+def test_recomputation_does_not_double_tokens_per_expert(train_run, mode):
+    overrides = ["--training.local_batch_size=2", f"--activation_checkpoint.mode={mode}"]
+    (run,) = train_run(Degrees(), *overrides, steps=2)
+    for counts in run.tokens_per_expert:
+        assert [sum(layer) for layer in counts] == [8 * 32 * 2] * 2, "8 sequences of 32 tokens, 2 experts each"
+
+
+def test_evaluation_and_sampling_touch_neither_counts_nor_weights(run_ranks, checked, meshes):
+    job = checked(meshes["TP2xEP2"], "--validation.enable=true", "--validation.steps=2")
+
+    def rank_main():
+        trainer = Trainer(job.job, job.model_config, job.degrees)
+        batches = trainer.loader.micro_batches(0)
+        trainer.model(*(getattr(batches[0], name) for name in ("tokens", "labels", "positions", "document_ids")))
+        trainer.balancer.accumulate()
+        before, counts = snapshot(trainer), trainer.balancer.counts.clone()
+        gates = [moe.gate.tokens_per_expert.clone() for moe in trainer.model.moe_layers().values()]
+        losses = [trainer.validate() for _ in range(2)]
+        titanlite.trainer.generate(
+            trainer.model, trainer.tokenizer, "def", max_new_tokens=2, length_multiple=2, device=trainer.device
+        )
+        gates_after = [moe.gate.tokens_per_expert for moe in trainer.model.moe_layers().values()]
+        same_gates = all(torch.equal(a, b) for a, b in zip(gates, gates_after, strict=True))
+        same = same_gates and torch.equal(trainer.balancer.counts, counts)
+        return losses, counts.sum().item(), same, differing(before, snapshot(trainer)), trainer.model.training
+
+    results = run_ranks(4, rank_main)
+    assert len({result[0][0] for result in results}) == 1, "all ranks report one loss"
+    for losses, counted, same, changed, training in results:
+        assert losses[0] == losses[1] == pytest.approx(math.log(310), rel=0.02)
+        assert counted > 0 and same and changed == [] and training
+
+
+@pytest.mark.parametrize("mesh", ["one", "TP2xEP2"])
+def test_padding_is_neither_counted_nor_trained(run_ranks, checked, meshes, mesh):
+    """Token ids under padding, whatever they are, change no loss, no gradient norm and no count."""
+    degrees = Degrees() if mesh == "one" else meshes[mesh]
+    job = checked(degrees, FULL_AC, "--moe.aux_loss_coeff=0.01", "--moe.z_loss_coeff=0.001")
+
+    def padded(filler: int) -> list[Batch]:
+        tokens, positions = TOKENS[:2].clone(), torch.arange(32).expand(2, -1).clone()
+        documents, labels = torch.zeros_like(tokens), TOKENS[1:3].clone()
+        for row, length in enumerate((13, 27)):
+            tokens[row, length:], labels[row, length:], documents[row, length:] = filler, -100, -1
+        return [Batch(tokens, labels, positions, documents)]
+
+    def rank_main(filler: int):
+        trainer = Trainer(job.job, job.model_config, job.degrees)
+        result = trainer.train_step(padded(filler))
+        return result.loss.item(), result.grad_norm.item(), result.tokens_per_expert.tolist()
+
+    first, second = (run_ranks(degrees.world_size, rank_main, filler) for filler in (0, 200))
+    for (loss, norm, counts), (other_loss, other_norm, other_counts) in zip(first, second, strict=True):
+        # Rows are grouped by expert with the padding, so float32 sums may be blocked otherwise.
+        assert loss == pytest.approx(other_loss, rel=1e-6)
+        assert norm == pytest.approx(other_norm, rel=1e-6)
+        assert counts == other_counts
+        assert [sum(layer) for layer in counts] == [(13 + 27) * 2 * degrees.dp] * 2, "2 experts per real token"
+
+
+# --- the same again
+
+
+@pytest.mark.parametrize("mesh", ["TP2xEP4"])
+def test_two_runs_are_bit_identical(train_run, meshes, mesh):
+    first, second = (train_run(meshes[mesh], FULL_AC, "--training.local_batch_size=2", steps=3) for _ in range(2))
+    for a, b in zip(first, second, strict=True):
+        assert (a.losses, a.grad_norms, a.tokens_per_expert) == (b.losses, b.grad_norms, b.tokens_per_expert)
+    assert [name for name, w in first[0].weights.items() if not torch.equal(w, second[0].weights[name])] == []
+
+
+def test_another_seed_is_another_run(train_run):
+    first, second = (train_run(Degrees(), f"--training.seed={seed}", steps=1)[0] for seed in (1, 2))
+    assert first.losses != second.losses
+    matrices = [name for name, weight in first.weights.items() if weight.dim() >= 2]
+    assert [name for name in matrices if first.digests[name] == second.digests[name]] == []
+
+
+@pytest.mark.skipif(
+    not (shutil.which("g++") or shutil.which("c++")), reason="torch.compile on CPU needs a C++ compiler"
+)
+@pytest.mark.slow
+# torch 2.13 warns about its own doing: it reads .grad of gathered parameters and instantiates autograd functions.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_compiled_layers_give_the_same_loss(train_run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """The inductor fuses and reorders float32 arithmetic: 1e-5 relative."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")  # a forked rank cannot start a pool of compilers
+    small = ["--training.local_batch_size=8", "--model.overrides.num_layers=1"]
+    (plain,) = train_run(Degrees(), *small, steps=2)
+    (compiled,) = train_run(Degrees(), *small, "--compile.enable=true", steps=2)
+    assert compiled.losses == pytest.approx(plain.losses, rel=1e-5)
+    assert compiled.grad_norms == pytest.approx(plain.grad_norms, rel=1e-5)
+    assert compiled.tokens_per_expert == plain.tokens_per_expert
+    assert list(tmp_path.rglob("*.so")), "nothing was compiled"

@@ -1,0 +1,152 @@
+"""Degrees: resolution, derived sizes, and the text of every refusal."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from titanlite.config import JobConfig, ModelConfig
+from titanlite.config.parallelism import Degrees, check_parallelism, resolve_degrees, resolve_global_batch_size
+from titanlite.config.schema import ParallelismSection
+from titanlite.errors import ConfigError
+
+MODEL = ModelConfig(
+    vocab_size=96,
+    hidden_size=64,
+    num_heads=8,
+    num_kv_heads=4,
+    intermediate_size=128,
+    num_experts=8,
+    moe_intermediate_size=32,
+    max_position_embeddings=512,
+)
+
+
+def section(replicate=1, shard=-1, tp=1, ep=1) -> ParallelismSection:
+    return ParallelismSection(
+        data_parallel_replicate_degree=replicate,
+        data_parallel_shard_degree=shard,
+        tensor_parallel_degree=tp,
+        expert_parallel_degree=ep,
+    )
+
+
+def problems(model: ModelConfig = MODEL, degrees: Degrees | None = None, **training) -> list[str]:
+    job = JobConfig()
+    job.training.seq_len = 128
+    for name, value in training.items():
+        setattr(job.training, name, value)
+    return check_parallelism(job, model, degrees or Degrees())
+
+
+@given(
+    replicate=st.integers(1, 4),
+    shard=st.integers(1, 8),
+    tp=st.integers(1, 8),
+    ep=st.integers(1, 16),
+    rest=st.booleans(),
+)
+def test_any_degrees_that_fit_are_resolved(replicate, shard, tp, ep, rest):
+    assume(shard * tp % ep == 0)
+    world_size = replicate * shard * tp
+    degrees = resolve_degrees(section(replicate, -1 if rest else shard, tp, ep), world_size)
+    assert degrees == Degrees(replicate, shard, tp, ep)
+    assert degrees.world_size == world_size
+    assert degrees.dp == replicate * shard
+    assert degrees.efsdp * degrees.ep == shard * tp
+    assert degrees.experts_on_own_mesh == (tp > 1 or ep > 1)
+    assert degrees.expert_shard_dim(shard * tp) == 0
+    assert degrees.expert_shard_dim(shard * tp - 1) == 1
+
+
+def test_text_of_degrees():
+    assert str(Degrees(2, 4, 2, 8)) == "dp_replicate 2 x dp_shard 4 x tp 2, ep 8"
+
+
+@pytest.mark.parametrize(
+    ("given", "world_size", "text"),
+    [
+        (
+            section(replicate=1, shard=4, tp=4),
+            8,
+            "parallelism: dp_replicate (1) * dp_shard (4) * tp (4) = 16, but the world size is 8. Set "
+            "data_parallel_shard_degree = -1 to use the rest, or change a degree.",
+        ),
+        (section(shard=2), 4, "dp_replicate (1) * dp_shard (2) * tp (1) = 2, but the world size is 4."),
+        (section(replicate=3), 4, "dp_replicate (3) * tp (1) = 3 does not divide the world size (4)."),
+        (section(tp=8), 4, "dp_replicate (1) * tp (8) = 8 does not divide the world size (4)."),
+        (section(ep=3), 4, "ep (3) does not divide dp_shard (4) * tp (1) = 4. Lower expert_parallel_degree;"),
+        (section(replicate=2, ep=4), 4, "ep (4) does not divide dp_shard (2) * tp (1) = 2."),
+    ],
+)
+def test_degrees_that_do_not_fit(given, world_size, text):
+    with pytest.raises(ConfigError) as error:
+        resolve_degrees(given, world_size)
+    assert text in str(error.value)
+
+
+def test_a_good_job_has_no_problems():
+    assert problems() == []
+    assert problems(degrees=Degrees(1, 2, 2, 4), global_batch_size=6) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "degrees", "training", "text"),
+    [
+        ({"num_heads": 6, "num_kv_heads": 4}, Degrees(tp=4), {}, "tensor_parallel_degree (4) does not divide"),
+        ({"num_kv_heads": 2}, Degrees(tp=4), {}, "num_kv_heads (2)"),
+        ({"vocab_size": 97}, Degrees(tp=2), {}, "tensor_parallel_degree (2) does not divide vocab_size (97)."),
+        ({"num_experts": 0, "intermediate_size": 130}, Degrees(tp=4), {}, "does not divide intermediate_size (130)."),
+        ({"num_dense_layers": 1, "intermediate_size": 130}, Degrees(tp=4), {}, "intermediate_size (130)."),
+        (
+            {"num_shared_experts": 1, "moe_intermediate_size": 33},
+            Degrees(tp=2),
+            {},
+            "does not divide num_shared_experts * moe_intermediate_size (33).",
+        ),
+        ({}, Degrees(tp=4), {"seq_len": 126}, "training.seq_len (126) is not a multiple of tensor_parallel_degree (4)"),
+        (
+            {"num_experts": 0},
+            Degrees(dp_shard=2, ep=2),
+            {},
+            "expert_parallel_degree is 2, but the model has no experts",
+        ),
+        ({"num_experts": 6}, Degrees(dp_shard=4, ep=4), {}, "(4) does not divide the model's num_experts (6)."),
+        (
+            {"moe_intermediate_size": 33},
+            Degrees(dp_shard=16, ep=4),
+            {},
+            "16 ranks share 8 experts, so each is split in 4, but that does not divide 2 * moe_intermediate_size (66).",
+        ),
+        ({"hidden_size": 66}, Degrees(dp_shard=16, ep=4), {}, "that does not divide hidden_size (66)."),
+        (
+            {},
+            Degrees(dp_replicate=2, dp_shard=2),
+            {"global_batch_size": 6, "local_batch_size": 2},
+            "training.global_batch_size (6) is not a multiple of local_batch_size (2) * data-parallel degree (4) = 8.",
+        ),
+        ({}, Degrees(), {"seq_len": 513}, "training.seq_len (513) exceeds the model's max_position_embeddings (512)."),
+    ],
+)
+def test_each_problem_is_named(changes, degrees, training, text):
+    found = problems(replace(MODEL, **changes), degrees, **training)
+    assert len(found) == 1
+    assert text in found[0]
+
+
+def test_width_of_dense_layers_does_not_matter_where_there_are_none():
+    assert problems(replace(MODEL, intermediate_size=130), Degrees(tp=4)) == []
+
+
+def test_all_problems_are_listed():
+    found = problems(replace(MODEL, num_kv_heads=1), Degrees(tp=2, ep=16), seq_len=601, global_batch_size=1)
+    assert len(found) == 4
+
+
+def test_global_batch_size():
+    job = JobConfig()
+    job.training.local_batch_size = 3
+    assert resolve_global_batch_size(job, Degrees(2, 2, 2)) == 12
+    job.training.global_batch_size = 48
+    assert resolve_global_batch_size(job, Degrees(2, 2, 2)) == 48

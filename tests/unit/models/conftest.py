@@ -1,0 +1,60 @@
+"""Fixtures: small configurations, the decoder with random values, and transformers' model with the same values."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from titanlite.config import ModelConfig
+from titanlite.materialize import materialize
+from titanlite.models.decoder import Decoder, build_decoder
+from titanlite.models.families import families, family_of
+
+
+def small_config(family: str, **changes: Any) -> ModelConfig:
+    """The debug preset with a small vocabulary."""
+    return replace(families()[family].presets["debug"], vocab_size=97, **changes)
+
+
+def build_ours(config: ModelConfig, seed: int = 0) -> Decoder:
+    """Decoder with random values that are not symmetric: norms and biases too, and a selection bias."""
+    model = build_decoder(config)
+    materialize(model, "cpu", seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            param.copy_(torch.randn(param.shape, generator=generator) * (0.3 if param.dim() < 2 else 0.1))
+            if name.endswith("norm.weight"):
+                param.add_(1.0)
+        for name, buffer in model.named_buffers():
+            if name.endswith("expert_bias") and family_of(config).expert_bias_key:
+                buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.05)
+    return model
+
+
+def build_theirs(config: ModelConfig, ours: Decoder) -> torch.nn.Module:
+    """transformers' own model with the values of `ours`, plain attention and plain experts."""
+    hf_config = AutoConfig.for_model(config.family, **family_of(config).to_hf(config))
+    hf_config._experts_implementation = "eager"
+    theirs = AutoModelForCausalLM.from_config(hf_config, attn_implementation="eager", dtype=torch.float32)
+    key = family_of(config).expert_bias_key
+    values = {
+        name.replace("expert_bias", key) if key else name: value
+        for name, value in ours.state_dict().items()
+        if key or not name.endswith("expert_bias")
+    }
+    missing, unexpected = theirs.load_state_dict(values, strict=False)
+    assert unexpected == []
+    assert missing == []
+    return theirs
+
+
+@pytest.fixture(scope="session")
+def tiny() -> SimpleNamespace:
+    """`tiny.config(family, **changes)`, `tiny.ours(config)`, `tiny.theirs(config, ours)`."""
+    make: dict[str, Callable[..., Any]] = {"config": small_config, "ours": build_ours, "theirs": build_theirs}
+    return SimpleNamespace(**make)

@@ -1,0 +1,60 @@
+"""The example of docs/add_a_model.md is executed, and the model it describes equals transformers' own."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from titanlite.config.model import ModelConfig
+from titanlite.materialize import materialize
+from titanlite.models import families
+from titanlite.models.decoder import build_decoder
+from titanlite.models.families.family import Family
+
+DOC = Path(__file__).parents[3] / "docs" / "add_a_model.md"
+
+
+@pytest.fixture
+def mistral(monkeypatch: pytest.MonkeyPatch) -> Family:
+    blocks = re.findall(r"```python\n(.*?)```", DOC.read_text(), flags=re.S)
+    assert len(blocks) == 1
+    scope: dict[str, Family] = {}
+    exec(blocks[0], scope)
+    family = scope["FAMILY"]
+    known = {**families.families(), family.name: family}
+    monkeypatch.setattr(families, "families", lambda: known)
+    return family
+
+
+def test_the_documented_family_matches_transformers(mistral: Family) -> None:
+    config: ModelConfig = replace(
+        mistral.presets["7B-v0.3"],
+        vocab_size=128,
+        hidden_size=32,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        intermediate_size=64,
+    )
+    assert families.check_model_config(config) == []
+    ours = build_decoder(config)
+    materialize(ours, "cpu", seed=1)
+    theirs = transformers.MistralForCausalLM(transformers.MistralConfig(**mistral.to_hf(config))).eval()
+    theirs.load_state_dict(ours.state_dict())
+
+    tokens = torch.arange(40).reshape(2, 20) * 3 % 128
+    with torch.no_grad():
+        expected = theirs(tokens).logits
+        actual = ours(tokens)
+    assert (actual - expected).norm() <= 1e-5 * expected.norm()  # float32, different order of sums
+
+
+def test_the_documented_family_reads_a_config_and_refuses_a_sliding_window(mistral: Family) -> None:
+    config = mistral.presets["7B-v0.3"]
+    assert mistral.from_hf({**mistral.to_hf(config), "model_type": "mistral"}, "config.json") == config
+    with pytest.raises(Exception, match="sliding_window = 4096 is not supported"):
+        mistral.from_hf({**mistral.to_hf(config), "sliding_window": 4096}, "config.json")

@@ -1,0 +1,170 @@
+"""The decoder: packed documents, meta building, dtypes, names, ties, checkpointing."""
+
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from titanlite.config import ModelConfig
+from titanlite.materialize import Alias, materialize
+from titanlite.models.decoder import build_decoder
+from titanlite.models.families import families, family_of
+from titanlite.models.moe import MoE
+
+FAMILIES = ["dots1", "llama", "qwen3", "qwen3_moe"]
+TOTALS = {
+    ("qwen3_moe", "30B-A3B"): 30_532_122_624,
+    ("qwen3_moe", "235B-A22B"): 235_093_634_560,
+    ("qwen3", "0.6B"): 596_049_920,
+    ("qwen3", "8B"): 8_190_735_360,
+    ("qwen3", "32B"): 32_762_123_264,
+    ("llama", "3.1-8B"): 8_030_261_248,
+    ("llama", "3.1-70B"): 70_553_706_496,
+    ("llama", "3.2-1B"): 1_235_814_400,
+}
+
+
+@pytest.mark.parametrize("key", TOTALS, ids="-".join)
+def test_parameter_counts_of_presets(key):
+    family, flavor = key
+    model = build_decoder(families()[family].presets[flavor])
+    assert sum(param.numel() for param in model.parameters()) == TOTALS[key]
+
+
+def test_largest_preset_builds_at_once_and_without_memory():
+    start = time.process_time()
+    model = build_decoder(families()["qwen3_moe"].presets["235B-A22B"], torch.bfloat16)
+    assert time.process_time() - start < 10  # about 0.1 s; a real allocation of 470 GB would not end at all
+    assert all(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
+
+
+def test_build_does_not_change_the_default_dtype():
+    build_decoder(families()["llama"].presets["debug"], torch.bfloat16)
+    assert torch.get_default_dtype() == torch.float32
+    with pytest.raises(RuntimeError):  # a negative size
+        build_decoder(replace(families()["llama"].presets["debug"], hidden_size=-1), torch.bfloat16)
+    assert torch.get_default_dtype() == torch.float32
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_buffers_stay_float32_in_a_bfloat16_model(tiny, family):
+    model = build_decoder(tiny.config(family), torch.bfloat16)
+    materialize(model, "cpu")
+    assert {param.dtype for param in model.parameters()} == {torch.bfloat16}
+    for name, buffer in model.named_buffers():
+        assert buffer.dtype == (torch.int64 if name.endswith("tokens_per_expert") else torch.float32), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tied", [False, True])
+def test_names_and_shapes_equal_transformers(tiny, family, tied):
+    config = tiny.config(family, tie_word_embeddings=tied)
+    ours = tiny.ours(config)
+    theirs = tiny.theirs(config, ours)
+    key = family_of(config).expert_bias_key or "expert_bias"
+    mine = {
+        name.replace("expert_bias", key): tuple(value.shape)
+        for name, value in ours.state_dict().items()
+        if family_of(config).expert_bias_key or not name.endswith("expert_bias")
+    }
+    assert mine == {name: tuple(value.shape) for name, value in theirs.state_dict().items()}
+
+
+def test_tie_is_one_object_and_declared():
+    model = build_decoder(families()["qwen3"].presets["debug"])
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert model.declare_sources() == {"lm_head.weight": Alias("model.embed_tokens.weight")}
+    materialize(model, "cpu")
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def pack(config: ModelConfig, lengths, padding, generator):
+    """Tokens and labels of documents, and the packed row: tokens, labels, positions, document ids."""
+    documents = [torch.randint(config.vocab_size, (2, n), generator=generator) for n in lengths]
+    tokens = torch.cat([d[0] for d in documents] + [torch.zeros(padding, dtype=torch.int64)])
+    labels = torch.cat([d[1] for d in documents] + [torch.full((padding,), -100)])
+    positions = torch.cat([torch.arange(n) for n in (*lengths, padding)])
+    ids = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)] + [torch.full((padding,), -1)])
+    return documents, [x[None] for x in (tokens, labels, positions, ids)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("padding", [0, 4])
+def test_packed_documents_equal_separate_documents(tiny, family, padding):
+    config = tiny.config(family)
+    model = tiny.ours(config).double()
+    documents, packed = pack(config, [5, 1, 9], padding, torch.Generator().manual_seed(0))
+    tokens, labels, positions, ids = packed
+    loss = model(tokens, labels, positions, ids).cross_entropy
+    packed_counts = {name: moe.gate.tokens_per_expert.clone() for name, moe in model.moe_layers().items()}
+    gradients = torch.autograd.grad(loss, list(model.parameters()))
+
+    total, counts = 0.0, dict.fromkeys(packed_counts, 0)
+    for document in documents:
+        total = total + model(document[0][None], document[1][None]).cross_entropy
+        counts = {name: counts[name] + moe.gate.tokens_per_expert for name, moe in model.moe_layers().items()}
+    # The router computes its logits in float32 whatever the model's dtype, so float64 does not reach further than that.
+    bound = 1e-6 if config.num_experts else 1e-12
+    assert abs(loss - total) <= bound * total
+    for actual, expected in zip(gradients, torch.autograd.grad(total, list(model.parameters())), strict=True):
+        assert (actual - expected).norm() <= bound * 100 * expected.norm()
+    for name in counts:
+        assert torch.equal(packed_counts[name], counts[name])
+
+
+def test_tokens_do_not_see_other_documents_or_the_future(tiny):
+    model = tiny.ours(tiny.config("qwen3_moe")).eval()
+    tokens = torch.randint(97, (1, 12), generator=torch.Generator().manual_seed(0))
+    ids = torch.tensor([[0] * 6 + [1] * 6])
+    positions = torch.tensor([[*range(6), *range(6)]])
+    logits = model(tokens, None, positions, ids)
+    changed = tokens.clone()
+    changed[0, 5] = (changed[0, 5] + 1) % 97
+    after = model(changed, None, positions, ids)
+    same = torch.isclose(after, logits, rtol=0, atol=1e-6).all(dim=-1)[0]
+    assert same.tolist() == [True] * 5 + [False] + [True] * 6
+
+
+def test_loss_sums(tiny):
+    model = tiny.ours(tiny.config("qwen3_moe"))
+    tokens = torch.randint(97, (2, 8), generator=torch.Generator().manual_seed(0))
+    labels = tokens.roll(-1, 1)
+    labels[:, -1] = -100
+    sums = model(tokens, labels)
+    expected = torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), reduction="sum")
+    torch.testing.assert_close(sums.cross_entropy, expected, rtol=1e-6, atol=0)
+    assert sums.aux.item() == 0.0
+    for moe in model.moe_layers().values():
+        moe.gate.aux_loss_coeff = 0.1
+    parts = []
+    for moe in model.moe_layers().values():
+        moe.gate.register_forward_hook(lambda _m, _a, out: parts.append(out.aux_loss))
+    torch.testing.assert_close(model(tokens, labels).aux, sum(parts[:3]), rtol=1e-6, atol=0)
+    assert parts[0] > 0
+
+
+def test_moe_layers_are_those_that_are_not_dense(tiny):
+    model = build_decoder(tiny.config("dots1", num_layers=4, num_dense_layers=2))
+    assert list(model.moe_layers()) == ["model.layers.2.mlp", "model.layers.3.mlp"]
+    assert all(isinstance(moe, MoE) for moe in model.moe_layers().values())
+    assert build_decoder(tiny.config("llama")).moe_layers() == {}
+
+
+def test_recomputation_changes_neither_counts_nor_gradients(tiny):
+    config = tiny.config("dots1")
+    tokens = torch.randint(97, (2, 8), generator=torch.Generator().manual_seed(0))
+    results = []
+    for recompute in (False, True):
+        model = tiny.ours(config)
+        if recompute:
+            for layer in model.decoder_layers():
+                plain = layer.forward
+                layer.forward = lambda *args, plain=plain: checkpoint(plain, *args, use_reentrant=False)
+        model(tokens, tokens).cross_entropy.backward()
+        counts = [moe.gate.tokens_per_expert.clone() for moe in model.moe_layers().values()]
+        results.append(([param.grad for param in model.parameters()], counts))
+    for kind in range(2):
+        assert len(results[0][kind]) > 0
+        assert all(torch.equal(a, b) for a, b in zip(results[0][kind], results[1][kind], strict=True))

@@ -1,0 +1,256 @@
+"""Router: selection and weights, counts, groups, balance losses; local dispatch against a loop over tokens."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from titanlite.config import ModelConfig
+from titanlite.materialize import materialize
+from titanlite.models.moe import Experts, MoE, Router, dispatch_locally, group_by_expert
+
+CONFIG = ModelConfig(
+    hidden_size=12, num_experts=6, top_k=2, moe_intermediate_size=8, initializer_range=0.5, norm_topk_prob=False
+)
+
+
+def build(module_class, **changes):
+    with torch.device("meta"):
+        module = module_class(replace(CONFIG, **changes))
+    materialize(module, "cpu", seed=3)
+    return module.train()
+
+
+def make_tokens(batch=2, seq_len=7, seed=0, dtype=torch.float32):
+    return torch.randn(batch, seq_len, 12, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def scores_of(router, x):
+    logits = x.flatten(0, 1) @ router.weight.T
+    return logits.softmax(-1) if router.config.score_func == "softmax" else logits.sigmoid()
+
+
+@pytest.mark.parametrize("score_func", ["softmax", "sigmoid"])
+def test_bias_moves_the_selection_and_not_the_weights(score_func):
+    router, x = build(Router, score_func=score_func, routed_scaling_factor=2.5), make_tokens()
+    before = router(x)
+    router.expert_bias[4] = 100.0
+    after = router(x)
+    assert (after.topk_expert_ids_Tk == 4).any(dim=1).all()
+    assert not (before.topk_expert_ids_Tk == 4).any(dim=1).all()
+    expected = scores_of(router, x).gather(1, after.topk_expert_ids_Tk) * 2.5
+    torch.testing.assert_close(after.topk_scores_Tk, expected, rtol=1e-5, atol=0)  # float32, one sum of 12 terms
+    assert after.topk_scores_Tk.max() <= 2.5
+
+
+@pytest.mark.parametrize("score_func", ["softmax", "sigmoid"])
+def test_normalized_weights_sum_to_the_scaling_factor(score_func):
+    router, x = build(Router, norm_topk_prob=True, score_func=score_func, routed_scaling_factor=1.5), make_tokens()
+    router.expert_bias[1] = 3.0
+    sums = router(x).topk_scores_Tk.sum(dim=1)
+    torch.testing.assert_close(sums, torch.full_like(sums, 1.5), rtol=1e-6, atol=0)
+
+
+def test_bias_has_no_gradient_and_weight_has():
+    router = build(Router)
+    router(make_tokens()).topk_scores_Tk.square().sum().backward()
+    assert router.weight.grad.abs().sum() > 0
+    assert router.expert_bias.grad is None
+    assert not router.expert_bias.requires_grad
+
+
+def test_scores_are_float32_in_a_bfloat16_model():
+    with torch.device("meta"):
+        router = Router(CONFIG).to(torch.bfloat16)
+    materialize(router, "cpu", seed=3)
+    assert router.weight.dtype == torch.bfloat16
+    assert router.expert_bias.dtype == torch.float32
+    x = make_tokens(dtype=torch.bfloat16)
+    routing = router(x)
+    assert routing.topk_scores_Tk.dtype == torch.float32
+    exact = (x.flatten(0, 1).float() @ router.weight.float().T).softmax(-1)
+    expected = exact.gather(1, routing.topk_expert_ids_Tk)
+    torch.testing.assert_close(routing.topk_scores_Tk, expected, rtol=1e-5, atol=0)
+
+
+def test_counts_are_those_of_the_choices():
+    router, x = build(Router), make_tokens()
+    ids = router(x).topk_expert_ids_Tk
+    assert router.tokens_per_expert.dtype == torch.int64
+    assert torch.equal(router.tokens_per_expert, torch.bincount(ids.flatten(), minlength=6))
+    assert router.tokens_per_expert.sum() == 2 * 7 * 2
+
+
+def test_padding_is_routed_but_not_counted():
+    router, x = build(Router), make_tokens()
+    valid = torch.ones(2, 7, dtype=torch.bool)
+    valid[0, 5:] = False
+    valid[1] = False
+    routing = router(x, valid)
+    assert routing.topk_expert_ids_Tk.shape == (14, 2)
+    expected = torch.bincount(routing.topk_expert_ids_Tk[:5].flatten(), minlength=6)
+    assert torch.equal(router.tokens_per_expert, expected)
+
+
+def test_evaluation_leaves_the_counts():
+    router = build(Router)
+    router(make_tokens())
+    counts = router.tokens_per_expert.clone()
+    router.eval()
+    assert router(make_tokens(seed=9)).aux_loss is None
+    assert torch.equal(router.tokens_per_expert, counts)
+
+
+def test_counts_are_overwritten_so_that_recomputation_does_not_double_them():
+    moe = build(MoE)
+    x = make_tokens().requires_grad_()
+    moe(x)
+    counts = moe.gate.tokens_per_expert.clone()
+    out, _ = checkpoint(moe, x, use_reentrant=False)
+    calls = []
+    moe.gate.register_forward_hook(lambda *_: calls.append(1))
+    out.sum().backward()
+    assert calls == [1]  # the router did run again
+    assert torch.equal(moe.gate.tokens_per_expert, counts)
+
+
+@pytest.mark.parametrize(("groups", "limited"), [(3, 1), (3, 2), (2, 1), (6, 3)])
+def test_group_limited_selection(groups, limited):
+    router = build(Router, score_func="sigmoid", num_expert_groups=groups, num_limited_groups=limited)
+    router.expert_bias.copy_(torch.linspace(-0.4, -0.9, 6))  # negative: a masked expert must not win with zero
+    x = make_tokens(4, 16)
+    ids = router(x).topk_expert_ids_Tk
+    choice = (scores_of(router, x) + router.expert_bias).tolist()
+    size = 6 // groups
+    for token, chosen in zip(choice, ids.tolist(), strict=True):
+        best = [sum(sorted(token[g * size : (g + 1) * size])[-2:]) for g in range(groups)]
+        kept = sorted(range(groups), key=lambda g: -best[g])[:limited]
+        allowed = [e for e in range(6) if e // size in kept]
+        assert set(chosen) == set(sorted(allowed, key=lambda e: -token[e])[:2])
+
+
+def naive_balance_loss(router, x, valid, ids):
+    """arXiv:2412.19437, eq. 17 to 20, of every sequence, times its number of tokens (the code sums over tokens)."""
+    num_experts, top_k = router.config.num_experts, router.config.top_k
+    total = 0.0
+    for b in range(x.shape[0]):
+        tokens = [t for t in range(x.shape[1]) if valid is None or valid[b, t]]
+        if not tokens:
+            continue
+        scores = scores_of(router, x[b : b + 1])
+        for i in range(num_experts):
+            chosen = sum(1 for t in tokens if i in ids.view(x.shape[0], x.shape[1], -1)[b, t].tolist())
+            f_i = num_experts / (top_k * len(tokens)) * chosen
+            p_i = sum(scores[t, i] / scores[t].sum() for t in tokens) / len(tokens)
+            total = total + f_i * p_i * len(tokens)
+    return total
+
+
+@pytest.mark.parametrize("score_func", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_balance_loss_and_its_gradient(score_func, padded):
+    router, x = build(Router, score_func=score_func), make_tokens()
+    router.aux_loss_coeff = 0.01
+    valid = None
+    if padded:
+        valid = torch.ones(2, 7, dtype=torch.bool)
+        valid[0, 4:] = False
+    routing = router(x, valid)
+    expected = 0.01 * naive_balance_loss(router, x, valid, routing.topk_expert_ids_Tk)
+    torch.testing.assert_close(routing.aux_loss, expected, rtol=1e-5, atol=0)
+    actual_grad, expected_grad = (torch.autograd.grad(loss, router.weight)[0] for loss in (routing.aux_loss, expected))
+    # The pull of the experts nearly cancels in softmax: absolute bound, a float32 rounding of the sum of terms.
+    torch.testing.assert_close(actual_grad, expected_grad, rtol=1e-4, atol=1e-6)
+
+
+def test_balance_loss_is_coefficient_per_token_when_balanced_and_more_when_not():
+    router, x = build(Router, top_k=6), make_tokens()
+    router.aux_loss_coeff = 1.0
+    torch.testing.assert_close(router(x).aux_loss, torch.tensor(14.0), rtol=1e-6, atol=0)
+    router = build(Router)
+    router.aux_loss_coeff = 1.0
+    with torch.no_grad():
+        router.weight.zero_()
+        router.weight[0] = 10.0
+    assert router(make_tokens().abs()).aux_loss > 14.0 * 2
+
+
+def test_sequence_sum_sees_the_counts_of_each_sequence():
+    router, x = build(Router), make_tokens()
+    router.aux_loss_coeff = 1.0
+    plain = router(x).aux_loss
+    seen = []
+    router.sequence_sum = lambda counts: seen.append(counts.clone()) or counts * 2  # ranks with equal halves
+    torch.testing.assert_close(router(x).aux_loss, plain, rtol=1e-6, atol=0)
+    assert seen[0].shape == (2, 6)
+    assert seen[0].dtype == torch.int64
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_z_loss(padded):
+    router, x = build(Router), make_tokens()
+    router.z_loss_coeff = 0.5
+    valid = torch.ones(2, 7, dtype=torch.bool)
+    valid[1, 2:] = not padded
+    logits = (x @ router.weight.T)[valid]
+    expected = 0.5 * logits.exp().sum(-1).log().square().sum()
+    actual = router(x, valid).aux_loss
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=0)
+    gradients = [torch.autograd.grad(loss, router.weight)[0] for loss in (actual, expected)]
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
+
+
+def test_no_balance_loss_without_coefficients():
+    assert build(Router)(make_tokens()).aux_loss is None
+
+
+def test_grouping_is_stable_and_inverse():
+    ids = torch.tensor([[2, 0], [0, 2], [2, 1], [0, 2]])
+    order, rows, counts = group_by_expert(ids, 4)
+    assert order.tolist() == [1, 2, 6, 5, 0, 3, 4, 7]
+    assert counts.tolist() == [3, 1, 4, 0]
+    assert torch.equal(rows.flatten()[order], torch.arange(8))
+    assert torch.equal(ids.flatten()[order], ids.flatten().sort().values)
+
+
+def naive_experts(experts, x, scores, ids):
+    out = []
+    for t in range(x.shape[0]):
+        total = torch.zeros_like(x[t])
+        for j in range(ids.shape[1]):
+            e = ids[t, j]
+            gate, up = (experts.gate_up_proj[e] @ x[t]).chunk(2)
+            total = total + scores[t, j] * (experts.down_proj[e] @ (torch.nn.functional.silu(gate) * up))
+        out.append(total)
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize("ids", ["random", "one expert"])
+def test_local_dispatch_equals_a_loop_over_tokens(ids):
+    experts = build(Experts).double()
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(9, 12, generator=generator, dtype=torch.float64, requires_grad=True)
+    scores = torch.rand(9, 2, generator=generator, dtype=torch.float64, requires_grad=True)
+    chosen = torch.stack([torch.randperm(5, generator=generator)[:2] for _ in range(9)])  # expert 5 gets nothing
+    if ids == "one expert":
+        chosen = torch.full((9, 2), 3)
+    actual, expected = dispatch_locally(experts, x, scores, chosen), naive_experts(experts, x, scores, chosen)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)  # float64 sums of 12 terms
+    upstream = torch.randn(actual.shape, generator=generator, dtype=torch.float64)
+    inputs = (x, scores, experts.gate_up_proj, experts.down_proj)
+    gradients = [torch.autograd.grad(out, inputs, upstream) for out in (actual, expected)]
+    for mine, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
+
+
+def test_layer_adds_shared_experts():
+    moe, x = build(MoE, num_shared_experts=2), make_tokens()
+    assert moe.shared_experts.gate_proj.weight.shape == (16, 12)
+    out, _ = moe(x)
+    shared = moe.shared_experts(x)
+    moe.shared_experts = None
+    assert torch.equal(out, moe(x)[0] + shared)
+    with torch.no_grad():
+        moe.experts.down_proj.zero_()
+    assert torch.equal(moe(x)[0], torch.zeros_like(x))

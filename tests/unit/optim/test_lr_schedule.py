@@ -1,0 +1,81 @@
+"""The learning-rate factor over a whole run, for every shape of decay."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from titanlite.config.schema import LRSchedulerSection
+from titanlite.optim import build_lr_scheduler, lr_factor
+
+TYPES = ["linear", "sqrt", "cosine"]
+
+
+def factors(steps, **changes):
+    section = LRSchedulerSection(**changes)
+    return [lr_factor(step, steps, section) for step in range(steps)]
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    steps=st.integers(1, 200),
+    warmup_steps=st.integers(0, 250),
+    decay_ratio=st.none() | st.floats(0.001, 1.0),
+    decay_type=st.sampled_from(TYPES),
+    min_lr_factor=st.floats(0.0, 1.0),
+)
+def test_rises_stays_and_falls(steps, warmup_steps, decay_ratio, decay_type, min_lr_factor):
+    found = factors(
+        steps,
+        warmup_steps=warmup_steps,
+        decay_ratio=decay_ratio,
+        decay_type=decay_type,
+        min_lr_factor=min_lr_factor,
+    )
+    assert all(0.0 <= factor <= 1.0 for factor in found)
+    warmup = min(warmup_steps, steps)
+    if warmup:
+        assert found[:warmup] == [(i + 1) / warmup for i in range(warmup)]
+    after = found[warmup:]
+    assert all(b <= a for a, b in itertools.pairwise(after))
+    decay = steps - warmup if decay_ratio is None else min(round(steps * decay_ratio), steps - warmup)
+    assert after[: len(after) - decay] == [1.0] * (len(after) - decay)
+    if decay:
+        assert found[-1] == pytest.approx(min_lr_factor, abs=1e-12)  # cos(pi) and 1 - 1 are exact up to rounding
+        assert min(found[warmup:]) >= min_lr_factor - 1e-12
+
+
+@pytest.mark.parametrize(("decay_type", "middle"), [("linear", 0.5), ("cosine", 0.5), ("sqrt", 1 - math.sqrt(0.5))])
+def test_shape_in_the_middle_of_the_decay(decay_type, middle):
+    found = factors(20, warmup_steps=4, decay_ratio=0.5, decay_type=decay_type, min_lr_factor=0.2)
+    assert found[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert found[4:10] == [1.0] * 6
+    assert found[14] == pytest.approx(0.2 + 0.8 * middle)
+    assert found[19] == pytest.approx(0.2)
+    assert found[10] < 1.0
+
+
+def test_decay_from_the_end_of_warmup_by_default():
+    found = factors(10, warmup_steps=2, decay_type="linear", min_lr_factor=0.0)
+    assert found == pytest.approx([0.5, 1.0, *[1 - i / 8 for i in range(1, 9)]])
+
+
+def test_steps_beyond_the_run_stay_at_the_end_value():
+    section = LRSchedulerSection(warmup_steps=1, min_lr_factor=0.3)
+    assert lr_factor(50, 10, section) == pytest.approx(0.3)
+
+
+def test_scheduler_sets_the_rate_of_the_coming_step():
+    param = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.AdamW([param], lr=2.0)
+    scheduler = build_lr_scheduler(optimizer, LRSchedulerSection(warmup_steps=2, decay_type="linear"), 6)
+    rates = []
+    for _ in range(6):
+        rates.append(optimizer.param_groups[0]["lr"])
+        param.grad = torch.ones(1)
+        optimizer.step()
+        scheduler.step()
+    assert rates == pytest.approx([2 * f for f in factors(6, warmup_steps=2, decay_type="linear")])

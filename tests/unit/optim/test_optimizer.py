@@ -1,0 +1,109 @@
+"""AdamW groups, and steps that leave everything untouched when the gradients are not finite."""
+
+import pytest
+import torch
+from torch import nn
+
+from titanlite.config.schema import OptimizerSection
+from titanlite.optim import build_optimizer, step_if_finite
+
+IMPLEMENTATIONS = ["fused", "foreach", "for-loop"]
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 4)
+        self.norm = nn.RMSNorm(4)
+        self.experts = nn.Parameter(torch.ones(2, 3, 4))
+        self.frozen = nn.Parameter(torch.ones(2, 2), requires_grad=False)
+
+
+def build(implementation="fused", **changes):
+    torch.manual_seed(0)
+    model = Model()
+    return model, build_optimizer(model, OptimizerSection(implementation=implementation, **changes))
+
+
+def set_gradients(model, value=1.0):
+    for param in model.parameters():
+        if param.requires_grad:
+            param.grad = torch.full_like(param, value)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_decay_on_matrices_only(implementation):
+    model, optimizer = build(implementation, weight_decay=0.3, lr=0.01, beta1=0.8, beta2=0.7, eps=1e-5)
+    decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    assert decay == {
+        id(model.linear.weight): 0.3,
+        id(model.linear.bias): 0.0,
+        id(model.norm.weight): 0.0,
+        id(model.experts): 0.3,
+    }
+    for group in optimizer.param_groups:
+        assert (group["lr"], group["betas"], group["eps"]) == (0.01, (0.8, 0.7), 1e-5)
+        assert group["fused"] == (implementation == "fused")
+        assert group["foreach"] == (implementation == "foreach")
+
+
+def test_tied_parameter_is_optimized_once():
+    model = Model()
+    model.head = nn.Linear(3, 4, bias=False)
+    model.head.weight = model.linear.weight
+    optimizer = build_optimizer(model, OptimizerSection())
+    listed = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    assert len(listed) == len(set(listed)) == 4
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_finite_step_equals_torch(implementation):
+    model, optimizer = build(implementation, lr=0.1)
+    expected = Model()
+    expected.load_state_dict(model.state_dict())
+    groups = [
+        {"params": [expected.linear.weight, expected.experts], "weight_decay": 0.1},
+        {"params": [expected.linear.bias, expected.norm.weight], "weight_decay": 0.0},
+    ]
+    reference = torch.optim.AdamW(groups, lr=0.1, betas=(0.9, 0.95), eps=1e-8, foreach=False)
+    for value in (1.0, -0.3):
+        set_gradients(model, value)
+        set_gradients(expected, value)
+        step_if_finite(optimizer, torch.tensor(True))
+        reference.step()
+    for actual, wanted in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-6)  # float32, another order of operations
+    assert torch.equal(model.frozen, torch.ones(2, 2))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_not_finite_leaves_weights_and_state(implementation, bad):
+    model, optimizer = build(implementation)
+    set_gradients(model)
+    step_if_finite(optimizer, torch.tensor(True))
+    weights = [p.detach().clone() for p in model.parameters()]
+    state = [{k: v.clone() for k, v in optimizer.state[p].items()} for p in optimizer.state]
+    assert all(s["exp_avg"].abs().sum() > 0 for s in state)
+    set_gradients(model, bad)
+    step_if_finite(optimizer, torch.tensor(False))
+    assert all(torch.equal(p, w) for p, w in zip(model.parameters(), weights, strict=True))
+    after = [optimizer.state[p] for p in optimizer.state]
+    for old, new in zip(state, after, strict=True):
+        assert old.keys() == new.keys()
+        assert all(torch.equal(old[key], new[key]) for key in old)
+    set_gradients(model, 0.5)
+    step_if_finite(optimizer, torch.tensor(True))  # the flag does not stick
+    assert all(not torch.equal(p, w) for p, w in zip(model.parameters(), weights, strict=True) if p.requires_grad)
+    assert {int(s["step"]) for s in after} == {2}
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_not_finite_first_step(implementation):
+    model, optimizer = build(implementation)
+    weights = [p.detach().clone() for p in model.parameters()]
+    set_gradients(model, float("nan"))
+    step_if_finite(optimizer, torch.tensor(False))
+    assert all(torch.equal(p, w) for p, w in zip(model.parameters(), weights, strict=True))
+    for state in optimizer.state.values():
+        assert all(torch.equal(value, torch.zeros_like(value)) for value in state.values())

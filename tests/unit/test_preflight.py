@@ -1,0 +1,80 @@
+"""Preflight: model, degrees and batch checked against one another, without torch, one error with everything."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from titanlite.config import load_config
+from titanlite.config.parallelism import Degrees
+from titanlite.errors import ConfigError
+from titanlite.models.families import families
+from titanlite.preflight import check, main
+
+ROOT = Path(__file__).parents[2]
+TOML = '[model]\nname = "qwen3_moe"\nflavor = "debug"\n[training]\nseq_len = 64\n'
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    file = tmp_path / "x.toml"
+    file.write_text(TOML)
+    return str(file)
+
+
+def run_check(path: str, *overrides: str, world_size: int = 4):
+    return check(load_config(["--config", path, *overrides]), world_size)
+
+
+def test_good_job(path):
+    checked = run_check(path, "--parallelism.tensor_parallel_degree=2", "--parallelism.expert_parallel_degree=4")
+    assert checked.degrees == Degrees(1, 2, 2, 4)
+    assert checked.model_config == families()["qwen3_moe"].presets["debug"]
+    assert checked.job.training.seq_len == 64
+
+
+def test_everything_that_is_wrong_is_said_at_once(path):
+    with pytest.raises(ConfigError) as error:
+        run_check(path, "--model.flavor=debu", "--parallelism.tensor_parallel_degree=3")
+    text = str(error.value)
+    assert text.startswith("configuration: 2 problems:")
+    assert "did you mean 'debug'?" in text
+    assert "tp (3) = 3 does not divide the world size (4)" in text
+
+
+def test_model_and_degrees_against_each_other(path):
+    with pytest.raises(ConfigError) as error:
+        run_check(path, "--training.seq_len=4097", "--parallelism.tensor_parallel_degree=4")
+    text = str(error.value)
+    assert text.startswith("configuration: 3 problems:")
+    assert "num_kv_heads (2)" in text
+    assert "training.seq_len (4097) is not a multiple" in text
+    assert "exceeds the model's max_position_embeddings (2048)" in text
+
+
+def test_exit_codes(path, capsys):
+    assert main(["--world-size", "4", "--config", path]) == 0
+    assert capsys.readouterr().err == ""
+    assert main(["--world-size", "3", "--config", path, "--parallelism.tensor_parallel_degree=2"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("titanlite: error: configuration: parallelism: dp_replicate (1) * tp (2) = 2")
+    assert "Traceback" not in error
+    assert main(["--config", path]) == 0  # one rank
+
+
+def test_missing_file_and_unknown_key(tmp_path, path, capsys):
+    assert main(["--config", str(tmp_path / "nope.toml")]) == 2
+    assert "nope.toml" in capsys.readouterr().err
+    assert main(["--config", path, "--training.step=5"]) == 2
+    assert "did you mean 'training.steps'?" in capsys.readouterr().err
+
+
+def test_does_not_wait_for_torch(path):
+    code = (
+        "import sys; from titanlite.preflight import main; "
+        f"code = main(['--world-size', '4', '--config', {path!r}]); "
+        "sys.exit(code or ('torch' in sys.modules or 'transformers' in sys.modules))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr

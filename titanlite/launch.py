@@ -1,0 +1,36 @@
+"""Start the ranks with torchrun's launcher, and report a failed run in one line instead of two tracebacks.
+
+`python -m titanlite.launch [torchrun options] -m titanlite.train ...` takes torchrun's arguments as they are.
+"""
+
+import logging
+import signal
+import sys
+from collections.abc import Sequence
+
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.run import parse_args, run
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run torchrun; the exit code is that of the rank that failed first, 128 + N if signal N ended it."""
+    # The launcher logs each rank that it ends after a failure; the line below says it once, with the cause.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    try:
+        run(parse_args(list(sys.argv[1:] if argv is None else argv)))
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        print(f"titanlite: rank {rank} {_how(failure)}; all ranks were stopped.", file=sys.stderr)
+        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+    return 0
+
+
+def _how(failure: ProcessFailure) -> str:
+    if failure.exitcode >= 0:
+        return f"ended with exit code {failure.exitcode}"
+    hint = " (often: out of memory)" if failure.exitcode == -signal.SIGKILL else ""
+    return f"was ended by {signal.Signals(-failure.exitcode).name}{hint}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
