@@ -5,6 +5,8 @@ Rank r of n holds experts r * E / n to (r + 1) * E / n. Rows grouped by expert a
 Shapes: T tokens, k experts per token, R = T * k rows sent, Q rows received, E experts, e = E / n local ones, D hidden.
 """
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -24,7 +26,7 @@ def apply_expert_parallel(model: Decoder, mesh: DeviceMesh) -> None:
     """
     # Not compiled: ranks compile for different numbers of rows, and two graphs may order the same independent
     # collectives differently, which is a deadlock.
-    dispatch = torch.compiler.disable(ExpertParallelDispatcher(mesh.get_group()).dispatch)
+    dispatch: Any = torch.compiler.disable(ExpertParallelDispatcher(mesh.get_group()).dispatch)
     for moe in model.moe_layers().values():
         shard_parameters(moe.experts, mesh, {param: Shard(0) for param in moe.experts.parameters()})
         moe.dispatch = dispatch
