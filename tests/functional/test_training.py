@@ -2,7 +2,7 @@
 
 import math
 import shutil
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import pytest
@@ -276,21 +276,38 @@ def test_another_seed_is_another_run(train_run):
     assert [name for name in matrices if first.digests[name] == second.digests[name]] == []
 
 
-@pytest.mark.skipif(
-    not (shutil.which("g++") or shutil.which("c++")), reason="torch.compile on CPU needs a C++ compiler"
-)
-@pytest.mark.slow
 # torch 2.13 warns about its own doing: it reads .grad of gathered parameters and instantiates autograd functions.
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-def test_compiled_layers_give_the_same_loss(train_run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """The inductor fuses and reorders float32 arithmetic: 1e-5 relative."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")  # a forked rank cannot start a pool of compilers
-    small = ["--training.local_batch_size=8", "--model.overrides.num_layers=1"]
-    (plain,) = train_run(Degrees(), *small, steps=2)
-    (compiled,) = train_run(Degrees(), *small, "--compile.enable=true", steps=2)
-    assert compiled.losses == pytest.approx(plain.losses, rel=1e-5)
-    assert compiled.grad_norms == pytest.approx(plain.grad_norms, rel=1e-5)
-    assert compiled.tokens_per_expert == plain.tokens_per_expert
-    assert list(tmp_path.rglob("*.so")), "nothing was compiled"
+TORCH_COMPILE_WARNINGS = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+]
+
+
+class TestCompile:
+    pytestmark = TORCH_COMPILE_WARNINGS
+
+    @pytest.mark.parametrize("mesh", ["one", "TP2xEP2"])
+    def test_traced_moe_layers_give_the_same_loss(self, train_run, meshes, monkeypatch, mesh):
+        """Tracing alone, without code generation: the same operations, up to their order."""
+        degrees = Degrees() if mesh == "one" else meshes[mesh]
+        small = ["--training.local_batch_size=4", "--model.overrides.num_layers=1", FULL_AC]
+        plain = train_run(degrees, *small, steps=2)
+        monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+        traced = train_run(degrees, *small, "--compile.enable=true", steps=2)
+        for a, b in zip(plain, traced, strict=True):
+            assert b.losses == pytest.approx(a.losses, rel=1e-5)
+            assert b.grad_norms == pytest.approx(a.grad_norms, rel=1e-5)
+            assert b.tokens_per_expert == a.tokens_per_expert
+
+    @pytest.mark.skipif(not (shutil.which("g++") or shutil.which("c++")), reason="the inductor needs a C++ compiler")
+    @pytest.mark.slow
+    def test_compiled_dense_layers_give_the_same_loss(self, train_run, monkeypatch, tmp_path):
+        """The inductor fuses and reorders float32 arithmetic: 1e-5 relative."""
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+        monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")  # a forked rank cannot start a pool of compilers
+        small = ["--training.local_batch_size=8", "--model.name=qwen3", "--model.overrides.num_layers=1"]
+        (plain,) = train_run(Degrees(), *small, steps=2)
+        (compiled,) = train_run(Degrees(), *small, "--compile.enable=true", steps=2)
+        assert compiled.losses == pytest.approx(plain.losses, rel=1e-5)
+        assert compiled.grad_norms == pytest.approx(plain.grad_norms, rel=1e-5)
+        assert list(tmp_path.rglob("*.so")), "nothing was compiled"
