@@ -6,6 +6,9 @@ raise the same error and none is left waiting. `train.main` prints these without
 
 from collections.abc import Iterable
 
+# Environment variable with a folder where the ranks of one launch agree who prints an error that all of them have.
+NOTICE_FOLDER = "TITANLITE_NOTICE_FOLDER"
+
 
 class TitanliteError(Exception):
     """A problem that the user can mend. Its text is the whole message; no traceback is needed to act on it."""

@@ -4,12 +4,16 @@
 """
 
 import logging
+import os
 import signal
 import sys
+import tempfile
 from collections.abc import Sequence
 
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.run import parse_args, run
+
+from titanlite.errors import NOTICE_FOLDER
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -17,7 +21,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     # The launcher logs each rank that it ends after a failure; the line below says it once, with the cause.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
-        run(parse_args(list(sys.argv[1:] if argv is None else argv)))
+        with tempfile.TemporaryDirectory(prefix="titanlite-") as folder:
+            os.environ[NOTICE_FOLDER] = folder
+            run(parse_args(list(sys.argv[1:] if argv is None else argv)))
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         print(f"titanlite: rank {rank} {_how(failure)}; all ranks were stopped.", file=sys.stderr)

@@ -3,14 +3,13 @@
 import hashlib
 import os
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch.distributed as dist
 
 from titanlite.config import load_config
-from titanlite.errors import TitanliteError
+from titanlite.errors import NOTICE_FOLDER, TitanliteError
 from titanlite.logger import setup_logger
 from titanlite.preflight import check
 from titanlite.trainer import Trainer
@@ -33,16 +32,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _say_once(message: str) -> None:
-    """Print `message` on the first rank of this machine and launch that has it; the others have nothing to add."""
-    run = os.environ.get("TORCHELASTIC_RUN_ID", str(os.getpid())) + os.environ.get("MASTER_PORT", "")
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    digest = hashlib.sha256(f"{run}:{attempt}:{message}".encode()).hexdigest()[:24]
-    try:
-        os.close(os.open(Path(tempfile.gettempdir(), f"titanlite-{digest}"), os.O_CREAT | os.O_EXCL))
-    except FileExistsError:
-        return
-    except OSError:
-        pass  # no temporary folder to agree in: better said twice than not at all
+    """Print `message` on the first rank of this machine that has it; the others have nothing to add.
+
+    The launcher's notice folder is where the ranks agree; without one, every rank prints.
+    """
+    folder = os.environ.get(NOTICE_FOLDER)
+    if folder is not None:
+        digest = hashlib.sha256(message.encode()).hexdigest()
+        try:
+            os.close(os.open(Path(folder, digest), os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return
+        except OSError:
+            pass  # better said twice than not at all
     print(message, file=sys.stderr, flush=True)
 
 

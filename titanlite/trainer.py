@@ -56,6 +56,7 @@ class Trainer:
 
         self.device = init_distributed(job.comm.timeout_seconds)
         check_device(job, self.device)
+        make_dump_folder(job, self.dump_folder)
         self.dims = ParallelDims.build(degrees, self.device.type)
         logger.info("mesh: %s, %d ranks on %s", degrees, degrees.world_size, self.device.type)
 
@@ -76,9 +77,6 @@ class Trainer:
         self.step = 0
         self.first_bad_step = torch.full((), -1, dtype=torch.int64, device=self.device)
 
-        if dist.get_rank() == 0:
-            self.dump_folder.mkdir(parents=True, exist_ok=True)
-            save_resolved(job, self.dump_folder / "config.toml")
         self.metrics = MetricsLogger(
             job,
             self.dump_folder,
@@ -206,6 +204,24 @@ class Trainer:
             logger.info("checkpoint: %s (transformers: AutoModelForCausalLM.from_pretrained)", folder)
         if self.job.metrics.enable_tensorboard:
             logger.info("metrics:    tensorboard --logdir %s", self.dump_folder / self.job.metrics.save_tb_folder)
+
+
+def make_dump_folder(job: JobConfig, folder: Path) -> None:
+    """Make the run's folder and save the resolved configuration in it, on rank 0.
+
+    Raises:
+        ConfigError: on all ranks, if rank 0 cannot write there. Collective: every rank must call.
+    """
+    failure: list[str | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            save_resolved(job, folder / "config.toml")
+        except OSError as error:
+            failure[0] = str(error)
+    dist.broadcast_object_list(failure, src=0)
+    if failure[0] is not None:
+        raise ConfigError(f"job.dump_folder: cannot write to {folder}: {failure[0]}. Choose another folder.")
 
 
 def check_device(job: JobConfig, device: torch.device) -> None:

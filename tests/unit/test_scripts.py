@@ -112,7 +112,7 @@ def test_without_a_gpu_four_ranks_start_after_the_preflight(tools: Path):
     arguments = "--config x.toml --job.description=two words"
     assert calls == [
         f"call: -m titanlite.preflight --world-size 4 {arguments}",
-        f"call: -m torch.distributed.run --standalone --nproc-per-node=4 -m titanlite.train {arguments}",
+        f"call: -m titanlite.launch --standalone --nproc-per-node=4 -m titanlite.train {arguments}",
     ]
     assert f"OMP_NUM_THREADS=1 PYTHONPATH={ROOT}\n" in result.stdout
     assert result.stderr == ""
@@ -127,7 +127,7 @@ def test_settings_of_the_user_are_kept(tools: Path):
 def test_a_failed_preflight_starts_no_rank_and_keeps_its_exit_code(tools: Path):
     result = train(tools, "--config", "x.toml", PREFLIGHT_EXIT="2")
     assert result.returncode == 2
-    assert "torch.distributed.run" not in result.stdout
+    assert "titanlite.launch" not in result.stdout
 
 
 @pytest.mark.parametrize(

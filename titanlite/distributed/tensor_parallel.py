@@ -112,4 +112,6 @@ def _vocab_parallel_embedding(module: Embedding, tokens_BS: torch.Tensor, *, gro
 def _vocab_shard(head: OutputHead, mesh: DeviceMesh) -> VocabShard:
     start = region_of(head.weight).starts[0]
     reduce_max = partial(_all_reduce, op=dist.ReduceOp.MAX, group=mesh.get_group())
-    return VocabShard(start, reduce_max, partial(_all_reduce, op=dist.ReduceOp.SUM, group=mesh.get_group()))
+    return VocabShard(
+        start, head.weight.shape[0], reduce_max, partial(_all_reduce, op=dist.ReduceOp.SUM, group=mesh.get_group())
+    )

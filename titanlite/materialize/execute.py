@@ -19,7 +19,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def allocate(plan: Plan, device: torch.device, buffer_device: torch.device | None = None) -> None:
-    """Turn the meta tensors of `plan` into real ones on `device`, filled with poison: NaN, or the smallest integer.
+    """Turn the meta tensors of `plan` into real ones on `device`, filled with poison (`poison_of`).
 
     Buffers go to `buffer_device` if one is given. Tensors that were never on meta are moved, with their values.
 
@@ -38,17 +38,37 @@ def allocate(plan: Plan, device: torch.device, buffer_device: torch.device | Non
             new = tensor.detach().to(target)
         else:
             continue
-        if isinstance(tensor, nn.Parameter):
-            new = nn.Parameter(new, requires_grad=tensor.requires_grad)
-        vars(new).update(vars(tensor))
-        torch.utils.swap_tensors(tensor, new)
+        _exchange(tensor, new)
+
+
+def _exchange(tensor: torch.Tensor, new: torch.Tensor) -> None:
+    """Give `tensor` the contents of `new`; it stays the same object, of the same class, with attributes and hooks."""
+    if isinstance(tensor, nn.Parameter):
+        new = nn.Parameter(new, requires_grad=tensor.requires_grad)
+    if type(new) is not type(tensor):
+        new.__class__ = type(tensor)  # pyright: ignore[reportAttributeAccessIssue]
+    vars(new).update(vars(tensor))
+    # swap_tensors exchanges the hooks too; the same dictionaries keep the handles that were given out valid.
+    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if getattr(tensor, hooks, None) is not None:
+            setattr(new, hooks, getattr(tensor, hooks))
+    torch.utils.swap_tensors(tensor, new)
+
+
+def poison_of(dtype: torch.dtype) -> float | int | None:
+    """What fresh memory of `dtype` is filled with: NaN, the integer farthest from 0; None for bool, which has none."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    if dtype == torch.bool:
+        return None
+    info = torch.iinfo(dtype)
+    return info.min or info.max
 
 
 def _poison(local: torch.Tensor) -> None:
-    if local.dtype.is_floating_point or local.dtype.is_complex:
-        local.fill_(float("nan"))
-    elif local.dtype != torch.bool:  # bool has no spare value; verify cannot see a forgotten bool
-        local.fill_(torch.iinfo(local.dtype).min)
+    poison = poison_of(local.dtype)
+    if poison is not None:
+        local.fill_(poison)
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ The plan depends on names, shapes and declarations only, so all ranks make the s
 the same error, which lists all of them.
 """
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -137,6 +138,11 @@ def build_plan(model: nn.Module, sources: Sequence[SourceProvider | Mapping[str,
 
     entries = []
     for found in objects.values():
+        if found.tensor.is_meta and weakref.getweakrefs(found.tensor):
+            problems.append(
+                f"{found.info.fqn}: something holds a weak reference to it (a WeakTensorKeyDictionary?), so its "
+                "contents cannot be exchanged in place. Make such maps after materializing."
+            )
         source = _pick(found, declared, claimed, complete, problems)
         if source is not None:
             dtype = _final_dtype(found, source, declared, problems)
@@ -151,12 +157,13 @@ def _declarations(model: nn.Module, infos: Mapping[str, TensorInfo], problems: l
     declared: dict[str, Source] = {}
     owners: dict[str, str] = {}
     for raw_prefix, module in model.named_modules():
-        declare = getattr(module, "declare_sources", None)
+        # On the type: a wrapper (torch.compile) forwards the attributes of the module inside, which speaks for itself.
+        declare = getattr(type(module), "declare_sources", None)
         if declare is None:
             continue
         prefix = clean_name(raw_prefix)
-        where = f"{type(module).__name__} '{prefix}'" if prefix else type(module).__name__
-        for name, source in declare().items():
+        where = f"{_class_name(module)} '{prefix}'" if prefix else _class_name(module)
+        for name, source in declare(module).items():
             fqn = f"{prefix}.{name}" if prefix else name
             if isinstance(source, Alias) and prefix:
                 source = Alias(f"{prefix}.{source.target}")
@@ -174,6 +181,13 @@ def _declarations(model: nn.Module, infos: Mapping[str, TensorInfo], problems: l
     return declared
 
 
+def _class_name(module: nn.Module) -> str:
+    """The name of the module's class as its author wrote it: `fully_shard` derives an FSDPName from Name."""
+    name = type(module).__name__
+    plain = name.removeprefix("FSDP")
+    return plain if any(base.__name__ == plain for base in type(module).__mro__) else name
+
+
 def _claims(
     sources: Sequence[SourceProvider | Mapping[str, Source]], infos: Mapping[str, TensorInfo], problems: list[str]
 ) -> tuple[dict[str, Source], list[str]]:
@@ -185,7 +199,7 @@ def _claims(
         provider = Patterns(given) if isinstance(given, Mapping) else given
         if provider.complete:
             complete.append(provider.name)
-        for fqn, source in provider(infos).items():
+        for fqn, source in provider(infos):
             if fqn not in infos:
                 problems.append(f"{fqn}: unexpected, {provider.name} has it and the model does not.")
             elif fqn in claimed:
@@ -235,11 +249,7 @@ def _pick(
             )
         return Keep()
     if claims:
-        # A checkpoint may hold a tied tensor under each of its names; the copies are one tensor, so the first is read.
-        source = next(iter(claims.values()))
-        if isinstance(source, Read) and source.shape != info.shape:
-            problems.append(f"{info.fqn}: {source.reader.name} has {source.shape}, the model expects {info.shape}.")
-        return source
+        return _pick_claim(info, claims, problems)
     if len(own) > 1:
         listed = " and ".join(f"'{s}' for {n}" for n, s in own.items())
         problems.append(f"{info.fqn}: two sources for one tied tensor, {listed}. Declare Alias for all names but one.")
@@ -247,12 +257,32 @@ def _pick(
     source = next(iter(own.values()), None)
     if source is None:
         problems.append(
-            f"{info.fqn}: {info.kind} {info.shape} of {type(info.module).__name__} has no source. Declare one in "
+            f"{info.fqn}: {info.kind} {info.shape} of {_class_name(info.module)} has no source. Declare one in "
             "declare_sources of its module, or pass one in sources."
         )
     elif complete and info.persistent and not (isinstance(source, Init) and source.may_be_absent):
         problems.append(f"{info.fqn}: missing, {' and '.join(complete)} does not have it.")
     return source
+
+
+def _pick_claim(info: TensorInfo, claims: Mapping[str, Source], problems: list[str]) -> Source | None:
+    """The one source among the claims on a meta tensor's names."""
+    for name, source in claims.items():
+        if isinstance(source, Read) and source.shape != info.shape:
+            problems.append(f"{name}: {source.reader.name} has {source.shape}, the model expects {info.shape}.")
+        if isinstance(source, Keep | Alias):
+            problems.append(f"{name}: '{source}' cannot give a value to a tensor on meta. Name a source that can.")
+    # A checkpoint may hold a tied tensor under each of its names, and one pattern may match them all. They are one
+    # tensor, so the first is read.
+    first = next(iter(claims.values()))
+    same = [
+        s.reader is first.reader if isinstance(s, Read) and isinstance(first, Read) else s == first
+        for s in claims.values()
+    ]
+    if not all(same):
+        listed = " and ".join(f"'{source}' for {name}" for name, source in claims.items())
+        problems.append(f"{info.fqn}: two sources for one tied tensor, {listed}. Remove one.")
+    return first
 
 
 def _final_dtype(found: _Found, source: Source, declared: Mapping[str, Source], problems: list[str]) -> torch.dtype:

@@ -19,19 +19,19 @@ from titanlite.materialize.layout import Region
 _TILE = 256
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Recipe:
     """How to draw one tensor. Subclasses say what one tile holds; `zero_row` is for `padding_idx` of embeddings.
 
     Attributes:
-        zero_row: index along dim 0 that is zero instead, or None.
+        zero_row: index along dim 0 that is zero instead, counted from the end if negative; or None.
     """
 
     zero_row: int | None = None
 
     def __str__(self) -> str:
         given = ((f.name, getattr(self, f.name)) for f in fields(self))
-        listed = ", ".join(f"{name}={value:g}" for name, value in given if value)
+        listed = ", ".join(f"{name}={value:g}" for name, value in given if value or (name == "zero_row" and value == 0))
         return f"{type(self).__name__.lower()}({listed})"
 
     def tile(self, generator: np.random.Generator, rows: int, cols: int) -> np.ndarray:
@@ -42,6 +42,17 @@ class Recipe:
         """Write `region` of the tensor `name` of global `shape` into `local`, in place, cast to its dtype."""
         if local.numel() == 0:
             return
+        rows = local if local.is_contiguous() else torch.empty_like(local, memory_format=torch.contiguous_format)
+        self._draw(rows, region, shape, seed, name)
+        if self.zero_row is not None:
+            index = self.zero_row % shape[0] - region.starts[0]
+            if 0 <= index < region.lengths[0]:
+                rows[index].zero_()
+        if rows is not local:
+            local.copy_(rows)
+
+    def _draw(self, local: torch.Tensor, region: Region, shape: tuple[int, ...], seed: int, name: str) -> None:
+        """Draw the tiles that overlap `region`, and copy the overlaps into the contiguous `local`."""
         cols = shape[-1] if len(shape) > 1 else 1
         col_start, col_count = (region.starts[-1], region.lengths[-1]) if len(shape) > 1 else (0, 1)
         flat = local.view(-1, col_count)
@@ -66,11 +77,9 @@ class Recipe:
                     ]
                 flat[done : done + last - first].copy_(torch.from_numpy(band))
                 done += last - first
-        if self.zero_row is not None and 0 <= self.zero_row - region.starts[0] < region.lengths[0]:
-            local[self.zero_row - region.starts[0]].zero_()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Normal(Recipe):
     """Normal distribution."""
 
@@ -83,7 +92,7 @@ class Normal(Recipe):
         return x + np.float32(self.mean) if self.mean else x
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TruncatedNormal(Recipe):
     """Normal distribution cut off at `bound` standard deviations (before scaling by `std`)."""
 
@@ -97,7 +106,7 @@ class TruncatedNormal(Recipe):
         return (torch.erfinv(u) * (math.sqrt(2.0) * self.std) + self.mean).to(torch.float32).numpy()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Uniform(Recipe):
     """Uniform distribution on [low, high)."""
 
@@ -109,13 +118,13 @@ class Uniform(Recipe):
         return x * np.float32(self.high - self.low) + np.float32(self.low)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Constant(Recipe):
     """The same value everywhere."""
 
     value: float = 0.0
 
-    def fill(self, local: torch.Tensor, region: Region, shape: tuple[int, ...], seed: int, name: str) -> None:
+    def _draw(self, local: torch.Tensor, region: Region, shape: tuple[int, ...], seed: int, name: str) -> None:
         local.fill_(self.value)
 
 

@@ -10,7 +10,7 @@ A tied tensor is one tensor with several names: the first name is filled, the ot
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal, Protocol
@@ -135,8 +135,8 @@ class SourceProvider(Protocol):
     name: str
     complete: bool
 
-    def __call__(self, tensors: Mapping[str, TensorInfo]) -> Mapping[str, Source]:
-        """Claims by fully qualified name; a name that is not in `tensors` is reported as unexpected."""
+    def __call__(self, tensors: Mapping[str, TensorInfo]) -> Iterable[tuple[str, Source]]:
+        """Claims (fully qualified name, source). Unknown names and double claims are reported as such."""
         ...
 
 
@@ -146,12 +146,10 @@ class Patterns:
     def __init__(self, claims: Mapping[str, Source]) -> None:
         self.name, self.complete, self._claims = "sources", False, claims
 
-    def __call__(self, tensors: Mapping[str, TensorInfo]) -> Mapping[str, Source]:
-        found: dict[str, Source] = {}
+    def __call__(self, tensors: Mapping[str, TensorInfo]) -> Iterable[tuple[str, Source]]:
         for pattern, source in self._claims.items():
             names = [fqn for fqn in tensors if fqn == pattern or fnmatchcase(fqn, pattern)]
-            found.update(dict.fromkeys(names or [pattern], source))
-        return found
+            yield from ((name, source) for name in names or [pattern])
 
 
 class Checkpoint:
@@ -160,8 +158,8 @@ class Checkpoint:
     def __init__(self, reader: TensorReader) -> None:
         self.name, self.complete, self._reader = f"checkpoint {reader.name}", True, reader
 
-    def __call__(self, tensors: Mapping[str, TensorInfo]) -> Mapping[str, Source]:
-        return {name: Read(self._reader, name, tuple(shape)) for name, shape in self._reader.shapes().items()}
+    def __call__(self, tensors: Mapping[str, TensorInfo]) -> Iterable[tuple[str, Source]]:
+        return [(name, Read(self._reader, name, tuple(shape))) for name, shape in self._reader.shapes().items()]
 
 
 class StateDictReader:
@@ -179,19 +177,19 @@ class StateDictReader:
 
 
 class TorchDefaults:
-    """PyTorch's own distributions for Linear, Embedding (`padding_idx` row zero), LayerNorm and RMSNorm."""
+    """PyTorch's distributions for weight and bias of Linear, Embedding (`padding_idx` row zero), LayerNorm, RMSNorm."""
 
     name, complete = "torch defaults", False
 
-    def __call__(self, tensors: Mapping[str, TensorInfo]) -> Mapping[str, Source]:
-        found: dict[str, Source] = {}
+    def __call__(self, tensors: Mapping[str, TensorInfo]) -> Iterable[tuple[str, Source]]:
         for fqn, info in tensors.items():
             leaf, module = fqn.rpartition(".")[2], info.module
+            if leaf not in ("weight", "bias") or not getattr(module, leaf).is_meta:
+                continue
             if isinstance(module, nn.Linear):
                 bound = 1.0 / math.sqrt(module.in_features)
-                found[fqn] = Init(Uniform(low=-bound, high=bound))
+                yield fqn, Init(Uniform(low=-bound, high=bound))
             elif isinstance(module, nn.Embedding):
-                found[fqn] = Init(Normal(zero_row=module.padding_idx))
+                yield fqn, Init(Normal(zero_row=module.padding_idx))
             elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
-                found[fqn] = Init(Zeros() if leaf == "bias" else Ones())
-        return found
+                yield fqn, Init(Zeros() if leaf == "bias" else Ones())

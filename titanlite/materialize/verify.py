@@ -7,9 +7,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from titanlite.errors import VerifyError, raise_problems
-from titanlite.materialize.execute import local_of
+from titanlite.materialize.execute import local_of, poison_of
 from titanlite.materialize.layout import Region, num_replicas
 from titanlite.materialize.plan import Plan, TensorEntry, named_tensors
+from titanlite.materialize.sources import Keep
 
 _CHUNK = 1 << 22
 
@@ -58,15 +59,17 @@ def _entry_problems(entry: TensorEntry, current: dict[str, torch.Tensor]) -> lis
         problems.append(f"{fqn}: its DTensor spec says {tensor.dtype}, its data is {local.dtype}.")
     if local.dtype != entry.dtype:
         problems.append(f"{fqn}: is {local.dtype}, expected {entry.dtype}.")
-    if local.dtype.is_floating_point:
-        # A sum is NaN if any term is; it needs one pass and no mask. Infinities are legal in buffers (masks) only.
-        nan = bool(local.isnan().any())
-        if nan:
-            problems.append(f"{fqn}: not filled, or NaN, in {int(local.isnan().sum())} of {local.numel()} elements.")
+    if local.dtype.is_floating_point or local.dtype.is_complex:
+        if bool(local.isnan().any()):
+            how = "was NaN before materialization" if isinstance(entry.source, Keep) else "not filled, or NaN"
+            problems.append(f"{fqn}: {how}, in {int(local.isnan().sum())} of {local.numel()} elements.")
         elif entry.info.kind == "parameter" and local.numel() and not bool(local.abs().amax().isfinite()):
-            problems.append(f"{fqn}: has infinite elements.")
-    elif local.dtype != torch.bool and local.numel() and bool((local == torch.iinfo(local.dtype).min).any()):
-        problems.append(f"{fqn}: not filled (it holds the smallest {local.dtype}).")
+            problems.append(f"{fqn}: has infinite elements.")  # legal in buffers, such as masks
+    elif not isinstance(entry.source, Keep) and local.numel():
+        # Every integer is a legal value; a whole tensor of the one that no one wants is a forgotten one.
+        poison = poison_of(local.dtype)
+        if poison is not None and bool((local == poison).all()):
+            problems.append(f"{fqn}: not filled (all its elements are {poison}).")
     return problems
 
 

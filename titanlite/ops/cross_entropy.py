@@ -7,6 +7,7 @@ the hidden states and of the weight, scaled in backward by the upstream scalar.
 Shapes: T tokens, C tokens of a chunk, D width, V vocabulary rows of this rank.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -23,22 +24,29 @@ class VocabShard:
 
     Attributes:
         start: first vocabulary row of this rank's weight.
+        vocab_size: rows of all ranks together.
         reduce_max, reduce_sum: all-reduce a (C,) or (2, C) tensor over the vocabulary's ranks, out of place; every
             rank calls them in the same order.
     """
 
     start: int
+    vocab_size: int
     reduce_max: Callable[[torch.Tensor], torch.Tensor]
     reduce_sum: Callable[[torch.Tensor], torch.Tensor]
 
 
 def _chunk_loss(logits_CV: torch.Tensor, labels_C: torch.Tensor, shard: VocabShard | None):
-    """Loss (C,) of each token, and in place of the logits the gradient of its sum, softmax - one_hot."""
+    """Loss (C,) of each token, and in place of the logits the gradient of its sum, softmax - one_hot.
+
+    A label outside the vocabulary gives NaN in both, for a plausible number would hide it.
+    """
     max_C = logits_CV.amax(dim=-1)
     if shard is not None:
         max_C = shard.reduce_max(max_C)
     valid_C = labels_C != IGNORE_INDEX
-    local_C = labels_C - (shard.start if shard is not None else 0)
+    start, vocab_size = (0, logits_CV.shape[-1]) if shard is None else (shard.start, shard.vocab_size)
+    factor_C = valid_C.to(logits_CV.dtype).masked_fill(valid_C & ((labels_C < 0) | (labels_C >= vocab_size)), math.nan)
+    local_C = labels_C - start
     mine_C = valid_C & (local_C >= 0) & (local_C < logits_CV.shape[-1])
     column_C1 = local_C.where(mine_C, 0).unsqueeze(-1)
 
@@ -48,9 +56,9 @@ def _chunk_loss(logits_CV: torch.Tensor, labels_C: torch.Tensor, shard: VocabSha
     sum_C = exp_CV.sum(dim=-1)
     if shard is not None:
         sum_C, target_C = shard.reduce_sum(torch.stack([sum_C, target_C])).unbind(0)
-    loss_C = (sum_C.log() - target_C).where(valid_C, 0.0)
+    loss_C = (sum_C.log() - target_C) * factor_C
 
-    grad_CV = exp_CV.mul_((valid_C / sum_C).unsqueeze(-1))
+    grad_CV = exp_CV.mul_((factor_C / sum_C).unsqueeze(-1))
     grad_CV.scatter_add_(-1, column_C1, -mine_C.unsqueeze(-1).to(grad_CV.dtype))
     return loss_C, grad_CV
 
@@ -64,8 +72,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         labels_T: torch.Tensor,
         chunk_tokens: int,
         shard: VocabShard | None,
+        grad_enabled: bool,
     ) -> torch.Tensor:
-        need_hidden, need_weight = ctx.needs_input_grad[:2]
+        need_hidden, need_weight = (grad_enabled and needed for needed in ctx.needs_input_grad[:2])
         accumulate = torch.promote_types(weight_VD.dtype, torch.float32)
         dhidden_TD = torch.empty_like(hidden_TD) if need_hidden else None
         dweight_VD = torch.zeros_like(weight_VD, dtype=accumulate) if need_weight else None
@@ -93,10 +102,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, dloss: torch.Tensor) -> tuple[Any, ...]:
         dhidden_TD, dweight_VD = ctx.saved_tensors
         if dhidden_TD is not None:
-            dhidden_TD = dhidden_TD * dloss.to(dhidden_TD.dtype)
+            dhidden_TD = dhidden_TD * dloss  # a float32 scalar: rounded to bfloat16 it would be off by up to 0.4 %
         if dweight_VD is not None:
             dweight_VD = (dweight_VD * dloss).to(ctx.weight_dtype)
-        return dhidden_TD, dweight_VD, None, None, None
+        return dhidden_TD, dweight_VD, None, None, None, None
 
 
 def linear_cross_entropy(
@@ -116,4 +125,5 @@ def linear_cross_entropy(
         shard: set when the vocabulary is split over ranks. Collectives: two per chunk; all ranks hold the same tokens.
             The result is the full loss on every rank; the gradient of `hidden_TD` is this rank's part of a sum.
     """
-    return _LinearCrossEntropy.apply(hidden_TD, weight_VD, labels_T, chunk_tokens, shard)
+    # Inside forward gradients are always off, so it must be told whether they are wanted.
+    return _LinearCrossEntropy.apply(hidden_TD, weight_VD, labels_T, chunk_tokens, shard, torch.is_grad_enabled())

@@ -254,12 +254,6 @@ def test_table():
     assert not any(line.endswith(" ") for line in lines)
 
 
-# Bugs, each to become an ordinary test when mended.
-
-
-@pytest.mark.xfail(
-    reason="bug: a wrapper that forwards attributes declares its module's sources again", raises=PlanError
-)
 @pytest.mark.parametrize("wrap", ["compile", "checkpoint_wrapper"])
 def test_wrapped_module_declares_once(wrap):
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -268,26 +262,22 @@ def test_wrapped_module_declares_once(wrap):
     assert [entry.fqn for entry in build_plan(Outer(x=part)).entries] == ["x.w", "x.b"]
 
 
-@pytest.mark.xfail(reason="bug: claims on two names of a tied tensor: the first wins in silence")
 def test_two_claims_on_a_tied_tensor():
     with pytest.raises(PlanError, match="two sources"):
         build_plan(tied({}), [{"a.weight": ONES}, {"b.weight": ZEROS}])
 
 
-@pytest.mark.xfail(reason="bug: only the first name of a tied tensor is checked against the checkpoint's shape")
 def test_wrong_shape_under_the_second_name_of_a_tied_tensor():
     values = {"a.weight": torch.zeros(2, 2), "b.weight": torch.zeros(3, 3)}
     with pytest.raises(PlanError, match=r"b\.weight"):
         build_plan(tied({}), [Checkpoint(StateDictReader(values))])
 
 
-@pytest.mark.xfail(reason="bug: two patterns of one mapping that match a name: the last wins in silence")
 def test_two_patterns_of_one_mapping():
     with pytest.raises(PlanError, match="two sources"):
         build_plan(Part(), [{"*": ZEROS, "w": ONES}])
 
 
-@pytest.mark.xfail(reason="bug: Keep or Alias as the source of a meta tensor is found by verify only")
 @pytest.mark.parametrize("source", [Keep(), Alias("b")], ids=str)
 def test_claim_that_cannot_give_a_value(source):
     with pytest.raises(PlanError, match="w"):

@@ -139,7 +139,6 @@ def test_zero_row_in_the_shard_that_holds_it(recipe):
     assert (fill(recipe, (5, 4), Region((0, 0), (2, 4))) != 0).all()
 
 
-@pytest.mark.xfail(reason="bug: Constant.fill ignores zero_row", raises=AssertionError)
 def test_zero_row_of_a_constant():
     assert fill(Constant(value=1.0, zero_row=0), (2, 2)).tolist() == [[0, 0], [1, 1]]
 
@@ -149,7 +148,6 @@ def test_text():
     assert str(TruncatedNormal(std=0.5)) == "truncatednormal(std=0.5, bound=3)"
 
 
-@pytest.mark.xfail(reason="bug: Recipe.__str__ leaves out whatever is 0", raises=AssertionError)
 def test_text_names_row_zero():
     assert "zero_row=0" in str(Normal(zero_row=0))
 

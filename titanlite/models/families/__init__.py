@@ -16,7 +16,7 @@ from pathlib import Path
 from titanlite.config.model import ModelConfig
 from titanlite.config.schema import ModelSection
 from titanlite.errors import ConfigError, raise_problems
-from titanlite.models.families.family import Family
+from titanlite.models.families.family import Family, check_model_config
 
 __all__ = ["Family", "check_model_config", "families", "family_of", "model_config_from_hf", "resolve_model_config"]
 
@@ -81,40 +81,6 @@ def model_config_from_hf(folder: Path) -> ModelConfig:
             f"{path}: model_type '{model_type}' has no native decoder; there are {', '.join(families())}."
         )
     return families()[model_type].from_hf(hf, str(path))
-
-
-def check_model_config(config: ModelConfig) -> list[str]:
-    """Contradictions inside `config`, one message each."""
-    problems = []
-    for name in (
-        "vocab_size",
-        "hidden_size",
-        "num_layers",
-        "num_heads",
-        "num_kv_heads",
-        "head_dim",
-        "intermediate_size",
-    ):
-        if getattr(config, name) < 1:
-            problems.append(f"{name} = {getattr(config, name)} is not positive.")
-    if config.num_kv_heads > 0 and config.num_heads % config.num_kv_heads:
-        problems.append(f"num_heads ({config.num_heads}) is not a multiple of num_kv_heads ({config.num_kv_heads}).")
-    if config.head_dim % 2:
-        problems.append(f"head_dim ({config.head_dim}) is odd; rotary embeddings need pairs.")
-    if config.num_experts:
-        if not 1 <= config.top_k <= config.num_experts:
-            problems.append(f"top_k ({config.top_k}) is not between 1 and num_experts ({config.num_experts}).")
-        groups = config.num_expert_groups
-        if groups < 1 or config.num_experts % groups:
-            problems.append(f"num_experts ({config.num_experts}) is not a multiple of num_expert_groups ({groups}).")
-        elif not 1 <= config.num_limited_groups <= groups:
-            problems.append(f"num_limited_groups ({config.num_limited_groups}) is not between 1 and {groups}.")
-        elif config.top_k > config.num_experts // groups * config.num_limited_groups:
-            problems.append(
-                f"top_k ({config.top_k}) is more than the experts in {config.num_limited_groups} of {groups} groups "
-                f"({config.num_experts // groups * config.num_limited_groups})."
-            )
-    return problems
 
 
 def _nearest(name: str, known: Mapping[str, object]) -> str:

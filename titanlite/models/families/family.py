@@ -29,6 +29,8 @@ MOE_KEYS: Mapping[str, str] = {
 }
 # Other names under which transformers versions write the same key.
 KEY_ALIASES: Mapping[str, str] = {"num_experts": "num_local_experts", "n_routed_experts": "num_local_experts"}
+# Features that every config.json may ask for and the decoder lacks.
+UNIVERSALLY_REQUIRED: Mapping[str, tuple[Any, ...]] = {"hidden_act": ("silu",), "quantization_config": (None,)}
 
 
 @dataclass(frozen=True)
@@ -62,30 +64,34 @@ class Family:
             ConfigError: a key is missing, or asks for something that the decoder cannot express.
         """
         problems = []
-        for key, allowed in {"hidden_act": ("silu",), **self.required}.items():
+        for key, allowed in {**UNIVERSALLY_REQUIRED, **self.required}.items():
             if key in hf and hf[key] not in allowed:
                 wanted = " or ".join(repr(value) for value in allowed)
                 problems.append(f"{key} = {hf[key]!r} is not supported by the native decoder, only {wanted} is.")
+        if set(hf.get("layer_types") or []) - {"full_attention"}:
+            problems.append("layer_types has other entries than 'full_attention', which the native decoder lacks.")
         values: dict[str, Any] = {**self.defaults, **self.fixed, "family": self.name}
         for ours, theirs in self.keys.items():
             value = hf.get(theirs, hf.get(KEY_ALIASES.get(theirs, "")))
             if value is not None:
                 values[ours] = value
+                kind = _FIELD_KINDS[ours]
+                if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+                    problems.append(f"{theirs} = {value!r} is of the wrong type.")
         values.setdefault("num_kv_heads", values.get("num_heads"))
-        if "head_dim" not in values and {"hidden_size", "num_heads"} <= values.keys():
-            values["head_dim"] = values["hidden_size"] // values["num_heads"]
-        problems += [f"{theirs} is missing." for ours, theirs in self.keys.items() if ours not in values]
-        rope = hf.get("rope_parameters") or {
-            **(hf.get("rope_scaling") or {}),
-            "rope_theta": hf.get("rope_theta", 10000.0),
-        }
-        values["rope_theta"] = float(rope.get("rope_theta", 10000.0))
+        if "head_dim" not in values and {"hidden_size", "num_heads"} <= values.keys() and not problems:
+            values["head_dim"] = values["hidden_size"] // max(values["num_heads"], 1)
+        problems += [
+            f"{theirs} is missing." for ours, theirs in self.keys.items() if ours not in values and ours != "head_dim"
+        ]
         try:
-            values["rope_scaling"] = _rope_scaling(rope)
+            values["rope_theta"], values["rope_scaling"] = _rope(hf)
         except ConfigError as error:
             problems.append(str(error))
         raise_problems(ConfigError, where, problems)
-        return ModelConfig(**values)
+        config = ModelConfig(**values)
+        raise_problems(ConfigError, where, check_model_config(config))
+        return config
 
     def to_hf(self, config: ModelConfig) -> dict[str, Any]:
         """The Hugging Face configuration of `config`, as keyword arguments of the family's config class."""
@@ -104,13 +110,80 @@ _ROPE_KEYS = {
 }
 
 
-def _rope_scaling(rope: Mapping[str, Any]) -> RopeScaling | None:
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    if rope_type == "default":
-        return None
-    if rope_type not in _ROPE_KEYS:
+def _rope(hf: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
+    """Base and scaling, from `rope_parameters` or from the older `rope_theta` and `rope_scaling`.
+
+    Raises:
+        ConfigError: something the decoder lacks, or a value that is no number.
+    """
+    table = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    if not isinstance(table, Mapping):
+        raise ConfigError(f"rope_parameters or rope_scaling = {table!r} is not a table.")
+    theta = next((t for t in (table.get("rope_theta"), hf.get("rope_theta")) if t is not None), None)
+    if theta is None and "rope_theta" in hf:
+        raise ConfigError("rope_theta = null is not a number.")
+    theta = 10000.0 if theta is None else theta  # transformers' default where a config.json does not say
+    rope_type: Any = table.get("rope_type", table.get("type", "default"))
+    if rope_type != "default" and rope_type not in _ROPE_KEYS:
         raise ConfigError(
             f"rope_type '{rope_type}' is not supported by the native decoder, only {', '.join(_ROPE_KEYS)}."
         )
-    known = {f.name for f in fields(RopeScaling)}
-    return RopeScaling(**{**{k: v for k, v in rope.items() if k in known}, "rope_type": rope_type})
+    partial = table.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0))
+    if partial not in (None, 1.0):
+        raise ConfigError(f"partial_rotary_factor = {partial} is not supported by the native decoder, only 1.0 is.")
+    numbers = {"rope_theta": theta} | {key: table.get(key) for key in _ROPE_KEYS.get(rope_type, ())}
+    wrong = [f"{k} = {v!r}" for k, v in numbers.items() if not isinstance(v, int | float) or isinstance(v, bool)]
+    if wrong:
+        raise ConfigError(f"rotary embedding of type '{rope_type}': {', '.join(wrong)} is not a number.")
+    scaling: dict[str, Any] = {key: numbers[key] for key in _ROPE_KEYS.get(rope_type, ())}
+    if not scaling:
+        return float(theta), None
+    return float(theta), RopeScaling(**{"rope_type": rope_type, **scaling})
+
+
+def check_model_config(config: ModelConfig) -> list[str]:
+    """Contradictions inside `config`, one message each."""
+    problems = []
+    for name in _POSITIVE + (_POSITIVE_MOE if config.num_experts else ()):
+        if getattr(config, name) <= 0:
+            problems.append(f"{name} = {getattr(config, name)} is not positive.")
+    for name in ("num_experts", "num_dense_layers", "num_shared_experts", "initializer_range"):
+        if getattr(config, name) < 0:
+            problems.append(f"{name} = {getattr(config, name)} is negative.")
+    if config.num_kv_heads > 0 and config.num_heads % config.num_kv_heads:
+        problems.append(f"num_heads ({config.num_heads}) is not a multiple of num_kv_heads ({config.num_kv_heads}).")
+    if config.head_dim % 2:
+        problems.append(f"head_dim ({config.head_dim}) is odd; rotary embeddings need pairs.")
+    if config.num_experts > 0:
+        groups = config.num_expert_groups
+        if config.top_k > config.num_experts:
+            problems.append(f"top_k ({config.top_k}) is more than num_experts ({config.num_experts}).")
+        elif groups < 1 or config.num_experts % groups:
+            problems.append(f"num_experts ({config.num_experts}) is not a multiple of num_expert_groups ({groups}).")
+        elif not 1 <= config.num_limited_groups <= groups:
+            problems.append(f"num_limited_groups ({config.num_limited_groups}) is not between 1 and {groups}.")
+        elif config.top_k > config.num_experts // groups * config.num_limited_groups:
+            problems.append(
+                f"top_k ({config.top_k}) is more than the experts in {config.num_limited_groups} of {groups} groups "
+                f"({config.num_experts // groups * config.num_limited_groups})."
+            )
+    return problems
+
+
+_POSITIVE = (
+    "vocab_size",
+    "hidden_size",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "intermediate_size",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "rope_theta",
+)
+_POSITIVE_MOE = ("top_k", "moe_intermediate_size")
+_FIELD_KINDS: Mapping[str, Any] = {
+    f.name: {int: int, float: (int, float), bool: bool, str: str}.get(f.type, object)  # type: ignore[call-overload]
+    for f in fields(ModelConfig)
+}
