@@ -56,12 +56,12 @@ class Trainer:
 
         self.device = init_distributed(job.comm.timeout_seconds)
         check_device(job, self.device)
-        make_dump_folder(job, self.dump_folder)
         self.dims = ParallelDims.build(degrees, self.device.type)
         logger.info("mesh: %s, %d ranks on %s", degrees, degrees.world_size, self.device.type)
 
         self.tokenizer, self.loader = build_data(job, self.dims.dp_rank, degrees.dp)
         check_vocabulary(self.loader.dataset.tokenized.vocab_size, model_config)
+        make_dump_folder(job, self.dump_folder)
 
         self.model = build_decoder(model_config, getattr(torch, job.training.dtype))  # on meta: shapes only
         configure(self.model, job)

@@ -55,7 +55,7 @@ bpe_vocab_size = {vocab_size}
 cache_folder = "{cache}"
 """
 
-# The ladder of issue 2: name -> (degrees, ranks that read different data).
+# The ladder: name -> (degrees, ranks that read different data).
 MESHES: Mapping[str, Degrees] = {
     "FSDP4": Degrees(dp_shard=4),
     "HSDP2x2": Degrees(dp_replicate=2, dp_shard=2),

@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from titanlite.errors import NOTICE_FOLDER
 from titanlite.train import main
 
 PREFLIGHT_TIMEOUT_S = 20  # takes a fraction of a second; the rest is for a machine that is busy otherwise
@@ -192,7 +193,7 @@ def test_data_and_folders_are_the_same_titanlite_error_on_all_ranks(
     file.write_text("not a folder")
     argv = ["--config", str(config_file), f"--job.dump_folder={tmp_path / 'run'}"]
     argv += [override.format(file=file) for override in overrides]
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", str(tmp_path))  # as torchrun: shared by the ranks of one launch
+    monkeypatch.setenv(NOTICE_FOLDER, str(tmp_path))  # as the launcher does
     monkeypatch.setattr("torch.distributed.destroy_process_group", lambda: None)  # run_ranks ends with a barrier
     codes = run_ranks(2, lambda: main(argv), timeout_s=60)
     output = "".join(capfd.readouterr())

@@ -1,7 +1,7 @@
 """Families: presets against hub-style config.json files, round trips through transformers' AutoConfig, refusals."""
 
-from copy import deepcopy
 import json
+from copy import deepcopy
 from dataclasses import asdict, replace
 from typing import Any
 
