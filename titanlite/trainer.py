@@ -15,7 +15,13 @@ from titanlite.checkpoint import save_hf_model
 from titanlite.config import JobConfig, ModelConfig, save_resolved
 from titanlite.config.parallelism import Degrees
 from titanlite.data import IGNORE_INDEX, Batch, build_data
-from titanlite.distributed import ParallelDims, clip_grad_norm, init_distributed, parallelize
+from titanlite.distributed import (
+    ParallelDims,
+    clip_grad_norm,
+    init_distributed,
+    parallelize,
+    reduce_replicated_grads,
+)
 from titanlite.errors import ConfigError, DataError, TrainingError
 from titanlite.generate import generate
 from titanlite.logger import logger
@@ -142,6 +148,7 @@ class Trainer:
             loss_sum += losses.cross_entropy.detach()
             self.balancer.accumulate()
 
+        reduce_replicated_grads(self.model.parameters(), self.dims.tp_mesh)
         grad_norm = clip_grad_norm(self.model.parameters(), self.job.training.max_norm)
         finite = grad_norm.isfinite()  # the norm is global, and a loss that is not finite has no finite gradient
         step_if_finite(self.optimizer, finite)
