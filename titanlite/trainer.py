@@ -5,7 +5,7 @@ config -> mesh -> build (meta) -> parallelize (meta) -> plan -> allocate -> fill
 
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -48,6 +48,32 @@ class StepResult:
     grad_norm: torch.Tensor
     tokens: int
     tokens_per_expert: torch.Tensor | None
+
+
+@dataclass
+class Window:
+    """What happened since the last log line.
+
+    Attributes:
+        start: time in seconds at which it began.
+        data_seconds: time spent waiting for batches.
+        tokens: tokens of all ranks.
+        losses: loss of each step, on the device.
+    """
+
+    start: float = field(default_factory=time.perf_counter)
+    data_seconds: float = 0.0
+    tokens: int = 0
+    losses: list[torch.Tensor] = field(default_factory=list)
+
+    def add(self, result: StepResult) -> None:
+        """Count one step."""
+        self.tokens += result.tokens
+        self.losses.append(result.loss)
+
+    def mean_loss(self) -> float:
+        """Mean loss of the window's steps. Synchronizes."""
+        return torch.stack(self.losses).mean().item()
 
 
 class Trainer:
@@ -101,36 +127,36 @@ class Trainer:
         """Run the configured steps, then save the model and show a sample. Collective: every rank must call."""
         job = self.job
         with self.metrics, build_profiler(job, self.dump_folder) as profiler:
-            window_start, window_tokens, data_seconds = time.perf_counter(), 0, 0.0
+            window = Window()
             while self.step < job.training.steps:
                 data_start = time.perf_counter()
                 micro_batches = [batch.to(self.device) for batch in self.loader.micro_batches(self.step)]
-                data_seconds += time.perf_counter() - data_start
+                window.data_seconds += time.perf_counter() - data_start
 
                 learning_rate = float(self.lr_scheduler.get_last_lr()[0])
                 result = self.train_step(micro_batches)
-                window_tokens += result.tokens
+                window.add(result)
                 profiler.step()
 
                 last = self.step == job.training.steps
                 if self.step % job.metrics.log_freq == 0 or self.step == 1 or last:
                     self.raise_if_not_finite()  # synchronization point: the device has finished this step
-                    seconds = time.perf_counter() - window_start
                     self.metrics.log_step(
                         self.step,
-                        loss=result.loss.item(),
+                        loss=window.mean_loss(),
                         grad_norm=result.grad_norm.item(),
                         lr=learning_rate,
-                        tokens=window_tokens,
-                        seconds=seconds,
-                        data_seconds=data_seconds,
+                        tokens=window.tokens,
+                        seconds=time.perf_counter() - window.start,
+                        data_seconds=window.data_seconds,
                         tokens_per_expert=result.tokens_per_expert,
                     )
-                    window_start, window_tokens, data_seconds = time.perf_counter(), 0, 0.0
+                    window = Window()
                 if job.validation.enable and (self.step % job.validation.freq == 0 or last):
+                    self.raise_if_not_finite()
                     validation_start = time.perf_counter()
                     self.metrics.log_validation(self.step, self.validate())
-                    window_start += time.perf_counter() - validation_start  # no training time
+                    window.start += time.perf_counter() - validation_start  # no training time
         self.finish()
 
     def train_step(self, micro_batches: list[Batch]) -> StepResult:
