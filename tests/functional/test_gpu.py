@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from titanlite.preflight import check
+from titanlite.config.parallelism import Degrees
 from titanlite.trainer import Trainer
 
 pytestmark = [
@@ -13,41 +14,21 @@ pytestmark = [
 
 
 @pytest.fixture
-def losses_of(checked, run_cuda):
-    """`losses_of(*overrides)`: the losses of 5 steps on one GPU."""
+def losses_of(checked):
+    """`losses_of(*overrides)`: the losses of 5 steps on one GPU, in this process (forked ranks cannot use CUDA)."""
 
     def run(*overrides: str) -> list[float]:
-        return run_cuda(lambda: _train(checked, overrides))
+        configuration = checked(Degrees(), *overrides)
+        trainer = Trainer(configuration.job, configuration.model_config, configuration.degrees)
+        losses = []
+        for step in range(5):
+            batches = [batch.to(trainer.device) for batch in trainer.loader.micro_batches(step)]
+            losses.append(trainer.train_step(batches).loss.item())
+        trainer.metrics.close()
+        dist.destroy_process_group()
+        return losses
 
     return run
-
-
-@pytest.fixture
-def run_cuda():
-    """Run a function in a process group of one; forked ranks cannot use CUDA."""
-
-    def run(function):
-        try:
-            return function()
-        finally:
-            if torch.distributed.is_initialized():
-                torch.distributed.destroy_process_group()
-
-    return run
-
-
-def _train(checked, overrides) -> list[float]:
-    from titanlite.config.parallelism import Degrees
-
-    configuration = checked(Degrees(), *overrides)
-    configuration = check(configuration.job, 1)
-    trainer = Trainer(configuration.job, configuration.model_config, configuration.degrees)
-    losses = []
-    for step in range(5):
-        batches = [batch.to(trainer.device) for batch in trainer.loader.micro_batches(step)]
-        losses.append(trainer.train_step(batches).loss.item())
-    trainer.metrics.close()
-    return losses
 
 
 def test_bfloat16_follows_float32(losses_of):

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 import titanlite.trainer
 from titanlite.config.parallelism import Degrees
 from titanlite.data import Batch
-from titanlite.distributed import ParallelDims, clip_grad_norm, parallelize
+from titanlite.distributed import ParallelDims, clip_grad_norm, parallelize, reduce_replicated_grads
 from titanlite.errors import TrainingError
 from titanlite.materialize import materialize
 from titanlite.models.decoder import Decoder, build_decoder
@@ -52,6 +52,8 @@ def build_with_gradients(checked: Checked, shard: bool) -> Decoder:
         rows = TOKENS.chunk(checked.degrees.dp)[dims.dp_rank]
     materialize(model, "cpu", seed=1)
     model(rows, rows).cross_entropy.backward()
+    if shard:
+        reduce_replicated_grads(model.parameters(), dims.tp_mesh)
     return model
 
 
