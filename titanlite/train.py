@@ -18,17 +18,17 @@ from titanlite.trainer import Trainer
 def main(argv: Sequence[str] | None = None) -> int:
     """Check the configuration, train, and return the exit code: 0, or 2 after a `TitanliteError`."""
     setup_logger()
+    code = 0
     try:
         checked = check(load_config(sys.argv[1:] if argv is None else argv), int(os.environ.get("WORLD_SIZE", "1")))
-        trainer = Trainer(checked.job, checked.model_config, checked.degrees)
-        trainer.train()
+        Trainer(checked.job, checked.model_config, checked.degrees).train()
     except TitanliteError as error:
         _say_once(f"titanlite: error: {error}")
-        return 2
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-    return 0
+        code = 2
+    # Not after other exceptions: with collectives in flight it would wait for their timeout before the traceback shows.
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return code
 
 
 def _say_once(message: str) -> None:

@@ -28,6 +28,7 @@ from titanlite.logger import logger
 from titanlite.materialize import materialize
 from titanlite.metrics import MetricsLogger, build_profiler, train_flops_per_token
 from titanlite.models.decoder import Decoder, build_decoder
+from titanlite.models.families import family_of
 from titanlite.optim import ExpertBiasBalancer, build_lr_scheduler, build_optimizer, step_if_finite
 
 _SAMPLE_TOKENS = 48
@@ -40,11 +41,13 @@ class StepResult:
     Attributes:
         loss: mean cross entropy over the global batch's valid tokens, float32 scalar.
         grad_norm: gradient norm before clipping, float32 scalar.
+        aux_loss: mean of the balance losses over the same tokens, float32 scalar; 0 without any.
         tokens: tokens of the global batch, padding included.
         tokens_per_expert: (layers, E) int64 over the global batch, or None for a dense model.
     """
 
     loss: torch.Tensor
+    aux_loss: torch.Tensor
     grad_norm: torch.Tensor
     tokens: int
     tokens_per_expert: torch.Tensor | None
@@ -105,7 +108,8 @@ class Trainer:
 
         self.optimizer = build_optimizer(self.model, job.optimizer)
         self.lr_scheduler = build_lr_scheduler(self.optimizer, job.lr_scheduler, job.training.steps)
-        self.balancer = ExpertBiasBalancer(self.model, job.moe.expert_bias_update_rate)
+        self.balancer = ExpertBiasBalancer(self.model, get_bias_update_rate(job, model_config))
+        self.has_aux_loss = bool(job.moe.aux_loss_coeff or job.moe.z_loss_coeff)
         self.step = 0
         self.first_bad_step = torch.full((), -1, dtype=torch.int64, device=self.device)
 
@@ -141,15 +145,17 @@ class Trainer:
                 last = self.step == job.training.steps
                 if self.step % job.metrics.log_freq == 0 or self.step == 1 or last:
                     self.raise_if_not_finite()  # synchronization point: the device has finished this step
+                    seconds = time.perf_counter() - window.start
                     self.metrics.log_step(
                         self.step,
                         loss=window.mean_loss(),
                         grad_norm=result.grad_norm.item(),
                         lr=learning_rate,
                         tokens=window.tokens,
-                        seconds=time.perf_counter() - window.start,
+                        seconds=seconds,
                         data_seconds=window.data_seconds,
                         tokens_per_expert=result.tokens_per_expert,
+                        extra={"loss/aux": result.aux_loss.item()} if self.has_aux_loss else None,
                     )
                     window = Window()
                 if job.validation.enable and (self.step % job.validation.freq == 0 or last):
@@ -167,11 +173,12 @@ class Trainer:
         """
         labels = torch.stack([batch.labels for batch in micro_batches])
         valid_tokens = self.sum_over_data((labels != IGNORE_INDEX).sum())
-        loss_sum = torch.zeros((), device=self.device)
+        loss_sum, aux_sum = torch.zeros(2, device=self.device)
         for batch in micro_batches:
             losses = self.model(batch.tokens, batch.labels, batch.positions, batch.document_ids)
             ((losses.cross_entropy + losses.aux) / valid_tokens).backward()
             loss_sum += losses.cross_entropy.detach()
+            aux_sum += losses.aux.detach()
             self.balancer.accumulate()
 
         reduce_replicated_grads(self.model.parameters(), self.dims.tp_mesh)
@@ -186,7 +193,9 @@ class Trainer:
         self.first_bad_step = torch.where(bad, self.step, self.first_bad_step)
 
         tokens = sum(batch.tokens.numel() for batch in micro_batches) * self.dims.degrees.dp
-        return StepResult(self.sum_over_data(loss_sum) / valid_tokens, grad_norm, tokens, tokens_per_expert)
+        # tp ranks hold the same cross entropy, but the balance losses of their own positions.
+        loss, aux_loss = self.sum_over_data(torch.stack([loss_sum, aux_sum * self.dims.degrees.tp])) / valid_tokens
+        return StepResult(loss, aux_loss, grad_norm, tokens, tokens_per_expert)
 
     @torch.no_grad()
     def validate(self) -> float:
@@ -258,11 +267,13 @@ def make_dump_folder(job: JobConfig, folder: Path) -> None:
 
 
 def check_device(job: JobConfig, device: torch.device) -> None:
-    """Refuse settings that this device would ignore.
+    """Refuse settings that this device would ignore or fail on.
 
     Raises:
-        ConfigError: CPU offload without a GPU to offload from. The same on all ranks.
+        ConfigError: CPU offload without a GPU to offload from, or flex attention without one. The same on all ranks.
     """
+    if job.model.attention_backend == "flex" and device.type != "cuda":
+        raise ConfigError("model.attention_backend: 'flex' has no backward pass on the CPU. Set it to 'sdpa'.")
     if job.training.enable_cpu_offload and device.type != "cuda":
         raise ConfigError("training.enable_cpu_offload: there is no CUDA device to offload from. Set it to false.")
 
@@ -278,6 +289,13 @@ def check_vocabulary(vocab_size: int, model_config: ModelConfig) -> None:
             f"data: the tokenizer has {vocab_size} tokens, but the model's vocab_size is {model_config.vocab_size}. "
             f"Set model.overrides.vocab_size = {vocab_size}, lower data.bpe_vocab_size, or use the model's tokenizer."
         )
+
+
+def get_bias_update_rate(job: JobConfig, model_config: ModelConfig) -> float:
+    """The configured rate; unset, a bias is trained only where the exported architecture can hold it."""
+    if job.moe.expert_bias_update_rate is not None:
+        return job.moe.expert_bias_update_rate
+    return 1e-3 if family_of(model_config).expert_bias_key is not None else 0.0
 
 
 def configure(model: Decoder, job: JobConfig) -> None:

@@ -77,9 +77,10 @@ def save_hf_model(model: Decoder, plan: Plan, tokenizer: Any, folder: Path, dtyp
             shutil.rmtree(temporary, ignore_errors=True)
         raise
     if on_first and SIDECAR_FILE in files:
-        logger.info(
-            "checkpoint: %d expert_bias tensors have no key in %s; kept in %s",
-            *(sum(p.file == SIDECAR_FILE for p in layout), family_of(model.config).architecture, SIDECAR_FILE),
+        logger.warning(
+            "checkpoint: %s has no place for expert_bias, so transformers will choose other experts than this run "
+            "did; the %d tensors are kept in %s. For an exact export balance with moe.aux_loss_coeff instead.",
+            *(family_of(model.config).architecture, sum(p.file == SIDECAR_FILE for p in layout), SIDECAR_FILE),
         )
 
 
@@ -96,6 +97,8 @@ def lay_out(plan: Plan, model: Decoder, dtype: torch.dtype) -> list[Placed]:
         for piece in checkpoint_pieces(entry.fqn, entry.info.shape, family):
             nbytes = piece.region.numel * stored.itemsize
             if is_sidecar(entry.fqn, family):
+                if not bool(entry.tensor.count_nonzero()):  # a replicated buffer: every rank decides alike
+                    continue
                 sidecar.append(Placed(entry, piece, stored, SIDECAR_FILE, sidecar_offset))
                 sidecar_offset += nbytes
                 continue

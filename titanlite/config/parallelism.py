@@ -6,7 +6,7 @@ All checks of degrees live here, so that the preflight and every rank say the sa
 from dataclasses import dataclass
 
 from titanlite.config.model import ModelConfig
-from titanlite.config.schema import JobConfig, ParallelismSection
+from titanlite.config.schema import JobConfig, ParallelismSection, TrainingSection
 from titanlite.errors import ConfigError
 
 
@@ -130,7 +130,7 @@ def check_parallelism(job: JobConfig, model: ModelConfig, degrees: Degrees) -> l
     return problems
 
 
-def resolve_global_batch_size(job: JobConfig, degrees: Degrees) -> int:
+def resolve_global_batch_size(training: TrainingSection, dp_degree: int) -> int:
     """Sequences per optimizer step."""
-    total = job.training.global_batch_size
-    return job.training.local_batch_size * degrees.dp if total == -1 else total
+    total = training.global_batch_size
+    return training.local_batch_size * dp_degree if total == -1 else total

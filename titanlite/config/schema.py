@@ -56,7 +56,9 @@ class TrainingSection:
         -1, "Sequences per optimizer step; -1 means local_batch_size * data-parallel degree (no accumulation)."
     )
     max_norm: float = setting(1.0, "Gradients are scaled down to this total 2-norm; 0 turns clipping off.")
-    dtype: Literal["float32", "bfloat16"] = setting("float32", "Dtype of the stored parameters and optimizer states.")
+    dtype: Literal["float32", "bfloat16"] = setting(
+        "float32", "Dtype of the stored parameters, accumulated gradients and optimizer states."
+    )
     mixed_precision_param: Literal["auto", "float32", "bfloat16"] = setting(
         "auto", "Dtype of parameters and activations in forward and backward; 'auto': bfloat16 on CUDA, dtype on CPU."
     )
@@ -82,7 +84,7 @@ class OptimizerSection:
 
 @dataclass
 class LRSchedulerSection:
-    warmup_steps: int = setting(200, "Steps of linear warm-up from 0.")
+    warmup_steps: int = setting(200, "Steps of linear warm-up; the first step has 1 / warmup_steps of the peak.")
     decay_ratio: float | None = setting(
         None, "Share of all steps used for the final decay (warmup-stable-decay); unset: decay from the end of warm-up."
     )
@@ -108,8 +110,10 @@ class MoESection:
     grouped_gemm: Literal["auto", "torch", "reference"] = setting(
         "auto", "Backend of the expert matmuls: 'torch' (grouped_mm on CUDA, a loop on CPU), 'reference' (slow, tests)."
     )
-    expert_bias_update_rate: float = setting(
-        1e-3, "Step of the aux-loss-free balancing bias (arXiv:2408.15664); 0 keeps the bias as it is."
+    expert_bias_update_rate: float | None = setting(
+        None,
+        "Step of the aux-loss-free balancing bias (arXiv:2408.15664). Unset: 1e-3 where the architecture has such a "
+        "bias, 0 where its Hugging Face model would route without it.",
     )
     aux_loss_coeff: float = setting(0.0, "Coefficient of the sequence-wise balance loss (arXiv:2412.19437, eq. 17).")
     z_loss_coeff: float = setting(0.0, "Coefficient of the router z-loss (arXiv:2202.08906, eq. 5).")

@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from titanlite.config.parallelism import resolve_global_batch_size
 from titanlite.config.schema import JobConfig
 from titanlite.data.corpus import build_corpus
 from titanlite.data.dataset import PackedDataset
@@ -37,9 +38,7 @@ def build_data(job: JobConfig, dp_rank: int, dp_degree: int) -> tuple["PreTraine
     corpus = build_corpus(data)
     tokenizer = build_tokenizer(data, corpus)
     dataset = PackedDataset(build_tokens(data, corpus, tokenizer), training.seq_len)
-    global_batch_size = training.global_batch_size
-    if global_batch_size == -1:
-        global_batch_size = training.local_batch_size * dp_degree
+    global_batch_size = resolve_global_batch_size(training, dp_degree)
     loader = TrainLoader(
         dataset,
         seed=training.seed,

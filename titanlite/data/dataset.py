@@ -36,8 +36,15 @@ class Batch:
     document_ids: Tensor
 
     def to(self, device: torch.device | str) -> "Batch":
-        """A copy of the batch on `device`; tensors that are already there are shared."""
-        return Batch(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
+        """A copy of the batch on `device`; tensors that are already there are shared.
+
+        To a CUDA device the copies are queued from pinned memory, for a copy from pageable memory would wait for all
+        the work that is queued before it.
+        """
+        tensors = {field.name: getattr(self, field.name) for field in fields(self)}
+        if torch.device(device).type == "cuda":
+            return Batch(**{name: t.pin_memory().to(device, non_blocking=True) for name, t in tensors.items()})
+        return Batch(**{name: t.to(device) for name, t in tensors.items()})
 
 
 class PackedDataset:

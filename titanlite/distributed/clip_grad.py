@@ -10,6 +10,11 @@ from torch.distributed.tensor import DTensor
 from titanlite.materialize.layout import num_replicas
 
 
+def _norm_dtype(grads: list[torch.Tensor]) -> torch.dtype:
+    """float32 for bfloat16 gradients, whose norm would be rounded to 8 bits too."""
+    return torch.promote_types(grads[0].dtype, torch.float32)
+
+
 @torch.no_grad()
 def clip_grad_norm(params: Iterable[torch.nn.Parameter], max_norm: float) -> torch.Tensor:
     """Scale the gradients in place so that their total 2-norm is at most `max_norm`; return the norm before, float32.
@@ -34,7 +39,7 @@ def clip_grad_norm(params: Iterable[torch.nn.Parameter], max_norm: float) -> tor
     # Squares are summed in float64 on every device: the sum of a large model's squares outgrows float32's 24 bits.
     total = torch.zeros((), dtype=torch.float64, device=grads[0].device)
     for replicas, group in by_replicas.items():
-        norms = torch.stack(torch._foreach_norm(group)).to(torch.float64)
+        norms = torch.stack(torch._foreach_norm(group, 2, dtype=_norm_dtype(group))).to(torch.float64)
         total += norms.square().sum() / replicas
     dist.all_reduce(total)
     norm = total.sqrt().to(torch.float32)

@@ -36,8 +36,11 @@ def apply_fsdp(model: Decoder, job: JobConfig, dims: ParallelDims, device_type: 
     """
     attributes = {name: dict(vars(param)) for name, param in model.named_parameters(remove_duplicate=False)}
     param_dtype, reduce_dtype = mixed_precision_dtypes(job, device_type)
+    # Inputs are not cast: activations have the parameters' dtype from the embedding on, and what does not (the router's
+    # weights of the rows, which enter the experts) is float32 on purpose.
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     shared: dict[str, Any] = {
-        "mp_policy": MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype),
+        "mp_policy": policy,
         "offload_policy": CPUOffloadPolicy() if job.training.enable_cpu_offload else OffloadPolicy(),
     }
     reshard = job.parallelism.fsdp_reshard_after_forward

@@ -4,6 +4,7 @@ Shapes: B batch, S sequence, H query heads, G key/value heads, K head width.
 """
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -45,7 +46,8 @@ def build_attention_mask(document_ids_BS: torch.Tensor | None, backend: Attentio
     def allowed(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
         return (q >= kv) & (document_ids_BS[b, q] == document_ids_BS[b, kv])
 
-    block_mask = create_block_mask(allowed, batch, None, seq_len, seq_len, device=document_ids_BS.device)
+    make = _compiled(create_block_mask) if document_ids_BS.is_cuda else create_block_mask
+    block_mask = make(allowed, batch, None, seq_len, seq_len, device=document_ids_BS.device)
     return AttentionMask("flex", block_mask=block_mask)
 
 
@@ -59,9 +61,15 @@ def attention(
     q_BHSK, k_BGSK, v_BGSK = (x.transpose(1, 2) for x in (q_BSHK, k_BSGK, v_BSGK))
     grouped = q_BHSK.shape[1] != k_BGSK.shape[1]
     if mask.backend == "flex":
-        kernel = _compiled_flex() if q_BHSK.is_cuda else flex_attention
+        kernel = _compiled(flex_attention) if q_BHSK.is_cuda else flex_attention
         out = kernel(q_BHSK, k_BGSK, v_BGSK, block_mask=mask.block_mask, scale=scale, enable_gqa=grouped)
     else:
+        if grouped and mask.allowed_B1SS is not None and q_BHSK.is_cuda:
+            # On CUDA a mask rules out the flash kernel, and grouped heads the memory-efficient one: what is left keeps
+            # the float32 scores of every layer. Repeated heads cost little beside that.
+            repeats = q_BHSK.shape[1] // k_BGSK.shape[1]
+            k_BGSK, v_BGSK = (x.repeat_interleave(repeats, dim=1) for x in (k_BGSK, v_BGSK))
+            grouped = False
         out = F.scaled_dot_product_attention(
             q_BHSK,
             k_BGSK,
@@ -74,12 +82,7 @@ def attention(
     return out.transpose(1, 2)
 
 
-_flex_kernel: Any = None
-
-
-def _compiled_flex() -> Any:
-    """flex_attention compiled at first use: uncompiled it would build the full score matrix."""
-    global _flex_kernel
-    if _flex_kernel is None:
-        _flex_kernel = torch.compile(flex_attention, dynamic=False)
-    return _flex_kernel
+@cache
+def _compiled(function: Any) -> Any:
+    """`function` compiled at first use: uncompiled, flex_attention and its mask would build all S x S scores."""
+    return torch.compile(function, dynamic=False)

@@ -28,7 +28,8 @@ class _SwiGLU(torch.autograd.Function):
         if weight_R is not None:
             if ctx.needs_input_grad[1]:
                 dweight_R = (dh_RI * a_RI).mul_(up_RI).sum(dim=-1, dtype=weight_R.dtype)
-            dh_RI = dh_RI * weight_R.unsqueeze(-1).to(dh_RI.dtype)
+            # Product in float32 as in forward, stored in dh's dtype.
+            dh_RI = torch.mul(dh_RI, weight_R.unsqueeze(-1), out=torch.empty_like(dh_RI))
         dgate_RI = torch.ops.aten.silu_backward(dh_RI * up_RI, gate_RI)
         return torch.cat([dgate_RI, a_RI.mul_(dh_RI)], dim=-1), dweight_R
 

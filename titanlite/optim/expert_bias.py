@@ -33,7 +33,10 @@ class ExpertBiasBalancer:
 
     @torch.no_grad()
     def step(self, finite: torch.Tensor) -> torch.Tensor | None:
-        """Update the biases: `bias += rate * sign(mean - count)`; return the global counts (layers, E), or None.
+        """Update the biases by `rate * sign(mean - count)`, centred; return the global counts (layers, E), or None.
+
+        Only differences of biases matter to a top-k, so each update is made to sum to zero. Otherwise the common part
+        grows without bound where more experts are below the mean than above, and eats float32's precision.
 
         Like the weights, the biases stay as they are in a step whose bool scalar `finite` is False.
 
@@ -48,6 +51,8 @@ class ExpertBiasBalancer:
         self.counts.zero_()
         if self._update_rate:
             deficit = counts.sum(dim=1, keepdim=True) - counts * counts.shape[1]
-            for router, sign in zip(self._routers, deficit.sign(), strict=True):
-                router.expert_bias += self._update_rate * sign * finite.to(sign.device)
+            delta = deficit.sign().to(torch.float32)
+            delta = (delta - delta.mean(dim=1, keepdim=True)) * (self._update_rate * finite.to(delta.device))
+            for router, router_delta in zip(self._routers, delta, strict=True):
+                router.expert_bias += router_delta
         return counts
