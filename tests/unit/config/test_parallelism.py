@@ -145,8 +145,8 @@ def test_all_problems_are_listed():
 
 
 def test_global_batch_size():
-    job = JobConfig()
-    job.training.local_batch_size = 3
-    assert resolve_global_batch_size(job, Degrees(2, 2, 2)) == 12
-    job.training.global_batch_size = 48
-    assert resolve_global_batch_size(job, Degrees(2, 2, 2)) == 48
+    training = JobConfig().training
+    training.local_batch_size = 3
+    assert resolve_global_batch_size(training, Degrees(2, 2, 2).dp) == 12
+    training.global_batch_size = 48
+    assert resolve_global_batch_size(training, Degrees(2, 2, 2).dp) == 48
