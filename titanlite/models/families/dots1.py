@@ -4,7 +4,7 @@ Sigmoid scores, a selection bias per expert, group-limited top-k, shared experts
 """
 
 from titanlite.config.model import ModelConfig
-from titanlite.models.families.family import COMMON_KEYS, MOE_KEYS, Family
+from titanlite.models.families.family import COMMON_KEYS, DEBUG_SIZES, MOE_KEYS, Family
 
 FAMILY = Family(
     name="dots1",
@@ -35,14 +35,7 @@ FAMILY = Family(
     presets={
         "debug": ModelConfig(
             family="dots1",
-            vocab_size=2048,
-            hidden_size=64,
-            num_layers=3,
-            num_heads=4,
-            num_kv_heads=2,
-            head_dim=16,
-            intermediate_size=128,
-            max_position_embeddings=2048,
+            **DEBUG_SIZES,
             num_experts=8,
             top_k=2,
             moe_intermediate_size=32,

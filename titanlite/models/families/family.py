@@ -27,6 +27,17 @@ MOE_KEYS: Mapping[str, str] = {
     "moe_intermediate_size": "moe_intermediate_size",
     "norm_topk_prob": "norm_topk_prob",
 }
+# Sizes of every family's `debug` flavor: a model of under a million parameters, for tests and first looks.
+DEBUG_SIZES: Mapping[str, Any] = {
+    "vocab_size": 2048,
+    "hidden_size": 64,
+    "num_layers": 3,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 128,
+    "max_position_embeddings": 2048,
+}
 # Other names under which transformers versions write the same key.
 KEY_ALIASES: Mapping[str, str] = {"num_experts": "num_local_experts", "n_routed_experts": "num_local_experts"}
 # Features that every config.json may ask for and the decoder lacks.

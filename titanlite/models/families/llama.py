@@ -1,7 +1,7 @@
 """Llama 3 (arXiv:2407.21783)."""
 
 from titanlite.config.model import ModelConfig, RopeScaling
-from titanlite.models.families.family import COMMON_KEYS, Family
+from titanlite.models.families.family import COMMON_KEYS, DEBUG_SIZES, Family
 
 
 def _llama3(
@@ -35,14 +35,7 @@ FAMILY = Family(
     presets={
         "debug": ModelConfig(
             family="llama",
-            vocab_size=2048,
-            hidden_size=64,
-            num_layers=3,
-            num_heads=4,
-            num_kv_heads=2,
-            head_dim=16,
-            intermediate_size=128,
-            max_position_embeddings=2048,
+            **DEBUG_SIZES,
             rms_norm_eps=1e-5,
             rope_theta=500000.0,
             rope_scaling=RopeScaling("llama3", factor=8.0, original_max_position_embeddings=512),

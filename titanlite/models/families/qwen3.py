@@ -1,7 +1,7 @@
 """Qwen3, dense (arXiv:2505.09388)."""
 
 from titanlite.config.model import ModelConfig
-from titanlite.models.families.family import COMMON_KEYS, Family
+from titanlite.models.families.family import COMMON_KEYS, DEBUG_SIZES, Family
 
 
 def _qwen3(hidden: int, layers: int, heads: int, inner: int, *, tied: bool) -> ModelConfig:
@@ -25,14 +25,7 @@ FAMILY = Family(
     presets={
         "debug": ModelConfig(
             family="qwen3",
-            vocab_size=2048,
-            hidden_size=64,
-            num_layers=3,
-            num_heads=4,
-            num_kv_heads=2,
-            head_dim=16,
-            intermediate_size=128,
-            max_position_embeddings=2048,
+            **DEBUG_SIZES,
             tie_word_embeddings=True,
         ),
         "0.6B": _qwen3(1024, 28, 16, 3072, tied=True),

@@ -1,7 +1,7 @@
 """Qwen3-MoE (arXiv:2505.09388): softmax router, normalized top-8 of 128 experts, every layer sparse."""
 
 from titanlite.config.model import ModelConfig
-from titanlite.models.families.family import COMMON_KEYS, MOE_KEYS, Family
+from titanlite.models.families.family import COMMON_KEYS, DEBUG_SIZES, MOE_KEYS, Family
 
 FAMILY = Family(
     name="qwen3_moe",
@@ -34,14 +34,7 @@ FAMILY = Family(
         ),
         "debug": ModelConfig(
             family="qwen3_moe",
-            vocab_size=2048,
-            hidden_size=64,
-            num_layers=3,
-            num_heads=4,
-            num_kv_heads=2,
-            head_dim=16,
-            intermediate_size=128,
-            max_position_embeddings=2048,
+            **DEBUG_SIZES,
             num_experts=8,
             top_k=2,
             moe_intermediate_size=32,
