@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.run import parse_args, run
 
@@ -18,8 +19,10 @@ from titanlite.errors import NOTICE_FOLDER
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run torchrun; the exit code is that of the rank that failed first, 128 + N if signal N ended it."""
-    # The launcher logs each rank that it ends after a failure; the line below says it once, with the cause.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    # The launcher logs each rank that it ends after a failure or a signal; the lines below say it once.
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):  # each has a level of its own
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
         with tempfile.TemporaryDirectory(prefix="titanlite-") as folder:
             os.environ[NOTICE_FOLDER] = folder
@@ -28,6 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         rank, failure = error.get_first_failure()
         print(f"titanlite: rank {rank} {_how(failure)}; all ranks were stopped.", file=sys.stderr)
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+    except SignalException as stopped:
+        print(f"titanlite: stopped by {stopped.sigval.name}, with all ranks.", file=sys.stderr)
+        return 128 + stopped.sigval
     return 0
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,6 +26,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except TitanliteError as error:
         _say_once(f"titanlite: error: {error}")
         code = 2
+    except KeyboardInterrupt:
+        # Control-C reaches every rank; the launcher says so, and a traceback of each would hide it. No teardown: a
+        # collective that waits for a peer that is gone would wait for its timeout.
+        sys.stdout.flush()
+        os._exit(128 + signal.SIGINT)
     # Not after other exceptions: with collectives in flight it would wait for their timeout before the traceback shows.
     if dist.is_initialized():
         dist.destroy_process_group()

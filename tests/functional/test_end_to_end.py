@@ -2,8 +2,12 @@
 
 import json
 import math
+import os
 import re
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -130,3 +134,33 @@ def test_run_leaves_nothing_else_behind(run):
     _, dump = run
     assert sorted(path.name for path in dump.iterdir()) == ["checkpoint", "config.toml", "metrics.jsonl", "tb"]
     assert [path.name for path in (dump / "checkpoint").iterdir()] == [f"step-{STEPS}"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_a_signal_ends_all_ranks_in_one_line(tmp_path, number):
+    arguments = [
+        sys.executable,
+        "-m",
+        "titanlite.launch",
+        "--standalone",
+        "--nproc-per-node=2",
+        "-m",
+        "titanlite.train",
+    ]
+    arguments += ["--config", str(ROOT / "configs/qwen3_moe.toml"), "--training.steps=100000"]
+    arguments += ["--model.flavor=debug", "--model.overrides.vocab_size=512", "--data.bpe_vocab_size=512"]
+    arguments += [f"--job.dump_folder={tmp_path / 'run'}", f"--data.cache_folder={tmp_path / 'cache'}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    launcher = subprocess.Popen(
+        arguments, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, process_group=0
+    )
+    try:
+        assert launcher.stdout is not None
+        while "step" not in (line := launcher.stdout.readline()):
+            assert line, launcher.communicate()[1]
+        os.killpg(launcher.pid, number)  # as a terminal does: to the launcher and to all ranks
+        _, errors = launcher.communicate(timeout=30)
+    finally:
+        launcher.kill()
+    assert launcher.returncode == 128 + number
+    assert errors.splitlines() == [f"titanlite: stopped by {number.name}, with all ranks."]
