@@ -89,6 +89,8 @@ class Trainer:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when CUDA starts
             torch.use_deterministic_algorithms(True)
 
+        if job.job.description:
+            logger.info("job: %s", job.job.description)
         self.device = init_distributed(job.comm.timeout_seconds)
         check_device(job, self.device)
         self.dims = ParallelDims.build(degrees, self.device.type)

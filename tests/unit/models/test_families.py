@@ -245,8 +245,8 @@ def section(**changes: Any) -> ModelSection:
 def test_overrides_change_single_sizes():
     preset = families()["qwen3_moe"].presets["debug"]
     assert resolve_model_config(section()) == preset
-    expected = replace(preset, num_layers=7, norm_topk_prob=False, score_func="sigmoid")
-    assert resolve_model_config(section(num_layers=7, norm_topk_prob=False, score_func="sigmoid")) == expected
+    expected = replace(preset, num_layers=7, norm_topk_prob=False, rope_theta=5e4)
+    assert resolve_model_config(section(num_layers=7, norm_topk_prob=False, rope_theta=5e4)) == expected
 
 
 def test_overrides_apply_to_a_config_json(tmp_path):
@@ -313,3 +313,22 @@ def test_theta_beside_rope_parameters():
 )
 def test_impossible_sizes(changes):
     assert check_model_config(replace(families()["qwen3_moe"].presets["debug"], **changes)) != []
+
+
+@pytest.mark.parametrize(
+    ("family", "override", "has"),
+    [
+        ("qwen3", {"qk_norm": False}, True),
+        ("qwen3", {"num_experts": 8}, 0),
+        ("qwen3_moe", {"num_shared_experts": 1}, 0),
+    ],
+)
+def test_override_that_the_hugging_face_model_could_not_express(family, override, has):
+    ((key, value),) = override.items()
+    overrides = ModelSection().overrides
+    setattr(overrides, key, value)
+    with pytest.raises(ConfigError) as error:
+        resolve_model_config(ModelSection(name=family, flavor="debug", overrides=overrides))
+    assert f"model: overrides.{key} = {value}: every {family} has {has!r}, and its Hugging Face model" in str(
+        error.value
+    )

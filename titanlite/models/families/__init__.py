@@ -57,8 +57,15 @@ def resolve_model_config(section: ModelSection) -> ModelConfig:
             )
         config = family.presets[section.flavor]
     overrides = {key: value for key, value in asdict(section.overrides).items() if value is not None}  # type: ignore[call-overload]
+    expressible = {*families()[config.family].keys, "rope_theta"}
+    problems = [
+        f"overrides.{key} = {value!r}: every {config.family} has {getattr(config, key)!r}, and its Hugging Face model "
+        "could not express another value. Leave it out, or choose another family."
+        for key, value in overrides.items()
+        if key not in expressible and value != getattr(config, key)
+    ]
     config = replace(config, **overrides)
-    raise_problems(ConfigError, "model", check_model_config(config))
+    raise_problems(ConfigError, "model", [*problems, *check_model_config(config)])
     return config
 
 
