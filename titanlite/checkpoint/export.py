@@ -21,6 +21,7 @@ from titanlite.checkpoint.keys import SIDECAR_FILE, Piece, checkpoint_pieces, is
 from titanlite.errors import CheckpointError, raise_problems
 from titanlite.logger import logger
 from titanlite.materialize import Plan, Region, TensorEntry
+from titanlite.materialize.layout import local_of
 from titanlite.models.decoder import Decoder
 from titanlite.models.families import family_of
 
@@ -178,9 +179,9 @@ def _write_piece(placed: Placed, descriptor: int, data_start: int) -> None:
     ]
     if any(end <= start for start, end in zip(starts, ends, strict=True)):
         return
-    local = placed.entry.tensor.detach()
-    local = local.to_local() if isinstance(local, DTensor) else local
-    local = local[tuple(slice(s - a, e - a) for s, e, a in zip(starts, ends, mine.starts, strict=True))]
+    local = local_of(placed.entry.tensor)[
+        tuple(slice(s - a, e - a) for s, e, a in zip(starts, ends, mine.starts, strict=True))
+    ]
     local = local.to("cpu", placed.dtype).contiguous()
 
     # Place of the part in the piece; both have the same dims, those dropped on disk have length 1.

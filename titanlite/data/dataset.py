@@ -13,8 +13,7 @@ from torch import Tensor
 
 from titanlite.data.tokens import TokenizedCorpus
 from titanlite.errors import DataError
-
-IGNORE_INDEX = -100  # the default ignore_index of torch's cross entropy
+from titanlite.ops import IGNORE_INDEX
 
 
 @dataclass(frozen=True)

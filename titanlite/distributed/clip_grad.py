@@ -5,9 +5,8 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
-from titanlite.materialize.layout import num_replicas
+from titanlite.materialize.layout import local_of, num_replicas
 
 
 def _norm_dtype(grads: list[torch.Tensor]) -> torch.dtype:
@@ -31,8 +30,7 @@ def clip_grad_norm(params: Iterable[torch.nn.Parameter], max_norm: float) -> tor
     by_replicas: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
     for param in params:
         if param.grad is not None:
-            local = param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad
-            by_replicas[num_replicas(param.grad, world_size)].append(local)
+            by_replicas[num_replicas(param.grad, world_size)].append(local_of(param.grad))
     grads = [grad for group in by_replicas.values() for grad in group]
     if not grads:
         return torch.zeros(())

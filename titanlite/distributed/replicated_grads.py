@@ -7,6 +7,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from titanlite.materialize.layout import local_of
+
 
 @torch.no_grad()
 def reduce_replicated_grads(params: Iterable[torch.nn.Parameter], tp_mesh: DeviceMesh) -> None:
@@ -27,7 +29,7 @@ def reduce_replicated_grads(params: Iterable[torch.nn.Parameter], tp_mesh: Devic
         if isinstance(param, DTensor) and isinstance(param.grad, DTensor):
             names = param.device_mesh.mesh_dim_names or ()
             if axis in names and isinstance(param.placements[names.index(axis)], Replicate):
-                by_dtype.setdefault(param.grad.dtype, []).append(param.grad.to_local())
+                by_dtype.setdefault(param.grad.dtype, []).append(local_of(param.grad))
     for grads in by_dtype.values():
         flat = torch.cat([grad.flatten() for grad in grads])
         dist.all_reduce(flat, group=tp_mesh.get_group())

@@ -46,7 +46,10 @@ def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh) -> None:
             module.register_forward_pre_hook(partial(_own_positions, mesh=mesh), with_kwargs=True)
             module.gate.sequence_sum = partial(_all_reduce, op=dist.ReduceOp.SUM, group=mesh.get_group())
         elif isinstance(module, Embedding):
-            module.forward = partial(_vocab_parallel_embedding, module, group=group)  # type: ignore[method-assign]
+            start = region_of(module.weight).starts[0]
+            module.forward = partial(  # type: ignore[method-assign]
+                _vocab_parallel_embedding, module, start=start, group=group
+            )
         elif isinstance(module, OutputHead):
             module.register_forward_pre_hook(partial(_gather_sequence, group=group))
             module.register_forward_hook(partial(_gather_logits, group=group))
@@ -99,10 +102,9 @@ def _all_reduce(x: torch.Tensor, *, op: dist.ReduceOp.RedOpType, group: dist.Pro
     return x
 
 
-def _vocab_parallel_embedding(module: Embedding, tokens_BS: torch.Tensor, *, group: str) -> torch.Tensor:
-    """Look up the tokens of this rank's rows, zeros for the others, and sum while scattering the sequence."""
+def _vocab_parallel_embedding(module: Embedding, tokens_BS: torch.Tensor, *, start: int, group: str) -> torch.Tensor:
+    """Look up the tokens of this rank's rows, from `start` on, zeros for others, and sum while scattering the sequence."""
     weight_VD = local_tensor(module.weight)
-    start = region_of(module.weight).starts[0]
     local_BS = tokens_BS - start
     mine_BS = (local_BS >= 0) & (local_BS < weight_VD.shape[0])
     x_BSD = F.embedding(local_BS.where(mine_BS, 0), weight_VD) * mine_BS.unsqueeze(-1)

@@ -8,13 +8,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from titanlite.errors import PlanError
+from titanlite.materialize.layout import local_of
 from titanlite.materialize.plan import Plan, TensorEntry
 from titanlite.materialize.sources import Compute, Init, Read, ReadRequest, TensorReader
-
-
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The plain tensor with this rank's data; shares memory with `tensor`."""
-    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 @torch.no_grad()

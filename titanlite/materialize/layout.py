@@ -45,6 +45,11 @@ def _strides_of(lengths: tuple[int, ...]) -> list[int]:
     return [math.prod(lengths[i + 1 :]) for i in range(len(lengths))]
 
 
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The plain tensor with this rank's data; shares memory with `tensor`."""
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
 def region_of(tensor: torch.Tensor) -> Region:
     """Region of the global tensor that this rank holds; the whole of it for a plain tensor.
 
@@ -70,7 +75,7 @@ def region_of(tensor: torch.Tensor) -> Region:
             begin = min(index * chunk, lengths[dim])
             starts[dim] += begin
             lengths[dim] = min(chunk, lengths[dim] - begin)
-        local_shape = tuple(tensor.to_local().shape)
+        local_shape = tuple(local_of(tensor).shape)
         if local_shape != tuple(lengths):
             raise ValueError(f"layout {tensor.placements}: local shape {local_shape}, expected {tuple(lengths)}.")
     return Region(tuple(starts), tuple(lengths))

@@ -7,8 +7,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from titanlite.errors import VerifyError, raise_problems
-from titanlite.materialize.execute import local_of, poison_of
-from titanlite.materialize.layout import Region, num_replicas
+from titanlite.materialize.execute import poison_of
+from titanlite.materialize.layout import Region, local_of, num_replicas
 from titanlite.materialize.plan import Plan, TensorEntry, named_tensors
 from titanlite.materialize.sources import Keep
 
