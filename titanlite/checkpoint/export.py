@@ -179,10 +179,8 @@ def _write_piece(placed: Placed, descriptor: int, data_start: int) -> None:
     ]
     if any(end <= start for start, end in zip(starts, ends, strict=True)):
         return
-    local = local_of(placed.entry.tensor)[
-        tuple(slice(s - a, e - a) for s, e, a in zip(starts, ends, mine.starts, strict=True))
-    ]
-    local = local.to("cpu", placed.dtype).contiguous()
+    index = tuple(slice(s - a, e - a) for s, e, a in zip(starts, ends, mine.starts, strict=True))
+    local = local_of(placed.entry.tensor)[index].to("cpu", placed.dtype).contiguous()
 
     # Place of the part in the piece; both have the same dims, those dropped on disk have length 1.
     part = Region(

@@ -103,7 +103,7 @@ def _all_reduce(x: torch.Tensor, *, op: dist.ReduceOp.RedOpType, group: dist.Pro
 
 
 def _vocab_parallel_embedding(module: Embedding, tokens_BS: torch.Tensor, *, start: int, group: str) -> torch.Tensor:
-    """Look up the tokens of this rank's rows, from `start` on, zeros for others, and sum while scattering the sequence."""
+    """Look up the tokens of this rank's rows (from `start` on), zeros elsewhere; sum while scattering the sequence."""
     weight_VD = local_tensor(module.weight)
     local_BS = tokens_BS - start
     mine_BS = (local_BS >= 0) & (local_BS < weight_VD.shape[0])
