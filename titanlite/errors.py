@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 # Environment variable with a folder where the ranks of one launch agree who prints an error that all of them have.
 NOTICE_FOLDER = "TITANLITE_NOTICE_FOLDER"
+_MOST_LISTED = 32
 
 
 class TitanliteError(Exception):
@@ -39,7 +40,7 @@ class TrainingError(TitanliteError):
 
 
 def raise_problems(error: type[TitanliteError], where: str, problems: Iterable[str]) -> None:
-    """Raise one `error` that lists all `problems` in order; return quietly if there are none.
+    """Raise one `error` that lists `problems` in order, at most 32 of them; return quietly if there are none.
 
     A single problem reads `where: problem`; several read `where: N problems:` with one indented line each.
     """
@@ -47,4 +48,7 @@ def raise_problems(error: type[TitanliteError], where: str, problems: Iterable[s
     if len(problems) == 1:
         raise error(f"{where}: {problems[0]}")
     if problems:
-        raise error("\n  ".join([f"{where}: {len(problems)} problems:", *problems]))
+        listed = problems[:_MOST_LISTED]  # a wrong checkpoint is wrong in every one of 18,867 tensors
+        if len(problems) > _MOST_LISTED:
+            listed.append(f"... and {len(problems) - _MOST_LISTED} more.")
+        raise error("\n  ".join([f"{where}: {len(problems)} problems:", *listed]))

@@ -1,5 +1,7 @@
 """Start the ranks with torchrun's launcher, and report a failed run in one line instead of two tracebacks.
 
+SIGTERM and SIGINT let the ranks finish their step, save and end; a second one ends them at once.
+
 `python -m titanlite.launch [torchrun options] -m titanlite.train ...` takes torchrun's arguments as they are.
 """
 
@@ -9,16 +11,19 @@ import signal
 import sys
 import tempfile
 from collections.abc import Sequence
+from functools import partial
+from types import FrameType
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.run import parse_args, run
 
+from titanlite import stop
 from titanlite.errors import NOTICE_FOLDER
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run torchrun; the exit code is that of the rank that failed first, 128 + N if signal N ended it."""
+    """Run torchrun; the exit code is that of the rank that failed first, 128 + N if signal N ended it, else 0."""
     # The launcher logs each rank that it ends after a failure or a signal; the lines below say it once.
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):  # each has a level of its own
@@ -26,7 +31,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with tempfile.TemporaryDirectory(prefix="titanlite-") as folder:
             os.environ[NOTICE_FOLDER] = folder
-            run(parse_args(list(sys.argv[1:] if argv is None else argv)))
+            for number in stop.SIGNALS:
+                signal.signal(number, partial(_stop, folder))
+            # torchrun would end the ranks at the first signal; these two it leaves to the handler above.
+            arguments = ["--signals-to-handle=SIGHUP,SIGQUIT", *(sys.argv[1:] if argv is None else argv)]
+            run(parse_args(arguments))
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         print(f"titanlite: rank {rank} {_how(failure)}; all ranks were stopped.", file=sys.stderr)
@@ -35,6 +44,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"titanlite: stopped by {stopped.sigval.name}, with all ranks.", file=sys.stderr)
         return 128 + stopped.sigval
     return 0
+
+
+def _stop(folder: str, number: int, frame: FrameType | None) -> None:
+    """The first signal asks the ranks to stop, the second has the launcher end them."""
+    name = signal.Signals(number)
+    if not stop.request(folder):
+        raise SignalException(name.name, sigval=name)
+    print(
+        f"titanlite: {name.name}: finishing this step and saving; send it again to end at once.",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def _how(failure: ProcessFailure) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from titanlite.config import JobConfig, ModelConfig, load_config
+from titanlite.config.assets import resolve_assets
 from titanlite.config.parallelism import Degrees, check_parallelism, resolve_degrees
 from titanlite.errors import ConfigError, TitanliteError, raise_problems
 from titanlite.models.families import resolve_model_config
@@ -25,7 +26,7 @@ class Checked:
 
 
 def check(job: JobConfig, world_size: int) -> Checked:
-    """Resolve the model and the degrees, and check them against one another.
+    """Resolve the model and the degrees, and check them against one another. Downloads a model of the hub on first use.
 
     Raises:
         ConfigError: lists every contradiction.
@@ -33,6 +34,7 @@ def check(job: JobConfig, world_size: int) -> Checked:
     problems: list[str] = []
     model_config, degrees = None, None
     try:
+        job = resolve_assets(job)
         model_config = resolve_model_config(job.model)
     except ConfigError as error:
         problems.append(str(error))

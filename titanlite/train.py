@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from titanlite import stop
 from titanlite.config import load_config
 from titanlite.errors import NOTICE_FOLDER, TitanliteError
 from titanlite.logger import setup_logger
@@ -17,20 +18,22 @@ from titanlite.trainer import Trainer
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Check the configuration, train, and return the exit code: 0, or 2 after a `TitanliteError`."""
+    """Check the configuration, train, and return the exit code: 0, or 2 after a `TitanliteError`.
+
+    A run that was asked to stop ends with 0 too, if it could save.
+    """
     setup_logger()
     code = 0
     try:
+        stop.install()
         checked = check(load_config(sys.argv[1:] if argv is None else argv), int(os.environ.get("WORLD_SIZE", "1")))
-        Trainer(checked.job, checked.model_config, checked.degrees).train()
+        trainer = Trainer(checked.job, checked.model_config, checked.degrees)
+        trainer.train()
+        if trainer.stopping and not checked.job.checkpoint.enable:
+            code = 128 + signal.SIGTERM  # what was trained is lost
     except TitanliteError as error:
         _say_once(f"titanlite: error: {error}")
         code = 2
-    except KeyboardInterrupt:
-        # Control-C reaches every rank; the launcher says so, and a traceback of each would hide it. No teardown: a
-        # collective that waits for a peer that is gone would wait for its timeout.
-        sys.stdout.flush()
-        os._exit(128 + signal.SIGINT)
     # Not after other exceptions: with collectives in flight it would wait for their timeout before the traceback shows.
     if dist.is_initialized():
         dist.destroy_process_group()

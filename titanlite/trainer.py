@@ -11,10 +11,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from titanlite.checkpoint import save_hf_model
+from titanlite import stop
+from titanlite.checkpoint import Checkpointer, Progress, describe_versions
 from titanlite.config import JobConfig, ModelConfig, save_resolved
 from titanlite.config.parallelism import Degrees
-from titanlite.data import IGNORE_INDEX, Batch, build_data
+from titanlite.data import IGNORE_INDEX, Batch, TrainLoader, build_data
 from titanlite.distributed import (
     ParallelDims,
     clip_grad_norm,
@@ -100,19 +101,28 @@ class Trainer:
         check_vocabulary(self.loader.dataset.tokenized.vocab_size, model_config)
         make_dump_folder(job, self.dump_folder)
 
+        self.checkpointer = Checkpointer(job, self.dump_folder)  # finds what to resume, if anything
+        start = self.checkpointer.start
+        self.step = 0 if start is None else start.step
+
         self.model = build_decoder(model_config, getattr(torch, job.training.dtype))  # on meta: shapes only
         configure(self.model, job)
         parallelize(self.model, job, self.dims, self.device.type)  # still on meta: now shards
         weights_device = torch.device("cpu") if job.training.enable_cpu_offload else self.device
+        sources = self.checkpointer.weight_sources(model_config)  # of a checkpoint, or the modules' own: random
         self.plan = materialize(  # every tensor written once
-            self.model, weights_device, seed=job.training.seed, buffer_device=self.device
+            self.model, weights_device, sources, seed=job.training.seed, buffer_device=self.device
         )
 
         self.optimizer = build_optimizer(self.model, job.optimizer)
-        self.lr_scheduler = build_lr_scheduler(self.optimizer, job.lr_scheduler, job.training.steps)
+        self.checkpointer.load_state(self.plan, self.optimizer, self.device)
+        self.lr_scheduler = build_lr_scheduler(self.optimizer, job.lr_scheduler, job.training.steps, self.step)
+        if start is not None:
+            check_data_order(start, self.loader)
+            self.loader.start_from(start.step, start.samples)
         self.balancer = ExpertBiasBalancer(self.model, get_bias_update_rate(job, model_config))
         self.has_aux_loss = bool(job.moe.aux_loss_coeff or job.moe.z_loss_coeff)
-        self.step = 0
+        self.stopping = False
         self.first_bad_step = torch.full((), -1, dtype=torch.int64, device=self.device)
 
         self.metrics = MetricsLogger(
@@ -121,6 +131,7 @@ class Trainer:
             train_flops_per_token(model_config, job.training.seq_len),
             degrees.world_size,
             self.device,
+            start_step=self.step,
             first_moe_layer=model_config.num_dense_layers,
         )
         num_params = sum(param.numel() for param in self.model.parameters())
@@ -130,11 +141,14 @@ class Trainer:
         )
 
     def train(self) -> None:
-        """Run the configured steps, then save the model and show a sample. Collective: every rank must call."""
+        """Run the configured steps, save on the way and at the end, and show a sample.
+
+        Collective: every rank must call. SIGTERM or SIGINT end it early, after a step, with a checkpoint.
+        """
         job = self.job
         with self.metrics, build_profiler(job, self.dump_folder) as profiler:
             window = Window()
-            while self.step < job.training.steps:
+            while self.step < job.training.steps and not self.stopping:
                 data_start = time.perf_counter()
                 micro_batches = [batch.to(self.device) for batch in self.loader.micro_batches(self.step)]
                 window.data_seconds += time.perf_counter() - data_start
@@ -165,6 +179,11 @@ class Trainer:
                     validation_start = time.perf_counter()
                     self.metrics.log_validation(self.step, self.validate())
                     window.start += time.perf_counter() - validation_start  # no training time
+                self.stopping = self.checkpointer.agree(stop.is_requested())
+                if self.checkpointer.is_due(self.step):
+                    save_start = time.perf_counter()
+                    self.save()
+                    window.start += time.perf_counter() - save_start
         self.finish()
 
     def train_step(self, micro_batches: list[Batch]) -> StepResult:
@@ -229,25 +248,58 @@ class Trainer:
                 "weights are finite. Lower optimizer.lr, raise lr_scheduler.warmup_steps, or look at that step's data."
             )
 
+    def save(self) -> None:
+        """Save a checkpoint of this step, unless it was saved already. Collective: every rank must call."""
+        self.raise_if_not_finite()
+        progress = Progress(
+            step=self.step,
+            samples=self.loader.samples_before(self.step),
+            data=self.loader.fingerprint,
+            world_size=dist.get_world_size(),
+            versions=describe_versions(),
+        )
+        self.checkpointer.save(self.model, self.plan, self.optimizer, self.tokenizer, progress, self.device)
+
     def finish(self) -> None:
-        """Save the model, show a sample, and say where everything is. Collective: every rank must call."""
-        folder = self.dump_folder / self.job.checkpoint.folder / f"step-{self.step}"
-        if self.job.checkpoint.enable:
-            dtype = getattr(torch, self.job.checkpoint.export_dtype)
-            save_hf_model(self.model, self.plan, self.tokenizer, folder, dtype)
+        """Save, show a sample, and say where everything is. Collective: every rank must call."""
+        job = self.job
+        self.save()
+        self.checkpointer.wait()
+        if self.stopping:
+            saved = (
+                f"saved; the same command resumes from {self.checkpointer.folder}" if job.checkpoint.enable else "lost"
+            )
+            logger.info("stopped after step %d of %d, %s", self.step, job.training.steps, saved)
+            return
+        if self.checkpointer.start is not None and self.step == self.checkpointer.start.step:
+            logger.info(
+                "nothing left to train: the checkpoint is of step %d, training.steps is %d. Raise training.steps to "
+                "train on, or set another job.dump_folder to begin anew.",
+                *(self.step, job.training.steps),
+            )
         sample = generate(
             self.model,
             self.tokenizer,
-            prompt="def __init__(self" if self.job.data.dataset == "stdlib" else "The",
+            prompt="def __init__(self" if job.data.dataset == "stdlib" else "The",
             max_new_tokens=_SAMPLE_TOKENS,
             length_multiple=self.dims.degrees.tp,
             device=self.device,
         )
         logger.info("sample (temperature 0.7):\n\n    %s\n", sample.replace("\n", "\n    "))
-        if self.job.checkpoint.enable:
+        if job.checkpoint.enable:
+            folder = self.checkpointer.folder / f"step-{self.step}"
             logger.info("checkpoint: %s (transformers: AutoModelForCausalLM.from_pretrained)", folder)
-        if self.job.metrics.enable_tensorboard:
-            logger.info("metrics:    tensorboard --logdir %s", self.dump_folder / self.job.metrics.save_tb_folder)
+        if job.metrics.enable_tensorboard:
+            logger.info("metrics:    tensorboard --logdir %s", self.dump_folder / job.metrics.save_tb_folder)
+
+
+def check_data_order(start: Progress, loader: TrainLoader) -> None:
+    """Say so if a resumed run would train on other data, or in another order, than the run that it goes on with."""
+    if start.data != loader.fingerprint:
+        logger.warning(
+            "data: the checkpoint was trained on %s, this run has %s; it goes on at sample %d of the new order.",
+            *(start.data, loader.fingerprint, start.samples),
+        )
 
 
 def make_dump_folder(job: JobConfig, folder: Path) -> None:

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from titanlite.checkpoint import export, save_hf_model
+from titanlite.checkpoint import save_hf_model, writer
 from titanlite.config.parallelism import Degrees
 from titanlite.data import build_data
 from titanlite.distributed import ParallelDims, parallelize
@@ -167,7 +167,7 @@ def test_bfloat16_export_casts_parameters_once_and_keeps_buffers(checked, meshes
 @pytest.mark.parametrize("mesh", ["FSDP4", "TP2xEP4"])
 def test_large_model_is_split_into_files_with_an_index(checked, meshes, save, monkeypatch, mesh):
     limit = 60_000
-    monkeypatch.setattr(export, "_FILE_BYTES", limit)  # before the ranks are forked
+    monkeypatch.setattr(writer, "FILE_BYTES", limit)  # before the ranks are forked
     job = checked(meshes[mesh])
     folder = save(job)
     files = sorted(path.name for path in folder.glob("model*.safetensors"))
@@ -188,7 +188,7 @@ def test_large_model_is_split_into_files_with_an_index(checked, meshes, save, mo
 
 def test_expert_bias_without_a_key_is_kept_in_a_file_beside(checked, meshes, save):
     job = checked(meshes["TP2xEP2"])
-    sidecar = load_file(save(job) / "titanlite.safetensors")
+    sidecar = load_file(save(job) / "titanlite/expert_bias.safetensors")
     _, plan = build(job, shard=False)
     expected = {e.fqn: e.tensor.detach() for e in plan.entries if e.fqn.endswith("expert_bias")}
     assert sidecar.keys() == expected.keys() and len(expected) == 2
@@ -203,7 +203,7 @@ def test_expert_bias_of_dots1_is_its_correction_bias(checked, meshes, save):
     key = "model.layers.1.mlp.gate.e_score_correction_bias"
     expected = build(job, shard=False)[0].get_buffer("model.layers.1.mlp.gate.expert_bias")
     assert torch.equal(load_file(folder / "model.safetensors")[key], expected)
-    assert not (folder / "titanlite.safetensors").exists()
+    assert not (folder / "titanlite/expert_bias.safetensors").exists()
 
 
 def test_tokenizer_is_saved_with_the_model(checked, save):
@@ -246,10 +246,10 @@ def test_folder_that_cannot_be_made_is_one_error_on_all_ranks(run_ranks, checked
 def _disk_full_on_rank_2(tokenizer: Any) -> None:
     if torch.distributed.get_rank() == 2:
 
-        def pwrite(*args: Any) -> int:
+        def pwritev(*args: Any) -> int:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-        os.pwrite = pwrite
+        os.pwritev = pwritev
 
 
 def _no_tokenizer(tokenizer: Any) -> None:
@@ -266,11 +266,11 @@ def _no_tokenizer(tokenizer: Any) -> None:
 def test_failed_save_leaves_the_older_folder_and_nothing_else(run_ranks, checked, meshes, save, sabotage, words):
     job = checked(meshes["TP2xEP2"])
     folder = save(job)
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     message = _failing_save(run_ranks, job, folder, sabotage)
     for word in words:
         assert word in message
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
     assert [path.name for path in folder.parent.iterdir()] == ["step-1"]
 
 
@@ -279,5 +279,5 @@ def test_saving_again_replaces_the_whole_folder(checked, meshes, save):
     (folder / "stale.txt").write_text("of an older run")
     job = checked(meshes["FSDP4"], *LLAMA)
     assert save(job) == folder
-    assert not (folder / "stale.txt").exists() and not (folder / "titanlite.safetensors").exists()
+    assert not (folder / "stale.txt").exists() and not (folder / "titanlite/expert_bias.safetensors").exists()
     assert_same_tensors(load(folder), build(job, shard=False)[1])

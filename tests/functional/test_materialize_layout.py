@@ -218,4 +218,4 @@ def test_tensor_that_one_rank_did_not_fill_fails_on_all_ranks(run_ranks, checked
     plan = build_plan(build_decoder(checked(Degrees()).model_config))
     for entry in plan.entries:  # every one of them, integer buffers included
         assert f"{entry.fqn}: not filled" in message
-    assert "(ranks 1)" in message and "(ranks 0" not in message
+    assert "(rank 1)" in message and "(ranks 0" not in message

@@ -1,5 +1,8 @@
-"""Checkpoints: a trained model is a Hugging Face folder."""
+"""Checkpoints: Hugging Face folders in and out, and the state of a run beside them."""
 
-from titanlite.checkpoint.export import save_hf_model
+from titanlite.checkpoint.hf_model import save_hf_model
+from titanlite.checkpoint.manager import Checkpointer, describe_versions
+from titanlite.checkpoint.pretrained import HFCheckpoint, hf_checkpoint
+from titanlite.checkpoint.train_state import Progress
 
-__all__ = ["save_hf_model"]
+__all__ = ["Checkpointer", "HFCheckpoint", "Progress", "describe_versions", "hf_checkpoint", "save_hf_model"]

@@ -11,7 +11,11 @@ from titanlite.materialize import Region
 from titanlite.models.families import Family
 
 # Holds the tensors for which the family's architecture has no key; they are kept, never dropped.
-SIDECAR_FILE = "titanlite.safetensors"
+SIDECAR_FILE = "expert_bias.safetensors"
+# Full-precision parameters of a run whose model files have fewer bits.
+MASTER_PREFIX = "master."
+# Written by other programs, computed from the configuration here.
+IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,11 @@ def is_sidecar(name: str, family: Family) -> bool:
     return name.endswith(".expert_bias") and family.expert_bias_key is None
 
 
+def whole(key: str, shape: tuple[int, ...]) -> Piece:
+    """All of a tensor under one key."""
+    return Piece(key, shape, Region((0,) * len(shape), shape))
+
+
 def checkpoint_pieces(name: str, shape: tuple[int, ...], family: Family) -> Iterator[Piece]:
     """Checkpoint tensors that together store the run-time tensor `name` of global `shape`."""
     prefix, _, leaf = name.rpartition(".")
@@ -48,5 +57,6 @@ def checkpoint_pieces(name: str, shape: tuple[int, ...], family: Family) -> Iter
             region = Region((expert, 0, 0), (1, *shape[1:]))
             yield Piece(f"{prefix}.{expert}.down_proj.weight", shape[1:], region)
     else:
-        key = f"{prefix}.{family.expert_bias_key}" if leaf == "expert_bias" and family.expert_bias_key else name
-        yield Piece(key, shape, Region((0,) * len(shape), shape))
+        yield whole(
+            f"{prefix}.{family.expert_bias_key}" if leaf == "expert_bias" and family.expert_bias_key else name, shape
+        )

@@ -27,6 +27,9 @@ _RULES: tuple[tuple[Callable[[float], bool], str, tuple[str, ...]], ...] = (
             "moe.expert_bias_update_rate",
             "moe.aux_loss_coeff",
             "moe.z_loss_coeff",
+            "checkpoint.interval",
+            "checkpoint.keep_latest_k",
+            "checkpoint.keep_every_n_steps",
         ),
     ),
     (
@@ -51,6 +54,7 @@ _RULES: tuple[tuple[Callable[[float], bool], str, tuple[str, ...]], ...] = (
         "1 or more, or to -1",
         ("training.global_batch_size", "parallelism.data_parallel_shard_degree"),
     ),
+    (lambda value: value >= -1, "-1 or more", ("checkpoint.load_step",)),
     (lambda value: 0 < value < math.inf, "more than 0", ("optimizer.eps",)),
     (lambda value: 0 <= value < 1, "0 or more and less than 1", ("optimizer.beta1", "optimizer.beta2")),
     (lambda value: 0 < value <= 1, "more than 0 and at most 1", ("lr_scheduler.decay_ratio",)),
@@ -97,7 +101,7 @@ def check_values(job: JobConfig) -> list[str]:
             + 'Write "op", or for example "2" to recompute every second layer.'
         )
     flavor, assets = job.model.flavor, job.model.hf_assets_path
-    if not flavor and not assets:
+    if not flavor and not assets and not job.checkpoint.initial_load_path:
         problems.append(
             "model.flavor and model.hf_assets_path are both empty, so the model has no sizes. Set one of them."
         )

@@ -40,7 +40,9 @@ ModelOverrides = make_dataclass(
 class ModelSection:
     name: str = setting("qwen3_moe", "Model family: one of the files in titanlite/models/families.")
     flavor: str = setting("", "Preset sizes of the family, such as '30B-A3B'. Empty: sizes come from hf_assets_path.")
-    hf_assets_path: str = setting("", "Folder with a Hugging Face config.json (and tokenizer). Empty: use flavor.")
+    hf_assets_path: str = setting(
+        "", "Folder or hub id with config.json and tokenizer. Empty: use flavor, or checkpoint.initial_load_path."
+    )
     attention_backend: Literal["sdpa", "flex"] = setting(
         "sdpa", "'sdpa': scaled_dot_product_attention; 'flex': flex_attention, for packed documents on CUDA."
     )
@@ -121,9 +123,28 @@ class MoESection:
 
 @dataclass
 class CheckpointSection:
-    enable: bool = setting(True, "Save the trained model as a Hugging Face folder at the end of the run.")
+    enable: bool = setting(
+        True, "Save checkpoints at intervals, at the end and on SIGTERM or SIGINT; resume from the folder's latest."
+    )
     folder: str = setting("checkpoint", "Folder of the checkpoints, inside job.dump_folder.")
-    export_dtype: Literal["float32", "bfloat16"] = setting("float32", "Dtype of the saved weights.")
+    interval: int = setting(500, "Optimizer steps between checkpoints; 0: only at the end.")
+    initial_load_path: str = setting(
+        "", "Folder or hub id of the Hugging Face model whose weights a new run begins with. Empty: random weights."
+    )
+    load_step: int = setting(
+        -1, "Step to resume from; -1: the latest complete checkpoint in the folder, if any; 0: begin anew."
+    )
+    keep_latest_k: int = setting(3, "Checkpoints to keep, the oldest goes first; 0 keeps all.")
+    keep_every_n_steps: int = setting(0, "Checkpoints at multiples of this many steps are never removed; 0: none.")
+    async_mode: Literal["disabled", "async"] = setting(
+        "disabled", "'async': training waits only for a copy in host memory, files are written in the background."
+    )
+    export_dtype: Literal["float32", "bfloat16"] = setting(
+        "float32", "Dtype of the saved model. Parameters that lose bits are saved for resuming as well."
+    )
+    verify_checksums: bool = setting(
+        False, "Read the whole checkpoint and compare its checksums before resuming; sizes are compared always."
+    )
 
 
 @dataclass

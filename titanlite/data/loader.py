@@ -4,12 +4,16 @@ There is no background thread. A micro-batch of 16 Ki tokens takes under 1 ms fr
 starts its GPU work before the next step asks for data.
 """
 
+import zlib
 from collections.abc import Iterator
 
 import numpy as np
 
 from titanlite.data.dataset import Batch, PackedDataset
 from titanlite.errors import ConfigError, raise_problems
+
+# Enough to tell one corpus from another.
+_CHECKED_TOKENS = 1 << 20
 
 
 class TrainLoader:
@@ -54,13 +58,35 @@ class TrainLoader:
         self.dp_rank = dp_rank
         self.dp_degree = dp_degree
         self.num_micro_batches = global_batch_size // (local_batch_size * dp_degree)
+        self._start_step = self._start_sample = 0
+
+    @property
+    def fingerprint(self) -> str:
+        """What determines the data order, in words: equal for equal orders."""
+        tokenized = self.dataset.tokenized
+        checksum = zlib.crc32(np.ascontiguousarray(tokenized.tokens[:_CHECKED_TOKENS]).tobytes())
+        return (
+            f"{len(tokenized.tokens)} tokens in {tokenized.num_documents} documents (CRC-32 of the first "
+            f"{checksum:08x}), sequences of {self.dataset.seq_len}, seed {self.seed}"
+        )
+
+    def start_from(self, step: int, samples: int) -> None:
+        """Let step `step` begin after the first `samples` samples of the data order.
+
+        A run may go on with another global batch size than the one that it began with.
+        """
+        self._start_step, self._start_sample = step, samples
+
+    def samples_before(self, step: int) -> int:
+        """Samples of the data order that the steps before `step` trained on."""
+        return self._start_sample + (step - self._start_step) * self.global_batch_size
 
     def micro_batches(self, step: int) -> list[Batch]:
         """The micro-batches of this rank in training step `step`, counted from 0; CPU tensors.
 
         A list and not an iterator: the loss of the first micro-batch is divided by the valid tokens of all of them.
         """
-        start = step * self.global_batch_size
+        start = self.samples_before(step)
         return self._split(self.dataset.get_train_indices(self.seed, start, start + self.global_batch_size))
 
     def num_validation_steps(self, num_steps: int) -> int:

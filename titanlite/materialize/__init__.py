@@ -34,6 +34,7 @@ from titanlite.materialize.sources import (
     TensorInfo,
     TensorReader,
     TorchDefaults,
+    Unfit,
 )
 from titanlite.materialize.verify import verify
 
@@ -58,6 +59,7 @@ __all__ = [
     "TensorReader",
     "TorchDefaults",
     "TruncatedNormal",
+    "Unfit",
     "Uniform",
     "Zeros",
     "allocate",

@@ -1,16 +1,24 @@
 """Allocate and fill: meta tensors become real in place, poisoned first, then written once from their source."""
 
+import ctypes
 import os
+import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from titanlite.errors import PlanError
-from titanlite.materialize.layout import local_of
+from titanlite.errors import CheckpointError, PlanError
+from titanlite.materialize.agree import raise_together
+from titanlite.materialize.layout import local_of, region_of
 from titanlite.materialize.plan import Plan, TensorEntry
+from titanlite.materialize.replicas import broadcast, share_out
 from titanlite.materialize.sources import Compute, Init, Read, ReadRequest, TensorReader
+
+_HUGE_PAGE_BYTES = 2 << 20
+_MADV_HUGEPAGE = 14
 
 
 @torch.no_grad()
@@ -29,6 +37,7 @@ def allocate(plan: Plan, device: torch.device, buffer_device: torch.device | Non
         target = buffer_device if entry.info.kind == "buffer" and buffer_device is not None else device
         if tensor.is_meta:
             new = torch.empty_like(tensor, device=target, dtype=entry.dtype, requires_grad=False)
+            use_huge_pages(local_of(new))
             _poison(local_of(new))
         elif not isinstance(tensor, DTensor) and tensor.device != target:
             new = tensor.detach().to(target)
@@ -61,6 +70,20 @@ def poison_of(dtype: torch.dtype) -> float | int | None:
     return info.min or info.max
 
 
+def use_huge_pages(local: torch.Tensor) -> None:
+    """Ask for 2 MiB pages under a fresh CPU tensor; without effect where there are none.
+
+    The first touch of fresh memory is the larger part of loading from the page cache: a page fault per 4 KiB. Measured:
+    256 MiB are read into fresh memory in 75 ms with huge pages and in 125 ms without.
+    """
+    if sys.platform != "linux" or local.device.type != "cpu" or local.nbytes < _HUGE_PAGE_BYTES:
+        return
+    start = -(-local.data_ptr() // 4096) * 4096
+    length = (local.data_ptr() + local.nbytes) // 4096 * 4096 - start
+    # Advice only: a kernel without huge pages refuses, and nothing is lost.
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _MADV_HUGEPAGE)
+
+
 def _poison(local: torch.Tensor) -> None:
     poison = poison_of(local.dtype)
     if poison is not None:
@@ -73,20 +96,44 @@ def fill(plan: Plan, seed: int) -> None:
 
     Raises:
         PlanError: a computed tensor has another shape than the model's.
+        CheckpointError: a rank could not read; on all ranks.
+
+    Collectives: those of `read_tensors`, if anything is read; every rank must call.
     """
     # Drawing is host work that releases the interpreter lock; share the cores of a node among its ranks.
     threads = max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     with ThreadPoolExecutor(min(threads, 16)) as pool:
         jobs = [pool.submit(_fill_one, entry, seed) for entry in plan.entries]
-        reads: dict[int, tuple[TensorReader, list[ReadRequest]]] = {}
-        for entry in plan.entries:
-            if isinstance(entry.source, Read):
-                _, requests = reads.setdefault(id(entry.source.reader), (entry.source.reader, []))
-                requests.append(ReadRequest(entry.source.name, entry.region, local_of(entry.tensor)))
-        for reader, requests in reads.values():
-            reader.read(requests)
+        read_tensors([(entry.tensor, entry.source) for entry in plan.entries if isinstance(entry.source, Read)])
         for job in jobs:
             job.result()
+
+
+@torch.no_grad()
+def read_tensors(reads: Sequence[tuple[torch.Tensor, Read]]) -> None:
+    """Read each tensor, DTensor or plain, from its source. What several ranks hold, one reads and sends.
+
+    Raises:
+        CheckpointError: on all ranks; a rank could not read.
+
+    Collectives: one gather of small objects, and broadcasts of replicas, if there is anything to read; every rank must
+    call with the same tensors in the same order.
+    """
+    shares = list(share_out(tensor for tensor, _ in reads))
+    requests: dict[int, tuple[TensorReader, list[ReadRequest]]] = {}
+    for share, (tensor, source) in zip(shares, reads, strict=True):
+        if share.mine:
+            _, of_reader = requests.setdefault(id(source.reader), (source.reader, []))
+            of_reader.append(ReadRequest(source.name, region_of(tensor), local_of(tensor)))
+    problems = []
+    try:
+        for reader, of_reader in requests.values():
+            reader.read(of_reader)
+    except CheckpointError as error:
+        problems.append(str(error))
+    if reads:
+        raise_together(CheckpointError, "loading", problems)
+        broadcast(shares)
 
 
 @torch.no_grad()

@@ -24,6 +24,7 @@ from titanlite.materialize.sources import (
     Source,
     SourceProvider,
     TensorInfo,
+    Unfit,
 )
 
 # Wrappers put their own name into the path of a tensor; the plan, the random streams and checkpoints do without.
@@ -133,7 +134,7 @@ def build_plan(model: nn.Module, sources: Sequence[SourceProvider | Mapping[str,
         objects.setdefault(id(tensor), _Found(tensor, info, [])).names.append(fqn)
 
     declared = _declarations(model, infos, problems)
-    claimed, complete = _claims(sources, infos, problems)
+    claimed, complete, unfit = _claims(sources, infos, problems)
     _check_aliases(declared, objects, infos, problems)
 
     entries = []
@@ -143,6 +144,8 @@ def build_plan(model: nn.Module, sources: Sequence[SourceProvider | Mapping[str,
                 f"{found.info.fqn}: something holds a weak reference to it (a WeakTensorKeyDictionary?), so its "
                 "contents cannot be exchanged in place. Make such maps after materializing."
             )
+        if unfit.intersection(found.names):
+            continue  # reported; "missing" would be said on top
         source = _pick(found, declared, claimed, complete, problems)
         if source is not None:
             dtype = _final_dtype(found, source, declared, problems)
@@ -190,17 +193,21 @@ def _class_name(module: nn.Module) -> str:
 
 def _claims(
     sources: Sequence[SourceProvider | Mapping[str, Source]], infos: Mapping[str, TensorInfo], problems: list[str]
-) -> tuple[dict[str, Source], list[str]]:
-    """Claims of the `sources` argument by name, and the names of the providers that must be complete."""
+) -> tuple[dict[str, Source], list[str], set[str]]:
+    """Claims of the `sources` argument by name, the providers that must be complete, and names with an unfit claim."""
     claimed: dict[str, Source] = {}
     claimers: dict[str, str] = {}
     complete: list[str] = []
+    unfit: set[str] = set()
     for given in sources:
         provider = Patterns(given) if isinstance(given, Mapping) else given
         if provider.complete:
             complete.append(provider.name)
         for fqn, source in provider(infos):
-            if fqn not in infos:
+            if isinstance(source, Unfit):
+                problems.append(f"{fqn}: {source.reason}")
+                unfit.add(fqn)
+            elif fqn not in infos:
                 problems.append(f"{fqn}: unexpected, {provider.name} has it and the model does not.")
             elif fqn in claimed:
                 problems.append(
@@ -209,7 +216,7 @@ def _claims(
                 )
             else:
                 claimed[fqn], claimers[fqn] = source, provider.name
-    return claimed, complete
+    return claimed, complete, unfit
 
 
 def _check_aliases(

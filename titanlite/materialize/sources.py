@@ -113,6 +113,16 @@ Source = Init | Compute | Alias | Keep | Read
 
 
 @dataclass(frozen=True)
+class Unfit:
+    """No source, but a claim all the same: the provider has something under this name that does not fit the model.
+
+    The plan lists `reason` with all other problems.
+    """
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class TensorInfo:
     """What a source may know about a tensor: its name, kind, global shape and dtype, and the module that holds it."""
 
@@ -135,7 +145,7 @@ class SourceProvider(Protocol):
     name: str
     complete: bool
 
-    def __call__(self, tensors: Mapping[str, TensorInfo]) -> Iterable[tuple[str, Source]]:
+    def __call__(self, tensors: Mapping[str, TensorInfo]) -> Iterable[tuple[str, Source | Unfit]]:
         """Claims (fully qualified name, source). Unknown names and double claims are reported as such."""
         ...
 

@@ -7,12 +7,13 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from titanlite.errors import VerifyError, raise_problems
+from titanlite.materialize.agree import list_ranks, merge_problems
 from titanlite.materialize.execute import poison_of
 from titanlite.materialize.layout import Region, local_of, num_replicas
 from titanlite.materialize.plan import Plan, TensorEntry, named_tensors
 from titanlite.materialize.sources import Keep
 
-_CHUNK = 1 << 22
+_CHUNK = 1 << 18  # elements; what looking at a tensor may cost in memory is a few copies of a chunk as int64
 
 _Digest = tuple[int, int]
 _Findings = tuple[list[str], dict[tuple[str, Region], _Digest]]  # problems, digests of what other ranks hold too
@@ -42,7 +43,7 @@ def verify(plan: Plan) -> None:
         }
         gathered: list[_Findings] = [([], {})] * dist.get_world_size()
         dist.all_gather_object(gathered, (problems, digests))
-        problems = _merge(gathered)
+        problems = merge_problems([found for found, _ in gathered]) + _differing([found for _, found in gathered])
     raise_problems(VerifyError, "materialize", problems)
 
 
@@ -60,17 +61,33 @@ def _entry_problems(entry: TensorEntry, current: dict[str, torch.Tensor]) -> lis
     if local.dtype != entry.dtype:
         problems.append(f"{fqn}: is {local.dtype}, expected {entry.dtype}.")
     if local.dtype.is_floating_point or local.dtype.is_complex:
-        if bool(local.isnan().any()):
-            how = "was NaN before materialization" if isinstance(entry.source, Keep) else "not filled, or NaN"
-            problems.append(f"{fqn}: {how}, in {int(local.isnan().sum())} of {local.numel()} elements.")
-        elif entry.info.kind == "parameter" and local.numel() and not bool(local.abs().amax().isfinite()):
-            problems.append(f"{fqn}: has infinite elements.")  # legal in buffers, such as masks
+        if not _has_finite_sum(local):
+            chunks = local.reshape(-1).split(_CHUNK) if local.is_contiguous() else [local]
+            num_nan = sum(int(chunk.isnan().sum()) for chunk in chunks)
+            if num_nan:
+                how = "was NaN before materialization" if isinstance(entry.source, Keep) else "not filled, or NaN"
+                problems.append(f"{fqn}: {how}, in {num_nan} of {local.numel()} elements.")
+            # Infinity is legal in buffers, such as masks.
+            elif (
+                entry.info.kind == "parameter"
+                and local.numel()
+                and not all(bool(chunk.abs().amax().isfinite()) for chunk in chunks)
+            ):
+                problems.append(f"{fqn}: has infinite elements.")
     elif not isinstance(entry.source, Keep) and local.numel():
         # Every integer is a legal value; a whole tensor of the one that no one wants is a forgotten one.
         poison = poison_of(local.dtype)
         if poison is not None and bool((local == poison).all()):
             problems.append(f"{fqn}: not filled (all its elements are {poison}).")
     return problems
+
+
+def _has_finite_sum(local: torch.Tensor) -> bool:
+    """False if an element is NaN or infinite, or, rarely, if the sum overflows; then look closer.
+
+    One pass over the memory and no temporary, so that looking at every weight costs little beside loading it.
+    """
+    return local.dtype.itemsize > 1 and bool(local.sum().isfinite())  # float8 has no sum
 
 
 def _digest(local: torch.Tensor) -> _Digest:
@@ -86,22 +103,14 @@ def _digest(local: torch.Tensor) -> _Digest:
     return plain % 2**64, weighted % 2**64
 
 
-def _merge(gathered: list[_Findings]) -> list[str]:
-    """Problems of all ranks, each once with its ranks, and the replicated tensors whose digests differ."""
-    ranks_of: defaultdict[str, list[int]] = defaultdict(list)
+def _differing(gathered: list[dict[tuple[str, Region], _Digest]]) -> list[str]:
+    """The replicated tensors whose digests differ between the ranks that hold them."""
     holders: defaultdict[tuple[str, Region], defaultdict[_Digest, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for rank, (problems, digests) in enumerate(gathered):
-        for problem in problems:
-            ranks_of[problem].append(rank)
+    for rank, digests in enumerate(gathered):
         for place, digest in digests.items():
             holders[place][digest].append(rank)
-    merged = [f"{problem} (ranks {_short(ranks)})" for problem, ranks in ranks_of.items()]
-    for (fqn, _), by_digest in holders.items():
-        if len(by_digest) > 1:
-            groups = " and ".join(_short(ranks) for ranks in by_digest.values())
-            merged.append(f"{fqn}: replicas differ, between ranks {groups}.")
-    return merged
-
-
-def _short(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return [
+        f"{fqn}: replicas differ, between ranks {' and '.join(list_ranks(ranks) for ranks in by_digest.values())}."
+        for (fqn, _), by_digest in holders.items()
+        if len(by_digest) > 1
+    ]

@@ -30,6 +30,8 @@ def lr_factor(step: int, steps: int, section: LRSchedulerSection) -> float:
     return section.min_lr_factor + (1.0 - section.min_lr_factor) * shape
 
 
-def build_lr_scheduler(optimizer: Optimizer, section: LRSchedulerSection, steps: int) -> LambdaLR:
-    """Scheduler that applies `lr_factor`; call `step()` after every optimizer step."""
-    return LambdaLR(optimizer, lambda step: lr_factor(step, steps, section))
+def build_lr_scheduler(optimizer: Optimizer, section: LRSchedulerSection, steps: int, start_step: int = 0) -> LambdaLR:
+    """Scheduler that applies `lr_factor`, from `start_step` steps done; call `step()` after every optimizer step."""
+    for group in optimizer.param_groups:
+        group["initial_lr"] = group["lr"]  # which LambdaLR wants where it does not begin at 0
+    return LambdaLR(optimizer, lambda step: lr_factor(step, steps, section), last_epoch=start_step - 1)

@@ -41,7 +41,7 @@ DEBUG_SIZES: Mapping[str, Any] = {
 # Other names under which transformers versions write the same key.
 KEY_ALIASES: Mapping[str, str] = {"num_experts": "num_local_experts", "n_routed_experts": "num_local_experts"}
 # Features that every config.json may ask for and the decoder lacks.
-UNIVERSALLY_REQUIRED: Mapping[str, tuple[Any, ...]] = {"hidden_act": ("silu",), "quantization_config": (None,)}
+UNIVERSALLY_REQUIRED: Mapping[str, tuple[Any, ...]] = {"hidden_act": ("silu",)}
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,11 @@ class Family:
             if key in hf and hf[key] not in allowed:
                 wanted = " or ".join(repr(value) for value in allowed)
                 problems.append(f"{key} = {hf[key]!r} is not supported by the native decoder, only {wanted} is.")
+        if not _is_readable_quantization(hf.get("quantization_config")):
+            problems.append(
+                "quantization_config: of quantized weights only FP8 with a scale per block (quant_method 'fp8' with a "
+                "weight_block_size of two numbers) can be read."
+            )
         if set(hf.get("layer_types") or []) - {"full_attention"}:
             problems.append("layer_types has other entries than 'full_attention', which the native decoder lacks.")
         values: dict[str, Any] = {**self.defaults, **self.fixed, "family": self.name}
@@ -119,6 +124,16 @@ _ROPE_KEYS = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
+
+
+def _is_readable_quantization(quantization: Any) -> bool:
+    """True without quantization, and for block-scaled FP8, which is dequantized while it is read."""
+    if quantization is None:
+        return True
+    if not isinstance(quantization, Mapping) or quantization.get("quant_method") != "fp8":
+        return False
+    block = quantization.get("weight_block_size", [128, 128])
+    return isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)
 
 
 def _rope(hf: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:

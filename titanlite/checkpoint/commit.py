@@ -1,0 +1,190 @@
+"""A checkpoint folder appears complete or not at all, and says itself what belongs to it.
+
+Ranks write into a hidden temporary folder; the manifest with the size and CRC-32 of every file comes last; everything
+is flushed to the disk; one rename makes the folder visible. A process may be killed at any moment of this.
+"""
+
+import json
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch.distributed as dist
+
+from titanlite.checkpoint.folder import OWN_FOLDER, read_json
+from titanlite.checkpoint.header import shown
+from titanlite.checkpoint.writer import FileLayout, create_files, header_crcs, merge_crcs, write_items
+from titanlite.errors import CheckpointError
+from titanlite.materialize.agree import raise_together
+
+MANIFEST_FILE = f"{OWN_FOLDER}/manifest.json"
+_STEP = re.compile(r"step-([0-9]+)")
+_CHUNK = 8 << 20
+
+
+def commit_folder(
+    folder: Path,
+    files: Sequence[FileLayout],
+    write_rest: Callable[[Path], None],
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Write `files` and what `write_rest(temporary folder)` adds on rank 0, and let `folder` appear, or be replaced.
+
+    Raises:
+        CheckpointError: on all ranks of `group`, if any of them could not write; an older `folder` is untouched.
+
+    Collectives: three small ones over `group`; every rank must call, and all must see the same file system.
+    """
+    temporary = folder.with_name(f".{folder.name}.tmp")
+    on_first = dist.get_rank(group) == 0
+    shares: dict[str, int] = {}
+
+    def start() -> None:
+        if on_first:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+            create_files(temporary, files)
+
+    def write() -> None:
+        shares.update(write_items(temporary, files, f"writing {folder}"))
+
+    def finish() -> None:
+        if on_first:
+            write_rest(temporary)
+            _write_manifest(temporary, merge_crcs([header_crcs(files), *(gathered)]))
+            _flush(temporary)
+            _appear(temporary, folder)
+
+    try:
+        _together(folder, start, group)
+        _together(folder, write, group)
+        gathered: list[dict[str, int]] = [{}] * dist.get_world_size(group)
+        dist.all_gather_object(gathered, shares, group=group)
+        _together(folder, finish, group)
+    except CheckpointError:
+        if on_first:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _together(folder: Path, action: Callable[[], None], group: dist.ProcessGroup | None) -> None:
+    """Run `action`; what goes wrong on any rank is raised on all."""
+    problems = []
+    try:
+        action()
+    except (OSError, ValueError, RuntimeError) as error:
+        problems.append(f"{error}")
+    where = f"checkpoint: cannot save to {folder}; free space or change job.dump_folder"
+    raise_together(CheckpointError, where, problems, group)
+
+
+def check_folder(folder: Path, *, checksums: bool = False, share: tuple[int, int] = (0, 1)) -> list[str]:
+    """What is wrong with the checkpoint in `folder`, by its manifest: files gone, of another size, or with other bytes.
+
+    Sizes cost a system call per file; `checksums` reads every byte. With `share` = (i, n) only every nth file is looked
+    at, from the ith on.
+    """
+    try:
+        files = read_json(folder / MANIFEST_FILE, str(folder)).get("files")
+    except CheckpointError as error:
+        return [str(error)]
+    if not isinstance(files, dict):
+        return [f"{folder}: {MANIFEST_FILE} lists no files."]
+    problems = []
+    for name, entry in list(files.items())[share[0] :: share[1]]:
+        path = folder / name
+        try:
+            wanted, crc = int(entry["bytes"]), int(entry["crc32"], 16)
+        except (TypeError, KeyError, ValueError):
+            problems.append(f"{shown(name)}: its entry in {MANIFEST_FILE} is damaged.")
+            continue
+        try:
+            size = path.stat().st_size
+            if size != wanted:
+                problems.append(f"{shown(name)}: has {size} bytes, {MANIFEST_FILE} says {wanted}.")
+            elif checksums and _crc_of(path) != crc:
+                problems.append(f"{shown(name)}: its bytes are not those that were saved (CRC-32 differs).")
+        except OSError as error:
+            problems.append(f"{shown(name)}: {error.strerror}.")
+    return problems
+
+
+def list_steps(folder: Path) -> list[int]:
+    """Numbers of the checkpoints `step-N` in `folder`, complete or not, ascending."""
+    if not folder.is_dir():
+        return []
+    return sorted(int(match[1]) for path in folder.iterdir() if (match := _STEP.fullmatch(path.name)))
+
+
+def step_folder(folder: Path, step: int) -> Path:
+    """Where the checkpoint of `step` is."""
+    return folder / f"step-{step}"
+
+
+def clean_up(folder: Path) -> None:
+    """Remove what a process that was killed while saving or removing left behind. One process at a time."""
+    for path in sorted(folder.glob(".step-*")) if folder.is_dir() else ():
+        name, _, kind = path.name[1:].rpartition(".")
+        if kind == "old" and not (folder / name).exists() and not check_folder(path):
+            path.rename(folder / name)  # killed between the two renames of a replacement
+        elif kind in ("tmp", "old", "gone"):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def remove_old(folder: Path, keep_latest: int, keep_every: int) -> None:
+    """Remove all but the last `keep_latest` checkpoints (0: keep all); multiples of `keep_every` stay (0: none)."""
+    steps = list_steps(folder)
+    for step in steps[:-keep_latest] if keep_latest else ():
+        if not (keep_every and step % keep_every == 0):
+            path = step_folder(folder, step)
+            hidden = path.with_name(f".{path.name}.gone")
+            path.rename(hidden)  # never half a folder under a name that a resume would look at
+            shutil.rmtree(hidden, ignore_errors=True)
+
+
+def _write_manifest(folder: Path, crcs: dict[str, int]) -> None:
+    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    files = {
+        name: {
+            "bytes": (folder / name).stat().st_size,
+            "crc32": f"{crcs[name] if name in crcs else _crc_of(folder / name):08x}",
+        }
+        for name in names
+    }
+    path = folder / MANIFEST_FILE
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps({"format": 1, "files": files}, indent=1) + "\n", encoding="ascii")
+
+
+def _crc_of(path: Path) -> int:
+    crc = 0
+    with open(path, "rb") as file:
+        while chunk := file.read(_CHUNK):
+            crc = zlib.crc32(chunk, crc)
+    return crc
+
+
+def _flush(folder: Path) -> None:
+    for path in [*folder.rglob("*"), folder]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _appear(temporary: Path, folder: Path) -> None:
+    old = folder.with_name(f".{folder.name}.old")
+    if folder.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        folder.rename(old)
+    temporary.rename(folder)
+    descriptor = os.open(folder.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,33 @@
+"""Block-scaled FP8 weights, DeepSeek-V3's format (arXiv:2412.19437, section 3.3): dequantized while they are read.
+
+`name.weight` (R, C) is float8_e4m3fn; `name.weight_scale_inv` (ceil(R / 128), ceil(C / 128)) has one factor per block
+of 128 x 128. The weight is the product of both.
+"""
+
+import numpy as np
+import torch
+
+SCALE_SUFFIX = "_scale_inv"
+
+
+def scale_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
+    """Shape of the factors of a weight of `shape`."""
+    return tuple(-(-size // length) for size, length in zip(shape, block, strict=True))
+
+
+def dequantize(
+    raw: torch.Tensor, first: np.ndarray, cols: int, scale: torch.Tensor, first_scale_row: int, block: tuple[int, int]
+) -> torch.Tensor:
+    """Elements (N, L) of a weight with `cols` columns, as float32.
+
+    Args:
+        raw: (N, L) float8; each row is a run of elements inside one row of the weight.
+        first: (N,) index of each run's first element in the weight; all runs begin at the same column.
+        cols: columns of the weight.
+        scale: (S, ceil(cols / block[1])) the rows of factors from `first_scale_row` on, those that the runs need.
+        first_scale_row: see `scale`.
+        block: rows and columns of a block.
+    """
+    scale_rows = torch.from_numpy(first // cols // block[0] - first_scale_row)
+    scale_cols = torch.arange(int(first[0]) % cols, int(first[0]) % cols + raw.shape[1]) // block[1]
+    return raw.to(torch.float32) * scale.to(torch.float32)[scale_rows][:, scale_cols]

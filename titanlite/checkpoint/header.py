@@ -1,0 +1,211 @@
+"""Safetensors headers: which bytes of a file are which tensor. Whatever a file says is checked before it is believed.
+
+Format: the length of the header as 8 little-endian bytes, the header as JSON, then the data. The header maps each name
+to `dtype`, `shape` and `data_offsets`, the half-open byte range of the tensor in the data.
+https://huggingface.co/docs/safetensors
+"""
+
+import json
+import os
+import stat
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from titanlite.errors import CheckpointError, raise_problems
+
+# The reference implementation refuses longer headers too.
+MAX_HEADER_BYTES = 100_000_000
+DTYPES: Mapping[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor of a safetensors file.
+
+    Attributes:
+        key: its name in the file.
+        dtype: dtype on disk.
+        shape: shape on disk.
+        file: the file.
+        offset: its first byte, counted from the start of the file.
+        nbytes: its length in bytes, `prod(shape) * dtype.itemsize`.
+    """
+
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    file: Path
+    offset: int
+    nbytes: int
+
+
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of the safetensors file `path` by key, in the order of their bytes. Reads the header only.
+
+    Raises:
+        CheckpointError: `path` cannot be read, is no regular file, is shorter than its header says, or its header is
+            not what the format allows: no UTF-8, no JSON, a name twice, an unknown dtype, offsets that are out of
+            range, overlap, leave a gap, or contradict dtype and shape. Names the file and every such tensor.
+    """
+    text, file_bytes = _read_text(path)
+    table = _parse(path, text)
+    data_start = 8 + len(text)
+    problems: list[str] = []
+    tensors: list[StoredTensor] = []
+    for key, entry in table.items():
+        if key == "__metadata__":
+            continue
+        try:
+            tensors.append(_check_entry(key, entry, path, data_start, file_bytes))
+        except ValueError as error:
+            problems.append(f"{shown(key)}: {error}.")
+    tensors.sort(key=lambda tensor: (tensor.offset, tensor.nbytes))
+    if not problems:
+        problems = list(_gaps(tensors, data_start, file_bytes))
+    raise_problems(CheckpointError, f"checkpoint {path}", problems)
+    return {tensor.key: tensor for tensor in tensors}
+
+
+def encode_header(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...], int]]) -> bytes:
+    """Header of a file with the given (key, dtype, shape, first byte in the data), padded to align the data."""
+    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    for key, dtype, shape, start in tensors:
+        nbytes = dtype.itemsize
+        for size in shape:
+            nbytes *= size
+        table[key] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, start + nbytes]}
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def shown(text: object) -> str:
+    """`text` from a file as it may stand in a message: printable, and not long."""
+    safe = str(text).encode("unicode_escape").decode("ascii")
+    return safe if len(safe) <= 200 else f"{safe[:197]}..."
+
+
+def _read_text(path: Path) -> tuple[bytes, int]:
+    """The header's JSON and the size of the file."""
+    where = f"checkpoint {path}"
+    try:
+        # O_NONBLOCK: opening a named pipe would wait for a writer.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{where}: there is no such file. Copy it again from where the checkpoint came."
+        ) from None
+    except OSError as error:
+        raise CheckpointError(f"{where}: cannot be opened: {error.strerror}.") from None
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise CheckpointError(f"{where}: is not a regular file.")
+        size = status.st_size
+        head = os.pread(descriptor, 8, 0)
+        if len(head) < 8:
+            raise CheckpointError(f"{where}: has {size} bytes, less than the 8 that a safetensors file begins with.")
+        (length,) = struct.unpack("<Q", head)
+        if length > min(size - 8, MAX_HEADER_BYTES):
+            raise CheckpointError(
+                f"{where}: says that its header has {length} bytes, but the file has {size} (the most that a header "
+                f"may have is {MAX_HEADER_BYTES}). It is cut off, or no safetensors file."
+            )
+        text = b""
+        while len(text) < length:
+            part = os.pread(descriptor, length - len(text), 8 + len(text))
+            if not part:
+                raise CheckpointError(f"{where}: ended while its header was read; something is changing it.")
+            text += part
+        return text, size
+    except OSError as error:
+        raise CheckpointError(f"{where}: cannot be read: {error.strerror}.") from None
+    finally:
+        os.close(descriptor)
+
+
+def _parse(path: Path, text: bytes) -> dict[str, Any]:
+    try:
+        table = json.loads(text.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_refuse_constant)
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"checkpoint {path}: the header is not UTF-8 (byte {8 + error.start}).") from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"checkpoint {path}: the header is not valid JSON: {shown(error)}.") from None
+    if not isinstance(table, dict):
+        raise CheckpointError(f"checkpoint {path}: the header is not a JSON object.")
+    return cast(dict[str, Any], table)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; Python's parser would silently keep the last of two equal names."""
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))
+        raise ValueError(f"the name '{twice}' stands there twice")
+    return table
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _check_entry(key: str, entry: Any, path: Path, data_start: int, file_bytes: int) -> StoredTensor:
+    """Raises ValueError with what is wrong."""
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise ValueError("its entry is not an object with dtype, shape and data_offsets")
+    name, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    dtype = DTYPES.get(name) if isinstance(name, str) else None
+    if dtype is None:
+        raise ValueError(f"dtype {shown(repr(name))} is unknown; there are {', '.join(DTYPES)}")
+    if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
+        raise ValueError(f"shape {shown(shape)} is not a list of sizes")
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(type(offset) is int for offset in offsets):
+        raise ValueError(f"data_offsets {shown(offsets)} are not two integers")
+    begin, end = offsets
+    data_bytes = file_bytes - data_start
+    if not 0 <= begin <= end <= data_bytes:
+        raise ValueError(
+            f"bytes [{shown(begin)}, {shown(end)}) are not within the {data_bytes} bytes of data; "
+            "the file is cut off or damaged"
+        )
+    needed = 0 if 0 in shape else dtype.itemsize
+    for size in shape if needed else ():
+        needed *= size
+        if needed > data_bytes:  # before the product of hostile sizes has a million digits
+            raise ValueError(f"{name} {shown(shape)} needs more than the {data_bytes} bytes of data")
+    if needed != end - begin:
+        raise ValueError(f"{name} {shown(shape)} has {needed} bytes, but its data_offsets span {end - begin}")
+    return StoredTensor(key, dtype, tuple(shape), path, data_start + begin, end - begin)
+
+
+def _gaps(tensors: Iterable[StoredTensor], data_start: int, file_bytes: int) -> Iterable[str]:
+    """Tensors that share bytes, and bytes that belong to none; the format allows neither."""
+    end, before = data_start, "the header"
+    for tensor in tensors:
+        if tensor.offset < end:
+            yield f"{shown(tensor.key)}: its bytes overlap those of {before}."
+        elif tensor.offset > end:
+            yield f"{shown(tensor.key)}: {tensor.offset - end} bytes before it belong to no tensor."
+        end, before = max(end, tensor.offset + tensor.nbytes), shown(tensor.key)
+    if end < file_bytes:
+        yield f"{file_bytes - end} bytes at its end belong to no tensor."

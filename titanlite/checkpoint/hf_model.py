@@ -1,0 +1,149 @@
+"""Save the sharded model as a Hugging Face folder that `from_pretrained` loads as it stands."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from titanlite.checkpoint.commit import commit_folder
+from titanlite.checkpoint.folder import INDEX_FILE, OWN_FOLDER
+from titanlite.checkpoint.keys import MASTER_PREFIX, SIDECAR_FILE, checkpoint_pieces, is_sidecar, whole
+from titanlite.checkpoint.writer import FileLayout, Item, lay_out
+from titanlite.config import ModelConfig
+from titanlite.logger import logger
+from titanlite.materialize import Plan
+from titanlite.materialize.layout import local_of
+from titanlite.materialize.replicas import share_out
+from titanlite.models.decoder import Decoder
+from titanlite.models.families import family_of
+from titanlite.models.families.family import KEY_ALIASES
+
+# What a config.json that is the base of ours must not hand down: our own values take their place.
+_REPLACED_KEYS = {"quantization_config", "transformers_version", "torch_dtype", "rope_theta", "rope_scaling"}
+
+
+def save_hf_model(
+    model: Decoder, plan: Plan, tokenizer: Any, folder: Path, dtype: torch.dtype, assets: Path | None = None
+) -> None:
+    """Write weights, config.json, generation_config.json and tokenizer into `folder`, as `save_pretrained` would.
+
+    The folder appears in one step, see `commit_folder`. Parameters are cast to `dtype`; buffers keep theirs.
+
+    Args:
+        model: the model, materialized.
+        plan: its plan.
+        tokenizer: a transformers tokenizer, or None to leave it out.
+        folder: where to; an older folder is replaced.
+        dtype: dtype of the parameters on disk.
+        assets: folder of the model that training began with; what its config.json and generation_config.json say
+            beyond the architecture is kept.
+
+    Raises:
+        CheckpointError: on all ranks, if any rank could not write; `folder` is untouched.
+
+    Collectives: three small ones; every rank must call, and all ranks must see the same file system.
+    """
+    files = model_files(plan, model.config, dtype)
+    commit_folder(folder, files, lambda path: write_hf_files(path, files, model.config, tokenizer, dtype, assets))
+    warn_of_sidecar(model.config, files)
+
+
+def model_files(plan: Plan, config: ModelConfig, dtype: torch.dtype, *, exact: bool = False) -> list[FileLayout]:
+    """Layout of the model's files, the same on all ranks: in the model's order, with Hugging Face's keys.
+
+    What the architecture has no key for goes to a file in the titanlite folder. With `exact`, so do parameters that
+    lose bits in `dtype`, once more in their own dtype, for a resumed run to go on from.
+    """
+    family = family_of(config)
+    model: list[Item] = []
+    sidecar: list[Item] = []
+    masters: list[Item] = []
+    entries = [entry for entry in plan.entries if entry.info.persistent]
+    for entry, share in zip(entries, share_out(entry.tensor for entry in entries), strict=True):
+        local, region = local_of(entry.tensor), entry.region
+        stored = dtype if entry.info.kind == "parameter" else entry.dtype
+        if is_sidecar(entry.fqn, family):
+            if bool(local.count_nonzero()):  # a replicated buffer: every rank decides alike
+                piece = whole(entry.fqn, entry.info.shape)
+                sidecar.append(Item(entry.fqn, stored, piece.region, piece.shape, local, region, share.mine))
+            continue
+        for piece in checkpoint_pieces(entry.fqn, entry.info.shape, family):
+            model.append(Item(piece.key, stored, piece.region, piece.shape, local, region, share.mine))
+        if exact and stored.itemsize < entry.dtype.itemsize:
+            piece = whole(MASTER_PREFIX + entry.fqn, entry.info.shape)
+            masters.append(Item(piece.key, entry.dtype, piece.region, piece.shape, local, region, share.mine))
+    return [
+        *lay_out(model, "model"),
+        *(lay_out(sidecar, f"{OWN_FOLDER}/{SIDECAR_FILE.removesuffix('.safetensors')}") if sidecar else []),
+        *(lay_out(masters, f"{OWN_FOLDER}/weights") if masters else []),
+    ]
+
+
+def warn_of_sidecar(config: ModelConfig, files: list[FileLayout]) -> None:
+    """Say that something was saved that Hugging Face's architecture does not have. On rank 0."""
+    count = sum(len(file.items) for file in files if file.name == f"{OWN_FOLDER}/{SIDECAR_FILE}")
+    if count and (not dist.is_initialized() or dist.get_rank() == 0):
+        logger.warning(
+            "checkpoint: %s has no place for expert_bias, so transformers will choose other experts than this run "
+            "did; the %d tensors are kept in %s/%s. For an exact export balance with moe.aux_loss_coeff instead.",
+            *(family_of(config).architecture, count, OWN_FOLDER, SIDECAR_FILE),
+        )
+
+
+def write_hf_files(
+    folder: Path,
+    files: list[FileLayout],
+    config: ModelConfig,
+    tokenizer: Any,
+    dtype: torch.dtype,
+    assets: Path | None,
+) -> None:
+    """Write index, configuration and tokenizer beside the weights. On one rank."""
+    from transformers import AutoConfig, GenerationConfig  # costs a second, and only saving needs it
+
+    models = [file for file in files if "/" not in file.name]
+    if len(models) > 1:
+        places = sorted((item.key, file.name) for file in models for item, _ in file.items)
+        index = {
+            "metadata": {"total_size": sum(item.nbytes for file in models for item, _ in file.items)},
+            "weight_map": dict(places),
+        }
+        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+    base = dict(_base_config(assets, config))
+    if tokenizer is not None:
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            base.setdefault(name, getattr(tokenizer, name))
+    hf_config = AutoConfig.for_model(
+        config.family, **{**base, **family_of(config).to_hf(config), "dtype": str(dtype).removeprefix("torch.")}
+    )
+    hf_config.save_pretrained(folder)
+    if assets is not None and (assets / "generation_config.json").exists():
+        shutil.copyfile(assets / "generation_config.json", folder / "generation_config.json")
+    else:
+        GenerationConfig.from_model_config(hf_config).save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+        _name_tokenizer_class(folder / "tokenizer_config.json")
+
+
+def _base_config(assets: Path | None, config: ModelConfig) -> Iterator[tuple[str, Any]]:
+    """What the original config.json says about things that titanlite has no setting for."""
+    path = None if assets is None else assets / "config.json"
+    if path is None or not path.exists():
+        return
+    replaced = {"model_type", "architectures", "dtype", *_REPLACED_KEYS, *KEY_ALIASES.values()}
+    original = json.loads(path.read_text(encoding="utf-8"))
+    if original.get("model_type") == config.family:
+        yield from ((key, value) for key, value in original.items() if key not in replaced)
+
+
+def _name_tokenizer_class(path: Path) -> None:
+    """Transformers 5 writes a class name that transformers 4, and so many versions of vLLM, does not know."""
+    table = json.loads(path.read_text(encoding="utf-8"))
+    if table.get("tokenizer_class") == "TokenizersBackend":
+        table["tokenizer_class"] = "PreTrainedTokenizerFast"
+        path.write_text(json.dumps(table, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

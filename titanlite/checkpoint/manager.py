@@ -1,0 +1,259 @@
+"""`Checkpointer`: which checkpoint a run begins from, when it saves, and what it keeps."""
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from titanlite import __version__
+from titanlite.checkpoint.commit import check_folder, clean_up, commit_folder, list_steps, remove_old, step_folder
+from titanlite.checkpoint.hf_model import model_files, warn_of_sidecar, write_hf_files
+from titanlite.checkpoint.pretrained import HFCheckpoint, hf_checkpoint
+from titanlite.checkpoint.train_state import Progress, load_state, state_files
+from titanlite.checkpoint.writer import FileLayout
+from titanlite.config import JobConfig, ModelConfig
+from titanlite.errors import CheckpointError, raise_problems
+from titanlite.logger import logger
+from titanlite.materialize import Plan
+from titanlite.materialize.agree import on_first_rank
+from titanlite.models.decoder import Decoder
+
+
+class Checkpointer:
+    """Loads and saves the checkpoints `step-N` of one run. Every rank makes one; all methods are collective.
+
+    Attributes:
+        folder: where the checkpoints of this run are.
+        start: progress of the checkpoint that the run resumes from, or None.
+
+    Raises:
+        CheckpointError: on all ranks; the checkpoint that was asked for is not there or not complete, or later ones are
+            in the way.
+    """
+
+    def __init__(self, job: JobConfig, dump_folder: Path) -> None:
+        self._job, self._section = job, job.checkpoint
+        self.folder = dump_folder / self._section.folder
+        # Groups of their own: a save in the background must not meet the collectives of training, or those of `agree`.
+        timeout = timedelta(seconds=job.comm.timeout_seconds)
+        self._group = _new_group(timeout)
+        self._control_group = _new_group(timeout)
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-writer")
+        self._pending: Future[None] | None = None
+        self._host_buffers: dict[int, torch.Tensor] = {}
+        self._saved_step = -1
+        self.start = self._find() if self._section.enable else None
+
+    # --- loading
+
+    def weight_sources(self, config: ModelConfig) -> list[HFCheckpoint]:
+        """What `materialize` reads the weights from: the checkpoint to resume, a pretrained model, or nothing."""
+        if self.start is not None:
+            return [hf_checkpoint(step_folder(self.folder, self.start.step), config, exact=True)]
+        if self._section.initial_load_path:
+            return [hf_checkpoint(Path(self._section.initial_load_path), config)]
+        assets = self._job.model.hf_assets_path
+        if assets and any(Path(assets).glob("*.safetensors")) and dist.get_rank() == 0:
+            logger.warning(
+                "checkpoint: weights are random, though %s has some; to begin with those set "
+                "checkpoint.initial_load_path",
+                assets,
+            )
+        return []
+
+    def load_state(self, plan: Plan, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+        """Give the optimizer and the generators the states of the checkpoint to resume, if there is one."""
+        if self.start is not None:
+            load_state(step_folder(self.folder, self.start.step), plan, optimizer, device)
+
+    def _find(self) -> Progress | None:
+        """The checkpoint to resume from; rank 0 chooses, all ranks help with checksums."""
+        refused: list[int] = []
+        while True:
+            step, newest = on_first_rank(lambda: self._choose(refused), self._group)
+            if step is None:
+                if newest is not None:
+                    self._refuse_newer(0, newest)
+                return None
+            folder = step_folder(self.folder, step)
+            problems = self._damages(folder) if self._section.verify_checksums else []
+            if problems and self._section.load_step >= 0:
+                raise_problems(CheckpointError, f"checkpoint {folder}", problems)
+            if problems:
+                self._say_passed_over(folder, problems)
+                refused.append(step)
+                continue
+            if newest is not None and newest > step and self._section.load_step >= 0:
+                self._refuse_newer(step, newest)
+            logger.info("checkpoint: resuming from %s", folder)
+            self._saved_step = step
+            return on_first_rank(partial(Progress.read, folder), self._group)
+
+    def _choose(self, refused: Sequence[int]) -> tuple[int | None, int | None]:
+        """(step to resume from, newest complete step); on rank 0."""
+        clean_up(self.folder)
+        asked = self._section.load_step
+        complete = []
+        for step in reversed(list_steps(self.folder)):
+            if step in refused:
+                continue
+            problems = check_folder(step_folder(self.folder, step))
+            if not problems:
+                complete.append(step)
+                if asked < 0:
+                    break
+            elif step == asked:
+                raise_problems(CheckpointError, f"checkpoint {step_folder(self.folder, step)}", problems)
+            elif asked < 0:
+                self._say_passed_over(step_folder(self.folder, step), problems)
+        newest = complete[0] if complete else None
+        if asked > 0 and asked not in complete:
+            there = ", ".join(map(str, reversed(complete))) or "none"
+            raise CheckpointError(
+                f"checkpoint.load_step: {self.folder} has no step-{asked}. Complete checkpoints there: {there}."
+            )
+        return (newest if asked < 0 else asked or None), newest
+
+    def _refuse_newer(self, step: int, newest: int) -> None:
+        raise CheckpointError(
+            f"checkpoint.load_step = {step}: {self.folder} holds step-{newest} of an earlier run, which the next "
+            "resume would choose over what this run saves. Move the later checkpoints away, or set another "
+            "job.dump_folder."
+        )
+
+    def _say_passed_over(self, folder: Path, problems: Sequence[str]) -> None:
+        if dist.get_rank() == 0:
+            more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+            logger.warning("checkpoint: %s is passed over: %s%s", folder, problems[0], more)
+
+    def _damages(self, folder: Path) -> list[str]:
+        """What the checksums of all files say; every rank reads its share of them."""
+        mine = check_folder(folder, checksums=True, share=(dist.get_rank(), dist.get_world_size()))
+        gathered: list[list[str]] = [[]] * dist.get_world_size()
+        dist.all_gather_object(gathered, mine, group=self._group)
+        return [problem for problems in gathered for problem in problems]
+
+    # --- saving
+
+    def is_due(self, step: int) -> bool:
+        """True if a checkpoint is to be saved after `step`."""
+        section = self._section
+        return section.enable and section.interval > 0 and step % section.interval == 0
+
+    def save(
+        self,
+        model: Decoder,
+        plan: Plan,
+        optimizer: torch.optim.Optimizer,
+        tokenizer: Any,
+        progress: Progress,
+        device: torch.device,
+    ) -> None:
+        """Save `step-N`; once per step. In asynchronous mode training goes on as soon as the shards are copied.
+
+        Raises:
+            CheckpointError: on all ranks; this save failed, or the one before it that ran in the background.
+        """
+        if not self._section.enable or progress.step == self._saved_step:
+            return
+        self.wait()
+        began = time.perf_counter()
+        dtype = getattr(torch, self._section.export_dtype)
+        files = model_files(plan, model.config, dtype, exact=True) + state_files(plan, optimizer, device)
+        folder = step_folder(self.folder, progress.step)
+        assets = Path(self._job.model.hf_assets_path) if self._job.model.hf_assets_path else None
+
+        def write_rest(path: Path) -> None:
+            write_hf_files(path, files, model.config, tokenizer, dtype, assets)
+            progress.write(path)
+
+        def write() -> None:
+            commit_folder(folder, files, write_rest, self._group)
+            if dist.get_rank() == 0:
+                remove_old(self.folder, self._section.keep_latest_k, self._section.keep_every_n_steps)
+
+        warn_of_sidecar(model.config, files)
+        self._saved_step = progress.step
+        if self._section.async_mode == "disabled":
+            write()
+            return
+        files = self._snapshot(files)
+        self._pending = self._pool.submit(write)
+        logger.info(
+            "checkpoint: step %d copied in %.2f s, written in the background",
+            progress.step,
+            time.perf_counter() - began,
+        )
+
+    def wait(self) -> None:
+        """Wait for a save in the background.
+
+        Raises:
+            CheckpointError: it failed; on all ranks.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def agree(self, stop: bool) -> bool:
+        """True on all ranks if any of them says `stop`. Call after each step.
+
+        Raises:
+            CheckpointError: a save in the background failed, on all ranks at the same step.
+        """
+        failed = self._pending is not None and self._pending.done() and self._pending.exception() is not None
+        flags = torch.tensor([stop, failed], dtype=torch.int32)
+        if dist.get_world_size() > 1:
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._control_group)
+        stop, failed = map(bool, flags.tolist())
+        if failed:
+            self.wait()
+        return stop
+
+    def _snapshot(self, files: Sequence[FileLayout]) -> list[FileLayout]:
+        """The same layout over copies of this rank's shards in host memory, which is kept for the next time."""
+        copies: dict[int, torch.Tensor] = {}
+
+        def copy_of(local: torch.Tensor) -> torch.Tensor:
+            # By address: `local_of` makes a new tensor object of the same memory each time.
+            key = local.data_ptr() if local.numel() else 0
+            if key not in copies:
+                buffer = self._host_buffers.get(key)
+                if buffer is None or buffer.shape != local.shape or buffer.dtype != local.dtype:
+                    buffer = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
+                    self._host_buffers[key] = buffer
+                copies[key] = buffer.copy_(local, non_blocking=local.is_cuda)
+            return copies[key]
+
+        snapshot = [
+            dataclasses.replace(
+                file,
+                items=tuple(
+                    (dataclasses.replace(item, local=copy_of(item.local)) if item.mine else item, offset)
+                    for item, offset in file.items
+                ),
+            )
+            for file in files
+        ]
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return snapshot
+
+
+def _new_group(timeout: timedelta) -> dist.ProcessGroup:
+    """All ranks, on the host."""
+    group = dist.new_group(backend="gloo", timeout=timeout)
+    assert isinstance(group, dist.ProcessGroup), "every rank is a member"
+    return group
+
+
+def describe_versions() -> dict[str, str]:
+    """Versions to write into a checkpoint."""
+    return {"titanlite": __version__, "torch": torch.__version__}

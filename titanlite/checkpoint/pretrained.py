@@ -1,0 +1,136 @@
+"""A Hugging Face folder as the source of a model's weights."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from titanlite.checkpoint.folder import OWN_FOLDER, Stored, read_headers, read_json, read_model_headers
+from titanlite.checkpoint.fp8 import SCALE_SUFFIX, scale_shape
+from titanlite.checkpoint.header import StoredTensor, shown
+from titanlite.checkpoint.keys import (
+    IGNORED_SUFFIXES,
+    MASTER_PREFIX,
+    SIDECAR_FILE,
+    Piece,
+    checkpoint_pieces,
+    is_sidecar,
+    whole,
+)
+from titanlite.checkpoint.reader import Placed, SafetensorsReader
+from titanlite.config import ModelConfig
+from titanlite.logger import logger
+from titanlite.materialize import Source, TensorInfo, Unfit
+from titanlite.materialize.agree import on_first_rank
+from titanlite.materialize.sources import Read
+from titanlite.models.families import Family, family_of
+
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def hf_checkpoint(folder: Path, config: ModelConfig, *, exact: bool = False) -> "HFCheckpoint":
+    """The weights of the Hugging Face model in `folder`, as a source for `materialize`.
+
+    Rank 0 reads headers and index, and all ranks learn from it what is where. `expert_bias` that the architecture has
+    no key for is taken from the folder's titanlite part, if it has one. So are, with `exact`, parameters that were
+    saved once more in the precision of the run.
+
+    Raises:
+        CheckpointError: on all ranks; there is no model there, or files are missing or damaged.
+
+    Collectives: one broadcast; every rank must call.
+    """
+
+    def read() -> tuple[Stored, dict[str, Any]]:
+        stored = read_model_headers(folder)
+        own = [folder / OWN_FOLDER / SIDECAR_FILE, *sorted((folder / OWN_FOLDER).glob("weights*.safetensors"))]
+        own = [path for path in own if path.exists() and (exact or path.name == SIDECAR_FILE)]
+        if own:
+            extra = read_headers(own, f"checkpoint {folder}")
+            stored = Stored(stored.tensors | extra.tensors, stored.file_bytes | extra.file_bytes)
+        has_config = (folder / "config.json").exists()
+        return stored, read_json(folder / "config.json", f"checkpoint {folder}") if has_config else {}
+
+    stored, hf_config = on_first_rank(read)
+    if config.tie_word_embeddings and {"lm_head.weight", "model.embed_tokens.weight"} <= stored.tensors.keys():
+        logger.warning("checkpoint: lm_head.weight of %s is not read, the model ties it to the embedding.", folder)
+    quantization = hf_config.get("quantization_config") or {}
+    rows, cols = quantization.get("weight_block_size") or (128, 128)
+    return HFCheckpoint(str(folder), stored, family_of(config), (int(rows), int(cols)))
+
+
+class HFCheckpoint:
+    """A `SourceProvider`: every persistent tensor of the model is read from the stored tensors that make it up.
+
+    Complete and strict: what is missing, unexpected, or of another shape is an error, all of them at once.
+    """
+
+    complete = True
+
+    def __init__(self, folder: str, stored: Stored, family: Family, block: tuple[int, int] = (128, 128)) -> None:
+        self.name = f"checkpoint {folder}"
+        self._folder, self._stored, self._family, self._block = folder, stored, family, block
+        self.reader: SafetensorsReader | None = None
+
+    def __call__(self, tensors: Mapping[str, TensorInfo]) -> Iterable[tuple[str, Source | Unfit]]:
+        claims: list[tuple[str, Source | Unfit]] = []
+        placed: dict[str, tuple[tuple[int, ...], Sequence[Placed]]] = {}
+        used: set[str] = set()
+        self.reader = SafetensorsReader(self._folder, placed, self._stored.file_bytes)
+        for name, info in tensors.items():
+            if not info.persistent:
+                continue
+            pieces = self._pieces(name, info.shape)
+            used.update(piece.key for piece in (*pieces, *checkpoint_pieces(name, info.shape, self._family)))
+            found = [piece for piece in pieces if piece.key in self._stored.tensors]
+            if not found:
+                continue  # the plan knows whether it may be absent
+            missing = [piece.key for piece in pieces if piece.key not in self._stored.tensors]
+            problems = [f"missing, {self.name} does not have {shown(key)}." for key in missing]
+            parts = []
+            for piece in found:
+                parts.append(self._place(piece, used, problems))
+            claims += [(name, Unfit(problem)) for problem in problems]
+            placed[name] = (info.shape, parts)
+            claims.append((name, Read(self.reader, name, info.shape)))
+        claims += [
+            (shown(key), Unfit(f"unexpected, {self.name} has it and the model does not."))
+            for key in self._stored.tensors
+            if key not in used and not key.endswith(IGNORED_SUFFIXES)
+        ]
+        return claims
+
+    def _pieces(self, name: str, shape: tuple[int, ...]) -> list[Piece]:
+        if MASTER_PREFIX + name in self._stored.tensors:
+            return [whole(MASTER_PREFIX + name, shape)]
+        if is_sidecar(name, self._family) or name in self._stored.tensors:
+            return [whole(name, shape)]  # also fused experts, as transformers has them in memory
+        return list(checkpoint_pieces(name, shape, self._family))
+
+    def _place(self, piece: Piece, used: set[str], problems: list[str]) -> Placed:
+        stored = self._stored.tensors[piece.key]
+        if stored.shape != piece.shape:
+            problems.append(
+                f"{self.name} has {shown(piece.key)} with shape {stored.shape}, the model expects {piece.shape}."
+            )
+        if stored.dtype not in _FP8:
+            return Placed(stored, piece.region)
+        scale = self._scale(piece, stored, problems)
+        used.add(piece.key + SCALE_SUFFIX)
+        return Placed(stored, piece.region, scale, self._block)
+
+    def _scale(self, piece: Piece, stored: StoredTensor, problems: list[str]) -> StoredTensor | None:
+        """The factors of an FP8 weight."""
+        scale = self._stored.tensors.get(piece.key + SCALE_SUFFIX)
+        if scale is None:
+            problems.append(
+                f"{shown(piece.key)} is {stored.dtype} in {self.name} without {shown(piece.key)}{SCALE_SUFFIX}; only "
+                "block-scaled FP8 can be read."
+            )
+        elif len(stored.shape) != 2 or scale.shape != scale_shape(stored.shape, self._block):
+            problems.append(
+                f"{shown(scale.key)} in {self.name} has shape {scale.shape}, which does not fit {stored.shape} in "
+                f"blocks of {self._block}."
+            )
+        return scale

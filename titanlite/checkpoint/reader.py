@@ -1,0 +1,317 @@
+"""Read shards out of safetensors files: exactly the bytes of this rank, straight into the tensors they belong to.
+
+All requests of a rank are sorted by file and offset, cut into jobs of a few MiB, and carried out by a few threads with
+positioned reads. Where dtype and device allow it, the kernel copies from the page cache into the shard itself;
+otherwise a job passes through a staging buffer, pinned if it goes to a GPU, and is cast on the way. Memory beyond the
+shards is the staging buffers: at most 16 threads of 1 MiB (GPU: and as much there).
+"""
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from titanlite.checkpoint.fp8 import dequantize
+from titanlite.checkpoint.header import StoredTensor
+from titanlite.checkpoint.runs import Runs, bytes_of, overlap
+from titanlite.checkpoint.transfer import Transfer
+from titanlite.errors import CheckpointError
+from titanlite.materialize import ReadRequest, Region
+
+_DIRECT_BYTES = 8 << 20  # per job; nothing is buffered
+_STAGED_BYTES = 1 << 20
+_MOST_VECTORS = 1024  # IOV_MAX on Linux
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A stored tensor and the region of the run-time tensor that it holds; `scale` has the factors of an FP8 weight."""
+
+    stored: StoredTensor
+    region: Region
+    scale: StoredTensor | None = None
+    block: tuple[int, int] = (128, 128)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Runs of one stored tensor that go into one shard, given as a flat tensor."""
+
+    placed: Placed
+    runs: Runs
+    target: torch.Tensor
+
+    @property
+    def offset(self) -> int:
+        """First byte in the file."""
+        return self.placed.stored.offset + int(self.runs.stored[0]) * self.placed.stored.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        return self.runs.numel * self.placed.stored.dtype.itemsize
+
+
+class SafetensorsReader:
+    """A `TensorReader` over safetensors files.
+
+    Args:
+        name: what messages call it: the folder.
+        tensors: run-time name -> global shape and the stored tensors that together hold it.
+        file_bytes: size of every file at the time its header was read; a file that changed is refused.
+        threads: threads that read; 0 chooses by the cores that each rank of this machine has.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        tensors: Mapping[str, tuple[tuple[int, ...], Sequence[Placed]]],
+        file_bytes: Mapping[Path, int],
+        threads: int = 0,
+    ) -> None:
+        self.name = name
+        self._tensors, self._file_bytes = tensors, file_bytes
+        self._threads = threads or io_threads()
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: shape for name, (shape, _) in self._tensors.items()}
+
+    def read(self, requests: Sequence[ReadRequest]) -> None:
+        """Write every requested region into its destination, cast to its dtype.
+
+        Raises:
+            CheckpointError: a file is gone, has another size than when its header was read, or cannot be read.
+        """
+        parts = sorted(
+            (part for request in requests for part in self._parts(request)),
+            key=lambda part: (str(part.placed.stored.file), part.offset),
+        )
+        if parts:
+            with _Files(self._file_bytes, {part.placed.stored.file for part in parts}) as files:
+                total = sum(part.nbytes for part in parts)
+                with Transfer(f"reading {self.name}", total) as progress:
+                    _run(_jobs(parts, files), self._threads, progress)
+
+    def plan_bytes(self, name: str, region: Region) -> dict[Path, int]:
+        """Bytes of each file that a read of `region` of tensor `name` takes; reads nothing."""
+        found: dict[Path, int] = {}
+        for placed in self._tensors[name][1]:
+            runs = overlap(placed.region, region)
+            if runs is not None:
+                file = placed.stored.file
+                found[file] = found.get(file, 0) + runs.numel * placed.stored.dtype.itemsize
+        return found
+
+    def _parts(self, request: ReadRequest) -> Iterator[_Part]:
+        target = request.destination
+        if not target.is_contiguous():
+            raise CheckpointError(
+                f"checkpoint {self.name}: {request.name} has a shard that is not contiguous in memory."
+            )
+        missing = request.region.numel
+        for placed in self._tensors[request.name][1]:
+            runs = overlap(placed.region, request.region)
+            if runs is not None and runs.numel:
+                missing -= runs.numel
+                yield _Part(placed, runs, target.view(-1))
+        if missing:
+            raise CheckpointError(f"checkpoint {self.name}: {request.name} is not all there, {missing} elements lack.")
+
+
+def io_threads() -> int:
+    """Threads with which a rank reads or writes: its share of this machine's cores, 2 to 16."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(max(cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 2), 16)
+
+
+class _Files:
+    """Descriptors of the files, opened once, shared by all threads."""
+
+    def __init__(self, file_bytes: Mapping[Path, int], files: Iterable[Path]) -> None:
+        self._descriptors: dict[Path, int] = {}
+        try:
+            for file in files:
+                self._descriptors[file] = os.open(file, os.O_RDONLY)
+                size = os.fstat(self._descriptors[file]).st_size
+                if size != file_bytes[file]:
+                    raise CheckpointError(
+                        f"checkpoint {file}: has {size} bytes, but had {file_bytes[file]} when its header was read. "
+                        "Something is changing it, or this machine sees another copy."
+                    )
+        except OSError as error:
+            self.close()
+            raise CheckpointError(f"checkpoint {error.filename}: cannot be opened: {error.strerror}.") from None
+        except CheckpointError:
+            self.close()
+            raise
+
+    def __enter__(self) -> "_Files":
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+
+    def read(self, file: Path, views: list[memoryview], offset: int) -> None:
+        """Fill `views`, one after the other, with the bytes of `file` from `offset` on."""
+        while views:
+            try:
+                count = os.preadv(self._descriptors[file], views[:_MOST_VECTORS], offset)
+            except OSError as error:
+                raise CheckpointError(
+                    f"checkpoint {file}: cannot be read at byte {offset}: {error.strerror}."
+                ) from None
+            if not count and any(len(view) for view in views):
+                raise CheckpointError(f"checkpoint {file}: ended at byte {offset} while it was read; it was cut off.")
+            offset += count
+            while views and count >= len(views[0]):
+                count -= len(views.pop(0))
+            if count:
+                views[0] = views[0][count:]
+
+
+_Job = Callable[[], int]
+
+
+def _run(jobs: Iterable[_Job], threads: int, progress: Transfer) -> None:
+    """Carry out `jobs`; the first error ends the rest."""
+    with ThreadPoolExecutor(threads, thread_name_prefix="checkpoint") as pool:
+        futures: list[Future[int]] = []
+        for job in jobs:
+            future = pool.submit(job)
+            future.add_done_callback(
+                lambda done: progress.add(0 if done.cancelled() or done.exception() else done.result())
+            )
+            futures.append(future)
+        done, running = wait(futures, return_when=FIRST_EXCEPTION)
+        for future in running:
+            future.cancel()
+        for future in done:
+            if not future.cancelled():
+                future.result()
+
+
+def _jobs(parts: Sequence[_Part], files: _Files) -> Iterator[_Job]:
+    """Work for one thread at a time: reads that follow one another in a file."""
+    staging = _Staging()
+    batch: list[_Part] = []
+    batch_bytes = 0
+    for whole in parts:
+        direct = _is_direct(whole)
+        itemsize = whole.placed.stored.dtype.itemsize
+        cols = whole.placed.stored.shape[-1] if whole.placed.scale is not None else 1
+        for runs in whole.runs.split((_DIRECT_BYTES if direct else _STAGED_BYTES) // itemsize, max(cols, 1)):
+            part = _Part(whole.placed, runs, whole.target)
+            if not direct:
+                yield partial(staging.read, files, part)
+                continue
+            if batch and (
+                batch_bytes + part.nbytes > _DIRECT_BYTES or batch[0].placed.stored.file != part.placed.stored.file
+            ):
+                yield partial(_read_direct, files, batch)
+                batch, batch_bytes = [], 0
+            batch.append(part)
+            batch_bytes += part.nbytes
+    if batch:
+        yield partial(_read_direct, files, batch)
+
+
+def _is_direct(part: _Part) -> bool:
+    """The bytes on disk are those in memory, and the kernel can put them there."""
+    return (
+        part.placed.scale is None and part.target.device.type == "cpu" and part.target.dtype == part.placed.stored.dtype
+    )
+
+
+def _read_direct(files: _Files, parts: Sequence[_Part]) -> int:
+    """Read into the shards; what is contiguous in the file takes one system call, wherever it goes."""
+    views: list[memoryview] = []
+    start = end = 0
+    for part in parts:
+        memory, itemsize = bytes_of(part.target), part.target.dtype.itemsize
+        base, length = part.placed.stored.offset, part.runs.length * itemsize
+        for stored, local in zip(part.runs.stored.tolist(), part.runs.local.tolist(), strict=True):
+            offset = base + stored * itemsize
+            if offset != end:
+                files.read(part.placed.stored.file, views, start)
+                views, start = [], offset
+            views.append(memory[local * itemsize : local * itemsize + length])
+            end = offset + length
+    files.read(parts[0].placed.stored.file, views, start)
+    return sum(part.nbytes for part in parts)
+
+
+@dataclass
+class _Buffer:
+    """Staging memory of one thread; for a GPU pinned, with the stream that empties it."""
+
+    memory: torch.Tensor
+    stream: "torch.cuda.Stream | None" = None
+
+
+@dataclass
+class _Staging:
+    """Reads that are cast, dequantized, or sent to a GPU."""
+
+    _local: threading.local = field(default_factory=threading.local)
+
+    def _buffer(self, device: torch.device, nbytes: int) -> _Buffer:
+        buffer: _Buffer | None = getattr(self._local, "buffer", None)
+        if buffer is None or buffer.memory.numel() < nbytes:
+            on_gpu = device.type == "cuda"
+            buffer = _Buffer(torch.empty(max(nbytes, _STAGED_BYTES), dtype=torch.uint8, pin_memory=on_gpu))
+            if on_gpu:
+                buffer.stream = torch.cuda.Stream(device)
+                buffer.stream.wait_stream(torch.cuda.default_stream(device))  # which allocated the shards
+            self._local.buffer = buffer
+        return buffer
+
+    @torch.no_grad()
+    def read(self, files: _Files, part: _Part) -> int:
+        buffer = self._buffer(part.target.device, part.nbytes)
+        stored, itemsize = part.placed.stored, part.placed.stored.dtype.itemsize
+        raw = buffer.memory[: part.nbytes]
+        memory, length = bytes_of(raw), part.runs.length * itemsize
+        for i, first in enumerate(part.runs.stored.tolist()):
+            files.read(stored.file, [memory[i * length : (i + 1) * length]], stored.offset + first * itemsize)
+        values = raw.view(stored.dtype).view(len(part.runs.stored), part.runs.length)
+        if part.placed.scale is not None:
+            values = self._dequantize(files, part, values)
+        if buffer.stream is None:
+            _scatter(values, part)
+        else:
+            with torch.cuda.stream(buffer.stream):
+                # Cast there, where it is free. The buffer is used again at once, so wait; other threads go on.
+                _scatter(values.to(part.target.device, non_blocking=True), part)
+            buffer.stream.synchronize()
+        return part.nbytes
+
+    def _dequantize(self, files: _Files, part: _Part, values: torch.Tensor) -> torch.Tensor:
+        scale, block, cols = part.placed.scale, part.placed.block, part.placed.stored.shape[-1]
+        assert scale is not None
+        first = part.runs.stored
+        if part.runs.length > cols:  # whole rows: look at them one by one
+            first = (first[:, None] + cols * torch.arange(part.runs.length // cols).numpy()).reshape(-1)
+            values = values.view(-1, cols)
+        top, bottom = int(first.min()) // cols // block[0], int(first.max()) // cols // block[0]
+        per_row = scale.shape[-1]
+        factors = torch.empty(((bottom + 1 - top), per_row), dtype=scale.dtype)
+        files.read(scale.file, [bytes_of(factors.view(-1))], scale.offset + top * per_row * scale.dtype.itemsize)
+        return dequantize(values, first, cols, factors, top, block)
+
+
+def _scatter(values: torch.Tensor, part: _Part) -> None:
+    """Copy `values`, the runs end to end, to their places in the shard."""
+    runs, target = part.runs, part.target
+    if runs.is_local_contiguous:
+        target[int(runs.local[0]) : int(runs.local[0]) + runs.numel].copy_(values.reshape(-1))
+    else:
+        for row, local in zip(values.reshape(-1, runs.length), runs.local.tolist(), strict=True):
+            target[local : local + runs.length].copy_(row)

@@ -1,0 +1,80 @@
+"""Where a stored tensor and a shard in memory overlap: runs of elements that are contiguous in both."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from titanlite.materialize import Region
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Equally long runs, in the order of the stored tensor.
+
+    Attributes:
+        stored: int64 (N,), first element of each run, counted from the first of the stored tensor.
+        local: int64 (N,), the same in the shard.
+        length: elements per run.
+    """
+
+    stored: np.ndarray
+    local: np.ndarray
+    length: int
+
+    @property
+    def numel(self) -> int:
+        """Elements in all runs."""
+        return len(self.stored) * self.length
+
+    @property
+    def is_local_contiguous(self) -> bool:
+        """The runs lie end to end in the shard."""
+        return len(self.local) < 2 or bool((np.diff(self.local) == self.length).all())
+
+    def split(self, max_elements: int, unit: int = 1) -> Iterator["Runs"]:
+        """Parts of at most `max_elements`; long runs are cut at multiples of `unit` elements."""
+        if self.length > max_elements:
+            step = max(max_elements // unit, 1) * unit
+            for stored, local in zip(self.stored, self.local, strict=True):
+                for start in range(0, self.length, step):
+                    yield Runs(np.array([stored + start]), np.array([local + start]), min(step, self.length - start))
+        else:
+            count = max(max_elements // max(self.length, 1), 1)
+            for start in range(0, len(self.stored), count):
+                yield Runs(self.stored[start : start + count], self.local[start : start + count], self.length)
+
+
+def overlap(stored: Region, local: Region) -> Runs | None:
+    """The elements of `stored` that `local` holds, both being regions of one tensor stored row by row; None if none."""
+    starts = [max(a, b) for a, b in zip(stored.starts, local.starts, strict=True)]
+    lengths = [
+        min(a + n, b + m) - start
+        for a, n, b, m, start in zip(stored.starts, stored.lengths, local.starts, local.lengths, starts, strict=True)
+    ]
+    if any(length <= 0 for length in lengths):
+        return None
+    run, outer = 1, len(lengths)
+    while outer:
+        outer -= 1
+        run *= lengths[outer]
+        if not lengths[outer] == stored.lengths[outer] == local.lengths[outer]:
+            break
+    return Runs(_offsets(starts, lengths, stored, outer), _offsets(starts, lengths, local, outer), run)
+
+
+def bytes_of(flat: torch.Tensor) -> memoryview:
+    """The memory of a contiguous one-dimensional CPU tensor."""
+    return flat.view(torch.uint8).numpy().data
+
+
+def _offsets(starts: list[int], lengths: list[int], box: Region, outer: int) -> np.ndarray:
+    """First element of every run inside `box`; the dims before `outer` are walked through."""
+    offsets = np.zeros(1, dtype=np.int64)
+    for dim, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+        stride = math.prod(box.lengths[dim + 1 :])
+        indices = start - box.starts[dim] + np.arange(length if dim < outer else 1, dtype=np.int64)
+        offsets = (offsets[:, None] + indices * stride).reshape(-1)
+    return offsets

@@ -1,0 +1,176 @@
+"""What a run needs besides the model to go on: optimizer states, generators, and the numbers in train_state.json."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from titanlite.checkpoint.folder import OWN_FOLDER, read_headers, read_json
+from titanlite.checkpoint.header import StoredTensor
+from titanlite.checkpoint.keys import whole
+from titanlite.checkpoint.reader import Placed, SafetensorsReader
+from titanlite.checkpoint.writer import FileLayout, Item, lay_out
+from titanlite.errors import CheckpointError, raise_problems
+from titanlite.logger import logger
+from titanlite.materialize import Plan, region_of
+from titanlite.materialize.agree import on_first_rank
+from titanlite.materialize.execute import read_tensors, use_huge_pages
+from titanlite.materialize.layout import local_of
+from titanlite.materialize.replicas import share_out
+from titanlite.materialize.sources import Read
+
+STATE_FILE = f"{OWN_FOLDER}/train_state.json"
+_OPTIMIZER, _RNG = f"{OWN_FOLDER}/optimizer", f"{OWN_FOLDER}/rng"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands; the whole of train_state.json.
+
+    Attributes:
+        step: optimizer steps done.
+        samples: sequences of the data order that were trained on, by all ranks together.
+        data: description of the data order; a resumed run with another one trains on other data.
+        world_size: ranks that wrote the checkpoint.
+        versions: of titanlite and torch, for people.
+    """
+
+    step: int
+    samples: int
+    data: str
+    world_size: int
+    versions: Mapping[str, str]
+
+    def write(self, folder: Path) -> None:
+        """Write train_state.json of the checkpoint `folder`."""
+        path = folder / STATE_FILE
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps({"format": 1, **asdict(self)}, indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, folder: Path) -> "Progress":
+        """Raises CheckpointError: there is no train_state.json, or not of this format."""
+        where = f"checkpoint {folder}"
+        table = read_json(folder / STATE_FILE, where)
+        if table.pop("format", None) != 1:
+            raise CheckpointError(f"{where}: {STATE_FILE} is of a format that this version does not know.")
+        kinds = {"step": int, "samples": int, "data": str, "world_size": int, "versions": dict}
+        if table.keys() != kinds.keys() or not all(type(table[name]) is kind for name, kind in kinds.items()):
+            raise CheckpointError(
+                f"{where}: {STATE_FILE} is damaged. Resume from an earlier step: checkpoint.load_step."
+            )
+        return cls(**table)
+
+
+def state_files(plan: Plan, optimizer: torch.optim.Optimizer, device: torch.device) -> list[FileLayout]:
+    """Layout of the files with optimizer states and generators. Every rank must call alike; no collective."""
+    states = [
+        (f"{name}.{entry.fqn}", value)
+        for entry in plan.entries
+        for name, value in sorted(optimizer.state.get(entry.tensor, {}).items())
+        if isinstance(value, torch.Tensor)
+    ]
+    items = []
+    for (key, value), share in zip(states, share_out(value for _, value in states), strict=True):
+        piece = whole(key, tuple(value.shape))
+        items.append(Item(key, value.dtype, piece.region, piece.shape, local_of(value), region_of(value), share.mine))
+    return [*(lay_out(items, _OPTIMIZER) if items else []), *lay_out(_rng_items(device), _RNG)]
+
+
+def load_state(folder: Path, plan: Plan, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Give `optimizer` and this rank's generators the states of the checkpoint in `folder`.
+
+    Raises:
+        CheckpointError: on all ranks; files are missing or damaged, or hold states of another model.
+
+    Collectives: a broadcast of the headers and those of `read_tensors`; every rank must call.
+    """
+    where = f"checkpoint {folder}"
+    files = [*sorted((folder / OWN_FOLDER).glob("optimizer*.safetensors")), folder / f"{_RNG}.safetensors"]
+    stored = on_first_rank(lambda: read_headers(files, where))
+    states = {key: tensor for key, tensor in stored.tensors.items() if not key.startswith(("cpu.", "cuda."))}
+    placed = {key: (tensor.shape, [Placed(tensor, whole(key, tensor.shape).region)]) for key, tensor in states.items()}
+    reader = SafetensorsReader(f"optimizer states of {folder}", placed, stored.file_bytes)
+    reads: list[tuple[torch.Tensor, Read]] = []
+    for param, name, key in _match(where, states, plan, optimizer):
+        value = _empty_state(param, name, states[key], optimizer)
+        optimizer.state[param][name] = value
+        reads.append((value, Read(reader, key, states[key].shape)))
+    read_tensors(reads)
+    _load_rng(stored.tensors, device)
+
+
+def _match(
+    where: str, states: Mapping[str, StoredTensor], plan: Plan, optimizer: torch.optim.Optimizer
+) -> Iterator[tuple[torch.Tensor, str, str]]:
+    """(parameter, state name, key) of every stored state.
+
+    Raises:
+        CheckpointError: states of parameters that the model does not have, of other shapes, or not for all parameters.
+    """
+    optimized = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    params = {entry.fqn: entry.tensor for entry in plan.entries if id(entry.tensor) in optimized}
+    problems, found = [], []
+    for key, tensor in states.items():
+        name, _, fqn = key.partition(".")
+        param = params.get(fqn)
+        if param is None:
+            problems.append(f"{key}: the model has no parameter {fqn} that is trained.")
+        elif name != "step" and tensor.shape != tuple(param.shape):
+            problems.append(f"{key}: has shape {tensor.shape}, the parameter {tuple(param.shape)}.")
+        else:
+            found.append((param, name, key))
+    if states:
+        covered = {key.partition(".")[2] for key in states}
+        problems += [f"{fqn}: the optimizer has no state for it." for fqn in params if fqn not in covered]
+    raise_problems(CheckpointError, where, problems)
+    # In the order of the model and not of the files, the same on all ranks.
+    position = {id(param): i for i, param in enumerate(params.values())}
+    yield from sorted(found, key=lambda match: (position[id(match[0])], match[1]))
+
+
+def _empty_state(
+    param: torch.Tensor, name: str, stored: StoredTensor, optimizer: torch.optim.Optimizer
+) -> torch.Tensor:
+    if name != "step":
+        value = torch.empty_like(param, requires_grad=False)
+        use_huge_pages(local_of(value))
+        return value
+    # torch keeps the step counter on the host unless a kernel reads it.
+    on_device = optimizer.defaults.get("fused") or optimizer.defaults.get("capturable")
+    return torch.empty(stored.shape, dtype=stored.dtype, device=local_of(param).device if on_device else "cpu")
+
+
+def _rng_items(device: torch.device) -> Iterator[Item]:
+    """The states of torch's generators, of each rank. titanlite's own numbers come from counters and need none."""
+    for kind, state in _generators(device).items():
+        piece = whole(kind, tuple(state.shape))
+        for rank in range(dist.get_world_size()):
+            mine = rank == dist.get_rank()
+            yield Item(f"{kind}.{rank:05d}", torch.uint8, piece.region, piece.shape, state, piece.region, mine)
+
+
+def _generators(device: torch.device) -> dict[str, torch.Tensor]:
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def _load_rng(stored: Mapping[str, StoredTensor], device: torch.device) -> None:
+    """Restore this rank's generators; ranks that the checkpoint does not know keep a fresh state."""
+    for kind, state in _generators(device).items():
+        tensor = stored.get(f"{kind}.{dist.get_rank():05d}")
+        if tensor is None or tensor.shape != tuple(state.shape) or tensor.dtype != torch.uint8:
+            logger.info("checkpoint: no state of the %s generator for this rank; it keeps a fresh one", kind)
+            continue
+        with open(tensor.file, "rb") as file:
+            file.seek(tensor.offset)
+            saved = torch.frombuffer(bytearray(file.read(tensor.nbytes)), dtype=torch.uint8)
+        if kind == "cuda":
+            torch.cuda.set_rng_state(saved, device)
+        else:
+            torch.set_rng_state(saved)

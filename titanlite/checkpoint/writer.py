@@ -1,0 +1,255 @@
+"""Write shards into safetensors files in place: every rank its own bytes, at their final offsets.
+
+Headers follow from names, shapes and dtypes, so every rank knows the layout of every file without asking. Nothing is
+gathered, and memory beyond the shards is a staging buffer of 1 MiB per thread, where a shard must be cast or is on a
+GPU.
+"""
+
+import os
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from titanlite.checkpoint.crc import combine
+from titanlite.checkpoint.header import encode_header
+from titanlite.checkpoint.reader import io_threads
+from titanlite.checkpoint.runs import Runs, bytes_of, overlap
+from titanlite.checkpoint.transfer import Transfer
+from titanlite.materialize import Region
+
+FILE_BYTES = 4 * 1024**3
+_DIRECT_BYTES = 8 << 20
+_STAGED_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Item:
+    """One stored tensor, and what this rank has of it.
+
+    Attributes:
+        key: its name in the file.
+        dtype: dtype on disk; the shard is cast to it.
+        region: the part of the run-time tensor that it stores.
+        shape: its shape on disk.
+        local: this rank's shard of the run-time tensor, a plain tensor on any device.
+        local_region: the part of the run-time tensor that `local` is.
+        mine: of several ranks with this shard, this one writes it.
+    """
+
+    key: str
+    dtype: torch.dtype
+    region: Region
+    shape: tuple[int, ...]
+    local: torch.Tensor
+    local_region: Region
+    mine: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on disk."""
+        return self.region.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class FileLayout:
+    """One file: its header, and every item with its first byte, counted from the start of the file."""
+
+    name: str
+    header: bytes
+    items: tuple[tuple[Item, int], ...]
+    nbytes: int
+
+
+def lay_out(items: Iterable[Item], stem: str, file_bytes: int | None = None) -> list[FileLayout]:
+    """Put `items` one after the other into `stem`.safetensors, or numbered files of up to `file_bytes` (4 GiB)."""
+    limit = FILE_BYTES if file_bytes is None else file_bytes
+    files: list[list[Item]] = [[]]
+    used = 0
+    for item in items:
+        if files[-1] and used + item.nbytes > limit:
+            files.append([])
+            used = 0
+        files[-1].append(item)
+        used += item.nbytes
+    count = len(files)
+    names = [f"{stem}-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    return [
+        _file(name, held) for name, held in zip(names if count > 1 else [f"{stem}.safetensors"], files, strict=True)
+    ]
+
+
+def _file(name: str, items: Sequence[Item]) -> FileLayout:
+    starts = [0, *np.cumsum([item.nbytes for item in items], dtype=np.int64).tolist()]
+    header = encode_header(
+        (item.key, item.dtype, item.shape, start) for item, start in zip(items, starts, strict=False)
+    )
+    placed = tuple((item, len(header) + start) for item, start in zip(items, starts, strict=False))
+    return FileLayout(name, header, placed, len(header) + starts[-1])
+
+
+def create_files(folder: Path, files: Iterable[FileLayout]) -> None:
+    """Make the files at full size, with their headers. A full disk shows now, not in the middle of writing."""
+    for file in files:
+        path = folder / file.name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "xb") as handle:
+            handle.write(file.header)
+            handle.flush()
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(handle.fileno(), 0, file.nbytes)
+            handle.truncate(file.nbytes)
+
+
+def write_items(folder: Path, files: Sequence[FileLayout], text: str) -> dict[str, int]:
+    """Write this rank's items in place and flush them to the disk; return this rank's share of each file's CRC-32.
+
+    The shares of all ranks and of the header, exclusive-ored, are the checksum of the file. `text` names the work.
+    """
+    shares: dict[str, int] = {}
+    total = sum(item.nbytes for file in files for item, _ in file.items if item.mine)
+    with Transfer(text, total) as progress, ThreadPoolExecutor(io_threads(), thread_name_prefix="save") as pool:
+        for file in files:
+            jobs = list(_jobs(file))
+            if not jobs:
+                continue
+            descriptor = os.open(folder / file.name, os.O_RDWR)
+            try:
+                written = list(pool.map(lambda job, fd=descriptor: _counted(job(fd), progress), jobs))
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+            ends = np.concatenate([end for end, _, _ in written])
+            crcs = np.concatenate([crc for _, crc, _ in written])
+            shares[file.name] = combine(crcs, file.nbytes - ends)
+    return shares
+
+
+def header_crcs(files: Iterable[FileLayout]) -> dict[str, int]:
+    """The share of each header in the CRC-32 of its file."""
+    return {
+        file.name: combine(
+            np.array([zlib.crc32(file.header)], dtype=np.uint32), np.array([file.nbytes - len(file.header)])
+        )
+        for file in files
+    }
+
+
+_Written = tuple[np.ndarray, np.ndarray, int]  # first byte after each segment, its CRC-32, bytes in all
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Runs of one shard, with the byte of the file at which the stored tensor begins."""
+
+    item: Item
+    base: int
+    runs: Runs
+
+
+def _counted(written: _Written, progress: Transfer) -> _Written:
+    progress.add(written[2])
+    return written
+
+
+def _jobs(file: FileLayout) -> Iterator[partial[_Written]]:
+    """Work for one thread at a time; takes the file's descriptor."""
+    batch: list[_Part] = []
+    batch_bytes = 0
+    for item, base in file.items:
+        whole = overlap(item.region, item.local_region) if item.mine else None
+        if whole is None or not whole.numel:
+            continue
+        direct = item.local.device.type == "cpu" and item.local.dtype == item.dtype and item.local.is_contiguous()
+        for runs in whole.split((_DIRECT_BYTES if direct else _STAGED_BYTES) // item.dtype.itemsize):
+            part = _Part(item, base, runs)
+            if not direct:
+                yield partial(_write_staged, part=part)
+                continue
+            nbytes = runs.numel * item.dtype.itemsize
+            if batch and batch_bytes + nbytes > _DIRECT_BYTES:
+                yield partial(_write_direct, parts=batch)
+                batch, batch_bytes = [], 0
+            batch.append(part)
+            batch_bytes += nbytes
+    if batch:
+        yield partial(_write_direct, parts=batch)
+
+
+def _write_direct(descriptor: int, parts: Sequence[_Part]) -> _Written:
+    """Write from the shards; what follows one another in the file takes one system call."""
+    segments: list[tuple[int, list[memoryview]]] = []
+    end = -1
+    for part in parts:
+        memory = bytes_of(part.item.local.view(-1))
+        itemsize = part.item.dtype.itemsize
+        length = part.runs.length * itemsize
+        for stored, local in zip(part.runs.stored.tolist(), part.runs.local.tolist(), strict=True):
+            offset = part.base + stored * itemsize
+            if offset != end:
+                segments.append((offset, []))
+            segments[-1][1].append(memory[local * itemsize : local * itemsize + length])
+            end = offset + length
+    return _write_segments(descriptor, segments)
+
+
+def _write_staged(descriptor: int, part: _Part) -> _Written:
+    """Gather the runs, cast them where they are, copy them to the host and write them."""
+    local, runs = part.item.local.reshape(-1), part.runs
+    with torch.no_grad():
+        if runs.is_local_contiguous:
+            values = local[int(runs.local[0]) : int(runs.local[0]) + runs.numel]
+        else:
+            values = torch.stack([local[start : start + runs.length] for start in runs.local.tolist()])
+        values = values.to(part.item.dtype).to("cpu").contiguous()
+    memory = bytes_of(values.view(-1))
+    itemsize, length = part.item.dtype.itemsize, runs.length * part.item.dtype.itemsize
+    segments: list[tuple[int, list[memoryview]]] = []
+    end = -1
+    for i, stored in enumerate(runs.stored.tolist()):
+        offset = part.base + stored * itemsize
+        if offset != end:
+            segments.append((offset, []))
+        segments[-1][1].append(memory[i * length : (i + 1) * length])
+        end = offset + length
+    return _write_segments(descriptor, segments)
+
+
+def _write_segments(descriptor: int, segments: Sequence[tuple[int, list[memoryview]]]) -> _Written:
+    ends, crcs, total = [], [], 0
+    for offset, views in segments:
+        crc = 0
+        for view in views:
+            crc = zlib.crc32(view, crc)
+        nbytes = sum(len(view) for view in views)
+        _write_all(descriptor, views, offset)
+        ends.append(offset + nbytes)
+        crcs.append(crc)
+        total += nbytes
+    return np.array(ends, dtype=np.int64), np.array(crcs, dtype=np.uint32), total
+
+
+def _write_all(descriptor: int, views: list[memoryview], offset: int) -> None:
+    """`pwritev` until everything is written; one call takes 1024 views and 2 GiB on Linux."""
+    views = list(views)
+    while views:
+        count = os.pwritev(descriptor, views[:1024], offset)
+        offset += count
+        while views and count >= len(views[0]):
+            count -= len(views.pop(0))
+        if count:
+            views[0] = views[0][count:]
+
+
+def merge_crcs(shares: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """Checksums of the files from the shares of all ranks and of the headers."""
+    merged: dict[str, int] = {}
+    for share in shares:
+        for name, crc in share.items():
+            merged[name] = merged.get(name, 0) ^ crc
+    return merged

@@ -1,0 +1,73 @@
+"""From what the configuration calls a model to a local folder: a path, or a repository of the Hugging Face hub."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+from titanlite.config.schema import JobConfig
+from titanlite.errors import ConfigError
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
+_DESCRIPTION = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
+_WEIGHTS = ["*.safetensors"]
+
+
+def resolve_assets(job: JobConfig) -> JobConfig:
+    """`job` with `model.hf_assets_path` and `checkpoint.initial_load_path` as local folders.
+
+    A run that begins with a pretrained model takes sizes and tokenizer from there unless told otherwise. Repositories
+    of the hub are downloaded on first use, weights only where they are wanted and never as pickle files.
+
+    Raises:
+        ConfigError: a repository is neither in the local cache nor can it be downloaded.
+    """
+    model, checkpoint, data = job.model, job.checkpoint, job.data
+    if checkpoint.initial_load_path:
+        path = local_folder("checkpoint.initial_load_path", checkpoint.initial_load_path, weights=True)
+        checkpoint = replace(checkpoint, initial_load_path=path)
+        if not model.flavor and not model.hf_assets_path:
+            model = replace(model, hf_assets_path=path)
+        elif model.flavor and not data.tokenizer_path and (Path(path) / "tokenizer.json").is_file():
+            data = replace(data, tokenizer_path=path)
+    if model.hf_assets_path:
+        path = local_folder("model.hf_assets_path", model.hf_assets_path, weights=False)
+        model = replace(model, hf_assets_path=path)
+    return replace(job, model=model, checkpoint=checkpoint, data=data)
+
+
+def local_folder(key: str, name: str, *, weights: bool) -> str:
+    """The folder that the setting `key` = `name` means: a path, or a local copy of the hub's `owner/model[@revision]`.
+
+    Raises:
+        ConfigError: the repository is neither in the local cache nor can it be downloaded.
+    """
+    path = Path(name).expanduser()
+    if path.exists() or not _HUB_ID.fullmatch(name):
+        return str(path)
+    # Costs half a second, and only names of the hub need it.
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    repository, _, revision = name.partition("@")
+    patterns = _DESCRIPTION + (_WEIGHTS if weights else [])
+
+    def fetch(local_files_only: bool) -> str:
+        return snapshot_download(
+            repository, revision=revision or None, allow_patterns=patterns, local_files_only=local_files_only
+        )
+
+    try:
+        # All ranks come here. What the check before the launch has downloaded needs no request from each of them.
+        folder = fetch(local_files_only=True)
+        if not weights or any(Path(folder).glob("*.safetensors")):
+            return folder
+    except LocalEntryNotFoundError:
+        pass
+    try:
+        return fetch(local_files_only=False)
+    except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(
+            f"{key}: '{name}' is no folder here, not in the cache of the Hugging Face hub, and cannot be downloaded: "
+            f"{reason} Correct the name, or give a local folder."
+        ) from None

@@ -1,0 +1,65 @@
+"""Ranks that fail together: what one rank finds wrong, all ranks raise, so that none waits for another in vain."""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from titanlite.errors import TitanliteError, raise_problems
+
+_T = TypeVar("_T")
+
+
+def raise_together(
+    error: type[TitanliteError], where: str, problems: Sequence[str], group: dist.ProcessGroup | None = None
+) -> None:
+    """Raise on all ranks one `error` that lists the problems of each rank; return quietly if no rank has any.
+
+    A problem that several ranks have is listed once, with their numbers.
+
+    Collectives: one all-gather of small objects over `group` (the default one), if there is one; every rank must call.
+    """
+    if not (dist.is_initialized() and dist.get_world_size(group) > 1):
+        raise_problems(error, where, problems)
+        return
+    gathered: list[Sequence[str]] = [()] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, list(problems), group=group)
+    raise_problems(error, where, merge_problems(gathered))
+
+
+def merge_problems(gathered: Sequence[Sequence[str]]) -> list[str]:
+    """The problems of all ranks, each once, with the ranks that have it."""
+    ranks_of: defaultdict[str, list[int]] = defaultdict(list)
+    for rank, problems in enumerate(gathered):
+        for problem in problems:
+            ranks_of[problem].append(rank)
+    return [
+        f"{problem} (rank{'s' if len(ranks) > 1 else ''} {list_ranks(ranks)})" for problem, ranks in ranks_of.items()
+    ]
+
+
+def list_ranks(ranks: Sequence[int]) -> str:
+    """At most eight numbers."""
+    return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+
+
+def on_first_rank(function: Callable[[], _T], group: dist.ProcessGroup | None = None) -> _T:
+    """What `function()` returns on rank 0, on all ranks; its `TitanliteError` is raised on all of them.
+
+    Collectives: one broadcast of the pickled result over `group` (the default one); every rank must call.
+    """
+    if not dist.is_initialized():
+        return function()
+    outcome: list[tuple[_T | None, TitanliteError | None]] = [(None, None)]
+    if dist.get_rank(group) == 0:
+        try:
+            outcome[0] = (function(), None)
+        except TitanliteError as error:
+            outcome[0] = (None, error)
+    if dist.get_world_size(group) > 1:
+        dist.broadcast_object_list(outcome, group=group, group_src=0)
+    result, failure = outcome[0]
+    if failure is not None:
+        raise failure
+    return result  # type: ignore[return-value]

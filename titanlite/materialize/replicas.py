@@ -1,0 +1,150 @@
+"""Replicas: one rank reads what several ranks hold, and the others get it from there.
+
+Which ranks hold the same elements follows from placements and meshes alone, so all ranks know it without asking.
+"""
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from titanlite.materialize.layout import local_of
+
+# Tensors below this are packed into one broadcast of at most as many bytes.
+_BUCKET_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class Hop:
+    """One broadcast of a chain that reaches all replicas: over one mesh axis, from global rank `source`.
+
+    `takes_part` is False for ranks that another hop of the chain serves.
+    """
+
+    group: dist.ProcessGroup | None
+    source: int
+    takes_part: bool
+
+
+@dataclass(frozen=True)
+class Share:
+    """A tensor with the replica that is in charge of it.
+
+    Attributes:
+        tensor: DTensor, or plain and then held by all ranks.
+        mine: this rank is in charge: it reads the tensor, or writes it.
+        hops: broadcasts that take this rank's copy to the others, or bring it; empty without replicas.
+        key: equal for tensors whose hops are the same ones.
+    """
+
+    tensor: torch.Tensor
+    mine: bool
+    hops: tuple[Hop, ...]
+    key: Hashable
+
+
+def share_out(tensors: Iterable[torch.Tensor]) -> Iterator[Share]:
+    """Put one replica in charge of each tensor, in turns, so that all ranks get about equally many bytes.
+
+    Every rank must give the same tensors in the same order, and comes to the same result without communication.
+    """
+    loads: defaultdict[Hashable, list[int]] = defaultdict(list)
+    for tensor in tensors:
+        mesh_axes, sizes, coordinate = _replicas(tensor)
+        if not sizes:
+            yield Share(tensor, True, (), None)
+            continue
+        # Which replicas there are, not which ranks: the same on all ranks of a mesh.
+        load = loads[mesh_axes] = loads[mesh_axes] or [0] * math.prod(sizes)
+        turn = load.index(min(load))
+        load[turn] += tensor.numel() * tensor.dtype.itemsize
+        chosen = _unravel(turn, sizes)
+        hops = tuple(_hops(tensor, mesh_axes[1], chosen, coordinate))
+        yield Share(tensor, chosen == coordinate, hops, (mesh_axes, turn))
+
+
+def _replicas(tensor: torch.Tensor) -> tuple[tuple[Hashable, tuple[int, ...]], tuple[int, ...], tuple[int, ...]]:
+    """(mesh and its axes over which `tensor` is replicated), their sizes, and this rank's place on them."""
+    if not isinstance(tensor, DTensor):
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        return (None, (0,)), (world_size,) if world_size > 1 else (), (dist.get_rank() if world_size > 1 else 0,)
+    mesh = tensor.device_mesh
+    place = mesh.get_coordinate()
+    assert place is not None, "every rank is on every mesh"
+    axes = tuple(i for i, p in enumerate(tensor.placements) if p.is_replicate() and mesh.size(i) > 1)
+    return (mesh, axes), tuple(mesh.size(i) for i in axes), tuple(place[i] for i in axes)
+
+
+def _hops(
+    tensor: torch.Tensor, axes: Sequence[int], chosen: tuple[int, ...], coordinate: tuple[int, ...]
+) -> Iterator[Hop]:
+    """One hop per axis. The first reaches the ranks that differ from the chosen one in that axis only, and so on."""
+    if not isinstance(tensor, DTensor):
+        yield Hop(None, chosen[0], True)
+        return
+    mesh = tensor.device_mesh
+    place = list(mesh.get_coordinate() or ())
+    for i, axis in enumerate(axes):
+        source = list(place)
+        source[axis] = chosen[i]
+        yield Hop(mesh.get_group(axis), int(mesh.mesh[tuple(source)].item()), coordinate[i + 1 :] == chosen[i + 1 :])
+
+
+def _unravel(index: int, sizes: Sequence[int]) -> tuple[int, ...]:
+    coordinate = []
+    for size in reversed(sizes):
+        coordinate.append(index % size)
+        index //= size
+    return tuple(reversed(coordinate))
+
+
+@torch.no_grad()
+def broadcast(shares: Iterable[Share]) -> None:
+    """Give every replica what the one in charge holds. Local tensors of up to 4 MiB travel together.
+
+    Collectives: broadcasts over the mesh axes of the replicas; every rank must call with the same shares.
+    """
+    ordered = sorted(((s.key, s) for s in shares if s.hops), key=_order_of_appearance())
+    for _, of_key in itertools.groupby(ordered, key=lambda pair: pair[0]):
+        bucket: list[torch.Tensor] = []
+        hops: tuple[Hop, ...] = ()
+        for _, share in of_key:
+            local, hops = local_of(share.tensor), share.hops
+            if local.nbytes >= _BUCKET_BYTES and local.is_contiguous():
+                _run(hops, local.view(-1).view(torch.uint8))
+                continue
+            if bucket and (
+                sum(t.nbytes for t in bucket) + local.nbytes > _BUCKET_BYTES or bucket[0].device != local.device
+            ):
+                _send_bucket(hops, bucket)
+                bucket = []
+            bucket.append(local)
+        _send_bucket(hops, bucket)
+
+
+def _order_of_appearance():
+    """Sort key: keys in the order in which they were first seen, the same on all ranks."""
+    seen: dict[Hashable, int] = {}
+    return lambda pair: seen.setdefault(pair[0], len(seen))
+
+
+def _send_bucket(hops: tuple[Hop, ...], bucket: Sequence[torch.Tensor]) -> None:
+    sizes = [local.nbytes for local in bucket]
+    if not sum(sizes):
+        return
+    packed = torch.cat([local.contiguous().view(-1).view(torch.uint8) for local in bucket])
+    _run(hops, packed)
+    for local, part in zip(bucket, packed.split(sizes), strict=True):
+        if local.numel():
+            local.copy_(part.clone().view(local.dtype).view(local.shape))  # cloned, for views need alignment
+
+
+def _run(hops: tuple[Hop, ...], data: torch.Tensor) -> None:
+    for hop in hops:
+        if hop.takes_part:
+            dist.broadcast(data, src=hop.source, group=hop.group)

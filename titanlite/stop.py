@@ -1,0 +1,66 @@
+"""Asked to stop: SIGTERM and SIGINT end a run after the step that it is in, with a checkpoint.
+
+A launcher (`titanlite.launch`) gets the signal and leaves a note in the folder that it shares with its ranks; they look
+for it after each step. A rank without a launcher takes the signal itself.
+
+Signals reach a thread through a pipe: Python's own handlers wait until the main thread returns from C, and a rank that
+waits in a collective for a peer that is gone never does.
+"""
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+from titanlite.errors import NOTICE_FOLDER
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_STOP, _ABORT = "stop", "abort"
+# The launcher ends the other ranks with SIGTERM when one has failed; then there is no note within this time.
+_NOTE_WAIT_S = 2.0
+_requested = threading.Event()
+
+
+def install() -> None:
+    """Let this rank end in good order on SIGTERM and SIGINT. Call once, in the main thread."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    for number in SIGNALS:
+        signal.signal(number, lambda *_: None)  # the pipe has it
+    threading.Thread(target=_watch, args=(reader,), name="signals", daemon=True).start()
+
+
+def is_requested() -> bool:
+    """True once this run was asked to stop. Ranks may learn it at different steps; let them agree."""
+    folder = os.environ.get(NOTICE_FOLDER)
+    return _requested.is_set() if folder is None else Path(folder, _STOP).exists()
+
+
+def request(folder: str) -> bool:
+    """In the launcher: note for all ranks that they shall stop, the second time that they shall end at once.
+
+    Returns True the first time.
+    """
+    first = not Path(folder, _STOP).exists()
+    Path(folder, _STOP if first else _ABORT).touch()
+    return first
+
+
+def _watch(reader: int) -> None:
+    while data := os.read(reader, 1):
+        number = data[0]
+        if number not in SIGNALS:
+            continue
+        folder = os.environ.get(NOTICE_FOLDER)
+        if folder is None:
+            if _requested.is_set():
+                os._exit(128 + number)
+            _requested.set()
+            continue
+        end = time.monotonic() + _NOTE_WAIT_S
+        while not Path(folder, _STOP).exists() and time.monotonic() < end:
+            time.sleep(0.02)
+        if not Path(folder, _STOP).exists() or Path(folder, _ABORT).exists():
+            os._exit(128 + number)
