@@ -14,6 +14,9 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+# Saving imports these; here it costs 2 s once, in every forked rank it would cost them again.
+from transformers import AutoConfig, GenerationConfig  # noqa: F401
+
 from titanlite.config import load_config
 from titanlite.config.parallelism import Degrees
 from titanlite.data import build_data

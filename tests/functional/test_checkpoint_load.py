@@ -1,0 +1,342 @@
+"""Loading Hugging Face folders on any mesh: every bit, every tensor, no byte too many."""
+
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from titanlite.checkpoint import hf_checkpoint, save_hf_model
+from titanlite.config.parallelism import Degrees
+from titanlite.data import build_data
+from titanlite.distributed import ParallelDims, parallelize
+from titanlite.errors import CheckpointError, PlanError
+from titanlite.materialize import Init, Plan, materialize
+from titanlite.models.decoder import Decoder, build_decoder
+from titanlite.models.families import family_of
+from titanlite.preflight import Checked
+
+FAMILIES = {
+    "qwen3 tied": ["--model.name=qwen3"],
+    "qwen3 untied": ["--model.name=qwen3", "--model.overrides.tie_word_embeddings=false"],
+    "qwen3_moe": [],
+    "llama": ["--model.name=llama"],
+    "dots1": ["--model.name=dots1"],
+}
+UNEVEN_MOE = ["--model.overrides.num_experts=6", "--model.overrides.hidden_size=66"]
+FEW_EXPERTS = ["--model.overrides.num_experts=2", "--model.overrides.top_k=1"]
+# The ladder, one process included.
+LADDER = ["1", "FSDP4", "HSDP2x2", "TP2xFSDP2", "EP4", "EP2xFSDP2", "TP2xEP2", "TP2xEP4", "DDP4", "HSDP2xTP2xEP2"]
+
+
+def save_transformers_model(job: Checked, folder: Path, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Any:
+    """A transformers model with random weights of every tensor, saved by transformers itself."""
+    config = AutoConfig.for_model(job.model_config.family, **family_of(job.model_config).to_hf(job.model_config))
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if not name.endswith("inv_freq"):
+                tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    model.save_pretrained(folder, **options)
+    return model
+
+
+def build(job: Checked, dtype: torch.dtype = torch.float32) -> Decoder:
+    model = build_decoder(job.model_config, dtype)
+    parallelize(model, job.job, ParallelDims.build(job.degrees, "cpu"), "cpu")
+    return model
+
+
+def load(job: Checked, folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Decoder, Plan]:
+    model = build(job, dtype)
+    return model, materialize(model, "cpu", [hf_checkpoint(folder, job.model_config)])
+
+
+def _meshes_of(family: list[str], meshes: Any) -> dict[str, Degrees]:
+    all_meshes = {"1": Degrees(), **meshes}
+    is_moe = "--model.name=qwen3" not in family and "--model.name=llama" not in family
+    return {name: all_meshes[name] for name in LADDER if is_moe or all_meshes[name].ep == 1}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_round_trip_is_bit_identical_on_every_mesh(run_ranks, checked, meshes, tmp_path, family):
+    """transformers -> titanlite on the mesh -> step-N -> transformers, without a missing or unexpected key."""
+    overrides = FAMILIES[family]
+    source = tmp_path / "transformers"
+    theirs = save_transformers_model(checked(Degrees(), *overrides), source, max_shard_size="50KB")
+    expected = theirs.state_dict()
+    for name, degrees in _meshes_of(overrides, meshes).items():
+        job = checked(degrees, *overrides)
+        folder = tmp_path / name
+
+        def rank_main(job: Checked = job, folder: Path = folder) -> int:
+            model, plan = load(job, source, torch.bfloat16)
+            save_hf_model(model, plan, None, folder, torch.bfloat16)
+            return sum(isinstance(entry.source, Init) and entry.info.persistent for entry in plan.entries)
+
+        drawn = run_ranks(degrees.world_size, rank_main)
+        # The one thing that a Qwen3-MoE checkpoint may lack is the bias that its architecture does not have.
+        allowed = job.model_config.num_layers if family == "qwen3_moe" else 0
+        assert drawn == [allowed] * degrees.world_size, "nothing is drawn that the checkpoint covers"
+        loaded, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, output_loading_info=True)
+        assert {key: value for key, value in info.items() if value} == {}, name
+        ours = loaded.state_dict()
+        assert ours.keys() == expected.keys()
+        assert [key for key in expected if not torch.equal(ours[key], expected[key])] == [], name
+        files = {path.name for path in folder.iterdir()}
+        assert {"config.json", "generation_config.json", "model.safetensors", "titanlite"} == files
+        assert load_file(folder / "model.safetensors").keys() == _stored_keys(source)
+
+
+def _stored_keys(folder: Path) -> set[str]:
+    return set(json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "mesh"),
+    [(UNEVEN_MOE, "EP2xFSDP2"), (UNEVEN_MOE, "TP2xFSDP2"), (FEW_EXPERTS, "FSDP4"), (FEW_EXPERTS, "TP2xEP2")],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_uneven_shards_and_casts(run_ranks, checked, meshes, gather_full, tmp_path, overrides, mesh, dtype):
+    theirs = save_transformers_model(checked(Degrees(), *overrides), tmp_path / "hf").state_dict()
+    job = checked(meshes[mesh], *overrides)
+
+    def rank_main() -> None:
+        ours = gather_full(load(job, tmp_path / "hf", dtype)[0])
+        for name, expected in theirs.items():
+            assert torch.equal(ours[name], expected.to(dtype)), name
+
+    run_ranks(4, rank_main)
+
+
+# --- what is read
+
+
+@pytest.mark.parametrize("mesh", ["FSDP4", "HSDP2x2", "DDP4", "TP2xEP2", "HSDP2xTP2xEP2"])
+def test_every_byte_is_read_once_in_the_job(run_ranks, checked, meshes, tmp_path, mesh):
+    """Also where every rank holds all of it: one rank reads, the others receive, and the work is shared."""
+    save_transformers_model(checked(Degrees()), tmp_path / "hf")
+    size = (tmp_path / "hf/model.safetensors").stat().st_size
+    job = checked(meshes[mesh])
+
+    def rank_main() -> int:
+        count, preadv = [0], os.preadv
+
+        def counting(*args: Any) -> int:
+            done = preadv(*args)
+            count[0] += done
+            return done
+
+        os.preadv = counting
+        load(job, tmp_path / "hf", torch.bfloat16)
+        return count[0]
+
+    counts = run_ranks(4, rank_main)
+    header = len(json.dumps({})) + 8
+    assert size - 64 * 1024 < sum(counts) <= size - header, "the data, without the header, once"
+    assert max(counts) < 0.4 * size, "no rank reads for all"
+
+
+def _anonymous_bytes() -> int:
+    text = Path("/proc/self/smaps_rollup").read_text()
+    match = re.search(r"^Anonymous: +(\d+) kB", text, re.MULTILINE)
+    assert match is not None
+    return int(match[1]) * 1024
+
+
+# About 200 MB in bfloat16: whoever holds the whole model, even once, is far above the bound.
+WIDE = ["--model.overrides.hidden_size=512", "--model.overrides.moe_intermediate_size=4096"]
+WIDE_TIED = ["--model.name=qwen3", "--model.overrides.hidden_size=2048", "--model.overrides.intermediate_size=8192"]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "overrides", "dtype"),
+    [
+        ("FSDP4", WIDE, torch.bfloat16),
+        ("TP2xEP4", WIDE, torch.bfloat16),
+        ("EP2xFSDP2", WIDE, torch.float32),
+        ("FSDP4", WIDE_TIED, torch.bfloat16),
+    ],
+    ids=["FSDP4", "TP2xEP4", "cast", "tied"],
+)
+def test_no_rank_ever_holds_more_than_its_shards(run_ranks, checked, meshes, tmp_path, mesh, overrides, dtype):
+    """Anonymous memory, watched by the parent's clock: the shards and 32 MiB, far from the model."""
+    model = save_transformers_model(checked(Degrees(), *overrides), tmp_path / "hf")
+    whole = sum(tensor.numel() for tensor in model.state_dict().values()) * dtype.itemsize
+    del model
+    job = checked(meshes[mesh], *overrides)
+
+    def rank_main() -> tuple[int, int]:
+        import threading
+
+        sharded = build(job, dtype)
+        dist.barrier()
+        peak, stop = [0], threading.Event()
+
+        def watch() -> None:
+            while not stop.is_set():
+                peak[0] = max(peak[0], _anonymous_bytes())
+                stop.wait(0.002)
+
+        before = _anonymous_bytes()
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        plan = materialize(sharded, "cpu", [hf_checkpoint(tmp_path / "hf", job.model_config)])
+        stop.set()
+        watcher.join()
+        return peak[0] - before, plan.local_bytes
+
+    for grown, shards in run_ranks(4, rank_main):
+        assert whole > 2 * (shards + 32 * 2**20)
+        assert grown <= shards + 32 * 2**20, f"{grown / 2**20:.1f} MiB grown, {shards / 2**20:.1f} MiB of shards"
+
+
+# --- FP8
+
+
+def quantize(folder: Path, block: int = 16) -> dict[str, torch.Tensor]:
+    """Rewrite the checkpoint in block-scaled FP8, as DeepSeek-V3's is; return what it must be read as, in float32."""
+    tensors, expected, stored = load_file(folder / "model.safetensors"), {}, {}
+    for key, tensor in tensors.items():
+        if "norm" in key or "embed" in key or "lm_head" in key or key.endswith("gate.weight"):
+            stored[key], expected[key] = tensor, tensor.float()
+            continue
+        rows, cols = tensor.shape
+        grid = -(-rows // block), -(-cols // block)
+        scale = torch.rand(grid, generator=torch.Generator().manual_seed(len(stored))) + 0.01
+        spread = scale.repeat_interleave(block, 0).repeat_interleave(block, 1)[:rows, :cols]
+        stored[key] = (tensor.float() / spread).to(torch.float8_e4m3fn)
+        stored[key + "_scale_inv"] = scale
+        expected[key] = stored[key].float() * spread
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [block, block]}
+    (folder / "config.json").write_text(json.dumps(config))
+    return expected
+
+
+@pytest.mark.parametrize("mesh", ["FSDP4", "TP2xEP2", "HSDP2xTP2xEP2"])
+def test_block_scaled_fp8_is_dequantized_on_the_way_in(run_ranks, checked, meshes, tmp_path, mesh):
+    """Shards cut blocks of 16 x 16 in the middle: widths of 66 and 40."""
+    overrides = ["--model.overrides.hidden_size=66", "--model.overrides.moe_intermediate_size=40"]
+    job = checked(meshes[mesh], *overrides)
+    save_transformers_model(job, tmp_path / "hf")
+    expected = quantize(tmp_path / "hf")
+
+    def rank_main() -> None:
+        model, plan = load(job, tmp_path / "hf")
+        save_hf_model(model, plan, None, tmp_path / "out", torch.float32)
+
+    run_ranks(4, rank_main)
+    ours = load_file(tmp_path / "out/model.safetensors")
+    assert ours.keys() == expected.keys()
+    assert [key for key in ours if not torch.equal(ours[key], expected[key])] == []
+    assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
+
+
+# --- what does not fit
+
+
+def _refusal(run_ranks, job: Checked, folder: Path, error: type[Exception]) -> str:
+    def rank_main() -> str:
+        model = build(job)
+        with pytest.raises(error) as raised:
+            materialize(model, "cpu", [hf_checkpoint(folder, job.model_config)])
+        assert all(tensor.is_meta for tensor in model.parameters()), "nothing was allocated"
+        return str(raised.value)
+
+    messages = set(run_ranks(job.degrees.world_size, rank_main))
+    assert len(messages) == 1, messages
+    return messages.pop()
+
+
+def test_what_does_not_fit_is_listed_at_once_on_all_ranks(run_ranks, checked, meshes, tmp_path):
+    job = checked(meshes["TP2xEP2"])
+    save_transformers_model(job, tmp_path / "hf")
+    tensors = load_file(tmp_path / "hf/model.safetensors")
+    del tensors["model.layers.0.mlp.experts.3.up_proj.weight"], tensors["model.norm.weight"]
+    tensors["model.layers.1.self_attn.k_proj.weight"] = torch.zeros(3, 5)
+    tensors["model.layers.7.extra.weight"] = torch.zeros(2)
+    save_file(tensors, tmp_path / "hf/model.safetensors")
+    message = _refusal(run_ranks, job, tmp_path / "hf", PlanError)
+    for words in (
+        "4 problems",
+        "missing, checkpoint",
+        "model.layers.0.mlp.experts.3.up_proj.weight",
+        "model.norm.weight: missing",
+        "model.layers.1.self_attn.k_proj.weight with shape (3, 5), the model expects (32, 64)",
+        "model.layers.7.extra.weight: unexpected",
+    ):
+        assert words in message
+
+
+def test_damaged_file_is_one_error_on_all_ranks(run_ranks, checked, meshes, tmp_path):
+    job = checked(meshes["FSDP4"])
+    save_transformers_model(job, tmp_path / "hf")
+    file = tmp_path / "hf/model.safetensors"
+    os.truncate(file, file.stat().st_size - 1)
+    message = _refusal(run_ranks, job, tmp_path / "hf", CheckpointError)
+    assert str(file) in message and "cut off" in message
+
+
+def test_pickle_files_are_never_read(run_ranks, checked, tmp_path):
+    job = checked(Degrees())
+    (tmp_path / "hf").mkdir()
+    os.mkfifo(tmp_path / "hf/pytorch_model.bin")  # opening it would hang
+    message = _refusal(run_ranks, job, tmp_path / "hf", CheckpointError)
+    assert "pytorch_model.bin" in message and "never" in message
+
+
+# --- what is saved beside the weights
+
+
+def test_settings_of_the_original_model_survive(run_ranks, checked, tmp_path):
+    """Token ids, generation settings and keys that titanlite has no use for; the chat template with the tokenizer."""
+    job = checked(Degrees())
+    save_transformers_model(job, tmp_path / "hf")
+    config = json.loads((tmp_path / "hf/config.json").read_text()) | {"bos_token_id": 7, "max_window_layers": 28}
+    (tmp_path / "hf/config.json").write_text(json.dumps(config))
+    (tmp_path / "hf/generation_config.json").write_text('{"temperature": 0.6, "top_k": 20, "do_sample": true}')
+
+    def rank_main() -> None:
+        tokenizer, _ = build_data(job.job, 0, 1)
+        tokenizer.chat_template = "{{ messages[0].content }}"
+        model, plan = load(job, tmp_path / "hf")
+        save_hf_model(model, plan, tokenizer, tmp_path / "out", torch.bfloat16, assets=tmp_path / "hf")
+
+    run_ranks(1, rank_main)
+    saved = json.loads((tmp_path / "out/config.json").read_text())
+    assert (saved["bos_token_id"], saved["max_window_layers"], saved["dtype"]) == (7, 28, "bfloat16")
+    assert json.loads((tmp_path / "out/generation_config.json").read_text())["temperature"] == 0.6
+    assert (tmp_path / "out/chat_template.jinja").read_text() == "{{ messages[0].content }}"
+    tokenizer_config = json.loads((tmp_path / "out/tokenizer_config.json").read_text())
+    assert tokenizer_config["tokenizer_class"] == "PreTrainedTokenizerFast", "transformers 4 knows this one"
+
+
+def test_a_tied_model_is_loaded_from_either_name(run_ranks, checked, meshes, gather_full, tmp_path):
+    job = checked(meshes["FSDP4"], *FAMILIES["qwen3 tied"])
+    save_transformers_model(job, tmp_path / "hf")
+    tensors = load_file(tmp_path / "hf/model.safetensors")
+    expected = tensors["model.embed_tokens.weight"]
+    for name, change in {
+        "both": {"lm_head.weight": expected.clone()},
+        "head": {"lm_head.weight": expected.clone(), "model.embed_tokens.weight": None},
+    }.items():
+        changed = {key: tensor for key, tensor in {**tensors, **change}.items() if tensor is not None}
+        (tmp_path / name).mkdir()
+        save_file(changed, tmp_path / name / "model.safetensors")
+
+        def rank_main(folder: Path = tmp_path / name) -> None:
+            model, _ = load(job, folder, torch.bfloat16)
+            assert model.lm_head.weight is model.model.embed_tokens.weight
+            assert torch.equal(gather_full(model)["lm_head.weight"], expected)
+
+        run_ranks(4, rank_main)

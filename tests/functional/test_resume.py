@@ -1,0 +1,218 @@
+"""A resumed run is the uninterrupted run: bit for bit on the same mesh, to float32's rounding on another."""
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import titanlite.trainer
+from titanlite.checkpoint.commit import check_folder
+from titanlite.config.parallelism import Degrees
+from titanlite.preflight import Checked
+from titanlite.trainer import Trainer
+
+HALF, ALL = 3, 6
+DOTS1 = ["--model.name=dots1"]
+SCHEDULE = [f"--training.steps={ALL}", "--lr_scheduler.warmup_steps=4", f"--checkpoint.interval={HALF}"]
+
+
+@pytest.fixture
+def train(
+    run_ranks: Callable[..., list[Any]], checked: Callable[..., Checked], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., None]:
+    """`train(degrees, folder, *overrides)`: a whole `Trainer.train` on forked ranks, resuming what is in `folder`."""
+
+    monkeypatch.setattr(titanlite.trainer, "_SAMPLE_TOKENS", 2)  # before the ranks are forked; saves a second each
+
+    def run(degrees: Degrees, folder: Path, *overrides: str) -> None:
+        job = checked(degrees, *SCHEDULE, f"--job.dump_folder={folder}", *overrides)
+        run_ranks(degrees.world_size, lambda: Trainer(job.job, job.model_config, job.degrees).train())
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def whole_runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[Any, Path]]:
+    """Uninterrupted runs by mesh and overrides, each made once."""
+    return tmp_path_factory.mktemp("whole"), {}
+
+
+@pytest.fixture
+def halfway(train, whole_runs: tuple[Path, dict[Any, Path]], tmp_path: Path) -> Callable[..., tuple[Path, Path]]:
+    """`halfway(degrees, *overrides)` -> (folder of the uninterrupted run, folder with its checkpoint of the middle)."""
+
+    def run(degrees: Degrees, *overrides: str) -> tuple[Path, Path]:
+        base, made = whole_runs
+        key = degrees, overrides
+        if key not in made:
+            train(degrees, base / str(len(made)), *overrides)
+            made[key] = base / str(len(made))
+        whole, resumed = made[key], tmp_path / "resumed"
+        shutil.copytree(whole / f"checkpoint/step-{HALF}", resumed / f"checkpoint/step-{HALF}")
+        return whole, resumed
+
+    return run
+
+
+def losses(folder: Path, first: int) -> list[float]:
+    points = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [point["loss/train"] for point in points if point["step"] >= first and "loss/train" in point]
+
+
+def contents(folder: Path, step: int) -> dict[str, bytes]:
+    """Every file of a checkpoint but those that name the machine or the number of ranks."""
+    base = folder / f"checkpoint/step-{step}"
+    names = [path.relative_to(base) for path in base.rglob("*") if path.is_file()]
+    return {str(name): (base / name).read_bytes() for name in names}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "overrides"),
+    [
+        ("FSDP4", []),
+        ("TP2xEP2", []),
+        ("HSDP2xTP2xEP2", []),
+        ("TP2xEP4", DOTS1),
+        ("EP2xFSDP2", ["--checkpoint.async_mode=async"]),
+        ("TP2xFSDP2", ["--checkpoint.export_dtype=bfloat16"]),
+        ("FSDP4", ["--training.dtype=bfloat16", "--optimizer.implementation=foreach"]),
+    ],
+    ids=["FSDP4", "TP2xEP2", "HSDP2xTP2xEP2", "dots1", "async", "bfloat16 export", "bfloat16 training"],
+)
+def test_resumed_run_is_the_uninterrupted_run_bit_for_bit(train, halfway, meshes, mesh, overrides):
+    """Weights, optimizer states, expert biases, generators and data order: the last checkpoints are the same bytes."""
+    whole, resumed = halfway(meshes[mesh], *overrides)
+    train(meshes[mesh], resumed, *overrides)
+    expected, got = contents(whole, ALL), contents(resumed, ALL)
+    assert expected.keys() == got.keys() and "titanlite/optimizer.safetensors" in got
+    assert [name for name in expected if expected[name] != got[name]] == []
+    assert losses(resumed, 1) == losses(whole, HALF + 1) and len(losses(resumed, 1)) == ALL - HALF
+    assert check_folder(resumed / f"checkpoint/step-{ALL}", checksums=True) == []
+
+
+def test_the_middle_is_not_the_end(halfway, meshes):
+    """The comparison above can fail: three steps change every file that holds numbers."""
+    whole, _ = halfway(meshes["FSDP4"])
+    middle, end = contents(whole, HALF), contents(whole, ALL)
+    for name in ("model.safetensors", "titanlite/optimizer.safetensors", "titanlite/expert_bias.safetensors"):
+        assert middle[name] != end[name], name
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("FSDP4", "TP2xEP2"),
+        ("TP2xEP4", "HSDP2x2"),
+        ("HSDP2xTP2xEP2", "EP4"),
+        ("FSDP4", Degrees()),
+        ("TP2xFSDP2", Degrees(dp_shard=2, ep=2)),
+    ],
+    ids=str,
+)
+def test_resumed_on_another_mesh_or_world_size_the_loss_is_the_same(train, halfway, meshes, before, after):
+    whole, resumed = halfway(meshes[before])
+    train(meshes[after] if isinstance(after, str) else after, resumed)
+    # Float32 sums in another order; see test_parity_ladder.py.
+    assert losses(resumed, 1) == pytest.approx(losses(whole, HALF + 1), rel=1e-5)
+    assert len(losses(resumed, 1)) == ALL - HALF
+
+
+def test_more_ranks_than_before(train, halfway, meshes):
+    whole, resumed = halfway(Degrees(), "--training.local_batch_size=2")
+    train(meshes["TP2xEP2"], resumed, "--training.local_batch_size=2")
+    assert losses(resumed, 1) == pytest.approx(losses(whole, HALF + 1), rel=1e-5)
+
+
+def test_another_global_batch_size_goes_on_behind_the_samples_that_were_seen(
+    run_ranks, train, halfway, checked, tmp_path
+):
+    _, resumed = halfway(Degrees())
+
+    def rank_main() -> None:
+        job = checked(Degrees(), *SCHEDULE, f"--job.dump_folder={resumed}", "--training.global_batch_size=4")
+        trainer = Trainer(job.job, job.model_config, job.degrees)
+        assert trainer.step == HALF
+        seen = HALF * 8  # of the batch size before
+        dataset = trainer.loader.dataset
+        expected = dataset.batch(dataset.get_train_indices(job.job.training.seed, seen, seen + 4)[:1])
+        assert torch.equal(trainer.loader.micro_batches(trainer.step)[0].tokens, expected.tokens)
+
+    run_ranks(1, rank_main)
+
+
+def test_optimizer_states_are_those_of_the_run(halfway, meshes):
+    """The files hold AdamW's moments under the parameters' own names, experts fused, and none is zero."""
+    whole, _ = halfway(meshes["TP2xEP2"])
+    states = load_file(whole / f"checkpoint/step-{ALL}/titanlite/optimizer.safetensors")
+    kinds: dict[str, set[str]] = {}
+    for key, tensor in states.items():
+        kind, _, name = key.partition(".")
+        kinds.setdefault(kind, set()).add(name)
+        assert tensor.dtype == torch.float32
+        if kind == "step":
+            assert tensor.item() == ALL
+        else:
+            assert tensor.count_nonzero() > 0.5 * tensor.numel() or "embed_tokens" in name, key
+    assert kinds.keys() == {"exp_avg", "exp_avg_sq", "step"}
+    assert kinds["exp_avg"] == kinds["exp_avg_sq"] == kinds["step"]
+    assert "model.layers.1.mlp.experts.gate_up_proj" in kinds["step"]
+
+
+def _resume(run_ranks, job: Checked, action: Callable[[Trainer], Any] = lambda trainer: trainer.step) -> Sequence[Any]:
+    return run_ranks(job.degrees.world_size, lambda: action(Trainer(job.job, job.model_config, job.degrees)))
+
+
+def test_nothing_is_drawn_when_a_run_resumes(run_ranks, halfway, checked, meshes):
+    from titanlite.materialize import Init
+
+    _, resumed = halfway(meshes["TP2xEP2"])
+    job = checked(meshes["TP2xEP2"], *SCHEDULE, f"--job.dump_folder={resumed}")
+    found = _resume(run_ranks, job, lambda t: [e.fqn for e in t.plan.entries if isinstance(e.source, Init)])
+    # Counts of the running step begin anew; the biases of Qwen3-MoE come from the file beside the model.
+    assert all(name.endswith("tokens_per_expert") for names in found for name in names)
+
+
+def test_a_finished_run_says_so_and_saves_nothing(train, halfway, meshes, tmp_path):
+    whole, _ = halfway(meshes["FSDP4"])
+    copy = tmp_path / "copy"
+    shutil.copytree(whole, copy)
+    train(meshes["FSDP4"], copy)
+    assert contents(copy, ALL) == contents(whole, ALL)
+    assert sorted(path.name for path in (copy / "checkpoint").iterdir()) == [f"step-{HALF}", f"step-{ALL}"]
+
+
+def test_longer_training_goes_on_from_the_last_checkpoint(train, halfway, meshes, tmp_path):
+    whole, _ = halfway(meshes["FSDP4"])
+    shutil.copytree(whole, tmp_path / "run")
+    train(meshes["FSDP4"], tmp_path / "run", f"--training.steps={ALL + 2}")
+    steps = [json.loads(line)["step"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, ALL + 3))
+
+
+def test_initial_load_path_begins_at_step_0_with_those_weights(run_ranks, halfway, checked, meshes, tmp_path):
+    """Weights and expert biases of another run, but a fresh optimizer."""
+    whole, _ = halfway(meshes["FSDP4"])
+    source = whole / f"checkpoint/step-{ALL}"
+    job = checked(
+        meshes["TP2xEP2"],
+        "--model.flavor=",
+        f"--job.dump_folder={tmp_path / 'new'}",
+        f"--checkpoint.initial_load_path={source}",
+        "--model.overrides.vocab_size=none",
+        "--model.overrides.num_layers=none",
+    )
+    bias = load_file(source / "titanlite/expert_bias.safetensors")
+
+    def look(trainer: Trainer) -> None:
+        assert trainer.step == 0 and not trainer.optimizer.state
+        for name, expected in bias.items():
+            assert torch.equal(trainer.model.get_buffer(name), expected)
+        norm = trainer.model.model.norm.weight
+        assert torch.equal(norm.full_tensor(), load_file(source / "model.safetensors")["model.norm.weight"])
+
+    _resume(run_ranks, job, look)
