@@ -7,6 +7,8 @@ _USAGE = """usage: python -m titanlite COMMAND [arguments]
 
   train      train on one process: --config FILE [--section.key=value ...] (several: ./run_train.sh)
   check      check a configuration without starting anything: --config FILE --world-size N
+  inspect    show what is in a checkpoint: DIR [--checksums] [--all] [--config FILE --world-size N ...]
+  export     write a checkpoint as a plain Hugging Face model: DIR OUT --dtype bfloat16
   config     write docs/config.md from the schema (--check: only compare)"""
 
 
@@ -41,7 +43,17 @@ def _commands() -> dict[str, Callable[[Sequence[str]], int]]:
 
         return main(argv)
 
-    return {"train": train, "check": check, "config": config}
+    def inspect(argv: Sequence[str]) -> int:
+        from titanlite.inspect_checkpoint import main
+
+        return main(argv)
+
+    def export(argv: Sequence[str]) -> int:
+        from titanlite.export_checkpoint import main
+
+        return main(argv)
+
+    return {"train": train, "check": check, "config": config, "inspect": inspect, "export": export}
 
 
 if __name__ == "__main__":

@@ -4,8 +4,9 @@
     python scripts/bench/load.py --size-gb 1.0 --ranks 4 --rounds 3 --save
 
 Makes a random Qwen3-MoE checkpoint once, then runs every way in every round, in rotating order, each time in freshly
-forked processes, model build included, with the files in the page cache. After each run, outside the clock, every
-parameter is compared with the checkpoint bit for bit, so that a way that loads garbage fails.
+forked processes, model build included, with the files in the page cache and after all free memory that a run may get
+was touched. After each run, outside the clock, every parameter is compared with the checkpoint bit for bit, so that a
+way that loads garbage fails.
 
 wall s     from the first rank's start to the last rank's end: median over the rounds, then lowest and highest
 CPU s      user and system time of all threads of all ranks
@@ -15,7 +16,7 @@ read       bytes that read calls returned on all ranks, over the size of the che
 written    bytes that write calls took on all ranks, into files and gloo's sockets, over the size of the checkpoint
 fsync      whether the way flushes the final weight files to the disk before it ends
 MB are 1e6 bytes; "a / b" is rank 0 / the worst other rank. The `floor` only copies each rank's share of the files from
-the page cache into fresh memory. `accelerate` needs `pip install -c constraints.txt accelerate`.
+the page cache into fresh memory. `accelerate` needs the extra: `pip install -c constraints.txt -e .[bench]`.
 """
 
 import argparse
@@ -43,10 +44,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 from load_checkpoint import checkpoint_path, is_made, make_checkpoint, weight_bytes, weight_files
-from load_ranks import Measurement, Way, WayFailed, run_alone, run_way
+from load_ranks import Measurement, Way, WayFailed, run_alone, run_way, touch_memory
 from load_ways import load_ways, save_ways
 
 _WARM_UP_GB = 0.001
+_TOUCH = 6  # times the checkpoint: more than all ranks together take, whatever the way
 # Imported by every way, or once per process by someone: forked ranks find them there.
 _MODULES = (
     "accelerate",
@@ -94,7 +96,7 @@ def main() -> int:
         for part, ways_of in parts:
             warm_up(ways_of(checkpoint_path(tiny, _WARM_UP_GB)), arguments, output)
             read_all(folder)
-            results[part] = run_rounds(part, ways_of(folder), arguments, output)
+            results[part] = run_rounds(part, ways_of(folder), arguments, output, size)
 
     for part, measured in results.items():
         print("\n" + table(part, measured, size))
@@ -150,7 +152,7 @@ def warm_up(ways: Mapping[str, Way], arguments: argparse.Namespace, output: Path
 
 
 def run_rounds(
-    part: str, ways: Mapping[str, Way], arguments: argparse.Namespace, output: Path
+    part: str, ways: Mapping[str, Way], arguments: argparse.Namespace, output: Path, size: int
 ) -> dict[str, list[Measurement]]:
     """Every way once per round; each round begins with another one. A way that failed is not run again."""
     results: _Results = {name: [] for name in ways if name in arguments.ways}
@@ -161,6 +163,7 @@ def run_rounds(
             if name in failed:
                 continue
             try:
+                touch_memory(_TOUCH * size)
                 measured = run_way(ways[name], arguments.ranks)
             except WayFailed as error:
                 say(f"{part} round {number + 1}: {name} failed: {' '.join(str(error).split())[:300]}")
@@ -221,9 +224,12 @@ def describe(size: int, files: int, arguments: argparse.Namespace) -> str:
     for name in ("torch", "transformers", "accelerate", "safetensors"):
         with suppress(metadata.PackageNotFoundError):
             versions.append(f"{name} {metadata.version(name)}")
+    huge = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    mode = huge.read_text().partition("[")[2].partition("]")[0] if huge.exists() else "?"
     return (
-        f"{cpu}, {len(os.sched_getaffinity(0))} cores, Linux {platform.release()}; {', '.join(versions)}; "
-        f"checkpoint {size / 1e6:.0f} MB in {files} files, {arguments.ranks} ranks, {arguments.rounds} rounds"
+        f"{cpu}, {len(os.sched_getaffinity(0))} cores, Linux {platform.release()}, huge pages {mode}; "
+        f"{', '.join(versions)}; checkpoint {size / 1e6:.0f} MB in {files} files, "
+        f"{arguments.ranks} ranks, {arguments.rounds} rounds"
     )
 
 

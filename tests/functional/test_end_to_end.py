@@ -1,5 +1,6 @@
 """The quick start's command with smaller numbers: everything that a run leaves behind is there and can be used."""
 
+import contextlib
 import json
 import math
 import os
@@ -8,6 +9,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from titanlite.checkpoint.commit import check_folder, list_steps
 from titanlite.config import load_config
 from titanlite.config.parallelism import resolve_degrees
 
@@ -136,31 +140,130 @@ def test_run_leaves_nothing_else_behind(run):
     assert [path.name for path in (dump / "checkpoint").iterdir()] == [f"step-{STEPS}"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
-def test_a_signal_ends_all_ranks_in_one_line(tmp_path, number):
-    arguments = [
-        sys.executable,
-        "-m",
-        "titanlite.launch",
-        "--standalone",
-        "--nproc-per-node=2",
-        "-m",
-        "titanlite.train",
-    ]
-    arguments += ["--config", str(ROOT / "configs/qwen3_moe.toml"), "--training.steps=100000"]
-    arguments += ["--model.flavor=debug", "--model.overrides.vocab_size=512", "--data.bpe_vocab_size=512"]
-    arguments += [f"--job.dump_folder={tmp_path / 'run'}", f"--data.cache_folder={tmp_path / 'cache'}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    launcher = subprocess.Popen(
-        arguments, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, process_group=0
-    )
-    try:
-        assert launcher.stdout is not None
-        while "step" not in (line := launcher.stdout.readline()):
-            assert line, launcher.communicate()[1]
-        os.killpg(launcher.pid, number)  # as a terminal does: to the launcher and to all ranks
-        _, errors = launcher.communicate(timeout=30)
-    finally:
-        launcher.kill()
-    assert launcher.returncode == 128 + number
-    assert errors.splitlines() == [f"titanlite: stopped by {number.name}, with all ranks."]
+class Launch:
+    """`titanlite.launch` with 2 ranks on the tiny model, which train until they are told to stop."""
+
+    def __init__(self, config: Path, folder: Path, *overrides: str) -> None:
+        self.folder = folder
+        folder.mkdir(exist_ok=True)
+        arguments = [sys.executable, "-m", "titanlite.launch", "--standalone", "--nproc-per-node=2"]
+        arguments += ["-m", "titanlite.train", "--config", str(config), "--training.steps=100000"]
+        arguments += [f"--job.dump_folder={folder / 'run'}", *overrides]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
+        with open(folder / "out", "w") as out, open(folder / "err", "w") as err:
+            self.process = subprocess.Popen(
+                arguments, cwd=ROOT, env=environment, stdout=out, stderr=err, process_group=0
+            )
+
+    @property
+    def out(self) -> str:
+        return (self.folder / "out").read_text()
+
+    @property
+    def errors(self) -> list[str]:
+        return (self.folder / "err").read_text().splitlines()
+
+    def steps(self) -> list[int]:
+        return [int(step) for step in re.findall(r"step +(\d+)/100000 ", self.out)]
+
+    def wait_for(self, condition: Callable[[], object]) -> None:
+        end = time.monotonic() + TIMEOUT_S
+        while not condition():
+            assert self.process.poll() is None and time.monotonic() < end, (self.out, self.errors)
+            time.sleep(0.02)
+
+    def rank_pids(self) -> list[int]:
+        """Processes of the ranks, in their order."""
+        found = {}
+        for path in Path("/proc").glob("[0-9]*"):
+            try:
+                parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+                if parent == self.process.pid:
+                    variables = dict(v.partition("=")[::2] for v in (path / "environ").read_text().split("\0"))
+                    found[int(variables["RANK"])] = int(path.name)
+            except (OSError, KeyError):
+                continue  # gone since, or no rank
+        return [found[rank] for rank in sorted(found)]
+
+    def end(self, timeout_s: float) -> int:
+        """The exit code; a launcher or rank that is still there after `timeout_s` fails."""
+        pids = self.rank_pids()
+        code = self.process.wait(timeout_s)
+        assert [pid for pid in pids if Path(f"/proc/{pid}").exists()] == [], "all ranks are gone"
+        return code
+
+    def kill(self) -> None:
+        for pid in [*self.rank_pids(), self.process.pid]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
+
+@pytest.fixture
+def launch(config_file, tmp_path):
+    """`launch(folder name, *overrides)` -> a `Launch`; what is left of it is killed at the end."""
+    started: list[Launch] = []
+
+    def start(name: str, *overrides: str) -> Launch:
+        started.append(Launch(config_file, tmp_path / name, *overrides))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.kill()
+
+
+def finishing(number: signal.Signals) -> str:
+    return f"titanlite: {number.name}: finishing this step and saving; send it again to end at once."
+
+
+@pytest.mark.slow
+def test_signals_end_a_run_with_a_checkpoint_from_which_the_same_command_goes_on(launch, tmp_path):
+    """SIGTERM to the launcher, SIGINT to its process group as a terminal sends it, and SIGKILL to one rank."""
+    folder = tmp_path / "a/run/checkpoint"
+    command = ("a", "--checkpoint.async_mode=async", "--checkpoint.interval=100000", "--checkpoint.keep_latest_k=0")
+    saved = 0
+    for number, send in ((signal.SIGTERM, os.kill), (signal.SIGINT, os.killpg)):
+        run = launch(*command)
+        run.wait_for(lambda run=run, saved=saved: saved + 2 in run.steps())
+        send(run.process.pid, number)
+        assert run.end(30) == 0, run.errors
+        assert run.errors == [finishing(number)]
+        trained = run.steps()
+        assert trained == list(range(saved + 1, trained[-1] + 1)), "from the step after the one that was saved"
+        assert (f"resuming from {folder / f'step-{saved}'}" in run.out) == (saved > 0)
+        saved = trained[-1]
+        assert f"stopped after step {saved} of 100000, saved; the same command resumes from {folder}" in run.out
+        assert check_folder(folder / f"step-{saved}", checksums=True) == []
+        assert max(list_steps(folder)) == saved
+
+    run = launch(*command)
+    run.wait_for(lambda: saved + 2 in run.steps())
+    before = sorted(path.name for path in folder.iterdir())
+    os.kill(run.rank_pids()[1], signal.SIGKILL)
+    assert run.end(15) != 0
+    assert run.errors == ["titanlite: rank 1 was ended by SIGKILL (often: out of memory); all ranks were stopped."]
+    assert sorted(path.name for path in folder.iterdir()) == before
+    assert check_folder(folder / f"step-{saved}", checksums=True) == []
+
+
+@pytest.mark.slow
+def test_second_signal_and_a_run_that_cannot_save(launch, tmp_path):
+    # Steps of minutes, so that the first signal cannot be obeyed soon.
+    slow = launch("slow", "--training.global_batch_size=32768")
+    lost = launch("lost", "--checkpoint.enable=false")
+    slow.wait_for(lambda: "model: " in slow.out)
+    slow.process.terminate()
+    slow.wait_for(lambda: slow.errors)
+    time.sleep(1)
+    assert slow.process.poll() is None, "it finishes its step"
+    slow.process.terminate()
+    assert slow.end(15) == 128 + signal.SIGTERM
+    assert slow.errors == [finishing(signal.SIGTERM), "titanlite: stopped by SIGTERM, with all ranks."]
+    assert not (tmp_path / "slow/run/checkpoint").exists()
+
+    lost.wait_for(lambda: 2 in lost.steps())
+    lost.process.terminate()
+    assert lost.end(30) != 0, "what was trained is lost"
+    assert f"stopped after step {lost.steps()[-1]} of 100000, lost" in lost.out
+    assert lost.errors[0] == finishing(signal.SIGTERM) and "Traceback" not in "".join(lost.errors)

@@ -1,12 +1,12 @@
 """A folder of safetensors files: what is in it, found from the headers alone."""
 
-import json
+import stat
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titanlite.checkpoint.header import StoredTensor, read_header, shown
+from titanlite.checkpoint.header import StoredTensor, Table, parse_json, read_header_and_size, shown
 from titanlite.errors import CheckpointError, raise_problems
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -38,20 +38,24 @@ def read_model_headers(folder: Path) -> Stored:
             key, or index and files contradict each other. Lists all problems.
     """
     where = f"checkpoint {folder}"
-    if not folder.is_dir():
+    try:
+        names = {path.name for path in folder.iterdir()} if folder.is_dir() else None
+    except OSError as error:
+        raise CheckpointError(f"{where}: cannot be listed: {error.strerror}.") from None
+    if names is None:
         raise CheckpointError(f"{where}: is no folder. Give a folder with {SINGLE_FILE} or {INDEX_FILE}.")
-    if (folder / SINGLE_FILE).exists():
+    if SINGLE_FILE in names:
         return read_headers([folder / SINGLE_FILE], where)
-    if (folder / INDEX_FILE).exists():
+    if INDEX_FILE in names:
         weight_map = _read_index(folder / INDEX_FILE)
         stored = read_headers([folder / name for name in sorted(set(weight_map.values()))], where)
         _check_index(where, weight_map, stored)
         return stored
-    pickles = sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLE_SUFFIXES)
+    pickles = sorted(name for name in names if name.endswith(_PICKLE_SUFFIXES))
     if pickles:
         raise CheckpointError(
-            f"{where}: has {pickles[0]}, but no safetensors file. Pickle files can run code when they are read, so "
-            "they never are; convert the model with transformers' save_pretrained."
+            f"{where}: has {shown(pickles[0])}, but no safetensors file. Pickle files can run code when they are "
+            "read, so they never are; convert the model with transformers' save_pretrained."
         )
     raise CheckpointError(f"{where}: has neither {SINGLE_FILE} nor {INDEX_FILE}.")
 
@@ -66,8 +70,7 @@ def read_headers(files: Iterable[Path], where: str) -> Stored:
     problems: list[str] = []
     for file in files:
         try:
-            tensors = read_header(file)
-            found.file_bytes[file] = file.stat().st_size
+            tensors, found.file_bytes[file] = read_header_and_size(file)
         except CheckpointError as error:
             problems.append(str(error).removeprefix("checkpoint "))
             continue
@@ -86,13 +89,15 @@ def read_json(path: Path, where: str) -> dict[str, Any]:
         CheckpointError: it cannot be read, or is no JSON object.
     """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise CheckpointError(f"{where}: {path.name} is not a regular file.")  # a pipe would wait for a writer
+        value = parse_json(path.read_bytes())
     except FileNotFoundError:
         raise CheckpointError(f"{where}: there is no {path.name}.") from None
     except OSError as error:
         raise CheckpointError(f"{where}: cannot read {path.name}: {error.strerror}.") from None
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{where}: {path.name} is not valid JSON: {shown(error)}.") from None
+    except ValueError as error:
+        raise CheckpointError(f"{where}: {path.name} {error}.") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{where}: {path.name} is not a JSON object.")
     return value
@@ -103,6 +108,8 @@ def _read_index(path: Path) -> dict[str, str]:
     weight_map = read_json(path, where).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{where}: {path.name} has no weight_map.")
+    if isinstance(weight_map, Table) and weight_map.twice is not None:
+        raise CheckpointError(f"{where}: {path.name} has the name '{shown(weight_map.twice)}' twice.")
     bad = [
         f"{path.name}: {shown(key)} is said to be in {shown(repr(file))}, which is not the name of a safetensors file "
         "in this folder."

@@ -12,7 +12,7 @@ import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -66,6 +66,11 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             not what the format allows: no UTF-8, no JSON, a name twice, an unknown dtype, offsets that are out of
             range, overlap, leave a gap, or contradict dtype and shape. Names the file and every such tensor.
     """
+    return read_header_and_size(path)[0]
+
+
+def read_header_and_size(path: Path) -> tuple[dict[str, StoredTensor], int]:
+    """`read_header`, and the size of the file that it was checked against."""
     text, file_bytes = _read_text(path)
     table = _parse(path, text)
     data_start = 8 + len(text)
@@ -82,7 +87,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     if not problems:
         problems = list(_gaps(tensors, data_start, file_bytes))
     raise_problems(CheckpointError, f"checkpoint {path}", problems)
-    return {tensor.key: tensor for tensor in tensors}
+    return {tensor.key: tensor for tensor in tensors}, file_bytes
 
 
 def encode_header(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...], int]]) -> bytes:
@@ -143,25 +148,35 @@ def _read_text(path: Path) -> tuple[bytes, int]:
         os.close(descriptor)
 
 
-def _parse(path: Path, text: bytes) -> dict[str, Any]:
+class Table(dict[str, Any]):
+    """A JSON object that remembers a name that stood there twice, which Python's parser would silently pass over."""
+
+    twice: str | None = None
+
+
+def parse_json(text: bytes, start: int = 0) -> Any:
+    """JSON with objects as `Table`, without NaN and Infinity, and with absurdly long integers left as text.
+
+    Raises:
+        ValueError: it is no UTF-8 or no JSON; says where, `start` being the first byte.
+    """
     try:
-        table = json.loads(text.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_refuse_constant)
+        return json.loads(
+            text.decode("utf-8"), object_pairs_hook=_table, parse_constant=_refuse_constant, parse_int=_parse_int
+        )
     except UnicodeDecodeError as error:
-        raise CheckpointError(f"checkpoint {path}: the header is not UTF-8 (byte {8 + error.start}).") from None
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"checkpoint {path}: the header is not valid JSON: {shown(error)}.") from None
-    if not isinstance(table, dict):
-        raise CheckpointError(f"checkpoint {path}: the header is not a JSON object.")
-    return cast(dict[str, Any], table)
+        raise ValueError(f"is not UTF-8 (byte {start + error.start})") from None
+    except RecursionError:
+        raise ValueError("is not valid JSON: nested too deeply") from None
+    except ValueError as error:
+        raise ValueError(f"is not valid JSON: {shown(error)}") from None
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; Python's parser would silently keep the last of two equal names."""
-    table = dict(pairs)
+def _table(pairs: list[tuple[str, Any]]) -> Table:
+    table = Table(pairs)
     if len(table) < len(pairs):
         seen: set[str] = set()
-        twice = next(name for name, _ in pairs if name in seen or seen.add(name))
-        raise ValueError(f"the name '{twice}' stands there twice")
+        table.twice = next(name for name, _ in pairs if name in seen or seen.add(name))
     return table
 
 
@@ -169,15 +184,48 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON")
 
 
+def _parse_int(digits: str) -> int | str:
+    """Python refuses more than 4300 digits, in words that do not help here."""
+    return int(digits) if len(digits) <= 40 else digits
+
+
+def _parse(path: Path, text: bytes) -> dict[str, Any]:
+    where = f"checkpoint {path}"
+    try:
+        table = parse_json(text, 8)
+    except ValueError as error:
+        raise CheckpointError(f"{where}: the header {error}.") from None
+    if not isinstance(table, Table):
+        raise CheckpointError(f"{where}: the header is not a JSON object.")
+    if table.twice is not None:
+        raise CheckpointError(f"{where}: the header has the name '{shown(table.twice)}' twice.")
+    metadata = table.get("__metadata__")
+    if metadata is not None and not (
+        isinstance(metadata, dict)
+        and all(isinstance(v, str) and _is_text(k) and _is_text(v) for k, v in metadata.items())
+    ):
+        raise CheckpointError(f"{where}: __metadata__ in the header is not an object of texts.")
+    return table
+
+
+def _is_text(text: str) -> bool:
+    """JSON can spell halves of surrogate pairs, which are no characters."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
 def _check_entry(key: str, entry: Any, path: Path, data_start: int, file_bytes: int) -> StoredTensor:
     """Raises ValueError with what is wrong."""
+    if not _is_text(key):
+        raise ValueError("the name is not valid Unicode")
+    if isinstance(entry, Table) and entry.twice is not None:
+        raise ValueError(f"its entry has '{shown(entry.twice)}' twice")
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise ValueError("its entry is not an object with dtype, shape and data_offsets")
     name, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     dtype = DTYPES.get(name) if isinstance(name, str) else None
     if dtype is None:
         raise ValueError(f"dtype {shown(repr(name))} is unknown; there are {', '.join(DTYPES)}")
-    if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
+    if not isinstance(shape, list) or not all(type(size) is int and 0 <= size < 2**63 for size in shape):
         raise ValueError(f"shape {shown(shape)} is not a list of sizes")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(type(offset) is int for offset in offsets):
         raise ValueError(f"data_offsets {shown(offsets)} are not two integers")
@@ -206,6 +254,7 @@ def _gaps(tensors: Iterable[StoredTensor], data_start: int, file_bytes: int) -> 
             yield f"{shown(tensor.key)}: its bytes overlap those of {before}."
         elif tensor.offset > end:
             yield f"{shown(tensor.key)}: {tensor.offset - end} bytes before it belong to no tensor."
-        end, before = max(end, tensor.offset + tensor.nbytes), shown(tensor.key)
+        if tensor.offset + tensor.nbytes >= end:
+            end, before = tensor.offset + tensor.nbytes, shown(tensor.key)
     if end < file_bytes:
         yield f"{file_bytes - end} bytes at its end belong to no tensor."

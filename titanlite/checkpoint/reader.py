@@ -86,15 +86,22 @@ class SafetensorsReader:
         Raises:
             CheckpointError: a file is gone, has another size than when its header was read, or cannot be read.
         """
+        total = sum(part.nbytes for request in requests for part in self._parts(request))
+        with Transfer(f"reading {self.name}", total) as transfer:
+            self._read(requests, transfer.add)
+
+    def read_quietly(self, requests: Sequence[ReadRequest]) -> None:
+        """`read` without a word on the terminal."""
+        self._read(requests, lambda nbytes: None)
+
+    def _read(self, requests: Sequence[ReadRequest], count: Callable[[int], None]) -> None:
         parts = sorted(
             (part for request in requests for part in self._parts(request)),
             key=lambda part: (str(part.placed.stored.file), part.offset),
         )
         if parts:
             with _Files(self._file_bytes, {part.placed.stored.file for part in parts}) as files:
-                total = sum(part.nbytes for part in parts)
-                with Transfer(f"reading {self.name}", total) as progress:
-                    _run(_jobs(parts, files), self._threads, progress)
+                _run(_jobs(parts, files), self._threads, count)
 
     def plan_bytes(self, name: str, region: Region) -> dict[Path, int]:
         """Bytes of each file that a read of `region` of tensor `name` takes; reads nothing."""
@@ -180,15 +187,13 @@ class _Files:
 _Job = Callable[[], int]
 
 
-def _run(jobs: Iterable[_Job], threads: int, progress: Transfer) -> None:
+def _run(jobs: Iterable[_Job], threads: int, count: Callable[[int], None]) -> None:
     """Carry out `jobs`; the first error ends the rest."""
     with ThreadPoolExecutor(threads, thread_name_prefix="checkpoint") as pool:
         futures: list[Future[int]] = []
         for job in jobs:
             future = pool.submit(job)
-            future.add_done_callback(
-                lambda done: progress.add(0 if done.cancelled() or done.exception() else done.result())
-            )
+            future.add_done_callback(lambda done: count(0 if done.cancelled() or done.exception() else done.result()))
             futures.append(future)
         done, running = wait(futures, return_when=FIRST_EXCEPTION)
         for future in running:

@@ -7,6 +7,16 @@ import torch
 import torch.distributed as dist
 
 
+def init_fake(world_size: int) -> None:
+    """Be rank 0 of a process group of `world_size` ranks that are not there: collectives return at once.
+
+    Meshes and shards come out as in a real run, so that a layout can be looked at without a cluster.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # the only place that offers it
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+
+
 def init_distributed(timeout_s: int) -> torch.device:
     """Join the process group that torchrun announced, or make one of size 1; return this rank's device.
 

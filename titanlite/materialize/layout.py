@@ -1,7 +1,7 @@
 """Which part of the global tensor a rank holds."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -60,11 +60,22 @@ def region_of(tensor: torch.Tensor) -> Region:
     Raises:
         ValueError: a placement is neither a shard nor a replica (`Partial` has no region).
     """
+    if not isinstance(tensor, DTensor):
+        return Region((0,) * tensor.dim(), tuple(tensor.shape))
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        return Region((0,) * tensor.dim(), (0,) * tensor.dim())
+    region = region_at(tensor, coordinate)
+    local_shape = tuple(local_of(tensor).shape)
+    if local_shape != region.lengths:
+        raise ValueError(f"layout {tensor.placements}: local shape {local_shape}, expected {region.lengths}.")
+    return region
+
+
+def region_at(tensor: torch.Tensor, coordinate: Sequence[int]) -> Region:
+    """Region of the global tensor that the rank at `coordinate` of the tensor's mesh holds."""
     starts, lengths = [0] * tensor.dim(), list(tensor.shape)
     if isinstance(tensor, DTensor):
-        coordinate = tensor.device_mesh.get_coordinate()
-        if coordinate is None:
-            return Region(tuple(starts), (0,) * tensor.dim())
         splits = [
             (_is_strided(placement), int(getattr(placement, "dim")), size, index)  # noqa: B009 - no common base class
             for placement, size, index in zip(tensor.placements, tensor.device_mesh.shape, coordinate, strict=True)
@@ -75,9 +86,6 @@ def region_of(tensor: torch.Tensor) -> Region:
             begin = min(index * chunk, lengths[dim])
             starts[dim] += begin
             lengths[dim] = min(chunk, lengths[dim] - begin)
-        local_shape = tuple(local_of(tensor).shape)
-        if local_shape != tuple(lengths):
-            raise ValueError(f"layout {tensor.placements}: local shape {local_shape}, expected {tuple(lengths)}.")
     return Region(tuple(starts), tuple(lengths))
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from titanlite.materialize.layout import local_of
+from titanlite.materialize.layout import Region, local_of, region_at, region_of
 
 # Tensors below this are packed into one broadcast of at most as many bytes.
 _BUCKET_BYTES = 4 << 20
@@ -40,12 +40,22 @@ class Share:
         mine: this rank is in charge: it reads the tensor, or writes it.
         hops: broadcasts that take this rank's copy to the others, or bring it; empty without replicas.
         key: equal for tensors whose hops are the same ones.
+        replica: which replica is in charge: its index along each of `axes`, the replicated axes of the mesh.
     """
 
     tensor: torch.Tensor
     mine: bool
     hops: tuple[Hop, ...]
     key: Hashable
+    axes: tuple[int, ...]
+    replica: tuple[int, ...]
+
+    def place_of(self, rank: int) -> tuple[Region, bool]:
+        """The region of the tensor that global rank `rank` holds, and whether that rank is in charge of it."""
+        if not isinstance(self.tensor, DTensor):
+            return region_of(self.tensor), self.replica in ((), (rank,))
+        (where,) = (self.tensor.device_mesh.mesh == rank).nonzero().tolist()
+        return region_at(self.tensor, where), tuple(where[axis] for axis in self.axes) == self.replica
 
 
 def share_out(tensors: Iterable[torch.Tensor]) -> Iterator[Share]:
@@ -57,7 +67,7 @@ def share_out(tensors: Iterable[torch.Tensor]) -> Iterator[Share]:
     for tensor in tensors:
         mesh_axes, sizes, coordinate = _replicas(tensor)
         if not sizes:
-            yield Share(tensor, True, (), None)
+            yield Share(tensor, True, (), None, (), ())
             continue
         # Which replicas there are, not which ranks: the same on all ranks of a mesh.
         load = loads[mesh_axes] = loads[mesh_axes] or [0] * math.prod(sizes)
@@ -65,7 +75,7 @@ def share_out(tensors: Iterable[torch.Tensor]) -> Iterator[Share]:
         load[turn] += tensor.numel() * tensor.dtype.itemsize
         chosen = _unravel(turn, sizes)
         hops = tuple(_hops(tensor, mesh_axes[1], chosen, coordinate))
-        yield Share(tensor, chosen == coordinate, hops, (mesh_axes, turn))
+        yield Share(tensor, chosen == coordinate, hops, (mesh_axes, turn), mesh_axes[1], chosen)
 
 
 def _replicas(tensor: torch.Tensor) -> tuple[tuple[Hashable, tuple[int, ...]], tuple[int, ...], tuple[int, ...]]:

@@ -2,6 +2,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import signal
 import socket
 import string
@@ -178,7 +179,8 @@ def test_file_that_shrinks_while_it_is_read(file: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(
         header_module.os, "pread", lambda fd, count, offset: pread(fd, count, 0)[: 8 if not offset else 0]
     )
-    assert "ended while its header was read" in _refusal(file)
+    with _at_most(10):
+        assert "ended while its header was read" in _refusal(file)
 
 
 def test_descriptor_is_closed(file: Path) -> None:
@@ -330,7 +332,7 @@ NO_HEADER = {
 def test_not_a_header(file: Path, text: bytes) -> None:
     file.write_bytes(_pack(text, b"1234"))
     with _at_most(20):
-        assert "the header is not" in _refusal(file)
+        assert re.search("the header (is not|has the name)", _refusal(file))
 
 
 def test_not_utf8_says_where(file: Path) -> None:
@@ -473,7 +475,7 @@ BAD_ENTRIES: dict[str, tuple[Any, int, str]] = {
     "product is 2**64 + 4": (_entry("U8", [4, 2**62 + 1], [0, 4]), 4, "needs more than the 4 bytes"),
     "size is 2**64 + 4": (_entry("U8", [2**64 + 4], [0, 4]), 4, "[18446744073709551620]"),
     "itemsize makes 2**64": (_entry("F64", [2**61], [0, 0]), 0, "needs more than the 0 bytes"),
-    "size with 400 digits": (_entry("U8", [10**400], [0, 4]), 4, "[1" + "0" * 100),
+    "size with 400 digits": (_entry("U8", [10**400], [0, 4]), 4, "['1" + "0" * 100),
     "size above 64 bits beside 0": (_entry("U8", [0, 2**64], [0, 0]), 0, "shape [0, 18446744073709551616]"),
     "million dims": (_entry("U8", [2] * 10**6, [0, 4]), 4, "needs more than the 4 bytes"),
     "million huge dims": (_entry("U8", [2**62] * 10**5, [0, 4]), 4, "needs more than the 4 bytes"),

@@ -1,0 +1,805 @@
+"""Checkpoints when things go wrong: killed ranks, full disks, damaged files. What was complete stays, and loads."""
+
+import errno
+import json
+import logging
+import multiprocessing
+import os
+import random
+import resource
+import shutil
+import signal
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo  # FSDP imports it, which takes 2 s in every forked rank if it is not there yet
+import torch.distributed as dist
+from safetensors.torch import load_file
+from transformers import AutoConfig, GenerationConfig
+
+import titanlite.train
+from titanlite.checkpoint import commit, pretrained, train_state
+from titanlite.checkpoint.commit import check_folder, list_steps, step_folder
+from titanlite.config import load_config
+from titanlite.config.parallelism import Degrees
+from titanlite.errors import CheckpointError
+from titanlite.logger import logger
+from titanlite.materialize.layout import local_of
+from titanlite.preflight import Checked, check
+from titanlite.trainer import Trainer
+
+FSDP2 = Degrees(dp_shard=2)
+# One layer; a batch that 2, 3 and 4 ranks can share.
+SMALL = [
+    "--model.overrides.num_layers=1",
+    "--training.steps=100000",
+    "--training.global_batch_size=12",
+    "--checkpoint.interval=1",
+]
+SECONDS = 20  # in which an error must be on all ranks; 1 on idle cores
+MODEL, OPTIMIZER, RNG = "model.safetensors", "titanlite/optimizer.safetensors", "titanlite/rng.safetensors"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _warm() -> None:
+    """Import before the ranks are forked what each of them would import."""
+    GenerationConfig.from_model_config(AutoConfig.for_model("qwen3_moe"))
+
+
+def build_trainer(job: Checked) -> Trainer:
+    """A trainer whose optimizer has states."""
+    trainer = Trainer(job.job, job.model_config, job.degrees)
+    if trainer.checkpointer.start is None:
+        for param in trainer.model.parameters():
+            param.grad = torch.zeros_like(param)
+        trainer.optimizer.step()
+        trainer.optimizer.zero_grad()
+    return trainer
+
+
+def tensors_of(trainer: Trainer) -> list[torch.Tensor]:
+    """This rank's part of everything that a checkpoint has, but for the generators."""
+    found = [local_of(entry.tensor) for entry in trainer.plan.entries if entry.info.persistent]
+    return found + [local_of(value) for state in trainer.optimizer.state.values() for value in state.values()]
+
+
+@torch.no_grad()
+def save_step(trainer: Trainer, step: int) -> None:
+    """Save a `step` of which every number is `step`, so that a mixture of two steps shows."""
+    for tensor in tensors_of(trainer):
+        tensor.fill_(step)
+    torch.manual_seed(step)
+    trainer.step = step
+    trainer.save()
+
+
+def wrong_values(trainer: Trainer, step: int) -> int:
+    """Numbers on this rank that are not those of `step`."""
+    return sum(int((tensor != step).sum()) for tensor in tensors_of(trainer))
+
+
+def assert_holds(folder: Path, step: int) -> None:
+    """The checkpoint in `folder` is complete, its checksums fit, and every byte is what was saved at `step`."""
+    assert check_folder(folder, checksums=True) == []
+    names = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    listed = json.loads((folder / commit.MANIFEST_FILE).read_text())["files"].keys()
+    assert names == listed | {commit.MANIFEST_FILE} and {MODEL, OPTIMIZER, RNG, "config.json"} <= names
+    assert json.loads((folder / train_state.STATE_FILE).read_text())["step"] == step
+    for name in sorted(names):
+        if not name.endswith(".safetensors"):
+            continue
+        for key, tensor in load_file(folder / name).items():
+            expected = generator_state(step) if name == RNG else torch.full_like(tensor, step)
+            assert torch.equal(tensor, expected), f"{folder.name}/{name}: {key}"
+
+
+def generator_state(step: int) -> torch.Tensor:
+    return torch.Generator().manual_seed(step).get_state()
+
+
+def hidden(folder: Path) -> list[str]:
+    """Temporary names in `folder`."""
+    return sorted(path.name for path in folder.iterdir() if not path.name.startswith("step-"))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file below `folder`."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+# --- ranks that are killed
+
+
+class Ranks:
+    """Forked gloo ranks that run `function(send)` and can be killed one by one."""
+
+    def __init__(self, world_size: int, function: Callable[[Callable[[Any], None]], None]) -> None:
+        context = multiprocessing.get_context("fork")
+        self._rendezvous = Path(tempfile.mkdtemp(prefix="titanlite-ranks-"))
+        self.processes, self._pipes = [], []
+        for rank in range(world_size):
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(target=self._main, args=(rank, world_size, sender, function))
+            process.start()
+            sender.close()
+            self.processes.append(process)
+            self._pipes.append(receiver)
+
+    def _main(self, rank: int, world_size: int, sender: Any, function: Callable[..., None]) -> None:
+        os.environ.update(
+            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size)
+        )
+        torch.set_num_threads(1)
+        try:
+            dist.init_process_group(
+                "gloo", init_method=f"file://{self._rendezvous}/rendezvous", rank=rank, world_size=world_size
+            )
+            function(sender.send)
+        except (CheckpointError, RuntimeError) as error:  # a peer was killed
+            sender.send(f"{type(error).__name__}: {error}")
+
+    def receive(self, timeout_s: float = 60) -> list[Any]:
+        """The next message of every rank."""
+        messages = []
+        for rank, pipe in enumerate(self._pipes):
+            assert pipe.poll(timeout_s), f"rank {rank} says nothing within {timeout_s} s"
+            messages.append(pipe.recv())
+        return messages
+
+    def rest(self) -> list[Any]:
+        """What rank 0 said since, once it is dead."""
+        messages = []
+        try:
+            while self._pipes[0].poll():
+                messages.append(self._pipes[0].recv())
+        except EOFError:
+            pass
+        return messages
+
+    def end(self) -> None:
+        """Kill all that are left."""
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+        shutil.rmtree(self._rendezvous, ignore_errors=True)
+
+
+def slow_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make every part of a save long enough to be hit, above all the moments around a rename."""
+
+    def slow(function: Callable[..., Any], before_s: float, after_s: float) -> Callable[..., Any]:
+        def slowed(*args: Any, **kwargs: Any) -> Any:
+            time.sleep(before_s)
+            result = function(*args, **kwargs)
+            time.sleep(after_s)
+            return result
+
+        return slowed
+
+    monkeypatch.setattr(os, "pwritev", slow(os.pwritev, 0.001, 0.001))
+    monkeypatch.setattr(os, "fsync", slow(os.fsync, 0.001, 0.001))
+    monkeypatch.setattr(os, "unlink", slow(os.unlink, 0.001, 0.001))
+    monkeypatch.setattr(Path, "rename", slow(Path.rename, 0.02, 0.02))
+
+
+def save_forever(job: Checked, send: Callable[[Any], None]) -> None:
+    """Resume, say what was found, and save step after step, saying so after each."""
+    trainer = build_trainer(job)
+    start = trainer.step
+    send((start, wrong_values(trainer, start) if start else 0, hidden(trainer.checkpointer.folder) if start else []))
+    dist.barrier()
+    for step in range(start + 1, 1_000):
+        save_step(trainer, step)
+        trainer.checkpointer.agree(False)
+        send(step)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_ranks_killed_at_random_moments_of_saving_leave_complete_checkpoints(checked, tmp_path, monkeypatch, mode):
+    """26 times per mode: kill one random rank, or all, of 2 to 4 that do nothing but save; look; start again."""
+    kills, keep, rng = 26, 2, random.Random(mode)
+    folder = tmp_path / "run/checkpoint"
+    overrides = [*SMALL, f"--checkpoint.async_mode={mode}", f"--checkpoint.keep_latest_k={keep}"]
+    overrides.append("--checkpoint.verify_checksums=true")
+    jobs = {size: checked(Degrees(dp_shard=size), *overrides) for size in (2, 3, 4)}
+    slow_down(monkeypatch)
+    seen: Counter[str] = Counter()
+    newest = before = 0
+    for kill in range(kills):
+        world_size = rng.choice((2, 2, 3, 4))
+        ranks = Ranks(world_size, partial(save_forever, jobs[world_size]))
+        try:
+            for rank, (start, wrong, left) in enumerate(ranks.receive()):
+                assert (start, wrong) == (newest, 0), f"kill {kill}: rank {rank} resumed something else"
+                assert left == [], "the start removes what was left"
+            time.sleep(rng.uniform(0, 0.5) if newest else 1)
+            everyone = rng.random() < 0.2
+            for process in ranks.processes if everyone else [rng.choice(ranks.processes)]:
+                process.kill()
+            time.sleep(rng.choice((0, 0.1)))  # the others find out, until the launcher ends them
+        finally:
+            ranks.end()
+        reported = [message for message in ranks.rest() if isinstance(message, int)]
+
+        steps = list_steps(folder)
+        for step in steps:  # none is half there, also the older ones
+            assert_holds(step_folder(folder, step), step)
+        # `save` has returned for these: on the disk, or with 'async' being written while the one before is there.
+        promised = (max(reported) if mode == "disabled" else max(reported) - 1) if reported else newest
+        assert steps and steps[-1] >= max(promised, newest)
+        newest = steps[-1]
+        assert steps == list(range(steps[0], newest + 1)), "no gap"
+        assert min(keep, newest) <= len(steps) <= max(keep, before) + 1, "none lost; the kill may precede a removal"
+        before = len(steps)
+        for name in hidden(folder):
+            kind = name.rpartition(".")[2]
+            late = kind == "tmp" and (folder / name / commit.MANIFEST_FILE).exists()
+            seen["tmp with manifest" if late else kind] += 1
+    hits = seen["tmp"] + seen["tmp with manifest"]
+    assert hits >= kills // 2, f"too few kills while files were written: {seen}"
+    assert seen["tmp"] and seen["tmp with manifest"], f"not all parts of a save were hit: {seen}"
+
+
+@dataclass(frozen=True)
+class Point:
+    """Kill rank 0 before or after its nth call of `name`; then `newest` is what a resume finds."""
+
+    name: str
+    call: int
+    after: bool
+    newest: int
+    replace: bool = False
+
+
+KILL_POINTS = [
+    Point("rename", 1, False, newest=2),  # step-3 is complete, but hidden
+    Point("rename", 1, True, newest=3),  # it appeared
+    Point("rename", 2, False, newest=3),  # before step-1 is hidden
+    Point("rename", 2, True, newest=3),  # step-1 is hidden
+    Point("unlink", 1, True, newest=3),  # and partly removed
+    Point("rename", 1, True, newest=2, replace=True),  # the old step-2 is hidden, the new one not there
+    Point("rename", 2, True, newest=2, replace=True),  # it is
+    Point("unlink", 3, True, newest=2, replace=True),  # the old one is partly removed
+]
+
+
+@pytest.mark.parametrize(
+    "point",
+    KILL_POINTS,
+    ids=lambda point: (
+        f"{point.name}-{point.call}-{'after' if point.after else 'before'}-{'replace' if point.replace else 'new'}"
+    ),
+)
+def test_a_kill_around_each_rename_leaves_a_checkpoint_to_resume(checked, saved, monkeypatch, point):
+    folder = saved("run")
+    job = checked(FSDP2, *SMALL, "--checkpoint.keep_latest_k=2", "--checkpoint.verify_checksums=true")
+
+    def killed(send: Callable[[Any], None]) -> None:
+        trainer = build_trainer(job)
+        send(trainer.step)
+        dist.barrier()
+        owner: Any = Path if point.name == "rename" else os
+        if dist.get_rank() == 0:
+            _kill_at(owner, point)
+        if point.replace:
+            trainer.checkpointer._saved_step = -1
+        save_step(trainer, 2 if point.replace else 3)
+
+    ranks = Ranks(2, killed)
+    try:
+        assert ranks.receive() == [2, 2]
+        ranks.processes[0].join(SECONDS)
+        assert ranks.processes[0].exitcode == -signal.SIGKILL, "rank 0 never came there"
+    finally:
+        ranks.end()
+    assert hidden(folder) or (point.after, point.call) in [(True, 1), (False, 2)], "the kill was in the middle"
+
+    def resumed(send: Callable[[Any], None]) -> None:
+        trainer = build_trainer(job)
+        send((trainer.step, wrong_values(trainer, trainer.step), hidden(folder)))
+        save_step(trainer, trainer.step + 1)
+        trainer.checkpointer.wait()
+        send("saved")
+
+    ranks = Ranks(2, resumed)
+    try:
+        assert ranks.receive() == [(point.newest, 0, [])] * 2
+        assert ranks.receive() == ["saved"] * 2
+    finally:
+        ranks.end()
+    assert list_steps(folder) == [point.newest, point.newest + 1] and hidden(folder) == []
+    for step in list_steps(folder):
+        assert_holds(step_folder(folder, step), step)
+
+
+def _kill_at(owner: Any, point: Point) -> None:
+    """Let this process end itself at `point`."""
+    original, calls = getattr(owner, point.name), []
+
+    def deadly(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        if len(calls) == point.call and not point.after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = original(*args, **kwargs)
+        if len(calls) == point.call:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    setattr(owner, point.name, deadly)
+
+
+# --- saves that fail
+
+
+@pytest.fixture(scope="module")
+def template(run_ranks, config_file, tmp_path_factory) -> Path:
+    """A folder with the checkpoints of steps 1 and 2."""
+    dump = tmp_path_factory.mktemp("template")
+    arguments = ["--config", str(config_file), f"--job.dump_folder={dump}", *SMALL]
+    job = check(load_config([*arguments, "--parallelism.data_parallel_shard_degree=2"]), 2)
+
+    def rank_main() -> None:
+        trainer = build_trainer(job)
+        save_step(trainer, 1)
+        save_step(trainer, 2)
+
+    run_ranks(2, rank_main)
+    assert list_steps(dump / "checkpoint") == [1, 2]
+    return dump / "checkpoint"
+
+
+@pytest.fixture
+def saved(template: Path, tmp_path: Path) -> Callable[[str], Path]:
+    """`saved(dump)` -> the folder `tmp_path / dump / checkpoint` with the checkpoints of steps 1 and 2."""
+    return lambda dump: Path(shutil.copytree(template, tmp_path / dump / "checkpoint"))
+
+
+Sabotage = Callable[[], Any]
+
+
+def raising(number: int, *, from_call: int = 1) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Wraps a function so that it raises `OSError(number)` from the nth call on."""
+
+    def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
+        calls: list[None] = []
+
+        def failing(*args: Any, **kwargs: Any) -> Any:
+            calls.append(None)
+            if len(calls) >= from_call:
+                raise OSError(number, os.strerror(number))
+            return function(*args, **kwargs)
+
+        return failing
+
+    return wrap
+
+
+@contextmanager
+def broken(rank: int, owner: Any, name: str, number: int, from_call: int = 1) -> Any:
+    """On `rank`, let `owner.name` raise `OSError(number)` from the nth call on."""
+    original = getattr(owner, name)
+    if dist.get_rank() == rank:
+        setattr(owner, name, raising(number, from_call=from_call)(original))
+    yield
+    setattr(owner, name, original)
+
+
+@contextmanager
+def file_limit(rank: int, nbytes: int) -> Any:
+    """On `rank`, let the kernel refuse to make files longer, as a full disk or a quota does."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if dist.get_rank() == rank:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+FAILING_SAVES: Mapping[str, tuple[Callable[[], Any], str, int]] = {  # what happens, what is said, by which rank
+    "files may not grow on rank 1": (partial(file_limit, 1, 20_000), "File too large", 1),
+    "files may not grow on rank 0": (partial(file_limit, 0, 20_000), "File too large", 0),
+    "disk full when files are made": (
+        partial(broken, 0, os, "posix_fallocate", errno.ENOSPC, 2),
+        "No space left on device",
+        0,
+    ),
+    "disk full while rank 1 writes": (partial(broken, 1, os, "pwritev", errno.ENOSPC, 3), "No space left on device", 1),
+    "disk full at the manifest": (
+        partial(broken, 0, Path, "write_text", errno.ENOSPC, 2),
+        "No space left on device",
+        0,
+    ),
+    "read-only folder": (partial(broken, 0, os, "mkdir", errno.EROFS), "Read-only file system", 0),
+    "read-only on rank 1": (partial(broken, 1, os, "open", errno.EROFS), "Read-only file system", 1),
+    "disk does not flush on rank 1": (partial(broken, 1, os, "fsync", errno.EIO), "Input/output error", 1),
+    "cannot rename": (partial(broken, 0, Path, "rename", errno.EACCES), "Permission denied", 0),
+}
+
+
+def failing_save(trainer: Trainer, step: int, how: str) -> tuple[str, str]:
+    """Save `step`, and with 'async' come to its error by the method `how`: (type of the error, its text)."""
+    try:
+        save_step(trainer, step)
+        if how == "agree":
+            end = time.monotonic() + SECONDS
+            while time.monotonic() < end:
+                trainer.checkpointer.agree(False)
+                time.sleep(0.01)
+        elif how == "save":
+            save_step(trainer, step + 1)
+        elif how == "wait":
+            trainer.checkpointer.wait()
+    except (CheckpointError, OSError) as error:
+        return type(error).__name__, str(error)
+    return "none", ""
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_failed_save_is_one_error_on_all_ranks_and_leaves_the_earlier_ones(run_ranks, checked, saved, mode):
+    """Each fault in turn, in the same ranks; between two faults a save succeeds."""
+    folder = saved("run")
+    job = checked(FSDP2, *SMALL, f"--checkpoint.async_mode={mode}", "--checkpoint.keep_latest_k=0")
+    before = contents(folder)
+    hows = ["now"] if mode == "disabled" else ["agree", "save", "wait"]
+
+    def rank_main() -> list[Any]:
+        trainer = build_trainer(job)
+        outcomes = []
+        for i, (sabotage, _, _) in enumerate(FAILING_SAVES.values()):
+            start = time.monotonic()
+            dist.barrier()
+            with sabotage():
+                kind, text = failing_save(trainer, 10 + i, hows[i % len(hows)])
+            elapsed = time.monotonic() - start
+            dist.barrier()  # all ranks come here
+            outcomes.append((kind, text, elapsed, hidden(folder), list_steps(folder), dict(contents(folder)) == before))
+            dist.barrier()
+        save_step(trainer, 3)
+        trainer.checkpointer.wait()
+        return outcomes
+
+    by_rank = run_ranks(2, rank_main)
+    for i, (fault, (_, words, rank)) in enumerate(FAILING_SAVES.items()):
+        outcomes = [outcomes[i] for outcomes in by_rank]
+        kind, text, _, _, _, _ = outcomes[0]
+        assert kind == "CheckpointError", (fault, outcomes)
+        assert text.startswith(f"checkpoint: cannot save to {folder / f'step-{10 + i}'}; free space or"), text
+        assert words in text and f"(rank {rank})" in text, (fault, text)
+        for other_kind, other_text, elapsed, left, steps, same in outcomes:
+            assert (other_kind, other_text) == (kind, text), f"{fault}: the same on all ranks"
+            assert elapsed < SECONDS, fault
+            assert (left, steps, same) == ([], [1, 2], True), f"{fault}: the earlier ones as they were, nothing else"
+    assert list_steps(folder) == [1, 2, 3]
+    assert_holds(folder / "step-3", 3)
+
+
+def test_path_through_a_file_is_one_error_on_all_ranks(run_ranks, checked, tmp_path):
+    """Tests may run as root, whom no permission stops."""
+    job = checked(FSDP2, *SMALL)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/checkpoint").write_text("not a folder")
+
+    def rank_main() -> tuple[str, str]:
+        return failing_save(build_trainer(job), 1, "now")
+
+    (first, second) = run_ranks(2, rank_main, timeout_s=SECONDS)
+    assert first == second
+    assert first[0] == "CheckpointError" and "Not a directory" in first[1] and "run/checkpoint/step-1" in first[1]
+    assert (tmp_path / "run/checkpoint").read_text() == "not a folder"
+
+
+def test_failed_background_save_ends_training_on_all_ranks_at_the_same_step(run_ranks, checked, saved):
+    """Through `Trainer.train`, with the disk full from the second save on."""
+    folder = saved("run")
+    job = checked(FSDP2, *SMALL, "--checkpoint.async_mode=async", "--checkpoint.interval=2", "--training.steps=40")
+    before = contents(folder)
+
+    def rank_main() -> tuple[int, str]:
+        trainer = build_trainer(job)
+        with broken(1, os, "pwritev", errno.ENOSPC, 3), pytest.raises(CheckpointError) as raised:
+            trainer.train()
+        return trainer.step, str(raised.value)
+
+    first, second = run_ranks(2, rank_main, timeout_s=60)
+    assert first == second
+    assert 4 <= first[0] < 40 and "No space left on device (rank 1)" in first[1] and "step-4" in first[1]
+    assert contents(folder) == before and hidden(folder) == []
+
+
+def test_checkpoint_that_cannot_be_replaced_is_untouched(run_ranks, checked, saved):
+    """The old folder was hidden for the new one, which could not appear."""
+    folder = saved("run")
+    job = checked(FSDP2, *SMALL)
+    before = contents(folder)
+
+    def rank_main() -> tuple[str, str]:
+        trainer = build_trainer(job)
+        trainer.checkpointer._saved_step = -1  # save step 2 once more
+        with broken(0, Path, "rename", errno.EACCES, 2):
+            return failing_save(trainer, 2, "now")
+
+    first, second = run_ranks(2, rank_main, timeout_s=SECONDS)
+    assert first == second and first[0] == "CheckpointError" and "Permission denied" in first[1]
+    assert contents(folder) == before and hidden(folder) == []
+
+
+def test_background_save_is_finished_when_training_ends_with_an_error(checked, config_file, tmp_path, monkeypatch):
+    """The loss is not finite at step 2, while step 1, which is good, is still being written."""
+    arguments = ["--config", str(config_file), f"--job.dump_folder={tmp_path / 'run'}", *SMALL]
+    arguments += ["--parallelism.data_parallel_shard_degree=2", "--optimizer.lr=1e38", "--checkpoint.async_mode=async"]
+    pwritev = os.pwritev
+
+    def slow(*args: Any) -> int:
+        time.sleep(0.1)
+        return pwritev(*args)
+
+    monkeypatch.setattr(os, "pwritev", slow)
+
+    def train(send: Callable[[Any], None]) -> None:
+        send(titanlite.train.main(arguments))
+
+    ranks = Ranks(2, train)
+    try:
+        assert ranks.receive() == [2, 2], "exit codes"
+        for process in ranks.processes:
+            process.join(SECONDS)
+            assert process.exitcode == 0
+    finally:
+        ranks.end()
+    folder = tmp_path / "run/checkpoint"
+    assert list_steps(folder) == [1] and hidden(folder) == []
+    assert check_folder(folder / "step-1", checksums=True) == []
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_old_checkpoint_that_cannot_be_removed_is_the_same_on_all_ranks(run_ranks, checked, saved, mode):
+    """An error or none, but not an error on one rank that leaves the others waiting for it."""
+    folder = saved("run")
+    job = checked(FSDP2, *SMALL, f"--checkpoint.async_mode={mode}", "--checkpoint.keep_latest_k=1")
+
+    def rank_main() -> tuple[str, str]:
+        trainer = build_trainer(job)
+        with broken(0, Path, "rename", errno.EACCES, 2):  # the first makes step-3 appear
+            return failing_save(trainer, 3, "wait" if mode == "async" else "now")
+
+    first, second = run_ranks(2, rank_main, timeout_s=SECONDS)
+    assert first == second
+    assert first[0] in ("none", "CheckpointError")
+    assert list_steps(folder) == [1, 2, 3]
+    assert_holds(folder / "step-3", 3)
+
+
+# --- checkpoints that are damaged
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What one rank found when it started: the step, or the error; warnings; values that are not of that step."""
+
+    step: int
+    error: str
+    warnings: list[str]
+    wrong: int
+    elapsed_s: float
+
+
+def start(job: Checked) -> Loaded:
+    """Build a trainer as a new run does."""
+    warnings: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    began, error, step, wrong = time.monotonic(), "", -1, 0
+    try:
+        trainer = build_trainer(job)
+        step = trainer.step
+        wrong = wrong_values(trainer, step) if step else 0
+    except CheckpointError as raised:
+        error = str(raised)
+    logger.removeHandler(handler)
+    return Loaded(step, error, [text for text in warnings if "passed over" in text], wrong, time.monotonic() - began)
+
+
+@pytest.fixture
+def start_all(run_ranks, checked) -> Callable[..., list[Loaded]]:
+    """`start_all(overrides, sabotage)` -> what each of 2 ranks found; `sabotage()` runs on each before."""
+
+    def run(overrides: Sequence[str], sabotage: Sabotage = lambda: None) -> list[Loaded]:
+        job = checked(FSDP2, *SMALL, *overrides)
+
+        def rank_main() -> Loaded:
+            sabotage()
+            return start(job)
+
+        found = run_ranks(2, rank_main, timeout_s=60)
+        for loaded in found:
+            assert (loaded.step, loaded.error) == (found[0].step, found[0].error), "the same on all ranks"
+            assert loaded.elapsed_s < SECONDS
+            assert loaded.wrong == 0
+        return found
+
+    return run
+
+
+def flip_bit(path: Path, offset: int = -5) -> None:
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(data)
+
+
+def test_damaged_byte_is_found_by_its_checksum(start_all, saved):
+    folder = saved("run")
+    flip_bit(folder / "step-2" / OPTIMIZER)
+    before = contents(folder)
+    verify = "--checkpoint.verify_checksums=true"
+
+    first, second = start_all([verify])
+    assert first.step == 1, "the one before"
+    (warning,) = first.warnings
+    assert second.warnings == [], "said once"
+    assert f"{folder / 'step-2'} is passed over: {OPTIMIZER}: its bytes are not those that were saved" in warning
+
+    error = start_all([verify, "--checkpoint.load_step=2"])[0].error
+    assert str(folder / "step-2") in error and OPTIMIZER in error and "CRC-32" in error
+    assert contents(folder) == before and hidden(folder) == []
+
+
+@pytest.mark.parametrize("gone", [MODEL, RNG, "config.json", commit.MANIFEST_FILE])
+def test_checkpoint_with_a_missing_file_is_passed_over(start_all, saved, gone):
+    folder = saved("run")
+    (folder / "step-2" / gone).unlink()
+    before = contents(folder)
+
+    loaded = start_all([])[0]
+    assert loaded.step == 1
+    (warning,) = loaded.warnings
+    assert f"{folder / 'step-2'} is passed over" in warning and Path(gone).name in warning
+
+    error = start_all(["--checkpoint.load_step=2"])[0].error
+    assert str(folder / "step-2") in error and Path(gone).name in error
+    assert contents(folder) == before
+
+
+def test_file_that_was_cut_off_is_passed_over(start_all, saved):
+    folder = saved("run")
+    path = folder / "step-2" / MODEL
+    os.truncate(path, path.stat().st_size - 1)
+    loaded = start_all([])[0]
+    assert loaded.step == 1 and f"{MODEL}: has {path.stat().st_size} bytes" in loaded.warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("step", "words"),
+    [
+        (7, ["checkpoint.load_step", "has no step-7", "Complete checkpoints there: 1, 2"]),
+        (1, ["checkpoint.load_step = 1", "holds step-2", "Move the later checkpoints away"]),
+        (0, ["checkpoint.load_step = 0", "holds step-2", "Move the later checkpoints away"]),
+    ],
+)
+def test_step_that_cannot_be_loaded_is_refused(start_all, saved, step, words):
+    folder = saved("run")
+    before = contents(folder)
+    loaded = start_all([f"--checkpoint.load_step={step}"])[0]
+    assert loaded.step == -1 and all(word in loaded.error for word in words), loaded.error
+    assert contents(folder) == before
+
+
+def after_reading_headers(monkeypatch: pytest.MonkeyPatch, action: Callable[[], None]) -> None:
+    """Let rank 0 do `action()` as soon as it knows the headers of the model and of the states."""
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        def reading(*args: Any) -> Any:
+            stored = original(*args)
+            action()
+            return stored
+
+        return reading
+
+    for module, name in ((pretrained, "read_model_headers"), (train_state, "read_headers")):
+        monkeypatch.setattr(module, name, wrap(getattr(module, name)))
+
+
+@pytest.mark.parametrize("name", [MODEL, OPTIMIZER, RNG])
+@pytest.mark.parametrize("fault", ["vanishes", "is cut off"])
+def test_file_that_changes_between_header_and_read_is_an_error_on_all_ranks(start_all, saved, monkeypatch, name, fault):
+    folder = saved("run")
+    path = folder / "step-2" / name
+    calls: list[None] = []
+
+    def sabotage() -> None:
+        calls.append(None)
+        if len(calls) == (1 if name == MODEL else 2):
+            path.unlink() if fault == "vanishes" else os.truncate(path, path.stat().st_size - 8)
+
+    after_reading_headers(monkeypatch, sabotage)
+    before = contents(folder / "step-1")
+    error = start_all([])[0].error
+    assert str(path) in error, error
+    assert ("No such file" if fault == "vanishes" else "bytes") in error
+    assert contents(folder / "step-1") == before and hidden(folder) == []
+
+
+def test_file_that_is_cut_off_during_the_read_of_one_rank_is_an_error_on_all(start_all, saved):
+    path = saved("run") / "step-2" / MODEL
+
+    def sabotage() -> None:
+        original = os.preadv
+
+        def preadv(descriptor: int, buffers: Any, offset: int) -> int:
+            os.truncate(path, 100)
+            return original(descriptor, buffers, offset)
+
+        if dist.get_rank() == 1:
+            os.preadv = preadv
+
+    error = start_all([], sabotage)[0].error
+    assert str(path) in error and "cut off" in error, error
+
+
+# --- what is kept
+
+
+def kept(saves: int, latest: int, every: int) -> list[int]:
+    """Checkpoints that are there after steps 1 to `saves`."""
+    return [s for s in range(1, saves + 1) if not latest or s > saves - latest or (every and s % every == 0)]
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+@pytest.mark.parametrize(("latest", "every"), [(1, 0), (2, 3), (0, 0)])
+def test_retention_keeps_the_latest_and_every_nth(run_ranks, checked, tmp_path, mode, latest, every):
+    folder, saves = tmp_path / "run/checkpoint", 7
+    job = checked(
+        FSDP2,
+        *SMALL,
+        f"--checkpoint.async_mode={mode}",
+        f"--checkpoint.keep_latest_k={latest}",
+        f"--checkpoint.keep_every_n_steps={every}",
+    )
+
+    def rank_main() -> list[list[int]]:
+        trainer = build_trainer(job)
+        there = []
+        for step in range(1, saves + 1):
+            save_step(trainer, step)
+            if mode == "disabled":
+                dist.barrier()
+                there.append(list_steps(folder))
+                dist.barrier()
+        trainer.checkpointer.wait()
+        dist.barrier()
+        return [*there, list_steps(folder)]
+
+    by_rank = run_ranks(2, rank_main)
+    assert by_rank[0] == by_rank[1]
+    expected = [kept(count, latest, every) for count in range(1, saves + 1)] if mode == "disabled" else []
+    assert by_rank[0] == [*expected, kept(saves, latest, every)]
+    assert hidden(folder) == []
+    for step in list_steps(folder):
+        assert_holds(step_folder(folder, step), step)
+
+
+def test_damaged_later_checkpoint_does_not_count_as_one_to_keep(run_ranks, checked, saved):
+    """Else the run would remove what it has just saved, and keep what no resume can use."""
+    folder = saved("run")
+    (folder / "step-2").rename(folder / "step-9")
+    (folder / "step-9" / MODEL).unlink()
+    job = checked(FSDP2, *SMALL, "--checkpoint.keep_latest_k=1")
+
+    def rank_main() -> int:
+        trainer = build_trainer(job)
+        save_step(trainer, trainer.step + 1)
+        return start(job).step
+
+    assert run_ranks(2, rank_main) == [2, 2]
+    assert_holds(folder / "step-2", 2)

@@ -1,0 +1,417 @@
+"""A checkpoint folder is complete or not there; what is wrong with one is said; what a killed process left goes."""
+
+import json
+import os
+import shutil
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from titanlite.checkpoint.commit import (
+    MANIFEST_FILE,
+    check_folder,
+    clean_up,
+    commit_folder,
+    list_steps,
+    remove_old,
+    step_folder,
+)
+from titanlite.checkpoint.writer import Item, lay_out
+from titanlite.errors import CheckpointError
+from titanlite.materialize import Region
+
+
+@pytest.fixture
+def process_group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def files_of(value: float, size: int = 100, file_bytes: int | None = None):
+    region = Region((0,), (size,))
+    tensors = {name: torch.full((size,), value + i) for i, name in enumerate("ab")}
+    items = [Item(name, torch.float32, region, (size,), tensor, region, True) for name, tensor in tensors.items()]
+    return lay_out(items, "model", file_bytes)
+
+
+def write_config(text: str = "{}"):
+    def write_rest(folder: Path) -> None:
+        (folder / "config.json").write_text(text)
+        (folder / "titanlite").mkdir(exist_ok=True)
+        (folder / "titanlite" / "state.json").write_text("[]")
+
+    return write_rest
+
+
+def complete_folder(folder: Path, text: str = "some bytes") -> Path:
+    """A checkpoint with a manifest, made without the code under test."""
+    (folder / "titanlite").mkdir(parents=True)
+    contents = {"model.safetensors": text.encode(), "config.json": b"{}", "titanlite/rng.safetensors": b"x" * 50}
+    for name, content in contents.items():
+        (folder / name).write_bytes(content)
+    files = {n: {"bytes": len(c), "crc32": f"{zlib.crc32(c):08x}"} for n, c in contents.items()}
+    write_manifest(folder, {"format": 1, "files": files})
+    return folder
+
+
+def write_manifest(folder: Path, table: object) -> None:
+    (folder / MANIFEST_FILE).write_text(table if isinstance(table, str) else json.dumps(table))
+
+
+def manifest(folder: Path) -> dict:
+    return json.loads((folder / MANIFEST_FILE).read_text())
+
+
+def names_in(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+# ---- commit_folder ----
+
+
+def test_folder_with_everything_that_belongs_to_it(tmp_path, process_group):
+    folder = tmp_path / "checkpoint" / "step-1"  # the parent does not exist either
+    files = files_of(1.0, file_bytes=400)
+    commit_folder(folder, files, write_config())
+    assert names_in(folder.parent) == {"step-1"}
+    listed = manifest(folder)["files"]
+    assert listed.keys() == {*(file.name for file in files), "config.json", "titanlite/state.json"}
+    assert len(files) == 2
+    for name, entry in listed.items():
+        content = (folder / name).read_bytes()
+        assert (entry["bytes"], int(entry["crc32"], 16)) == (len(content), zlib.crc32(content)), name
+    assert torch.equal(load_file(folder / files[1].name)["b"], torch.full((100,), 2.0))
+    assert check_folder(folder, checksums=True) == []
+
+
+def test_older_folder_is_replaced_as_a_whole(tmp_path, process_group):
+    folder = tmp_path / "step-1"
+    commit_folder(folder, files_of(1.0, file_bytes=400), write_config('{"old": 1}'))
+    (folder / "of the user").touch()
+    commit_folder(folder, files_of(5.0), write_config('{"new": 1}'))
+    assert names_in(tmp_path) == {"step-1"}
+    assert names_in(folder) == {"model.safetensors", "config.json", "titanlite"}
+    assert load_file(folder / "model.safetensors")["a"][0] == 5.0
+    assert check_folder(folder, checksums=True) == []
+
+
+def test_remains_of_a_killed_save_are_no_obstacle(tmp_path, process_group):
+    for name in (".step-1.tmp", ".step-1.old"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(b"half")
+    commit_folder(tmp_path / "step-1", files_of(1.0), write_config())
+    commit_folder(tmp_path / "step-1", files_of(2.0), write_config())
+    assert load_file(tmp_path / "step-1" / "model.safetensors")["a"][0] == 2.0
+    assert not (tmp_path / ".step-1.tmp").exists()
+    assert not (tmp_path / ".step-1.old").exists()
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), ValueError("no"), RuntimeError("no")])
+def test_what_goes_wrong_in_the_rest_leaves_the_older_folder(tmp_path, process_group, error):
+    folder = complete_folder(tmp_path / "step-1")
+
+    def fail(path: Path) -> None:
+        (path / "config.json").write_text("{}")
+        raise error
+
+    with pytest.raises(CheckpointError) as raised:
+        commit_folder(folder, files_of(1.0), fail)
+    where = f"checkpoint: cannot save to {folder}; free space or change job.dump_folder"
+    assert str(raised.value) == f"{where}: {error}"
+    assert names_in(tmp_path) == {"step-1"}
+    assert check_folder(folder, checksums=True) == []
+    assert (folder / "model.safetensors").read_text() == "some bytes"
+
+
+def test_full_disk_leaves_the_older_folder(tmp_path, process_group, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    folder = complete_folder(tmp_path / "step-1")
+    for name in ("posix_fallocate", "pwritev", "fsync"):
+        with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="No space left on device"):
+            patch.setattr(os, name, full)
+            commit_folder(folder, files_of(1.0), write_config())
+        assert names_in(tmp_path) == {"step-1"}, name
+        assert check_folder(folder, checksums=True) == [], name
+
+
+def test_rename_that_fails_leaves_the_older_folder(tmp_path, process_group, monkeypatch):
+    folder = complete_folder(tmp_path / "step-1")
+    original = Path.rename
+
+    def rename(path: Path, target: Path) -> Path:
+        if path.name == ".step-1.tmp":
+            raise OSError(5, "Input/output error")
+        return original(path, target)
+
+    with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="Input/output error"):
+        patch.setattr(Path, "rename", rename)
+        commit_folder(folder, files_of(1.0), write_config())
+    assert check_folder(folder, checksums=True) == []
+    assert names_in(tmp_path) == {"step-1"}
+
+
+def test_place_that_cannot_be_written(tmp_path, process_group):
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"cannot save to .*file/step-1; free space or change job\.dump_folder: "):
+        commit_folder(tmp_path / "file" / "step-1", files_of(1.0), write_config())
+
+
+def test_nothing_appears_before_everything_is_on_the_disk(tmp_path, process_group, monkeypatch):
+    folder, synced = tmp_path / "step-1", []
+    original = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        synced.append((os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")), folder.exists()))
+        original(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    commit_folder(folder, files_of(1.0), write_config())
+    before = {name for name, visible in synced if not visible}
+    assert before == {"model.safetensors", "config.json", "state.json", "manifest.json", "titanlite", ".step-1.tmp"}
+    assert [name for name, visible in synced if visible] == [tmp_path.name]  # the rename itself
+
+
+# ---- check_folder ----
+
+
+def test_complete(tmp_path):
+    folder = complete_folder(tmp_path / "step-1")
+    (folder / "README.md").write_text("of the user")
+    assert check_folder(folder) == []
+    assert check_folder(folder, checksums=True) == []
+
+
+def test_missing_file(tmp_path):
+    folder = complete_folder(tmp_path / "step-1")
+    (folder / "config.json").unlink()
+    assert check_folder(folder) == ["config.json: No such file or directory."]
+
+
+@pytest.mark.parametrize("change", [-1, 1])
+def test_file_of_another_size(tmp_path, change):
+    folder = complete_folder(tmp_path / "step-1")
+    os.truncate(folder / "titanlite/rng.safetensors", 50 + change)
+    assert check_folder(folder) == [
+        f"titanlite/rng.safetensors: has {50 + change} bytes, titanlite/manifest.json says 50."
+    ]
+
+
+def test_flipped_bit_is_found_with_checksums_only(tmp_path):
+    folder = complete_folder(tmp_path / "step-1")
+    path = folder / "titanlite/rng.safetensors"
+    content = bytearray(path.read_bytes())
+    content[17] ^= 1
+    path.write_bytes(content)
+    assert check_folder(folder) == []
+    assert check_folder(folder, checksums=True) == [
+        "titanlite/rng.safetensors: its bytes are not those that were saved (CRC-32 differs)."
+    ]
+
+
+def test_checksum_of_a_file_larger_than_a_chunk(tmp_path, process_group):
+    commit_folder(tmp_path / "x", [], lambda folder: (folder / "big").write_bytes(b"ab" * (9 << 20)) and None)
+    assert check_folder(tmp_path / "x", checksums=True) == []
+    with open(tmp_path / "x" / "big", "r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"c")
+    assert len(check_folder(tmp_path / "x", checksums=True)) == 1
+
+
+def test_all_problems_at_once_in_the_order_of_the_manifest(tmp_path):
+    folder = complete_folder(tmp_path / "step-1")
+    (folder / "model.safetensors").unlink()
+    (folder / "config.json").write_text("{ }")
+    (folder / "titanlite/rng.safetensors").write_bytes(b"y" * 50)
+    problems = check_folder(folder, checksums=True)
+    assert [problem.partition(":")[0] for problem in problems] == [
+        "model.safetensors",
+        "config.json",
+        "titanlite/rng.safetensors",
+    ]
+
+
+def test_folder_without_manifest(tmp_path):
+    assert check_folder(tmp_path / "nowhere") == [f"{tmp_path / 'nowhere'}: there is no manifest.json."]
+    (tmp_path / "model.safetensors").touch()
+    assert check_folder(tmp_path) == [f"{tmp_path}: there is no manifest.json."]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "{}", '{"files": []}', '{"files": null}', '{"files": "x"}'])
+def test_damaged_manifest(tmp_path, text):
+    folder = complete_folder(tmp_path / "step-1")
+    write_manifest(folder, text)
+    (problem,) = check_folder(folder)
+    assert problem.startswith(f"{folder}: ")
+    assert "manifest.json" in problem
+
+
+DAMAGED = {
+    "number": 5,
+    "null": None,
+    "text": "x",
+    "list": [10, "00000000"],
+    "empty": {},
+    "no bytes": {"crc32": "00000000"},
+    "no checksum": {"bytes": 10},
+    "bytes null": {"bytes": None, "crc32": "00000000"},
+    "bytes text": {"bytes": "many", "crc32": "00000000"},
+    "bytes list": {"bytes": [10], "crc32": "00000000"},
+    "checksum number": {"bytes": 10, "crc32": 7},
+    "checksum null": {"bytes": 10, "crc32": None},
+    "checksum no number": {"bytes": 10, "crc32": "xyz"},
+    "checksum empty": {"bytes": 10, "crc32": ""},
+    "bytes infinite": {"bytes": float("inf"), "crc32": "00000000"},
+    "bytes NaN": {"bytes": float("nan"), "crc32": "00000000"},
+}
+
+
+@pytest.mark.parametrize("entry", DAMAGED.values(), ids=DAMAGED)
+def test_damaged_entry(tmp_path, entry):
+    folder = complete_folder(tmp_path / "step-1")
+    table = manifest(folder)
+    table["files"]["model.safetensors"] = entry
+    write_manifest(folder, table)
+    assert check_folder(folder) == ["model.safetensors: its entry in titanlite/manifest.json is damaged."]
+
+
+@pytest.mark.parametrize("nbytes", [-1, -10, 10**30])
+def test_entry_with_an_impossible_size(tmp_path, nbytes):
+    folder = complete_folder(tmp_path / "step-1")
+    table = manifest(folder)
+    table["files"]["model.safetensors"]["bytes"] = nbytes
+    write_manifest(folder, table)
+    assert check_folder(folder) == [f"model.safetensors: has 10 bytes, titanlite/manifest.json says {nbytes}."]
+
+
+@pytest.mark.parametrize("crc", ["-1", "1ffffffff", "-00000001"])
+def test_entry_with_an_impossible_checksum(tmp_path, crc):
+    folder = complete_folder(tmp_path / "step-1")
+    table = manifest(folder)
+    table["files"]["model.safetensors"]["crc32"] = crc
+    write_manifest(folder, table)
+    assert len(check_folder(folder, checksums=True)) == 1
+
+
+@pytest.mark.parametrize("name", ["a\0b", "x" * 300, "\ud800", "a\n\x1b[31m"])
+def test_names_that_are_none_are_reported(tmp_path, name):
+    folder = complete_folder(tmp_path / "step-1")
+    table = manifest(folder)
+    table["files"][name] = {"bytes": 1, "crc32": "00000000"}
+    write_manifest(folder, table)
+    (problem,) = check_folder(folder, checksums=True)
+    assert problem.isprintable()
+
+
+def test_ranks_share_the_files(tmp_path, monkeypatch):
+    folder = complete_folder(tmp_path / "step-1")
+    for name in manifest(folder)["files"]:
+        (folder / name).write_bytes(b"z" * (folder / name).stat().st_size)
+    everything = check_folder(folder, checksums=True)
+    assert len(everything) == 3
+    for num_ranks in (1, 2, 3, 4):
+        found = [check_folder(folder, checksums=True, share=(rank, num_ranks)) for rank in range(num_ranks)]
+        assert sorted(problem for problems in found for problem in problems) == sorted(everything)
+        assert max(map(len, found)) == -(-3 // num_ranks)
+
+
+# ---- steps ----
+
+
+def test_list_steps_ignores_other_names(tmp_path):
+    for name in ("step-10", "step-9", "step-0", "step-100"):
+        (tmp_path / name).mkdir()
+    for name in (
+        ".step-3.tmp",
+        ".step-4.old",
+        "step-5.bak",
+        "step-",
+        "step-x",
+        "step--1",
+        "Step-6",
+        "step-7 ",
+        "model",
+    ):
+        (tmp_path / name).mkdir()
+    assert list_steps(tmp_path) == [0, 9, 10, 100]
+    assert list_steps(tmp_path / "nowhere") == []
+    assert step_folder(tmp_path, 12) == tmp_path / "step-12"
+
+
+def test_list_steps_names_only_folders_that_step_folder_finds(tmp_path):
+    (tmp_path / "step-007").mkdir()
+    (tmp_path / "step-8").mkdir()
+    assert all(step_folder(tmp_path, step).is_dir() for step in list_steps(tmp_path))
+
+
+def test_clean_up_removes_what_killed_processes_left(tmp_path):
+    complete_folder(tmp_path / "step-1")
+    complete_folder(tmp_path / ".step-1.old")  # killed after both renames of a replacement
+    complete_folder(tmp_path / ".step-2.tmp")  # complete perhaps, but not flushed
+    complete_folder(tmp_path / ".step-3.gone")  # killed while removing
+    kept = {"step-1", ".other.tmp", "notes", ".step-4"}
+    for name in kept - {"step-1"}:
+        (tmp_path / name).mkdir()
+    clean_up(tmp_path)
+    assert names_in(tmp_path) == kept
+    assert check_folder(tmp_path / "step-1", checksums=True) == []
+    clean_up(tmp_path / "nowhere")
+
+
+def test_clean_up_restores_what_a_replacement_had_set_aside(tmp_path):
+    complete_folder(tmp_path / ".step-5.old", "the older one")
+    complete_folder(tmp_path / ".step-5.tmp", "the newer one")
+    clean_up(tmp_path)
+    assert names_in(tmp_path) == {"step-5"}
+    assert (tmp_path / "step-5" / "model.safetensors").read_text() == "the older one"
+
+
+def test_clean_up_does_not_restore_half_a_folder(tmp_path):
+    (complete_folder(tmp_path / ".step-5.old") / "config.json").unlink()  # killed while removing it
+    clean_up(tmp_path)
+    assert names_in(tmp_path) == set()
+
+
+@pytest.mark.parametrize(
+    ("keep_latest", "keep_every", "left"),
+    [
+        (0, 0, [2, 4, 6, 8, 10]),
+        (1, 0, [10]),
+        (3, 0, [6, 8, 10]),
+        (9, 0, [2, 4, 6, 8, 10]),
+        (1, 4, [4, 8, 10]),
+        (2, 3, [6, 8, 10]),
+        (0, 4, [2, 4, 6, 8, 10]),
+    ],
+)
+def test_remove_old(tmp_path, keep_latest, keep_every, left):
+    for step in (2, 4, 6, 8, 10):
+        complete_folder(step_folder(tmp_path, step))
+    (tmp_path / "notes").mkdir()
+    remove_old(tmp_path, keep_latest, keep_every)
+    assert list_steps(tmp_path) == left
+    assert names_in(tmp_path) == {"notes", *(f"step-{step}" for step in left)}
+
+
+def test_remove_old_never_leaves_half_a_folder_under_its_name(tmp_path, monkeypatch):
+    for step in (1, 2):
+        complete_folder(step_folder(tmp_path, step))
+    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)  # killed here
+    remove_old(tmp_path, 1, 0)
+    assert list_steps(tmp_path) == [2]
+    assert names_in(tmp_path) == {"step-2", ".step-1.gone"}
+
+
+def test_remove_old_counts_complete_checkpoints_only(tmp_path):
+    # A run resumed from step 4, for step 10 is damaged, and has just saved step 6. That must not be what goes.
+    for step in (4, 6, 10):
+        complete_folder(step_folder(tmp_path, step))
+    (tmp_path / "step-10" / "model.safetensors").unlink()
+    remove_old(tmp_path, 1, 0)
+    assert 6 in list_steps(tmp_path)

@@ -1,0 +1,310 @@
+"""Block-scaled FP8: dequantized while it is read, in whatever pieces, as a plain loop would."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from titanlite.checkpoint import hf_checkpoint
+from titanlite.checkpoint.fp8 import dequantize, scale_shape
+from titanlite.checkpoint.header import read_header
+from titanlite.checkpoint.reader import Placed, SafetensorsReader
+from titanlite.errors import CheckpointError, ConfigError, PlanError
+from titanlite.materialize import ReadRequest, Region, build_plan, materialize
+from titanlite.models.decoder import build_decoder
+from titanlite.models.families import families
+
+QWEN3_MOE = families()["qwen3_moe"].presets["debug"]
+SPLIT = ("gate_proj", "up_proj", "down_proj")
+
+
+def quantized(shape, block, seed, scale_dtype=torch.float32):
+    """A weight and its factors."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = (torch.randn(shape, generator=generator) * 100).to(torch.float8_e4m3fn)
+    scale = torch.rand(scale_shape(shape, block), generator=generator) * 0.01 + 1e-4
+    return weight, scale.to(scale_dtype)
+
+
+def plain_loop(weight, scale, block):
+    values, factors = weight.to(torch.float32).tolist(), scale.to(torch.float32).tolist()
+    return torch.tensor(
+        [
+            [np.float32(value) * np.float32(factors[r // block[0]][c // block[1]]) for c, value in enumerate(row)]
+            for r, row in enumerate(values)
+        ]
+    )
+
+
+def spread(weight, scale, block):
+    """The same as `plain_loop`, for large weights."""
+    factors = scale.to(torch.float32).repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+    return weight.to(torch.float32) * factors[: weight.shape[0], : weight.shape[1]]
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (16, 24), (17, 25), (40, 50), (5, 100), (100, 5)])
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])
+def test_dequantize(shape, scale_dtype):
+    block = (16, 24)
+    weight, scale = quantized(shape, block, 1, scale_dtype)
+    expected = plain_loop(weight, scale, block)
+    rows, cols = shape
+    for top, left, width in [(0, 0, cols), (rows // 2, 0, cols), (rows // 3, cols // 2, cols - cols // 2)]:
+        first = np.arange(top, rows) * cols + left
+        needed = scale[top // block[0] :]
+        got = dequantize(weight[top:, left : left + width], first, cols, needed, top // block[0], block)
+        assert got.dtype == torch.float32
+        assert torch.equal(got, expected[top:, left : left + width])
+
+
+def open_weight(folder, weight, scale, block, two_files=False):
+    files = [{"w": weight}, {"w_scale_inv": scale}] if two_files else [{"w": weight, "w_scale_inv": scale}]
+    paths = [folder / f"{i}.safetensors" for i in range(len(files))]
+    for path, tensors in zip(paths, files, strict=True):
+        save_file(tensors, path)
+    stored = {key: tensor for path in paths for key, tensor in read_header(path).items()}
+    placed = Placed(stored["w"], Region((0, 0), tuple(weight.shape)), stored["w_scale_inv"], block)
+    return SafetensorsReader(
+        "here", {"w": (tuple(weight.shape), [placed])}, {path: path.stat().st_size for path in paths}, 4
+    )
+
+
+def read(reader, name, region, dtype=torch.float32):
+    shard = torch.full(region.lengths, float("nan"), dtype=dtype)
+    reader.read([ReadRequest(name, region, shard)])
+    return shard
+
+
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])
+def test_shards_that_cut_blocks(tmp_path, scale_dtype):
+    block = (16, 24)
+    weight, scale = quantized((70, 90), block, 2, scale_dtype)
+    expected = plain_loop(weight, scale, block)
+    reader = open_weight(tmp_path, weight, scale, block)
+    regions = [
+        Region((0, 0), (70, 90)),
+        Region((7, 0), (9, 90)),  # rows inside one block and up to its end
+        Region((15, 0), (2, 90)),  # over an edge
+        Region((69, 0), (1, 90)),
+        Region((0, 23), (70, 2)),
+        Region((0, 89), (70, 1)),
+        Region((33, 47), (30, 31)),
+        Region((70, 0), (0, 90)),
+    ]
+    for region in regions:
+        assert torch.equal(read(reader, "w", region), expected[region.slices]), region
+        cast = read(reader, "w", region, torch.bfloat16)
+        assert torch.equal(cast, expected[region.slices].to(torch.bfloat16)), region
+
+
+@pytest.mark.parametrize(
+    ("shape", "region"),
+    [
+        ((3000, 700), Region((0, 0), (3000, 700))),
+        ((3000, 700), Region((77, 0), (2900, 700))),
+        ((3000, 700), Region((77, 300), (2900, 350))),
+        ((3, 1_500_001), Region((0, 0), (3, 1_500_001))),  # a row is more than is read at once
+        ((3, 1_500_001), Region((1, 3), (2, 1_400_000))),
+    ],
+)
+def test_weights_larger_than_a_staging_buffer(tmp_path, shape, region):
+    weight, scale = quantized(shape, (128, 128), 3)
+    reader = open_weight(tmp_path, weight, scale, (128, 128))
+    assert torch.equal(read(reader, "w", region), spread(weight, scale, (128, 128))[region.slices])
+
+
+def test_factors_may_lie_in_another_file_than_the_weight(tmp_path):
+    # Files are cut by size, so a weight can be the last of one and its factors the first of the next.
+    weight, scale = quantized((40, 50), (16, 24), 4)
+    reader = open_weight(tmp_path, weight, scale, (16, 24), two_files=True)
+    assert torch.equal(read(reader, "w", Region((3, 0), (30, 50))), plain_loop(weight, scale, (16, 24))[3:33])
+
+
+# ---- a model on disk ----
+
+
+def fp8_files(config, block, scale_dtype=torch.float32):
+    """What is on disk, keys as Hugging Face has them, and the values that the model must get."""
+    model = build_decoder(config)
+    materialize(model, "cpu", seed=3)
+    stored, expected = {}, {}
+    for seed, (name, param) in enumerate(model.named_parameters()):
+        value = param.detach()
+        if value.dim() == 3:
+            prefix, leaf = name.rsplit(".", 1)
+            expected[name] = torch.empty_like(value)
+            inner = value.shape[1] // 2
+            for expert in range(value.shape[0]):
+                parts = {"down_proj": slice(None)}
+                if leaf == "gate_up_proj":
+                    parts = {"gate_proj": slice(0, inner), "up_proj": slice(inner, None)}
+                for i, (part, rows) in enumerate(parts.items()):
+                    key = f"{prefix}.{expert}.{part}.weight"
+                    shape = value[expert, rows].shape
+                    weight, scale = quantized(shape, block, 1000 * seed + 10 * expert + i, scale_dtype)
+                    stored[key], stored[f"{key}_scale_inv"] = weight, scale
+                    expected[name][expert, rows] = spread(weight, scale, block)
+        elif name.endswith("_proj.weight"):
+            weight, scale = quantized(value.shape, block, 1000 * seed, scale_dtype)
+            stored[name], stored[f"{name}_scale_inv"] = weight, scale
+            expected[name] = spread(weight, scale, block)
+        else:  # embedding, norms, router and head are left as they were
+            stored[name] = value.to(torch.bfloat16)
+            expected[name] = stored[name].float()
+    return stored, expected
+
+
+def write_model(folder, stored, block, num_files=1):
+    folder.mkdir(exist_ok=True)
+    config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": list(block)}}
+    (folder / "config.json").write_text(json.dumps(config))
+    keys = sorted(stored)
+    if num_files == 1:
+        save_file(stored, folder / "model.safetensors")
+        return
+    weight_map = {}
+    for i in range(num_files):
+        name = f"model-{i + 1:05d}-of-{num_files:05d}.safetensors"
+        part = {key: stored[key] for key in keys[len(keys) * i // num_files : len(keys) * (i + 1) // num_files]}
+        save_file(part, folder / name)
+        weight_map |= dict.fromkeys(part, name)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_files", [1, 7])
+def test_model_with_stacked_experts(tmp_path, scale_dtype, num_files):
+    block = (10, 24)  # divides nothing here
+    stored, expected = fp8_files(QWEN3_MOE, block, scale_dtype)
+    write_model(tmp_path / "fp8", stored, block, num_files)
+    model = build_decoder(QWEN3_MOE)
+    materialize(model, "cpu", [hf_checkpoint(tmp_path / "fp8", QWEN3_MOE)])
+    got = dict(model.named_parameters())
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(got[name].detach(), value), name
+
+
+def test_regions_of_stacked_experts(tmp_path):
+    block = (10, 24)
+    stored, expected = fp8_files(dataclasses.replace(QWEN3_MOE, num_layers=1), block)
+    write_model(tmp_path, stored, block)
+    config = dataclasses.replace(QWEN3_MOE, num_layers=1)
+    source = hf_checkpoint(tmp_path, config)
+    build_plan(build_decoder(config), [source])
+    gate_up, down = (f"model.layers.0.mlp.experts.{leaf}" for leaf in ("gate_up_proj", "down_proj"))
+    cases = [
+        (gate_up, Region((2, 0, 0), (3, 64, 64))),  # expert parallel
+        (gate_up, Region((0, 17, 0), (8, 33, 64))),  # gate rows and up rows of every expert, blocks cut
+        (gate_up, Region((5, 31, 23), (2, 2, 26))),
+        (down, Region((1, 0, 13), (7, 64, 12))),
+        (down, Region((7, 63, 31), (1, 1, 1))),
+        (down, Region((8, 0, 0), (0, 64, 32))),
+    ]
+    for name, region in cases:
+        assert torch.equal(read(source.reader, name, region), expected[name][region.slices]), (name, region)
+
+
+def refusal(folder, config=QWEN3_MOE):
+    with pytest.raises(PlanError) as error:
+        build_plan(build_decoder(config), [hf_checkpoint(folder, config)])
+    return str(error.value)
+
+
+def test_missing_factors_and_factors_of_another_shape(tmp_path):
+    block = (16, 24)
+    stored, _ = fp8_files(QWEN3_MOE, block)
+    q, expert = "model.layers.0.self_attn.q_proj.weight", "model.layers.2.mlp.experts.3.up_proj.weight"
+    del stored[f"{q}_scale_inv"]
+    stored[f"{expert}_scale_inv"] = torch.ones(2, 2)
+    write_model(tmp_path, stored, block)
+    text = refusal(tmp_path)
+    assert text.startswith("materialize: 2 problems:")
+    assert (
+        f"{q}: {q} is torch.float8_e4m3fn in checkpoint {tmp_path} without {q}_scale_inv; "
+        "only block-scaled FP8 can be read."
+    ) in text
+    assert (
+        f"model.layers.2.mlp.experts.gate_up_proj: {expert}_scale_inv in checkpoint {tmp_path} has shape (2, 2), "
+        "which does not fit (32, 64) in blocks of (16, 24)."
+    ) in text
+
+
+def test_one_factor_per_tensor_is_refused(tmp_path):
+    stored, _ = fp8_files(QWEN3_MOE, (16, 24))
+    key = "model.layers.1.self_attn.o_proj.weight"
+    stored[f"{key}_scale_inv"] = torch.ones(())
+    write_model(tmp_path, stored, (16, 24))
+    assert f"{key}_scale_inv in checkpoint {tmp_path} has shape (), which does not fit (64, 64)" in refusal(tmp_path)
+
+
+def test_fp8_that_is_no_matrix_is_refused(tmp_path):
+    stored, _ = fp8_files(QWEN3_MOE, (16, 24))
+    stored["model.norm.weight"] = torch.ones(64).to(torch.float8_e4m3fn)
+    stored["model.norm.weight_scale_inv"] = torch.ones(3)
+    write_model(tmp_path, stored, (16, 24))
+    assert "model.norm.weight: model.norm.weight_scale_inv" in refusal(tmp_path)
+
+
+def test_factors_without_an_fp8_weight_are_unexpected(tmp_path):
+    stored, _ = fp8_files(QWEN3_MOE, (16, 24))
+    key = "model.layers.0.self_attn.q_proj.weight"
+    stored[key] = stored[key].to(torch.bfloat16)
+    write_model(tmp_path, stored, (16, 24))
+    assert f"{key}_scale_inv: unexpected, checkpoint {tmp_path} has it and the model does not." in refusal(tmp_path)
+
+
+def hf_config(**quantization):
+    hf = families()["qwen3_moe"].to_hf(QWEN3_MOE)
+    return {**hf, "quantization_config": quantization} if quantization else hf
+
+
+@pytest.mark.parametrize("block", [[128, 128], [64, 256]])
+def test_config_with_blocks_is_accepted(block):
+    hf = hf_config(quant_method="fp8", activation_scheme="dynamic", fmt="e4m3", weight_block_size=block)
+    assert families()["qwen3_moe"].from_hf(hf, "config.json") == QWEN3_MOE
+
+
+@pytest.mark.parametrize(
+    "quantization",
+    [
+        {"quant_method": "fp8", "weight_block_size": None},  # a factor per tensor
+        {"quant_method": "fp8", "weight_block_size": [128]},
+        {"quant_method": "fp8", "weight_block_size": [128, 0]},
+        {"quant_method": "fp8", "weight_block_size": ["128", "128"]},
+        {"quant_method": "fp8", "weight_block_size": 128},
+        {"quant_method": "gptq", "bits": 4},
+        {"quant_method": "compressed-tensors", "weight_block_size": [128, 128]},
+        {"load_in_8bit": True},
+    ],
+)
+def test_other_quantization_is_refused(quantization):
+    with pytest.raises(ConfigError) as error:
+        families()["qwen3_moe"].from_hf(hf_config(**quantization), "config.json")
+    assert str(error.value) == (
+        "config.json: quantization_config: of quantized weights only FP8 with a scale per block (quant_method 'fp8' "
+        "with a weight_block_size of two numbers) can be read."
+    )
+
+
+def test_without_blocks_in_the_config_they_are_128_by_128(tmp_path):
+    stored, expected = fp8_files(QWEN3_MOE, (128, 128))
+    write_model(tmp_path, stored, (128, 128))
+    (tmp_path / "config.json").unlink()
+    model = build_decoder(QWEN3_MOE)
+    materialize(model, "cpu", [hf_checkpoint(tmp_path, QWEN3_MOE)])
+    assert all(torch.equal(param.detach(), expected[name]) for name, param in model.named_parameters())
+
+
+@pytest.mark.parametrize("block", [[128], [0, 128], ["a", "b"], 128])
+def test_damaged_blocks_are_refused_when_sizes_come_from_a_flavor(tmp_path, block):
+    # Then config.json is read for its blocks only, and no one has checked them.
+    stored, _ = fp8_files(QWEN3_MOE, (128, 128))
+    write_model(tmp_path, stored, (128, 128))
+    config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": block}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises((CheckpointError, PlanError), match="weight_block_size"):
+        build_plan(build_decoder(QWEN3_MOE), [hf_checkpoint(tmp_path, QWEN3_MOE)])

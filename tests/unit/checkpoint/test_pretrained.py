@@ -1,0 +1,413 @@
+"""A Hugging Face folder as a source: which stored tensors make up the model's, and everything that does not fit."""
+
+import dataclasses
+import json
+import logging
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from titanlite.checkpoint import hf_checkpoint
+from titanlite.errors import CheckpointError, PlanError
+from titanlite.materialize import Init, ReadRequest, Region, build_plan, materialize
+from titanlite.materialize.sources import Read
+from titanlite.models.decoder import build_decoder
+from titanlite.models.families import families
+
+QWEN3, LLAMA, QWEN3_MOE, DOTS1 = (
+    families()[name].presets["debug"] for name in ("qwen3", "llama", "qwen3_moe", "dots1")
+)
+TIED = dataclasses.replace(QWEN3, tie_word_embeddings=True)
+UNTIED = dataclasses.replace(QWEN3, tie_word_embeddings=False)
+
+
+def weights_of(config, seed=3):
+    """All persistent tensors of a model, by name; the bias of every expert is a number that one recognizes."""
+    model = build_decoder(config)
+    materialize(model, "cpu", seed=seed)
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for name, tensor in weights.items():
+        if name.endswith("expert_bias"):
+            tensor.copy_(torch.arange(1.0, len(tensor) + 1))
+    if config.tie_word_embeddings:
+        del weights["lm_head.weight"]
+    return weights
+
+
+def split_experts(weights, bias_name=None):
+    """The same as Hugging Face has it on disk: experts one by one, gate and up apart."""
+    stored = {}
+    for name, tensor in weights.items():
+        prefix, leaf = name.rsplit(".", 1)
+        if leaf == "expert_bias":
+            if bias_name is not None:
+                stored[f"{prefix}.{bias_name}"] = tensor
+        elif leaf in ("gate_up_proj", "down_proj"):
+            for expert, matrix in enumerate(tensor):
+                if leaf == "down_proj":
+                    stored[f"{prefix}.{expert}.down_proj.weight"] = matrix.clone()
+                else:
+                    gate, up = matrix.chunk(2)
+                    stored[f"{prefix}.{expert}.gate_proj.weight"] = gate.clone()
+                    stored[f"{prefix}.{expert}.up_proj.weight"] = up.clone()
+        else:
+            stored[name] = tensor
+    return stored
+
+
+def fused(weights):
+    """As `save_pretrained` of transformers 5 may write it: as it is in memory."""
+    return {name: tensor for name, tensor in weights.items() if not name.endswith("expert_bias")}
+
+
+def save(folder, stored, file="model.safetensors"):
+    path = folder / file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file({key: tensor.contiguous() for key, tensor in stored.items()}, path, {"format": "pt"})
+    return folder
+
+
+def load(folder, config, **options):
+    """The tensors of a model that is read from `folder`."""
+    model = build_decoder(config)
+    materialize(model, "cpu", [hf_checkpoint(folder, config, **options)])
+    return dict(model.state_dict())
+
+
+def refusal(folder, config):
+    with pytest.raises(PlanError) as error:
+        build_plan(build_decoder(config), [hf_checkpoint(folder, config)])
+    return str(error.value)
+
+
+def assert_equal(got, expected, but=()):
+    for name, tensor in expected.items():
+        if not name.endswith(tuple(but)):
+            assert torch.equal(got[name], tensor), name
+
+
+# ---- what fits ----
+
+
+@pytest.mark.parametrize("config", [LLAMA, UNTIED], ids=["llama", "qwen3"])
+def test_dense_model(tmp_path, config):
+    weights = weights_of(config)
+    assert_equal(load(save(tmp_path, weights), config), weights)
+
+
+@pytest.mark.parametrize("layout", [split_experts, fused], ids=["per expert", "fused"])
+def test_experts(tmp_path, layout):
+    weights = weights_of(QWEN3_MOE)
+    got = load(save(tmp_path, layout(weights)), QWEN3_MOE)
+    assert_equal(got, weights, but=["expert_bias"])
+    assert not any(tensor.any() for name, tensor in got.items() if name.endswith("expert_bias"))
+
+
+def test_every_persistent_tensor_has_a_source_and_nothing_else(tmp_path):
+    source = hf_checkpoint(save(tmp_path, split_experts(weights_of(QWEN3_MOE))), QWEN3_MOE)
+    plan = build_plan(build_decoder(QWEN3_MOE), [source])
+    for entry in plan.entries:
+        if entry.info.persistent and not entry.fqn.endswith("expert_bias"):
+            assert isinstance(entry.source, Read), entry.fqn
+            assert entry.source.reader is source.reader
+        else:
+            assert not isinstance(entry.source, Read), entry.fqn
+    assert source.name == f"checkpoint {tmp_path}"
+    assert set(source.reader.shapes()) == {e.fqn for e in plan.entries if isinstance(e.source, Read)}
+
+
+def test_files_of_another_dtype_are_cast(tmp_path):
+    weights = {name: tensor.to(torch.bfloat16) for name, tensor in weights_of(LLAMA).items()}
+    got = load(save(tmp_path, weights), LLAMA)
+    assert {tensor.dtype for tensor in got.values()} == {torch.float32}
+    assert_equal(got, {name: tensor.float() for name, tensor in weights.items()})
+
+
+def test_only_the_experts_of_a_shard_are_read(tmp_path):
+    weights = weights_of(QWEN3_MOE)
+    source = hf_checkpoint(save(tmp_path, split_experts(weights)), QWEN3_MOE)
+    build_plan(build_decoder(QWEN3_MOE), [source])
+    name, region = "model.layers.1.mlp.experts.gate_up_proj", Region((3, 20, 0), (2, 30, 64))
+    shard = torch.empty(region.lengths)
+    source.reader.read([ReadRequest(name, region, shard)])
+    assert torch.equal(shard, weights[name][region.slices])
+    assert source.reader.plan_bytes(name, region) == {tmp_path / "model.safetensors": 2 * 30 * 64 * 4}
+
+
+def test_rotary_frequencies_of_other_programs_are_ignored(tmp_path):
+    weights = weights_of(LLAMA)
+    extra = {
+        "model.rotary_emb.inv_freq": torch.ones(8),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8),
+    }
+    assert_equal(load(save(tmp_path, weights | extra), LLAMA), weights)
+
+
+# ---- what does not ----
+
+
+def test_missing_tensor(tmp_path):
+    weights = weights_of(LLAMA)
+    del weights["model.layers.1.self_attn.k_proj.weight"]
+    assert refusal(save(tmp_path, weights), LLAMA) == (
+        f"materialize: model.layers.1.self_attn.k_proj.weight: missing, checkpoint {tmp_path} does not have it."
+    )
+
+
+def test_missing_expert(tmp_path):
+    stored = split_experts(weights_of(QWEN3_MOE))
+    key = "model.layers.2.mlp.experts.5.up_proj.weight"
+    del stored[key]
+    assert refusal(save(tmp_path, stored), QWEN3_MOE) == (
+        f"materialize: model.layers.2.mlp.experts.gate_up_proj: missing, checkpoint {tmp_path} does not have {key}."
+    )
+
+
+def test_all_experts_missing(tmp_path):
+    stored = {k: t for k, t in split_experts(weights_of(QWEN3_MOE)).items() if "layers.2.mlp.experts" not in k}
+    text = refusal(save(tmp_path, stored), QWEN3_MOE)
+    assert text.startswith("materialize: 2 problems:")
+    for leaf in ("gate_up_proj", "down_proj"):
+        assert f"model.layers.2.mlp.experts.{leaf}: missing, checkpoint {tmp_path} does not have it." in text
+
+
+def test_wrong_shape_of_one_expert(tmp_path):
+    stored = split_experts(weights_of(QWEN3_MOE))
+    key = "model.layers.0.mlp.experts.7.down_proj.weight"
+    stored[key] = torch.zeros(32, 64)  # the other way round: as many bytes
+    assert refusal(save(tmp_path, stored), QWEN3_MOE) == (
+        f"materialize: model.layers.0.mlp.experts.down_proj: checkpoint {tmp_path} has {key} with shape (32, 64), "
+        "the model expects (64, 32)."
+    )
+
+
+def test_wrong_shape_of_fused_experts(tmp_path):
+    stored = fused(weights_of(QWEN3_MOE))
+    name = "model.layers.0.mlp.experts.down_proj"
+    stored[name] = stored[name].mT
+    stored["model.norm.weight"] = torch.zeros(())
+    text = refusal(save(tmp_path, stored), QWEN3_MOE)
+    assert text.startswith("materialize: 2 problems:")
+    assert f"{name} with shape (8, 32, 64), the model expects (8, 64, 32)." in text
+    assert "model.norm.weight with shape (), the model expects (64,)." in text
+
+
+def test_unexpected_tensor(tmp_path):
+    stored = weights_of(LLAMA) | {"model.layers.3.input_layernorm.weight": torch.ones(64), "x\n": torch.ones(1)}
+    text = refusal(save(tmp_path, stored), LLAMA)
+    assert text.startswith("materialize: 2 problems:")
+    assert (
+        f"model.layers.3.input_layernorm.weight: unexpected, checkpoint {tmp_path} has it and the model does not."
+    ) in text
+    assert f"x\\n: unexpected, checkpoint {tmp_path} has it and the model does not." in text
+
+
+def test_more_experts_than_the_model_has(tmp_path):
+    stored = split_experts(weights_of(QWEN3_MOE))
+    fewer = dataclasses.replace(QWEN3_MOE, num_experts=6)
+    text = refusal(save(tmp_path, stored), fewer)
+    for part in ("gate_proj", "up_proj", "down_proj"):
+        assert f"model.layers.0.mlp.experts.7.{part}.weight: unexpected" in text
+    assert "model.layers.0.mlp.gate.weight with shape (8, 64), the model expects (6, 64)." in text
+
+
+def test_all_problems_at_once(tmp_path):
+    stored = split_experts(weights_of(QWEN3_MOE))
+    del stored["model.embed_tokens.weight"]
+    del stored["model.layers.0.mlp.experts.0.gate_proj.weight"]
+    del stored["model.layers.0.mlp.experts.3.up_proj.weight"]
+    stored["model.layers.0.mlp.experts.1.gate_proj.weight"] = torch.zeros(1)
+    stored["lm_head.weight"] = torch.zeros(2048, 65)
+    stored["lm_head.bias"] = torch.zeros(2048)
+    text = refusal(save(tmp_path, stored), QWEN3_MOE)
+    assert text.startswith("materialize: 6 problems:")
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    for part in (
+        "model.embed_tokens.weight: missing, ",
+        f"{name}: missing, checkpoint {tmp_path} does not have model.layers.0.mlp.experts.0.gate_proj.weight.",
+        f"{name}: missing, checkpoint {tmp_path} does not have model.layers.0.mlp.experts.3.up_proj.weight.",
+        f"{name}: checkpoint {tmp_path} has model.layers.0.mlp.experts.1.gate_proj.weight with shape (1,), the model "
+        "expects (32, 64).",
+        f"lm_head.weight: checkpoint {tmp_path} has lm_head.weight with shape (2048, 65), the model expects "
+        "(2048, 64).",
+        "lm_head.bias: unexpected, ",
+    ):
+        assert part in text
+
+
+def test_a_refused_checkpoint_leaves_the_model_on_meta(tmp_path):
+    weights = weights_of(LLAMA)
+    del weights["model.norm.weight"]
+    model = build_decoder(LLAMA)
+    with pytest.raises(PlanError):
+        materialize(model, "cpu", [hf_checkpoint(save(tmp_path, weights), LLAMA)])
+    assert all(tensor.is_meta for tensor in model.state_dict().values())
+
+
+def test_no_model_in_the_folder(tmp_path):
+    with pytest.raises(CheckpointError, match=r"has neither model\.safetensors nor model\.safetensors\.index\.json"):
+        hf_checkpoint(tmp_path, LLAMA)
+
+
+def test_damaged_config_is_named(tmp_path):
+    save(tmp_path, weights_of(LLAMA))
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match=rf"checkpoint {tmp_path}: config\.json is not valid JSON"):
+        hf_checkpoint(tmp_path, LLAMA)
+
+
+@pytest.mark.parametrize("quantization", ["fp8", [1], 5])
+def test_quantization_that_is_no_table_is_refused(tmp_path, quantization):
+    save(tmp_path, weights_of(LLAMA))
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": quantization}))
+    with pytest.raises(CheckpointError, match="quantization_config"):
+        hf_checkpoint(tmp_path, LLAMA)
+
+
+# ---- tied models ----
+
+
+@pytest.fixture
+def warnings_said(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("titanlite"), "propagate", True)
+    caplog.set_level(logging.WARNING, logger="titanlite")
+    return lambda: [record.getMessage() for record in caplog.records if record.name == "titanlite"]
+
+
+def test_tied_model_without_a_head_in_the_file(tmp_path, warnings_said):
+    weights = weights_of(TIED)
+    got = load(save(tmp_path, weights), TIED)
+    assert_equal(got, weights)
+    assert torch.equal(got["lm_head.weight"], weights["model.embed_tokens.weight"])
+    assert warnings_said() == []
+
+
+def test_tied_model_with_a_head_in_the_file(tmp_path, warnings_said):
+    weights = weights_of(TIED)
+    other = torch.zeros_like(weights["model.embed_tokens.weight"])
+    got = load(save(tmp_path, weights | {"lm_head.weight": other}), TIED)
+    assert torch.equal(got["lm_head.weight"], weights["model.embed_tokens.weight"])
+    assert warnings_said() == [
+        f"checkpoint: lm_head.weight of {tmp_path} is not read, the model ties it to the embedding."
+    ]
+
+
+def test_tied_model_with_only_a_head_in_the_file(tmp_path, warnings_said):
+    weights = weights_of(TIED)
+    embedding = weights.pop("model.embed_tokens.weight")
+    got = load(save(tmp_path, weights | {"lm_head.weight": embedding}), TIED)
+    assert torch.equal(got["model.embed_tokens.weight"], embedding)
+    assert warnings_said() == []
+
+
+def test_head_of_a_tied_model_must_fit_too(tmp_path):
+    weights = weights_of(TIED) | {"lm_head.weight": torch.zeros(3, 3)}
+    text = refusal(save(tmp_path, weights), TIED)
+    assert "lm_head.weight with shape (3, 3), the model expects (2048, 64)." in text
+
+
+def test_untied_model_needs_its_head(tmp_path):
+    weights = weights_of(UNTIED)
+    del weights["lm_head.weight"]
+    assert f"lm_head.weight: missing, checkpoint {tmp_path} does not have it." in refusal(
+        save(tmp_path, weights), UNTIED
+    )
+
+
+# ---- expert_bias ----
+
+
+def test_expert_bias_with_the_name_that_the_family_has(tmp_path):
+    weights = weights_of(DOTS1)
+    stored = split_experts(weights, "e_score_correction_bias")
+    assert "model.layers.1.mlp.gate.e_score_correction_bias" in stored
+    got = load(save(tmp_path, stored), DOTS1)
+    assert_equal(got, weights)
+    assert got["model.layers.1.mlp.gate.expert_bias"].tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def test_expert_bias_stays_float32(tmp_path):
+    weights = weights_of(DOTS1)
+    model = build_decoder(DOTS1, torch.bfloat16)
+    stored = split_experts(weights, "e_score_correction_bias")
+    materialize(model, "cpu", [hf_checkpoint(save(tmp_path, stored), DOTS1)])
+    bias = model.state_dict()["model.layers.2.mlp.gate.expert_bias"]
+    assert bias.dtype == torch.float32
+    assert torch.equal(bias, weights["model.layers.2.mlp.gate.expert_bias"])
+
+
+def test_expert_bias_may_be_absent(tmp_path):
+    weights = weights_of(DOTS1)
+    model = build_decoder(DOTS1)
+    plan = materialize(model, "cpu", [hf_checkpoint(save(tmp_path, split_experts(weights)), DOTS1)])
+    biases = [entry for entry in plan.entries if entry.fqn.endswith("expert_bias")]
+    assert len(biases) == 2
+    assert all(isinstance(entry.source, Init) and not entry.tensor.any() for entry in biases)
+
+
+def test_expert_bias_of_an_architecture_without_one_comes_from_the_sidecar(tmp_path):
+    weights = weights_of(QWEN3_MOE)
+    save(tmp_path, split_experts(weights))
+    save(
+        tmp_path,
+        {name: t for name, t in weights.items() if name.endswith("expert_bias")},
+        "titanlite/expert_bias.safetensors",
+    )
+    assert_equal(load(tmp_path, QWEN3_MOE), weights)
+
+
+def test_sidecar_that_does_not_fit(tmp_path):
+    save(tmp_path, split_experts(weights_of(QWEN3_MOE)))
+    sidecar = {
+        "model.layers.0.mlp.gate.expert_bias": torch.ones(9),
+        "model.layers.9.mlp.gate.expert_bias": torch.ones(8),
+    }
+    save(tmp_path, sidecar, "titanlite/expert_bias.safetensors")
+    text = refusal(tmp_path, QWEN3_MOE)
+    assert text.startswith("materialize: 2 problems:")
+    assert "model.layers.0.mlp.gate.expert_bias with shape (9,), the model expects (8,)." in text
+    assert "model.layers.9.mlp.gate.expert_bias: unexpected" in text
+
+
+# ---- full precision beside the model ----
+
+
+def masters_of(weights):
+    return {f"master.{name}": tensor for name, tensor in weights.items() if not name.endswith("expert_bias")}
+
+
+def test_exact_reads_what_the_run_had(tmp_path):
+    weights = weights_of(QWEN3_MOE)
+    save(tmp_path, {key: tensor.to(torch.bfloat16) for key, tensor in split_experts(weights).items()})
+    masters = masters_of(weights)
+    names = sorted(masters)
+    for i in range(2):
+        save(
+            tmp_path,
+            {name: masters[name] for name in names[i::2]},
+            f"titanlite/weights-0000{i + 1}-of-00002.safetensors",
+        )
+    assert_equal(load(tmp_path, QWEN3_MOE, exact=True), weights, but=["expert_bias"])
+    rounded = {name: tensor.to(torch.bfloat16).float() for name, tensor in weights.items()}
+    assert_equal(load(tmp_path, QWEN3_MOE), rounded, but=["expert_bias"])
+
+
+def test_exact_takes_the_rest_from_the_model(tmp_path):
+    weights = weights_of(LLAMA)
+    stored = {name: tensor.to(torch.bfloat16) for name, tensor in weights.items()}
+    save(tmp_path, stored)
+    save(tmp_path, {"master.model.norm.weight": torch.full((64,), 1.001)}, "titanlite/weights.safetensors")
+    got = load(tmp_path, LLAMA, exact=True)
+    assert torch.equal(got["model.norm.weight"], torch.full((64,), 1.001))
+    assert_equal(got, {name: t.float() for name, t in stored.items() if name != "model.norm.weight"})
+
+
+def test_exact_masters_must_fit(tmp_path):
+    save(tmp_path, weights_of(LLAMA))
+    masters = {"master.model.norm.weight": torch.ones(65), "master.model.nothing": torch.ones(1)}
+    save(tmp_path, masters, "titanlite/weights.safetensors")
+    with pytest.raises(PlanError) as error:
+        build_plan(build_decoder(LLAMA), [hf_checkpoint(tmp_path, LLAMA, exact=True)])
+    assert "master.model.norm.weight with shape (65,), the model expects (64,)." in str(error.value)
+    assert "master.model.nothing: unexpected" in str(error.value)

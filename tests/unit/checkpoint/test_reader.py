@@ -1,0 +1,335 @@
+"""Reading parts of safetensors files: the right bytes, only those, once, however the system cuts them up."""
+
+import itertools
+import os
+import random
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from titanlite.checkpoint.header import DTYPES, StoredTensor, read_header
+from titanlite.checkpoint.reader import Placed, SafetensorsReader, io_threads
+from titanlite.errors import CheckpointError
+from titanlite.materialize import ReadRequest, Region
+
+MIB = 1 << 20
+
+
+def random_tensor(shape, dtype, seed=0):
+    """Any bits that are a number: NaN would not be equal to itself."""
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 50
+    return (values > 0) if dtype == torch.bool else values.to(dtype)
+
+
+def bits(tensor):
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def whole(shape):
+    return Region((0,) * len(shape), tuple(shape))
+
+
+def write_files(folder: Path, *files: dict[str, torch.Tensor]) -> list[Path]:
+    paths = [folder / f"{i}.safetensors" for i in range(len(files))]
+    for path, tensors in zip(paths, files, strict=True):
+        save_file(tensors, path)
+    return paths
+
+
+def open_reader(paths, threads=0) -> tuple[SafetensorsReader, dict[str, StoredTensor]]:
+    """Every stored tensor under its own key."""
+    stored = {key: tensor for path in paths for key, tensor in read_header(path).items()}
+    placed = {key: (tensor.shape, [Placed(tensor, whole(tensor.shape))]) for key, tensor in stored.items()}
+    return SafetensorsReader("here", placed, {path: path.stat().st_size for path in paths}, threads), stored
+
+
+def empty(shape, dtype):
+    """A destination in which a byte that was not written shows."""
+    tensor = torch.empty(shape, dtype=dtype)
+    bits(tensor).fill_(0 if dtype == torch.bool else 0x5A)
+    return tensor
+
+
+class Calls:
+    """`os.preadv`, with a list of (descriptor, first byte, end, number of buffers)."""
+
+    def __init__(self, monkeypatch, most_bytes=None, before=lambda: None):
+        self.made, self._original, self._lock = [], os.preadv, threading.Lock()
+        self._most_bytes, self._before = most_bytes, before
+        monkeypatch.setattr(os, "preadv", self)
+
+    def __call__(self, descriptor, buffers, offset, *flags):
+        self._before()
+        given = buffers
+        if self._most_bytes is not None:
+            given, room = [], self._most_bytes()
+            for buffer in buffers:
+                given.append(buffer[:room])
+                room -= len(given[-1])
+                if room <= 0:
+                    break
+        count = self._original(descriptor, given, offset, *flags)
+        with self._lock:
+            self.made.append((descriptor, offset, offset + count, len(buffers)))
+        return count
+
+    @property
+    def nbytes(self):
+        return sum(end - start for _, start, end, _ in self.made)
+
+    def assert_disjoint(self):
+        ordered = sorted(self.made)
+        for (descriptor, _, end, _), (next_descriptor, start, _, _) in itertools.pairwise(ordered):
+            assert descriptor != next_descriptor or end <= start, "bytes were read twice"
+
+
+def random_region(shape, rng):
+    starts = [rng.randint(0, size) for size in shape]
+    return Region(tuple(starts), tuple(rng.randint(0, n - s) for n, s in zip(shape, starts, strict=True)))
+
+
+SHAPES = [(), (1,), (17,), (0, 5), (6, 7), (300, 11), (5, 1, 9), (4, 6, 10), (2, 3, 4, 5)]
+
+
+@pytest.mark.parametrize("threads", [1, 8])
+@pytest.mark.parametrize("cast", [False, True], ids=["direct", "staged"])
+def test_random_regions_of_every_dtype(tmp_path, cast, threads, monkeypatch):
+    rng = random.Random(threads)
+    files = [{}, {}, {}]
+    for i, dtype in enumerate(DTYPES.values()):
+        for j, shape in enumerate(SHAPES):
+            rng.choice(files)[f"{i}.{j}"] = random_tensor(shape, dtype, seed=100 * i + j)
+    tensors = files[0] | files[1] | files[2]
+    reader, _ = open_reader(write_files(tmp_path, *files), threads)
+    requests = []
+    for key, tensor in tensors.items():
+        to = rng.choice([torch.float32, torch.bfloat16, torch.int32, torch.float64]) if cast else tensor.dtype
+        regions = [whole(tensor.shape), *(random_region(tensor.shape, rng) for _ in range(3))]
+        requests += [ReadRequest(key, region, empty(region.lengths, to)) for region in regions]
+    rng.shuffle(requests)
+    calls = Calls(monkeypatch)
+    reader.read(requests)
+    for request in requests:
+        expected = tensors[request.name][request.region.slices].to(request.destination.dtype)
+        assert torch.equal(bits(request.destination), bits(expected)), request
+    assert calls.nbytes == sum(r.region.numel * tensors[r.name].dtype.itemsize for r in requests)
+    assert reader.shapes() == {key: tuple(tensor.shape) for key, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["direct", "staged"])
+def test_only_the_bytes_of_the_shard_are_read_and_each_once(tmp_path, dtype, monkeypatch):
+    tensor = random_tensor((64, 96), torch.float32)
+    paths = write_files(tmp_path, {"before": tensor.clone(), "w": tensor, "z": tensor.clone()})
+    reader, stored = open_reader(paths)
+    region = Region((10, 30), (20, 7))  # columns: no two rows of the shard touch in the file
+    shard = empty(region.lengths, dtype)
+    assert reader.plan_bytes("w", region) == {paths[0]: 20 * 7 * 4}
+    calls = Calls(monkeypatch)
+    reader.read([ReadRequest("w", region, shard)])
+    assert torch.equal(shard, tensor[10:30, 30:37].to(dtype))
+    wanted = {
+        (stored["w"].offset + (row * 96 + 30) * 4, stored["w"].offset + (row * 96 + 37) * 4) for row in range(10, 30)
+    }
+    assert {(start, end) for _, start, end, _ in calls.made} == wanted
+    assert len(calls.made) == len(wanted)
+
+
+@pytest.mark.parametrize(
+    ("shape", "region"),
+    [
+        ((5 * MIB + 3,), None),
+        ((5 * MIB + 3,), ((7,), (4 * MIB + 1,))),
+        ((3000, 1700), None),
+        ((3000, 1700), ((1, 0), (2998, 1699))),
+        ((2, 2600, 1000), ((1, 3, 0), (1, 2595, 1000))),
+        ((2, 3 * MIB), ((0, 1), (2, 3 * MIB - 2))),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["direct", "staged"])
+def test_tensors_larger_than_a_block(tmp_path, shape, region, dtype, monkeypatch):
+    tensor = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
+    reader, _ = open_reader(write_files(tmp_path, {"w": tensor}), 8)
+    region = whole(shape) if region is None else Region(*region)
+    shard = empty(region.lengths, dtype)
+    calls = Calls(monkeypatch)
+    reader.read([ReadRequest("w", region, shard)])
+    assert torch.equal(shard, tensor[region.slices].to(dtype))
+    assert calls.nbytes == 4 * region.numel
+    calls.assert_disjoint()
+    assert max(end - start for _, start, end, _ in calls.made) <= (8 * MIB if dtype == torch.float32 else MIB)
+
+
+def test_many_small_tensors_share_system_calls(tmp_path, monkeypatch):
+    tensors = {f"{i:05d}": torch.full((3,), float(i)) for i in range(5000)}
+    reader, _ = open_reader(write_files(tmp_path, tensors), 8)
+    requests = [ReadRequest(key, Region((0,), (3,)), empty((3,), torch.float32)) for key in tensors]
+    calls = Calls(monkeypatch)
+    reader.read(requests)
+    assert all(torch.equal(request.destination, tensors[request.name]) for request in requests)
+    assert max(count for *_, count in calls.made) == 1024  # the most that Linux takes
+    assert len(calls.made) == 5  # ceil(5000 / 1024)
+    calls.assert_disjoint()
+
+
+def test_one_shard_from_many_stored_tensors(tmp_path, monkeypatch):
+    experts = random_tensor((6, 8, 10), torch.float32)
+    files = [
+        {f"{e}.{half}": experts[e, 4 * half : 4 * half + 4].clone() for e in es for half in (0, 1)}
+        for es in ((5, 0, 3), (1, 2, 4))
+    ]
+    paths = write_files(tmp_path, *files)
+    stored = {key: tensor for path in paths for key, tensor in read_header(path).items()}
+    placed = [Placed(stored[f"{e}.{half}"], Region((e, 4 * half, 0), (1, 4, 10))) for e in range(6) for half in (0, 1)]
+    reader = SafetensorsReader("here", {"w": ((6, 8, 10), placed)}, {path: path.stat().st_size for path in paths})
+    calls = Calls(monkeypatch)
+    for region in [
+        whole((6, 8, 10)),
+        Region((2, 0, 0), (3, 8, 10)),
+        Region((0, 3, 0), (6, 2, 10)),
+        Region((1, 1, 4), (4, 6, 3)),
+    ]:
+        shard = empty(region.lengths, torch.float32)
+        before = calls.nbytes
+        reader.read([ReadRequest("w", region, shard)])
+        assert torch.equal(shard, experts[region.slices])
+        assert calls.nbytes - before == 4 * region.numel
+        planned = reader.plan_bytes("w", region)
+        assert sum(planned.values()) == 4 * region.numel
+        assert planned.keys() <= set(paths)
+    with pytest.raises(CheckpointError, match=r"checkpoint here: w is not all there, 40 elements lack\."):
+        SafetensorsReader("here", {"w": ((6, 8, 10), placed[:-1])}, {p: p.stat().st_size for p in paths}).read(
+            [ReadRequest("w", whole((6, 8, 10)), empty((6, 8, 10), torch.float32))]
+        )
+
+
+def test_nothing_to_read_opens_nothing(tmp_path):
+    (path,) = write_files(tmp_path, {"w": torch.ones(4, 4)})
+    reader, _ = open_reader([path])
+    path.unlink()
+    reader.read([])
+    reader.read([ReadRequest("w", Region((4, 0), (0, 4)), torch.empty(0, 4))])
+
+
+def test_only_the_files_that_are_needed_are_opened(tmp_path):
+    paths = write_files(tmp_path, {"a": torch.ones(4)}, {"b": torch.ones(4)})
+    reader, _ = open_reader(paths)
+    paths[1].unlink()
+    shard = empty((4,), torch.float32)
+    reader.read([ReadRequest("a", whole((4,)), shard)])
+    assert shard.tolist() == [1.0] * 4
+
+
+def anonymous_bytes() -> int:
+    """Memory of this process that is no page of a file."""
+    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
+        if line.startswith("Anonymous:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("no Anonymous in smaps_rollup")
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["direct", "staged"])
+def test_memory_beyond_the_shards_is_a_mebibyte_per_thread(tmp_path, dtype, monkeypatch):
+    threads = 4
+    tensors = {name: torch.ones(12 * MIB) for name in "ab"}  # 96 MiB
+    reader, _ = open_reader(write_files(tmp_path, tensors), threads)
+    del tensors
+    requests = [ReadRequest(name, whole((12 * MIB,)), torch.zeros(12 * MIB, dtype=dtype)) for name in "ab"]
+    seen = []
+    Calls(monkeypatch, before=lambda: seen.append(anonymous_bytes()))
+    before = anonymous_bytes()
+    reader.read(requests)
+    assert all(bool((request.destination == 1).all()) for request in requests)
+    assert len(seen) >= 12  # samples all the way
+    # Stacks, arenas and small objects of the threads take some; the smallest tensor here is 24 MiB.
+    assert max(seen) - before < (threads + 6) * MIB
+
+
+def test_short_reads_are_continued(tmp_path, monkeypatch):
+    rng = random.Random(3)
+    tensors = {f"{i}": random_tensor((rng.randint(1, 40), 13), torch.float32, i) for i in range(50)}
+    reader, _ = open_reader(write_files(tmp_path, tensors), 4)
+    calls = Calls(monkeypatch, most_bytes=lambda: rng.choice([1, 3, 52, 53, 200]))
+    for dtype in (torch.float32, torch.float64):
+        requests = [ReadRequest(key, whole(t.shape), empty(t.shape, dtype)) for key, t in tensors.items()]
+        done = calls.nbytes
+        reader.read(requests)
+        assert all(torch.equal(r.destination, tensors[r.name].to(dtype)) for r in requests)
+        assert calls.nbytes - done == sum(t.nbytes for t in tensors.values())
+
+
+@pytest.mark.parametrize("change", [-1, 1])
+def test_file_of_another_size_than_its_header_said(tmp_path, change):
+    paths = write_files(tmp_path, {"a": torch.ones(4)}, {"b": torch.ones(4)})
+    reader, _ = open_reader(paths)
+    size = paths[1].stat().st_size
+    os.truncate(paths[1], size + change)
+    shard = empty((4,), torch.float32)
+    with pytest.raises(CheckpointError) as error:
+        reader.read([ReadRequest(name, whole((4,)), shard) for name in "ab"])
+    assert str(error.value) == (
+        f"checkpoint {paths[1]}: has {size + change} bytes, but had {size} when its header was read. "
+        "Something is changing it, or this machine sees another copy."
+    )
+    assert bits(shard).eq(0x5A).all()
+
+
+def test_vanished_file(tmp_path):
+    (path,) = write_files(tmp_path, {"a": torch.ones(4)})
+    reader, _ = open_reader([path])
+    path.unlink()
+    with pytest.raises(CheckpointError) as error:
+        reader.read([ReadRequest("a", whole((4,)), torch.empty(4))])
+    assert str(error.value) == f"checkpoint {path}: cannot be opened: No such file or directory."
+
+
+def test_file_that_is_cut_off_while_it_is_read(tmp_path, monkeypatch):
+    (path,) = write_files(tmp_path, {"a": torch.ones(3 * MIB)})
+    reader, stored = open_reader([path], 1)
+    cut = stored["a"].offset + 9 * MIB
+    Calls(monkeypatch, before=lambda: os.truncate(path, cut))
+    with pytest.raises(CheckpointError) as error:
+        reader.read([ReadRequest("a", whole((3 * MIB,)), torch.empty(3 * MIB))])
+    assert str(error.value) == f"checkpoint {path}: ended at byte {cut} while it was read; it was cut off."
+
+
+@pytest.mark.parametrize("threads", [1, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["direct", "staged"])
+def test_an_error_in_one_thread_ends_all(tmp_path, dtype, threads, monkeypatch):
+    (path,) = write_files(tmp_path, {"a": torch.ones(10, 2 * MIB)})  # 80 MiB: 10 jobs at least
+    reader, _ = open_reader([path], threads)
+    made, original, running = [], os.preadv, threading.active_count()
+
+    def fail_once(*args):
+        made.append(args)
+        if len(made) == 2:
+            raise OSError(5, "Input/output error")
+        if len(made) > 2:
+            time.sleep(0.02)  # so that those who look for an error get a turn
+        return original(*args)
+
+    monkeypatch.setattr(os, "preadv", fail_once)
+    descriptors = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(CheckpointError, match=f"checkpoint {path}: cannot be read at byte [0-9]+: Input/output error."):
+        reader.read([ReadRequest("a", whole((10, 2 * MIB)), torch.empty(10, 2 * MIB, dtype=dtype))])
+    assert threading.active_count() == running
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    if threads == 1:
+        assert len(made) < 6  # of 10 or 80; the rest was not even tried
+
+
+def test_shard_that_is_not_contiguous_is_refused(tmp_path):
+    reader, _ = open_reader(write_files(tmp_path, {"w": torch.ones(4, 6)}))
+    with pytest.raises(CheckpointError, match=r"checkpoint here: w has a shard that is not contiguous in memory\."):
+        reader.read([ReadRequest("w", whole((4, 6)), torch.empty(6, 4).T)])
+
+
+@pytest.mark.parametrize(("cores", "ranks", "expected"), [(2, 1, 2), (64, 8, 8), (64, 1, 16), (4, 8, 2)])
+def test_threads_of_a_rank(cores, ranks, expected, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    assert io_threads() == expected

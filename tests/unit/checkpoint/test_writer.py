@@ -1,0 +1,310 @@
+"""Writing safetensors files in place: layout, bits, checksums from shares, on as many ranks as one likes."""
+
+import json
+import os
+import random
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from titanlite.checkpoint.header import DTYPES, read_header
+from titanlite.checkpoint.writer import Item, create_files, header_crcs, lay_out, merge_crcs, write_items
+from titanlite.materialize import Region
+
+MIB = 1 << 20
+
+
+def whole(shape):
+    return Region((0,) * len(shape), tuple(shape))
+
+
+def item(key, tensor, dtype=None, local_region=None, mine=True):
+    """All of `tensor` under `key`; this rank has `local_region` of it, or all."""
+    local_region = whole(tensor.shape) if local_region is None else local_region
+    local = tensor[local_region.slices]
+    return Item(key, dtype or tensor.dtype, whole(tensor.shape), tuple(tensor.shape), local, local_region, mine)
+
+
+def random_tensor(shape, dtype=torch.float32, seed=0):
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 50
+    return (values > 0) if dtype == torch.bool else values.to(dtype)
+
+
+def same_bits(a, b):
+    views = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (a, b))
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*views)
+
+
+def crc_of(path: Path) -> int:
+    return zlib.crc32(path.read_bytes())
+
+
+def write(folder, *of_ranks, file_bytes=None, stem="model"):
+    """Write the items of each rank into the same files; the first rank creates them. Returns their names."""
+    layouts = [lay_out(items, stem, file_bytes) for items in of_ranks]
+    described = [[(file.name, file.header, file.nbytes) for file in files] for files in layouts]
+    assert all(files == described[0] for files in described), "every rank must come to the same layout"
+    create_files(folder, layouts[0])
+    shares = [write_items(folder, files, "writing") for files in layouts]
+    crcs = merge_crcs([header_crcs(layouts[0]), *shares])
+    for file in layouts[0]:
+        assert (folder / file.name).stat().st_size == file.nbytes
+        assert crcs[file.name] == crc_of(folder / file.name)
+    return [file.name for file in layouts[0]]
+
+
+# ---- layout ----
+
+
+def test_one_file_has_a_plain_name_and_more_are_numbered():
+    items = [item(f"{i}", torch.zeros(10)) for i in range(5)]  # 40 bytes each
+    assert [file.name for file in lay_out(items, "model")] == ["model.safetensors"]
+    assert [file.name for file in lay_out(items, "titanlite/optimizer", 200)] == ["titanlite/optimizer.safetensors"]
+    files = lay_out(items, "titanlite/optimizer", 199)
+    assert [file.name for file in files] == [
+        "titanlite/optimizer-00001-of-00002.safetensors",
+        "titanlite/optimizer-00002-of-00002.safetensors",
+    ]
+    assert [[held.key for held, _ in file.items] for file in files] == [["0", "1", "2", "3"], ["4"]]
+
+
+def test_tensor_larger_than_a_file_gets_its_own():
+    items = [
+        item("a", torch.zeros(1)),
+        item("b", torch.zeros(100)),
+        item("c", torch.zeros(1)),
+        item("d", torch.zeros(0)),
+    ]
+    files = lay_out(items, "model", 8)
+    assert [[held.key for held, _ in file.items] for file in files] == [["a"], ["b"], ["c", "d"]]
+
+
+def test_default_limit_is_4_gib():
+    meta = torch.empty(2**30, device="meta")  # 4 GiB
+    (one,) = lay_out([item("a", meta)], "model")
+    assert one.nbytes == len(one.header) + 4 * 2**30
+    assert len(lay_out([item("a", meta), item("b", torch.zeros(1))], "model")) == 2
+    assert len(lay_out([item("a", meta, torch.bfloat16), item("b", meta, torch.bfloat16)], "model")) == 1
+
+
+def test_offsets_are_those_that_the_header_tells(tmp_path):
+    tensors = {f"{i}": random_tensor((i + 1, 3), dtype) for i, dtype in enumerate(DTYPES.values())}
+    files = lay_out([item(key, tensor) for key, tensor in tensors.items()], "model", 100)
+    assert len(files) > 2
+    create_files(tmp_path, files)
+    for file in files:
+        header = read_header(tmp_path / file.name)  # checks for overlaps and gaps
+        assert {held.key: start for held, start in file.items} == {key: t.offset for key, t in header.items()}
+        assert len(file.header) % 8 == 0
+        assert file.nbytes == len(file.header) + sum(held.nbytes for held, _ in file.items)
+        for held, _ in file.items:
+            assert (header[held.key].dtype, header[held.key].shape) == (held.dtype, held.shape)
+
+
+def test_size_on_disk_follows_the_dtype_on_disk():
+    (file,) = lay_out([item("a", torch.zeros(3, 5), torch.bfloat16), item("b", torch.zeros(2))], "model")
+    assert [start - len(file.header) for _, start in file.items] == [0, 30]
+    assert file.nbytes == len(file.header) + 38
+    assert json.loads(file.header[8:])["a"] == {"dtype": "BF16", "shape": [3, 5], "data_offsets": [0, 30]}
+
+
+def test_no_items_make_a_file_that_loads(tmp_path):
+    (name,) = write(tmp_path, [])
+    assert load_file(tmp_path / name) == {}
+
+
+def test_files_are_created_at_full_size_and_never_over_others(tmp_path):
+    files = lay_out([item("a", torch.zeros(1000))], "titanlite/weights")
+    create_files(tmp_path, files)
+    path = tmp_path / "titanlite" / "weights.safetensors"
+    assert path.stat().st_size == files[0].nbytes
+    assert path.read_bytes() == files[0].header + bytes(4000)
+    with pytest.raises(FileExistsError):
+        create_files(tmp_path, files)
+
+
+# ---- one rank ----
+
+
+def test_all_dtypes_and_shapes_load_with_equal_bits(tmp_path):
+    shapes = [(), (1,), (13,), (0, 4), (3, 5), (2, 3, 7)]
+    tensors = {
+        f"{i}.{j}": random_tensor(shape, dtype, i + 10 * j)
+        for i, dtype in enumerate(DTYPES.values())
+        for j, shape in enumerate(shapes)
+    }
+    names = write(tmp_path, [item(key, tensor) for key, tensor in tensors.items()], file_bytes=700)
+    assert len(names) > 3
+    loaded = {key: value for name in names for key, value in load_file(tmp_path / name).items()}
+    assert loaded.keys() == tensors.keys()
+    assert [key for key, tensor in tensors.items() if not same_bits(loaded[key], tensor)] == []
+    with safe_open(tmp_path / names[0], "pt") as file:
+        assert file.metadata() == {"format": "pt"}  # without it transformers refuses the file
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_cast_on_the_way(tmp_path, dtype):
+    tensors = {"a": random_tensor((300, 7)), "b": random_tensor((3 * MIB // 4 + 5,), seed=1), "c": random_tensor(())}
+    (name,) = write(tmp_path, [item(key, tensor, dtype) for key, tensor in tensors.items()])
+    loaded = load_file(tmp_path / name)
+    assert all(same_bits(loaded[key], tensor.to(dtype)) for key, tensor in tensors.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["direct", "staged"])
+def test_larger_than_a_block(tmp_path, dtype):
+    tensors = {"a": random_tensor((5 * MIB + 1,)), "b": random_tensor((700, 1300), seed=1), "c": random_tensor((3,))}
+    (name,) = write(tmp_path, [item(key, tensor, dtype) for key, tensor in tensors.items()])
+    loaded = load_file(tmp_path / name)
+    assert all(same_bits(loaded[key], tensor.to(dtype)) for key, tensor in tensors.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_shards_that_are_not_contiguous(tmp_path, dtype):
+    tensors = {
+        "transposed": random_tensor((40, 30)).T,
+        "strided": random_tensor((80, 30), seed=1)[::2, 3:17],
+        "expanded": random_tensor((1, 9), seed=2).expand(6, 9),
+        "large": random_tensor((1100, 900), seed=3).T,
+    }
+    assert not any(tensor.is_contiguous() for tensor in tensors.values())
+    (name,) = write(tmp_path, [item(key, tensor, dtype) for key, tensor in tensors.items()])
+    loaded = load_file(tmp_path / name)
+    assert all(same_bits(loaded[key], tensor.to(dtype)) for key, tensor in tensors.items())
+
+
+def test_parameters_are_written_without_their_gradients(tmp_path):
+    parameter = torch.nn.Parameter(random_tensor((5, 6)))
+    local = parameter.detach()
+    local.requires_grad_(True)
+    one = Item("w", torch.bfloat16, whole((5, 6)), (5, 6), local, whole((5, 6)), True)
+    (name,) = write(tmp_path, [one])
+    assert same_bits(load_file(tmp_path / name)["w"], parameter.detach().to(torch.bfloat16))
+
+
+def test_parts_of_one_tensor_under_several_keys(tmp_path):
+    experts = random_tensor((3, 8, 5))
+    items = [
+        Item(f"{e}.{part}", torch.float32, Region((e, start, 0), (1, 4, 5)), (4, 5), experts, whole((3, 8, 5)), True)
+        for e in range(3)
+        for part, start in (("gate", 0), ("up", 4))
+    ]
+    (name,) = write(tmp_path, items)
+    loaded = load_file(tmp_path / name)
+    for e in range(3):
+        assert same_bits(loaded[f"{e}.gate"], experts[e, :4])
+        assert same_bits(loaded[f"{e}.up"], experts[e, 4:])
+
+
+# ---- several ranks ----
+
+
+def on_ranks(tensors, regions_of, dtype=None):
+    """Items of each rank; of ranks with equal regions the first one writes."""
+    ranks = []
+    for rank in range(len(regions_of(next(iter(tensors.values()))))):
+        ranks.append([])
+        for key, tensor in tensors.items():
+            regions = regions_of(tensor)
+            mine = regions.index(regions[rank]) == rank
+            ranks[rank].append(item(key, tensor, dtype, regions[rank], mine))
+    return ranks
+
+
+def columns(tensor):
+    """Two ranks, split in the last dim, unevenly."""
+    cut = (tensor.shape[-1] + 2) // 2
+    outer = tensor.shape[:-1]
+    zeros = (0,) * len(outer)
+    return [Region((*zeros, 0), (*outer, cut)), Region((*zeros, cut), (*outer, tensor.shape[-1] - cut))]
+
+
+def rows(tensor):
+    """Three ranks in `torch.chunk` sizes; the last may have nothing."""
+    chunk = -(-tensor.shape[0] // 3)
+    starts = [min(rank * chunk, tensor.shape[0]) for rank in range(3)]
+    rest = tensor.shape[1:]
+    zeros = (0,) * len(rest)
+    return [Region((s, *zeros), (min(chunk, tensor.shape[0] - s), *rest)) for s in starts]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("split", [columns, rows])
+def test_ranks_write_their_shards_into_the_same_files(tmp_path, split, dtype):
+    tensors = {
+        f"{i}": random_tensor(shape, seed=i) for i, shape in enumerate([(7, 10), (4, 3), (30, 1, 9), (600, 901)])
+    }
+    names = write(tmp_path, *on_ranks(tensors, split, dtype), file_bytes=400)
+    assert len(names) == 3
+    loaded = {key: value for name in names for key, value in load_file(tmp_path / name).items()}
+    assert all(same_bits(loaded[key], tensor.to(dtype)) for key, tensor in tensors.items())
+
+
+def test_of_replicas_one_writes(tmp_path, monkeypatch):
+    written, original = [], os.pwritev
+    monkeypatch.setattr(os, "pwritev", lambda *args: written.append(original(*args)) or written[-1])
+    tensors = {"a": random_tensor((50, 4)), "b": random_tensor((9,), seed=1)}
+    (name,) = write(tmp_path, *on_ranks(tensors, lambda tensor: [whole(tensor.shape)] * 3))
+    assert sum(written) == 4 * (200 + 9)
+    loaded = load_file(tmp_path / name)
+    assert all(same_bits(loaded[key], tensor) for key, tensor in tensors.items())
+
+
+def test_a_rank_with_nothing_to_write(tmp_path):
+    tensor = random_tensor((6, 4))
+    files = lay_out([item("a", tensor, mine=False)], "model")
+    create_files(tmp_path, files)
+    assert write_items(tmp_path, files, "writing") == {}
+    files = lay_out([item("a", tensor, local_region=Region((6, 0), (0, 4)))], "model")
+    assert write_items(tmp_path, files, "writing") == {}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["direct", "staged"])
+def test_short_writes_are_continued(tmp_path, dtype, monkeypatch):
+    rng, original = random.Random(5), os.pwritev
+
+    def short(descriptor, buffers, offset, *flags):
+        room, given = rng.choice([1, 2, 7, 64, 500]), []
+        for buffer in buffers:
+            given.append(buffer[:room])
+            room -= len(given[-1])
+            if room <= 0:
+                break
+        return original(descriptor, given, offset, *flags)
+
+    monkeypatch.setattr(os, "pwritev", short)
+    tensors = {f"{i}": random_tensor((rng.randint(1, 30), 11), seed=i) for i in range(20)}
+    (name,) = write(tmp_path, *on_ranks(tensors, columns, dtype))
+    loaded = load_file(tmp_path / name)
+    assert all(same_bits(loaded[key], tensor.to(dtype)) for key, tensor in tensors.items())
+
+
+def test_more_small_tensors_than_one_system_call_takes(tmp_path, monkeypatch):
+    calls, original = [], os.pwritev
+    monkeypatch.setattr(os, "pwritev", lambda fd, views, at: calls.append(len(views)) or original(fd, views, at))
+    tensors = {f"{i:04d}": torch.full((3,), float(i)) for i in range(3000)}
+    (name,) = write(tmp_path, [item(key, tensor) for key, tensor in tensors.items()])
+    assert calls == [1024, 1024, 952]
+    loaded = load_file(tmp_path / name)
+    assert all(torch.equal(loaded[key], tensor) for key, tensor in tensors.items())
+
+
+def test_error_of_the_disk_reaches_the_caller(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    files = lay_out([item("a", torch.zeros(100))], "model")
+    create_files(tmp_path, files)
+    descriptors = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(os, "pwritev", full)
+    with pytest.raises(OSError, match="No space left on device"):
+        write_items(tmp_path, files, "writing")
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_merge_of_shares():
+    assert merge_crcs([{"a": 5, "b": 1}, {}, {"a": 3}, {"a": 3, "c": 0}]) == {"a": 5, "b": 1, "c": 0}
+    assert merge_crcs([]) == {}

@@ -1,0 +1,327 @@
+"""What the configuration calls a model: a folder stays one, a repository of the hub becomes one, offline too."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+
+from titanlite.config import JobConfig, load_config
+from titanlite.config.assets import local_folder, resolve_assets
+from titanlite.config.schema import CheckpointSection, DataSection, ModelSection
+from titanlite.errors import ConfigError
+from titanlite.models.families import families
+from titanlite.preflight import check
+
+ROOT = Path(__file__).parents[3]
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+KEY = "model.hf_assets_path"
+
+
+def hf_config() -> str:
+    family = families()["qwen3_moe"]
+    return json.dumps({**family.to_hf(family.presets["debug"]), "model_type": "qwen3_moe"})
+
+
+def write_model(folder: Path, *, weights: bool = True, tokenizer: bool = True) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(hf_config())
+    if weights:
+        (folder / "model.safetensors").write_bytes(b"")
+    if tokenizer:
+        (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def add_to_cache(cache: Path, repository: str, revision: str = "main", commit: str = COMMIT, **options: bool) -> Path:
+    """A repository as the hub's library lays it out in its cache."""
+    root = cache / f"models--{repository.replace('/', '--')}"
+    (root / "refs").mkdir(parents=True, exist_ok=True)
+    (root / "refs" / revision).write_text(commit)
+    return write_model(root / "snapshots" / commit, **options)
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """An empty cache, and no network."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "hub"
+
+
+@pytest.fixture
+def asked(tmp_path, monkeypatch):
+    """What the hub's library is asked for; it finds nothing."""
+    calls = []
+
+    def snapshot_download(repository, **options):
+        calls.append((repository, options))
+        raise huggingface_hub.errors.LocalEntryNotFoundError("Nothing there.\nSecond line.")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    monkeypatch.chdir(tmp_path)
+    return calls
+
+
+def job_of(initial_load_path="", hf_assets_path="", flavor="", tokenizer_path=""):
+    return JobConfig(
+        model=ModelSection(hf_assets_path=hf_assets_path, flavor=flavor),
+        checkpoint=CheckpointSection(initial_load_path=initial_load_path),
+        data=DataSection(tokenizer_path=tokenizer_path),
+    )
+
+
+def paths_of(job):
+    return job.checkpoint.initial_load_path, job.model.hf_assets_path, job.data.tokenizer_path
+
+
+# ---- local folders ----
+
+
+def test_folder_passes_through(tmp_path, asked):
+    folder = write_model(tmp_path / "owner" / "model")
+    assert local_folder(KEY, str(folder), weights=True) == str(folder)
+    assert local_folder(KEY, "owner/model", weights=True) == "owner/model"  # it is there, so it is meant
+    assert asked == []
+
+
+def test_home_is_expanded(tmp_path, asked, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write_model(tmp_path / "models" / "a")
+    assert local_folder(KEY, "~/models/a", weights=True) == f"{tmp_path}/models/a"
+    assert local_folder(KEY, "~/nowhere", weights=True) == f"{tmp_path}/nowhere"
+    assert asked == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["./a/b", "../a/b", "/a", "/a/b", "a/b/c", "a", "a/", "/a/b@main", "a/b/", "a/b@", "-a/b", "a b/c", ".a/b", "a/.b"],
+)
+def test_what_looks_like_a_path_never_goes_to_the_hub(name, asked):
+    folder = local_folder(KEY, name, weights=True)
+    assert Path(folder) == Path(name)
+    assert asked == []
+
+
+@pytest.mark.parametrize("name", ["./a/b", "../a/b", "/a/b", "a/b/c", "a", "a/b/"])
+@pytest.mark.parametrize("key", ["initial_load_path", "hf_assets_path"])
+def test_paths_of_a_job_never_go_to_the_hub(name, key, asked):
+    resolve_assets(job_of(**{key: name}))
+    assert asked == []
+
+
+def test_home_of_nobody_is_no_traceback(asked):
+    name = "~no_such_user_here/model"
+    try:
+        folder = local_folder(KEY, name, weights=False)
+    except ConfigError as error:
+        assert KEY in str(error) and name in str(error)  # noqa: PT018
+    else:
+        assert folder == name
+    assert asked == []
+
+
+# ---- the hub ----
+
+
+@pytest.mark.parametrize(
+    ("name", "repository", "revision"),
+    [
+        ("Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-30B-A3B", None),
+        ("a/b", "a/b", None),
+        ("meta-llama/Llama-3.1_8B", "meta-llama/Llama-3.1_8B", None),
+        ("a/b@v1.0", "a/b", "v1.0"),
+        ("a/b@refs/pr/7", "a/b", "refs/pr/7"),
+        (f"a/b@{COMMIT}", "a/b", COMMIT),
+    ],
+)
+def test_repository_and_revision(name, repository, revision, asked):
+    with pytest.raises(ConfigError):
+        local_folder(KEY, name, weights=False)
+    assert [(call, options["revision"]) for call, options in asked] == [(repository, revision)] * 2
+    assert [options["local_files_only"] for _, options in asked] == [True, False]
+
+
+@pytest.mark.parametrize("weights", [False, True])
+def test_weights_only_where_wanted_and_never_pickle_files(asked, weights):
+    with pytest.raises(ConfigError):
+        local_folder(KEY, "a/b", weights=weights)
+    names = ["config.json", "tokenizer.json", "model.safetensors", "pytorch_model.bin", "model.pth", "run.py"]
+    for _, options in asked:
+        wanted = list(huggingface_hub.utils.filter_repo_objects(names, allow_patterns=options["allow_patterns"]))
+        assert wanted == names[: 3 if weights else 2]
+
+
+def test_download_comes_after_the_cache(tmp_path, monkeypatch):
+    calls = []
+
+    def snapshot_download(repository, *, local_files_only, **_):
+        calls.append(local_files_only)
+        if local_files_only:
+            raise huggingface_hub.errors.LocalEntryNotFoundError("no")
+        return str(write_model(tmp_path / "downloaded"))
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    assert local_folder(KEY, "a/b", weights=True) == str(tmp_path / "downloaded")
+    assert calls == [True, False]
+
+
+def test_cached_description_without_weights_is_completed(tmp_path, monkeypatch):
+    folder, calls = write_model(tmp_path / "cached", weights=False), []
+
+    def snapshot_download(repository, *, local_files_only, **_):
+        calls.append(local_files_only)
+        if not local_files_only:
+            (folder / "model.safetensors").touch()
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    assert local_folder(KEY, "a/b", weights=False) == str(folder)
+    assert calls == [True]
+    assert local_folder(KEY, "a/b", weights=True) == str(folder)
+    assert calls == [True, True, False]
+    assert local_folder(KEY, "a/b", weights=True) == str(folder)
+    assert calls == [True, True, False, True]
+
+
+def test_cached_repository_is_used_offline(cache):
+    folder = add_to_cache(cache, "owner/model")
+    assert local_folder(KEY, "owner/model", weights=True) == str(folder)
+
+
+def test_revision_in_the_cache(cache):
+    main = add_to_cache(cache, "owner/model")
+    tagged = add_to_cache(cache, "owner/model", revision="v2", commit=COMMIT[::-1])
+    assert local_folder(KEY, "owner/model", weights=True) == str(main)
+    assert local_folder(KEY, "owner/model@v2", weights=True) == str(tagged)
+    assert local_folder(KEY, f"owner/model@{COMMIT[::-1]}", weights=True) == str(tagged)
+    with pytest.raises(ConfigError, match="'owner/model@v3' is no folder here"):
+        local_folder(KEY, "owner/model@v3", weights=True)
+
+
+def test_neither_cached_nor_online(cache):
+    start = time.perf_counter()
+    with pytest.raises(ConfigError) as error:
+        local_folder("checkpoint.initial_load_path", "owner/model", weights=True)
+    assert time.perf_counter() - start < 5
+    text = str(error.value)
+    assert text.startswith(
+        "checkpoint.initial_load_path: 'owner/model' is no folder here, not in the cache of the Hugging Face hub, and "
+        "cannot be downloaded: "
+    )
+    assert text.endswith(" Correct the name, or give a local folder.")
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize(
+    "name", ["owner/model--v2", "owner/model..v2", "owner/model.", "owner/model.git", "owner/" + "x" * 120]
+)
+def test_names_that_the_hub_does_not_allow(name, cache):
+    with pytest.raises(ConfigError, match=KEY) as error:
+        local_folder(KEY, name, weights=False)
+    assert f"'{name}'" in str(error.value)
+
+
+def test_network_that_breaks_in_the_middle(cache, monkeypatch):
+    http = pytest.importorskip("httpx2" if "httpx2" in sys.modules else "httpx")
+
+    def snapshot_download(repository, *, local_files_only, **_):
+        if local_files_only:
+            raise huggingface_hub.errors.LocalEntryNotFoundError("no")
+        raise http.ReadTimeout("The read operation timed out")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    with pytest.raises(ConfigError, match="'owner/model' .* cannot be downloaded: The read operation timed out"):
+        local_folder(KEY, "owner/model", weights=False)
+
+
+# ---- what a job takes from where ----
+
+
+def test_nothing_to_resolve(asked):
+    job = job_of(flavor="debug")
+    assert resolve_assets(job) == job
+    assert asked == []
+
+
+def test_pretrained_model_alone_supplies_sizes_and_tokenizer(tmp_path):
+    folder = str(write_model(tmp_path / "model"))
+    assert paths_of(resolve_assets(job_of(folder))) == (folder, folder, "")  # a tokenizer is looked for in the assets
+
+
+def test_pretrained_model_with_a_flavor_supplies_the_tokenizer(tmp_path):
+    folder = str(write_model(tmp_path / "model"))
+    assert paths_of(resolve_assets(job_of(folder, flavor="debug"))) == (folder, "", folder)
+    assert paths_of(resolve_assets(job_of(folder, flavor="debug", tokenizer_path="mine"))) == (folder, "", "mine")
+
+
+def test_pretrained_model_without_a_tokenizer(tmp_path):
+    folder = str(write_model(tmp_path / "model", tokenizer=False))
+    assert paths_of(resolve_assets(job_of(folder, flavor="debug"))) == (folder, "", "")
+
+
+def test_assets_of_their_own_come_first(tmp_path):
+    model, assets = str(write_model(tmp_path / "model")), str(write_model(tmp_path / "assets", weights=False))
+    assert paths_of(resolve_assets(job_of(model, assets))) == (model, assets, "")
+
+
+def test_hub_ids_of_a_job(cache):
+    folder = str(add_to_cache(cache, "owner/model"))
+    other = str(add_to_cache(cache, "owner/base", weights=False))
+    assert paths_of(resolve_assets(job_of("owner/model"))) == (folder, folder, "")
+    assert paths_of(resolve_assets(job_of("owner/model", "owner/base"))) == (folder, other, "")
+    assert paths_of(resolve_assets(job_of("owner/model", flavor="debug"))) == (folder, "", folder)
+
+
+def test_job_that_was_given_is_left_alone_and_resolving_again_changes_nothing(cache):
+    add_to_cache(cache, "owner/model")
+    job = job_of("owner/model")
+    resolved = resolve_assets(job)
+    assert paths_of(job) == ("owner/model", "", "")
+    assert resolve_assets(resolved) == resolved
+
+
+# ---- before the launch ----
+
+
+def load(tmp_path, *overrides):
+    file = tmp_path / "x.toml"
+    file.write_text('[model]\nname = "qwen3_moe"\n[training]\nseq_len = 64\n')
+    return load_config(["--config", str(file), *overrides])
+
+
+def test_check_resolves_the_model(cache, tmp_path):
+    folder = str(add_to_cache(cache, "owner/model"))
+    checked = check(load(tmp_path, "--checkpoint.initial_load_path=owner/model"), 1)
+    assert checked.model_config == families()["qwen3_moe"].presets["debug"]
+    assert paths_of(checked.job) == (folder, folder, "")
+
+
+def test_check_lists_a_model_that_is_not_there_with_other_problems(cache, tmp_path):
+    job = load(tmp_path, "--model.hf_assets_path=owner/model", "--parallelism.tensor_parallel_degree=3")
+    with pytest.raises(ConfigError) as error:
+        check(job, 4)
+    text = str(error.value)
+    assert text.startswith("configuration: 2 problems:\n  model.hf_assets_path: 'owner/model' is no folder here")
+    assert "tp (3) = 3 does not divide the world size (4)" in text
+
+
+def test_check_of_a_path_that_is_not_there_says_so(cache, tmp_path):
+    with pytest.raises(ConfigError, match="there is no .*nowhere/config.json"):
+        check(load(tmp_path, "--checkpoint.initial_load_path=./models/nowhere"), 1)
+
+
+def test_command_offline_ends_at_once_without_a_traceback(tmp_path):
+    file = tmp_path / "x.toml"
+    file.write_text('[checkpoint]\ninitial_load_path = "owner/model"\n')
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HOME": str(tmp_path)}
+    command = [sys.executable, "-m", "titanlite.preflight", "--config", str(file)]
+    result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=30)
+    assert result.returncode == 2
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("titanlite: error: configuration: checkpoint.initial_load_path: 'owner/model' is no folder")

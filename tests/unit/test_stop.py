@@ -1,0 +1,113 @@
+"""Asked to stop: with a launcher by notes in its folder, without one by the signal itself."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from titanlite import stop
+from titanlite.errors import NOTICE_FOLDER
+
+ROOT = Path(__file__).parents[2]
+# A rank that stops in good order says so; a stuck one waits for something that never comes, as for a peer that is gone.
+RANK = """
+import sys, threading, time
+from titanlite import stop
+stop.install()
+print("ready", flush=True)
+if sys.argv[1] == "stuck":
+    threading.Event().wait()
+while not stop.is_requested():
+    time.sleep(0.01)
+print("stops", flush=True)
+time.sleep(float(sys.argv[2]))
+"""
+
+
+@pytest.fixture
+def requested(monkeypatch):
+    monkeypatch.delenv(NOTICE_FOLDER, raising=False)
+    event = threading.Event()
+    monkeypatch.setattr(stop, "_requested", event)
+    return event
+
+
+def test_without_a_launcher_the_signal_decides(requested):
+    assert not stop.is_requested()
+    requested.set()
+    assert stop.is_requested()
+
+
+def test_with_a_launcher_its_note_decides(requested, tmp_path, monkeypatch):
+    monkeypatch.setenv(NOTICE_FOLDER, str(tmp_path))
+    assert not stop.is_requested()
+    requested.set()
+    assert not stop.is_requested()
+    stop.request(str(tmp_path))
+    assert stop.is_requested()
+    monkeypatch.setenv(NOTICE_FOLDER, str(tmp_path / "gone"))
+    assert not stop.is_requested()
+
+
+def test_first_request_stops_and_the_next_ones_abort(tmp_path):
+    folder = str(tmp_path)
+    assert stop.request(folder)
+    assert [path.name for path in tmp_path.iterdir()] == ["stop"]
+    assert not stop.request(folder)
+    assert {path.name for path in tmp_path.iterdir()} == {"stop", "abort"}
+    assert not stop.request(folder)
+
+
+def start_rank(kind: str = "free", linger_s: float = 0, folder: Path | None = None) -> subprocess.Popen[str]:
+    env = {key: value for key, value in os.environ.items() if key != NOTICE_FOLDER}
+    if folder is not None:
+        env[NOTICE_FOLDER] = str(folder)
+    process = subprocess.Popen(
+        [sys.executable, "-c", RANK, kind, str(linger_s)], cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def end_of(process: subprocess.Popen[str]) -> tuple[str, int]:
+    """What it said after "ready", and its exit code."""
+    try:
+        said, _ = process.communicate(timeout=20)
+    finally:
+        process.kill()
+    return said, process.returncode
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_one_signal_ends_a_rank_in_good_order(number):
+    process = start_rank()
+    process.send_signal(number)
+    assert end_of(process) == ("stops\n", 0)
+
+
+def test_second_signal_ends_it_at_once():
+    process = start_rank(linger_s=60)
+    process.send_signal(signal.SIGTERM)
+    assert process.stdout.readline() == "stops\n"
+    process.send_signal(signal.SIGINT)
+    assert end_of(process) == ("", 128 + signal.SIGINT)
+
+
+def test_rank_of_a_launcher_stops_for_a_note_and_not_for_the_signal(tmp_path):
+    process = start_rank(folder=tmp_path)
+    stop.request(str(tmp_path))
+    process.send_signal(signal.SIGTERM)  # the launcher's, or that of the terminal, which goes to all
+    assert end_of(process) == ("stops\n", 0)
+
+
+@pytest.mark.parametrize("requests", [0, 2])
+def test_rank_of_a_launcher_ends_at_once_without_a_note_or_when_told_so(requests, tmp_path):
+    process = start_rank("stuck", folder=tmp_path)
+    for _ in range(requests):
+        stop.request(str(tmp_path))
+    process.send_signal(signal.SIGTERM)
+    assert end_of(process) == ("", 128 + signal.SIGTERM)

@@ -1,0 +1,144 @@
+"""`python -m titanlite export DIR OUT --dtype bfloat16`: a checkpoint as a plain Hugging Face model in another dtype.
+
+Streams: memory is a few MiB, whatever the size of the model.
+"""
+
+import argparse
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from titanlite.checkpoint import hf_checkpoint
+from titanlite.checkpoint.folder import INDEX_FILE, OWN_FOLDER
+from titanlite.checkpoint.hf_model import warn_of_sidecar, write_hf_files
+from titanlite.checkpoint.keys import SIDECAR_FILE, checkpoint_pieces, is_sidecar, whole
+from titanlite.checkpoint.reader import SafetensorsReader
+from titanlite.checkpoint.runs import bytes_of
+from titanlite.checkpoint.transfer import Transfer
+from titanlite.checkpoint.writer import FileLayout, Item, create_files, lay_out
+from titanlite.config import ModelConfig
+from titanlite.errors import CheckpointError, TitanliteError
+from titanlite.logger import setup_logger
+from titanlite.materialize import Plan, ReadRequest, Region, build_plan
+from titanlite.materialize.sources import Read
+from titanlite.models.decoder import build_decoder
+from titanlite.models.families import family_of, model_config_from_hf
+
+_CHUNK_ELEMENTS = 4 << 20
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Export, and return the exit code: 0, or 2 after one clear error."""
+    parser = argparse.ArgumentParser(
+        prog="python -m titanlite export",
+        description="Write a checkpoint (or any Hugging Face model of a native family, FP8 included) as a plain "
+        "Hugging Face model. Parameters are cast to --dtype, buffers keep theirs.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("folder", type=Path, metavar="DIR")
+    parser.add_argument("out", type=Path, metavar="OUT", help="must not exist yet")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="bfloat16")
+    known = parser.parse_args(argv)
+    setup_logger()
+    try:
+        export_checkpoint(known.folder, known.out, getattr(torch, known.dtype))
+    except TitanliteError as error:
+        print(f"titanlite: error: {error}", file=sys.stderr)
+        return 2
+    print(f"{known.out}: AutoModelForCausalLM.from_pretrained loads it")
+    return 0
+
+
+def export_checkpoint(folder: Path, out: Path, dtype: torch.dtype) -> None:
+    """Write the model in `folder` to `out` with parameters in `dtype`; `out` appears when it is complete.
+
+    Raises:
+        CheckpointError: `folder` is not a whole model of a native family, or `out` exists or cannot be written.
+        ConfigError: its config.json describes something that the decoder cannot express.
+    """
+    if out.exists():
+        raise CheckpointError(f"export: {out} exists already. Remove it, or give another folder.")
+    config = model_config_from_hf(folder)
+    # Only a wider dtype than the model's files have can gain from the run's own precision.
+    source = hf_checkpoint(folder, config, exact=dtype == torch.float32)
+    plan = build_plan(build_decoder(config), [source])
+    assert source.reader is not None
+    files, names = _lay_out(plan, config, dtype)
+    temporary = out.with_name(f".{out.name}.tmp")
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        create_files(temporary, files)
+        _copy_weights(source.reader, files, names, temporary)
+        write_hf_files(temporary, files, config, None, dtype, folder)
+        _copy_rest(folder, temporary)
+        temporary.rename(out)
+    except OSError as error:
+        raise CheckpointError(f"export: cannot write {out}: {error}.") from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    warn_of_sidecar(config, files)
+
+
+def _lay_out(plan: Plan, config: ModelConfig, dtype: torch.dtype) -> tuple[list[FileLayout], dict[str, str]]:
+    """The files, and the run-time name that each key is part of."""
+    family = family_of(config)
+    model: list[Item] = []
+    sidecar: list[Item] = []
+    names: dict[str, str] = {}
+    for entry in plan.entries:
+        if not isinstance(entry.source, Read):
+            continue
+        beside = is_sidecar(entry.fqn, family)
+        stored = dtype if entry.info.kind == "parameter" else entry.dtype
+        pieces = (
+            [whole(entry.fqn, entry.info.shape)] if beside else checkpoint_pieces(entry.fqn, entry.info.shape, family)
+        )
+        for piece in pieces:
+            item = Item(piece.key, stored, piece.region, piece.shape, entry.tensor, entry.region, mine=True)
+            (sidecar if beside else model).append(item)
+            names[piece.key] = entry.source.name
+    stem = f"{OWN_FOLDER}/{SIDECAR_FILE.removesuffix('.safetensors')}"
+    return [*lay_out(model, "model"), *(lay_out(sidecar, stem) if sidecar else [])], names
+
+
+def _copy_weights(reader: SafetensorsReader, files: Sequence[FileLayout], names: dict[str, str], out: Path) -> None:
+    total = sum(item.nbytes for file in files for item, _ in file.items)
+    with Transfer(f"exporting to {out.name}", total) as transfer:
+        for file in files:
+            with open(out / file.name, "r+b") as handle:
+                for item, offset in file.items:
+                    handle.seek(offset)
+                    for region in _chunks(item.region):
+                        chunk = torch.empty(region.lengths, dtype=item.dtype)
+                        reader.read_quietly([ReadRequest(names[item.key], region, chunk)])
+                        transfer.add(handle.write(bytes_of(chunk.view(-1))))
+                handle.flush()
+                os.fsync(handle.fileno())
+
+
+def _chunks(region: Region) -> Iterator[Region]:
+    """`region` in slabs along its longest dim, of about 4 Mi elements."""
+    if not region.lengths:
+        yield region
+        return
+    dim = next((i for i, length in enumerate(region.lengths) if length > 1), len(region.lengths) - 1)
+    length = region.lengths[dim]
+    step = max(_CHUNK_ELEMENTS * length // max(region.numel, 1), 1)
+    for start in range(0, length, step):
+        starts, lengths = list(region.starts), list(region.lengths)
+        starts[dim] += start
+        lengths[dim] = min(step, length - start)
+        yield Region(tuple(starts), tuple(lengths))
+
+
+def _copy_rest(folder: Path, out: Path) -> None:
+    """Tokenizer, chat template, licence: everything beside the weights that is not there yet, links resolved."""
+    for path in folder.iterdir():
+        is_weights = path.suffix in (".safetensors", ".bin", ".pt", ".pth") or path.name == INDEX_FILE
+        if path.is_file() and not is_weights and not (out / path.name).exists():
+            shutil.copyfile(path, out / path.name)

@@ -1,0 +1,169 @@
+"""`python -m titanlite inspect DIR`: what is in a checkpoint, is it whole, and what would each rank read of it."""
+
+import argparse
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch.distributed as dist
+
+from titanlite.checkpoint import Progress, hf_checkpoint
+from titanlite.checkpoint.commit import MANIFEST_FILE, check_folder
+from titanlite.checkpoint.folder import OWN_FOLDER, Stored, read_headers, read_json, read_model_headers
+from titanlite.checkpoint.header import DTYPES, StoredTensor, shown
+from titanlite.checkpoint.train_state import STATE_FILE
+from titanlite.config import load_config
+from titanlite.distributed import ParallelDims, init_fake, parallelize
+from titanlite.errors import CheckpointError, TitanliteError
+from titanlite.materialize import build_plan
+from titanlite.materialize.replicas import share_out
+from titanlite.materialize.sources import Read
+from titanlite.models.decoder import build_decoder
+from titanlite.preflight import check
+
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+_MOST_RANKS = 16
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the report; exit code 0, 1 if the checkpoint is damaged, 2 if it cannot be inspected."""
+    parser = argparse.ArgumentParser(
+        prog="python -m titanlite inspect",
+        description="Show what is in a checkpoint or Hugging Face model, and check it against its manifest. With "
+        "--config and --world-size (and overrides), also what each rank of such a run would read.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("folder", type=Path, metavar="DIR")
+    parser.add_argument("--checksums", action="store_true", help="read every byte and compare with the manifest")
+    parser.add_argument("--all", action="store_true", help="one line per tensor, layers and experts not summed up")
+    parser.add_argument("--world-size", type=int, help="ranks of the run to show")
+    known, rest = parser.parse_known_args(argv)
+    try:
+        damaged = show_folder(known.folder, checksums=known.checksums, every=known.all)
+        if rest or known.world_size is not None:
+            show_reads(known.folder, rest, known.world_size or 1)
+    except TitanliteError as error:
+        print(f"titanlite: error: {error}", file=sys.stderr)
+        return 2
+    return 1 if damaged else 0
+
+
+def show_folder(folder: Path, *, checksums: bool, every: bool) -> bool:
+    """Print tensors, sizes and the manifest check of `folder`; return True if the manifest finds damage."""
+    model = read_model_headers(folder)
+    own_files = sorted((folder / OWN_FOLDER).glob("*.safetensors"))
+    own = read_headers(own_files, f"checkpoint {folder}") if own_files else Stored({}, {})
+    print(folder)
+    print(f"  model      {_describe(folder, model)}")
+    if (folder / STATE_FILE).exists():
+        progress = Progress.read(folder)
+        versions = ", ".join(f"{name} {version}" for name, version in progress.versions.items())
+        print(f"  training   step {progress.step}, {progress.samples} samples, {progress.world_size} ranks, {versions}")
+        print(f"  data       {shown(progress.data)}")
+    damaged = False
+    if (folder / MANIFEST_FILE).exists():
+        problems = check_folder(folder, checksums=checksums)
+        damaged = bool(problems)
+        looked_at = "sizes and checksums" if checksums else "sizes"
+        verdict = f"{len(problems)} problems" if problems else f"whole ({looked_at} match)"
+        print("\n    ".join([f"  manifest   {verdict}", *problems]))
+    else:
+        print(f"  manifest   none; {MANIFEST_FILE} is written by titanlite only")
+    print()
+    _print_table(_rows(folder, [*model.tensors.values(), *own.tensors.values()], every))
+    return damaged
+
+
+def _describe(folder: Path, model: Stored) -> str:
+    try:
+        config = read_json(folder / "config.json", str(folder))
+    except CheckpointError:
+        config = {}
+    weights = [tensor for tensor in model.tensors.values() if not tensor.key.endswith("_scale_inv")]
+    numel = sum(tensor.nbytes // tensor.dtype.itemsize for tensor in weights)
+    dtypes = ", ".join(sorted({_DTYPE_NAMES[tensor.dtype] for tensor in weights}))
+    size = sum(tensor.nbytes for tensor in model.tensors.values())
+    name = shown(config.get("model_type", "no config.json"))
+    return f"{name}, {numel / 1e6:,.1f} M parameters, {dtypes}, {_size(size)} in {len(model.file_bytes)} files"
+
+
+def _rows(folder: Path, tensors: Iterable[StoredTensor], every: bool) -> list[tuple[str, ...]]:
+    """One row per tensor, or per name, dtype and shape that differ only in the numbers of layers and experts."""
+    groups: defaultdict[tuple[str, str, tuple[int, ...]], list[StoredTensor]] = defaultdict(list)
+    for tensor in tensors:
+        name = tensor.key if every else _NUMBER.sub("*", tensor.key)
+        groups[name, _DTYPE_NAMES[tensor.dtype], tensor.shape].append(tensor)
+    rows = [("tensor", "count", "dtype", "shape", "size", "file")]
+    for (name, dtype, shape), held in groups.items():
+        files = sorted({str(tensor.file.relative_to(folder)) for tensor in held})
+        where = files[0] if len(files) == 1 else f"{len(files)} files"
+        size = _size(sum(tensor.nbytes for tensor in held))
+        rows.append((_ranges(name, held), str(len(held)), dtype, str(shape), size, where))
+    return rows
+
+
+def _ranges(name: str, held: Sequence[StoredTensor]) -> str:
+    """`layers.*.mlp` as `layers.{0-47}.mlp`, by the numbers that occur."""
+    numbers = [list(map(int, column)) for column in zip(*(_NUMBER.findall(t.key) for t in held), strict=True)]
+    for column in numbers:
+        low, high = min(column), max(column)
+        name = name.replace("*", str(low) if low == high else f"{{{low}-{high}}}", 1)
+    return shown(name)
+
+
+def show_reads(folder: Path, overrides: Sequence[str], world_size: int) -> None:
+    """Print how many bytes each rank of a run would hold, read and receive.
+
+    Raises:
+        TitanliteError: the configuration is wrong, or the checkpoint does not fit its model; all problems at once.
+    """
+    checked = check(load_config(list(overrides)), world_size)
+    init_fake(world_size)
+    try:
+        model = build_decoder(checked.model_config)
+        parallelize(model, checked.job, ParallelDims.build(checked.degrees, "cpu"), "cpu")
+        provider = hf_checkpoint(folder, checked.model_config)
+        plan = build_plan(model, [provider])
+        reads = [entry for entry in plan.entries if isinstance(entry.source, Read)]
+        shares = list(share_out(entry.tensor for entry in reads))
+        rows = [("rank", "holds", "reads", "receives", "files")]
+        total = 0
+        assert provider.reader is not None
+        for rank in range(world_size):
+            held = read = 0
+            files: set[Path] = set()
+            for entry, share in zip(reads, shares, strict=True):
+                region, in_charge = share.place_of(rank)
+                needed = provider.reader.plan_bytes(entry.fqn, region)
+                held += sum(needed.values())
+                if in_charge:
+                    read += sum(needed.values())
+                    files.update(needed)
+            total += read
+            if rank < _MOST_RANKS:
+                rows.append((str(rank), _size(held), _size(read), _size(held - read), str(len(files))))
+        print(f"\n{checked.degrees}, {world_size} ranks; bytes as they are on disk:\n")
+        _print_table(rows)
+        if world_size > _MOST_RANKS:
+            print(f"  ... and {world_size - _MOST_RANKS} ranks more")
+        others = {type(entry.source).__name__.lower() for entry in plan.entries} - {"read"}
+        print(f"\n  all ranks together read {_size(total)}; {len(reads)} tensors come from the checkpoint,")
+        print(f"  {len(plan.entries) - len(reads)} do not ({', '.join(sorted(others)) or 'none'})")
+    finally:
+        dist.destroy_process_group()
+
+
+def _print_table(rows: Sequence[tuple[str, ...]]) -> None:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    for row in rows:
+        print("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _size(nbytes: int) -> str:
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:.2f} {unit}"
+    return f"{nbytes} B"
