@@ -73,7 +73,8 @@ def export_checkpoint(folder: Path, out: Path, dtype: torch.dtype) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         create_files(temporary, files)
-        _copy_weights(source.reader, files, names, temporary)
+        with Transfer(f"writing {out}", sum(file.nbytes for file in files)) as transfer:
+            _copy_weights(source.reader, files, names, temporary, transfer)
         write_hf_files(temporary, files, config, None, dtype, folder)
         _copy_rest(folder, temporary)
         temporary.rename(out)
@@ -106,19 +107,19 @@ def _lay_out(plan: Plan, config: ModelConfig, dtype: torch.dtype) -> tuple[list[
     return [*lay_out(model, "model"), *(lay_out(sidecar, stem) if sidecar else [])], names
 
 
-def _copy_weights(reader: SafetensorsReader, files: Sequence[FileLayout], names: dict[str, str], out: Path) -> None:
-    total = sum(item.nbytes for file in files for item, _ in file.items)
-    with Transfer(f"exporting to {out.name}", total) as transfer:
-        for file in files:
-            with open(out / file.name, "r+b") as handle:
-                for item, offset in file.items:
-                    handle.seek(offset)
-                    for region in _chunks(item.region):
-                        chunk = torch.empty(region.lengths, dtype=item.dtype)
-                        reader.read_quietly([ReadRequest(names[item.key], region, chunk)])
-                        transfer.add(handle.write(bytes_of(chunk.view(-1))))
-                handle.flush()
-                os.fsync(handle.fileno())
+def _copy_weights(
+    reader: SafetensorsReader, files: Sequence[FileLayout], names: dict[str, str], out: Path, transfer: Transfer
+) -> None:
+    for file in files:
+        with open(out / file.name, "r+b") as handle:
+            for item, offset in file.items:
+                handle.seek(offset)
+                for region in _chunks(item.region):
+                    chunk = torch.empty(region.lengths, dtype=item.dtype)
+                    reader.read_quietly([ReadRequest(names[item.key], region, chunk)])
+                    transfer.add(handle.write(bytes_of(chunk.view(-1))))
+            handle.flush()
+            os.fsync(handle.fileno())
 
 
 def _chunks(region: Region) -> Iterator[Region]:

@@ -3,6 +3,7 @@
 import errno
 import json
 import logging
+import math
 import multiprocessing
 import os
 import random
@@ -187,9 +188,9 @@ def slow_down(monkeypatch: pytest.MonkeyPatch) -> None:
         return slowed
 
     monkeypatch.setattr(os, "pwritev", slow(os.pwritev, 0.001, 0.001))
-    monkeypatch.setattr(os, "fsync", slow(os.fsync, 0.001, 0.001))
+    monkeypatch.setattr(os, "fsync", slow(os.fsync, 0.002, 0.002))
     monkeypatch.setattr(os, "unlink", slow(os.unlink, 0.001, 0.001))
-    monkeypatch.setattr(Path, "rename", slow(Path.rename, 0.02, 0.02))
+    monkeypatch.setattr(Path, "rename", slow(Path.rename, 0.06, 0.02))
 
 
 def save_forever(job: Checked, send: Callable[[Any], None]) -> None:
@@ -246,9 +247,9 @@ def test_ranks_killed_at_random_moments_of_saving_leave_complete_checkpoints(che
             kind = name.rpartition(".")[2]
             late = kind == "tmp" and (folder / name / commit.MANIFEST_FILE).exists()
             seen["tmp with manifest" if late else kind] += 1
-    hits = seen["tmp"] + seen["tmp with manifest"]
-    assert hits >= kills // 2, f"too few kills while files were written: {seen}"
-    assert seen["tmp"] and seen["tmp with manifest"], f"not all parts of a save were hit: {seen}"
+    # About 18, 3 and 4 of the 26.
+    assert seen["tmp"] + seen["tmp with manifest"] >= kills // 3, f"too few kills while files were written: {seen}"
+    assert seen["tmp with manifest"] + seen["gone"] > 0, f"no kill around the renames: {seen}"
 
 
 @dataclass(frozen=True)
@@ -260,6 +261,10 @@ class Point:
     after: bool
     newest: int
     replace: bool = False
+
+    def __str__(self) -> str:
+        where = "after" if self.after else "before"
+        return f"{where}-{self.name}-{self.call}-of-{'replacement' if self.replace else 'save'}"
 
 
 KILL_POINTS = [
@@ -274,13 +279,7 @@ KILL_POINTS = [
 ]
 
 
-@pytest.mark.parametrize(
-    "point",
-    KILL_POINTS,
-    ids=lambda point: (
-        f"{point.name}-{point.call}-{'after' if point.after else 'before'}-{'replace' if point.replace else 'new'}"
-    ),
-)
+@pytest.mark.parametrize("point", KILL_POINTS, ids=str)
 def test_a_kill_around_each_rename_leaves_a_checkpoint_to_resume(checked, saved, monkeypatch, point):
     folder = saved("run")
     job = checked(FSDP2, *SMALL, "--checkpoint.keep_latest_k=2", "--checkpoint.verify_checksums=true")
@@ -368,29 +367,19 @@ def saved(template: Path, tmp_path: Path) -> Callable[[str], Path]:
 Sabotage = Callable[[], Any]
 
 
-def raising(number: int, *, from_call: int = 1) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Wraps a function so that it raises `OSError(number)` from the nth call on."""
-
-    def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
-        calls: list[None] = []
-
-        def failing(*args: Any, **kwargs: Any) -> Any:
-            calls.append(None)
-            if len(calls) >= from_call:
-                raise OSError(number, os.strerror(number))
-            return function(*args, **kwargs)
-
-        return failing
-
-    return wrap
-
-
 @contextmanager
-def broken(rank: int, owner: Any, name: str, number: int, from_call: int = 1) -> Any:
-    """On `rank`, let `owner.name` raise `OSError(number)` from the nth call on."""
-    original = getattr(owner, name)
+def broken(rank: int, owner: Any, name: str, number: int, first_call: int = 1, last_call: float = math.inf) -> Any:
+    """On `rank`, let `owner.name` raise `OSError(number)`, from its first to its last of these calls."""
+    original, calls = getattr(owner, name), []
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        if first_call <= len(calls) <= last_call:
+            raise OSError(number, os.strerror(number))
+        return original(*args, **kwargs)
+
     if dist.get_rank() == rank:
-        setattr(owner, name, raising(number, from_call=from_call)(original))
+        setattr(owner, name, failing)
     yield
     setattr(owner, name, original)
 
@@ -526,7 +515,7 @@ def test_checkpoint_that_cannot_be_replaced_is_untouched(run_ranks, checked, sav
     def rank_main() -> tuple[str, str]:
         trainer = build_trainer(job)
         trainer.checkpointer._saved_step = -1  # save step 2 once more
-        with broken(0, Path, "rename", errno.EACCES, 2):
+        with broken(0, Path, "rename", errno.EACCES, 2, 2):
             return failing_save(trainer, 2, "now")
 
     first, second = run_ranks(2, rank_main, timeout_s=SECONDS)
@@ -789,17 +778,23 @@ def test_retention_keeps_the_latest_and_every_nth(run_ranks, checked, tmp_path, 
         assert_holds(step_folder(folder, step), step)
 
 
-def test_damaged_later_checkpoint_does_not_count_as_one_to_keep(run_ranks, checked, saved):
+@pytest.mark.parametrize("damage", ["missing file", "damaged byte"])
+def test_damaged_later_checkpoint_does_not_count_as_one_to_keep(run_ranks, checked, saved, damage):
     """Else the run would remove what it has just saved, and keep what no resume can use."""
     folder = saved("run")
     (folder / "step-2").rename(folder / "step-9")
-    (folder / "step-9" / MODEL).unlink()
-    job = checked(FSDP2, *SMALL, "--checkpoint.keep_latest_k=1")
+    if damage == "missing file":
+        (folder / "step-9" / MODEL).unlink()
+    else:
+        flip_bit(folder / "step-9" / MODEL)
+    job = checked(FSDP2, *SMALL, "--checkpoint.keep_latest_k=1", "--checkpoint.verify_checksums=true")
 
-    def rank_main() -> int:
+    def rank_main() -> tuple[int, int]:
         trainer = build_trainer(job)
-        save_step(trainer, trainer.step + 1)
-        return start(job).step
+        resumed = trainer.step
+        save_step(trainer, resumed + 1)
+        return resumed, start(job).step
 
-    assert run_ranks(2, rank_main) == [2, 2]
+    assert run_ranks(2, rank_main) == [(1, 2)] * 2
     assert_holds(folder / "step-2", 2)
+    assert 1 not in list_steps(folder)

@@ -10,9 +10,8 @@ import os
 import stat
 import struct
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -37,8 +36,7 @@ DTYPES: Mapping[str, torch.dtype] = {
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
+class StoredTensor(NamedTuple):
     """One tensor of a safetensors file.
 
     Attributes:
@@ -210,7 +208,7 @@ def _parse(path: Path, text: bytes) -> dict[str, Any]:
 
 def _is_text(text: str) -> bool:
     """JSON can spell halves of surrogate pairs, which are no characters."""
-    return not any("\ud800" <= character <= "\udfff" for character in text)
+    return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _check_entry(key: str, entry: Any, path: Path, data_start: int, file_bytes: int) -> StoredTensor:

@@ -82,7 +82,9 @@ class HFCheckpoint:
             if not info.persistent:
                 continue
             pieces = self._pieces(name, info.shape)
-            used.update(piece.key for piece in (*pieces, *checkpoint_pieces(name, info.shape, self._family)))
+            used.update([piece.key for piece in pieces])
+            if pieces[0].key.startswith(MASTER_PREFIX):  # the model's own files have it too, with fewer bits
+                used.update([piece.key for piece in checkpoint_pieces(name, info.shape, self._family)])
             found = [piece for piece in pieces if piece.key in self._stored.tensors]
             if not found:
                 continue  # the plan knows whether it may be absent

@@ -86,19 +86,16 @@ class SafetensorsReader:
         Raises:
             CheckpointError: a file is gone, has another size than when its header was read, or cannot be read.
         """
-        total = sum(part.nbytes for request in requests for part in self._parts(request))
-        with Transfer(f"reading {self.name}", total) as transfer:
-            self._read(requests, transfer.add)
+        parts = [part for request in requests for part in self._parts(request)]
+        with Transfer(f"reading {self.name}", sum(part.nbytes for part in parts)) as transfer:
+            self._read(parts, transfer.add)
 
     def read_quietly(self, requests: Sequence[ReadRequest]) -> None:
         """`read` without a word on the terminal."""
-        self._read(requests, lambda nbytes: None)
+        self._read([part for request in requests for part in self._parts(request)], lambda nbytes: None)
 
-    def _read(self, requests: Sequence[ReadRequest], count: Callable[[int], None]) -> None:
-        parts = sorted(
-            (part for request in requests for part in self._parts(request)),
-            key=lambda part: (str(part.placed.stored.file), part.offset),
-        )
+    def _read(self, parts: list[_Part], count: Callable[[int], None]) -> None:
+        parts.sort(key=lambda part: (str(part.placed.stored.file), part.offset))
         if parts:
             with _Files(self._file_bytes, {part.placed.stored.file for part in parts}) as files:
                 _run(_jobs(parts, files), self._threads, count)
@@ -218,7 +215,7 @@ def _jobs(parts: Sequence[_Part], files: _Files) -> Iterator[_Job]:
                 yield partial(staging.read, files, part)
                 continue
             if batch and (
-                batch_bytes + part.nbytes > _DIRECT_BYTES or batch[0].placed.stored.file != part.placed.stored.file
+                batch_bytes + part.nbytes > _DIRECT_BYTES or batch[0].placed.stored.file is not part.placed.stored.file
             ):
                 yield partial(_read_direct, files, batch)
                 batch, batch_bytes = [], 0

@@ -1,6 +1,5 @@
 """Where a stored tensor and a shard in memory overlap: runs of elements that are contiguous in both."""
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -72,9 +71,15 @@ def bytes_of(flat: torch.Tensor) -> memoryview:
 
 def _offsets(starts: list[int], lengths: list[int], box: Region, outer: int) -> np.ndarray:
     """First element of every run inside `box`; the dims before `outer` are walked through."""
-    offsets = np.zeros(1, dtype=np.int64)
-    for dim, (start, length) in enumerate(zip(starts, lengths, strict=True)):
-        stride = math.prod(box.lengths[dim + 1 :])
-        indices = start - box.starts[dim] + np.arange(length if dim < outer else 1, dtype=np.int64)
-        offsets = (offsets[:, None] + indices * stride).reshape(-1)
+    first = 0
+    walked: list[tuple[int, int]] = []  # length and stride
+    stride = 1
+    for dim in reversed(range(len(starts))):
+        first += (starts[dim] - box.starts[dim]) * stride
+        if dim < outer and lengths[dim] > 1:
+            walked.append((lengths[dim], stride))
+        stride *= box.lengths[dim]
+    offsets = np.array([first], dtype=np.int64)
+    for length, stride in reversed(walked):
+        offsets = (offsets[:, None] + np.arange(length, dtype=np.int64) * stride).reshape(-1)
     return offsets

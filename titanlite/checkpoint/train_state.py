@@ -58,7 +58,7 @@ class Progress:
         if table.pop("format", None) != 1:
             raise CheckpointError(f"{where}: {STATE_FILE} is of a format that this version does not know.")
         kinds = {"step": int, "samples": int, "data": str, "world_size": int, "versions": dict}
-        if table.keys() != kinds.keys() or not all(type(table[name]) is kind for name, kind in kinds.items()):
+        if table.keys() != kinds.keys() or not all(isinstance(table[k], t) for k, t in kinds.items()):
             raise CheckpointError(
                 f"{where}: {STATE_FILE} is damaged. Resume from an earlier step: checkpoint.load_step."
             )

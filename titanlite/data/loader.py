@@ -66,7 +66,7 @@ class TrainLoader:
         tokenized = self.dataset.tokenized
         checksum = zlib.crc32(np.ascontiguousarray(tokenized.tokens[:_CHECKED_TOKENS]).tobytes())
         return (
-            f"{len(tokenized.tokens)} tokens in {tokenized.num_documents} documents (CRC-32 of the first "
+            f"{len(tokenized.tokens)} tokens in {tokenized.num_documents} documents (checksum "
             f"{checksum:08x}), sequences of {self.dataset.seq_len}, seed {self.seed}"
         )
 

@@ -45,6 +45,7 @@ def apply_fsdp(model: Decoder, job: JobConfig, dims: ParallelDims, device_type: 
     }
     reshard = job.parallelism.fsdp_reshard_after_forward
     layers = model.decoder_layers()
+    placement = _expert_placement(model, dims)
     for layer in layers:
         # The last layer's parameters are needed again at once, when backward begins.
         last = layer is layers[-1]
@@ -54,14 +55,14 @@ def apply_fsdp(model: Decoder, job: JobConfig, dims: ParallelDims, device_type: 
                 layer.mlp.experts,
                 mesh=dims.expert_fsdp_mesh,
                 reshard_after_forward=reshard_layer,
-                shard_placement_fn=_expert_placement(model, dims),
+                shard_placement_fn=placement,
                 **shared,
             )
         fully_shard(
             layer,
             mesh=dims.fsdp_mesh,
             reshard_after_forward=reshard_layer,
-            shard_placement_fn=_expert_placement(model, dims),
+            shard_placement_fn=placement,
             **shared,
         )
     if not model.config.tie_word_embeddings:

@@ -436,15 +436,12 @@ def test_read_headers_collects_problems(tmp_path: Path) -> None:
     assert f"{tmp_path / '4.safetensors'}: there is no such file" in text
 
 
-def test_file_that_goes_away_after_its_header_was_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def read_and_remove(path: Path) -> dict[str, StoredTensor]:
-        tensors = read_header_and_size(path)
-        path.unlink()
-        return tensors
-
+def test_size_is_the_one_that_the_header_was_checked_against(tmp_path: Path) -> None:
+    """Not asked for a second time: the file may have changed in between, and whoever reads compares."""
     _save(tmp_path / SINGLE_FILE, "a")
-    monkeypatch.setattr(folder_module, "read_header_and_size", read_and_remove)
-    assert SINGLE_FILE in _refusal(tmp_path)
+    size = (tmp_path / SINGLE_FILE).stat().st_size
+    assert read_header_and_size(tmp_path / SINGLE_FILE)[1] == size
+    assert read_model_headers(tmp_path).file_bytes == {tmp_path / SINGLE_FILE: size}
 
 
 # ---- read_json ----
