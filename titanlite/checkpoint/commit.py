@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import traceback
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,11 +18,12 @@ import torch.distributed as dist
 from titanlite.checkpoint.folder import OWN_FOLDER, read_json
 from titanlite.checkpoint.header import shown
 from titanlite.checkpoint.writer import FileLayout, create_files, header_crcs, merge_crcs, write_items
-from titanlite.errors import CheckpointError
+from titanlite.errors import CheckpointError, TitanliteError
+from titanlite.logger import logger
 from titanlite.materialize.agree import raise_together
 
 MANIFEST_FILE = f"{OWN_FOLDER}/manifest.json"
-_STEP = re.compile(r"step-([0-9]+)")
+_STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 _CHUNK = 8 << 20
 
 
@@ -71,12 +73,15 @@ def commit_folder(
 
 
 def _together(folder: Path, action: Callable[[], None], group: dist.ProcessGroup | None) -> None:
-    """Run `action`; what goes wrong on any rank is raised on all."""
+    """Run `action`; what goes wrong on any rank, whatever it is, is raised on all: they would wait for this one."""
     problems = []
     try:
         action()
-    except (OSError, ValueError, RuntimeError) as error:
-        problems.append(f"{error}")
+    except (OSError, TitanliteError) as error:
+        problems.append(str(error))
+    except Exception as error:  # noqa: BLE001 - a bug; its traceback is for the log
+        logger.error("%s", traceback.format_exc())
+        problems.append(f"{type(error).__name__}: {error}")
     where = f"checkpoint: cannot save to {folder}; free space or change job.dump_folder"
     raise_together(CheckpointError, where, problems, group)
 
@@ -88,17 +93,18 @@ def check_folder(folder: Path, *, checksums: bool = False, share: tuple[int, int
     at, from the ith on.
     """
     try:
-        files = read_json(folder / MANIFEST_FILE, str(folder)).get("files")
+        manifest = read_json(folder / MANIFEST_FILE, str(folder))
     except CheckpointError as error:
         return [str(error)]
-    if not isinstance(files, dict):
-        return [f"{folder}: {MANIFEST_FILE} lists no files."]
+    files = manifest.get("files")
+    if manifest.get("format") != 1 or not isinstance(files, dict) or not files:
+        return [f"{folder}: {MANIFEST_FILE} lists no files, or is of a format that this version does not know."]
     problems = []
     for name, entry in list(files.items())[share[0] :: share[1]]:
         path = folder / name
         try:
             wanted, crc = int(entry["bytes"]), int(entry["crc32"], 16)
-        except (TypeError, KeyError, ValueError):
+        except (TypeError, KeyError, ValueError, OverflowError):
             problems.append(f"{shown(name)}: its entry in {MANIFEST_FILE} is damaged.")
             continue
         try:
@@ -109,6 +115,8 @@ def check_folder(folder: Path, *, checksums: bool = False, share: tuple[int, int
                 problems.append(f"{shown(name)}: its bytes are not those that were saved (CRC-32 differs).")
         except OSError as error:
             problems.append(f"{shown(name)}: {error.strerror}.")
+        except ValueError:
+            problems.append(f"{shown(name)}: is not the name of a file.")
     return problems
 
 
@@ -134,9 +142,13 @@ def clean_up(folder: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def remove_old(folder: Path, keep_latest: int, keep_every: int) -> None:
-    """Remove all but the last `keep_latest` checkpoints (0: keep all); multiples of `keep_every` stay (0: none)."""
-    steps = list_steps(folder)
+def remove_old(folder: Path, keep_latest: int, keep_every: int, newest: int | None = None) -> None:
+    """Remove all but the last `keep_latest` checkpoints (0: keep all); multiples of `keep_every` stay (0: none).
+
+    What is later than `newest`, the one just saved, or not complete, is neither counted nor touched.
+    """
+    steps = [step for step in list_steps(folder) if newest is None or step <= newest]
+    steps = [step for step in steps if not check_folder(step_folder(folder, step))]
     for step in steps[:-keep_latest] if keep_latest else ():
         if not (keep_every and step % keep_every == 0):
             path = step_folder(folder, step)
@@ -181,7 +193,12 @@ def _appear(temporary: Path, folder: Path) -> None:
     if folder.exists():
         shutil.rmtree(old, ignore_errors=True)
         folder.rename(old)
-    temporary.rename(folder)
+    try:
+        temporary.rename(folder)
+    except OSError:
+        if old.exists():
+            old.rename(folder)
+        raise
     descriptor = os.open(folder.parent, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -30,4 +30,4 @@ def dequantize(
     """
     scale_rows = torch.from_numpy(first // cols // block[0] - first_scale_row)
     scale_cols = torch.arange(int(first[0]) % cols, int(first[0]) % cols + raw.shape[1]) // block[1]
-    return raw.to(torch.float32) * scale.to(torch.float32)[scale_rows][:, scale_cols]
+    return raw.to(torch.float32).mul_(scale.to(torch.float32)[scale_rows][:, scale_cols])

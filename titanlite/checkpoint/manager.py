@@ -177,7 +177,11 @@ class Checkpointer:
         def write() -> None:
             commit_folder(folder, files, write_rest, self._group)
             if dist.get_rank() == 0:
-                remove_old(self.folder, self._section.keep_latest_k, self._section.keep_every_n_steps)
+                try:
+                    section = self._section
+                    remove_old(self.folder, section.keep_latest_k, section.keep_every_n_steps, progress.step)
+                except OSError as error:  # the new one is there; an old one too many harms nobody
+                    logger.warning("checkpoint: cannot remove old checkpoints in %s: %s", self.folder, error)
 
         warn_of_sidecar(model.config, files)
         self._saved_step = progress.step

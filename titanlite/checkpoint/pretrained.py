@@ -20,11 +20,13 @@ from titanlite.checkpoint.keys import (
 )
 from titanlite.checkpoint.reader import Placed, SafetensorsReader
 from titanlite.config import ModelConfig
+from titanlite.errors import CheckpointError
 from titanlite.logger import logger
 from titanlite.materialize import Source, TensorInfo, Unfit
 from titanlite.materialize.agree import on_first_rank
 from titanlite.materialize.sources import Read
 from titanlite.models.families import Family, family_of
+from titanlite.models.families.family import QUANTIZATION_PROBLEM, is_readable_quantization
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -42,7 +44,7 @@ def hf_checkpoint(folder: Path, config: ModelConfig, *, exact: bool = False) -> 
     Collectives: one broadcast; every rank must call.
     """
 
-    def read() -> tuple[Stored, dict[str, Any]]:
+    def read() -> tuple[Stored, dict[str, Any] | None]:
         stored = read_model_headers(folder)
         own = [folder / OWN_FOLDER / SIDECAR_FILE, *sorted((folder / OWN_FOLDER).glob("weights*.safetensors"))]
         own = [path for path in own if path.exists() and (exact or path.name == SIDECAR_FILE)]
@@ -50,14 +52,17 @@ def hf_checkpoint(folder: Path, config: ModelConfig, *, exact: bool = False) -> 
             extra = read_headers(own, f"checkpoint {folder}")
             stored = Stored(stored.tensors | extra.tensors, stored.file_bytes | extra.file_bytes)
         has_config = (folder / "config.json").exists()
-        return stored, read_json(folder / "config.json", f"checkpoint {folder}") if has_config else {}
+        hf_config = read_json(folder / "config.json", f"checkpoint {folder}") if has_config else {}
+        quantization = hf_config.get("quantization_config")
+        if not is_readable_quantization(quantization):
+            raise CheckpointError(f"checkpoint {folder}: config.json: {QUANTIZATION_PROBLEM}")
+        return stored, quantization
 
-    stored, hf_config = on_first_rank(read)
+    stored, quantization = on_first_rank(read)
     if config.tie_word_embeddings and {"lm_head.weight", "model.embed_tokens.weight"} <= stored.tensors.keys():
         logger.warning("checkpoint: lm_head.weight of %s is not read, the model ties it to the embedding.", folder)
-    quantization = hf_config.get("quantization_config") or {}
-    rows, cols = quantization.get("weight_block_size") or (128, 128)
-    return HFCheckpoint(str(folder), stored, family_of(config), (int(rows), int(cols)))
+    rows, cols = (quantization or {}).get("weight_block_size", (128, 128))
+    return HFCheckpoint(str(folder), stored, family_of(config), (rows, cols))
 
 
 class HFCheckpoint:

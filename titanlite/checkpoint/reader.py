@@ -73,7 +73,7 @@ class SafetensorsReader:
         file_bytes: Mapping[Path, int],
         threads: int = 0,
     ) -> None:
-        self.name = name
+        self.name, self.proves_coverage = name, True
         self._tensors, self._file_bytes = tensors, file_bytes
         self._threads = threads or io_threads()
 
@@ -97,7 +97,9 @@ class SafetensorsReader:
     def _read(self, parts: list[_Part], count: Callable[[int], None]) -> None:
         parts.sort(key=lambda part: (str(part.placed.stored.file), part.offset))
         if parts:
-            with _Files(self._file_bytes, {part.placed.stored.file for part in parts}) as files:
+            needed = {part.placed.stored.file for part in parts}
+            needed |= {part.placed.scale.file for part in parts if part.placed.scale is not None}
+            with _Files(self._file_bytes, needed) as files:
                 _run(_jobs(parts, files), self._threads, count)
 
     def plan_bytes(self, name: str, region: Region) -> dict[Path, int]:
@@ -209,7 +211,10 @@ def _jobs(parts: Sequence[_Part], files: _Files) -> Iterator[_Job]:
         direct = _is_direct(whole)
         itemsize = whole.placed.stored.dtype.itemsize
         cols = whole.placed.stored.shape[-1] if whole.placed.scale is not None else 1
-        for runs in whole.runs.split((_DIRECT_BYTES if direct else _STAGED_BYTES) // itemsize, max(cols, 1)):
+        nbytes = _DIRECT_BYTES if direct else _STAGED_BYTES
+        if whole.placed.scale is not None:
+            nbytes //= 8  # a byte on disk is four of its float32 value, and as many of its factor
+        for runs in whole.runs.split(nbytes // itemsize, max(cols, 1)):
             part = _Part(whole.placed, runs, whole.target)
             if not direct:
                 yield partial(staging.read, files, part)

@@ -1,5 +1,6 @@
 """From what the configuration calls a model to a local folder: a path, or a repository of the Hugging Face hub."""
 
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,8 @@ from titanlite.errors import ConfigError
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 _DESCRIPTION = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
 _WEIGHTS = ["*.safetensors"]
+# Copies of the weights in other layouts, and whatever lies in folders of its own.
+_IGNORED = ["consolidated*", "*/*"]
 
 
 def resolve_assets(job: JobConfig) -> JobConfig:
@@ -27,7 +30,8 @@ def resolve_assets(job: JobConfig) -> JobConfig:
         checkpoint = replace(checkpoint, initial_load_path=path)
         if not model.flavor and not model.hf_assets_path:
             model = replace(model, hf_assets_path=path)
-        elif model.flavor and not data.tokenizer_path and (Path(path) / "tokenizer.json").is_file():
+            return replace(job, model=model, checkpoint=checkpoint)
+        if model.flavor and not data.tokenizer_path and (Path(path) / "tokenizer.json").is_file():
             data = replace(data, tokenizer_path=path)
     if model.hf_assets_path:
         path = local_folder("model.hf_assets_path", model.hf_assets_path, weights=False)
@@ -41,31 +45,40 @@ def local_folder(key: str, name: str, *, weights: bool) -> str:
     Raises:
         ConfigError: the repository is neither in the local cache nor can it be downloaded.
     """
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))  # Path.expanduser raises where there is no such user
     if path.exists() or not _HUB_ID.fullmatch(name):
         return str(path)
     # Costs half a second, and only names of the hub need it.
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     repository, _, revision = name.partition("@")
-    patterns = _DESCRIPTION + (_WEIGHTS if weights else [])
+    # What the HTTP library raises while it reads; HfHubHTTPError is derived from it, whichever library it is.
+    transport_errors = tuple(
+        base for base in HfHubHTTPError.__mro__ if base.__name__ in ("HTTPError", "RequestException")
+    )
 
     def fetch(local_files_only: bool) -> str:
         return snapshot_download(
-            repository, revision=revision or None, allow_patterns=patterns, local_files_only=local_files_only
+            repository,
+            revision=revision or None,
+            allow_patterns=_DESCRIPTION + (_WEIGHTS if weights else []),
+            ignore_patterns=_IGNORED,
+            local_files_only=local_files_only,
         )
 
     try:
-        # All ranks come here. What the check before the launch has downloaded needs no request from each of them.
-        folder = fetch(local_files_only=True)
-        if not weights or any(Path(folder).glob("*.safetensors")):
-            return folder
-    except LocalEntryNotFoundError:
-        pass
-    try:
+        try:
+            # All ranks come here. What the check before the launch has downloaded needs no request from each of them.
+            folder = fetch(local_files_only=True)
+            if not weights or any(Path(folder).glob("*.safetensors")):
+                return folder
+        except LocalEntryNotFoundError:
+            pass
         return fetch(local_files_only=False)
-    except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
+    except Exception as error:
+        if not isinstance(error, (*expected, *transport_errors)):
+            raise
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(
             f"{key}: '{name}' is no folder here, not in the cache of the Hugging Face hub, and cannot be downloaded: "

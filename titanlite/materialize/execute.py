@@ -40,9 +40,9 @@ def allocate(plan: Plan, device: torch.device, buffer_device: torch.device | Non
             new = torch.empty_like(tensor, device=target, dtype=entry.dtype, requires_grad=False)
             local = local_of(new)
             use_huge_pages(local)
-            # A pass over all memory would cost as much as reading it. A reader proves beforehand that its reads cover
-            # every element, so that here the ends are enough to notice a tensor that is never read.
-            _poison(local, ends_only=isinstance(entry.source, Read))
+            # A pass over all memory costs as much as reading it. Where the reader itself proves that its reads cover
+            # every element, the ends are enough to notice a tensor that is never read.
+            _poison(local, ends_only=isinstance(entry.source, Read) and entry.source.reader.proves_coverage)
         elif not isinstance(tensor, DTensor) and tensor.device != target:
             new = tensor.detach().to(target)
         else:

@@ -84,9 +84,15 @@ class ReadRequest:
 
 
 class TensorReader(Protocol):
-    """A store of named tensors that can read parts of them."""
+    """A store of named tensors that can read parts of them.
+
+    Attributes:
+        name: how messages call it.
+        proves_coverage: `read` checks, before it reads, that what it will write is every element of each destination.
+    """
 
     name: str
+    proves_coverage: bool
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Names in the model's terms and global shapes, without reading data."""
@@ -176,7 +182,7 @@ class StateDictReader:
     """Reads from full tensors in memory, a state dict of the unsharded model."""
 
     def __init__(self, state_dict: Mapping[str, torch.Tensor], name: str = "state dict") -> None:
-        self.name, self._state_dict = name, state_dict
+        self.name, self._state_dict, self.proves_coverage = name, state_dict, False
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {name: tuple(tensor.shape) for name, tensor in self._state_dict.items()}

@@ -122,7 +122,8 @@ def test_what_goes_wrong_in_the_rest_leaves_the_older_folder(tmp_path, process_g
     with pytest.raises(CheckpointError) as raised:
         commit_folder(folder, files_of(1.0), fail)
     where = f"checkpoint: cannot save to {folder}; free space or change job.dump_folder"
-    assert str(raised.value) == f"{where}: {error}"
+    kind = "" if isinstance(error, OSError) else f"{type(error).__name__}: "  # a bug; its traceback is in the log
+    assert str(raised.value) == f"{where}: {kind}{error}"
     assert names_in(tmp_path) == {"step-1"}
     assert check_folder(folder, checksums=True) == []
     assert (folder / "model.safetensors").read_text() == "some bytes"

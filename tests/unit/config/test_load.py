@@ -190,7 +190,7 @@ def test_file_that_is_not_text(folder: Path) -> None:
         ("validation.seq_len = 5", "unknown key 'validation.seq_len'; did you mean 'training.seq_len'?"),
         ("training.warmup_steps = 5", "unknown key 'training.warmup_steps'; did you mean 'lr_scheduler.warmup_steps'?"),
         ("profiling.enable = true", "unknown key 'profiling.enable'; did you mean 'profiling.enable_profiling'?"),
-        ("checkpoint.zzz = 1", "unknown key 'checkpoint.zzz'. Keys of [checkpoint]: enable, folder, export_dtype."),
+        ("job.zzz = 1", "unknown key 'job.zzz'. Keys of [job]: dump_folder, description."),
         (
             "[metrics.log]\nfreq = 1",
             "unknown section 'metrics.log'. Keys of [metrics]: log_freq, enable_tensorboard, save_tb_folder, "
@@ -277,8 +277,8 @@ def test_override_wins_over_the_file_and_the_last_one_over_others() -> None:
         ("--training.seq-len=5", "unknown key 'training.seq-len'; did you mean 'training.seq_len'?"),
         ("--model.num_layers=4", "unknown key 'model.num_layers'; did you mean 'model.overrides.num_layers'?"),
         (
-            "--checkpoint.enable.x=1",
-            "unknown key 'checkpoint.enable.x'. Keys of [checkpoint]: enable, folder, export_dtype.",
+            "--compile.enable.x=1",
+            "unknown key 'compile.enable.x'. Keys of [compile]: enable.",
         ),
         ("--training=5", "'training' is a section. Set its keys one by one: --training.steps=VALUE."),
         ("--training.steps", "has no value. Write --training.steps=VALUE."),

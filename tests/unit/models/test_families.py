@@ -288,7 +288,7 @@ def test_all_contradictions_at_once():
         # transformers rotates half of each head then, for every scaled rope_type.
         (LLAMA_3_1_8B, {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}}),
         (QWEN3_0_6B, {"layer_types": ["sliding_attention"] * 28}),
-        (QWEN3_0_6B, {"quantization_config": {"quant_method": "fp8"}}),
+        (QWEN3_0_6B, {"quantization_config": {"quant_method": "gptq"}}),
         (LLAMA_3_1_8B, {"rope_scaling": {"rope_type": "llama3"}}),
     ],
 )

@@ -42,6 +42,10 @@ DEBUG_SIZES: Mapping[str, Any] = {
 KEY_ALIASES: Mapping[str, str] = {"num_experts": "num_local_experts", "n_routed_experts": "num_local_experts"}
 # Features that every config.json may ask for and the decoder lacks.
 UNIVERSALLY_REQUIRED: Mapping[str, tuple[Any, ...]] = {"hidden_act": ("silu",)}
+QUANTIZATION_PROBLEM = (
+    "quantization_config: of quantized weights only FP8 with a scale per block (quant_method 'fp8' with a "
+    "weight_block_size of two numbers) can be read."
+)
 
 
 @dataclass(frozen=True)
@@ -79,11 +83,8 @@ class Family:
             if key in hf and hf[key] not in allowed:
                 wanted = " or ".join(repr(value) for value in allowed)
                 problems.append(f"{key} = {hf[key]!r} is not supported by the native decoder, only {wanted} is.")
-        if not _is_readable_quantization(hf.get("quantization_config")):
-            problems.append(
-                "quantization_config: of quantized weights only FP8 with a scale per block (quant_method 'fp8' with a "
-                "weight_block_size of two numbers) can be read."
-            )
+        if not is_readable_quantization(hf.get("quantization_config")):
+            problems.append(QUANTIZATION_PROBLEM)
         if set(hf.get("layer_types") or []) - {"full_attention"}:
             problems.append("layer_types has other entries than 'full_attention', which the native decoder lacks.")
         values: dict[str, Any] = {**self.defaults, **self.fixed, "family": self.name}
@@ -126,7 +127,7 @@ _ROPE_KEYS = {
 }
 
 
-def _is_readable_quantization(quantization: Any) -> bool:
+def is_readable_quantization(quantization: Any) -> bool:
     """True without quantization, and for block-scaled FP8, which is dequantized while it is read."""
     if quantization is None:
         return True
