@@ -4,6 +4,7 @@ import hashlib
 import os
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from titanlite.errors import NOTICE_FOLDER, TitanliteError
 from titanlite.logger import setup_logger
 from titanlite.preflight import check
 from titanlite.trainer import Trainer
+
+_LAUNCHER_WAIT_S = 10.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,10 +37,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     except TitanliteError as error:
         _say_once(f"titanlite: error: {error}")
         code = 2
+    except RuntimeError as error:
+        if NOTICE_FOLDER in os.environ and _is_lost_peer(error):
+            # Another rank is gone, and the launcher says which. It ends this one before a traceback of the collective
+            # that was waiting would bury that line.
+            time.sleep(_LAUNCHER_WAIT_S)
+        raise
     # Not after other exceptions: with collectives in flight it would wait for their timeout before the traceback shows.
     if dist.is_initialized():
         dist.destroy_process_group()
     return code
+
+
+def _is_lost_peer(error: RuntimeError) -> bool:
+    return isinstance(error, dist.DistError) or "gloo" in str(error)
 
 
 def _say_once(message: str) -> None:

@@ -146,7 +146,7 @@ class Trainer:
         Collective: every rank must call. SIGTERM or SIGINT end it early, after a step, with a checkpoint.
         """
         job = self.job
-        with self.metrics, build_profiler(job, self.dump_folder) as profiler:
+        with self.checkpointer, self.metrics, build_profiler(job, self.dump_folder) as profiler:
             window = Window()
             while self.step < job.training.steps and not self.stopping:
                 data_start = time.perf_counter()

@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from titanlite.checkpoint.pretrained import HFCheckpoint, hf_checkpoint
 from titanlite.checkpoint.train_state import Progress, load_state, state_files
 from titanlite.checkpoint.writer import FileLayout
 from titanlite.config import JobConfig, ModelConfig
-from titanlite.errors import CheckpointError, raise_problems
+from titanlite.errors import CheckpointError, TitanliteError, raise_problems
 from titanlite.logger import logger
 from titanlite.materialize import Plan
 from titanlite.materialize.agree import on_first_rank
@@ -28,6 +28,8 @@ from titanlite.models.decoder import Decoder
 
 class Checkpointer:
     """Loads and saves the checkpoints `step-N` of one run. Every rank makes one; all methods are collective.
+
+    A context manager: if training ends with an error, a save in the background is finished first.
 
     Attributes:
         folder: where the checkpoints of this run are.
@@ -184,10 +186,11 @@ class Checkpointer:
                     logger.warning("checkpoint: cannot remove old checkpoints in %s: %s", self.folder, error)
 
         warn_of_sidecar(model.config, files)
-        self._saved_step = progress.step
         if self._section.async_mode == "disabled":
             write()
+            self._saved_step = progress.step
             return
+        self._saved_step = progress.step
         files = self._snapshot(files)
         self._pending = self._pool.submit(write)
         logger.info(
@@ -195,6 +198,17 @@ class Checkpointer:
             progress.step,
             time.perf_counter() - began,
         )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        # Only errors that all ranks have: after others a peer may be gone that the writer would wait for.
+        if isinstance(error, TitanliteError):
+            try:
+                self.wait()
+            except TitanliteError as second:
+                logger.error("%s", second)  # the first one says what happened
 
     def wait(self) -> None:
         """Wait for a save in the background.
@@ -224,15 +238,16 @@ class Checkpointer:
     def _snapshot(self, files: Sequence[FileLayout]) -> list[FileLayout]:
         """The same layout over copies of this rank's shards in host memory, which is kept for the next time."""
         copies: dict[int, torch.Tensor] = {}
+        kept, self._host_buffers = self._host_buffers, {}
 
         def copy_of(local: torch.Tensor) -> torch.Tensor:
             # By address: `local_of` makes a new tensor object of the same memory each time.
             key = local.data_ptr() if local.numel() else 0
             if key not in copies:
-                buffer = self._host_buffers.get(key)
+                buffer = kept.get(key)
                 if buffer is None or buffer.shape != local.shape or buffer.dtype != local.dtype:
                     buffer = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
-                    self._host_buffers[key] = buffer
+                self._host_buffers[key] = buffer
                 copies[key] = buffer.copy_(local, non_blocking=local.is_cuda)
             return copies[key]
 

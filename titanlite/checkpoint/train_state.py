@@ -16,7 +16,7 @@ from titanlite.checkpoint.writer import FileLayout, Item, lay_out
 from titanlite.errors import CheckpointError, raise_problems
 from titanlite.logger import logger
 from titanlite.materialize import Plan, region_of
-from titanlite.materialize.agree import on_first_rank
+from titanlite.materialize.agree import on_first_rank, raise_together
 from titanlite.materialize.execute import read_tensors, use_huge_pages
 from titanlite.materialize.layout import local_of
 from titanlite.materialize.replicas import share_out
@@ -86,7 +86,7 @@ def load_state(folder: Path, plan: Plan, optimizer: torch.optim.Optimizer, devic
     Raises:
         CheckpointError: on all ranks; files are missing or damaged, or hold states of another model.
 
-    Collectives: a broadcast of the headers and those of `read_tensors`; every rank must call.
+    Collectives: a broadcast of the headers, those of `read_tensors`, and a gather; every rank must call.
     """
     where = f"checkpoint {folder}"
     files = [*sorted((folder / OWN_FOLDER).glob("optimizer*.safetensors")), folder / f"{_RNG}.safetensors"]
@@ -100,7 +100,12 @@ def load_state(folder: Path, plan: Plan, optimizer: torch.optim.Optimizer, devic
         optimizer.state[param][name] = value
         reads.append((value, Read(reader, key, states[key].shape)))
     read_tensors(reads)
-    _load_rng(stored.tensors, device)
+    problems: list[str] = []
+    try:
+        _load_rng(stored.tensors, device)
+    except (OSError, CheckpointError) as error:
+        problems.append(str(error))
+    raise_together(CheckpointError, where, problems)
 
 
 def _match(
@@ -169,7 +174,10 @@ def _load_rng(stored: Mapping[str, StoredTensor], device: torch.device) -> None:
             continue
         with open(tensor.file, "rb") as file:
             file.seek(tensor.offset)
-            saved = torch.frombuffer(bytearray(file.read(tensor.nbytes)), dtype=torch.uint8)
+            data = bytearray(file.read(tensor.nbytes))
+        if len(data) != tensor.nbytes:
+            raise CheckpointError(f"{tensor.file}: ended {tensor.nbytes - len(data)} bytes too early; it was cut off.")
+        saved = torch.frombuffer(data, dtype=torch.uint8)
         if kind == "cuda":
             torch.cuda.set_rng_state(saved, device)
         else:

@@ -50,13 +50,13 @@ def local_folder(key: str, name: str, *, weights: bool) -> str:
         return str(path)
     # Costs half a second, and only names of the hub need it.
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
     repository, _, revision = name.partition("@")
     # What the HTTP library raises while it reads; HfHubHTTPError is derived from it, whichever library it is.
-    transport_errors = tuple(
-        base for base in HfHubHTTPError.__mro__ if base.__name__ in ("HTTPError", "RequestException")
-    )
+    names = ("HTTPError", "RequestException")
+    transport = tuple(base for base in HfHubHTTPError.__mro__ if base.__name__ in names)
+    expected = (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError, *transport)
 
     def fetch(local_files_only: bool) -> str:
         return snapshot_download(
@@ -76,8 +76,8 @@ def local_folder(key: str, name: str, *, weights: bool) -> str:
         except LocalEntryNotFoundError:
             pass
         return fetch(local_files_only=False)
-    except Exception as error:
-        if not isinstance(error, (*expected, *transport_errors)):
+    except Exception as error:  # narrowed below
+        if not isinstance(error, expected):
             raise
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(
