@@ -201,7 +201,7 @@ def test_nan_on_one_rank_fails_on_all_ranks_with_tensor_and_rank(run_ranks, chec
     fqn = "model.layers.1.mlp.experts.down_proj"
     (message,) = set(broken_after_fill(run_ranks, checked(meshes[mesh]), fqn, rank, float("nan")))
     assert message.startswith(f"materialize: {fqn}: not filled, or NaN, in 1 of ")
-    assert message.endswith(f"elements. (ranks {rank})")
+    assert message.endswith(f"elements. (rank {rank})")
 
 
 def test_tensor_that_one_rank_did_not_fill_fails_on_all_ranks(run_ranks, checked, meshes):

@@ -17,7 +17,7 @@ from titanlite.errors import CheckpointError, raise_problems
 from titanlite.logger import logger
 from titanlite.materialize import Plan, region_of
 from titanlite.materialize.agree import on_first_rank, raise_together
-from titanlite.materialize.execute import read_tensors, use_huge_pages
+from titanlite.materialize.execute import empty, read_tensors, sharded_like
 from titanlite.materialize.layout import local_of
 from titanlite.materialize.replicas import share_out
 from titanlite.materialize.sources import Read
@@ -141,9 +141,8 @@ def _empty_state(
     param: torch.Tensor, name: str, stored: StoredTensor, optimizer: torch.optim.Optimizer
 ) -> torch.Tensor:
     if name != "step":
-        value = torch.empty_like(param, requires_grad=False)
-        use_huge_pages(local_of(value))
-        return value
+        local = local_of(param)
+        return sharded_like(param, empty(local.shape, local.dtype, local.device))
     # torch keeps the step counter on the host unless a kernel reads it.
     on_device = optimizer.defaults.get("fused") or optimizer.defaults.get("capturable")
     return torch.empty(stored.shape, dtype=stored.dtype, device=local_of(param).device if on_device else "cpu")

@@ -1,6 +1,7 @@
 """Allocate and fill: meta tensors become real in place, poisoned first, then written once from their source."""
 
 import ctypes
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -17,7 +18,6 @@ from titanlite.materialize.plan import Plan, TensorEntry
 from titanlite.materialize.replicas import broadcast, share_out
 from titanlite.materialize.sources import Compute, Init, Read, ReadRequest, TensorReader
 
-_PAGE_BYTES = 4096
 _HUGE_PAGE_BYTES = 2 << 20
 _MADV_HUGEPAGE = 14
 
@@ -36,18 +36,29 @@ def allocate(plan: Plan, device: torch.device, buffer_device: torch.device | Non
     for entry in plan.entries:
         tensor = entry.tensor
         target = buffer_device if entry.info.kind == "buffer" and buffer_device is not None else device
-        if tensor.is_meta:
+        if tensor.is_meta and not tensor.is_contiguous():
             new = torch.empty_like(tensor, device=target, dtype=entry.dtype, requires_grad=False)
-            local = local_of(new)
-            use_huge_pages(local)
+            _poison(local_of(new), ends_only=False)
+        elif tensor.is_meta:
+            local = empty(entry.region.lengths, entry.dtype, target)
             # A pass over all memory costs as much as reading it. Where the reader itself proves that its reads cover
             # every element, the ends are enough to notice a tensor that is never read.
             _poison(local, ends_only=isinstance(entry.source, Read) and entry.source.reader.proves_coverage)
+            new = sharded_like(tensor, local)
         elif not isinstance(tensor, DTensor) and tensor.device != target:
             new = tensor.detach().to(target)
         else:
             continue
         _exchange(tensor, new)
+
+
+def sharded_like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """`local` as the local part of a tensor with the layout of `tensor`; `empty_like` would cost 160 us for each."""
+    if not isinstance(tensor, DTensor):
+        return local
+    return DTensor.from_local(
+        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
 
 
 def _exchange(tensor: torch.Tensor, new: torch.Tensor) -> None:
@@ -74,18 +85,23 @@ def poison_of(dtype: torch.dtype) -> float | int | None:
     return info.min or info.max
 
 
-def use_huge_pages(local: torch.Tensor) -> None:
-    """Ask for 2 MiB pages under a fresh CPU tensor; without effect where there are none.
+def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Like `torch.empty`; large CPU tensors get 2 MiB pages where the system has them.
 
-    The first touch of fresh memory is the larger part of loading from the page cache: a page fault per 4 KiB. Measured:
-    256 MiB are read into fresh memory in 75 ms with huge pages and in 125 ms without.
+    First touch is the larger part of loading from the page cache: a page fault per 4 KiB. Measured on 4 ranks and 2
+    cores: 3 GB are read into fresh memory in 1.0 CPU seconds with huge pages, in 1.5 to 1.8 without.
     """
-    if sys.platform != "linux" or local.device.type != "cpu" or local.nbytes < _HUGE_PAGE_BYTES:
-        return
-    start = -(-local.data_ptr() // _PAGE_BYTES) * _PAGE_BYTES
-    length = (local.data_ptr() + local.nbytes) // _PAGE_BYTES * _PAGE_BYTES - start
+    nbytes = math.prod(shape) * dtype.itemsize
+    if sys.platform != "linux" or device.type != "cpu" or nbytes < 2 * _HUGE_PAGE_BYTES:
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
+    # The system takes huge pages at multiples of their size only. What lies before is never touched and costs nothing.
+    memory = torch.empty(nbytes + _HUGE_PAGE_BYTES, dtype=torch.uint8)
+    start = -memory.data_ptr() % _HUGE_PAGE_BYTES
+    memory = memory[start : start + nbytes]
+    length = nbytes // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
     # Advice only: a kernel without huge pages refuses, and nothing is lost.
-    ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _MADV_HUGEPAGE)
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(length), _MADV_HUGEPAGE)
+    return memory.view(dtype).view(tuple(shape))
 
 
 def _poison(local: torch.Tensor, *, ends_only: bool) -> None:
@@ -93,7 +109,7 @@ def _poison(local: torch.Tensor, *, ends_only: bool) -> None:
     poison = poison_of(local.dtype)
     if poison is None or not local.numel():
         return
-    if ends_only and local.is_contiguous():
+    if ends_only:
         local.view(-1)[:: max(local.numel() - 1, 1)].fill_(poison)
     else:
         local.fill_(poison)
