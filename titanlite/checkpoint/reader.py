@@ -8,8 +8,8 @@ shards is the staging buffers: at most 16 threads of 1 MiB (GPU: and as much the
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -129,9 +129,9 @@ class SafetensorsReader:
 
 
 def io_threads() -> int:
-    """Threads with which a rank reads or writes: its share of this machine's cores, 2 to 16."""
+    """Threads with which a rank reads or writes: its share of this machine's cores, 1 to 16."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(max(cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 2), 16)
+    return min(max(cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1), 16)
 
 
 class _Files:
@@ -186,23 +186,30 @@ class _Files:
 _Job = Callable[[], int]
 
 
-def _run(jobs: Iterable[_Job], threads: int, count: Callable[[int], None]) -> None:
+def _run(jobs: Generator[_Job, None, None], threads: int, count: Callable[[int], None]) -> None:
     """Carry out `jobs`; the first error ends the rest."""
+    lock = threading.Lock()
+
+    def work() -> None:
+        while True:
+            with lock:
+                job = next(jobs, None)
+            if job is None:
+                return
+            try:
+                nbytes = job()
+            except BaseException:
+                with lock:
+                    jobs.close()
+                raise
+            count(nbytes)
+
     with ThreadPoolExecutor(threads, thread_name_prefix="checkpoint") as pool:
-        futures: list[Future[int]] = []
-        for job in jobs:
-            future = pool.submit(job)
-            future.add_done_callback(lambda done: count(0 if done.cancelled() or done.exception() else done.result()))
-            futures.append(future)
-        done, running = wait(futures, return_when=FIRST_EXCEPTION)
-        for future in running:
-            future.cancel()
-        for future in done:
-            if not future.cancelled():
-                future.result()
+        for worker in [pool.submit(work) for _ in range(threads)]:
+            worker.result()
 
 
-def _jobs(parts: Sequence[_Part], files: _Files) -> Iterator[_Job]:
+def _jobs(parts: Sequence[_Part], files: _Files) -> Generator[_Job, None, None]:
     """Work for one thread at a time: reads that follow one another in a file."""
     staging = _Staging()
     batch: list[_Part] = []

@@ -48,13 +48,13 @@ class Runs:
 
 def overlap(stored: Region, local: Region) -> Runs | None:
     """The elements of `stored` that `local` holds, both being regions of one tensor stored row by row; None if none."""
-    starts = [max(a, b) for a, b in zip(stored.starts, local.starts, strict=True)]
-    lengths = [
-        min(a + n, b + m) - start
-        for a, n, b, m, start in zip(stored.starts, stored.lengths, local.starts, local.lengths, starts, strict=True)
-    ]
-    if any(length <= 0 for length in lengths):
-        return None
+    starts: list[int] = []
+    lengths: list[int] = []
+    for a, n, b, m in zip(stored.starts, stored.lengths, local.starts, local.lengths, strict=True):
+        starts.append(a if a > b else b)
+        lengths.append(min(a + n, b + m) - starts[-1])
+        if lengths[-1] <= 0:
+            return None  # most experts are other ranks'
     run, outer = 1, len(lengths)
     while outer:
         outer -= 1

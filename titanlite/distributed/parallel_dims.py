@@ -1,6 +1,7 @@
 """`ParallelDims`: the only place that knows mesh axes by name."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -33,22 +34,22 @@ class ParallelDims:
         )
         return cls(d, dense, sparse)
 
-    @property
+    @cached_property
     def tp_mesh(self) -> DeviceMesh:
         """Ranks that split a layer and the sequence."""
         return self.dense["tp"]
 
-    @property
+    @cached_property
     def ep_mesh(self) -> DeviceMesh:
         """Ranks that split the experts."""
         return self.sparse["ep"]
 
-    @property
+    @cached_property
     def fsdp_mesh(self) -> DeviceMesh:
         """Mesh for `fully_shard` of dense parameters: one axis, or two for HSDP."""
         return self.dense["dp_replicate", "fsdp"] if self.degrees.dp_replicate > 1 else self.dense["fsdp"]
 
-    @property
+    @cached_property
     def expert_fsdp_mesh(self) -> DeviceMesh:
         """Mesh for `fully_shard` of expert parameters: one axis, or two for HSDP."""
         return self.sparse["dp_replicate", "efsdp"] if self.degrees.dp_replicate > 1 else self.sparse["efsdp"]

@@ -128,7 +128,9 @@ def fill(plan: Plan, seed: int) -> None:
     # Drawing is host work that releases the interpreter lock; share the cores of a node among its ranks.
     threads = max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     with ThreadPoolExecutor(min(threads, 16)) as pool:
-        jobs = [pool.submit(_fill_one, entry, seed) for entry in plan.entries]
+        jobs = [
+            pool.submit(_fill_one, entry, seed) for entry in plan.entries if isinstance(entry.source, Init | Compute)
+        ]
         read_tensors([(entry.tensor, entry.source) for entry in plan.entries if isinstance(entry.source, Read)])
         for job in jobs:
             job.result()
