@@ -17,6 +17,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+# Read when Triton decorates a kernel. Without a GPU, kernels run in its interpreter.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 # Before any parallel region: forked ranks must not inherit a pool of OpenMP threads that are not there any more.
 torch.set_num_threads(1)
 

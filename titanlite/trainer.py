@@ -30,6 +30,7 @@ from titanlite.materialize import materialize
 from titanlite.metrics import MetricsLogger, build_profiler, train_flops_per_token
 from titanlite.models.decoder import Decoder, build_decoder
 from titanlite.models.families import family_of
+from titanlite.ops.grouped_gemm import resolve_backend
 from titanlite.optim import ExpertBiasBalancer, build_lr_scheduler, build_optimizer, step_if_finite
 
 _SAMPLE_TOKENS = 48
@@ -106,7 +107,7 @@ class Trainer:
         self.step = 0 if start is None else start.step
 
         self.model = build_decoder(model_config, getattr(torch, job.training.dtype))  # on meta: shapes only
-        configure(self.model, job)
+        configure(self.model, job, self.device)
         parallelize(self.model, job, self.dims, self.device.type)  # still on meta: now shards
         weights_device = torch.device("cpu") if job.training.enable_cpu_offload else self.device
         sources = self.checkpointer.weight_sources(model_config)  # of a checkpoint, or the modules' own: random
@@ -324,12 +325,16 @@ def check_device(job: JobConfig, device: torch.device) -> None:
     """Refuse settings that this device would ignore or fail on.
 
     Raises:
-        ConfigError: CPU offload without a GPU to offload from, or flex attention without one. The same on all ranks.
+        ConfigError: CPU offload, flex attention or Triton kernels without a GPU. The same on all ranks.
     """
     if job.model.attention_backend == "flex" and device.type != "cuda":
         raise ConfigError("model.attention_backend: 'flex' has no backward pass on the CPU. Set it to 'sdpa'.")
     if job.training.enable_cpu_offload and device.type != "cuda":
         raise ConfigError("training.enable_cpu_offload: there is no CUDA device to offload from. Set it to false.")
+    try:
+        resolve_backend(job.moe.grouped_gemm, device, torch.float32)
+    except ValueError as error:
+        raise ConfigError(f"moe.grouped_gemm: {error}") from None
 
 
 def check_vocabulary(vocab_size: int, model_config: ModelConfig) -> None:
@@ -352,8 +357,11 @@ def get_bias_update_rate(job: JobConfig, model_config: ModelConfig) -> float:
     return 1e-3 if family_of(model_config).expert_bias_key is not None else 0.0
 
 
-def configure(model: Decoder, job: JobConfig) -> None:
+def configure(model: Decoder, job: JobConfig, device: torch.device) -> None:
     """Hand the settings that are no sizes to the modules that use them."""
+    if model.moe_layers():
+        backend = resolve_backend(job.moe.grouped_gemm, device, torch.float32)
+        logger.info("moe: grouped GEMM backend: %s", backend)
     model.model.attention_backend = job.model.attention_backend
     model.lm_head.chunk_tokens = job.training.loss_chunk_tokens
     for moe in model.moe_layers().values():

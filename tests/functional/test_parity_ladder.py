@@ -205,3 +205,9 @@ def test_ladder_packs_several_documents_into_a_sequence(checked):
     several = torch.stack([batch.document_ids.max() > 0 for batch in batches])
     assert several.float().mean() > 0.5
     assert any((batch.labels == -100).any() for batch in batches)
+
+
+@pytest.mark.parametrize(("backend", "mesh"), [("reference", "FSDP4"), ("triton", "FSDP4"), ("triton", "TP2xEP2")])
+def test_backends_of_the_grouped_gemm(compare, backend, mesh):
+    """`triton` is the fused kernels: without a GPU in Triton's interpreter."""
+    compare(mesh, "qwen3_moe", f"--moe.grouped_gemm={backend}")

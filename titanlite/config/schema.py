@@ -109,8 +109,10 @@ class ParallelismSection:
 
 @dataclass
 class MoESection:
-    grouped_gemm: Literal["auto", "torch", "reference"] = setting(
-        "auto", "Backend of the expert matmuls: 'torch' (grouped_mm on CUDA, a loop on CPU), 'reference' (slow, tests)."
+    grouped_gemm: Literal["auto", "triton", "torch", "reference"] = setting(
+        "auto",
+        "Backend of the expert matmuls: 'triton' (titanlite's fused kernels), 'torch' (grouped_mm on CUDA, a loop on "
+        "CPU), 'reference' (slow, tests); 'auto': triton on CUDA, torch on CPU.",
     )
     expert_bias_update_rate: float | None = setting(
         None,

@@ -15,8 +15,8 @@ from torch.distributed.tensor import Shard
 from titanlite.distributed.collectives import all_to_all, register_group
 from titanlite.distributed.shard import shard_parameters
 from titanlite.models.decoder import Decoder
-from titanlite.models.moe import Experts, group_by_expert
-from titanlite.ops import permute_tokens, unpermute_sum
+from titanlite.models.moe import Experts
+from titanlite.ops import group_by_expert, permute_tokens, unpermute_sum
 
 
 def apply_expert_parallel(model: Decoder, mesh: DeviceMesh) -> None:
@@ -63,6 +63,5 @@ class ExpertParallelDispatcher:
         expert_Q = expert_of_block.repeat_interleave(received_ne.flatten(), output_size=sum(receive))
         order_Q, rows_Q1, _ = group_by_expert(expert_Q.unsqueeze(1), received_ne.shape[1])
         offsets_e = received_ne.sum(0).cumsum(0).to(torch.int32)
-        y_QD = experts(permute_tokens(x_QD, order_Q, rows_Q1), weight_Q.index_select(0, order_Q), offsets_e)
-        y_QD = unpermute_sum(y_QD, order_Q, rows_Q1)
+        y_QD = experts(x_QD, weight_Q.index_select(0, order_Q), order_Q, rows_Q1, offsets_e)
         return unpermute_sum(all_to_all(y_QD, send, receive, self._name), token_R, rows_Tk)

@@ -19,7 +19,7 @@ from titanlite.config.model import ModelConfig
 from titanlite.materialize.recipes import Normal, Zeros
 from titanlite.materialize.sources import Init, Source
 from titanlite.models.layers import FeedForward
-from titanlite.ops import grouped_gemm, local_tensor, permute_tokens, swiglu, unpermute_sum
+from titanlite.ops import group_by_expert, local_tensor, moe_experts
 from titanlite.ops.grouped_gemm import GroupedGemmBackend
 
 
@@ -143,32 +143,21 @@ class Experts(nn.Module):
     def declare_sources(self) -> dict[str, Source]:
         return {"gate_up_proj": Init(Normal(std=self.std)), "down_proj": Init(Normal(std=self.std))}
 
-    def forward(self, x_RD: torch.Tensor, weight_R: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
-        """Run expert e on its rows offsets[e - 1]:offsets[e]; each row's result is scaled by `weight_R`. (R, D)."""
-        backend = self.grouped_gemm_backend
-        gate_up_R2I = grouped_gemm(x_RD, local_tensor(self.gate_up_proj).mT, offsets_E, backend)
-        return grouped_gemm(swiglu(gate_up_R2I, weight_R), local_tensor(self.down_proj).mT, offsets_E, backend)
+    def forward(
+        self,
+        x_TD: torch.Tensor,
+        weight_R: torch.Tensor,
+        token_R: torch.Tensor,
+        rows_Tk: torch.Tensor,
+        offsets_E: torch.Tensor,
+    ) -> torch.Tensor:
+        """Weighted sum of the experts' results per token, (T, D); arguments as in `moe_experts`."""
+        gate_up, down = local_tensor(self.gate_up_proj), local_tensor(self.down_proj)
+        return moe_experts(x_TD, gate_up, down, weight_R, token_R, rows_Tk, offsets_E, self.grouped_gemm_backend)
 
 
 # Sends every token to its experts and back: (experts, x (T, D), topk_scores (T, k), topk_expert_ids (T, k)) -> (T, D).
 TokenDispatcher = Callable[[Experts, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-
-
-def group_by_expert(topk_expert_ids_Tk: torch.Tensor, num_experts: int):
-    """Order of the rows grouped by expert, stable in the tokens.
-
-    Returns:
-        order_R: index into the flattened (T, k) choices for each grouped row, int64.
-        rows_Tk: grouped row of each choice, the inverse of `order_R`.
-        counts_E: rows per expert, int64.
-    """
-    ids_R = topk_expert_ids_Tk.flatten()
-    order_R = ids_R.argsort(stable=True)
-    rows_R = torch.empty_like(order_R).scatter_(0, order_R, torch.arange(order_R.numel(), device=order_R.device))
-    counts_E = torch.zeros(num_experts, dtype=torch.int64, device=ids_R.device).scatter_add_(
-        0, ids_R, torch.ones_like(ids_R)
-    )
-    return order_R, rows_R.view_as(topk_expert_ids_Tk), counts_E
 
 
 def dispatch_locally(
@@ -179,8 +168,7 @@ def dispatch_locally(
     token_R = order_R // topk_expert_ids_Tk.shape[1]
     offsets_E = counts_E.cumsum(0).to(torch.int32)
     weight_R = topk_scores_Tk.flatten().index_select(0, order_R)
-    y_RD = experts(permute_tokens(x_TD, token_R, rows_Tk), weight_R, offsets_E)
-    return unpermute_sum(y_RD, token_R, rows_Tk)
+    return experts(x_TD, weight_R, token_R, rows_Tk, offsets_E)
 
 
 class MoE(nn.Module):

@@ -7,7 +7,8 @@ from titanlite.ops.attention import AttentionMask, attention, build_attention_ma
 from titanlite.ops.cross_entropy import IGNORE_INDEX, VocabShard, linear_cross_entropy
 from titanlite.ops.grouped_gemm import grouped_gemm
 from titanlite.ops.local import local_tensor
-from titanlite.ops.permute import permute_tokens, unpermute_sum
+from titanlite.ops.moe_experts import moe_experts
+from titanlite.ops.permute import group_by_expert, permute_tokens, unpermute_sum
 from titanlite.ops.rope import apply_rope, inverse_frequencies, rope_cos_sin
 from titanlite.ops.swiglu import swiglu
 
@@ -18,10 +19,12 @@ __all__ = [
     "apply_rope",
     "attention",
     "build_attention_mask",
+    "group_by_expert",
     "grouped_gemm",
     "inverse_frequencies",
     "linear_cross_entropy",
     "local_tensor",
+    "moe_experts",
     "permute_tokens",
     "rope_cos_sin",
     "swiglu",

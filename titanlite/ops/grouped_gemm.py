@@ -5,20 +5,25 @@
 The operator is a `torch.library` op with fake kernels and autograd, so that meta tensors, torch.compile and selective
 activation checkpointing know it. Backends:
 
-- `torch`: `F.grouped_mm` on CUDA; on CPU a loop of matmuls that write into the output. `F.grouped_mm` on CPU leaves
-  rows beyond offsets[-1] uninitialized, wants 16-byte strides, has no float64, and refuses float32 under compile.
+- `triton`: titanlite's own kernels (`grouped_gemm_triton.py`), two-byte floats and float32, no synchronization.
+- `torch`: `F.grouped_mm` on CUDA for what it serves; else a loop of matmuls that write into the output. `F.grouped_mm`
+  on CPU leaves rows beyond offsets[-1] uninitialized, wants 16-byte strides, has no float64, and refuses float32 under
+  compile.
 - `reference`: a plain loop, any device and dtype; what the tests compare with.
-- `auto`: `torch`.
+- `auto`: `triton` on CUDA, `torch` elsewhere.
 
 Shapes: M rows, E experts, K reduction, N output. Weights are usually kept as (E, N, K) and passed as `weight.mT`.
 """
 
+import os
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 
-GroupedGemmBackend = Literal["auto", "torch", "reference"]
+GroupedGemmBackend = Literal["auto", "triton", "torch", "reference"]
+
+_TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def grouped_gemm(
@@ -36,7 +41,7 @@ def grouped_gemm(
         (M, N) in the dtype of x. Rows from offsets[-1] on are zero, whatever x holds there, and get zero gradient.
 
     Raises:
-        ValueError: shapes, dtypes or layout do not fit.
+        ValueError: shapes, dtypes or layout do not fit, or the backend does not run here.
     """
     if x_MK.dim() != 2 or weight_EKN.dim() != 3 or x_MK.shape[1] != weight_EKN.shape[1]:
         raise ValueError(
@@ -48,12 +53,39 @@ def grouped_gemm(
         )
     if x_MK.dtype != weight_EKN.dtype:
         raise ValueError(f"grouped_gemm: x is {x_MK.dtype}, weight is {weight_EKN.dtype}; cast one of them.")
-    return grouped_mm(x_MK, weight_EKN, offsets_E, backend)
+    if 1 not in weight_EKN.stride()[1:] or (x_MK.shape[1] > 1 and x_MK.stride(1) != 1):
+        raise ValueError(
+            f"grouped_gemm: strides {x_MK.stride()} of x and {weight_EKN.stride()} of weight; the last dimension of x, "
+            "and one of the last two of weight, must have stride 1. Call contiguous()."
+        )
+    return grouped_mm(x_MK, weight_EKN, offsets_E, resolve_backend(backend, x_MK.device, x_MK.dtype))
+
+
+def resolve_backend(backend: GroupedGemmBackend, device: torch.device, dtype: torch.dtype) -> GroupedGemmBackend:
+    """The backend that serves tensors of `dtype` on `device`.
+
+    Raises:
+        ValueError: `triton` was asked for and cannot run there.
+    """
+    if backend == "auto":
+        return "triton" if device.type == "cuda" and dtype in _TRITON_DTYPES else "torch"
+    if backend == "triton":
+        interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+        if device.type not in ("cuda", "meta") and not interpreted:
+            raise ValueError(
+                f"grouped_gemm: backend 'triton' needs a CUDA device, the tensors are on {device.type}. Use 'auto' or, "
+                "to test the kernels slowly on the CPU, set TRITON_INTERPRET=1 before the program starts."
+            )
+        if dtype not in _TRITON_DTYPES:
+            raise ValueError(f"grouped_gemm: backend 'triton' has no {dtype}. Use 'auto' or 'reference'.")
+    return backend
 
 
 @torch.library.custom_op("titanlite::grouped_mm", mutates_args=())
 def grouped_mm(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, backend: str) -> torch.Tensor:
     """`grouped_gemm` without argument checks, as a torch operator."""
+    if backend == "triton":
+        return _kernels().row_grouped_gemm(x, weight, offsets)
     if _use_torch_kernel(x, weight, backend):
         y = F.grouped_mm(x, weight, offs=offsets)
         return y.masked_fill_(_tail_mask(x, offsets), 0.0)
@@ -73,6 +105,8 @@ def grouped_mm_wgrad(
 ) -> torch.Tensor:
     """dweight[e] = x_e^T @ dy_e, (E, K, N); stored as (E, N, K) when `k_major`, the layout of a weight kept so."""
     num_experts, k, n = offsets.shape[0], x.shape[1], dy.shape[1]
+    if backend == "triton":
+        return _kernels().reduction_grouped_gemm(x, dy, offsets, k_major=k_major)
     if _use_torch_kernel(x, dy, backend):
         left, right = (dy, x) if k_major else (x, dy)
         dw = F.grouped_mm(left.mT, right, offs=offsets)
@@ -86,6 +120,13 @@ def grouped_mm_wgrad(
         else:
             dw[expert] = left[start:end].to(compute).T @ right[start:end].to(compute)
     return dw.mT if k_major else dw
+
+
+def _kernels() -> Any:
+    """The Triton kernels, imported where they are used: nothing else needs triton, and importing it takes a while."""
+    from titanlite.ops import grouped_gemm_launch
+
+    return grouped_gemm_launch
 
 
 def _use_torch_kernel(x: torch.Tensor, other: torch.Tensor, backend: str) -> bool:

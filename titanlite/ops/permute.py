@@ -44,6 +44,24 @@ class _UnpermuteSum(torch.autograd.Function):
         return dout_TD.index_select(0, token_R), None, None
 
 
+def group_by_expert(
+    topk_expert_ids_Tk: torch.Tensor, num_experts: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Order of the rows grouped by expert, stable in the tokens. Ids from `num_experts` on are last and not counted.
+
+    Returns:
+        order_R: index into the flattened (T, k) choices for each grouped row, int64.
+        rows_Tk: grouped row of each choice, the inverse of `order_R`.
+        counts_E: rows per expert, int64.
+    """
+    ids_R = topk_expert_ids_Tk.flatten()
+    order_R = ids_R.argsort(stable=True)
+    rows_R = torch.empty_like(order_R).scatter_(0, order_R, torch.arange(order_R.numel(), device=order_R.device))
+    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids_R.device)
+    counts.scatter_add_(0, ids_R.clamp(max=num_experts), torch.ones_like(ids_R))
+    return order_R, rows_R.view_as(topk_expert_ids_Tk), counts[:-1]
+
+
 def permute_tokens(x_TD: torch.Tensor, token_R: torch.Tensor, rows_Tk: torch.Tensor) -> torch.Tensor:
     """Gather `x[token_R]` (R, D); the gradient of a token is the ordered sum over its rows.
 

@@ -1,0 +1,224 @@
+#!/usr/bin/env python
+"""Compile every Triton kernel of titanlite in every configuration of its table, for real GPUs, without one.
+
+    python scripts/compile_kernels.py [--arch 80,90,100] [-k SUBSTRING] [--jobs 2]
+
+Prints registers, stack, shared memory and the instructions that matter, and ends with exit code 1 if a kernel does not
+compile, spills registers to the stack, needs more shared memory than the target has, or does not use the tensor cores
+as it should (wgmma on sm_90, tcgen05 on sm_100). Triton's wheel brings ptxas and cuobjdump; no driver is touched.
+"""
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ.pop("TRITON_INTERPRET", None)  # read when kernels are decorated
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from titanlite.ops import grouped_gemm_launch as launch
+from titanlite.ops import grouped_gemm_triton as kernels
+
+_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+# Shared memory that one block can have, in bytes: sm_80 is A100's; the `small` tiles must also fit sm_86 and sm_89.
+_SHARED = {80: 99 << 10, 90: 227 << 10, 100: 227 << 10}
+
+
+class Case(NamedTuple):
+    """A kernel as the launcher would specialize it: types of run-time arguments, values of compile-time ones."""
+
+    name: str
+    kernel: Any
+    types: dict[str, str]
+    constants: dict[str, Any]
+    tile: launch.Tile
+    divisible: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of a case; `error` is None if it passes."""
+
+    arch: int
+    name: str
+    registers: int = 0
+    stack: int = 0
+    shared: int = 0
+    wgmma: int = 0
+    tcgen05: int = 0
+    tma: int = 0
+    error: str | None = None
+
+
+def cases(arch: int) -> Iterator[Case]:
+    """Everything that the launchers can start on this architecture."""
+    table = launch.TILES["large" if _SHARED[arch] >= 200 << 10 else "small"]
+    for dtype in ("bf16", "fp16", "fp32"):
+        tiles = launch.TILES["float32"] if dtype == "fp32" else table
+        # float16 differs from bfloat16 in the type of the instruction only.
+        names = ("gemm", "wgrad") if dtype == "fp16" else tuple(tiles)
+        for name in names:
+            for tma in (False, True) if arch >= 90 and dtype != "fp32" and name != "wgrad_gather" else (False,):
+                if name.startswith("wgrad"):
+                    for gather in ("x", "dy") if name == "wgrad_gather" else (None,):
+                        yield _wgrad(f"{name} {dtype}", dtype, tiles[name], gather, tma=tma)
+                    continue
+                epilogue = {"swiglu": kernels.SWIGLU, "swiglu_backward": kernels.SWIGLU_BACKWARD}.get(
+                    name, kernels.PLAIN
+                )
+                gathers = (False, True) if epilogue else (name == "gemm_gather",)
+                for gather in gathers:
+                    # Forward reads a weight whose reduction dim is contiguous, the input's gradient the other one.
+                    for k_major in (True, False) if name == "gemm" else (epilogue != kernels.SWIGLU_BACKWARD,):
+                        yield _rows(f"{name} {dtype}", dtype, tiles[name], epilogue, gather, k_major, tma)
+    yield _rows("gemm bf16 ones", "bf16", table["gemm"], kernels.PLAIN, False, True, False, ones=("M", "N", "K", "E"))
+    yield Case(
+        "gather_sum bf16",
+        kernels.gather_sum_kernel,
+        {"y_ptr": "*bf16", "rows_ptr": "*i32", "out_ptr": "*bf16", "N": "i32", "stride_ym": "i32", "stride_om": "i32"},
+        {"TOP_K": 8, "BN": 1024},
+        launch.Tile(1, 1024, 1, 4, 3, 1),
+        ("N", "stride_ym", "stride_om"),
+    )
+
+
+def _rows(
+    name: str, dtype: str, tile: launch.Tile, epilogue: int, gather: bool, k_major: bool, tma: bool,
+    ones: Sequence[str] = (),
+) -> Case:  # fmt: skip
+    tma_x = tma and not gather
+    block = [1, tile.cols, tile.depth] if k_major else [1, tile.depth, tile.cols]
+    pointers = {
+        "x": f"tensordesc<{dtype}[{tile.rows}, {tile.depth}]>" if tma_x else f"*{dtype}",
+        "w": f"tensordesc<{dtype}{block}>" if tma else f"*{dtype}",
+        "y_ptr": f"*{dtype}" if epilogue != kernels.SWIGLU else None,
+        "z_ptr": f"*{dtype}" if epilogue else None,
+        "h_ptr": f"*{dtype}" if epilogue else None,
+        "weight_ptr": "*fp32" if epilogue else None,
+        "dweight_ptr": "*fp32" if epilogue == kernels.SWIGLU_BACKWARD else None,
+        "rows_ptr": "*i32" if gather else None,
+        "offsets_ptr": "*i32",
+    }
+    constants: dict[str, Any] = {name: None for name, kind in pointers.items() if kind is None}
+    # Triton makes constants of strides, and of other integers, that are 1.
+    constants |= {"stride_wk" if k_major else "stride_wn": 1, **dict.fromkeys(ones, 1)}
+    constants |= {
+        "BM": tile.rows, "BN": tile.cols, "BK": tile.depth, "BAND": 8, "E_CEIL": 256, "EPILOGUE": epilogue,
+        "K_MAJOR": k_major, "TMA_X": tma_x, "TMA_W": tma, "EVEN_K": True,
+        "PRECISION": "ieee" if dtype == "fp32" else "tf32",
+    }  # fmt: skip
+    types = {name: kind for name, kind in pointers.items() if kind is not None}
+    integers = ("M", "N", "K", "E", *(f"stride_{s}" for s in ("xm", "we", "wn", "wk", "ym", "zm", "hm")))
+    types |= {name: "i32" for name in integers if name not in constants}
+    full = f"{name}{' tma' if tma else ''}{' gather' if gather else ''}{'' if k_major else ' n-major'}"
+    return Case(full, kernels.row_gemm_kernel, types, constants, tile, integers[1:3] + integers[4:])
+
+
+def _wgrad(name: str, dtype: str, tile: launch.Tile, gather: str | None, *, tma: bool) -> Case:
+    integers = ("N", "K", "E", *(f"stride_{s}" for s in ("xm", "dm", "we", "wk", "wn")))
+    types = {
+        "x": f"tensordesc<{dtype}[{tile.depth}, {tile.rows}]>" if tma else f"*{dtype}",
+        "dy": f"tensordesc<{dtype}[{tile.depth}, {tile.cols}]>" if tma else f"*{dtype}",
+        "dw_ptr": f"*{dtype}",
+        "offsets_ptr": "*i32",
+        **({f"{gather}_rows_ptr": "*i32"} if gather else {}),
+        **dict.fromkeys(integers, "i32"),
+    }
+    constants = {
+        **{f"{name}_rows_ptr": None for name in ("x", "dy") if name != gather}, "stride_wk": 1,
+        "BK": tile.rows, "BN": tile.cols, "BM": tile.depth, "BAND": 8, "TMA": tma,
+        "PRECISION": "ieee" if dtype == "fp32" else "tf32",
+    }  # fmt: skip
+    del types["stride_wk"]
+    full = f"{name}{' tma' if tma else ''}{f' gather {gather}' if gather else ''}"
+    return Case(full, kernels.wgrad_kernel, types, constants, tile, integers[:2] + integers[3:])
+
+
+def compile_case(arch: int, case: Case) -> Result:
+    """Compile one kernel and look at what came out."""
+    signature, constants, attributes = {}, {}, {}
+    for i, name in enumerate(case.kernel.arg_names):
+        if name in case.constants:
+            signature[name], constants[i,] = "constexpr", case.constants[name]
+            continue
+        signature[name] = case.types[name]
+        # Without this, loads are not vectorized, and it is another kernel than the one that runs.
+        if case.types[name].startswith("*") or name in case.divisible:
+            attributes[i,] = [["tt.divisibility", 16]]
+    try:
+        compiled = triton.compile(
+            ASTSource(case.kernel, signature, constants, attributes),
+            target=GPUTarget("cuda", arch, 32),
+            options={"num_warps": case.tile.warps, "num_stages": case.tile.stages, "enable_fp_fusion": True},
+        )
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is the result
+        return Result(arch, case.name, error=f"{type(error).__name__}: {str(error)[:300]}")
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage = subprocess.run(
+            [_TOOLS / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    registers, stack = (int(_first(rf"{key}:(\d+)", usage)) for key in ("REG", "STACK"))
+    ptx, shared = compiled.asm["ptx"], compiled.metadata.shared
+    counts = [len(re.findall(what, ptx)) for what in (r"wgmma\.mma_async", r"tcgen05\.mma", r"cp\.async\.bulk\.tensor")]
+    problems = []
+    if stack:
+        problems.append(f"spills, {stack} bytes of stack")
+    if shared > _SHARED[arch]:
+        problems.append(f"{shared} bytes of shared memory, the target has {_SHARED[arch]}")
+    multiplies = case.kernel is not kernels.gather_sum_kernel and "fp32" not in case.name
+    if multiplies and ((arch == 90 and not counts[0]) or (arch == 100 and not counts[1])):
+        problems.append("no tensor core instructions")
+    if "tma" in case.name.split() and not counts[2]:
+        problems.append("no TMA loads")
+    return Result(arch, case.name, registers, stack, shared, *counts, error="; ".join(problems) or None)
+
+
+def _first(pattern: str, text: str) -> str:
+    match = re.search(pattern, text)
+    if match is None:
+        raise RuntimeError(f"cuobjdump printed no {pattern}: {text}")
+    return match[1]
+
+
+def _compile_named(job: tuple[int, str]) -> Result:
+    arch, name = job
+    return compile_case(arch, next(case for case in cases(arch) if case.name == name))
+
+
+def main() -> int:
+    """Compile what was asked for; 1 if something failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arch", default="80,90,100", help="compute capabilities")
+    parser.add_argument("-k", default="", help="only names that contain this")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    known = parser.parse_args()
+    jobs = [
+        (arch, case.name) for arch in map(int, known.arch.split(",")) for case in cases(arch) if known.k in case.name
+    ]
+    print(f"triton {triton.__version__}, {len(jobs)} kernels")
+    failed = 0
+    with ProcessPoolExecutor(known.jobs) as pool:
+        for r in pool.map(_compile_named, jobs):
+            failed += r.error is not None
+            facts = f"{r.registers:3d} registers {r.stack:4d} B stack {r.shared >> 10:3d} KiB shared"
+            facts += f"  wgmma {r.wgmma:3d}  tcgen05 {r.tcgen05:2d}  tma {r.tma:2d}"
+            print(f"sm_{r.arch:<4} {r.name:40s} {facts}  {r.error or ''}".rstrip(), flush=True)
+    print(f"{len(jobs)} kernels, {failed} failed")
+    return 1 if failed or not jobs else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

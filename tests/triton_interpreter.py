@@ -1,0 +1,39 @@
+"""Make bfloat16 right in Triton's interpreter, which keeps it as raw 16-bit integers and multiplies the bit patterns.
+
+`tl.dot` gets float32 operands, and float32 is rounded to the nearest bfloat16 (ties to even) instead of cut off. See
+triton #11584. Imported before kernels run; needs TRITON_INTERPRET=1, which is read when they are decorated.
+"""
+
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+from triton.runtime import interpreter
+
+_Builder: Any = interpreter.InterpreterBuilder
+_cast_impl = _Builder.cast_impl
+
+
+def _values(handle: Any) -> np.ndarray:
+    if handle.dtype.scalar != tl.bfloat16:
+        return handle.data
+    return (handle.data.astype(np.uint32) << 16).view(np.float32)
+
+
+def _dot(self: Any, a: Any, b: Any, accumulator: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
+    product = np.matmul(_values(a), _values(b), dtype=accumulator.data.dtype)
+    return interpreter.TensorHandle(product + accumulator.data, accumulator.dtype.scalar)
+
+
+def _cast(self: Any, source: Any, to: Any) -> Any:
+    if source.dtype.scalar != tl.float32 or to.scalar != tl.bfloat16:
+        return _cast_impl(self, source, to)
+    bits = np.ascontiguousarray(source.data, np.float32).view(np.uint32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return interpreter.TensorHandle(np.where(np.isnan(source.data), 0x7FC0, rounded).astype(np.uint16), to.scalar)
+
+
+def repair() -> None:
+    """Patch the interpreter of this process."""
+    _Builder.create_dot = _dot
+    _Builder.cast_impl = _Builder.create_fp_trunc = _cast

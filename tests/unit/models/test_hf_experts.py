@@ -1,0 +1,81 @@
+"""transformers' own mixture-of-experts models with titanlite's grouped GEMM: the same logits and gradients."""
+
+import pytest
+import torch
+import transformers
+
+from titanlite.models.hf_experts import experts_forward, use_titanlite_experts
+from titanlite.ops import group_by_expert
+
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_local_experts": 6,
+    "num_experts": 6,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 64,
+    "head_dim": 8,
+}
+# Plain SwiGLU, biases with clamped and interleaved gates, a sigmoid router with shared experts, GELU or other gates.
+MODELS = {
+    "Qwen3Moe": {},
+    "Mixtral": {},
+    "GptOss": {},
+    "Dots1": {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 0, "n_shared_experts": 1},
+}
+
+
+def build(name: str) -> transformers.PreTrainedModel:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**SIZES, **MODELS[name])
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    for param in model.parameters():
+        param.data.normal_(std=0.3)  # at 0.02 the experts would hardly show in the logits
+    return model.train()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_and_gradients_are_those_of_the_eager_experts(name, monkeypatch):
+    model = build(name)
+    tokens = torch.arange(40).view(2, 20) * 7 % 96
+    runs, calls = [], []
+
+    def counted(*args):
+        calls.append(1)
+        return group_by_expert(*args)
+
+    monkeypatch.setattr("titanlite.models.hf_experts.group_by_expert", counted)
+    for switch in (lambda: model.set_experts_implementation("eager"), lambda: use_titanlite_experts(model)):
+        switch()
+        model.zero_grad()
+        out = model(tokens, labels=tokens)
+        out.loss.backward()
+        runs.append(
+            (out.logits.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+        )
+    assert len(calls) == 2, "each of the two layers must have used titanlite's experts in the second run"
+    (eager, eager_grads), (mine, my_grads) = runs
+    # float32 sums in another order; logits are of order 10.
+    torch.testing.assert_close(mine, eager, rtol=1e-5, atol=1e-4)
+    assert my_grads.keys() == eager_grads.keys()
+    for key, grad in my_grads.items():
+        torch.testing.assert_close(
+            grad, eager_grads[key], rtol=1e-4, atol=1e-4 * eager_grads[key].abs().max().item() + 1e-7
+        )
+
+
+def test_ids_beyond_the_last_expert_add_nothing():
+    """Expert parallelism in transformers marks rows of other ranks so."""
+    experts = build("Qwen3Moe").model.layers[0].mlp.experts
+    x, weights = torch.randn(5, 32), torch.rand(5, 2)
+    ids = torch.tensor([[0, 6], [6, 6], [5, 1], [6, 2], [3, 4]])
+    mine = experts_forward(experts, x, ids, weights)
+    kept = experts_forward(experts, x, ids.clamp(max=5), torch.where(ids < 6, weights, 0.0))
+    torch.testing.assert_close(mine, kept)
+    assert not mine[1].any()

@@ -1,0 +1,259 @@
+"""The Triton kernels against float64: on a GPU as compiled, without one in Triton's interpreter."""
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from triton_interpreter import repair
+
+from titanlite.ops import group_by_expert, grouped_gemm, moe_experts
+from titanlite.ops import grouped_gemm_launch as kernels
+
+if kernels.INTERPRETED:
+    repair()
+DEVICE = "cpu" if kernels.INTERPRETED else "cuda"
+pytestmark = pytest.mark.skipif(
+    not kernels.INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU or TRITON_INTERPRET=1"
+)
+SIZES = {
+    "uneven": [33, 0, 1, 64, 17],
+    "all_empty": [0, 0, 0, 0, 0],
+    "one_row": [0, 0, 1, 0, 0],
+    "all_to_last": [0, 0, 0, 0, 97],
+    "all_to_first": [97, 0, 0, 0, 0],
+    "whole_tiles": [32, 64, 32, 0, 32],
+    "tiles_and_one": [31, 33, 63, 65, 1],
+    "one_group": [70],
+    "many_small": [1, 2, 0, 3, 1, 0, 0, 5, 1, 1, 2, 0, 1, 4, 1, 1, 7],
+}
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# Relative Frobenius error against float64 of the same inputs. float32: 1.8e-8 * sqrt(K) was measured for a sum in
+# sequence; two-byte floats: rounding of the result alone gives 1.7e-3 and 2.1e-4.
+BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 5e-3, torch.float16: 1e-3}
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Fresh memory is NaN, so that an element that a kernel does not write is found."""
+    new_empty, empty = torch.Tensor.new_empty, torch.empty
+
+    def poison(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "new_empty", lambda self, *args, **kw: poison(new_empty(self, *args, **kw)))
+        patch.setattr(torch, "empty", lambda *args, **kw: poison(empty(*args, **kw)))
+        yield
+
+
+def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    difference = (actual.double() - expected).norm().item()
+    return difference / max(expected.norm().item(), 1e-30) if difference else 0.0  # NaN is not 0
+
+
+def slices(sizes: list[int]) -> list[slice]:
+    ends = list(itertools.accumulate(sizes))
+    return [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+
+
+def check(
+    sizes: list[int], tail: int, k: int, n: int, dtype: torch.dtype, k_major: bool, tma: bool, seed: int = 0
+) -> None:
+    """Forward, input gradient and weight gradient, as a whole and expert by expert; `tail` rows of NaN behind them."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype).to(DEVICE)
+
+    rows, num_experts = sum(sizes), len(sizes)
+    x, dy = draw(rows + tail, k), draw(rows + tail, n)
+    x[rows:] = dy[rows:] = float("nan")
+    stored = draw(num_experts, n, k) if k_major else draw(num_experts, k, n)
+    weight = stored.mT if k_major else stored
+    offsets = torch.tensor(list(itertools.accumulate(sizes)), dtype=torch.int32, device=DEVICE)
+
+    y = kernels.row_grouped_gemm(x, weight, offsets, tma=tma)
+    dx = kernels.row_grouped_gemm(dy, weight.mT, offsets, tma=tma)
+    dw = kernels.reduction_grouped_gemm(x, dy, offsets, k_major=k_major, tma=tma)
+    bound = max(BOUNDS[dtype], 2.5e-8 * max(k, n, *sizes) ** 0.5)
+    assert (y.shape, dx.shape, dw.shape) == ((rows + tail, n), (rows + tail, k), (num_experts, k, n))
+    assert (dw.mT if k_major else dw).is_contiguous()
+    assert not y[rows:].any() and not dx[rows:].any()
+    for e, where in enumerate(slices(sizes)):
+        w = weight[e].double()
+        assert error(y[where], x[where].double() @ w) <= 2 * bound, f"y of expert {e}"
+        assert error(dx[where], dy[where].double() @ w.T) <= 2 * bound, f"dx of expert {e}"
+        assert error(dw[e], x[where].double().T @ dy[where].double()) <= 2 * bound, f"dw of expert {e}"
+    expected = torch.cat([x[where].double() @ weight[e].double() for e, where in enumerate(slices(sizes))])
+    assert error(y[:rows], expected) <= bound
+
+
+@pytest.mark.parametrize("tma", [False, True], ids=["pointers", "tma"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sizes", SIZES)
+def test_forward_and_gradients(sizes, dtype, tma):
+    check(SIZES[sizes], 0, 48, 64, dtype, k_major=True, tma=tma)
+
+
+@pytest.mark.parametrize("tma", [False, True], ids=["pointers", "tma"])
+@pytest.mark.parametrize("k_major", [True, False], ids=["k_major", "n_major"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sizes_that_are_no_multiple_of_a_tile_and_nan_behind_the_last_group(dtype, k_major, tma):
+    check(SIZES["tiles_and_one"], 5, 40, 24, dtype, k_major, tma)
+    check(SIZES["uneven"], 40, 72, 136, dtype, k_major, tma)
+
+
+@settings(max_examples=15 if kernels.INTERPRETED else 100, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    sizes=st.lists(st.integers(0, 70), min_size=1, max_size=9),
+    tail=st.integers(0, 40),
+    k=st.integers(1, 5),
+    n=st.integers(1, 5),
+    odd=st.integers(0, 7),
+    dtype=st.sampled_from(DTYPES),
+    k_major=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_any_sizes(sizes, tail, k, n, odd, dtype, k_major, seed):
+    check(sizes, tail, 16 * k + odd, 16 * n + odd, dtype, k_major, tma=False, seed=seed)
+
+
+def test_strided_input_and_weight():
+    x = torch.randn(40, 64, device=DEVICE)[:, :32]
+    weight = torch.randn(3, 48, 64, device=DEVICE)[:, :, 16:48]
+    offsets = torch.tensor([10, 10, 40], dtype=torch.int32, device=DEVICE)
+    y = kernels.row_grouped_gemm(x, weight.mT, offsets)
+    expected = torch.cat([x[:10].double() @ weight[0].double().T, x[10:].double() @ weight[2].double().T])
+    assert error(y, expected) <= BOUNDS[torch.float32]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("top_k", [1, 4, 8])
+def test_gather_sum(top_k, dtype):
+    y = torch.randn(24 * top_k, 72, device=DEVICE).to(dtype)
+    rows = torch.randperm(24 * top_k, device=DEVICE).view(24, top_k).int()
+    assert error(kernels.gather_sum(y, rows), y.double()[rows.long()].sum(1)) <= BOUNDS[dtype]
+
+
+class Layer:
+    """Inputs of `moe_experts`, and the same in float64 by a loop over experts with autograd."""
+
+    def __init__(self, sizes: list[int], top_k: int, dtype: torch.dtype, hidden: int = 48, inner: int = 40) -> None:
+        generator = torch.Generator().manual_seed(1)
+        num_experts, rows = len(sizes), sum(sizes)
+        tokens = -(-rows // top_k)
+        ids = torch.cat([torch.full((size,), e) for e, size in enumerate(sizes)])
+        ids = torch.cat([ids, torch.full((tokens * top_k - rows,), num_experts)])  # beyond the last expert: no one's
+        self.ids = ids[torch.randperm(len(ids), generator=generator)].view(tokens, top_k).to(DEVICE)
+        x = torch.randn(tokens, hidden, generator=generator)
+        gate_up = torch.randn(num_experts, 2 * inner, hidden, generator=generator) / hidden**0.5
+        down = torch.randn(num_experts, hidden, inner, generator=generator) / inner**0.5
+        self.inputs = [t.to(dtype).to(DEVICE).requires_grad_() for t in (x, gate_up, down)]
+        self.weight = torch.rand(tokens, top_k, generator=generator).to(DEVICE).requires_grad_()
+        self.dout = torch.randn(tokens, hidden, generator=generator).to(dtype).to(DEVICE)
+
+    def run(self, backend: str) -> torch.Tensor:
+        x, gate_up, down = self.inputs
+        order, rows, counts = group_by_expert(self.ids, gate_up.shape[0])
+        token, offsets = order // self.ids.shape[1], counts.cumsum(0).to(torch.int32)
+        weight = self.weight.flatten().index_select(0, order)
+        return moe_experts(x, gate_up, down, weight, token, rows, offsets, backend)
+
+    def gradients(self, out: torch.Tensor) -> list[torch.Tensor]:
+        return list(torch.autograd.grad(out, [*self.inputs, self.weight], self.dout.to(out.dtype)))
+
+    def expected(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        tensors = [t.detach().double().requires_grad_() for t in (*self.inputs, self.weight)]
+        x, gate_up, down, weight = tensors
+        out = torch.zeros_like(x)
+        for e in range(gate_up.shape[0]):
+            token, slot = (self.ids == e).nonzero(as_tuple=True)
+            gate, up = (x[token] @ gate_up[e].T).chunk(2, dim=-1)
+            h = torch.nn.functional.silu(gate) * up * weight[token, slot, None]
+            out = out.index_add(0, token, h @ down[e].T)
+        return out, list(torch.autograd.grad(out, tensors, self.dout.double()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "top_k"),
+    [("uneven", 1), ("uneven", 4), ("all_to_last", 1), ("one_row", 1), ("whole_tiles", 8), ("many_small", 2)],
+)
+def test_the_fused_experts_equal_a_float64_loop(sizes, top_k, dtype):
+    layer = Layer(SIZES[sizes], top_k, dtype)
+    out = layer.run("triton")
+    expected, gradients = layer.expected()
+    bound = {torch.float32: 5e-6, torch.bfloat16: 1.5e-2}[dtype]  # three roundings to bfloat16 in a row
+    if sizes == "one_row":
+        bound *= 2  # one number, a sum in which products cancel: nothing averages out
+    assert error(out, expected) <= bound
+    for name, mine, reference in zip(("x", "gate_up", "down", "weight"), layer.gradients(out), gradients, strict=True):
+        assert error(mine, reference) <= bound, name
+
+
+def test_no_rows_at_all():
+    x = torch.randn(0, 16, device=DEVICE, requires_grad=True)
+    gate_up, down = (torch.randn(*shape, device=DEVICE, requires_grad=True) for shape in ((2, 24, 16), (2, 16, 12)))
+    empty = torch.zeros(0, dtype=torch.int64, device=DEVICE)
+    offsets = torch.zeros(2, dtype=torch.int32, device=DEVICE)
+    out = moe_experts(x, gate_up, down, torch.zeros(0, device=DEVICE), empty, empty.view(0, 2), offsets, "triton")
+    out.sum().backward()
+    assert out.shape == (0, 16) and not gate_up.grad.any() and not down.grad.any()
+
+
+def test_frozen_weights_get_no_gradient_and_inference_keeps_nothing():
+    layer = Layer(SIZES["uneven"], 2, torch.float32)
+    with torch.no_grad():
+        assert torch.equal(layer.run("triton"), layer.run("triton"))
+    x, gate_up, down = layer.inputs
+    gate_up.requires_grad_(False)
+    down.requires_grad_(False)
+    out = layer.run("triton")
+    (dx,) = torch.autograd.grad(out, [x], layer.dout)
+    assert error(dx, layer_dx(layer)) <= 5e-6
+
+
+def layer_dx(layer: Layer) -> torch.Tensor:
+    for tensor in layer.inputs:
+        tensor.requires_grad_()
+    return layer.expected()[1][0]
+
+
+def test_the_same_bits_every_time():
+    layer = Layer(SIZES["uneven"], 4, torch.bfloat16)
+    runs = [[out := layer.run("triton"), *layer.gradients(out)] for _ in range(2)]
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+def test_opcheck():
+    layer = Layer([5, 0, 9], 2, torch.float32, hidden=16, inner=16)
+    x, gate_up, down = layer.inputs
+    order, rows, counts = group_by_expert(layer.ids, 3)
+    offsets, weight = counts.cumsum(0).to(torch.int32), layer.weight.detach().flatten()[order].requires_grad_()
+    args = (x, gate_up, down, weight, (order // 2).int(), rows.int(), offsets, True)
+    torch.library.opcheck(torch.ops.titanlite.moe_experts_forward.default, args)
+    rows = torch.randn(14, 16, device=DEVICE, requires_grad=True)
+    torch.library.opcheck(
+        torch.ops.titanlite.grouped_mm.default, (rows, gate_up.detach().mT.requires_grad_(), offsets, "triton")
+    )
+
+
+def test_compiles_without_a_graph_break():
+    layer = Layer(SIZES["uneven"], 2, torch.float32)
+    out = torch.compile(layer.run, fullgraph=True, backend="aot_eager")("triton")
+    expected = layer.run("triton")
+    assert torch.equal(out, expected)
+    for mine, reference in zip(layer.gradients(out), layer.gradients(expected), strict=True):
+        assert torch.equal(mine, reference)
+
+
+def test_grouped_gemm_takes_the_backend():
+    x, weight = torch.randn(6, 16, device=DEVICE), torch.randn(2, 16, 32, device=DEVICE)
+    offsets = torch.tensor([2, 5], dtype=torch.int32, device=DEVICE)
+    y = grouped_gemm(x, weight, offsets, "triton")
+    assert error(y, grouped_gemm(x, weight, offsets, "reference").double()) <= 1e-6
+    with pytest.raises(ValueError, match=r"grouped_gemm: backend 'triton' has no torch\.float64\. Use 'auto'"):
+        grouped_gemm(x.double(), weight.double(), offsets, "triton")

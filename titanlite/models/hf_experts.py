@@ -1,0 +1,82 @@
+"""titanlite's grouped GEMM for transformers' own mixture-of-experts models.
+
+    from titanlite.models.hf_experts import use_titanlite_experts
+    use_titanlite_experts(model)
+
+transformers' experts interface calls a registered function with the module that holds the fused weights, the tokens,
+and what the router chose. Everything that the interface describes is served: gated or not, biases, transposed weights,
+expert parallelism's ids beyond the last expert, and a norm behind the experts.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from titanlite.ops import group_by_expert, grouped_gemm, local_tensor, moe_experts, permute_tokens, unpermute_sum
+
+NAME = "titanlite"
+
+
+def use_titanlite_experts(model: Any) -> None:
+    """Let the experts of a transformers model run on titanlite's grouped GEMM from the next forward on.
+
+    Raises:
+        ValueError: the model's class does not let its experts be exchanged.
+    """
+    register_experts()
+    model.set_experts_implementation(NAME)
+
+
+def register_experts() -> None:
+    """Make `experts_implementation="titanlite"` known to transformers, for `from_pretrained` and `from_config`."""
+    from transformers.integrations.moe import ExpertsInterface
+
+    ExpertsInterface.register(NAME, experts_forward)
+
+
+def experts_forward(
+    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """The forward of an experts module of transformers: (T, D), (T, k), (T, k) -> (T, D)."""
+    order, rows, counts = group_by_expert(top_k_index, self.num_experts)
+    token = order // top_k_index.shape[1]
+    offsets = counts.cumsum(0).to(torch.int32)
+    weight = top_k_weights.flatten().index_select(0, order)
+    if _is_plain_swiglu(self):
+        gate_up, down = local_tensor(self.gate_up_proj), local_tensor(self.down_proj)
+        if self.is_transposed:
+            gate_up, down = gate_up.mT, down.mT
+        return moe_experts(hidden_states, gate_up, down, weight.float(), token, rows, offsets)
+    ids = top_k_index.flatten().index_select(0, order).clamp(max=self.num_experts - 1)
+    x = permute_tokens(hidden_states, token, rows)
+    x = _linear(self, "gate_up_proj" if self.has_gate else "up_proj", x, ids, offsets)
+    x = self._apply_gate(x) if self.has_gate else self.act_fn(x)
+    x = _linear(self, "down_proj", x, ids, offsets)
+    if self.has_post_expert_norm:
+        x = self.post_expert_norm(x)
+    # Rows that no expert here computes are zero, but a bias, a norm or an activation of zero need not be.
+    real = torch.arange(x.shape[0], device=x.device) < offsets[-1]
+    x = torch.where(real.unsqueeze(-1), x * weight.unsqueeze(-1), 0.0)
+    return unpermute_sum(x.to(hidden_states.dtype), token, rows)
+
+
+def _is_plain_swiglu(module: Any) -> bool:
+    from transformers.activations import SiLUActivation
+    from transformers.integrations import moe
+
+    return (
+        module.has_gate
+        and module.is_concatenated
+        and not module.has_bias
+        and not module.has_post_expert_norm
+        # What the interface puts into classes that have no gate of their own; without it, take the general way.
+        and type(module)._apply_gate is getattr(moe, "_default_apply_gate", None)
+        and isinstance(module.act_fn, nn.SiLU | SiLUActivation)
+    )
+
+
+def _linear(module: Any, name: str, x: torch.Tensor, ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    weight = local_tensor(getattr(module, name))
+    y = grouped_gemm(x, weight if module.is_transposed else weight.mT, offsets)
+    return y + local_tensor(getattr(module, name + "_bias")).index_select(0, ids) if module.has_bias else y

@@ -1,0 +1,284 @@
+"""Launchers of the grouped GEMM kernels, and the table of their tiles.
+
+The table takes the place of an autotuner, which would measure on every rank, choose by chance, and so give other sums.
+
+Shapes: M rows, E groups, K reduction, N columns, T tokens, I expert width.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from titanlite.ops.grouped_gemm_triton import (
+    PLAIN,
+    SWIGLU,
+    SWIGLU_BACKWARD,
+    gather_sum_kernel,
+    row_gemm_kernel,
+    wgrad_kernel,
+)
+
+# `kernel[grid](...)` takes options beside the kernel's own arguments, which its static type does not know.
+_row_gemm: Any = row_gemm_kernel
+_wgrad: Any = wgrad_kernel
+_gather_sum: Any = gather_sum_kernel
+
+_SWIZZLE = 8  # row tiles that are neighbours in time
+
+
+class Tile(NamedTuple):
+    """How a kernel cuts its work: `rows` and `cols` of the output, `depth` of the reduction, `per_sm` programs."""
+
+    rows: int
+    cols: int
+    depth: int
+    warps: int
+    stages: int
+    per_sm: int
+
+
+# By kernel: for two-byte dtypes on devices with at least 200 KiB of shared memory per block (Hopper, data-centre
+# Blackwell), on others (Ampere, Ada), and for float32. The index of a gathered row takes a stage of the pipeline.
+TILES = {
+    "large": {
+        "gemm": Tile(128, 256, 64, 8, 3, 1),
+        "gemm_few_rows": Tile(64, 128, 64, 4, 4, 2),
+        "gemm_gather": Tile(128, 256, 64, 8, 3, 1),
+        "swiglu": Tile(128, 128, 64, 8, 4, 1),
+        "swiglu_backward": Tile(128, 128, 64, 8, 4, 1),
+        "wgrad": Tile(128, 128, 64, 8, 4, 1),
+        "wgrad_gather": Tile(128, 128, 64, 8, 5, 1),
+    },
+    "small": {
+        "gemm": Tile(128, 128, 32, 8, 4, 1),
+        "gemm_few_rows": Tile(64, 64, 32, 4, 4, 2),
+        "gemm_gather": Tile(128, 128, 32, 8, 4, 1),
+        "swiglu": Tile(128, 64, 32, 8, 4, 1),
+        "swiglu_backward": Tile(128, 64, 32, 8, 4, 1),
+        "wgrad": Tile(128, 64, 32, 8, 4, 1),
+        "wgrad_gather": Tile(128, 64, 32, 8, 5, 1),
+    },
+    "float32": {
+        "gemm": Tile(64, 64, 32, 4, 3, 2),
+        "gemm_few_rows": Tile(64, 64, 32, 4, 3, 2),
+        "gemm_gather": Tile(64, 64, 32, 4, 3, 2),
+        "swiglu": Tile(64, 32, 32, 4, 3, 2),
+        "swiglu_backward": Tile(64, 32, 32, 4, 3, 2),
+        "wgrad": Tile(64, 64, 32, 4, 3, 2),
+        "wgrad_gather": Tile(64, 64, 32, 4, 3, 2),
+    },
+}
+_FEW_ROWS = 64  # per group, on average
+_INTERPRETED_TILE = Tile(32, 32, 16, 4, 2, 1)  # edges, several tiles per group, and seconds instead of minutes
+_INTERPRETED_SMS = 4
+
+# TRITON_INTERPRET=1, read when the kernels were decorated: they run on CPU tensors, slowly.
+INTERPRETED = not isinstance(_row_gemm, triton.JITFunction)
+
+
+def row_grouped_gemm(
+    x: torch.Tensor,
+    weight_EKN: torch.Tensor,
+    offsets_E: torch.Tensor,
+    rows_M: torch.Tensor | None = None,
+    *,
+    tile: Tile | None = None,
+    tma: bool | None = None,
+) -> torch.Tensor:
+    """y[m] = x[m or rows[m]] @ weight[group of m], (M, N); rows behind the last group are zero.
+
+    Args:
+        x: (M, K), or (T, K) with `rows_M`; K has stride 1.
+        weight_EKN: (E, K, N); K or N has stride 1.
+        offsets_E: (E,) int32.
+        rows_M: (M,) int32 row of `x` for each m.
+        tile: instead of the table's.
+        tma: whether to use TMA descriptors, where the kernel can; by default if the device and the layouts allow it.
+    """
+    M, (_, _, N) = _num_rows(x, rows_M), weight_EKN.shape
+    y = x.new_empty(M, N)
+    _launch_rows(x, weight_EKN, offsets_E, rows_M, PLAIN, N, tile, tma, y=y)
+    return y
+
+
+def row_grouped_swiglu(
+    x: torch.Tensor,
+    weight_EKN: torch.Tensor,
+    offsets_E: torch.Tensor,
+    rows_M: torch.Tensor | None,
+    row_weight_M: torch.Tensor,
+    *,
+    keep: bool,
+    tile: Tile | None = None,
+    tma: bool | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(h, z): z = [gate | up] = x @ weight, (M, 2 I), if `keep`; h = silu(gate) * up * row_weight, (M, I)."""
+    M, inner = _num_rows(x, rows_M), weight_EKN.shape[2] // 2
+    h, z = x.new_empty(M, inner), x.new_empty(M, 2 * inner) if keep else None
+    _launch_rows(x, weight_EKN, offsets_E, rows_M, SWIGLU, inner, tile, tma, z=z, h=h, row_weight=row_weight_M)
+    return h, z
+
+
+def row_grouped_swiglu_backward(
+    dy: torch.Tensor,
+    weight_EKN: torch.Tensor,
+    offsets_E: torch.Tensor,
+    rows_M: torch.Tensor | None,
+    row_weight_M: torch.Tensor,
+    z_M2I: torch.Tensor,
+    *,
+    tile: Tile | None = None,
+    tma: bool | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dz, h, drow_weight) from `dy[rows] @ weight`, the gradient of h / row_weight; weight (E, D, I) is down_proj."""
+    M, inner = _num_rows(dy, rows_M), weight_EKN.shape[2]
+    chosen = tile or _tile_of("swiglu_backward", dy)
+    dz, h = dy.new_empty(M, 2 * inner), dy.new_empty(M, inner)
+    parts = torch.empty(M, triton.cdiv(inner, chosen.cols), dtype=torch.float32, device=dy.device)
+    _launch_rows(
+        dy, weight_EKN, offsets_E, rows_M, SWIGLU_BACKWARD, inner, chosen, tma,
+        y=dz, z=z_M2I, h=h, row_weight=row_weight_M, drow_weight=parts,
+    )  # fmt: skip
+    return dz, h, parts.sum(dim=1)
+
+
+def reduction_grouped_gemm(
+    x: torch.Tensor,
+    dy: torch.Tensor,
+    offsets_E: torch.Tensor,
+    x_rows_M: torch.Tensor | None = None,
+    dy_rows_M: torch.Tensor | None = None,
+    *,
+    k_major: bool = True,
+    tile: Tile | None = None,
+    tma: bool | None = None,
+) -> torch.Tensor:
+    """dweight[e] = x_e^T @ dy_e, (E, K, N), stored as (E, N, K) if `k_major`; both operands may be gathered."""
+    E, K, N = offsets_E.shape[0], x.shape[1], dy.shape[1]
+    dw = x.new_empty((E, N, K)).mT if k_major else x.new_empty((E, K, N))
+    if not x.shape[0] or not dy.shape[0] or not dw.numel():
+        return dw.zero_()
+    gathered = x_rows_M is not None or dy_rows_M is not None
+    tile = tile or _tile_of("wgrad_gather" if gathered else "wgrad", x)
+    tma = not gathered and (_tma_fits(x, dy) if tma is None else tma)
+    operands: list[Any] = [x, dy]
+    if tma:
+        operands = [
+            TensorDescriptor.from_tensor(x, [tile.depth, tile.rows]),
+            TensorDescriptor.from_tensor(dy, [tile.depth, tile.cols]),
+        ]
+    programs = E * triton.cdiv(K, tile.rows) * triton.cdiv(N, tile.cols)
+    _wgrad[(min(programs, _programs_at_once(x, tile)),)](
+        *operands, dw, x_rows_M, dy_rows_M, offsets_E, N, K, E, x.stride(0), dy.stride(0), *dw.stride(),
+        BK=tile.rows, BN=tile.cols, BM=tile.depth, BAND=_SWIZZLE, TMA=tma, PRECISION=_precision(x),
+        num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True,
+    )  # fmt: skip
+    return dw
+
+
+def gather_sum(y_MN: torch.Tensor, rows_Tk: torch.Tensor) -> torch.Tensor:
+    """out[t] = sum over j of y[rows[t, j]], (T, N)."""
+    T, top_k = rows_Tk.shape
+    out = y_MN.new_empty(T, y_MN.shape[1])
+    if out.numel():
+        block = min(triton.next_power_of_2(y_MN.shape[1]), 1024)
+        _gather_sum[(T, triton.cdiv(y_MN.shape[1], block))](
+            y_MN,
+            rows_Tk,
+            out,
+            y_MN.shape[1],
+            y_MN.stride(0),
+            out.stride(0),
+            TOP_K=top_k,
+            BN=block,
+            num_warps=4,
+            enable_fp_fusion=True,
+        )
+    return out
+
+
+def _launch_rows(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    offsets: torch.Tensor,
+    rows: torch.Tensor | None,
+    epilogue: int,
+    N: int,
+    tile: Tile | None,
+    tma: bool | None,
+    *,
+    y: torch.Tensor | None = None,
+    z: torch.Tensor | None = None,
+    h: torch.Tensor | None = None,
+    row_weight: torch.Tensor | None = None,
+    drow_weight: torch.Tensor | None = None,
+) -> None:
+    E, K, _ = weight.shape
+    M = _num_rows(x, rows)
+    if not M or not N:
+        return
+    if tile is None:
+        few = M // E <= _FEW_ROWS
+        plain = "gemm_gather" if rows is not None else "gemm_few_rows" if few else "gemm"
+        tile = _tile_of({PLAIN: plain, SWIGLU: "swiglu", SWIGLU_BACKWARD: "swiglu_backward"}[epilogue], x)
+    k_major = weight.stride(1) == 1
+    stored = weight.mT if k_major else weight
+    operands: list[Any] = [x, weight]
+    use_tma = _tma_fits(stored) if tma is None else tma
+    if use_tma:
+        operands[1] = TensorDescriptor.from_tensor(
+            stored, [1, tile.cols, tile.depth] if k_major else [1, tile.depth, tile.cols]
+        )
+        if rows is None and (_tma_fits(x) if tma is None else tma):
+            operands[0] = TensorDescriptor.from_tensor(x, [tile.rows, tile.depth])
+    most_tiles = (M // tile.rows + E + 1) * triton.cdiv(N, tile.cols)  # how many there are, only the device knows
+    _row_gemm[(min(most_tiles, _programs_at_once(x, tile)),)](
+        *operands, y, z, h, row_weight, drow_weight, rows, offsets, M, N, K, E,
+        x.stride(0), weight.stride(0), weight.stride(2), weight.stride(1), *(_stride(t) for t in (y, z, h)),
+        BM=tile.rows, BN=tile.cols, BK=tile.depth, BAND=_SWIZZLE, E_CEIL=triton.next_power_of_2(E + 1),
+        EPILOGUE=epilogue, K_MAJOR=k_major, TMA_X=operands[0] is not x, TMA_W=use_tma, EVEN_K=K % tile.depth == 0,
+        PRECISION=_precision(x), num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True,
+    )  # fmt: skip
+
+
+def _num_rows(x: torch.Tensor, rows: torch.Tensor | None) -> int:
+    return x.shape[0] if rows is None else rows.shape[0]
+
+
+def _stride(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.stride(0)
+
+
+def _precision(x: torch.Tensor) -> str:
+    """float32 is multiplied as float32 unless the user allowed TF32."""
+    return "ieee" if x.dtype == torch.float32 and not torch.backends.cuda.matmul.allow_tf32 else "tf32"
+
+
+def _tile_of(kernel: str, x: torch.Tensor) -> Tile:
+    if INTERPRETED:
+        return _INTERPRETED_TILE
+    if x.element_size() != 2:
+        return TILES["float32"][kernel]
+    memory = torch.cuda.get_device_properties(x.device).shared_memory_per_block_optin
+    return TILES["large" if memory >= 200 << 10 else "small"][kernel]
+
+
+def _programs_at_once(x: torch.Tensor, tile: Tile) -> int:
+    if INTERPRETED:
+        return _INTERPRETED_SMS
+    return torch.cuda.get_device_properties(x.device).multi_processor_count * tile.per_sm
+
+
+def _tma_fits(*tensors: torch.Tensor) -> bool:
+    """TMA, from Hopper on, wants bases and outer strides at multiples of 16 bytes. With float32 they spill."""
+    if INTERPRETED or torch.cuda.get_device_capability(tensors[0].device)[0] < 9:
+        return False
+    return all(
+        t.element_size() == 2
+        and t.data_ptr() % 16 == 0
+        and t.stride(-1) == 1
+        and all(stride * 2 % 16 == 0 and stride > 0 for stride in t.stride()[:-1])
+        for t in tensors
+    )
