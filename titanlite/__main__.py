@@ -1,5 +1,6 @@
 """`python -m titanlite COMMAND ...`: the tools that need no launcher."""
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -24,7 +25,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"titanlite: error: there is no command '{name}'.", file=stream)
         print(_USAGE, file=stream)
         return 0 if asked_for_help else 2
-    return command(rest)
+    try:
+        code = command(rest)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return code
 
 
 def _commands() -> dict[str, Callable[[Sequence[str]], int]]:

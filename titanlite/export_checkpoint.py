@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 
 from titanlite.checkpoint import hf_checkpoint
-from titanlite.checkpoint.folder import INDEX_FILE, OWN_FOLDER
+from titanlite.checkpoint.commit import MANIFEST_FILE, check_folder
+from titanlite.checkpoint.folder import OWN_FOLDER
 from titanlite.checkpoint.hf_model import warn_of_sidecar, write_hf_files
 from titanlite.checkpoint.keys import SIDECAR_FILE, checkpoint_pieces, is_sidecar, whole
 from titanlite.checkpoint.reader import SafetensorsReader
@@ -21,7 +22,7 @@ from titanlite.checkpoint.runs import bytes_of
 from titanlite.checkpoint.transfer import Transfer
 from titanlite.checkpoint.writer import FileLayout, Item, create_files, lay_out
 from titanlite.config import ModelConfig
-from titanlite.errors import CheckpointError, TitanliteError
+from titanlite.errors import CheckpointError, TitanliteError, raise_problems
 from titanlite.logger import setup_logger
 from titanlite.materialize import Plan, ReadRequest, Region, build_plan
 from titanlite.materialize.sources import Read
@@ -29,6 +30,8 @@ from titanlite.models.decoder import build_decoder
 from titanlite.models.families import family_of, model_config_from_hf
 
 _CHUNK_ELEMENTS = 4 << 20
+_WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", ".ckpt", ".pkl"}
+_TEMPLATES = "additional_chat_templates"  # where transformers keeps chat templates that have names
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,11 +63,16 @@ def export_checkpoint(folder: Path, out: Path, dtype: torch.dtype) -> None:
         CheckpointError: `folder` is not a whole model of a native family, or `out` exists or cannot be written.
         ConfigError: its config.json describes something that the decoder cannot express.
     """
-    if out.exists():
+    try:
+        occupied = os.path.lexists(out)
+    except OSError as error:
+        raise CheckpointError(f"export: cannot write {out}: {error.strerror}.") from None
+    if occupied:
         raise CheckpointError(f"export: {out} exists already. Remove it, or give another folder.")
-    config = model_config_from_hf(folder)
-    # Only a wider dtype than the model's files have can gain from the run's own precision.
-    source = hf_checkpoint(folder, config, exact=dtype == torch.float32)
+    if (folder / MANIFEST_FILE).exists():
+        raise_problems(CheckpointError, f"export: {folder}", check_folder(folder))
+    config = model_config_from_hf(folder, "export")
+    source = hf_checkpoint(folder, config, exact=True)  # where the run had more bits than its files, round once
     plan = build_plan(build_decoder(config), [source])
     assert source.reader is not None
     files, names = _lay_out(plan, config, dtype)
@@ -117,6 +125,10 @@ def _copy_weights(
                 for region in _chunks(item.region):
                     chunk = torch.empty(region.lengths, dtype=item.dtype)
                     reader.read_quietly([ReadRequest(names[item.key], region, chunk)])
+                    if item.dtype == torch.float16 and not bool(chunk.isfinite().all()):
+                        raise CheckpointError(
+                            f"export: {item.key} has values that float16 cannot hold (beyond 65504). Use bfloat16."
+                        )
                     transfer.add(handle.write(bytes_of(chunk.view(-1))))
             handle.flush()
             os.fsync(handle.fileno())
@@ -140,6 +152,8 @@ def _chunks(region: Region) -> Iterator[Region]:
 def _copy_rest(folder: Path, out: Path) -> None:
     """Tokenizer, chat template, licence: everything beside the weights that is not there yet, links resolved."""
     for path in folder.iterdir():
-        is_weights = path.suffix in (".safetensors", ".bin", ".pt", ".pth") or path.name == INDEX_FILE
+        is_weights = path.suffix in _WEIGHT_SUFFIXES or path.name.endswith(".index.json")
         if path.is_file() and not is_weights and not (out / path.name).exists():
             shutil.copyfile(path, out / path.name)
+    if (folder / _TEMPLATES).is_dir():
+        shutil.copytree(folder / _TEMPLATES, out / _TEMPLATES)

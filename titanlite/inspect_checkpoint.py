@@ -24,7 +24,7 @@ from titanlite.models.decoder import build_decoder
 from titanlite.preflight import check
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+_NUMBER = re.compile(r"(?<=\.)(\d{1,18})(?=\.|$)")
 _MOST_RANKS = 16
 
 
@@ -40,77 +40,100 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--checksums", action="store_true", help="read every byte and compare with the manifest")
     parser.add_argument("--all", action="store_true", help="one line per tensor, layers and experts not summed up")
     parser.add_argument("--world-size", type=int, help="ranks of the run to show")
+    parser.add_argument("--config", action="append", default=[], help="configuration of the run to show")
     known, rest = parser.parse_known_args(argv)
     try:
         damaged = show_folder(known.folder, checksums=known.checksums, every=known.all)
-        if rest or known.world_size is not None:
-            show_reads(known.folder, rest, known.world_size or 1)
+        if rest or known.config or known.world_size is not None:
+            config = [f"--config={file}" for file in known.config]
+            show_reads(known.folder, [*config, *rest], 1 if known.world_size is None else known.world_size)
     except TitanliteError as error:
         print(f"titanlite: error: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        raise
+    except OSError as error:  # a name that no file can have, or a folder that may not be looked into
+        print(f"titanlite: error: {known.folder}: {error.strerror}.", file=sys.stderr)
         return 2
     return 1 if damaged else 0
 
 
 def show_folder(folder: Path, *, checksums: bool, every: bool) -> bool:
     """Print tensors, sizes and the manifest check of `folder`; return True if the manifest finds damage."""
-    model = read_model_headers(folder)
-    own_files = sorted((folder / OWN_FOLDER).glob("*.safetensors"))
-    own = read_headers(own_files, f"checkpoint {folder}") if own_files else Stored({}, {})
-    print(folder)
-    print(f"  model      {_describe(folder, model)}")
-    if (folder / STATE_FILE).exists():
-        progress = Progress.read(folder)
-        versions = ", ".join(f"{name} {version}" for name, version in progress.versions.items())
-        print(f"  training   step {progress.step}, {progress.samples} samples, {progress.world_size} ranks, {versions}")
-        print(f"  data       {shown(progress.data)}")
-    damaged = False
-    if (folder / MANIFEST_FILE).exists():
-        problems = check_folder(folder, checksums=checksums)
-        damaged = bool(problems)
+    has_manifest = (folder / MANIFEST_FILE).exists()
+    problems = check_folder(folder, checksums=checksums) if has_manifest else []
+    try:
+        lines, tensors = _describe(folder)
+    except CheckpointError as error:
+        if not problems:
+            raise
+        lines, tensors = [f"  model      {error}"], []  # damage that the manifest knows of
+    print("\n".join([str(folder), *lines]))
+    if has_manifest:
         looked_at = "sizes and checksums" if checksums else "sizes"
-        verdict = f"{len(problems)} problems" if problems else f"whole ({looked_at} match)"
+        verdict = _count(len(problems), "problem") if problems else f"whole ({looked_at} match)"
         print("\n    ".join([f"  manifest   {verdict}", *problems]))
     else:
         print(f"  manifest   none; {MANIFEST_FILE} is written by titanlite only")
-    print()
-    _print_table(_rows(folder, [*model.tensors.values(), *own.tensors.values()], every))
-    return damaged
+    if tensors:
+        print()
+        _print_table(_rows(folder, tensors, every))
+    return bool(problems)
 
 
-def _describe(folder: Path, model: Stored) -> str:
+def _describe(folder: Path) -> tuple[list[str], list[StoredTensor]]:
+    """What the files say about themselves, and all tensors in them."""
+    model = read_model_headers(folder)
+    own_files = sorted((folder / OWN_FOLDER).glob("*.safetensors"))
+    own = read_headers(own_files, f"checkpoint {folder}") if own_files else Stored({}, {})
+    lines = [f"  model      {_describe_model(folder, model)}"]
+    if (folder / STATE_FILE).exists():
+        progress = Progress.read(folder)
+        versions = ", ".join(f"{shown(name)} {shown(version)}" for name, version in progress.versions.items())
+        state = f"step {progress.step}, {progress.samples} samples, {_count(progress.world_size, 'rank')}, {versions}"
+        lines += [f"  training   {state}", f"  data       {shown(progress.data)}"]
+    return lines, [*model.tensors.values(), *own.tensors.values()]
+
+
+def _describe_model(folder: Path, model: Stored) -> str:
     try:
         config = read_json(folder / "config.json", str(folder))
     except CheckpointError:
-        config = {}
+        there = (folder / "config.json").exists()
+        config = {"model_type": "config.json cannot be read" if there else "no config.json"}
     weights = [tensor for tensor in model.tensors.values() if not tensor.key.endswith("_scale_inv")]
     numel = sum(tensor.nbytes // tensor.dtype.itemsize for tensor in weights)
     dtypes = ", ".join(sorted({_DTYPE_NAMES[tensor.dtype] for tensor in weights}))
     size = sum(tensor.nbytes for tensor in model.tensors.values())
-    name = shown(config.get("model_type", "no config.json"))
-    return f"{name}, {numel / 1e6:,.1f} M parameters, {dtypes}, {_size(size)} in {len(model.file_bytes)} files"
+    name = shown(config.get("model_type", "no model_type"))
+    return (
+        f"{name}, {numel / 1e6:,.1f} M parameters, {dtypes}, {_size(size)} in {_count(len(model.file_bytes), 'file')}"
+    )
 
 
 def _rows(folder: Path, tensors: Iterable[StoredTensor], every: bool) -> list[tuple[str, ...]]:
     """One row per tensor, or per name, dtype and shape that differ only in the numbers of layers and experts."""
-    groups: defaultdict[tuple[str, str, tuple[int, ...]], list[StoredTensor]] = defaultdict(list)
+    groups: defaultdict[tuple[tuple[str, ...], str, tuple[int, ...]], list[StoredTensor]] = defaultdict(list)
     for tensor in tensors:
-        name = tensor.key if every else _NUMBER.sub("*", tensor.key)
-        groups[name, _DTYPE_NAMES[tensor.dtype], tensor.shape].append(tensor)
+        between = (tensor.key,) if every else tuple(_NUMBER.split(tensor.key)[::2])
+        groups[between, _DTYPE_NAMES[tensor.dtype], tensor.shape].append(tensor)
     rows = [("tensor", "count", "dtype", "shape", "size", "file")]
-    for (name, dtype, shape), held in groups.items():
+    for (between, dtype, shape), held in groups.items():
         files = sorted({str(tensor.file.relative_to(folder)) for tensor in held})
         where = files[0] if len(files) == 1 else f"{len(files)} files"
         size = _size(sum(tensor.nbytes for tensor in held))
-        rows.append((_ranges(name, held), str(len(held)), dtype, str(shape), size, where))
+        rows.append((_ranges(between, held), str(len(held)), dtype, str(shape), size, where))
     return rows
 
 
-def _ranges(name: str, held: Sequence[StoredTensor]) -> str:
-    """`layers.*.mlp` as `layers.{0-47}.mlp`, by the numbers that occur."""
-    numbers = [list(map(int, column)) for column in zip(*(_NUMBER.findall(t.key) for t in held), strict=True)]
-    for column in numbers:
-        low, high = min(column), max(column)
-        name = name.replace("*", str(low) if low == high else f"{{{low}-{high}}}", 1)
+def _ranges(between: tuple[str, ...], held: Sequence[StoredTensor]) -> str:
+    """`layers.{0-47}.mlp` from the texts between the numbers of the names, and the numbers that occur."""
+    name = between[0]
+    if len(between) > 1:
+        columns = zip(*(_NUMBER.findall(tensor.key) for tensor in held), strict=True)
+        for column, text in zip(columns, between[1:], strict=True):
+            low, high = min(map(int, column)), max(map(int, column))
+            name += (str(low) if low == high else f"{{{low}-{high}}}") + text
     return shown(name)
 
 
@@ -160,6 +183,10 @@ def _print_table(rows: Sequence[tuple[str, ...]]) -> None:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
         print("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _size(nbytes: int) -> str:

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import stat
 import traceback
 import zlib
 from collections.abc import Callable, Sequence
@@ -102,14 +103,20 @@ def check_folder(folder: Path, *, checksums: bool = False, share: tuple[int, int
     problems = []
     for name, entry in list(files.items())[share[0] :: share[1]]:
         path = folder / name
+        if os.path.isabs(name) or ".." in Path(name).parts:
+            problems.append(f"{shown(name)}: {MANIFEST_FILE} lists it, but it is outside of the checkpoint.")
+            continue
         try:
             wanted, crc = int(entry["bytes"]), int(entry["crc32"], 16)
         except (TypeError, KeyError, ValueError, OverflowError):
             problems.append(f"{shown(name)}: its entry in {MANIFEST_FILE} is damaged.")
             continue
         try:
-            size = path.stat().st_size
-            if size != wanted:
+            status = path.stat()
+            size = status.st_size
+            if not stat.S_ISREG(status.st_mode):
+                problems.append(f"{shown(name)}: is not a regular file.")  # reading a pipe or a device may never end
+            elif size != wanted:
                 problems.append(f"{shown(name)}: has {size} bytes, {MANIFEST_FILE} says {wanted}.")
             elif checksums and _crc_of(path) != crc:
                 problems.append(f"{shown(name)}: its bytes are not those that were saved (CRC-32 differs).")

@@ -14,6 +14,7 @@ from titanlite.checkpoint.folder import INDEX_FILE, OWN_FOLDER
 from titanlite.checkpoint.keys import MASTER_PREFIX, SIDECAR_FILE, checkpoint_pieces, is_sidecar, whole
 from titanlite.checkpoint.writer import FileLayout, Item, lay_out
 from titanlite.config import ModelConfig
+from titanlite.errors import CheckpointError
 from titanlite.logger import logger
 from titanlite.materialize import Plan
 from titanlite.materialize.layout import local_of
@@ -103,6 +104,7 @@ def write_hf_files(
     assets: Path | None,
 ) -> None:
     """Write index, configuration and tokenizer beside the weights. On one rank."""
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, GenerationConfig  # costs a second, and only saving needs it
 
     models = [file for file in files if "/" not in file.name]
@@ -117,9 +119,13 @@ def write_hf_files(
     if tokenizer is not None:
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             base.setdefault(name, getattr(tokenizer, name))
-    hf_config = AutoConfig.for_model(
-        config.family, **{**base, **family_of(config).to_hf(config), "dtype": str(dtype).removeprefix("torch.")}
-    )
+    try:
+        hf_config = AutoConfig.for_model(
+            config.family, **{**base, **family_of(config).to_hf(config), "dtype": str(dtype).removeprefix("torch.")}
+        )
+    except (TypeError, ValueError, StrictDataclassError) as error:
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"checkpoint: transformers refuses what {assets}/config.json says: {reason}") from None
     hf_config.save_pretrained(folder)
     if assets is not None and (assets / "generation_config.json").exists():
         shutil.copyfile(assets / "generation_config.json", folder / "generation_config.json")

@@ -63,6 +63,8 @@ def resolve_degrees(section: ParallelismSection, world_size: int) -> Degrees:
         section.expert_parallel_degree,
     )
     shard = section.data_parallel_shard_degree
+    if world_size < 1:
+        raise ConfigError(f"parallelism: a world size of {world_size}; a run has at least 1 rank.")
     if shard == -1:
         if world_size % (replicate * tp):
             raise ConfigError(

@@ -69,19 +69,23 @@ def resolve_model_config(section: ModelSection) -> ModelConfig:
     return config
 
 
-def model_config_from_hf(folder: Path) -> ModelConfig:
-    """Read the sizes from `folder`/config.json.
+def model_config_from_hf(folder: Path, where: str = "model.hf_assets_path") -> ModelConfig:
+    """Read the sizes from `folder`/config.json; `where` says in errors what asked for it.
 
     Raises:
         ConfigError: the file is missing or no JSON, or describes something that the decoder cannot express.
     """
-    path = folder / "config.json" if folder.suffix != ".json" else folder
+    path = folder if folder.suffix == ".json" and not folder.is_dir() else folder / "config.json"
     try:
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"{where}: {path} is not a regular file.")  # a pipe would wait for a writer
         hf = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(f"model.hf_assets_path: there is no {path}. Give a folder with a config.json.") from None
+        raise ConfigError(f"{where}: there is no {path}. Give a folder with a config.json.") from None
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model.hf_assets_path: cannot read {path}: {error}.") from None
+        raise ConfigError(f"{where}: cannot read {path}: {error}.") from None
+    except RecursionError:
+        raise ConfigError(f"{where}: cannot read {path}: it is nested too deeply.") from None
     model_type = hf.get("model_type") if isinstance(hf, dict) else None
     if not isinstance(model_type, str) or model_type not in families():
         raise ConfigError(

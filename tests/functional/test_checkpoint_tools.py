@@ -1,0 +1,398 @@
+"""`python -m titanlite inspect` and `export`: sums that add up, damage that is found, copies that are the source."""
+
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import astuple
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from titanlite import __main__, __version__, export_checkpoint, inspect_checkpoint, trainer
+from titanlite.checkpoint import commit, writer
+from titanlite.config import load_config
+from titanlite.config.parallelism import Degrees
+from titanlite.models.families import family_of
+from titanlite.preflight import check
+
+MODEL, SIDECAR, MASTERS = "model.safetensors", "titanlite/expert_bias.safetensors", "titanlite/weights.safetensors"
+OPTIMIZER, STATE = "titanlite/optimizer.safetensors", "titanlite/train_state.json"
+DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.uint8: "U8"}
+NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+BESIDE = {"chat_template.jinja": "{{ 1 }}", "tokenizer.json": "{}", "LICENSE": "x", "generation_config.json": "{}"}
+
+
+class Done(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+    def table(self, first: str) -> list[dict[str, str]]:
+        """The table whose first column is called `first`, row by row."""
+        lines = [re.split(" {2,}", line.strip()) for line in self.out.splitlines()]
+        start = next(i for i, cells in enumerate(lines) if cells[0] == first and len(cells) > 1)
+        end = next((i for i in range(start, len(lines)) if len(lines[i]) != len(lines[start])), len(lines))
+        return [dict(zip(lines[start], cells, strict=True)) for cells in lines[start + 1 : end]]
+
+    def assert_refused(self, *words: str, lines: int = 1) -> None:
+        """Exit code 2 after one error of `lines` lines with all `words`; a traceback would be more."""
+        assert (self.code, self.err[:18], self.err.count("\n")) == (2, "titanlite: error: ", lines)
+        assert [word for word in words if word not in self.err] == []
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Done]:
+    """`python -m titanlite` in this process; sizes to the byte, copies in pieces of 1000 elements, cut anywhere."""
+    monkeypatch.setattr(inspect_checkpoint, "_size", lambda nbytes: f"{nbytes} B")
+    monkeypatch.setattr(export_checkpoint, "_CHUNK_ELEMENTS", 1000)
+    monkeypatch.setattr(export_checkpoint, "setup_logger", lambda: None)  # would keep this test's standard output
+
+    def run(*argv: object) -> Done:
+        capsys.readouterr()
+        code = __main__.main(list(map(str, argv)))
+        assert not dist.is_initialized(), "the next call would find a group of ranks that are not there"
+        return Done(code, *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def step(run_ranks: Callable[..., list[Any]], config_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint after 2 steps of 2 ranks: bfloat16, float32 masters, and biases that Qwen3-MoE has no key for."""
+    folder = tmp_path_factory.mktemp("run")
+    settings = [f"--job.dump_folder={folder}", "--training.steps=2", "--lr_scheduler.warmup_steps=1"]
+    job = check(load_config(["--config", str(config_file), *settings, "--checkpoint.export_dtype=bfloat16"]), 2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "_SAMPLE_TOKENS", 2)
+        run_ranks(2, lambda: trainer.Trainer(job.job, job.model_config, job.degrees).train())
+    return folder / "checkpoint/step-2"
+
+
+@pytest.fixture(scope="module")
+def hf_model(config_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`hf_model(*overrides)` -> folder of a float32 model of random tensors, saved by transformers, made once."""
+
+    @cache
+    def save(*overrides: str, max_shard_size: str = "1GB") -> Path:
+        config = check(load_config(["--config", str(config_file), *overrides]), 1).model_config
+        hf_config = AutoConfig.for_model(config.family, **family_of(config).to_hf(config))
+        model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32)
+        generator = torch.Generator().manual_seed(1)
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if not name.endswith("inv_freq"):
+                tensor.data.normal_(generator=generator)
+        folder = tmp_path_factory.mktemp("hf")
+        model.save_pretrained(folder, max_shard_size=max_shard_size)
+        for name, text in BESIDE.items():
+            (folder / name).write_text(text)
+        return folder
+
+    return save
+
+
+def load_files(*files: Path) -> dict[str, torch.Tensor]:
+    return {key: tensor for file in files for key, tensor in load_file(file).items()}
+
+
+def total_bytes(*files: Path) -> int:
+    return sum(tensor.nbytes for tensor in load_files(*files).values())
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def column(rows: list[dict[str, str]], name: str) -> list[int]:
+    return [int(row[name].removesuffix(" B")) for row in rows]
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def quantize(folder: Path, block: int) -> dict[str, torch.Tensor]:
+    """Rewrite the model in block-scaled FP8, as DeepSeek-V3's is; return what it must be read as, in float32."""
+    expected = load_file(folder / MODEL)
+    stored, generator = dict(expected), torch.Generator().manual_seed(2)
+    for key in [key for key in expected if key.endswith("_proj.weight")]:
+        rows, cols = expected[key].shape
+        scale = torch.rand(-(-rows // block), -(-cols // block), generator=generator) + 0.01
+        spread = scale.repeat_interleave(block, 0).repeat_interleave(block, 1)[:rows, :cols]
+        stored[key], stored[f"{key}_scale_inv"] = (expected[key] / spread).to(torch.float8_e4m3fn), scale
+        expected[key] = stored[key].float() * spread
+    save_file(stored, folder / MODEL, metadata={"format": "pt"})
+    edit_config(folder, quantization_config={"quant_method": "fp8", "weight_block_size": [block, block]})
+    return expected
+
+
+def test_report_names_model_training_and_manifest(command, step):
+    done = command("inspect", step)
+    count, size = AutoModelForCausalLM.from_pretrained(step).num_parameters(), total_bytes(step / MODEL)
+    for line in (
+        f"  model      qwen3_moe, {count / 1e6:.1f} M parameters, BF16, {size} B in 1 file",
+        f"  training   step 2, 16 samples, 2 ranks, titanlite {__version__}, torch {torch.__version__}",
+        f"  data       {json.loads((step / STATE).read_text())['data']}",
+        "  manifest   whole (sizes match)",
+    ):
+        assert f"\n{line}" in done.out
+    assert (done.code, done.err) == (0, "")
+    assert "whole (sizes and checksums match)" in command("inspect", step, "--checksums").out
+
+
+@pytest.mark.parametrize("block", [0, 2], ids=["tied", "tied FP8"])
+def test_parameters_are_counted_as_transformers_does(command, hf_model, tmp_path, block):
+    """2.0 M: a tied head once, and the factors of FP8 (here a quarter as many again) not at all. No manifest."""
+    wide = hf_model("--model.name=qwen3", "--model.overrides.intermediate_size=5000")
+    folder = shutil.copytree(wide, tmp_path / "hf")
+    count = AutoModelForCausalLM.from_pretrained(folder).num_parameters()
+    if block:
+        quantize(folder, block)
+    done = command("inspect", folder)
+    assert f"qwen3, {count / 1e6:.1f} M parameters, {'F32, F8_E4M3' if block else 'F32'}, " in done.out
+    assert done.code == 0 and "  manifest   none; " in done.out and "training" not in done.out
+
+
+@pytest.mark.parametrize("saved_by", ["titanlite", "transformers"])
+def test_rows_cover_every_tensor(command, step, hf_model, saved_by):
+    """Model, masters, optimizer, biases and generators: one row per tensor with --all, else counts and sizes add up."""
+    folder, itemsize = (step, 2) if saved_by == "titanlite" else (hf_model(max_shard_size="100KB"), 4)
+    files = list(folder.rglob("*.safetensors"))
+    expected = {
+        key: (DTYPES[tensor.dtype], str(tuple(tensor.shape)), f"{tensor.nbytes} B", str(file.relative_to(folder)))
+        for file in files
+        for key, tensor in load_file(file).items()
+    }
+    every = command("inspect", folder, "--all").table("tensor")
+    assert {r["tensor"]: (r["dtype"], r["shape"], r["size"], r["file"]) for r in every} == expected
+    assert len(every) == len(expected) and {row["count"] for row in every} == {"1"}
+    rows = command("inspect", folder).table("tensor")
+    assert len(rows) < 0.5 * len(expected) and sum(column(rows, "count")) == len(expected)
+    assert sum(column(rows, "size")) == total_bytes(*files)
+    (experts,) = [row for row in rows if row["tensor"] == "model.layers.{0-1}.mlp.experts.{0-7}.up_proj.weight"]
+    assert (experts["count"], experts["size"]) == ("16", f"{16 * 32 * 64 * itemsize} B")
+
+
+@pytest.mark.parametrize("names", [["a.*.w", "a.1.w"], [f"a.{'1' * 5000}"], ["\x1b.0\n"]], ids=["*", "digits", "ESC"])
+def test_any_name_can_be_shown(command, tmp_path, names):
+    save_file({name: torch.zeros(2) for name in names}, tmp_path / MODEL)  # allows every text
+    done = command("inspect", tmp_path)
+    assert (done.code, done.err) == (0, "") and "\x1b" not in done.out
+    assert sum(column(done.table("tensor"), "count")) == len(names)
+
+
+@pytest.mark.parametrize("name", [MODEL, MASTERS, OPTIMIZER, SIDECAR, STATE, "config.json", "tokenizer.json"])
+def test_a_file_that_is_missing_or_cut_off_is_named(command, step, tmp_path, name):
+    copy = shutil.copytree(step, tmp_path / "copy")
+    data = (copy / name).read_bytes()
+    (copy / name).unlink()
+    done = command("inspect", copy)
+    assert done.code in ((1, 2) if name == MODEL else (1,)) and name in done.out + done.err
+    (copy / name).write_bytes(data[: len(data) // 2])
+    done = command("inspect", copy)
+    assert done.code == 1 and name in done.out + done.err
+
+
+@pytest.mark.parametrize("name", [MODEL, SIDECAR, "tokenizer.json"])
+def test_a_flipped_bit_is_found_by_checksums(command, step, tmp_path, name):
+    copy = shutil.copytree(step, tmp_path / "copy")
+    data = (copy / name).read_bytes()
+    (copy / name).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    assert command("inspect", copy).code == 0
+    done = command("inspect", copy, "--checksums")
+    named = [line.split(":")[0].strip() for line in done.out.splitlines() if "CRC-32" in line]
+    assert (done.code, named) == (1, [name])
+
+
+@pytest.mark.parametrize("name", ["/dev/zero", "../" * 30 + "dev/zero"])
+def test_a_manifest_of_other_things_is_damage(command, step, tmp_path, monkeypatch, name):
+    copy = shutil.copytree(step, tmp_path / "copy")
+    monkeypatch.setattr(commit, "_crc_of", lambda path: 0)  # that device never ends
+    (copy / commit.MANIFEST_FILE).write_text(json.dumps({"format": 1, "files": {name: {"bytes": 0, "crc32": "0"}}}))
+    assert command("inspect", copy, "--checksums").code == 1
+
+
+def test_what_is_no_model_is_one_line(command, tmp_path):
+    folder = tmp_path / "model"
+    command("inspect", folder).assert_refused(str(folder), "is no folder")
+    folder.mkdir()
+    command("inspect", folder).assert_refused(str(folder), "has neither")
+    os.mkfifo(folder / "pytorch_model.bin")  # opening it would hang
+    command("inspect", folder).assert_refused("pytorch_model.bin", "never")
+    command("inspect", folder / "pytorch_model.bin").assert_refused("is no folder")
+    command("inspect", tmp_path / ("x" * 300)).assert_refused("xxx")
+
+
+def test_a_hostile_header_is_one_line(command, tmp_path):
+    for header, claimed, word in (
+        ("{}", 1 << 62, "cut off"),
+        ("[" * 99_999, 99_999, "nested too deeply"),
+        ('{"a":{"dtype":"U8","shape":[9],"data_offsets":[0,9]}}', 53, "within the 0 bytes"),
+        ('{"a":1,"a":{}}', 14, "'a' twice"),
+    ):
+        (tmp_path / MODEL).write_bytes(claimed.to_bytes(8, "little") + header.encode())
+        command("inspect", tmp_path).assert_refused(str(tmp_path / MODEL), word)
+
+
+@pytest.mark.parametrize("mesh", ["1", "FSDP4", "EP4", "HSDP2x2", "DDP4", "TP2xEP2", "HSDP2xTP2xEP2"])
+def test_every_byte_is_read_once(command, step, config_file, meshes, mesh):
+    """Of the model and of the biases beside it; the masters are for resuming only."""
+    degrees = {"1": Degrees(), **meshes}[mesh]
+    keys = ("data_parallel_replicate", "data_parallel_shard", "tensor_parallel", "expert_parallel")
+    flags = [f"--parallelism.{key}_degree={value}" for key, value in zip(keys, astuple(degrees), strict=True)]
+    ranks, biases, total = degrees.world_size, total_bytes(step / SIDECAR), total_bytes(step / MODEL, step / SIDECAR)
+    done = command("inspect", step, "--config", config_file, f"--world-size={ranks}", *flags)
+    rows = done.table("rank")
+    assert done.code == 0 and f"{degrees}, {ranks} ranks" in done.out and column(rows, "rank") == [*range(ranks)]
+    holds, reads, receives = (column(rows, name) for name in ("holds", "reads", "receives"))
+    assert sum(reads) == total and f"all ranks together read {total} B" in done.out
+    assert [held - read for held, read in zip(holds, reads, strict=True)] == receives
+    assert max(reads) < 1.3 * total / ranks, "no rank reads for all"
+    once = degrees.dp_replicate * (total - biases) + ranks * biases  # biases are on every rank
+    assert sum(holds) == once if degrees.tp == 1 else sum(holds) > once  # tensor parallel ranks all have the norms
+
+
+@pytest.mark.parametrize(
+    ("flag", "words", "lines"),
+    [
+        ("--model.overrides.num_layers=3", ["model.layers.2.self_attn.q_proj.weight: missing"], 12),
+        ("--model.overrides.num_kv_heads=1", ["layers.1.self_attn.v_proj.weight with shape (32, 64)"], 5),
+        ("--training.step=5", ["unknown key 'training.step'", "did you mean 'training.steps'?"], 1),
+        ("--parallelism.tensor_parallel_degree=3", ["does not divide the world size (4)"], 1),
+        ("--config=none.toml", ["--config", "given 2 times"], 1),
+        ("--world-size=0", ["0"], 1),
+        ("--world-size=-1", ["-1"], 1),
+    ],
+)
+def test_a_run_that_cannot_be_is_refused(command, hf_model, config_file, flag, words, lines):
+    command("inspect", hf_model(), "--config", config_file, "--world-size=4", flag).assert_refused(*words, lines=lines)
+
+
+def assert_same(ours: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert {key: tensor.dtype for key, tensor in ours.items()} == {key: t.dtype for key, t in expected.items()}
+    assert [key for key in ours if not torch.equal(ours[key], expected[key])] == []
+
+
+def load_strictly(folder: Path) -> dict[str, torch.Tensor]:
+    """What transformers makes of it, in the dtype of its config.json, with nothing missing or left over."""
+    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
+    assert {key: value for key, value in info.items() if value} == {}
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("dtype", NAMES, ids=NAMES.get)
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "llama", "dots1"])  # qwen3 is tied
+def test_an_export_is_the_source_cast(command, hf_model, tmp_path, monkeypatch, family, dtype):
+    """Buffers keep their dtype. The source has several files, and so has the float16 copy."""
+    split = dtype == torch.float16
+    monkeypatch.setattr(writer, "FILE_BYTES", 60_000 if split else 1 << 32)
+    folder, out = hf_model(f"--model.name={family}", max_shard_size="100KB"), tmp_path / "new/out"
+    done = command("export", folder, out, "--dtype", NAMES[dtype])
+    assert (done.code, done.err) == (0, "") and str(out) in done.out
+    before = load_files(*folder.glob("*.safetensors"))
+    cast = {key: tensor if "correction_bias" in key else tensor.to(dtype) for key, tensor in before.items()}
+    assert_same(load_files(*out.rglob("*.safetensors")), cast)
+    assert_same(load_strictly(out), AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).state_dict())
+    beside = {name: data.decode() for name, data in contents(out).items() if not name.startswith("model")}
+    assert beside == BESIDE | {"config.json": beside["config.json"]}
+    assert (out / f"{MODEL}.index.json").exists() == split == (not (out / MODEL).exists())
+    config = json.loads((folder / "config.json").read_text())
+    assert json.loads((out / "config.json").read_text()) == config | {"dtype": NAMES[dtype]}
+    assert [path.name for path in out.parent.iterdir()] == ["out"], "nothing temporary is left"
+
+
+@pytest.mark.parametrize("dtype", NAMES, ids=NAMES.get)
+def test_an_export_of_a_run_has_its_weights_and_no_state(command, step, tmp_path, dtype):
+    """Each dtype is one rounding of the float32 masters; of the rest only the biases go along."""
+    out = tmp_path / "out"
+    assert command("export", step, out, "--dtype", NAMES[dtype]).code == 0
+    ours = load_file(out / MODEL)
+    for key, master in load_file(step / MASTERS).items():
+        name = key.removeprefix("master.")
+        part = "(gate|up)" if name.endswith("gate_up_proj") else "down"
+        pattern = re.sub(r"experts\.(gate_up|down)_proj$", rf"experts.\\d+.{part}_proj.weight", name)
+        got = [tensor for k, tensor in ours.items() if re.fullmatch(pattern, k)]
+        assert torch.equal(torch.cat(got).view_as(master), master.to(dtype)), name
+    assert not torch.equal(master, master.bfloat16().float()), "the run's own copy has fewer bits"
+    assert_same(load_file(out / SIDECAR), load_file(step / SIDECAR))
+    assert [tensor.any().item() for tensor in load_file(out / SIDECAR).values()] == [True, True]
+    before, after = contents(step), contents(out)
+    assert after.keys() == {name for name in before if not name.startswith("titanlite/")} | {SIDECAR}
+    assert [name for name in after if name.startswith(("token", "gen")) and after[name] != before[name]] == []
+    assert len(AutoTokenizer.from_pretrained(out)) == 310 and load_strictly(out)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=NAMES.get)
+def test_block_scaled_fp8_is_dequantized(command, hf_model, tmp_path, dtype):
+    source = shutil.copytree(hf_model(), tmp_path / "source")
+    expected = {key: tensor.to(dtype) for key, tensor in quantize(source, 24).items()}
+    assert command("export", source, tmp_path / "out", "--dtype", NAMES[dtype]).code == 0
+    assert_same(load_file(tmp_path / "out" / MODEL), expected)
+    assert "quantization_config" not in (tmp_path / "out/config.json").read_text() and load_strictly(tmp_path / "out")
+
+
+def test_everything_but_other_weights_is_copied(command, hf_model, tmp_path):
+    source = shutil.copytree(hf_model(), tmp_path / "source")
+    others = {"pytorch_model.bin", "pytorch_model.bin.index.json", "tf_model.h5", "optimizer.pt"}
+    (source / "additional_chat_templates").mkdir()  # transformers' place for more than one
+    for name in (*others, "additional_chat_templates/tool_use.jinja"):
+        (source / name).write_text("{}")
+    assert command("export", source, tmp_path / "out").code == 0
+    assert contents(tmp_path / "out").keys() == contents(source).keys() - others
+
+
+@pytest.mark.parametrize("kind", ["folder", "file", "link"])
+def test_what_is_at_out_stays(command, hf_model, tmp_path, kind):
+    out = tmp_path / "out"
+    {"folder": out.mkdir, "file": out.touch, "link": lambda: out.symlink_to("nowhere")}[kind]()
+    before = out.lstat()
+    command("export", hf_model(), out).assert_refused(str(out))
+    assert out.lstat() == before and [path.name for path in tmp_path.rglob("*")] == ["out"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "word", "lines"),
+    [
+        (shutil.rmtree, "config.json", 1),
+        (lambda folder: (folder / MODEL).unlink(), "has neither", 1),
+        (lambda folder: os.truncate(folder / MODEL, (folder / MODEL).stat().st_size - 1), "cut off", 1),
+        (lambda folder: edit_config(folder, model_type="gpt2"), "'gpt2' has no native decoder", 1),
+        (lambda folder: edit_config(folder, num_hidden_layers=3), "layers.2.mlp.gate.weight: missing", 12),
+        (lambda folder: edit_config(folder, eos_token_id="</s>"), "eos_token_id", 1),
+        (lambda folder: (folder / "config.json").write_text("[" * 100_000), "config.json", 1),
+    ],
+)
+def test_what_cannot_be_exported_leaves_nothing(command, hf_model, tmp_path, damage, word, lines):
+    source = shutil.copytree(hf_model(), tmp_path / "source")
+    damage(source)
+    command("export", source, tmp_path / "out").assert_refused(word, lines=lines)
+    assert [path.name for path in tmp_path.iterdir() if path != source] == []
+
+
+def test_what_cannot_be_written_leaves_nothing(command, hf_model, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    command("export", hf_model(), tmp_path / "file/out").assert_refused(str(tmp_path / "file/out"), "Not a directory")
+    monkeypatch.setattr(export_checkpoint, "bytes_of", lambda flat: os.pread(-1, 1, 0))  # fails when files are there
+    command("export", hf_model(), tmp_path / "out").assert_refused(str(tmp_path / "out"), "Bad file descriptor")
+    assert [path.name for path in tmp_path.rglob("*")] == ["file"]
+    command("export", hf_model(), tmp_path / ("x" * 300)).assert_refused("xxx")
+
+
+def test_both_in_processes_of_their_own(run_process, step, config_file, tmp_path):
+    titanlite, out = [sys.executable, "-m", "titanlite"], tmp_path / "out"
+    done = run_process([*titanlite, "inspect", str(step), "--config", str(config_file), "--world-size=4"], 60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.search(r"\n  3 +\d+\.\d\d kB +\d+\.\d\d kB +64 B +1\n", done.stdout)
+    done = run_process([*titanlite, "export", str(step), str(out)], 60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "kept in titanlite/expert_bias.safetensors" in done.stdout and "from_pretrained loads it" in done.stdout
+    assert (out / MODEL).read_bytes() == (step / MODEL).read_bytes()
