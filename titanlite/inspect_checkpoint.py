@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-import torch.distributed as dist
 
 from titanlite.checkpoint import Progress, hf_checkpoint
 from titanlite.checkpoint.commit import MANIFEST_FILE, check_folder
@@ -15,7 +14,7 @@ from titanlite.checkpoint.folder import OWN_FOLDER, Stored, read_headers, read_j
 from titanlite.checkpoint.header import DTYPES, StoredTensor, shown
 from titanlite.checkpoint.train_state import STATE_FILE
 from titanlite.config import load_config
-from titanlite.distributed import ParallelDims, init_fake, parallelize
+from titanlite.distributed import ParallelDims, fake_ranks, parallelize
 from titanlite.errors import CheckpointError, TitanliteError
 from titanlite.materialize import build_plan
 from titanlite.materialize.replicas import share_out
@@ -144,8 +143,7 @@ def show_reads(folder: Path, overrides: Sequence[str], world_size: int) -> None:
         TitanliteError: the configuration is wrong, or the checkpoint does not fit its model; all problems at once.
     """
     checked = check(load_config(list(overrides)), world_size)
-    init_fake(world_size)
-    try:
+    with fake_ranks(world_size):
         model = build_decoder(checked.model_config)
         parallelize(model, checked.job, ParallelDims.build(checked.degrees, "cpu"), "cpu")
         provider = hf_checkpoint(folder, checked.model_config)
@@ -175,8 +173,6 @@ def show_reads(folder: Path, overrides: Sequence[str], world_size: int) -> None:
         others = {type(entry.source).__name__.lower() for entry in plan.entries} - {"read"}
         print(f"\n  all ranks together read {_size(total)}; {len(reads)} tensors come from the checkpoint,")
         print(f"  {len(plan.entries) - len(reads)} do not ({', '.join(sorted(others)) or 'none'})")
-    finally:
-        dist.destroy_process_group()
 
 
 def _print_table(rows: Sequence[tuple[str, ...]]) -> None:

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from titanlite.config.parallelism import Degrees
-from titanlite.distributed import ParallelDims, parallelize
+from titanlite.distributed import ParallelDims, fake_ranks, parallelize
 from titanlite.errors import VerifyError
 from titanlite.materialize import Normal, TorchDefaults, allocate, build_plan, fill, materialize, verify
 from titanlite.models.decoder import Decoder, build_decoder
@@ -219,3 +219,16 @@ def test_tensor_that_one_rank_did_not_fill_fails_on_all_ranks(run_ranks, checked
     for entry in plan.entries:  # every one of them, integer buffers included
         assert f"{entry.fqn}: not filled" in message
     assert "(rank 1)" in message and "(ranks 0" not in message
+
+
+def test_a_layout_looked_at_with_fake_ranks_is_not_taken_for_that_of_a_real_rank(run_ranks, checked, meshes):
+    """DTensor keeps results of operations with the mesh they were computed on; equal meshes have other coordinates."""
+    job = checked(meshes["FSDP4"], *(f"--model.overrides.{name}={value}" for name, value in UNEVEN.items()))
+    with fake_ranks(4):
+        build_plan(build_sharded(job), [])
+
+    def rank_main():
+        return [entry.region.starts for entry in build_plan(build_sharded(job), []).entries if entry.region.starts]
+
+    ranks = run_ranks(4, rank_main)
+    assert len({str(starts) for starts in ranks}) == 4

@@ -3,7 +3,7 @@
 from titanlite.distributed.clip_grad import clip_grad_norm
 from titanlite.distributed.parallel_dims import ParallelDims
 from titanlite.distributed.parallelize import parallelize
-from titanlite.distributed.process_group import init_distributed, init_fake
+from titanlite.distributed.process_group import fake_ranks, init_distributed
 from titanlite.distributed.replicated_grads import reduce_replicated_grads
 
-__all__ = ["ParallelDims", "clip_grad_norm", "init_distributed", "init_fake", "parallelize", "reduce_replicated_grads"]
+__all__ = ["ParallelDims", "clip_grad_norm", "fake_ranks", "init_distributed", "parallelize", "reduce_replicated_grads"]

@@ -1,13 +1,17 @@
 """Process group and device of this rank."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import debug
 
 
-def init_fake(world_size: int) -> None:
+@contextmanager
+def fake_ranks(world_size: int) -> Iterator[None]:
     """Be rank 0 of a process group of `world_size` ranks that are not there: collectives return at once.
 
     Meshes and shards come out as in a real run, so that a layout can be looked at without a cluster.
@@ -15,6 +19,20 @@ def init_fake(world_size: int) -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore  # the only place that offers it
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        _forget_meshes()
+
+
+def _forget_meshes() -> None:
+    """Drop the results that DTensor keeps for operations on meshes of this process.
+
+    Meshes over the same ranks are equal, whichever rank they were made on. A later mesh (of this process, or of one
+    forked from it) would get back layouts on the older mesh object, with the older rank's coordinate.
+    """
+    debug._clear_sharding_prop_cache()  # pyright: ignore[reportPrivateUsage]
 
 
 def init_distributed(timeout_s: int) -> torch.device:
