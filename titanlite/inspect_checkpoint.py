@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-
 from titanlite.checkpoint import Progress, hf_checkpoint
 from titanlite.checkpoint.commit import MANIFEST_FILE, check_folder
 from titanlite.checkpoint.folder import OWN_FOLDER, Stored, read_headers, read_json, read_model_headers
