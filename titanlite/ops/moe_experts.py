@@ -146,9 +146,9 @@ def _backward(ctx: Any, dout: torch.Tensor | None, dz: torch.Tensor | None) -> t
     if dout is None:
         return (None,) * 8
     needed = list(ctx.needs_input_grad[:4])
-    grads = moe_experts_backward(dout.contiguous(), *ctx.saved_tensors, needed)
-    row_weight = ctx.saved_tensors[3]
-    grads = [*grads[:3], grads[3].to(row_weight.dtype)]
+    saved = ctx.saved_tensors  # once: under activation checkpointing, unpacking recomputes and may not be repeated
+    grads = moe_experts_backward(dout.contiguous(), *saved, needed)
+    grads = [*grads[:3], grads[3].to(saved[3].dtype)]
     return (*(grad if need else None for grad, need in zip(grads, needed, strict=True)), None, None, None, None)
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
 from triton_interpreter import repair
 
 from titanlite.ops import group_by_expert, grouped_gemm, moe_experts
@@ -226,6 +227,14 @@ def test_the_same_bits_every_time():
     layer = Layer(SIZES["uneven"], 4, torch.bfloat16)
     runs = [[out := layer.run("triton"), *layer.gradients(out)] for _ in range(2)]
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+def test_recomputed_under_activation_checkpointing():
+    layer = Layer(SIZES["uneven"], 2, torch.float32)
+    out = layer.run("triton")
+    again = checkpoint(layer.run, "triton", use_reentrant=False)
+    assert torch.equal(out, again)
+    assert all(torch.equal(a, b) for a, b in zip(layer.gradients(out), layer.gradients(again), strict=True))
 
 
 def test_opcheck():
