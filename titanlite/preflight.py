@@ -5,9 +5,11 @@ again, so that a launch without the script says the same.
 """
 
 import argparse
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from titanlite.config import JobConfig, ModelConfig, load_config
 from titanlite.config.assets import resolve_assets
@@ -49,13 +51,33 @@ def check(job: JobConfig, world_size: int) -> Checked:
     return Checked(job, model_config, degrees)
 
 
+def prepare(job: JobConfig) -> None:
+    """Run the script `job.prepare`, if there is one, in a process of its own.
+
+    Raises:
+        ConfigError: there is no such file, or it failed; what it printed says why.
+    """
+    script = Path(job.job.prepare).expanduser()
+    if not job.job.prepare:
+        return
+    if not script.is_file():
+        raise ConfigError(
+            f"job.prepare: there is no file {script}. Relative paths begin at the current folder, {Path.cwd()}."
+        )
+    code = subprocess.run([sys.executable, str(script)], check=False).returncode
+    if code:
+        raise ConfigError(f"job.prepare: {script} ended with exit code {code}. Correct what it says above.")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """`python -m titanlite.preflight --world-size N --config FILE ...`: exit code 0, or 2 after one clear error."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--world-size", type=int, default=1)
     known, rest = parser.parse_known_args(argv)
     try:
-        check(load_config(rest), known.world_size)
+        job = load_config(rest)
+        prepare(job)
+        check(job, known.world_size)
     except TitanliteError as error:
         print(f"titanlite: error: {error}", file=sys.stderr)
         return 2

@@ -22,6 +22,11 @@ def setting(default: Any, doc: str) -> Any:
 class JobSection:
     dump_folder: str = setting("outputs", "Folder of this run: metrics, resolved configuration, checkpoints, traces.")
     description: str = setting("", "Free text, printed at the start and saved with the run.")
+    prepare: str = setting(
+        "",
+        "Python script that run_train.sh runs once before it checks anything, to make data or a model. It should "
+        "return at once where all is there.",
+    )
 
 
 # Every size of the architecture may be overridden; None keeps what the flavor or config.json says.
