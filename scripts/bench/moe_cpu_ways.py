@@ -1,0 +1,233 @@
+"""The MoE layers and training steps that moe_cpu.py compares, and the forked ranks that they run on."""
+
+import copy
+import multiprocessing
+import os
+import pickle
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from functools import partial
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+_SETTINGS: dict[str, Any] = {
+    "vocab_size": 8192,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "moe_intermediate_size": 256,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "norm_topk_prob": True,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 4096,
+    "use_cache": False,
+    "output_router_logits": False,
+    # Explicit, so that nothing warns about them.
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+BATCH, SEQ_LEN = 2, 512  # per rank
+LAYER_TOKENS = 2048
+_LEARNING_RATE, _WEIGHT_DECAY, _BETAS, _MAX_NORM = 3e-4, 0.1, (0.9, 0.95), 1.0
+_TIMEOUT_S = 900
+
+
+class Mismatch(Exception):  # noqa: N818 - what is compared does not agree, so no number is worth printing
+    """Two ways do not compute the same."""
+
+
+def build_layers() -> tuple[dict[str, nn.Module], torch.Tensor, torch.Tensor]:
+    """The MoE layer by way, all with the same weights; its input and the gradient of its output, (1, T, D)."""
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+    from titanlite.models.families import families
+    from titanlite.models.moe import MoE
+
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(**_SETTINGS)
+    ways: dict[str, nn.Module] = {"titanlite": MoE(families()["qwen3_moe"].from_hf(config.to_dict(), "bench"))}
+    for name in ("grouped_mm", "eager"):
+        config = copy.deepcopy(config)
+        config._experts_implementation = name
+        ways[name] = Qwen3MoeSparseMoeBlock(config)
+    for param in ways["eager"].parameters():
+        nn.init.normal_(param, std=0.02)
+    for layer in ways.values():
+        layer.load_state_dict(ways["eager"].state_dict(), strict=False)
+        missing = layer.state_dict().keys() - ways["eager"].state_dict().keys() - {"gate.expert_bias"}
+        assert not missing, missing
+    ways["titanlite"].gate.expert_bias.zero_()  # Qwen3-MoE has none
+    shape = (1, LAYER_TOKENS, _SETTINGS["hidden_size"])
+    return ways, torch.randn(shape, requires_grad=True), torch.randn(shape)
+
+
+def make_checkpoint(folder: Path) -> None:
+    """Save transformers' model with random float32 weights in `folder`."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**_SETTINGS)).to(torch.float32).save_pretrained(folder)
+
+
+def make_tokens(step: int) -> torch.Tensor:
+    """This rank's tokens of a step, (B, S): a token occurs as 1 / rank, so that there is something to learn."""
+    generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
+    weights = 1.0 / torch.arange(1, _SETTINGS["vocab_size"] + 1)
+    return torch.multinomial(weights, BATCH * SEQ_LEN, replacement=True, generator=generator).view(BATCH, SEQ_LEN)
+
+
+def build_titanlite(folder: Path, *, packed: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+    """`Trainer.train_step` on a model sharded on meta and read from `folder`."""
+    from titanlite.checkpoint import hf_checkpoint
+    from titanlite.config import JobConfig
+    from titanlite.config.parallelism import Degrees
+    from titanlite.data import IGNORE_INDEX, Batch
+    from titanlite.distributed import ParallelDims, parallelize
+    from titanlite.materialize import materialize
+    from titanlite.models.decoder import build_decoder
+    from titanlite.models.families import model_config_from_hf
+    from titanlite.optim import ExpertBiasBalancer, build_lr_scheduler, build_optimizer
+    from titanlite.trainer import Trainer, configure, get_bias_update_rate
+
+    class Stepper(Trainer):
+        """The trainer without its data, checkpoints and metrics."""
+
+        def __init__(self) -> None:
+            job, config, self.device = JobConfig(), model_config_from_hf(folder), torch.device("cpu")
+            job.optimizer.lr, job.optimizer.weight_decay = _LEARNING_RATE, _WEIGHT_DECAY
+            job.optimizer.beta1, job.optimizer.beta2 = _BETAS
+            job.lr_scheduler.warmup_steps, job.lr_scheduler.min_lr_factor = 0, 1.0
+            job.training.max_norm = _MAX_NORM
+            job.activation_checkpoint.mode = "none"
+            self.job, self.step = job, 0
+            self.dims = ParallelDims.build(Degrees(dp_shard=dist.get_world_size()), "cpu")
+            self.model = build_decoder(config)
+            configure(self.model, job, self.device)
+            parallelize(self.model, job, self.dims, "cpu")
+            materialize(self.model, self.device, [hf_checkpoint(folder, config)])
+            self.optimizer = build_optimizer(self.model, job.optimizer)
+            self.lr_scheduler = build_lr_scheduler(self.optimizer, job.lr_scheduler, job.training.steps)
+            self.balancer = ExpertBiasBalancer(self.model, get_bias_update_rate(job, config))
+            self.first_bad_step = torch.full((), -1)
+
+    trainer = Stepper()
+
+    def step(tokens: torch.Tensor) -> torch.Tensor:
+        labels = nn.functional.pad(tokens[:, 1:], (0, 1), value=IGNORE_INDEX)
+        positions = torch.arange(SEQ_LEN).expand_as(tokens) if packed else None
+        documents = torch.zeros_like(tokens) if packed else None
+        return trainer.train_step([Batch(tokens, labels, positions, documents)]).loss
+
+    return step
+
+
+def build_fsdp2(folder: Path, *, sharded: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The usual loop on transformers' model, sharded by transformers or by hand."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    ranks = dist.get_world_size()
+    options: dict[str, Any] = {"distributed_config": DistributedConfig(fsdp_size=ranks)} if sharded else {}
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="sdpa", experts_implementation="grouped_mm", **options
+    )
+    if not sharded:
+        mesh = init_device_mesh("cpu", (ranks,))
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    model.train()
+    matrices = [param for param in model.parameters() if param.dim() >= 2]
+    vectors = [param for param in model.parameters() if param.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": _WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=_LEARNING_RATE, betas=_BETAS, eps=1e-8, fused=True)
+
+    def step(tokens: torch.Tensor) -> torch.Tensor:
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), _MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+# In this order in the tables. "fsdp2" is what losses are compared with.
+STEP_WAYS: Mapping[str, Callable[[Path], Callable[[torch.Tensor], torch.Tensor]]] = {
+    "titanlite": partial(build_titanlite, packed=False),
+    "titanlite_packed": partial(build_titanlite, packed=True),
+    "fsdp2": partial(build_fsdp2, sharded=False),
+    "transformers_sharded": partial(build_fsdp2, sharded=True),
+}
+
+
+def run_ranks(ranks: int, function: Callable[[], Any]) -> list[Any]:
+    """Fork `ranks` processes that join one gloo group; what `function` returned on each.
+
+    Raises:
+        Mismatch: it did so on some rank.
+        RuntimeError: a rank failed, or did not end; the others are killed.
+    """
+    context = multiprocessing.get_context("fork")
+    sys.stdout.flush()
+    processes, pipes, results = [], [], {}
+    with tempfile.TemporaryDirectory(prefix="titanlite-bench-ranks-") as folder:
+        try:
+            for rank in range(ranks):
+                receiver, sender = context.Pipe(duplex=False)
+                processes.append(context.Process(target=rank_main, args=(rank, ranks, folder, sender, function)))
+                processes[-1].start()
+                sender.close()
+                pipes.append(receiver)
+            deadline = time.monotonic() + _TIMEOUT_S
+            while len(results) < ranks:
+                ready = wait([pipe for rank, pipe in enumerate(pipes) if rank not in results], timeout=1)
+                for pipe in ready:
+                    try:
+                        kind, payload = pickle.loads(pipe.recv_bytes())
+                    except EOFError:
+                        raise RuntimeError(f"rank {pipes.index(pipe)} died") from None
+                    if kind != "result":
+                        raise (Mismatch if kind == "mismatch" else RuntimeError)(payload)
+                    results[pipes.index(pipe)] = payload
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"no end after {_TIMEOUT_S} s")
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+    return [results[rank] for rank in range(ranks)]
+
+
+def rank_main(rank: int, ranks: int, folder: str, sender: Any, function: Callable[[], Any]) -> None:
+    """Body of a forked rank."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks)
+        message = ("result", function())
+        dist.barrier()
+    except Mismatch as error:
+        message = ("mismatch", str(error))
+    except BaseException:  # noqa: BLE001 - everything goes to the parent, which reports it
+        message = ("error", traceback.format_exc())
+    sender.send_bytes(pickle.dumps(message))
+    sender.close()
+    os._exit(0)  # no teardown of what the parent imported
