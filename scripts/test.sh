@@ -46,11 +46,12 @@ phase() {
     summary+=("$(printf '%-20s %4d s  %s' "$name" "$((SECONDS - start))" "$result")")
 }
 
-# Runs pytest on folder $1 and keeps its closing line. Exit code 5, no test ran, is a failure unless arguments chose.
+# Runs pytest with the arguments given and keeps its closing line. Exit code 5, no test ran, is a failure unless
+# the arguments of this script chose.
 run_pytest() {
     local output status=0
     output="$(mktemp)"
-    "$PYTHON" -m pytest "$1" ${pytest_arguments[@]+"${pytest_arguments[@]}"} 2>&1 | tee "$output" || status=$?
+    "$PYTHON" -m pytest "$@" ${pytest_arguments[@]+"${pytest_arguments[@]}"} 2>&1 | tee "$output" || status=$?
     closing_line="$(tail -n 1 "$output")"
     rm -f "$output"
     if [ "$status" -eq 5 ] && [ "${#pytest_arguments[@]}" -gt 0 ]; then
@@ -64,7 +65,8 @@ phase "ruff check" "$PYTHON" -m ruff check .
 phase "import-linter" "$PYTHON" -c 'from importlinter.cli import lint_imports_command; lint_imports_command(["--no-logo"])'
 phase "basedpyright" "$PYTHON" -m basedpyright
 phase "config reference" "$PYTHON" -m titanlite.config.docs --check
-phase "pytest unit" run_pytest tests/unit
+# Unit tests are single processes, one per core; a functional test takes all cores for its ranks.
+phase "pytest unit" run_pytest tests/unit --numprocesses auto --maxprocesses 8
 if [ "$fast" -eq 0 ]; then
     phase "pytest functional" run_pytest tests/functional
 fi

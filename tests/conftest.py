@@ -27,11 +27,11 @@ torch.set_num_threads(1)
 
 @pytest.fixture(scope="session")
 def run_ranks() -> Callable[..., list[Any]]:
-    """`run_ranks(world_size, function, *args, timeout_s=120)` -> what `function(*args)` returned on each rank."""
+    """`run_ranks(world_size, function, *args, timeout_s=300)` -> what `function(*args)` returned on each rank."""
     return _run_ranks
 
 
-def _run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120) -> list[Any]:
+def _run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 300) -> list[Any]:
     """Fork `world_size` ranks that join one gloo group, call `function(*args)` on each, and collect the results.
 
     Forking takes milliseconds where a fresh interpreter takes seconds to import torch; closures need no pickling, only
