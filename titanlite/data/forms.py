@@ -84,7 +84,10 @@ def _parse_messages(row: dict[str, Any]) -> Chat:
 
 def _parse_prompt_completion(row: dict[str, Any]) -> Chat | Plain:
     prompt, completion = (_unpack(row, name) for name in ("prompt", "completion"))
-    if isinstance(prompt, str) and isinstance(completion, str):
+    kinds = {type(prompt), type(completion)}
+    if kinds == {str, list}:
+        raise _wrong_type("one of prompt and completion is a string, the other a list", "Write both alike.")
+    if kinds != {list}:
         return Plain(_get_text(row, "prompt", may_be_empty=True), _get_text(row, "completion"))
     before, _ = _get_messages(row, "prompt")
     after, untrained = _get_messages(row, "completion")

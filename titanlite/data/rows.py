@@ -112,7 +112,7 @@ def _read_jsonl(file: Path) -> Iterator[tuple[int, dict[str, Any] | RowError]]:
                 line = line.removeprefix(b"\xef\xbb\xbf")  # a byte order mark, as some editors write
             if line.strip():
                 try:
-                    yield number, _parse_json(line)
+                    yield number, _parse_json(line.rstrip())
                 except RowError as error:
                     yield number, error
                 except UnicodeDecodeError as error:
@@ -153,6 +153,10 @@ def _load_json(content: bytes) -> Any:
         value = json.loads(content.decode("utf-8"))
     except UnicodeDecodeError:
         raise
+    except json.JSONDecodeError as error:
+        line = f"line {error.lineno}, " if error.lineno > 1 else ""
+        text = f"not valid JSON ({error.msg}, {line}column {error.colno}). Write one JSON object per line."
+        raise RowError("invalid JSON", text) from None
     except (ValueError, RecursionError) as error:
         raise RowError("invalid JSON", f"not valid JSON ({error}). Write one JSON object per line.") from None
     if b"\\ud" in content or b"\\uD" in content:

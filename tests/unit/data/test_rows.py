@@ -32,7 +32,7 @@ BAD_ROWS = {
     "empty": ('{"prompt": "a", "completion": ""}', r"field 'completion' is empty\. Remove the row"),
     "invalid JSON": (
         '{"prompt": "a"',
-        r"not valid JSON \(Expecting ',' delimiter: line 1 column 1.*one JSON object per",
+        r"not valid JSON \(Expecting ',' delimiter, column 15\)\. Write one JSON object per",
     ),
     "array": ("[1, 2]", r"the row is a JSON array, not an object\. Write rows such as"),
     "surrogate": ('{"prompt": "\\ud800", "completion": "b"}', r"\\ud800 to \\udfff stands alone"),
