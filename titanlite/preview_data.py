@@ -72,7 +72,7 @@ class _Painter:
         for start, stop in pairwise(cuts):
             part = _escape(self.tokenizer.decode(ids[start:stop]))  # type: ignore[attr-defined]
             text += f"{self.marks[0]}{part}{self.marks[1]}" if trained[start] else part
-        return "\n".join(f"    {line}" for line in text.split("\n"))
+        return "\n".join(f"    {line}".rstrip() for line in text.split("\n"))
 
 
 def _escape(text: str) -> str:
@@ -97,8 +97,7 @@ def show_examples(dataset: ExampleDataset) -> None:
         f"  packing    {dataset.num_train_sequences:,} sequences of {dataset.seq_len}, "
         f"{dataset.packing_efficiency:.1%} full ({how}); {dataset.num_validation_sequences:,} held out"
     )
-    left_out = get_left_out(dataset)
-    print("  left out   " + ("\n             ".join(f"{n} {why}" for why, n in left_out.items()) or "nothing"))
+    print("  left out   " + ("\n             ".join(get_left_out(dataset)) or "nothing"))
     for first in get_first_skipped(dataset):
         print(f"               {_escape(first)}")
     for warning in get_warnings(dataset):
@@ -113,10 +112,12 @@ def show_order(loader: TrainLoader) -> None:
 
 
 def _show_histogram(lengths: np.ndarray) -> None:
-    counts, edges = np.histogram(lengths, bins=min(_BINS, int(lengths.max() - lengths.min()) + 1))
-    for count, low, high in zip(counts.tolist(), edges, edges[1:], strict=False):
+    first = int(lengths.min())
+    width = -(-(int(lengths.max()) - first + 1) // _BINS)
+    counts = np.bincount((lengths - first) // width)
+    for low, count in zip(range(first, first + width * len(counts), width), counts.tolist(), strict=True):
         bar = "#" * -(-count * _BAR // int(counts.max()))
-        print(f"             {int(np.ceil(low)):6} to {int(high):6}  {bar:{_BAR}}  {count:,}")
+        print(f"             {low:6} to {low + width - 1:6}  {bar:{_BAR}}  {count:,}")
 
 
 def show_samples(loader: TrainLoader, dataset: ExampleDataset, show: _Painter, num_samples: int) -> None:

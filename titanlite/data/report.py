@@ -5,17 +5,17 @@ from collections import Counter
 from titanlite.data.example_dataset import ExampleDataset
 
 
-def get_left_out(dataset: ExampleDataset) -> dict[str, int]:
-    """Rows skipped and examples cut or dropped, by reason; empty if everything is used as it is."""
-    found: Counter[str] = Counter()
+def get_left_out(dataset: ExampleDataset) -> list[str]:
+    """Rows skipped and examples cut or dropped, counted by reason; empty if everything is used as it is."""
+    found: Counter[tuple[str, str]] = Counter()
     for source in dataset.sources:
         for reason, skipped in source.examples.header.skipped.items():
-            found[f"rows skipped, {reason}"] += skipped.count
+            found["row", f"skipped: {reason}"] += skipped.count
         for reason, count in source.dropped.items():
-            found[f"examples dropped, {reason}"] += count
+            found["example", f"dropped: {reason}"] += count
         if source.num_cut:
-            found[f"examples cut to {dataset.seq_len} tokens"] += source.num_cut
-    return dict(found)
+            found["example", f"cut to {dataset.seq_len} tokens"] += source.num_cut
+    return [f"{count} {noun}{'' if count == 1 else 's'} {what}" for (noun, what), count in found.items()]
 
 
 def get_first_skipped(dataset: ExampleDataset) -> list[str]:
@@ -33,7 +33,7 @@ def describe(dataset: ExampleDataset) -> str:
     """One line for the log of a run."""
     train = dataset.train
     kind = "pairs" if dataset.form == "preference" else "examples"
-    left_out = "; ".join(f"{count} {reason}" for reason, count in get_left_out(dataset).items())
+    left_out = "; ".join(get_left_out(dataset))
     return (
         f"{len(train.selected)} {kind} to train on ({dataset.form}), {len(dataset.held_out.selected)} held out; "
         f"{train.num_tokens} tokens, {get_trained_share(dataset):.1%} trained; {dataset.num_train_sequences} sequences "

@@ -140,8 +140,8 @@ def test_too_long(make_job: MakeJob, caplog: pytest.LogCaptureFixture) -> None:
         build(job)
     caplog.set_level("INFO", logger="titanlite")
     for too_long, left, text in (
-        ("cut", 21, "1 examples dropped, no trained token among the first 40; 1 examples cut to 40 tokens"),
-        ("drop", 20, "2 examples dropped, longer than 40 tokens"),
+        ("cut", 21, "1 example dropped: no trained token among the first 40; 1 example cut to 40 tokens"),
+        ("drop", 20, "2 examples dropped: longer than 40 tokens"),
     ):
         job.data.too_long = too_long
         dataset = build(job)

@@ -53,7 +53,7 @@ def test_report(preview: Callable[..., tuple[int, str, str]]) -> None:
     assert (code, err) == (0, "")
     assert "32 from " in out and "messages" in out
     assert "27 to train on, 3 held out" in out
-    assert "1 rows skipped, empty field\n             1 rows skipped, no trained token" in out
+    assert "1 row skipped: empty field\n             1 row skipped: no trained token" in out
     assert "rows.jsonl, line 31: field 'messages' holds no message." in out
     assert " on 2 data ranks" in out and "seed 42" in out
     assert out.count("\nsample ") == 2 and "\nsample 1: " in out

@@ -76,7 +76,7 @@ def test_bad_line_is_named_or_skipped(make_job: MakeJob, line: str, caplog: pyte
         caplog.clear()
         dataset = build_data(job, 0, 1)[1].dataset
         assert (dataset.num_train_sequences, dataset.num_validation_sequences) == (1, 1)
-        assert "left out: 1 rows skipped, " in caplog.text
+        assert "left out: 1 row skipped: " in caplog.text
 
 
 @pytest.mark.parametrize("row", BAD_CHATS)
