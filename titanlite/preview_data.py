@@ -10,10 +10,11 @@ from itertools import pairwise
 import numpy as np
 
 from titanlite.config import load_config
-from titanlite.data import PackedDataset, TrainLoader, build_data
+from titanlite.data import IGNORE_INDEX, PackedDataset, TrainLoader, build_data
 from titanlite.data.chat import TRAINED
 from titanlite.data.example_dataset import ExampleDataset
 from titanlite.data.report import get_first_skipped, get_left_out, get_trained_share, get_warnings
+from titanlite.data.stream import StreamDataset
 from titanlite.errors import TitanliteError
 from titanlite.logger import logger
 from titanlite.preflight import check
@@ -45,17 +46,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     show = _Painter(tokenizer, color=sys.stdout.isatty() and not os.environ.get("NO_COLOR"))
     if isinstance(dataset, ExampleDataset):
         show_examples(dataset)
-        show_order(loader)
+        show_order(loader, dataset.num_train_sequences)
         show_samples(loader, dataset, show, known.samples)
     elif isinstance(dataset, PackedDataset):
         tokens = dataset.tokenized
         print(f"  documents  {tokens.num_documents:,}, {len(tokens.tokens):,} tokens, all trained")
         print(f"  sequences  {dataset.num_train_sequences:,} of {dataset.seq_len} tokens, ", end="")
         print(f"{dataset.num_validation_sequences:,} held out")
-        show_order(loader)
+        show_order(loader, dataset.num_train_sequences)
         for number, index in enumerate(loader.dataset.get_train_indices(loader.seed, 0, known.samples).tolist(), 1):
             tokens_L = dataset.batch([index]).tokens[0].tolist()
             print(f"\nsample {number}: sequence {index}\n{show(tokens_L, [True] * len(tokens_L))}")
+    elif isinstance(dataset, StreamDataset):
+        show_stream(loader, dataset, show, known.samples)
     return 0
 
 
@@ -104,9 +107,9 @@ def show_examples(dataset: ExampleDataset) -> None:
         print(f"  warning    {_escape(warning)}")
 
 
-def show_order(loader: TrainLoader) -> None:
-    """Print the size of a step, the steps in an epoch and the fingerprint of the order."""
-    size, total = loader.global_batch_size, loader.dataset.num_train_sequences
+def show_order(loader: TrainLoader, total: int) -> None:
+    """Print the size of a step, how many of them `total` sequences are, and the fingerprint of the order."""
+    size = loader.global_batch_size
     print(f"  steps      {total / size:.1f} to an epoch, of {size} sequences each, on {loader.dp_degree} data ranks")
     print(f"  order      {loader.fingerprint}")
 
@@ -118,6 +121,20 @@ def _show_histogram(lengths: np.ndarray) -> None:
     for low, count in zip(range(first, first + width * len(counts), width), counts.tolist(), strict=True):
         bar = "#" * -(-count * _BAR // int(counts.max()))
         print(f"             {low:6} to {low + width - 1:6}  {bar:{_BAR}}  {count:,}")
+
+
+def show_stream(loader: TrainLoader, dataset: StreamDataset, show: _Painter, num_samples: int) -> None:
+    """Print the beginning of a stream: its first sequences, and what was left out of the rows read for them."""
+    print(f"  order      {loader.fingerprint}; {dataset.num_validation_sequences:,} held out")
+    for number, index in enumerate(dataset.get_train_indices(loader.seed, 0, num_samples).tolist(), 1):
+        batch = dataset.batch([index])
+        num_used = int((batch.document_ids[0] >= 0).sum())
+        trained = [False, *(batch.labels[0, : num_used - 1] != IGNORE_INDEX).tolist()]
+        num_documents = int(batch.document_ids[0].max()) + 1
+        print(f"\nsequence {number}: {num_documents} documents, {num_used} of {dataset.seq_len} tokens")
+        print(show(batch.tokens[0, :num_used].tolist(), trained))
+    for what, count in dataset.left_out.items():
+        print(f"\n  left out so far: {count} {what}")
 
 
 def show_samples(loader: TrainLoader, dataset: ExampleDataset, show: _Painter, num_samples: int) -> None:

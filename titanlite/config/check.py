@@ -16,7 +16,7 @@ _ESCAPES = {"\\": "\\\\", '"': '\\"', "\b": "\\b", "\t": "\\t", "\n": "\\n", "\f
 
 _OF_EXAMPLES = (
     *("split", "subset", "validation_path", "validation_split", "format", "train_on", "too_long", "bad_rows"),
-    *("packing", "chat_template"),
+    *("packing", "chat_template", "streaming", "streaming_block_rows"),
 )
 
 # Every test is written so that nan fails it.
@@ -53,6 +53,7 @@ _RULES: tuple[tuple[Callable[[float], bool], str, tuple[str, ...]], ...] = (
             "validation.freq",
             "validation.steps",
             "comm.timeout_seconds",
+            "data.streaming_block_rows",
         ),
     ),
     (
@@ -130,6 +131,11 @@ def _check_data(job: JobConfig) -> list[str]:
             return [
                 'data.train_on = "all" does not go with data.format = "preference": the prompt is the same on both '
                 + 'sides. Set data.train_on = "assistant".'
+            ]
+        if data.streaming and job.validation.enable and not data.validation_path:
+            return [
+                "data.streaming holds no rows out, but validation.enable is on. Set data.validation_path, or switch "
+                + "one of them off."
             ]
         return []
     given = [f"data.{f.name}" for f in fields(data) if f.name in _OF_EXAMPLES and getattr(data, f.name) != f.default]

@@ -217,6 +217,13 @@ class DataSection:
         "error", "Rows that cannot be used: refuse the data, or leave them out and report how many and why."
     )
     packing: bool = setting(True, "Put several examples into one sequence; they do not see each other.")
+    streaming: bool = setting(
+        False,
+        "Tokenize examples while training instead of before; for datasets too large for that, on the hub or here.",
+    )
+    streaming_block_rows: int = setting(
+        1024, "Rows that are read, packed and shuffled together when streaming; they are in memory at once."
+    )
     chat_template: str = setting(
         "", "Jinja file with a chat template to use, and save, in place of the tokenizer's own."
     )

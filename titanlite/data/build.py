@@ -17,7 +17,7 @@ from titanlite.logger import logger
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-    from titanlite.data.example_dataset import ExampleDataset
+    from titanlite.data.example_dataset import ExampleDataset, ExampleSet
 
 
 def build_data(job: JobConfig, dp_rank: int, dp_degree: int) -> tuple["PreTrainedTokenizerFast", TrainLoader]:
@@ -26,8 +26,8 @@ def build_data(job: JobConfig, dp_rank: int, dp_degree: int) -> tuple["PreTraine
     No collectives: processes of one machine share the work through the cache folder. The vocabulary that the model
     must have at least is `loader.dataset.vocab_size`. `training.global_batch_size` = -1 means
     `local_batch_size * dp_degree`. With `data.tokenizer_path` empty, a tokenizer.json in `model.hf_assets_path` is
-    used before a BPE is trained. `loader.dataset` is an `ExampleDataset` for `data.dataset` = 'examples', else a
-    `PackedDataset`.
+    used before a BPE is trained. `loader.dataset` is an `ExampleDataset` for `data.dataset` = 'examples' (with
+    `data.streaming` a `StreamDataset`), else a `PackedDataset`.
 
     Raises:
         DataError: the text, a row or the tokenizer is missing or unusable, or there is too little for `seq_len`.
@@ -35,7 +35,8 @@ def build_data(job: JobConfig, dp_rank: int, dp_degree: int) -> tuple["PreTraine
     """
     data, training = resolve_tokenizer_path(job), job.training
     if data.dataset == "examples":
-        tokenizer, dataset = build_example_dataset(data, training.seq_len)
+        build = _build_stream if data.streaming else build_example_dataset
+        tokenizer, dataset = build(data, training.seq_len, training.seed)
     else:
         tokenizer, dataset = _build_packed(data, training.seq_len)
     loader = TrainLoader(
@@ -78,8 +79,12 @@ def _build_packed(data: DataSection, seq_len: int) -> tuple["PreTrainedTokenizer
     return tokenizer, dataset
 
 
-def build_example_dataset(data: DataSection, seq_len: int) -> tuple["PreTrainedTokenizerFast", "ExampleDataset"]:
+def build_example_dataset(
+    data: DataSection, seq_len: int, seed: int = 0
+) -> tuple["PreTrainedTokenizerFast", "ExampleDataset"]:
     """The tokenizer, with `data.chat_template` if that is set, and the examples of `data.path`, ready for batches.
+
+    The examples do not depend on `seed`.
 
     Raises:
         DataError: there is no tokenizer or template, a row is bad, or an example too long, and the settings say so.
@@ -90,6 +95,46 @@ def build_example_dataset(data: DataSection, seq_len: int) -> tuple["PreTrainedT
     from titanlite.data.report import describe, get_warnings
     from titanlite.data.rows import build_rows
 
+    tokenizer, pad_token_id = _load_example_tokenizer(data)
+    rows = build_rows(data.path, data.pattern, data.subset, data.split)
+    examples = build_examples(data, rows, tokenizer)
+    train = fit_examples(examples, seq_len, data.too_long)
+    if data.validation_path:
+        held_out = _build_held_out(replace(data, format=examples.header.form), seq_len, tokenizer)
+        sources = (train, held_out)
+    else:
+        sources = (train,)
+        train, held_out = hold_out(train)
+    dataset = ExampleDataset(train, held_out, sources, seq_len, pad_token_id, packing=data.packing)
+    logger.info("data: %s", describe(dataset))
+    for warning in get_warnings(dataset):
+        logger.warning("data: %s", warning)
+    return tokenizer, dataset
+
+
+def _build_stream(data: DataSection, seq_len: int, seed: int) -> tuple["PreTrainedTokenizerFast", SequenceDataset]:
+    from titanlite.data.rows import build_rows
+    from titanlite.data.stream import StreamDataset
+
+    tokenizer, pad_token_id = _load_example_tokenizer(data)
+    rows = build_rows(data.path, data.pattern, data.subset, data.split, streaming=True)
+    held_out = _build_held_out(data, seq_len, tokenizer) if data.validation_path else None
+    dataset = StreamDataset(data, rows, tokenizer, held_out, seq_len, pad_token_id, seed)
+    logger.info("data: %s; %d held out", dataset.fingerprint, dataset.num_validation_sequences)
+    return tokenizer, dataset
+
+
+def _build_held_out(data: DataSection, seq_len: int, tokenizer: "PreTrainedTokenizerFast") -> "ExampleSet":
+    from titanlite.data.example_dataset import fit_examples
+    from titanlite.data.examples import build_examples
+    from titanlite.data.rows import build_rows
+
+    rows = build_rows(data.validation_path, data.pattern, data.subset, data.validation_split)
+    return fit_examples(build_examples(data, rows, tokenizer), seq_len, data.too_long)
+
+
+def _load_example_tokenizer(data: DataSection) -> tuple["PreTrainedTokenizerFast", int]:
+    """The tokenizer with its chat template, and the id to pad with."""
     if not data.tokenizer_path:
         raise DataError(
             'data: dataset = "examples" needs a tokenizer, but data.tokenizer_path is empty and model.hf_assets_path '
@@ -98,23 +143,8 @@ def build_example_dataset(data: DataSection, seq_len: int) -> tuple["PreTrainedT
     tokenizer = load_tokenizer(data.tokenizer_path)
     if data.chat_template:
         tokenizer.chat_template = _read_template(data.chat_template)
-    rows = build_rows(data.path, data.pattern, data.subset, data.split)
-    examples = build_examples(data, rows, tokenizer)
-    train = fit_examples(examples, seq_len, data.too_long)
-    if data.validation_path:
-        others = build_rows(data.validation_path, data.pattern, data.subset, data.validation_split)
-        form = replace(data, format=examples.header.form)
-        held_out = fit_examples(build_examples(form, others, tokenizer), seq_len, data.too_long)
-        sources = (train, held_out)
-    else:
-        sources = (train,)
-        train, held_out = hold_out(train)
     padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    dataset = ExampleDataset(train, held_out, sources, seq_len, cast(int, padding), packing=data.packing)
-    logger.info("data: %s", describe(dataset))
-    for warning in get_warnings(dataset):
-        logger.warning("data: %s", warning)
-    return tokenizer, dataset
+    return tokenizer, cast(int, padding)
 
 
 def _read_template(path: str) -> str:

@@ -56,7 +56,6 @@ class SequenceDataset(Protocol):
     """What a loader needs: numbered sequences, and an order that is a function of (seed, sample) and nothing else."""
 
     seq_len: int
-    num_train_sequences: int
     num_validation_sequences: int
 
     @property

@@ -69,14 +69,17 @@ def _count_trained(examples: TokenizedExamples, example: int, document: int, len
     return int(np.count_nonzero(examples.flags[start + 1 : start + int(lengths[document])] & TRAINED))
 
 
-def fit_examples(examples: TokenizedExamples, seq_len: int, too_long: TooLong) -> ExampleSet:
+def fit_examples(
+    examples: TokenizedExamples, seq_len: int, too_long: TooLong, *, may_be_empty: bool = False
+) -> ExampleSet:
     """The examples that fit into `seq_len` tokens, or can be made to.
 
     'cut' keeps the first tokens; of a pair, the shorter side keeps what it has and the longer one the rest, or each
     gets half. A cut example without a trained token is dropped. Both are counted.
 
     Raises:
-        DataError: an example is too long and `too_long` is 'error' (names the rows), or none is left.
+        DataError: an example is too long and `too_long` is 'error' (names the rows), or none is left and
+            `may_be_empty` is off.
     """
     size = examples.header.documents_per_example
     lengths = np.diff(examples.offsets).reshape(-1, size)
@@ -106,7 +109,7 @@ def fit_examples(examples: TokenizedExamples, seq_len: int, too_long: TooLong) -
         num_lost = int(np.count_nonzero(~kept))
         dropped = {f"no trained token among the first {seq_len}": num_lost} if num_lost else {}
         num_cut = int(np.count_nonzero(is_long & kept))
-    if not kept.any():
+    if not kept.any() and not may_be_empty:
         raise DataError(
             f"data: none of {len(kept)} examples fits into training.seq_len ({seq_len}): "
             f"{', '.join(f'{count} {reason}' for reason, count in dropped.items())}. Raise training.seq_len."
@@ -168,9 +171,9 @@ class ExampleDataset:
         self.seq_len = seq_len
         self.pad_token_id = pad_token_id
         self.packing = packing
-        self._rows = [(train, members) for members in _pack(train, seq_len, packing=packing)]
+        self._rows = [(train, members) for members in pack_examples(train, seq_len, packing=packing)]
         self.num_train_sequences = len(self._rows)
-        self._rows += [(held_out, members) for members in _pack(held_out, seq_len, packing=packing)]
+        self._rows += [(held_out, members) for members in pack_examples(held_out, seq_len, packing=packing)]
         self.num_sequences = len(self._rows)
         self.num_validation_sequences = self.num_sequences - self.num_train_sequences
 
@@ -226,7 +229,8 @@ class ExampleDataset:
         return make_batch([get_documents(*self._rows[i]) for i in places.tolist()], self.seq_len, self.pad_token_id)
 
 
-def _pack(part: ExampleSet, seq_len: int, *, packing: bool) -> list[np.ndarray]:
+def pack_examples(part: ExampleSet, seq_len: int, *, packing: bool) -> list[np.ndarray]:
+    """The examples in each row, as numbers into `part.selected`; without `packing`, one to a row."""
     if packing:
         return pack_best_fit(part.lengths.sum(1), seq_len)
     return list(np.arange(len(part.selected)).reshape(-1, 1))

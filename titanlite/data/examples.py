@@ -150,7 +150,7 @@ class _Builder:
             num_open_turns = 0
             for row, example, encoder in self._examples():
                 form, num_open_turns = encoder.form, encoder.renderer.num_open_turns
-                self.places.append(row.file << _FILE_SHIFT | row.number)
+                self.places.append(get_place(row))
                 for document in example:
                     tokens.write(document.ids.astype(self.dtype).tobytes())
                     flags.write(document.flags.tobytes())
@@ -187,7 +187,7 @@ class _Builder:
         stream = iter(self.rows)
         while batch := list(islice(stream, _BATCH_ROWS)):
             if encoder is None:
-                encoder = self._make_encoder(batch)
+                encoder = make_encoder(self.data, self.tokenizer, batch)
             problems: list[str] = []
             for row, found in encode_rows(encoder, batch):
                 self.num_rows += 1
@@ -202,21 +202,6 @@ class _Builder:
             if self.data.bad_rows == "error" and problems:
                 raise_problems(DataError, "data", [*problems[:-1], f"{problems[-1]} {SKIP_REMEDY}"])
 
-    def _make_encoder(self, batch: list[Row]) -> ExampleEncoder | None:
-        """For the configured form, or that of the first row that has one; None if no row has."""
-        form: Form | None = None if self.data.format == "auto" else cast(Form, self.data.format)
-        if form is None:
-            forms = (detect_form(row.content) for row in batch if isinstance(row.content, dict))
-            form = next((form for form in forms if form is not None), None)
-            if form is None:
-                return None
-        if form == "preference" and self.data.train_on == "all":
-            raise DataError(
-                'data: train_on = "all" does not go with preference pairs: the prompt is the same on both sides. '
-                'Set data.train_on = "assistant".'
-            )
-        return ExampleEncoder(self.tokenizer, form, train_all=self.data.train_on == "all")
-
     def _nothing(self) -> DataError:
         where = self.rows.names[0] if len(self.rows.names) == 1 else f"{len(self.rows.names)} files"
         if not self.num_rows:
@@ -224,6 +209,31 @@ class _Builder:
         reasons = "; ".join(f"{skipped.count} rows: {reason}" for reason, skipped in self.skipped.items())
         first = next(iter(self.skipped.values())).first
         return DataError(f"data: {where}: none of {self.num_rows} rows can be used ({reasons}). The first: {first}")
+
+
+def get_place(row: Row) -> int:
+    """File and number of a row in one integer, as `TokenizedExamples.places` has it."""
+    return row.file << _FILE_SHIFT | row.number
+
+
+def make_encoder(data: DataSection, tokenizer: "PreTrainedTokenizerFast", batch: list[Row]) -> ExampleEncoder | None:
+    """For the configured form, or that of the first row of `batch` that has one; None if no row has.
+
+    Raises:
+        DataError: `data.train_on` is 'all' for preference pairs.
+    """
+    form = data.format
+    if form == "auto":
+        forms = (detect_form(row.content) for row in batch if isinstance(row.content, dict))
+        form = next((form for form in forms if form is not None), None)
+        if form is None:
+            return None
+    if form == "preference" and data.train_on == "all":
+        raise DataError(
+            'data: train_on = "all" does not go with preference pairs: the prompt is the same on both sides. '
+            'Set data.train_on = "assistant".'
+        )
+    return ExampleEncoder(tokenizer, cast(Form, form), train_all=data.train_on == "all")
 
 
 def encode_rows(

@@ -6,6 +6,7 @@ import numpy as np
 
 from titanlite.data.chat import ANSWER
 from titanlite.data.example_dataset import ExampleDataset
+from titanlite.data.stream import StreamDataset
 from titanlite.errors import DataError
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ class EvaluationPrompt(NamedTuple):
 
 
 def evaluation_prompts(
-    dataset: ExampleDataset, tokenizer: "PreTrainedTokenizerFast", max_prompts: int | None = None
+    dataset: ExampleDataset | StreamDataset, tokenizer: "PreTrainedTokenizerFast", max_prompts: int | None = None
 ) -> list[EvaluationPrompt]:
     """The held-out examples, each as the prompt up to its last answer; of preference pairs, the chosen side.
 
@@ -36,9 +37,11 @@ def evaluation_prompts(
     of what a trained model generates. Examples are taken in full, also where `data.too_long` cuts them for training.
 
     Raises:
-        DataError: the held-out rows are plain text, which has no answers.
+        DataError: the held-out rows are plain text, which has no answers; a stream has no held-out rows.
     """
     held_out = dataset.held_out
+    if held_out is None:
+        raise DataError("data: streaming holds no rows out. Set data.validation_path.")
     examples = held_out.examples
     found = []
     for example in held_out.selected[:max_prompts].tolist():

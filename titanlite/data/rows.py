@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -54,6 +55,14 @@ class Rows(Protocol):
         """sha256 in hex over everything that the rows are read from."""
         ...
 
+    def get_stamp(self) -> str:
+        """What tells these rows from others without reading them all."""
+        ...
+
+    def iterate_from(self, start: int) -> Iterator[Row]:
+        """The rows from the one with the index `start` on, bad ones counted too."""
+        ...
+
     def __iter__(self) -> Iterator[Row]: ...
 
 
@@ -86,6 +95,16 @@ class LocalRows:
             except OSError as error:
                 raise _unreadable(file, error) from None
         return digest.hexdigest()
+
+    def get_stamp(self) -> str:
+        try:
+            stats = [(str(file), file.stat()) for file in self.files]
+        except OSError as error:
+            raise DataError(f"data: cannot read the files: {error}. Check data.path and its permissions.") from None
+        return str([(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats])
+
+    def iterate_from(self, start: int) -> Iterator[Row]:
+        return islice(self, start, None)
 
     def __iter__(self) -> Iterator[Row]:
         for index, file in enumerate(self.files):
@@ -248,6 +267,7 @@ class HubRows:
     path: str
     subset: str
     split: str
+    streaming: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -260,7 +280,15 @@ class HubRows:
 
         repository, _, revision = self.path.partition("@")
         try:
-            return load_dataset(repository, self.subset or None, split=self.split, revision=revision or None)
+            if self.streaming:  # the revision of today, or a resumed run could go on in other rows
+                revision = self.get_stamp()
+            return load_dataset(
+                repository,
+                self.subset or None,
+                split=self.split,
+                revision=revision or None,
+                streaming=self.streaming,
+            )
         except (DatasetsError, OSError, ValueError) as error:  # ValueError: no such subset or split
             raise DataError(
                 f"data: cannot load '{self.path}', split '{self.split}', from the Hugging Face hub: "
@@ -273,16 +301,41 @@ class HubRows:
         files = tuple(Path(file["filename"]) for file in self._dataset.cache_files)
         return sha256(digest.digest() + LocalRows(files).get_digest().encode()).hexdigest()
 
-    def __iter__(self) -> Iterator[Row]:
-        for number, row in enumerate(self._dataset, 1):
+    def get_stamp(self) -> str:
+        return self._revision
+
+    @cached_property
+    def _revision(self) -> str:
+        """The commit of the repository."""
+        from huggingface_hub import HfApi
+        from huggingface_hub.errors import HfHubHTTPError
+
+        repository, _, revision = self.path.partition("@")
+        try:
+            return str(HfApi().dataset_info(repository, revision=revision or None).sha)
+        except (HfHubHTTPError, OSError) as error:
+            raise DataError(
+                f"data: cannot stream '{self.path}' from the Hugging Face hub: {_first_line(error)} Correct data.path, "
+                "or set data.streaming = false to use a copy in the cache."
+            ) from None
+
+    def iterate_from(self, start: int) -> Iterator[Row]:
+        rows = self._dataset.skip(start) if start else self._dataset
+        for number, row in enumerate(rows, start + 1):
             yield Row(0, number, drop_none(row))
 
+    def __iter__(self) -> Iterator[Row]:
+        return self.iterate_from(0)
 
-def build_rows(path: str, pattern: str = "", subset: str = "", split: str = "train") -> Rows:
+
+def build_rows(
+    path: str, pattern: str = "", subset: str = "", split: str = "train", *, streaming: bool = False
+) -> Rows:
     """The rows at `path`: a file, all such files in a folder and its subfolders, or a dataset of the hub.
 
     In a folder, files that match `pattern`; without a pattern all `.jsonl`, `.json`, `.parquet` and `.csv` files.
-    A name of the form `owner/name` or `owner/name@revision` that is no path here is looked up on the hub.
+    A name of the form `owner/name` or `owner/name@revision` that is no path here is looked up on the hub;
+    with `streaming` its rows are downloaded as they are read.
 
     Raises:
         DataError: there is nothing at `path`, or nothing that can hold rows.
@@ -298,7 +351,7 @@ def build_rows(path: str, pattern: str = "", subset: str = "", split: str = "tra
     elif root.exists():
         files = [root]
     elif _HUB_ID.fullmatch(path):
-        return HubRows(path, subset, split)
+        return HubRows(path, subset, split, streaming)
     else:
         raise DataError(
             f"data: {root} does not exist. Set data.path to a file ({', '.join(_SUFFIXES)}), a folder of such files, "

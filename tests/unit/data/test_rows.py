@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from datasets import Dataset
@@ -215,6 +216,14 @@ def test_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     assert asked == {"args": ("owner/name", "sub"), "split": "test", "revision": "v1"}
     assert len(rows.get_digest()) == 64 and rows.get_digest() != build_rows("owner/name@v1").get_digest()
+
+    monkeypatch.setattr(
+        "datasets.load_dataset", lambda *_, **kwargs: (asked.update(kwargs), saved.to_iterable_dataset())[1]
+    )
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", lambda *_, **__: SimpleNamespace(sha="abc"))
+    stream = build_rows("owner/name", streaming=True)
+    assert [(row.number, row.content) for row in stream.iterate_from(1)] == [(2, {"prompt": "c"})]
+    assert asked["streaming"] is True and asked["revision"] == stream.get_stamp() == "abc"
 
     def fail(*_: object, **__: object) -> None:
         raise ValueError('Unknown split "test".')
