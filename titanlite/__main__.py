@@ -8,6 +8,7 @@ _USAGE = """usage: python -m titanlite COMMAND [arguments]
 
   train      train on one process: --config FILE [--section.key=value ...] (several: ./run_train.sh)
   check      check a configuration without starting anything: --config FILE --world-size N
+  data       show what a run would train on: --config FILE [--samples N] [--world-size N] [--section.key=value ...]
   inspect    show what is in a checkpoint: DIR [--checksums] [--all] [--config FILE --world-size N ...]
   export     write a checkpoint as a plain Hugging Face model: DIR OUT --dtype bfloat16
   config     write docs/config.md from the schema (--check: only compare)"""
@@ -50,6 +51,11 @@ def _commands() -> dict[str, Callable[[Sequence[str]], int]]:
 
         return main(argv)
 
+    def data(argv: Sequence[str]) -> int:
+        from titanlite.preview_data import main
+
+        return main(argv)
+
     def inspect(argv: Sequence[str]) -> int:
         from titanlite.inspect_checkpoint import main
 
@@ -60,7 +66,7 @@ def _commands() -> dict[str, Callable[[Sequence[str]], int]]:
 
         return main(argv)
 
-    return {"train": train, "check": check, "config": config, "inspect": inspect, "export": export}
+    return {"train": train, "check": check, "config": config, "data": data, "inspect": inspect, "export": export}
 
 
 if __name__ == "__main__":

@@ -99,7 +99,7 @@ class Trainer:
         logger.info("mesh: %s, %d ranks on %s", degrees, degrees.world_size, self.device.type)
 
         self.tokenizer, self.loader = build_data(job, self.dims.dp_rank, degrees.dp)
-        check_vocabulary(self.loader.dataset.tokenized.vocab_size, model_config)
+        check_vocabulary(self.loader.dataset.vocab_size, model_config)
         make_dump_folder(job, self.dump_folder)
 
         self.checkpointer = Checkpointer(job, self.dump_folder)  # finds what to resume, if anything

@@ -6,12 +6,18 @@ What needs the world size, the resolved model or the file system is checked wher
 import math
 import re
 from collections.abc import Callable
+from dataclasses import fields
 from functools import reduce
 from typing import Any
 
 from titanlite.config.schema import JobConfig
 
 _ESCAPES = {"\\": "\\\\", '"': '\\"', "\b": "\\b", "\t": "\\t", "\n": "\\n", "\f": "\\f", "\r": "\\r"}
+
+_OF_EXAMPLES = (
+    *("split", "subset", "validation_path", "validation_split", "format", "train_on", "too_long", "bad_rows"),
+    *("packing", "chat_template", "streaming", "streaming_block_rows"),
+)
 
 # Every test is written so that nan fails it.
 _RULES: tuple[tuple[Callable[[float], bool], str, tuple[str, ...]], ...] = (
@@ -47,6 +53,7 @@ _RULES: tuple[tuple[Callable[[float], bool], str, tuple[str, ...]], ...] = (
             "validation.freq",
             "validation.steps",
             "comm.timeout_seconds",
+            "data.streaming_block_rows",
         ),
     ),
     (
@@ -110,6 +117,29 @@ def check_values(job: JobConfig) -> list[str]:
             f"model.flavor = {format_value(flavor)} and model.hf_assets_path = {format_value(assets)} both give the "
             + "model's sizes. Keep one; an empty string clears the other."
         )
-    if job.data.dataset == "text" and not job.data.path:
-        problems.append('data.dataset = "text" needs data.path, which is empty. Set it to a text file or a folder.')
-    return problems
+    return problems + _check_data(job)
+
+
+def _check_data(job: JobConfig) -> list[str]:
+    data = job.data
+    if data.dataset == "text" and not data.path:
+        return ['data.dataset = "text" needs data.path, which is empty. Set it to a text file or a folder.']
+    if data.dataset == "examples":
+        if not data.path:
+            return ['data.dataset = "examples" needs data.path, which is empty. Set it to a file, folder or hub id.']
+        if data.train_on == "all" and data.format == "preference":
+            return [
+                'data.train_on = "all" does not go with data.format = "preference": the prompt is the same on both '
+                + 'sides. Set data.train_on = "assistant".'
+            ]
+        if data.streaming and job.validation.enable and not data.validation_path:
+            return [
+                "data.streaming holds no rows out, but validation.enable is on. Set data.validation_path, or switch "
+                + "one of them off."
+            ]
+        return []
+    given = [f"data.{f.name}" for f in fields(data) if f.name in _OF_EXAMPLES and getattr(data, f.name) != f.default]
+    if given:
+        are = "have" if len(given) > 1 else "has"
+        return [f'{", ".join(given)} {are} an effect on data.dataset = "examples" only. Set that, or remove them.']
+    return []

@@ -186,11 +186,52 @@ class ProfilingSection:
 
 @dataclass
 class DataSection:
-    dataset: Literal["stdlib", "text"] = setting(
-        "stdlib", "'stdlib': the .py files of the running Python's standard library; 'text': files under data.path."
+    dataset: Literal["stdlib", "text", "examples"] = setting(
+        "stdlib",
+        "'stdlib': the .py files of the running Python's standard library; 'text': files under data.path, each one "
+        "document; 'examples': rows under data.path, for fine-tuning.",
     )
-    path: str = setting("", "Text file, or folder of text files, for dataset = 'text'.")
-    pattern: str = setting("*.txt", "File name pattern inside data.path when it is a folder.")
+    path: str = setting(
+        "",
+        "For 'text': a file or folder. For 'examples': a .jsonl, .json, .parquet or .csv file, a folder of such files, "
+        "or the id of a dataset on the Hugging Face hub (owner/name or owner/name@revision).",
+    )
+    pattern: str = setting(
+        "", "File name pattern inside data.path when it is a folder. Empty: *.txt for 'text', all rows for 'examples'."
+    )
+    split: str = setting("train", "Split of a dataset of the hub.")
+    subset: str = setting("", "Subset (configuration) of a dataset of the hub; empty: its default.")
+    validation_path: str = setting(
+        "",
+        "Held-out examples, as path; a dataset of the hub is read with validation_split. Empty: some rows of path are "
+        "held out.",
+    )
+    validation_split: str = setting("validation", "Split of validation_path, if that is a dataset of the hub.")
+    format: Literal["auto", "messages", "prompt_completion", "text", "preference"] = setting(
+        "auto",
+        "Form of the examples: 'messages' (also ShareGPT's conversations), 'prompt_completion', 'text', 'preference' "
+        "(prompt, chosen, rejected); 'auto': by the fields of the first row.",
+    )
+    train_on: Literal["assistant", "all"] = setting(
+        "assistant", "Tokens that the loss is taken on: answers (assistant messages, completions), or all."
+    )
+    too_long: Literal["error", "cut", "drop"] = setting(
+        "error", "Examples longer than training.seq_len: refuse the data, cut their end off, or leave them out."
+    )
+    bad_rows: Literal["error", "skip"] = setting(
+        "error", "Rows that cannot be used: refuse the data, or leave them out and report how many and why."
+    )
+    packing: bool = setting(True, "Put several examples into one sequence; they do not see each other.")
+    streaming: bool = setting(
+        False,
+        "Tokenize examples while training instead of before; for datasets too large for that, on the hub or here.",
+    )
+    streaming_block_rows: int = setting(
+        1024, "Rows that are read, packed and shuffled together when streaming; they are in memory at once."
+    )
+    chat_template: str = setting(
+        "", "Jinja file with a chat template to use, and save, in place of the tokenizer's own."
+    )
     tokenizer_path: str = setting(
         "", "Folder or tokenizer.json of a Hugging Face tokenizer. Empty: train a byte-level BPE on the data."
     )

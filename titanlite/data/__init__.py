@@ -1,11 +1,11 @@
-"""Text to batches: corpus > tokenizer > tokens > dataset > loader.
+"""Text to batches: corpus > tokenizer > tokens > dataset > loader; rows of examples > forms > chat > encode > examples.
 
 Importing this package does not import transformers (0.5 to 1 s): only the functions that return a tokenizer do.
 """
 
-from titanlite.data.build import build_data
+from titanlite.data.build import build_data, build_example_dataset, resolve_tokenizer_path
 from titanlite.data.corpus import Corpus, build_corpus
-from titanlite.data.dataset import IGNORE_INDEX, Batch, PackedDataset
+from titanlite.data.dataset import IGNORE_INDEX, Batch, PackedDataset, SequenceDataset
 from titanlite.data.loader import TrainLoader
 from titanlite.data.tokenizer import build_tokenizer, load_tokenizer
 from titanlite.data.tokens import TokenizedCorpus, build_tokens
@@ -15,11 +15,14 @@ __all__ = [
     "Batch",
     "Corpus",
     "PackedDataset",
+    "SequenceDataset",
     "TokenizedCorpus",
     "TrainLoader",
     "build_corpus",
     "build_data",
+    "build_example_dataset",
     "build_tokenizer",
     "build_tokens",
     "load_tokenizer",
+    "resolve_tokenizer_path",
 ]

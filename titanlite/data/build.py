@@ -2,60 +2,153 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from titanlite.config.parallelism import resolve_global_batch_size
-from titanlite.config.schema import JobConfig
+from titanlite.config.schema import DataSection, JobConfig
 from titanlite.data.corpus import build_corpus
-from titanlite.data.dataset import PackedDataset
+from titanlite.data.dataset import PackedDataset, SequenceDataset
 from titanlite.data.loader import TrainLoader
-from titanlite.data.tokenizer import build_tokenizer
+from titanlite.data.tokenizer import build_tokenizer, load_tokenizer
 from titanlite.data.tokens import build_tokens
+from titanlite.errors import DataError
 from titanlite.logger import logger
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+    from titanlite.data.example_dataset import ExampleDataset, ExampleSet
 
 
 def build_data(job: JobConfig, dp_rank: int, dp_degree: int) -> tuple["PreTrainedTokenizerFast", TrainLoader]:
     """The tokenizer and the batches of one data-parallel rank; every process may call it at any time.
 
     No collectives: processes of one machine share the work through the cache folder. The vocabulary that the model
-    must have at least is `loader.dataset.tokenized.vocab_size`. `training.global_batch_size` = -1 means
+    must have at least is `loader.dataset.vocab_size`. `training.global_batch_size` = -1 means
     `local_batch_size * dp_degree`. With `data.tokenizer_path` empty, a tokenizer.json in `model.hf_assets_path` is
-    used before a BPE is trained.
+    used before a BPE is trained. `loader.dataset` is an `ExampleDataset` for `data.dataset` = 'examples' (with
+    `data.streaming` a `StreamDataset`), else a `PackedDataset`.
 
     Raises:
-        DataError: the text or the tokenizer is missing or unusable, or there is too little text for `seq_len`.
+        DataError: the text, a row or the tokenizer is missing or unusable, or there is too little for `seq_len`.
         ConfigError: the batch sizes and `dp_degree` do not fit each other.
     """
-    data, training = job.data, job.training
-    assets = Path(job.model.hf_assets_path).expanduser()
-    if job.model.hf_assets_path and not data.tokenizer_path and (assets / "tokenizer.json").is_file():
-        # Pretrained weights mean nothing with the ids of another tokenizer.
-        data = replace(data, tokenizer_path=str(assets))
-        logger.info("data: using the tokenizer of model.hf_assets_path, %s", assets)
-    corpus = build_corpus(data)
-    tokenizer = build_tokenizer(data, corpus)
-    dataset = PackedDataset(build_tokens(data, corpus, tokenizer), training.seq_len)
-    global_batch_size = resolve_global_batch_size(training, dp_degree)
+    data, training = resolve_tokenizer_path(job), job.training
+    if data.dataset == "examples":
+        build = _build_stream if data.streaming else build_example_dataset
+        tokenizer, dataset = build(data, training.seq_len, training.seed)
+    else:
+        tokenizer, dataset = _build_packed(data, training.seq_len)
     loader = TrainLoader(
         dataset,
         seed=training.seed,
-        global_batch_size=global_batch_size,
+        global_batch_size=resolve_global_batch_size(training, dp_degree),
         local_batch_size=training.local_batch_size,
         dp_rank=dp_rank,
         dp_degree=dp_degree,
-    )
-    logger.info(
-        "data: %d tokens, vocabulary %d, in %d documents; sequences of %d tokens: %d to train on, %d held out",
-        *(len(dataset.tokenized.tokens), dataset.tokenized.vocab_size, dataset.tokenized.num_documents),
-        *(dataset.seq_len, dataset.num_train_sequences, dataset.num_validation_sequences),
     )
     if job.validation.enable and loader.num_validation_steps(job.validation.steps) < job.validation.steps:
         logger.info(
             "data: %d held-out sequences fill %d of validation.steps = %d batches of %d",
             *(dataset.num_validation_sequences, loader.num_validation_steps(job.validation.steps)),
-            *(job.validation.steps, global_batch_size),
+            *(job.validation.steps, loader.global_batch_size),
         )
     return tokenizer, loader
+
+
+def resolve_tokenizer_path(job: JobConfig) -> DataSection:
+    """`job.data`, with the tokenizer of `model.hf_assets_path` where no other is configured."""
+    data = job.data
+    assets = Path(job.model.hf_assets_path).expanduser()
+    if job.model.hf_assets_path and not data.tokenizer_path and (assets / "tokenizer.json").is_file():
+        # Pretrained weights mean nothing with the ids of another tokenizer.
+        data = replace(data, tokenizer_path=str(assets))
+        logger.info("data: using the tokenizer of model.hf_assets_path, %s", assets)
+    return data
+
+
+def _build_packed(data: DataSection, seq_len: int) -> tuple["PreTrainedTokenizerFast", SequenceDataset]:
+    corpus = build_corpus(data)
+    tokenizer = build_tokenizer(data, corpus)
+    dataset = PackedDataset(build_tokens(data, corpus, tokenizer), seq_len)
+    logger.info(
+        "data: %d tokens, vocabulary %d, in %d documents; sequences of %d tokens: %d to train on, %d held out",
+        *(len(dataset.tokenized.tokens), dataset.tokenized.vocab_size, dataset.tokenized.num_documents),
+        *(dataset.seq_len, dataset.num_train_sequences, dataset.num_validation_sequences),
+    )
+    return tokenizer, dataset
+
+
+def build_example_dataset(
+    data: DataSection, seq_len: int, seed: int = 0
+) -> tuple["PreTrainedTokenizerFast", "ExampleDataset"]:
+    """The tokenizer, with `data.chat_template` if that is set, and the examples of `data.path`, ready for batches.
+
+    The examples do not depend on `seed`.
+
+    Raises:
+        DataError: there is no tokenizer or template, a row is bad, or an example too long, and the settings say so.
+    """
+    # Imported here because the text pipeline needs no jinja2 and no transformers.
+    from titanlite.data.example_dataset import ExampleDataset, fit_examples, hold_out
+    from titanlite.data.examples import build_examples
+    from titanlite.data.report import describe, get_warnings
+    from titanlite.data.rows import build_rows
+
+    tokenizer, pad_token_id = _load_example_tokenizer(data)
+    rows = build_rows(data.path, data.pattern, data.subset, data.split)
+    examples = build_examples(data, rows, tokenizer)
+    train = fit_examples(examples, seq_len, data.too_long)
+    if data.validation_path:
+        held_out = _build_held_out(replace(data, format=examples.header.form), seq_len, tokenizer)
+        sources = (train, held_out)
+    else:
+        sources = (train,)
+        train, held_out = hold_out(train)
+    dataset = ExampleDataset(train, held_out, sources, seq_len, pad_token_id, packing=data.packing)
+    logger.info("data: %s", describe(dataset))
+    for warning in get_warnings(dataset):
+        logger.warning("data: %s", warning)
+    return tokenizer, dataset
+
+
+def _build_stream(data: DataSection, seq_len: int, seed: int) -> tuple["PreTrainedTokenizerFast", SequenceDataset]:
+    from titanlite.data.rows import build_rows
+    from titanlite.data.stream import StreamDataset
+
+    tokenizer, pad_token_id = _load_example_tokenizer(data)
+    rows = build_rows(data.path, data.pattern, data.subset, data.split, streaming=True)
+    held_out = _build_held_out(data, seq_len, tokenizer) if data.validation_path else None
+    dataset = StreamDataset(data, rows, tokenizer, held_out, seq_len, pad_token_id, seed)
+    logger.info("data: %s; %d held out", dataset.fingerprint, dataset.num_validation_sequences)
+    return tokenizer, dataset
+
+
+def _build_held_out(data: DataSection, seq_len: int, tokenizer: "PreTrainedTokenizerFast") -> "ExampleSet":
+    from titanlite.data.example_dataset import fit_examples
+    from titanlite.data.examples import build_examples
+    from titanlite.data.rows import build_rows
+
+    rows = build_rows(data.validation_path, data.pattern, data.subset, data.validation_split)
+    return fit_examples(build_examples(data, rows, tokenizer), seq_len, data.too_long)
+
+
+def _load_example_tokenizer(data: DataSection) -> tuple["PreTrainedTokenizerFast", int]:
+    """The tokenizer with its chat template, and the id to pad with."""
+    if not data.tokenizer_path:
+        raise DataError(
+            'data: dataset = "examples" needs a tokenizer, but data.tokenizer_path is empty and model.hf_assets_path '
+            "has no tokenizer.json. Set one of them to the folder of the model to fine-tune."
+        )
+    tokenizer = load_tokenizer(data.tokenizer_path)
+    if data.chat_template:
+        tokenizer.chat_template = _read_template(data.chat_template)
+    padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    return tokenizer, cast(int, padding)
+
+
+def _read_template(path: str) -> str:
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"data.chat_template: cannot read {path}: {error}. Set it to a Jinja file in UTF-8.") from None

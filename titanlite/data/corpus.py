@@ -96,9 +96,7 @@ def _get_size(path: Path) -> int:
         return 1  # a broken link: reading it later raises the error that names it
 
 
-def _find_files(
-    root: Path, pattern: str, skipped_folders: frozenset[str] = frozenset()
-) -> tuple[tuple[str, Path], ...]:
+def find_files(root: Path, pattern: str, skipped_folders: frozenset[str] = frozenset()) -> tuple[tuple[str, Path], ...]:
     """All files below `root` whose name or relative path matches `pattern`, sorted by relative path."""
     found: list[tuple[str, Path]] = []
     for folder, subfolders, filenames in os.walk(root):
@@ -121,7 +119,7 @@ def build_stdlib_corpus(root: str | Path | None = None) -> Corpus:
         DataError: the folder holds no `.py` file (some minimal Python builds ship the library as a zip file).
     """
     root = Path(root or sysconfig.get_path("stdlib"))
-    corpus = Corpus(_find_files(root, "*.py", _NOT_STDLIB), skip_undecodable=True)
+    corpus = Corpus(find_files(root, "*.py", _NOT_STDLIB), skip_undecodable=True)
     if not corpus.files:
         raise DataError(f'data: no .py file in {root}. Set data.dataset = "text" and data.path to your own text.')
     return corpus
@@ -137,7 +135,7 @@ def build_text_corpus(path: str | Path, pattern: str = "*.txt") -> Corpus:
     """
     root = Path(path).expanduser()
     if root.is_dir():
-        files = _find_files(root, pattern)
+        files = find_files(root, pattern)
         if not files:
             raise DataError(f'data: no file in {root} matches pattern "{pattern}". Change data.pattern or data.path.')
     elif root.exists():
@@ -165,7 +163,7 @@ def build_corpus(data: DataSection) -> Corpus:
         return build_stdlib_corpus()
     if not data.path:
         raise DataError('data: dataset = "text" needs data.path, which is empty. Set it to a text file or a folder.')
-    return build_text_corpus(data.path, data.pattern)
+    return build_text_corpus(data.path, data.pattern or "*.txt")
 
 
 def split_text(text: str, max_chars: int) -> Iterator[str]:

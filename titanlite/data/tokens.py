@@ -70,7 +70,7 @@ def build_tokens(data: DataSection, corpus: Corpus, tokenizer: "PreTrainedTokeni
         return _load(path, dtype, eos_token_id)
 
     def build() -> None:
-        _write(path, corpus, _get_plain_encoder(serialized), eos_token_id, dtype)
+        _write(path, corpus, get_plain_encoder(serialized), eos_token_id, dtype)
 
     (tokens, header), elapsed_s = load_or_build(path, load, build)
     if elapsed_s:
@@ -78,7 +78,7 @@ def build_tokens(data: DataSection, corpus: Corpus, tokenizer: "PreTrainedTokeni
     return TokenizedCorpus(tokens, eos_token_id, vocab_size, header.num_documents)
 
 
-def _get_plain_encoder(serialized: str) -> Tokenizer:
+def get_plain_encoder(serialized: str) -> Tokenizer:
     """A copy of the tokenizer that treats special tokens as text and never truncates or pads."""
     encoder = Tokenizer.from_str(serialized)
     encoder.encode_special_tokens = True

@@ -1,11 +1,15 @@
+import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+from unit.data.templates import CHATML, SPECIAL_TOKENS
 
-from titanlite.config.schema import DataSection
+from titanlite.config.schema import DataSection, JobConfig
 from titanlite.data import PackedDataset, TokenizedCorpus
 
 EOS = 0
@@ -56,5 +60,55 @@ def make_dataset() -> Callable[..., PackedDataset]:
         tokens = np.random.default_rng(1).integers(1, 50, num_tokens).astype(np.uint16)
         tokens[np.random.default_rng(2).random(num_tokens) < 1 / 7] = EOS
         return PackedDataset(TokenizedCorpus(tokens, EOS, 50, int((tokens == EOS).sum())), seq_len)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def _chat_tokenizer_json() -> str:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(
+        ["what is the answer to the question\n\n", "user assistant system two and two"], trainer
+    )
+    tokenizer.add_tokens(["<think>", "</think>"])
+    return tokenizer.to_str()
+
+
+@pytest.fixture
+def make_tokenizer(_chat_tokenizer_json: str) -> Callable[..., PreTrainedTokenizerFast]:
+    """`make_tokenizer(template, eos)`: a small byte-level tokenizer with the special tokens of `templates`."""
+
+    def make(template: str | None = CHATML, eos: str = "<|endoftext|>") -> PreTrainedTokenizerFast:
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=Tokenizer.from_str(_chat_tokenizer_json), bos_token="<s>", eos_token=eos
+        )
+        tokenizer.chat_template = template
+        return tokenizer
+
+    return make
+
+
+@pytest.fixture
+def make_job(tmp_path: Path, make_tokenizer: Callable[..., PreTrainedTokenizerFast]) -> Callable[..., JobConfig]:
+    """`make_job(rows, template, **settings)`: a job over rows written to rows.jsonl, with a cache of its own."""
+
+    def make(rows: Sequence[object] | str, template: str | None = CHATML, **settings: object) -> JobConfig:
+        path = tmp_path / "rows.jsonl"
+        path.write_text(rows if isinstance(rows, str) else "".join(json.dumps(row) + "\n" for row in rows))
+        make_tokenizer(template).save_pretrained(tmp_path / "tokenizer")
+        job = JobConfig(data=DataSection(dataset="examples", path=str(path)))
+        job.data.tokenizer_path = str(tmp_path / "tokenizer")
+        job.data.cache_folder = str(tmp_path / "cache")
+        for name, value in settings.items():
+            setattr(job.training if name == "seq_len" else job.data, name, value)
+        return job
 
     return make

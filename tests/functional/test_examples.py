@@ -1,0 +1,134 @@
+"""Fine-tuning data in a real trainer: packing changes nothing but speed, and order does not depend on the mesh."""
+
+import json
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+import titanlite.trainer
+from titanlite.config.parallelism import Degrees
+from titanlite.ops import IGNORE_INDEX
+from titanlite.preflight import Checked
+from titanlite.trainer import Trainer
+
+_TEMPLATE = """{%- for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+@pytest.fixture(scope="module")
+def examples(tmp_path_factory: pytest.TempPathFactory, cache_folder: Path) -> list[str]:
+    """Overrides for 60 chats of one to three turns, with a tokenizer that fits the model's vocabulary."""
+    folder = tmp_path_factory.mktemp("examples")
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(["user assistant what is one and two"] * 4, trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")
+    tokenizer.chat_template = _TEMPLATE
+    tokenizer.save_pretrained(folder)
+    rng = random.Random(0)
+    lines = []
+    for i in range(60):
+        turns = [["what", "one", "and", "two", "is"][: rng.randint(1, 5)] for _ in range(2 * rng.randint(1, 3))]
+        roles = ["user", "assistant"] * 3
+        messages = [{"role": r, "content": f"{i} {' '.join(t)}"} for r, t in zip(roles, turns, strict=False)]
+        lines.append(json.dumps({"messages": messages}) + "\n")
+    (folder / "chats.jsonl").write_text("".join(lines))
+    return [
+        *("--data.dataset=examples", f"--data.path={folder / 'chats.jsonl'}", f"--data.tokenizer_path={folder}"),
+        *("--training.seq_len=128", f"--data.cache_folder={cache_folder}"),
+    ]
+
+
+def test_packed_and_unpacked_give_the_same_loss_and_gradients(
+    run_ranks: Callable[..., list[Any]], checked: Callable[..., Checked], examples: list[str]
+) -> None:
+    """All training examples at once; float32 sums in another order differ by 1e-6."""
+
+    def rank_main() -> list[tuple[int, int, float, dict[str, torch.Tensor]]]:
+        found = []
+        for packing in ("true", "false"):
+            job = checked(Degrees(), *examples, f"--data.packing={packing}")
+            trainer = Trainer(job.job, job.model_config, job.degrees)
+            dataset = trainer.loader.dataset
+            num_valid, loss = 0, 0.0
+            for index in range(dataset.num_train_sequences):
+                batch = dataset.batch([index])
+                losses = trainer.model(batch.tokens, batch.labels, batch.positions, batch.document_ids)
+                losses.cross_entropy.backward()
+                loss += losses.cross_entropy.item()
+                num_valid += int((batch.labels != IGNORE_INDEX).sum())
+            names = ("model.embed_tokens.weight", "model.layers.1.self_attn.q_proj.weight", "model.norm.weight")
+            params = dict(trainer.model.named_parameters())
+            grads = {name: params[name].grad.full_tensor() for name in names}
+            found.append((dataset.num_train_sequences, num_valid, loss, grads))
+        return found
+
+    ((packed, unpacked),) = run_ranks(1, rank_main)
+    assert packed[0] < unpacked[0] / 1.5 and packed[1] == unpacked[1] > 0
+    assert packed[2] == pytest.approx(unpacked[2], rel=1e-5)
+    for name, grad in packed[3].items():
+        torch.testing.assert_close(grad, unpacked[3][name], rtol=1e-4, atol=1e-4 * float(grad.abs().max()))
+
+
+def test_resumed_on_another_world_size_the_stream_is_the_same(
+    run_ranks: Callable[..., list[Any]],
+    checked: Callable[..., Checked],
+    examples: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(titanlite.trainer, "_SAMPLE_TOKENS", 2)
+    seen: list[list[list[int]]] = []
+
+    def train(degrees: Degrees, folder: Path) -> list[list[list[list[int]]]]:
+        """Per rank: the token rows of each step."""
+        job = checked(
+            *(degrees, *examples, f"--job.dump_folder={folder}", "--training.steps=4", "--checkpoint.interval=2")
+        )
+
+        def rank_main() -> list[list[list[int]]]:
+            trainer = Trainer(job.job, job.model_config, job.degrees)
+            step = trainer.train_step
+
+            def watch(micro_batches: list[Any]) -> Any:
+                seen.append([row for batch in micro_batches for row in batch.tokens.tolist()])
+                return step(micro_batches)
+
+            trainer.train_step = watch
+            trainer.train()
+            return seen
+
+        return run_ranks(degrees.world_size, rank_main)
+
+    def losses(folder: Path) -> list[float]:
+        points = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        return [point["loss/train"] for point in points if "loss/train" in point]
+
+    def global_batches(ranks: list[list[list[list[int]]]]) -> list[list[list[int]]]:
+        return [sorted(row for rank in ranks for row in rank[step]) for step in range(len(ranks[0]))]
+
+    whole = train(Degrees(dp_shard=4, ep=2), tmp_path / "whole")
+    shutil.copytree(tmp_path / "whole/checkpoint/step-2", tmp_path / "resumed/checkpoint/step-2")
+    resumed = train(Degrees(dp_shard=2), tmp_path / "resumed")
+    assert global_batches(resumed) == global_batches(whole)[2:]
+    assert losses(tmp_path / "resumed") == pytest.approx(losses(tmp_path / "whole")[2:], rel=1e-4)
+    saved = PreTrainedTokenizerFast.from_pretrained(tmp_path / "resumed/checkpoint/step-4")
+    assert saved.chat_template == _TEMPLATE

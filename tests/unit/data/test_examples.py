@@ -1,0 +1,300 @@
+"""From rows to batches: cache, lengths, hold-out, packing, the order, and prompts for evaluation."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from unit.data.templates import CHATML, THINKING
+
+from titanlite.config.check import check_values
+from titanlite.config.schema import DataSection, JobConfig
+from titanlite.data import TrainLoader, build_data
+from titanlite.data import examples as examples_module
+from titanlite.data.chat import TRAINED
+from titanlite.data.example_dataset import ExampleDataset
+from titanlite.data.prompts import evaluation_prompts
+from titanlite.data.rows import LocalRows
+from titanlite.errors import DataError
+from titanlite.ops import IGNORE_INDEX
+
+MakeJob = Callable[..., JobConfig]
+
+
+def make_rows(count: int = 60, seed: int = 0) -> list[dict[str, Any]]:
+    rng = random.Random(seed)
+    words = ["what", "is", "the", "answer", "to", "a"]
+
+    def text() -> str:
+        return " ".join(rng.choice(words) for _ in range(rng.randint(1, 6)))
+
+    return [{"prompt": f"{i} {text()}", "completion": text()} for i in range(count)]
+
+
+def make_chats(count: int = 20) -> list[dict[str, Any]]:
+    roles = ["user", "assistant"] * 2
+    return [{"messages": [{"role": r, "content": f"{r} {i} {k}"} for k, r in enumerate(roles)]} for i in range(count)]
+
+
+def make_pairs(count: int = 20) -> list[dict[str, Any]]:
+    return [{"prompt": f"{i}:", "chosen": " good" * (i % 5 + 1), "rejected": " bad"} for i in range(count)]
+
+
+def build(job: JobConfig) -> ExampleDataset:
+    dataset = build_data(job, 0, 1)[1].dataset
+    assert isinstance(dataset, ExampleDataset)
+    return dataset
+
+
+def documents_of(dataset: ExampleDataset, indices: range) -> list[tuple[list[int], list[int]]]:
+    """(tokens, labels) of every document in these sequences, and the checks that hold for all batches."""
+    found = []
+    batch = dataset.batch(indices)
+    for row in range(len(indices)):
+        tokens, labels, positions, ids = (
+            getattr(batch, name)[row].tolist() for name in ("tokens", "labels", "positions", "document_ids")
+        )
+        used = sum(i >= 0 for i in ids)
+        assert used > 0 and ids[:used] == sorted(ids[:used]) and set(ids[used:]) <= {-1}
+        assert set(tokens[used:]) <= {dataset.pad_token_id} and set(labels[used:]) <= {IGNORE_INDEX}
+        assert set(positions[used:]) <= {0}
+        for document in range(max(ids) + 1):
+            start, length = ids.index(document), ids.count(document)
+            assert positions[start : start + length] == list(range(length))
+            found.append((tokens[start : start + length], labels[start : start + length]))
+    return found
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_every_example_is_in_one_sequence_with_its_labels(make_job: MakeJob, packing: bool) -> None:
+    dataset = build(make_job(make_rows(), seq_len=64, packing=packing))
+    expected = []
+    for part in (dataset.train, dataset.held_out):
+        for example in part.selected.tolist():
+            (place,) = part.examples.get_documents(example)
+            ids, flags = part.examples.tokens[place].tolist(), part.examples.flags[place].tolist()
+            labels = [ids[i + 1] if flags[i + 1] & TRAINED else IGNORE_INDEX for i in range(len(ids) - 1)]
+            expected.append((ids, [*labels, IGNORE_INDEX]))
+    found = documents_of(dataset, range(dataset.num_sequences))
+    assert sorted(found) == sorted(expected) and len(found) == 60
+    if packing:
+        assert dataset.num_sequences < 40 and dataset.packing_efficiency > 0.9
+    else:
+        assert dataset.num_sequences == 60
+    labels = dataset.batch(range(dataset.num_sequences)).labels
+    assert int((labels[: dataset.num_train_sequences] != IGNORE_INDEX).sum()) == dataset.train.num_trained
+    assert labels.dtype == torch.int64 and labels.is_contiguous()
+
+
+def test_pairs_share_a_row_chosen_first(make_job: MakeJob) -> None:
+    dataset = build(make_job(make_pairs(), seq_len=64))
+    tokenizer = build_data(make_job(make_pairs(), seq_len=64), 0, 1)[0]
+    documents = documents_of(dataset, range(dataset.num_sequences))
+    assert dataset.form == "preference" and len(documents) == 40 and dataset.num_sequences < 20
+    texts = [tokenizer.decode(tokens) for tokens, _ in documents]
+    for chosen, rejected in zip(texts[::2], texts[1::2], strict=True):
+        assert chosen.split(":")[0] == rejected.split(":")[0] and " good" in chosen and " bad" in rejected
+    assert (dataset.batch(range(dataset.num_sequences)).document_ids.max(1).values % 2 == 1).all()
+
+
+def test_pairs_are_not_trained_on_everything(make_job: MakeJob) -> None:
+    with pytest.raises(DataError, match=r'train_on = "all" does not go with preference pairs'):
+        build(make_job(make_pairs(), train_on="all"))
+
+
+def test_held_out_rows_are_not_trained_on(make_job: MakeJob) -> None:
+    dataset = build(make_job(make_rows(100), seq_len=64))
+    assert len(dataset.held_out.selected) == 10
+    assert not set(dataset.train.selected) & set(dataset.held_out.selected)
+    assert set(dataset.held_out.selected.tolist()) != set(range(90, 100))  # not the end of the file
+    again = build(make_job(make_rows(100, seed=1), seq_len=32, too_long="cut", packing=False))
+    assert again.held_out.selected.tolist() == dataset.held_out.selected.tolist()  # by the number of rows alone
+
+
+def test_answers_of_one_conversation_stay_together(make_job: MakeJob) -> None:
+    dataset = build(make_job(make_chats(), THINKING, seq_len=128))
+    assert len(dataset.train.selected) == 36 and len(dataset.held_out.selected) == 4
+    train, held_out = (set(part.examples.places[part.selected]) for part in (dataset.train, dataset.held_out))
+    assert not train & held_out
+
+
+def test_validation_path(make_job: MakeJob, tmp_path: Path) -> None:
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"prompt": "x", "completion": "y"}\n{"prompt": "x"}\n')
+    job = make_job(make_rows(), validation_path=str(other))
+    with pytest.raises(DataError, match=r"other\.jsonl, line 2: no field 'completion'"):
+        build(job)
+    job.data.bad_rows = "skip"
+    dataset = build(job)
+    assert (len(dataset.train.selected), len(dataset.held_out.selected)) == (60, 1)
+    assert dataset.held_out.examples.describe_place(0) == f"{other}, line 1"
+
+
+def test_too_long(make_job: MakeJob, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [*make_rows(20), {"prompt": "a", "completion": "b" * 50}, {"prompt": "c" * 50, "completion": "d"}]
+    job = make_job(rows, seq_len=40)
+    with pytest.raises(DataError, match=r"data: examples longer than training\.seq_len \(40\), the longest of 5\d tok"):
+        build(job)
+    caplog.set_level("INFO", logger="titanlite")
+    for too_long, left, text in (
+        ("cut", 21, "1 example dropped: no trained token among the first 40; 1 example cut to 40 tokens"),
+        ("drop", 20, "2 examples dropped: longer than 40 tokens"),
+    ):
+        job.data.too_long = too_long
+        dataset = build(job)
+        assert len(dataset.train.selected) + len(dataset.held_out.selected) == left
+        assert text in caplog.text
+        labels = dataset.batch(range(dataset.num_train_sequences)).labels
+        assert int((labels != IGNORE_INDEX).sum()) == dataset.train.num_trained
+    job.training.seq_len = 3
+    with pytest.raises(DataError, match=r"none of 22 examples fits into training\.seq_len \(3\): 22 longer than 3 tok"):
+        build(job)
+    job.data.path = make_job([{"prompt": "a", "completion": "b" * 50}, *make_rows(3)]).data.path
+    job.data.too_long, job.training.seq_len = "error", 40
+    with pytest.raises(DataError, match=r"rows\.jsonl, line 1: 5\d tokens, but training\.seq_len is 40\. Raise"):
+        build(job)
+
+
+def test_cut_pairs_keep_both_sides(make_job: MakeJob) -> None:
+    long, short = "g" * 60, "b"
+    rows = [{"prompt": "p", "chosen": long, "rejected": short}, {"prompt": "p", "chosen": long, "rejected": long + "!"}]
+    dataset = build(make_job(rows, seq_len=21, too_long="cut"))
+    lengths = np.concatenate([dataset.train.lengths, dataset.held_out.lengths]).tolist()
+    assert sorted(lengths) == [[11, 10], [18, 3]] or sorted(lengths) == [[10, 11], [18, 3]]
+
+
+def test_second_build_maps_the_files_of_the_first(make_job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [*make_rows(), {"prompt": "only"}]
+    job = make_job(rows, bad_rows="skip")
+    first = build(job)
+    assert isinstance(first.train.examples.tokens.base, np.memmap) or isinstance(first.train.examples.tokens, np.memmap)
+    with monkeypatch.context() as patch:
+        patch.setattr(examples_module, "_Builder", lambda *_: pytest.fail("tokenized again"))
+        again = build(make_job(rows, bad_rows="skip", too_long="cut", seq_len=32))  # lengths are no part of the key
+    assert again.train.examples.header == first.train.examples.header
+    assert again.train.examples.header.skipped["missing field"].count == 1
+    keys = {first.train.examples.key}
+    for changes in ({"train_on": "all"}, {"format": "prompt_completion"}, {"template": THINKING}):
+        keys.add(build(make_job(rows, bad_rows="skip", **changes)).train.examples.key)
+    keys.add(build(make_job(rows[1:], bad_rows="skip")).train.examples.key)
+    assert len(keys) == 5
+
+
+@pytest.mark.parametrize("suffix", [".tokens", ".flags", ".index", ".json"])
+def test_damaged_cache_is_rebuilt(make_job: MakeJob, suffix: str) -> None:
+    job = make_job(make_rows())
+    first = build(job).train.examples
+    (file,) = Path(job.data.cache_folder, "examples").glob(f"*{suffix}")
+    expected = first.tokens.tolist()
+    del first
+    for content in (file.read_bytes()[:-1], b"", None):
+        file.unlink()
+        if content is not None:
+            file.write_bytes(content)
+        assert build(job).train.examples.tokens.tolist() == expected
+
+
+def test_batches_of_rows_do_not_change_the_result(make_job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = make_job([*make_rows(), {"prompt": 1}], bad_rows="skip")
+    whole = build(job).train.examples
+    monkeypatch.setattr(examples_module, "_BATCH_ROWS", 7)
+    job.data.cache_folder += "-2"
+    parts = build(job).train.examples
+    assert parts.tokens.tolist() == whole.tokens.tolist() and parts.header == whole.header
+    assert parts.places.tolist() == whole.places.tolist()
+
+
+def test_order_and_fingerprint(make_job: MakeJob) -> None:
+    """The same samples on any number of ranks, from any step on."""
+    dataset = build(make_job(make_rows(200), seq_len=48))
+    loaders = {dp: [TrainLoader(dataset, seed=3, global_batch_size=4, local_batch_size=1, dp_rank=rank, dp_degree=dp)
+                    for rank in range(dp)] for dp in (1, 2, 4)}  # fmt: skip
+    streams = {
+        dp: [
+            batch.tokens[0].tolist()
+            for step in range(5)
+            for micro_batches in zip(*(loader.micro_batches(step) for loader in ranks), strict=True)
+            for batch in micro_batches
+        ]
+        for dp, ranks in loaders.items()
+    }
+    assert streams[1] == streams[2] == streams[4] and len(streams[1]) == 20
+    resumed = loaders[2][0]
+    resumed.start_from(3, 3 * 4)
+    assert resumed.micro_batches(3)[0].tokens[0].tolist() == streams[1][12]
+    other = build(make_job(make_rows(200), seq_len=48, packing=False))
+    assert dataset.fingerprint.endswith("sequences of 48") and dataset.fingerprint != other.fingerprint
+    assert dataset.fingerprint == build(make_job(make_rows(200), seq_len=48)).fingerprint
+
+
+def test_order_is_pinned(make_job: MakeJob) -> None:
+    """A run resumed with another version must see the same data; these numbers may never change."""
+    dataset = build(make_job(make_rows(200), seq_len=48))
+    assert (dataset.num_train_sequences, dataset.get_train_indices(42, 0, 6).tolist()) == PINNED
+
+
+PINNED = (51, [46, 11, 7, 12, 44, 27])
+
+
+def test_vocabulary_is_that_of_the_data(make_job: MakeJob) -> None:
+    """A tokenizer may have more ids than the model, as Gemma 3's has, as long as the data has none of them."""
+    tokenizer, loader = build_data(make_job(make_rows()), 0, 1)
+    batch = loader.dataset.batch(range(loader.dataset.num_train_sequences))
+    assert int(batch.tokens.max()) < loader.dataset.vocab_size < len(tokenizer)
+
+
+def test_one_row_cannot_be_both_trained_and_held_out(make_job: MakeJob) -> None:
+    with pytest.raises(DataError, match=r"1 usable row\(s\), but 2 are needed.*data\.validation_path"):
+        build(make_job(make_rows(1)))
+
+
+@pytest.mark.parametrize("train_on", ["assistant", "all"])
+def test_evaluation_prompts(make_job: MakeJob, train_on: str) -> None:
+    job = make_job(make_chats(), CHATML, train_on=train_on, seq_len=256)
+    tokenizer, loader = build_data(job, 0, 1)
+    assert isinstance(loader.dataset, ExampleDataset)
+    prompts = evaluation_prompts(loader.dataset, tokenizer)
+    assert len(prompts) == 2
+    for prompt_ids, reference, where in prompts:
+        line = int(where.rsplit(" ", 1)[1])
+        messages = make_chats()[line - 1]["messages"]
+        expected = tokenizer.apply_chat_template(messages[:3], add_generation_prompt=True)["input_ids"]
+        assert prompt_ids == expected and reference == messages[3]["content"]
+    assert evaluation_prompts(loader.dataset, tokenizer, 1) == prompts[:1]
+    text = build_data(make_job([{"text": "a"}, {"text": "b"}]), 0, 1)
+    with pytest.raises(DataError, match=r"the held-out examples \(text\) have no answers"):
+        evaluation_prompts(text[1].dataset, text[0])  # pyright: ignore
+
+
+def test_evaluation_prompts_of_strings(make_job: MakeJob) -> None:
+    tokenizer, loader = build_data(make_job(make_rows()), 0, 1)
+    assert isinstance(loader.dataset, ExampleDataset)
+    for prompt_ids, reference, where in evaluation_prompts(loader.dataset, tokenizer):
+        row = make_rows()[int(where.rsplit(" ", 1)[1]) - 1]
+        assert (tokenizer.decode(prompt_ids), reference) == (row["prompt"], row["completion"])
+
+
+def test_settings_of_examples_are_refused_elsewhere() -> None:
+    job = JobConfig()
+    job.model.flavor = "debug"
+    assert check_values(job) == []
+    job.data.packing, job.data.format = False, "text"
+    assert check_values(job) == [
+        'data.format, data.packing have an effect on data.dataset = "examples" only. Set that, or remove them.'
+    ]
+    job.data = DataSection(dataset="examples")
+    assert check_values(job) == [
+        'data.dataset = "examples" needs data.path, which is empty. Set it to a file, folder or hub id.'
+    ]
+    job.data = DataSection(dataset="examples", path="a", format="preference", train_on="all")
+    assert 'data.train_on = "all" does not go with data.format = "preference"' in check_values(job)[0]
+
+
+def test_digest_is_of_the_bytes(tmp_path: Path) -> None:
+    for name, text in (("a.jsonl", "ab"), ("b.jsonl", "c"), ("c.jsonl", "a"), ("d.jsonl", "bc")):
+        (tmp_path / name).write_text(text)
+    digests = {LocalRows(tuple(tmp_path / f"{n}.jsonl" for n in pair)).get_digest() for pair in ("ab", "cd", "ba")}
+    assert len(digests) == 3

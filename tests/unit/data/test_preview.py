@@ -1,0 +1,88 @@
+"""`python -m titanlite data`."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from unit.data.templates import CHATML
+
+from titanlite.__main__ import main
+from titanlite.config.schema import JobConfig
+
+_CONFIG = """
+[model]
+name = "qwen3_moe"
+flavor = "debug"
+[training]
+seq_len = 64
+[data]
+dataset = "examples"
+path = "{path}"
+tokenizer_path = "{tokenizer}"
+cache_folder = "{cache}"
+"""
+
+
+@pytest.fixture
+def preview(
+    make_job: Callable[..., JobConfig], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
+    """`preview(rows, *arguments)` -> exit code, output, error output."""
+
+    def run(rows: object, *arguments: str, template: str | None = CHATML) -> tuple[int, str, str]:
+        data = make_job(rows, template).data
+        file = tmp_path / "preview.toml"
+        file.write_text(_CONFIG.format(path=data.path, tokenizer=data.tokenizer_path, cache=data.cache_folder))
+        code = main(["data", "--config", str(file), *arguments])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def chats(count: int) -> list[dict[str, object]]:
+    return [
+        {"messages": [{"role": "user", "content": f"what is {i}"}, {"role": "assistant", "content": "x" * (i % 7 + 1)}]}
+        for i in range(count)
+    ]
+
+
+def test_report(preview: Callable[..., tuple[int, str, str]]) -> None:
+    rows = [*chats(30), {"messages": []}, {"messages": [{"role": "user", "content": "a\x1b[2J"}]}]
+    code, out, err = preview(rows, "--data.bad_rows=skip", "--samples=2", "--world-size=2")
+    assert (code, err) == (0, "")
+    assert "32 from " in out and "messages" in out
+    assert "27 to train on, 3 held out" in out
+    assert "1 row skipped: empty field\n             1 row skipped: no trained token" in out
+    assert "rows.jsonl, line 31: field 'messages' holds no message." in out
+    assert " on 2 data ranks" in out and "seed 42" in out
+    assert out.count("\nsample ") == 2 and "\nsample 1: " in out
+    shown = out.split("\nsample 1: ")[1].split("\nsample 2")[0]
+    assert "<|im_start|>user\n" in shown and "[[x" in shown and "<|im_end|>]]" in shown
+
+
+def test_pairs_and_control_characters(preview: Callable[..., tuple[int, str, str]]) -> None:
+    rows = [{"prompt": f"{i}\x1b[2J", "chosen": " good", "rejected": " bad"} for i in range(4)]
+    code, out, _ = preview(rows, "--samples=9")
+    assert code == 0 and "pairs      3 to train on, 1 held out" in out
+    assert "sample 3 (chosen): " in out and "sample 3 (rejected): " in out and "sample 4" not in out
+    assert "\x1b" not in out and "\\x1b[2J[[ good<|endoftext|>]]" in out
+
+
+def test_bad_rows(preview: Callable[..., tuple[int, str, str]]) -> None:
+    code, out, err = preview([*chats(2), {"messages": 1}])
+    assert (code, out) == (2, "")
+    assert err.startswith("titanlite: error: data: ") and "rows.jsonl, line 3: field 'messages' is of type int" in err
+
+
+def test_text(preview: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("what is the answer " * 200)
+    arguments = ["--data.dataset=text", f"--data.path={tmp_path / 'a.txt'}", "--samples=1"]
+    code, out, err = preview(chats(2), *arguments)
+    assert (code, err) == (0, "") and "documents  1, " in out and "sample 1: sequence " in out
+
+
+def test_json_rows_may_be_strings(preview: Callable[..., tuple[int, str, str]]) -> None:
+    """As CSV and Parquet files hold them."""
+    rows = [{"messages": json.dumps(row["messages"])} for row in chats(3)]
+    assert preview(rows)[0] == 0

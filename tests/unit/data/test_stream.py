@@ -1,0 +1,122 @@
+"""Streams: every example once per pass, the same samples on any world size and after any resume."""
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from titanlite.config.check import check_values
+from titanlite.config.schema import JobConfig
+from titanlite.data import TrainLoader, build_data
+from titanlite.data.stream import StreamDataset
+from titanlite.errors import DataError
+
+MakeJob = Callable[..., JobConfig]
+
+
+def make_rows(count: int) -> list[dict[str, Any]]:
+    rng = random.Random(0)
+    return [{"prompt": f"{i}:", "completion": " what is" * rng.randint(1, 6)} for i in range(count)]
+
+
+def build(job: JobConfig) -> StreamDataset:
+    dataset = build_data(job, 0, 1)[1].dataset
+    assert isinstance(dataset, StreamDataset)
+    return dataset
+
+
+def take(dataset: StreamDataset, start: int, stop: int) -> list[list[int]]:
+    return [dataset.batch([i]).tokens[0].tolist() for i in dataset.get_train_indices(42, start, stop).tolist()]
+
+
+def prompts_in(dataset: StreamDataset, start: int, stop: int) -> list[int]:
+    """The numbers that the prompts begin with, in the order of the stream."""
+    found = []
+    for index in dataset.get_train_indices(42, start, stop).tolist():
+        batch = dataset.batch([index])
+        for document in range(int(batch.document_ids.max()) + 1):
+            tokens = batch.tokens[batch.document_ids == document].tolist()
+            found.append(int(str(dataset.tokenizer.decode(tokens)).split(":")[0]))
+    return found
+
+
+@pytest.mark.parametrize("count", [50, 48])  # the last block is short, or full
+def test_every_row_once_per_pass_in_another_order(make_job: MakeJob, count: int) -> None:
+    dataset = build(make_job(make_rows(count), seq_len=48, streaming=True, streaming_block_rows=16))
+    passes: list[list[int]] = [[], []]
+    sample = 0
+    for seen in passes:
+        while len(seen) < count:
+            seen += prompts_in(dataset, sample, sample + 1)
+            sample += 1
+    first, second = passes
+    assert sorted(first) == sorted(second) == list(range(count)) and first != second
+    assert all(number < 16 for number in first[:8])  # the first block comes first
+
+
+def test_any_world_size_and_resume(make_job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = make_job(make_rows(60), seq_len=48, streaming=True, streaming_block_rows=8)
+    whole = take(build(job), 0, 40)
+    for dp in (1, 2, 4):
+        loaders = [
+            TrainLoader(build(job), seed=42, global_batch_size=4, local_batch_size=1, dp_rank=rank, dp_degree=dp)
+            for rank in range(dp)
+        ]
+        stream = [
+            batch.tokens[0].tolist()
+            for step in range(5)
+            for micro_batches in zip(*(loader.micro_batches(step) for loader in loaders), strict=True)
+            for batch in micro_batches
+        ]
+        assert stream == whole[:20]
+    read = []
+    collect = StreamDataset._collect
+    monkeypatch.setattr(
+        StreamDataset, "_collect", lambda self, batch: (read.append(len(batch)), collect(self, batch))[1]
+    )
+    resumed = build(job)
+    assert take(resumed, 20, 22) == whole[20:22]
+    assert len(read) <= 4  # its block and the next, not the five before
+    (file,) = Path(job.data.cache_folder, "streams").glob("*.json")
+    file.unlink()
+    assert take(build(job), 20, 40) == whole[20:]  # without the counts, by tokenizing again
+    resumed = build(job)
+    assert take(resumed, 30, 31) == whole[30:31] and take(resumed, 0, 3) == whole[:3]  # and backwards
+
+
+def test_what_does_not_fit(make_job: MakeJob, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [*make_rows(8), {"prompt": 1}, {"prompt": "a", "completion": "b" * 90}, *make_rows(8)]
+    job = make_job(rows, seq_len=48, streaming=True, streaming_block_rows=4)
+    dataset = build(job)
+    with pytest.raises(DataError, match=r"rows\.jsonl, line 9: no field 'completion'|line 9: field 'prompt'"):
+        take(dataset, 0, 20)
+    job.data.bad_rows = "skip"
+    with pytest.raises(DataError, match=r"rows\.jsonl, line 10: 9\d tokens, but training\.seq_len is 48"):
+        take(build(job), 0, 20)
+    job.data.too_long = "drop"
+    dataset = build(job)
+    take(dataset, 0, 7)
+    assert dataset.left_out["examples dropped: longer than 48 tokens"] >= 1
+    assert "rows skipped: missing field, counted from here on; the first: " in caplog.text
+    job = make_job([{"prompt": "a"}] * 6, streaming=True, streaming_block_rows=4, bad_rows="skip")
+    with pytest.raises(DataError, match=r"no row of .*rows\.jsonl can be used \(. rows skipped: missing field\)"):
+        take(build(job), 0, 1)
+
+
+def test_held_out_rows_come_from_their_own_path(make_job: MakeJob, tmp_path: Path) -> None:
+    other = tmp_path / "other.jsonl"
+    other.write_text("".join(json.dumps({"prompt": f"{i}:", "completion": "x"}) + "\n" for i in range(900, 904)))
+    job = make_job(make_rows(20), seq_len=48, streaming=True, validation_path=str(other), packing=False)
+    dataset = build(job)
+    assert dataset.num_validation_sequences == 4
+    held_out = dataset.batch(dataset.get_validation_indices(0, 4))
+    assert dataset.tokenizer.decode(held_out.tokens[0, :3]).startswith("90")
+    assert max(prompts_in(dataset, 0, 20)) < 900
+    job.data.validation_path, job.validation.enable, job.model.flavor = "", True, "debug"
+    assert "data.streaming holds no rows out, but validation.enable is on." in check_values(job)[0]
+    job.validation.enable = False
+    with pytest.raises(DataError, match=r"streaming holds no rows out\. Set data\.validation_path"):
+        build(job).get_validation_indices(0, 1)

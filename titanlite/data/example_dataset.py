@@ -1,0 +1,267 @@
+"""Rows of examples: each example whole and in one row, several to a row where they fit.
+
+Shape suffixes: B rows in a batch, L tokens per row.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import sha256
+from typing import Literal
+
+import numpy as np
+import torch
+
+from titanlite.data.chat import TRAINED
+from titanlite.data.dataset import Batch, get_num_held_out, get_permutation, get_shuffled_order
+from titanlite.data.examples import TokenizedExamples
+from titanlite.data.forms import Form
+from titanlite.data.packing import pack_best_fit
+from titanlite.errors import DataError, raise_problems
+from titanlite.ops import IGNORE_INDEX
+
+TooLong = Literal["error", "cut", "drop"]
+_HOLD_OUT_SEED = 0  # not training.seed: another seed is another order of the same training data
+
+
+@dataclass(frozen=True)
+class ExampleSet:
+    """Examples that fit into a row, with the length to use of each of their documents.
+
+    Attributes:
+        examples: where the tokens are.
+        selected: (n,) int64, the examples that are used.
+        lengths: (n, D) int64, tokens of each of the D documents of an example, after cutting.
+        num_cut: examples that were cut to fit.
+        dropped: examples left out, by reason.
+    """
+
+    examples: TokenizedExamples
+    selected: np.ndarray
+    lengths: np.ndarray
+    num_cut: int
+    dropped: dict[str, int]
+
+    def subset(self, which: np.ndarray) -> "ExampleSet":
+        """The examples `which`, indices or a mask over `selected`; counts stay with the whole."""
+        return ExampleSet(self.examples, self.selected[which], self.lengths[which], 0, {})
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all documents, after cutting."""
+        return int(self.lengths.sum())
+
+    @cached_property
+    def num_trained(self) -> int:
+        """Tokens that the loss is taken on."""
+        size = self.examples.header.documents_per_example
+        full = np.diff(self.examples.offsets).reshape(-1, size)[self.selected]
+        trained = self.examples.num_trained.reshape(-1, size)[self.selected]
+        total = int(trained[full == self.lengths].sum())
+        for example, document in np.argwhere(full != self.lengths):
+            total += _count_trained(self.examples, int(self.selected[example]), document, self.lengths[example])
+        return total
+
+
+def _count_trained(examples: TokenizedExamples, example: int, document: int, lengths: np.ndarray) -> int:
+    """Trained labels of one document in its first `lengths[document]` tokens."""
+    start = int(examples.offsets[example * examples.header.documents_per_example + document])
+    return int(np.count_nonzero(examples.flags[start + 1 : start + int(lengths[document])] & TRAINED))
+
+
+def fit_examples(
+    examples: TokenizedExamples, seq_len: int, too_long: TooLong, *, may_be_empty: bool = False
+) -> ExampleSet:
+    """The examples that fit into `seq_len` tokens, or can be made to.
+
+    'cut' keeps the first tokens; of a pair, the shorter side keeps what it has and the longer one the rest, or each
+    gets half. A cut example without a trained token is dropped. Both are counted.
+
+    Raises:
+        DataError: an example is too long and `too_long` is 'error' (names the rows), or none is left and
+            `may_be_empty` is off.
+    """
+    size = examples.header.documents_per_example
+    lengths = np.diff(examples.offsets).reshape(-1, size)
+    is_long = lengths.sum(1) > seq_len
+    selected = np.arange(len(lengths))
+    if not is_long.any():
+        return ExampleSet(examples, selected, lengths, 0, {})
+    if too_long == "error":
+        found = np.flatnonzero(is_long)
+        problems = [f"{examples.describe_place(i)}: {lengths[i].sum()} tokens" for i in found.tolist()]
+        remedy = 'Raise training.seq_len, or set data.too_long to "cut" or "drop".'
+        if len(problems) == 1:
+            raise DataError(f"data: {problems[0]}, but training.seq_len is {seq_len}. {remedy}")
+        longest = lengths.sum(1).max()
+        where = f"data: examples longer than training.seq_len ({seq_len}), the longest of {longest} tokens. {remedy}"
+        raise_problems(DataError, where.rstrip("."), problems)
+    if too_long == "drop":
+        kept = ~is_long
+        dropped = {f"longer than {seq_len} tokens": int(is_long.sum())}
+        num_cut = 0
+    else:
+        lengths = lengths.copy()
+        lengths[is_long] = _cut_lengths(lengths[is_long], seq_len)
+        kept = np.ones(len(lengths), dtype=bool)
+        for i in np.flatnonzero(is_long):
+            kept[i] = all(_count_trained(examples, int(i), document, lengths[i]) for document in range(size))
+        num_lost = int(np.count_nonzero(~kept))
+        dropped = {f"no trained token among the first {seq_len}": num_lost} if num_lost else {}
+        num_cut = int(np.count_nonzero(is_long & kept))
+    if not kept.any() and not may_be_empty:
+        raise DataError(
+            f"data: none of {len(kept)} examples fits into training.seq_len ({seq_len}): "
+            f"{', '.join(f'{count} {reason}' for reason, count in dropped.items())}. Raise training.seq_len."
+        )
+    return ExampleSet(examples, selected[kept], lengths[kept], num_cut, dropped)
+
+
+def _cut_lengths(lengths: np.ndarray, seq_len: int) -> np.ndarray:
+    if lengths.shape[1] == 1:
+        return np.full_like(lengths, seq_len)
+    shorter = np.minimum(lengths.min(1), seq_len // 2)
+    is_shorter = np.arange(2) == lengths.argmin(1)[:, None]
+    return np.minimum(lengths, np.where(is_shorter, shorter[:, None], seq_len - shorter[:, None]))
+
+
+def hold_out(whole: ExampleSet) -> tuple[ExampleSet, ExampleSet]:
+    """(training set, held-out set): a fixed random choice of rows, as many as `get_num_held_out` says.
+
+    By rows and not by examples: the answers of one conversation share its text. The choice depends on the number of
+    rows alone. Not the last rows, as for a corpus: files are often sorted, and their end is another subject.
+
+    Raises:
+        DataError: there are fewer than two rows.
+    """
+    places = whole.examples.places[whole.selected]
+    rows, row_of = np.unique(places, return_inverse=True)
+    if len(rows) < 2:
+        raise DataError(
+            f"data: {len(rows)} usable row(s), but 2 are needed, one to train on and one held out. Add rows, or set "
+            "data.validation_path."
+        )
+    is_held_out = np.zeros(len(rows), dtype=bool)
+    is_held_out[get_permutation(_HOLD_OUT_SEED, 0, len(rows))[: get_num_held_out(len(rows))]] = True
+    return whole.subset(~is_held_out[row_of]), whole.subset(is_held_out[row_of])
+
+
+class ExampleDataset:
+    """Training rows, then held-out rows, of `seq_len` tokens each.
+
+    With `packing`, examples are packed best-fit-decreasing, which depends on their lengths alone and not on seed or
+    world size; without, each has a row for itself. A row holds at least one example, and every example a trained token.
+    Padding has the token `pad_token_id`, the label -100, the position 0 and the document id -1. `sources` are the sets
+    that `train` and `held_out` were taken from, with what was cut and dropped in them.
+    """
+
+    def __init__(
+        self,
+        train: ExampleSet,
+        held_out: ExampleSet,
+        sources: tuple[ExampleSet, ...],
+        seq_len: int,
+        pad_token_id: int,
+        *,
+        packing: bool,
+    ) -> None:
+        self.train = train
+        self.held_out = held_out
+        self.sources = sources
+        self.seq_len = seq_len
+        self.pad_token_id = pad_token_id
+        self.packing = packing
+        self._rows = [(train, members) for members in pack_examples(train, seq_len, packing=packing)]
+        self.num_train_sequences = len(self._rows)
+        self._rows += [(held_out, members) for members in pack_examples(held_out, seq_len, packing=packing)]
+        self.num_sequences = len(self._rows)
+        self.num_validation_sequences = self.num_sequences - self.num_train_sequences
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest token id in the data, padding included."""
+        sizes = [part.examples.header.vocab_size for part in (self.train, self.held_out)]
+        return max(*sizes, self.pad_token_id + 1)
+
+    @property
+    def form(self) -> Form:
+        """The form of the training rows; pairs ('preference') are two documents each and not meant to be imitated."""
+        return self.train.examples.header.form
+
+    @property
+    def packing_efficiency(self) -> float:
+        """Share of the training rows that is not padding."""
+        return self.train.num_tokens / (self.num_train_sequences * self.seq_len)
+
+    @property
+    def fingerprint(self) -> str:
+        """Examples, tokens, a digest of their source and of the way they are laid out, in words."""
+        parts = [self.packing, self.train.selected.tobytes(), self.train.lengths.tobytes(), self.train.examples.key]
+        digest = sha256()
+        for part in parts:
+            digest.update(part if isinstance(part, bytes) else str(part).encode())
+        return (
+            f"{len(self.train.selected)} examples of {self.train.num_tokens} tokens (digest {digest.hexdigest()[:8]}), "
+            f"sequences of {self.seq_len}"
+        )
+
+    def get_train_indices(self, seed: int, start: int, stop: int) -> np.ndarray:
+        """Sequence indices (stop - start,) int64 of the training samples [start, stop), counted from the first step."""
+        return get_shuffled_order(seed, start, stop, self.num_train_sequences)
+
+    def get_validation_indices(self, start: int, stop: int) -> np.ndarray:
+        """Sequence indices (stop - start,) int64 of the validation samples [start, stop), repeating past the last."""
+        return self.num_train_sequences + np.arange(start, stop, dtype=np.int64) % self.num_validation_sequences
+
+    def get_members(self, index: int) -> tuple[ExampleSet, np.ndarray]:
+        """What is in sequence `index`: the set, and numbers of its examples in their order."""
+        return self._rows[index]
+
+    def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
+        """The sequences `indices` (B,), as CPU tensors in that order.
+
+        Raises:
+            IndexError: an index is negative or not below `num_sequences`.
+        """
+        places = np.asarray(indices, dtype=np.int64)
+        if places.size == 0 or places.min() < 0 or places.max() >= self.num_sequences:
+            raise IndexError(f"sequence indices {list(indices)} are not all in [0, {self.num_sequences})")
+        return make_batch([get_documents(*self._rows[i]) for i in places.tolist()], self.seq_len, self.pad_token_id)
+
+
+def pack_examples(part: ExampleSet, seq_len: int, *, packing: bool) -> list[np.ndarray]:
+    """The examples in each row, as numbers into `part.selected`; without `packing`, one to a row."""
+    if packing:
+        return pack_best_fit(part.lengths.sum(1), seq_len)
+    return list(np.arange(len(part.selected)).reshape(-1, 1))
+
+
+def get_documents(part: ExampleSet, members: np.ndarray) -> Iterable[tuple[np.ndarray, np.ndarray]]:
+    """(ids, flags) of all documents of `members`, in order: of a pair first chosen, then rejected."""
+    for member in members.tolist():
+        places = part.examples.get_documents(int(part.selected[member]))
+        for place, length in zip(places, part.lengths[member].tolist(), strict=True):
+            kept = slice(place.start, place.start + length)
+            yield part.examples.tokens[kept], part.examples.flags[kept]
+
+
+def make_batch(rows: Sequence[Iterable[tuple[np.ndarray, np.ndarray]]], seq_len: int, pad_token_id: int) -> Batch:
+    """A batch of rows, each of documents (ids, flags) that fit into `seq_len` together.
+
+    The label of a token is the next one of its document, where that is trained; the last token of a document has none.
+    """
+    shape = (len(rows), seq_len)
+    tokens_BL = np.full(shape, pad_token_id, dtype=np.int64)
+    labels_BL = np.full(shape, IGNORE_INDEX, dtype=np.int64)
+    positions_BL = np.zeros(shape, dtype=np.int64)
+    document_ids_BL = np.full(shape, -1, dtype=np.int64)
+    for row, documents in enumerate(rows):
+        start = 0
+        for document_id, (ids, flags) in enumerate(documents):
+            stop = start + len(ids)
+            tokens_BL[row, start:stop] = ids
+            labels_BL[row, start : stop - 1] = np.where(flags[1:] & TRAINED, ids[1:].astype(np.int64), IGNORE_INDEX)
+            positions_BL[row, start:stop] = np.arange(len(ids))
+            document_ids_BL[row, start:stop] = document_id
+            start = stop
+    return Batch(*(torch.from_numpy(array) for array in (tokens_BL, labels_BL, positions_BL, document_ids_BL)))

@@ -1,0 +1,281 @@
+"""Examples as memory-mapped token ids, made once per machine, with everything that was left out and why."""
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from hashlib import sha256
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import transformers
+
+from titanlite.config.schema import DataSection
+from titanlite.data.cache import get_cache_folder, load_or_build, write_atomic
+from titanlite.data.encode import Document, ExampleEncoder
+from titanlite.data.forms import FORMS, Form, detect_form
+from titanlite.data.rows import Row, RowError, Rows, describe_place
+from titanlite.errors import DataError, raise_problems
+from titanlite.logger import logger
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+_FORMAT_VERSION = 1  # raise it when rendering or encoding change, or old cached examples will be taken for new ones
+_BATCH_ROWS = 512  # texts and encodings of this many rows are in memory at once
+_FILE_SHIFT = 40  # a place is file << 40 | number
+SKIP_REMEDY = 'To leave such rows out and count them, set data.bad_rows = "skip".'
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """Rows left out for one reason: how many, and what was said of the first of them."""
+
+    count: int
+    first: str
+
+
+@dataclass(frozen=True)
+class ExampleHeader:
+    """What the json file beside the tokens says about them.
+
+    `documents_per_example` is 2 for preference pairs. `vocab_size` is one more than the largest id among the tokens.
+    `num_open_turns` counts answers that end without a special token.
+    """
+
+    version: int
+    form: Form
+    dtype: str
+    documents_per_example: int
+    num_examples: int
+    num_tokens: int
+    vocab_size: int
+    num_rows: int
+    num_open_turns: int
+    names: tuple[str, ...]
+    skipped: dict[str, Skipped] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TokenizedExamples:
+    """All examples of a set of rows; the arrays are read-only and memory-mapped.
+
+    Attributes:
+        tokens: (num_tokens,) uint16, or uint32 for a vocabulary above 65536.
+        flags: (num_tokens,) uint8, the bits TRAINED and ANSWER of `titanlite.data.chat`.
+        offsets: (num_documents + 1,) int64, where documents begin.
+        num_trained: (num_documents,) int64, trained tokens of each document that are labels.
+        places: (num_examples,) int64, the row of each example; examples of one row follow each other.
+        key: digest of rows, tokenizer, template and options.
+    """
+
+    tokens: np.ndarray
+    flags: np.ndarray
+    offsets: np.ndarray
+    num_trained: np.ndarray
+    places: np.ndarray
+    header: ExampleHeader
+    key: str
+
+    def describe_place(self, example: int) -> str:
+        """The file and line, or row, of an example."""
+        place = int(self.places[example])
+        return describe_place(self.header.names, place >> _FILE_SHIFT, place & (1 << _FILE_SHIFT) - 1)
+
+    def get_documents(self, example: int) -> Iterator[slice]:
+        """Where the documents of an example are in `tokens` and `flags`."""
+        size = self.header.documents_per_example
+        for document in range(example * size, (example + 1) * size):
+            yield slice(int(self.offsets[document]), int(self.offsets[document + 1]))
+
+
+def build_examples(data: DataSection, rows: Rows, tokenizer: "PreTrainedTokenizerFast") -> TokenizedExamples:
+    """Render and tokenize `rows`, or map the files made by an earlier call for the same rows and settings.
+
+    With `data.bad_rows` = 'skip', rows that cannot be used are counted by reason in the header, so that a run from the
+    cache reports them too. No more than 512 rows are in memory at once.
+
+    Raises:
+        DataError: a row cannot be used and `data.bad_rows` is 'error' (all bad rows among the same 512 are named); no
+            row can be used; a file cannot be read; the tokenizer has no chat template; the cache cannot be written.
+    """
+    key = _get_key(data, rows, tokenizer)
+    path = get_cache_folder(data) / "examples" / f"{key}.tokens"
+    max_id = max(tokenizer.get_vocab().values())
+    dtype = "uint16" if max_id < 2**16 else "uint32"
+
+    def build() -> None:
+        _Builder(data, rows, tokenizer, dtype).write(path)
+
+    examples, elapsed_s = load_or_build(path, lambda: _load(path, key), build)
+    if elapsed_s:
+        header = examples.header
+        logger.info("data: tokenized %d rows, %d tokens, in %.1f s", header.num_rows, header.num_tokens, elapsed_s)
+    return examples
+
+
+def _get_key(data: DataSection, rows: Rows, tokenizer: "PreTrainedTokenizerFast") -> str:
+    """Of all that the tokens depend on; names of files are part of it, because errors are reported by them."""
+    settings = [
+        *(_FORMAT_VERSION, transformers.__version__, data.format, data.train_on, data.bad_rows, rows.names),
+        *(tokenizer.eos_token_id, tokenizer.special_tokens_map, tokenizer.chat_template, rows.get_digest()),
+        tokenizer.backend_tokenizer.to_str(),
+    ]
+    return sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+class _Builder:
+    """One pass over the rows."""
+
+    def __init__(self, data: DataSection, rows: Rows, tokenizer: "PreTrainedTokenizerFast", dtype: str) -> None:
+        self.data = data
+        self.rows = rows
+        self.tokenizer = tokenizer
+        self.dtype = dtype
+        self.num_rows = self.num_tokens = self.max_id = 0
+        self.offsets: list[int] = [0]
+        self.num_trained: list[int] = []
+        self.places: list[int] = []
+        self.skipped: dict[str, Skipped] = {}
+
+    def write(self, path: Path) -> None:
+        with ExitStack() as stack:
+            tokens, flags, index = (
+                stack.enter_context(write_atomic(path.with_suffix(suffix)))
+                for suffix in (".tokens", ".flags", ".index")
+            )
+            form = None
+            num_open_turns = 0
+            for row, example, encoder in self._examples():
+                form, num_open_turns = encoder.form, encoder.renderer.num_open_turns
+                self.places.append(get_place(row))
+                for document in example:
+                    tokens.write(document.ids.astype(self.dtype).tobytes())
+                    flags.write(document.flags.tobytes())
+                    self._count(document)
+            if form is None:
+                raise self._nothing()
+            for column in (self.offsets, self.num_trained, self.places):
+                index.write(np.array(column, dtype=np.int64).tobytes())
+        header = ExampleHeader(
+            version=_FORMAT_VERSION,
+            form=form,
+            dtype=self.dtype,
+            documents_per_example=len(self.num_trained) // len(self.places),
+            num_examples=len(self.places),
+            num_tokens=self.num_tokens,
+            vocab_size=self.max_id + 1,
+            num_rows=self.num_rows,
+            num_open_turns=num_open_turns,
+            names=self.rows.names,
+            skipped=self.skipped,
+        )
+        with write_atomic(path.with_suffix(".json")) as file:  # last: it is what makes the other files valid
+            file.write(json.dumps(asdict(header)).encode())
+
+    def _count(self, document: Document) -> None:
+        self.num_tokens += len(document.ids)
+        self.max_id = max(self.max_id, int(document.ids.max()))
+        self.offsets.append(self.num_tokens)
+        self.num_trained.append(document.num_trained)
+
+    def _examples(self) -> Iterator[tuple[Row, tuple[Document, ...], ExampleEncoder]]:
+        """Every example with its row; bad rows are counted, or raised with the others of their batch."""
+        encoder = None
+        stream = iter(self.rows)
+        while batch := list(islice(stream, _BATCH_ROWS)):
+            if encoder is None:
+                encoder = make_encoder(self.data, self.tokenizer, batch)
+            problems: list[str] = []
+            for row, found in encode_rows(encoder, batch):
+                self.num_rows += 1
+                if isinstance(found, RowError):
+                    text = f"{describe_place(self.rows.names, row.file, row.number)}: {found}"
+                    problems.append(text)
+                    before = self.skipped.get(found.reason, Skipped(0, text))
+                    self.skipped[found.reason] = Skipped(before.count + 1, before.first)
+                elif encoder is not None:
+                    for example in found:
+                        yield row, example, encoder
+            if self.data.bad_rows == "error" and problems:
+                raise_problems(DataError, "data", [*problems[:-1], f"{problems[-1]} {SKIP_REMEDY}"])
+
+    def _nothing(self) -> DataError:
+        where = self.rows.names[0] if len(self.rows.names) == 1 else f"{len(self.rows.names)} files"
+        if not self.num_rows:
+            return DataError(f"data: {where} holds no row. Set data.path to examples.")
+        reasons = "; ".join(f"{skipped.count} rows: {reason}" for reason, skipped in self.skipped.items())
+        first = next(iter(self.skipped.values())).first
+        return DataError(f"data: {where}: none of {self.num_rows} rows can be used ({reasons}). The first: {first}")
+
+
+def get_place(row: Row) -> int:
+    """File and number of a row in one integer, as `TokenizedExamples.places` has it."""
+    return row.file << _FILE_SHIFT | row.number
+
+
+def make_encoder(data: DataSection, tokenizer: "PreTrainedTokenizerFast", batch: list[Row]) -> ExampleEncoder | None:
+    """For the configured form, or that of the first row of `batch` that has one; None if no row has.
+
+    Raises:
+        DataError: `data.train_on` is 'all' for preference pairs.
+    """
+    form = data.format
+    if form == "auto":
+        forms = (detect_form(row.content) for row in batch if isinstance(row.content, dict))
+        form = next((form for form in forms if form is not None), None)
+        if form is None:
+            return None
+    if form == "preference" and data.train_on == "all":
+        raise DataError(
+            'data: train_on = "all" does not go with preference pairs: the prompt is the same on both sides. '
+            'Set data.train_on = "assistant".'
+        )
+    return ExampleEncoder(tokenizer, cast(Form, form), train_all=data.train_on == "all")
+
+
+def encode_rows(
+    encoder: ExampleEncoder | None, batch: list[Row]
+) -> Iterator[tuple[Row, list[tuple[Document, ...]] | RowError]]:
+    """Each row of `batch` with its examples or what is wrong with it. Without an encoder, no row has a known form."""
+    good: list[dict[str, Any]] = [row.content for row in batch if isinstance(row.content, dict)]
+    encoded = iter(encoder.encode(good)) if encoder is not None else (_unknown_form(content) for content in good)
+    for row in batch:
+        yield row, row.content if isinstance(row.content, RowError) else next(encoded)
+
+
+def _unknown_form(content: dict[str, Any]) -> RowError:
+    found = ", ".join(f"'{key}'" for key in sorted(content)) or "none"
+    text = (
+        f"the fields are {found}, which is no known form. Rename them to messages, prompt and completion, text, or "
+        f"prompt, chosen and rejected; data.format is one of {', '.join(FORMS)}."
+    )
+    return RowError("missing field", text)
+
+
+def _load(path: Path, key: str) -> TokenizedExamples | None:
+    """Map the arrays; None if a file is missing, cut off, or contradicts its header."""
+    try:
+        header = json.loads(path.with_suffix(".json").read_bytes())
+        skipped = {reason: Skipped(**entry) for reason, entry in header.pop("skipped").items()}
+        header = ExampleHeader(**header | {"skipped": skipped, "names": tuple(header["names"])})
+        num_documents = header.num_examples * header.documents_per_example
+        index = np.fromfile(path.with_suffix(".index"), dtype=np.int64)
+        sizes = (path.stat().st_size, path.with_suffix(".flags").stat().st_size, len(index))
+    except (FileNotFoundError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+    expected = (
+        header.num_tokens * np.dtype(header.dtype).itemsize,
+        header.num_tokens,
+        2 * num_documents + 1 + header.num_examples,
+    )
+    if header.version != _FORMAT_VERSION or sizes != expected or header.num_examples == 0:
+        return None
+    offsets, num_trained, places = np.split(index, [num_documents + 1, 2 * num_documents + 1])
+    if offsets[0] != 0 or offsets[-1] != header.num_tokens or (np.diff(offsets) < 1).any():
+        return None
+    tokens = np.memmap(path, dtype=header.dtype, mode="r")
+    flags = np.memmap(path.with_suffix(".flags"), dtype=np.uint8, mode="r")
+    return TokenizedExamples(tokens, flags, offsets, num_trained, places, header, key)

@@ -1,0 +1,310 @@
+"""From a row, in one of the forms that people have, to chats and plain texts.
+
+| form | fields |
+|---|---|
+| messages | `messages` (role, content) or ShareGPT's `conversations` (from, value) |
+| prompt_completion | `prompt` and `completion`: strings, or lists of messages |
+| text | `text` |
+| preference | `chosen` and `rejected`: strings or lists of messages, with `prompt`, or conversations that begin alike |
+
+Chats may also bring `tools`, `chat_template_kwargs` and ShareGPT's `system`.
+
+What a row says is checked here, so that a template never has to guess: every message has a known role, content that is
+text, and tool calls whose arguments are objects.
+"""
+
+import json
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from titanlite.data.rows import RowError
+
+Form = Literal["messages", "prompt_completion", "text", "preference"]
+FORMS: tuple[str, ...] = get_args(Form)
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "function_call": "assistant"}
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A conversation for the chat template; the assistant's messages from `answers_from` on are answers to learn."""
+
+    messages: list[dict[str, Any]]
+    answers_from: int = 0
+    tools: list[dict[str, Any]] | None = None
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    untrained: frozenset[int] = frozenset()  # messages with "weight": 0
+
+
+@dataclass(frozen=True)
+class Plain:
+    """Text that no template touches: a prompt, None for a document, and what follows it."""
+
+    prompt: str | None
+    text: str
+
+
+def detect_form(row: dict[str, Any]) -> Form | None:
+    """The form whose fields `row` has, or None."""
+    if "chosen" in row and "rejected" in row:
+        return "preference"
+    if "messages" in row or "conversations" in row:
+        return "messages"
+    if "prompt" in row and "completion" in row:
+        return "prompt_completion"
+    return "text" if "text" in row else None
+
+
+def parse_row(row: dict[str, Any], form: Form) -> tuple[Chat | Plain, ...]:
+    """One document; for preference pairs two, chosen and rejected.
+
+    Raises:
+        RowError: a field is missing, empty or of the wrong type, or a role is unknown.
+    """
+    if form == "text":
+        return (Plain(None, _get_text(row, "text")),)
+    if form == "messages":
+        return (_parse_messages(row),)
+    if form == "prompt_completion":
+        return (_parse_prompt_completion(row),)
+    return _parse_preference(row)
+
+
+def _parse_messages(row: dict[str, Any]) -> Chat:
+    name = "messages" if "messages" in row else "conversations"
+    messages, untrained = _get_messages(row, name)
+    system = row.get("system")
+    if isinstance(system, str) and system and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": system}, *messages]
+        untrained = frozenset(index + 1 for index in untrained)
+    return Chat(messages, 0, _get_tools(row), _get_template_kwargs(row), untrained)
+
+
+def _parse_prompt_completion(row: dict[str, Any]) -> Chat | Plain:
+    prompt, completion = (_unpack(row, name) for name in ("prompt", "completion"))
+    kinds = {type(prompt), type(completion)}
+    if kinds == {str, list}:
+        raise _wrong_type("one of prompt and completion is a string, the other a list", "Write both alike.")
+    if kinds != {list}:
+        return Plain(_get_text(row, "prompt", may_be_empty=True), _get_text(row, "completion"))
+    before, _ = _get_messages(row, "prompt")
+    after, untrained = _get_messages(row, "completion")
+    return _join(row, before, after, untrained)
+
+
+def _parse_preference(row: dict[str, Any]) -> tuple[Chat | Plain, ...]:
+    sides = {name: _unpack(row, name) for name in ("chosen", "rejected")}
+    if sides["chosen"] == sides["rejected"]:
+        raise RowError("equal pair", "chosen and rejected are equal, so nothing is preferred. Remove the row.")
+    prompt = _unpack(row, "prompt") if "prompt" in row else None
+    texts = [name for name, side in sides.items() if isinstance(side, str)]
+    if len(texts) == 1:
+        other = "rejected" if texts[0] == "chosen" else "chosen"
+        raise _wrong_type(f"{texts[0]} is a string and {other} a list", "Write both alike.")
+    if texts and prompt is None:
+        raise _missing(row, "prompt")
+    if texts and isinstance(prompt, str):
+        before = _get_text(row, "prompt", may_be_empty=True)
+        return tuple(Plain(before, _get_text(row, name)) for name in sides)
+    if texts:
+        before, _ = _get_messages(row, "prompt")
+        answers = [[{"role": "assistant", "content": _get_text(row, name)}] for name in sides]
+    else:
+        before, answers = _split_pair(row, prompt)
+    return tuple(_join(row, before, after) for after in answers)
+
+
+def _split_pair(row: dict[str, Any], prompt: Any) -> tuple[list[dict[str, Any]], list[list[dict[str, Any]]]]:
+    """Prompt and answers of a pair of message lists, wherever the prompt is: in its field, in the lists, or in both."""
+    lists = [_get_messages(row, name)[0] for name in ("chosen", "rejected")]
+    shared = 0
+    while shared < min(map(len, lists)) and lists[0][shared] == lists[1][shared]:
+        shared += 1
+    if prompt is None or (isinstance(prompt, str) and shared):
+        if not shared:
+            raise RowError(
+                "missing field", "there is no 'prompt', and chosen and rejected begin with different messages. Add it."
+            )
+        before = lists[0][:shared]
+        if isinstance(prompt, str) and prompt and all(message.get("content") != prompt for message in before):
+            text = "prompt is none of the messages that chosen and rejected begin with. Remove it, or correct it."
+            raise RowError("prompt differs", text)
+        return before, [messages[shared:] for messages in lists]
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": _get_text(row, "prompt")}], lists
+    before, _ = _get_messages(row, "prompt")
+    if all(messages[: len(before)] == before for messages in lists):
+        lists = [messages[len(before) :] for messages in lists]
+    return before, lists
+
+
+def _join(
+    row: dict[str, Any],
+    before: list[dict[str, Any]],
+    after: list[dict[str, Any]],
+    untrained: frozenset[int] = frozenset(),
+) -> Chat:
+    untrained = frozenset(index + len(before) for index in untrained)
+    return Chat([*before, *after], len(before), _get_tools(row), _get_template_kwargs(row), untrained)
+
+
+def _missing(row: dict[str, Any], name: str) -> RowError:
+    found = ", ".join(f"'{key}'" for key in sorted(row)) or "none"
+    text = f"no field '{name}'; its fields are: {found}. Add or rename the field, or set data.format."
+    return RowError("missing field", text)
+
+
+def _wrong_type(what: str, remedy: str) -> RowError:
+    return RowError("wrong type", f"{what}. {remedy}")
+
+
+def _describe_type(value: Any) -> str:
+    return "missing" if value is None else f"of type {type(value).__name__}"
+
+
+def _get_text(row: dict[str, Any], name: str, *, may_be_empty: bool = False) -> str:
+    if name not in row:
+        raise _missing(row, name)
+    value = row[name]
+    if not isinstance(value, str):
+        raise _wrong_type(f"field '{name}' is {_describe_type(value)}, not a string", "Write text.")
+    if not value and not may_be_empty:
+        raise RowError("empty field", f"field '{name}' is empty. Remove the row, or write text.")
+    return value
+
+
+def _unpack(row: dict[str, Any], name: str) -> Any:
+    """The field, out of JSON where a CSV or Parquet file holds a list of messages as text."""
+    if name not in row:
+        raise _missing(row, name)
+    value = row[name]
+    if isinstance(value, str) and value.startswith("[{"):
+        try:
+            return json.loads(value)
+        except ValueError:
+            return value  # text that begins like JSON
+    return value
+
+
+def _get_messages(row: dict[str, Any], name: str) -> tuple[list[dict[str, Any]], frozenset[int]]:
+    """The messages of a field in OpenAI's form, and the indices of those with weight 0."""
+    value = _unpack(row, name)
+    if not isinstance(value, list):
+        raise _wrong_type(f"field '{name}' is {_describe_type(value)}, not a list of messages", "Write a list.")
+    if not value:
+        raise RowError("empty field", f"field '{name}' holds no message. Remove the row, or write messages.")
+    messages, untrained = [], set()
+    for index, given in enumerate(value):
+        where = f"{name}[{index}]"
+        if not isinstance(given, dict):
+            raise _wrong_type(
+                f"{where} is {_describe_type(given)}, not a message", 'Write {"role": ..., "content": ...}.'
+            )
+        message = _from_sharegpt(given, where) if "from" in given and "role" not in given else dict(given)
+        weight = message.pop("weight", None)
+        if weight not in (None, 0, 1):
+            raise _wrong_type(f"{where}.weight is {weight!r}", "Write 0 or 1.")
+        if weight == 0:
+            untrained.add(index)
+        messages.append(_check_message(message, where))
+    return messages, frozenset(untrained)
+
+
+def _from_sharegpt(given: dict[str, Any], where: str) -> dict[str, Any]:
+    said = given["from"]
+    message: dict[str, Any] = {key: value for key, value in given.items() if key not in ("from", "value")}
+    message["role"] = _SHAREGPT_ROLES.get(said, said) if isinstance(said, str) else said
+    if said == "function_call":
+        call = _parse_object(given.get("value"), f"{where}.value")
+        message["tool_calls"] = [{"type": "function", "function": call}]
+    else:
+        message["content"] = given.get("value")
+    return message
+
+
+def _check_message(message: dict[str, Any], where: str) -> dict[str, Any]:
+    role = message.get("role")
+    if role is None:
+        raise RowError("missing field", f"{where} has no 'role'. Use one of {', '.join(ROLES)}.")
+    if role not in ROLES:
+        raise RowError("unknown role", f"{where}.role is {role!r}. Use one of {', '.join(ROLES)}.")
+    message = {key: value for key, value in message.items() if value is not None}
+    if "tool_calls" in message:
+        message["tool_calls"] = _check_tool_calls(message["tool_calls"], f"{where}.tool_calls")
+        if not message["tool_calls"]:
+            del message["tool_calls"]
+    says_otherwise = role == "assistant" and ("tool_calls" in message or any(message.get(key) for key in _REASONING))
+    if "content" in message:
+        message["content"] = _flatten(message["content"], f"{where}.content")
+    elif not says_otherwise:
+        raise RowError("missing field", f"{where} has no 'content'. Write text.")
+    if role == "assistant" and not says_otherwise and not message["content"].strip():
+        raise RowError("empty field", f"{where} is an empty message of the assistant. Remove it, or write an answer.")
+    return message
+
+
+def _flatten(content: Any, where: str) -> str:
+    """Content as text: templates for text print a list of parts as Python would."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise _wrong_type(f"{where} is {_describe_type(content)}, not a string", "Write text.")
+    texts = []
+    for index, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise _wrong_type(
+                f"{where}[{index}] is {f'a part of type {kind!r}' if kind else _describe_type(part)}, not text",
+                "This pipeline reads text only; remove such parts.",
+            )
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _check_tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    if not isinstance(calls, list):
+        raise _wrong_type(f"{where} is {_describe_type(calls)}, not a list", "Write a list of calls.")
+    checked = []
+    for index, call in enumerate(calls):
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise RowError(
+                "missing field", f'{where}[{index}] has no function name. Write {{"function": {{"name": ...}}}}.'
+            )
+        # OpenAI gives the arguments as JSON text; templates print them with tojson, and text would be quoted twice.
+        arguments = _parse_object(function.get("arguments", {}), f"{where}[{index}].arguments")
+        call = {"type": "function"} | {key: value for key, value in call.items() if key not in ("name", "arguments")}
+        checked.append(call | {"function": function | {"arguments": arguments}})
+    return checked
+
+
+def _parse_object(value: Any, where: str) -> dict[str, Any]:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise RowError("invalid JSON", f"{where} is not valid JSON ({error}). Write an object.") from None
+    if not isinstance(value, dict):
+        raise _wrong_type(f"{where} is {_describe_type(value)}, not an object", "Write an object.")
+    return value
+
+
+def _get_tools(row: dict[str, Any]) -> list[dict[str, Any]] | None:
+    tools = row.get("tools")
+    if isinstance(tools, str) and tools:
+        try:
+            tools = json.loads(tools)
+        except ValueError as error:
+            raise RowError("invalid JSON", f"field 'tools' is not valid JSON ({error}). Write a list.") from None
+    if not tools:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise _wrong_type(f"field 'tools' is {_describe_type(tools)}, not a list of objects", "Write JSON schemas.")
+    return tools
+
+
+def _get_template_kwargs(row: dict[str, Any]) -> dict[str, Any]:
+    value = row.get("chat_template_kwargs")
+    return {} if value is None or value == "" else _parse_object(value, "field 'chat_template_kwargs'")

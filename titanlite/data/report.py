@@ -1,0 +1,54 @@
+"""What became of the rows, in words: how many examples and tokens, what is trained, what was left out and why."""
+
+from collections import Counter
+
+from titanlite.data.example_dataset import ExampleDataset
+
+
+def get_left_out(dataset: ExampleDataset) -> list[str]:
+    """Rows skipped and examples cut or dropped, counted by reason; empty if everything is used as it is."""
+    found: Counter[tuple[str, str]] = Counter()
+    for source in dataset.sources:
+        for reason, skipped in source.examples.header.skipped.items():
+            found["row", f"skipped: {reason}"] += skipped.count
+        for reason, count in source.dropped.items():
+            found["example", f"dropped: {reason}"] += count
+        if source.num_cut:
+            found["example", f"cut to {dataset.seq_len} tokens"] += source.num_cut
+    return [f"{count} {noun}{'' if count == 1 else 's'} {what}" for (noun, what), count in found.items()]
+
+
+def get_first_skipped(dataset: ExampleDataset) -> list[str]:
+    """For each reason to skip a row, what was said of the first such row."""
+    headers = [source.examples.header for source in dataset.sources]
+    return [skipped.first for header in headers for skipped in header.skipped.values()]
+
+
+def get_trained_share(dataset: ExampleDataset) -> float:
+    """Share of the training tokens, without padding, that the loss is taken on."""
+    return dataset.train.num_trained / dataset.train.num_tokens
+
+
+def describe(dataset: ExampleDataset) -> str:
+    """One line for the log of a run."""
+    train = dataset.train
+    kind = "pairs" if dataset.form == "preference" else "examples"
+    left_out = "; ".join(get_left_out(dataset))
+    return (
+        f"{len(train.selected)} {kind} to train on ({dataset.form}), {len(dataset.held_out.selected)} held out; "
+        f"{train.num_tokens} tokens, {get_trained_share(dataset):.1%} trained; {dataset.num_train_sequences} sequences "
+        f"of {dataset.seq_len}, {dataset.packing_efficiency:.1%} full; left out: {left_out or 'nothing'}"
+    )
+
+
+def get_warnings(dataset: ExampleDataset) -> list[str]:
+    """What is no error but most likely not meant."""
+    warnings = []
+    for source in dataset.sources:
+        header = source.examples.header
+        if header.num_open_turns:
+            warnings.append(
+                f"{header.num_open_turns} answers in {header.names[0]} end without a special token, so the model will "
+                "not learn to stop. Use a chat template that closes the assistant's turn with one."
+            )
+    return warnings

@@ -1,0 +1,276 @@
+"""Examples tokenized on the fly, for datasets that are too large to tokenize before the first step.
+
+Rows are taken in blocks of `data.streaming_block_rows`. A block is packed by itself, best-fit, and its sequences are
+shuffled by (seed, block). So sample n is a function of the rows, the settings and the seed, on any world size, and a
+run resumes at any sample: the sequences of earlier blocks need only be counted. The counts are kept in the cache
+folder, and a resumed run skips the rows before its block without rendering or tokenizing them. Where the counts are
+missing (another machine, without a shared cache), the blocks are tokenized again.
+
+Every rank tokenizes every block, for the length of a block is not known without. The next block is made in a thread
+while the present one is trained on.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from hashlib import sha256
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import transformers
+
+from titanlite.config.schema import DataSection
+from titanlite.data.cache import get_cache_folder, write_atomic
+from titanlite.data.dataset import Batch, get_permutation
+from titanlite.data.encode import Example, ExampleEncoder
+from titanlite.data.example_dataset import (
+    ExampleSet,
+    fit_examples,
+    get_documents,
+    make_batch,
+    pack_examples,
+)
+from titanlite.data.examples import (
+    SKIP_REMEDY,
+    ExampleHeader,
+    TokenizedExamples,
+    encode_rows,
+    get_place,
+    make_encoder,
+)
+from titanlite.data.rows import Row, RowError, Rows, describe_place
+from titanlite.errors import DataError, raise_problems
+from titanlite.logger import logger
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+_FORMAT_VERSION = 1  # raise it when the division into blocks or their packing changes
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Sequences made of the rows from `start` on, in the order of training."""
+
+    start: int
+    num_rows: int
+    content: ExampleSet | None
+    sequences: list[np.ndarray]
+
+
+class StreamDataset:
+    """Training sequences from a stream; held-out ones, if any, from a tokenized set.
+
+    Sequence indices below `num_validation_sequences` are held out; training sample n is `num_validation_sequences` + n.
+    After the last row the stream begins again with the first, in another order inside each block.
+
+    Raises:
+        DataError: while reading: as `build_examples` and `fit_examples`; no row of a whole pass can be used.
+    """
+
+    def __init__(
+        self,
+        data: DataSection,
+        rows: Rows,
+        tokenizer: "PreTrainedTokenizerFast",
+        held_out: ExampleSet | None,
+        seq_len: int,
+        pad_token_id: int,
+        seed: int,
+    ) -> None:
+        self.data = data
+        self.rows = rows
+        self.tokenizer = tokenizer
+        self.held_out = held_out
+        self.seq_len = seq_len
+        self.pad_token_id = pad_token_id
+        self.seed = seed
+        self.vocab_size = max(tokenizer.get_vocab().values()) + 1
+        self._held_out_rows = [] if held_out is None else pack_examples(held_out, seq_len, packing=data.packing)
+        self.num_validation_sequences = len(self._held_out_rows)
+        self.left_out: Counter[str] = Counter()
+        self._key = _get_key(data, rows, tokenizer, seq_len)
+        self._counts_file = get_cache_folder(data) / "streams" / f"{self._key}.json"
+        self._known = _load_counts(self._counts_file)  # (first row, rows, sequences) of each block, in order
+        self._ends = np.cumsum([block[2] for block in self._known], dtype=np.int64).tolist()
+        self._encoder: ExampleEncoder | None = None
+        self._reader: tuple[int, Iterator[Row]] | None = None
+        self._blocks: dict[int, _Block] = {}
+        self._ahead: tuple[int, Future[_Block]] | None = None
+        self._thread = ThreadPoolExecutor(1, "titanlite-stream")
+
+    @property
+    def fingerprint(self) -> str:
+        """A digest of rows and settings, in words."""
+        return f"a stream of {', '.join(self.rows.names[:4])} (digest {self._key[:8]}), sequences of {self.seq_len}"
+
+    def get_train_indices(self, seed: int, start: int, stop: int) -> np.ndarray:
+        """Sequence indices (stop - start,) int64 of the training samples [start, stop), in the order of the stream.
+
+        Raises:
+            ValueError: another seed than that of the stream.
+        """
+        if seed != self.seed:
+            raise ValueError(f"the stream is shuffled with seed {self.seed}, not {seed}")
+        return self.num_validation_sequences + np.arange(start, stop, dtype=np.int64)
+
+    def get_validation_indices(self, start: int, stop: int) -> np.ndarray:
+        """Sequence indices (stop - start,) int64 of the validation samples [start, stop), repeating past the last.
+
+        Raises:
+            DataError: no examples are held out.
+        """
+        if not self.num_validation_sequences:
+            raise DataError("data: streaming holds no rows out. Set data.validation_path.")
+        return np.arange(start, stop, dtype=np.int64) % self.num_validation_sequences
+
+    def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
+        """The sequences `indices` (B,), as CPU tensors in that order; reads on in the stream as far as needed."""
+        rows = []
+        for index in np.asarray(indices, dtype=np.int64).tolist():
+            if index < self.num_validation_sequences:
+                assert self.held_out is not None
+                rows.append(get_documents(self.held_out, self._held_out_rows[index]))
+            else:
+                rows.append(self._get_train(index - self.num_validation_sequences))
+        return make_batch(rows, self.seq_len, self.pad_token_id)
+
+    def _get_train(self, sample: int) -> Any:
+        while not self._ends or self._ends[-1] <= sample:
+            self._get_block(len(self._known))
+        number = int(np.searchsorted(self._ends, sample, side="right"))
+        block = self._get_block(number)
+        assert block.content is not None
+        place = sample - (self._ends[number - 1] if number else 0)
+        order = get_permutation(self.seed, number, len(block.sequences))
+        return get_documents(block.content, block.sequences[order[place]])
+
+    def _get_block(self, number: int) -> _Block:
+        """Block `number`, which is at most the first unknown one; the block behind it is begun in the thread."""
+        if number not in self._blocks:
+            if self._ahead is not None and self._ahead[0] == number:
+                block = self._ahead[1].result()
+            else:
+                if self._ahead is not None:
+                    self._ahead[1].exception()  # it uses the reader
+                block = self._make_block(number)
+            self._ahead = None
+            if number == len(self._known):
+                self._add(block)
+            elif len(block.sequences) != self._known[number][2]:
+                raise DataError(
+                    f"data: the rows from {block.start + 1} on give {len(block.sequences)} sequences, but gave "
+                    f"{self._known[number][2]} before. Remove {self._counts_file} if the rows have changed."
+                )
+            # A step may straddle two blocks; what is older is not asked for again but by a run that goes back.
+            self._blocks = {n: kept for n, kept in self._blocks.items() if n == number - 1} | {number: block}
+            self._ahead = (number + 1, self._thread.submit(self._make_block, number + 1))
+        return self._blocks[number]
+
+    def _add(self, block: _Block) -> None:
+        self._known.append((block.start, block.num_rows, len(block.sequences)))
+        self._ends.append((self._ends[-1] if self._ends else 0) + len(block.sequences))
+        ended = block.num_rows < self.data.streaming_block_rows
+        if ended and not any(sequences for _, _, sequences in self._known):
+            what = "; ".join(f"{count} {reason}" for reason, count in self.left_out.items()) or "there is none"
+            raise DataError(f"data: no row of {self.rows.names[0]} can be used ({what}). Look at the rows.")
+        try:
+            self._counts_file.parent.mkdir(parents=True, exist_ok=True)
+            with write_atomic(self._counts_file) as file:
+                file.write(json.dumps(self._known).encode())
+        except OSError as error:
+            raise DataError(
+                f"data: cannot write {self._counts_file}: {error}. Set data.cache_folder to a writable folder."
+            ) from None
+
+    def _make_block(self, number: int) -> _Block:
+        """Read, render, tokenize and pack one block; an empty one stands for the end of a pass."""
+        before = self._known[number - 1] if number else (0, 0, 0)
+        start = before[0] + before[1]
+        if number and before[1] < self.data.streaming_block_rows:
+            start = 0  # the pass ended there
+        if self._reader is None or self._reader[0] != start:
+            self._reader = (start, self.rows.iterate_from(start))
+        batch = list(islice(self._reader[1], self.data.streaming_block_rows))
+        self._reader = (start + len(batch), self._reader[1])
+        if self._encoder is None:
+            self._encoder = make_encoder(self.data, self.tokenizer, batch)
+        content = self._collect(batch)
+        sequences = [] if content is None else pack_examples(content, self.seq_len, packing=self.data.packing)
+        return _Block(start, len(batch), content, sequences)
+
+    def _collect(self, batch: list[Row]) -> ExampleSet | None:
+        """The examples of a block that fit, or None; what is left out is counted and, the first time, reported."""
+        found: list[tuple[Row, Example]] = []
+        problems = []
+        for row, result in encode_rows(self._encoder, batch):
+            if isinstance(result, RowError):
+                text = f"{describe_place(self.rows.names, row.file, row.number)}: {result}"
+                problems.append(text)
+                self._count("rows skipped", result.reason, 1, text)
+            else:
+                found += [(row, example) for example in result]
+        if self.data.bad_rows == "error" and problems:
+            raise_problems(DataError, "data", [*problems[:-1], f"{problems[-1]} {SKIP_REMEDY}"])
+        if not found or self._encoder is None:
+            return None
+        examples = _join(found, self._encoder.form, self.rows.names)
+        fitting = fit_examples(examples, self.seq_len, self.data.too_long, may_be_empty=True)
+        for reason, count in fitting.dropped.items():
+            self._count("examples dropped", reason, count, "")
+        if fitting.num_cut:
+            self._count("examples cut", f"to {self.seq_len} tokens", fitting.num_cut, "")
+        return fitting if len(fitting.selected) else None
+
+    def _count(self, what: str, reason: str, count: int, text: str) -> None:
+        name = f"{what}: {reason}"
+        if name not in self.left_out and self.data.bad_rows != "error":
+            logger.warning("data: %s, counted from here on%s", name, f"; the first: {text}" if text else "")
+        self.left_out[name] += count
+
+
+def _join(found: list[tuple[Row, Example]], form: Any, names: tuple[str, ...]) -> TokenizedExamples:
+    """The same arrays as a tokenized file has, in memory."""
+    documents = [document for _, example in found for document in example]
+    offsets = np.cumsum([0, *(len(document.ids) for document in documents)])
+    header = ExampleHeader(
+        version=0,
+        form=form,
+        dtype="int64",
+        documents_per_example=len(documents) // len(found),
+        num_examples=len(found),
+        num_tokens=int(offsets[-1]),
+        vocab_size=max(int(document.ids.max()) for document in documents) + 1,
+        num_rows=len(found),
+        num_open_turns=0,
+        names=names,
+    )
+    return TokenizedExamples(
+        tokens=np.concatenate([document.ids for document in documents]),
+        flags=np.concatenate([document.flags for document in documents]),
+        offsets=offsets,
+        num_trained=np.array([document.num_trained for document in documents]),
+        places=np.array([get_place(row) for row, _ in found]),
+        header=header,
+        key="",
+    )
+
+
+def _get_key(data: DataSection, rows: Rows, tokenizer: "PreTrainedTokenizerFast", seq_len: int) -> str:
+    settings = [
+        *(_FORMAT_VERSION, transformers.__version__, data.format, data.train_on, data.bad_rows, data.too_long),
+        *(data.packing, data.streaming_block_rows, seq_len, rows.names, rows.get_stamp(), tokenizer.eos_token_id),
+        *(tokenizer.special_tokens_map, tokenizer.chat_template, tokenizer.backend_tokenizer.to_str()),
+    ]
+    return sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+def _load_counts(file: Path) -> list[tuple[int, int, int]]:
+    try:
+        return [(int(start), int(rows), int(sequences)) for start, rows, sequences in json.loads(file.read_bytes())]
+    except (OSError, ValueError, TypeError):
+        return []

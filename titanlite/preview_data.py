@@ -1,0 +1,165 @@
+"""`python -m titanlite data --config FILE`: what a run would train on, token by token, before it does."""
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from titanlite.config import load_config
+from titanlite.data import IGNORE_INDEX, PackedDataset, TrainLoader, build_data
+from titanlite.data.chat import TRAINED
+from titanlite.data.example_dataset import ExampleDataset
+from titanlite.data.report import get_first_skipped, get_left_out, get_trained_share, get_warnings
+from titanlite.data.stream import StreamDataset
+from titanlite.errors import TitanliteError
+from titanlite.logger import logger
+from titanlite.preflight import check
+
+_BAR = 40
+_BINS = 8
+_COLOR, _PLAIN = ("\x1b[1;32m", "\x1b[0m"), ("[[", "]]")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the report; exit code 0, or 2 after one clear error."""
+    parser = argparse.ArgumentParser(
+        prog="python -m titanlite data",
+        description="Show what a run would train on: decoded samples with the trained tokens coloured (in [[ ]] where "
+        "the output is no terminal), lengths, packing, and what is left out and why. Overrides as for training.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--samples", type=int, default=3, help="examples to print (default: 3)")
+    parser.add_argument("--world-size", type=int, default=1, help="ranks of the run, for the number of steps")
+    known, rest = parser.parse_known_args(argv)
+    logger.setLevel(logging.ERROR)  # the report says it all, and in order
+    try:
+        checked = check(load_config(rest), known.world_size)
+        tokenizer, loader = build_data(checked.job, 0, checked.degrees.dp)
+    except TitanliteError as error:
+        print(f"titanlite: error: {error}", file=sys.stderr)
+        return 2
+    dataset = loader.dataset
+    show = _Painter(tokenizer, color=sys.stdout.isatty() and not os.environ.get("NO_COLOR"))
+    if isinstance(dataset, ExampleDataset):
+        show_examples(dataset)
+        show_order(loader, dataset.num_train_sequences)
+        show_samples(loader, dataset, show, known.samples)
+    elif isinstance(dataset, PackedDataset):
+        tokens = dataset.tokenized
+        print(f"  documents  {tokens.num_documents:,}, {len(tokens.tokens):,} tokens, all trained")
+        print(f"  sequences  {dataset.num_train_sequences:,} of {dataset.seq_len} tokens, ", end="")
+        print(f"{dataset.num_validation_sequences:,} held out")
+        show_order(loader, dataset.num_train_sequences)
+        for number, index in enumerate(loader.dataset.get_train_indices(loader.seed, 0, known.samples).tolist(), 1):
+            tokens_L = dataset.batch([index]).tokens[0].tolist()
+            print(f"\nsample {number}: sequence {index}\n{show(tokens_L, [True] * len(tokens_L))}")
+    elif isinstance(dataset, StreamDataset):
+        show_stream(loader, dataset, show, known.samples)
+    return 0
+
+
+class _Painter:
+    """Decodes tokens, with marks around the runs of trained ones."""
+
+    def __init__(self, tokenizer: object, *, color: bool) -> None:
+        self.tokenizer = tokenizer
+        self.marks = _COLOR if color else _PLAIN
+
+    def __call__(self, ids: list[int], trained: list[bool]) -> str:
+        cuts = [0, *(i for i in range(1, len(ids)) if trained[i] != trained[i - 1]), len(ids)]
+        text = ""
+        for start, stop in pairwise(cuts):
+            part = _escape(self.tokenizer.decode(ids[start:stop]))  # type: ignore[attr-defined]
+            text += f"{self.marks[0]}{part}{self.marks[1]}" if trained[start] else part
+        return "\n".join(f"    {line}".rstrip() for line in text.split("\n"))
+
+
+def _escape(text: str) -> str:
+    """Control characters spelled out: data must not steer the terminal."""
+    return "".join(c if c.isprintable() or c in "\n\t" else f"\\x{ord(c):02x}" for c in text)
+
+
+def show_examples(dataset: ExampleDataset) -> None:
+    """Print counts, lengths, packing and what was left out."""
+    header = dataset.train.examples.header
+    noun = "pairs" if dataset.form == "preference" else "examples"
+    names = ", ".join(dict.fromkeys(name for source in dataset.sources for name in source.examples.header.names[:4]))
+    num_rows = sum(source.examples.header.num_rows for source in dataset.sources)
+    print(f"  rows       {num_rows:,} from {names}, {header.form}")
+    print(f"  {noun:9}  {len(dataset.train.selected):,} to train on, {len(dataset.held_out.selected):,} held out")
+    lengths = dataset.train.lengths.sum(1)
+    print(f"  lengths    min {lengths.min()}, median {int(np.median(lengths))}, max {lengths.max()} tokens")
+    _show_histogram(lengths)
+    print(f"  tokens     {dataset.train.num_tokens:,}, {get_trained_share(dataset):.1%} trained")
+    how = "best fit" if dataset.packing else "one to a row"
+    print(
+        f"  packing    {dataset.num_train_sequences:,} sequences of {dataset.seq_len}, "
+        f"{dataset.packing_efficiency:.1%} full ({how}); {dataset.num_validation_sequences:,} held out"
+    )
+    print("  left out   " + ("\n             ".join(get_left_out(dataset)) or "nothing"))
+    for first in get_first_skipped(dataset):
+        print(f"               {_escape(first)}")
+    for warning in get_warnings(dataset):
+        print(f"  warning    {_escape(warning)}")
+
+
+def show_order(loader: TrainLoader, total: int) -> None:
+    """Print the size of a step, how many of them `total` sequences are, and the fingerprint of the order."""
+    size = loader.global_batch_size
+    print(f"  steps      {total / size:.1f} to an epoch, of {size} sequences each, on {loader.dp_degree} data ranks")
+    print(f"  order      {loader.fingerprint}")
+
+
+def _show_histogram(lengths: np.ndarray) -> None:
+    first = int(lengths.min())
+    width = -(-(int(lengths.max()) - first + 1) // _BINS)
+    counts = np.bincount((lengths - first) // width)
+    for low, count in zip(range(first, first + width * len(counts), width), counts.tolist(), strict=True):
+        bar = "#" * -(-count * _BAR // int(counts.max()))
+        print(f"             {low:6} to {low + width - 1:6}  {bar:{_BAR}}  {count:,}")
+
+
+def show_stream(loader: TrainLoader, dataset: StreamDataset, show: _Painter, num_samples: int) -> None:
+    """Print the beginning of a stream: its first sequences, and what was left out of the rows read for them."""
+    print(f"  order      {loader.fingerprint}; {dataset.num_validation_sequences:,} held out")
+    for number, index in enumerate(dataset.get_train_indices(loader.seed, 0, num_samples).tolist(), 1):
+        batch = dataset.batch([index])
+        num_used = int((batch.document_ids[0] >= 0).sum())
+        trained = [False, *(batch.labels[0, : num_used - 1] != IGNORE_INDEX).tolist()]
+        num_documents = int(batch.document_ids[0].max()) + 1
+        print(f"\nsequence {number}: {num_documents} documents, {num_used} of {dataset.seq_len} tokens")
+        print(show(batch.tokens[0, :num_used].tolist(), trained))
+    for what, count in dataset.left_out.items():
+        print(f"\n  left out so far: {count} {what}")
+
+
+def show_samples(loader: TrainLoader, dataset: ExampleDataset, show: _Painter, num_samples: int) -> None:
+    """Print the examples that the first steps train on."""
+    examples = dataset.train.examples
+    names = ("chosen", "rejected") if dataset.form == "preference" else ("",)
+    num_samples = min(num_samples, len(dataset.train.selected))
+    number = sample = 0
+    while number < num_samples:
+        (index,) = loader.dataset.get_train_indices(loader.seed, sample, sample + 1).tolist()
+        sample += 1
+        part, members = dataset.get_members(index)
+        for member in members[: num_samples - number].tolist():
+            number += 1
+            example = int(part.selected[member])
+            documents = zip(names, examples.get_documents(example), part.lengths[member].tolist(), strict=True)
+            for name, place, length in documents:
+                ids = examples.tokens[place][:length].tolist()
+                flags = (examples.flags[place][:length] & TRAINED).tolist()
+                flags[0] = 0  # follows nothing, so it is no label
+                print(
+                    f"\nsample {number}{f' ({name})' if name else ''}: {_escape(examples.describe_place(example))}, "
+                    f"{length} tokens, {sum(flags)} trained\n{show(ids, [bool(flag) for flag in flags])}"
+                )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
