@@ -85,7 +85,8 @@ def _scatter_sequence(module: nn.Module, args, out_BSD: torch.Tensor, *, group: 
 
 
 def _gather_logits(module: nn.Module, args, out: torch.Tensor, *, group: str) -> torch.Tensor:
-    return all_gather(out, out.dim() - 1, group) if out.dim() else out
+    is_loss = len(args) > 1 and args[1] is not None  # the same on all ranks already
+    return out if is_loss else all_gather(out, out.dim() - 1, group)
 
 
 def _own_positions(module: nn.Module, args, kwargs, *, mesh: DeviceMesh):
