@@ -4,8 +4,8 @@ For Qwen3 (V = 151,936) and 16,384 tokens, float32 logits and their gradient wou
 is projected, its loss and its gradients are computed at once, and the logits are dropped; kept are the gradients of
 the hidden states and of the weight, scaled in backward by the upstream scalar.
 
-Losses per token (`reduction="none"`) have a gradient each, which is not known in forward: of those only the logarithm of
-the softmax's denominator is kept, and backward projects every chunk a second time.
+Losses per token (`reduction="none"`) have an upstream gradient each, which is not known in forward: of those only the
+logarithm of the softmax's denominator is kept, and backward projects every chunk a second time.
 
 Shapes: T tokens, C tokens of a chunk, D width, V vocabulary rows of this rank.
 """
@@ -44,7 +44,7 @@ def _chunk_loss(logits_CV: torch.Tensor, labels_C: torch.Tensor, shard: VocabSha
     A label outside the vocabulary gives NaN in both, for a plausible number would hide it.
     """
     factor_C, mine_C, column_C1 = _targets(logits_CV, labels_C, shard)
-    max_C, sum_C, target_C = _softmax_parts(logits_CV, mine_C, column_C1, shard)
+    _, sum_C, target_C = _softmax_parts(logits_CV, mine_C, column_C1, shard)
     loss_C = (sum_C.log() - target_C) * factor_C
     grad_CV = logits_CV.mul_((factor_C / sum_C).unsqueeze(-1))
     grad_CV.scatter_add_(-1, column_C1, -mine_C.unsqueeze(-1).to(grad_CV.dtype))
@@ -53,7 +53,8 @@ def _chunk_loss(logits_CV: torch.Tensor, labels_C: torch.Tensor, shard: VocabSha
 
 def _targets(logits_CV: torch.Tensor, labels_C: torch.Tensor, shard: VocabShard | None):
     """Factor of each token's loss (1, 0 without a label, NaN outside the vocabulary), whether its label is a column of
-    this rank, and which one."""
+    this rank, and which one.
+    """
     valid_C = labels_C != IGNORE_INDEX
     start, vocab_size = (0, logits_CV.shape[-1]) if shard is None else (shard.start, shard.vocab_size)
     factor_C = valid_C.to(logits_CV.dtype).masked_fill(valid_C & ((labels_C < 0) | (labels_C >= vocab_size)), math.nan)
@@ -188,7 +189,7 @@ def linear_cross_entropy(
         shard: set when the vocabulary is split over ranks. Collectives: two per chunk; all ranks hold the same tokens.
             The result is the full loss on every rank; the gradient of `hidden_TD` is this rank's part of a sum.
         reduction: "sum", a scalar, or "none", (T,), 0 where a token has no label. With "none" backward projects once
-            more, a third of the head's work on top; the gradient of the losses must be the same on all ranks of `shard`.
+            more, a third of the head's work on top; their gradient must be the same on all ranks of `shard`.
     """
     if reduction == "none":
         return _TokenCrossEntropy.apply(hidden_TD, weight_VD, labels_T, chunk_tokens, shard)
