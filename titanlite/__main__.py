@@ -9,7 +9,7 @@ _USAGE = """usage: python -m titanlite COMMAND [arguments]
   train      train on one process: --config FILE [--section.key=value ...] (several: ./run_train.sh)
   check      check a configuration without starting anything: --config FILE --world-size N
   inspect    show what is in a checkpoint: DIR [--checksums] [--all] [--config FILE --world-size N ...]
-  export     write a checkpoint as a plain Hugging Face model: DIR OUT --dtype bfloat16
+  export     write a checkpoint as a plain Hugging Face model: DIR OUT --dtype bfloat16 [--merge --base MODEL]
   config     write docs/config.md from the schema (--check: only compare)"""
 
 

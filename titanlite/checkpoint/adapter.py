@@ -175,7 +175,7 @@ def adapter_checkpoint(folder: Path, section: LoRASection) -> "AdapterCheckpoint
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """What is needed of an adapter_config.json to apply the adapters."""
+    """What is needed of an adapter_config.json to apply the adapters; `base` as in `MergedAdapters`."""
 
     rank: int
     scaling: float
@@ -207,8 +207,11 @@ def read_adapter(folder: Path) -> tuple[Stored, AdapterConfig]:
         rank, alpha = 1, 1.0
     raise_problems(CheckpointError, where, problems)
     scaling = float(alpha) / (rank**0.5 if table.get("use_rslora") else rank)
-    parameters = table.get("target_parameters") or []
-    return stored, AdapterConfig(rank, scaling, base if isinstance(base, str) else "", tuple(map(str, parameters)))
+    parameters, revision = table.get("target_parameters") or [], table.get("revision")
+    name = base if isinstance(base, str) else ""
+    if name and isinstance(revision, str) and not Path(name).exists():
+        name += f"@{revision}"
+    return stored, AdapterConfig(rank, scaling, name, tuple(map(str, parameters)))
 
 
 _REQUIRED: Mapping[str, tuple[Any, ...]] = {
