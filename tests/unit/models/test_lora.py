@@ -270,7 +270,7 @@ def test_adapters_of_another_kind_are_refused(tiny, tmp_path, one_rank):
     assert "q_proj.lora_A.weight: unexpected" in str(error.value)
     with pytest.raises(PlanError, match=r"with shape \(4, 64\), the model expects \(8, 64\).* Was lora.rank changed"):
         load(replace(SECTION, targets="q_proj", rank=8))
-    with pytest.raises(CheckpointError, match=r"scaled by 3, but lora.alpha = 8 and lora.use_rslora = false scale by 2"):
+    with pytest.raises(CheckpointError, match=r"by 3, but lora.alpha = 8 and lora.use_rslora = false scale by 2"):
         load(replace(SECTION, targets="q_proj", alpha=8.0))
     table = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps(table | {"use_dora": True}))
