@@ -201,10 +201,9 @@ def read_adapter(folder: Path) -> tuple[Stored, AdapterConfig]:
         for key, allowed in _REQUIRED.items()
         if table.get(key, allowed[0]) not in allowed
     ]
-    rank, alpha, base = table.get("r"), table.get("lora_alpha"), table.get("base_model_name_or_path")
+    rank, alpha, base = table.get("r", 0), table.get("lora_alpha", 0), table.get("base_model_name_or_path")
     if type(rank) is not int or rank < 1 or type(alpha) not in (int, float):
         problems.append(f"{ADAPTER_CONFIG}: r = {rank!r} and lora_alpha = {alpha!r} are not a rank and a factor.")
-        rank, alpha = 1, 1.0
     raise_problems(CheckpointError, where, problems)
     scaling = float(alpha) / (rank**0.5 if table.get("use_rslora") else rank)
     parameters, revision = table.get("target_parameters") or [], table.get("revision")

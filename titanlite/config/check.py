@@ -139,7 +139,7 @@ def _check_fine_tuning(job: JobConfig) -> list[str]:
             for name in ("alpha", "dropout", "targets", "use_rslora", "base_dtype")
             if getattr(lora, name) != getattr(default, name)
         ]
-    else:
+    elif lora.rank > 0:
         if not job.checkpoint.initial_load_path:
             problems.append(
                 f"lora.rank = {lora.rank} trains adapters of a pretrained model, but checkpoint.initial_load_path is "

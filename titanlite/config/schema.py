@@ -51,11 +51,11 @@ class ModelSection:
 
 @dataclass
 class TrainingSection:
+    steps: int = setting(1000, "Optimizer steps to run.")
     objective: Literal["next_token", "dpo"] = setting(
         "next_token",
         "'next_token': cross entropy of the labels; 'dpo': direct preference optimization on pairs (arXiv:2305.18290).",
     )
-    steps: int = setting(1000, "Optimizer steps to run.")
     seq_len: int = setting(2048, "Tokens per sequence.")
     local_batch_size: int = setting(1, "Sequences per data-parallel rank and micro-batch.")
     global_batch_size: int = setting(

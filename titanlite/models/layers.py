@@ -139,4 +139,5 @@ class OutputHead(Linear):
         losses = self.cross_entropy(
             hidden_BSD.flatten(0, 1), weight_VD, labels_BS.flatten(), self.chunk_tokens, reduction=reduction
         )
-        return losses.view_as(labels_BS) if reduction == "none" else losses
+        # Cloned: FSDP2 wants no view as a module's result.
+        return losses.view_as(labels_BS).clone() if reduction == "none" else losses

@@ -138,7 +138,7 @@ def test_rows_of_padding_add_nothing(tiny):
 
 @pytest.fixture
 def cache(tiny, tmp_path, run_ranks):
-    """`cache(batches, look, weights)` fills a reference in a group of one rank and returns `look(reference, calls, model)`."""
+    """`cache(batches, look, weights)`: fill a reference on one rank, return `look(reference, calls, model)`."""
     model = tiny.ours(tiny.config("qwen3"), 1)
 
     def fill(batches, look, weights="first"):
