@@ -131,8 +131,6 @@ class Trainer:
             check_data_order(start, self.loader)
             self.loader.start_from(start.step, start.samples)
         self.objective = build_objective(job)
-        if isinstance(self.objective, DPO) and isinstance(self.objective.reference, CachedReference):
-            self.cache_reference(self.objective.reference, model_config)
         self.balancer = ExpertBiasBalancer(self.model, get_bias_update_rate(job, model_config))
         self.has_aux_loss = bool(job.moe.aux_loss_coeff or job.moe.z_loss_coeff)
         self.stopping = False
@@ -153,6 +151,8 @@ class Trainer:
             *(model_config.family, total / 1e6, "" if trained == total else f", {trained / 1e6:.3f} M of them trained"),
             self.plan.local_bytes / 2**20,
         )
+        if isinstance(self.objective, DPO) and isinstance(self.objective.reference, CachedReference):
+            self.cache_reference(self.objective.reference, model_config)
 
     def build_model(self, model_config: ModelConfig, sources: list[SourceProvider]) -> tuple[Decoder, Plan]:
         """The sharded model with values from `sources`, and its plan. Collective: every rank must call."""

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from preference_pairs import direct_dpo, log_prob, pack, random_pairs
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -78,6 +79,9 @@ def is_moved(name: str) -> bool:
 
 def move(model: torch.nn.Module) -> None:
     """Away from the reference, alike on every mesh."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # the reference's forward left some layers gathered
     with torch.no_grad():
         for name, param in model.named_parameters():
             if is_moved(name):
