@@ -13,6 +13,7 @@ from titanlite.checkpoint.commit import commit_folder
 from titanlite.checkpoint.hf_model import save_hf_model
 from titanlite.config.schema import LoRASection
 from titanlite.export_checkpoint import main
+from titanlite.inspect_checkpoint import main as inspect
 from titanlite.materialize import Init, Normal, materialize
 from titanlite.models.decoder import build_decoder
 from titanlite.models.families import families
@@ -132,6 +133,14 @@ def test_what_does_not_fit_is_one_error(tmp_path, run_ranks, capsys):
     (adapter / "adapter_config.json").write_text(json.dumps(table | {"rank_pattern": {"q_proj": 8}}))
     assert main([str(adapter), str(tmp_path / "out"), "--merge"]) == 2
     assert "rank_pattern = {'q_proj': 8} is not supported" in capsys.readouterr().err
+
+
+def test_inspect_shows_adapters(tmp_path, run_ranks, capsys):
+    make(tmp_path, "qwen3", replace(SECTION, targets="q_proj"), run_ranks)
+    assert inspect([str(tmp_path / "adapter"), "--checksums"]) == 0
+    text = capsys.readouterr().out
+    assert f"adapter    LoRA of rank 4, scaled by 3, 6.14 kB, of {tmp_path / 'base'}" in text
+    assert "manifest   whole" in text and "model.layers.{0-2}.self_attn.q_proj.lora_B.weight" in text
 
 
 def test_base_without_merge_is_refused(tmp_path, capsys):
