@@ -33,7 +33,7 @@ from titanlite.metrics import MetricsLogger, build_profiler, train_flops_per_tok
 from titanlite.models.decoder import Decoder, build_decoder
 from titanlite.models.families import family_of
 from titanlite.models.lora import apply_lora
-from titanlite.objectives import DPO, CachedReference, build_objective, describe_weights
+from titanlite.objectives import build_objective
 from titanlite.ops.grouped_gemm import resolve_backend
 from titanlite.optim import (
     ExpertBiasBalancer,
@@ -151,8 +151,7 @@ class Trainer:
             *(model_config.family, total / 1e6, "" if trained == total else f", {trained / 1e6:.3f} M of them trained"),
             self.plan.local_bytes / 2**20,
         )
-        if isinstance(self.objective, DPO) and isinstance(self.objective.reference, CachedReference):
-            self.cache_reference(self.objective.reference, model_config)
+        self.objective.prepare(self.coming_batches(), self.initial_model, self.device)
 
     def build_model(self, model_config: ModelConfig, sources: list[SourceProvider]) -> tuple[Decoder, Plan]:
         """The sharded model with values from `sources`, and its plan. Collective: every rank must call."""
@@ -168,24 +167,18 @@ class Trainer:
         )
         return model, plan
 
-    def cache_reference(self, reference: CachedReference, model_config: ModelConfig) -> None:
-        """Fill the reference with every pair that will be trained or validated on. Collective: every rank must call."""
+    def initial_model(self) -> Decoder:
+        """A model with the weights that this run began with. Collective: every rank must call."""
+        if self.step == 0:
+            return self.model
+        return self.build_model(self.model.config, self.checkpointer.initial_sources(self.model.config))[0]
 
-        def batches() -> Iterator[Batch]:
-            for step in range(self.step, self.job.training.steps):
-                yield from self.loader.micro_batches(step)
-            if self.job.validation.enable:
-                yield from self.loader.validation_batches(self.job.validation.steps)
-
-        def initial_model() -> Decoder:
-            if self.step == 0:
-                return self.model
-            return self.build_model(model_config, self.checkpointer.initial_sources(model_config))[0]
-
-        job = self.job
-        weights = describe_weights(job.checkpoint.initial_load_path, job.training.seed, job.training.dtype)
-        path = self.dump_folder / "reference_log_probs.safetensors"
-        reference.fill(batches(), initial_model, self.device, path, weights)
+    def coming_batches(self) -> Iterator[Batch]:
+        """Every micro-batch that this rank will train or validate on, on the host."""
+        for step in range(self.step, self.job.training.steps):
+            yield from self.loader.micro_batches(step)
+        if self.job.validation.enable:
+            yield from self.loader.validation_batches(self.job.validation.steps)
 
     def train(self) -> None:
         """Run the configured steps, save on the way and at the end, and show a sample.

@@ -6,7 +6,7 @@ of the prompt; prompts and padding have no labels.
 Shapes: B rows, S tokens, N documents of the fullest row (even), P = N / 2 pairs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -20,6 +20,10 @@ from titanlite.objectives.objective import ObjectiveSums
 class Reference(Protocol):
     """Where the log-probabilities of the reference model come from."""
 
+    def fill(self, batches: Iterable[Batch], get_model: Callable[[], Decoder], device: torch.device) -> None:
+        """`Objective.prepare`."""
+        ...
+
     def __call__(self, model: Decoder, batch: Batch) -> torch.Tensor:
         """Log p(document) of the reference model, (B, N) float64, no gradient."""
         ...
@@ -27,8 +31,9 @@ class Reference(Protocol):
 
 class DPO:
     """Mean over the pairs of `-log sigmoid(margin)`, the margin being that of the rewards
-    `beta * (log p(answer) - log p_reference(answer))`; with label smoothing e (arXiv:2305.18290, appendix; robust to a
-    share e of wrong preferences) `-(1 - e) log sigmoid(margin) - e log sigmoid(-margin)`. A unit is a pair.
+    `beta * (log p(answer) - log p_reference(answer))` (arXiv:2305.18290, eq. 7). With label smoothing e, for a share e
+    of wrong preferences, `-(1 - e) log sigmoid(margin) - e log sigmoid(-margin)` (ericmitchell.ai/cdpo.pdf). A unit is
+    a pair.
 
     Attributes:
         reference: gives the reference model's log-probabilities.
@@ -46,6 +51,10 @@ class DPO:
     def __init__(self, beta: float, label_smoothing: float, reference: Reference) -> None:
         self.reference = reference
         self._beta, self._smoothing = beta, label_smoothing
+
+    def prepare(self, batches: Iterable[Batch], get_model: Callable[[], Decoder], device: torch.device) -> None:
+        """Compute the reference's log-probabilities, where they are to be cached."""
+        self.reference.fill(batches, get_model, device)
 
     def count(self, batch: Batch) -> torch.Tensor:
         ids_BS = batch.document_ids

@@ -1,6 +1,6 @@
 """The interface between trainer and objectives, and the objective of next-token prediction."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -33,6 +33,12 @@ class Objective(Protocol):
 
     metric_names: Sequence[str]
 
+    def prepare(self, batches: Iterable[Batch], get_model: Callable[[], Decoder], device: torch.device) -> None:
+        """Called once before the first step, with all batches to come (on the host, read only if wanted) and the model
+        with the run's initial weights. Collective: every rank must call.
+        """
+        ...
+
     def count(self, batch: Batch) -> torch.Tensor:
         """Units in `batch`, int64 scalar on its device; no synchronization."""
         ...
@@ -46,6 +52,9 @@ class NextToken:
     """Cross entropy of the labels; a unit is a token with a label."""
 
     metric_names: Sequence[str] = ()
+
+    def prepare(self, batches: Iterable[Batch], get_model: Callable[[], Decoder], device: torch.device) -> None:
+        """Nothing is needed."""
 
     def count(self, batch: Batch) -> torch.Tensor:
         return (batch.labels != IGNORE_INDEX).sum()

@@ -26,6 +26,9 @@ _Pairs = dict[bytes, tuple[float, float]]
 class AdaptersOff:
     """The frozen base model is the reference: one more forward per batch without adapters, no second model."""
 
+    def fill(self, batches: Iterable[Batch], get_model: Callable[[], Decoder], device: torch.device) -> None:
+        """Nothing is needed."""
+
     def __call__(self, model: Decoder, batch: Batch) -> torch.Tensor:
         """Log p(document), (B, N) float64. Collective: runs the sharded model; every rank must call."""
         with adapters_disabled(model):
@@ -46,9 +49,14 @@ def reference_log_probs(model: Decoder, batch: Batch) -> torch.Tensor:
 class CachedReference:
     """Log-probabilities of the initial weights, by pair. A pair is known by the hash of its tokens and labels, so that
     another mesh, batch size or order of the data finds it again.
+
+    Args:
+        path: file of this run.
+        weights: says which initial weights these are; a file of others is not used.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, path: Path, weights: str) -> None:
+        self._path, self._weights = path, weights
         self._pairs: _Pairs = {}
 
     def __call__(self, model: Decoder, batch: Batch) -> torch.Tensor:
@@ -67,17 +75,13 @@ class CachedReference:
             found[row, 2 * pair : 2 * pair + 2] = self._pairs[key]
         return torch.from_numpy(found).to(batch.tokens.device)
 
-    def fill(
-        self, batches: Iterable[Batch], get_model: Callable[[], Decoder], device: torch.device, path: Path, weights: str
-    ) -> None:
-        """Make sure that every pair of `batches` is known: from the file `path`, else from the model.
+    def fill(self, batches: Iterable[Batch], get_model: Callable[[], Decoder], device: torch.device) -> None:
+        """Make sure that every pair of `batches` is known: from the file, else from the model. What is new is saved.
 
         Args:
             batches: this rank's batches; equally many on every rank.
             get_model: the model with the initial weights; called only if a pair is missing.
             device: where the model is.
-            path: file of this run, read if it is of the same `weights`, and written anew if anything was computed.
-            weights: says which initial weights these are.
 
         Raises:
             CheckpointError: on all ranks; the file is damaged, or cannot be written.
@@ -85,6 +89,7 @@ class CachedReference:
         Collectives: one small all-reduce per batch, a forward of the model where a pair is missing on any rank, and a
         gather at the end; every rank must call.
         """
+        path, weights = self._path, self._weights
         self._pairs = on_first_rank(lambda: _load(path, weights))
         known, new, model = len(self._pairs), {}, None
         for batch in batches:

@@ -144,13 +144,13 @@ def cache(tiny, tmp_path, run_ranks):
     def fill(batches, look, weights="first"):
         def rank_main():
             calls = []
-            reference = CachedReference()
+            reference = CachedReference(tmp_path / "cache.safetensors", weights)
 
             def get_model():
                 calls.append(1)
                 return model
 
-            reference.fill(iter(batches), get_model, CPU, tmp_path / "cache.safetensors", weights)
+            reference.fill(iter(batches), get_model, CPU)
             return look(reference, len(calls), model)
 
         return run_ranks(1, rank_main)[0]
