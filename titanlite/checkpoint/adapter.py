@@ -20,6 +20,7 @@ from titanlite.checkpoint.reader import Placed, SafetensorsReader
 from titanlite.checkpoint.writer import FileLayout, Item, lay_out
 from titanlite.config.schema import LoRASection
 from titanlite.errors import CheckpointError, raise_problems
+from titanlite.logger import logger
 from titanlite.materialize import Plan, ReadRequest, Region, Source, TensorInfo, Unfit
 from titanlite.materialize.agree import on_first_rank
 from titanlite.materialize.layout import local_of
@@ -93,12 +94,14 @@ def adapter_files(plan: Plan) -> list[FileLayout]:
 def write_adapter_config(folder: Path, model: Decoder, section: LoRASection, base: str) -> None:
     """Write adapter_config.json for the adapters of `model` on the model in the folder `base`. On one rank."""
     modules, parameters = _targets(model)
-    hub = _HUB_SNAPSHOT.search(base)
+    name, _, revision = (
+        name_of_base(base).partition("@") if _HUB_SNAPSHOT.search(base) else (name_of_base(base), "", "")
+    )
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": f"{hub[1]}/{hub[2]}" if hub else str(Path(base).absolute()),
-        "revision": hub[3] if hub else None,
+        "base_model_name_or_path": name,
+        "revision": revision or None,
         "r": section.rank,
         "lora_alpha": int(section.alpha) if section.alpha == int(section.alpha) else section.alpha,
         # peft refuses dropout beside adapters of parameters; for using the adapter it makes no difference.
@@ -115,6 +118,12 @@ def write_adapter_config(folder: Path, model: Decoder, section: LoRASection, bas
         "alpha_pattern": {},
     }
     (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def name_of_base(folder: str) -> str:
+    """How adapters name the model in `folder`: its repository `owner/model@revision` if it is a local copy of one."""
+    hub = _HUB_SNAPSHOT.search(folder)
+    return f"{hub[1]}/{hub[2]}@{hub[3]}" if hub else str(Path(folder).absolute())
 
 
 def _targets(model: Decoder) -> tuple[list[str], list[str]]:
@@ -150,8 +159,10 @@ def _shorten(targeted: Mapping[str, bool], short_of: Mapping[str, str]) -> list[
     )
 
 
-def adapter_checkpoint(folder: Path, section: LoRASection) -> "AdapterCheckpoint":
-    """The adapters in `folder` as a source for `materialize`, beside the one of the base model.
+def adapter_checkpoint(folder: Path, section: LoRASection, base: str = "") -> "AdapterCheckpoint":
+    """The adapters in `folder` as a source for `materialize`, beside the one of the model in the folder `base`.
+
+    Warns if they were trained on a model of another name.
 
     Raises:
         CheckpointError: on all ranks; there are none, they are damaged, or of another alpha or scaling than `section`.
@@ -167,6 +178,12 @@ def adapter_checkpoint(folder: Path, section: LoRASection) -> "AdapterCheckpoint
                 f"checkpoint {folder}: its adapters are scaled by {found:g}, but lora.alpha = {section.alpha:g} and "
                 f"lora.use_rslora = {str(section.use_rslora).lower()} scale by {scaling_of(section):g}. Set them as "
                 "they were, or set another job.dump_folder."
+            )
+        if base and config.base != name_of_base(base):
+            logger.warning(
+                "checkpoint: the adapters in %s were trained on %s, this run puts them on %s; "
+                "checkpoint.initial_load_path must be the same model.",
+                *(folder, config.base, name_of_base(base)),
             )
         return stored
 

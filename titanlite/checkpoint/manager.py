@@ -65,7 +65,8 @@ class Checkpointer:
             return self.initial_sources(config)
         folder = step_folder(self.folder, self.start.step)
         if self._job.lora.rank:
-            return [*self.initial_sources(config), adapter_checkpoint(folder, self._job.lora)]
+            adapters = adapter_checkpoint(folder, self._job.lora, self._section.initial_load_path)
+            return [*self.initial_sources(config), adapters]
         return [hf_checkpoint(folder, config, exact=True)]
 
     def initial_sources(self, config: ModelConfig) -> list[SourceProvider]:

@@ -254,6 +254,21 @@ def test_saved_adapters_are_read_back_bit_for_bit(tiny, tmp_path, one_rank, fami
         assert not is_adapter(name) or torch.equal(param, expected[name]), name
 
 
+def test_another_base_is_noticed(tiny, tmp_path, one_rank, monkeypatch):
+    config = tiny.config("qwen3")
+    model, plan = build(config, replace(SECTION, targets="q_proj"))
+    folder, snapshot = tmp_path / "adapter", "/cache/models--Qwen--Qwen3-0.6B/snapshots/0a1b2c"
+    one_rank(lambda: save(folder, model, plan, SECTION, snapshot))
+    table = json.loads((folder / "adapter_config.json").read_text())
+    assert (table["base_model_name_or_path"], table["revision"]) == ("Qwen/Qwen3-0.6B", "0a1b2c")
+    said = []
+    monkeypatch.setattr("titanlite.checkpoint.adapter.logger.warning", lambda text, *values: said.append(text % values))
+    adapter_checkpoint(folder, SECTION, snapshot)
+    assert said == []
+    adapter_checkpoint(folder, SECTION, str(tmp_path))
+    assert f"were trained on Qwen/Qwen3-0.6B@0a1b2c, this run puts them on {tmp_path}" in said[0]
+
+
 def test_adapters_of_another_kind_are_refused(tiny, tmp_path, one_rank):
     config = tiny.config("qwen3")
     model, plan = build(config, replace(SECTION, targets="q_proj"))
