@@ -10,7 +10,7 @@ _USAGE = """usage: python -m titanlite COMMAND [arguments]
   check      check a configuration without starting anything: --config FILE --world-size N
   data       show what a run would train on: --config FILE [--samples N] [--world-size N] [--section.key=value ...]
   inspect    show what is in a checkpoint: DIR [--checksums] [--all] [--config FILE --world-size N ...]
-  export     write a checkpoint as a plain Hugging Face model: DIR OUT --dtype bfloat16
+  export     write a checkpoint as a plain Hugging Face model: DIR OUT --dtype bfloat16 [--merge --base MODEL]
   config     write docs/config.md from the schema (--check: only compare)"""
 
 

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from titanlite.checkpoint import Progress, hf_checkpoint
+from titanlite.checkpoint.adapter import read_adapter
 from titanlite.checkpoint.commit import MANIFEST_FILE, check_folder
-from titanlite.checkpoint.folder import OWN_FOLDER, Stored, read_headers, read_json, read_model_headers
+from titanlite.checkpoint.folder import ADAPTER_FILE, OWN_FOLDER, Stored, read_headers, read_json, read_model_headers
 from titanlite.checkpoint.header import DTYPES, StoredTensor, shown
 from titanlite.checkpoint.train_state import STATE_FILE
 from titanlite.config import load_config
@@ -81,16 +82,26 @@ def show_folder(folder: Path, *, checksums: bool, every: bool) -> bool:
 
 def _describe(folder: Path) -> tuple[list[str], list[StoredTensor]]:
     """What the files say about themselves, and all tensors in them."""
-    model = read_model_headers(folder)
+    is_adapter = (folder / ADAPTER_FILE).exists() and not list(folder.glob("model*.safetensors*"))
+    model = read_adapter(folder)[0] if is_adapter else read_model_headers(folder)
     own_files = sorted((folder / OWN_FOLDER).glob("*.safetensors"))
     own = read_headers(own_files, f"checkpoint {folder}") if own_files else Stored({}, {})
-    lines = [f"  model      {_describe_model(folder, model)}"]
+    if is_adapter:
+        lines = [f"  adapter    {_describe_adapter(folder, model)}"]
+    else:
+        lines = [f"  model      {_describe_model(folder, model)}"]
     if (folder / STATE_FILE).exists():
         progress = Progress.read(folder)
         versions = ", ".join(f"{shown(name)} {shown(version)}" for name, version in progress.versions.items())
         state = f"step {progress.step}, {progress.samples} samples, {_count(progress.world_size, 'rank')}, {versions}"
         lines += [f"  training   {state}", f"  data       {shown(progress.data)}"]
     return lines, [*model.tensors.values(), *own.tensors.values()]
+
+
+def _describe_adapter(folder: Path, stored: Stored) -> str:
+    config = read_adapter(folder)[1]
+    size = sum(tensor.nbytes for tensor in stored.tensors.values())
+    return f"LoRA of rank {config.rank}, scaled by {config.scaling:g}, {_size(size)}, of {shown(config.base)}"
 
 
 def _describe_model(folder: Path, model: Stored) -> str:

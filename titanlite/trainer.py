@@ -5,6 +5,7 @@ config -> mesh -> build (meta) -> parallelize (meta) -> plan -> allocate -> fill
 
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from titanlite.config.parallelism import Degrees
 from titanlite.data import IGNORE_INDEX, Batch, TrainLoader, build_data
 from titanlite.distributed import (
     ParallelDims,
+    base_dtype,
     clip_grad_norm,
     init_distributed,
     parallelize,
@@ -26,12 +28,22 @@ from titanlite.distributed import (
 from titanlite.errors import ConfigError, DataError, TrainingError
 from titanlite.generate import generate
 from titanlite.logger import logger
-from titanlite.materialize import materialize
+from titanlite.materialize import Plan, SourceProvider, materialize
 from titanlite.metrics import MetricsLogger, build_profiler, train_flops_per_token
 from titanlite.models.decoder import Decoder, build_decoder
 from titanlite.models.families import family_of
+from titanlite.models.lora import apply_lora
+from titanlite.objectives import build_objective
 from titanlite.ops.grouped_gemm import resolve_backend
-from titanlite.optim import ExpertBiasBalancer, build_lr_scheduler, build_optimizer, step_if_finite
+from titanlite.optim import (
+    ExpertBiasBalancer,
+    build_lr_scheduler,
+    build_optimizer,
+    count_parameters,
+    freeze_parameters,
+    lr_factor,
+    step_if_finite,
+)
 
 _SAMPLE_TOKENS = 48
 
@@ -41,11 +53,12 @@ class StepResult:
     """What one optimizer step leaves on the device; reading it synchronizes.
 
     Attributes:
-        loss: mean cross entropy over the global batch's valid tokens, float32 scalar.
+        loss: mean loss over the global batch's units (tokens with a label, or pairs), float32 scalar.
         grad_norm: gradient norm before clipping, float32 scalar.
-        aux_loss: mean of the balance losses over the same tokens, float32 scalar; 0 without any.
+        aux_loss: mean of the balance losses over the tokens with a label, float32 scalar; 0 without any.
         tokens: tokens of the global batch, padding included.
         tokens_per_expert: (layers, E) int64 over the global batch, or None for a dense model.
+        metrics: means of the objective's metrics, float32 (len(metric_names),).
     """
 
     loss: torch.Tensor
@@ -53,6 +66,7 @@ class StepResult:
     grad_norm: torch.Tensor
     tokens: int
     tokens_per_expert: torch.Tensor | None
+    metrics: torch.Tensor
 
 
 @dataclass
@@ -106,21 +120,17 @@ class Trainer:
         start = self.checkpointer.start
         self.step = 0 if start is None else start.step
 
-        self.model = build_decoder(model_config, getattr(torch, job.training.dtype))  # on meta: shapes only
-        configure(self.model, job, self.device)
-        parallelize(self.model, job, self.dims, self.device.type)  # still on meta: now shards
-        weights_device = torch.device("cpu") if job.training.enable_cpu_offload else self.device
+        if job.lora.dropout:
+            torch.manual_seed(job.training.seed + self.dims.dp_rank)  # ranks with other data drop other elements
         sources = self.checkpointer.weight_sources(model_config)  # of a checkpoint, or the modules' own: random
-        self.plan = materialize(  # every tensor written once
-            self.model, weights_device, sources, seed=job.training.seed, buffer_device=self.device
-        )
-
+        self.model, self.plan = self.build_model(model_config, sources)
         self.optimizer = build_optimizer(self.model, job.optimizer)
         self.checkpointer.load_state(self.plan, self.optimizer, self.device)
         self.lr_scheduler = build_lr_scheduler(self.optimizer, job.lr_scheduler, job.training.steps, self.step)
         if start is not None:
             check_data_order(start, self.loader)
             self.loader.start_from(start.step, start.samples)
+        self.objective = build_objective(job)
         self.balancer = ExpertBiasBalancer(self.model, get_bias_update_rate(job, model_config))
         self.has_aux_loss = bool(job.moe.aux_loss_coeff or job.moe.z_loss_coeff)
         self.stopping = False
@@ -135,11 +145,40 @@ class Trainer:
             start_step=self.step,
             first_moe_layer=model_config.num_dense_layers,
         )
-        num_params = sum(param.numel() for param in self.model.parameters())
+        total, trained = count_parameters(self.model)
         logger.info(
-            "model: %s, %.1f M parameters, %.1f MiB of weights on this rank",
-            *(model_config.family, num_params / 1e6, self.plan.local_bytes / 2**20),
+            "model: %s, %.1f M parameters%s, %.1f MiB of weights on this rank",
+            *(model_config.family, total / 1e6, "" if trained == total else f", {trained / 1e6:.3f} M of them trained"),
+            self.plan.local_bytes / 2**20,
         )
+        self.objective.prepare(self.coming_batches(), self.initial_model, self.device)
+
+    def build_model(self, model_config: ModelConfig, sources: list[SourceProvider]) -> tuple[Decoder, Plan]:
+        """The sharded model with values from `sources`, and its plan. Collective: every rank must call."""
+        job = self.job
+        model = build_decoder(model_config, base_dtype(job, self.device.type))  # on meta: shapes only
+        apply_lora(model, job.lora, getattr(torch, job.training.dtype))
+        freeze_parameters(model, job.optimizer)
+        configure(model, job, self.device)
+        parallelize(model, job, self.dims, self.device.type)  # still on meta: now shards
+        weights_device = torch.device("cpu") if job.training.enable_cpu_offload else self.device
+        plan = materialize(  # every tensor written once
+            model, weights_device, sources, seed=job.training.seed, buffer_device=self.device
+        )
+        return model, plan
+
+    def initial_model(self) -> Decoder:
+        """A model with the weights that this run began with. Collective: every rank must call."""
+        if self.step == 0:
+            return self.model
+        return self.build_model(self.model.config, self.checkpointer.initial_sources(self.model.config))[0]
+
+    def coming_batches(self) -> Iterator[Batch]:
+        """Every micro-batch that this rank will train or validate on, on the host."""
+        for step in range(self.step, self.job.training.steps):
+            yield from self.loader.micro_batches(step)
+        if self.job.validation.enable:
+            yield from self.loader.validation_batches(self.job.validation.steps)
 
     def train(self) -> None:
         """Run the configured steps, save on the way and at the end, and show a sample.
@@ -154,7 +193,7 @@ class Trainer:
                 micro_batches = [batch.to(self.device) for batch in self.loader.micro_batches(self.step)]
                 window.data_seconds += time.perf_counter() - data_start
 
-                learning_rate = float(self.lr_scheduler.get_last_lr()[0])
+                learning_rate = job.optimizer.lr * lr_factor(self.step, job.training.steps, job.lr_scheduler)
                 result = self.train_step(micro_batches)
                 window.add(result)
                 profiler.step()
@@ -172,7 +211,7 @@ class Trainer:
                         seconds=seconds,
                         data_seconds=window.data_seconds,
                         tokens_per_expert=result.tokens_per_expert,
-                        extra={"loss/aux": result.aux_loss.item()} if self.has_aux_loss else None,
+                        extra=self.extra_metrics(result),
                     )
                     window = Window()
                 if job.validation.enable and (self.step % job.validation.freq == 0 or last):
@@ -190,17 +229,20 @@ class Trainer:
     def train_step(self, micro_batches: list[Batch]) -> StepResult:
         """One optimizer step over this rank's micro-batches. Collective: every rank must call.
 
-        The loss of every micro-batch is divided by the number of valid tokens in the *global* batch, so gradients are
-        sums over ranks and micro-batches, whatever the mesh and however unevenly the valid tokens are spread.
+        The loss of every micro-batch is divided by the number of units (tokens with a label, or pairs) in the *global*
+        batch, so gradients are sums over ranks and micro-batches, whatever the mesh and however unevenly the units are
+        spread.
         """
-        labels = torch.stack([batch.labels for batch in micro_batches])
-        valid_tokens = self.sum_over_data((labels != IGNORE_INDEX).sum())
-        loss_sum, aux_sum = torch.zeros(2, device=self.device)
+        objective = self.objective
+        counts = [torch.stack([objective.count(b), (b.labels != IGNORE_INDEX).sum()]) for b in micro_batches]
+        units, valid_tokens = self.sum_over_data(torch.stack(counts).sum(dim=0)).unbind()
+        sums = torch.zeros(2 + len(objective.metric_names), device=self.device)
         for batch in micro_batches:
-            losses = self.model(batch.tokens, batch.labels, batch.positions, batch.document_ids)
-            ((losses.cross_entropy + losses.aux) / valid_tokens).backward()
-            loss_sum += losses.cross_entropy.detach()
-            aux_sum += losses.aux.detach()
+            losses = objective(self.model, batch)
+            (losses.loss / units + losses.aux / valid_tokens).backward()
+            # tp ranks hold the same losses, but the balance losses of their own positions.
+            aux_sum = losses.aux * self.dims.degrees.tp
+            sums += torch.cat([torch.stack([losses.loss, aux_sum]).detach(), losses.metrics])
             self.balancer.accumulate()
 
         reduce_replicated_grads(self.model.parameters(), self.dims.tp_mesh)
@@ -215,23 +257,27 @@ class Trainer:
         self.first_bad_step = torch.where(bad, self.step, self.first_bad_step)
 
         tokens = sum(batch.tokens.numel() for batch in micro_batches) * self.dims.degrees.dp
-        # tp ranks hold the same cross entropy, but the balance losses of their own positions.
-        loss, aux_loss = self.sum_over_data(torch.stack([loss_sum, aux_sum * self.dims.degrees.tp])) / valid_tokens
-        return StepResult(loss, aux_loss, grad_norm, tokens, tokens_per_expert)
+        sums = self.sum_over_data(sums)
+        means = sums / units
+        return StepResult(means[0], sums[1] / valid_tokens, grad_norm, tokens, tokens_per_expert, means[2:])
+
+    def extra_metrics(self, result: StepResult) -> dict[str, float]:
+        """What this run has beside the loss, for the log. Synchronizes."""
+        found = dict(zip(self.objective.metric_names, result.metrics.tolist(), strict=True))
+        return found | ({"loss/aux": result.aux_loss.item()} if self.has_aux_loss else {})
 
     @torch.no_grad()
     def validate(self) -> float:
-        """Mean cross entropy over the held-out batches. Collective: every rank must call."""
+        """Mean loss over the held-out batches. Collective: every rank must call."""
         self.model.eval()
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
-        valid_tokens = torch.zeros((), dtype=torch.int64, device=self.device)
+        units = torch.zeros((), dtype=torch.int64, device=self.device)
         for batch in self.loader.validation_batches(self.job.validation.steps):
             batch = batch.to(self.device)
-            losses = self.model(batch.tokens, batch.labels, batch.positions, batch.document_ids)
-            loss_sum += losses.cross_entropy
-            valid_tokens += (batch.labels != IGNORE_INDEX).sum()
+            loss_sum += self.objective(self.model, batch).loss
+            units += self.objective.count(batch)
         self.model.train()
-        return (self.sum_over_data(loss_sum) / self.sum_over_data(valid_tokens)).item()
+        return (self.sum_over_data(loss_sum) / self.sum_over_data(units)).item()
 
     def sum_over_data(self, value: torch.Tensor) -> torch.Tensor:
         """Sum of `value` over the data-parallel ranks; tp ranks of one group hold the same value and count once."""
@@ -289,7 +335,8 @@ class Trainer:
         logger.info("sample (temperature 0.7):\n\n    %s\n", sample.replace("\n", "\n    "))
         if job.checkpoint.enable:
             folder = self.checkpointer.folder / f"step-{self.step}"
-            logger.info("checkpoint: %s (transformers: AutoModelForCausalLM.from_pretrained)", folder)
+            how = "peft: PeftModel" if job.lora.rank else "transformers: AutoModelForCausalLM"
+            logger.info("checkpoint: %s (%s.from_pretrained)", folder, how)
         if job.metrics.enable_tensorboard:
             logger.info("metrics:    tensorboard --logdir %s", self.dump_folder / job.metrics.save_tb_folder)
 

@@ -11,6 +11,7 @@ from titanlite.errors import CheckpointError, raise_problems
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+ADAPTER_FILE = "adapter_model.safetensors"
 # What titanlite adds to a Hugging Face model lies in a folder of its own: vLLM reads every *.safetensors that lies
 # beside a model without an index, and people copy folders with a glob.
 OWN_FOLDER = "titanlite"
@@ -51,6 +52,11 @@ def read_model_headers(folder: Path) -> Stored:
         stored = read_headers([folder / name for name in sorted(set(weight_map.values()))], where)
         _check_index(where, weight_map, stored)
         return stored
+    if ADAPTER_FILE in names:
+        raise CheckpointError(
+            f"{where}: has {ADAPTER_FILE}, adapters without their model. Set lora.rank to train them on, or merge "
+            f"them: python -m titanlite export {folder} OUT --merge."
+        )
     pickles = sorted(name for name in names if name.endswith(_PICKLE_SUFFIXES))
     if pickles:
         raise CheckpointError(

@@ -131,6 +131,11 @@ def write_hf_files(
         shutil.copyfile(assets / "generation_config.json", folder / "generation_config.json")
     else:
         GenerationConfig.from_model_config(hf_config).save_pretrained(folder)
+    save_tokenizer(tokenizer, folder)
+
+
+def save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """Save a transformers tokenizer, if there is one. On one rank."""
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
         _name_tokenizer_class(folder / "tokenizer_config.json")

@@ -13,15 +13,16 @@ import torch
 import torch.distributed as dist
 
 from titanlite import __version__
+from titanlite.checkpoint.adapter import adapter_checkpoint, adapter_files, write_adapter_config
 from titanlite.checkpoint.commit import check_folder, clean_up, commit_folder, list_steps, remove_old, step_folder
-from titanlite.checkpoint.hf_model import model_files, warn_of_sidecar, write_hf_files
-from titanlite.checkpoint.pretrained import HFCheckpoint, hf_checkpoint
+from titanlite.checkpoint.hf_model import model_files, save_tokenizer, warn_of_sidecar, write_hf_files
+from titanlite.checkpoint.pretrained import hf_checkpoint
 from titanlite.checkpoint.train_state import Progress, load_state, state_files
 from titanlite.checkpoint.writer import FileLayout
 from titanlite.config import JobConfig, ModelConfig
 from titanlite.errors import CheckpointError, TitanliteError, raise_problems
 from titanlite.logger import logger
-from titanlite.materialize import Plan
+from titanlite.materialize import Plan, SourceProvider
 from titanlite.materialize.agree import on_first_rank
 from titanlite.models.decoder import Decoder
 
@@ -55,10 +56,21 @@ class Checkpointer:
 
     # --- loading
 
-    def weight_sources(self, config: ModelConfig) -> list[HFCheckpoint]:
-        """What `materialize` reads the weights from: the checkpoint to resume, a pretrained model, or nothing."""
-        if self.start is not None:
-            return [hf_checkpoint(step_folder(self.folder, self.start.step), config, exact=True)]
+    def weight_sources(self, config: ModelConfig) -> list[SourceProvider]:
+        """What `materialize` reads the weights from: the checkpoint to resume, a pretrained model, or nothing.
+
+        With adapters it is the pretrained model in any case, and the adapters of the checkpoint to resume.
+        """
+        if self.start is None:
+            return self.initial_sources(config)
+        folder = step_folder(self.folder, self.start.step)
+        if self._job.lora.rank:
+            adapters = adapter_checkpoint(folder, self._job.lora, self._section.initial_load_path)
+            return [*self.initial_sources(config), adapters]
+        return [hf_checkpoint(folder, config, exact=True)]
+
+    def initial_sources(self, config: ModelConfig) -> list[SourceProvider]:
+        """What a new run begins with: a pretrained model, or nothing."""
         if self._section.initial_load_path:
             return [hf_checkpoint(Path(self._section.initial_load_path), config)]
         assets = self._job.model.hf_assets_path
@@ -168,12 +180,18 @@ class Checkpointer:
         self.wait()
         began = time.perf_counter()
         dtype = getattr(torch, self._section.export_dtype)
-        files = model_files(plan, model.config, dtype, exact=True) + state_files(plan, optimizer, device)
+        lora = self._job.lora
+        files = adapter_files(plan) if lora.rank else model_files(plan, model.config, dtype, exact=True)
+        files += state_files(plan, optimizer, device)
         folder = step_folder(self.folder, progress.step)
         assets = Path(self._job.model.hf_assets_path) if self._job.model.hf_assets_path else None
 
         def write_rest(path: Path) -> None:
-            write_hf_files(path, files, model.config, tokenizer, dtype, assets)
+            if lora.rank:
+                write_adapter_config(path, model, lora, self._section.initial_load_path)
+                save_tokenizer(tokenizer, path)
+            else:
+                write_hf_files(path, files, model.config, tokenizer, dtype, assets)
             progress.write(path)
 
         def write() -> None:
@@ -185,7 +203,8 @@ class Checkpointer:
                 except OSError as error:  # the new one is there; an old one too many harms nobody
                     logger.warning("checkpoint: cannot remove old checkpoints in %s: %s", self.folder, error)
 
-        warn_of_sidecar(model.config, files)
+        if not lora.rank:
+            warn_of_sidecar(model.config, files)
         if self._section.async_mode == "disabled":
             write()
             self._saved_step = progress.step

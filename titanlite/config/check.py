@@ -10,7 +10,9 @@ from dataclasses import fields
 from functools import reduce
 from typing import Any
 
-from titanlite.config.schema import JobConfig
+from titanlite.config.patterns import parse_multipliers, split_patterns
+from titanlite.config.schema import DPOSection, JobConfig, LoRASection
+from titanlite.errors import ConfigError
 
 _ESCAPES = {"\\": "\\\\", '"': '\\"', "\b": "\\b", "\t": "\\t", "\n": "\\n", "\f": "\\f", "\r": "\\r"}
 
@@ -30,6 +32,7 @@ _RULES: tuple[tuple[Callable[[float], bool], str, tuple[str, ...]], ...] = (
             "optimizer.lr",
             "optimizer.weight_decay",
             "lr_scheduler.warmup_steps",
+            "lora.rank",
             "moe.expert_bias_update_rate",
             "moe.aux_loss_coeff",
             "moe.z_loss_coeff",
@@ -62,8 +65,9 @@ _RULES: tuple[tuple[Callable[[float], bool], str, tuple[str, ...]], ...] = (
         ("training.global_batch_size", "parallelism.data_parallel_shard_degree"),
     ),
     (lambda value: value >= -1, "-1 or more", ("checkpoint.load_step",)),
-    (lambda value: 0 < value < math.inf, "more than 0", ("optimizer.eps",)),
-    (lambda value: 0 <= value < 1, "0 or more and less than 1", ("optimizer.beta1", "optimizer.beta2")),
+    (lambda value: 0 < value < math.inf, "more than 0", ("optimizer.eps", "lora.alpha", "dpo.beta")),
+    (lambda value: 0 <= value < 1, "0 or more and less than 1", ("optimizer.beta1", "optimizer.beta2", "lora.dropout")),
+    (lambda value: 0 <= value < 0.5, "0 or more and less than 0.5", ("dpo.label_smoothing",)),
     (lambda value: 0 < value <= 1, "more than 0 and at most 1", ("lr_scheduler.decay_ratio",)),
     (lambda value: 0 <= value <= 1, "0 to 1", ("lr_scheduler.min_lr_factor",)),
     # A byte-level BPE has the 256 bytes and at least one special token.
@@ -117,7 +121,7 @@ def check_values(job: JobConfig) -> list[str]:
             f"model.flavor = {format_value(flavor)} and model.hf_assets_path = {format_value(assets)} both give the "
             + "model's sizes. Keep one; an empty string clears the other."
         )
-    return problems + _check_data(job)
+    return problems + _check_data(job) + _check_fine_tuning(job)
 
 
 def _check_data(job: JobConfig) -> list[str]:
@@ -143,3 +147,47 @@ def _check_data(job: JobConfig) -> list[str]:
         are = "have" if len(given) > 1 else "has"
         return [f'{", ".join(given)} {are} an effect on data.dataset = "examples" only. Set that, or remove them.']
     return []
+
+
+def _check_fine_tuning(job: JobConfig) -> list[str]:
+    """Problems of patterns, adapters and preference optimization."""
+    problems: list[str] = []
+    for parse, key in (
+        (split_patterns, "optimizer.freeze"),
+        (parse_multipliers, "optimizer.lr_multipliers"),
+        (split_patterns, "lora.targets"),
+    ):
+        try:
+            parse(key, get_value(job, key))
+        except ConfigError as error:
+            problems.append(str(error))
+    lora, default = job.lora, LoRASection()
+    if lora.rank == 0:
+        problems += [
+            f"lora.{name} = {format_value(getattr(lora, name))} is set, but lora.rank = 0 trains no adapters. Set "
+            + f"lora.rank, or leave lora.{name} out."
+            for name in ("alpha", "dropout", "targets", "use_rslora", "base_dtype")
+            if getattr(lora, name) != getattr(default, name)
+        ]
+    elif lora.rank > 0:
+        if not job.checkpoint.initial_load_path:
+            problems.append(
+                f"lora.rank = {lora.rank} trains adapters of a pretrained model, but checkpoint.initial_load_path is "
+                + "empty. Set it to that model."
+            )
+        if job.moe.expert_bias_update_rate:
+            problems.append(
+                f"moe.expert_bias_update_rate = {format_value(job.moe.expert_bias_update_rate)}: with lora.rank = "
+                + f"{lora.rank} the model is frozen, and adapters have no place for the bias. Leave it out."
+            )
+    if job.training.objective == "dpo":
+        if job.dpo.reference == "adapters_off" and lora.rank == 0:
+            problems.append(
+                'dpo.reference = "adapters_off" needs adapters, but lora.rank = 0. Set dpo.reference = "cached".'
+            )
+    elif job.dpo != DPOSection():
+        problems.append(
+            "dpo.beta, dpo.label_smoothing or dpo.reference is set, but training.objective is "
+            + f'{format_value(job.training.objective)}. Set training.objective = "dpo", or leave them out.'
+        )
+    return problems

@@ -57,6 +57,10 @@ class ModelSection:
 @dataclass
 class TrainingSection:
     steps: int = setting(1000, "Optimizer steps to run.")
+    objective: Literal["next_token", "dpo"] = setting(
+        "next_token",
+        "'next_token': cross entropy of the labels; 'dpo': direct preference optimization on pairs (arXiv:2305.18290).",
+    )
     seq_len: int = setting(2048, "Tokens per sequence.")
     local_batch_size: int = setting(1, "Sequences per data-parallel rank and micro-batch.")
     global_batch_size: int = setting(
@@ -87,6 +91,47 @@ class OptimizerSection:
     eps: float = setting(1e-8, "Added to the root of the second moment.")
     weight_decay: float = setting(0.1, "Decoupled weight decay of matrices; norms and biases are not decayed.")
     implementation: Literal["fused", "foreach", "for-loop"] = setting("fused", "Kernel of the optimizer step.")
+    freeze: str = setting(
+        "",
+        "Parameters that are not trained: shell patterns over their names, separated by commas, for example "
+        "'model.embed_tokens*, *.mlp.gate.*'. The expert_bias of a frozen router stays as it is.",
+    )
+    lr_multipliers: str = setting(
+        "",
+        "Factors on the learning rate by pattern, for example 'lm_head*=2, *.experts.*=0.5'; where several match, the "
+        "last one counts.",
+    )
+
+
+@dataclass
+class LoRASection:
+    rank: int = setting(
+        0, "Rank of the adapters (LoRA, arXiv:2106.09685) that are trained in place of the model; 0: off."
+    )
+    alpha: float = setting(16.0, "Adapters are scaled by alpha / rank.")
+    dropout: float = setting(0.0, "Dropout on the input of the adapters.")
+    targets: str = setting(
+        "",
+        "Layers that get an adapter: shell patterns over their names or last parts of them, separated by commas, for "
+        "example 'q_proj, v_proj, experts'. Empty: all linear layers of attention and feed-forward, and the experts.",
+    )
+    use_rslora: bool = setting(False, "Scale by alpha / sqrt(rank) instead (arXiv:2312.03732).")
+    base_dtype: Literal["auto", "float32", "bfloat16"] = setting(
+        "auto",
+        "Dtype in which the frozen weights are kept; training.dtype is that of the adapters. 'auto': the dtype that "
+        "matmuls use (training.mixed_precision_param).",
+    )
+
+
+@dataclass
+class DPOSection:
+    beta: float = setting(0.1, "Strength of the pull towards the reference model.")
+    label_smoothing: float = setting(0.0, "Assumed share of pairs whose preference is the wrong way round.")
+    reference: Literal["auto", "adapters_off", "cached"] = setting(
+        "auto",
+        "Log-probabilities of the reference model: 'adapters_off': from the model without its adapters, in every step; "
+        "'cached': from the initial weights, once before training; 'auto': the first with LoRA, else the second.",
+    )
 
 
 @dataclass
@@ -259,6 +304,8 @@ class JobConfig:
     model: ModelSection = field(default_factory=ModelSection)
     training: TrainingSection = field(default_factory=TrainingSection)
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
+    lora: LoRASection = field(default_factory=LoRASection)
+    dpo: DPOSection = field(default_factory=DPOSection)
     lr_scheduler: LRSchedulerSection = field(default_factory=LRSchedulerSection)
     parallelism: ParallelismSection = field(default_factory=ParallelismSection)
     moe: MoESection = field(default_factory=MoESection)

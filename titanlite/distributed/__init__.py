@@ -1,9 +1,18 @@
 """Parallelism, applied to single-device models from outside, on the meta device."""
 
 from titanlite.distributed.clip_grad import clip_grad_norm
+from titanlite.distributed.fsdp import base_dtype
 from titanlite.distributed.parallel_dims import ParallelDims
 from titanlite.distributed.parallelize import parallelize
 from titanlite.distributed.process_group import fake_ranks, init_distributed
 from titanlite.distributed.replicated_grads import reduce_replicated_grads
 
-__all__ = ["ParallelDims", "clip_grad_norm", "fake_ranks", "init_distributed", "parallelize", "reduce_replicated_grads"]
+__all__ = [
+    "ParallelDims",
+    "base_dtype",
+    "clip_grad_norm",
+    "fake_ranks",
+    "init_distributed",
+    "parallelize",
+    "reduce_replicated_grads",
+]

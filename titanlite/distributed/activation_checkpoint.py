@@ -10,6 +10,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from titanlite.config.schema import ActivationCheckpointSection
 from titanlite.models.decoder import Attention, Decoder
 from titanlite.models.layers import FeedForward
+from titanlite.models.lora import adapted_modules
 from titanlite.models.moe import Experts
 
 # Results that selective checkpointing keeps, for they are dear to compute; the rest is recomputed.
@@ -37,20 +38,22 @@ def apply_activation_checkpoint(model: Decoder, section: ActivationCheckpointSec
     """
     if section.mode == "none":
         return
+    # Only dropout on adapters draws random numbers, and must draw the same ones again; else saving the generator's
+    # state, which costs a copy from the device, is spared.
+    keep_rng = any(module.dropout > 0 for module in adapted_modules(model).values())
     if section.mode == "selective" and section.selective_ac_option == "op":
         for module in model.modules():
             if isinstance(module, Attention | FeedForward | Experts):
-                _checkpoint_forward(module, context_fn=partial(create_selective_checkpoint_contexts, _policy))
+                _checkpoint_forward(module, keep_rng, context_fn=partial(create_selective_checkpoint_contexts, _policy))
         return
     every = 1 if section.mode == "full" else int(section.selective_ac_option)
     for layer in model.decoder_layers()[::every]:
-        _checkpoint_forward(layer)
+        _checkpoint_forward(layer, keep_rng)
 
 
-def _checkpoint_forward(module: nn.Module, **options: Any) -> None:
-    # The layers draw no random numbers, so there is no generator state to save and restore.
+def _checkpoint_forward(module: nn.Module, keep_rng: bool, **options: Any) -> None:
     module.forward = partial(  # type: ignore[method-assign]
-        checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False, **options
+        checkpoint, module.forward, use_reentrant=False, preserve_rng_state=keep_rng, **options
     )
 
 

@@ -16,6 +16,7 @@ from torch.distributed.tensor import Shard
 from titanlite.config.schema import JobConfig
 from titanlite.distributed.parallel_dims import ParallelDims
 from titanlite.models.decoder import Decoder
+from titanlite.models.lora import is_adapter
 from titanlite.models.moe import Experts, MoE
 
 
@@ -26,6 +27,15 @@ def mixed_precision_dtypes(job: JobConfig, device_type: str) -> tuple[torch.dtyp
     if param == "auto":
         param = "bfloat16" if device_type == "cuda" else training.dtype
     return getattr(torch, param), getattr(torch, training.mixed_precision_reduce)
+
+
+def base_dtype(job: JobConfig, device_type: str) -> torch.dtype:
+    """Dtype in which the model's own weights are kept: `training.dtype`, or with adapters `lora.base_dtype`."""
+    if not job.lora.rank:
+        return getattr(torch, job.training.dtype)
+    if job.lora.base_dtype == "auto":
+        return mixed_precision_dtypes(job, device_type)[0]  # frozen, they need no more bits than matmuls see
+    return getattr(torch, job.lora.base_dtype)
 
 
 def apply_fsdp(model: Decoder, job: JobConfig, dims: ParallelDims, device_type: str) -> None:
@@ -86,7 +96,18 @@ def _expert_placement(model: Decoder, dims: ParallelDims) -> Callable[[nn.Parame
     """Split experts along dim 1 where there are more ranks than experts; everything else along dim 0."""
     dim = dims.degrees.expert_shard_dim(max(model.config.num_experts, 1))
     experts = {id(p) for m in model.modules() if isinstance(m, Experts) for p in m.parameters()}
-    return lambda param: Shard(dim) if id(param) in experts else None
+    adapters = {id(p) for n, p in model.named_parameters() if is_adapter(n)}
+
+    def place(param: nn.Parameter) -> Shard | None:
+        if id(param) not in experts:
+            return None
+        if dim == 0 or id(param) not in adapters:
+            return Shard(dim)
+        # FSDP2 wants equal parts on other dims than the first, and a rank need not be divisible.
+        even = [d for d in (1, 2) if param.shape[d] % dims.degrees.efsdp == 0]
+        return Shard(max(even, key=lambda d: param.shape[d], default=0))
+
+    return place
 
 
 def _prefetch_explicitly(model: Decoder) -> None:

@@ -23,6 +23,7 @@ from titanlite.distributed.shard import ParameterPlacements, shard_parameters
 from titanlite.materialize.layout import region_of
 from titanlite.models.decoder import Attention, Decoder
 from titanlite.models.layers import Embedding, FeedForward, Linear, OutputHead
+from titanlite.models.lora import LoRALinear
 from titanlite.models.moe import Experts, MoE
 from titanlite.ops import VocabShard, linear_cross_entropy, local_tensor
 
@@ -70,6 +71,8 @@ def _placements(model: Decoder) -> ParameterPlacements:
             split = {module: 0}
         for linear, dim in split.items():
             found[linear.weight] = Shard(dim)
+            if isinstance(linear, LoRALinear):  # the matrix on the other side of the rank stays whole
+                found[linear.lora_B if dim == 0 else linear.lora_A] = Shard(dim)
             if dim == 0 and isinstance(linear, Linear) and linear.bias is not None:
                 found[linear.bias] = Shard(0)
     return found
@@ -85,7 +88,8 @@ def _scatter_sequence(module: nn.Module, args, out_BSD: torch.Tensor, *, group: 
 
 
 def _gather_logits(module: nn.Module, args, out: torch.Tensor, *, group: str) -> torch.Tensor:
-    return all_gather(out, out.dim() - 1, group) if out.dim() else out
+    is_loss = len(args) > 1 and args[1] is not None  # the same on all ranks already
+    return out if is_loss else all_gather(out, out.dim() - 1, group)
 
 
 def _own_positions(module: nn.Module, args, kwargs, *, mesh: DeviceMesh):

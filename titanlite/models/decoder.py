@@ -6,7 +6,7 @@ of the Hugging Face models, so that checkpoint keys need no table.
 Shapes: B batch, S sequence, D hidden, H heads, G key/value heads, K head width, V vocabulary.
 """
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ class LossSums(NamedTuple):
     """Losses summed over this rank's tokens, float32 scalars; divide by the global number of valid tokens.
 
     Attributes:
-        cross_entropy: sum over the tokens with a label.
+        cross_entropy: sum over the tokens with a label, or each token's, (B, S), if the forward was asked for those.
         aux: sum of the MoE layers' balance losses; zero when there are none.
     """
 
@@ -146,6 +146,7 @@ class Decoder(nn.Module):
         labels_BS: torch.Tensor | None = None,
         positions_BS: torch.Tensor | None = None,
         document_ids_BS: torch.Tensor | None = None,
+        reduction: Literal["sum", "none"] = "sum",
     ) -> torch.Tensor | LossSums:
         """Logits (B, S, V), or with labels the `LossSums`.
 
@@ -154,9 +155,10 @@ class Decoder(nn.Module):
             labels_BS: int64 target of each position (the next token), or -100 to leave it out of the loss.
             positions_BS: int64 positions, restarting in each packed document; None counts 0, 1, 2, ...
             document_ids_BS: int64 document of each token for packed rows, -1 for padding; None: one document per row.
+            reduction: "none" leaves the cross entropy of every token, (B, S), 0 where there is no label.
         """
         hidden_BSD, aux = self.model(tokens_BS, positions_BS, document_ids_BS)
-        out = self.lm_head(hidden_BSD, labels_BS)
+        out = self.lm_head(hidden_BSD, labels_BS, reduction)
         return out if labels_BS is None else LossSums(out, out.new_zeros(()) if aux is None else aux)
 
     def decoder_layers(self) -> list[DecoderLayer]:

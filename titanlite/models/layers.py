@@ -129,9 +129,15 @@ class OutputHead(Linear):
     def declare_sources(self) -> dict[str, Source]:
         return {} if self.tied else super().declare_sources()
 
-    def forward(self, hidden_BSD: torch.Tensor, labels_BS: torch.Tensor | None = None) -> torch.Tensor:
-        """Logits (B, S, V), or with labels the sum of the token losses, a float32 scalar."""
+    def forward(
+        self, hidden_BSD: torch.Tensor, labels_BS: torch.Tensor | None = None, reduction: str = "sum"
+    ) -> torch.Tensor:
+        """Logits (B, S, V), or with labels the sum of the token losses, a float32 scalar, or each of them, (B, S)."""
         weight_VD = local_tensor(self.weight)
         if labels_BS is None:
             return F.linear(hidden_BSD, weight_VD)
-        return self.cross_entropy(hidden_BSD.flatten(0, 1), weight_VD, labels_BS.flatten(), self.chunk_tokens)
+        losses = self.cross_entropy(
+            hidden_BSD.flatten(0, 1), weight_VD, labels_BS.flatten(), self.chunk_tokens, reduction=reduction
+        )
+        # Cloned: FSDP2 wants no view as a module's result.
+        return losses.view_as(labels_BS).clone() if reduction == "none" else losses

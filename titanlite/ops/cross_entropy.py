@@ -4,13 +4,16 @@ For Qwen3 (V = 151,936) and 16,384 tokens, float32 logits and their gradient wou
 is projected, its loss and its gradients are computed at once, and the logits are dropped; kept are the gradients of
 the hidden states and of the weight, scaled in backward by the upstream scalar.
 
+Losses per token (`reduction="none"`) have an upstream gradient each, which is not known in forward: of those only the
+logarithm of the softmax's denominator is kept, and backward projects every chunk a second time.
+
 Shapes: T tokens, C tokens of a chunk, D width, V vocabulary rows of this rank.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -40,27 +43,39 @@ def _chunk_loss(logits_CV: torch.Tensor, labels_C: torch.Tensor, shard: VocabSha
 
     A label outside the vocabulary gives NaN in both, for a plausible number would hide it.
     """
-    max_C = logits_CV.amax(dim=-1)
-    if shard is not None:
-        max_C = shard.reduce_max(max_C)
+    factor_C, mine_C, column_C1 = _targets(logits_CV, labels_C, shard)
+    _, sum_C, target_C = _softmax_parts(logits_CV, mine_C, column_C1, shard)
+    loss_C = (sum_C.log() - target_C) * factor_C
+    grad_CV = logits_CV.mul_((factor_C / sum_C).unsqueeze(-1))
+    grad_CV.scatter_add_(-1, column_C1, -mine_C.unsqueeze(-1).to(grad_CV.dtype))
+    return loss_C, grad_CV
+
+
+def _targets(logits_CV: torch.Tensor, labels_C: torch.Tensor, shard: VocabShard | None):
+    """Factor of each token's loss (1, 0 without a label, NaN outside the vocabulary), whether its label is a column of
+    this rank, and which one.
+    """
     valid_C = labels_C != IGNORE_INDEX
     start, vocab_size = (0, logits_CV.shape[-1]) if shard is None else (shard.start, shard.vocab_size)
     factor_C = valid_C.to(logits_CV.dtype).masked_fill(valid_C & ((labels_C < 0) | (labels_C >= vocab_size)), math.nan)
     local_C = labels_C - start
     mine_C = valid_C & (local_C >= 0) & (local_C < logits_CV.shape[-1])
-    column_C1 = local_C.where(mine_C, 0).unsqueeze(-1)
+    return factor_C, mine_C, local_C.where(mine_C, 0).unsqueeze(-1)
 
+
+def _softmax_parts(
+    logits_CV: torch.Tensor, mine_C: torch.Tensor, column_C1: torch.Tensor, shard: VocabShard | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Maximum, sum of exp(logit - maximum), and the label's logit - maximum; leaves the exponentials in the logits."""
+    max_C = logits_CV.amax(dim=-1)
+    if shard is not None:
+        max_C = shard.reduce_max(max_C)
     logits_CV.sub_(max_C.unsqueeze(-1))
     target_C = logits_CV.gather(-1, column_C1).squeeze(-1).where(mine_C, 0.0)
-    exp_CV = logits_CV.exp_()
-    sum_C = exp_CV.sum(dim=-1)
+    sum_C = logits_CV.exp_().sum(dim=-1)
     if shard is not None:
         sum_C, target_C = shard.reduce_sum(torch.stack([sum_C, target_C])).unbind(0)
-    loss_C = (sum_C.log() - target_C) * factor_C
-
-    grad_CV = exp_CV.mul_((factor_C / sum_C).unsqueeze(-1))
-    grad_CV.scatter_add_(-1, column_C1, -mine_C.unsqueeze(-1).to(grad_CV.dtype))
-    return loss_C, grad_CV
+    return max_C, sum_C, target_C
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -109,14 +124,62 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return dhidden_TD, dweight_VD, None, None, None, None
 
 
+class _TokenCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_TD: torch.Tensor,
+        weight_VD: torch.Tensor,
+        labels_T: torch.Tensor,
+        chunk_tokens: int,
+        shard: VocabShard | None,
+    ) -> torch.Tensor:
+        accumulate = torch.promote_types(weight_VD.dtype, torch.float32)
+        loss_T, logsumexp_T = (hidden_TD.new_empty(hidden_TD.shape[0], dtype=accumulate) for _ in range(2))
+        for start in range(0, hidden_TD.shape[0], chunk_tokens):
+            rows = slice(start, start + chunk_tokens)
+            logits_CV = (hidden_TD[rows] @ weight_VD.T).to(accumulate)
+            factor_C, mine_C, column_C1 = _targets(logits_CV, labels_T[rows], shard)
+            max_C, sum_C, target_C = _softmax_parts(logits_CV, mine_C, column_C1, shard)
+            loss_T[rows] = (sum_C.log() - target_C) * factor_C
+            logsumexp_T[rows] = max_C + sum_C.log()
+        ctx.save_for_backward(hidden_TD, weight_VD, labels_T, logsumexp_T)
+        ctx.chunk_tokens, ctx.shard = chunk_tokens, shard
+        return loss_T
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dloss_T: torch.Tensor) -> tuple[Any, ...]:
+        hidden_TD, weight_VD, labels_T, logsumexp_T = ctx.saved_tensors
+        need_hidden, need_weight = ctx.needs_input_grad[:2]
+        accumulate = logsumexp_T.dtype
+        dhidden_TD = torch.empty_like(hidden_TD) if need_hidden else None
+        dweight_VD = torch.zeros_like(weight_VD, dtype=accumulate) if need_weight else None
+        for start in range(0, hidden_TD.shape[0], ctx.chunk_tokens):
+            rows = slice(start, start + ctx.chunk_tokens)
+            hidden_CD = hidden_TD[rows]
+            logits_CV = (hidden_CD @ weight_VD.T).to(accumulate)
+            factor_C, mine_C, column_C1 = _targets(logits_CV, labels_T[rows], ctx.shard)
+            # The denominator is that of the whole vocabulary already: no collective.
+            grad_CV = logits_CV.sub_(logsumexp_T[rows].unsqueeze(-1)).exp_().mul_(factor_C.unsqueeze(-1))
+            grad_CV.scatter_add_(-1, column_C1, -mine_C.unsqueeze(-1).to(accumulate))
+            grad_CV = grad_CV.mul_(dloss_T[rows].unsqueeze(-1)).to(hidden_TD.dtype)
+            if dhidden_TD is not None:
+                torch.mm(grad_CV, weight_VD, out=dhidden_TD[rows])
+            if dweight_VD is not None:
+                dweight_VD += grad_CV.T @ hidden_CD
+        return dhidden_TD, None if dweight_VD is None else dweight_VD.to(weight_VD.dtype), None, None, None
+
+
 def linear_cross_entropy(
     hidden_TD: torch.Tensor,
     weight_VD: torch.Tensor,
     labels_T: torch.Tensor,
     chunk_tokens: int = 1024,
     shard: VocabShard | None = None,
+    reduction: Literal["sum", "none"] = "sum",
 ) -> torch.Tensor:
-    """Sum over the tokens of `-log softmax(hidden @ weight.T)[label]`, as a float32 scalar (float64 for float64).
+    """`-log softmax(hidden @ weight.T)[label]` of every token, or the sum over them; float32 (float64 for float64).
 
     Args:
         hidden_TD: (T, D) hidden states, any float dtype.
@@ -125,6 +188,10 @@ def linear_cross_entropy(
         chunk_tokens: tokens projected at once; peak memory is about 2 * chunk_tokens * V floats.
         shard: set when the vocabulary is split over ranks. Collectives: two per chunk; all ranks hold the same tokens.
             The result is the full loss on every rank; the gradient of `hidden_TD` is this rank's part of a sum.
+        reduction: "sum", a scalar, or "none", (T,), 0 where a token has no label. With "none" backward projects once
+            more, a third of the head's work on top; their gradient must be the same on all ranks of `shard`.
     """
+    if reduction == "none":
+        return _TokenCrossEntropy.apply(hidden_TD, weight_VD, labels_T, chunk_tokens, shard)
     # Inside forward gradients are always off, so it must be told whether they are wanted.
     return _LinearCrossEntropy.apply(hidden_TD, weight_VD, labels_T, chunk_tokens, shard, torch.is_grad_enabled())

@@ -3,5 +3,15 @@
 from titanlite.optim.expert_bias import ExpertBiasBalancer
 from titanlite.optim.lr_schedule import build_lr_scheduler, lr_factor
 from titanlite.optim.optimizer import build_optimizer, step_if_finite
+from titanlite.optim.parameters import count_parameters, freeze_parameters, lr_multipliers
 
-__all__ = ["ExpertBiasBalancer", "build_lr_scheduler", "build_optimizer", "lr_factor", "step_if_finite"]
+__all__ = [
+    "ExpertBiasBalancer",
+    "build_lr_scheduler",
+    "build_optimizer",
+    "count_parameters",
+    "freeze_parameters",
+    "lr_factor",
+    "lr_multipliers",
+    "step_if_finite",
+]

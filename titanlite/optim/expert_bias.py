@@ -38,7 +38,8 @@ class ExpertBiasBalancer:
         Only differences of biases matter to a top-k, so each update is made to sum to zero. Otherwise the common part
         grows without bound where more experts are below the mean than above, and eats float32's precision.
 
-        Like the weights, the biases stay as they are in a step whose bool scalar `finite` is False.
+        Like the weights, the biases stay as they are in a step whose bool scalar `finite` is False, and always where
+        the router's weight is frozen.
 
         Integer arithmetic throughout: bfloat16 counts once flipped the sign of the update.
 
@@ -54,5 +55,6 @@ class ExpertBiasBalancer:
             delta = deficit.sign().to(torch.float32)
             delta = (delta - delta.mean(dim=1, keepdim=True)) * (self._update_rate * finite.to(delta.device))
             for router, router_delta in zip(self._routers, delta, strict=True):
-                router.expert_bias += router_delta
+                if router.weight.requires_grad:
+                    router.expert_bias += router_delta
         return counts

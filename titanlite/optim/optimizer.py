@@ -8,26 +8,35 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from titanlite.config.schema import OptimizerSection
+from titanlite.optim.parameters import lr_multipliers
 
 
 def build_optimizer(model: nn.Module, section: OptimizerSection) -> torch.optim.Optimizer:
-    """AdamW with decay on matrices only (norms, biases and other vectors are not decayed).
+    """AdamW of the parameters that are trained, with decay on matrices only (norms, biases and other vectors are not).
 
     Parameters are grouped by mesh too: one fused or foreach call cannot mix DTensors of the dense and the sparse mesh.
+
+    Raises:
+        ConfigError: `section.lr_multipliers` names nothing that is trained.
     """
-    groups: defaultdict[tuple[bool, int], list[nn.Parameter]] = defaultdict(list)
+    multipliers = lr_multipliers(model, section)
+    groups: defaultdict[tuple[bool, int, float], list[nn.Parameter]] = defaultdict(list)
     for param in model.parameters():
         if param.requires_grad:
             mesh = hash(param.device_mesh) if isinstance(param, DTensor) else 0
-            groups[param.dim() >= 2, mesh].append(param)
+            groups[param.dim() >= 2, mesh, multipliers.get(param, 1.0)].append(param)
     options: dict[str, Any] = {
         "fused": section.implementation == "fused",
         "foreach": section.implementation == "foreach",
     }
     return torch.optim.AdamW(
         [
-            {"params": params, "weight_decay": section.weight_decay if decay else 0.0}
-            for (decay, _), params in groups.items()
+            {
+                "params": params,
+                "weight_decay": section.weight_decay if decay else 0.0,
+                "lr": section.lr * multiplier,
+            }
+            for (decay, _, multiplier), params in groups.items()
         ],
         lr=section.lr,
         betas=(section.beta1, section.beta2),

@@ -51,6 +51,7 @@ def make_job(**values: Any) -> JobConfig:
         ("validation.freq", [1], [0]),
         ("validation.steps", [1], [0]),
         ("comm.timeout_seconds", [1], [0]),
+        ("lora.rank", [0], [-1]),
     ],
 )
 def test_range_is_enforced_at_its_ends(key: str, good: list[Any], bad: list[Any]) -> None:
@@ -120,3 +121,59 @@ def test_get_value_reads_nested_keys() -> None:
 )
 def test_format_value_writes_toml(value: object, text: str) -> None:
     assert format_value(value) == text
+
+
+@pytest.mark.parametrize(
+    ("key", "good", "bad"),
+    [
+        ("lora.rank", [1], [-1]),
+        ("lora.alpha", [1e-9, 16.0], [0.0, -1.0, float("nan")]),
+        ("lora.dropout", [0.0, 0.99], [1.0, -0.1]),
+        ("dpo.beta", [1e-9, 0.1], [0.0, -1.0, float("nan")]),
+        ("dpo.label_smoothing", [0.0, 0.49], [0.5, -0.1]),
+    ],
+)
+def test_ranges_of_fine_tuning(key: str, good: list[float], bad: list[float]) -> None:
+    name = key.replace(".", "__")
+    for value in [*good, *bad]:
+        problems = check_values(make_job(**{**LORA, "training__objective": "dpo", name: value}))
+        assert len(problems) == (value in bad or value != value), problems
+        assert all(problem.startswith(f"{key} = {format_value(value)} is out of range.") for problem in problems)
+
+
+@pytest.mark.parametrize(
+    ("key", "bad"),
+    [("optimizer.freeze", "a,,b"), ("optimizer.freeze", ","), ("optimizer.lr_multipliers", "a*")],
+)
+def test_patterns_are_checked(key: str, bad: str) -> None:
+    (problem,) = check_values(make_job(**{key.replace(".", "__"): bad}))
+    assert problem.startswith(f"{key} = {bad!r}")
+
+
+LORA = {"lora__rank": 8, "checkpoint__initial_load_path": "model", "model__flavor": ""}
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({**LORA}, []),
+        ({**LORA, "lora__alpha": 3.0, "lora__dropout": 0.1, "lora__targets": "q_proj"}, []),
+        ({"lora__rank": 8}, ["checkpoint.initial_load_path is empty"]),
+        (
+            {"lora__alpha": 3.0, "lora__targets": "q_proj"},
+            ["lora.alpha = 3.0 is set", 'lora.targets = "q_proj" is set'],
+        ),
+        ({**LORA, "moe__expert_bias_update_rate": 0.1}, ["moe.expert_bias_update_rate = 0.1: with lora.rank = 8"]),
+        ({**LORA, "lora__targets": "a,,b"}, ["nothing between two commas"]),
+        ({"training__objective": "dpo", "dpo__beta": 0.3}, []),
+        ({"dpo__beta": 0.3}, ["dpo.beta, dpo.label_smoothing or dpo.reference is set"]),
+        ({"training__objective": "dpo", "dpo__reference": "adapters_off"}, ["needs adapters, but lora.rank = 0"]),
+        ({**LORA, "training__objective": "dpo", "dpo__reference": "adapters_off"}, []),
+        ({**LORA, "training__objective": "dpo", "dpo__reference": "cached"}, []),
+    ],
+)
+def test_settings_of_fine_tuning_that_contradict_each_other(values: dict[str, Any], words: list[str]) -> None:
+    problems = check_values(make_job(**values))
+    assert len(problems) == len(words)
+    for problem, expected in zip(problems, words, strict=True):
+        assert expected in problem

@@ -208,3 +208,97 @@ def test_label_outside_the_vocabulary_does_not_pass(label):
     hidden, weight, labels = make_inputs()
     labels[0] = label
     assert not linear_cross_entropy(hidden, weight, labels).isfinite()
+
+
+def token_reference(hidden, weight, labels, upstream):
+    """Losses (T,) and the gradients for `upstream` (T,), in float64."""
+    hidden, weight = (x.detach().double().requires_grad_() for x in (hidden, weight))
+    losses = F.cross_entropy(hidden @ weight.T, labels, reduction="none")
+    return losses.detach(), *torch.autograd.grad(losses, (hidden, weight), upstream.double())
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("chunk_tokens", [1, 5, 100])
+def test_losses_of_single_tokens(dtype, chunk_tokens):
+    hidden, weight, labels = make_inputs(dtype=dtype)
+    upstream = torch.randn(13, generator=torch.Generator().manual_seed(1))
+    losses = linear_cross_entropy(hidden, weight, labels, chunk_tokens, reduction="none")
+    assert losses.dtype == torch.promote_types(dtype, torch.float32) and losses.shape == (13,)
+    assert losses[[2, 5]].tolist() == [0.0, 0.0]
+    losses.backward(upstream.to(losses.dtype))
+    expected = token_reference(hidden, weight, labels, upstream)
+    for actual, wanted in zip((losses, hidden.grad, weight.grad), expected, strict=True):
+        assert_close(actual, wanted, BOUNDS[dtype])
+    assert hidden.grad.dtype == weight.grad.dtype == dtype
+
+
+def test_gradcheck_of_single_tokens():
+    hidden, weight, labels = make_inputs(tokens=4, dim=3, vocab=5, dtype=torch.float64, ignored=(1,))
+    assert torch.autograd.gradcheck(
+        lambda h, w: linear_cross_entropy(h, w, labels, 3, reduction="none"), (hidden, weight)
+    )
+
+
+def test_single_tokens_sum_to_the_sum():
+    hidden, weight, labels = make_inputs()
+    losses = linear_cross_entropy(hidden, weight, labels, 5, reduction="none")
+    assert torch.equal(losses.sum(), linear_cross_entropy(hidden, weight, labels, 5))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_full_logits_never_exist_for_single_tokens(dtype):
+    tokens, vocab, chunk = 200, 300, 16
+    hidden, weight, labels = make_inputs(tokens, 4, vocab, dtype)
+    with SizeLog() as log:
+        linear_cross_entropy(hidden, weight, labels, chunk, reduction="none").sum().backward()
+    assert (chunk, vocab) in log.shapes
+    assert log.largest == chunk * vocab
+
+
+def test_single_tokens_only_wanted_gradients():
+    hidden, weight, labels = make_inputs()
+    linear_cross_entropy(hidden, weight.detach(), labels, reduction="none").sum().backward()
+    assert_close(hidden.grad, reference(hidden, weight, labels)[1], BOUNDS[torch.float32])
+    assert weight.grad is None
+
+
+@pytest.mark.parametrize("splits", [(0, 12, 23), (0, 1, 23)])
+def test_vocabulary_shards_of_single_tokens(splits):
+    hidden, weight, labels = make_inputs(dtype=torch.float64)
+    upstream = torch.randn(13, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    size = len(splits) - 1
+    ranks, results = Ranks(size), [None] * size
+
+    def run(rank):
+        begin, end = splits[rank], splits[rank + 1]
+        shard = VocabShard(
+            start=begin,
+            vocab_size=splits[-1],
+            reduce_max=lambda x: ranks.reduce(rank, x, torch.amax),
+            reduce_sum=lambda x: ranks.reduce(rank, x, torch.sum),
+        )
+        mine = hidden.detach().clone().requires_grad_()
+        rows = weight.detach()[begin:end].clone().requires_grad_()
+        losses = linear_cross_entropy(mine, rows, labels, 5, shard, reduction="none")
+        losses.backward(upstream)
+        results[rank] = losses.detach(), mine.grad, rows.grad
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    losses, dhidden, dweight = token_reference(hidden, weight, labels, upstream)
+    assert all(result is not None for result in results)
+    for result in results:
+        assert_close(result[0], losses, BOUNDS[torch.float64])
+    assert_close(sum(result[1] for result in results), dhidden, BOUNDS[torch.float64])
+    assert_close(torch.cat([result[2] for result in results]), dweight, BOUNDS[torch.float64])
+
+
+@pytest.mark.parametrize("label", [23, -7])
+def test_single_token_label_outside_the_vocabulary_does_not_pass(label):
+    hidden, weight, labels = make_inputs()
+    labels[0] = label
+    losses = linear_cross_entropy(hidden, weight, labels, reduction="none")
+    assert not losses[0].isfinite() and losses[1:].isfinite().all()

@@ -45,6 +45,16 @@ def test_busy_experts_become_harder_to_choose():
     assert routers[0].expert_bias.dtype == torch.float32
 
 
+def test_bias_of_a_frozen_router_stays():
+    _, balancer, routers = build()
+    routers[0].weight.requires_grad_(False)
+    for router in routers:
+        router.tokens_per_expert.copy_(torch.tensor([9, 0, 4, 4, 4, 4, 4, 3]))
+    balancer.accumulate()
+    assert torch.equal(balancer.step(TRUE)[0], routers[0].tokens_per_expert), "it is counted all the same"
+    assert not routers[0].expert_bias.any() and routers[1].expert_bias.any()
+
+
 def test_counts_above_two_to_the_24_are_exact():
     _, balancer, routers = build()
     big = 2**24

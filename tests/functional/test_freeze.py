@@ -1,0 +1,104 @@
+"""Frozen parameters and learning rates by pattern, on meshes and through a resume."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import titanlite.trainer
+from titanlite.config.parallelism import Degrees
+from titanlite.errors import ConfigError
+from titanlite.trainer import Trainer
+
+STEPS = 3
+RELATIVE_TOLERANCE = 1e-5  # as in test_parity_ladder.py
+WEIGHT_TOLERANCE = 1.25e-5
+PATTERNS = [
+    # Of an FSDP unit some are frozen, of another all; experts on their own mesh in part; norms, which tp replicates.
+    "--optimizer.freeze=model.embed_tokens*, *.mlp.gate.*, *.0.mlp.experts.down_proj, model.layers.1.*norm*",
+    "--optimizer.lr_multipliers=lm_head*=0.5, *.experts.*=2",
+]
+
+
+def is_frozen(name: str) -> bool:
+    norm = name.startswith("model.layers.1.") and "norm" in name
+    return norm or "embed_tokens" in name or ".mlp.gate." in name or name.endswith(".0.mlp.experts.down_proj")
+
+
+@pytest.fixture(scope="module")
+def reference_runs() -> dict[str, Any]:
+    return {}
+
+
+@pytest.mark.parametrize("mesh", ["FSDP4", "TP2xEP2", "TP2xFSDP2"])
+def test_mesh_trains_like_one_process(train_run, meshes, reference_runs, mesh):
+    def run(degrees: Degrees, *overrides: str) -> Any:
+        local = f"--training.local_batch_size={8 // degrees.dp // 2}"
+        return train_run(degrees, *PATTERNS, local, *overrides, steps=STEPS)
+
+    if not reference_runs:
+        reference_runs["one"] = run(Degrees())[0]
+    one = reference_runs["one"]
+    ranks = run(meshes[mesh], "--activation_checkpoint.mode=full")
+    for many in ranks:
+        assert many.losses == pytest.approx(one.losses, rel=RELATIVE_TOLERANCE)
+        assert many.grad_norms == pytest.approx(one.grad_norms, rel=RELATIVE_TOLERANCE)
+    for name, expected in one.weights.items():
+        if not name.endswith(".tokens_per_expert"):
+            tolerance = 0.0 if is_frozen(name) else 2 * WEIGHT_TOLERANCE  # twice the learning rate
+            torch.testing.assert_close(ranks[0].weights[name], expected, rtol=0, atol=tolerance)
+
+
+def test_frozen_stays_and_the_rest_moves(run_ranks, checked, meshes, gather_full):
+    job = checked(meshes["TP2xEP2"], *PATTERNS)
+
+    def rank_main() -> None:
+        trainer = Trainer(job.job, job.model_config, job.degrees)
+        before = gather_full(trainer.model)
+        trainer.train_step(trainer.loader.micro_batches(0))
+        for name, param in trainer.model.named_parameters():
+            assert (param in trainer.optimizer.state) != is_frozen(name), name
+        for name, value in gather_full(trainer.model).items():
+            if not name.endswith((".tokens_per_expert", ".inv_freq")):
+                assert torch.equal(value, before[name]) == is_frozen(name), name
+
+    run_ranks(4, rank_main)
+
+
+@pytest.fixture
+def train(run_ranks, checked, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    monkeypatch.setattr(titanlite.trainer, "_SAMPLE_TOKENS", 2)
+
+    def run(degrees: Degrees, folder: Path) -> None:
+        schedule = ["--training.steps=4", "--checkpoint.interval=2", f"--job.dump_folder={folder}"]
+        job = checked(degrees, *PATTERNS, *schedule)
+        run_ranks(degrees.world_size, lambda: Trainer(job.job, job.model_config, job.degrees).train())
+
+    return run
+
+
+def test_resume(train, meshes, tmp_path):
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    train(meshes["TP2xEP2"], whole)
+    states = load_file(whole / "checkpoint/step-4/titanlite/optimizer.safetensors")
+    assert states and not any(is_frozen(key.partition(".")[2]) for key in states)
+    shutil.copytree(whole / "checkpoint/step-2", resumed / "checkpoint/step-2")
+    train(meshes["TP2xEP2"], resumed)
+    for name in ("model.safetensors", "titanlite/optimizer.safetensors"):
+        paths = (whole / "checkpoint/step-4" / name, resumed / "checkpoint/step-4" / name)
+        assert paths[0].read_bytes() == paths[1].read_bytes(), name
+
+
+def test_pattern_that_matches_nothing_is_one_error_on_all_ranks(run_ranks, checked, meshes):
+    job = checked(meshes["FSDP4"], "--optimizer.freeze=*.gate.weigth")
+
+    def rank_main() -> str:
+        with pytest.raises(ConfigError) as error:
+            Trainer(job.job, job.model_config, job.degrees)
+        return str(error.value)
+
+    assert all("optimizer.freeze: '*.gate.weigth' matches no parameter" in text for text in run_ranks(4, rank_main))

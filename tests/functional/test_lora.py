@@ -1,0 +1,248 @@
+"""LoRA through real trainers: every mesh trains the same adapters, resuming is exact, the base model never moves."""
+
+import json
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import titanlite.trainer
+from titanlite.checkpoint import save_hf_model
+from titanlite.config.parallelism import Degrees
+from titanlite.data import build_data
+from titanlite.errors import CheckpointError
+from titanlite.materialize import Init, Normal, materialize
+from titanlite.models.decoder import build_decoder
+from titanlite.models.lora import is_adapter
+from titanlite.preflight import Checked
+from titanlite.trainer import Trainer
+
+STEPS = 4
+RELATIVE_TOLERANCE = 1e-5  # as in test_parity_ladder.py
+WEIGHT_TOLERANCE = 1.25e-5
+LORA = ["--lora.rank=4", "--lora.alpha=8", "--moe.expert_bias_update_rate=none", "--training.local_batch_size=2"]
+FAMILIES = {
+    "qwen3_moe": [],
+    "qwen3": ["--model.name=qwen3"],
+    "dots1": ["--model.name=dots1"],
+    "few_experts": ["--model.overrides.num_experts=2", "--model.overrides.top_k=1"],
+}
+FULL_AC = "--activation_checkpoint.mode=full"
+
+
+@pytest.fixture(scope="module")
+def base_folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Path]]:
+    return tmp_path_factory.mktemp("bases"), {}
+
+
+@pytest.fixture
+def base_of(run_ranks, checked, base_folders) -> Callable[[str], Path]:
+    """`base_of(family)`: a pretrained model in Hugging Face's format, made once."""
+
+    def get(family: str) -> Path:
+        root, made = base_folders
+        if family not in made:
+            job = checked(Degrees(), *FAMILIES[family])
+
+            def rank_main() -> None:
+                tokenizer, _ = build_data(job.job, 0, 1)
+                model = build_decoder(job.model_config)
+                # Wider than at a run's beginning, so that experts differ and the loss has something to unlearn.
+                plan = materialize(model, "cpu", [{"model.layers.*_proj*": Init(Normal(std=0.1))}], seed=3)
+                save_hf_model(model, plan, tokenizer, root / family, torch.float32)
+
+            run_ranks(1, rank_main)
+            made[family] = root / family
+        return made[family]
+
+    return get
+
+
+@pytest.fixture
+def overrides_of(base_of) -> Callable[..., list[str]]:
+    def get(family: str, *overrides: str) -> list[str]:
+        cleared = ["--model.flavor=", "--model.overrides.vocab_size=none", "--model.overrides.num_layers=none"]
+        return [*cleared, *LORA, f"--checkpoint.initial_load_path={base_of(family)}", *overrides]
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def reference_runs() -> dict[str, Any]:
+    return {}
+
+
+@pytest.fixture
+def compare(train_run, overrides_of, meshes, reference_runs):
+    def run(mesh: str, family: str, *overrides: str) -> Any:
+        if family not in reference_runs:
+            reference_runs[family] = train_run(Degrees(), *overrides_of(family), steps=STEPS)[0]
+        one = reference_runs[family]
+        degrees = meshes[mesh]
+        local = f"--training.local_batch_size={8 // degrees.dp // 2}"
+        ranks = train_run(degrees, *overrides_of(family, local, *overrides), steps=STEPS)
+        for many in ranks:
+            assert many.digests == one.digests, "initial weights are not bit-identical"
+            assert many.losses == pytest.approx(one.losses, rel=RELATIVE_TOLERANCE)
+            assert many.grad_norms == pytest.approx(one.grad_norms, rel=RELATIVE_TOLERANCE)
+        for name, expected in one.weights.items():
+            if not name.endswith(".tokens_per_expert"):
+                tolerance = WEIGHT_TOLERANCE if is_adapter(name) else 0.0
+                torch.testing.assert_close(ranks[0].weights[name], expected, rtol=0, atol=tolerance)
+        return one
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("mesh", "family", "overrides"),
+    [
+        ("FSDP4", "qwen3_moe", []),
+        ("TP2xEP2", "qwen3_moe", [FULL_AC]),
+        ("TP2xEP4", "qwen3_moe", ["--activation_checkpoint.mode=selective"]),
+        ("HSDP2x2", "few_experts", []),
+        ("TP2xFSDP2", "few_experts", []),
+        ("TP2xFSDP2", "qwen3", [FULL_AC]),
+        ("TP2xEP2", "dots1", []),
+    ],
+)
+def test_mesh_trains_the_adapters_of_one_process(compare, base_of, mesh, family, overrides):
+    one = compare(mesh, family, *overrides)
+    stored = load_file(base_of(family) / "model.safetensors")
+    moved = [name for name, weight in one.weights.items() if is_adapter(name) and name.endswith("B") and weight.any()]
+    assert len(moved) == sum(is_adapter(name) and name.endswith("B") for name in one.weights) > 0
+    assert one.losses[-1] < one.losses[0] - 0.02, "nothing was learned"
+    for name in stored.keys() & one.weights.keys():
+        assert torch.equal(one.weights[name], stored[name]), f"{name}: the base model moved"
+
+
+def test_optimizer_memory_is_adapters_only(run_ranks, checked, overrides_of, meshes):
+    job = checked(meshes["TP2xEP2"], *overrides_of("qwen3_moe"))
+
+    def rank_main() -> None:
+        trainer = Trainer(job.job, job.model_config, job.degrees)
+        trainer.train_step(trainer.loader.micro_batches(0))
+        adapters = {id(p) for name, p in trainer.model.named_parameters() if is_adapter(name)}
+        assert {id(p) for p in trainer.optimizer.state} == adapters
+        for name, param in trainer.model.named_parameters():
+            assert param.requires_grad == is_adapter(name), name
+        elements = sum(s["exp_avg"].to_local().numel() for s in trainer.optimizer.state.values())
+        assert elements == sum(p.to_local().numel() for p in trainer.model.parameters() if id(p) in adapters)
+
+    run_ranks(4, rank_main)
+
+
+def test_bfloat16_base_under_fsdp(run_ranks, checked, overrides_of, meshes):
+    """Frozen weights in two bytes, adapters and their gradients in four, in one FSDP unit."""
+    job = checked(meshes["TP2xEP2"], *overrides_of("qwen3_moe", "--lora.base_dtype=bfloat16"))
+
+    def rank_main() -> None:
+        trainer = Trainer(job.job, job.model_config, job.degrees)
+        first = trainer.train_step(trainer.loader.micro_batches(0)).loss.item()
+        for step in (0, 0, 0):
+            last = trainer.train_step(trainer.loader.micro_batches(step)).loss.item()
+        assert last < first
+        for name, param in trainer.model.named_parameters():
+            assert param.dtype == (torch.float32 if is_adapter(name) else torch.bfloat16), name
+
+    run_ranks(4, rank_main)
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_dropout_is_the_same_when_layers_are_recomputed(train_run, overrides_of, mode):
+    overrides = overrides_of("qwen3_moe", "--lora.dropout=0.3")
+    plain = train_run(Degrees(), *overrides, steps=3)[0]
+    recomputed = train_run(Degrees(), *overrides, f"--activation_checkpoint.mode={mode}", steps=3)[0]
+    assert recomputed.losses == plain.losses and recomputed.grad_norms == plain.grad_norms
+    without = train_run(Degrees(), *overrides_of("qwen3_moe"), steps=3)[0]
+    assert without.losses[1:] != plain.losses[1:], "nothing was dropped"
+
+
+def test_backend_of_the_kernels(train_run, overrides_of):
+    """The single grouped GEMMs of adapters in Triton's interpreter: rank 4 is narrower than any tile."""
+    plain = train_run(Degrees(), *overrides_of("qwen3_moe"), steps=2)[0]
+    triton = train_run(Degrees(), *overrides_of("qwen3_moe", "--moe.grouped_gemm=triton"), steps=2)[0]
+    assert triton.losses == pytest.approx(plain.losses, rel=RELATIVE_TOLERANCE)
+    assert triton.grad_norms == pytest.approx(plain.grad_norms, rel=RELATIVE_TOLERANCE)
+
+
+# torch 2.13 warns about its own doing, see test_training.py.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_compiled_layers(train_run, overrides_of, monkeypatch):
+    """Traced as torch.compile traces, without the inductor."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    plain = train_run(Degrees(), *overrides_of("qwen3_moe", FULL_AC), steps=2)[0]
+    compiled = train_run(Degrees(), *overrides_of("qwen3_moe", FULL_AC, "--compile.enable=true"), steps=2)[0]
+    assert compiled.losses == pytest.approx(plain.losses, rel=RELATIVE_TOLERANCE)
+    assert compiled.grad_norms == pytest.approx(plain.grad_norms, rel=RELATIVE_TOLERANCE)
+
+
+@pytest.fixture
+def train(run_ranks, checked, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    monkeypatch.setattr(titanlite.trainer, "_SAMPLE_TOKENS", 2)
+
+    def run(degrees: Degrees, folder: Path, *overrides: str) -> None:
+        job: Checked = checked(degrees, f"--job.dump_folder={folder}", *overrides)
+        run_ranks(degrees.world_size, lambda: Trainer(job.job, job.model_config, job.degrees).train())
+
+    return run
+
+
+def test_resume(train, overrides_of, meshes, tmp_path):
+    """A step holds the adapters only; resumed on the same mesh bit for bit, on another one to rounding."""
+    overrides = overrides_of(
+        "qwen3_moe",
+        "--training.steps=4",
+        "--checkpoint.interval=2",
+        "--lora.dropout=0.1",
+        "--lora.targets=o_proj, experts",
+    )
+    whole = tmp_path / "whole"
+    train(meshes["TP2xEP2"], whole, *overrides)
+    step = whole / "checkpoint/step-4"
+    assert {path.name for path in step.iterdir() if path.suffix == ".safetensors"} == {"adapter_model.safetensors"}
+    config = json.loads((step / "adapter_config.json").read_text())
+    assert config["r"] == 4 and config["lora_alpha"] == 8 and config["target_modules"] == ["o_proj"]
+    assert config["target_parameters"] == ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
+    assert Path(config["base_model_name_or_path"]).joinpath("model.safetensors").exists()
+
+    def resumed(mesh: str) -> Path:
+        folder = tmp_path / mesh
+        shutil.copytree(whole / "checkpoint/step-2", folder / "checkpoint/step-2")
+        train(meshes[mesh], folder, *overrides)
+        return folder
+
+    same = resumed("TP2xEP2")
+    for name in ("adapter_model.safetensors", "titanlite/optimizer.safetensors", "titanlite/rng.safetensors"):
+        assert (step / name).read_bytes() == (same / "checkpoint/step-4" / name).read_bytes(), name
+    assert (step / "adapter_model.safetensors").read_bytes() != (
+        whole / "checkpoint/step-2/adapter_model.safetensors"
+    ).read_bytes()
+
+
+def test_resume_on_another_mesh_and_without_adapters(train, run_ranks, checked, overrides_of, meshes, tmp_path):
+    overrides = overrides_of("qwen3_moe", "--training.steps=4", "--checkpoint.interval=2")
+    whole, folder = tmp_path / "whole", tmp_path / "other"
+    train(meshes["FSDP4"], whole, *overrides)
+    shutil.copytree(whole / "checkpoint/step-2", folder / "checkpoint/step-2")
+    train(meshes["TP2xEP2"], folder, *overrides)
+    expected = load_file(whole / "checkpoint/step-4/adapter_model.safetensors")
+    found = load_file(folder / "checkpoint/step-4/adapter_model.safetensors")
+    assert expected.keys() == found.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=WEIGHT_TOLERANCE)
+
+    plain = checked(meshes["FSDP4"], f"--job.dump_folder={whole}", *overrides, "--lora.rank=0", "--lora.alpha=16")
+
+    def rank_main() -> str:
+        with pytest.raises(CheckpointError) as error:
+            Trainer(plain.job, plain.model_config, plain.degrees)
+        return str(error.value)
+
+    assert all("adapters without their model. Set lora.rank" in text for text in run_ranks(4, rank_main))

@@ -1,0 +1,149 @@
+"""`export --merge`: the weights are base + alpha / rank * B A in float64, rounded once, and transformers loads them."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from titanlite.checkpoint.adapter import adapter_files, write_adapter_config
+from titanlite.checkpoint.commit import commit_folder
+from titanlite.checkpoint.hf_model import save_hf_model
+from titanlite.config.schema import LoRASection
+from titanlite.export_checkpoint import main
+from titanlite.inspect_checkpoint import main as inspect
+from titanlite.materialize import Init, Normal, materialize
+from titanlite.models.decoder import build_decoder
+from titanlite.models.families import families
+from titanlite.models.lora import LoRAExperts, LoRALinear, adapted_modules, apply_lora
+
+SECTION = LoRASection(rank=4, alpha=12.0)
+CASES = [
+    ("qwen3", "", False),
+    ("qwen3", "q_proj, layers.1.*", True),
+    ("qwen3_moe", "", False),
+    ("qwen3_moe", "experts.down_proj", False),
+    ("qwen3_moe", "layers.0.mlp.experts.gate_up_proj", True),
+    ("dots1", "", False),
+]
+
+
+def make(folder, family, section, run_ranks, base_dtype=torch.float32):
+    """Base model and adapters in `folder`; the full tensors of the model with adapters."""
+    config = replace(families()[family].presets["debug"], vocab_size=97)
+    model = build_decoder(config)
+    apply_lora(model, section, torch.float32)
+    plan = materialize(model, "cpu", [{"*lora_B": Init(Normal(std=0.1))}], seed=5)
+    base = build_decoder(config)
+    base_plan = materialize(base, "cpu", seed=5)
+
+    def rank_main():
+        save_hf_model(base, base_plan, None, folder / "base", base_dtype)
+        commit_folder(
+            folder / "adapter",
+            adapter_files(plan),
+            lambda path: write_adapter_config(path, model, section, str(folder / "base")),
+        )
+
+    run_ranks(1, rank_main)
+    return model
+
+
+def expected_weights(model, base_dtype):
+    """base + scaling * B A in float64 by run-time name."""
+    found = {}
+    for name, module in adapted_modules(model).items():
+        if isinstance(module, LoRALinear):
+            pairs = {"weight": (module.lora_A, module.lora_B)}
+        else:
+            assert isinstance(module, LoRAExperts)
+            prefixes = {weight: weight.removesuffix("proj") for weight in module.adapted}
+            pairs = {w: (getattr(module, f"{p}lora_A"), getattr(module, f"{p}lora_B")) for w, p in prefixes.items()}
+        for weight, (a, b) in pairs.items():
+            base = getattr(module, weight).detach().to(base_dtype).double()
+            found[f"{name}.{weight}"] = base + module.scaling * (b.detach().double() @ a.detach().double())
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("family", "targets", "rslora"), CASES, ids=[f"{f}-{t or 'all'}" for f, t, _ in CASES])
+def test_merged_model(tmp_path, run_ranks, monkeypatch, capsys, family, targets, rslora, dtype):
+    monkeypatch.setattr("titanlite.export_checkpoint._CHUNK_ELEMENTS", 500)  # every weight in several parts
+    section = replace(SECTION, targets=targets, use_rslora=rslora)
+    model = make(tmp_path, family, section, run_ranks, dtype)
+    out = tmp_path / "merged"
+    name = str(dtype).removeprefix("torch.")
+    assert main([str(tmp_path / "adapter"), str(out), "--merge", "--dtype", name]) == 0
+    assert not (out / "adapter_config.json").exists() and (out / "config.json").exists()
+
+    merged = AutoModelForCausalLM.from_pretrained(out, dtype=dtype)
+    wanted = expected_weights(model, dtype)
+    weights = dict(merged.named_parameters(remove_duplicate=False))
+    base = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=dtype).named_parameters())
+    assert wanted and weights.keys() >= wanted.keys()
+    for key, weight in weights.items():
+        if key in wanted:
+            assert torch.equal(weight, wanted[key].to(dtype)), key
+            assert not torch.equal(weight, base[key]), key
+        elif key in base:
+            assert torch.equal(weight, base[key]), key
+    if dtype == torch.float32:
+        tokens = torch.arange(20).view(2, 10)
+        expected = model(tokens)
+        # Float32 (6e-8) through 3 layers in another order of operations.
+        assert (merged(tokens, use_cache=False).logits - expected).norm() <= 1e-5 * expected.norm()
+
+
+def test_base_can_be_given(tmp_path, run_ranks, capsys):
+    make(tmp_path, "qwen3", replace(SECTION, targets="q_proj"), run_ranks)
+    (tmp_path / "base").rename(tmp_path / "moved")
+    arguments = [str(tmp_path / "adapter"), str(tmp_path / "out"), "--merge"]
+    assert main(arguments) == 2
+    assert str(tmp_path / "base") in capsys.readouterr().err
+    assert main([*arguments, "--base", str(tmp_path / "moved")]) == 0
+
+
+def test_what_does_not_fit_is_one_error(tmp_path, run_ranks, capsys):
+    make(tmp_path, "qwen3", replace(SECTION, targets="q_proj, k_proj"), run_ranks)
+    adapter = tmp_path / "adapter"
+    assert main([str(adapter), str(tmp_path / "out")]) == 2
+    assert "adapters without their model. Add --merge" in capsys.readouterr().err
+
+    (adapter / "titanlite/manifest.json").unlink()
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    first = "base_model.model.model.layers.0.self_attn"
+    del tensors[f"{first}.q_proj.lora_B.weight"]
+    tensors[f"{first}.k_proj.lora_A.weight"] = torch.zeros(4, 7)
+    tensors["base_model.model.model.layers.0.self_attn.x_proj.lora_A.weight"] = torch.zeros(4, 7)
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    assert main([str(adapter), str(tmp_path / "out"), "--merge"]) == 2
+    text = capsys.readouterr().err
+    for words in (
+        "3 problems",
+        f"{first}.q_proj.lora_B.weight: missing.",
+        "shapes (4, 7) and (32, 4) (lora_B) do not fit the model's weight (32, 64)",
+        "x_proj.lora_A.weight: the model has no weight that it is for.",
+    ):
+        assert words in text
+    assert not (tmp_path / "out").exists()
+
+    table = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps(table | {"rank_pattern": {"q_proj": 8}}))
+    assert main([str(adapter), str(tmp_path / "out"), "--merge"]) == 2
+    assert "rank_pattern = {'q_proj': 8} is not supported" in capsys.readouterr().err
+
+
+def test_inspect_shows_adapters(tmp_path, run_ranks, capsys):
+    make(tmp_path, "qwen3", replace(SECTION, targets="q_proj"), run_ranks)
+    assert inspect([str(tmp_path / "adapter"), "--checksums"]) == 0
+    text = capsys.readouterr().out
+    assert f"adapter    LoRA of rank 4, scaled by 3, 6.14 kB, of {tmp_path / 'base'}" in text
+    assert "manifest   whole" in text and "model.layers.{0-2}.self_attn.q_proj.lora_B.weight" in text
+
+
+def test_base_without_merge_is_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main([str(tmp_path), str(tmp_path / "out"), "--base", "x"])
+    assert "give --merge too" in capsys.readouterr().err

@@ -1,0 +1,296 @@
+"""LoRA on one process: what is trained, what it computes, and that peft computes the same from what was saved."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from titanlite.checkpoint.adapter import adapter_checkpoint, adapter_files, write_adapter_config
+from titanlite.checkpoint.commit import commit_folder
+from titanlite.config.schema import LoRASection
+from titanlite.errors import CheckpointError, ConfigError, PlanError
+from titanlite.materialize import materialize
+from titanlite.models.decoder import build_decoder
+from titanlite.models.lora import adapted_modules, adapters_disabled, apply_lora, is_adapter
+
+# Both compute in float32 (6e-8) through 3 layers, in a different order of operations.
+BOUND = 1e-5
+SECTION = LoRASection(rank=4, alpha=12.0)
+
+
+def build(config, section=SECTION, *, seed=0, dtype=torch.float32, base=None, spread=0.05):
+    """The decoder with adapters; weights of `base` if given, and adapters that are not zero unless `spread` is."""
+    model = build_decoder(config, dtype)
+    apply_lora(model, section, torch.float32)
+    plan = materialize(model, "cpu", seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        if base is not None:
+            missing, unexpected = model.load_state_dict(base.state_dict(), strict=False)
+            assert unexpected == [] and all(map(is_adapter, missing))
+        for name, param in model.named_parameters():
+            if spread and is_adapter(name):
+                param.copy_(torch.randn(param.shape, generator=generator) * spread)
+    return model, plan
+
+
+def tokens_of(config, seed=0):
+    return torch.randint(config.vocab_size, (2, 17), generator=torch.Generator().manual_seed(seed))
+
+
+def save(folder, model, plan, section, base="base"):
+    def rest(path):
+        write_adapter_config(path, model, section, str(base))
+
+    commit_folder(folder, adapter_files(plan), rest)
+
+
+@pytest.fixture
+def one_rank(run_ranks):
+    """Run a function in a process group of one rank."""
+    return lambda function: run_ranks(1, function)[0]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "dots1"])
+def test_only_adapters_are_trained(tiny, family):
+    config = tiny.config(family)
+    model, _ = build(config)
+    model(tokens_of(config), tokens_of(config, 1)).cross_entropy.backward()
+    for name, param in model.named_parameters():
+        assert (param.grad is not None) == param.requires_grad == is_adapter(name), name
+        if param.grad is not None:
+            assert param.grad.abs().max() > 0, name
+    leaves = {name.split(".")[-2] for name, _ in model.named_parameters() if is_adapter(name)}
+    expected = {"q_proj", "k_proj", "v_proj", "o_proj"}
+    expected |= {"gate_proj", "up_proj", "down_proj"} if family != "qwen3_moe" else set()
+    assert leaves == expected | ({"experts"} if config.num_experts else set())
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "dots1"])
+def test_training_begins_at_the_base_model_and_disabled_adapters_are_it_bit_for_bit(tiny, family):
+    config = tiny.config(family)
+    base = tiny.ours(config)
+    tokens = tokens_of(config)
+    fresh, _ = build(config, base=base, spread=0.0)
+    assert all(p.abs().max() > 0 for n, p in fresh.named_parameters() if n.endswith("lora_A"))
+    assert all(p.abs().max() == 0 for n, p in fresh.named_parameters() if n.endswith("lora_B"))
+    torch.testing.assert_close(fresh(tokens), base(tokens), rtol=0, atol=1e-5)
+
+    moved, _ = build(config, base=base)
+    expected = base(tokens)
+    with_adapters = moved(tokens)
+    assert (with_adapters - expected).norm() > 1e-3 * expected.norm()
+    with adapters_disabled(moved):
+        assert torch.equal(moved(tokens), expected)
+    assert torch.equal(moved(tokens), with_adapters)
+
+
+def test_linear_equals_the_formula(tiny):
+    config = tiny.config("qwen3")
+    for section in (SECTION, LoRASection(rank=4, alpha=12.0, use_rslora=True)):
+        model, _ = build(config, section)
+        linear = model.model.layers[0].self_attn.q_proj
+        x = torch.randn(5, config.hidden_size, dtype=torch.float64)
+        weight, a, b = (p.detach().double() for p in (linear.weight, linear.lora_A, linear.lora_B))
+        scaling = 12.0 / (2.0 if section.use_rslora else 4.0)
+        expected = x @ (weight + scaling * b @ a).T
+        assert (linear(x.float()).double() - expected).norm() <= BOUND * expected.norm()
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("targets", ["experts", "gate_up_proj", "experts.down_proj"])
+def test_experts_equal_merged_experts(tiny, targets, backend):
+    config = tiny.config("qwen3_moe")
+    section = replace(SECTION, targets=targets)
+    model, _ = build(config, section)
+    merged = build_decoder(config)
+    materialize(merged, "cpu")
+    state = {name: value.clone() for name, value in model.state_dict().items() if not is_adapter(name)}
+    for name, module in adapted_modules(model).items():
+        module.grouped_gemm_backend = backend
+        for weight in module.adapted:
+            a, b = (getattr(module, f"{weight.removesuffix('proj')}lora_{x}").detach() for x in "AB")
+            state[f"{name}.{weight}"] += module.scaling * b @ a
+    merged.load_state_dict(state)
+    tokens = tokens_of(config)
+    expected = merged(tokens)
+    assert (model(tokens) - expected).norm() <= BOUND * expected.norm()
+
+
+def test_gradients_of_expert_adapters(tiny):
+    """Against autograd through merged weights in float64."""
+    config = tiny.config("qwen3_moe")
+    model, _ = build(config, replace(SECTION, targets="experts"))
+    experts = model.model.layers[0].mlp.experts.double()
+    rows = torch.tensor([5, 0, 4, 3, 2, 6, 1, 7])
+    offsets = torch.tensor([1, 3, 3, 4, 5, 6, 7, 8], dtype=torch.int32)  # the third expert has no row
+    x = torch.randn(4, config.hidden_size, dtype=torch.float64)
+    weight = torch.rand(8, dtype=torch.float64)
+    token = torch.arange(8) // 2
+    order = rows.argsort()
+    names = ["gate_up_lora_A", "gate_up_lora_B", "down_lora_A", "down_lora_B"]
+    adapters = [getattr(experts, name) for name in names]
+    out = experts(x, weight, token[order], rows.view(4, 2), offsets)
+    upstream = torch.randn(out.shape, dtype=torch.float64)
+    got = torch.autograd.grad(out, adapters, upstream)
+
+    gate_up = experts.gate_up_proj + experts.scaling * experts.gate_up_lora_B @ experts.gate_up_lora_A
+    down = experts.down_proj + experts.scaling * experts.down_lora_B @ experts.down_lora_A
+    expected_out = torch.zeros_like(x)
+    for row in range(8):
+        expert = int((offsets <= row).sum())
+        gate, up = (gate_up[expert] @ x[token[order][row]]).chunk(2)
+        result = down[expert] @ (torch.nn.functional.silu(gate) * up) * weight[row]
+        expected_out = expected_out.index_add(0, token[order][row : row + 1], result[None])
+    torch.testing.assert_close(out, expected_out)
+    for name, a, b in zip(names, got, torch.autograd.grad(expected_out, adapters, upstream), strict=True):
+        torch.testing.assert_close(a, b, msg=lambda m, n=name: f"{n}: {m}")
+        assert a[2].abs().max() == 0
+
+
+def test_adapters_do_not_depend_on_the_targets(tiny):
+    """Drawn by name: a layer gets the same A whatever other layers have."""
+    config = tiny.config("qwen3")
+    every, _ = build(config, spread=0.0)
+    some, _ = build(config, replace(SECTION, targets="q_proj, layers.1.*.v_proj"), spread=0.0)
+    named = dict(every.named_parameters())
+    found = {name: p for name, p in some.named_parameters() if is_adapter(name)}
+    assert {name.split(".", 2)[2] for name in found if name.endswith("A")} == {
+        "0.self_attn.q_proj.lora_A",
+        "1.self_attn.q_proj.lora_A",
+        "1.self_attn.v_proj.lora_A",
+        "2.self_attn.q_proj.lora_A",
+    }
+    assert all(torch.equal(p, named[name]) for name, p in found.items())
+
+
+@pytest.mark.parametrize(
+    ("family", "targets", "words"),
+    [
+        ("qwen3", "experts", "'experts' matches no layer"),
+        ("qwen3", "q_proj, lm_head", "'lm_head' matches lm_head, which cannot have an adapter"),
+        ("qwen3_moe", "gate", "'gate' matches model.layers.0.mlp.gate, which cannot have an adapter"),
+        ("qwen3_moe", "q_prj", "Layers that can: q_proj, k_proj, v_proj, o_proj, gate_up_proj, down_proj."),
+    ],
+)
+def test_targets_that_name_nothing(tiny, family, targets, words):
+    with pytest.raises(ConfigError) as error:
+        apply_lora(build_decoder(tiny.config(family)), replace(SECTION, targets=targets), torch.float32)
+    assert words in str(error.value) and str(error.value).startswith("lora.targets: ")
+
+
+def test_dropout_acts_in_training_only(tiny):
+    config = tiny.config("qwen3_moe")
+    model, _ = build(config, replace(SECTION, dropout=0.5))
+    tokens = tokens_of(config)
+    model.eval()
+    assert torch.equal(model(tokens), model(tokens))
+    model.train()
+    assert not torch.equal(model(tokens), model(tokens))
+    with adapters_disabled(model):
+        assert torch.equal(model(tokens), model(tokens))
+
+
+def test_base_may_be_bfloat16(tiny):
+    config = tiny.config("qwen3_moe")
+    model, plan = build(config, dtype=torch.bfloat16)
+    dtypes = {is_adapter(e.fqn): e.dtype for e in plan.entries if e.info.kind == "parameter"}
+    assert dtypes == {True: torch.float32, False: torch.bfloat16}
+    model(tokens_of(config), tokens_of(config)).cross_entropy.backward()
+    assert all(p.grad.dtype == torch.float32 for n, p in model.named_parameters() if is_adapter(n))
+
+
+PEFT = [
+    ("qwen3", "", False),
+    ("llama", "q_proj, v_proj", True),
+    ("qwen3", "layers.1.*", False),
+    ("qwen3_moe", "", False),
+    ("qwen3_moe", "experts", True),
+    ("qwen3_moe", "experts.down_proj, o_proj", False),
+    ("qwen3_moe", "gate_up_proj", False),
+    ("qwen3_moe", "layers.0.mlp.experts, layers.1.self_attn.*", False),
+    ("dots1", "", False),
+    ("dots1", "shared_experts.*, layers.0.mlp.up_proj", False),
+]
+
+
+@pytest.mark.parametrize(("family", "targets", "rslora"), PEFT, ids=[f"{f}-{t or 'all'}" for f, t, _ in PEFT])
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft asks for it
+def test_peft_computes_the_same_from_what_was_saved(tiny, tmp_path, one_rank, family, targets, rslora):
+    from peft import PeftModel
+
+    config = tiny.config(family)
+    section = replace(SECTION, targets=targets, use_rslora=rslora)
+    base = tiny.ours(config)
+    model, plan = build(config, section, base=base)
+    folder = tmp_path / "adapter"
+    one_rank(lambda: save(folder, model, plan, section))
+    theirs = PeftModel.from_pretrained(tiny.theirs(config, base), folder)
+
+    stored = load_file(folder / "adapter_model.safetensors")
+    loaded = {name: p for name, p in theirs.named_parameters() if "lora_" in name}
+    assert {name.replace(".default", "") for name in loaded} == stored.keys()
+    for name, param in loaded.items():
+        assert torch.equal(param, stored[name.replace(".default", "")]), name
+    tokens = tokens_of(config)
+    expected = theirs(tokens, use_cache=False).logits
+    assert (model(tokens) - expected).norm() <= BOUND * expected.norm()
+    with adapters_disabled(model):
+        assert (model(tokens) - expected).norm() > 1e-3 * expected.norm(), "the adapters do nothing"
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_saved_adapters_are_read_back_bit_for_bit(tiny, tmp_path, one_rank, family):
+    config = tiny.config(family)
+    model, plan = build(config)
+    one_rank(lambda: save(tmp_path / "adapter", model, plan, SECTION))
+    again = build_decoder(config)
+    apply_lora(again, SECTION, torch.float32)
+    materialize(again, "cpu", [adapter_checkpoint(tmp_path / "adapter", SECTION)], seed=1)
+    expected = dict(model.named_parameters())
+    for name, param in again.named_parameters():
+        assert not is_adapter(name) or torch.equal(param, expected[name]), name
+
+
+def test_another_base_is_noticed(tiny, tmp_path, one_rank, monkeypatch):
+    config = tiny.config("qwen3")
+    model, plan = build(config, replace(SECTION, targets="q_proj"))
+    folder, snapshot = tmp_path / "adapter", "/cache/models--Qwen--Qwen3-0.6B/snapshots/0a1b2c"
+    one_rank(lambda: save(folder, model, plan, SECTION, snapshot))
+    table = json.loads((folder / "adapter_config.json").read_text())
+    assert (table["base_model_name_or_path"], table["revision"]) == ("Qwen/Qwen3-0.6B", "0a1b2c")
+    said = []
+    monkeypatch.setattr("titanlite.checkpoint.adapter.logger.warning", lambda text, *values: said.append(text % values))
+    adapter_checkpoint(folder, SECTION, snapshot)
+    assert said == []
+    adapter_checkpoint(folder, SECTION, str(tmp_path))
+    assert f"were trained on Qwen/Qwen3-0.6B@0a1b2c, this run puts them on {tmp_path}" in said[0]
+
+
+def test_adapters_of_another_kind_are_refused(tiny, tmp_path, one_rank):
+    config = tiny.config("qwen3")
+    model, plan = build(config, replace(SECTION, targets="q_proj"))
+    folder = tmp_path / "adapter"
+    one_rank(lambda: save(folder, model, plan, SECTION))
+
+    def load(section):
+        again = build_decoder(config)
+        apply_lora(again, section, torch.float32)
+        materialize(again, "cpu", [adapter_checkpoint(folder, section)])
+
+    with pytest.raises(PlanError, match=r"k_proj.lora_A: missing.*Was lora.targets changed") as error:
+        load(replace(SECTION, targets="k_proj"))
+    assert "q_proj.lora_A.weight: unexpected" in str(error.value)
+    with pytest.raises(PlanError, match=r"with shape \(4, 64\), the model expects \(8, 64\).* Was lora.rank changed"):
+        load(replace(SECTION, targets="q_proj", rank=8))
+    with pytest.raises(CheckpointError, match=r"by 3, but lora.alpha = 8 and lora.use_rslora = false scale by 2"):
+        load(replace(SECTION, targets="q_proj", alpha=8.0))
+    table = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(table | {"use_dora": True}))
+    with pytest.raises(CheckpointError, match="use_dora = True is not supported"):
+        load(replace(SECTION, targets="q_proj"))
+    (folder / "adapter_model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"has no adapter_model.safetensors.* Set lora.rank = 0"):
+        load(replace(SECTION, targets="q_proj"))

@@ -1,0 +1,307 @@
+"""Adapters on disk, in the format of the `peft` library: adapter_model.safetensors and adapter_config.json.
+
+`peft` wraps the module with an adapter: a linear layer X has `base_model.model.X.lora_A.weight` (r, in) and `lora_B`
+(out, r). Fused experts are parameters, and it wraps their module once per parameter, the first one innermost (under
+`base_layer`). Their matrices are flat: A is (E * r, in), and B is (out, r * E) with the experts running fastest, so
+that B[e][o, j] is at column j * E + e.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from titanlite.checkpoint.folder import ADAPTER_FILE, Stored, read_headers, read_json
+from titanlite.checkpoint.reader import Placed, SafetensorsReader
+from titanlite.checkpoint.writer import FileLayout, Item, lay_out
+from titanlite.config.schema import LoRASection
+from titanlite.errors import CheckpointError, raise_problems
+from titanlite.logger import logger
+from titanlite.materialize import Plan, ReadRequest, Region, Source, TensorInfo, Unfit
+from titanlite.materialize.agree import on_first_rank
+from titanlite.materialize.layout import local_of
+from titanlite.materialize.replicas import share_out
+from titanlite.materialize.sources import Read
+from titanlite.models.decoder import Decoder
+from titanlite.models.lora import LoRAExperts, adaptable_names, adapted_modules, is_adapter, scaling_of
+
+ADAPTER_CONFIG = "adapter_config.json"
+PREFIX = "base_model.model."
+_EXPERT_ADAPTER = re.compile(r"(.*)\.(gate_up|down)_(lora_[AB])")
+_HUB_SNAPSHOT = re.compile(r"models--(.+?)--(.+)/snapshots/([0-9a-f]+)/?$")
+_LAYER = re.compile(r".*\.layers\.\d+\.")
+# What peft takes for single experts of an older transformers where a model has experts, and renames.
+_FUSED_NAMES = ("gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True)
+class AdapterPlace:
+    """Where the adapter tensor of one run-time name is stored.
+
+    Attributes:
+        key: its key on disk.
+        shape: its shape on disk.
+        order: dims of the run-time tensor in the order in which they are on disk, before some are joined.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
+
+    def stored_region(self, region: Region) -> Region:
+        """`region` of the run-time tensor, with the dims in the order on disk."""
+        return Region(tuple(region.starts[dim] for dim in self.order), tuple(region.lengths[dim] for dim in self.order))
+
+
+def adapter_place(name: str, shape: tuple[int, ...], names: Iterable[str]) -> AdapterPlace:
+    """The place of the adapter `name` of global `shape`; `names` are those of all adapters of the model."""
+    match = _EXPERT_ADAPTER.fullmatch(name)
+    if match is None:
+        module, _, leaf = name.rpartition(".")
+        return AdapterPlace(f"{PREFIX}{module}.{leaf}.weight", shape, tuple(range(len(shape))))
+    module, which, leaf = match.groups()
+    inner = ".base_layer" if which == "gate_up" and f"{module}.down_{leaf}" in names else ""
+    key = f"{PREFIX}{module}{inner}.{leaf}.weight"
+    if leaf == "lora_A":
+        return AdapterPlace(key, (shape[0] * shape[1], shape[2]), (0, 1, 2))
+    return AdapterPlace(key, (shape[1], shape[2] * shape[0]), (1, 2, 0))
+
+
+def adapter_files(plan: Plan) -> list[FileLayout]:
+    """Layout of adapter_model.safetensors over this rank's shards, in the adapters' own dtype. No collective."""
+    entries = [entry for entry in plan.entries if is_adapter(entry.fqn)]
+    names = {entry.fqn for entry in entries}
+    items = []
+    for entry, share in zip(entries, share_out(entry.tensor for entry in entries), strict=True):
+        place = adapter_place(entry.fqn, entry.info.shape, names)
+        whole = Region((0,) * len(entry.info.shape), entry.info.shape)
+        # A copy only where dims change places: B of experts.
+        local = local_of(entry.tensor).permute(place.order).contiguous()
+        items.append(
+            Item(
+                *(place.key, entry.dtype, place.stored_region(whole), place.shape, local),
+                *(place.stored_region(entry.region), share.mine),
+            )
+        )
+    # One file whatever its size: peft does not know another.
+    return lay_out(items, ADAPTER_FILE.removesuffix(".safetensors"), file_bytes=2**62)
+
+
+def write_adapter_config(folder: Path, model: Decoder, section: LoRASection, base: str) -> None:
+    """Write adapter_config.json for the adapters of `model` on the model in the folder `base`. On one rank."""
+    modules, parameters = _targets(model)
+    name, _, revision = (
+        name_of_base(base).partition("@") if _HUB_SNAPSHOT.search(base) else (name_of_base(base), "", "")
+    )
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": name,
+        "revision": revision or None,
+        "r": section.rank,
+        "lora_alpha": int(section.alpha) if section.alpha == int(section.alpha) else section.alpha,
+        # peft refuses dropout beside adapters of parameters; for using the adapter it makes no difference.
+        "lora_dropout": 0.0 if parameters else section.dropout,
+        "use_rslora": section.use_rslora,
+        "target_modules": modules,
+        "target_parameters": parameters,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "modules_to_save": None,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+    }
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def name_of_base(folder: str) -> str:
+    """How adapters name the model in `folder`: its repository `owner/model@revision` if it is a local copy of one."""
+    hub = _HUB_SNAPSHOT.search(folder)
+    return f"{hub[1]}/{hub[2]}@{hub[3]}" if hub else str(Path(folder).absolute())
+
+
+def _targets(model: Decoder) -> tuple[list[str], list[str]]:
+    """Peft's target_modules and target_parameters for the adapters of `model`.
+
+    In models with experts peft takes target_modules named gate_proj, up_proj and down_proj for experts and renames
+    them; the weights of such linear layers (dense layers, shared experts) are given as target_parameters.
+    """
+    has_experts = bool(model.moe_layers())
+    adapted: set[str] = set()
+    for name, module in adapted_modules(model).items():
+        adapted |= {f"{name}.{weight}" for weight in module.adapted} if isinstance(module, LoRAExperts) else {name}
+    experts = {f"{name}.experts.{w}" for name in model.moe_layers() for w in ("gate_up_proj", "down_proj")}
+    modules: dict[str, bool] = {}
+    parameters: dict[str, bool] = {}
+    for name in adaptable_names(model):
+        if name in experts:
+            parameters[name] = name in adapted
+        elif has_experts and name.rpartition(".")[2] in _FUSED_NAMES:
+            parameters[f"{name}.weight"] = name in adapted
+        else:
+            modules[name] = name in adapted
+    leaf_of = {name: name.rpartition(".")[2] for name in modules}
+    suffix_of = {name: _LAYER.sub("", name) for name in parameters}
+    return _shorten(modules, leaf_of), _shorten(parameters, suffix_of)
+
+
+def _shorten(targeted: Mapping[str, bool], short_of: Mapping[str, str]) -> list[str]:
+    """The targeted names; a short one where all names that it stands for are targeted."""
+    not_all = {short_of[name] for name, is_target in targeted.items() if not is_target}
+    return sorted(
+        {name if short_of[name] in not_all else short_of[name] for name, is_target in targeted.items() if is_target}
+    )
+
+
+def adapter_checkpoint(folder: Path, section: LoRASection, base: str = "") -> "AdapterCheckpoint":
+    """The adapters in `folder` as a source for `materialize`, beside the one of the model in the folder `base`.
+
+    Warns if they were trained on a model of another name.
+
+    Raises:
+        CheckpointError: on all ranks; there are none, they are damaged, or of another alpha or scaling than `section`.
+
+    Collectives: one broadcast; every rank must call.
+    """
+
+    def read() -> Stored:
+        stored, config = read_adapter(folder)
+        found = config.scaling
+        if found != scaling_of(section) and config.rank == section.rank:
+            raise CheckpointError(
+                f"checkpoint {folder}: its adapters are scaled by {found:g}, but lora.alpha = {section.alpha:g} and "
+                f"lora.use_rslora = {str(section.use_rslora).lower()} scale by {scaling_of(section):g}. Set them as "
+                "they were, or set another job.dump_folder."
+            )
+        if base and config.base != name_of_base(base):
+            logger.warning(
+                "checkpoint: the adapters in %s were trained on %s, this run puts them on %s; "
+                "checkpoint.initial_load_path must be the same model.",
+                *(folder, config.base, name_of_base(base)),
+            )
+        return stored
+
+    return AdapterCheckpoint(str(folder), on_first_rank(read))
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """What is needed of an adapter_config.json to apply the adapters; `base` as in `MergedAdapters`."""
+
+    rank: int
+    scaling: float
+    base: str
+    target_parameters: tuple[str, ...]
+
+
+def read_adapter(folder: Path) -> tuple[Stored, AdapterConfig]:
+    """Tensors and configuration of the adapters in `folder`.
+
+    Raises:
+        CheckpointError: there are none, they are damaged, or need what titanlite cannot apply.
+    """
+    where = f"checkpoint {folder}"
+    if not (folder / ADAPTER_FILE).exists():
+        raise CheckpointError(
+            f"{where}: has no {ADAPTER_FILE}, so it is not of a run with adapters. Set lora.rank = 0."
+        )
+    stored = read_headers([folder / ADAPTER_FILE], where)
+    table = read_json(folder / ADAPTER_CONFIG, where)
+    problems = [
+        f"{ADAPTER_CONFIG}: {key} = {table.get(key)!r} is not supported, only {' or '.join(map(repr, allowed))} is."
+        for key, allowed in _REQUIRED.items()
+        if table.get(key, allowed[0]) not in allowed
+    ]
+    rank, alpha, base = table.get("r", 0), table.get("lora_alpha", 0), table.get("base_model_name_or_path")
+    if type(rank) is not int or rank < 1 or type(alpha) not in (int, float):
+        problems.append(f"{ADAPTER_CONFIG}: r = {rank!r} and lora_alpha = {alpha!r} are not a rank and a factor.")
+    raise_problems(CheckpointError, where, problems)
+    scaling = float(alpha) / (rank**0.5 if table.get("use_rslora") else rank)
+    parameters, revision = table.get("target_parameters") or [], table.get("revision")
+    name = base if isinstance(base, str) else ""
+    if name and isinstance(revision, str) and not Path(name).exists():
+        name += f"@{revision}"
+    return stored, AdapterConfig(rank, scaling, name, tuple(map(str, parameters)))
+
+
+_REQUIRED: Mapping[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "use_dora": (False, None),
+    "fan_in_fan_out": (False,),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "modules_to_save": (None, []),
+    "lora_bias": (False, None),
+}
+
+
+class AdapterCheckpoint:
+    """A `SourceProvider` that reads every adapter of the model; strict, but silent about all that is no adapter."""
+
+    complete = False
+
+    def __init__(self, folder: str, stored: Stored) -> None:
+        self.name = f"checkpoint {folder}"
+        self._folder, self._stored = folder, stored
+
+    def __call__(self, tensors: Mapping[str, TensorInfo]) -> Iterable[tuple[str, Source | Unfit]]:
+        adapters = {name: info for name, info in tensors.items() if is_adapter(name)}
+        placed: dict[str, tuple[tuple[int, ...], Sequence[Placed]]] = {}
+        orders: dict[str, tuple[int, ...]] = {}
+        reader = _AdapterReader(SafetensorsReader(self._folder, placed, self._stored.file_bytes), orders)
+        claims: list[tuple[str, Source | Unfit]] = []
+        used: set[str] = set()
+        for name, info in adapters.items():
+            place = adapter_place(name, info.shape, adapters)
+            used.add(place.key)
+            tensor = self._stored.tensors.get(place.key)
+            if tensor is None:
+                reason = f"missing, {self.name} does not have {place.key}. Was lora.targets changed?"
+                claims.append((name, Unfit(reason)))
+            elif tensor.shape != place.shape:
+                reason = f"{self.name} has {place.key} with shape {tensor.shape}, the model expects {place.shape}."
+                claims.append((name, Unfit(f"{reason} Was lora.rank changed?")))
+            else:
+                whole = Region((0,) * len(info.shape), info.shape)
+                placed[name] = (info.shape, [Placed(tensor, place.stored_region(whole))])
+                orders[name] = place.order
+                claims.append((name, Read(reader, name, info.shape)))
+        claims += [
+            (key, Unfit(f"unexpected, {self.name} has it and the model has no such adapter. Was lora.targets changed?"))
+            for key in self._stored.tensors
+            if key not in used
+        ]
+        return claims
+
+
+class _AdapterReader:
+    """A `TensorReader` whose stored tensors may have their dims in another order."""
+
+    def __init__(self, inner: SafetensorsReader, orders: Mapping[str, tuple[int, ...]]) -> None:
+        self.name, self.proves_coverage = inner.name, inner.proves_coverage
+        self._inner, self._orders = inner, orders
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self._inner.shapes()
+
+    def read(self, requests: Sequence[ReadRequest]) -> None:
+        moved: list[tuple[torch.Tensor, torch.Tensor]] = []
+        inner: list[ReadRequest] = []
+        for request in requests:
+            order, region, destination = self._orders[request.name], request.region, request.destination
+            if order != tuple(range(len(order))):
+                region = Region(tuple(region.starts[dim] for dim in order), tuple(region.lengths[dim] for dim in order))
+                destination = torch.empty(region.lengths, dtype=destination.dtype, device=destination.device)
+                back = [order.index(dim) for dim in range(len(order))]
+                moved.append((request.destination, destination.permute(back)))
+            inner.append(ReadRequest(request.name, region, destination))
+        self._inner.read(inner)
+        for destination, staged in moved:
+            destination.copy_(staged)

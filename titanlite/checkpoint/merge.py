@@ -1,0 +1,121 @@
+"""Adapters merged into the weights of their model: `W + alpha / rank * B A`, any part of a weight at a time."""
+
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from titanlite.checkpoint.adapter import PREFIX, read_adapter
+from titanlite.checkpoint.folder import Stored
+from titanlite.checkpoint.reader import Placed, SafetensorsReader
+from titanlite.errors import CheckpointError, raise_problems
+from titanlite.materialize import ReadRequest, Region
+
+_EXPERT_WEIGHTS = ("gate_up_proj", "down_proj")
+
+
+class MergedAdapters:
+    """The corrections of the adapters in a folder, for a model with weights of the given global shapes.
+
+    Reads one pair of matrices at a time. Adapters that `peft` trained are served too, if they are of linear layers or
+    of fused experts.
+
+    Attributes:
+        folder: where they are.
+        base: the model that adapter_config.json names: a folder, or `owner/model[@revision]` of the hub.
+
+    Raises:
+        CheckpointError: there are no adapters, they are damaged, or they do not fit the model. All problems at once.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        stored, config = read_adapter(folder)
+        self.base = config.base
+        self.folder, self._scaling, self._stored = folder, config.scaling, stored
+        self._parameters = config.target_parameters
+        self._pairs: dict[str, tuple[str, str]] = {}
+        self._shapes: Mapping[str, tuple[int, ...]] = {}
+        placed = {
+            key: (tensor.shape, [Placed(tensor, Region((0,) * len(tensor.shape), tensor.shape))])
+            for key, tensor in stored.tensors.items()
+        }
+        self._reader = SafetensorsReader(str(folder), placed, stored.file_bytes)
+        self._pair = lru_cache(maxsize=2)(self._read_pair)  # the pieces of one weight are asked for in a row
+
+    def fit(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Find the weight of every adapter among the model's, whose global `shapes` are given by run-time name."""
+        problems = []
+        self._shapes = shapes
+        for key in self._stored.tensors:
+            module, _, leaf = key.removeprefix(PREFIX).rpartition(".lora_A.weight")
+            if not key.startswith(PREFIX) or leaf or not module:
+                if not key.endswith(".lora_B.weight"):
+                    problems.append(f"{key}: is no LoRA adapter.")
+                continue
+            name = self._weight_of(module, shapes)
+            other = f"{PREFIX}{module}.lora_B.weight"
+            if name is None:
+                problems.append(f"{key}: the model has no weight that it is for.")
+            elif other not in self._stored.tensors:
+                problems.append(f"{other}: missing.")
+            else:
+                problem = _misfit(self._stored, key, other, shapes[name])
+                problems += [problem] if problem else []
+                self._pairs[name] = (key, other)
+        paired = {key for pair in self._pairs.values() for key in pair}
+        if not problems:
+            problems = [f"{key}: has no lora_A." for key in self._stored.tensors if key not in paired]
+        raise_problems(CheckpointError, f"checkpoint {self.folder}", problems)
+
+    def _weight_of(self, module: str, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
+        if f"{module}.weight" in shapes:
+            return f"{module}.weight"
+        inner = module.removesuffix(".base_layer")
+        # Of two adapted parameters the first is wrapped first, so it is the inner one.
+        wrapped = [
+            f"{inner}.{leaf}"
+            for leaf in _EXPERT_WEIGHTS
+            if any(f".{inner}.{leaf}".endswith(f".{target}") for target in self._parameters)
+        ]
+        if inner != module and len(wrapped) < 2:
+            return None
+        name = wrapped[0 if inner != module else -1] if wrapped else None
+        return name if name in shapes else None
+
+    def has(self, name: str) -> bool:
+        """True if the weight `name` has an adapter."""
+        return name in self._pairs
+
+    def add(self, name: str, region: Region, values: torch.Tensor) -> torch.Tensor:
+        """`values` (float64), the `region` of the weight `name`, with its correction added."""
+        a, b = self._pair(name)
+        rows, columns = region.slices[-2:]
+        if len(region.starts) == 3:
+            experts = region.slices[0]
+            delta = b[experts, rows] @ a[experts, :, columns]
+        else:
+            delta = b[rows] @ a[:, columns]
+        return values + self._scaling * delta
+
+    def _read_pair(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """A and B of the weight `name` in float64; of experts (E, r, in) and (E, out, r)."""
+        a, b = (self._read(key) for key in self._pairs[name])
+        if len(self._shapes[name]) == 2:
+            return a, b
+        num_experts = self._shapes[name][0]
+        return a.unflatten(0, (num_experts, -1)), b.unflatten(1, (-1, num_experts)).permute(2, 0, 1).contiguous()
+
+    def _read(self, key: str) -> torch.Tensor:
+        shape = self._stored.tensors[key].shape
+        values = torch.empty(shape, dtype=torch.float64)
+        self._reader.read_quietly([ReadRequest(key, Region((0,) * len(shape), shape), values)])
+        return values
+
+
+def _misfit(stored: Stored, key_a: str, key_b: str, shape: tuple[int, ...]) -> str | None:
+    """Why the pair does not fit a weight of `shape`, (out, in) or (E, out, in); None if it does."""
+    a, b = stored.tensors[key_a].shape, stored.tensors[key_b].shape
+    experts = shape[0] if len(shape) == 3 else 1
+    fits = len(a) == len(b) == 2 and a[0] == b[1] and a[0] % experts == 0 and (b[0], a[1]) == shape[-2:]
+    return None if fits else f"{key_a}: shapes {a} and {b} (lora_B) do not fit the model's weight {shape}."

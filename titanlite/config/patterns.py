@@ -1,0 +1,52 @@
+"""Settings that list shell patterns over names of parameters or modules: `"*.mlp.gate.*, lm_head*"`, `"lm_head*=2"`."""
+
+import math
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+
+from titanlite.errors import ConfigError, raise_problems
+
+
+def split_patterns(key: str, text: str) -> list[str]:
+    """The comma-separated patterns of the setting `key` = `text`; none if it is empty.
+
+    Raises:
+        ConfigError: there is nothing between two commas.
+    """
+    patterns = [part.strip() for part in text.split(",")] if text.strip() else []
+    if "" in patterns:
+        raise ConfigError(f"{key} = {text!r} has nothing between two commas. Remove one of them.")
+    return patterns
+
+
+def parse_multipliers(key: str, text: str) -> dict[str, float]:
+    """The comma-separated `pattern=factor` of the setting `key` = `text`, in order.
+
+    Raises:
+        ConfigError: an entry is not of this form, its factor is not positive and finite, or a pattern is there twice.
+            All problems at once.
+    """
+    found: dict[str, float] = {}
+    problems: list[str] = []
+    for part in split_patterns(key, text):
+        pattern, _, factor = (side.strip() for side in part.rpartition("="))
+        try:
+            value = float(factor)
+        except ValueError:
+            value = math.nan
+        if not pattern or not 0 < value < math.inf:
+            problems.append(f"'{part}' is not pattern=factor with a positive factor. Write for example 'lm_head*=2'.")
+        elif pattern in found:
+            problems.append(f"'{pattern}' is there twice. Keep one.")
+        else:
+            found[pattern] = value
+    raise_problems(ConfigError, f"{key} = {text!r}", problems)
+    return found
+
+
+def match_names(pattern: str, names: Iterable[str]) -> list[str]:
+    """Those of the dotted `names` that `pattern` matches as a whole, or from one of their segments on.
+
+    So `q_proj` and `self_attn.q_proj` match `model.layers.0.self_attn.q_proj`, as in PEFT's target_modules.
+    """
+    return [name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")]

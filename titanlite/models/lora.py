@@ -1,0 +1,227 @@
+"""LoRA (arXiv:2106.09685): frozen layers with a trained correction of low rank, `W x + alpha / rank * B (A x)`.
+
+`apply_lora` exchanges layers of a decoder on meta for the classes below, which hold the same weights under the same
+names and adapters beside them. So the rest of titanlite needs no case for it: a checkpoint of the base model fits, and
+sharding, optimizer and activation checkpointing see modules and parameters like any others.
+
+Shapes: R routed rows, E experts, D hidden, I expert width, r rank.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from titanlite.config.model import ModelConfig
+from titanlite.config.patterns import match_names, split_patterns
+from titanlite.config.schema import LoRASection
+from titanlite.errors import ConfigError, raise_problems
+from titanlite.materialize.recipes import Uniform, Zeros
+from titanlite.materialize.sources import Init, Source
+from titanlite.models.decoder import Decoder
+from titanlite.models.layers import Linear, OutputHead
+from titanlite.models.moe import Experts
+from titanlite.ops import grouped_gemm, local_tensor, permute_tokens, swiglu, unpermute_sum
+
+_EXPERT_WEIGHTS = ("gate_up_proj", "down_proj")
+
+
+def scaling_of(section: LoRASection) -> float:
+    """Factor on the adapters' product: alpha / rank, or alpha / sqrt(rank) (arXiv:2312.03732)."""
+    return section.alpha / (section.rank**0.5 if section.use_rslora else section.rank)
+
+
+def _adapter_sources(prefix: str, in_features: int) -> dict[str, Source]:
+    """A uniform within 1 / sqrt(in), which is Kaiming's with a = sqrt(5) as in PEFT; B zero: training begins at W."""
+    bound = in_features**-0.5
+    return {
+        f"{prefix}lora_A": Init(Uniform(low=-bound, high=bound), may_be_absent=True),
+        f"{prefix}lora_B": Init(Zeros(), may_be_absent=True),
+    }
+
+
+class LoRALinear(Linear):
+    """A frozen `Linear` with `lora_A` (r, in) and `lora_B` (out, r).
+
+    Under tensor parallelism a layer that splits its output splits B, one that splits its input splits A; the other one
+    is replicated, and its gradient is a part of a sum like that of every replicated parameter.
+
+    Attributes:
+        adapter_enabled: False leaves the frozen layer alone.
+        dropout: on the adapters' input, in training mode.
+    """
+
+    def __init__(self, base: Linear, section: LoRASection, dtype: torch.dtype) -> None:
+        super().__init__(base.in_features, base.out_features, bias=base.bias is not None, std=base.std)
+        self.weight, self.bias, self.bias_scale = base.weight, base.bias, base.bias_scale
+        like: dict[str, Any] = {"dtype": dtype, "device": base.weight.device}
+        self.lora_A = nn.Parameter(torch.empty(section.rank, base.in_features, **like))
+        self.lora_B = nn.Parameter(torch.empty(base.out_features, section.rank, **like))
+        self.scaling, self.dropout, self.adapter_enabled = scaling_of(section), section.dropout, True
+
+    def declare_sources(self) -> dict[str, Source]:
+        return super().declare_sources() | _adapter_sources("", self.in_features)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        if not self.adapter_enabled:
+            return y
+        x = F.dropout(x, self.dropout, self.training) if self.dropout else x
+        down = F.linear(x, local_tensor(self.lora_A).to(x.dtype))
+        return y + F.linear(down, local_tensor(self.lora_B).to(x.dtype)) * self.scaling
+
+
+class LoRAExperts(Experts):
+    """Frozen `Experts` with adapters of each expert: `gate_up_lora_A` (E, r, D) and `gate_up_lora_B` (E, 2 I, r),
+    `down_lora_A` (E, r, I) and `down_lora_B` (E, D, r), both pairs or one.
+
+    With adapters the experts are computed by single grouped GEMMs instead of the fused operator, for the adapters of
+    the first projection act before its SwiGLU.
+
+    Attributes:
+        adapted: which of `gate_up_proj` and `down_proj` have adapters.
+        adapter_enabled, dropout: as in `LoRALinear`.
+    """
+
+    def __init__(
+        self, base: Experts, config: ModelConfig, adapted: frozenset[str], section: LoRASection, dtype: torch.dtype
+    ) -> None:
+        super().__init__(config)
+        self.gate_up_proj, self.down_proj, self.adapted = base.gate_up_proj, base.down_proj, adapted
+        for name in sorted(adapted):
+            num_experts, out_features, in_features = getattr(base, name).shape
+            like: dict[str, Any] = {"dtype": dtype, "device": base.down_proj.device}
+            prefix = name.removesuffix("proj")
+            setattr(self, f"{prefix}lora_A", nn.Parameter(torch.empty(num_experts, section.rank, in_features, **like)))
+            setattr(self, f"{prefix}lora_B", nn.Parameter(torch.empty(num_experts, out_features, section.rank, **like)))
+        self.scaling, self.dropout, self.adapter_enabled = scaling_of(section), section.dropout, True
+
+    def declare_sources(self) -> dict[str, Source]:
+        sources = super().declare_sources()
+        for name in sorted(self.adapted):
+            sources |= _adapter_sources(name.removesuffix("proj"), getattr(self, name).shape[-1])
+        return sources
+
+    def forward(
+        self,
+        x_TD: torch.Tensor,
+        weight_R: torch.Tensor,
+        token_R: torch.Tensor,
+        rows_Tk: torch.Tensor,
+        offsets_E: torch.Tensor,
+    ) -> torch.Tensor:
+        if not self.adapter_enabled:
+            return super().forward(x_TD, weight_R, token_R, rows_Tk, offsets_E)
+        gate_up_R2I = self._project("gate_up_proj", permute_tokens(x_TD, token_R, rows_Tk), offsets_E)
+        y_RD = self._project("down_proj", swiglu(gate_up_R2I, weight_R), offsets_E)
+        return unpermute_sum(y_RD, token_R, rows_Tk)
+
+    def _project(self, name: str, x: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
+        """One of the two projections of the grouped rows `x`, with its adapter if it has one."""
+
+        def gemm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            return grouped_gemm(x, weight.to(x.dtype).mT, offsets_E, self.grouped_gemm_backend)
+
+        y = gemm(x, local_tensor(getattr(self, name)))
+        if name not in self.adapted:
+            return y
+        prefix = name.removesuffix("proj")
+        x = F.dropout(x, self.dropout, self.training) if self.dropout else x
+        down = gemm(x, local_tensor(getattr(self, f"{prefix}lora_A")))
+        return y + gemm(down, local_tensor(getattr(self, f"{prefix}lora_B"))) * self.scaling
+
+
+def apply_lora(model: Decoder, section: LoRASection, dtype: torch.dtype) -> None:
+    """Freeze `model` and give the layers that `section.targets` names adapters of `dtype`, in place. Before sharding.
+
+    Does nothing if `section.rank` is 0.
+
+    Raises:
+        ConfigError: a pattern names nothing that can have an adapter. The same on all ranks.
+    """
+    if not section.rank:
+        return
+    for param in model.parameters():
+        param.requires_grad_(False)
+    targets = _targets(model, section)
+    with torch.device("meta"):
+        for name, module in list(model.named_modules()):
+            adapted = targets.get(name)
+            if isinstance(module, Experts) and adapted:
+                _replace(model, name, LoRAExperts(module, model.config, adapted, section, dtype))
+            elif isinstance(module, Linear) and adapted is not None:
+                _replace(model, name, LoRALinear(module, section, dtype))
+
+
+def adapted_modules(model: nn.Module) -> dict[str, LoRALinear | LoRAExperts]:
+    """The modules with adapters, by name; none without LoRA."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoRALinear | LoRAExperts)}
+
+
+@contextmanager
+def adapters_disabled(model: nn.Module) -> Iterator[None]:
+    """Inside, `model` computes what the frozen base model does, bit for bit."""
+    modules = [module for module in adapted_modules(model).values() if module.adapter_enabled]
+    for module in modules:
+        module.adapter_enabled = False
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.adapter_enabled = True
+
+
+def is_adapter(name: str) -> bool:
+    """True for the names of adapters' parameters."""
+    return name.endswith(("lora_A", "lora_B"))
+
+
+def adaptable_names(model: nn.Module) -> list[str]:
+    """What can have an adapter: linear layers but the output head, and the two weights of the experts."""
+    names: list[str] = []
+    for name, module in model.named_modules():
+        if isinstance(module, Experts):
+            names += [f"{name}.{weight}" for weight in _EXPERT_WEIGHTS]
+        elif isinstance(module, Linear) and not isinstance(module, OutputHead):
+            names.append(name)
+    return names
+
+
+def _targets(model: Decoder, section: LoRASection) -> dict[str, frozenset[str]]:
+    """Module name -> the weights of experts that get an adapter (for a linear layer the empty set)."""
+    possible = adaptable_names(model)
+    experts = {name for name, module in model.named_modules() if isinstance(module, Experts)}
+    patterns = split_patterns("lora.targets", section.targets)
+    chosen = set() if patterns else set(possible)
+    problems = []
+    for pattern in patterns:
+        matched = set(match_names(pattern, possible))
+        whole = set(match_names(pattern, experts))
+        matched |= {name for name in possible if name.rpartition(".")[0] in whole}
+        if not matched:
+            others = [name for name, _ in model.named_modules() if fnmatchcase(name, f"*{pattern}")]
+            found = f"matches {others[0]}, which cannot have an adapter" if others else "matches no layer"
+            problems.append(f"'{pattern}' {found}. Layers that can: {', '.join(_last_parts(possible))}.")
+        chosen |= matched
+    raise_problems(ConfigError, "lora.targets", problems)
+    targets: dict[str, frozenset[str]] = {}
+    for name in chosen:
+        parent, _, leaf = name.rpartition(".")
+        if parent in experts:
+            targets[parent] = targets.get(parent, frozenset()) | {leaf}
+        else:
+            targets[name] = frozenset()
+    return targets
+
+
+def _last_parts(names: list[str]) -> list[str]:
+    return list(dict.fromkeys(name.rpartition(".")[2] for name in names))
+
+
+def _replace(model: nn.Module, name: str, new: nn.Module) -> None:
+    parent, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, new)

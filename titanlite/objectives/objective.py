@@ -1,0 +1,64 @@
+"""The interface between trainer and objectives, and the objective of next-token prediction."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+from titanlite.data import IGNORE_INDEX, Batch
+from titanlite.models.decoder import Decoder
+
+
+class ObjectiveSums(NamedTuple):
+    """Sums over one batch of this rank.
+
+    Attributes:
+        loss: over the batch's units (tokens or pairs), differentiable float32 scalar; divide by the global number of
+            units.
+        aux: balance losses summed over tokens; divide by the global number of tokens with a label.
+        metrics: (number of `metric_names`,) float32, no gradient; divide like `loss`.
+    """
+
+    loss: torch.Tensor
+    aux: torch.Tensor
+    metrics: torch.Tensor
+
+
+class Objective(Protocol):
+    """What is minimized: the mean of a loss over units.
+
+    Attributes:
+        metric_names: names of the metrics, as TensorBoard shows them.
+    """
+
+    metric_names: Sequence[str]
+
+    def prepare(self, batches: Iterable[Batch], get_model: Callable[[], Decoder], device: torch.device) -> None:
+        """Called once before the first step, with all batches to come (on the host, read only if wanted) and the model
+        with the run's initial weights. Collective: every rank must call.
+        """
+        ...
+
+    def count(self, batch: Batch) -> torch.Tensor:
+        """Units in `batch`, int64 scalar on its device; no synchronization."""
+        ...
+
+    def __call__(self, model: Decoder, batch: Batch) -> ObjectiveSums:
+        """The sums over `batch`. Collective: runs the sharded model; every rank must call."""
+        ...
+
+
+class NextToken:
+    """Cross entropy of the labels; a unit is a token with a label."""
+
+    metric_names: Sequence[str] = ()
+
+    def prepare(self, batches: Iterable[Batch], get_model: Callable[[], Decoder], device: torch.device) -> None:
+        """Nothing is needed."""
+
+    def count(self, batch: Batch) -> torch.Tensor:
+        return (batch.labels != IGNORE_INDEX).sum()
+
+    def __call__(self, model: Decoder, batch: Batch) -> ObjectiveSums:
+        losses = model(batch.tokens, batch.labels, batch.positions, batch.document_ids)
+        return ObjectiveSums(losses.cross_entropy, losses.aux, losses.cross_entropy.new_zeros(0))

@@ -1,0 +1,165 @@
+"""Log-probabilities of the reference model for preference optimization: computed beside training, or once before it."""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from titanlite.checkpoint.folder import read_headers
+from titanlite.data import Batch
+from titanlite.errors import CheckpointError, TrainingError
+from titanlite.logger import logger
+from titanlite.materialize.agree import on_first_rank
+from titanlite.models.decoder import Decoder
+from titanlite.models.lora import adapters_disabled
+from titanlite.objectives.dpo import document_log_probs, num_documents
+
+_KEY_BYTES = 16
+_Pairs = dict[bytes, tuple[float, float]]
+
+
+class AdaptersOff:
+    """The frozen base model is the reference: one more forward per batch without adapters, no second model."""
+
+    def fill(self, batches: Iterable[Batch], get_model: Callable[[], Decoder], device: torch.device) -> None:
+        """Nothing is needed."""
+
+    def __call__(self, model: Decoder, batch: Batch) -> torch.Tensor:
+        """Log p(document), (B, N) float64. Collective: runs the sharded model; every rank must call."""
+        with adapters_disabled(model):
+            return reference_log_probs(model, batch)
+
+
+@torch.no_grad()
+def reference_log_probs(model: Decoder, batch: Batch) -> torch.Tensor:
+    """Log p(document) (B, N) float64 of `model` as it is, in evaluation mode: routers count nothing."""
+    was_training = model.training
+    model.eval()
+    try:
+        return document_log_probs(model, batch)[0]
+    finally:
+        model.train(was_training)
+
+
+class CachedReference:
+    """Log-probabilities of the initial weights, by pair. A pair is known by the hash of its tokens and labels, so that
+    another mesh, batch size or order of the data finds it again.
+
+    Args:
+        path: file of this run.
+        weights: says which initial weights these are; a file of others is not used.
+    """
+
+    def __init__(self, path: Path, weights: str) -> None:
+        self._path, self._weights = path, weights
+        self._pairs: _Pairs = {}
+
+    def __call__(self, model: Decoder, batch: Batch) -> torch.Tensor:
+        """Log p(document), (B, N) float64; the batch is copied to the host to be looked up.
+
+        Raises:
+            TrainingError: a pair was not there when the cache was filled.
+        """
+        found = np.zeros((batch.tokens.shape[0], num_documents(batch.document_ids)))
+        for row, pair, key in _keys(batch):
+            if key not in self._pairs:
+                raise TrainingError(
+                    "dpo.reference: a pair of this batch has no cached log-probabilities. The data changed since the "
+                    "run began; start it again."
+                )
+            found[row, 2 * pair : 2 * pair + 2] = self._pairs[key]
+        return torch.from_numpy(found).to(batch.tokens.device)
+
+    def fill(self, batches: Iterable[Batch], get_model: Callable[[], Decoder], device: torch.device) -> None:
+        """Make sure that every pair of `batches` is known: from the file, else from the model. What is new is saved.
+
+        Args:
+            batches: this rank's batches; equally many on every rank.
+            get_model: the model with the initial weights; called only if a pair is missing.
+            device: where the model is.
+
+        Raises:
+            CheckpointError: on all ranks; the file is damaged, or cannot be written.
+
+        Collectives: one small all-reduce per batch, a forward of the model where a pair is missing on any rank, and a
+        gather at the end; every rank must call.
+        """
+        path, weights = self._path, self._weights
+        self._pairs = on_first_rank(lambda: _load(path, weights))
+        known, new, model = len(self._pairs), {}, None
+        for batch in batches:
+            keys = list(_keys(batch))
+            missing = torch.tensor(any(key not in self._pairs for _, _, key in keys), dtype=torch.int32, device=device)
+            dist.all_reduce(missing, op=dist.ReduceOp.MAX)
+            if not int(missing):
+                continue
+            model = get_model() if model is None else model
+            log_probs_BN = reference_log_probs(model, batch.to(device)).cpu().numpy()
+            for row, pair, key in keys:
+                chosen, rejected = log_probs_BN[row, 2 * pair : 2 * pair + 2].tolist()
+                self._pairs[key] = new[key] = (chosen, rejected)
+        gathered: list[_Pairs] = [{}] * dist.get_world_size()
+        dist.all_gather_object(gathered, new)
+        found = {key: value for pairs in gathered for key, value in pairs.items()}
+        if found:
+            self._pairs |= found
+            on_first_rank(lambda: _save(path, weights, self._pairs))
+        logger.info("dpo: reference log-probabilities of %d pairs from %s, %d computed", known, path, len(found))
+
+
+def describe_weights(folder: str, seed: int, dtype: str) -> str:
+    """Which weights a run begins with: those of the files in `folder` (by name, size and time), or of the seed."""
+    if not folder:
+        return f"random weights, seed {seed}, {dtype}"
+    files = sorted(Path(folder).glob("*.safetensors"))
+    stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    return f"{os.path.abspath(folder)} {hashlib.sha256(json.dumps(stats).encode()).hexdigest()}, {dtype}"
+
+
+def _keys(batch: Batch) -> Iterator[tuple[int, int, bytes]]:
+    """(row, pair, hash) of every pair in `batch`."""
+    tokens, labels, ids = (tensor.cpu().numpy() for tensor in (batch.tokens, batch.labels, batch.document_ids))
+    for row in range(ids.shape[0]):
+        for pair in range(-(-(int(ids[row].max()) + 1) // 2)):
+            digest = hashlib.blake2b(digest_size=_KEY_BYTES)
+            for document in (2 * pair, 2 * pair + 1):
+                at = ids[row] == document
+                digest.update(np.int64(at.sum()).tobytes() + tokens[row][at].tobytes() + labels[row][at].tobytes())
+            yield row, pair, digest.digest()
+
+
+def _load(path: Path, weights: str) -> _Pairs:
+    from safetensors import SafetensorError, safe_open
+
+    if not path.exists():
+        return {}
+    read_headers([path], "dpo.reference")  # says what is wrong with a damaged file
+    try:
+        with safe_open(path, "np") as file:
+            if (file.metadata() or {}).get("weights") != weights:
+                logger.warning("dpo: %s is of other initial weights and is not used", path)
+                return {}
+            keys, values = file.get_tensor("keys"), file.get_tensor("log_probs")
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"dpo.reference: cannot read {path}: {error}. Remove it; it is made anew.") from None
+    return {key.tobytes(): (chosen, rejected) for key, (chosen, rejected) in zip(keys, values.tolist(), strict=True)}
+
+
+def _save(path: Path, weights: str, pairs: _Pairs) -> None:
+    from safetensors.numpy import save_file
+
+    keys = np.frombuffer(b"".join(pairs), dtype=np.uint8).reshape(-1, _KEY_BYTES)
+    values = np.array(list(pairs.values()), dtype=np.float64)
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        save_file({"keys": keys, "log_probs": values}, temporary, metadata={"format": "np", "weights": weights})
+        temporary.replace(path)
+    except OSError as error:
+        raise CheckpointError(
+            f"dpo.reference: cannot write {path}: {error}. Free space or change job.dump_folder."
+        ) from None
