@@ -24,7 +24,7 @@ from titanlite.distributed import (
     reduce_replicated_grads,
 )
 from titanlite.errors import ConfigError, DataError, TrainingError
-from titanlite.generate import generate
+from titanlite.generate import generate_sample
 from titanlite.logger import logger
 from titanlite.materialize import materialize
 from titanlite.metrics import MetricsLogger, build_profiler, train_flops_per_token
@@ -278,13 +278,13 @@ class Trainer:
                 "train on, or set another job.dump_folder to begin anew.",
                 *(self.step, job.training.steps),
             )
-        sample = generate(
+        sample = generate_sample(
             self.model,
             self.tokenizer,
             prompt="def __init__(self" if job.data.dataset == "stdlib" else "The",
             max_new_tokens=_SAMPLE_TOKENS,
-            length_multiple=self.dims.degrees.tp,
             device=self.device,
+            dims=self.dims,
         )
         logger.info("sample (temperature 0.7):\n\n    %s\n", sample.replace("\n", "\n    "))
         if job.checkpoint.enable:

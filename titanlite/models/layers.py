@@ -129,9 +129,19 @@ class OutputHead(Linear):
     def declare_sources(self) -> dict[str, Source]:
         return {} if self.tied else super().declare_sources()
 
-    def forward(self, hidden_BSD: torch.Tensor, labels_BS: torch.Tensor | None = None) -> torch.Tensor:
-        """Logits (B, S, V), or with labels the sum of the token losses, a float32 scalar."""
+    def forward(
+        self,
+        hidden_BSD: torch.Tensor,
+        labels_BS: torch.Tensor | None = None,
+        select: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """Logits (B, S, V), or with labels the sum of the token losses, a float32 scalar.
+
+        `select` picks the hidden states that are projected: of a long prompt only the last one is wanted.
+        """
         weight_VD = local_tensor(self.weight)
+        if select is not None:
+            hidden_BSD = select(hidden_BSD)
         if labels_BS is None:
             return F.linear(hidden_BSD, weight_VD)
         return self.cross_entropy(hidden_BSD.flatten(0, 1), weight_VD, labels_BS.flatten(), self.chunk_tokens)
