@@ -273,6 +273,26 @@ def get_eos_token_ids(tokenizer: Any, folder: Path | None = None) -> list[int]:
     return sorted(found)
 
 
+def get_end_of_turn_ids(tokenizer: Any) -> list[int]:
+    """The special token that the tokenizer's chat template writes behind an assistant's message, if it has one.
+
+    A base model's `eos_token_id` often is another one, and a model that was tuned on chats ends its turns with this.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        return []
+    from jinja2 import TemplateError  # comes with transformers' chat templates
+
+    mark = "an answer"
+    messages = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": mark}]
+    try:
+        text = str(tokenizer.apply_chat_template(messages, tokenize=False))
+    except (TemplateError, TypeError, KeyError):
+        return []  # it wants more than every chat has; what ends a text is then in generation_config.json alone
+    behind: list[int] = tokenizer.encode(text.rpartition(mark)[2], add_special_tokens=False)
+    special = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
+    return behind[:1] if behind and behind[0] in special else []
+
+
 def generate_sample(
     model: nn.Module, tokenizer: Any, prompt: str, *, max_new_tokens: int, device: torch.device, dims: ParallelDims
 ) -> str:

@@ -14,7 +14,7 @@ def choose_tokens(
     top_k: int = 0,
     top_p: float = 1.0,
 ) -> torch.Tensor:
-    """One int64 token per row: the most likely one at temperature 0, else one drawn by the inverse of the cumulative sum.
+    """One int64 token per row: the most likely one at temperature 0, else a draw by inverse cumulative sum.
 
     A function of its arguments alone: the randomness is `uniform_B`, so that a row's draw depends neither on the rows
     beside it nor on the device.
