@@ -209,3 +209,28 @@ class Evaluator:
                 f"{prompt.where}: evaluation.scorer '{self._section.scorer}' returned {score!r}, not a finite number."
             )
         return float(score)
+
+
+def build_evaluation_prompts(job: JobConfig) -> Sequence[EvaluationPrompt]:
+    """Held-out examples as prompts with reference answers.
+
+    Raises:
+        ConfigError: the data has none.
+    """
+    raise ConfigError(
+        f'evaluation.enable = true needs examples with answers, but data.dataset = "{job.data.dataset}" is plain text. '
+        "Set evaluation.enable = false."
+    )
+
+
+def build_evaluator(
+    job: JobConfig, tokenizer: Any, model_config: ModelConfig, dims: ParallelDims, device: torch.device
+) -> Evaluator | None:
+    """The evaluator that `[evaluation]` describes, or None if it is not enabled.
+
+    Raises:
+        ConfigError, DataError: as `build_evaluation_prompts` and `Evaluator`; the same on all ranks.
+    """
+    if not job.evaluation.enable:
+        return None
+    return Evaluator(job, build_evaluation_prompts(job), tokenizer, model_config, dims, device)

@@ -24,7 +24,7 @@ from titanlite.distributed import (
     reduce_replicated_grads,
 )
 from titanlite.errors import ConfigError, DataError, TrainingError
-from titanlite.evaluate import EvaluationPrompt, Evaluator
+from titanlite.evaluate import build_evaluator
 from titanlite.generate import generate_sample
 from titanlite.logger import logger
 from titanlite.materialize import materialize
@@ -126,10 +126,7 @@ class Trainer:
             check_data_order(start, self.loader)
             self.loader.start_from(start.step, start.samples)
         self.results = Results(job, None if start is None else start.results)
-        self.evaluator = None
-        if job.evaluation.enable:
-            prompts = build_evaluation_prompts(job)
-            self.evaluator = Evaluator(job, prompts, self.tokenizer, model_config, self.dims, self.device)
+        self.evaluator = build_evaluator(job, self.tokenizer, model_config, self.dims, self.device)
         self.balancer = ExpertBiasBalancer(self.model, get_bias_update_rate(job, model_config))
         self.has_aux_loss = bool(job.moe.aux_loss_coeff or job.moe.z_loss_coeff)
         self.stopping = False
@@ -338,18 +335,6 @@ class Trainer:
             logger.info("metrics:    tensorboard --logdir %s", self.dump_folder / job.metrics.save_tb_folder)
         if job.checkpoint.push_to_hub and not self.stopping and dist.get_rank() == 0:
             push_to_hub(self.checkpointer.final_folder(self.step), job.checkpoint.push_to_hub)  # no collective after it
-
-
-def build_evaluation_prompts(job: JobConfig) -> list[EvaluationPrompt]:
-    """Held-out examples as prompts with reference answers.
-
-    Raises:
-        ConfigError: the data has none.
-    """
-    raise ConfigError(
-        f'evaluation.enable = true needs examples with answers, but data.dataset = "{job.data.dataset}" is plain text. '
-        "Set evaluation.enable = false."
-    )
 
 
 def check_data_order(start: Progress, loader: TrainLoader) -> None:

@@ -40,11 +40,14 @@ def point_best(folder: Path, step: int) -> None:
 def repair_best(folder: Path, best: int | None) -> None:
     """At the start of a run whose best step was `best`: a link that leads nowhere goes, one that was not set comes."""
     linked = read_best(folder)
+    there = set(list_steps(folder))
     complete = {
-        step for step in {linked, best} & set(list_steps(folder)) if not check_folder(step_folder(folder, step))
+        step
+        for step in (linked, best)
+        if step is not None and step in there and not check_folder(step_folder(folder, step))
     }
     try:
-        if best in complete and best is not None:
+        if best is not None and (best in complete or linked is None):
             point_best(folder, best)
         elif linked is not None and linked not in complete:
             (folder / LINK).unlink()
