@@ -6,10 +6,10 @@ by their last part only: a card is made to be published.
 
 import json
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from titanlite.checkpoint import Progress
 from titanlite.config import JobConfig
 from titanlite.config.check import format_value, get_value
 from titanlite.config.load import get_sections
@@ -47,34 +47,23 @@ def base_model_of(path: str) -> BaseModel | None:
     return BaseModel(Path(path).name)
 
 
-def render_model_card(
-    job: JobConfig,
-    *,
-    family: str,
-    num_parameters: int,
-    step: int,
-    data: str,
-    results: Results,
-    versions: Mapping[str, str],
-) -> str:
+def render_model_card(job: JobConfig, *, family: str, num_parameters: int, progress: Progress, results: Results) -> str:
     """The card as Markdown with the hub's YAML header; ends with a line break.
 
     Args:
         job: the configuration; what differs from the defaults is listed.
         family: Hugging Face model_type.
         num_parameters: of the whole model.
-        step: optimizer steps done.
-        data: fingerprint of the data order.
+        progress: steps done, data order and versions.
         results: validation losses and evaluation scores.
-        versions: name -> version of what the run used.
     """
     base = base_model_of(job.checkpoint.initial_load_path)
     lines = ["---", *_header(base, job), "---", "", "# Model card", ""]
     origin = "trained from random weights" if base is None else f"trained from {_link(base)}"
     lines += [f"A `{family}` model with {num_parameters / 1e6:,.1f} M parameters, {origin} with titanlite.", ""]
     source = job.data.path and f", `{_public(job.data.path)}`"
-    lines += ["## Data", "", f"- dataset: `{job.data.dataset}`{source}", f"- fingerprint: {data}", ""]
-    lines += ["## Results", "", f"After {step} of {job.training.steps} steps.", "", *_results(results), ""]
+    lines += ["## Data", "", f"- dataset: `{job.data.dataset}`{source}", f"- fingerprint: {progress.data}", ""]
+    lines += ["## Results", "", f"After {progress.step} of {job.training.steps} steps.", "", *_results(results), ""]
     lines += [
         "## Configuration",
         "",
@@ -85,7 +74,7 @@ def render_model_card(
         "```",
         "",
     ]
-    lines += ["## Versions", "", *(f"- {name} {version}" for name, version in sorted(versions.items())), ""]
+    lines += ["## Versions", "", *(f"- {name} {version}" for name, version in sorted(progress.versions.items())), ""]
     return "\n".join(lines)
 
 

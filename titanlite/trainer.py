@@ -287,15 +287,8 @@ class Trainer:
             versions=describe_versions(),
             results=self.results.state(),
         )
-        card = render_model_card(
-            self.job,
-            family=self.model.config.family,
-            num_parameters=sum(param.numel() for param in self.model.parameters()),
-            step=self.step,
-            data=self.loader.fingerprint,
-            results=self.results,
-            versions=progress.versions,
-        )
+        family, count = self.model.config.family, sum(param.numel() for param in self.model.parameters())
+        card = render_model_card(self.job, family=family, num_parameters=count, progress=progress, results=self.results)
         self.checkpointer.save(self.model, self.plan, self.optimizer, self.tokenizer, progress, self.device, card)
 
     def finish(self) -> None:

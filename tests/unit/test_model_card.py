@@ -3,6 +3,7 @@
 import pytest
 from huggingface_hub import ModelCard
 
+from titanlite.checkpoint import Progress
 from titanlite.config import JobConfig
 from titanlite.config.schema import CheckpointSection, DataSection, OptimizerSection, TrainingSection
 from titanlite.model_card import base_model_of, render_model_card
@@ -22,10 +23,8 @@ def make_card(**sections):
         job,
         family="qwen3_moe",
         num_parameters=1_234_567,
-        step=20,
-        data="960 examples, seed 42",
+        progress=Progress(20, 160, "960 examples, seed 42", 4, {"torch": "2.13.0", "titanlite": "0.1"}),
         results=results,
-        versions={"torch": "2.13.0", "titanlite": "0.1"},
     )
 
 
@@ -68,7 +67,9 @@ def test_results_data_configuration_and_versions():
 
 def test_no_results():
     job = JobConfig()
-    card = render_model_card(job, family="llama", num_parameters=1, step=1, data="d", results=Results(job), versions={})
+    card = render_model_card(
+        job, family="llama", num_parameters=1, progress=Progress(1, 8, "d", 1, {}), results=Results(job)
+    )
     assert "No validation or evaluation took place." in card
 
 
