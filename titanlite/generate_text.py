@@ -9,7 +9,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,6 +108,9 @@ def _run(options: argparse.Namespace) -> None:
         device = init_distributed(_TIMEOUT_S)
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
     problems = sampling.check()
+    for name, value in (("--max-new-tokens", options.max_new_tokens), ("--batch-size", options.batch_size)):
+        if value < 1:
+            problems.append(f"{name} = {value} is out of range. Set it to 1 or more.")
     if options.stream and (len(options.prompt) != 1 or options.prompts_file):
         problems.append("--stream shows one prompt as it is continued. Give a single --prompt, or leave it out.")
     raise_problems(ConfigError, "generate", problems)
@@ -123,7 +126,9 @@ def _run(options: argparse.Namespace) -> None:
     model, dims = load_model(request.folder, request.config, request.dtype, device, tp=options.tp, ep=options.ep)
     if _is_first_rank() and not isinstance(model, CachedModel):
         print("generate: this model keeps no keys and values: every token costs a full forward", file=sys.stderr)
-    stream = _Stream(tokenizer, "" if options.chat else request.prompts[0]) if options.stream else None
+    stream = None
+    if options.stream:
+        stream = _Stream(tokenizer, request.prompt_ids[0], "" if options.chat else request.prompts[0])
     began = time.perf_counter()
     continuations = generate(
         model,
@@ -276,33 +281,40 @@ def _encode(tokenizer: Any, prompt: Any, chat: bool) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False)  # the template has written them already
 
 
+def _text_of(tokenizer: Any, prompt: list[int], new: list[int]) -> str:
+    """The new tokens as text, read together with the prompt: alone, many tokenizers drop the space before a word."""
+    before: str = tokenizer.decode(prompt)
+    text: str = tokenizer.decode(prompt + new)
+    return text[len(before) :] if text.startswith(before) else tokenizer.decode(new)
+
+
 class _Stream:
     """Prints a text as its tokens arrive; a character is held back until its last token is there."""
 
-    def __init__(self, tokenizer: Any, prompt: str) -> None:
-        self._tokenizer, self._ids, self._printed = tokenizer, [], 0
+    def __init__(self, tokenizer: Any, prompt: list[int], shown: str) -> None:
+        self._tokenizer, self._prompt, self._new, self._printed = tokenizer, prompt, [], 0
         if _is_first_rank():
-            print(prompt, end="", flush=True)
+            print(shown, end="", flush=True)
 
     def add(self, token: int) -> None:
         """Print what this token makes readable."""
-        self._ids.append(token)
-        text = self._tokenizer.decode(self._ids)
+        self._new.append(token)
+        text = _text_of(self._tokenizer, self._prompt, self._new)
         if not text.endswith("\ufffd"):
             print(text[self._printed :], end="", flush=True)
             self._printed = len(text)
 
     def end(self) -> None:
         """Print the rest and end the line."""
-        print(self._tokenizer.decode(self._ids)[self._printed :] if self._ids else "", flush=True)
+        print(_text_of(self._tokenizer, self._prompt, self._new)[self._printed :], flush=True)
 
 
 def _print_texts(request: Request, continuations: Sequence[Continuation], tokenizer: Any, chat: bool) -> None:
-    decode: Callable[[list[int]], str] = tokenizer.decode
-    for number, (prompt, continuation) in enumerate(zip(request.prompts, continuations, strict=True), start=1):
-        if len(request.prompts) > 1:
-            print(f"--- {number}: {_shorten(prompt)}")
-        print(("" if chat else prompt) + decode(continuation.tokens))
+    for i, continuation in enumerate(continuations):
+        if len(continuations) > 1:
+            print(f"--- {i + 1}: {_shorten(request.prompts[i])}")
+        text = _text_of(tokenizer, request.prompt_ids[i], continuation.tokens)
+        print(("" if chat else request.prompts[i]) + text)
 
 
 def _shorten(text: str) -> str:

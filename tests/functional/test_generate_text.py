@@ -174,7 +174,7 @@ BAD_ARGUMENTS: Mapping[str, tuple[list[object], str]] = {
     "temperature": (["--prompt", "x", "--temperature", -1], "generate: temperature = -1.0 is out of range."),
     "top_p": (["--prompt", "x", "--top-p", "nan"], "generate: top_p = nan is out of range."),
     "top_k": (["--prompt", "x", "--top-k", -2], "generate: top_k = -2 is out of range."),
-    "max_new_tokens": (["--prompt", "x", "--max-new-tokens", 0], "generate: max_new_tokens = 0 is out of range."),
+    "max_new_tokens": (["--prompt", "x", "--max-new-tokens", 0], "generate: --max-new-tokens = 0 is out of range."),
     "stream": (["--prompt", "x", "--prompt", "y", "--stream"], "--stream shows one prompt"),
     "tp": (["--prompt", "x", "--tp", 2, "--max-new-tokens", 3], "dp_replicate (1) * tp (2) = 2 does not divide"),
     "no file": (["--prompts-file", "/no/such/file"], "--prompts-file /no/such/file: cannot be read: No such file"),

@@ -28,7 +28,9 @@ def choose_tokens(
     """
     if temperature == 0:
         return logits_BV.argmax(dim=-1)
-    sorted_Bk, ids_Bk = (logits_BV.float() / temperature).sort(dim=-1, descending=True, stable=True)
+    # The best one at 0, so that a temperature next to 0 leads to -inf for the others, and never to inf.
+    logits_BV = (logits_BV.float() - logits_BV.amax(dim=-1, keepdim=True).float()) / temperature
+    sorted_Bk, ids_Bk = logits_BV.sort(dim=-1, descending=True, stable=True)
     if top_k:
         sorted_Bk, ids_Bk = sorted_Bk[:, :top_k], ids_Bk[:, :top_k]
     # float64: in float32 the sum over a vocabulary of 150,000 is off by 1e-4, which would move the last draws.

@@ -61,6 +61,11 @@ def test_what_is_left_is_normalized():
     assert shares.count(2) == 200 and shares.count(0) == 100
 
 
+@pytest.mark.parametrize("temperature", [1e-3, 1e-30, 1e-45])
+def test_a_temperature_next_to_0_takes_the_most_likely_token(temperature):
+    assert {draw(u / 100, temperature=temperature, top_p=0.9) for u in range(100)} == {2}
+
+
 def test_temperature_divides_the_logits():
     sharp = [draw(u / 100, temperature=0.5) for u in range(100)]  # probabilities squared: 0.725 of the first
     assert sharp.count(2) == pytest.approx(100 * 0.25 / (0.25 + 0.0625 + 0.0225 + 0.01), abs=1)
