@@ -11,6 +11,7 @@ _USAGE = """usage: python -m titanlite COMMAND [arguments]
   data       show what a run would train on: --config FILE [--samples N] [--world-size N] [--section.key=value ...]
   inspect    show what is in a checkpoint: DIR [--checksums] [--all] [--config FILE --world-size N ...]
   export     write a checkpoint as a plain Hugging Face model: DIR OUT --dtype bfloat16 [--merge --base MODEL]
+  generate   continue prompts with a model: --model DIR --prompt TEXT [--chat] [--max-new-tokens N ...]
   config     write docs/config.md from the schema (--check: only compare)"""
 
 
@@ -66,7 +67,20 @@ def _commands() -> dict[str, Callable[[Sequence[str]], int]]:
 
         return main(argv)
 
-    return {"train": train, "check": check, "config": config, "data": data, "inspect": inspect, "export": export}
+    def generate(argv: Sequence[str]) -> int:
+        from titanlite.generate_text import main
+
+        return main(argv)
+
+    return {
+        "train": train,
+        "check": check,
+        "config": config,
+        "data": data,
+        "inspect": inspect,
+        "export": export,
+        "generate": generate,
+    }
 
 
 if __name__ == "__main__":

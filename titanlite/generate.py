@@ -1,52 +1,314 @@
-"""Sample text from a sharded model: plain autoregression without a cache, for a look at what was learned."""
+"""Generation: continue prompts token by token, batched, with a model that may be sharded over any mesh.
 
-from typing import Any
+A model with `build_cache` (the native decoder) computes each token once; any other one that maps tokens (B, S) to
+logits (B, S, V) runs over the whole text again for every token, which the log says.
+
+Collectives: FSDP and expert parallelism need every rank in every forward. Prompts are shared out over the data-parallel
+ranks, and all ranks run the same number of batches and, by one small all-reduce per token, of steps.
+
+Shapes: B rows, S sequence, V vocabulary.
+"""
+
+import math
+import random
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from titanlite.models.decoder import Decoder
+from titanlite.checkpoint.folder import read_json
+from titanlite.distributed import ParallelDims
+from titanlite.errors import CheckpointError, ConfigError, raise_problems
+from titanlite.logger import logger
+from titanlite.ops import choose_tokens
+
+
+@runtime_checkable
+class CachedModel(Protocol):
+    """A model that keeps keys and values: `model(tokens, cache=cache)` -> logits (B, V) of each row's next token.
+
+    First with the prompts (B, S), padded on the right; then with one new token per row, side by side, (1, B). S, and B
+    by padding, are made multiples of tp.
+    """
+
+    def build_cache(self, lengths: Sequence[int], max_len: int, device: torch.device) -> Any:
+        """A cache for prompts of these lengths that grow to at most `max_len` tokens."""
+        ...
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen; see `ops.choose_tokens`.
+
+    Attributes:
+        temperature: 0 takes the most likely token (greedy decoding).
+        top_k: draw from so many tokens only; 0: all.
+        top_p: draw from the most likely tokens that together have this probability.
+        seed: each prompt draws from a stream of its own, keyed by (seed, number of the prompt): the same on any mesh
+            and in any batch, up to the rounding of the logits.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def check(self) -> list[str]:
+        """What is out of range, one message each; nan is."""
+        problems = []
+        if not 0 <= self.temperature < math.inf:
+            problems.append(f"temperature = {self.temperature} is out of range. Set it to 0 or more.")
+        if self.top_k < 0:
+            problems.append(f"top_k = {self.top_k} is out of range. Set it to 0 (all tokens) or more.")
+        if not 0 < self.top_p <= 1:
+            problems.append(f"top_p = {self.top_p} is out of range. Set it to more than 0 and at most 1.")
+        return problems
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """What a prompt was continued with.
+
+    Attributes:
+        tokens: the new tokens, without the end-of-text token.
+        ended: True if the model ended the text; False if it reached the limit of new tokens.
+    """
+
+    tokens: list[int]
+    ended: bool
 
 
 @torch.no_grad()
 def generate(
-    model: Decoder,
-    tokenizer: Any,
-    prompt: str,
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
-    length_multiple: int,
     device: torch.device,
-    temperature: float = 0.7,
-    top_k: int = 40,
-    seed: int = 0,
-) -> str:
-    """Continue `prompt` by up to `max_new_tokens` tokens and return prompt and continuation as text.
+    dims: ParallelDims | None = None,
+    eos_token_ids: Sequence[int] = (),
+    vocab_size: int | None = None,
+    sampling: Sampling | None = None,
+    batch_size: int = 16,
+    on_token: Callable[[int], None] | None = None,
+) -> list[Continuation]:
+    """Continue each of `prompts` by at most `max_new_tokens` tokens; the result is in their order, on all ranks.
 
-    The row is padded on the right to one fixed length, a multiple of `length_multiple` (the sequence is split over tp);
-    a causal model does not see padding on the right. Rank 0 draws, so that all ranks continue with the same token.
+    The model is in evaluation mode meanwhile, and runs uncompiled: its shapes change with every token.
 
-    Collectives: one forward and one broadcast per token; every rank must call with the same arguments.
+    Args:
+        model: maps int64 tokens to logits, and may be a `CachedModel`; parallelized over `dims`, if given.
+        prompts: token ids, each at least one; the same on all ranks.
+        max_new_tokens: most new tokens per prompt.
+        device: where tokens go.
+        dims: meshes of the model; None: this process has all of it.
+        eos_token_ids: tokens that end a text.
+        vocab_size: only smaller ids are chosen. An embedding may have more rows than the tokenizer has tokens.
+        sampling: greedy if None.
+        batch_size: prompts at once on each data-parallel rank.
+        on_token: called with each new token of the first prompt, on rank 0 only.
+
+    Raises:
+        ConfigError: an empty prompt, or a sampling parameter or size out of range; the same on all ranks.
+
+    Collectives: those of the forwards, one all-reduce per token, one gather at the end; every rank must call alike.
     """
-    ids: list[int] = tokenizer.encode(prompt)
-    length = -(-(len(ids) + max_new_tokens) // length_multiple) * length_multiple
-    tokens_1S = torch.zeros(1, length, dtype=torch.int64, device=device)
-    tokens_1S[0, : len(ids)] = torch.tensor(ids)
-    generator = torch.Generator().manual_seed(seed)
+    sampling = sampling or Sampling()
+    problems = sampling.check()
+    problems += [f"prompt {i} has no tokens." for i, prompt in enumerate(prompts) if not prompt]
+    for name, value in (("max_new_tokens", max_new_tokens), ("batch_size", batch_size)):
+        if value < 1:
+            problems.append(f"{name} = {value} is out of range. Set it to 1 or more.")
+    raise_problems(ConfigError, "generate", problems)
+    # Neighbours in length share a batch: least padding, and the data-parallel ranks have alike work.
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    dp, dp_rank = (1, 0) if dims is None else (dims.degrees.dp, dims.dp_rank)
+    mine = order[dp_rank::dp]
+    num_batches = -(-len(order) // (dp * batch_size))  # that of the rank with the most prompts
+    batch = _Batch(model, device, dims, max_new_tokens, frozenset(eos_token_ids), vocab_size, sampling)
+    if not isinstance(model, CachedModel):
+        logger.info("generate: %s keeps no keys and values: every token costs a full forward", type(model).__name__)
+    found: dict[int, Continuation] = {}
+    with _evaluation(model):
+        for start in range(0, num_batches * batch_size, batch_size):
+            numbers = mine[start : start + batch_size]
+            found.update(batch.run({i: prompts[i] for i in numbers}, on_token))
+    if dims is not None and dist.get_world_size() > 1:
+        gathered: list[dict[int, Continuation]] = [{}] * dist.get_world_size()
+        dist.all_gather_object(gathered, found)
+        found = {i: continuation for part in gathered for i, continuation in part.items()}
+    return [found[i] for i in range(len(prompts))]
+
+
+@contextmanager
+def _evaluation(model: nn.Module) -> Iterator[None]:
     was_training = model.training
     model.eval()
     try:
-        for position in range(len(ids), len(ids) + max_new_tokens):
-            logits_1SV = model(tokens_1S)
-            logits_V = logits_1SV[0, position - 1, : len(tokenizer)].float().cpu() / temperature
-            best_k = logits_V.topk(min(top_k, logits_V.numel()))
-            choice = torch.multinomial(best_k.values.softmax(-1), 1, generator=generator)
-            token = best_k.indices[choice].to(device)
-            dist.broadcast(token, src=0)
-            if token.item() == tokenizer.eos_token_id:
-                break
-            tokens_1S[0, position] = token
-            ids.append(int(token.item()))
+        with torch.compiler.set_stance("force_eager"):
+            yield
     finally:
         model.train(was_training)
-    return tokenizer.decode(ids)
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Generates for one batch of prompts."""
+
+    model: nn.Module
+    device: torch.device
+    dims: ParallelDims | None
+    max_new_tokens: int
+    eos_token_ids: frozenset[int]
+    vocab_size: int | None
+    sampling: Sampling
+
+    def run(self, prompts: dict[int, Sequence[int]], on_token: Callable[[int], None] | None) -> dict[int, Continuation]:
+        """Continue these prompts, by number. With none it takes part in the other ranks' forwards."""
+        rows = list(prompts.values()) or [[0]]
+        streams = [random.Random(f"{self.sampling.seed} {number}") for number in prompts] or [random.Random(0)]
+        watched = 0 if on_token is not None and 0 in prompts and self._is_first_rank() else None
+        new: list[list[int]] = [[] for _ in rows]
+        ended = [not prompts] * len(rows)
+        steps = self._cached_steps(rows, self.model) if isinstance(self.model, CachedModel) else self._full_steps(rows)
+        logits_BV = next(steps)
+        for number in range(1, self.max_new_tokens + 1):
+            chosen_B = self._choose(logits_BV, streams)
+            for row, token in enumerate(chosen_B.tolist()):  # synchronization point
+                if ended[row]:
+                    continue
+                if token in self.eos_token_ids:
+                    ended[row] = True
+                    continue
+                new[row].append(token)
+                if on_token is not None and watched is not None and list(prompts)[row] == watched:
+                    on_token(token)
+            if number == self.max_new_tokens or self._all_ended(ended):
+                break
+            logits_BV = steps.send(chosen_B)
+        steps.close()
+        return {i: Continuation(new[row], ended[row]) for row, i in enumerate(prompts)}
+
+    def _cached_steps(
+        self, rows: list[Sequence[int]], model: CachedModel
+    ) -> Generator[torch.Tensor, torch.Tensor, None]:
+        """Logits (B, V) of the next token; takes the chosen tokens (B,) by `send`."""
+        tokens_BS = self._padded(rows)
+        max_len = max(tokens_BS.shape[1], max(map(len, rows)) + self.max_new_tokens)
+        cache = model.build_cache([len(row) for row in rows], max_len, self.device)
+        chosen_B = yield self.model(tokens_BS, cache=cache)
+        while True:
+            chosen_B = yield self.model(self._padded([chosen_B.tolist()]), cache=cache)
+
+    def _full_steps(self, rows: list[Sequence[int]]) -> Generator[torch.Tensor, torch.Tensor, None]:
+        """As above with a forward over the whole text each time. Causal: no token sees the padding on its right."""
+        texts = [list(row) for row in rows]
+        while True:
+            last_B = torch.tensor([len(text) - 1 for text in texts], device=self.device)
+            logits_BSV = self.model(self._padded(texts))
+            chosen_B = yield logits_BSV[torch.arange(len(texts), device=self.device), last_B]
+            for text, token in zip(texts, chosen_B.tolist(), strict=True):
+                text.append(token)
+
+    def _padded(self, rows: Sequence[Sequence[int]]) -> torch.Tensor:
+        """(B, S) int64, zeros on the right; S is a multiple of tp, over which the sequence is split."""
+        tp = 1 if self.dims is None else self.dims.degrees.tp
+        length = -(-max(map(len, rows)) // tp) * tp
+        return torch.tensor([[*row, *[0] * (length - len(row))] for row in rows], device=self.device)
+
+    def _choose(self, logits_BV: torch.Tensor, streams: Sequence[random.Random]) -> torch.Tensor:
+        chosen_B = choose_tokens(
+            logits_BV[:, : self.vocab_size],
+            torch.tensor([stream.random() for stream in streams], dtype=torch.float64),
+            temperature=self.sampling.temperature,
+            top_k=self.sampling.top_k,
+            top_p=self.sampling.top_p,
+        )
+        if self.dims is not None and self.dims.degrees.tp > 1:
+            # The tp ranks have the same logits. If a kernel ever rounded otherwise on one of them, their texts would
+            # part, and then the shapes of their collectives.
+            dist.broadcast(chosen_B, group=self.dims.tp_mesh.get_group(), group_src=0)
+        return chosen_B
+
+    def _all_ended(self, ended: Sequence[bool]) -> bool:
+        """True on all ranks if no rank has a row to go on with."""
+        if self.dims is None or dist.get_world_size() == 1:
+            return all(ended)
+        going = torch.tensor([not all(ended)], dtype=torch.int32, device=self.device)
+        dist.all_reduce(going, op=dist.ReduceOp.MAX)
+        return not bool(going.item())
+
+    def _is_first_rank(self) -> bool:
+        return self.dims is None or dist.get_rank() == 0
+
+
+def get_eos_token_ids(tokenizer: Any, folder: Path | None = None) -> list[int]:
+    """Tokens that end a text: the tokenizer's own, and those that the model in `folder` names, if given.
+
+    generation_config.json goes before config.json, as in transformers; both may name one id or several.
+
+    Raises:
+        CheckpointError: such a file cannot be read, or names something else.
+    """
+    found = {tokenizer.eos_token_id} - {None}
+    for name in ("generation_config.json", "config.json") if folder is not None else ():
+        path = Path(folder or "", name)
+        if not path.exists():
+            continue
+        named = read_json(path, f"generate: {folder}").get("eos_token_id")
+        if named is None:
+            continue
+        ids = named if isinstance(named, list) else [named]
+        if not all(type(token) is int for token in ids):
+            raise CheckpointError(
+                f"generate: {path}: eos_token_id = {named!r} is neither a token id nor a list of them."
+            )
+        found.update(ids)
+        break
+    return sorted(found)
+
+
+def get_end_of_turn_ids(tokenizer: Any) -> list[int]:
+    """The special token that the tokenizer's chat template writes behind an assistant's message, if it has one.
+
+    A base model's `eos_token_id` often is another one, and a model that was tuned on chats ends its turns with this.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        return []
+    from jinja2 import TemplateError  # comes with transformers' chat templates
+
+    mark = "an answer"
+    messages = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": mark}]
+    try:
+        text = str(tokenizer.apply_chat_template(messages, tokenize=False))
+    except (TemplateError, TypeError, KeyError):
+        return []  # it wants more than every chat has; what ends a text is then in generation_config.json alone
+    behind: list[int] = tokenizer.encode(text.rpartition(mark)[2], add_special_tokens=False)
+    special = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
+    return behind[:1] if behind and behind[0] in special else []
+
+
+def generate_sample(
+    model: nn.Module, tokenizer: Any, prompt: str, *, max_new_tokens: int, device: torch.device, dims: ParallelDims
+) -> str:
+    """`prompt` and a continuation drawn at temperature 0.7, for a look at what was learned.
+
+    Collectives: as in `generate`; every rank must call.
+    """
+    ids: list[int] = tokenizer.encode(prompt)
+    (continuation,) = generate(
+        model,
+        [ids],
+        max_new_tokens=max_new_tokens,
+        device=device,
+        dims=dims,
+        eos_token_ids=get_eos_token_ids(tokenizer),
+        vocab_size=len(tokenizer),
+        sampling=Sampling(temperature=0.7, top_k=40),
+    )
+    return tokenizer.decode(ids + continuation.tokens)

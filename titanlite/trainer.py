@@ -6,14 +6,14 @@ config -> mesh -> build (meta) -> parallelize (meta) -> plan -> allocate -> fill
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from titanlite import stop
-from titanlite.checkpoint import Checkpointer, Progress, describe_versions
+from titanlite.checkpoint import Checkpointer, Progress, describe_versions, push_to_hub
 from titanlite.config import JobConfig, ModelConfig, save_resolved
 from titanlite.config.parallelism import Degrees
 from titanlite.data import IGNORE_INDEX, Batch, TrainLoader, build_data
@@ -26,10 +26,13 @@ from titanlite.distributed import (
     reduce_replicated_grads,
 )
 from titanlite.errors import ConfigError, DataError, TrainingError
-from titanlite.generate import generate
+from titanlite.evaluate import build_evaluator
+from titanlite.generate import generate_sample
 from titanlite.logger import logger
 from titanlite.materialize import Plan, SourceProvider, materialize
+from titanlite.materialize.agree import on_first_rank
 from titanlite.metrics import MetricsLogger, build_profiler, train_flops_per_token
+from titanlite.model_card import render_model_card
 from titanlite.models.decoder import Decoder, build_decoder
 from titanlite.models.families import family_of
 from titanlite.models.lora import apply_lora
@@ -44,6 +47,7 @@ from titanlite.optim import (
     lr_factor,
     step_if_finite,
 )
+from titanlite.results import Results
 
 _SAMPLE_TOKENS = 48
 
@@ -131,6 +135,8 @@ class Trainer:
             check_data_order(start, self.loader)
             self.loader.start_from(start.step, start.samples)
         self.objective = build_objective(job)
+        self.results = Results(job, None if start is None else start.results)
+        self.evaluator = build_evaluator(job, self.tokenizer, model_config, self.dims, self.device)
         self.balancer = ExpertBiasBalancer(self.model, get_bias_update_rate(job, model_config))
         self.has_aux_loss = bool(job.moe.aux_loss_coeff or job.moe.z_loss_coeff)
         self.stopping = False
@@ -187,8 +193,10 @@ class Trainer:
         """
         job = self.job
         with self.checkpointer, self.metrics, build_profiler(job, self.dump_folder) as profiler:
+            if self.step == 0:
+                self.evaluate()  # what the model could do before
             window = Window()
-            while self.step < job.training.steps and not self.stopping:
+            while self.step < job.training.steps and not self.stopping and not self.results.exhausted:
                 data_start = time.perf_counter()
                 micro_batches = [batch.to(self.device) for batch in self.loader.micro_batches(self.step)]
                 window.data_seconds += time.perf_counter() - data_start
@@ -214,16 +222,12 @@ class Trainer:
                         extra=self.extra_metrics(result),
                     )
                     window = Window()
-                if job.validation.enable and (self.step % job.validation.freq == 0 or last):
-                    self.raise_if_not_finite()
-                    validation_start = time.perf_counter()
-                    self.metrics.log_validation(self.step, self.validate())
-                    window.start += time.perf_counter() - validation_start  # no training time
+                pause = time.perf_counter()
+                is_best = self.assess(last)
                 self.stopping = self.checkpointer.agree(stop.is_requested())
-                if self.checkpointer.is_due(self.step):
-                    save_start = time.perf_counter()
+                if self.checkpointer.is_due(self.step) or is_best:
                     self.save()
-                    window.start += time.perf_counter() - save_start
+                window.start += time.perf_counter() - pause  # no training time
         self.finish()
 
     def train_step(self, micro_batches: list[Batch]) -> StepResult:
@@ -279,6 +283,29 @@ class Trainer:
         self.model.train()
         return (self.sum_over_data(loss_sum) / self.sum_over_data(units)).item()
 
+    def assess(self, last: bool) -> bool:
+        """Validate and evaluate where that is due; True if this step is the best. Collective: every rank must call."""
+        validation, is_best = self.job.validation, False
+        if validation.enable and (self.step % validation.freq == 0 or last):
+            self.raise_if_not_finite()
+            loss = self.validate()
+            loss = on_first_rank(lambda: loss)  # decides when to stop and what to keep: to the last bit on all ranks
+            self.metrics.log_validation(self.step, loss)
+            is_best = self.results.add_validation(self.step, loss)
+        if self.evaluator is not None and self.evaluator.is_due(self.step, last or self.results.exhausted):
+            is_best |= self.evaluate()
+        return is_best
+
+    def evaluate(self) -> bool:
+        """Evaluate by generation, if so configured; True if this step is the best. Collective: every rank must call."""
+        if self.evaluator is None:
+            return False
+        self.raise_if_not_finite()
+        result = self.evaluator.run(self.model)
+        values = {f"eval/{result.name}": result.score, "eval/ended": result.ended, "eval/seconds": result.seconds}
+        self.metrics.log_evaluation(self.step, values, [asdict(example) for example in result.examples])
+        return self.results.add_evaluation(self.step, result.name, result.score)
+
     def sum_over_data(self, value: torch.Tensor) -> torch.Tensor:
         """Sum of `value` over the data-parallel ranks; tp ranks of one group hold the same value and count once."""
         value = value.clone()
@@ -304,11 +331,14 @@ class Trainer:
             data=self.loader.fingerprint,
             world_size=dist.get_world_size(),
             versions=describe_versions(),
+            results=self.results.state(),
         )
-        self.checkpointer.save(self.model, self.plan, self.optimizer, self.tokenizer, progress, self.device)
+        family, count = self.model.config.family, sum(param.numel() for param in self.model.parameters())
+        card = render_model_card(self.job, family=family, num_parameters=count, progress=progress, results=self.results)
+        self.checkpointer.save(self.model, self.plan, self.optimizer, self.tokenizer, progress, self.device, card)
 
     def finish(self) -> None:
-        """Save, show a sample, and say where everything is. Collective: every rank must call."""
+        """Save, show a sample, say where everything is, and upload. Collective: every rank must call."""
         job = self.job
         self.save()
         self.checkpointer.wait()
@@ -318,19 +348,23 @@ class Trainer:
             )
             logger.info("stopped after step %d of %d, %s", self.step, job.training.steps, saved)
             return
-        if self.checkpointer.start is not None and self.step == self.checkpointer.start.step:
+        if self.results.exhausted:
+            logger.info(
+                "early stopping after step %d of %d: %s", self.step, job.training.steps, self.results.describe()
+            )
+        elif self.checkpointer.start is not None and self.step == self.checkpointer.start.step:
             logger.info(
                 "nothing left to train: the checkpoint is of step %d, training.steps is %d. Raise training.steps to "
                 "train on, or set another job.dump_folder to begin anew.",
                 *(self.step, job.training.steps),
             )
-        sample = generate(
+        sample = generate_sample(
             self.model,
             self.tokenizer,
             prompt="def __init__(self" if job.data.dataset == "stdlib" else "The",
             max_new_tokens=_SAMPLE_TOKENS,
-            length_multiple=self.dims.degrees.tp,
             device=self.device,
+            dims=self.dims,
         )
         logger.info("sample (temperature 0.7):\n\n    %s\n", sample.replace("\n", "\n    "))
         if job.checkpoint.enable:
@@ -339,6 +373,8 @@ class Trainer:
             logger.info("checkpoint: %s (%s.from_pretrained)", folder, how)
         if job.metrics.enable_tensorboard:
             logger.info("metrics:    tensorboard --logdir %s", self.dump_folder / job.metrics.save_tb_folder)
+        if job.checkpoint.push_to_hub and not self.stopping and dist.get_rank() == 0:
+            push_to_hub(self.checkpointer.final_folder(self.step), job.checkpoint.push_to_hub)  # no collective after it
 
 
 def check_data_order(start: Progress, loader: TrainLoader) -> None:

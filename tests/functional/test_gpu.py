@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 
 from titanlite.config.parallelism import Degrees
+from titanlite.generate import Sampling, generate
 from titanlite.trainer import Trainer
 
 pytestmark = [
@@ -47,3 +48,27 @@ def test_flex_attention_equals_sdpa(losses_of):
     sdpa = losses_of("--training.mixed_precision_param=float32")
     flex = losses_of("--training.mixed_precision_param=float32", "--model.attention_backend=flex")
     assert flex == pytest.approx(sdpa, rel=1e-3)  # flex may use TF32 for float32 inputs
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_generation_with_a_cache_equals_generation_without(checked, dtype):
+    """Greedy. In bfloat16 a random model's logits are near ties, so only the first tokens are compared there."""
+    configuration = checked(Degrees(), f"--training.mixed_precision_param={dtype}")
+    trainer = Trainer(configuration.job, configuration.model_config, configuration.degrees)
+
+    class Plain(torch.nn.Module):
+        def __init__(self, inner: torch.nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return self.inner(tokens)
+
+    prompts = [[5, 6, 7], [8], list(range(20))]
+    options = {"max_new_tokens": 8 if dtype == "float32" else 1, "device": trainer.device, "dims": trainer.dims}
+    cached = generate(trainer.model, prompts, **options)
+    assert cached == generate(Plain(trainer.model), prompts, **options)
+    drawn = generate(trainer.model, prompts, **options, sampling=Sampling(temperature=1.0, top_k=20, top_p=0.9))
+    assert all(continuation.tokens for continuation in drawn)
+    trainer.metrics.close()
+    dist.destroy_process_group()

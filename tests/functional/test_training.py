@@ -218,8 +218,8 @@ def test_evaluation_and_sampling_touch_neither_counts_nor_weights(run_ranks, che
         before, counts = snapshot(trainer), trainer.balancer.counts.clone()
         gates = [moe.gate.tokens_per_expert.clone() for moe in trainer.model.moe_layers().values()]
         losses = [trainer.validate() for _ in range(2)]
-        titanlite.trainer.generate(
-            trainer.model, trainer.tokenizer, "def", max_new_tokens=2, length_multiple=2, device=trainer.device
+        titanlite.trainer.generate_sample(
+            trainer.model, trainer.tokenizer, "def", max_new_tokens=2, device=trainer.device, dims=trainer.dims
         )
         gates_after = [moe.gate.tokens_per_expert for moe in trainer.model.moe_layers().values()]
         same_gates = all(torch.equal(a, b) for a, b in zip(gates, gates_after, strict=True))

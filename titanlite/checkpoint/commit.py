@@ -149,15 +149,17 @@ def clean_up(folder: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def remove_old(folder: Path, keep_latest: int, keep_every: int, newest: int | None = None) -> None:
+def remove_old(
+    folder: Path, keep_latest: int, keep_every: int, newest: int | None = None, best: int | None = None
+) -> None:
     """Remove all but the last `keep_latest` checkpoints (0: keep all); multiples of `keep_every` stay (0: none).
 
-    What is later than `newest`, the one just saved, or not complete, is neither counted nor touched.
+    What is later than `newest`, the one just saved, or not complete, is neither counted nor touched; `best` stays.
     """
     steps = [step for step in list_steps(folder) if newest is None or step <= newest]
     steps = [step for step in steps if not check_folder(step_folder(folder, step))]
     for step in steps[:-keep_latest] if keep_latest else ():
-        if not (keep_every and step % keep_every == 0):
+        if step != best and not (keep_every and step % keep_every == 0):
             path = step_folder(folder, step)
             hidden = path.with_name(f".{path.name}.gone")
             path.rename(hidden)  # never half a folder under a name that a resume would look at

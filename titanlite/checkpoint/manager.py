@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from titanlite import __version__
 from titanlite.checkpoint.adapter import adapter_checkpoint, adapter_files, write_adapter_config
+from titanlite.checkpoint.best import point_best, read_best, repair_best
 from titanlite.checkpoint.commit import check_folder, clean_up, commit_folder, list_steps, remove_old, step_folder
 from titanlite.checkpoint.hf_model import model_files, save_tokenizer, warn_of_sidecar, write_hf_files
 from titanlite.checkpoint.pretrained import hf_checkpoint
@@ -108,7 +109,14 @@ class Checkpointer:
                 self._refuse_newer(step, newest)
             logger.info("checkpoint: resuming from %s", folder)
             self._saved_step = step
-            return on_first_rank(partial(Progress.read, folder), self._group)
+            return on_first_rank(partial(self._begin_from, folder), self._group)
+
+    def _begin_from(self, folder: Path) -> Progress:
+        """The progress of the checkpoint in `folder`; on rank 0."""
+        progress = Progress.read(folder)
+        if self._section.save_best != "none":
+            repair_best(self.folder, self._best_step(progress))
+        return progress
 
     def _choose(self, refused: Sequence[int]) -> tuple[int | None, int | None]:
         """(step to resume from, newest complete step); on rank 0."""
@@ -169,8 +177,11 @@ class Checkpointer:
         tokenizer: Any,
         progress: Progress,
         device: torch.device,
+        card: str,
     ) -> None:
         """Save `step-N`; once per step. In asynchronous mode training goes on as soon as the shards are copied.
+
+        `card` becomes its README.md. If the step is the best by `progress.results`, the link `best` leads to it then.
 
         Raises:
             CheckpointError: on all ranks; this save failed, or the one before it that ran in the background.
@@ -192,16 +203,22 @@ class Checkpointer:
                 save_tokenizer(tokenizer, path)
             else:
                 write_hf_files(path, files, model.config, tokenizer, dtype, assets)
+            (path / "README.md").write_text(card, encoding="utf-8")
             progress.write(path)
 
         def write() -> None:
             commit_folder(folder, files, write_rest, self._group)
             if dist.get_rank() == 0:
                 try:
-                    section = self._section
-                    remove_old(self.folder, section.keep_latest_k, section.keep_every_n_steps, progress.step)
+                    section, best = self._section, self._best_step(progress)
+                    if best is not None:
+                        point_best(self.folder, best)  # before its predecessor may go
+                        best = read_best(self.folder)
+                    remove_old(self.folder, section.keep_latest_k, section.keep_every_n_steps, progress.step, best)
                 except OSError as error:  # the new one is there; an old one too many harms nobody
-                    logger.warning("checkpoint: cannot remove old checkpoints in %s: %s", self.folder, error)
+                    logger.warning(
+                        "checkpoint: cannot mark the best or remove old checkpoints in %s: %s", self.folder, error
+                    )
 
         if not lora.rank:
             warn_of_sidecar(model.config, files)
@@ -217,6 +234,16 @@ class Checkpointer:
             progress.step,
             time.perf_counter() - began,
         )
+
+    def final_folder(self, step: int) -> Path:
+        """What to hand out after training: the checkpoint marked by `checkpoint.save_best`, or else that of `step`."""
+        best = read_best(self.folder) if self._section.save_best != "none" else None
+        return step_folder(self.folder, step if best is None else best)
+
+    def _best_step(self, progress: Progress) -> int | None:
+        """The best step by `checkpoint.save_best`."""
+        series = progress.results.get(self._section.save_best)
+        return int(series["best_step"]) if series is not None and series["best_step"] > 0 else None
 
     def __enter__(self) -> Self:
         return self

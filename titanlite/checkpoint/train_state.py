@@ -2,8 +2,9 @@
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,7 @@ class Progress:
         data: description of the data order; a resumed run with another one trains on other data.
         world_size: ranks that wrote the checkpoint.
         versions: of titanlite and torch, for people.
+        results: of validations and evaluations, see `titanlite.results`; empty in checkpoints of older versions.
     """
 
     step: int
@@ -43,6 +45,7 @@ class Progress:
     data: str
     world_size: int
     versions: Mapping[str, str]
+    results: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
         """Write train_state.json of the checkpoint `folder`."""
@@ -57,12 +60,31 @@ class Progress:
         table = read_json(folder / STATE_FILE, where)
         if table.pop("format", None) != 1:
             raise CheckpointError(f"{where}: {STATE_FILE} is of a format that this version does not know.")
-        kinds = {"step": int, "samples": int, "data": str, "world_size": int, "versions": dict}
-        if table.keys() != kinds.keys() or not all(isinstance(table[k], t) for k, t in kinds.items()):
+        kinds = {"step": int, "samples": int, "data": str, "world_size": int, "versions": dict, "results": dict}
+        table.setdefault("results", {})
+        if (
+            table.keys() != kinds.keys()
+            or not all(isinstance(table[k], t) for k, t in kinds.items())
+            or not all(_is_series(table["results"][kind]) for kind in table["results"])
+        ):
             raise CheckpointError(
                 f"{where}: {STATE_FILE} is damaged. Resume from an earlier step: checkpoint.load_step."
             )
         return cls(**table)
+
+
+_SERIES = {"name": str, "last_step": int, "best_step": int, "stale": int}
+_SERIES_VALUES = ("first", "last", "best", "reference")
+
+
+def _is_series(table: Any) -> bool:
+    """True for what `titanlite.results` writes: these keys, and values that are numbers or null."""
+    return (
+        isinstance(table, dict)
+        and table.keys() == {*_SERIES, *_SERIES_VALUES}
+        and all(isinstance(table[key], kind) for key, kind in _SERIES.items())
+        and all(isinstance(table[key], int | float | None) for key in _SERIES_VALUES)
+    )
 
 
 def state_files(plan: Plan, optimizer: torch.optim.Optimizer, device: torch.device) -> list[FileLayout]:

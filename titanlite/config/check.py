@@ -39,6 +39,9 @@ _RULES: tuple[tuple[Callable[[float], bool], str, tuple[str, ...]], ...] = (
             "checkpoint.interval",
             "checkpoint.keep_latest_k",
             "checkpoint.keep_every_n_steps",
+            "validation.early_stopping_patience",
+            "validation.early_stopping_min_delta",
+            "evaluation.samples",
         ),
     ),
     (
@@ -55,6 +58,9 @@ _RULES: tuple[tuple[Callable[[float], bool], str, tuple[str, ...]], ...] = (
             "profiling.profile_freq",
             "validation.freq",
             "validation.steps",
+            "evaluation.freq",
+            "evaluation.batch_size",
+            "evaluation.max_new_tokens",
             "comm.timeout_seconds",
             "data.streaming_block_rows",
         ),
@@ -121,7 +127,7 @@ def check_values(job: JobConfig) -> list[str]:
             f"model.flavor = {format_value(flavor)} and model.hf_assets_path = {format_value(assets)} both give the "
             + "model's sizes. Keep one; an empty string clears the other."
         )
-    return problems + _check_data(job) + _check_fine_tuning(job)
+    return problems + _check_data(job) + _check_fine_tuning(job) + _check_results(job)
 
 
 def _check_data(job: JobConfig) -> list[str]:
@@ -189,5 +195,41 @@ def _check_fine_tuning(job: JobConfig) -> list[str]:
         problems.append(
             "dpo.beta, dpo.label_smoothing or dpo.reference is set, but training.objective is "
             + f'{format_value(job.training.objective)}. Set training.objective = "dpo", or leave them out.'
+        )
+    return problems
+
+
+def _check_results(job: JobConfig) -> list[str]:
+    """Settings about validations and evaluations that would be ignored, or name nothing."""
+    problems = []
+    checkpoint, patience, scorer = job.checkpoint, job.validation.early_stopping_patience, job.evaluation.scorer
+    if patience > 0 and not job.validation.enable:
+        problems.append(
+            f"validation.early_stopping_patience = {patience} needs validations. Set validation.enable = true, or the "
+            + "patience to 0."
+        )
+    if checkpoint.save_best != "none":
+        if not getattr(job, checkpoint.save_best).enable:
+            problems.append(
+                f"checkpoint.save_best = {format_value(checkpoint.save_best)} needs {checkpoint.save_best}s. Set "
+                + f'{checkpoint.save_best}.enable = true, or save_best = "none".'
+            )
+        if not checkpoint.enable:
+            problems.append(
+                f"checkpoint.save_best = {format_value(checkpoint.save_best)} needs checkpoints. Set checkpoint.enable "
+                + '= true, or save_best = "none".'
+            )
+    if checkpoint.push_to_hub:
+        if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", checkpoint.push_to_hub):
+            problems.append(
+                f"checkpoint.push_to_hub = {format_value(checkpoint.push_to_hub)} is no name of a repository. Write "
+                + '"owner/name", or "" for no upload.'
+            )
+        if not checkpoint.enable:
+            problems.append("checkpoint.push_to_hub needs checkpoints. Set checkpoint.enable = true.")
+    if scorer not in ("exact_match", "contains") and not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", scorer):
+        problems.append(
+            f"evaluation.scorer = {format_value(scorer)} is neither 'exact_match' nor 'contains' nor "
+            + "'package.module:function'. Write one of these."
         )
     return problems

@@ -194,6 +194,16 @@ class CheckpointSection:
     export_dtype: Literal["float32", "bfloat16"] = setting(
         "float32", "Dtype of the saved model. Parameters that lose bits are saved for resuming as well."
     )
+    save_best: Literal["none", "validation", "evaluation"] = setting(
+        "none",
+        "Save and keep the checkpoint with the lowest validation loss, or the highest evaluation score, beside the "
+        "latest ones; the link 'best' leads to it.",
+    )
+    push_to_hub: str = setting(
+        "",
+        "Repository of the Hugging Face hub (owner/name) that the final model, or the best one, is uploaded to after "
+        "training, without the training state; a new one is made private. Empty: no upload.",
+    )
     verify_checksums: bool = setting(
         False, "Read the whole checkpoint and compare its checksums before resuming; sizes are compared always."
     )
@@ -289,6 +299,30 @@ class ValidationSection:
     enable: bool = setting(False, "Compute the validation loss at intervals on held-out sequences.")
     freq: int = setting(100, "Steps between validations; one more follows the last step.")
     steps: int = setting(10, "Batches per validation.")
+    early_stopping_patience: int = setting(
+        0, "Stop training after so many validations in a row without an improvement of the loss; 0: never."
+    )
+    early_stopping_min_delta: float = setting(
+        0.0, "Smallest decrease of the validation loss that early stopping counts as an improvement."
+    )
+
+
+@dataclass
+class EvaluationSection:
+    enable: bool = setting(
+        False,
+        "Continue the prompts of held-out examples and compare with their answers: before the first step, at "
+        "intervals, and at the end.",
+    )
+    freq: int = setting(500, "Steps between evaluations.")
+    samples: int = setting(0, "Prompts per evaluation, spread evenly over the held-out examples; 0: all.")
+    batch_size: int = setting(16, "Prompts continued at once on each data-parallel rank.")
+    max_new_tokens: int = setting(128, "Most new tokens per prompt. The most likely token is always taken.")
+    scorer: str = setting(
+        "exact_match",
+        "'exact_match': same text, white space at the ends aside; 'contains': the answer occurs in the text; or "
+        "'package.module:function', which takes (prediction, reference) and returns a number, higher is better.",
+    )
 
 
 @dataclass
@@ -316,4 +350,5 @@ class JobConfig:
     profiling: ProfilingSection = field(default_factory=ProfilingSection)
     data: DataSection = field(default_factory=DataSection)
     validation: ValidationSection = field(default_factory=ValidationSection)
+    evaluation: EvaluationSection = field(default_factory=EvaluationSection)
     comm: CommSection = field(default_factory=CommSection)

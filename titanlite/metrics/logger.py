@@ -6,7 +6,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard.writer import SummaryWriter
 
 _GIB = 2**30
+_SHOWN_CHARS = 80
 
 
 class MetricsLogger:
@@ -142,6 +143,24 @@ class MetricsLogger:
         self._write(step, {"loss/validation": loss}, None)
         logger.info(f"step {step:>5}/{self._num_steps}  validation loss {loss:7.4f}")
 
+    def log_evaluation(self, step: int, values: Mapping[str, float], examples: Sequence[Mapping[str, Any]]) -> None:
+        """Write the scores of an evaluation after `step` optimizer steps, and show some generations.
+
+        Args:
+            step: optimizer steps done.
+            values: by the names that TensorBoard shall show; the first one is the score.
+            examples: `prompt`, `prediction`, `reference` (texts) and `score` of a few prompts; `metrics.jsonl` has them
+                under `eval/examples`.
+        """
+        if not self._enabled:
+            return
+        self._write(step, values, None, {"eval/examples": list(examples)})
+        shown = "  ".join(f"{name.removeprefix('eval/')} {value:.4f}" for name, value in values.items())
+        logger.info(f"step {step:>5}/{self._num_steps}  evaluation  {shown}")
+        for example in examples:
+            prompt, prediction, reference = (_on_one_line(example[k]) for k in ("prompt", "prediction", "reference"))
+            logger.info(f"  {prompt} -> {prediction} (wanted {reference}, score {example['score']:g})")
+
     def close(self) -> None:
         """Flush and close the files and take the progress bar away; later calls do nothing."""
         if not self._enabled:
@@ -164,9 +183,16 @@ class MetricsLogger:
         with suppress(*([] if error is None else [TitanliteError])):
             self.close()
 
-    def _write(self, step: int, values: Mapping[str, float], tokens_per_expert: Tensor | None) -> None:
+    def _write(
+        self,
+        step: int,
+        values: Mapping[str, float],
+        tokens_per_expert: Tensor | None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> None:
         point: dict[str, Any] = {"step": step, "time": round(time.time(), 3)}
         point.update({name: value if math.isfinite(value) else None for name, value in values.items()})
+        point.update(extra or {})
         with _clear_errors(self._path):
             self._file.write(json.dumps(point, allow_nan=False) + "\n")
             self._file.flush()
@@ -199,6 +225,11 @@ class MetricsLogger:
         if bar is not None:
             with suppress(Exception):  # it is only the terminal's last line
                 bar.__exit__(None, None, None)
+
+
+def _on_one_line(text: str) -> str:
+    """Quoted, without line breaks, and its end if it is long: of a prompt the end is what counts."""
+    return repr(text if len(text) <= _SHOWN_CHARS else "..." + text[-_SHOWN_CHARS:])
 
 
 def _get_rank() -> int:

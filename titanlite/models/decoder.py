@@ -6,6 +6,7 @@ of the Hugging Face models, so that checkpoint keys need no table.
 Shapes: B batch, S sequence, D hidden, H heads, G key/value heads, K head width, V vocabulary.
 """
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 
 from titanlite.config.model import ModelConfig
 from titanlite.materialize.sources import Alias, Source
+from titanlite.models.kv_cache import KVCache, LayerCache
 from titanlite.models.layers import Embedding, FeedForward, Linear, OutputHead, RMSNorm, RotaryEmbedding
 from titanlite.models.moe import MoE
 from titanlite.ops import AttentionMask, apply_rope, attention, build_attention_mask
@@ -46,7 +48,11 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
     def forward(
-        self, x_BSD: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor], mask: AttentionMask
+        self,
+        x_BSD: torch.Tensor,
+        cos_sin: tuple[torch.Tensor, torch.Tensor],
+        mask: AttentionMask,
+        cache: LayerCache | None = None,
     ) -> torch.Tensor:
         # The number of heads is read off the projections: a tensor-parallel rank holds some of them.
         q_BSHK = self.q_proj(x_BSD).unflatten(-1, (-1, self.head_dim))
@@ -55,7 +61,8 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q_BSHK, k_BSGK = self.q_norm(q_BSHK), self.k_norm(k_BSGK)
         q_BSHK, k_BSGK = apply_rope(q_BSHK, *cos_sin), apply_rope(k_BSGK, *cos_sin)
-        out_BSHK = attention(q_BSHK, k_BSGK, v_BSGK, mask, scale=self.head_dim**-0.5)
+        attend = attention if cache is None else cache.attend
+        out_BSHK = attend(q_BSHK, k_BSGK, v_BSGK, mask, scale=self.head_dim**-0.5)
         return self.o_proj(out_BSHK.flatten(2))
 
 
@@ -80,9 +87,10 @@ class DecoderLayer(nn.Module):
         cos_sin: tuple[torch.Tensor, torch.Tensor],
         mask: AttentionMask,
         valid_BS: torch.Tensor | None,
+        cache: LayerCache | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the hidden states and this layer's balance losses (None for dense layers)."""
-        x_BSD = x_BSD + self.self_attn(self.input_layernorm(x_BSD), cos_sin, mask)
+        x_BSD = x_BSD + self.self_attn(self.input_layernorm(x_BSD), cos_sin, mask, cache)
         normed_BSD = self.post_attention_layernorm(x_BSD)
         if self.is_moe:
             out_BSD, aux_loss = self.mlp(normed_BSD, valid_BS)
@@ -103,7 +111,11 @@ class Backbone(nn.Module):
         self.attention_backend: AttentionBackend = "sdpa"
 
     def forward(
-        self, tokens_BS: torch.Tensor, positions_BS: torch.Tensor | None, document_ids_BS: torch.Tensor | None
+        self,
+        tokens_BS: torch.Tensor,
+        positions_BS: torch.Tensor | None,
+        document_ids_BS: torch.Tensor | None,
+        cache: KVCache | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the final hidden states (B, S, D) and the sum of the layers' balance losses, or None."""
         if positions_BS is None:
@@ -113,8 +125,9 @@ class Backbone(nn.Module):
         mask = build_attention_mask(document_ids_BS, self.attention_backend)
         valid_BS = None if document_ids_BS is None else document_ids_BS >= 0
         aux_losses = []
-        for layer in self.layers:
-            x_BSD, aux_loss = layer(x_BSD, cos_sin, mask, valid_BS)
+        layer_caches = [None] * len(self.layers) if cache is None else cache.layers
+        for layer, layer_cache in zip(self.layers, layer_caches, strict=True):
+            x_BSD, aux_loss = layer(x_BSD, cos_sin, mask, valid_BS, layer_cache)
             if aux_loss is not None:
                 aux_losses.append(aux_loss)
         return self.norm(x_BSD), torch.stack(aux_losses).sum() if aux_losses else None
@@ -147,8 +160,9 @@ class Decoder(nn.Module):
         positions_BS: torch.Tensor | None = None,
         document_ids_BS: torch.Tensor | None = None,
         reduction: Literal["sum", "none"] = "sum",
+        cache: KVCache | None = None,
     ) -> torch.Tensor | LossSums:
-        """Logits (B, S, V), or with labels the `LossSums`.
+        """Logits (B, S, V), or with labels the `LossSums`, or with a cache the logits (B, V) of each row's next token.
 
         Args:
             tokens_BS: int64 token ids.
@@ -156,10 +170,22 @@ class Decoder(nn.Module):
             positions_BS: int64 positions, restarting in each packed document; None counts 0, 1, 2, ...
             document_ids_BS: int64 document of each token for packed rows, -1 for padding; None: one document per row.
             reduction: "none" leaves the cross entropy of every token, (B, S), 0 where there is no label.
+            cache: from `build_cache`; alone with tokens, without gradients. The first call takes the prompts, padded on
+                the right, (B, S). Each later one takes one new token per row, side by side in one sequence: (1, B).
+                Behind those may be any padding.
         """
+        if cache is not None:
+            hidden_BSD, _ = self.model(tokens_BS, cache.positions(tokens_BS), None, cache)
+            logits_BV = self.lm_head(hidden_BSD, select=cache.newest)
+            cache.advance()
+            return logits_BV
         hidden_BSD, aux = self.model(tokens_BS, positions_BS, document_ids_BS)
         out = self.lm_head(hidden_BSD, labels_BS, reduction)
         return out if labels_BS is None else LossSums(out, out.new_zeros(()) if aux is None else aux)
+
+    def build_cache(self, lengths: Sequence[int], max_len: int, device: torch.device) -> KVCache:
+        """An empty cache for prompts of these lengths that grow to at most `max_len` tokens; `forward` fills it."""
+        return KVCache(len(self.model.layers), lengths, max_len, device)
 
     def decoder_layers(self) -> list[DecoderLayer]:
         """The layers, in order."""

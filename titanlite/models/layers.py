@@ -130,10 +130,19 @@ class OutputHead(Linear):
         return {} if self.tied else super().declare_sources()
 
     def forward(
-        self, hidden_BSD: torch.Tensor, labels_BS: torch.Tensor | None = None, reduction: str = "sum"
+        self,
+        hidden_BSD: torch.Tensor,
+        labels_BS: torch.Tensor | None = None,
+        reduction: str = "sum",
+        select: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """Logits (B, S, V), or with labels the sum of the token losses, a float32 scalar, or each of them, (B, S)."""
+        """Logits (B, S, V), or with labels the sum of the token losses, a float32 scalar, or each of them, (B, S).
+
+        `select` picks the hidden states that are projected: of a long prompt only the last one is wanted.
+        """
         weight_VD = local_tensor(self.weight)
+        if select is not None:
+            hidden_BSD = select(hidden_BSD)
         if labels_BS is None:
             return F.linear(hidden_BSD, weight_VD)
         losses = self.cross_entropy(

@@ -3,13 +3,14 @@
 A function that needs a collective (vocabulary-parallel cross entropy) takes it as a callable.
 """
 
-from titanlite.ops.attention import AttentionMask, attention, build_attention_mask
+from titanlite.ops.attention import AttentionMask, attention, build_attention_mask, cached_attention
 from titanlite.ops.cross_entropy import IGNORE_INDEX, VocabShard, linear_cross_entropy
 from titanlite.ops.grouped_gemm import grouped_gemm
 from titanlite.ops.local import local_tensor
 from titanlite.ops.moe_experts import moe_experts
 from titanlite.ops.permute import group_by_expert, permute_tokens, unpermute_sum
 from titanlite.ops.rope import apply_rope, inverse_frequencies, rope_cos_sin
+from titanlite.ops.sampling import choose_tokens
 from titanlite.ops.swiglu import swiglu
 
 __all__ = [
@@ -19,6 +20,8 @@ __all__ = [
     "apply_rope",
     "attention",
     "build_attention_mask",
+    "cached_attention",
+    "choose_tokens",
     "group_by_expert",
     "grouped_gemm",
     "inverse_frequencies",

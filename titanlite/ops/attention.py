@@ -1,6 +1,6 @@
 """Causal attention over packed documents: one mask per forward, shared by all layers, and two backends.
 
-Shapes: B batch, S sequence, H query heads, G key/value heads, K head width.
+Shapes: B batch, S sequence, T cached keys, H query heads, G key/value heads, R = H / G, K head width.
 """
 
 from dataclasses import dataclass
@@ -80,6 +80,22 @@ def attention(
             enable_gqa=grouped,
         )
     return out.transpose(1, 2)
+
+
+def cached_attention(
+    q_BHK: torch.Tensor, k_BGTK: torch.Tensor, v_BGTK: torch.Tensor, visible_BT: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Attention of one new query per row over T cached keys, of which `visible_BT` (bool) says those it may see.
+
+    Returns (B, H, K). H must be a multiple of G, as in `attention`. Cached values must be finite where they are not
+    visible too: their weight is 0, and 0 * nan is nan.
+    """
+    # The heads that read one key/value head take the place of that many queries: the cache is never repeated.
+    q_BGRK = q_BHK.unflatten(1, (k_BGTK.shape[1], -1))
+    out_BGRK = F.scaled_dot_product_attention(
+        q_BGRK, k_BGTK, v_BGTK, attn_mask=visible_BT[:, None, None, :], scale=scale
+    )
+    return out_BGRK.flatten(1, 2)
 
 
 @cache

@@ -1,0 +1,339 @@
+"""Evaluation by generation, early stopping, the best checkpoint, the model card and the upload, in real runs."""
+
+import json
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import titanlite.evaluate
+import titanlite.trainer
+from titanlite.checkpoint.best import read_best
+from titanlite.checkpoint.commit import check_folder, list_steps
+from titanlite.config.parallelism import Degrees
+from titanlite.errors import CheckpointError, ConfigError, DataError
+from titanlite.preflight import Checked
+from titanlite.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What titanlite.data gives for a held-out example."""
+
+    prompt_ids: list[int]
+    reference: str
+    where: str
+
+
+# Of different lengths, and 9 of them: on 4 data-parallel ranks one has 3, the others 2.
+PROMPTS = [Prompt(list(range(2 + i, 5 + 3 * i)), f" answer {i}\n", f"rows.jsonl, line {i + 1}") for i in range(9)]
+EVALUATION = ["--evaluation.enable=true", "--evaluation.freq=2", "--evaluation.max_new_tokens=4"]
+VALIDATION = ["--validation.enable=true", "--validation.freq=1", "--validation.steps=1"]
+BASE = ["--training.steps=4", "--lr_scheduler.warmup_steps=1", "--checkpoint.interval=0"]
+
+
+@pytest.fixture(autouse=True)
+def prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the ranks are forked."""
+    monkeypatch.setattr(titanlite.evaluate, "build_evaluation_prompts", lambda job: PROMPTS)
+    monkeypatch.setattr(titanlite.trainer, "_SAMPLE_TOKENS", 2)
+
+
+@pytest.fixture
+def train(run_ranks: Callable[..., list[Any]], checked: Callable[..., Checked], tmp_path: Path) -> Callable[..., Path]:
+    """`train(degrees, *overrides)` -> folder of a run that `Trainer.train` has finished."""
+
+    def run(degrees: Degrees, *overrides: str, losses: list[float] | None = None) -> Path:
+        job = checked(degrees, *BASE, *overrides)
+
+        def rank_main() -> None:
+            trainer = Trainer(job.job, job.model_config, job.degrees)
+            if losses is not None:
+                trainer.validate = lambda: losses[trainer.step - 1]  # type: ignore[method-assign]
+            trainer.train()
+
+        run_ranks(degrees.world_size, rank_main)
+        return Path(job.job.job.dump_folder)
+
+    return run
+
+
+def points(folder: Path, key: str) -> dict[int, Any]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {point["step"]: point[key] for point in lines if key in point}
+
+
+# --- evaluation
+
+
+@pytest.mark.parametrize("mesh", ["FSDP4", "TP2xEP2"])
+def test_it_takes_place_before_at_intervals_and_at_the_end(train, meshes, mesh):
+    folder = train(meshes[mesh], *EVALUATION, "--training.steps=3")
+    assert points(folder, "eval/exact_match") == {0: 0.0, 2: 0.0, 3: 0.0}
+    assert points(folder, "eval/ended").keys() == {0, 2, 3}
+    examples = points(folder, "eval/examples")[3]
+    assert [example["reference"] for example in examples] == [" answer 0\n", " answer 1\n"]
+    assert examples[0].keys() == {"prompt", "prediction", "reference", "score"}
+    card = (folder / "checkpoint/step-3/README.md").read_text()
+    assert "| exact_match | 0.0000 | 0.0000 (step 3) | 0.0000 (step 2) |" in card
+
+
+def test_scores_are_the_same_on_every_mesh_and_counted_once(run_ranks, checked, meshes, monkeypatch):
+    """The score of a prompt is a number of its own, so that one left out or counted twice changes the mean."""
+    monkeypatch.setitem(vars(titanlite.evaluate), "exact_match", lambda p, r: len(p) + 100.0 * int(r.split()[1]))
+
+    def rank_main(degrees: Degrees) -> tuple[float, float, int, list[str]]:
+        job = checked(degrees, *EVALUATION)
+        trainer = Trainer(job.job, job.model_config, job.degrees)
+        result = trainer.evaluator.run(trainer.model)
+        return result.score, result.ended, result.num_prompts, [example.prediction for example in result.examples]
+
+    (one,) = run_ranks(1, rank_main, Degrees())
+    assert one[2] == 9 and 400 <= one[0] < 400 + 4 * 12, "the references alone give 400 on average"
+    for found in run_ranks(4, rank_main, meshes["TP2xFSDP2"]):
+        assert found == one
+
+
+def test_training_is_the_same_with_evaluation(train, tmp_path):
+    with_it = points(train(Degrees(), *EVALUATION, f"--job.dump_folder={tmp_path / 'a'}"), "loss/train")
+    without = points(train(Degrees(), f"--job.dump_folder={tmp_path / 'b'}"), "loss/train")
+    assert with_it == without and len(without) == 4
+
+
+def test_samples_are_spread_over_the_set(run_ranks, checked):
+    job = checked(Degrees(), *EVALUATION, "--evaluation.samples=3")
+
+    def rank_main() -> list[str]:
+        trainer = Trainer(job.job, job.model_config, job.degrees)
+        return [prompt.where for prompt in trainer.evaluator._prompts]
+
+    assert run_ranks(1, rank_main) == [["rows.jsonl, line 1", "rows.jsonl, line 4", "rows.jsonl, line 7"]]
+
+
+def bad_scorer(prediction: str, reference: str) -> Any:
+    """Fails on one row, which one rank alone scores."""
+    if "3" in reference:
+        raise KeyError("no such unit")
+    return math.nan if "5" in reference else 1
+
+
+def test_a_scorer_that_fails_is_one_error_on_all_ranks(run_ranks, checked, meshes, monkeypatch):
+    job = checked(meshes["FSDP4"], *EVALUATION)
+    monkeypatch.setattr(titanlite.evaluate, "get_scorer", lambda name: ("bad", bad_scorer))
+
+    def rank_main() -> str:
+        trainer = Trainer(job.job, job.model_config, job.degrees)
+        with pytest.raises(DataError) as raised:
+            trainer.evaluator.run(trainer.model)
+        return str(raised.value)
+
+    (message,) = set(run_ranks(4, rank_main))
+    assert message.startswith("evaluation: 2 problems:")
+    assert "rows.jsonl, line 4: evaluation.scorer 'exact_match' raised KeyError: 'no such unit'. (rank 3)" in message
+    assert "rows.jsonl, line 6: evaluation.scorer 'exact_match' returned nan, not a finite number. (rank 1)" in message
+
+
+def test_prompts_without_room_are_all_named(run_ranks, checked):
+    job = checked(Degrees(), *EVALUATION, "--evaluation.max_new_tokens=2030")
+
+    def rank_main() -> str:
+        with pytest.raises(DataError) as raised:
+            Trainer(job.job, job.model_config, job.degrees)
+        return str(raised.value)
+
+    (message,) = run_ranks(1, rank_main)
+    assert message.count("max_position_embeddings (2048)") == 1 and "rows.jsonl, line 9: the prompt has 19" in message
+
+
+# --- early stopping
+
+
+def test_early_stopping_ends_the_run_and_a_resume_does_not_go_on(train, tmp_path):
+    losses = [3.0, 2.0, 2.1, 2.2, 2.3, 2.4, 1.0, 1.0, 1.0]
+    arguments = [*VALIDATION, *EVALUATION, "--training.steps=9", "--validation.early_stopping_patience=3"]
+    folder = train(Degrees(), *arguments, losses=losses)
+    assert points(folder, "loss/validation") == dict(enumerate(losses[:5], start=1))
+    assert list_steps(folder / "checkpoint") == [5]
+    assert points(folder, "eval/exact_match").keys() == {0, 2, 4, 5}, "and it ends with an evaluation"
+    train(Degrees(), *arguments, losses=losses)
+    assert len(points(folder, "loss/train")) == 5, "the patience is used up"
+    train(Degrees(), *arguments, "--validation.early_stopping_patience=4", losses=losses)
+    assert points(folder, "loss/train").keys() == set(range(1, 7)), "one more is allowed, and it is no better"
+
+
+def test_patience_is_counted_across_a_resume(train):
+    losses = [3.0, 2.0, 2.1, 2.2, 2.3, 2.4, 2.5]
+    arguments = [*VALIDATION, "--validation.early_stopping_patience=3"]
+    folder = train(Degrees(), *arguments, "--training.steps=3", losses=losses)
+    train(Degrees(), *arguments, "--training.steps=9", losses=losses)
+    assert points(folder, "loss/validation").keys() == {1, 2, 3, 4, 5}
+
+
+# --- the best checkpoint
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_the_best_checkpoint_stays_beside_the_latest(train, meshes, mode):
+    losses = [3.0, 2.0, 2.5, 2.6, 1.5, 1.9]
+    arguments = [
+        *VALIDATION,
+        *("--checkpoint.save_best=validation", "--checkpoint.keep_latest_k=1", "--checkpoint.interval=3"),
+        f"--checkpoint.async_mode={mode}",
+    ]
+    folder = train(meshes["FSDP4"], *arguments, losses=losses) / "checkpoint"
+    assert list_steps(folder) == [2, 4] and read_best(folder) == 2
+    assert check_folder(folder / "best", checksums=True) == []
+    assert (folder / "best/config.json").exists(), "the link is a model folder"
+    # The resumed run knows what 2.6 has to beat, and what was the best goes when it is no more.
+    train(meshes["FSDP4"], *arguments, "--training.steps=6", losses=losses)
+    assert list_steps(folder) == [5, 6] and read_best(folder) == 5
+    state = json.loads((folder / "step-6/titanlite/train_state.json").read_text())["results"]["validation"]
+    assert (state["best"], state["best_step"], state["last"]) == (1.5, 5, 1.9)
+    assert (
+        "| validation loss | 3.0000 | 1.9000 (step 6) | 1.5000 (step 5) |" in (folder / "step-6/README.md").read_text()
+    )
+
+
+def test_the_best_by_score(train, monkeypatch):
+    calls: list[None] = []
+
+    def score(prediction: str, reference: str) -> float:
+        calls.append(None)
+        return [0.9, 0.1, 0.5, 0.2, 0.5][(len(calls) - 1) // len(PROMPTS)]
+
+    monkeypatch.setattr(titanlite.evaluate, "get_scorer", lambda name: ("made_up", score))
+    arguments = [
+        *EVALUATION,
+        "--evaluation.freq=1",
+        "--checkpoint.save_best=evaluation",
+        "--checkpoint.keep_latest_k=1",
+    ]
+    folder = train(Degrees(), *arguments)
+    assert points(folder, "eval/made_up") == pytest.approx({0: 0.9, 1: 0.1, 2: 0.5, 3: 0.2, 4: 0.5})
+    assert list_steps(folder / "checkpoint") == [2, 4] and read_best(folder / "checkpoint") == 2
+
+
+def test_a_link_that_was_not_set_is_set_by_the_resume(train):
+    arguments = [*VALIDATION, "--checkpoint.save_best=validation"]
+    losses = [3.0, 2.0, 2.5, 2.6, 2.7]
+    folder = train(Degrees(), *arguments, losses=losses) / "checkpoint"
+    assert list_steps(folder) == [1, 2, 4]
+    (folder / "best").unlink()
+    (folder / "best").symlink_to("step-1")  # as if the process had been killed before it moved the link to step 2
+    train(Degrees(), *arguments, "--training.steps=5", losses=losses)
+    assert read_best(folder) == 2
+
+
+# --- the upload
+
+
+@pytest.mark.parametrize("save_best", [False, True])
+def test_upload_of_the_final_or_the_best_model(run_ranks, checked, monkeypatch, save_best):
+    sent: list[tuple[Path, str]] = []
+    monkeypatch.setattr(titanlite.trainer, "push_to_hub", lambda folder, name: sent.append((folder, name)))
+    losses = [3.0, 2.0, 2.5, 2.6]
+    best = [*VALIDATION, "--checkpoint.save_best=validation"] if save_best else []
+    job = checked(Degrees(dp_shard=2), *BASE, *best, "--checkpoint.push_to_hub=me/model")
+
+    def rank_main() -> list[tuple[Path, str]]:
+        trainer = Trainer(job.job, job.model_config, job.degrees)
+        trainer.validate = lambda: losses[trainer.step - 1]  # type: ignore[method-assign]
+        trainer.train()
+        return sent
+
+    first, second = run_ranks(2, rank_main)
+    step = 2 if save_best else 4
+    assert [(folder.name, name) for folder, name in first] == [(f"step-{step}", "me/model")]
+    assert second == [], "one rank uploads"
+
+
+def test_an_upload_that_fails_is_an_error_after_everything_is_saved(run_ranks, checked, monkeypatch):
+    def refuse(folder: Path, name: str) -> None:
+        raise CheckpointError("checkpoint.push_to_hub: no")
+
+    monkeypatch.setattr(titanlite.trainer, "push_to_hub", refuse)
+    job = checked(Degrees(), *BASE, "--checkpoint.push_to_hub=me/model")
+
+    def rank_main() -> None:
+        trainer = Trainer(job.job, job.model_config, job.degrees)
+        with pytest.raises(CheckpointError, match="push_to_hub: no"):
+            trainer.train()
+
+    run_ranks(1, rank_main)
+    assert check_folder(Path(job.job.job.dump_folder) / "checkpoint/step-4", checksums=True) == []
+
+
+# --- what is refused
+
+
+def test_data_without_answers_is_refused(run_ranks, checked, monkeypatch):
+    monkeypatch.undo()
+    job = checked(Degrees(), *EVALUATION)
+
+    def rank_main() -> str:
+        with pytest.raises(ConfigError) as raised:
+            Trainer(job.job, job.model_config, job.degrees)
+        return str(raised.value)
+
+    (message,) = run_ranks(1, rank_main)
+    assert "evaluation.enable = true needs examples with answers" in message and '"text"' in message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["--validation.early_stopping_patience=2"], "validation.early_stopping_patience = 2 needs validations."),
+        (["--checkpoint.save_best=validation"], 'checkpoint.save_best = "validation" needs validations.'),
+        (["--checkpoint.save_best=evaluation"], 'checkpoint.save_best = "evaluation" needs evaluations.'),
+        (
+            [*VALIDATION, "--checkpoint.save_best=validation", "--checkpoint.enable=false"],
+            'checkpoint.save_best = "validation" needs checkpoints.',
+        ),
+        (["--checkpoint.push_to_hub=model"], 'checkpoint.push_to_hub = "model" is no name of a repository.'),
+        (["--checkpoint.push_to_hub=a/b", "--checkpoint.enable=false"], "checkpoint.push_to_hub needs checkpoints."),
+        (["--evaluation.scorer=bleu"], "evaluation.scorer = \"bleu\" is neither 'exact_match' nor 'contains'"),
+        (["--evaluation.freq=0"], "evaluation.freq = 0 is out of range"),
+        (["--evaluation.samples=-1"], "evaluation.samples = -1 is out of range"),
+        (["--validation.early_stopping_min_delta=-1"], "validation.early_stopping_min_delta = -1.0 is out of range"),
+    ],
+)
+def test_settings_that_would_be_ignored_are_refused(checked, overrides, words):
+    with pytest.raises(ConfigError) as raised:
+        checked(Degrees(), *overrides)
+    assert words in str(raised.value)
+
+
+def test_scorers():
+    scorers = {name: titanlite.evaluate.get_scorer(name)[1] for name in ("exact_match", "contains")}
+    assert [scorers["exact_match"](*pair) for pair in ((" 42\n", "42"), ("42.", "42"), ("", ""))] == [1.0, 0.0, 1.0]
+    assert [scorers["contains"](*pair) for pair in (("It is 42.", " 42 "), ("It is 24.", "42"))] == [1.0, 0.0]
+    name, function = titanlite.evaluate.get_scorer("math:pow")
+    assert name == "pow" and function is math.pow
+    with pytest.raises(ConfigError, match="cannot import no_such_module: ModuleNotFoundError"):
+        titanlite.evaluate.get_scorer("no_such_module:f")
+    with pytest.raises(ConfigError, match="math has no function 'bleu'"):
+        titanlite.evaluate.get_scorer("math:bleu")
+
+
+def test_console_shows_the_score_and_two_generations(run_ranks, checked, meshes):
+    job = checked(Degrees(), *EVALUATION, "--training.steps=1", "--lr_scheduler.warmup_steps=1")
+
+    def rank_main() -> list[str]:
+        lines: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+        log = logging.getLogger("titanlite")
+        log.addHandler(handler)
+        log.setLevel(logging.INFO)
+        Trainer(job.job, job.model_config, job.degrees).train()
+        return lines
+
+    (lines,) = run_ranks(1, rank_main)
+    (place,) = [i for i, line in enumerate(lines) if line.startswith("step     0/1  evaluation  exact_match 0.0000")]
+    assert all(" -> " in line and "(wanted ' answer " in line for line in lines[place + 1 : place + 3])
+    assert torch.is_grad_enabled()

@@ -1,0 +1,219 @@
+"""Generation on any mesh gives transformers' tokens: greedy, batched, prompts of different lengths."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from titanlite.checkpoint import hf_checkpoint
+from titanlite.config import load_config
+from titanlite.config.parallelism import Degrees
+from titanlite.distributed import ParallelDims, parallelize
+from titanlite.generate import Continuation, Sampling, generate
+from titanlite.materialize import materialize
+from titanlite.models.decoder import Decoder, build_decoder
+from titanlite.models.families import family_of
+from titanlite.preflight import Checked, check
+
+FAMILIES = {
+    "qwen3_moe": [],
+    "qwen3 tied": ["--model.name=qwen3"],
+    "llama": ["--model.name=llama"],
+    "dots1": ["--model.name=dots1"],
+}
+DENSE = ("qwen3 tied", "llama")
+NEW = 12
+# 7 prompts: on 4 data-parallel ranks one rank has only one, and in batches of 1 it joins a forward without any.
+_LENGTHS = (3, 9, 1, 14, 6, 2, 5)
+_GENERATOR = torch.Generator().manual_seed(3)
+PROMPTS = [torch.randint(310, (n,), generator=_GENERATOR).tolist() for n in _LENGTHS]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A model saved by transformers, and how transformers continues PROMPTS."""
+
+    folder: Path
+    tokens: list[list[int]]
+
+
+def save_random_model(job: Checked, folder: Path) -> Any:
+    """A transformers model whose logits are far apart, so that rounding does not change the best one."""
+    config = AutoConfig.for_model(job.model_config.family, **family_of(job.model_config).to_hf(job.model_config))
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if not name.endswith("inv_freq"):
+                tensor.copy_(torch.randn(tensor.shape, generator=generator) * (0.3 if tensor.dim() < 2 else 0.1))
+            if name.endswith("norm.weight"):
+                tensor.add_(1.0)
+    model.save_pretrained(folder)
+    return model.eval()
+
+
+def continue_with_transformers(model: Any, prompts: list[list[int]]) -> list[list[int]]:
+    """Greedy, all prompts in one batch, padded on the left as transformers wants it."""
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts])
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
+    options = {"do_sample": False, "max_new_tokens": NEW, "pad_token_id": 0, "eos_token_id": None}
+    return model.generate(input_ids=ids, attention_mask=mask, **options)[:, longest:].tolist()
+
+
+@pytest.fixture(scope="module")
+def references(config_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Reference]:
+    found = {}
+    for family, overrides in FAMILIES.items():
+        job = check(load_config(["--config", str(config_file), *overrides]), 1)
+        folder = tmp_path_factory.mktemp("hf")
+        model = save_random_model(job, folder)
+        found[family] = Reference(folder, continue_with_transformers(model, PROMPTS))
+    return found
+
+
+@pytest.fixture
+def load(checked: Callable[..., Checked], references: Mapping[str, Reference]) -> Callable[..., Any]:
+    """`load(family, degrees)` on every rank -> (model, dims)."""
+
+    def build(family: str, degrees: Degrees) -> tuple[Decoder, ParallelDims]:
+        job = checked(degrees, *FAMILIES[family])
+        model = build_decoder(job.model_config)
+        dims = ParallelDims.build(job.degrees, "cpu")
+        parallelize(model, job.job, dims, "cpu")
+        materialize(model, "cpu", [hf_checkpoint(references[family].folder, job.model_config)])
+        return model, dims
+
+    return build
+
+
+def tokens_of(continuations: list[Continuation]) -> list[list[int]]:
+    return [continuation.tokens for continuation in continuations]
+
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("mesh", ["one", "FSDP4", "TP2xFSDP2", "TP2xEP2"])
+def test_tokens_are_those_of_transformers(run_ranks, references, load, meshes, mesh):
+    degrees = Degrees() if mesh == "one" else meshes[mesh]
+
+    def rank_main() -> dict[str, list[list[list[int]]]]:
+        found = {}
+        for family in FAMILIES:
+            if degrees.ep > 1 and family in DENSE:
+                continue
+            model, dims = load(family, degrees)
+            model.train()
+            options = {"max_new_tokens": NEW, "device": CPU, "dims": dims}
+            found[family] = [
+                tokens_of(generate(model, PROMPTS, **options)),
+                tokens_of(generate(model, PROMPTS, **options, batch_size=1)),
+            ]
+            assert model.training, "generation must leave the model as it was"
+        return found
+
+    for found in run_ranks(degrees.world_size, rank_main):
+        assert set(found) == (FAMILIES.keys() - set(DENSE) if degrees.ep > 1 else FAMILIES.keys())
+        for family, (together, alone) in found.items():
+            assert together == references[family].tokens, f"{mesh} {family}"
+            assert alone == references[family].tokens, f"{mesh} {family}, one prompt at a time"
+
+
+def test_the_reference_is_no_constant(references):
+    """The comparison above can fail: texts differ by prompt, and tokens within a text."""
+    for family, reference in references.items():
+        assert len({tuple(tokens) for tokens in reference.tokens}) == len(PROMPTS), family
+        assert max(len(set(tokens)) for tokens in reference.tokens) > 4, family
+
+
+@pytest.mark.parametrize("mesh", ["FSDP4", "TP2xFSDP2", "TP2xEP4"])
+def test_draws_are_those_of_one_process(run_ranks, load, meshes, mesh):
+    """A prompt's draws depend on its number and the seed alone, not on mesh or batch."""
+    sampling = Sampling(temperature=1.0, top_k=50, top_p=0.9, seed=5)
+
+    def rank_main(degrees: Degrees, batch_size: int, drawn: Sampling = sampling) -> list[list[int]]:
+        model, dims = load("qwen3_moe", degrees)
+        options = {"max_new_tokens": NEW, "device": CPU, "dims": dims, "batch_size": batch_size}
+        return tokens_of(generate(model, PROMPTS, sampling=drawn, **options))
+
+    (one,) = run_ranks(1, rank_main, Degrees(), 16)
+    for found in run_ranks(4, rank_main, meshes[mesh], 3):
+        assert found == one
+    (other,) = run_ranks(1, rank_main, Degrees(), 16, Sampling(temperature=1.0, top_k=50, top_p=0.9, seed=6))
+    assert sum(a != b for a, b in zip(one, other, strict=True)) > 3
+
+
+@pytest.mark.parametrize("mesh", ["one", "TP2xFSDP2"])
+def test_a_text_ends_at_each_of_the_eos_tokens(run_ranks, references, load, meshes, mesh):
+    """Rows end at different steps on different ranks; the others go on to their own end."""
+    degrees = Degrees() if mesh == "one" else meshes[mesh]
+    expected = references["llama"].tokens
+    ends = {expected[0][3], expected[3][7]}
+    cut = [next((i for i, token in enumerate(tokens) if token in ends), NEW) for tokens in expected]
+    assert len(set(cut)) > 1 and NEW in cut
+
+    def rank_main() -> list[Continuation]:
+        model, dims = load("llama", degrees)
+        return generate(
+            model, PROMPTS, max_new_tokens=NEW, device=CPU, dims=dims, eos_token_ids=sorted(ends), batch_size=2
+        )
+
+    for found in run_ranks(degrees.world_size, rank_main):
+        assert tokens_of(found) == [tokens[:end] for tokens, end in zip(expected, cut, strict=True)]
+        assert [continuation.ended for continuation in found] == [end < NEW for end in cut]
+
+
+@pytest.mark.parametrize("mesh", ["one", "TP2xEP2"])
+def test_a_model_without_a_cache_gives_the_same_tokens(run_ranks, references, load, meshes, mesh):
+    degrees = Degrees() if mesh == "one" else meshes[mesh]
+
+    class Plain(torch.nn.Module):
+        def __init__(self, inner: torch.nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return self.inner(tokens)
+
+    def rank_main() -> list[list[int]]:
+        model, dims = load("qwen3_moe", degrees)
+        return tokens_of(generate(Plain(model), PROMPTS, max_new_tokens=NEW, device=CPU, dims=dims, batch_size=3))
+
+    for found in run_ranks(degrees.world_size, rank_main):
+        assert found == references["qwen3_moe"].tokens
+
+
+def test_one_forward_of_one_token_per_row_and_step(run_ranks, load, meshes):
+    """What the cache is for. Under tp the rows of a step share one sequence; 3 rows are padded to 4."""
+
+    def rank_main(degrees: Degrees) -> list[tuple[int, ...]]:
+        model, dims = load("qwen3_moe", degrees)
+        shapes: list[tuple[int, ...]] = []
+        model.model.register_forward_pre_hook(lambda _, args: shapes.append(tuple(args[0].shape)))
+        generate(model, PROMPTS[:3], max_new_tokens=4, device=CPU, dims=dims)
+        return shapes
+
+    assert run_ranks(1, rank_main, Degrees()) == [[(3, 9), (1, 3), (1, 3), (1, 3)]]
+    shapes = run_ranks(2, rank_main, Degrees(tp=2))
+    assert shapes == [[(3, 10), (1, 4), (1, 4), (1, 4)]] * 2
+
+
+@pytest.mark.parametrize(
+    "setting", ["activation_checkpoint.mode=full", "activation_checkpoint.mode=selective", "compile.enable=true"]
+)
+def test_with_what_training_wraps_around_layers(run_ranks, references, checked, setting):
+    """A compiled layer runs uncompiled: its shapes change with every token."""
+    job = checked(Degrees(), f"--{setting}")
+
+    def rank_main() -> list[list[int]]:
+        model, dims = build_decoder(job.model_config), ParallelDims.build(job.degrees, "cpu")
+        parallelize(model, job.job, dims, "cpu")
+        materialize(model, "cpu", [hf_checkpoint(references["qwen3_moe"].folder, job.model_config)])
+        return tokens_of(generate(model, PROMPTS, max_new_tokens=NEW, device=CPU, dims=dims))
+
+    assert run_ranks(1, rank_main) == [references["qwen3_moe"].tokens]

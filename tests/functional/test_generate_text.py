@@ -1,0 +1,227 @@
+"""`python -m titanlite generate`: transformers' text, on one process and many, and one clear error otherwise."""
+
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from titanlite import __main__, trainer
+from titanlite.config import load_config
+from titanlite.data import build_data
+from titanlite.models.families import family_of
+from titanlite.preflight import check
+
+NEW = 12
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    "{% if messages[0].role == 'tool' %}{{ raise_exception('a tool cannot begin') }}{% endif %}"
+)
+
+
+class Done(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
+    def run(*argv: object) -> Done:
+        capsys.readouterr()
+        code = __main__.main(["generate", *map(str, argv)])
+        return Done(code, *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def folder(config_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Qwen3-MoE with the tokenizer of the tests, logits far apart, and a chat template."""
+    job = check(load_config(["--config", str(config_file), "--model.overrides.max_position_embeddings=64"]), 1)
+    config = AutoConfig.for_model(job.model_config.family, **family_of(job.model_config).to_hf(job.model_config))
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            param.copy_(torch.randn(param.shape, generator=generator) * (0.3 if param.dim() < 2 else 0.1))
+            if name.endswith("norm.weight"):
+                param.add_(1.0)
+    path = tmp_path_factory.mktemp("model")
+    model.save_pretrained(path)
+    tokenizer, _ = build_data(job.job, 0, 1)
+    tokenizer.save_pretrained(path)
+    (path / "chat_template.jinja").write_text(TEMPLATE)
+    return path
+
+
+@pytest.fixture(scope="module")
+def expect(folder: Path) -> Callable[..., str]:
+    """`expect(text)` -> the text that transformers continues it with, greedily."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+
+    def continue_text(text: str, **options: Any) -> str:
+        ids = tokenizer(text, return_tensors="pt", **options)["input_ids"]
+        out = model.generate(ids, do_sample=False, max_new_tokens=NEW, attention_mask=torch.ones_like(ids))
+        return tokenizer.decode(out[0, ids.shape[1] :])
+
+    return continue_text
+
+
+def test_one_prompt(command, folder, expect):
+    done = command("--model", folder, "--prompt", "def f", "--max-new-tokens", NEW)
+    assert (done.code, done.out) == (0, "def f" + expect("def f") + "\n")
+    assert re.fullmatch(rf"generate: 1 prompts, {NEW} new tokens in [\d.]+ s, [\d.]+ tokens/s\n", done.err)
+    assert not dist.is_initialized(), "one process needs no group"
+
+
+def test_streamed_text_is_the_text(command, folder, expect):
+    done = command("--model", folder, "--prompt", "import \u00e9", "--max-new-tokens", NEW, "--stream")
+    assert (done.code, done.out) == (0, "import \u00e9" + expect("import \u00e9") + "\n")
+
+
+def test_prompts_of_a_file(command, folder, expect, tmp_path):
+    (tmp_path / "p.txt").write_text("return x\n\nself.\n", encoding="utf-8")
+    arguments = ["--prompt", "def", "--prompts-file", tmp_path / "p.txt", "--max-new-tokens", NEW]
+    done = command("--model", folder, *arguments)
+    expected = [f"--- {i}: {p}\n{p}{expect(p)}\n" for i, p in enumerate(["def", "return x", "self."], start=1)]
+    assert (done.code, done.out) == (0, "".join(expected))
+
+
+def test_chat(command, folder, expect, tmp_path):
+    """Rendered by the template, encoded without a second beginning; messages and single texts."""
+    first = expect("<|user|>x<|endoftext|><|assistant|>", add_special_tokens=False)
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"},
+    ]
+    rows = [{"messages": messages}, {"prompt": "x"}]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = "<|user|>a<|endoftext|><|assistant|>b<|endoftext|><|user|>c<|endoftext|><|assistant|>"
+    second = expect(text, add_special_tokens=False)
+    done = command("--model", folder, "--chat", "--prompt", "x", "--max-new-tokens", NEW)
+    assert (done.code, done.out) == (0, first + "\n")
+    done = command("--model", folder, "--chat", "--prompts-file", tmp_path / "p.jsonl", "--max-new-tokens", NEW)
+    assert done.code == 0 and done.out.splitlines()[0].startswith("--- 1: [{")
+    assert second in done.out and done.out.endswith(f"--- 2: x\n{first}\n")
+
+
+def test_draws_are_repeatable_and_differ_by_seed(command, folder):
+    def run(seed: int) -> str:
+        options = ["--temperature", 1.5, "--top-k", 40, "--top-p", 0.95, "--seed", seed, "--max-new-tokens", NEW]
+        return command("--model", folder, "--prompt", "def f", *options).out
+
+    assert run(1) == run(1) != run(2)
+
+
+def test_bfloat16(command, folder):
+    done = command("--model", folder, "--prompt", "def f", "--dtype", "bfloat16", "--max-new-tokens", 3)
+    assert done.code == 0 and done.out.startswith("def f")
+
+
+def test_a_checkpoint_of_a_run_and_its_folder(command, run_ranks, checked, monkeypatch):
+    monkeypatch.setattr(trainer, "_SAMPLE_TOKENS", 2)
+    from titanlite.config.parallelism import Degrees
+
+    job = checked(Degrees(), "--training.steps=1", "--lr_scheduler.warmup_steps=1")
+    run_ranks(1, lambda: trainer.Trainer(job.job, job.model_config, job.degrees).train())
+    run = Path(job.job.job.dump_folder)
+    done = command("--model", run / "checkpoint/step-1", "--prompt", "def f", "--max-new-tokens", 3)
+    assert done.code == 0 and done.out.startswith("def f")
+    done = command("--model", run, "--prompt", "def f")
+    assert done.code == 2 and f"holds checkpoints. Give one of them: {run}/checkpoint/step-1." in done.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [[], ["--tp", "2", "--ep", "2"]], ids=["FSDP2", "TP2xEP2"])
+def test_several_ranks_print_once_what_one_prints(command, folder, run_process, options):
+    arguments = ["--model", str(folder), "--prompt", "def f", "--prompt", "x yy", "--max-new-tokens", str(NEW)]
+    one = command(*arguments)
+    launch = ["-m", "titanlite.launch", "--standalone", "--nproc-per-node=2", "-m", "titanlite", "generate"]
+    done = run_process([sys.executable, *launch, *arguments, *options], timeout_s=240)
+    assert (done.returncode, done.stdout) == (0, one.out), done.output
+    assert done.stderr.count("tokens/s") == 1
+
+
+def _changed(folder: Path, target: Path, **changes: str | None) -> Path:
+    """A copy of the model with other files, or without them; links where nothing changes."""
+    target.mkdir()
+    for path in folder.iterdir():
+        (target / path.name).symlink_to(path)
+    for name, text in changes.items():
+        path = target / name.replace("__", ".")
+        path.unlink(missing_ok=True)
+        if text is not None:
+            path.write_text(text)
+    return target
+
+
+BAD_ARGUMENTS: Mapping[str, tuple[list[object], str]] = {
+    "no prompt": ([], "generate: there is no prompt. Give --prompt TEXT or --prompts-file FILE."),
+    "empty prompt": (["--prompt", ""], "generate: prompt 1 has no tokens."),
+    "too long": (
+        ["--prompt", "x " * 60, "--max-new-tokens", 8],
+        "more than the model's max_position_embeddings (64). Shorten it, or lower --max-new-tokens.",
+    ),
+    "temperature": (["--prompt", "x", "--temperature", -1], "generate: temperature = -1.0 is out of range."),
+    "top_p": (["--prompt", "x", "--top-p", "nan"], "generate: top_p = nan is out of range."),
+    "top_k": (["--prompt", "x", "--top-k", -2], "generate: top_k = -2 is out of range."),
+    "max_new_tokens": (["--prompt", "x", "--max-new-tokens", 0], "generate: --max-new-tokens = 0 is out of range."),
+    "stream": (["--prompt", "x", "--prompt", "y", "--stream"], "--stream shows one prompt"),
+    "tp": (["--prompt", "x", "--tp", 2, "--max-new-tokens", 3], "dp_replicate (1) * tp (2) = 2 does not divide"),
+    "no file": (["--prompts-file", "/no/such/file"], "--prompts-file /no/such/file: cannot be read: No such file"),
+    "no tokenizer": (["--prompt", "x", "--tokenizer", "/no/such"], "generate: /no/such has no tokenizer.json."),
+}
+
+
+@pytest.mark.parametrize("case", BAD_ARGUMENTS)
+def test_bad_arguments(command, folder, case):
+    arguments, words = BAD_ARGUMENTS[case]
+    done = command("--model", folder, *arguments)
+    assert (done.code, done.out) == (2, "") and done.err.startswith("titanlite: error: ")
+    assert words in done.err and done.err.count("\n") == 1, done.err
+
+
+def test_bad_models(command, folder, tmp_path):
+    config = json.loads((folder / "config.json").read_text())
+    cases = {
+        tmp_path / "nothing": "is no folder. Give a folder with config.json, or a hub id.",
+        _changed(folder, tmp_path / "a", tokenizer__json=None): "has no tokenizer.json. Give a folder that has one",
+        _changed(folder, tmp_path / "b", config__json=None): "there is no",
+        _changed(folder, tmp_path / "c", config__json=json.dumps(config | {"model_type": "bloom"})): "'bloom'",
+        _changed(folder, tmp_path / "d", model__safetensors=None): "has neither model.safetensors nor",
+        _changed(folder, tmp_path / "e", model__safetensors="cut"): "model.safetensors",
+        _changed(folder, tmp_path / "f", generation_config__json='{"eos_token_id": "x"}'): "eos_token_id = 'x'",
+        _changed(folder, tmp_path / "g", config__json=json.dumps(config | {"vocab_size": 20})): "vocab_size is 20",
+    }
+    for model, words in cases.items():
+        done = command("--model", model, "--prompt", "def return self.", "--max-new-tokens", 2)
+        assert (done.code, done.out) == (2, "") and words in done.err, (model.name, done)
+
+
+def test_bad_prompts_and_templates(command, folder, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+
+    def refused(content: bytes, *options: str, model: Path = folder) -> str:
+        rows.write_bytes(content)
+        done = command("--model", model, "--prompts-file", rows, *options, "--max-new-tokens", 2)
+        assert done.code == 2 and done.out == ""
+        return done.err
+
+    assert "line 2: is no JSON" in refused(b'{"prompt": "a"}\n{"prompt"\n')
+    assert "line 1: has neither prompt (a string) nor messages (a list)." in refused(b'{"text": "a"}\n')
+    assert "byte 12 is not UTF-8" in refused(b'{"prompt": "\xff"}\n')
+    assert "messages need a chat template to become text. Add --chat." in refused(b'{"messages": [{"role": "user"}]}\n')
+    tool = b'{"messages": [{"role": "tool", "content": "1"}]}\n'
+    assert "the chat template refuses [{'role': 'tool'" in refused(tool, "--chat")
+    assert "a tool cannot begin" in refused(tool, "--chat")
+    plain = _changed(folder, tmp_path / "plain", chat_template__jinja=None)
+    assert "the tokenizer has no chat template. Leave --chat out" in refused(tool, "--chat", model=plain)

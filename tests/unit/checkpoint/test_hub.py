@@ -1,0 +1,67 @@
+"""Upload to the hub, against a stand-in for its API."""
+
+import huggingface_hub
+import pytest
+
+from titanlite.checkpoint import push_to_hub
+from titanlite.errors import CheckpointError
+
+
+class FakeApi:
+    calls: list
+
+    def create_repo(self, repository, **options):
+        self.calls.append(("create_repo", repository, options))
+
+    def upload_folder(self, **options):
+        self.calls.append(("upload_folder", options))
+
+
+@pytest.fixture
+def api(monkeypatch):
+    monkeypatch.setattr(FakeApi, "calls", [], raising=False)
+    monkeypatch.setattr(huggingface_hub, "HfApi", FakeApi)
+    return FakeApi
+
+
+@pytest.fixture
+def step(tmp_path):
+    folder = tmp_path / "step-7"
+    (folder / "titanlite").mkdir(parents=True)
+    for name in ("model.safetensors", "config.json", "README.md"):
+        (folder / name).write_text("x")
+    for name in (
+        "optimizer.safetensors",
+        "rng.safetensors",
+        "train_state.json",
+        "manifest.json",
+        "expert_bias.safetensors",
+    ):
+        (folder / "titanlite" / name).write_text("x")
+    return folder
+
+
+def test_the_model_goes_without_the_training_state(api, step):
+    push_to_hub(step, "me/model")
+    (create, upload) = api.calls
+    assert create == ("create_repo", "me/model", {"private": True, "exist_ok": True})
+    options = upload[1]
+    assert options["repo_id"] == "me/model" and options["folder_path"] == step
+    from huggingface_hub.utils import filter_repo_objects
+
+    names = [str(path.relative_to(step)) for path in step.rglob("*") if path.is_file()]
+    sent = set(filter_repo_objects(names, ignore_patterns=options["ignore_patterns"]))
+    assert sent == {"model.safetensors", "config.json", "README.md", "titanlite/expert_bias.safetensors"}
+
+
+def test_a_failure_says_where_the_model_is_and_how_to_go_on(api, step, monkeypatch):
+    def refuse(self, **options):
+        raise RuntimeError("403 Forbidden: no write access\nRequest ID: 12")
+
+    monkeypatch.setattr(api, "upload_folder", refuse)
+    with pytest.raises(CheckpointError) as raised:
+        push_to_hub(step, "me/model")
+    message = str(raised.value)
+    assert message.startswith("checkpoint.push_to_hub: cannot upload to me/model: 403 Forbidden: no write access")
+    assert f"safe in {step}" in message and "hf upload me/model" in message and "\n" not in message
+    assert (step / "model.safetensors").exists()

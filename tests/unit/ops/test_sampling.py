@@ -1,0 +1,98 @@
+"""Choosing tokens: greedy, temperature, top-k and top-p, as functions of logits and one uniform number."""
+
+import pytest
+import torch
+
+from titanlite.ops import choose_tokens
+
+# Probabilities 0.5, 0.25, 0.15, 0.1 of tokens 2, 0, 3, 1.
+LOGITS = torch.tensor([[0.25, 0.1, 0.5, 0.15]]).log()
+
+
+def draw(uniform, logits=LOGITS, **options):
+    return choose_tokens(logits, torch.tensor([uniform], dtype=torch.float64), **options).item()
+
+
+def test_temperature_0_takes_the_most_likely_token():
+    logits = torch.randn(5, 40, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(choose_tokens(logits, torch.rand(5), temperature=0), logits.argmax(-1))
+
+
+@pytest.mark.parametrize(
+    ("uniform", "token"),
+    [(0.0, 2), (0.49, 2), (0.51, 0), (0.74, 0), (0.76, 3), (0.89, 3), (0.91, 1), (0.999999, 1)],
+)
+def test_draws_by_inverse_cumulative_sum(uniform, token):
+    assert draw(uniform) == token
+
+
+@pytest.mark.parametrize(
+    ("top_k", "tokens"), [(1, {2}), (2, {2, 0}), (3, {2, 0, 3}), (4, {0, 1, 2, 3}), (9, {0, 1, 2, 3})]
+)
+def test_top_k(top_k, tokens):
+    assert {draw(u / 100, top_k=top_k) for u in range(100)} == tokens
+
+
+@pytest.mark.parametrize(
+    # A token is kept if those before it have less than top_p: the one that crosses the limit is.
+    ("top_p", "tokens"),
+    [
+        (0.01, {2}),
+        (0.49, {2}),
+        (0.51, {2, 0}),
+        (0.74, {2, 0}),
+        (0.76, {2, 0, 3}),
+        (0.95, {0, 1, 2, 3}),
+        (1.0, {0, 1, 2, 3}),
+    ],
+)
+def test_top_p(top_p, tokens):
+    assert {draw(u / 100, top_p=top_p) for u in range(100)} == tokens
+
+
+def test_top_p_is_taken_of_what_top_k_leaves():
+    # Of two tokens, 2 / 3 and 1 / 3: the first alone has 0.6.
+    assert {draw(u / 100, top_k=2, top_p=0.6) for u in range(100)} == {2}
+    assert {draw(u / 100, top_k=2, top_p=0.7) for u in range(100)} == {2, 0}
+
+
+def test_what_is_left_is_normalized():
+    shares = [draw((u + 0.5) / 300, top_k=2) for u in range(300)]
+    assert shares.count(2) == 200 and shares.count(0) == 100
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1e-30, 1e-45])
+def test_a_temperature_next_to_0_takes_the_most_likely_token(temperature):
+    assert {draw(u / 100, temperature=temperature, top_p=0.9) for u in range(100)} == {2}
+
+
+def test_temperature_divides_the_logits():
+    sharp = [draw(u / 100, temperature=0.5) for u in range(100)]  # probabilities squared: 0.725 of the first
+    assert sharp.count(2) == pytest.approx(100 * 0.25 / (0.25 + 0.0625 + 0.0225 + 0.01), abs=1)
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 7}, {"top_p": 0.8}, {"temperature": 1.7, "top_k": 20, "top_p": 0.9}])
+def test_distribution_is_that_of_transformers(options):
+    """The set of tokens that can be drawn, and their shares, against transformers' own logit processors."""
+    from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(1)) * 2
+    expected = TemperatureLogitsWarper(options.get("temperature", 1.0))(None, logits)
+    if "top_k" in options:
+        expected = TopKLogitsWarper(options["top_k"])(None, expected)
+    if "top_p" in options:
+        expected = TopPLogitsWarper(options["top_p"])(None, expected)
+    count = 4000
+    uniform = (torch.arange(count, dtype=torch.float64) + 0.5) / count
+    drawn = choose_tokens(logits.expand(count, -1), uniform, **options)
+    # A grid of uniform numbers hits every share to within one draw at either end.
+    torch.testing.assert_close(drawn.bincount(minlength=50) / count, expected.softmax(-1)[0], rtol=0, atol=1.01 / count)
+
+
+def test_rows_do_not_depend_on_each_other_or_on_the_dtype():
+    logits = torch.randn(6, 30, generator=torch.Generator().manual_seed(2)).bfloat16()
+    uniform = torch.rand(6, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    together = choose_tokens(logits, uniform, top_p=0.9)
+    alone = torch.cat([choose_tokens(logits[i : i + 1], uniform[i : i + 1], top_p=0.9) for i in range(6)])
+    assert torch.equal(together, alone) and together.dtype == torch.int64
+    assert torch.equal(choose_tokens(logits.float(), uniform, top_p=0.9), together)

@@ -1,0 +1,128 @@
+"""What ends a text, and what generation refuses; the tokens themselves: tests/functional/test_generate.py."""
+
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from titanlite.errors import CheckpointError, ConfigError
+from titanlite.generate import Sampling, generate, get_end_of_turn_ids, get_eos_token_ids
+
+CPU = torch.device("cpu")
+CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "expected"),
+    [
+        (None, None, [7]),
+        ({"eos_token_id": 3}, {"eos_token_id": 4}, [3, 7]),
+        ({"eos_token_id": [3, 5, 7]}, None, [3, 5, 7]),
+        ({"top_k": 1}, {"eos_token_id": 4}, [4, 7]),
+        ({"eos_token_id": None}, {}, [7]),
+    ],
+)
+def test_eos_tokens_of_tokenizer_and_model(tmp_path, generation, config, expected):
+    for name, table in (("generation_config.json", generation), ("config.json", config)):
+        if table is not None:
+            (tmp_path / name).write_text(json.dumps(table))
+    assert get_eos_token_ids(SimpleNamespace(eos_token_id=7), tmp_path) == expected
+    assert get_eos_token_ids(SimpleNamespace(eos_token_id=7)) == [7]
+    assert get_eos_token_ids(SimpleNamespace(eos_token_id=None)) == []
+
+
+@pytest.mark.parametrize("value", ["3", [3, "4"], 3.5, True, {"a": 1}])
+def test_an_eos_token_that_is_no_id_is_refused(tmp_path, value):
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+    with pytest.raises(CheckpointError, match="is neither a token id nor a list of them"):
+        get_eos_token_ids(SimpleNamespace(eos_token_id=None), tmp_path)
+
+
+def make_tokenizer(template: str | None) -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "an": 1, "answer": 2, "!": 3}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<eos>")
+    wrapped.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    wrapped.chat_template = template
+    return wrapped
+
+
+def test_the_end_of_a_turn():
+    tokenizer = make_tokenizer(CHATML)
+    assert get_end_of_turn_ids(tokenizer) == [tokenizer.convert_tokens_to_ids("<|im_end|>")]
+    assert get_end_of_turn_ids(make_tokenizer(None)) == []
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}{{ m.content }} ! {% endfor %}",  # an ordinary token ends no text
+        "{% for m in messages %}{{ m.content }}{% endfor %}",
+        "{{ raise_exception('needs a system message') }}",
+    ],
+)
+def test_a_template_that_marks_no_end(template):
+    assert get_end_of_turn_ids(make_tokenizer(template)) == []
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "words"),
+    [
+        ([[1], []], {}, "generate: prompt 1 has no tokens."),
+        ([[1]], {"max_new_tokens": 0}, "generate: max_new_tokens = 0 is out of range."),
+        ([[1]], {"batch_size": 0}, "generate: batch_size = 0 is out of range."),
+        ([[1]], {"sampling": Sampling(temperature=math.nan)}, "generate: temperature = nan is out of range."),
+        ([[1]], {"sampling": Sampling(temperature=math.inf)}, "generate: temperature = inf is out of range."),
+        ([[1]], {"sampling": Sampling(top_p=0.0)}, "generate: top_p = 0.0 is out of range."),
+    ],
+)
+def test_what_is_refused(tiny_model, prompts, options, words):
+    with pytest.raises(ConfigError) as raised:
+        generate(tiny_model, prompts, **{"max_new_tokens": 2, "device": CPU, **options})
+    assert str(raised.value).startswith(words)
+
+
+def test_all_problems_at_once(tiny_model):
+    with pytest.raises(ConfigError, match="generate: 3 problems:"):
+        generate(tiny_model, [[]], max_new_tokens=0, device=CPU, sampling=Sampling(top_k=-1))
+
+
+@pytest.fixture
+def tiny_model():
+    """Always says the token after the last one, of 5."""
+
+    class Counting(torch.nn.Module):
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.one_hot((tokens + 1) % 5, 5).float()
+
+    return Counting()
+
+
+def test_limits_and_ends(tiny_model):
+    found = generate(tiny_model, [[0], [0, 1], [3]], max_new_tokens=4, device=CPU, eos_token_ids=[4])
+    assert [(c.tokens, c.ended) for c in found] == [([1, 2, 3], True), ([2, 3], True), ([], True)]
+    (found,) = generate(tiny_model, [[0]], max_new_tokens=2, device=CPU, eos_token_ids=[4])
+    assert (found.tokens, found.ended) == ([1, 2], False)
+    (found,) = generate(tiny_model, [[1]], max_new_tokens=3, device=CPU, vocab_size=3)
+    assert max(found.tokens) < 3, "ids that the tokenizer does not know are never chosen"
+    assert generate(tiny_model, [], max_new_tokens=3, device=CPU) == []
+
+
+def test_tokens_are_reported_as_they_come(tiny_model):
+    seen: list[int] = []
+    generate(tiny_model, [[0]], max_new_tokens=9, device=CPU, eos_token_ids=[4], on_token=seen.append)
+    assert seen == [1, 2, 3]
+
+
+def test_the_model_is_left_in_the_mode_it_was_in(tiny_model):
+    modes = []
+    tiny_model.register_forward_pre_hook(lambda module, _: modes.append(module.training))
+    for training in (True, False):
+        tiny_model.train(training)
+        generate(tiny_model, [[0]], max_new_tokens=1, device=CPU)
+        assert tiny_model.training == training
+    assert modes == [False, False]

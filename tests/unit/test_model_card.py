@@ -1,0 +1,101 @@
+"""The model card: a header that the hub reads, and nothing that depends on time or place."""
+
+import pytest
+from huggingface_hub import ModelCard
+
+from titanlite.checkpoint import Progress
+from titanlite.config import JobConfig
+from titanlite.config.schema import CheckpointSection, DataSection, OptimizerSection, TrainingSection
+from titanlite.model_card import base_model_of, render_model_card
+from titanlite.results import Results
+
+HUB = "/home/me/.cache/huggingface/hub/models--Qwen--Qwen3-0.6B/snapshots/c1899de289a04d12100db370d81485cdf75e47ca"
+
+
+def make_card(**sections):
+    job = JobConfig(**sections)
+    results = Results(job)
+    results.add_evaluation(0, "exact_match", 0.0)
+    results.add_validation(10, 2.25)
+    results.add_validation(20, 2.5)
+    results.add_evaluation(20, "exact_match", 0.9375)
+    return render_model_card(
+        job,
+        family="qwen3_moe",
+        num_parameters=1_234_567,
+        progress=Progress(20, 160, "960 examples, seed 42", 4, {"torch": "2.13.0", "titanlite": "0.1"}),
+        results=results,
+    )
+
+
+def test_header_is_what_the_hub_reads():
+    card = ModelCard(
+        make_card(checkpoint=CheckpointSection(initial_load_path=HUB), data=DataSection(path="openai/gsm8k@main"))
+    )
+    assert card.data.library_name == "transformers" and card.data.pipeline_tag == "text-generation"
+    assert card.data.base_model == "Qwen/Qwen3-0.6B" and card.data.datasets == ["openai/gsm8k"]
+    assert card.data.tags == ["titanlite"]
+    assert "[Qwen/Qwen3-0.6B](https://huggingface.co/Qwen/Qwen3-0.6B) (revision `c1899de289a0`)" in card.text
+
+
+def test_a_local_base_model_is_no_hub_id():
+    card = ModelCard(make_card(checkpoint=CheckpointSection(initial_load_path="/secret/place/model")))
+    assert card.data.base_model is None
+    assert "trained from `model`" in card.text and "secret" not in str(card)
+
+
+def test_without_a_base_model():
+    assert "trained from random weights" in make_card()
+
+
+def test_results_data_configuration_and_versions():
+    card = make_card(
+        training=TrainingSection(steps=40, seq_len=128), optimizer=OptimizerSection(lr=1e-5), data=DataSection(path="x")
+    )
+    for line in (
+        "A `qwen3_moe` model with 1.2 M parameters",
+        "After 20 of 40 steps.",
+        "| validation loss | 2.2500 | 2.5000 (step 20) | 2.2500 (step 10) |",
+        "| exact_match | 0.0000 | 0.9375 (step 20) | 0.9375 (step 20) |",
+        "- fingerprint: 960 examples, seed 42",
+        "[training]\nsteps = 40\nseq_len = 128\n",
+        "[optimizer]\nlr = 1e-05\n",
+        "- torch 2.13.0",
+    ):
+        assert line in card, line
+
+
+def test_no_results():
+    job = JobConfig()
+    card = render_model_card(
+        job, family="llama", num_parameters=1, progress=Progress(1, 8, "d", 1, {}), results=Results(job)
+    )
+    assert "No validation or evaluation took place." in card
+
+
+@pytest.mark.parametrize(
+    ("path", "shown"),
+    [
+        ("/home/me/data/rows.jsonl", '"rows.jsonl"'),
+        ("~/rows.jsonl", '"rows.jsonl"'),
+        ("data/private/rows.jsonl", '"rows.jsonl"'),
+        ("../rows", '"rows"'),
+        ("owner/name", '"owner/name"'),
+        (HUB, '"Qwen/Qwen3-0.6B@c1899de289a04d12100db370d81485cdf75e47ca"'),
+    ],
+)
+def test_paths_are_shown_by_their_last_part(path, shown):
+    card = make_card(data=DataSection(path=path))
+    assert f"path = {shown}" in card
+    assert "/home/me" not in card and "private" not in card
+
+
+def test_where_the_run_took_place_is_not_in_it():
+    from titanlite.config.schema import CommSection, JobSection
+
+    card = make_card(job=JobSection(dump_folder="/secret"), comm=CommSection(timeout_seconds=7))
+    assert "secret" not in card and "timeout" not in card
+
+
+def test_base_model_of_nothing():
+    assert base_model_of("") is None

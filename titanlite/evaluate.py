@@ -1,0 +1,236 @@
+"""Evaluation by generation: continue prompts greedily, compare with reference answers.
+
+The prompts are shared out over the data-parallel ranks for generating, and over all ranks for scoring.
+"""
+
+import importlib
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from titanlite.config import JobConfig, ModelConfig
+from titanlite.distributed import ParallelDims
+from titanlite.errors import ConfigError, DataError, raise_problems
+from titanlite.generate import generate, get_end_of_turn_ids, get_eos_token_ids
+from titanlite.materialize.agree import raise_together
+
+Scorer = Callable[[str, str], float]
+_EXAMPLES = 2
+
+
+class EvaluationPrompt(Protocol):
+    """What is needed of a prompt; `titanlite.data` has such."""
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        """What the model gets."""
+        ...
+
+    @property
+    def reference(self) -> str:
+        """The answer, decoded without special tokens."""
+        ...
+
+    @property
+    def where(self) -> str:
+        """File and row, for errors."""
+        ...
+
+
+@dataclass(frozen=True)
+class Example:
+    """One prompt, as people read it.
+
+    Attributes:
+        prompt, prediction, reference: texts.
+        score: what the scorer gave.
+    """
+
+    prompt: str
+    prediction: str
+    reference: str
+    score: float
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """What one evaluation found, the same on all ranks.
+
+    Attributes:
+        name: of the score: that of the scorer.
+        score: mean over the prompts.
+        ended: share of the texts that the model ended by itself.
+        num_prompts: how many.
+        seconds: how long it took.
+        examples: the first few.
+    """
+
+    name: str
+    score: float
+    ended: float
+    num_prompts: int
+    seconds: float
+    examples: list[Example]
+
+
+def exact_match(prediction: str, reference: str) -> float:
+    """1 if both texts are the same, white space at the ends aside."""
+    return float(prediction.strip() == reference.strip())
+
+
+def contains(prediction: str, reference: str) -> float:
+    """1 if the reference, white space at its ends aside, occurs in the prediction."""
+    return float(reference.strip() in prediction)
+
+
+def get_scorer(name: str) -> tuple[str, Scorer]:
+    """(name of the score, function) for `evaluation.scorer`: 'exact_match', 'contains' or 'package.module:function'.
+
+    Raises:
+        ConfigError: the module cannot be imported, or has no such function.
+    """
+    if name in ("exact_match", "contains"):
+        return name, {"exact_match": exact_match, "contains": contains}[name]
+    module_name, _, function_name = name.partition(":")
+    where = f"evaluation.scorer = '{name}'"
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # noqa: BLE001  whatever the user's module does when it is imported
+        raise ConfigError(
+            f"{where}: cannot import {module_name}: {type(error).__name__}: {error}. The module must lie in the "
+            "current folder, on PYTHONPATH, or be installed."
+        ) from None
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise ConfigError(f"{where}: {module_name} has no function '{function_name}'. Correct the name.")
+    return function_name, function  # type: ignore[return-value]
+
+
+class Evaluator:
+    """Evaluates a model on one set of prompts, whenever it is asked to.
+
+    Raises:
+        ConfigError: the scorer cannot be imported.
+        DataError: there are no prompts, or some leave no room for `max_new_tokens`.
+    """
+
+    def __init__(
+        self,
+        job: JobConfig,
+        prompts: Sequence[EvaluationPrompt],
+        tokenizer: Any,
+        model_config: ModelConfig,
+        dims: ParallelDims,
+        device: torch.device,
+    ) -> None:
+        self._section, self._tokenizer, self._dims, self._device = job.evaluation, tokenizer, dims, device
+        self.name, self._scorer = get_scorer(self._section.scorer)
+        if not prompts:
+            raise DataError(
+                "evaluation: there are no prompts. Hold out more examples, or set evaluation.enable = false."
+            )
+        count = min(self._section.samples or len(prompts), len(prompts))
+        # Spread over the set, for rows are often sorted by kind or difficulty.
+        self._prompts = [prompts[i * len(prompts) // count] for i in range(count)]
+        limit = model_config.max_position_embeddings - self._section.max_new_tokens
+        raise_problems(
+            DataError,
+            "evaluation",
+            [
+                f"{p.where}: the prompt has {len(p.prompt_ids)} tokens, which with evaluation.max_new_tokens = "
+                f"{self._section.max_new_tokens} is more than max_position_embeddings "
+                f"({model_config.max_position_embeddings}). Lower max_new_tokens, or leave the row out."
+                for p in self._prompts
+                if len(p.prompt_ids) > limit
+            ],
+        )
+        self._vocab_size = min(len(tokenizer), model_config.vocab_size)
+        assets = Path(job.model.hf_assets_path) if job.model.hf_assets_path else None
+        self._eos_token_ids = sorted({*get_eos_token_ids(tokenizer, assets), *get_end_of_turn_ids(tokenizer)})
+
+    def is_due(self, step: int, last: bool) -> bool:
+        """True if an evaluation follows after `step` steps: before the first, at intervals, and after the last."""
+        return step == 0 or step % self._section.freq == 0 or last
+
+    def run(self, model: nn.Module) -> EvaluationResult:
+        """Generate and score.
+
+        Raises:
+            DataError: on all ranks; the scorer raised something, or returned no finite number.
+
+        Collectives: those of `generate`, one gather and one all-reduce; every rank must call.
+        """
+        began = time.perf_counter()
+        continuations = generate(
+            model,
+            [prompt.prompt_ids for prompt in self._prompts],
+            max_new_tokens=self._section.max_new_tokens,
+            device=self._device,
+            dims=self._dims,
+            eos_token_ids=self._eos_token_ids,
+            vocab_size=self._vocab_size,
+            batch_size=self._section.batch_size,
+        )
+        texts: list[str] = [self._tokenizer.decode(c.tokens, skip_special_tokens=True) for c in continuations]
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        scores, problems = torch.zeros(len(texts), dtype=torch.float64), []
+        for i in range(rank, len(texts), world_size):
+            try:
+                scores[i] = self._score(texts[i], self._prompts[i])
+            except DataError as error:
+                problems.append(str(error))
+        raise_together(DataError, "evaluation", problems)
+        dist.all_reduce(scores)  # on the host
+        shown = zip(self._prompts, texts, scores.tolist(), strict=True)
+        examples = [
+            Example(self._tokenizer.decode(prompt.prompt_ids), text, prompt.reference, score)
+            for prompt, text, score in list(shown)[:_EXAMPLES]
+        ]
+        ended = sum(c.ended for c in continuations) / len(texts)
+        seconds = time.perf_counter() - began
+        return EvaluationResult(self.name, scores.mean().item(), ended, len(texts), seconds, examples)
+
+    def _score(self, prediction: str, prompt: EvaluationPrompt) -> float:
+        try:
+            score = self._scorer(prediction, prompt.reference)
+        except Exception as error:  # noqa: BLE001  the user's function may raise anything
+            raise DataError(
+                f"{prompt.where}: evaluation.scorer '{self._section.scorer}' raised {type(error).__name__}: {error}."
+            ) from None
+        if not isinstance(score, int | float) or not math.isfinite(score):
+            raise DataError(
+                f"{prompt.where}: evaluation.scorer '{self._section.scorer}' returned {score!r}, not a finite number."
+            )
+        return float(score)
+
+
+def build_evaluation_prompts(job: JobConfig) -> Sequence[EvaluationPrompt]:
+    """Held-out examples as prompts with reference answers.
+
+    Raises:
+        ConfigError: the data has none.
+    """
+    raise ConfigError(
+        f'evaluation.enable = true needs examples with answers, but data.dataset = "{job.data.dataset}" is plain text. '
+        "Set evaluation.enable = false."
+    )
+
+
+def build_evaluator(
+    job: JobConfig, tokenizer: Any, model_config: ModelConfig, dims: ParallelDims, device: torch.device
+) -> Evaluator | None:
+    """The evaluator that `[evaluation]` describes, or None if it is not enabled.
+
+    Raises:
+        ConfigError, DataError: as `build_evaluation_prompts` and `Evaluator`; the same on all ranks.
+    """
+    if not job.evaluation.enable:
+        return None
+    return Evaluator(job, build_evaluation_prompts(job), tokenizer, model_config, dims, device)

@@ -1,0 +1,139 @@
+"""The README.md of a checkpoint: what the model is, what it was trained on, how, and what came out.
+
+Nothing in it depends on when or where the run took place, so that a resumed run writes the same. Local folders appear
+by their last part only: a card is made to be published.
+"""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from titanlite.checkpoint import Progress
+from titanlite.config import JobConfig
+from titanlite.config.check import format_value, get_value
+from titanlite.config.load import get_sections
+from titanlite.results import Results, Series
+
+# These say where and how a run took place, not what the model is.
+_LEFT_OUT = ("job", "metrics", "profiling", "comm")
+_LEFT_OUT_KEYS = ("checkpoint.folder", "data.cache_folder", "checkpoint.push_to_hub")
+# How the hub's library names the folders of its cache.
+_HUB_CACHE = re.compile(r"models--([^/]+)--([^/]+)/snapshots/([0-9a-f]+)")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
+
+
+@dataclass(frozen=True)
+class BaseModel:
+    """The model that training began with.
+
+    Attributes:
+        name: hub id, or the last part of a local folder.
+        revision: commit of the hub, or "".
+        on_hub: True if `name` is a hub id.
+    """
+
+    name: str
+    revision: str = ""
+    on_hub: bool = False
+
+
+def base_model_of(path: str) -> BaseModel | None:
+    """What `checkpoint.initial_load_path`, by now a local folder, was; None for random weights."""
+    if not path:
+        return None
+    if match := _HUB_CACHE.search(Path(path).as_posix()):
+        return BaseModel(f"{match[1]}/{match[2]}", match[3], on_hub=True)
+    return BaseModel(Path(path).name)
+
+
+def render_model_card(job: JobConfig, *, family: str, num_parameters: int, progress: Progress, results: Results) -> str:
+    """The card as Markdown with the hub's YAML header; ends with a line break.
+
+    Args:
+        job: the configuration; what differs from the defaults is listed.
+        family: Hugging Face model_type.
+        num_parameters: of the whole model.
+        progress: steps done, data order and versions.
+        results: validation losses and evaluation scores.
+    """
+    base = base_model_of(job.checkpoint.initial_load_path)
+    lines = ["---", *_header(base, job), "---", "", "# Model card", ""]
+    origin = "trained from random weights" if base is None else f"trained from {_link(base)}"
+    lines += [f"A `{family}` model with {num_parameters / 1e6:,.1f} M parameters, {origin} with titanlite.", ""]
+    source = job.data.path and f", `{_public(job.data.path)}`"
+    lines += ["## Data", "", f"- dataset: `{job.data.dataset}`{source}", f"- fingerprint: {progress.data}", ""]
+    lines += ["## Results", "", f"After {progress.step} of {job.training.steps} steps.", "", *_results(results), ""]
+    lines += [
+        "## Configuration",
+        "",
+        "Settings that differ from the defaults:",
+        "",
+        "```toml",
+        *_settings(job),
+        "```",
+        "",
+    ]
+    lines += ["## Versions", "", *(f"- {name} {version}" for name, version in sorted(progress.versions.items())), ""]
+    return "\n".join(lines)
+
+
+def _header(base: BaseModel | None, job: JobConfig) -> list[str]:
+    """The hub's metadata. JSON strings are YAML strings."""
+    lines = ["library_name: transformers", "pipeline_tag: text-generation", "tags:", "- titanlite"]
+    if base is not None and base.on_hub:
+        lines.append(f"base_model: {json.dumps(base.name)}")
+    path = job.data.path
+    if path and _HUB_ID.fullmatch(path) and not Path(path).exists():
+        lines += ["datasets:", f"- {json.dumps(path.partition('@')[0])}"]
+    return lines
+
+
+def _link(base: BaseModel) -> str:
+    if not base.on_hub:
+        return f"`{base.name}`"
+    return f"[{base.name}](https://huggingface.co/{base.name}) (revision `{base.revision[:12]}`)"
+
+
+def _results(results: Results) -> list[str]:
+    rows = [_row(series) for series in (results.validation, results.evaluation) if series.last_step >= 0]
+    if not rows:
+        return ["No validation or evaluation took place."]
+    return ["| metric | first | last | best |", "|---|---|---|---|", *rows]
+
+
+def _row(series: Series) -> str:
+    def shown(value: float | None) -> str:
+        return "-" if value is None else f"{value:.4f}"
+
+    best = f"{shown(series.best)} (step {series.best_step})" if series.best_step >= 0 else "-"
+    return f"| {series.name} | {shown(series.first)} | {shown(series.last)} (step {series.last_step}) | {best} |"
+
+
+def _settings(job: JobConfig) -> list[str]:
+    lines: list[str] = []
+    for section, settings in get_sections().items():
+        if section.split(".")[0] in _LEFT_OUT:
+            continue
+        changed = []
+        for setting in settings:
+            value = get_value(job, setting.key)
+            if setting.key not in _LEFT_OUT_KEYS and value is not None and value != setting.default:
+                shown = _public(value) if isinstance(value, str) else value
+                changed.append(f"{setting.name} = {format_value(shown)}")
+        if changed:
+            lines += ["" if lines else None, f"[{section}]", *changed]  # type: ignore[list-item]
+    return [line for line in lines if line is not None]
+
+
+def _public(text: str) -> str:
+    """`text`, but of a path on this machine the last part, and of the hub's cache the id."""
+    base = base_model_of(text)
+    if base is not None and base.on_hub:
+        return f"{base.name}@{base.revision}"
+    return Path(text).name if _is_path(text) else text
+
+
+def _is_path(text: str) -> bool:
+    """True for what names a place on this machine, and not a repository, a pattern or a mode."""
+    return text.startswith(("/", "~", "./", "../")) or (not _HUB_ID.fullmatch(text) and "/" in text)

@@ -1,0 +1,99 @@
+"""Keys and values of the tokens so far, so that generating one more token costs one token's work.
+
+A token's slot in the cache is its position. Rows may have different lengths: prompts are padded on the right, what the
+padding has written lies behind the row's last token, where no query sees it, and is overwritten as the row grows.
+
+After the prompts, the new tokens of all rows lie side by side in one sequence (1, B). Sequence parallelism splits the
+sequence over tp, so that a step of one token per row needs B to be a multiple of tp and not tp tokens per row.
+
+Shapes: B rows, b = B or more with padding, S longest prompt, T = max_len slots, H query heads, G key/value heads,
+K head width, D hidden.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+from titanlite.ops import AttentionMask, attention, cached_attention
+
+
+class KVCache:
+    """Cache of a whole model for one batch of rows; made by `Decoder.build_cache`, held by the caller.
+
+    A rank holds the key/value heads that it computes, in the dtype of its activations: heads / tp, and the rows of its
+    own data-parallel share. Memory: 2 * layers * B * G * T * K elements, allocated once, with the first forward.
+
+    Attributes:
+        layers: one `LayerCache` per decoder layer.
+        lengths_B: tokens in the cache, by row, int64; also the position of the next token.
+        max_len: slots per row (T).
+    """
+
+    def __init__(self, num_layers: int, lengths: Sequence[int], max_len: int, device: torch.device) -> None:
+        self.lengths_B = torch.tensor(lengths, dtype=torch.int64, device=device)
+        self.max_len = max_len
+        self.rows_B = torch.arange(len(lengths), device=device)
+        self._longest = max(lengths)  # on the host: slicing the cache must not wait for the device
+        self._slots_T = torch.arange(max_len, device=device)
+        self._has_prompts = False
+        self.layers = [LayerCache(self) for _ in range(num_layers)]
+
+    def positions(self, tokens: torch.Tensor) -> torch.Tensor | None:
+        """Positions of the tokens of this forward; None: 0, 1, 2, ... in every row."""
+        if not self._has_prompts:
+            if tokens.shape[1] > self.max_len:
+                raise ValueError(f"prompts of {tokens.shape[1]} tokens, padding included, in {self.max_len} slots")
+            return None
+        if self._longest >= self.max_len:
+            raise ValueError(f"the cache's {self.max_len} slots are used up")
+        return F.pad(self.lengths_B, (0, tokens.shape[1] - len(self.lengths_B))).unsqueeze(0)
+
+    def newest(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(B, D): the hidden state of each row's last token, from those of all tokens of this forward."""
+        if not self._has_prompts:
+            return hidden[self.rows_B, self.lengths_B - 1]
+        return hidden[0, : len(self.lengths_B)]
+
+    def visible(self) -> torch.Tensor:
+        """(B, slots in use) bool: the slots that the row's new token sees, its own included."""
+        return self._slots_T[: self._longest + 1] <= self.lengths_B.unsqueeze(1)
+
+    def advance(self) -> None:
+        """Count the tokens of the forward that has just filled all layers."""
+        if self._has_prompts:
+            self.lengths_B = self.lengths_B + 1
+            self._longest += 1
+        self._has_prompts = True
+
+
+class LayerCache:
+    """Keys and values of one layer, (B, G, T, K) each."""
+
+    def __init__(self, cache: KVCache) -> None:
+        self._cache = cache
+        self._keys: torch.Tensor | None = None
+        self._values: torch.Tensor | None = None
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask, scale: float
+    ) -> torch.Tensor:
+        """Attention with these new keys and values and those before; arguments and result as in `attention`."""
+        if self._keys is None or self._values is None:
+            self._keys, self._values = self._start(k), self._start(v)
+            return attention(q, k, v, mask, scale)
+        cache = self._cache
+        count = len(cache.rows_B)
+        visible_BT = cache.visible()
+        self._keys[cache.rows_B, :, cache.lengths_B] = k[0, :count]
+        self._values[cache.rows_B, :, cache.lengths_B] = v[0, :count]
+        used = visible_BT.shape[1]
+        out_BHK = cached_attention(q[0, :count], self._keys[:, :, :used], self._values[:, :, :used], visible_BT, scale)
+        return F.pad(out_BHK, (0, 0, 0, 0, 0, q.shape[1] - count)).unsqueeze(0)
+
+    def _start(self, x_BSGK: torch.Tensor) -> torch.Tensor:
+        # Zeros: slots that a shorter row has not reached get weight 0, and 0 * nan would be nan.
+        batch, seq_len, heads, width = x_BSGK.shape
+        slots_BGTK = x_BSGK.new_zeros(batch, heads, self._cache.max_len, width)
+        slots_BGTK[:, :, :seq_len] = x_BSGK.transpose(1, 2)
+        return slots_BGTK

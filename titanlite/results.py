@@ -1,0 +1,95 @@
+"""What validations and evaluations have found: the best step, when to stop early, and what a resumed run must know."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from titanlite.config import JobConfig
+
+
+@dataclass
+class Series:
+    """Results of one kind over a run.
+
+    Attributes:
+        name: of the metric, as in the logs.
+        first, last, best: value of the first, the latest and the best result; nan is never best.
+        last_step, best_step: optimizer steps done then; -1: none yet.
+        reference: value that the next one must beat by `early_stopping_min_delta`.
+        stale: results in a row that did not.
+    """
+
+    name: str = ""
+    first: float | None = None
+    last: float | None = None
+    last_step: int = -1
+    best: float | None = None
+    best_step: int = -1
+    reference: float | None = None
+    stale: int = 0
+
+
+class Results:
+    """The validation losses and evaluation scores of a run. The same on all ranks, and kept in checkpoints.
+
+    Attributes:
+        validation: losses; lower is better.
+        evaluation: scores; higher is better.
+    """
+
+    def __init__(self, job: JobConfig, saved: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+        self._validation, self._save_best = job.validation, job.checkpoint.save_best
+        self.validation = Series(**(saved or {}).get("validation", {}))
+        self.evaluation = Series(**(saved or {}).get("evaluation", {}))
+
+    def add_validation(self, step: int, loss: float) -> bool:
+        """Take a validation loss; True if the checkpoint of this step is the one to keep as the best."""
+        improved = _add(self.validation, "validation loss", step, loss, -1.0, self._validation.early_stopping_min_delta)
+        return improved and self._save_best == "validation"
+
+    def add_evaluation(self, step: int, name: str, score: float) -> bool:
+        """Take an evaluation score; True if the checkpoint of this step is the one to keep as the best."""
+        improved = _add(self.evaluation, name, step, score, 1.0, 0.0)
+        return improved and self._save_best == "evaluation"
+
+    @property
+    def exhausted(self) -> bool:
+        """True once the validation loss has not improved for `validation.early_stopping_patience` validations."""
+        patience = self._validation.early_stopping_patience
+        return self._validation.enable and 0 < patience <= self.validation.stale
+
+    def describe(self) -> str:
+        """The state of the validation loss in words."""
+        series = self.validation
+        if series.best is None:
+            return f"the {series.name} was never a number"
+        return (
+            f"the {series.name} was best ({series.best:.4f}) at step {series.best_step} and has not improved in "
+            f"{series.stale} validations"
+        )
+
+    def state(self) -> dict[str, dict[str, Any]]:
+        """What `__init__` takes as `saved`; empty for what has no results."""
+        kinds = {"validation": self.validation, "evaluation": self.evaluation}
+        return {kind: asdict(series) for kind, series in kinds.items() if series.last_step >= 0}
+
+
+def _add(series: Series, name: str, step: int, value: float, sign: float, min_delta: float) -> bool:
+    """True if `value` is the best so far. What was found before training is no candidate: it has no checkpoint."""
+    if series.name != name:  # another scorer than before the resume: nothing to compare with
+        series.__dict__.update(asdict(Series(name=name)))
+    series.last, series.last_step = value, step
+    if series.first is None:
+        series.first = value
+    if step == 0:
+        return False
+    beats = series.reference is None or sign * value > sign * series.reference + min_delta
+    if beats and not math.isnan(value):
+        series.reference, series.stale = value, 0
+    else:
+        series.stale += 1
+    if math.isnan(value) or (series.best is not None and sign * value <= sign * series.best):
+        return False
+    series.best, series.best_step = value, step
+    return True
