@@ -6,11 +6,12 @@ import torch
 import torch.distributed as dist
 
 from titanlite.models.decoder import Decoder
+from titanlite.models.transformers_model import TransformersModel
 
 
 @torch.no_grad()
 def generate(
-    model: Decoder,
+    model: Decoder | TransformersModel,
     tokenizer: Any,
     prompt: str,
     *,

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from titanlite import stop
 from titanlite.checkpoint import Checkpointer, Progress, describe_versions
-from titanlite.config import JobConfig, ModelConfig, save_resolved
+from titanlite.config import AnyModelConfig, JobConfig, TransformersConfig, save_resolved
 from titanlite.config.parallelism import Degrees
 from titanlite.data import IGNORE_INDEX, Batch, TrainLoader, build_data
 from titanlite.distributed import (
@@ -30,6 +30,7 @@ from titanlite.materialize import materialize
 from titanlite.metrics import MetricsLogger, build_profiler, train_flops_per_token
 from titanlite.models.decoder import Decoder, build_decoder
 from titanlite.models.families import family_of
+from titanlite.models.transformers_model import TransformersModel, build_transformers
 from titanlite.ops.grouped_gemm import resolve_backend
 from titanlite.optim import ExpertBiasBalancer, build_lr_scheduler, build_optimizer, step_if_finite
 
@@ -84,7 +85,7 @@ class Window:
 class Trainer:
     """Builds everything from a checked configuration and trains. Every rank makes one and calls `train`."""
 
-    def __init__(self, job: JobConfig, model_config: ModelConfig, degrees: Degrees) -> None:
+    def __init__(self, job: JobConfig, model_config: AnyModelConfig, degrees: Degrees) -> None:
         self.job = job
         self.dump_folder = Path(job.job.dump_folder)
         if job.training.deterministic:
@@ -106,11 +107,11 @@ class Trainer:
         start = self.checkpointer.start
         self.step = 0 if start is None else start.step
 
-        self.model = build_decoder(model_config, getattr(torch, job.training.dtype))  # on meta: shapes only
+        self.model = build_model(model_config, getattr(torch, job.training.dtype))  # on meta: shapes only
         configure(self.model, job, self.device)
         parallelize(self.model, job, self.dims, self.device.type)  # still on meta: now shards
         weights_device = torch.device("cpu") if job.training.enable_cpu_offload else self.device
-        sources = self.checkpointer.weight_sources(model_config)  # of a checkpoint, or the modules' own: random
+        sources = self.checkpointer.weight_sources(self.model)  # of a checkpoint, or the modules' own: random
         self.plan = materialize(  # every tensor written once
             self.model, weights_device, sources, seed=job.training.seed, buffer_device=self.device
         )
@@ -129,7 +130,7 @@ class Trainer:
         self.metrics = MetricsLogger(
             job,
             self.dump_folder,
-            train_flops_per_token(model_config, job.training.seq_len),
+            train_flops_per_token(self.model.config, job.training.seq_len),
             degrees.world_size,
             self.device,
             start_step=self.step,
@@ -337,7 +338,7 @@ def check_device(job: JobConfig, device: torch.device) -> None:
         raise ConfigError(f"moe.grouped_gemm: {error}") from None
 
 
-def check_vocabulary(vocab_size: int, model_config: ModelConfig) -> None:
+def check_vocabulary(vocab_size: int, model_config: AnyModelConfig) -> None:
     """Every token id must have a row in the embedding.
 
     Raises:
@@ -350,15 +351,28 @@ def check_vocabulary(vocab_size: int, model_config: ModelConfig) -> None:
         )
 
 
-def get_bias_update_rate(job: JobConfig, model_config: ModelConfig) -> float:
+def build_model(config: AnyModelConfig, dtype: torch.dtype) -> Decoder | TransformersModel:
+    """Describe the model on meta: the native decoder, or the class of transformers that stands in for it."""
+    if isinstance(config, TransformersConfig):
+        logger.info("model: transformers' %s, for: %s", config.architecture, config.why)
+        return build_transformers(config, dtype)
+    return build_decoder(config, dtype)
+
+
+def get_bias_update_rate(job: JobConfig, model_config: AnyModelConfig) -> float:
     """The configured rate; unset, a bias is trained only where the exported architecture can hold it."""
+    if isinstance(model_config, TransformersConfig):
+        return 0.0
     if job.moe.expert_bias_update_rate is not None:
         return job.moe.expert_bias_update_rate
     return 1e-3 if family_of(model_config).expert_bias_key is not None else 0.0
 
 
-def configure(model: Decoder, job: JobConfig, device: torch.device) -> None:
+def configure(model: Decoder | TransformersModel, job: JobConfig, device: torch.device) -> None:
     """Hand the settings that are no sizes to the modules that use them."""
+    if isinstance(model, TransformersModel):
+        model.loss_chunk_tokens = job.training.loss_chunk_tokens
+        return
     if model.moe_layers():
         backend = resolve_backend(job.moe.grouped_gemm, device, torch.float32)
         logger.info("moe: grouped GEMM backend: %s", backend)

@@ -15,15 +15,16 @@ import torch.distributed as dist
 from titanlite import __version__
 from titanlite.checkpoint.commit import check_folder, clean_up, commit_folder, list_steps, remove_old, step_folder
 from titanlite.checkpoint.hf_model import model_files, warn_of_sidecar, write_hf_files
-from titanlite.checkpoint.pretrained import HFCheckpoint, hf_checkpoint
+from titanlite.checkpoint.pretrained import weights_of
 from titanlite.checkpoint.train_state import Progress, load_state, state_files
 from titanlite.checkpoint.writer import FileLayout
-from titanlite.config import JobConfig, ModelConfig
+from titanlite.config import JobConfig
 from titanlite.errors import CheckpointError, TitanliteError, raise_problems
 from titanlite.logger import logger
-from titanlite.materialize import Plan
+from titanlite.materialize import Plan, SourceProvider
 from titanlite.materialize.agree import on_first_rank
 from titanlite.models.decoder import Decoder
+from titanlite.models.transformers_model import TransformersModel
 
 
 class Checkpointer:
@@ -55,12 +56,12 @@ class Checkpointer:
 
     # --- loading
 
-    def weight_sources(self, config: ModelConfig) -> list[HFCheckpoint]:
+    def weight_sources(self, model: Decoder | TransformersModel) -> list[SourceProvider]:
         """What `materialize` reads the weights from: the checkpoint to resume, a pretrained model, or nothing."""
         if self.start is not None:
-            return [hf_checkpoint(step_folder(self.folder, self.start.step), config, exact=True)]
+            return [weights_of(step_folder(self.folder, self.start.step), model, exact=True)]
         if self._section.initial_load_path:
-            return [hf_checkpoint(Path(self._section.initial_load_path), config)]
+            return [weights_of(Path(self._section.initial_load_path), model)]
         assets = self._job.model.hf_assets_path
         if assets and any(Path(assets).glob("*.safetensors")) and dist.get_rank() == 0:
             logger.warning(
@@ -151,7 +152,7 @@ class Checkpointer:
 
     def save(
         self,
-        model: Decoder,
+        model: Decoder | TransformersModel,
         plan: Plan,
         optimizer: torch.optim.Optimizer,
         tokenizer: Any,

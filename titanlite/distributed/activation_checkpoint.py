@@ -11,6 +11,7 @@ from titanlite.config.schema import ActivationCheckpointSection
 from titanlite.models.decoder import Attention, Decoder
 from titanlite.models.layers import FeedForward
 from titanlite.models.moe import Experts
+from titanlite.models.transformers_model import TransformersModel
 
 # Results that selective checkpointing keeps, for they are dear to compute; the rest is recomputed.
 _KEPT_OPS = {
@@ -27,7 +28,7 @@ _KEPT_OPS = {
 }
 
 
-def apply_activation_checkpoint(model: Decoder, section: ActivationCheckpointSection) -> None:
+def apply_activation_checkpoint(model: Decoder | TransformersModel, section: ActivationCheckpointSection) -> None:
     """Wrap the forwards that `section` selects; module names and parameters stay as they are.
 
     Whole layers in mode `full` and for every Nth layer. By operation, the regions are attention, feed-forward and
@@ -43,14 +44,15 @@ def apply_activation_checkpoint(model: Decoder, section: ActivationCheckpointSec
                 _checkpoint_forward(module, context_fn=partial(create_selective_checkpoint_contexts, _policy))
         return
     every = 1 if section.mode == "full" else int(section.selective_ac_option)
+    # titanlite's layers draw no random numbers, so there is no generator state to save and restore.
+    draws = isinstance(model, TransformersModel)
     for layer in model.decoder_layers()[::every]:
-        _checkpoint_forward(layer)
+        _checkpoint_forward(layer, preserve_rng_state=draws)
 
 
-def _checkpoint_forward(module: nn.Module, **options: Any) -> None:
-    # The layers draw no random numbers, so there is no generator state to save and restore.
+def _checkpoint_forward(module: nn.Module, *, preserve_rng_state: bool = False, **options: Any) -> None:
     module.forward = partial(  # type: ignore[method-assign]
-        checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False, **options
+        checkpoint, module.forward, use_reentrant=False, preserve_rng_state=preserve_rng_state, **options
     )
 
 

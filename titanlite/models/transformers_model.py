@@ -1,0 +1,262 @@
+"""Any model of transformers behind the interface of the native decoder.
+
+The class of transformers is described on meta, and its tensors keep their names; this module adds the sources of
+its tensors, packed documents, and the loss.
+
+Shapes: B batch, S sequence, D hidden, V vocabulary.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from titanlite.config.model import TransformersConfig
+from titanlite.errors import ConfigError
+from titanlite.materialize.sources import Source
+from titanlite.models.decoder import LossSums
+from titanlite.models.hf_config import load_config_and_class
+from titanlite.models.hf_sources import find_sources
+from titanlite.ops import IGNORE_INDEX, linear_cross_entropy, local_tensor
+
+_PROBE_TOKENS = 4
+
+
+class TransformersModel(nn.Module):
+    """A model of transformers that takes batches and gives losses as `Decoder` does.
+
+    Attributes:
+        config: what the rest of titanlite asks about it.
+        loss_chunk_tokens: tokens that are projected to the vocabulary at once.
+        all_conversions: transformers' mapping from the keys of checkpoints to this model, those of old versions too.
+        own_conversions: the same without those of old versions.
+        conversions: what of it was used for loading; None before that. Saving reverts it.
+        state_shapes: global shape of every tensor of a checkpoint, by name, as transformers has them in memory.
+    """
+
+    def __init__(self, model: Any, config: TransformersConfig) -> None:
+        super().__init__()
+        from transformers.conversion_mapping import get_model_conversion_mapping
+
+        # The name of this attribute is left out of the names of tensors, see `materialize.plan.clean_name`.
+        self._transformers_model = model
+        self.loss_chunk_tokens = 1024
+        # All of these look at class names, which sharding changes, so they are asked now.
+        self._sources = find_sources(model)
+        # In plain containers: the modules are registered below `model` once.
+        self._layers = tuple(_repeated_layers(model))
+        self._experts = _expert_modules(model)
+        self.state_shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        self.all_conversions = get_model_conversion_mapping(model)
+        self.own_conversions = get_model_conversion_mapping(model, add_legacy=False)
+        self.conversions: list[Any] | None = None
+        self.config = _with_sizes(config, self)
+        self._has_plain_head: bool | None = None
+        self._labels: torch.Tensor | None = None
+        head = model.get_output_embeddings()
+        self._head = [head]  # in a list, so that it is no submodule a second time
+        if isinstance(head, nn.Linear) and head.bias is None:
+            head.forward = partial(self._head_forward, head.forward)
+        else:
+            self._has_plain_head = False
+
+    @property
+    def transformers_model(self) -> Any:
+        """The model of transformers inside."""
+        return self._transformers_model
+
+    def declare_sources(self) -> dict[str, Source]:
+        return dict(self._sources)
+
+    def forward(
+        self,
+        tokens_BS: torch.Tensor,
+        labels_BS: torch.Tensor | None = None,
+        positions_BS: torch.Tensor | None = None,
+        document_ids_BS: torch.Tensor | None = None,
+        **inputs: Any,
+    ) -> torch.Tensor | LossSums:
+        """Logits (B, S, V), or with labels the `LossSums`; arguments as those of `Decoder`.
+
+        Attention inside packed documents is the model's own masking by positions that restart: transformers' mask
+        functions separate documents wherever a position does not follow the one before, also in sliding windows. One
+        copy of a flag to the host per forward is its price.
+
+        Args:
+            inputs: what the model's forward takes beside, such as `pixel_values` and `image_grid_thw`.
+        """
+        if document_ids_BS is not None:
+            positions_BS = restarting_positions(document_ids_BS, positions_BS)
+        if labels_BS is None:
+            return self._logits(tokens_BS, positions_BS, **inputs)
+        if self._has_plain_head is None:
+            self._has_plain_head = self._probe_head(tokens_BS, inputs)
+        if not self._has_plain_head:
+            logits_TV = self._logits(tokens_BS, positions_BS, **inputs).flatten(0, 1)
+            # In float32 as everywhere, and labels as they are: already the next token.
+            logits_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
+            loss = F.cross_entropy(logits_TV, labels_BS.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+        else:
+            self._labels = labels_BS
+            try:
+                loss = self._logits(tokens_BS, positions_BS, **inputs)  # what the head gave: see `_head_forward`
+            finally:
+                self._labels = None
+        return LossSums(loss, loss.new_zeros(()))
+
+    def _logits(self, tokens_BS: torch.Tensor, positions_BS: torch.Tensor | None, **inputs: Any) -> torch.Tensor:
+        if positions_BS is not None:
+            inputs["position_ids"] = positions_BS
+        return self._transformers_model(input_ids=tokens_BS, use_cache=False, return_dict=True, **inputs).logits
+
+    def _head_forward(self, project: Any, hidden_BSD: torch.Tensor) -> torch.Tensor:
+        """In place of the head's own forward: the logits, or with labels the summed loss without any logits."""
+        if self._labels is None:
+            return project(hidden_BSD)
+        weight_VD = local_tensor(self._head[0].weight)
+        hidden_TD = hidden_BSD.flatten(0, 1)
+        return linear_cross_entropy(hidden_TD, weight_VD, self._labels.flatten(), self.loss_chunk_tokens)
+
+    @torch.no_grad()
+    def _probe_head(self, tokens_BS: torch.Tensor, inputs: dict[str, Any]) -> bool:
+        """True if the model's logits are what its head returns, untouched by soft caps, scales or casts.
+
+        Seen on a few tokens, not guessed from names: the object that the head returned is the object that comes out.
+        All ranks do it at the same forward, with the collectives of a forward.
+        """
+        if inputs:
+            return False  # images are of a certain number of tokens; such models' logits are computed in full
+        head, returned = self._head[0], []
+        handle = head.register_forward_hook(lambda module, args, output: returned.append(output))
+        try:
+            logits = self._logits(tokens_BS[:, :_PROBE_TOKENS], None)
+        finally:
+            handle.remove()
+        return len(returned) == 1 and returned[0] is logits
+
+    def decoder_layers(self) -> list[nn.Module]:
+        """The repeated layers, those of a vision tower included, in the model's order."""
+        return list(self._layers)
+
+    def moe_layers(self) -> dict[str, Any]:
+        """None: routers of transformers have neither a bias to balance nor counts."""
+        return {}
+
+    def experts_in(self, layer: nn.Module) -> list[nn.Module]:
+        """The modules of `layer` that hold routed experts."""
+        inside = set(layer.modules())
+        return [module for module in self._experts.values() if module in inside]
+
+    def outer_units(self) -> tuple[list[nn.Module], list[nn.Module]]:
+        """Embedding and head, for FSDP units of their own; those that share a parameter belong into the root's."""
+        model = self._transformers_model
+        holders = Counter(param for m in model.modules() for param in m._parameters.values() if param is not None)
+        in_layers = {module for layer in self._layers for module in layer.modules()}
+
+        def alone(module: nn.Module | None) -> list[nn.Module]:
+            if module is None or module in in_layers or any(holders[param] > 1 for param in module.parameters()):
+                return []
+            return [module] if list(module.parameters()) else []
+
+        return alone(model.get_input_embeddings()), alone(model.get_output_embeddings())
+
+    def expert_modules(self) -> dict[str, nn.Module]:
+        """Modules that hold fused experts and compute them through transformers' experts interface, by name."""
+        return dict(self._experts)
+
+
+def restarting_positions(document_ids_BS: torch.Tensor, positions_BS: torch.Tensor | None) -> torch.Tensor:
+    """Positions (B, S) int64 that restart in every document and, whatever was given, in every run of padding (id -1).
+
+    transformers tells packed documents by positions that do not go on from the one before.
+    """
+    index_S = torch.arange(document_ids_BS.shape[1], device=document_ids_BS.device)
+    starts_BS = torch.ones_like(document_ids_BS, dtype=torch.bool)
+    starts_BS[:, 1:] = document_ids_BS[:, 1:] != document_ids_BS[:, :-1]
+    restarting_BS = index_S - torch.where(starts_BS, index_S, 0).cummax(dim=1).values
+    return restarting_BS if positions_BS is None else torch.where(document_ids_BS >= 0, positions_BS, restarting_BS)
+
+
+def build_transformers(config: TransformersConfig, dtype: torch.dtype = torch.float32) -> TransformersModel:
+    """Describe the model on the meta device; parameters in `dtype`, buffers in the dtypes of `from_pretrained`.
+
+    Raises:
+        ConfigError: transformers refuses the configuration.
+    """
+    hf_config, cls = load_config_and_class(config.hf, config.family)
+    try:
+        with torch.device("meta"), _quiet():
+            model: Any = cls._from_config(hf_config, dtype=dtype)
+    except (TypeError, ValueError, KeyError, ImportError) as error:
+        raise ConfigError(f"model: transformers cannot build {config.architecture}: {error}") from None
+    _keep_in_float32(model, dtype)
+    for target, source in model.all_tied_weights_keys.items():
+        _tie(model, target, source)
+    return TransformersModel(model, config)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Transformers logs what it thinks of generation settings each time a model is built."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+
+
+def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:
+    """Give tensors that `from_pretrained` keeps in float32 that dtype; `_from_config` does not."""
+    plan = model._get_dtype_plan(dtype)
+    if not plan:
+        return
+    kept = re.compile("|".join(rf"(?:^|\.){re.escape(name)}(?:\.|$)" for name in plan))
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if kept.search(name) and tensor.is_floating_point():
+            tensor.data = tensor.data.to(torch.float32)
+
+
+def _tie(model: Any, target: str, source: str) -> None:
+    """One object under both names, by assignment."""
+    prefix, _, leaf = target.rpartition(".")
+    tensor = model.get_parameter_or_buffer(source)
+    if model.get_parameter_or_buffer(target) is not tensor:
+        setattr(model.get_submodule(prefix), leaf, tensor)
+
+
+def _repeated_layers(model: Any) -> list[nn.Module]:
+    """Modules of the classes that transformers says must not be split, outermost only."""
+    found: list[nn.Module] = []
+    inside: set[nn.Module] = set()
+    for module in model.modules():
+        if module not in inside and type(module).__name__ in model._no_split_modules:
+            found.append(module)
+            inside.update(module.modules())
+    return found
+
+
+def _expert_modules(model: Any) -> dict[str, nn.Module]:
+    """Modules with fused expert weights whose class transformers' experts interface serves."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if hasattr(module, "is_transposed") and hasattr(module, "has_gate") and hasattr(module, "num_experts")
+    }
+
+
+def _with_sizes(config: TransformersConfig, model: TransformersModel) -> TransformersConfig:
+    """The configuration with the numbers of parameters, all and those that work for one token."""
+    total = sum(param.numel() for param in model.parameters())
+    routed = sum(param.numel() for module in model.expert_modules().values() for param in module.parameters())
+    idle = routed * max(config.num_experts - config.top_k, 0) // max(config.num_experts, 1)
+    return replace(config, num_params=total, num_active_params=total - idle)
