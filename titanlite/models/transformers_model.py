@@ -6,6 +6,8 @@ its tensors, packed documents, and the loss.
 Shapes: B batch, S sequence, D hidden, V vocabulary.
 """
 
+import inspect
+import itertools
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -23,10 +25,11 @@ from titanlite.errors import ConfigError
 from titanlite.materialize.sources import Source
 from titanlite.models.decoder import LossSums
 from titanlite.models.hf_config import load_config_and_class
+from titanlite.models.hf_packing import inside_documents, register_document_masks, restarting_positions
 from titanlite.models.hf_sources import find_sources
 from titanlite.ops import IGNORE_INDEX, linear_cross_entropy, local_tensor
 
-_PROBE_TOKENS = 4
+_PROBE_TOKENS = 6
 
 
 class TransformersModel(nn.Module):
@@ -58,14 +61,16 @@ class TransformersModel(nn.Module):
         self.own_conversions = get_model_conversion_mapping(model, add_legacy=False)
         self.conversions: list[Any] | None = None
         self.config = _with_sizes(config, self)
-        self._has_plain_head: bool | None = None
+        self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+        register_document_masks()
+        self._has_plain_head: bool | None = None  # not known before `_probe`
+        self._keeps_documents_apart = False
         self._labels: torch.Tensor | None = None
         head = model.get_output_embeddings()
         self._head = [head]  # in a list, so that it is no submodule a second time
-        if isinstance(head, nn.Linear) and head.bias is None:
+        self._is_linear_head = isinstance(head, nn.Linear) and head.bias is None
+        if self._is_linear_head:
             head.forward = partial(self._head_forward, head.forward)
-        else:
-            self._has_plain_head = False
 
     @property
     def transformers_model(self) -> Any:
@@ -85,36 +90,48 @@ class TransformersModel(nn.Module):
     ) -> torch.Tensor | LossSums:
         """Logits (B, S, V), or with labels the `LossSums`; arguments as those of `Decoder`.
 
-        Attention inside packed documents is the model's own masking by positions that restart: transformers' mask
-        functions separate documents wherever a position does not follow the one before, also in sliding windows. One
-        copy of a flag to the host per forward is its price.
+        The first forward with labels or documents looks at how the model works, on a few fixed tokens; see `_probe`.
 
         Args:
             inputs: what the model's forward takes beside, such as `pixel_values` and `image_grid_thw`.
         """
+        if inputs and document_ids_BS is not None:
+            raise ValueError("rows with images hold one document each; leave document_ids out")
+        if (labels_BS is not None or document_ids_BS is not None) and self._has_plain_head is None:
+            self._probe(tokens_BS.device)
         if document_ids_BS is not None:
+            if not self._keeps_documents_apart:
+                raise ConfigError(
+                    f"model: {self.config.architecture} of transformers mixes documents that share a row: alone, the "
+                    "same tokens give other logits. Give it rows of one document each."
+                )
             positions_BS = restarting_positions(document_ids_BS, positions_BS)
         if labels_BS is None:
-            return self._logits(tokens_BS, positions_BS, **inputs)
-        if self._has_plain_head is None:
-            self._has_plain_head = self._probe_head(tokens_BS, inputs)
+            return self._logits(tokens_BS, positions_BS, document_ids_BS, **inputs)
         if not self._has_plain_head:
-            logits_TV = self._logits(tokens_BS, positions_BS, **inputs).flatten(0, 1)
+            logits_TV = self._logits(tokens_BS, positions_BS, document_ids_BS, **inputs).flatten(0, 1)
             # In float32 as everywhere, and labels as they are: already the next token.
             logits_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
             loss = F.cross_entropy(logits_TV, labels_BS.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
         else:
             self._labels = labels_BS
             try:
-                loss = self._logits(tokens_BS, positions_BS, **inputs)  # what the head gave: see `_head_forward`
+                loss = self._logits(tokens_BS, positions_BS, document_ids_BS, **inputs)  # see `_head_forward`
             finally:
                 self._labels = None
         return LossSums(loss, loss.new_zeros(()))
 
-    def _logits(self, tokens_BS: torch.Tensor, positions_BS: torch.Tensor | None, **inputs: Any) -> torch.Tensor:
-        if positions_BS is not None:
+    def _logits(
+        self,
+        tokens_BS: torch.Tensor,
+        positions_BS: torch.Tensor | None,
+        document_ids_BS: torch.Tensor | None,
+        **inputs: Any,
+    ) -> torch.Tensor:
+        if positions_BS is not None and self._takes_positions:
             inputs["position_ids"] = positions_BS
-        return self._transformers_model(input_ids=tokens_BS, use_cache=False, return_dict=True, **inputs).logits
+        with inside_documents(document_ids_BS):
+            return self._transformers_model(input_ids=tokens_BS, use_cache=False, return_dict=True, **inputs).logits
 
     def _head_forward(self, project: Any, hidden_BSD: torch.Tensor) -> torch.Tensor:
         """In place of the head's own forward: the logits, or with labels the summed loss without any logits."""
@@ -125,21 +142,32 @@ class TransformersModel(nn.Module):
         return linear_cross_entropy(hidden_TD, weight_VD, self._labels.flatten(), self.loss_chunk_tokens)
 
     @torch.no_grad()
-    def _probe_head(self, tokens_BS: torch.Tensor, inputs: dict[str, Any]) -> bool:
-        """True if the model's logits are what its head returns, untouched by soft caps, scales or casts.
+    def _probe(self, device: torch.device) -> None:
+        """Look at how the model computes, which its class does not tell, with two forwards on a few fixed tokens.
 
-        Seen on a few tokens, not guessed from names: the object that the head returned is the object that comes out.
-        All ranks do it at the same forward, with the collectives of a forward.
+        Its head is plain if the object that the head module returns comes out as the logits: nothing scales, caps or
+        casts them. It keeps documents apart if tokens give the same logits alone and behind another document in a row.
+
+        Collectives: those of two forwards; all ranks come here at the same forward, with the same tokens, and so to the
+        same conclusions.
         """
-        if inputs:
-            return False  # images are of a certain number of tokens; such models' logits are computed in full
-        head, returned = self._head[0], []
+        head, returned, was_training = self._head[0], [], self.training
+        tokens_1S = torch.tensor([_plain_tokens(self._transformers_model.config, 2 * _PROBE_TOKENS)], device=device)
+        alone_1S = tokens_1S[:, _PROBE_TOKENS:]
+        ids_1S = (torch.arange(2 * _PROBE_TOKENS, device=device) // _PROBE_TOKENS).unsqueeze(0)
+        self.eval()
         handle = head.register_forward_hook(lambda module, args, output: returned.append(output))
         try:
-            logits = self._logits(tokens_BS[:, :_PROBE_TOKENS], None)
+            expected = self._logits(alone_1S, restarting_positions(torch.zeros_like(alone_1S), None), None)
         finally:
             handle.remove()
-        return len(returned) == 1 and returned[0] is logits
+        packed = self._logits(tokens_1S, restarting_positions(ids_1S, None), ids_1S)[:, _PROBE_TOKENS:]
+        self.train(was_training)
+        self._has_plain_head = self._is_linear_head and len(returned) == 1 and returned[0] is expected
+        # Experts get other numbers of rows, and kernels other shapes, so the last bits may differ.
+        bound = 1e-4 if expected.dtype == torch.float32 and head.weight.dtype == torch.float32 else 0.05
+        error = (packed.float() - expected.float()).norm() / expected.float().norm()
+        self._keeps_documents_apart = bool(error <= bound)  # synchronization point, once
 
     def decoder_layers(self) -> list[nn.Module]:
         """The repeated layers, those of a vision tower included, in the model's order."""
@@ -170,18 +198,6 @@ class TransformersModel(nn.Module):
     def expert_modules(self) -> dict[str, nn.Module]:
         """Modules that hold fused experts and compute them through transformers' experts interface, by name."""
         return dict(self._experts)
-
-
-def restarting_positions(document_ids_BS: torch.Tensor, positions_BS: torch.Tensor | None) -> torch.Tensor:
-    """Positions (B, S) int64 that restart in every document and, whatever was given, in every run of padding (id -1).
-
-    transformers tells packed documents by positions that do not go on from the one before.
-    """
-    index_S = torch.arange(document_ids_BS.shape[1], device=document_ids_BS.device)
-    starts_BS = torch.ones_like(document_ids_BS, dtype=torch.bool)
-    starts_BS[:, 1:] = document_ids_BS[:, 1:] != document_ids_BS[:, :-1]
-    restarting_BS = index_S - torch.where(starts_BS, index_S, 0).cummax(dim=1).values
-    return restarting_BS if positions_BS is None else torch.where(document_ids_BS >= 0, positions_BS, restarting_BS)
 
 
 def build_transformers(config: TransformersConfig, dtype: torch.dtype = torch.float32) -> TransformersModel:
@@ -232,6 +248,19 @@ def _tie(model: Any, target: str, source: str) -> None:
     tensor = model.get_parameter_or_buffer(source)
     if model.get_parameter_or_buffer(target) is not tensor:
         setattr(model.get_submodule(prefix), leaf, tensor)
+
+
+def _plain_tokens(config: Any, count: int) -> list[int]:
+    """Token ids without a meaning of their own, such as that of a place for an image."""
+    values = {**vars(config), **vars(config.get_text_config())}
+    special = {
+        value
+        for name, value in values.items()
+        if name.endswith(("_token_id", "_token_index")) and isinstance(value, int)
+    }
+    vocab_size = config.get_text_config().vocab_size
+    plain = (7 * i % vocab_size for i in itertools.count(3))
+    return list(itertools.islice((token for token in plain if token not in special), count))
 
 
 def _repeated_layers(model: Any) -> list[nn.Module]:
