@@ -152,6 +152,7 @@ def save_tiny(name: str, folder: Path) -> Any:
     from transformers.utils import logging
 
     logging.set_verbosity_error()
+    logging.disable_progress_bar()
     config = ALL_MODELS[name]()
     auto = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
     generator = torch.Generator().manual_seed(sum(map(ord, name)))

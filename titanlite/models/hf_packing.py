@@ -57,7 +57,7 @@ def _with_documents(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def restarting_positions(document_ids_BS: torch.Tensor, positions_BS: torch.Tensor | None) -> torch.Tensor:
-    """Positions (B, S) int64 that restart in every document and, whatever was given, in every run of padding (id -1)."""
+    """Positions (B, S) int64 that restart in every document and, whatever was given, in every run of padding (-1)."""
     index_S = torch.arange(document_ids_BS.shape[1], device=document_ids_BS.device)
     starts_BS = torch.ones_like(document_ids_BS, dtype=torch.bool)
     starts_BS[:, 1:] = document_ids_BS[:, 1:] != document_ids_BS[:, :-1]
