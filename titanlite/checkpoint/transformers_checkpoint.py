@@ -3,7 +3,6 @@
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -166,8 +165,8 @@ def _block(stored: StoredTensor, part: TracedPart) -> StoredTensor:
     if lengths[outer + 1 :] != stored.shape[outer + 1 :] or math.prod(stored.shape[:outer]) != 1:
         raise NotTraceable("a cut that is not along the first dim")
     row_bytes = math.prod(lengths[outer + 1 :]) * stored.dtype.itemsize
-    return replace(
-        stored, shape=lengths, offset=stored.offset + starts[outer] * row_bytes, nbytes=lengths[outer] * row_bytes
+    return stored._replace(
+        shape=lengths, offset=stored.offset + starts[outer] * row_bytes, nbytes=lengths[outer] * row_bytes
     )
 
 

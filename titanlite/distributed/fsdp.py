@@ -84,7 +84,12 @@ def apply_fsdp(model: Decoder | TransformersModel, job: JobConfig, dims: Paralle
 
 
 def _expert_placement(model: Decoder | TransformersModel, dims: ParallelDims) -> Callable[[nn.Parameter], Shard | None]:
-    """Split experts along dim 1 where there are more ranks than experts; everything else along dim 0."""
+    """Split experts along dim 1 where there are more ranks than experts; everything else along dim 0.
+
+    Also experts of transformers, whose other dims need not divide: there, ranks beyond the number of experts hold none.
+    """
+    if isinstance(model, TransformersModel):
+        return lambda param: None
     dim = dims.degrees.expert_shard_dim(max(model.config.num_experts, 1))
     experts = {id(p) for layer in model.decoder_layers() for m in model.experts_in(layer) for p in m.parameters()}
     return lambda param: Shard(dim) if id(param) in experts else None

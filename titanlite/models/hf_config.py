@@ -58,6 +58,8 @@ def load_config_and_class(hf: Mapping[str, Any], where: str) -> tuple[Any, type]
     from transformers import __version__ as version
 
     model_type = hf.get("model_type")
+    if not isinstance(model_type, str):
+        raise ConfigError(f"{where}: model_type '{model_type}' is not the name of one.")
     if "auto_map" in hf and model_type not in CONFIG_MAPPING:
         raise ConfigError(
             f"{where}: model_type '{model_type}' comes with Python code of its own, which is never run here. Use a "
@@ -74,7 +76,7 @@ def load_config_and_class(hf: Mapping[str, Any], where: str) -> tuple[Any, type]
         raise ConfigError(f"{where}: transformers refuses it: {' '.join(str(error).split())}") from None
     classes: list[type] = []
     for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
-        found = auto._model_mapping.get(type(config), None)
+        found: Any = auto._model_mapping.get(type(config), None)  # type: ignore[attr-defined]
         classes += list(found) if isinstance(found, tuple | list) else [found] if found is not None else []
     named = [cls for cls in classes if cls.__name__ in (hf.get("architectures") or [])]
     if not classes:

@@ -66,11 +66,11 @@ class TransformersModel(nn.Module):
         self._has_plain_head: bool | None = None  # not known before `_probe`
         self._keeps_documents_apart = False
         self._labels: torch.Tensor | None = None
-        head = model.get_output_embeddings()
+        head: Any = model.get_output_embeddings()
         self._head = [head]  # in a list, so that it is no submodule a second time
         self._is_linear_head = isinstance(head, nn.Linear) and head.bias is None
         if self._is_linear_head:
-            head.forward = partial(self._head_forward, head.forward)
+            head.forward = partial(self._head_forward, head.forward)  # type: ignore[method-assign]
 
     @property
     def transformers_model(self) -> Any:
@@ -193,7 +193,8 @@ class TransformersModel(nn.Module):
                 return []
             return [module] if list(module.parameters()) else []
 
-        return alone(model.get_input_embeddings()), alone(model.get_output_embeddings())
+        # A head with a bias returns a view, which FSDP warns of: an operation in place on it would lose FSDP's hook.
+        return alone(model.get_input_embeddings()), alone(self._head[0]) if self._is_linear_head else []
 
     def expert_modules(self) -> dict[str, nn.Module]:
         """Modules that hold fused experts and compute them through transformers' experts interface, by name."""
