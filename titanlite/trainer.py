@@ -28,9 +28,10 @@ from titanlite.generate import generate
 from titanlite.logger import logger
 from titanlite.materialize import materialize
 from titanlite.metrics import MetricsLogger, build_profiler, train_flops_per_token
-from titanlite.models.decoder import Decoder, build_decoder
+from titanlite.models.build import build_model
+from titanlite.models.decoder import Decoder
 from titanlite.models.families import family_of
-from titanlite.models.transformers_model import TransformersModel, build_transformers
+from titanlite.models.transformers_model import TransformersModel
 from titanlite.ops.grouped_gemm import resolve_backend
 from titanlite.optim import ExpertBiasBalancer, build_lr_scheduler, build_optimizer, step_if_finite
 
@@ -349,14 +350,6 @@ def check_vocabulary(vocab_size: int, model_config: AnyModelConfig) -> None:
             f"data: the tokenizer has {vocab_size} tokens, but the model's vocab_size is {model_config.vocab_size}. "
             f"Set model.overrides.vocab_size = {vocab_size}, lower data.bpe_vocab_size, or use the model's tokenizer."
         )
-
-
-def build_model(config: AnyModelConfig, dtype: torch.dtype) -> Decoder | TransformersModel:
-    """Describe the model on meta: the native decoder, or the class of transformers that stands in for it."""
-    if isinstance(config, TransformersConfig):
-        logger.info("model: transformers' %s, for: %s", config.architecture, config.why)
-        return build_transformers(config, dtype)
-    return build_decoder(config, dtype)
 
 
 def get_bias_update_rate(job: JobConfig, model_config: AnyModelConfig) -> float:

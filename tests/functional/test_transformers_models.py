@@ -1,6 +1,7 @@
 """Models that transformers implements, meta first on 4 ranks: loaded, run, saved, trained."""
 
 import copy
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,17 +10,22 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from tiny_transformers import ALL_MODELS, VOCAB_SIZE, save_tiny
+from torch.distributed.fsdp import FSDPModule
 
+import titanlite.trainer
 from titanlite.checkpoint import save_hf_model
 from titanlite.checkpoint.pretrained import weights_of
 from titanlite.config import TransformersConfig, load_config
+from titanlite.config.parallelism import Degrees
 from titanlite.distributed import ParallelDims, parallelize
 from titanlite.materialize import Compute, Plan, materialize
 from titanlite.materialize.plan import clean_name
 from titanlite.materialize.sources import Read
 from titanlite.models.transformers_model import TransformersModel, build_transformers
 from titanlite.preflight import Checked, check
+from titanlite.trainer import Trainer
 
 
 @dataclass
@@ -209,3 +215,95 @@ def test_training_equals_a_plain_loop_over_single_documents(
                 for key, value in expected.items()
             }
             assert {key: error.item() for key, error in errors.items() if error > 10 * BOUND} == {}, name
+
+
+def image_rows() -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Two rows of an image of 4 x 4 patches (4 tokens) and text, one for each rank; inputs and labels."""
+    generator = torch.Generator().manual_seed(2)
+    tokens, labels = torch.randint(14, VOCAB_SIZE, (2, 2, 12), generator=generator)
+    tokens[:, 1:7] = torch.tensor([12, 10, 10, 10, 10, 13])
+    labels[:, :7] = -100
+    inputs = {
+        "tokens": tokens,
+        "pixel_values": torch.randn(2, 16, 96, generator=generator),
+        "image_grid_thw": torch.tensor([[[1, 4, 4]]] * 2),
+        "mm_token_type_ids": (tokens == 10).to(torch.int64),
+    }
+    return inputs, labels
+
+
+@pytest.mark.slow
+def test_images_and_text_train_on_two_ranks(run_ranks: Callable[..., list[Any]], cases: dict[str, Case]) -> None:
+    """Loss and gradients, those of the vision tower too, equal transformers' own over both rows."""
+    case = cases["qwen2_5_vl"]
+    job = check_folder(case.folder, 2, "--activation_checkpoint.mode=full")
+    inputs, labels = image_rows()
+    valid = (labels != -100).sum()
+
+    def rank_main() -> tuple[float, dict[str, torch.Tensor], set[str]]:
+        model, _ = load(job, case.folder)
+        rank = torch.distributed.get_rank()
+        mine = {name: value[rank : rank + 1] for name, value in inputs.items()}
+        extra = {"pixel_values": mine["pixel_values"][0], "image_grid_thw": mine["image_grid_thw"][0]}
+        extra["mm_token_type_ids"] = mine["mm_token_type_ids"]
+        loss = model(mine["tokens"], labels[rank : rank + 1], **extra).cross_entropy / valid
+        loss.backward()
+        total = loss.detach().clone()
+        torch.distributed.all_reduce(total)
+        units = {type(m).__name__ for m in model.modules() if isinstance(m, FSDPModule)}
+        gradients = {clean_name(n): p.grad.full_tensor() for n, p in model.named_parameters() if p.grad is not None}
+        return total.item(), gradients, units
+
+    reference = copy.deepcopy(case.reference).train()
+    logits = reference(
+        input_ids=inputs["tokens"],
+        pixel_values=inputs["pixel_values"].flatten(0, 1),
+        image_grid_thw=inputs["image_grid_thw"].flatten(0, 1),
+        mm_token_type_ids=inputs["mm_token_type_ids"],
+        use_cache=False,
+    ).logits
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / valid
+    expected.backward()
+    for loss, gradients, units in run_ranks(2, rank_main):
+        assert loss == pytest.approx(expected.item(), rel=BOUND)
+        assert units == {"FSDPTransformersModel", "FSDPQwen2_5_VLDecoderLayer", "FSDPQwen2_5_VLVisionBlock"}
+        for name, param in reference.named_parameters():
+            assert (gradients[name] - param.grad).norm() <= BOUND * param.grad.norm().clamp(min=1e-3), name
+
+
+@pytest.mark.slow
+def test_trainer_trains_saves_and_resumes(
+    run_ranks: Callable[..., list[Any]], checked: Callable[..., Checked], tmp_path: Path, monkeypatch: Any
+) -> None:
+    """`Trainer` on a model of transformers: a resumed run ends as the uninterrupted one, and transformers loads it."""
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.setattr(titanlite.trainer, "_SAMPLE_TOKENS", 2)
+    shared = [
+        "--model.implementation=transformers",
+        "--training.steps=4",
+        "--checkpoint.interval=2",
+        "--checkpoint.export_dtype=bfloat16",
+        "--moe.expert_bias_update_rate=0",
+    ]
+    degrees = Degrees(dp_shard=2, ep=2)
+    whole = checked(degrees, *shared, f"--job.dump_folder={tmp_path / 'whole'}")
+    resumed = checked(degrees, *shared, f"--job.dump_folder={tmp_path / 'resumed'}")
+
+    def train(job: Checked) -> str:
+        trainer = Trainer(job.job, job.model_config, job.degrees)
+        trainer.train()
+        return type(trainer.model).__name__
+
+    names = run_ranks(2, lambda: train(whole))
+    assert names == ["FSDPTransformersModel"] * 2
+    shutil.copytree(tmp_path / "whole/checkpoint/step-2", tmp_path / "resumed/checkpoint/step-2")
+    run_ranks(2, lambda: train(resumed))
+    folders = [tmp_path / run / "checkpoint/step-4" for run in ("whole", "resumed")]
+    first, second = (load_file(folder / "model.safetensors") for folder in folders)
+    assert first.keys() == second.keys()
+    assert [name for name in first if not torch.equal(first[name], second[name])] == []
+    assert any(".experts.3.gate_proj.weight" in name for name in first), "the hub's names"
+    loaded, info = AutoModelForCausalLM.from_pretrained(folders[1], dtype=torch.bfloat16, output_loading_info=True)
+    assert {key: value for key, value in info.items() if value} == {}
+    assert type(loaded).__name__ == "Qwen3MoeForCausalLM"

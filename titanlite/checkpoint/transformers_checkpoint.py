@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -200,6 +201,14 @@ class ConvertingReader:
             found = group.convert(values.__getitem__, self._model)
             for request in of_group:
                 request.destination.copy_(found[request.name][request.region.slices])
+
+    def plan_bytes(self, name: str, region: Region) -> dict[Path, int]:
+        """Bytes of each file that a read of `region` of tensor `name` takes: all of its sources, if any."""
+        found: dict[Path, int] = {}
+        for key in self._groups[name].keys if region.numel else ():
+            stored = self._stored.tensors[key]
+            found[stored.file] = found.get(stored.file, 0) + stored.nbytes
+        return found
 
     def _read_whole(self, keys: Sequence[str]) -> dict[str, torch.Tensor]:
         stored = {key: self._stored.tensors[key] for key in keys}
