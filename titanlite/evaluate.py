@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from titanlite.config import JobConfig, ModelConfig
+from titanlite.config import AnyModelConfig, JobConfig
 from titanlite.distributed import ParallelDims
 from titanlite.errors import ConfigError, DataError, raise_problems
 from titanlite.generate import generate, get_end_of_turn_ids, get_eos_token_ids
@@ -126,7 +126,7 @@ class Evaluator:
         job: JobConfig,
         prompts: Sequence[EvaluationPrompt],
         tokenizer: Any,
-        model_config: ModelConfig,
+        model_config: AnyModelConfig,
         dims: ParallelDims,
         device: torch.device,
     ) -> None:
@@ -139,16 +139,16 @@ class Evaluator:
         count = min(self._section.samples or len(prompts), len(prompts))
         # Spread over the set, for rows are often sorted by kind or difficulty.
         self._prompts = [prompts[i * len(prompts) // count] for i in range(count)]
-        limit = model_config.max_position_embeddings - self._section.max_new_tokens
+        longest = model_config.max_position_embeddings  # None: no limit
         raise_problems(
             DataError,
             "evaluation",
             [
                 f"{p.where}: the prompt has {len(p.prompt_ids)} tokens, which with evaluation.max_new_tokens = "
                 f"{self._section.max_new_tokens} is more than max_position_embeddings "
-                f"({model_config.max_position_embeddings}). Lower max_new_tokens, or leave the row out."
+                f"({longest}). Lower max_new_tokens, or leave the row out."
                 for p in self._prompts
-                if len(p.prompt_ids) > limit
+                if longest is not None and len(p.prompt_ids) + self._section.max_new_tokens > longest
             ],
         )
         self._vocab_size = min(len(tokenizer), model_config.vocab_size)
@@ -224,7 +224,7 @@ def build_evaluation_prompts(job: JobConfig) -> Sequence[EvaluationPrompt]:
 
 
 def build_evaluator(
-    job: JobConfig, tokenizer: Any, model_config: ModelConfig, dims: ParallelDims, device: torch.device
+    job: JobConfig, tokenizer: Any, model_config: AnyModelConfig, dims: ParallelDims, device: torch.device
 ) -> Evaluator | None:
     """The evaluator that `[evaluation]` describes, or None if it is not enabled.
 

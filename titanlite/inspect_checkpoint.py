@@ -7,19 +7,22 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from titanlite.checkpoint import Progress, hf_checkpoint
+from titanlite.checkpoint import Progress
 from titanlite.checkpoint.adapter import read_adapter
 from titanlite.checkpoint.commit import MANIFEST_FILE, check_folder
 from titanlite.checkpoint.folder import ADAPTER_FILE, OWN_FOLDER, Stored, read_headers, read_json, read_model_headers
 from titanlite.checkpoint.header import DTYPES, StoredTensor, shown
+from titanlite.checkpoint.pretrained import weights_of
+from titanlite.checkpoint.reader import SafetensorsReader
 from titanlite.checkpoint.train_state import STATE_FILE
+from titanlite.checkpoint.transformers_checkpoint import ConvertingReader
 from titanlite.config import load_config
 from titanlite.distributed import ParallelDims, fake_ranks, parallelize
 from titanlite.errors import CheckpointError, TitanliteError
 from titanlite.materialize import build_plan
 from titanlite.materialize.replicas import share_out
 from titanlite.materialize.sources import Read
-from titanlite.models.decoder import build_decoder
+from titanlite.models.build import build_model
 from titanlite.preflight import check
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -154,21 +157,22 @@ def show_reads(folder: Path, overrides: Sequence[str], world_size: int) -> None:
     """
     checked = check(load_config(list(overrides)), world_size)
     with fake_ranks(world_size):
-        model = build_decoder(checked.model_config)
+        model = build_model(checked.model_config)
         parallelize(model, checked.job, ParallelDims.build(checked.degrees, "cpu"), "cpu")
-        provider = hf_checkpoint(folder, checked.model_config)
-        plan = build_plan(model, [provider])
+        plan = build_plan(model, [weights_of(folder, model)])
         reads = [entry for entry in plan.entries if isinstance(entry.source, Read)]
         shares = list(share_out(entry.tensor for entry in reads))
         rows = [("rank", "holds", "reads", "receives", "files")]
         total = 0
-        assert provider.reader is not None
         for rank in range(world_size):
             held = read = 0
             files: set[Path] = set()
             for entry, share in zip(reads, shares, strict=True):
                 region, in_charge = share.place_of(rank)
-                needed = provider.reader.plan_bytes(entry.fqn, region)
+                assert isinstance(entry.source, Read)
+                reader = entry.source.reader
+                assert isinstance(reader, SafetensorsReader | ConvertingReader)
+                needed = reader.plan_bytes(entry.source.name, region)
                 held += sum(needed.values())
                 if in_charge:
                     read += sum(needed.values())

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from titanlite.config import JobConfig, ModelConfig, load_config
+from titanlite.config import AnyModelConfig, JobConfig, load_config
 from titanlite.config.assets import resolve_assets
 from titanlite.config.parallelism import Degrees, check_parallelism, resolve_degrees
 from titanlite.errors import ConfigError, TitanliteError, raise_problems
@@ -23,7 +23,7 @@ class Checked:
     """A configuration that passed, with what was derived from it."""
 
     job: JobConfig
-    model_config: ModelConfig
+    model_config: AnyModelConfig
     degrees: Degrees
 
 

@@ -5,7 +5,7 @@ config -> mesh -> build (meta) -> parallelize (meta) -> plan -> allocate -> fill
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from titanlite import stop
 from titanlite.checkpoint import Checkpointer, Progress, describe_versions, push_to_hub
-from titanlite.config import JobConfig, ModelConfig, save_resolved
+from titanlite.config import AnyModelConfig, JobConfig, TransformersConfig, save_resolved
 from titanlite.config.parallelism import Degrees
 from titanlite.data import IGNORE_INDEX, Batch, TrainLoader, build_data
 from titanlite.distributed import (
@@ -33,9 +33,11 @@ from titanlite.materialize import Plan, SourceProvider, materialize
 from titanlite.materialize.agree import on_first_rank
 from titanlite.metrics import MetricsLogger, build_profiler, train_flops_per_token
 from titanlite.model_card import render_model_card
-from titanlite.models.decoder import Decoder, build_decoder
+from titanlite.models.build import AnyModel, build_model
+from titanlite.models.decoder import Decoder
 from titanlite.models.families import family_of
 from titanlite.models.lora import apply_lora
+from titanlite.models.transformers_model import TransformersModel
 from titanlite.objectives import build_objective
 from titanlite.ops.grouped_gemm import resolve_backend
 from titanlite.optim import (
@@ -102,7 +104,7 @@ class Window:
 class Trainer:
     """Builds everything from a checked configuration and trains. Every rank makes one and calls `train`."""
 
-    def __init__(self, job: JobConfig, model_config: ModelConfig, degrees: Degrees) -> None:
+    def __init__(self, job: JobConfig, model_config: AnyModelConfig, degrees: Degrees) -> None:
         self.job = job
         self.dump_folder = Path(job.job.dump_folder)
         if job.training.deterministic:
@@ -126,8 +128,8 @@ class Trainer:
 
         if job.lora.dropout:
             torch.manual_seed(job.training.seed + self.dims.dp_rank)  # ranks with other data drop other elements
-        sources = self.checkpointer.weight_sources(model_config)  # of a checkpoint, or the modules' own: random
-        self.model, self.plan = self.build_model(model_config, sources)
+        # Of a checkpoint, or the modules' own: random.
+        self.model, self.plan = self.build_sharded(model_config, self.checkpointer.weight_sources)
         self.optimizer = build_optimizer(self.model, job.optimizer)
         self.checkpointer.load_state(self.plan, self.optimizer, self.device)
         self.lr_scheduler = build_lr_scheduler(self.optimizer, job.lr_scheduler, job.training.steps, self.step)
@@ -145,7 +147,7 @@ class Trainer:
         self.metrics = MetricsLogger(
             job,
             self.dump_folder,
-            train_flops_per_token(model_config, job.training.seq_len),
+            train_flops_per_token(self.model.config, job.training.seq_len),
             degrees.world_size,
             self.device,
             start_step=self.step,
@@ -159,25 +161,27 @@ class Trainer:
         )
         self.objective.prepare(self.coming_batches(), self.initial_model, self.device)
 
-    def build_model(self, model_config: ModelConfig, sources: list[SourceProvider]) -> tuple[Decoder, Plan]:
-        """The sharded model with values from `sources`, and its plan. Collective: every rank must call."""
+    def build_sharded(
+        self, model_config: AnyModelConfig, weight_sources: Callable[[AnyModel], list[SourceProvider]]
+    ) -> tuple[AnyModel, Plan]:
+        """The sharded model with values from its sources, and its plan. Collective: every rank must call."""
         job = self.job
-        model = build_decoder(model_config, base_dtype(job, self.device.type))  # on meta: shapes only
+        model = build_model(model_config, base_dtype(job, self.device.type))  # on meta: shapes only
         apply_lora(model, job.lora, getattr(torch, job.training.dtype))
         freeze_parameters(model, job.optimizer)
         configure(model, job, self.device)
         parallelize(model, job, self.dims, self.device.type)  # still on meta: now shards
         weights_device = torch.device("cpu") if job.training.enable_cpu_offload else self.device
         plan = materialize(  # every tensor written once
-            model, weights_device, sources, seed=job.training.seed, buffer_device=self.device
+            model, weights_device, weight_sources(model), seed=job.training.seed, buffer_device=self.device
         )
         return model, plan
 
-    def initial_model(self) -> Decoder:
+    def initial_model(self) -> AnyModel:
         """A model with the weights that this run began with. Collective: every rank must call."""
         if self.step == 0:
             return self.model
-        return self.build_model(self.model.config, self.checkpointer.initial_sources(self.model.config))[0]
+        return self.build_sharded(self.model.config, self.checkpointer.initial_sources)[0]
 
     def coming_batches(self) -> Iterator[Batch]:
         """Every micro-batch that this rank will train or validate on, on the host."""
@@ -420,7 +424,7 @@ def check_device(job: JobConfig, device: torch.device) -> None:
         raise ConfigError(f"moe.grouped_gemm: {error}") from None
 
 
-def check_vocabulary(vocab_size: int, model_config: ModelConfig) -> None:
+def check_vocabulary(vocab_size: int, model_config: AnyModelConfig) -> None:
     """Every token id must have a row in the embedding.
 
     Raises:
@@ -433,15 +437,20 @@ def check_vocabulary(vocab_size: int, model_config: ModelConfig) -> None:
         )
 
 
-def get_bias_update_rate(job: JobConfig, model_config: ModelConfig) -> float:
+def get_bias_update_rate(job: JobConfig, model_config: AnyModelConfig) -> float:
     """The configured rate; unset, a bias is trained only where the exported architecture can hold it."""
+    if isinstance(model_config, TransformersConfig):
+        return 0.0
     if job.moe.expert_bias_update_rate is not None:
         return job.moe.expert_bias_update_rate
     return 1e-3 if family_of(model_config).expert_bias_key is not None else 0.0
 
 
-def configure(model: Decoder, job: JobConfig, device: torch.device) -> None:
+def configure(model: Decoder | TransformersModel, job: JobConfig, device: torch.device) -> None:
     """Hand the settings that are no sizes to the modules that use them."""
+    if isinstance(model, TransformersModel):
+        model.loss_chunk_tokens = job.training.loss_chunk_tokens
+        return
     if model.moe_layers():
         backend = resolve_backend(job.moe.grouped_gemm, device, torch.float32)
         logger.info("moe: grouped GEMM backend: %s", backend)

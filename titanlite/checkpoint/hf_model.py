@@ -12,8 +12,9 @@ import torch.distributed as dist
 from titanlite.checkpoint.commit import commit_folder
 from titanlite.checkpoint.folder import INDEX_FILE, OWN_FOLDER
 from titanlite.checkpoint.keys import MASTER_PREFIX, SIDECAR_FILE, checkpoint_pieces, is_sidecar, whole
+from titanlite.checkpoint.transformers_checkpoint import saved_entries, transformers_items
 from titanlite.checkpoint.writer import FileLayout, Item, lay_out
-from titanlite.config import ModelConfig
+from titanlite.config import AnyModelConfig, ModelConfig, TransformersConfig
 from titanlite.errors import CheckpointError
 from titanlite.logger import logger
 from titanlite.materialize import Plan
@@ -22,13 +23,28 @@ from titanlite.materialize.replicas import share_out
 from titanlite.models.decoder import Decoder
 from titanlite.models.families import family_of
 from titanlite.models.families.family import KEY_ALIASES
+from titanlite.models.hf_config import load_config_and_class
+from titanlite.models.transformers_model import TransformersModel
 
+# What an image-and-text model needs beside a tokenizer.
+_PROCESSOR_FILES = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+    "chat_template.json",
+    "chat_template.jinja",
+)
 # What a config.json that is the base of ours must not hand down: our own values take their place.
 _REPLACED_KEYS = {"quantization_config", "transformers_version", "torch_dtype", "rope_theta", "rope_scaling"}
 
 
 def save_hf_model(
-    model: Decoder, plan: Plan, tokenizer: Any, folder: Path, dtype: torch.dtype, assets: Path | None = None
+    model: Decoder | TransformersModel,
+    plan: Plan,
+    tokenizer: Any,
+    folder: Path,
+    dtype: torch.dtype,
+    assets: Path | None = None,
 ) -> None:
     """Write weights, config.json, generation_config.json and tokenizer into `folder`, as `save_pretrained` would.
 
@@ -53,12 +69,16 @@ def save_hf_model(
     warn_of_sidecar(model.config, files)
 
 
-def model_files(plan: Plan, config: ModelConfig, dtype: torch.dtype, *, exact: bool = False) -> list[FileLayout]:
+def model_files(plan: Plan, config: AnyModelConfig, dtype: torch.dtype, *, exact: bool = False) -> list[FileLayout]:
     """Layout of the model's files, the same on all ranks: in the model's order, with Hugging Face's keys.
 
     What the architecture has no key for goes to a file in the titanlite folder. With `exact`, so do parameters that
     lose bits in `dtype`, once more in their own dtype, for a resumed run to go on from.
+
+    Collectives: for a model of transformers those of `transformers_items`; every rank must call.
     """
+    if isinstance(config, TransformersConfig):
+        return _transformers_files(plan, dtype, exact=exact)
     family = family_of(config)
     model: list[Item] = []
     sidecar: list[Item] = []
@@ -84,10 +104,27 @@ def model_files(plan: Plan, config: ModelConfig, dtype: torch.dtype, *, exact: b
     ]
 
 
-def warn_of_sidecar(config: ModelConfig, files: list[FileLayout]) -> None:
+def _transformers_files(plan: Plan, dtype: torch.dtype, *, exact: bool) -> list[FileLayout]:
+    assert isinstance(plan.model, TransformersModel)
+    entries = saved_entries(plan.entries, plan.model)
+    shares = share_out(entry.tensor for entry in entries.values())
+    mine = {name: share.mine for name, share in zip(entries, shares, strict=True)}
+    masters = []
+    for name, entry in entries.items():
+        if exact and entry.info.kind == "parameter" and dtype.itemsize < entry.dtype.itemsize:
+            piece = whole(MASTER_PREFIX + entry.fqn, entry.info.shape)
+            local = local_of(entry.tensor)
+            masters.append(Item(piece.key, entry.dtype, piece.region, piece.shape, local, entry.region, mine[name]))
+    return [
+        *lay_out(transformers_items(entries, mine, plan.model, dtype), "model"),
+        *(lay_out(masters, f"{OWN_FOLDER}/weights") if masters else []),
+    ]
+
+
+def warn_of_sidecar(config: AnyModelConfig, files: list[FileLayout]) -> None:
     """Say that something was saved that Hugging Face's architecture does not have. On rank 0."""
     count = sum(len(file.items) for file in files if file.name == f"{OWN_FOLDER}/{SIDECAR_FILE}")
-    if count and (not dist.is_initialized() or dist.get_rank() == 0):
+    if isinstance(config, ModelConfig) and count and (not dist.is_initialized() or dist.get_rank() == 0):
         logger.warning(
             "checkpoint: %s has no place for expert_bias, so transformers will choose other experts than this run "
             "did; the %d tensors are kept in %s/%s. For an exact export balance with moe.aux_loss_coeff instead.",
@@ -98,14 +135,13 @@ def warn_of_sidecar(config: ModelConfig, files: list[FileLayout]) -> None:
 def write_hf_files(
     folder: Path,
     files: list[FileLayout],
-    config: ModelConfig,
+    config: AnyModelConfig,
     tokenizer: Any,
     dtype: torch.dtype,
     assets: Path | None,
 ) -> None:
     """Write index, configuration and tokenizer beside the weights. On one rank."""
-    from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig, GenerationConfig  # costs a second, and only saving needs it
+    from transformers import GenerationConfig  # costs a second, and only saving needs it
 
     models = [file for file in files if "/" not in file.name]
     if len(models) > 1:
@@ -115,23 +151,20 @@ def write_hf_files(
             "weight_map": dict(places),
         }
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
-    base = dict(_base_config(assets, config))
-    if tokenizer is not None:
-        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            base.setdefault(name, getattr(tokenizer, name))
-    try:
-        hf_config = AutoConfig.for_model(
-            config.family, **{**base, **family_of(config).to_hf(config), "dtype": str(dtype).removeprefix("torch.")}
-        )
-    except (TypeError, ValueError, StrictDataclassError) as error:
-        reason = " ".join(str(error).split())
-        raise CheckpointError(f"checkpoint: transformers refuses what {assets}/config.json says: {reason}") from None
+    if isinstance(config, TransformersConfig):
+        hf_config = _transformers_config(config, dtype)
+    else:
+        hf_config = _native_config(config, tokenizer, dtype, assets)
     hf_config.save_pretrained(folder)
     if assets is not None and (assets / "generation_config.json").exists():
         shutil.copyfile(assets / "generation_config.json", folder / "generation_config.json")
     else:
         GenerationConfig.from_model_config(hf_config).save_pretrained(folder)
     save_tokenizer(tokenizer, folder)
+    if assets is not None and isinstance(config, TransformersConfig):
+        for name in _PROCESSOR_FILES:
+            if (assets / name).exists() and not (folder / name).exists():
+                shutil.copyfile(assets / name, folder / name)
 
 
 def save_tokenizer(tokenizer: Any, folder: Path) -> None:
@@ -139,6 +172,30 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> None:
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
         _name_tokenizer_class(folder / "tokenizer_config.json")
+
+
+def _transformers_config(config: TransformersConfig, dtype: torch.dtype) -> Any:
+    """The configuration that the model was built from, with the dtype of what is saved."""
+    hf_config, _ = load_config_and_class(config.hf, config.family)
+    hf_config.architectures, hf_config.dtype = [config.architecture], dtype
+    return hf_config
+
+
+def _native_config(config: ModelConfig, tokenizer: Any, dtype: torch.dtype, assets: Path | None) -> Any:
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    base = dict(_base_config(assets, config))
+    if tokenizer is not None:
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            base.setdefault(name, getattr(tokenizer, name))
+    try:
+        return AutoConfig.for_model(
+            config.family, **{**base, **family_of(config).to_hf(config), "dtype": str(dtype).removeprefix("torch.")}
+        )
+    except (TypeError, ValueError, StrictDataclassError) as error:
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"checkpoint: transformers refuses what {assets}/config.json says: {reason}") from None
 
 
 def _base_config(assets: Path | None, config: ModelConfig) -> Iterator[tuple[str, Any]]:

@@ -17,15 +17,16 @@ from titanlite.checkpoint.adapter import adapter_checkpoint, adapter_files, writ
 from titanlite.checkpoint.best import point_best, read_best, repair_best
 from titanlite.checkpoint.commit import check_folder, clean_up, commit_folder, list_steps, remove_old, step_folder
 from titanlite.checkpoint.hf_model import model_files, save_tokenizer, warn_of_sidecar, write_hf_files
-from titanlite.checkpoint.pretrained import hf_checkpoint
+from titanlite.checkpoint.pretrained import weights_of
 from titanlite.checkpoint.train_state import Progress, load_state, state_files
 from titanlite.checkpoint.writer import FileLayout
-from titanlite.config import JobConfig, ModelConfig
+from titanlite.config import JobConfig
 from titanlite.errors import CheckpointError, TitanliteError, raise_problems
 from titanlite.logger import logger
 from titanlite.materialize import Plan, SourceProvider
 from titanlite.materialize.agree import on_first_rank
 from titanlite.models.decoder import Decoder
+from titanlite.models.transformers_model import TransformersModel
 
 
 class Checkpointer:
@@ -57,23 +58,23 @@ class Checkpointer:
 
     # --- loading
 
-    def weight_sources(self, config: ModelConfig) -> list[SourceProvider]:
+    def weight_sources(self, model: Decoder | TransformersModel) -> list[SourceProvider]:
         """What `materialize` reads the weights from: the checkpoint to resume, a pretrained model, or nothing.
 
         With adapters it is the pretrained model in any case, and the adapters of the checkpoint to resume.
         """
         if self.start is None:
-            return self.initial_sources(config)
+            return self.initial_sources(model)
         folder = step_folder(self.folder, self.start.step)
         if self._job.lora.rank:
             adapters = adapter_checkpoint(folder, self._job.lora, self._section.initial_load_path)
-            return [*self.initial_sources(config), adapters]
-        return [hf_checkpoint(folder, config, exact=True)]
+            return [*self.initial_sources(model), adapters]
+        return [weights_of(folder, model, exact=True)]
 
-    def initial_sources(self, config: ModelConfig) -> list[SourceProvider]:
+    def initial_sources(self, model: Decoder | TransformersModel) -> list[SourceProvider]:
         """What a new run begins with: a pretrained model, or nothing."""
         if self._section.initial_load_path:
-            return [hf_checkpoint(Path(self._section.initial_load_path), config)]
+            return [weights_of(Path(self._section.initial_load_path), model)]
         assets = self._job.model.hf_assets_path
         if assets and any(Path(assets).glob("*.safetensors")) and dist.get_rank() == 0:
             logger.warning(
@@ -171,7 +172,7 @@ class Checkpointer:
 
     def save(
         self,
-        model: Decoder,
+        model: Decoder | TransformersModel,
         plan: Plan,
         optimizer: torch.optim.Optimizer,
         tokenizer: Any,
@@ -199,6 +200,7 @@ class Checkpointer:
 
         def write_rest(path: Path) -> None:
             if lora.rank:
+                assert isinstance(model, Decoder)
                 write_adapter_config(path, model, lora, self._section.initial_load_path)
                 save_tokenizer(tokenizer, path)
             else:

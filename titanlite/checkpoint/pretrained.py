@@ -19,20 +19,36 @@ from titanlite.checkpoint.keys import (
     whole,
 )
 from titanlite.checkpoint.reader import Placed, SafetensorsReader
+from titanlite.checkpoint.transformers_checkpoint import TransformersCheckpoint
 from titanlite.config import ModelConfig
 from titanlite.errors import CheckpointError
 from titanlite.logger import logger
-from titanlite.materialize import Source, TensorInfo, Unfit
+from titanlite.materialize import Source, SourceProvider, TensorInfo, Unfit
 from titanlite.materialize.agree import on_first_rank
 from titanlite.materialize.sources import Read
+from titanlite.models.decoder import Decoder
 from titanlite.models.families import Family, family_of
 from titanlite.models.families.family import QUANTIZATION_PROBLEM, is_readable_quantization
+from titanlite.models.transformers_model import TransformersModel
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
+def weights_of(folder: Path, model: Decoder | TransformersModel, *, exact: bool = False) -> SourceProvider:
+    """The weights of the Hugging Face model in `folder`, as a source for `materialize(model)`.
+
+    Raises:
+        CheckpointError: as `hf_checkpoint`.
+
+    Collectives: one broadcast; every rank must call.
+    """
+    if isinstance(model, TransformersModel):
+        return TransformersCheckpoint(str(folder), _read_stored(folder, exact)[0], model)
+    return hf_checkpoint(folder, model.config, exact=exact)
+
+
 def hf_checkpoint(folder: Path, config: ModelConfig, *, exact: bool = False) -> "HFCheckpoint":
-    """The weights of the Hugging Face model in `folder`, as a source for `materialize`.
+    """The weights of the Hugging Face model in `folder`, as a source for `materialize` of the native decoder.
 
     Rank 0 reads headers and index, and all ranks learn from it what is where. `expert_bias` that the architecture has
     no key for is taken from the folder's titanlite part, if it has one. So are, with `exact`, parameters that were
@@ -43,6 +59,16 @@ def hf_checkpoint(folder: Path, config: ModelConfig, *, exact: bool = False) -> 
 
     Collectives: one broadcast; every rank must call.
     """
+
+    stored, quantization = _read_stored(folder, exact)
+    if config.tie_word_embeddings and {"lm_head.weight", "model.embed_tokens.weight"} <= stored.tensors.keys():
+        logger.warning("checkpoint: lm_head.weight of %s is not read, the model ties it to the embedding.", folder)
+    rows, cols = (quantization or {}).get("weight_block_size", (128, 128))
+    return HFCheckpoint(str(folder), stored, family_of(config), (rows, cols))
+
+
+def _read_stored(folder: Path, exact: bool) -> tuple[Stored, dict[str, Any] | None]:
+    """What is in `folder`, as rank 0 sees it, and its quantization_config."""
 
     def read() -> tuple[Stored, dict[str, Any] | None]:
         stored = read_model_headers(folder)
@@ -58,11 +84,7 @@ def hf_checkpoint(folder: Path, config: ModelConfig, *, exact: bool = False) -> 
             raise CheckpointError(f"checkpoint {folder}: config.json: {QUANTIZATION_PROBLEM}")
         return stored, quantization
 
-    stored, quantization = on_first_rank(read)
-    if config.tie_word_embeddings and {"lm_head.weight", "model.embed_tokens.weight"} <= stored.tensors.keys():
-        logger.warning("checkpoint: lm_head.weight of %s is not read, the model ties it to the embedding.", folder)
-    rows, cols = (quantization or {}).get("weight_block_size", (128, 128))
-    return HFCheckpoint(str(folder), stored, family_of(config), (rows, cols))
+    return on_first_rank(read)
 
 
 class HFCheckpoint:

@@ -1,5 +1,9 @@
-"""`ModelConfig`: the sizes and switches of the native decoder. Plain data, no torch."""
+"""`ModelConfig`: the sizes and switches of the native decoder; `TransformersConfig`: those of any other model.
 
+Plain data, no torch.
+"""
+
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -50,3 +54,38 @@ class ModelConfig:
     routed_scaling_factor: float = size("Factor on the routed experts' weights.", 1.0)
     num_expert_groups: int = size("Groups of the group-limited router; 1 means no groups.", 1)
     num_limited_groups: int = size("Groups a token may choose experts from.", 1)
+
+
+@dataclass(frozen=True)
+class TransformersConfig:
+    """A model that transformers implements: what the rest of titanlite asks about it. Sizes are of the text model.
+
+    Attributes:
+        family: `model_type` of its config.json.
+        architecture: class that is built.
+        hf: the content of config.json.
+        attention_width: query heads * head width.
+        num_experts: routed experts of the largest MoE layer; 0 for a dense model.
+        num_dense_layers: always 0; which layers are MoE is the class's business.
+        num_params, num_active_params: of the built model, and for one token; 0 before it is built.
+        why: why it is not the native decoder, for the log.
+    """
+
+    family: str
+    architecture: str
+    hf: Mapping[str, Any]
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    attention_width: int
+    max_position_embeddings: int | None
+    num_experts: int
+    top_k: int
+    tie_word_embeddings: bool
+    num_dense_layers: int = 0
+    num_params: int = 0
+    num_active_params: int = 0
+    why: str = ""
+
+
+AnyModelConfig = ModelConfig | TransformersConfig

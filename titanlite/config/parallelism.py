@@ -5,7 +5,7 @@ All checks of degrees live here, so that the preflight and every rank say the sa
 
 from dataclasses import dataclass
 
-from titanlite.config.model import ModelConfig
+from titanlite.config.model import AnyModelConfig, TransformersConfig
 from titanlite.config.schema import JobConfig, ParallelismSection, TrainingSection
 from titanlite.errors import ConfigError
 
@@ -85,8 +85,10 @@ def resolve_degrees(section: ParallelismSection, world_size: int) -> Degrees:
     return Degrees(replicate, shard, tp, ep)
 
 
-def check_parallelism(job: JobConfig, model: ModelConfig, degrees: Degrees) -> list[str]:
+def check_parallelism(job: JobConfig, model: AnyModelConfig, degrees: Degrees) -> list[str]:
     """Everything that the model's sizes and the batch sizes forbid, one message each."""
+    if isinstance(model, TransformersConfig):
+        return _check_transformers(job, model, degrees) + _check_batches(job, model, degrees)
     problems: list[str] = []
     tp, ep = degrees.tp, degrees.ep
     split = {"num_heads": model.num_heads, "num_kv_heads": model.num_kv_heads, "vocab_size": model.vocab_size}
@@ -118,13 +120,65 @@ def check_parallelism(job: JobConfig, model: ModelConfig, degrees: Degrees) -> l
                     f"parallelism: {degrees.efsdp * ep} ranks share {model.num_experts} experts, so each is split in "
                     f"{degrees.efsdp}, but that does not divide {name} ({size}). Raise expert_parallel_degree."
                 )
+    return problems + _check_batches(job, model, degrees)
+
+
+def _check_transformers(job: JobConfig, model: TransformersConfig, degrees: Degrees) -> list[str]:
+    """What a class of transformers cannot do here, and settings that it would ignore."""
+    what = f"{model.architecture} is transformers' implementation"
+    problems: list[str] = []
+    if degrees.tp > 1:
+        problems.append(
+            f"parallelism: tensor_parallel_degree is {degrees.tp}, but {what}, which is not split over tp here. Set it "
+            "to 1; FSDP shards the model over all ranks."
+        )
+    if degrees.ep > 1 and model.num_experts == 0:
+        problems.append(
+            f"parallelism: expert_parallel_degree is {degrees.ep}, but the model has no experts. Set it to 1."
+        )
+    elif degrees.ep > 1 and model.num_experts % degrees.ep:
+        problems.append(
+            f"parallelism: expert_parallel_degree ({degrees.ep}) does not divide the model's num_experts "
+            f"({model.num_experts})."
+        )
+    ignored = {
+        "moe.expert_bias_update_rate": job.moe.expert_bias_update_rate,
+        "moe.aux_loss_coeff": job.moe.aux_loss_coeff,
+        "moe.z_loss_coeff": job.moe.z_loss_coeff,
+        "compile.enable": job.compile.enable,
+    }
+    problems += [
+        f"{key} = {value}: {what}, for which there is no such thing here. Leave it out, or use a native family."
+        for key, value in ignored.items()
+        if value
+    ]
+    if job.model.attention_backend != "sdpa":
+        problems.append(
+            f"model.attention_backend = '{job.model.attention_backend}': {what} and chooses its own. Set it to 'sdpa'."
+        )
+    if job.lora.rank:
+        problems.append(
+            f"lora.rank = {job.lora.rank}: {what}, and adapters are built into titanlite's own layers only. Set it to "
+            "0, or use a native family."
+        )
+    section = job.activation_checkpoint
+    if section.mode == "selective" and section.selective_ac_option == "op":
+        problems.append(
+            f"activation_checkpoint: mode 'selective' by operation knows titanlite's layers only, and {what}. Set mode "
+            "to 'full', or selective_ac_option to a number."
+        )
+    return problems
+
+
+def _check_batches(job: JobConfig, model: AnyModelConfig, degrees: Degrees) -> list[str]:
+    problems: list[str] = []
     local, total = job.training.local_batch_size, job.training.global_batch_size
     if total != -1 and total % (local * degrees.dp):
         problems.append(
             f"training.global_batch_size ({total}) is not a multiple of local_batch_size ({local}) * data-parallel "
             f"degree ({degrees.dp}) = {local * degrees.dp}."
         )
-    if job.training.seq_len > model.max_position_embeddings:
+    if model.max_position_embeddings is not None and job.training.seq_len > model.max_position_embeddings:
         problems.append(
             f"training.seq_len ({job.training.seq_len}) exceeds the model's max_position_embeddings "
             f"({model.max_position_embeddings})."

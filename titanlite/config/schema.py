@@ -48,6 +48,9 @@ class ModelSection:
     hf_assets_path: str = setting(
         "", "Folder or hub id with config.json and tokenizer. Empty: use flavor, or checkpoint.initial_load_path."
     )
+    implementation: Literal["auto", "native", "transformers"] = setting(
+        "auto", "'native': titanlite's decoder; 'transformers': the class of transformers; 'auto': native where it can."
+    )
     attention_backend: Literal["sdpa", "flex"] = setting(
         "sdpa", "'sdpa': scaled_dot_product_attention; 'flex': flex_attention, for packed documents on CUDA."
     )

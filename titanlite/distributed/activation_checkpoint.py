@@ -12,6 +12,7 @@ from titanlite.models.decoder import Attention, Decoder
 from titanlite.models.layers import FeedForward
 from titanlite.models.lora import adapted_modules
 from titanlite.models.moe import Experts
+from titanlite.models.transformers_model import TransformersModel
 
 # Results that selective checkpointing keeps, for they are dear to compute; the rest is recomputed.
 _KEPT_OPS = {
@@ -28,7 +29,7 @@ _KEPT_OPS = {
 }
 
 
-def apply_activation_checkpoint(model: Decoder, section: ActivationCheckpointSection) -> None:
+def apply_activation_checkpoint(model: Decoder | TransformersModel, section: ActivationCheckpointSection) -> None:
     """Wrap the forwards that `section` selects; module names and parameters stay as they are.
 
     Whole layers in mode `full` and for every Nth layer. By operation, the regions are attention, feed-forward and
@@ -38,9 +39,9 @@ def apply_activation_checkpoint(model: Decoder, section: ActivationCheckpointSec
     """
     if section.mode == "none":
         return
-    # Only dropout on adapters draws random numbers, and must draw the same ones again; else saving the generator's
-    # state, which costs a copy from the device, is spared.
-    keep_rng = any(module.dropout > 0 for module in adapted_modules(model).values())
+    # titanlite's layers draw random numbers only in the dropout on adapters, and must draw the same ones again; else
+    # saving the generator's state, which costs a copy from the device, is spared.
+    keep_rng = isinstance(model, TransformersModel) or any(m.dropout > 0 for m in adapted_modules(model).values())
     if section.mode == "selective" and section.selective_ac_option == "op":
         for module in model.modules():
             if isinstance(module, Attention | FeedForward | Experts):

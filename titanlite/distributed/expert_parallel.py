@@ -14,22 +14,51 @@ from torch.distributed.tensor import Shard
 
 from titanlite.distributed.collectives import all_to_all, register_group
 from titanlite.distributed.shard import shard_parameters
+from titanlite.errors import ConfigError, raise_problems
 from titanlite.models.decoder import Decoder
-from titanlite.models.moe import Experts
+from titanlite.models.hf_experts import DISPATCH, use_titanlite_experts
+from titanlite.models.transformers_model import TransformersModel
 from titanlite.ops import group_by_expert, permute_tokens, unpermute_sum
 
 
-def apply_expert_parallel(model: Decoder, mesh: DeviceMesh) -> None:
+def apply_expert_parallel(model: Decoder | TransformersModel, mesh: DeviceMesh) -> None:
     """Split the experts of every MoE layer over the one-axis `mesh`, in place, and let tokens travel.
 
-    Attributes of parameters are kept. No collective is run; the model may be on meta.
+    Attributes of parameters are kept. No collective is run; the model may be on meta. The experts of a model of
+    transformers run on titanlite's grouped GEMM from then on.
+
+    Raises:
+        ConfigError: transformers' experts interface does not serve the model, or its experts hold something that is
+            not one slice per expert. The same on all ranks.
     """
     # Not compiled: ranks compile for different numbers of rows, and two graphs may order the same independent
     # collectives differently, which is a deadlock.
     dispatch: Any = torch.compiler.disable(ExpertParallelDispatcher(mesh.get_group()).dispatch)
+    if isinstance(model, TransformersModel):
+        _check_experts(model)
+        for experts in model.expert_modules().values():
+            shard_parameters(experts, mesh, {param: Shard(0) for param in experts.parameters()})
+            setattr(experts, DISPATCH, dispatch)
+        use_titanlite_experts(model.transformers_model)
+        return
     for moe in model.moe_layers().values():
         shard_parameters(moe.experts, mesh, {param: Shard(0) for param in moe.experts.parameters()})
         moe.dispatch = dispatch
+
+
+def _check_experts(model: TransformersModel) -> None:
+    """Every parameter of the experts must be one slice per expert."""
+    modules = model.expert_modules()
+    problems = [
+        f"{name}.{leaf} {tuple(param.shape)} is not one slice for each of {getattr(module, 'num_experts', 0)} experts."
+        for name, module in modules.items()
+        for leaf, param in module.named_parameters()
+        if param.shape[:1] != (getattr(module, "num_experts", 0),)
+    ]
+    if not modules:
+        problems = [f"{model.config.architecture} does not run its experts through transformers' experts interface."]
+    problems = [f"{problem} Set expert_parallel_degree to 1." for problem in problems]
+    raise_problems(ConfigError, "parallelism: experts cannot be split over ranks", problems)
 
 
 class ExpertParallelDispatcher:
@@ -43,9 +72,10 @@ class ExpertParallelDispatcher:
         self._group, self._name, self._size = group, register_group(group), group.size()
 
     def dispatch(
-        self, experts: Experts, x_TD: torch.Tensor, topk_scores_Tk: torch.Tensor, topk_expert_ids_Tk: torch.Tensor
+        self, experts: Any, x_TD: torch.Tensor, topk_scores_Tk: torch.Tensor, topk_expert_ids_Tk: torch.Tensor
     ) -> torch.Tensor:
-        num_experts, top_k = experts.gate_up_proj.shape[0], topk_expert_ids_Tk.shape[1]
+        """The sum of each token's experts (T, D); `experts` is titanlite's `Experts`, or is called as that is."""
+        num_experts, top_k = experts.num_experts, topk_expert_ids_Tk.shape[1]
         order_R, rows_Tk, counts_E = group_by_expert(topk_expert_ids_Tk, num_experts)
         token_R = order_R // top_k
         sent_ne = counts_E.view(self._size, -1)

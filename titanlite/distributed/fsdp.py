@@ -17,7 +17,7 @@ from titanlite.config.schema import JobConfig
 from titanlite.distributed.parallel_dims import ParallelDims
 from titanlite.models.decoder import Decoder
 from titanlite.models.lora import is_adapter
-from titanlite.models.moe import Experts, MoE
+from titanlite.models.transformers_model import TransformersModel
 
 
 def mixed_precision_dtypes(job: JobConfig, device_type: str) -> tuple[torch.dtype, torch.dtype]:
@@ -38,11 +38,12 @@ def base_dtype(job: JobConfig, device_type: str) -> torch.dtype:
     return getattr(torch, job.lora.base_dtype)
 
 
-def apply_fsdp(model: Decoder, job: JobConfig, dims: ParallelDims, device_type: str) -> None:
+def apply_fsdp(model: Decoder | TransformersModel, job: JobConfig, dims: ParallelDims, device_type: str) -> None:
     """Shard `model` in place, on meta. Attributes that were set on parameters are carried over.
 
     Units: each decoder layer, its experts if they live on another mesh, the embedding, and final norm with output head.
-    With tied embeddings the last two stay together in the root unit, where one parameter can serve both.
+    With tied embeddings the last two stay together in the root unit, where one parameter can serve both. In a model of
+    transformers the blocks of a vision tower are layers too, and whatever lies outside of layers is in the root unit.
     """
     attributes = {name: dict(vars(param)) for name, param in model.named_parameters(remove_duplicate=False)}
     param_dtype, reduce_dtype = mixed_precision_dtypes(job, device_type)
@@ -60,9 +61,9 @@ def apply_fsdp(model: Decoder, job: JobConfig, dims: ParallelDims, device_type: 
         # The last layer's parameters are needed again at once, when backward begins.
         last = layer is layers[-1]
         reshard_layer = reshard == "always" or (reshard == "default" and not last)
-        if isinstance(layer.mlp, MoE) and dims.degrees.experts_on_own_mesh:
+        for experts in model.experts_in(layer) if dims.degrees.experts_on_own_mesh else ():
             fully_shard(
-                layer.mlp.experts,
+                experts,
                 mesh=dims.expert_fsdp_mesh,
                 reshard_after_forward=reshard_layer,
                 shard_placement_fn=placement,
@@ -75,11 +76,11 @@ def apply_fsdp(model: Decoder, job: JobConfig, dims: ParallelDims, device_type: 
             shard_placement_fn=placement,
             **shared,
         )
-    if not model.config.tie_word_embeddings:
-        fully_shard(model.model.embed_tokens, mesh=dims.fsdp_mesh, reshard_after_forward=reshard != "never", **shared)
-        fully_shard(
-            [model.model.norm, model.lm_head], mesh=dims.fsdp_mesh, reshard_after_forward=reshard == "always", **shared
-        )
+    embedding, head = model.outer_units()
+    if embedding:
+        fully_shard(embedding, mesh=dims.fsdp_mesh, reshard_after_forward=reshard != "never", **shared)
+    if head:
+        fully_shard(head, mesh=dims.fsdp_mesh, reshard_after_forward=reshard == "always", **shared)
     fully_shard(model, mesh=dims.fsdp_mesh, **shared)
 
     for module in model.modules():
@@ -92,10 +93,15 @@ def apply_fsdp(model: Decoder, job: JobConfig, dims: ParallelDims, device_type: 
         vars(param).update(attributes[name])
 
 
-def _expert_placement(model: Decoder, dims: ParallelDims) -> Callable[[nn.Parameter], Shard | None]:
-    """Split experts along dim 1 where there are more ranks than experts; everything else along dim 0."""
+def _expert_placement(model: Decoder | TransformersModel, dims: ParallelDims) -> Callable[[nn.Parameter], Shard | None]:
+    """Split experts along dim 1 where there are more ranks than experts; everything else along dim 0.
+
+    Also experts of transformers, whose other dims need not divide: there, ranks beyond the number of experts hold none.
+    """
+    if isinstance(model, TransformersModel):
+        return lambda param: None
     dim = dims.degrees.expert_shard_dim(max(model.config.num_experts, 1))
-    experts = {id(p) for m in model.modules() if isinstance(m, Experts) for p in m.parameters()}
+    experts = {id(p) for layer in model.decoder_layers() for m in model.experts_in(layer) for p in m.parameters()}
     adapters = {id(p) for n, p in model.named_parameters() if is_adapter(n)}
 
     def place(param: nn.Parameter) -> Shard | None:
@@ -110,13 +116,14 @@ def _expert_placement(model: Decoder, dims: ParallelDims) -> Callable[[nn.Parame
     return place
 
 
-def _prefetch_explicitly(model: Decoder) -> None:
+def _prefetch_explicitly(model: Decoder | TransformersModel) -> None:
     """Order the all-gathers by hand: the host copy of the split sizes in each MoE layer stops implicit prefetching."""
     # fully_shard made FSDPModules of them, which their static types do not show.
     layers: list[Any] = list(model.decoder_layers())
+    experts_of: dict[Any, list[Any]] = {layer: list(model.experts_in(layer)) for layer in layers}
 
     def units(layer: Any) -> list[FSDPModule]:
-        return [layer, layer.mlp.experts] if layer.is_moe else [layer]
+        return [layer, *experts_of[layer]]
 
     for here, following in pairwise(layers):
         here.set_modules_to_forward_prefetch(units(following))

@@ -9,21 +9,23 @@ from titanlite.distributed.fsdp import apply_fsdp
 from titanlite.distributed.parallel_dims import ParallelDims
 from titanlite.distributed.tensor_parallel import apply_tensor_parallel
 from titanlite.models.decoder import Decoder
+from titanlite.models.transformers_model import TransformersModel
 
 
-def parallelize(model: Decoder, job: JobConfig, dims: ParallelDims, device_type: str) -> None:
+def parallelize(model: Decoder | TransformersModel, job: JobConfig, dims: ParallelDims, device_type: str) -> None:
     """Shard `model` in place as the configuration says. The model is, and stays, on meta; no data is moved.
 
     Tensor and expert parallelism come first, for FSDP2 splits the shards that they leave. Activation checkpointing
     wraps the layer's forward, compile wraps that, and FSDP's hooks stay outside of both.
     """
     if dims.degrees.tp > 1:
+        assert isinstance(model, Decoder), "refused by check_parallelism"
         apply_tensor_parallel(model, dims.tp_mesh)
     if dims.degrees.ep > 1:
         apply_expert_parallel(model, dims.ep_mesh)
     apply_activation_checkpoint(model, job.activation_checkpoint)
     if job.compile.enable:
-        for layer in model.model.layers:
+        for layer in model.decoder_layers():
             # The forward, not the module: no wrapper in parameter names, and FSDP's hooks are not traced.
             layer.forward = torch.compile(layer.forward)
     apply_fsdp(model, job, dims, device_type)

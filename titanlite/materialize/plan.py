@@ -28,7 +28,7 @@ from titanlite.materialize.sources import (
 )
 
 # Wrappers put their own name into the path of a tensor; the plan, the random streams and checkpoints do without.
-_WRAPPER_SEGMENTS = {"_checkpoint_wrapped_module", "_orig_mod"}
+_WRAPPER_SEGMENTS = {"_checkpoint_wrapped_module", "_orig_mod", "_transformers_model"}
 
 
 @dataclass(frozen=True)
@@ -136,6 +136,7 @@ def build_plan(model: nn.Module, sources: Sequence[SourceProvider | Mapping[str,
     declared = _declarations(model, infos, problems)
     claimed, complete, unfit = _claims(sources, infos, problems)
     _check_aliases(declared, objects, infos, problems)
+    _check_unregistered(model, problems)
 
     entries = []
     for found in objects.values():
@@ -234,6 +235,19 @@ def _check_aliases(
                 f"{fqn}: declared tied to '{source.target}', but they are two tensors now (sharding split them). "
                 "Assign one to the other again before materializing."
             )
+
+
+def _check_unregistered(model: nn.Module, problems: list[str]) -> None:
+    """A tensor on meta that is a plain attribute of a module would stay there, and the first forward would fail."""
+    for raw_prefix, module in model.named_modules():
+        for name, value in vars(module).items():
+            held = value if isinstance(value, list | tuple) else [value]
+            if any(isinstance(item, torch.Tensor) and item.is_meta for item in held):
+                prefix = clean_name(raw_prefix)
+                problems.append(
+                    f"{prefix}.{name}: ".lstrip(".") + f"attribute of {_class_name(module)} is on the meta device, but "
+                    "neither a parameter nor a buffer, so it has no source. Register it as a buffer."
+                )
 
 
 def _pick(

@@ -4,7 +4,7 @@ import re
 
 import torch
 
-from titanlite.config.model import ModelConfig
+from titanlite.config.model import AnyModelConfig, TransformersConfig
 
 # Dense (not sparse) bfloat16 tensor-core FLOP/s from the vendors' data sheets. The first entry whose words all occur
 # in the device name wins, so the special cases come first.
@@ -34,12 +34,14 @@ _PEAK_BF16_FLOPS: tuple[tuple[str, float], ...] = (
 )
 
 
-def num_parameters(config: ModelConfig) -> tuple[int, int]:
+def num_parameters(config: AnyModelConfig) -> tuple[int, int]:
     """Return (all parameters, parameters active for one token); they differ only for MoE models.
 
     Active are `top_k` of the routed experts, the shared experts and everything else. Tied embeddings count once;
-    buffers (`expert_bias`) do not count.
+    buffers (`expert_bias`) do not count. Of a model of transformers they were counted when it was built.
     """
+    if isinstance(config, TransformersConfig):
+        return config.num_params, config.num_active_params
     d = config.hidden_size
     q_dim = config.num_heads * config.head_dim
     kv_dim = config.num_kv_heads * config.head_dim
@@ -62,7 +64,7 @@ def num_parameters(config: ModelConfig) -> tuple[int, int]:
     return total, total - idle
 
 
-def train_flops_per_token(config: ModelConfig, seq_len: int) -> int:
+def train_flops_per_token(config: AnyModelConfig, seq_len: int) -> int:
     """Return the FLOPs of forward and backward per token, recomputation not counted (PaLM, arXiv:2204.02311, app. B).
 
     6 per active parameter that multiplies, which leaves out the embedding table but not the output projection, plus
@@ -72,7 +74,9 @@ def train_flops_per_token(config: ModelConfig, seq_len: int) -> int:
     _, active = num_parameters(config)
     if not config.tie_word_embeddings:
         active -= config.vocab_size * config.hidden_size
-    return 6 * active + 6 * config.num_layers * config.num_heads * config.head_dim * seq_len
+    is_native = not isinstance(config, TransformersConfig)
+    width = config.num_heads * config.head_dim if is_native else config.attention_width
+    return 6 * active + 6 * config.num_layers * width * seq_len
 
 
 def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:

@@ -16,7 +16,7 @@ from titanlite.config.model import ModelConfig
 from titanlite.materialize.sources import Alias, Source
 from titanlite.models.kv_cache import KVCache, LayerCache
 from titanlite.models.layers import Embedding, FeedForward, Linear, OutputHead, RMSNorm, RotaryEmbedding
-from titanlite.models.moe import MoE
+from titanlite.models.moe import Experts, MoE
 from titanlite.ops import AttentionMask, apply_rope, attention, build_attention_mask
 from titanlite.ops.attention import AttentionBackend
 
@@ -190,6 +190,16 @@ class Decoder(nn.Module):
     def decoder_layers(self) -> list[DecoderLayer]:
         """The layers, in order."""
         return [layer for layer in self.model.layers if isinstance(layer, DecoderLayer)]
+
+    def experts_in(self, layer: nn.Module) -> list[nn.Module]:
+        """The modules of `layer` that hold routed experts."""
+        return [module for module in layer.modules() if isinstance(module, Experts)]
+
+    def outer_units(self) -> tuple[list[nn.Module], list[nn.Module]]:
+        """What lies before and behind the layers, for FSDP units of their own; empty where they share a parameter."""
+        if self.config.tie_word_embeddings:
+            return [], []
+        return [self.model.embed_tokens], [self.model.norm, self.lm_head]
 
     def moe_layers(self) -> dict[str, MoE]:
         """MoE modules by name, in layer order."""

@@ -16,6 +16,8 @@ from torch import nn
 from titanlite.ops import group_by_expert, grouped_gemm, local_tensor, moe_experts, permute_tokens, unpermute_sum
 
 NAME = "titanlite"
+DISPATCH = "titanlite_dispatch"
+"""Attribute of an experts module that holds its token dispatcher."""
 
 
 def use_titanlite_experts(model: Any) -> None:
@@ -38,27 +40,50 @@ def register_experts() -> None:
 def experts_forward(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """The forward of an experts module of transformers: (T, D), (T, k), (T, k) -> (T, D)."""
+    """The forward of an experts module of transformers: (T, D), (T, k), (T, k) -> (T, D).
+
+    With a token dispatcher, put in by `distributed.apply_expert_parallel`, tokens travel to the ranks of their experts.
+    """
+    dispatch = getattr(self, DISPATCH, None)
+    if dispatch is not None:
+        return dispatch(_HeldExperts(self), hidden_states, top_k_weights, top_k_index)
     order, rows, counts = group_by_expert(top_k_index, self.num_experts)
     token = order // top_k_index.shape[1]
-    offsets = counts.cumsum(0).to(torch.int32)
     weight = top_k_weights.flatten().index_select(0, order)
-    if _is_plain_swiglu(self):
-        gate_up, down = local_tensor(self.gate_up_proj), local_tensor(self.down_proj)
-        if self.is_transposed:
-            gate_up, down = gate_up.mT, down.mT
-        return moe_experts(hidden_states, gate_up, down, weight.float(), token, rows, offsets)
-    ids = top_k_index.flatten().index_select(0, order).clamp(max=self.num_experts - 1)
-    x = permute_tokens(hidden_states, token, rows)
-    x = _linear(self, "gate_up_proj" if self.has_gate else "up_proj", x, ids, offsets)
-    x = self._apply_gate(x) if self.has_gate else self.act_fn(x)
-    x = _linear(self, "down_proj", x, ids, offsets)
-    if self.has_post_expert_norm:
-        x = self.post_expert_norm(x)
-    # Rows that no expert here computes are zero, but a bias, a norm or an activation of zero need not be.
-    real = torch.arange(x.shape[0], device=x.device) < offsets[-1]
-    x = torch.where(real.unsqueeze(-1), x * weight.unsqueeze(-1), 0.0)
-    return unpermute_sum(x.to(hidden_states.dtype), token, rows)
+    return _HeldExperts(self)(hidden_states, weight, token, rows, counts.cumsum(0).to(torch.int32))
+
+
+class _HeldExperts:
+    """The experts that this rank holds, called as titanlite's own `Experts` are.
+
+    Attributes:
+        num_experts: experts of all ranks together.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self._module, self.num_experts = module, module.down_proj.shape[0]
+
+    def __call__(
+        self, x: torch.Tensor, weight: torch.Tensor, token: torch.Tensor, rows: torch.Tensor, offsets: torch.Tensor
+    ) -> torch.Tensor:
+        """Rows grouped by expert, each a token of `x` and its router weight; returns the sum of each token's rows."""
+        module, dtype = self._module, x.dtype
+        if _is_plain_swiglu(module):
+            gate_up, down = local_tensor(module.gate_up_proj), local_tensor(module.down_proj)
+            if module.is_transposed:
+                gate_up, down = gate_up.mT, down.mT
+            return moe_experts(x, gate_up, down, weight.float(), token, rows, offsets)
+        x = permute_tokens(x, token, rows)
+        index = torch.arange(x.shape[0], device=x.device)
+        ids = torch.searchsorted(offsets, index.to(offsets.dtype), right=True).clamp(max=offsets.numel() - 1)
+        x = _linear(module, "gate_up_proj" if module.has_gate else "up_proj", x, ids, offsets)
+        x = module._apply_gate(x) if module.has_gate else module.act_fn(x)
+        x = _linear(module, "down_proj", x, ids, offsets)
+        if module.has_post_expert_norm:
+            x = module.post_expert_norm(x)
+        # Rows that no expert here computes are zero, but a bias, a norm or an activation of zero need not be.
+        x = torch.where((index < offsets[-1]).unsqueeze(-1), x * weight.unsqueeze(-1), 0.0)
+        return unpermute_sum(x.to(dtype), token, rows)
 
 
 def _is_plain_swiglu(module: Any) -> bool:

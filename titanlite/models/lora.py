@@ -22,6 +22,7 @@ from titanlite.config.schema import LoRASection
 from titanlite.errors import ConfigError, raise_problems
 from titanlite.materialize.recipes import Uniform, Zeros
 from titanlite.materialize.sources import Init, Source
+from titanlite.models.build import AnyModel
 from titanlite.models.decoder import Decoder
 from titanlite.models.layers import Linear, OutputHead
 from titanlite.models.moe import Experts
@@ -135,7 +136,7 @@ class LoRAExperts(Experts):
         return y + gemm(down, local_tensor(getattr(self, f"{prefix}lora_B"))) * self.scaling
 
 
-def apply_lora(model: Decoder, section: LoRASection, dtype: torch.dtype) -> None:
+def apply_lora(model: AnyModel, section: LoRASection, dtype: torch.dtype) -> None:
     """Freeze `model` and give the layers that `section.targets` names adapters of `dtype`, in place. Before sharding.
 
     Does nothing if `section.rank` is 0.
@@ -145,6 +146,7 @@ def apply_lora(model: Decoder, section: LoRASection, dtype: torch.dtype) -> None
     """
     if not section.rank:
         return
+    assert isinstance(model, Decoder)  # `check_parallelism` refuses others
     for param in model.parameters():
         param.requires_grad_(False)
     targets = _targets(model, section)
@@ -191,7 +193,7 @@ def adaptable_names(model: nn.Module) -> list[str]:
     return names
 
 
-def _targets(model: Decoder, section: LoRASection) -> dict[str, frozenset[str]]:
+def _targets(model: nn.Module, section: LoRASection) -> dict[str, frozenset[str]]:
     """Module name -> the weights of experts that get an adapter (for a linear layer the empty set)."""
     possible = adaptable_names(model)
     experts = {name for name, module in model.named_modules() if isinstance(module, Experts)}

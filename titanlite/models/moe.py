@@ -140,6 +140,11 @@ class Experts(nn.Module):
         self.std = config.initializer_range
         self.grouped_gemm_backend: GroupedGemmBackend = "auto"
 
+    @property
+    def num_experts(self) -> int:
+        """Experts of all ranks together."""
+        return self.gate_up_proj.shape[0]
+
     def declare_sources(self) -> dict[str, Source]:
         return {"gate_up_proj": Init(Normal(std=self.std)), "down_proj": Init(Normal(std=self.std))}
 
@@ -164,7 +169,7 @@ def dispatch_locally(
     experts: Experts, x_TD: torch.Tensor, topk_scores_Tk: torch.Tensor, topk_expert_ids_Tk: torch.Tensor
 ) -> torch.Tensor:
     """Token dispatcher for experts that are all on this rank (or all-gathered by FSDP)."""
-    order_R, rows_Tk, counts_E = group_by_expert(topk_expert_ids_Tk, experts.gate_up_proj.shape[0])
+    order_R, rows_Tk, counts_E = group_by_expert(topk_expert_ids_Tk, experts.num_experts)
     token_R = order_R // topk_expert_ids_Tk.shape[1]
     offsets_E = counts_E.cumsum(0).to(torch.int32)
     weight_R = topk_scores_Tk.flatten().index_select(0, order_R)

@@ -12,13 +12,22 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
-from titanlite.config.model import ModelConfig
+from titanlite.config.model import AnyModelConfig, ModelConfig
 from titanlite.config.schema import ModelSection
 from titanlite.errors import ConfigError, raise_problems
-from titanlite.models.families.family import Family, check_model_config
+from titanlite.models.families.family import Family, NotNativeError, check_model_config
 
-__all__ = ["Family", "check_model_config", "families", "family_of", "model_config_from_hf", "resolve_model_config"]
+__all__ = [
+    "Family",
+    "NotNativeError",
+    "check_model_config",
+    "families",
+    "family_of",
+    "model_config_from_hf",
+    "resolve_model_config",
+]
 
 
 @cache
@@ -37,26 +46,53 @@ def family_of(config: ModelConfig) -> Family:
     return families()[config.family]
 
 
-def resolve_model_config(section: ModelSection) -> ModelConfig:
+def resolve_model_config(section: ModelSection) -> AnyModelConfig:
     """Sizes of the model that `[model]` describes: a flavor or a config.json, then the overrides.
 
+    With `model.implementation` = "auto" it is the native decoder where that can express the model, else transformers'
+    class.
+
     Raises:
-        ConfigError: unknown family or flavor, unreadable config.json, an unsupported architecture, or sizes that
-            contradict one another.
+        ConfigError: unknown family or flavor, unreadable config.json, an architecture that neither implements, or sizes
+            that contradict one another.
     """
-    if section.hf_assets_path:
-        config = model_config_from_hf(Path(section.hf_assets_path))
-    else:
-        family = families().get(section.name)
-        if family is None:
-            raise ConfigError(f"model.name: unknown family '{section.name}'{_nearest(section.name, families())}")
-        if section.flavor not in family.presets:
-            raise ConfigError(
-                f"model.flavor: family '{section.name}' has no flavor '{section.flavor}'"
-                f"{_nearest(section.flavor, family.presets)}"
-            )
-        config = family.presets[section.flavor]
     overrides = {key: value for key, value in asdict(section.overrides).items() if value is not None}  # type: ignore[call-overload]
+    if not section.hf_assets_path:
+        config = _apply_overrides(_preset(section), overrides)
+        if section.implementation != "transformers":
+            return config
+        hf = {**family_of(config).to_hf(config), "model_type": config.family}
+        return _transformers_config(hf, f"model.flavor {section.flavor}", "model.implementation asks for it")
+    folder = Path(section.hf_assets_path)
+    why = "model.implementation asks for it"
+    if section.implementation != "transformers":
+        try:
+            return _apply_overrides(model_config_from_hf(folder), overrides)
+        except NotNativeError as error:
+            if section.implementation == "native":
+                raise
+            why = str(error)
+    if overrides:
+        raise ConfigError(
+            f"model.overrides: {', '.join(overrides)} cannot be changed here, since the model is transformers' class "
+            f"({why}). Change its config.json."
+        )
+    return _transformers_config(_read_config(folder), str(_config_file(folder)), why)
+
+
+def _preset(section: ModelSection) -> ModelConfig:
+    family = families().get(section.name)
+    if family is None:
+        raise ConfigError(f"model.name: unknown family '{section.name}'{_nearest(section.name, families())}")
+    if section.flavor not in family.presets:
+        raise ConfigError(
+            f"model.flavor: family '{section.name}' has no flavor '{section.flavor}'"
+            f"{_nearest(section.flavor, family.presets)}"
+        )
+    return family.presets[section.flavor]
+
+
+def _apply_overrides(config: ModelConfig, overrides: Mapping[str, Any]) -> ModelConfig:
     expressible = {*families()[config.family].keys, "rope_theta"}
     problems = [
         f"overrides.{key} = {value!r}: every {config.family} has {getattr(config, key)!r}, and its Hugging Face model "
@@ -69,13 +105,35 @@ def resolve_model_config(section: ModelSection) -> ModelConfig:
     return config
 
 
+def _transformers_config(hf: Mapping[str, Any], where: str, why: str) -> AnyModelConfig:
+    from titanlite.models.hf_config import transformers_config  # imports torch, for which native models need not wait
+
+    return replace(transformers_config(hf, where), why=why)
+
+
 def model_config_from_hf(folder: Path, where: str = "model.hf_assets_path") -> ModelConfig:
     """Read the sizes from `folder`/config.json; `where` says in errors what asked for it.
 
     Raises:
-        ConfigError: the file is missing or no JSON, or describes something that the decoder cannot express.
+        NotNativeError: it describes something that the decoder cannot express.
+        ConfigError: the file is missing or no JSON, or lacks a key.
     """
-    path = folder if folder.suffix == ".json" and not folder.is_dir() else folder / "config.json"
+    hf = _read_config(folder, where)
+    model_type = hf.get("model_type")
+    if not isinstance(model_type, str) or model_type not in families():
+        raise NotNativeError(
+            f"{_config_file(folder)}: model_type '{model_type}' has no native decoder; there are "
+            f"{', '.join(families())}."
+        )
+    return families()[model_type].from_hf(hf, str(_config_file(folder)))
+
+
+def _config_file(folder: Path) -> Path:
+    return folder if folder.suffix == ".json" and not folder.is_dir() else folder / "config.json"
+
+
+def _read_config(folder: Path, where: str = "model.hf_assets_path") -> dict[str, Any]:
+    path = _config_file(folder)
     try:
         if path.exists() and not path.is_file():
             raise ConfigError(f"{where}: {path} is not a regular file.")  # a pipe would wait for a writer
@@ -86,12 +144,10 @@ def model_config_from_hf(folder: Path, where: str = "model.hf_assets_path") -> M
         raise ConfigError(f"{where}: cannot read {path}: {error}.") from None
     except RecursionError:
         raise ConfigError(f"{where}: cannot read {path}: it is nested too deeply.") from None
-    model_type = hf.get("model_type") if isinstance(hf, dict) else None
-    if not isinstance(model_type, str) or model_type not in families():
-        raise ConfigError(
-            f"{path}: model_type '{model_type}' has no native decoder; there are {', '.join(families())}."
-        )
-    return families()[model_type].from_hf(hf, str(path))
+    if not isinstance(hf, dict) or not isinstance(hf.get("model_type"), str):
+        found = hf.get("model_type") if isinstance(hf, dict) else None
+        raise ConfigError(f"{path}: model_type '{found}' has no native decoder; there are {', '.join(families())}.")
+    return hf
 
 
 def _nearest(name: str, known: Mapping[str, object]) -> str:

@@ -48,6 +48,10 @@ QUANTIZATION_PROBLEM = (
 )
 
 
+class NotNativeError(ConfigError):
+    """A sound config.json that asks for something that the native decoder lacks; transformers may have it."""
+
+
 @dataclass(frozen=True)
 class Family:
     """One model family.
@@ -76,17 +80,19 @@ class Family:
         """Sizes from a Hugging Face configuration; `where` names it in errors.
 
         Raises:
-            ConfigError: a key is missing, or asks for something that the decoder cannot express.
+            NotNativeError: it asks for something that the decoder cannot express.
+            ConfigError: a key is missing or of a wrong type.
         """
-        problems = []
+        lacking: list[str] = []
+        problems: list[str] = []
         for key, allowed in {**UNIVERSALLY_REQUIRED, **self.required}.items():
             if key in hf and hf[key] not in allowed:
                 wanted = " or ".join(repr(value) for value in allowed)
-                problems.append(f"{key} = {hf[key]!r} is not supported by the native decoder, only {wanted} is.")
+                lacking.append(f"{key} = {hf[key]!r} is not supported by the native decoder, only {wanted} is.")
         if not is_readable_quantization(hf.get("quantization_config")):
-            problems.append(QUANTIZATION_PROBLEM)
+            lacking.append(QUANTIZATION_PROBLEM)
         if set(hf.get("layer_types") or []) - {"full_attention"}:
-            problems.append("layer_types has other entries than 'full_attention', which the native decoder lacks.")
+            lacking.append("layer_types has other entries than 'full_attention', which the native decoder lacks.")
         values: dict[str, Any] = {**self.defaults, **self.fixed, "family": self.name}
         for ours, theirs in self.keys.items():
             value = hf.get(theirs, hf.get(KEY_ALIASES.get(theirs, "")))
@@ -96,16 +102,18 @@ class Family:
                 if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
                     problems.append(f"{theirs} = {value!r} is of the wrong type.")
         values.setdefault("num_kv_heads", values.get("num_heads"))
-        if "head_dim" not in values and {"hidden_size", "num_heads"} <= values.keys() and not problems:
+        if "head_dim" not in values and {"hidden_size", "num_heads"} <= values.keys() and not problems + lacking:
             values["head_dim"] = values["hidden_size"] // max(values["num_heads"], 1)
         problems += [
             f"{theirs} is missing." for ours, theirs in self.keys.items() if ours not in values and ours != "head_dim"
         ]
         try:
             values["rope_theta"], values["rope_scaling"] = _rope(hf)
+        except NotNativeError as error:
+            lacking.append(str(error))
         except ConfigError as error:
             problems.append(str(error))
-        raise_problems(ConfigError, where, problems)
+        raise_problems(ConfigError if problems else NotNativeError, where, [*lacking, *problems])
         config = ModelConfig(**values)
         raise_problems(ConfigError, where, check_model_config(config))
         return config
@@ -141,7 +149,8 @@ def _rope(hf: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     """Base and scaling, from `rope_parameters` or from the older `rope_theta` and `rope_scaling`.
 
     Raises:
-        ConfigError: something the decoder lacks, or a value that is no number.
+        NotNativeError: something the decoder lacks.
+        ConfigError: a value that is no number.
     """
     table = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     if not isinstance(table, Mapping):
@@ -152,12 +161,12 @@ def _rope(hf: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     theta = 10000.0 if theta is None else theta  # transformers' default where a config.json does not say
     rope_type: Any = table.get("rope_type", table.get("type", "default"))
     if rope_type != "default" and rope_type not in _ROPE_KEYS:
-        raise ConfigError(
+        raise NotNativeError(
             f"rope_type '{rope_type}' is not supported by the native decoder, only {', '.join(_ROPE_KEYS)}."
         )
     partial = table.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0))
     if partial not in (None, 1.0):
-        raise ConfigError(f"partial_rotary_factor = {partial} is not supported by the native decoder, only 1.0 is.")
+        raise NotNativeError(f"partial_rotary_factor = {partial} is not supported by the native decoder, only 1.0 is.")
     numbers = {"rope_theta": theta} | {key: table.get(key) for key in _ROPE_KEYS.get(rope_type, ())}
     wrong = [f"{k} = {v!r}" for k, v in numbers.items() if not isinstance(v, int | float) or isinstance(v, bool)]
     if wrong:

@@ -1,0 +1,309 @@
+"""Models that transformers implements, meta first on 4 ranks: loaded, run, saved, trained."""
+
+import copy
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from tiny_transformers import ALL_MODELS, VOCAB_SIZE, save_tiny
+from torch.distributed.fsdp import FSDPModule
+
+import titanlite.trainer
+from titanlite.checkpoint import save_hf_model
+from titanlite.checkpoint.pretrained import weights_of
+from titanlite.config import TransformersConfig, load_config
+from titanlite.config.parallelism import Degrees
+from titanlite.distributed import ParallelDims, parallelize
+from titanlite.materialize import Compute, Plan, materialize
+from titanlite.materialize.plan import clean_name
+from titanlite.materialize.sources import Read
+from titanlite.models.transformers_model import TransformersModel, build_transformers
+from titanlite.preflight import Checked, check
+from titanlite.trainer import Trainer
+
+
+@dataclass
+class Case:
+    """A model of transformers, saved, with what it computes in one process."""
+
+    folder: Path
+    reference: Any
+    logits: torch.Tensor
+
+
+@pytest.fixture(scope="module")
+def tokens() -> torch.Tensor:
+    return torch.randint(14, VOCAB_SIZE, (2, 12), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory, tokens: torch.Tensor) -> dict[str, Case]:
+    found = {}
+    for name in ALL_MODELS:
+        folder = tmp_path_factory.mktemp(name)
+        reference = save_tiny(name, folder)
+        with torch.no_grad():
+            found[name] = Case(folder, reference, reference(input_ids=tokens).logits)
+    return found
+
+
+def check_folder(folder: Path, world_size: int, *overrides: str) -> Checked:
+    config = folder / "job.toml"
+    config.write_text(f'checkpoint.initial_load_path = "{folder}"\nmodel.implementation = "transformers"\n')
+    return check(load_config(["--config", str(config), "--training.seq_len=16", *overrides]), world_size)
+
+
+def load(job: Checked, folder: Path) -> tuple[TransformersModel, Plan]:
+    assert isinstance(job.model_config, TransformersConfig)
+    model = build_transformers(job.model_config)
+    parallelize(model, job.job, ParallelDims.build(job.degrees, "cpu"), "cpu")
+    return model, materialize(model, "cpu", [weights_of(folder, model)])
+
+
+def stored_keys(folder: Path) -> set[str]:
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        return set(file.keys())
+
+
+@pytest.mark.slow
+def test_sharded_loading_equals_from_pretrained_bit_for_bit(
+    run_ranks: Callable[..., list[Any]], cases: dict[str, Case], tokens: torch.Tensor, tmp_path: Path
+) -> None:
+    """Logits of FSDP4 equal those of one process, every tensor has a source, and what is saved is what was loaded."""
+    jobs = {name: check_folder(case.folder, 4) for name, case in cases.items()}
+
+    def rank_main() -> dict[str, tuple[bool, set[str], float]]:
+        seen = {}
+        for name, case in cases.items():
+            model, plan = load(jobs[name], case.folder)
+            kinds = {type(entry.source) for entry in plan.entries}
+            kinds |= {Read for entry in plan.entries if entry.info.persistent and not isinstance(entry.source, Read)}
+            model.eval()
+            with torch.no_grad():
+                logits = model(tokens)
+            expected_buffers = dict(case.reference.named_buffers())
+            same_buffers = all(
+                buffer.dtype == expected_buffers[key].dtype and torch.equal(buffer, expected_buffers[key])
+                for key, buffer in model.transformers_model.named_buffers()
+            )
+            error = (logits - case.logits).abs().max().item()
+            seen[name] = (same_buffers, {kind.__name__ for kind in kinds}, error)
+            save_hf_model(model, plan, None, tmp_path / name, torch.float32, case.folder)
+        return seen
+
+    for seen in run_ranks(4, rank_main, timeout_s=300):
+        assert {name: error for name, (_, _, error) in seen.items() if error} == {}
+        for name, (same_buffers, kinds, _) in seen.items():
+            assert same_buffers, name
+            assert kinds <= {Read.__name__, Compute.__name__}, name
+    for name, case in cases.items():
+        loaded, info = type(case.reference).from_pretrained(
+            tmp_path / name, dtype=torch.float32, output_loading_info=True
+        )
+        assert {key: value for key, value in info.items() if value} == {}, name
+        expected = case.reference.state_dict()
+        assert [key for key, value in loaded.state_dict().items() if not torch.equal(value, expected[key])] == [], name
+        assert stored_keys(tmp_path / name) == stored_keys(case.folder), name
+        assert {"config.json", "generation_config.json"} <= {path.name for path in (tmp_path / name).iterdir()}
+
+
+# Both compute in float32 (6e-8), in other orders of summation over ranks and experts, through 2 layers.
+BOUND = 1e-5
+MESHES = {
+    "qwen3": ["--parallelism.data_parallel_shard_degree=4"],
+    "gemma3_text": ["--activation_checkpoint.mode=full"],
+    "phi": ["--parallelism.data_parallel_replicate_degree=2"],
+    "mixtral": ["--parallelism.expert_parallel_degree=2"],
+    "gpt_oss": ["--parallelism.expert_parallel_degree=4"],
+    "deepseek_v3": ["--parallelism.expert_parallel_degree=4", "--activation_checkpoint.mode=full"],
+    "glm4_moe": ["--parallelism.data_parallel_replicate_degree=2", "--parallelism.expert_parallel_degree=2"],
+}
+DOCUMENTS = [[0] * 7 + [1] * 5, [0] * 3 + [1] * 6 + [-1] * 3, [0] * 12, [0] * 1 + [1] * 11]
+STEPS = 3
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A global batch: 4 rows of packed documents, one for each rank."""
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    documents: torch.Tensor
+
+    def documents_of(self, row: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Tokens and labels of each document by itself."""
+        ids = self.documents[row]
+        return [(self.tokens[row, ids == i], self.labels[row, ids == i]) for i in ids.unique().tolist() if i >= 0]
+
+
+@pytest.fixture(scope="module")
+def rows() -> Rows:
+    generator = torch.Generator().manual_seed(1)
+    tokens, labels = torch.randint(14, VOCAB_SIZE, (2, 4, 12), generator=generator)
+    documents = torch.tensor(DOCUMENTS)
+    labels[documents < 0] = -100
+    labels[0, 3] = -100
+    return Rows(tokens, labels, documents)
+
+
+def plain_steps(model: Any, rows: Rows) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses of a loop without titanlite, every document a forward of its own, and the last step's gradients."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-5)
+    valid, losses = (rows.labels != -100).sum(), []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        total = torch.zeros(())
+        for row in range(4):
+            for tokens, labels in rows.documents_of(row):
+                logits = model(input_ids=tokens.unsqueeze(0), use_cache=False).logits[0]
+                loss = torch.nn.functional.cross_entropy(logits, labels, reduction="sum") / valid
+                loss.backward()
+                total += loss.detach()
+        losses.append(total.item())
+        gradients = {name: param.grad.clone() for name, param in model.named_parameters() if param.grad is not None}
+        optimizer.step()
+    return losses, gradients
+
+
+@pytest.mark.slow
+def test_training_equals_a_plain_loop_over_single_documents(
+    run_ranks: Callable[..., list[Any]], cases: dict[str, Case], rows: Rows
+) -> None:
+    """Losses and gradients of packed rows on every mesh equal transformers' own, document by document."""
+    jobs = {name: check_folder(cases[name].folder, 4, *overrides) for name, overrides in MESHES.items()}
+
+    def rank_main() -> dict[str, tuple[list[float], dict[str, torch.Tensor]]]:
+        seen = {}
+        rank = slice(torch.distributed.get_rank(), torch.distributed.get_rank() + 1)
+        for name, job in jobs.items():
+            model, _ = load(job, cases[name].folder)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-5)
+            losses, gradients = [], {}
+            for _ in range(STEPS):
+                optimizer.zero_grad()
+                sums = model(rows.tokens[rank], rows.labels[rank], None, rows.documents[rank])
+                loss = (sums.cross_entropy + sums.aux) / (rows.labels != -100).sum()
+                loss.backward()
+                total = loss.detach().clone()
+                torch.distributed.all_reduce(total)
+                losses.append(total.item())
+                gradients = {
+                    clean_name(key): param.grad.full_tensor()
+                    for key, param in model.named_parameters()
+                    if param.grad is not None
+                }
+                optimizer.step()
+            seen[name] = (losses, gradients)
+        return seen
+
+    seen = run_ranks(4, rank_main, timeout_s=300)
+    for name in MESHES:
+        expected_losses, expected = plain_steps(copy.deepcopy(cases[name].reference).train(), rows)
+        for losses, gradients in (ranks[name] for ranks in seen):
+            assert losses == pytest.approx(expected_losses, rel=BOUND), name
+            assert gradients.keys() == expected.keys(), name
+            floor = 1e-3 * torch.stack([gradient.norm() for gradient in expected.values()]).norm()
+            errors = {
+                # After two steps of Adam, whose first steps go by signs, a tenfold of one step's error.
+                key: (gradients[key] - value).norm() / torch.maximum(value.norm(), floor)
+                for key, value in expected.items()
+            }
+            assert {key: error.item() for key, error in errors.items() if error > 10 * BOUND} == {}, name
+
+
+def image_rows() -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Two rows of an image of 4 x 4 patches (4 tokens) and text, one for each rank; inputs and labels."""
+    generator = torch.Generator().manual_seed(2)
+    tokens, labels = torch.randint(14, VOCAB_SIZE, (2, 2, 12), generator=generator)
+    tokens[:, 1:7] = torch.tensor([12, 10, 10, 10, 10, 13])
+    labels[:, :7] = -100
+    inputs = {
+        "tokens": tokens,
+        "pixel_values": torch.randn(2, 16, 96, generator=generator),
+        "image_grid_thw": torch.tensor([[[1, 4, 4]]] * 2),
+        "mm_token_type_ids": (tokens == 10).to(torch.int64),
+    }
+    return inputs, labels
+
+
+@pytest.mark.slow
+def test_images_and_text_train_on_two_ranks(run_ranks: Callable[..., list[Any]], cases: dict[str, Case]) -> None:
+    """Loss and gradients, those of the vision tower too, equal transformers' own over both rows."""
+    case = cases["qwen2_5_vl"]
+    job = check_folder(case.folder, 2, "--activation_checkpoint.mode=full")
+    inputs, labels = image_rows()
+    valid = (labels != -100).sum()
+
+    def rank_main() -> tuple[float, dict[str, torch.Tensor], set[str]]:
+        model, _ = load(job, case.folder)
+        rank = torch.distributed.get_rank()
+        mine = {name: value[rank : rank + 1] for name, value in inputs.items()}
+        extra = {"pixel_values": mine["pixel_values"][0], "image_grid_thw": mine["image_grid_thw"][0]}
+        extra["mm_token_type_ids"] = mine["mm_token_type_ids"]
+        loss = model(mine["tokens"], labels[rank : rank + 1], **extra).cross_entropy / valid
+        loss.backward()
+        total = loss.detach().clone()
+        torch.distributed.all_reduce(total)
+        units = {type(m).__name__ for m in model.modules() if isinstance(m, FSDPModule)}
+        gradients = {clean_name(n): p.grad.full_tensor() for n, p in model.named_parameters() if p.grad is not None}
+        return total.item(), gradients, units
+
+    reference = copy.deepcopy(case.reference).train()
+    logits = reference(
+        input_ids=inputs["tokens"],
+        pixel_values=inputs["pixel_values"].flatten(0, 1),
+        image_grid_thw=inputs["image_grid_thw"].flatten(0, 1),
+        mm_token_type_ids=inputs["mm_token_type_ids"],
+        use_cache=False,
+    ).logits
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / valid
+    expected.backward()
+    for loss, gradients, units in run_ranks(2, rank_main):
+        assert loss == pytest.approx(expected.item(), rel=BOUND)
+        assert units == {"FSDPTransformersModel", "FSDPQwen2_5_VLDecoderLayer", "FSDPQwen2_5_VLVisionBlock"}
+        for name, param in reference.named_parameters():
+            assert (gradients[name] - param.grad).norm() <= BOUND * param.grad.norm().clamp(min=1e-3), name
+
+
+@pytest.mark.slow
+def test_trainer_trains_saves_and_resumes(
+    run_ranks: Callable[..., list[Any]], checked: Callable[..., Checked], tmp_path: Path, monkeypatch: Any
+) -> None:
+    """`Trainer` on a model of transformers: a resumed run ends as the uninterrupted one, and transformers loads it."""
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.setattr(titanlite.trainer, "_SAMPLE_TOKENS", 2)
+    shared = [
+        "--model.implementation=transformers",
+        "--training.steps=4",
+        "--checkpoint.interval=2",
+        "--checkpoint.export_dtype=bfloat16",
+        "--moe.expert_bias_update_rate=0",
+    ]
+    degrees = Degrees(dp_shard=2, ep=2)
+    whole = checked(degrees, *shared, f"--job.dump_folder={tmp_path / 'whole'}")
+    resumed = checked(degrees, *shared, f"--job.dump_folder={tmp_path / 'resumed'}")
+
+    def train(job: Checked) -> str:
+        trainer = Trainer(job.job, job.model_config, job.degrees)
+        trainer.train()
+        return type(trainer.model).__name__
+
+    names = run_ranks(2, lambda: train(whole))
+    assert names == ["FSDPTransformersModel"] * 2
+    shutil.copytree(tmp_path / "whole/checkpoint/step-2", tmp_path / "resumed/checkpoint/step-2")
+    run_ranks(2, lambda: train(resumed))
+    folders = [tmp_path / run / "checkpoint/step-4" for run in ("whole", "resumed")]
+    first, second = (load_file(folder / "model.safetensors") for folder in folders)
+    assert first.keys() == second.keys()
+    assert [name for name in first if not torch.equal(first[name], second[name])] == []
+    assert any(".experts.3.gate_proj.weight" in name for name in first), "the hub's names"
+    loaded, info = AutoModelForCausalLM.from_pretrained(folders[1], dtype=torch.bfloat16, output_loading_info=True)
+    assert {key: value for key, value in info.items() if value} == {}
+    assert type(loaded).__name__ == "Qwen3MoeForCausalLM"

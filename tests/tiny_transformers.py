@@ -1,0 +1,165 @@
+"""Tiny random models of transformers, made on the spot: one per architecture that the tests go through."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+VOCAB_SIZE = 128
+_SIZES: Mapping[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+def _qwen3() -> Any:
+    from transformers import Qwen3Config
+
+    return Qwen3Config(**_SIZES, head_dim=8, tie_word_embeddings=True)
+
+
+def _gemma3() -> Any:
+    from transformers import Gemma3TextConfig
+
+    layer_types = ["sliding_attention", "full_attention"]
+    return Gemma3TextConfig(**_SIZES, head_dim=8, sliding_window=4, layer_types=layer_types)
+
+
+def _llama() -> Any:
+    from transformers import LlamaConfig
+
+    return LlamaConfig(**_SIZES)
+
+
+def _mistral() -> Any:
+    from transformers import MistralConfig
+
+    return MistralConfig(**_SIZES, sliding_window=4)
+
+
+def _phi() -> Any:
+    from transformers import PhiConfig
+
+    return PhiConfig(**_SIZES, resid_pdrop=0.0, partial_rotary_factor=0.5)
+
+
+def _phi3() -> Any:
+    from transformers import Phi3Config
+
+    return Phi3Config(**_SIZES, resid_pdrop=0.0)
+
+
+def _gpt_oss() -> Any:
+    from transformers import GptOssConfig
+
+    return GptOssConfig(**_SIZES, head_dim=8, sliding_window=4, num_local_experts=4, num_experts_per_tok=2)
+
+
+def _mixtral() -> Any:
+    from transformers import MixtralConfig
+
+    return MixtralConfig(**_SIZES, num_local_experts=4, num_experts_per_tok=2)
+
+
+def _deepseek_v3() -> Any:
+    from transformers import DeepseekV3Config
+
+    sizes = {**_SIZES, "num_key_value_heads": 4}
+    return DeepseekV3Config(
+        **sizes,
+        moe_intermediate_size=16,
+        first_k_dense_replace=1,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=8,
+    )
+
+
+def _glm4_moe() -> Any:
+    from transformers import Glm4MoeConfig
+
+    return Glm4MoeConfig(
+        **_SIZES,
+        head_dim=8,
+        moe_intermediate_size=16,
+        first_k_dense_replace=1,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+    )
+
+
+def _qwen2_5_vl() -> Any:
+    from transformers import Qwen2_5_VLConfig
+
+    text = {**_SIZES, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
+    vision = {
+        "depth": 2,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 4,
+        "out_hidden_size": 32,
+        "patch_size": 4,
+        "window_size": 16,
+        "fullatt_block_indexes": [1],
+    }
+    return Qwen2_5_VLConfig(
+        text_config=text,
+        vision_config=vision,
+        image_token_id=10,
+        video_token_id=11,
+        vision_start_token_id=12,
+        vision_end_token_id=13,
+        tie_word_embeddings=True,
+    )
+
+
+TEXT_MODELS: Mapping[str, Callable[[], Any]] = {
+    "qwen3": _qwen3,
+    "gemma3_text": _gemma3,
+    "llama": _llama,
+    "mistral": _mistral,
+    "phi": _phi,
+    "phi3": _phi3,
+    "gpt_oss": _gpt_oss,
+    "mixtral": _mixtral,
+    "deepseek_v3": _deepseek_v3,
+    "glm4_moe": _glm4_moe,
+}
+ALL_MODELS: Mapping[str, Callable[[], Any]] = {**TEXT_MODELS, "qwen2_5_vl": _qwen2_5_vl}
+
+
+def save_tiny(name: str, folder: Path) -> Any:
+    """A random model of architecture `name`, saved to `folder` as transformers does; returned in evaluation mode.
+
+    Every tensor of the checkpoint, norms and biases too, is random, so that a mistaken default shows.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    config = ALL_MODELS[name]()
+    auto = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+    generator = torch.Generator().manual_seed(sum(map(ord, name)))
+    model = auto.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            if tensor.is_floating_point():
+                tensor += 0.05 * torch.randn(tensor.shape, generator=generator)
+    model.save_pretrained(folder)
+    return auto.from_pretrained(folder, dtype=torch.float32).eval()

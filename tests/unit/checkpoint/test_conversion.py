@@ -1,0 +1,220 @@
+"""Stand-ins follow transformers' operations exactly; what they cannot follow is converted whole; nothing is silent."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from tiny_transformers import save_tiny
+from torch.distributed.fsdp import fully_shard
+
+from titanlite.checkpoint import save_hf_model
+from titanlite.checkpoint.conversion import NotTraceable, Traced
+from titanlite.checkpoint.pretrained import weights_of
+from titanlite.checkpoint.transformers_checkpoint import ConvertingReader
+from titanlite.errors import PlanError
+from titanlite.materialize import Plan, Region, materialize
+from titanlite.models.hf_config import transformers_config
+from titanlite.models.transformers_model import TransformersModel, build_transformers
+
+
+def assembled(traced: Traced, sources: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The tensor that a stand-in describes, element by element from its sources."""
+    out = torch.full(traced.shape, -1)
+    for part in traced.parts:
+        block = sources[part.key][Region(part.source_starts, part.source_lengths).slices]
+        where = Region(part.starts, part.lengths).slices
+        assert (out[where] == -1).all(), "blocks are disjoint"
+        out[where] = block.reshape(part.lengths)
+    assert (out >= 0).all(), "blocks cover the tensor"
+    return out
+
+
+@given(
+    experts=st.integers(1, 3),
+    shape=st.tuples(st.integers(1, 4), st.integers(1, 3)),
+    stack_dim=st.integers(0, 2),
+    cat_dim=st.integers(0, 2),
+    cut_dim=st.integers(0, 2),
+    chunks=st.integers(1, 3),
+)
+@settings(max_examples=100, deadline=None)
+def test_stand_ins_are_where_the_elements_are(experts, shape, stack_dim, cat_dim, cut_dim, chunks):
+    names = [f"{e}.{part}" for part in ("gate", "up") for e in range(experts)]
+    sources = {name: torch.arange(shape[0] * shape[1]).view(shape) + 100 * i for i, name in enumerate(names)}
+
+    def convert(value_of: Callable[[str], Any]) -> list[Any]:
+        stacked = [
+            torch.stack([value_of(f"{e}.{part}") for e in range(experts)], dim=stack_dim) for part in ("gate", "up")
+        ]
+        whole = torch.cat(stacked, dim=cat_dim)
+        cut = torch.chunk(whole, chunks, dim=cut_dim)
+        first = torch.split(cut[0], [1, cut[0].shape[cut_dim] - 1], dim=cut_dim)[0]
+        return [whole, *cut, first, first.squeeze(cut_dim)]
+
+    traced = convert(lambda name: Traced.source(name, tuple(sources[name].shape)))
+    for got, expected in zip(traced, convert(sources.__getitem__), strict=True):
+        assert got.shape == tuple(expected.shape)
+        assert torch.equal(assembled(got, sources), expected)
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [lambda t: torch.transpose(t, 0, 1), lambda t: t.reshape(6), lambda t: torch.flip(t, [0]), lambda t: t.view(6)],
+)
+def test_what_a_stand_in_cannot_follow_is_noticed(operation):
+    with pytest.raises(NotTraceable):
+        operation(Traced.source("a", (2, 3)))
+
+
+def test_shapes_that_do_not_go_together_are_refused():
+    with pytest.raises(ValueError, match=r"\(2, 3\) and \(2, 4\) do not go together along dim 0"):
+        torch.cat([Traced.source("a", (2, 3)), Traced.source("b", (2, 4))], dim=0)
+
+
+# --- through a checkpoint
+
+
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("mixtral")
+    save_tiny("mixtral", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    save_tiny("llama", folder)
+    return folder
+
+
+def build(folder: Path) -> TransformersModel:
+    return build_transformers(transformers_config(json.loads((folder / "config.json").read_text()), "test"))
+
+
+def edited(folder: Path, out: Path, edit: Callable[[dict[str, torch.Tensor]], None]) -> Path:
+    """A copy of a checkpoint with other tensors."""
+    shutil.copytree(folder, out)
+    tensors = load_file(out / "model.safetensors")
+    edit(tensors)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, out / "model.safetensors")
+    return out
+
+
+EXPERT = "model.layers.1.block_sparse_moe.experts.2.w1.weight"
+
+
+@pytest.mark.parametrize(
+    ("edit", "messages"),
+    [
+        (lambda t: t.pop("model.norm.weight"), [r"model\.norm\.weight: missing, checkpoint"]),
+        (lambda t: t.update(extra=torch.ones(2)), ["extra: unexpected, checkpoint .* has it and the model does not"]),
+        (
+            lambda t: t.update({"model.norm.weight": torch.ones(7)}),
+            [r"model\.norm\.weight: .*with shape \(7,\), the model expects \(32,\)"],
+        ),
+        (lambda t: t.pop(EXPERT), [r"mlp\.experts\.gate_up_proj: .*do not go together"]),
+        (lambda t: t.update({EXPERT: torch.ones(3, 3)}), [r"mlp\.experts\.gate_up_proj: .*do not go together"]),
+        (
+            lambda t: t.update({EXPERT: t[EXPERT].to(torch.float8_e4m3fn)}),
+            [r"mlp\.experts\.gate_up_proj: .*w1\.weight is torch\.float8_e4m3fn in .* quantized"],
+        ),
+        (
+            lambda t: [t.pop(key) for key in [*t] if ".w2." in key],
+            [r"layers\.0\.mlp\.experts\.down_proj: missing", r"layers\.1\.mlp\.experts\.down_proj: missing"],
+        ),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_is_refused_with_names(mixtral, tmp_path, edit, messages):
+    folder = edited(mixtral, tmp_path / "edited", edit)
+    model = build(folder)
+    with pytest.raises(PlanError) as error:
+        materialize(model, "cpu", [weights_of(folder, model)])
+    for message in messages:
+        assert re.search(message, str(error.value)), str(error.value)
+    assert all(param.is_meta for param in model.parameters()), "nothing was allocated"
+
+
+def test_each_rank_reads_its_bytes_only(mixtral):
+    """Of the experts' weights, a rank reads what its region needs, not the experts of others."""
+    model = build(mixtral)
+    provider = weights_of(mixtral, model)
+    materialize(model, "cpu", [provider])
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    shape = model.state_shapes[name]
+    region = Region((1, 0, 0), (1, *shape[1:]))
+    assert sum(provider.reader.plan_bytes(name, region).values()) == 4 * shape[1] * shape[2]
+
+
+def transposed(tensors: dict[str, torch.Tensor]) -> None:
+    for name in [name for name in tensors if name.endswith("down_proj.weight")]:
+        tensors[name] = tensors[name].T
+
+
+def fused(tensors: dict[str, torch.Tensor]) -> None:
+    for layer in range(2):
+        prefix = f"model.layers.{layer}.self_attn."
+        parts = [tensors.pop(f"{prefix}{part}_proj.weight") for part in "qkv"]
+        tensors[f"{prefix}qkv.weight"] = torch.cat(parts)
+
+
+def mapping_of(kind: str) -> list[Any]:
+    from transformers.core_model_loading import Split, Transpose, WeightConverter
+
+    if kind == "transposed":
+        return [WeightConverter("mlp.down_proj.weight", "mlp.down_proj.weight", [Transpose(0, 1)])]
+    targets = [f"self_attn.{part}_proj.weight" for part in "qkv"]
+    return [WeightConverter("self_attn.qkv.weight", targets, [Split(dim=0)])]
+
+
+@pytest.mark.parametrize(
+    ("kind", "edit", "whole"), [("transposed", transposed, {"down_proj"}), ("fused", fused, set())]
+)
+def test_other_layouts_are_read_and_written_back(run_ranks, llama, tmp_path, kind, edit, whole):
+    """A transposed weight is converted whole, a fused one is cut as it is read; both are saved as they were."""
+    folder = edited(llama, tmp_path / kind, edit)
+    expected = load_file(llama / "model.safetensors")
+
+    def load() -> tuple[TransformersModel, Plan]:
+        model = build(folder)
+        model.all_conversions = mapping_of(kind)
+        for layer in model.decoder_layers():
+            fully_shard(layer)
+        fully_shard(model)
+        return model, materialize(model, "cpu", [weights_of(folder, model)])
+
+    def rank_main() -> set[str]:
+        model, plan = load()
+        for entry in plan.entries:
+            if entry.fqn in expected:
+                assert torch.equal(entry.tensor.full_tensor(), expected[entry.fqn]), entry.fqn
+        save_hf_model(model, plan, None, tmp_path / "saved", torch.float32)
+        readers = {entry.fqn: getattr(entry.source, "reader", None) for entry in plan.entries}
+        return {name.split(".")[-2] for name, reader in readers.items() if isinstance(reader, ConvertingReader)}
+
+    assert run_ranks(2, rank_main) == [whole, whole]
+    stored, saved = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "saved"))
+    assert stored.keys() == saved.keys()
+    assert [name for name in stored if not torch.equal(stored[name], saved[name])] == []
+
+
+def test_a_tied_tensor_that_is_stored_twice_is_read_once(tmp_path, caplog, monkeypatch):
+    """The tie is the configuration's; the values of the second copy are not looked at, and a warning says so."""
+    monkeypatch.setattr("titanlite.checkpoint.transformers_checkpoint.logger.propagate", True)
+    save_tiny("qwen3", tmp_path / "qwen3")
+    embedding = "model.embed_tokens.weight"
+    folder = edited(tmp_path / "qwen3", tmp_path / "twice", lambda t: t.update({"lm_head.weight": t[embedding] + 1}))
+    model = build(folder)
+    materialize(model, "cpu", [weights_of(folder, model)])
+    assert "lm_head.weight is not read" in caplog.text
+    inner = model.transformers_model
+    assert inner.lm_head.weight is inner.model.embed_tokens.weight
+    assert torch.equal(inner.lm_head.weight, load_file(folder / "model.safetensors")[embedding])

@@ -1,0 +1,225 @@
+"""What a model of transformers declares, what it notices about itself, and what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tiny_transformers import ALL_MODELS, VOCAB_SIZE
+
+from titanlite.config import load_config
+from titanlite.config.model import TransformersConfig
+from titanlite.errors import ConfigError, PlanError
+from titanlite.materialize import Alias, Init, Normal, build_plan, materialize
+from titanlite.models.hf_config import transformers_config
+from titanlite.models.transformers_model import TransformersModel, build_transformers
+from titanlite.preflight import Checked, check
+
+
+def config_of(name: str) -> TransformersConfig:
+    return transformers_config(ALL_MODELS[name]().to_dict(), "test")
+
+
+@pytest.mark.parametrize("name", ALL_MODELS)
+def test_every_tensor_has_a_source_without_a_checkpoint(name: str) -> None:
+    """Recipes are those of transformers: means and deviations of what it draws, tensor by tensor."""
+    ours = build_transformers(config_of(name))
+    materialize(ours, "cpu", seed=3)
+    torch.manual_seed(0)
+    theirs = getattr(transformers, ours.config.architecture)(ALL_MODELS[name]())
+    expected = theirs.state_dict()
+    for key, value in ours.transformers_model.state_dict().items():
+        wanted = expected[key].float()
+        spread = 0.0 if value.numel() == 1 else wanted.std().item()
+        # The mean and the deviation of n draws vary by at most spread / sqrt(n); two such differ by 6 of those never.
+        bound = 6 * spread / value.numel() ** 0.5 + 1e-6
+        assert value.float().mean().item() == pytest.approx(wanted.mean().item(), abs=bound), key
+        if value.numel() > 1:
+            assert value.float().std().item() == pytest.approx(spread, abs=bound), key
+    buffers = dict(theirs.named_buffers())
+    for key, buffer in ours.transformers_model.named_buffers():
+        assert buffer.dtype == buffers[key].dtype, key
+        assert torch.equal(buffer, buffers[key]), key
+
+
+def test_ties_come_from_the_declaration() -> None:
+    model = build_transformers(config_of("qwen3"))
+    plan = build_plan(model)
+    tied = [entry for entry in plan.entries if len(entry.names) > 1]
+    assert [entry.names for entry in tied] == [("model.embed_tokens.weight", "lm_head.weight")]
+    assert model.declare_sources()["lm_head.weight"] == Alias("model.embed_tokens.weight")
+    assert model.outer_units() == ([], [])
+
+
+def test_dtypes_are_those_of_from_pretrained(tmp_path: Path) -> None:
+    """In bfloat16 DeepSeek's correction bias and the rotary tables stay float32; `_from_config` casts the bias."""
+    transformers.AutoModelForCausalLM.from_config(ALL_MODELS["deepseek_v3"]()).save_pretrained(tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    ours = build_transformers(config_of("deepseek_v3"), torch.bfloat16).transformers_model
+    expected = {name: tensor.dtype for name, tensor in [*theirs.named_parameters(), *theirs.named_buffers()]}
+    assert {name: tensor.dtype for name, tensor in [*ours.named_parameters(), *ours.named_buffers()]} == expected
+    assert torch.float32 in expected.values()
+
+
+# --- nothing left to luck
+
+
+def spoil_attribute(model: Any) -> str:
+    model.model.layers[1].self_attn.table = torch.empty(4, device="meta")
+    return "model.layers.1.self_attn.table"
+
+
+def spoil_list(model: Any) -> str:
+    model.model.layers[1].tables = [torch.empty(4, device="meta")]
+    return "model.layers.1.tables"
+
+
+def spoil_buffer(model: Any) -> str:
+    model.model.norm.register_buffer("scale", torch.empty(4, device="meta"), persistent=False)
+    return "model.norm.scale"
+
+
+@pytest.mark.parametrize("spoil", [spoil_attribute, spoil_list, spoil_buffer])
+@pytest.mark.parametrize("late", [False, True])
+def test_a_tensor_that_nobody_fills_makes_the_plan_fail_with_its_name(spoil: Any, late: bool) -> None:
+    inner = build_transformers(config_of("llama")).transformers_model
+    if late:
+        model = TransformersModel(inner, config_of("llama"))
+        name = spoil(inner)
+    else:
+        name = spoil(inner)
+        model = TransformersModel(inner, config_of("llama"))
+    with pytest.raises(PlanError, match=rf"{name}: .*no source"):
+        materialize(model, "cpu")
+    assert all(param.is_meta for param in model.parameters()), "nothing was allocated"
+
+
+def test_a_buffer_that_is_drawn_at_random_has_no_source() -> None:
+    inner = build_transformers(config_of("llama")).transformers_model
+    inner.model.norm.register_buffer("noise", torch.empty(4, device="meta"), persistent=False)
+    plain = type(inner)._init_weights
+
+    def draw(self: Any, module: Any) -> None:
+        plain(self, module)
+        if "noise" in module._buffers:
+            transformers.initialization.normal_(module.noise)
+
+    inner._init_weights = draw.__get__(inner)
+    inner.model._init_weights = draw.__get__(inner.model)
+    with pytest.raises(PlanError, match=r"model\.norm\.noise: .*no source"):
+        materialize(TransformersModel(inner, config_of("llama")), "cpu")
+
+
+# --- what a model shows at its first forward
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    tokens, labels = torch.randint(14, VOCAB_SIZE, (2, 2, 12), generator=torch.Generator().manual_seed(0))
+    return tokens, labels, torch.tensor([[0] * 5 + [1] * 7, [0] * 9 + [-1] * 3])
+
+
+@pytest.mark.parametrize(("cap", "plain"), [(None, True), (2.0, False)])
+def test_the_loss_knows_soft_caps(cap: float | None, plain: bool) -> None:
+    hf = ALL_MODELS["gemma3_text"]().to_dict() | {"final_logit_softcapping": cap}
+    model = build_transformers(transformers_config(hf, "test"))
+    materialize(model, "cpu")
+    with torch.no_grad():
+        model.transformers_model.lm_head.weight *= 50  # logits that a cap changes
+    tokens, labels, documents = batch()
+    loss = model(tokens, labels, None, documents).cross_entropy
+    logits = model(tokens, None, None, documents)
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)  # float32, other orders of summation
+    assert model._has_plain_head is plain
+    assert (logits.abs().max() <= 2.0).item() is (cap is not None)
+
+
+def test_a_model_that_mixes_documents_is_refused() -> None:
+    """A recurrent state runs through the whole row, whatever mask attention has."""
+    sizes = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}
+    model = build_transformers(transformers_config(transformers.MambaConfig(**sizes).to_dict(), "test"))
+    small = Init(Normal(std=0.1))
+    names = ("mixer.A_log", "conv1d.weight", "dt_proj.bias", "out_proj.weight")  # drawn in ways without a recipe
+    materialize(model, "cpu", [{f"*.{name}": small for name in names}])
+    tokens, labels = torch.randint(3, 64, (2, 1, 8), generator=torch.Generator().manual_seed(0))
+    assert model(tokens, labels).cross_entropy.isfinite()
+    with pytest.raises(ConfigError, match="MambaForCausalLM of transformers mixes documents that share a row"):
+        model(tokens, labels, None, torch.tensor([[0] * 4 + [1] * 4]))
+
+
+def test_images_go_with_one_document_per_row() -> None:
+    model = build_transformers(config_of("qwen2_5_vl"))
+    tokens, labels, documents = batch()
+    with pytest.raises(ValueError, match="one document each"):
+        model(tokens, labels, None, documents, pixel_values=torch.zeros(4, 96))
+
+
+# --- choosing and refusing
+
+
+def job(tmp_path: Path, hf: dict[str, Any], *overrides: str, world_size: int = 2) -> Checked:
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    (tmp_path / "job.toml").write_text(f'model.hf_assets_path = "{tmp_path}"\ntraining.seq_len = 16\n')
+    return check(load_config(["--config", str(tmp_path / "job.toml"), *overrides]), world_size)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "implementation", "native"),
+    [
+        ("qwen3", {}, "auto", True),
+        ("qwen3", {}, "native", True),
+        ("qwen3", {}, "transformers", False),
+        ("gemma3_text", {}, "auto", False),
+        ("llama", {"hidden_act": "gelu"}, "auto", False),
+    ],
+)
+def test_auto_takes_the_native_decoder_where_it_can(
+    tmp_path: Path, name: str, changes: dict[str, Any], implementation: str, native: bool
+) -> None:
+    hf = ALL_MODELS[name]().to_dict() | changes
+    config = job(tmp_path, hf, f"--model.implementation={implementation}").model_config
+    assert isinstance(config, TransformersConfig) is not native
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "overrides", "message"),
+    [
+        ("gemma3_text", {}, ["--model.implementation=native"], "model_type 'gemma3_text' has no native decoder"),
+        ("gemma3_text", {"model_type": "gemma99"}, [], "'gemma99' has neither a native decoder nor a class"),
+        ("gemma3_text", {"model_type": "vit"}, [], "no class that generates text for model_type 'vit'"),
+        ("gemma3_text", {"hidden_size": "wide"}, [], "transformers refuses it"),
+        ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, [], r"quantized \(mxfp4\).*dequantize it"),
+        ("gemma3_text", {}, ["--model.overrides.num_layers=3"], "num_layers cannot be changed here"),
+        ("gemma3_text", {}, ["--parallelism.tensor_parallel_degree=2"], "which is not split over tp here"),
+        ("gemma3_text", {}, ["--parallelism.expert_parallel_degree=2"], "the model has no experts"),
+        ("gpt_oss", {"num_local_experts": 3}, ["--parallelism.expert_parallel_degree=2"], r"\(2\) does not divide"),
+        ("mixtral", {}, ["--moe.aux_loss_coeff=0.1"], r"moe\.aux_loss_coeff = 0\.1: MixtralForCausalLM"),
+        ("mixtral", {}, ["--moe.expert_bias_update_rate=0.1"], r"moe\.expert_bias_update_rate = 0\.1"),
+        ("mixtral", {}, ["--compile.enable=true"], r"compile\.enable = True"),
+        ("mixtral", {}, ["--model.attention_backend=flex"], r"model\.attention_backend = 'flex'"),
+        ("mixtral", {}, ["--activation_checkpoint.mode=selective"], "knows titanlite's layers only"),
+        ("mixtral", {}, ["--training.seq_len=128"], r"training\.seq_len \(128\) exceeds"),
+    ],
+)
+def test_what_cannot_be_done_is_said(
+    tmp_path: Path, name: str, changes: dict[str, Any], overrides: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        job(tmp_path, ALL_MODELS[name]().to_dict() | changes, *overrides)
+
+
+def test_sizes_of_a_mixture_of_experts() -> None:
+    config = build_transformers(config_of("mixtral")).config
+    expert = 3 * 32 * 48
+    assert config.num_params - config.num_active_params == 2 * 2 * expert  # 2 layers, 2 of 4 experts idle
+    assert (config.num_experts, config.top_k, config.vocab_size) == (4, 2, VOCAB_SIZE)
+
+
+def test_recipes_are_layout_invariant_inits() -> None:
+    plan = build_plan(build_transformers(config_of("gpt_oss")))
+    sources = {entry.fqn: str(entry.source) for entry in plan.entries if isinstance(entry.source, Init)}
+    assert sources["model.embed_tokens.weight"] == "init normal(zero_row=0, std=0.02)"
+    assert sources["model.layers.0.mlp.experts.gate_up_proj"] == "init normal(std=0.02)"
+    assert sources["model.layers.0.mlp.experts.down_proj_bias"] == "init constant()"

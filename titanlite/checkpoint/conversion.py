@@ -1,0 +1,281 @@
+"""Between the tensors of a checkpoint and those that a class of transformers has in memory.
+
+transformers describes the difference as renamings and as operations on whole tensors (stack the experts, concatenate
+gate and up, cut a fused projection). Here its own operations run on `Traced` stand-ins, which hold no values but know
+which part of which stored tensor each of their elements is. What comes out says where a shard lies in the files, so
+that a rank reads its bytes only. Operations that a stand-in cannot follow (transpositions, permutations) are carried
+out on whole tensors instead.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from titanlite.models.transformers_model import TransformersModel
+
+
+class NotTraceable(Exception):  # noqa: N818 - no error: the caller has another way
+    """An operation that does more than place regions of tensors; its text is the name of the operation."""
+
+
+@dataclass(frozen=True)
+class TracedPart:
+    """A block of a tensor, and the block of the source that it is.
+
+    Attributes:
+        key: name of the source.
+        starts: first index of the block in the traced tensor.
+        source_starts, source_lengths: the block in the source.
+        dims: for each dim of the traced tensor the dim of the source that it walks, or None for an inserted one.
+    """
+
+    key: str
+    starts: tuple[int, ...]
+    source_starts: tuple[int, ...]
+    source_lengths: tuple[int, ...]
+    dims: tuple[int | None, ...]
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Of the block in the traced tensor."""
+        return tuple(1 if dim is None else self.source_lengths[dim] for dim in self.dims)
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A stand-in for a tensor that knows where its elements come from; it goes through torch.stack, cat, chunk, split.
+
+    Attributes:
+        shape: of the tensor.
+        parts: disjoint blocks that cover it.
+    """
+
+    shape: tuple[int, ...]
+    parts: tuple[TracedPart, ...]
+
+    @classmethod
+    def source(cls, key: str, shape: tuple[int, ...]) -> "Traced":
+        """The whole of the source `key`."""
+        return cls(shape, (TracedPart(key, (0,) * len(shape), (0,) * len(shape), shape, tuple(range(len(shape)))),))
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        implementation = _FUNCTIONS.get(function)
+        if implementation is None:
+            raise NotTraceable(getattr(function, "__name__", str(function)))
+        return implementation(*args, **(kwargs or {}))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise NotTraceable(name)
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def contiguous(self) -> "Traced":
+        return self
+
+    def squeeze(self, dim: int) -> "Traced":
+        dim %= len(self.shape)
+        if self.shape[dim] != 1:
+            return self
+        parts = (
+            TracedPart(p.key, _without(p.starts, dim), p.source_starts, p.source_lengths, _without(p.dims, dim))
+            for p in self.parts
+        )
+        return Traced(_without(self.shape, dim), tuple(parts))
+
+    def narrow(self, dim: int, start: int, length: int) -> "Traced":
+        """Indices start to start + length along `dim`."""
+        dim %= len(self.shape)
+        parts = []
+        for part in self.parts:
+            first = max(part.starts[dim], start)
+            end = min(part.starts[dim] + part.lengths[dim], start + length)
+            if end <= first:
+                continue
+            source_starts, source_lengths = list(part.source_starts), list(part.source_lengths)
+            walked = part.dims[dim]
+            if walked is not None:
+                source_starts[walked] += first - part.starts[dim]
+                source_lengths[walked] = end - first
+            starts = (*part.starts[:dim], first - start, *part.starts[dim + 1 :])
+            parts.append(TracedPart(part.key, starts, tuple(source_starts), tuple(source_lengths), part.dims))
+        return Traced((*self.shape[:dim], length, *self.shape[dim + 1 :]), tuple(parts))
+
+
+def _without(values: tuple[Any, ...], dim: int) -> tuple[Any, ...]:
+    return values[:dim] + values[dim + 1 :]
+
+
+def _cat(tensors: Sequence[Traced], dim: int = 0) -> Traced:
+    first = tensors[0]
+    dim %= len(first.shape)
+    parts, end = [], 0
+    for tensor in tensors:
+        if _without(tensor.shape, dim) != _without(first.shape, dim) or len(tensor.shape) != len(first.shape):
+            raise ValueError(f"shapes {first.shape} and {tensor.shape} do not go together along dim {dim}")
+        for part in tensor.parts:
+            starts = (*part.starts[:dim], part.starts[dim] + end, *part.starts[dim + 1 :])
+            parts.append(TracedPart(part.key, starts, part.source_starts, part.source_lengths, part.dims))
+        end += tensor.shape[dim]
+    return Traced((*first.shape[:dim], end, *first.shape[dim + 1 :]), tuple(parts))
+
+
+def _stack(tensors: Sequence[Traced], dim: int = 0) -> Traced:
+    return _cat([_unsqueeze(tensor, dim) for tensor in tensors], dim)
+
+
+def _unsqueeze(tensor: Traced, dim: int) -> Traced:
+    dim %= len(tensor.shape) + 1
+    parts = (
+        TracedPart(
+            p.key,
+            (*p.starts[:dim], 0, *p.starts[dim:]),
+            p.source_starts,
+            p.source_lengths,
+            (*p.dims[:dim], None, *p.dims[dim:]),
+        )
+        for p in tensor.parts
+    )
+    return Traced((*tensor.shape[:dim], 1, *tensor.shape[dim:]), tuple(parts))
+
+
+def _split(tensor: Traced, sizes: int | Sequence[int], dim: int = 0) -> tuple[Traced, ...]:
+    total = tensor.shape[dim]
+    if isinstance(sizes, int):
+        sizes = [min(sizes, total - start) for start in range(0, total, sizes)]
+    if sum(sizes) != total:
+        raise ValueError(f"sizes {list(sizes)} do not add up to {total}")
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    return tuple(tensor.narrow(dim, start, size) for start, size in zip(starts, sizes, strict=True))
+
+
+def _chunk(tensor: Traced, chunks: int, dim: int = 0) -> tuple[Traced, ...]:
+    return _split(tensor, -(-tensor.shape[dim] // chunks), dim)
+
+
+_FUNCTIONS: Mapping[Any, Callable[..., Any]] = {
+    torch.stack: _stack,
+    torch.cat: _cat,
+    torch.split: _split,
+    torch.chunk: _chunk,
+}
+
+
+# --- transformers' mapping
+
+
+@dataclass
+class Group:
+    """Sources that become targets together, through one entry of transformers' mapping.
+
+    Attributes:
+        first: name that transformers knows it by: the first target, or with a list index in it.
+        entry: the WeightRenaming or WeightConverter.
+        sources: names of sources by the pattern that they match, in order.
+    """
+
+    first: str
+    entry: Any
+    sources: dict[str, list[str]] = field(default_factory=dict)
+
+    @property
+    def keys(self) -> list[str]:
+        """All sources."""
+        return [key for keys in self.sources.values() for key in keys]
+
+    def convert(self, value_of: Callable[[str], Any], model: TransformersModel) -> dict[str, Any]:
+        """Targets from sources: tensors from tensors, or `Traced` ones from `Traced` ones.
+
+        Raises:
+            NotTraceable: with `Traced` sources; the operation does more than place regions.
+            ValueError: the sources do not go together.
+        """
+        entry = deepcopy(self.entry)
+        for pattern, keys in self.sources.items():
+            for key in keys:
+                entry.add_tensor(self.first, key, pattern, value_of(key))
+        try:
+            found = entry.convert(self.first, model=_Shapes(model), config=model.transformers_model.config)
+        except (RuntimeError, TypeError, KeyError, IndexError, AttributeError) as error:
+            raise ValueError(f"transformers' conversion fails: {error}") from None
+        return {name: value[0] if isinstance(value, list) else value for name, value in found.items()}
+
+
+class _Shapes:
+    """What operations may ask of a model: shapes. The model itself is sharded by now."""
+
+    def __init__(self, model: TransformersModel) -> None:
+        self._model = model
+        self.config = model.transformers_model.config
+
+    def get_parameter(self, name: str) -> torch.Tensor:
+        return torch.empty(self._model.state_shapes[name], device="meta")
+
+
+def loading_groups(keys: Iterable[str], model: TransformersModel) -> tuple[list[Group], list[str]]:
+    """How the stored `keys` become the tensors of `model`, and the keys that have no place in it.
+
+    Notes in `model.conversions` which entries of the mapping were used; saving reverts those.
+    """
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+    mapping = deepcopy(model.all_conversions)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
+    prefix = model.transformers_model.base_model_prefix
+    groups: dict[str, Group] = {}
+    unexpected = []
+    for key in sorted(keys, key=dot_natural_key):
+        name, pattern = rename_source_key(key, renamings, converters, prefix, model.state_shapes)
+        if name not in model.state_shapes and key in model.state_shapes:
+            name, pattern = key, None  # it has the name of the tensor in memory already
+        if name not in model.state_shapes:
+            unexpected.append(key)
+            continue
+        if name not in groups:
+            groups[name] = Group(name, by_pattern[pattern] if pattern is not None else WeightRenaming(key, name))
+        groups[name].sources.setdefault(key if pattern is None else pattern, []).append(key)
+    model.conversions = [entry for entry in mapping if entry.was_used()]
+    return list(groups.values()), unexpected
+
+
+def saving_groups(names: Iterable[str], model: TransformersModel) -> tuple[list[Group], Callable[[str], str]]:
+    """How the tensors `names` of `model` become stored ones, and the last renaming of those.
+
+    It reverts what was used for loading; for a model that was not loaded, the mapping of its class, so that the names
+    are those of the hub's checkpoints.
+    """
+    from transformers.core_model_loading import (
+        PrefixChange,
+        WeightConverter,
+        WeightRenaming,
+        apply_converters,
+        apply_renamings,
+        dot_natural_key,
+    )
+
+    used = model.conversions
+    if used is None:
+        # Whether a prefix was there cannot be known, and old names are not written anew.
+        used = [entry for entry in model.own_conversions if not isinstance(entry, PrefixChange)]
+    reverse = [deepcopy(entry).reverse_transform() for entry in reversed(used)]
+    renamings = [entry for entry in reverse if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in reverse if isinstance(entry, WeightConverter)]
+    by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
+    groups: dict[str, Group] = {}
+    for name in sorted(names, key=dot_natural_key):
+        target, pattern = apply_converters(name, converters)
+        if target not in groups:
+            groups[target] = Group(target, by_pattern[pattern] if pattern is not None else WeightRenaming(name, target))
+        groups[target].sources.setdefault(name if pattern is None else pattern, []).append(name)
+    return list(groups.values()), lambda name: apply_renamings(name, renamings)

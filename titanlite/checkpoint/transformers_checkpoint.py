@@ -1,0 +1,290 @@
+"""A Hugging Face folder as the source of a transformers model's weights, and the layout of one that it is saved to."""
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from titanlite.checkpoint.conversion import Group, NotTraceable, Traced, TracedPart, loading_groups, saving_groups
+from titanlite.checkpoint.folder import Stored
+from titanlite.checkpoint.header import StoredTensor, shown
+from titanlite.checkpoint.keys import IGNORED_SUFFIXES, MASTER_PREFIX, whole
+from titanlite.checkpoint.reader import Placed, SafetensorsReader
+from titanlite.checkpoint.writer import Item
+from titanlite.logger import logger
+from titanlite.materialize import Alias, ReadRequest, Region, Source, TensorEntry, TensorInfo, Unfit
+from titanlite.materialize.layout import local_of
+from titanlite.materialize.sources import Read
+from titanlite.models.transformers_model import TransformersModel
+
+
+class TransformersCheckpoint:
+    """A `SourceProvider`: every persistent tensor of a transformers model, read through transformers' own mapping.
+
+    Complete and strict as `HFCheckpoint`. What the class says may be absent or superfluous is allowed to be; what is
+    superfluous and not read is not exported either, and a warning counts it.
+    """
+
+    complete = True
+
+    def __init__(self, folder: str, stored: Stored, model: TransformersModel) -> None:
+        self.name = f"checkpoint {folder}"
+        self._folder, self._stored, self._model = folder, stored, model
+        self.reader: SafetensorsReader | None = None
+
+    def __call__(self, tensors: Mapping[str, TensorInfo]) -> Iterable[tuple[str, Source | Unfit]]:
+        self._claims: dict[str, Source | Unfit] = {}
+        self._placed: dict[str, tuple[tuple[int, ...], Sequence[Placed]]] = {}
+        self._whole: dict[str, Group] = {}
+        self.reader = SafetensorsReader(self._folder, self._placed, self._stored.file_bytes)
+        converting = ConvertingReader(self._folder, self._stored, self._model, self._whole)
+        keys = [key for key in self._stored.tensors if not key.startswith(MASTER_PREFIX)]
+        groups, unexpected = loading_groups(keys, self._model)
+        for group in groups:
+            self._claim(group, tensors, converting)
+        for name, info in tensors.items():
+            master = self._stored.tensors.get(MASTER_PREFIX + name)
+            if master is not None:  # the model's own files have it too, with fewer bits
+                self._claim_parts(name, info, [Placed(master, whole(name, info.shape).region)], master.shape)
+        self._drop_tied(tensors)
+        self._allow_absent(tensors)
+        self._say_whole(tensors)
+        claims = [*self._claims.items(), *self._unexpected(unexpected)]
+        return [
+            *claims,
+            *(
+                (shown(key), Unfit(f"unexpected, {self.name} has it and the model does not."))
+                for key in self._stored.tensors
+                if key.startswith(MASTER_PREFIX) and key.removeprefix(MASTER_PREFIX) not in tensors
+            ),
+        ]
+
+    def _claim(self, group: Group, tensors: Mapping[str, TensorInfo], converting: "ConvertingReader") -> None:
+        wrong = [key for key in group.keys if _is_float8(self._stored.tensors[key].dtype)]
+        if wrong:
+            reason = f"{shown(wrong[0])} is {self._stored.tensors[wrong[0]].dtype} in {self.name}, quantized."
+            self._claims[group.first] = Unfit(f"{reason} Dequantize the checkpoint with transformers first.")
+            return
+        try:
+            found = group.convert(lambda key: Traced.source(key, self._stored.tensors[key].shape), self._model)
+            placed = {name: [self._place(part) for part in traced.parts] for name, traced in found.items()}
+            shapes = {name: traced.shape for name, traced in found.items()}
+        except NotTraceable:
+            try:
+                meta = group.convert(lambda key: self._meta(key), self._model)
+            except ValueError as error:
+                self._claims[group.first] = Unfit(f"{self.name}: {error}.")
+                return
+            for name, value in meta.items():
+                if name in tensors:
+                    self._whole[name] = group
+                    self._claims[name] = Read(converting, name, tuple(value.shape))
+            return
+        except ValueError as error:
+            self._claims[group.first] = Unfit(f"{self.name}: {error}.")
+            return
+        for name, parts in placed.items():
+            if name in tensors:
+                self._claim_parts(name, tensors[name], parts, shapes[name])
+            else:
+                self._claims[name] = Unfit(f"unexpected, {self.name} has it and the model does not.")
+
+    def _claim_parts(self, name: str, info: TensorInfo, parts: list[Placed], shape: tuple[int, ...]) -> None:
+        if shape != info.shape:
+            self._claims[name] = Unfit(f"{self.name} has it with shape {shape}, the model expects {info.shape}.")
+            return
+        assert self.reader is not None
+        self._placed[name] = (shape, parts)
+        self._claims[name] = Read(self.reader, name, shape)
+        self._whole.pop(name, None)
+
+    def _meta(self, key: str) -> torch.Tensor:
+        stored = self._stored.tensors[key]
+        return torch.empty(stored.shape, dtype=stored.dtype, device="meta")
+
+    def _place(self, part: TracedPart) -> Placed:
+        stored = self._stored.tensors[part.key]
+        return Placed(_block(stored, part), Region(part.starts, part.lengths))
+
+    def _drop_tied(self, tensors: Mapping[str, TensorInfo]) -> None:
+        """Of a tied tensor that is stored under two names, the one that the model ties to the other is not read."""
+        for name, source in self._model.declare_sources().items():
+            if isinstance(source, Alias) and name in self._claims and source.target in self._claims:
+                del self._claims[name]
+                logger.warning("%s: %s is not read, the model ties it to %s.", self.name, name, source.target)
+
+    def _allow_absent(self, tensors: Mapping[str, TensorInfo]) -> None:
+        """What the class says a checkpoint may lack comes from its own initialization."""
+        patterns = self._model.transformers_model._keys_to_ignore_on_load_missing or ()
+        declared = self._model.declare_sources()
+        for name, info in tensors.items():
+            absent = info.persistent and name not in self._claims and any(re.search(p, name) for p in patterns)
+            source = declared.get(name)
+            if absent and source is not None and not isinstance(source, Alias):
+                self._claims[name] = source
+
+    def _unexpected(self, keys: Iterable[str]) -> Iterable[tuple[str, Unfit]]:
+        patterns = self._model.transformers_model._keys_to_ignore_on_load_unexpected or ()
+        ignored = [key for key in keys if any(re.search(pattern, key) for pattern in patterns)]
+        if ignored:
+            logger.warning(
+                "%s: %d tensors that %s has no use for are not read and not saved again, among them %s.",
+                *(self.name, len(ignored), self._model.config.architecture, shown(ignored[0])),
+            )
+        for key in keys:
+            if key not in ignored and not key.endswith(IGNORED_SUFFIXES):
+                yield shown(key), Unfit(f"unexpected, {self.name} has it and the model does not.")
+
+    def _say_whole(self, tensors: Mapping[str, TensorInfo]) -> None:
+        if self._whole:
+            nbytes = sum(tensors[name].dtype.itemsize * math.prod(tensors[name].shape) for name in self._whole)
+            logger.warning(
+                "%s: %d tensors (%.1f MiB) are stored transposed or permuted; every rank reads them whole, among them "
+                "%s. A checkpoint that this run saves has the same layout.",
+                *(self.name, len(self._whole), nbytes / 2**20, next(iter(self._whole))),
+            )
+
+
+def _is_float8(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype.itemsize == 1
+
+
+def _block(stored: StoredTensor, part: TracedPart) -> StoredTensor:
+    """The block of a stored tensor as a stored tensor of its own.
+
+    Raises:
+        NotTraceable: its bytes do not follow one another in the file.
+    """
+    starts, lengths = part.source_starts, part.source_lengths
+    if lengths == stored.shape:
+        return stored
+    outer = next(dim for dim in range(len(lengths)) if lengths[dim] != stored.shape[dim])
+    if lengths[outer + 1 :] != stored.shape[outer + 1 :] or math.prod(stored.shape[:outer]) != 1:
+        raise NotTraceable("a cut that is not along the first dim")
+    row_bytes = math.prod(lengths[outer + 1 :]) * stored.dtype.itemsize
+    return stored._replace(
+        shape=lengths, offset=stored.offset + starts[outer] * row_bytes, nbytes=lengths[outer] * row_bytes
+    )
+
+
+class ConvertingReader:
+    """A `TensorReader` that reads the sources of a tensor whole, converts them as transformers does, and cuts.
+
+    Memory for the sources and the result of one group at a time, on the host; each rank reads all bytes of its tensors.
+    """
+
+    proves_coverage = False
+
+    def __init__(self, folder: str, stored: Stored, model: TransformersModel, groups: Mapping[str, Group]) -> None:
+        self.name = folder
+        self._stored, self._model, self._groups = stored, model, groups
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: self._model.state_shapes[name] for name in self._groups}
+
+    def read(self, requests: Sequence[ReadRequest]) -> None:
+        """Write every requested region into its destination, cast to its dtype.
+
+        Raises:
+            CheckpointError: a file cannot be read.
+        """
+        by_group: dict[str, list[ReadRequest]] = {}
+        for request in requests:
+            by_group.setdefault(self._groups[request.name].first, []).append(request)
+        for of_group in by_group.values():
+            group = self._groups[of_group[0].name]
+            values = self._read_whole(group.keys)
+            found = group.convert(values.__getitem__, self._model)
+            for request in of_group:
+                request.destination.copy_(found[request.name][request.region.slices])
+
+    def plan_bytes(self, name: str, region: Region) -> dict[Path, int]:
+        """Bytes of each file that a read of `region` of tensor `name` takes: all of its sources, if any."""
+        found: dict[Path, int] = {}
+        for key in self._groups[name].keys if region.numel else ():
+            stored = self._stored.tensors[key]
+            found[stored.file] = found.get(stored.file, 0) + stored.nbytes
+        return found
+
+    def _read_whole(self, keys: Sequence[str]) -> dict[str, torch.Tensor]:
+        stored = {key: self._stored.tensors[key] for key in keys}
+        placed = {key: (t.shape, [Placed(t, whole(key, t.shape).region)]) for key, t in stored.items()}
+        values = {key: torch.empty(tensor.shape, dtype=tensor.dtype) for key, tensor in stored.items()}
+        reader = SafetensorsReader(self.name, placed, self._stored.file_bytes)
+        reader.read_quietly([ReadRequest(key, placed[key][1][0].region, values[key]) for key in keys])
+        return values
+
+
+def saved_entries(entries: Iterable[TensorEntry], model: TransformersModel) -> dict[str, TensorEntry]:
+    """The tensors that a checkpoint of `model` has, by the name that transformers saves them under: tied ones once."""
+    aliases = {name for name, source in model.declare_sources().items() if isinstance(source, Alias)}
+    ignored = model.transformers_model._keys_to_ignore_on_save or ()
+    found = {}
+    for entry in entries:
+        if entry.info.persistent:
+            name = next((name for name in entry.names if name not in aliases), entry.fqn)
+            if name not in ignored:
+                found[name] = entry
+    return found
+
+
+def transformers_items(
+    entries: Mapping[str, TensorEntry], mine: Mapping[str, bool], model: TransformersModel, dtype: torch.dtype
+) -> list[Item]:
+    """The stored tensors of `model`, with the keys and layouts of the checkpoint that it was loaded from.
+
+    Tensors that are stored transposed or put together from several are gathered and converted whole; rank 0 writes
+    them.
+
+    Args:
+        entries: from `saved_entries`.
+        mine: by the same names, whether this rank writes its shard.
+        dtype: dtype of parameters on disk; buffers keep theirs.
+
+    Collectives: one all-gather for each such tensor; every rank must call.
+    """
+    groups, rename = saving_groups(entries, model)
+    order = {name: i for i, name in enumerate(entries)}
+    items = []
+    for group in sorted(groups, key=lambda group: order[group.keys[0]]):
+        first = entries[group.keys[0]]
+        stored = dtype if first.info.kind == "parameter" else first.dtype
+        try:
+            traced = group.convert(lambda name: Traced.source(name, entries[name].info.shape), model)
+            parts = {key: _only_part(value) for key, value in traced.items()}
+        except NotTraceable:
+            values = group.convert(lambda name: _gathered(entries[name]), model)
+            for key, value in values.items():
+                piece = whole(rename(key), tuple(value.shape))
+                local = value.contiguous()
+                items.append(Item(piece.key, stored, piece.region, piece.shape, local, piece.region, _is_first_rank()))
+            continue
+        for key, part in parts.items():
+            entry, region = entries[part.key], Region(part.source_starts, part.source_lengths)
+            shape, local = traced[key].shape, local_of(entry.tensor)
+            items.append(Item(rename(key), stored, region, shape, local, entry.region, mine[part.key]))
+    return items
+
+
+def _only_part(traced: Traced) -> TracedPart:
+    """The one block of one tensor that a stored tensor is.
+
+    Raises:
+        NotTraceable: it is put together from several.
+    """
+    if len(traced.parts) != 1 or traced.parts[0].lengths != traced.shape:
+        raise NotTraceable("a stored tensor from several")
+    return traced.parts[0]
+
+
+def _gathered(entry: TensorEntry) -> torch.Tensor:
+    tensor = entry.tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
+
+
+def _is_first_rank() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0

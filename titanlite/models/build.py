@@ -1,0 +1,22 @@
+"""`build_model`: whichever implementation a configuration is of."""
+
+import torch
+
+from titanlite.config.model import AnyModelConfig, TransformersConfig
+from titanlite.logger import logger
+from titanlite.models.decoder import Decoder, build_decoder
+from titanlite.models.transformers_model import TransformersModel, build_transformers
+
+AnyModel = Decoder | TransformersModel
+
+
+def build_model(config: AnyModelConfig, dtype: torch.dtype = torch.float32) -> AnyModel:
+    """Describe the model on the meta device: the native decoder, or the class of transformers that stands in for it.
+
+    Raises:
+        ConfigError: transformers cannot build it.
+    """
+    if isinstance(config, TransformersConfig):
+        logger.info("model: transformers' %s, because: %s", config.architecture, config.why)
+        return build_transformers(config, dtype)
+    return build_decoder(config, dtype)

@@ -1,0 +1,97 @@
+"""The configuration of a model that transformers implements, from the content of its config.json."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from titanlite.config.model import TransformersConfig
+from titanlite.errors import ConfigError
+
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "top_k_experts", "top_k")
+
+
+def transformers_config(hf: Mapping[str, Any], where: str) -> TransformersConfig:
+    """What titanlite asks about the model that `hf` describes; `where` names it in errors. Imports transformers.
+
+    Raises:
+        ConfigError: no class of transformers generates text from it, its weights are quantized, or transformers refuses
+            the configuration.
+    """
+    if hf.get("quantization_config") is not None:
+        method = hf["quantization_config"].get("quant_method") if isinstance(hf["quantization_config"], dict) else None
+        raise ConfigError(
+            f"{where}: quantization_config: the weights are quantized ({method}), and transformers' classes are "
+            "trained on full weights here. Load the model with transformers, dequantize it, and save it with "
+            "save_pretrained; then use that folder."
+        )
+    config, cls = load_config_and_class(hf, where)
+    text = config.get_text_config()
+    heads = _number(text, "num_attention_heads") or 1
+    hidden = _number(text, "hidden_size") or 0
+    return TransformersConfig(
+        family=config.model_type,
+        architecture=cls.__name__,
+        hf=hf,
+        vocab_size=_number(text, "vocab_size") or 0,
+        hidden_size=hidden,
+        num_layers=_number(text, "num_hidden_layers") or 0,
+        attention_width=heads * (_number(text, "head_dim") or hidden // heads),
+        max_position_embeddings=_number(text, "max_position_embeddings"),
+        num_experts=_number(text, *_NUM_EXPERTS) or 0,
+        top_k=_number(text, *_TOP_K) or 0,
+        tie_word_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
+    )
+
+
+def load_config_and_class(hf: Mapping[str, Any], where: str) -> tuple[Any, type]:
+    """Transformers' configuration object, a fresh one, and the class of the model.
+
+    The class that config.json names is taken if it generates text; otherwise what `AutoModelForCausalLM`, then
+    `AutoModelForImageTextToText` would take.
+
+    Raises:
+        ConfigError: there is none, or transformers refuses the configuration.
+    """
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import __version__ as version
+
+    model_type = hf.get("model_type")
+    if not isinstance(model_type, str):
+        raise ConfigError(f"{where}: model_type '{model_type}' is not the name of one.")
+    if "auto_map" in hf and model_type not in CONFIG_MAPPING:
+        raise ConfigError(
+            f"{where}: model_type '{model_type}' comes with Python code of its own, which is never run here. Use a "
+            f"model that transformers {version} implements."
+        )
+    if model_type not in CONFIG_MAPPING:
+        raise ConfigError(
+            f"{where}: model_type '{model_type}' has neither a native decoder nor a class in transformers {version}. "
+            "Correct it, or install a newer transformers."
+        )
+    try:
+        config = CONFIG_MAPPING[model_type].from_dict(json.loads(json.dumps(dict(hf))))
+    except (TypeError, ValueError, KeyError, AttributeError, StrictDataclassError) as error:
+        raise ConfigError(f"{where}: transformers refuses it: {' '.join(str(error).split())}") from None
+    classes: list[type] = []
+    for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
+        found: Any = auto._model_mapping.get(type(config), None)  # type: ignore[attr-defined]
+        classes += list(found) if isinstance(found, tuple | list) else [found] if found is not None else []
+    named = [cls for cls in classes if cls.__name__ in (hf.get("architectures") or [])]
+    if not classes:
+        raise ConfigError(
+            f"{where}: transformers {version} has no class that generates text for model_type '{model_type}'."
+        )
+    return config, (named or classes)[0]
+
+
+def _number(config: Any, *names: str) -> int | None:
+    """The first of the attributes that is a number; of a list, one per layer, the largest."""
+    for name in names:
+        value = getattr(config, name, None)
+        if isinstance(value, list | tuple) and value and all(isinstance(item, int) for item in value):
+            value = max(value)
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value
+    return None

@@ -1,0 +1,65 @@
+"""Attention inside documents for models of transformers, whatever they do with positions.
+
+Most of transformers' models make their masks from positions that restart; some (gpt-oss, Qwen2.5-VL in 5.23) do not
+look at them and would let packed documents see each other. All of them build masks through the functions that are
+registered per attention implementation, so the condition is put in there.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import wraps
+from typing import Any
+
+import torch
+
+_IMPLEMENTATIONS = ("sdpa", "eager")
+_documents: ContextVar[torch.Tensor | None] = ContextVar("documents", default=None)
+
+
+@contextmanager
+def inside_documents(document_ids_BS: torch.Tensor | None) -> Iterator[None]:
+    """While it lasts, masks of text are made so that tokens see their own document only; None changes nothing."""
+    token = _documents.set(document_ids_BS)
+    try:
+        yield
+    finally:
+        _documents.reset(token)
+
+
+def register_document_masks() -> None:
+    """Let transformers' mask functions know documents. Outside of `inside_documents` they do what they did."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+
+    for name in _IMPLEMENTATIONS:
+        make = ALL_MASK_ATTENTION_FUNCTIONS[name]
+        if not hasattr(make, "titanlite_documents"):
+            AttentionMaskInterface.register(name, _with_documents(make))
+
+
+def _with_documents(make: Callable[..., Any]) -> Callable[..., Any]:
+    from transformers.masking_utils import and_masks, causal_mask_function
+
+    @wraps(make)
+    def make_mask(*args: Any, mask_function: Any = causal_mask_function, **kwargs: Any) -> Any:
+        document_ids_BS = _documents.get()
+        if document_ids_BS is None:
+            return make(*args, mask_function=mask_function, **kwargs)
+
+        def same_document(batch: Any, head: Any, query: Any, key: Any) -> Any:
+            return document_ids_BS[batch, query] == document_ids_BS[batch, key]
+
+        kwargs |= {name: False for name in ("allow_is_causal_skip", "allow_is_bidirectional_skip") if name in kwargs}
+        return make(*args, mask_function=and_masks(mask_function, same_document), **kwargs)
+
+    make_mask.titanlite_documents = True  # type: ignore[attr-defined]
+    return make_mask
+
+
+def restarting_positions(document_ids_BS: torch.Tensor, positions_BS: torch.Tensor | None) -> torch.Tensor:
+    """Positions (B, S) int64 that restart in every document and, whatever was given, in every run of padding (-1)."""
+    index_S = torch.arange(document_ids_BS.shape[1], device=document_ids_BS.device)
+    starts_BS = torch.ones_like(document_ids_BS, dtype=torch.bool)
+    starts_BS[:, 1:] = document_ids_BS[:, 1:] != document_ids_BS[:, :-1]
+    restarting_BS = index_S - torch.where(starts_BS, index_S, 0).cummax(dim=1).values
+    return restarting_BS if positions_BS is None else torch.where(document_ids_BS >= 0, positions_BS, restarting_BS)

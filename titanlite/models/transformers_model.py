@@ -1,0 +1,296 @@
+"""Any model of transformers behind the interface of the native decoder.
+
+The class of transformers is described on meta, and its tensors keep their names; this module adds the sources of
+its tensors, packed documents, and the loss.
+
+Shapes: B batch, S sequence, D hidden, V vocabulary.
+"""
+
+import inspect
+import itertools
+import re
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from titanlite.config.model import TransformersConfig
+from titanlite.errors import ConfigError
+from titanlite.materialize.sources import Source
+from titanlite.models.decoder import LossSums
+from titanlite.models.hf_config import load_config_and_class
+from titanlite.models.hf_packing import inside_documents, register_document_masks, restarting_positions
+from titanlite.models.hf_sources import find_sources
+from titanlite.ops import IGNORE_INDEX, linear_cross_entropy, local_tensor
+
+_PROBE_TOKENS = 6
+
+
+class TransformersModel(nn.Module):
+    """A model of transformers that takes batches and gives losses as `Decoder` does.
+
+    Attributes:
+        config: what the rest of titanlite asks about it.
+        loss_chunk_tokens: tokens that are projected to the vocabulary at once.
+        all_conversions: transformers' mapping from the keys of checkpoints to this model, those of old versions too.
+        own_conversions: the same without those of old versions.
+        conversions: what of it was used for loading; None before that. Saving reverts it.
+        state_shapes: global shape of every tensor of a checkpoint, by name, as transformers has them in memory.
+    """
+
+    def __init__(self, model: Any, config: TransformersConfig) -> None:
+        super().__init__()
+        from transformers.conversion_mapping import get_model_conversion_mapping
+
+        # The name of this attribute is left out of the names of tensors, see `materialize.plan.clean_name`.
+        self._transformers_model = model
+        self.loss_chunk_tokens = 1024
+        # All of these look at class names, which sharding changes, so they are asked now.
+        self._sources = find_sources(model)
+        # In plain containers: the modules are registered below `model` once.
+        self._layers = tuple(_repeated_layers(model))
+        self._experts = _expert_modules(model)
+        self.state_shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        self.all_conversions = get_model_conversion_mapping(model)
+        self.own_conversions = get_model_conversion_mapping(model, add_legacy=False)
+        self.conversions: list[Any] | None = None
+        self.config = _with_sizes(config, self)
+        self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+        register_document_masks()
+        self._has_plain_head: bool | None = None  # not known before `_probe`
+        self._keeps_documents_apart = False
+        self._labels: tuple[torch.Tensor, Literal["sum", "none"]] | None = None
+        head: Any = model.get_output_embeddings()
+        self._head = [head]  # in a list, so that it is no submodule a second time
+        self._is_linear_head = isinstance(head, nn.Linear) and head.bias is None
+        if self._is_linear_head:
+            head.forward = partial(self._head_forward, head.forward)  # type: ignore[method-assign]
+
+    @property
+    def transformers_model(self) -> Any:
+        """The model of transformers inside."""
+        return self._transformers_model
+
+    def declare_sources(self) -> dict[str, Source]:
+        return dict(self._sources)
+
+    def forward(
+        self,
+        tokens_BS: torch.Tensor,
+        labels_BS: torch.Tensor | None = None,
+        positions_BS: torch.Tensor | None = None,
+        document_ids_BS: torch.Tensor | None = None,
+        reduction: Literal["sum", "none"] = "sum",
+        **inputs: Any,
+    ) -> torch.Tensor | LossSums:
+        """Logits (B, S, V), or with labels the `LossSums`; arguments as those of `Decoder`.
+
+        The first forward with labels or documents looks at how the model works, on a few fixed tokens; see `_probe`.
+
+        Args:
+            inputs: what the model's forward takes beside, such as `pixel_values` and `image_grid_thw`.
+        """
+        if inputs and document_ids_BS is not None:
+            raise ValueError("rows with images hold one document each; leave document_ids out")
+        if (labels_BS is not None or document_ids_BS is not None) and self._has_plain_head is None:
+            self._probe(tokens_BS.device)
+        if document_ids_BS is not None:
+            if not self._keeps_documents_apart:
+                raise ConfigError(
+                    f"model: {self.config.architecture} of transformers mixes documents that share a row: alone, the "
+                    "same tokens give other logits. Give it rows of one document each."
+                )
+            positions_BS = restarting_positions(document_ids_BS, positions_BS)
+        if labels_BS is None:
+            return self._logits(tokens_BS, positions_BS, document_ids_BS, **inputs)
+        if not self._has_plain_head:
+            logits_TV = self._logits(tokens_BS, positions_BS, document_ids_BS, **inputs).flatten(0, 1)
+            # In float32 as everywhere, and labels as they are: already the next token.
+            logits_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
+            loss = F.cross_entropy(logits_TV, labels_BS.flatten(), ignore_index=IGNORE_INDEX, reduction=reduction)
+        else:
+            self._labels = (labels_BS, reduction)
+            try:
+                loss = self._logits(tokens_BS, positions_BS, document_ids_BS, **inputs)  # see `_head_forward`
+            finally:
+                self._labels = None
+        return LossSums(loss if reduction == "sum" else loss.view_as(labels_BS), loss.new_zeros(()))
+
+    def _logits(
+        self,
+        tokens_BS: torch.Tensor,
+        positions_BS: torch.Tensor | None,
+        document_ids_BS: torch.Tensor | None,
+        **inputs: Any,
+    ) -> torch.Tensor:
+        if positions_BS is not None and self._takes_positions:
+            inputs["position_ids"] = positions_BS
+        with inside_documents(document_ids_BS):
+            return self._transformers_model(input_ids=tokens_BS, use_cache=False, return_dict=True, **inputs).logits
+
+    def _head_forward(self, project: Any, hidden_BSD: torch.Tensor) -> torch.Tensor:
+        """In place of the head's own forward: the logits, or with labels the loss without any logits."""
+        if self._labels is None:
+            return project(hidden_BSD)
+        labels_BS, reduction = self._labels
+        weight_VD = local_tensor(self._head[0].weight)
+        hidden_TD = hidden_BSD.flatten(0, 1)
+        return linear_cross_entropy(
+            hidden_TD, weight_VD, labels_BS.flatten(), self.loss_chunk_tokens, reduction=reduction
+        )
+
+    @torch.no_grad()
+    def _probe(self, device: torch.device) -> None:
+        """Look at how the model computes, which its class does not tell, with two forwards on a few fixed tokens.
+
+        Its head is plain if the object that the head module returns comes out as the logits: nothing scales, caps or
+        casts them. It keeps documents apart if tokens give the same logits alone and behind another document in a row.
+
+        Collectives: those of two forwards; all ranks come here at the same forward, with the same tokens, and so to the
+        same conclusions.
+        """
+        head, returned, was_training = self._head[0], [], self.training
+        tokens_1S = torch.tensor([_plain_tokens(self._transformers_model.config, 2 * _PROBE_TOKENS)], device=device)
+        alone_1S = tokens_1S[:, _PROBE_TOKENS:]
+        ids_1S = (torch.arange(2 * _PROBE_TOKENS, device=device) // _PROBE_TOKENS).unsqueeze(0)
+        self.eval()
+        handle = head.register_forward_hook(lambda module, args, output: returned.append(output))
+        try:
+            expected = self._logits(alone_1S, restarting_positions(torch.zeros_like(alone_1S), None), None)
+        finally:
+            handle.remove()
+        packed = self._logits(tokens_1S, restarting_positions(ids_1S, None), ids_1S)[:, _PROBE_TOKENS:]
+        self.train(was_training)
+        self._has_plain_head = self._is_linear_head and len(returned) == 1 and returned[0] is expected
+        # Experts get other numbers of rows, and kernels other shapes, so the last bits may differ.
+        bound = 1e-4 if expected.dtype == torch.float32 and head.weight.dtype == torch.float32 else 0.05
+        error = (packed.float() - expected.float()).norm() / expected.float().norm()
+        self._keeps_documents_apart = bool(error <= bound)  # synchronization point, once
+
+    def decoder_layers(self) -> list[nn.Module]:
+        """The repeated layers, those of a vision tower included, in the model's order."""
+        return list(self._layers)
+
+    def moe_layers(self) -> dict[str, Any]:
+        """None: routers of transformers have neither a bias to balance nor counts."""
+        return {}
+
+    def experts_in(self, layer: nn.Module) -> list[nn.Module]:
+        """The modules of `layer` that hold routed experts."""
+        inside = set(layer.modules())
+        return [module for module in self._experts.values() if module in inside]
+
+    def outer_units(self) -> tuple[list[nn.Module], list[nn.Module]]:
+        """Embedding and head, for FSDP units of their own; those that share a parameter belong into the root's."""
+        model = self._transformers_model
+        holders = Counter(param for m in model.modules() for param in m._parameters.values() if param is not None)
+        in_layers = {module for layer in self._layers for module in layer.modules()}
+
+        def alone(module: nn.Module | None) -> list[nn.Module]:
+            if module is None or module in in_layers or any(holders[param] > 1 for param in module.parameters()):
+                return []
+            return [module] if list(module.parameters()) else []
+
+        # A head with a bias returns a view, which FSDP warns of: an operation in place on it would lose FSDP's hook.
+        return alone(model.get_input_embeddings()), alone(self._head[0]) if self._is_linear_head else []
+
+    def expert_modules(self) -> dict[str, nn.Module]:
+        """Modules that hold fused experts and compute them through transformers' experts interface, by name."""
+        return dict(self._experts)
+
+
+def build_transformers(config: TransformersConfig, dtype: torch.dtype = torch.float32) -> TransformersModel:
+    """Describe the model on the meta device; parameters in `dtype`, buffers in the dtypes of `from_pretrained`.
+
+    Raises:
+        ConfigError: transformers refuses the configuration.
+    """
+    hf_config, cls = load_config_and_class(config.hf, config.family)
+    try:
+        with torch.device("meta"), _quiet():
+            model: Any = cls._from_config(hf_config, dtype=dtype)
+    except (TypeError, ValueError, KeyError, ImportError) as error:
+        raise ConfigError(f"model: transformers cannot build {config.architecture}: {error}") from None
+    _keep_in_float32(model, dtype)
+    for target, source in model.all_tied_weights_keys.items():
+        _tie(model, target, source)
+    return TransformersModel(model, config)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Transformers logs what it thinks of generation settings each time a model is built."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+
+
+def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:
+    """Give tensors that `from_pretrained` keeps in float32 that dtype; `_from_config` does not."""
+    plan = model._get_dtype_plan(dtype)
+    if not plan:
+        return
+    kept = re.compile("|".join(rf"(?:^|\.){re.escape(name)}(?:\.|$)" for name in plan))
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if kept.search(name) and tensor.is_floating_point():
+            tensor.data = tensor.data.to(torch.float32)
+
+
+def _tie(model: Any, target: str, source: str) -> None:
+    """One object under both names, by assignment."""
+    prefix, _, leaf = target.rpartition(".")
+    tensor = model.get_parameter_or_buffer(source)
+    if model.get_parameter_or_buffer(target) is not tensor:
+        setattr(model.get_submodule(prefix), leaf, tensor)
+
+
+def _plain_tokens(config: Any, count: int) -> list[int]:
+    """Token ids without a meaning of their own, such as that of a place for an image."""
+    values = {**vars(config), **vars(config.get_text_config())}
+    special = {
+        value
+        for name, value in values.items()
+        if name.endswith(("_token_id", "_token_index")) and isinstance(value, int)
+    }
+    vocab_size = config.get_text_config().vocab_size
+    plain = (7 * i % vocab_size for i in itertools.count(3))
+    return list(itertools.islice((token for token in plain if token not in special), count))
+
+
+def _repeated_layers(model: Any) -> list[nn.Module]:
+    """Modules of the classes that transformers says must not be split, outermost only."""
+    found: list[nn.Module] = []
+    inside: set[nn.Module] = set()
+    for module in model.modules():
+        if module not in inside and type(module).__name__ in model._no_split_modules:
+            found.append(module)
+            inside.update(module.modules())
+    return found
+
+
+def _expert_modules(model: Any) -> dict[str, nn.Module]:
+    """Modules with fused expert weights whose class transformers' experts interface serves."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if hasattr(module, "is_transposed") and hasattr(module, "has_gate") and hasattr(module, "num_experts")
+    }
+
+
+def _with_sizes(config: TransformersConfig, model: TransformersModel) -> TransformersConfig:
+    """The configuration with the numbers of parameters, all and those that work for one token."""
+    total = sum(param.numel() for param in model.parameters())
+    routed = sum(param.numel() for module in model.expert_modules().values() for param in module.parameters())
+    idle = routed * max(config.num_experts - config.top_k, 0) // max(config.num_experts, 1)
+    return replace(config, num_params=total, num_active_params=total - idle)
