@@ -260,6 +260,15 @@ def _first_line(error: BaseException) -> str:
 _READERS = {".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv, ".parquet": _read_parquet}
 
 
+def _hub_errors() -> tuple[type[Exception], ...]:
+    """What reading from the hub raises, the errors of the HTTP library included, whichever that is."""
+    from datasets.exceptions import DatasetsError
+    from huggingface_hub.errors import HfHubHTTPError
+
+    transport = [base for base in HfHubHTTPError.__mro__ if base.__name__ in ("HTTPError", "RequestException")]
+    return (DatasetsError, HfHubHTTPError, OSError, *(base for base in transport if issubclass(base, Exception)))
+
+
 @dataclass(frozen=True)
 class HubRows:
     """The rows of a dataset of the Hugging Face hub, downloaded and cached by `datasets` on first use."""
@@ -276,7 +285,6 @@ class HubRows:
     @cached_property
     def _dataset(self) -> Any:
         from datasets import load_dataset
-        from datasets.exceptions import DatasetsError
 
         repository, _, revision = self.path.partition("@")
         try:
@@ -289,7 +297,7 @@ class HubRows:
                 revision=revision or None,
                 streaming=self.streaming,
             )
-        except (DatasetsError, OSError, ValueError) as error:  # ValueError: no such subset or split
+        except (*_hub_errors(), ValueError) as error:  # ValueError: no such subset or split
             raise DataError(
                 f"data: cannot load '{self.path}', split '{self.split}', from the Hugging Face hub: "
                 f"{_first_line(error)} Correct data.path, data.subset and data.split, or give a local file."
@@ -308,12 +316,11 @@ class HubRows:
     def _revision(self) -> str:
         """The commit of the repository."""
         from huggingface_hub import HfApi
-        from huggingface_hub.errors import HfHubHTTPError
 
         repository, _, revision = self.path.partition("@")
         try:
             return str(HfApi().dataset_info(repository, revision=revision or None).sha)
-        except (HfHubHTTPError, OSError) as error:
+        except _hub_errors() as error:
             raise DataError(
                 f"data: cannot stream '{self.path}' from the Hugging Face hub: {_first_line(error)} Correct data.path, "
                 "or set data.streaming = false to use a copy in the cache."
@@ -321,8 +328,15 @@ class HubRows:
 
     def iterate_from(self, start: int) -> Iterator[Row]:
         rows = self._dataset.skip(start) if start else self._dataset
-        for number, row in enumerate(rows, start + 1):
-            yield Row(0, number, drop_none(row))
+        number = start
+        try:
+            for number, row in enumerate(rows, start + 1):
+                yield Row(0, number, drop_none(row))
+        except _hub_errors() as error:
+            raise DataError(
+                f"data: cannot read on in {self.names[0]} after row {number}: {_first_line(error)} Check the network; "
+                "the run can be resumed."
+            ) from None
 
     def __iter__(self) -> Iterator[Row]:
         return self.iterate_from(0)

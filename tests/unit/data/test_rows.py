@@ -214,7 +214,7 @@ def test_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (1, {"prompt": "a", "completion": "b"}),
         (2, {"prompt": "c"}),
     ]
-    assert asked == {"args": ("owner/name", "sub"), "split": "test", "revision": "v1"}
+    assert asked == {"args": ("owner/name", "sub"), "split": "test", "revision": "v1", "streaming": False}
     assert len(rows.get_digest()) == 64 and rows.get_digest() != build_rows("owner/name@v1").get_digest()
 
     monkeypatch.setattr(
@@ -224,6 +224,13 @@ def test_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stream = build_rows("owner/name", streaming=True)
     assert [(row.number, row.content) for row in stream.iterate_from(1)] == [(2, {"prompt": "c"})]
     assert asked["streaming"] is True and asked["revision"] == stream.get_stamp() == "abc"
+
+    def cut_off(*_: object, **__: object) -> None:
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", cut_off)
+    with pytest.raises(DataError, match=r"cannot stream 'owner/other' from the Hugging Face hub: no network"):
+        build_rows("owner/other", streaming=True).get_stamp()
 
     def fail(*_: object, **__: object) -> None:
         raise ValueError('Unknown split "test".')
