@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 from jinja2.exceptions import TemplateError
 
 from titanlite.data.forms import Chat
-from titanlite.data.rows import RowError
+from titanlite.data.readers import RowError
 from titanlite.errors import DataError
 
 if TYPE_CHECKING:

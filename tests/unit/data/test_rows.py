@@ -10,7 +10,8 @@ from datasets import Dataset
 
 from titanlite.config.schema import JobConfig
 from titanlite.data import build_data
-from titanlite.data.rows import HubRows, RowError, build_rows
+from titanlite.data.readers import RowError
+from titanlite.data.rows import HubRows, build_rows
 from titanlite.errors import DataError
 
 MakeJob = Callable[..., JobConfig]
