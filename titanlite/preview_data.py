@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,6 +19,9 @@ from titanlite.data.stream import StreamDataset
 from titanlite.errors import TitanliteError
 from titanlite.logger import logger
 from titanlite.preflight import check
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 _BAR = 40
 _BINS = 8
@@ -35,37 +39,49 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--samples", type=int, default=3, help="examples to print (default: 3)")
     parser.add_argument("--world-size", type=int, default=1, help="ranks of the run, for the number of steps")
     known, rest = parser.parse_known_args(argv)
+    level = logger.level
     logger.setLevel(logging.ERROR)  # the report says it all, and in order
     try:
         checked = check(load_config(rest), known.world_size)
         tokenizer, loader = build_data(checked.job, 0, checked.degrees.dp)
-    except TitanliteError as error:
+        show_data(tokenizer, loader, known.samples)
+    except TitanliteError as error:  # a stream reads its rows only when they are shown
         print(f"titanlite: error: {error}", file=sys.stderr)
         return 2
+    finally:
+        logger.setLevel(level)
+    return 0
+
+
+def show_data(tokenizer: "PreTrainedTokenizerFast", loader: TrainLoader, num_samples: int) -> None:
+    """Print the report on whatever `loader` reads.
+
+    Raises:
+        DataError: a row of a stream cannot be used, and the settings say that this is an error.
+    """
     dataset = loader.dataset
     show = _Painter(tokenizer, color=sys.stdout.isatty() and not os.environ.get("NO_COLOR"))
     if isinstance(dataset, ExampleDataset):
         show_examples(dataset)
         show_order(loader, dataset.num_train_sequences)
-        show_samples(loader, dataset, show, known.samples)
+        show_samples(loader, dataset, show, num_samples)
     elif isinstance(dataset, PackedDataset):
         tokens = dataset.tokenized
         print(f"  documents  {tokens.num_documents:,}, {len(tokens.tokens):,} tokens, all trained")
         print(f"  sequences  {dataset.num_train_sequences:,} of {dataset.seq_len} tokens, ", end="")
         print(f"{dataset.num_validation_sequences:,} held out")
         show_order(loader, dataset.num_train_sequences)
-        for number, index in enumerate(loader.dataset.get_train_indices(loader.seed, 0, known.samples).tolist(), 1):
+        for number, index in enumerate(loader.dataset.get_train_indices(loader.seed, 0, num_samples).tolist(), 1):
             tokens_L = dataset.batch([index]).tokens[0].tolist()
             print(f"\nsample {number}: sequence {index}\n{show(tokens_L, [True] * len(tokens_L))}")
     elif isinstance(dataset, StreamDataset):
-        show_stream(loader, dataset, show, known.samples)
-    return 0
+        show_stream(loader, dataset, show, num_samples)
 
 
 class _Painter:
     """Decodes tokens, with marks around the runs of trained ones."""
 
-    def __init__(self, tokenizer: object, *, color: bool) -> None:
+    def __init__(self, tokenizer: "PreTrainedTokenizerFast", *, color: bool) -> None:
         self.tokenizer = tokenizer
         self.marks = _COLOR if color else _PLAIN
 
@@ -73,7 +89,7 @@ class _Painter:
         cuts = [0, *(i for i in range(1, len(ids)) if trained[i] != trained[i - 1]), len(ids)]
         text = ""
         for start, stop in pairwise(cuts):
-            part = _escape(self.tokenizer.decode(ids[start:stop]))  # type: ignore[attr-defined]
+            part = _escape(str(self.tokenizer.decode(ids[start:stop])))
             text += f"{self.marks[0]}{part}{self.marks[1]}" if trained[start] else part
         return "\n".join(f"    {line}".rstrip() for line in text.split("\n"))
 

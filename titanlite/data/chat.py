@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 from jinja2.exceptions import TemplateError
 
 from titanlite.data.forms import Chat
-from titanlite.data.rows import RowError
+from titanlite.data.readers import RowError
 from titanlite.errors import DataError
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class ChatRenderer:
         spans: list[tuple[int, str]] = []  # (characters of the prompt, prompt and answer)
         for i in answers:
             prompt = self._apply(chat, i, add_generation_prompt=True)
-            done = self._apply(chat, i + 1)
+            done = whole if i + 1 == len(chat.messages) else self._apply(chat, i + 1)
             if not done.startswith(prompt):
                 raise _wrong_prompt(i, prompt, done)
             answer = done[len(prompt) :]

@@ -20,7 +20,7 @@ import numpy as np
 
 from titanlite.data.chat import ANSWER, TRAINED, ChatRenderer, Piece, Tokens
 from titanlite.data.forms import Chat, Form, Plain, parse_row
-from titanlite.data.rows import RowError
+from titanlite.data.readers import RowError
 from titanlite.data.tokens import get_plain_encoder
 
 if TYPE_CHECKING:

@@ -16,7 +16,8 @@ from titanlite.config.schema import DataSection
 from titanlite.data.cache import get_cache_folder, load_or_build, write_atomic
 from titanlite.data.encode import Document, ExampleEncoder
 from titanlite.data.forms import FORMS, Form, detect_form
-from titanlite.data.rows import Row, RowError, Rows, describe_place
+from titanlite.data.readers import RowError
+from titanlite.data.rows import Row, Rows, describe_place
 from titanlite.errors import DataError, raise_problems
 from titanlite.logger import logger
 

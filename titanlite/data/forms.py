@@ -17,7 +17,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from titanlite.data.rows import RowError
+from titanlite.data.readers import RowError
 
 Form = Literal["messages", "prompt_completion", "text", "preference"]
 FORMS: tuple[str, ...] = get_args(Form)

@@ -42,7 +42,8 @@ from titanlite.data.examples import (
     get_place,
     make_encoder,
 )
-from titanlite.data.rows import Row, RowError, Rows, describe_place
+from titanlite.data.readers import RowError
+from titanlite.data.rows import Row, Rows, describe_place
 from titanlite.errors import DataError, raise_problems
 from titanlite.logger import logger
 

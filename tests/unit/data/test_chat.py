@@ -12,7 +12,7 @@ from unit.data.templates import CHATML, GEMMA, LLAMA3, MARKED, MISTRAL, OPEN_THO
 from titanlite.data.chat import ANSWER, TRAINED
 from titanlite.data.encode import Document, ExampleEncoder
 from titanlite.data.forms import Form
-from titanlite.data.rows import RowError
+from titanlite.data.readers import RowError
 from titanlite.errors import DataError
 
 MakeTokenizer = Callable[..., PreTrainedTokenizerFast]

@@ -86,3 +86,12 @@ def test_json_rows_may_be_strings(preview: Callable[..., tuple[int, str, str]]) 
     """As CSV and Parquet files hold them."""
     rows = [{"messages": json.dumps(row["messages"])} for row in chats(3)]
     assert preview(rows)[0] == 0
+
+
+def test_stream(preview: Callable[..., tuple[int, str, str]]) -> None:
+    rows = [*chats(9), {"messages": []}]
+    code, out, err = preview(rows, "--data.streaming=true", "--data.bad_rows=skip", "--samples=1")
+    assert (code, err) == (0, "") and "a stream of " in out and "\nsequence 1: " in out and "[[x" in out
+    assert "left out so far: 1 rows skipped: empty field" in out
+    code, _, err = preview(rows, "--data.streaming=true")
+    assert code == 2 and "rows.jsonl, line 10: field 'messages' holds no message" in err

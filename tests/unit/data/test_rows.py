@@ -10,7 +10,8 @@ from datasets import Dataset
 
 from titanlite.config.schema import JobConfig
 from titanlite.data import build_data
-from titanlite.data.rows import HubRows, RowError, build_rows
+from titanlite.data.readers import RowError
+from titanlite.data.rows import HubRows, build_rows
 from titanlite.errors import DataError
 
 MakeJob = Callable[..., JobConfig]
@@ -214,7 +215,7 @@ def test_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (1, {"prompt": "a", "completion": "b"}),
         (2, {"prompt": "c"}),
     ]
-    assert asked == {"args": ("owner/name", "sub"), "split": "test", "revision": "v1"}
+    assert asked == {"args": ("owner/name", "sub"), "split": "test", "revision": "v1", "streaming": False}
     assert len(rows.get_digest()) == 64 and rows.get_digest() != build_rows("owner/name@v1").get_digest()
 
     monkeypatch.setattr(
@@ -224,6 +225,13 @@ def test_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stream = build_rows("owner/name", streaming=True)
     assert [(row.number, row.content) for row in stream.iterate_from(1)] == [(2, {"prompt": "c"})]
     assert asked["streaming"] is True and asked["revision"] == stream.get_stamp() == "abc"
+
+    def cut_off(*_: object, **__: object) -> None:
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", cut_off)
+    with pytest.raises(DataError, match=r"cannot stream 'owner/other' from the Hugging Face hub: no network"):
+        build_rows("owner/other", streaming=True).get_stamp()
 
     def fail(*_: object, **__: object) -> None:
         raise ValueError('Unknown split "test".')
