@@ -211,8 +211,8 @@ class Evaluator:
         return float(score)
 
 
-def build_evaluation_prompts(job: JobConfig) -> Sequence[EvaluationPrompt]:
-    """Held-out examples as prompts with reference answers.
+def build_evaluation_prompts(job: JobConfig, dataset: Any, tokenizer: Any) -> Sequence[EvaluationPrompt]:
+    """The held-out examples of `dataset` as prompts with reference answers, the same on all ranks.
 
     Raises:
         ConfigError: the data has none.
@@ -224,7 +224,7 @@ def build_evaluation_prompts(job: JobConfig) -> Sequence[EvaluationPrompt]:
 
 
 def build_evaluator(
-    job: JobConfig, tokenizer: Any, model_config: AnyModelConfig, dims: ParallelDims, device: torch.device
+    job: JobConfig, dataset: Any, tokenizer: Any, model_config: AnyModelConfig, dims: ParallelDims, device: torch.device
 ) -> Evaluator | None:
     """The evaluator that `[evaluation]` describes, or None if it is not enabled.
 
@@ -233,4 +233,5 @@ def build_evaluator(
     """
     if not job.evaluation.enable:
         return None
-    return Evaluator(job, build_evaluation_prompts(job), tokenizer, model_config, dims, device)
+    prompts = build_evaluation_prompts(job, dataset, tokenizer)
+    return Evaluator(job, prompts, tokenizer, model_config, dims, device)

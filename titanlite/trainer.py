@@ -138,7 +138,7 @@ class Trainer:
             self.loader.start_from(start.step, start.samples)
         self.objective = build_objective(job)
         self.results = Results(job, None if start is None else start.results)
-        self.evaluator = build_evaluator(job, self.tokenizer, model_config, self.dims, self.device)
+        self.evaluator = build_evaluator(job, self.loader.dataset, self.tokenizer, model_config, self.dims, self.device)
         self.balancer = ExpertBiasBalancer(self.model, get_bias_update_rate(job, model_config))
         self.has_aux_loss = bool(job.moe.aux_loss_coeff or job.moe.z_loss_coeff)
         self.stopping = False

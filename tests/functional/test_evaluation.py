@@ -40,7 +40,7 @@ BASE = ["--training.steps=4", "--lr_scheduler.warmup_steps=1", "--checkpoint.int
 @pytest.fixture(autouse=True)
 def prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the ranks are forked."""
-    monkeypatch.setattr(titanlite.evaluate, "build_evaluation_prompts", lambda job: PROMPTS)
+    monkeypatch.setattr(titanlite.evaluate, "build_evaluation_prompts", lambda *_: PROMPTS)
     monkeypatch.setattr(titanlite.trainer, "_SAMPLE_TOKENS", 2)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Self
 
@@ -323,4 +324,4 @@ def _new_group(timeout: timedelta) -> dist.ProcessGroup:
 
 def describe_versions() -> dict[str, str]:
     """Versions to write into a checkpoint."""
-    return {"titanlite": __version__, "torch": torch.__version__}
+    return {"titanlite": __version__, "torch": torch.__version__, "transformers": version("transformers")}
