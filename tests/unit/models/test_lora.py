@@ -13,6 +13,7 @@ from titanlite.config.schema import LoRASection
 from titanlite.errors import CheckpointError, ConfigError, PlanError
 from titanlite.materialize import materialize
 from titanlite.models.decoder import build_decoder
+from titanlite.models.families import model_config_from_hf
 from titanlite.models.lora import adapted_modules, adapters_disabled, apply_lora, is_adapter
 
 # Both compute in float32 (6e-8) through 3 layers, in a different order of operations.
@@ -311,3 +312,9 @@ def test_adapters_of_another_kind_are_refused(tiny, tmp_path, one_rank):
     (folder / "adapter_model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"has no adapter_model.safetensors.* Set lora.rank = 0"):
         load(replace(SECTION, targets="q_proj"))
+
+
+def test_adapters_are_no_model(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"holds adapters \(LoRA\) without their model.* export .* --merge"):
+        model_config_from_hf(tmp_path)
