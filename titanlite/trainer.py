@@ -139,7 +139,7 @@ class Trainer:
         self.metrics = MetricsLogger(
             job,
             self.dump_folder,
-            train_flops_per_token(model_config, job.training.seq_len),
+            train_flops_per_token(model_config, job.training.seq_len, frozen=job.lora.rank > 0),
             degrees.world_size,
             self.device,
             start_step=self.step,
