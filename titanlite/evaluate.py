@@ -9,13 +9,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from titanlite.config import AnyModelConfig, JobConfig
+from titanlite.data import EvaluationPrompt, ExampleDataset, SequenceDataset, StreamDataset, evaluation_prompts
 from titanlite.distributed import ParallelDims
 from titanlite.errors import ConfigError, DataError, raise_problems
 from titanlite.generate import generate, get_end_of_turn_ids, get_eos_token_ids
@@ -23,25 +24,6 @@ from titanlite.materialize.agree import raise_together
 
 Scorer = Callable[[str, str], float]
 _EXAMPLES = 2
-
-
-class EvaluationPrompt(Protocol):
-    """What is needed of a prompt; `titanlite.data` has such."""
-
-    @property
-    def prompt_ids(self) -> list[int]:
-        """What the model gets."""
-        ...
-
-    @property
-    def reference(self) -> str:
-        """The answer, decoded without special tokens."""
-        ...
-
-    @property
-    def where(self) -> str:
-        """File and row, for errors."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -211,12 +193,15 @@ class Evaluator:
         return float(score)
 
 
-def build_evaluation_prompts(job: JobConfig, dataset: Any, tokenizer: Any) -> Sequence[EvaluationPrompt]:
+def build_evaluation_prompts(job: JobConfig, dataset: SequenceDataset, tokenizer: Any) -> Sequence[EvaluationPrompt]:
     """The held-out examples of `dataset` as prompts with reference answers, the same on all ranks.
 
     Raises:
         ConfigError: the data has none.
+        DataError: as `evaluation_prompts`.
     """
+    if isinstance(dataset, ExampleDataset | StreamDataset):
+        return evaluation_prompts(dataset, tokenizer)
     raise ConfigError(
         f'evaluation.enable = true needs examples with answers, but data.dataset = "{job.data.dataset}" is plain text. '
         "Set evaluation.enable = false."
@@ -224,7 +209,12 @@ def build_evaluation_prompts(job: JobConfig, dataset: Any, tokenizer: Any) -> Se
 
 
 def build_evaluator(
-    job: JobConfig, dataset: Any, tokenizer: Any, model_config: AnyModelConfig, dims: ParallelDims, device: torch.device
+    job: JobConfig,
+    dataset: SequenceDataset,
+    tokenizer: Any,
+    model_config: AnyModelConfig,
+    dims: ParallelDims,
+    device: torch.device,
 ) -> Evaluator | None:
     """The evaluator that `[evaluation]` describes, or None if it is not enabled.
 

@@ -147,7 +147,7 @@ class Trainer:
         self.metrics = MetricsLogger(
             job,
             self.dump_folder,
-            train_flops_per_token(self.model.config, job.training.seq_len),
+            train_flops_per_token(self.model.config, job.training.seq_len, frozen=job.lora.rank > 0),
             degrees.world_size,
             self.device,
             start_step=self.step,

@@ -163,14 +163,6 @@ def test_dropout_is_the_same_when_layers_are_recomputed(train_run, overrides_of,
     assert without.losses[1:] != plain.losses[1:], "nothing was dropped"
 
 
-def test_backend_of_the_kernels(train_run, overrides_of):
-    """The single grouped GEMMs of adapters in Triton's interpreter: rank 4 is narrower than any tile."""
-    plain = train_run(Degrees(), *overrides_of("qwen3_moe"), steps=2)[0]
-    triton = train_run(Degrees(), *overrides_of("qwen3_moe", "--moe.grouped_gemm=triton"), steps=2)[0]
-    assert triton.losses == pytest.approx(plain.losses, rel=RELATIVE_TOLERANCE)
-    assert triton.grad_norms == pytest.approx(plain.grad_norms, rel=RELATIVE_TOLERANCE)
-
-
 # torch 2.13 warns about its own doing, see test_training.py.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")

@@ -6,7 +6,10 @@ Importing this package does not import transformers (0.5 to 1 s): only the funct
 from titanlite.data.build import build_data, build_example_dataset, resolve_tokenizer_path
 from titanlite.data.corpus import Corpus, build_corpus
 from titanlite.data.dataset import IGNORE_INDEX, Batch, PackedDataset, SequenceDataset
+from titanlite.data.example_dataset import ExampleDataset
 from titanlite.data.loader import TrainLoader
+from titanlite.data.prompts import EvaluationPrompt, evaluation_prompts
+from titanlite.data.stream import StreamDataset
 from titanlite.data.tokenizer import build_tokenizer, load_tokenizer
 from titanlite.data.tokens import TokenizedCorpus, build_tokens
 
@@ -14,8 +17,11 @@ __all__ = [
     "IGNORE_INDEX",
     "Batch",
     "Corpus",
+    "EvaluationPrompt",
+    "ExampleDataset",
     "PackedDataset",
     "SequenceDataset",
+    "StreamDataset",
     "TokenizedCorpus",
     "TrainLoader",
     "build_corpus",
@@ -23,6 +29,7 @@ __all__ = [
     "build_example_dataset",
     "build_tokenizer",
     "build_tokens",
+    "evaluation_prompts",
     "load_tokenizer",
     "resolve_tokenizer_path",
 ]

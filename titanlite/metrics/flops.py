@@ -64,19 +64,22 @@ def num_parameters(config: AnyModelConfig) -> tuple[int, int]:
     return total, total - idle
 
 
-def train_flops_per_token(config: AnyModelConfig, seq_len: int) -> int:
+def train_flops_per_token(config: AnyModelConfig, seq_len: int, *, frozen: bool = False) -> int:
     """Return the FLOPs of forward and backward per token, recomputation not counted (PaLM, arXiv:2204.02311, app. B).
 
     6 per active parameter that multiplies, which leaves out the embedding table but not the output projection, plus
     attention. Attention is causal-halved: `6 * layers * heads * head_dim * seq_len`, half of the 12 in PaLM and
     torchtitan, since a causal kernel skips the upper triangle. So MFU reads lower here than there.
+
+    With `frozen` weights (LoRA) there is no product for their gradients, which leaves 4 of the 6; the adapters' own
+    products, about a percent, are not counted.
     """
     _, active = num_parameters(config)
     if not config.tie_word_embeddings:
         active -= config.vocab_size * config.hidden_size
     is_native = not isinstance(config, TransformersConfig)
     width = config.num_heads * config.head_dim if is_native else config.attention_width
-    return 6 * active + 6 * config.num_layers * width * seq_len
+    return (4 if frozen else 6) * active + 6 * config.num_layers * width * seq_len
 
 
 def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:

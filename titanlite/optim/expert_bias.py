@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 
+from titanlite.logger import logger
 from titanlite.models.decoder import Decoder
 from titanlite.models.transformers_model import TransformersModel
 
@@ -19,6 +20,9 @@ class ExpertBiasBalancer:
         self._update_rate = update_rate
         if self._routers:
             self.counts = torch.zeros_like(self._stacked())
+        frozen = sum(not router.weight.requires_grad for router in self._routers)
+        if frozen and update_rate:
+            logger.info("moe: %d of %d routers are frozen, and so is their expert_bias", frozen, len(self._routers))
 
     def _stacked(self) -> torch.Tensor:
         return torch.stack([router.tokens_per_expert for router in self._routers])

@@ -63,6 +63,7 @@ def test_num_parameters_counts_dense_leading_layers_and_shared_experts():
 def test_train_flops_per_token_by_hand():
     matrices = num_parameters(TINY_DENSE)[0]  # tied: the one matrix is the output projection, so it multiplies
     assert train_flops_per_token(TINY_DENSE, seq_len=32) == 6 * matrices + 6 * 2 * 2 * 2 * 32
+    assert train_flops_per_token(TINY_DENSE, 32, frozen=True) == 4 * matrices + 6 * 2 * 2 * 2 * 32
     # Untying adds a table that is only looked up: no FLOPs.
     untied = replace(TINY_DENSE, tie_word_embeddings=False)
     assert train_flops_per_token(untied, 32) == train_flops_per_token(TINY_DENSE, 32)

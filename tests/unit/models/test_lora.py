@@ -13,6 +13,7 @@ from titanlite.config.schema import LoRASection
 from titanlite.errors import CheckpointError, ConfigError, PlanError
 from titanlite.materialize import materialize
 from titanlite.models.decoder import build_decoder
+from titanlite.models.families import model_config_from_hf
 from titanlite.models.lora import adapted_modules, adapters_disabled, apply_lora, is_adapter
 
 # Both compute in float32 (6e-8) through 3 layers, in a different order of operations.
@@ -148,6 +149,23 @@ def test_gradients_of_expert_adapters(tiny):
     for name, a, b in zip(names, got, torch.autograd.grad(expected_out, adapters, upstream), strict=True):
         torch.testing.assert_close(a, b, msg=lambda m, n=name: f"{n}: {m}")
         assert a[2].abs().max() == 0
+
+
+def test_kernels_give_the_same_loss_and_gradients(tiny):
+    """Triton's, without a GPU in its interpreter: rank 4 is narrower than any tile."""
+    config = tiny.config("qwen3_moe", num_layers=1, num_experts=4)
+    model, _ = build(config, replace(SECTION, targets="experts"))
+    tokens = tokens_of(config)[:, :4]
+    results = []
+    for backend in ("torch", "triton"):
+        model.zero_grad()
+        model.model.layers[0].mlp.experts.grouped_gemm_backend = backend
+        loss = model(tokens, tokens).cross_entropy
+        loss.backward()
+        results.append([loss.detach(), *(p.grad.clone() for n, p in model.named_parameters() if is_adapter(n))])
+    assert len(results[0]) == 5
+    for expected, found in zip(*results, strict=True):
+        assert (found - expected).norm() <= BOUND * expected.norm()
 
 
 def test_adapters_do_not_depend_on_the_targets(tiny):
@@ -294,3 +312,9 @@ def test_adapters_of_another_kind_are_refused(tiny, tmp_path, one_rank):
     (folder / "adapter_model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"has no adapter_model.safetensors.* Set lora.rank = 0"):
         load(replace(SECTION, targets="q_proj"))
+
+
+def test_adapters_are_no_model(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"holds adapters \(LoRA\) without their model.* export .* --merge"):
+        model_config_from_hf(tmp_path)

@@ -139,6 +139,11 @@ def _read_config(folder: Path, where: str = "model.hf_assets_path") -> dict[str,
             raise ConfigError(f"{where}: {path} is not a regular file.")  # a pipe would wait for a writer
         hf = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
+        if (folder / "adapter_config.json").exists():
+            raise ConfigError(
+                f"{where}: {folder} holds adapters (LoRA) without their model. Give the model, or merge them first: "
+                f"python -m titanlite export {folder} OUT --merge."
+            ) from None
         raise ConfigError(f"{where}: there is no {path}. Give a folder with a config.json.") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{where}: cannot read {path}: {error}.") from None
