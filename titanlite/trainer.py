@@ -101,7 +101,7 @@ class Trainer:
         logger.info("mesh: %s, %d ranks on %s", degrees, degrees.world_size, self.device.type)
 
         self.tokenizer, self.loader = build_data(job, self.dims.dp_rank, degrees.dp)
-        check_vocabulary(self.loader.dataset.tokenized.vocab_size, model_config)
+        check_vocabulary(self.loader.dataset.vocab_size, model_config)
         make_dump_folder(job, self.dump_folder)
 
         self.checkpointer = Checkpointer(job, self.dump_folder)  # finds what to resume, if anything
@@ -199,7 +199,7 @@ class Trainer:
         valid_tokens = self.sum_over_data((labels != IGNORE_INDEX).sum())
         loss_sum, aux_sum = torch.zeros(2, device=self.device)
         for batch in micro_batches:
-            losses = self.model(batch.tokens, batch.labels, batch.positions, batch.document_ids)
+            losses = self.model(batch.tokens, batch.labels, batch.positions, batch.document_ids, **batch.inputs)
             ((losses.cross_entropy + losses.aux) / valid_tokens).backward()
             loss_sum += losses.cross_entropy.detach()
             aux_sum += losses.aux.detach()
@@ -229,7 +229,7 @@ class Trainer:
         valid_tokens = torch.zeros((), dtype=torch.int64, device=self.device)
         for batch in self.loader.validation_batches(self.job.validation.steps):
             batch = batch.to(self.device)
-            losses = self.model(batch.tokens, batch.labels, batch.positions, batch.document_ids)
+            losses = self.model(batch.tokens, batch.labels, batch.positions, batch.document_ids, **batch.inputs)
             loss_sum += losses.cross_entropy
             valid_tokens += (batch.labels != IGNORE_INDEX).sum()
         self.model.train()

@@ -110,6 +110,8 @@ def check_values(job: JobConfig) -> list[str]:
             f"model.flavor = {format_value(flavor)} and model.hf_assets_path = {format_value(assets)} both give the "
             + "model's sizes. Keep one; an empty string clears the other."
         )
+    if job.data.dataset == "images" and not job.data.path:
+        problems.append('data.dataset = "images" needs data.path, which is empty. Set it to a .jsonl file.')
     if job.data.dataset == "text" and not job.data.path:
         problems.append('data.dataset = "text" needs data.path, which is empty. Set it to a text file or a folder.')
     return problems

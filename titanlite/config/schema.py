@@ -184,8 +184,10 @@ class ProfilingSection:
 
 @dataclass
 class DataSection:
-    dataset: Literal["stdlib", "text"] = setting(
-        "stdlib", "'stdlib': the .py files of the running Python's standard library; 'text': files under data.path."
+    dataset: Literal["stdlib", "text", "images"] = setting(
+        "stdlib",
+        "'stdlib': the .py files of the running Python's standard library; 'text': files under data.path; 'images': a "
+        ".jsonl file of chats with images, for a model with a processor.",
     )
     path: str = setting("", "Text file, or folder of text files, for dataset = 'text'.")
     pattern: str = setting("*.txt", "File name pattern inside data.path when it is a folder.")

@@ -29,6 +29,8 @@ def build_data(job: JobConfig, dp_rank: int, dp_degree: int) -> tuple["PreTraine
         DataError: the text or the tokenizer is missing or unusable, or there is too little text for `seq_len`.
         ConfigError: the batch sizes and `dp_degree` do not fit each other.
     """
+    if job.data.dataset == "images":
+        return _build_images(job, dp_rank, dp_degree)
     data, training = job.data, job.training
     assets = Path(job.model.hf_assets_path).expanduser()
     if job.model.hf_assets_path and not data.tokenizer_path and (assets / "tokenizer.json").is_file():
@@ -59,3 +61,22 @@ def build_data(job: JobConfig, dp_rank: int, dp_degree: int) -> tuple["PreTraine
             *(job.validation.steps, global_batch_size),
         )
     return tokenizer, loader
+
+
+def _build_images(job: JobConfig, dp_rank: int, dp_degree: int) -> tuple["PreTrainedTokenizerFast", TrainLoader]:
+    from titanlite.data.images import ImageDataset, load_processor, read_image_rows
+
+    training = job.training
+    processor = load_processor(job.data.tokenizer_path or job.model.hf_assets_path)
+    rows = read_image_rows(Path(job.data.path).expanduser())
+    dataset = ImageDataset(rows, processor, training.seq_len)
+    loader = TrainLoader(
+        dataset,
+        seed=training.seed,
+        global_batch_size=resolve_global_batch_size(training, dp_degree),
+        local_batch_size=training.local_batch_size,
+        dp_rank=dp_rank,
+        dp_degree=dp_degree,
+    )
+    logger.info("data: %s", dataset.fingerprint)
+    return processor.tokenizer, loader

@@ -3,9 +3,11 @@
 Shape suffixes: B sequences in a batch, L tokens per sequence.
 """
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -14,6 +16,9 @@ from torch import Tensor
 from titanlite.data.tokens import TokenizedCorpus
 from titanlite.errors import DataError
 from titanlite.ops import IGNORE_INDEX
+
+# Enough to tell one corpus from another.
+_CHECKED_TOKENS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -25,14 +30,20 @@ class Batch:
         labels: the token that follows, or -100 where there is nothing to predict: after an end-of-text token comes the
             next document, which has nothing to do with this one.
         positions: place of the token in its document as far as this row shows it: 0 at the start of the row and after
-            each end-of-text token.
-        document_ids: documents of the row, counted from 0; attention must not cross them. Padding would be -1.
+            each end-of-text token, or where the next example starts.
+        document_ids: documents of the row, counted from 0; attention must not cross them. Padding has -1. Of a
+            preference pair, chosen has the id 2n and rejected 2n + 1, in the same row.
     """
 
     tokens: Tensor
     labels: Tensor
     positions: Tensor
     document_ids: Tensor
+
+    @property
+    def inputs(self) -> dict[str, Tensor]:
+        """What the model takes beside; see `ImageBatch`."""
+        return {}
 
     def to(self, device: torch.device | str) -> "Batch":
         """A copy of the batch on `device`; tensors that are already there are shared.
@@ -44,6 +55,35 @@ class Batch:
         if torch.device(device).type == "cuda":
             return Batch(**{name: t.pin_memory().to(device, non_blocking=True) for name, t in tensors.items()})
         return Batch(**{name: t.to(device) for name, t in tensors.items()})
+
+
+class SequenceDataset(Protocol):
+    """What a loader needs: numbered sequences, and an order that is a function of (seed, sample) and nothing else."""
+
+    seq_len: int
+    num_validation_sequences: int
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest token id that a batch can hold."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """What the sequences are made of, in words: equal for equal sequences."""
+        ...
+
+    def get_train_indices(self, seed: int, start: int, stop: int) -> np.ndarray:
+        """Sequence indices (stop - start,) int64 of the training samples [start, stop)."""
+        ...
+
+    def get_validation_indices(self, start: int, stop: int) -> np.ndarray:
+        """Sequence indices (stop - start,) int64 of the validation samples [start, stop), repeating past the last."""
+        ...
+
+    def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
+        """The sequences `indices` (B,), as CPU tensors in that order."""
+        ...
 
 
 class PackedDataset:
@@ -71,22 +111,27 @@ class PackedDataset:
         self.tokenized = tokenized
         self.seq_len = seq_len
         self.num_sequences = num_sequences
-        self.num_validation_sequences = max(-(-num_sequences // 100), min(64, num_sequences // 10), 1)
+        self.num_validation_sequences = get_num_held_out(num_sequences)
         self.num_train_sequences = num_sequences - self.num_validation_sequences
 
-    def get_train_indices(self, seed: int, start: int, stop: int) -> np.ndarray:
-        """Sequence indices (stop - start,) int64 of the training samples [start, stop), counted from the first step.
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id that the tokenizer can produce."""
+        return self.tokenized.vocab_size
 
-        Sample n is number n % N of epoch n // N, and each epoch is a permutation of the N training sequences that
-        depends on (seed, epoch) alone.
-        """
-        samples = np.arange(start, stop, dtype=np.int64)
-        epochs, places = np.divmod(samples, self.num_train_sequences)
-        indices = np.empty_like(samples)
-        for epoch in np.unique(epochs):
-            permutation = _get_permutation(seed, int(epoch), self.num_train_sequences)
-            indices[epochs == epoch] = permutation[places[epochs == epoch]]
-        return indices
+    @property
+    def fingerprint(self) -> str:
+        """Tokens, documents, a checksum and the length of a sequence, in words."""
+        tokens = self.tokenized.tokens
+        checksum = zlib.crc32(np.ascontiguousarray(tokens[:_CHECKED_TOKENS]).tobytes())
+        return (
+            f"{len(tokens)} tokens in {self.tokenized.num_documents} documents (checksum {checksum:08x}), "
+            f"sequences of {self.seq_len}"
+        )
+
+    def get_train_indices(self, seed: int, start: int, stop: int) -> np.ndarray:
+        """Sequence indices (stop - start,) int64 of the training samples [start, stop), counted from the first step."""
+        return get_shuffled_order(seed, start, stop, self.num_train_sequences)
 
     def get_validation_indices(self, start: int, stop: int) -> np.ndarray:
         """Sequence indices (stop - start,) int64 of the validation samples [start, stop), repeating past the last."""
@@ -121,8 +166,28 @@ class PackedDataset:
         )
 
 
+def get_num_held_out(total: int) -> int:
+    """How many of `total` are held out: 1%, but at least 64, or 10% where 64 would be more than that; at least 1."""
+    return max(-(-total // 100), min(64, total // 10), 1)
+
+
+def get_shuffled_order(seed: int, start: int, stop: int, num_sequences: int) -> np.ndarray:
+    """Sequence indices (stop - start,) int64 of the samples [start, stop) of an endless order.
+
+    Sample n is number n % N of epoch n // N, and each epoch is a permutation of the N sequences that depends on
+    (seed, epoch) alone.
+    """
+    samples = np.arange(start, stop, dtype=np.int64)
+    epochs, places = np.divmod(samples, num_sequences)
+    indices = np.empty_like(samples)
+    for epoch in np.unique(epochs):
+        permutation = get_permutation(seed, int(epoch), num_sequences)
+        indices[epochs == epoch] = permutation[places[epochs == epoch]]
+    return indices
+
+
 @lru_cache(maxsize=2)  # a step can straddle two epochs; one of 10 million sequences takes 1.7 s and 80 MB
-def _get_permutation(seed: int, epoch: int, num_sequences: int) -> np.ndarray:
+def get_permutation(seed: int, epoch: int, num_sequences: int) -> np.ndarray:
     """A permutation (num_sequences,) int64, the same on every machine and with every numpy version.
 
     numpy keeps the raw stream of its bit generators for good, but not what `Generator.permutation` makes of it; so
