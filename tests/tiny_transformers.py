@@ -163,3 +163,57 @@ def save_tiny(name: str, folder: Path) -> Any:
                 tensor += 0.05 * torch.randn(tensor.shape, generator=generator)
     model.save_pretrained(folder)
     return auto.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+_CHAT_TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}> {% if m['content'] is string %}{{ m['content'] }} {% else %}"
+    "{% for c in m['content'] %}{% if c['type'] == 'image' %}<image> {% else %}{{ c['text'] }} {% endif %}{% endfor %}"
+    "{% endif %}<eos> {% endfor %}{% if add_generation_prompt %}<assistant> {% endif %}"
+)
+
+
+def save_tiny_processor(folder: Path) -> None:
+    """A processor of LLaVA: 8 x 8 pixels in patches of 4, words for tokens. It needs Pillow and no torchvision."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlavaProcessor, PreTrainedTokenizerFast
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+    special = ["<pad>", "<bos>", "<eos>", "<image>", "<user>", "<assistant>"]
+    words = [*special, "what", "is", "this", "red", "blue", *(f"w{i}" for i in range(50))]
+    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="w0"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+        unk_token="w0",
+        additional_special_tokens=["<image>", "<user>", "<assistant>"],
+    )
+    LlavaProcessor(
+        image_processor=CLIPImageProcessorPil(size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8}),
+        tokenizer=tokenizer,
+        patch_size=4,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        chat_template=_CHAT_TEMPLATE,
+    ).save_pretrained(folder)
+
+
+def save_tiny_llava(folder: Path) -> None:
+    """A random LLaVA with its processor."""
+    from transformers import AutoModelForImageTextToText, CLIPVisionConfig, LlamaConfig, LlavaConfig
+
+    vision = CLIPVisionConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        image_size=8,
+        patch_size=4,
+        projection_dim=32,
+    )
+    config = LlavaConfig(vision_config=vision, text_config=LlamaConfig(**_SIZES), image_token_id=3)
+    torch.manual_seed(0)
+    AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
+    save_tiny_processor(folder)

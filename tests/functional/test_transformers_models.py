@@ -1,6 +1,7 @@
 """Models that transformers implements, meta first on 4 ranks: loaded, run, saved, trained."""
 
 import copy
+import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from tiny_transformers import ALL_MODELS, VOCAB_SIZE, save_tiny
+from tiny_transformers import ALL_MODELS, VOCAB_SIZE, save_tiny, save_tiny_llava
 from torch.distributed.fsdp import FSDPModule
 
 import titanlite.trainer
@@ -307,3 +308,43 @@ def test_trainer_trains_saves_and_resumes(
     loaded, info = AutoModelForCausalLM.from_pretrained(folders[1], dtype=torch.bfloat16, output_loading_info=True)
     assert {key: value for key, value in info.items() if value} == {}
     assert type(loaded).__name__ == "Qwen3MoeForCausalLM"
+
+
+@pytest.mark.slow
+def test_a_file_of_chats_with_images_trains(
+    run_ranks: Callable[..., list[Any]], tmp_path: Path, monkeypatch: Any
+) -> None:
+    """From images and a .jsonl file to a model and processor that transformers loads; the loss goes down."""
+    from PIL import Image
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    monkeypatch.setattr(titanlite.trainer, "_SAMPLE_TOKENS", 2)
+    save_tiny_llava(tmp_path / "llava")
+    chats = []
+    for i, color in enumerate(["red", "blue"] * 4):
+        Image.new("RGB", (9 + i, 12), color).save(tmp_path / f"{i}.png")
+        content = [{"type": "image", "image": f"{i}.png"}, {"type": "text", "text": "what is this"}]
+        answer = {"role": "assistant", "content": color}
+        chats.append(json.dumps({"messages": [{"role": "user", "content": content}, answer]}))
+    (tmp_path / "chats.jsonl").write_text("\n".join(chats))
+    job = check_folder(
+        tmp_path / "llava",
+        2,
+        "--data.dataset=images",
+        f"--data.path={tmp_path / 'chats.jsonl'}",
+        f"--job.dump_folder={tmp_path / 'run'}",
+        *("--training.steps=40", "--training.local_batch_size=2", "--optimizer.lr=1e-2"),
+        *("--lr_scheduler.warmup_steps=0", "--metrics.log_freq=1", "--metrics.enable_tensorboard=false"),
+    )
+
+    def rank_main() -> None:
+        Trainer(job.job, job.model_config, job.degrees).train()
+
+    run_ranks(2, rank_main)
+    points = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    losses = [point["loss/train"] for point in points if "loss/train" in point]
+    assert losses[-1] < 0.3 * losses[0]
+    folder = tmp_path / "run/checkpoint/step-40"
+    _, info = AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True)
+    assert {key: value for key, value in info.items() if value} == {}
+    assert type(AutoProcessor.from_pretrained(folder)).__name__ == "LlavaProcessor"

@@ -134,6 +134,8 @@ def _check_data(job: JobConfig) -> list[str]:
     data = job.data
     if data.dataset == "text" and not data.path:
         return ['data.dataset = "text" needs data.path, which is empty. Set it to a text file or a folder.']
+    if data.dataset == "images" and not data.path:
+        return ['data.dataset = "images" needs data.path, which is empty. Set it to a .jsonl file.']
     if data.dataset == "examples":
         if not data.path:
             return ['data.dataset = "examples" needs data.path, which is empty. Set it to a file, folder or hub id.']

@@ -67,6 +67,7 @@ class TransformersConfig:
         attention_width: query heads * head width.
         num_experts: routed experts of the largest MoE layer; 0 for a dense model.
         num_dense_layers: always 0; which layers are MoE is the class's business.
+        takes_images: it has a vision tower.
         num_params, num_active_params: of the built model, and for one token; 0 before it is built.
         why: why it is not the native decoder, for the log.
     """
@@ -82,6 +83,7 @@ class TransformersConfig:
     num_experts: int
     top_k: int
     tie_word_embeddings: bool
+    takes_images: bool = False
     num_dense_layers: int = 0
     num_params: int = 0
     num_active_params: int = 0

@@ -172,6 +172,8 @@ def _check_transformers(job: JobConfig, model: TransformersConfig, degrees: Degr
 
 def _check_batches(job: JobConfig, model: AnyModelConfig, degrees: Degrees) -> list[str]:
     problems: list[str] = []
+    if job.data.dataset == "images" and not (isinstance(model, TransformersConfig) and model.takes_images):
+        problems.append(f'data.dataset = "images": {model.family} takes no images. Use an image-and-text model.')
     local, total = job.training.local_batch_size, job.training.global_batch_size
     if total != -1 and total % (local * degrees.dp):
         problems.append(

@@ -33,6 +33,8 @@ def build_data(job: JobConfig, dp_rank: int, dp_degree: int) -> tuple["PreTraine
         DataError: the text, a row or the tokenizer is missing or unusable, or there is too little for `seq_len`.
         ConfigError: the batch sizes and `dp_degree` do not fit each other.
     """
+    if job.data.dataset == "images":
+        return _build_images(job, dp_rank, dp_degree)
     data, training = resolve_tokenizer_path(job), job.training
     if data.dataset == "examples":
         build = _build_stream if data.streaming else build_example_dataset
@@ -152,3 +154,22 @@ def _read_template(path: str) -> str:
         return Path(path).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"data.chat_template: cannot read {path}: {error}. Set it to a Jinja file in UTF-8.") from None
+
+
+def _build_images(job: JobConfig, dp_rank: int, dp_degree: int) -> tuple["PreTrainedTokenizerFast", TrainLoader]:
+    from titanlite.data.images import ImageDataset, load_processor, read_image_rows
+
+    training = job.training
+    processor = load_processor(job.data.tokenizer_path or job.model.hf_assets_path)
+    rows = read_image_rows(Path(job.data.path).expanduser())
+    dataset = ImageDataset(rows, processor, training.seq_len)
+    loader = TrainLoader(
+        dataset,
+        seed=training.seed,
+        global_batch_size=resolve_global_batch_size(training, dp_degree),
+        local_batch_size=training.local_batch_size,
+        dp_rank=dp_rank,
+        dp_degree=dp_degree,
+    )
+    logger.info("data: %s", dataset.fingerprint)
+    return processor.tokenizer, loader

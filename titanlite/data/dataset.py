@@ -40,6 +40,11 @@ class Batch:
     positions: Tensor
     document_ids: Tensor
 
+    @property
+    def inputs(self) -> dict[str, Tensor]:
+        """What the model takes beside; see `ImageBatch`."""
+        return {}
+
     def to(self, device: torch.device | str) -> "Batch":
         """A copy of the batch on `device`; tensors that are already there are shared.
 

@@ -41,6 +41,7 @@ def transformers_config(hf: Mapping[str, Any], where: str) -> TransformersConfig
         num_experts=_number(text, *_NUM_EXPERTS) or 0,
         top_k=_number(text, *_TOP_K) or 0,
         tie_word_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
+        takes_images=hasattr(config, "vision_config"),
     )
 
 

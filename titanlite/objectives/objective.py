@@ -60,5 +60,5 @@ class NextToken:
         return (batch.labels != IGNORE_INDEX).sum()
 
     def __call__(self, model: AnyModel, batch: Batch) -> ObjectiveSums:
-        losses = model(batch.tokens, batch.labels, batch.positions, batch.document_ids)
+        losses = model(batch.tokens, batch.labels, batch.positions, batch.document_ids, **batch.inputs)
         return ObjectiveSums(losses.cross_entropy, losses.aux, losses.cross_entropy.new_zeros(0))

@@ -1,0 +1,264 @@
+"""Chats with images: JSON lines, rendered and cut into tokens and pixels by the model's own processor.
+
+A row is `{"messages": [{"role": "user", "content": [{"type": "image", "image": "cat.png"}, {"type": "text", "text":
+"What is it?"}]}, {"role": "assistant", "content": "A cat."}]}`; paths are relative to the file. Every row is one
+sequence with an image at least, for a rank without images would not run the vision tower that the others wait in.
+The loss is on the assistant's messages. Everything is looked at once before training, each image decoded too.
+
+Shape suffixes: B sequences in a batch, L tokens per sequence.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from titanlite.data.dataset import get_num_held_out, get_shuffled_order
+from titanlite.errors import DataError, raise_problems
+from titanlite.ops import IGNORE_INDEX
+
+
+@dataclass(frozen=True)
+class ImageBatch:
+    """B sequences of L tokens, and what the model takes beside; the same fields as `Batch`.
+
+    Attributes:
+        tokens, labels: int64 (B, L), padded at the end; a label is the token that follows, or -100.
+        inputs: for the model's forward, such as pixel_values and image_grid_thw; images of all sequences together.
+        positions, document_ids: None: the model counts places in images itself, and a sequence is one document.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    inputs: dict[str, Tensor] = field(default_factory=dict)
+    positions: None = None
+    document_ids: None = None
+
+    def to(self, device: torch.device | str) -> "ImageBatch":
+        """A copy of the batch on `device`."""
+        inputs = {name: value.to(device) for name, value in self.inputs.items()}
+        return replace(self, tokens=self.tokens.to(device), labels=self.labels.to(device), inputs=inputs)
+
+
+@dataclass(frozen=True)
+class ImageRow:
+    """One chat: where it stands, its messages as the template takes them, and its images in order."""
+
+    place: str
+    messages: list[dict[str, Any]]
+    images: tuple[Path, ...]
+
+
+class ImageDataset:
+    """The rows of a file as sequences, processed when they are needed; a `SequenceDataset`.
+
+    Args:
+        rows: from `read_image_rows`.
+        processor: a transformers processor with a chat template.
+        seq_len: L.
+
+    Raises:
+        DataError: lists all rows with an image that does not decode, without a trained token, with more than `seq_len`
+            tokens, or that the template refuses; or there are fewer than two rows.
+    """
+
+    def __init__(self, rows: Sequence[ImageRow], processor: Any, seq_len: int) -> None:
+        if len(rows) < 2:
+            raise DataError(f"data: {len(rows)} row(s) with images, but 2 are needed, one to train on, one held out.")
+        self.seq_len, self._rows, self._processor = seq_len, rows, processor
+        self._special = set(processor.tokenizer.all_special_ids)
+        self._padding = processor.tokenizer.pad_token_id
+        if self._padding is None:
+            self._padding = processor.tokenizer.eos_token_id or 0
+        digest = sha256()
+        problems = []
+        for row in rows:
+            try:
+                digest.update(self._process(row)[0].numpy().tobytes())
+            except DataError as error:
+                problems.append(str(error))
+        raise_problems(DataError, "data", problems)
+        self.fingerprint = f"{len(rows)} rows with images (checksum {digest.hexdigest()[:8]}), sequences of {seq_len}"
+        self.num_validation_sequences = get_num_held_out(len(rows))
+        self.num_train_sequences = len(rows) - self.num_validation_sequences
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id that the tokenizer can produce."""
+        return len(self._processor.tokenizer)
+
+    def get_train_indices(self, seed: int, start: int, stop: int) -> np.ndarray:
+        """Row indices (stop - start,) int64 of the training samples [start, stop)."""
+        return get_shuffled_order(seed, start, stop, self.num_train_sequences)
+
+    def get_validation_indices(self, start: int, stop: int) -> np.ndarray:
+        """Row indices (stop - start,) int64 of the validation samples [start, stop), repeating past the last."""
+        return self.num_train_sequences + np.arange(start, stop, dtype=np.int64) % self.num_validation_sequences
+
+    def batch(self, indices: Sequence[int] | np.ndarray) -> ImageBatch:
+        """The rows `indices` (B,), as CPU tensors in that order."""
+        parts = [self._process(self._rows[int(index)]) for index in indices]
+        tokens = torch.full((len(parts), self.seq_len), self._padding)
+        labels = torch.full((len(parts), self.seq_len), IGNORE_INDEX)
+        inputs: dict[str, list[Tensor]] = {}
+        for i, (ids, trained, extra) in enumerate(parts):
+            length = len(ids)
+            tokens[i, :length] = ids
+            labels[i, : length - 1] = torch.where(trained, ids, IGNORE_INDEX)[1:]
+            for name, value in extra.items():
+                if value.shape == (1, length):  # of tokens, such as which ones are images
+                    value = torch.nn.functional.pad(value, (0, self.seq_len - length))
+                inputs.setdefault(name, []).append(value)
+        return ImageBatch(tokens, labels, {name: torch.cat(values) for name, values in inputs.items()})
+
+    def _process(self, row: ImageRow) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Token ids, which of them are trained, and the other inputs."""
+        images = [load_image(row.place, path) for path in row.images]
+        ids, extra = self._encode(row, len(row.messages), images)
+        trained = torch.zeros_like(ids, dtype=torch.bool)
+        for i, message in enumerate(row.messages):
+            if message["role"] == "assistant":
+                before, _ = self._encode(row, i, images, add_generation_prompt=True)
+                done, _ = self._encode(row, i + 1, images)
+                if not (_begins(done, before) and _begins(ids, done)):
+                    raise DataError(
+                        f"{row.place}: the chat template shows messages[{i}] otherwise in the whole chat than "
+                        "after its prompt, so the model would learn what it never meets. Split the row, or use another "
+                        "template."
+                    )
+                ends = [k for k in range(len(before), len(done)) if int(done[k]) in self._special]
+                # What follows the end of the turn is the template's; the model stops before.
+                trained[len(before) : ends[-1] + 1 if ends else len(done)] = True
+        if not trained[1:].any():
+            raise DataError(f"{row.place}: there is no message of the assistant to train on. Remove the row.")
+        if len(ids) > self.seq_len:
+            raise DataError(
+                f"{row.place}: {len(ids)} tokens with the images, but training.seq_len is {self.seq_len}. Raise it, or "
+                "shrink the images."
+            )
+        return ids, trained, extra
+
+    def _encode(
+        self, row: ImageRow, num_messages: int, images: list[Any], *, add_generation_prompt: bool = False
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        from jinja2.exceptions import TemplateError
+
+        messages = row.messages[:num_messages]
+        count = sum(part.get("type") == "image" for m in messages for part in _parts_of(m))
+        try:
+            text = self._processor.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=add_generation_prompt
+            )
+            found = self._processor(text=[text], images=images[:count] or None, return_tensors="pt")
+        except (TemplateError, ValueError, TypeError, KeyError, IndexError) as error:
+            raise DataError(f"{row.place}: the model's processor refuses it: {' '.join(str(error).split())}") from None
+        extra = {name: value for name, value in found.items() if name not in ("input_ids", "attention_mask")}
+        return found["input_ids"][0], extra
+
+
+def _begins(whole: Tensor, start: Tensor) -> bool:
+    return len(start) <= len(whole) and torch.equal(whole[: len(start)], start)
+
+
+def load_processor(folder: str) -> Any:
+    """The processor of the model in `folder`.
+
+    Raises:
+        DataError: there is none, or it has no chat template.
+    """
+    from transformers import AutoProcessor
+
+    try:
+        processor = AutoProcessor.from_pretrained(folder)
+    except (OSError, ValueError, ImportError, AttributeError, KeyError) as error:
+        reason = " ".join(str(error).split())
+        raise DataError(f"data: cannot load the processor of {folder}: {reason}") from None
+    if not hasattr(processor, "tokenizer") or not hasattr(processor, "image_processor"):
+        raise DataError(f"data: {folder} has no processor for images, only {type(processor).__name__}.")
+    if not (getattr(processor, "chat_template", None) or processor.tokenizer.chat_template):
+        raise DataError(f"data: the processor of {folder} has no chat template.")
+    return processor
+
+
+def load_image(place: str, path: Path) -> Any:
+    """The decoded image, RGB.
+
+    Raises:
+        DataError: it is not there, or does not decode; names `place` and the file.
+    """
+    try:
+        from PIL import Image, UnidentifiedImageError
+    except ImportError:
+        raise DataError("data: images are decoded by Pillow, which is not installed. pip install pillow") from None
+    try:
+        with Image.open(path) as image:
+            return image.convert("RGB")  # decodes all of it
+    except FileNotFoundError:
+        raise DataError(f"{place}: there is no image {path}. Correct the path.") from None
+    except UnidentifiedImageError:
+        raise DataError(f"{place}: {path} is no image that can be decoded. Replace it or remove the row.") from None
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise DataError(f"{place}: {path} does not decode: {error}. Replace it or remove the row.") from None
+
+
+def read_image_rows(path: Path) -> list[ImageRow]:
+    """The chats of a .jsonl file.
+
+    Raises:
+        DataError: the file cannot be read; or lists all rows that are no chats with images, with their lines.
+    """
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise DataError(f"data.path: cannot read {path}: {error.strerror}. Set it to a .jsonl file.") from None
+    rows, problems = [], []
+    for number, line in enumerate(lines, start=1):
+        place = f"{path}, line {number}"
+        try:
+            if line.strip():
+                rows.append(_parse(place, line, path.parent))
+        except DataError as error:
+            problems.append(str(error))
+    raise_problems(DataError, "data", problems)
+    return rows
+
+
+def _parse(place: str, line: bytes, folder: Path) -> ImageRow:
+    try:
+        row = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise DataError(f"{place}: is not UTF-8 (byte {error.start}). Convert the file.") from None
+    except ValueError as error:
+        raise DataError(f"{place}: is no JSON: {error}.") from None
+    messages = row.get("messages") if isinstance(row, dict) else None
+    if not isinstance(messages, list) or not messages:
+        raise DataError(f"{place}: has no list of messages under the key 'messages'.")
+    images = []
+    for i, message in enumerate(messages):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise DataError(f"{place}: messages[{i}] is not an object with a role and content.")
+        if not isinstance(message.get("content"), str | list):
+            raise DataError(f"{place}: messages[{i}].content is neither text nor a list of parts.")
+        for j, part in enumerate(_parts_of(message)):
+            kind = part.get("type") if isinstance(part, dict) else None
+            if kind not in ("text", "image") or not isinstance(part.get(kind), str):
+                raise DataError(
+                    f"{place}: messages[{i}].content[{j}] is neither {{'type': 'text', 'text': ...}} nor "
+                    "{'type': 'image', 'image': path}."
+                )
+            if kind == "image":
+                images.append(folder / part["image"])
+    if not images:
+        raise DataError(f"{place}: has no image. Rows of text belong into a dataset without images.")
+    return ImageRow(place, messages, tuple(images))
+
+
+def _parts_of(message: dict[str, Any]) -> list[Any]:
+    content = message["content"]
+    return content if isinstance(content, list) else []
