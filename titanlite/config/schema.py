@@ -247,13 +247,14 @@ class DataSection:
     dataset: Literal["stdlib", "text", "examples", "images"] = setting(
         "stdlib",
         "'stdlib': the .py files of the running Python's standard library; 'text': files under data.path, each one "
-        "document; 'examples': rows under data.path, for fine-tuning; 'images': a .jsonl file of chats with images, for a "
-        "model with a processor.",
+        "document; 'examples': rows under data.path, for fine-tuning; 'images': a .jsonl file of chats with images, for "
+        "a model with a processor.",
     )
     path: str = setting(
         "",
         "For 'text': a file or folder. For 'examples': a .jsonl, .json, .parquet or .csv file, a folder of such files, "
-        "or the id of a dataset on the Hugging Face hub (owner/name or owner/name@revision). For 'images': a .jsonl file.",
+        "or the id of a dataset on the Hugging Face hub (owner/name or owner/name@revision). For 'images': a .jsonl "
+        "file.",
     )
     pattern: str = setting(
         "", "File name pattern inside data.path when it is a folder. Empty: *.txt for 'text', all rows for 'examples'."
