@@ -2,12 +2,12 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from titanlite.config.parallelism import resolve_global_batch_size
 from titanlite.config.schema import JobConfig
 from titanlite.data.corpus import build_corpus
-from titanlite.data.dataset import PackedDataset
+from titanlite.data.dataset import PackedDataset, SequenceDataset
 from titanlite.data.loader import TrainLoader
 from titanlite.data.tokenizer import build_tokenizer
 from titanlite.data.tokens import build_tokens
@@ -71,7 +71,7 @@ def _build_images(job: JobConfig, dp_rank: int, dp_degree: int) -> tuple["PreTra
     rows = read_image_rows(Path(job.data.path).expanduser())
     dataset = ImageDataset(rows, processor, training.seq_len)
     loader = TrainLoader(
-        dataset,
+        cast(SequenceDataset, dataset),  # its batches have the fields of a Batch, and inputs
         seed=training.seed,
         global_batch_size=resolve_global_batch_size(training, dp_degree),
         local_batch_size=training.local_batch_size,
