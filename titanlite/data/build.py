@@ -164,7 +164,7 @@ def _build_images(job: JobConfig, dp_rank: int, dp_degree: int) -> tuple["PreTra
     rows = read_image_rows(Path(job.data.path).expanduser())
     dataset = ImageDataset(rows, processor, training.seq_len)
     loader = TrainLoader(
-        dataset,
+        cast(SequenceDataset, dataset),  # its batches have the fields of a Batch, and inputs
         seed=training.seed,
         global_batch_size=resolve_global_batch_size(training, dp_degree),
         local_batch_size=training.local_batch_size,
