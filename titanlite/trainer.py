@@ -136,7 +136,7 @@ class Trainer:
         if start is not None:
             check_data_order(start, self.loader)
             self.loader.start_from(start.step, start.samples)
-        self.objective = build_objective(job)
+        self.objective = build_objective(job, self.loader.dataset.form)
         self.results = Results(job, None if start is None else start.results)
         self.evaluator = build_evaluator(job, self.loader.dataset, self.tokenizer, model_config, self.dims, self.device)
         self.balancer = ExpertBiasBalancer(self.model, get_bias_update_rate(job, model_config))

@@ -45,7 +45,7 @@ class PairLoader:
 
     def __init__(self, dp_rank: int, dp_degree: int, local_batch_size: int) -> None:
         self._dp_rank, self._dp_degree, self._local = dp_rank, dp_degree, local_batch_size
-        self.dataset = SimpleNamespace(tokenized=SimpleNamespace(vocab_size=VOCAB_SIZE))
+        self.dataset = SimpleNamespace(vocab_size=VOCAB_SIZE, form="preference")
 
     def micro_batches(self, step: int) -> list[Batch]:
         rows = rows_of(step)

@@ -193,6 +193,11 @@ def _check_fine_tuning(job: JobConfig) -> list[str]:
             problems.append(
                 'dpo.reference = "adapters_off" needs adapters, but lora.rank = 0. Set dpo.reference = "cached".'
             )
+        if job.data.streaming and (job.dpo.reference == "cached" or (job.dpo.reference == "auto" and lora.rank == 0)):
+            problems.append(
+                "data.streaming has no end that dpo.reference could be computed up to before training. Set it to "
+                + "false, or train adapters with lora.rank, whose reference needs no cache."
+            )
     elif job.dpo != DPOSection():
         problems.append(
             "dpo.beta, dpo.label_smoothing or dpo.reference is set, but training.objective is "

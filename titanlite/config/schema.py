@@ -247,8 +247,8 @@ class DataSection:
     dataset: Literal["stdlib", "text", "examples", "images"] = setting(
         "stdlib",
         "'stdlib': the .py files of the running Python's standard library; 'text': files under data.path, each one "
-        "document; 'examples': rows under data.path, for fine-tuning; 'images': a .jsonl file of chats with images, for "
-        "a model with a processor.",
+        "document; 'examples': rows under data.path, for fine-tuning; 'images': a .jsonl file of chats with images, "
+        "for a model with a processor.",
     )
     path: str = setting(
         "",

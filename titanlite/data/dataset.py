@@ -69,6 +69,11 @@ class SequenceDataset(Protocol):
         ...
 
     @property
+    def form(self) -> str:
+        """'preference' for pairs, of which one side is not meant to be imitated; see `data.forms`."""
+        ...
+
+    @property
     def fingerprint(self) -> str:
         """What the sequences are made of, in words: equal for equal sequences."""
         ...
@@ -97,6 +102,8 @@ class PackedDataset:
     Raises:
         DataError: `seq_len` is below 1, or there are fewer than two sequences.
     """
+
+    form = "text"
 
     def __init__(self, tokenized: TokenizedCorpus, seq_len: int) -> None:
         if seq_len < 1:

@@ -68,6 +68,8 @@ class ImageDataset:
             tokens, or that the template refuses; or there are fewer than two rows.
     """
 
+    form = "messages"
+
     def __init__(self, rows: Sequence[ImageRow], processor: Any, seq_len: int) -> None:
         if len(rows) < 2:
             raise DataError(f"data: {len(rows)} row(s) with images, but 2 are needed, one to train on, one held out.")

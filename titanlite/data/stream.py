@@ -105,6 +105,11 @@ class StreamDataset:
         self._thread = ThreadPoolExecutor(1, "titanlite-stream")
 
     @property
+    def form(self) -> str:
+        """As configured: what 'auto' finds is not known before the first row, and must not be pairs."""
+        return self.data.format
+
+    @property
     def fingerprint(self) -> str:
         """A digest of rows and settings, in words."""
         return f"a stream of {', '.join(self.rows.names[:4])} (digest {self._key[:8]}), sequences of {self.seq_len}"
@@ -200,6 +205,8 @@ class StreamDataset:
         self._reader = (start + len(batch), self._reader[1])
         if self._encoder is None:
             self._encoder = make_encoder(self.data, self.tokenizer, batch)
+            if self.form == "auto" and self._encoder is not None and self._encoder.form == "preference":
+                raise DataError('data: the stream has preference pairs. Say so with data.format = "preference".')
         content = self._collect(batch)
         sequences = [] if content is None else pack_examples(content, self.seq_len, packing=self.data.packing)
         return _Block(start, len(batch), content, sequences)

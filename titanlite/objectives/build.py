@@ -3,13 +3,29 @@
 from pathlib import Path
 
 from titanlite.config import JobConfig
+from titanlite.errors import DataError
 from titanlite.objectives.dpo import DPO
 from titanlite.objectives.objective import NextToken, Objective
 from titanlite.objectives.reference import AdaptersOff, CachedReference, describe_weights
 
 
-def build_objective(job: JobConfig) -> Objective:
-    """The objective that `training.objective` names; call its `prepare` before it is used."""
+def build_objective(job: JobConfig, form: str) -> Objective:
+    """The objective that `training.objective` names, for rows of `form`; call its `prepare` before it is used.
+
+    Raises:
+        DataError: pairs would be trained token by token, both sides alike, or there are no pairs to compare.
+    """
+    if form == "preference" and job.training.objective != "dpo":
+        raise DataError(
+            "data: the rows are preference pairs; next-token training would imitate both sides. Set training.objective "
+            '= "dpo".'
+        )
+    if form != "preference" and job.training.objective == "dpo":
+        raise DataError(
+            f"data: training.objective = \"dpo\" needs preference pairs, but the rows are of form '{form}'. Set "
+            'data.dataset = "examples" and data.path to rows with prompt, chosen and rejected; streams say so '
+            'themselves, with data.format = "preference".'
+        )
     if job.training.objective == "next_token":
         return NextToken()
     section = job.dpo

@@ -305,7 +305,10 @@ def test_override_wins_over_the_file_and_the_last_one_over_others() -> None:
             "--training.dtype=bf16",
             'training.dtype = "bf16" is not one of "float32", "bfloat16"; did you mean "bfloat16"?',
         ),
-        ("--data.dataset=c4", 'data.dataset = "c4" is not one of "stdlib", "text", "examples". Write one of these.'),
+        (
+            "--data.dataset=c4",
+            'data.dataset = "c4" is not one of "stdlib", "text", "examples", "images". Write one of these.',
+        ),
         (
             "--job.description=${oc.env:HOME}",
             "job.description = \"${oc.env:HOME}\" contains '${', which OmegaConf takes for an interpolation. "

@@ -1,0 +1,99 @@
+"""Every recipe loads, passes the preflight, and is built, sharded and planned on meta for its world size."""
+
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Qwen2_5_VLConfig
+
+from titanlite.config import assets, load_config
+from titanlite.distributed import ParallelDims, base_dtype, fake_ranks, parallelize
+from titanlite.materialize import build_plan
+from titanlite.models.build import build_model
+from titanlite.models.lora import apply_lora
+from titanlite.optim import count_parameters
+from titanlite.preflight import check
+
+ROOT = Path(__file__).parents[2]
+RECIPES = sorted((ROOT / "configs" / "recipes").glob("*.toml"))
+EXPECTED = {
+    "llama3.1_8b_sft",
+    "qwen2.5_vl_7b_sft",
+    "qwen3_0.6b_sft",
+    "qwen3_235b_a22b_sft",
+    "qwen3_30b_a3b_lora",
+    "qwen3_30b_a3b_sft",
+    "qwen3_8b_lora",
+    "qwen3_8b_sft",
+    "sft_arithmetic",
+}
+
+
+@pytest.fixture(autouse=True)
+def hub_without_a_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Repositories of the hub are folders with what a recipe needs of them: sizes, where it names no flavor."""
+    monkeypatch.chdir(tmp_path)
+
+    def local_folder(key: str, name: str, *, weights: bool) -> str:
+        folder = tmp_path / name
+        if name.startswith("outputs/"):
+            return name
+        assert re.fullmatch(r"(Qwen|meta-llama)/[\w.-]+", name), name
+        folder.mkdir(parents=True, exist_ok=True)
+        if name == "Qwen/Qwen2.5-VL-7B-Instruct":
+            text = {
+                "vocab_size": 152064,
+                "hidden_size": 3584,
+                "intermediate_size": 18944,
+                "num_hidden_layers": 28,
+                "num_attention_heads": 28,
+                "num_key_value_heads": 4,
+                "tie_word_embeddings": False,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
+            }
+            vision = {"out_hidden_size": 3584, "hidden_size": 1280, "intermediate_size": 3420}
+            config = Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=False)
+            config.architectures = ["Qwen2_5_VLForConditionalGeneration"]
+            config.save_pretrained(folder)
+        return str(folder)
+
+    monkeypatch.setattr(assets, "local_folder", local_folder)
+
+
+def test_recipes_are_all_there():
+    assert {path.name.removesuffix(".toml") for path in RECIPES} == EXPECTED
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
+def test_recipe_is_planned_for_its_world_size(path, monkeypatch):
+    text = path.read_text(encoding="utf-8")
+    stated = re.search(r"^# world size: (\d+)$", text, re.MULTILINE)
+    assert stated is not None
+    world_size = int(stated[1])
+    job = load_config(["--config", str(path)])
+    if job.job.prepare:
+        monkeypatch.setattr(sys, "argv", [job.job.prepare])
+        with pytest.raises(SystemExit, match="0"):
+            runpy.run_path(str(ROOT / job.job.prepare), run_name="__main__")
+    checked = check(job, world_size)
+    assert job.job.description and checked.degrees.world_size == world_size
+
+    with fake_ranks(world_size):
+        model = build_model(checked.model_config, base_dtype(checked.job, "cuda"))
+        apply_lora(model, checked.job.lora, torch.float32)
+        total, trained = count_parameters(model)
+        parallelize(model, checked.job, ParallelDims.build(checked.degrees, "cpu"), "cpu")
+        plan = build_plan(model)
+    # What this rank holds, all ranks hold together, but for what is not split: buffers and small replicated tensors.
+    held = sum(entry.region.numel for entry in plan.entries if entry.info.kind == "parameter")
+    assert held * world_size == pytest.approx(total, rel=0.02)
+
+    # The memory that the recipe's comment states first: frozen weights in bfloat16, or 16 bytes of each parameter.
+    stated_gb = re.search(r"= ([\d.]+) GB", text)
+    if path.stem != "sft_arithmetic":
+        assert stated_gb is not None
+        nbytes = 2 * (total - trained) if checked.job.lora.rank else 16 * total
+        assert float(stated_gb[1]) == pytest.approx(nbytes / world_size / 1e9, rel=0.01)
