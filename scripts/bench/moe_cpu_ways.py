@@ -100,8 +100,10 @@ def build_titanlite(folder: Path, *, packed: bool) -> Callable[[torch.Tensor], t
     from titanlite.materialize import materialize
     from titanlite.models.decoder import build_decoder
     from titanlite.models.families import model_config_from_hf
+    from titanlite.objectives import NextToken
     from titanlite.optim import ExpertBiasBalancer, build_lr_scheduler, build_optimizer
-    from titanlite.trainer import Trainer, configure, get_bias_update_rate
+    from titanlite.run_setup import configure, get_bias_update_rate
+    from titanlite.trainer import Trainer
 
     class Stepper(Trainer):
         """The trainer without its data, checkpoints and metrics."""
@@ -121,6 +123,7 @@ def build_titanlite(folder: Path, *, packed: bool) -> Callable[[torch.Tensor], t
             materialize(self.model, self.device, [hf_checkpoint(folder, config)])
             self.optimizer = build_optimizer(self.model, job.optimizer)
             self.lr_scheduler = build_lr_scheduler(self.optimizer, job.lr_scheduler, job.training.steps)
+            self.objective = NextToken()
             self.balancer = ExpertBiasBalancer(self.model, get_bias_update_rate(job, config))
             self.first_bad_step = torch.full((), -1)
 

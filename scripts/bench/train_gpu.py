@@ -63,8 +63,10 @@ from titanlite.metrics.flops import num_parameters, peak_flops
 from titanlite.models.decoder import build_decoder
 from titanlite.models.families import families, family_of
 from titanlite.models.hf_experts import use_titanlite_experts
+from titanlite.objectives import NextToken
 from titanlite.optim import ExpertBiasBalancer, build_lr_scheduler, build_optimizer
-from titanlite.trainer import Trainer, configure
+from titanlite.run_setup import configure
+from titanlite.trainer import Trainer
 
 STATE_BYTES = 44  # per parameter: cast 4 + 2, gradient 2 + 4, norm 4, AdamW reads 4 x 4 and writes 3 x 4
 _Row = dict[str, Any]
@@ -187,6 +189,7 @@ class BenchTrainer(Trainer):
         self.plan = materialize(self.model, device, seed=job.training.seed, buffer_device=device)
         self.optimizer = build_optimizer(self.model, job.optimizer)
         self.lr_scheduler = build_lr_scheduler(self.optimizer, job.lr_scheduler, 1_000_000)
+        self.objective = NextToken()
         self.balancer = ExpertBiasBalancer(self.model, 0.0)
         self.step = 0
         self.first_bad_step = torch.full((), -1, dtype=torch.int64, device=device)
