@@ -1,0 +1,96 @@
+"""What the trainer does before and around building: checks that need the device or the data, settings for modules."""
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from titanlite.checkpoint import Progress
+from titanlite.config import AnyModelConfig, JobConfig, TransformersConfig, save_resolved
+from titanlite.data import TrainLoader
+from titanlite.errors import ConfigError, DataError
+from titanlite.logger import logger
+from titanlite.models.decoder import Decoder
+from titanlite.models.families import family_of
+from titanlite.models.transformers_model import TransformersModel
+from titanlite.ops.grouped_gemm import resolve_backend
+
+
+def check_data_order(start: Progress, loader: TrainLoader) -> None:
+    """Say so if a resumed run would train on other data, or in another order, than the run that it goes on with."""
+    if start.data != loader.fingerprint:
+        logger.warning(
+            "data: the checkpoint was trained on %s, this run has %s; it goes on at sample %d of the new order.",
+            *(start.data, loader.fingerprint, start.samples),
+        )
+
+
+def make_dump_folder(job: JobConfig, folder: Path) -> None:
+    """Make the run's folder and save the resolved configuration in it, on rank 0.
+
+    Raises:
+        ConfigError: on all ranks, if rank 0 cannot write there. Collective: every rank must call.
+    """
+    failure: list[str | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            save_resolved(job, folder / "config.toml")
+        except OSError as error:
+            failure[0] = str(error)
+    dist.broadcast_object_list(failure, src=0)
+    if failure[0] is not None:
+        raise ConfigError(f"job.dump_folder: cannot write to {folder}: {failure[0]}. Choose another folder.")
+
+
+def check_device(job: JobConfig, device: torch.device) -> None:
+    """Refuse settings that this device would ignore or fail on.
+
+    Raises:
+        ConfigError: CPU offload, flex attention or Triton kernels without a GPU. The same on all ranks.
+    """
+    if job.model.attention_backend == "flex" and device.type != "cuda":
+        raise ConfigError("model.attention_backend: 'flex' has no backward pass on the CPU. Set it to 'sdpa'.")
+    if job.training.enable_cpu_offload and device.type != "cuda":
+        raise ConfigError("training.enable_cpu_offload: there is no CUDA device to offload from. Set it to false.")
+    try:
+        resolve_backend(job.moe.grouped_gemm, device, torch.float32)
+    except ValueError as error:
+        raise ConfigError(f"moe.grouped_gemm: {error}") from None
+
+
+def check_vocabulary(vocab_size: int, model_config: AnyModelConfig) -> None:
+    """Every token id must have a row in the embedding.
+
+    Raises:
+        DataError: the tokenizer has more tokens than the model. The same on all ranks.
+    """
+    if vocab_size > model_config.vocab_size:
+        raise DataError(
+            f"data: the tokenizer has {vocab_size} tokens, but the model's vocab_size is {model_config.vocab_size}. "
+            f"Set model.overrides.vocab_size = {vocab_size}, lower data.bpe_vocab_size, or use the model's tokenizer."
+        )
+
+
+def get_bias_update_rate(job: JobConfig, model_config: AnyModelConfig) -> float:
+    """The configured rate; unset, a bias is trained only where the exported architecture can hold it."""
+    if isinstance(model_config, TransformersConfig):
+        return 0.0
+    if job.moe.expert_bias_update_rate is not None:
+        return job.moe.expert_bias_update_rate
+    return 1e-3 if family_of(model_config).expert_bias_key is not None else 0.0
+
+
+def configure(model: Decoder | TransformersModel, job: JobConfig, device: torch.device) -> None:
+    """Hand the settings that are no sizes to the modules that use them."""
+    if isinstance(model, TransformersModel):
+        model.loss_chunk_tokens = job.training.loss_chunk_tokens
+        return
+    if model.moe_layers():
+        backend = resolve_backend(job.moe.grouped_gemm, device, torch.float32)
+        logger.info("moe: grouped GEMM backend: %s", backend)
+    model.model.attention_backend = job.model.attention_backend
+    model.lm_head.chunk_tokens = job.training.loss_chunk_tokens
+    for moe in model.moe_layers().values():
+        moe.gate.aux_loss_coeff, moe.gate.z_loss_coeff = job.moe.aux_loss_coeff, job.moe.z_loss_coeff
+        moe.experts.grouped_gemm_backend = job.moe.grouped_gemm
