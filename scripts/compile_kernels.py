@@ -63,7 +63,7 @@ class Result:
 
 def cases(arch: int) -> Iterator[Case]:
     """Everything that the launchers can start on this architecture."""
-    table = launch.TILES["large" if _SHARED[arch] >= 200 << 10 else "small"]
+    table = launch.TILES[launch.table_of(arch // 10, _SHARED[arch])]
     for dtype in ("bf16", "fp16", "fp32"):
         tiles = launch.TILES["float32"] if dtype == "fp32" else table
         # float16 differs from bfloat16 in the type of the instruction only.

@@ -5,12 +5,12 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
+from importlib import metadata
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
-import transformers
 
 from titanlite.config.schema import DataSection
 from titanlite.data.cache import get_cache_folder, load_or_build, write_atomic
@@ -120,7 +120,7 @@ def build_examples(data: DataSection, rows: Rows, tokenizer: "PreTrainedTokenize
 def _get_key(data: DataSection, rows: Rows, tokenizer: "PreTrainedTokenizerFast") -> str:
     """Of all that the tokens depend on; names of files are part of it, because errors are reported by them."""
     settings = [
-        *(_FORMAT_VERSION, transformers.__version__, data.format, data.train_on, data.bad_rows, rows.names),
+        *(_FORMAT_VERSION, metadata.version("transformers"), data.format, data.train_on, data.bad_rows, rows.names),
         *(tokenizer.eos_token_id, tokenizer.special_tokens_map, tokenizer.chat_template, rows.get_digest()),
         tokenizer.backend_tokenizer.to_str(),
     ]

@@ -16,12 +16,12 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import sha256
+from importlib import metadata
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import transformers
 
 from titanlite.config.schema import DataSection
 from titanlite.data.cache import get_cache_folder, write_atomic
@@ -270,7 +270,7 @@ def _join(found: list[tuple[Row, Example]], form: Any, names: tuple[str, ...]) -
 
 def _get_key(data: DataSection, rows: Rows, tokenizer: "PreTrainedTokenizerFast", seq_len: int) -> str:
     settings = [
-        *(_FORMAT_VERSION, transformers.__version__, data.format, data.train_on, data.bad_rows, data.too_long),
+        *(_FORMAT_VERSION, metadata.version("transformers"), data.format, data.train_on, data.bad_rows, data.too_long),
         *(data.packing, data.streaming_block_rows, seq_len, rows.names, rows.get_stamp(), tokenizer.eos_token_id),
         *(tokenizer.special_tokens_map, tokenizer.chat_template, tokenizer.backend_tokenizer.to_str()),
     ]

@@ -70,6 +70,8 @@ TILES = {
         "wgrad_gather": Tile(64, 64, 32, 4, 3, 2),
     },
 }
+# Up to Triton 3.7, the larger tile spills 200 bytes per thread to the stack there.
+TILES["blackwell"] = TILES["large"] | {"swiglu_backward": Tile(128, 64, 64, 8, 4, 1)}
 _FEW_ROWS = 64  # per group, on average
 _INTERPRETED_TILE = Tile(32, 32, 16, 4, 2, 1)  # edges, several tiles per group, and seconds instead of minutes
 _INTERPRETED_SMS = 4
@@ -261,8 +263,15 @@ def _tile_of(kernel: str, x: torch.Tensor) -> Tile:
         return _INTERPRETED_TILE
     if x.element_size() != 2:
         return TILES["float32"][kernel]
-    memory = torch.cuda.get_device_properties(x.device).shared_memory_per_block_optin
-    return TILES["large" if memory >= 200 << 10 else "small"][kernel]
+    properties = torch.cuda.get_device_properties(x.device)
+    return TILES[table_of(properties.major, properties.shared_memory_per_block_optin)][kernel]
+
+
+def table_of(major: int, shared_bytes: int) -> str:
+    """Key in `TILES` for two-byte dtypes on a device of compute capability `major`.x with that much shared memory."""
+    if shared_bytes < 200 << 10:
+        return "small"
+    return "blackwell" if major >= 10 else "large"
 
 
 def _programs_at_once(x: torch.Tensor, tile: Tile) -> int:
