@@ -352,8 +352,8 @@ def test_a_whole_run_of_train_gpu(one_rank, tmp_path):
     assert len(losses) == len(variants) + 3 + 1
     first = losses[1]
     for variant, loss in zip(variants, losses[1:], strict=False):
-        if variant.attention == "causal":  # the same batch, the same weights up to steps of 1e-7
-            assert loss == pytest.approx(first, rel=1e-4)
+        if variant.attention == "causal":  # the same batch; weights move by 1e-7 per step
+            assert loss == pytest.approx(first, rel=1e-3)
     assert all(abs(loss - first) < 0.5 for loss in losses)
     assert rows[1]["tokens_per_s"] == pytest.approx(32 / rows[1]["step_s"])
     paths, text = train_gpu.save(arguments, config, MACHINE, rows, budget)
