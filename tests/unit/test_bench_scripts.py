@@ -336,7 +336,7 @@ def one_rank() -> Iterator[torch.device]:
 
 @interpreted
 def test_a_whole_run_of_train_gpu(one_rank, tmp_path):
-    config = replace(families()["qwen3_moe"].presets["debug"], vocab_size=64, num_layers=2)
+    config = replace(families()["qwen3_moe"].presets["debug"], vocab_size=64, num_layers=1)
     arguments = argparse.Namespace(seq_len=16, sequences=2, steps=2, out=tmp_path)
     budget, rows = gpu_common.Budget(1e6), []
 
