@@ -90,7 +90,7 @@ def make_tokens(step: int) -> torch.Tensor:
     return torch.multinomial(weights, BATCH * SEQ_LEN, replacement=True, generator=generator).view(BATCH, SEQ_LEN)
 
 
-def build_titanlite(folder: Path, *, packed: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+def build_titanlite(folder: Path, *, packed: bool = False, expert_parallel: bool = False) -> Callable[[torch.Tensor], torch.Tensor]:
     """`Trainer.train_step` on a model sharded on meta and read from `folder`."""
     from titanlite.checkpoint import hf_checkpoint
     from titanlite.config import JobConfig
@@ -116,7 +116,10 @@ def build_titanlite(folder: Path, *, packed: bool) -> Callable[[torch.Tensor], t
             job.training.max_norm = _MAX_NORM
             job.activation_checkpoint.mode = "none"
             self.job, self.step = job, 0
-            self.dims = ParallelDims.build(Degrees(dp_shard=dist.get_world_size()), "cpu")
+            ranks = dist.get_world_size()
+            if expert_parallel:
+                job.parallelism.fsdp_reshard_after_forward = "never"
+            self.dims = ParallelDims.build(Degrees(dp_shard=ranks, ep=ranks if expert_parallel else 1), "cpu")
             self.model = build_decoder(config)
             configure(self.model, job, self.device)
             parallelize(self.model, job, self.dims, "cpu")
@@ -174,8 +177,9 @@ def build_fsdp2(folder: Path, *, sharded: bool) -> Callable[[torch.Tensor], torc
 
 # In this order in the tables. "fsdp2" is what losses are compared with.
 STEP_WAYS: Mapping[str, Callable[[Path], Callable[[torch.Tensor], torch.Tensor]]] = {
-    "titanlite": partial(build_titanlite, packed=False),
-    "titanlite_packed": partial(build_titanlite, packed=True),
+    "titanlite": partial(build_titanlite, expert_parallel=True),
+    "titanlite_fsdp": build_titanlite,
+    "titanlite_fsdp_packed": partial(build_titanlite, packed=True),
     "fsdp2": partial(build_fsdp2, sharded=False),
     "transformers_sharded": partial(build_fsdp2, sharded=True),
 }
