@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Score a model on the held-out additions of configs/recipes/sft_arithmetic.toml, with nothing but transformers.
 
-python scripts/recipes/score_arithmetic.py outputs/sft_arithmetic/checkpoint/step-900 [--rows FILE]
+python scripts/recipes/score_arithmetic.py outputs/sft_arithmetic/checkpoint/step-1000 [--rows FILE]
 """
 
 import argparse
