@@ -90,7 +90,9 @@ def make_tokens(step: int) -> torch.Tensor:
     return torch.multinomial(weights, BATCH * SEQ_LEN, replacement=True, generator=generator).view(BATCH, SEQ_LEN)
 
 
-def build_titanlite(folder: Path, *, packed: bool = False, expert_parallel: bool = False) -> Callable[[torch.Tensor], torch.Tensor]:
+def build_titanlite(
+    folder: Path, *, packed: bool = False, expert_parallel: bool = False
+) -> Callable[[torch.Tensor], torch.Tensor]:
     """`Trainer.train_step` on a model sharded on meta and read from `folder`."""
     from titanlite.checkpoint import hf_checkpoint
     from titanlite.config import JobConfig
