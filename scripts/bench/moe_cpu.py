@@ -8,15 +8,16 @@ Part `layer`: forward and backward of titanlite's `MoE` and of transformers' `Qw
 
 Part `step`: a Qwen3-MoE on gloo ranks, from one Hugging Face checkpoint made on the spot, in freshly forked processes:
 
-titanlite              `Trainer.train_step` with the experts split over the ranks (EP), the rest by FSDP2 and gathered once
+titanlite              `Trainer.train_step` with the experts split over the ranks (EP), the rest by FSDP2, gathered once
 titanlite_fsdp         the same with all parameters sharded by FSDP2, as in the ways below
 titanlite_fsdp_packed  the same with document ids, as titanlite's own data has them, and so with an attention mask
 fsdp2                  transformers' model, `fully_shard` on each layer and the root, `clip_grad_norm_`, fused AdamW
 transformers_sharded   the same, but sharded by transformers itself: `DistributedConfig(fsdp_size=...)`
 
-All but the packed one have a document per row and causal attention. Same batches, constant learning rate, no router loss, no activation checkpointing, weight decay on matrices only. Every
-step's loss has to agree with `fsdp2` in every round. The clock runs from the forward to the end of `zero_grad`; of the
-loss's all-reduce, which every way needs to report it, only titanlite's is inside.
+All but the packed one have a document per row and causal attention. Same batches, constant learning rate, no router
+loss, no activation checkpointing, weight decay on matrices only. Every step's loss has to agree with `fsdp2` in every
+round. The clock runs from the forward to the end of `zero_grad`; of the loss's all-reduce, which every way needs to
+report it, only titanlite's is inside.
 
 CPU s      user and system time of all threads of all ranks, per step: median over steps and rounds but each first step.
            It grew by half while other processes competed for the cores; compare ways of one run, on a quiet machine
