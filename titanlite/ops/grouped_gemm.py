@@ -89,9 +89,10 @@ def grouped_mm(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, bac
     if _use_torch_kernel(x, weight, backend):
         y = F.grouped_mm(x, weight, offs=offsets)
         return y.masked_fill_(_tail_mask(x, offsets), 0.0)
-    y = x.new_zeros(x.shape[0], weight.shape[2])
-    compute = _compute_dtype(x)
-    for expert, (start, end) in enumerate(_groups(offsets)):
+    y = x.new_empty(x.shape[0], weight.shape[2])
+    compute, groups = _compute_dtype(x), _groups(offsets)
+    y[groups[-1][1] if groups else 0 :] = 0
+    for expert, (start, end) in enumerate(groups):
         if compute == x.dtype:
             torch.mm(x[start:end], weight[expert], out=y[start:end])
         else:
@@ -111,7 +112,7 @@ def grouped_mm_wgrad(
         left, right = (dy, x) if k_major else (x, dy)
         dw = F.grouped_mm(left.mT, right, offs=offsets)
         return dw.mT if k_major else dw
-    dw = x.new_zeros((num_experts, n, k) if k_major else (num_experts, k, n))
+    dw = x.new_empty((num_experts, n, k) if k_major else (num_experts, k, n))  # a product over no rows is zeros
     compute = _compute_dtype(x)
     for expert, (start, end) in enumerate(_groups(offsets)):
         left, right = (dy, x) if k_major else (x, dy)

@@ -1,6 +1,7 @@
 """`grouped_gemm` against a float64 loop: values, gradients, layouts, rows beyond the groups, compile, error texts."""
 
 import itertools
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -26,6 +27,14 @@ LAYOUTS = {
     "not_power_of_two": [2, 1, 3, 0, 4, 1, 5],
     "uneven": [33, 0, 1, 64, 17],
 }
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory() -> Iterator[None]:
+    """Fresh memory is NaN, so that what is not written shows."""
+    torch.use_deterministic_algorithms(True)  # only then torch fills uninitialized memory
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def make_offsets(sizes: list[int]) -> torch.Tensor:
