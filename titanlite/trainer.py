@@ -27,7 +27,7 @@ from titanlite.distributed import (
 )
 from titanlite.errors import TrainingError
 from titanlite.evaluate import build_evaluator
-from titanlite.generate import generate_sample
+from titanlite.generate import generate_sample, get_end_of_turn_ids
 from titanlite.logger import logger
 from titanlite.materialize import Plan, SourceProvider, materialize
 from titanlite.materialize.agree import on_first_rank
@@ -343,7 +343,8 @@ class Trainer:
         )
         family, count = self.model.config.family, sum(param.numel() for param in self.model.parameters())
         card = render_model_card(self.job, family=family, num_parameters=count, progress=progress, results=self.results)
-        self.checkpointer.save(self.model, self.plan, self.optimizer, self.tokenizer, progress, self.device, card)
+        ends = [] if self.loader.dataset.form == "text" else get_end_of_turn_ids(self.tokenizer)  # of a chat's answers
+        self.checkpointer.save(self.model, self.plan, self.optimizer, self.tokenizer, progress, self.device, card, ends)
 
     def finish(self) -> None:
         """Save, show a sample, say where everything is, and upload. Collective: every rank must call."""

@@ -132,3 +132,7 @@ def test_resumed_on_another_world_size_the_stream_is_the_same(
     assert losses(tmp_path / "resumed") == pytest.approx(losses(tmp_path / "whole")[2:], rel=1e-4)
     saved = PreTrainedTokenizerFast.from_pretrained(tmp_path / "resumed/checkpoint/step-4")
     assert saved.chat_template == _TEMPLATE
+    generation = json.loads((tmp_path / "resumed/checkpoint/step-4/generation_config.json").read_text())
+    end_of_turn = saved.convert_tokens_to_ids("<|im_end|>")
+    eos = generation["eos_token_id"]
+    assert eos[-1] == end_of_turn and eos.count(end_of_turn) == 1  # plain transformers stops where the training did

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -139,8 +139,12 @@ def write_hf_files(
     tokenizer: Any,
     dtype: torch.dtype,
     assets: Path | None,
+    end_of_turn_ids: Sequence[int] = (),
 ) -> None:
-    """Write index, configuration and tokenizer beside the weights. On one rank."""
+    """Write index, configuration and tokenizer beside the weights. On one rank.
+
+    `end_of_turn_ids` end a text as well, beside what the model's own generation_config.json says.
+    """
     from transformers import GenerationConfig  # costs a second, and only saving needs it
 
     models = [file for file in files if "/" not in file.name]
@@ -160,11 +164,22 @@ def write_hf_files(
         shutil.copyfile(assets / "generation_config.json", folder / "generation_config.json")
     else:
         GenerationConfig.from_model_config(hf_config).save_pretrained(folder)
+    _add_end_of_turn(folder / "generation_config.json", end_of_turn_ids)
     save_tokenizer(tokenizer, folder)
     if assets is not None and isinstance(config, TransformersConfig):
         for name in _PROCESSOR_FILES:
             if (assets / name).exists() and not (folder / name).exists():
                 shutil.copyfile(assets / name, folder / name)
+
+
+def _add_end_of_turn(path: Path, ids: Sequence[int]) -> None:
+    """A base model that was tuned on chats ends its turns with another token than its texts."""
+    config = json.loads(path.read_text(encoding="utf-8"))
+    eos = config.get("eos_token_id")
+    known = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if missing := [token for token in ids if token not in known]:
+        config["eos_token_id"] = known + missing
+        path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def save_tokenizer(tokenizer: Any, folder: Path) -> None:

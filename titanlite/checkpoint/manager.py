@@ -180,10 +180,12 @@ class Checkpointer:
         progress: Progress,
         device: torch.device,
         card: str,
+        end_of_turn_ids: Sequence[int] = (),
     ) -> None:
         """Save `step-N`; once per step. In asynchronous mode training goes on as soon as the shards are copied.
 
-        `card` becomes its README.md. If the step is the best by `progress.results`, the link `best` leads to it then.
+        `card` becomes its README.md, `end_of_turn_ids` stop its generations. If the step is the best by
+        `progress.results`, the link `best` leads to it then.
 
         Raises:
             CheckpointError: on all ranks; this save failed, or the one before it that ran in the background.
@@ -205,7 +207,7 @@ class Checkpointer:
                 write_adapter_config(path, model, lora, self._section.initial_load_path)
                 save_tokenizer(tokenizer, path)
             else:
-                write_hf_files(path, files, model.config, tokenizer, dtype, assets)
+                write_hf_files(path, files, model.config, tokenizer, dtype, assets, end_of_turn_ids)
             (path / "README.md").write_text(card, encoding="utf-8")
             progress.write(path)
 
