@@ -71,6 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"titanlite: error: {error}", file=sys.stderr)
         code = 2
     if dist.is_initialized():
+        if code == 0:
+            dist.barrier()  # a rank that leaves while a peer still answers can tear that one's connections down
         dist.destroy_process_group()
     return code
 

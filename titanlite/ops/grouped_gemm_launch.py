@@ -138,7 +138,7 @@ def row_grouped_swiglu_backward(
     M, inner = _num_rows(dy, rows_M), weight_EKN.shape[2]
     chosen = tile or _tile_of("swiglu_backward", dy)
     dz, h = dy.new_empty(M, 2 * inner), dy.new_empty(M, inner)
-    parts = torch.empty(M, triton.cdiv(inner, chosen.cols), dtype=torch.float32, device=dy.device)
+    parts = torch.empty(M, -(-inner // chosen.cols), dtype=torch.float32, device=dy.device)
     _launch_rows(
         dy, weight_EKN, offsets_E, rows_M, SWIGLU_BACKWARD, inner, chosen, tma,
         y=dz, z=z_M2I, h=h, row_weight=row_weight_M, drow_weight=parts,
