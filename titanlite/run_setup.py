@@ -10,7 +10,7 @@ from titanlite.config import AnyModelConfig, JobConfig, TransformersConfig, save
 from titanlite.data import TrainLoader
 from titanlite.errors import ConfigError, DataError
 from titanlite.logger import logger
-from titanlite.models.decoder import Decoder
+from titanlite.models.build import AnyModel
 from titanlite.models.families import family_of
 from titanlite.models.transformers_model import TransformersModel
 from titanlite.ops.grouped_gemm import resolve_backend
@@ -81,7 +81,7 @@ def get_bias_update_rate(job: JobConfig, model_config: AnyModelConfig) -> float:
     return 1e-3 if family_of(model_config).expert_bias_key is not None else 0.0
 
 
-def configure(model: Decoder | TransformersModel, job: JobConfig, device: torch.device) -> None:
+def configure(model: AnyModel, job: JobConfig, device: torch.device) -> None:
     """Hand the settings that are no sizes to the modules that use them."""
     if isinstance(model, TransformersModel):
         model.loss_chunk_tokens = job.training.loss_chunk_tokens

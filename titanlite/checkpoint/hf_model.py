@@ -20,7 +20,7 @@ from titanlite.logger import logger
 from titanlite.materialize import Plan
 from titanlite.materialize.layout import local_of
 from titanlite.materialize.replicas import share_out
-from titanlite.models.decoder import Decoder
+from titanlite.models.build import AnyModel
 from titanlite.models.families import family_of
 from titanlite.models.families.family import KEY_ALIASES
 from titanlite.models.hf_config import load_config_and_class
@@ -39,7 +39,7 @@ _REPLACED_KEYS = {"quantization_config", "transformers_version", "torch_dtype", 
 
 
 def save_hf_model(
-    model: Decoder | TransformersModel,
+    model: AnyModel,
     plan: Plan,
     tokenizer: Any,
     folder: Path,

@@ -26,8 +26,8 @@ from titanlite.errors import CheckpointError, TitanliteError, raise_problems
 from titanlite.logger import logger
 from titanlite.materialize import Plan, SourceProvider
 from titanlite.materialize.agree import on_first_rank
+from titanlite.models.build import AnyModel
 from titanlite.models.decoder import Decoder
-from titanlite.models.transformers_model import TransformersModel
 
 
 class Checkpointer:
@@ -59,7 +59,7 @@ class Checkpointer:
 
     # --- loading
 
-    def weight_sources(self, model: Decoder | TransformersModel) -> list[SourceProvider]:
+    def weight_sources(self, model: AnyModel) -> list[SourceProvider]:
         """What `materialize` reads the weights from: the checkpoint to resume, a pretrained model, or nothing.
 
         With adapters it is the pretrained model in any case, and the adapters of the checkpoint to resume.
@@ -72,7 +72,7 @@ class Checkpointer:
             return [*self.initial_sources(model), adapters]
         return [weights_of(folder, model, exact=True)]
 
-    def initial_sources(self, model: Decoder | TransformersModel) -> list[SourceProvider]:
+    def initial_sources(self, model: AnyModel) -> list[SourceProvider]:
         """What a new run begins with: a pretrained model, or nothing."""
         if self._section.initial_load_path:
             return [weights_of(Path(self._section.initial_load_path), model)]
@@ -173,7 +173,7 @@ class Checkpointer:
 
     def save(
         self,
-        model: Decoder | TransformersModel,
+        model: AnyModel,
         plan: Plan,
         optimizer: torch.optim.Optimizer,
         tokenizer: Any,

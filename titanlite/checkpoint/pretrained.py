@@ -26,7 +26,7 @@ from titanlite.logger import logger
 from titanlite.materialize import Source, SourceProvider, TensorInfo, Unfit
 from titanlite.materialize.agree import on_first_rank
 from titanlite.materialize.sources import Read
-from titanlite.models.decoder import Decoder
+from titanlite.models.build import AnyModel
 from titanlite.models.families import Family, family_of
 from titanlite.models.families.family import QUANTIZATION_PROBLEM, is_readable_quantization
 from titanlite.models.transformers_model import TransformersModel
@@ -34,7 +34,7 @@ from titanlite.models.transformers_model import TransformersModel
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-def weights_of(folder: Path, model: Decoder | TransformersModel, *, exact: bool = False) -> SourceProvider:
+def weights_of(folder: Path, model: AnyModel, *, exact: bool = False) -> SourceProvider:
     """The weights of the Hugging Face model in `folder`, as a source for `materialize(model)`.
 
     Raises:

@@ -8,7 +8,8 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from titanlite.config.schema import ActivationCheckpointSection
-from titanlite.models.decoder import Attention, Decoder
+from titanlite.models.build import AnyModel
+from titanlite.models.decoder import Attention
 from titanlite.models.layers import FeedForward
 from titanlite.models.lora import adapted_modules
 from titanlite.models.moe import Experts
@@ -29,7 +30,7 @@ _KEPT_OPS = {
 }
 
 
-def apply_activation_checkpoint(model: Decoder | TransformersModel, section: ActivationCheckpointSection) -> None:
+def apply_activation_checkpoint(model: AnyModel, section: ActivationCheckpointSection) -> None:
     """Wrap the forwards that `section` selects; module names and parameters stay as they are.
 
     Whole layers in mode `full` and for every Nth layer. By operation, the regions are attention, feed-forward and

@@ -15,13 +15,13 @@ from torch.distributed.tensor import Shard
 from titanlite.distributed.collectives import all_to_all, register_group
 from titanlite.distributed.shard import shard_parameters
 from titanlite.errors import ConfigError, raise_problems
-from titanlite.models.decoder import Decoder
+from titanlite.models.build import AnyModel
 from titanlite.models.hf_experts import DISPATCH, use_titanlite_experts
 from titanlite.models.transformers_model import TransformersModel
 from titanlite.ops import group_by_expert, permute_tokens, unpermute_sum
 
 
-def apply_expert_parallel(model: Decoder | TransformersModel, mesh: DeviceMesh) -> None:
+def apply_expert_parallel(model: AnyModel, mesh: DeviceMesh) -> None:
     """Split the experts of every MoE layer over the one-axis `mesh`, in place, and let tokens travel.
 
     Attributes of parameters are kept. No collective is run; the model may be on meta. The experts of a model of

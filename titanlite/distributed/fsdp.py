@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard
 
 from titanlite.config.schema import JobConfig
 from titanlite.distributed.parallel_dims import ParallelDims
-from titanlite.models.decoder import Decoder
+from titanlite.models.build import AnyModel
 from titanlite.models.lora import is_adapter
 from titanlite.models.transformers_model import TransformersModel
 
@@ -38,7 +38,7 @@ def base_dtype(job: JobConfig, device_type: str) -> torch.dtype:
     return getattr(torch, job.lora.base_dtype)
 
 
-def apply_fsdp(model: Decoder | TransformersModel, job: JobConfig, dims: ParallelDims, device_type: str) -> None:
+def apply_fsdp(model: AnyModel, job: JobConfig, dims: ParallelDims, device_type: str) -> None:
     """Shard `model` in place, on meta. Attributes that were set on parameters are carried over.
 
     Units: each decoder layer, its experts if they live on another mesh, the embedding, and final norm with output head.
@@ -93,7 +93,7 @@ def apply_fsdp(model: Decoder | TransformersModel, job: JobConfig, dims: Paralle
         vars(param).update(attributes[name])
 
 
-def _expert_placement(model: Decoder | TransformersModel, dims: ParallelDims) -> Callable[[nn.Parameter], Shard | None]:
+def _expert_placement(model: AnyModel, dims: ParallelDims) -> Callable[[nn.Parameter], Shard | None]:
     """Split experts along dim 1 where there are more ranks than experts; everything else along dim 0.
 
     Also experts of transformers, whose other dims need not divide: there, ranks beyond the number of experts hold none.
@@ -116,7 +116,7 @@ def _expert_placement(model: Decoder | TransformersModel, dims: ParallelDims) ->
     return place
 
 
-def _prefetch_explicitly(model: Decoder | TransformersModel) -> None:
+def _prefetch_explicitly(model: AnyModel) -> None:
     """Order the all-gathers by hand: the host copy of the split sizes in each MoE layer stops implicit prefetching."""
     # fully_shard made FSDPModules of them, which their static types do not show.
     layers: list[Any] = list(model.decoder_layers())

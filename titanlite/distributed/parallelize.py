@@ -8,11 +8,11 @@ from titanlite.distributed.expert_parallel import apply_expert_parallel
 from titanlite.distributed.fsdp import apply_fsdp
 from titanlite.distributed.parallel_dims import ParallelDims
 from titanlite.distributed.tensor_parallel import apply_tensor_parallel
+from titanlite.models.build import AnyModel
 from titanlite.models.decoder import Decoder
-from titanlite.models.transformers_model import TransformersModel
 
 
-def parallelize(model: Decoder | TransformersModel, job: JobConfig, dims: ParallelDims, device_type: str) -> None:
+def parallelize(model: AnyModel, job: JobConfig, dims: ParallelDims, device_type: str) -> None:
     """Shard `model` in place as the configuration says. The model is, and stays, on meta; no data is moved.
 
     Tensor and expert parallelism come first, for FSDP2 splits the shards that they leave. Activation checkpointing

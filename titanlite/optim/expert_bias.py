@@ -4,8 +4,7 @@ import torch
 import torch.distributed as dist
 
 from titanlite.logger import logger
-from titanlite.models.decoder import Decoder
-from titanlite.models.transformers_model import TransformersModel
+from titanlite.models.build import AnyModel
 
 
 class ExpertBiasBalancer:
@@ -15,7 +14,7 @@ class ExpertBiasBalancer:
         counts: (layers, E) int64 on the model's device, this rank's rows since the last `step`.
     """
 
-    def __init__(self, model: Decoder | TransformersModel, update_rate: float) -> None:
+    def __init__(self, model: AnyModel, update_rate: float) -> None:
         self._routers = [moe.gate for moe in model.moe_layers().values()]
         self._update_rate = update_rate
         if self._routers:
