@@ -151,10 +151,8 @@ class Ranks:
         return out
 
 
-@pytest.mark.parametrize("splits", [(0, 12, 23), (0, 1, 23), (0, 8, 16, 23)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_vocabulary_shards_equal_the_whole(splits, dtype):
-    hidden, weight, labels = make_inputs(dtype=dtype)
+def run_on_shards(splits, hidden, weight, step):
+    """Of `step(hidden, rows, shard)` on each rank, a thread: (result, gradient of hidden, gradient of the rows)."""
     size = len(splits) - 1
     ranks, results = Ranks(size), [None] * size
 
@@ -168,9 +166,8 @@ def test_vocabulary_shards_equal_the_whole(splits, dtype):
         )
         mine = hidden.detach().clone().requires_grad_()
         rows = weight.detach()[begin:end].clone().requires_grad_()
-        loss = linear_cross_entropy(mine, rows, labels, 5, shard)
-        loss.backward()
-        results[rank] = loss.detach(), mine.grad, rows.grad
+        out = step(mine, rows, shard)
+        results[rank] = out.detach(), mine.grad, rows.grad
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
     for thread in threads:
@@ -178,6 +175,20 @@ def test_vocabulary_shards_equal_the_whole(splits, dtype):
     for thread in threads:
         thread.join()
     assert all(result is not None for result in results)
+    return results
+
+
+@pytest.mark.parametrize("splits", [(0, 12, 23), (0, 1, 23), (0, 8, 16, 23)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_vocabulary_shards_equal_the_whole(splits, dtype):
+    hidden, weight, labels = make_inputs(dtype=dtype)
+
+    def step(mine, rows, shard):
+        loss = linear_cross_entropy(mine, rows, labels, 5, shard)
+        loss.backward()
+        return loss
+
+    results = run_on_shards(splits, hidden, weight, step)
     loss, dhidden, dweight = reference(hidden, weight, labels)
     for result in results:
         assert_close(result[0], loss, BOUNDS[dtype])
@@ -266,30 +277,14 @@ def test_single_tokens_only_wanted_gradients():
 def test_vocabulary_shards_of_single_tokens(splits):
     hidden, weight, labels = make_inputs(dtype=torch.float64)
     upstream = torch.randn(13, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    size = len(splits) - 1
-    ranks, results = Ranks(size), [None] * size
 
-    def run(rank):
-        begin, end = splits[rank], splits[rank + 1]
-        shard = VocabShard(
-            start=begin,
-            vocab_size=splits[-1],
-            reduce_max=lambda x: ranks.reduce(rank, x, torch.amax),
-            reduce_sum=lambda x: ranks.reduce(rank, x, torch.sum),
-        )
-        mine = hidden.detach().clone().requires_grad_()
-        rows = weight.detach()[begin:end].clone().requires_grad_()
+    def step(mine, rows, shard):
         losses = linear_cross_entropy(mine, rows, labels, 5, shard, reduction="none")
         losses.backward(upstream)
-        results[rank] = losses.detach(), mine.grad, rows.grad
+        return losses
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    results = run_on_shards(splits, hidden, weight, step)
     losses, dhidden, dweight = token_reference(hidden, weight, labels, upstream)
-    assert all(result is not None for result in results)
     for result in results:
         assert_close(result[0], losses, BOUNDS[torch.float64])
     assert_close(sum(result[1] for result in results), dhidden, BOUNDS[torch.float64])
