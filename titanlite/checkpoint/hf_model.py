@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from titanlite.checkpoint.commit import commit_folder
-from titanlite.checkpoint.folder import INDEX_FILE, OWN_FOLDER
+from titanlite.checkpoint.folder import INDEX_FILE, OWN_FOLDER, read_json
 from titanlite.checkpoint.keys import MASTER_PREFIX, SIDECAR_FILE, checkpoint_pieces, is_sidecar, whole
 from titanlite.checkpoint.transformers_checkpoint import saved_entries, transformers_items
 from titanlite.checkpoint.writer import FileLayout, Item, lay_out
@@ -164,7 +164,8 @@ def write_hf_files(
         shutil.copyfile(assets / "generation_config.json", folder / "generation_config.json")
     else:
         GenerationConfig.from_model_config(hf_config).save_pretrained(folder)
-    _add_end_of_turn(folder / "generation_config.json", end_of_turn_ids)
+    if end_of_turn_ids:
+        _add_end_of_turn(folder / "generation_config.json", end_of_turn_ids)
     save_tokenizer(tokenizer, folder)
     if assets is not None and isinstance(config, TransformersConfig):
         for name in _PROCESSOR_FILES:
@@ -174,7 +175,7 @@ def write_hf_files(
 
 def _add_end_of_turn(path: Path, ids: Sequence[int]) -> None:
     """A base model that was tuned on chats ends its turns with another token than its texts."""
-    config = json.loads(path.read_text(encoding="utf-8"))
+    config = read_json(path, f"checkpoint: {path.parent}")
     eos = config.get("eos_token_id")
     known = eos if isinstance(eos, list) else [] if eos is None else [eos]
     if missing := [token for token in ids if token not in known]:
