@@ -27,20 +27,20 @@ def build_data(job: JobConfig, dp_rank: int, dp_degree: int) -> tuple["PreTraine
     must have at least is `loader.dataset.vocab_size`. `training.global_batch_size` = -1 means
     `local_batch_size * dp_degree`. With `data.tokenizer_path` empty, a tokenizer.json in `model.hf_assets_path` is
     used before a BPE is trained. `loader.dataset` is an `ExampleDataset` for `data.dataset` = 'examples' (with
-    `data.streaming` a `StreamDataset`), else a `PackedDataset`.
+    `data.streaming` a `StreamDataset`), an `ImageDataset` for 'images', else a `PackedDataset`.
 
     Raises:
         DataError: the text, a row or the tokenizer is missing or unusable, or there is too little for `seq_len`.
         ConfigError: the batch sizes and `dp_degree` do not fit each other.
     """
+    training = job.training
     if job.data.dataset == "images":
-        return _build_images(job, dp_rank, dp_degree)
-    data, training = resolve_tokenizer_path(job), job.training
-    if data.dataset == "examples":
-        build = _build_stream if data.streaming else build_example_dataset
-        tokenizer, dataset = build(data, training.seq_len, training.seed)
+        tokenizer, dataset = _build_images(job)
+    elif job.data.dataset == "examples":
+        build = _build_stream if job.data.streaming else build_example_dataset
+        tokenizer, dataset = build(resolve_tokenizer_path(job), training.seq_len, training.seed)
     else:
-        tokenizer, dataset = _build_packed(data, training.seq_len)
+        tokenizer, dataset = _build_packed(resolve_tokenizer_path(job), training.seq_len)
     loader = TrainLoader(
         dataset,
         seed=training.seed,
@@ -156,20 +156,11 @@ def _read_template(path: str) -> str:
         raise DataError(f"data.chat_template: cannot read {path}: {error}. Set it to a Jinja file in UTF-8.") from None
 
 
-def _build_images(job: JobConfig, dp_rank: int, dp_degree: int) -> tuple["PreTrainedTokenizerFast", TrainLoader]:
+def _build_images(job: JobConfig) -> tuple["PreTrainedTokenizerFast", SequenceDataset]:
     from titanlite.data.images import ImageDataset, load_processor, read_image_rows
 
-    training = job.training
     processor = load_processor(job.data.tokenizer_path or job.model.hf_assets_path)
     rows = read_image_rows(Path(job.data.path).expanduser())
-    dataset = ImageDataset(rows, processor, training.seq_len)
-    loader = TrainLoader(
-        cast(SequenceDataset, dataset),  # its batches have the fields of a Batch, and inputs
-        seed=training.seed,
-        global_batch_size=resolve_global_batch_size(training, dp_degree),
-        local_batch_size=training.local_batch_size,
-        dp_rank=dp_rank,
-        dp_degree=dp_degree,
-    )
+    dataset = ImageDataset(rows, processor, job.training.seq_len)
     logger.info("data: %s", dataset.fingerprint)
-    return processor.tokenizer, loader
+    return processor.tokenizer, cast(SequenceDataset, dataset)  # its batches have the fields of a Batch, and inputs
