@@ -232,6 +232,9 @@ class MetricsSection:
     log_freq: int = setting(10, "Steps between log lines and metric points.")
     enable_tensorboard: bool = setting(True, "Write TensorBoard events to job.dump_folder/save_tb_folder.")
     save_tb_folder: str = setting("tb", "Folder of the TensorBoard events, inside job.dump_folder.")
+    grad_norm_groups: bool = setting(
+        True, "Log the gradient norm of each group of parameters too: embedding, attention, experts, router, ..."
+    )
     enable_progress_bar: bool = setting(True, "Show a progress bar when standard output is a terminal.")
 
 

@@ -4,10 +4,13 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import debug
+
+from titanlite.distributed.flight_recorder import enable_flight_recorder
 
 
 @contextmanager
@@ -35,11 +38,12 @@ def _forget_meshes() -> None:
     debug._clear_sharding_prop_cache()  # pyright: ignore[reportPrivateUsage]
 
 
-def init_distributed(timeout_s: int) -> torch.device:
+def init_distributed(timeout_s: int, dump_folder: Path | None = None) -> torch.device:
     """Join the process group that torchrun announced, or make one of size 1; return this rank's device.
 
     NCCL for CUDA tensors with gloo beside it for small host objects; gloo alone without a GPU. A collective that waits
-    longer than `timeout_s` seconds ends the rank with an error instead of hanging.
+    longer than `timeout_s` seconds ends the rank with an error instead of hanging; with NCCL, every rank then leaves a
+    record of its last collectives in `dump_folder`, if there is one.
     """
     timeout = timedelta(seconds=timeout_s)
     if torch.cuda.is_available():
@@ -50,6 +54,8 @@ def init_distributed(timeout_s: int) -> torch.device:
         device, backend = torch.device("cpu"), "gloo"
     if dist.is_initialized():
         return device
+    if "nccl" in backend and dump_folder is not None:
+        enable_flight_recorder(dump_folder)
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:
