@@ -42,6 +42,7 @@ from titanlite.metrics import (
     get_memory,
     group_parameters,
     record_event,
+    start_memory_history,
     train_flops_per_token,
 )
 from titanlite.model_card import render_model_card
@@ -131,6 +132,7 @@ class Trainer:
             logger.info("job: %s", job.job.description)
         self.device = init_distributed(job.comm.timeout_seconds, self.dump_folder)
         check_device(job, self.device)
+        start_memory_history(job, self.device)
         self.dims = ParallelDims.build(degrees, self.device.type)
         logger.info("mesh: %s, %d ranks on %s", degrees, degrees.world_size, self.device.type)
 

@@ -243,6 +243,11 @@ class ProfilingSection:
     enable_profiling: bool = setting(False, "Record a torch.profiler trace of one step every profile_freq steps.")
     save_traces_folder: str = setting("profile_traces", "Folder of the traces, inside job.dump_folder.")
     profile_freq: int = setting(100, "Steps between traces.")
+    enable_memory_snapshot: bool = setting(
+        False,
+        "Record allocations on CUDA, and write them to job.dump_folder/memory/rankN.pickle when memory runs out. Costs "
+        "a few percent.",
+    )
 
 
 @dataclass

@@ -5,6 +5,7 @@ from titanlite.metrics.flops import num_parameters, peak_flops, train_flops_per_
 from titanlite.metrics.heatmap import expert_load_image
 from titanlite.metrics.logger import MetricsLogger
 from titanlite.metrics.moe import MoEState
+from titanlite.metrics.out_of_memory import explain_out_of_memory, start_memory_history
 from titanlite.metrics.parameter_groups import group_parameters
 from titanlite.metrics.point import StepPoint
 from titanlite.metrics.profiler import build_profiler
@@ -16,6 +17,7 @@ __all__ = [
     "StepPoint",
     "build_profiler",
     "expert_load_image",
+    "explain_out_of_memory",
     "gather_ranks",
     "get_busy_seconds",
     "get_memory",
@@ -24,5 +26,6 @@ __all__ = [
     "open_events",
     "peak_flops",
     "record_event",
+    "start_memory_history",
     "train_flops_per_token",
 ]
