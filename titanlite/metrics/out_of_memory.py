@@ -31,9 +31,7 @@ def start_memory_history(job: JobConfig, device: torch.device) -> None:
         return
     key = "profiling.enable_memory_snapshot"
     if device.type != "cuda":
-        raise ConfigError(
-            f"{key}: only the memory of CUDA devices can be recorded, and there is none. Set it to false."
-        )
+        raise ConfigError(f"{key}: only memory of CUDA devices can be recorded, and there is none. Set it to false.")
     record = getattr(torch.cuda.memory, _RECORD, None)
     if record is None or not hasattr(torch.cuda.memory, _DUMP):
         raise ConfigError(
@@ -77,10 +75,8 @@ def _describe(job: JobConfig, error: BaseException, memory: str, snapshot: str) 
 def _place(error: BaseException) -> str:
     """The innermost line of titanlite on the way to the error."""
     package = Path(__file__).parents[1]
-    frames = [
-        frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).is_relative_to(package)
-    ]
-    frames = [frame for frame in frames if Path(frame.filename) != Path(__file__)]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+    frames = [frame for frame in frames if Path(frame.filename).is_relative_to(package)]
     if not frames:
         return ""
     path = Path(frames[-1].filename).relative_to(package.parent)
