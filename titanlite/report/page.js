@@ -98,7 +98,7 @@
     const width = Math.max(box.clientWidth, 240);
     const yTicks = y.ticks;
     const left = 14 + 7 * Math.max(...yTicks.map((t) => (y.label || format)(t).length), x.title ? x.title.length : 1);
-    const inner = {left, top: 8, width: width - left - 14, height: height - 34};
+    const inner = {left, top: 8, width: width - left - 14, height: height - 38};
     const root = svg("svg", {width, height, viewBox: `0 0 ${width} ${height}`, role: "img", tabindex: 0,
       "aria-label": `${chart.title}. ${describe(chart)}`});
     const xs = scaleOf(x.low, x.high, inner.left, inner.width, false);
@@ -111,10 +111,10 @@
     }
     for (const value of x.ticks(Math.max(2, Math.floor(inner.width / 90)))) {
       const at = xs(value);
-      const anchor = at > inner.left + inner.width - 12 ? "end" : "middle";
-      grid.append(svg("text", {x: at, y: height - 10, "text-anchor": anchor}, x.label ? x.label(value) : format(value)));
+      const anchor = at > inner.left + inner.width - 12 ? "end" : at < inner.left + 12 ? "start" : "middle";
+      grid.append(svg("text", {x: at, y: height - 8, "text-anchor": anchor}, x.label ? x.label(value) : format(value)));
     }
-    if (x.title) grid.append(svg("text", {x: inner.left - 6, y: height - 10, "text-anchor": "end"}, x.title));
+    if (x.title) grid.append(svg("text", {x: inner.left - 6, y: height - 8, "text-anchor": "end"}, x.title));
     root.append(grid);
     return {root, xs, ys, inner, width, height};
   }

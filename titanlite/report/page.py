@@ -131,4 +131,5 @@ def _lost_rows(run: Run) -> str:
     dropped, twice = (sum(sum(row) for row in run.lists[name].values) for name in names)
     if not dropped and not twice:
         return "Every row that a router chose reached its expert once: none was dropped or duplicated in any step."
-    return f"A broken dispatcher: {dropped:,.0f} rows were dropped and {twice:,.0f} duplicated on the way to their experts."
+    rows = f"{dropped:,.0f} rows were dropped and {twice:,.0f} duplicated"
+    return f"{rows} on the way to their experts: the token dispatcher is broken."

@@ -18,11 +18,16 @@ _MOST_TENSORS = 400
 
 
 def render_table(
-    header: Sequence[str], rows: Iterable[Sequence[Any]], classes: Sequence[str], marked: Iterable[bool] = ()
+    header: Sequence[str],
+    rows: Iterable[Sequence[Any]],
+    classes: Sequence[str],
+    marked: Iterable[bool] = (),
+    *,
+    narrow: bool = False,
 ) -> str:
-    """A table; `classes` of its columns, `marked` rows stand out."""
+    """A table; `classes` of its columns, `marked` rows stand out, `narrow` ones are as wide as their text."""
     marks = list(marked)
-    lines = ['<div class="scroll"><table>']
+    lines = [f'<div class="scroll"><table{_class("narrow" if narrow else "")}>']
     if any(header):
         cells = "".join(
             f'<th scope="col"{_class("number" if kind == "number" else "")}>{escape(text)}</th>'
@@ -87,7 +92,8 @@ def render_plan(run: Run) -> str:
     table = render_table(header, rows, ["code", "number", "code", "code", "code", "text", "number"])
     more = f'<p class="none">{len(tensors) - len(rows)} more are in plan.json.</p>' if len(tensors) > len(rows) else ""
     where = f"Rank {plan.get('rank', 0)} of {plan.get('world_size', 1)}."
-    return f'<p class="none">{escape(where)}</p>{render_table(["", ""], sizes, ["name", "number"])}{table}{more}'
+    memory_table = render_table(["", ""], sizes, ["name", "number"], narrow=True)
+    return f'<p class="none">{escape(where)}</p>{memory_table}{table}{more}'
 
 
 def render_config(run: Run) -> str:
@@ -120,7 +126,9 @@ def render_config_differences(runs: Sequence[Run]) -> str:
     ]
     if not rows:
         return '<p class="none">All settings are the same.</p>'
-    return render_table(["setting", *(run.name for run in runs)], rows, ["code"] * (len(runs) + 1))
+    return "<h3>Settings that differ</h3>" + render_table(
+        ["setting", *(run.name for run in runs)], rows, ["code"] * (len(runs) + 1)
+    )
 
 
 def _show(value: Any) -> str:
