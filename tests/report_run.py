@@ -14,7 +14,7 @@ LAYERS, EXPERTS, RANKS = 3, 8, 4
 NASTY = "</script><script>alert(1)</script><img src=x onerror=alert(1)>&\"'"
 
 
-def write_run(folder: Path, steps: int = 60, *, every: int = 1, loss: float = 8.0, name: str = "") -> Path:
+def write_run(folder: Path, steps: int = 60, *, every: int = 1, loss: float = 8.0) -> Path:
     """A run of `steps` steps with everything that a run can have, and hostile texts where a text can come from outside.
 
     Loss is `loss` / step; rank 2 is slow in its data.
@@ -69,7 +69,7 @@ def write_run(folder: Path, steps: int = 60, *, every: int = 1, loss: float = 8.
     environment["machines"] = {"host": {"ranks": [0, 1, 2, 3], "devices": {"H100": 4}}}
     (folder / "environment.json").write_text(json.dumps(environment))
     tensor = {
-        "name": f"model.w{name}",
+        "name": "model.w",
         "count": 2,
         "shape": [8, 4],
         "dtype": "torch.float32",

@@ -147,10 +147,11 @@
     f.root.addEventListener("pointerleave", hide);
     f.root.addEventListener("blur", hide);
     f.root.addEventListener("keydown", (event) => {
-      const move = {ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity}[event.key];
-      if (move === undefined) return;
+      const last = stops.length - 1, fresh = current < 0;
+      const to = {ArrowLeft: fresh ? last : current - 1, ArrowRight: current + 1, Home: 0, End: last}[event.key];
+      if (to === undefined) return;
       event.preventDefault();
-      place(current < 0 ? (move > 0 ? 0 : stops.length - 1) : current + move);
+      place(to);
     });
   }
 

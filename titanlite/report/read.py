@@ -16,6 +16,7 @@ from titanlite.errors import TitanliteError
 METRICS, EXPERT_LOAD, EVENTS = "metrics.jsonl", "expert_load.jsonl", "events.jsonl"
 CONFIG, ENVIRONMENT, PLAN, LOG = "config.toml", "environment.json", "plan.json", "log.txt"
 _MOST_WARNINGS = 200
+_NAN = float("nan")
 
 
 @dataclass
@@ -171,17 +172,28 @@ def _add(run: Run, line: Mapping[str, Any]) -> None:
         elif name == "moe/first_layer":
             run.first_layer = int(value)
         elif isinstance(value, list):
-            series = run.lists.setdefault(name, Series(values=[]))
+            series = run.lists.get(name)
+            if series is None:
+                series = run.lists[name] = Series(values=[])
             series.steps.append(step)
-            series.values.append(array("f", [_number(item) for item in value]))
+            series.values.append(_numbers(value))
         elif value is None or isinstance(value, int | float):
-            series = run.scalars.setdefault(name, Series())
+            series = run.scalars.get(name)
+            if series is None:
+                series = run.scalars[name] = Series()
             series.steps.append(step)
-            series.values.append(_number(value))
+            series.values.append(_NAN if value is None else value)
+
+
+def _numbers(values: Sequence[Any]) -> array:
+    try:
+        return array("f", values)
+    except TypeError:  # null, or worse
+        return array("f", [_number(value) for value in values])
 
 
 def _number(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) else float("nan")
+    return float(value) if isinstance(value, int | float) else _NAN
 
 
 def _drop_redone(run: Run, line: Mapping[str, Any], step: int) -> None:

@@ -152,14 +152,16 @@ def test_the_least_that_a_run_can_have(tmp_path: Path):
 def test_a_hundred_thousand_steps_make_a_small_page_quickly(tmp_path: Path):
     write_run(tmp_path, steps=200)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    training = json.dumps(next(line for line in lines if "loss/train" in line))
+    training = next(line for line in lines if "loss/train" in line)
+    kept = ("step", "loss/train", "grad_norm", "throughput/tokens_per_s", "moe/load_max_over_mean")
+    text = json.dumps({name: training[name] for name in kept})
     with (tmp_path / "metrics.jsonl").open("w") as file:
         for step in range(1, 100_001):
-            file.write(training.replace('"step": 1,', f'"step": {step},', 1) + "\n")
+            file.write(text.replace('"step": 1,', f'"step": {step},', 1) + "\n")
     began = time.process_time()
     page = render(tmp_path)
-    assert len(page) < 1_000_000
-    assert time.process_time() - began < 60  # 9 s on an idle core of 2026; a page per point would take minutes
+    assert time.process_time() - began < 20  # 1.3 s on one core of 2026; 5 s with all that a run writes
+    assert len(page) < 600_000
     assert charts_of(page)["loss"]["series"][0]["x"][-1] == 100_000
 
 
