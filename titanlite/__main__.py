@@ -12,6 +12,7 @@ _USAGE = """usage: python -m titanlite COMMAND [arguments]
   inspect    show what is in a checkpoint: DIR [--checksums] [--all] [--config FILE --world-size N ...]
   export     write a checkpoint as a plain Hugging Face model: DIR OUT --dtype bfloat16 [--merge --base MODEL]
   generate   continue prompts with a model: --model DIR --prompt TEXT [--chat] [--max-new-tokens N ...]
+  report     write an HTML page on a run: RUN [--output FILE] [--compare RUN2 ...]
   config     write docs/config.md from the schema (--check: only compare)"""
 
 
@@ -72,6 +73,11 @@ def _commands() -> dict[str, Callable[[Sequence[str]], int]]:
 
         return main(argv)
 
+    def report(argv: Sequence[str]) -> int:
+        from titanlite.report import main
+
+        return main(argv)
+
     return {
         "train": train,
         "check": check,
@@ -80,6 +86,7 @@ def _commands() -> dict[str, Callable[[Sequence[str]], int]]:
         "inspect": inspect,
         "export": export,
         "generate": generate,
+        "report": report,
     }
 
 

@@ -36,7 +36,7 @@ class CheckpointError(TitanliteError):
 
 
 class TrainingError(TitanliteError):
-    """Training cannot go on: a loss or gradient is not finite."""
+    """Training cannot go on: a loss or gradient is not finite, or memory ran out."""
 
 
 def raise_problems(error: type[TitanliteError], where: str, problems: Iterable[str]) -> None:

@@ -9,7 +9,8 @@ from titanlite.checkpoint import Progress
 from titanlite.config import AnyModelConfig, JobConfig, TransformersConfig, save_resolved
 from titanlite.data import TrainLoader
 from titanlite.errors import ConfigError, DataError
-from titanlite.logger import logger
+from titanlite.logger import log_to_folder, logger
+from titanlite.metrics import open_events
 from titanlite.models.build import AnyModel
 from titanlite.models.families import family_of
 from titanlite.models.transformers_model import TransformersModel
@@ -26,7 +27,7 @@ def check_data_order(start: Progress, loader: TrainLoader) -> None:
 
 
 def make_dump_folder(job: JobConfig, folder: Path) -> None:
-    """Make the run's folder and save the resolved configuration in it, on rank 0.
+    """Make the run's folder and save the resolved configuration in it, on rank 0. Log and events go there from now on.
 
     Raises:
         ConfigError: on all ranks, if rank 0 cannot write there. Collective: every rank must call.
@@ -41,6 +42,8 @@ def make_dump_folder(job: JobConfig, folder: Path) -> None:
     dist.broadcast_object_list(failure, src=0)
     if failure[0] is not None:
         raise ConfigError(f"job.dump_folder: cannot write to {folder}: {failure[0]}. Choose another folder.")
+    log_to_folder(folder)
+    open_events(folder)
 
 
 def check_device(job: JobConfig, device: torch.device) -> None:

@@ -14,6 +14,7 @@ from titanlite import stop
 from titanlite.config import load_config
 from titanlite.errors import NOTICE_FOLDER, TitanliteError
 from titanlite.logger import setup_logger
+from titanlite.metrics import explain_out_of_memory
 from titanlite.preflight import check
 from titanlite.trainer import Trainer
 
@@ -30,8 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         stop.install()
         checked = check(load_config(sys.argv[1:] if argv is None else argv), int(os.environ.get("WORLD_SIZE", "1")))
-        trainer = Trainer(checked.job, checked.model_config, checked.degrees)
-        trainer.train()
+        with explain_out_of_memory(checked.job):
+            trainer = Trainer(checked.job, checked.model_config, checked.degrees)
+            trainer.train()
         if trainer.stopping and not checked.job.checkpoint.enable:
             code = 128 + signal.SIGTERM  # what was trained is lost
     except TitanliteError as error:

@@ -181,9 +181,10 @@ class Checkpointer:
         device: torch.device,
         card: str,
         end_of_turn_ids: Sequence[int] = (),
-    ) -> None:
-        """Save `step-N`; once per step. In asynchronous mode training goes on as soon as the shards are copied.
+    ) -> bool:
+        """Save `step-N`; False if it was saved already, or is not to be.
 
+        In asynchronous mode training goes on as soon as the shards are copied.
         `card` becomes its README.md, `end_of_turn_ids` stop its generations. If the step is the best by
         `progress.results`, the link `best` leads to it then.
 
@@ -191,7 +192,7 @@ class Checkpointer:
             CheckpointError: on all ranks; this save failed, or the one before it that ran in the background.
         """
         if not self._section.enable or progress.step == self._saved_step:
-            return
+            return False
         self.wait()
         began = time.perf_counter()
         dtype = getattr(torch, self._section.export_dtype)
@@ -230,7 +231,7 @@ class Checkpointer:
         if self._section.async_mode == "disabled":
             write()
             self._saved_step = progress.step
-            return
+            return True
         self._saved_step = progress.step
         files = self._snapshot(files)
         self._pending = self._pool.submit(write)
@@ -239,6 +240,7 @@ class Checkpointer:
             progress.step,
             time.perf_counter() - began,
         )
+        return True
 
     def final_folder(self, step: int) -> Path:
         """What to hand out after training: the checkpoint marked by `checkpoint.save_best`, or else that of `step`."""

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
+from titanlite import timers
 from titanlite.distributed.collectives import all_to_all, register_group
 from titanlite.distributed.shard import shard_parameters
 from titanlite.errors import ConfigError, raise_problems
@@ -43,6 +44,7 @@ def apply_expert_parallel(model: AnyModel, mesh: DeviceMesh) -> None:
         return
     for moe in model.moe_layers().values():
         shard_parameters(moe.experts, mesh, {param: Shard(0) for param in moe.experts.parameters()})
+        moe.experts.first_expert = mesh.get_local_rank() * moe.experts.num_experts // mesh.size()
         moe.dispatch = dispatch
 
 
@@ -80,7 +82,8 @@ class ExpertParallelDispatcher:
         token_R = order_R // top_k
         sent_ne = counts_E.view(self._size, -1)
         received_ne = torch.empty_like(sent_ne)
-        dist.all_to_all_single(received_ne, sent_ne, group=self._group)
+        with timers.collective():
+            dist.all_to_all_single(received_ne, sent_ne, group=self._group)
         send, receive = torch.stack([sent_ne.sum(1), received_ne.sum(1)]).tolist()  # synchronization point
 
         x_RD = permute_tokens(x_TD, token_R, rows_Tk)

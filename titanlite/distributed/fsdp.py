@@ -15,6 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import Shard
 
 from titanlite.config.schema import JobConfig
+from titanlite.distributed.fsdp_timing import time_collectives
 from titanlite.distributed.parallel_dims import ParallelDims
 from titanlite.models.build import AnyModel
 from titanlite.models.lora import is_adapter
@@ -92,6 +93,7 @@ def apply_fsdp(model: AnyModel, job: JobConfig, dims: ParallelDims, device_type:
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
+            time_collectives(module, has_replicas=dims.degrees.dp_replicate > 1)
     if dims.degrees.ep > 1:
         _prefetch_explicitly([[layer, *units[layer]] for layer in layers])
     for name, param in model.named_parameters(remove_duplicate=False):

@@ -1,19 +1,17 @@
 """Process group and device of this rank."""
 
-import ctypes
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import debug
 
-# From glibc's malloc.h.
-_M_TRIM_THRESHOLD = -1
-_M_MMAP_THRESHOLD = -3
+from titanlite.distributed.flight_recorder import enable_flight_recorder
+from titanlite.distributed.host_memory import keep_freed_memory
 
 
 @contextmanager
@@ -41,24 +39,12 @@ def _forget_meshes() -> None:
     debug._clear_sharding_prop_cache()  # pyright: ignore[reportPrivateUsage]
 
 
-def keep_freed_memory() -> None:
-    """Let this process keep the host memory that it frees, for its next tensors, as CUDA's allocator does on GPUs.
-
-    By default glibc gives every block from 128 KiB to 32 MiB back to the kernel sooner or later; getting it again costs
-    a page fault and a cleared page per 4 KiB, in each step anew: a tenth of a small model's CPU time. The peak stays
-    what it was. Nothing is changed where the C library is not glibc.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, 1 << 30)
-        mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
-
-
-def init_distributed(timeout_s: int) -> torch.device:
+def init_distributed(timeout_s: int, dump_folder: Path | None = None) -> torch.device:
     """Join the process group that torchrun announced, or make one of size 1; return this rank's device.
 
     NCCL for CUDA tensors with gloo beside it for small host objects; gloo alone without a GPU. A collective that waits
-    longer than `timeout_s` seconds ends the rank with an error instead of hanging.
+    longer than `timeout_s` seconds ends the rank with an error instead of hanging; with NCCL, every rank then leaves a
+    record of its last collectives in `dump_folder`, if there is one.
     """
     timeout = timedelta(seconds=timeout_s)
     if torch.cuda.is_available():
@@ -70,6 +56,8 @@ def init_distributed(timeout_s: int) -> torch.device:
         keep_freed_memory()
     if dist.is_initialized():
         return device
+    if "nccl" in backend and dump_folder is not None:
+        enable_flight_recorder(dump_folder)
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:

@@ -1,4 +1,4 @@
-"""What a rank does to its process."""
+"""Memory that a CPU rank has freed."""
 
 import subprocess
 import sys
@@ -7,7 +7,7 @@ import pytest
 
 FAULTS_OF_NEW_TENSORS = """
 import resource, torch
-from titanlite.distributed.process_group import keep_freed_memory
+from titanlite.distributed.host_memory import keep_freed_memory
 
 def faults(keep):
     if keep:
