@@ -42,6 +42,7 @@ from titanlite.optim import (
     step_if_finite,
 )
 from titanlite.results import Results
+from titanlite.run_plan import save_run_plan
 from titanlite.run_setup import (
     build_on_meta,
     check_data_order,
@@ -159,6 +160,7 @@ class Trainer:
             *(model_config.family, total / 1e6, "" if trained == total else f", {trained / 1e6:.3f} M of them trained"),
             self.plan.local_bytes / 2**20,
         )
+        save_run_plan(self.plan, self.dump_folder)
         self.objective.prepare(self.coming_batches(), self.initial_model, self.device)
 
     def build_sharded(

@@ -23,7 +23,6 @@ from titanlite.models.hf_experts import DISPATCH, use_titanlite_experts
 from titanlite.models.transformers_model import TransformersModel
 from titanlite.ops import group_by_expert, permute_tokens, unpermute_sum
 
-
 _assume_balanced: ContextVar[bool] = ContextVar("assume_balanced", default=False)
 
 

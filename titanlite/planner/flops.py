@@ -50,7 +50,9 @@ def _grouped_mm_wgrad(x: torch.Tensor, dy: torch.Tensor, *_: Any) -> int:
     return 2 * x.shape[0] * x.shape[1] * dy.shape[1]
 
 
-def _moe_experts_forward(x: Any, gate_up: torch.Tensor, down: Any, row_weight: Any, token: torch.Tensor, *_: Any) -> int:
+def _moe_experts_forward(
+    x: Any, gate_up: torch.Tensor, down: Any, row_weight: Any, token: torch.Tensor, *_: Any
+) -> int:
     _, two_inner, hidden = gate_up.shape
     return 2 * token.shape[0] * hidden * (two_inner + two_inner // 2)
 
@@ -58,7 +60,7 @@ def _moe_experts_forward(x: Any, gate_up: torch.Tensor, down: Any, row_weight: A
 def _moe_experts_backward(
     dout: Any, x: Any, gate_up: torch.Tensor, down: Any, row_weight: Any, token: torch.Tensor, *rest: Any
 ) -> int:
-    """dh (always: the gradient of the row weights needs it), dx, and the two gradients of weights."""
+    """Gradients dh (always: the gradient of the row weights needs it), dx, and those of the two weights."""
     _, two_inner, hidden = gate_up.shape
     need_x, need_gate_up, need_down, _ = rest[-1]
     widths = two_inner // 2 * (1 + need_down) + two_inner * (need_x + need_gate_up)

@@ -25,7 +25,7 @@ from titanlite.materialize.execute import exchange, sharded_like
 from titanlite.models.build import AnyModel
 from titanlite.objectives import DPO, AdaptersOff, NextToken, ObjectiveSums
 from titanlite.ops.planned import plan_for_device
-from titanlite.optim import ExpertBiasBalancer, build_lr_scheduler, build_optimizer
+from titanlite.optim import ExpertBiasBalancer, build_lr_scheduler, build_optimizer, step_if_finite
 from titanlite.planner.tracker import GRADIENTS, StepRecorder, fixed_scalars
 from titanlite.run_setup import build_on_meta, get_bias_update_rate
 from titanlite.trainer import Trainer
@@ -39,9 +39,7 @@ class StandInTrainer(Trainer):
     Use it inside `without_data`. The parts that need data, files or the network are not there.
     """
 
-    def __init__(
-        self, job: JobConfig, model_config: AnyModelConfig, degrees: Degrees, device_type: DeviceType
-    ) -> None:
+    def __init__(self, job: JobConfig, model_config: AnyModelConfig, degrees: Degrees, device_type: DeviceType) -> None:
         self.job, self.device = job, torch.device("cpu")  # where fake tensors are; FSDP2 needs no streams there
         self.dims = ParallelDims.build(degrees, "cpu")
         # A mesh looks its ranks up when it is made, so all are made before tensors have no data.
@@ -53,9 +51,18 @@ class StandInTrainer(Trainer):
             self.optimizer = build_optimizer(self.model, job.optimizer)
             self.balancer = ExpertBiasBalancer(self.model, get_bias_update_rate(job, model_config))
             self.first_bad_step = torch.full((), -1, dtype=torch.int64)
+            with fixed_scalars():
+                self._make_optimizer_states()
         self.lr_scheduler = build_lr_scheduler(self.optimizer, job.lr_scheduler, max(job.training.steps, 1))
         self.objective = _build_objective(job)
         self.step = 0
+
+    def _make_optimizer_states(self) -> None:
+        """As a first step makes them; DTensor then works on tensors of global size, which are no memory of a run."""
+        for param in self.model.parameters():
+            param.grad = torch.zeros_like(param) if param.requires_grad else None
+        step_if_finite(self.optimizer, torch.ones((), dtype=torch.bool))
+        self.optimizer.zero_grad()
 
     def persistent(self) -> Iterator[torch.Tensor]:
         """Every tensor that lives from step to step."""

@@ -18,13 +18,14 @@ from titanlite.config import AnyModelConfig, JobConfig, ModelConfig
 from titanlite.config.parallelism import Degrees, resolve_global_batch_size
 from titanlite.distributed import ParallelDims, fake_ranks
 from titanlite.materialize.layout import local_of
+from titanlite.models.transformers_model import TransformersModel
 from titanlite.planner.flops import Flops
 from titanlite.planner.stand_in import DeviceType, StandInTrainer, observed, without_data
 from titanlite.planner.tracker import Segment, StepRecorder
 from titanlite.planner.workspace import cuda_workspace
 
 _K = TypeVar("_K")
-_FEWEST = 3  # layers of a kind: the first, the last, and one more
+_FEWEST = 2  # layers of a kind: the first and the last
 
 
 class Moment(NamedTuple):
@@ -135,6 +136,9 @@ def trace_step(
     if every_layer or not isinstance(model_config, ModelConfig) or layers is None:
         return _trace(job, model_config, degrees, rank, device_type)
     wanted, few, period = layers
+    more_layers = sum(sum(few) + period for num, num_few in zip(wanted, few, strict=True) if num > num_few)
+    if sum(few) + more_layers >= sum(wanted):
+        return _trace(job, model_config, degrees, rank, device_type)
     found = base = _trace(job, _with_layers(model_config, few), degrees, rank, device_type)
     traced = sum(few)
     for kind, (num, num_few) in enumerate(zip(wanted, few, strict=True)):
@@ -188,11 +192,13 @@ def _trace(
         trainer = StandInTrainer(job, model_config, degrees, device_type)
         with without_data(trainer, device_type):
             batches = trainer.make_batches(min(micro_batches, 2))
-            trainer.train_step(batches)  # makes optimizer states, and FSDP2 learns the order of its units
+            if isinstance(trainer.model, TransformersModel):
+                trainer.train_step(batches)  # its first forward looks at how the model works
             workspace = cuda_workspace if device_type == "cuda" else lambda *_: 0
             recorder = StepRecorder([*trainer.persistent(), *_tensors_of(batches)], workspace)
             with observed(trainer, recorder):
                 trainer.train_step(batches)
+            recorder.leave_out(trainer.persistent())
             num_layers = _layers_by_kind(model_config)
             if not isinstance(model_config, ModelConfig):
                 num_layers = (len(trainer.model.decoder_layers()), 0)
@@ -203,7 +209,8 @@ def summarize(
     recorder: StepRecorder, trainer: StandInTrainer, num_layers: tuple[int, ...], micro_batches: int
 ) -> StepTrace:
     """The figures of a recorded step of min(`micro_batches`, 2) micro-batches, as those of all of them."""
-    repeats = max(micro_batches - 1, 0)
+    assert dist.group.WORLD is not None
+    repeats, world = max(micro_batches - 1, 0), dist.group.WORLD.group_name
 
     def times(segment: Segment) -> int:
         return repeats if segment.micro_batch == 1 else 1
@@ -211,7 +218,8 @@ def summarize(
     axes = axis_names(trainer.dims)
     counts, nbytes = Counter[Traffic](), Counter[Traffic]()
     for call in recorder.collectives:
-        traffic = Traffic(call.kind, axes.get(call.group, "other"), call.segment.micro_batch < 0)
+        per_step = call.segment.micro_batch < 0
+        traffic = Traffic(call.kind, "world" if per_step and call.group == world else axes[call.group], per_step)
         counts[traffic] += times(call.segment)
         nbytes[traffic] += times(call.segment) * call.nbytes
     flops = sum((flops * times(segment) for segment, flops in recorder.flops.items()), Flops())
@@ -243,13 +251,13 @@ def _moment(segment: Segment, num_layers: tuple[int, ...]) -> Moment:
 
 
 def axis_names(dims: ParallelDims) -> dict[str, str]:
-    """Name of the process group -> mesh axis."""
-    names = {}
+    """Name of the process group -> mesh axis; an axis with all ranks may have the group of all ranks."""
+    assert dist.group.WORLD is not None
+    names = {dist.group.WORLD.group_name: "world"}
     for mesh, axes in ((dims.sparse, ("dp_replicate", "efsdp", "ep")), (dims.dense, ("dp_replicate", "fsdp", "tp"))):
         for axis in axes:
             names[mesh.get_group(axis).group_name] = "dp_shard" if axis == "fsdp" else axis
-    assert dist.group.WORLD is not None
-    return {**names, dist.group.WORLD.group_name: "world"}
+    return names
 
 
 def _tensors_of(batches) -> Iterator:  # type: ignore[no-untyped-def]

@@ -22,6 +22,7 @@ from titanlite.planner.flops import Flops, count_flops
 
 GATHERED, UNREDUCED, EXCHANGED = "gathered parameters", "unreduced gradients", "exchanged activations"
 GRADIENTS, ACTIVATIONS, LOGITS, TEMPORARIES = "gradients", "activations", "logits and loss", "temporaries"
+_PERSISTENT = "persistent"  # came into being in this step, to stay
 CATEGORIES = (GRADIENTS, ACTIVATIONS, EXCHANGED, LOGITS, GATHERED, UNREDUCED, TEMPORARIES)
 
 _aten, _c10d, _fsdp, _own = torch.ops.aten, torch.ops.c10d, torch.ops.fsdp, torch.ops.titanlite
@@ -88,6 +89,7 @@ class StepRecorder(TorchDispatchMode):
 
     Args:
         persistent: tensors that exist before and after: weights, optimizer states, buffers, the batch. Not counted.
+            What a first step makes of that kind is named afterwards, to `leave_out`.
         workspace: (operator, arguments, result) -> bytes that its kernel holds only while it runs.
 
     Attributes:
@@ -141,6 +143,10 @@ class StepRecorder(TorchDispatchMode):
             serial = self._serials.get(_local(tensor).untyped_storage()._cdata)
             if serial is not None:
                 self._category[serial] = category
+
+    def leave_out(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Do not count the storages of `tensors`: they stay after the step."""
+        self.mark(tensors, _PERSISTENT)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
@@ -224,7 +230,7 @@ class StepRecorder(TorchDispatchMode):
         """Of each stretch, live bytes by category at the moment when they were most; persistent tensors not counted."""
         category = self._kinds()
         live: dict[int, int] = {}
-        totals = dict.fromkeys(CATEGORIES, 0)
+        totals = dict.fromkeys((*CATEGORIES, _PERSISTENT), 0)
         peaks: dict[Segment, dict[str, int]] = {}
         segment, most = None, -1
         for event in self._events:
@@ -237,10 +243,10 @@ class StepRecorder(TorchDispatchMode):
                 nbytes = 0 if isinstance(event, _Freed) else event.nbytes
                 totals[category[event.serial]] += nbytes - live.get(event.serial, 0)
                 live[event.serial] = nbytes
-            total = sum(totals.values()) + inside
+            total = sum(totals[name] for name in CATEGORIES) + inside
             if segment is not None and total > most:
                 most = total
-                peaks[segment] = {**totals, TEMPORARIES: totals[TEMPORARIES] + inside}
+                peaks[segment] = {name: totals[name] + inside * (name == TEMPORARIES) for name in CATEGORIES}
         return peaks
 
     def _kinds(self) -> dict[int, str]:
@@ -267,7 +273,9 @@ class StepRecorder(TorchDispatchMode):
 
 
 _NO_TRAFFIC = {
-    getattr(torch.ops._c10d_functional, name).default for name in ("wait_tensor",) if hasattr(torch.ops, "_c10d_functional")
+    getattr(torch.ops._c10d_functional, name).default
+    for name in ("wait_tensor",)
+    if hasattr(torch.ops, "_c10d_functional")
 }
 
 

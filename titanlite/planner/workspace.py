@@ -15,15 +15,15 @@ def cuda_workspace(func: Any, args: tuple[Any, ...], out: Any) -> int:
 
 
 def _moe_experts_forward(args: tuple[Any, ...], out: Any) -> int:
-    """h (R, I), and the results per row (R, D); see `ops.moe_experts`."""
+    """Tensors h (R, I), and the results per row (R, D); see `ops.moe_experts`."""
     x, gate_up, _, _, token, *_ = args
     inner = gate_up.shape[1] // 2
     return token.shape[0] * (inner + x.shape[1]) * x.element_size()
 
 
 def _moe_experts_backward(args: tuple[Any, ...], out: Any) -> int:
-    """dz (R, 2 I) with h (R, I) first, then with the gradients per row (R, D)."""
-    dout, x, gate_up, _, _, token, *_ = args
+    """Tensors dz (R, 2 I) with h (R, I) first, then with the gradients per row (R, D)."""
+    _, x, gate_up, _, _, token, *_ = args
     two_inner = gate_up.shape[1]
     return token.shape[0] * (two_inner + max(two_inner // 2, x.shape[1])) * x.element_size()
 
