@@ -1,6 +1,7 @@
 """`python -m titanlite plan --config FILE --world-size N`: what a run will take, without a GPU and without weights."""
 
 import argparse
+import gc
 import json
 import logging
 import sys
@@ -47,6 +48,7 @@ _CUDA = torch.device("cuda")
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the plan; exit code 0, 1 if the run does not fit the GPU, or 2 after one clear error."""
     known, rest = _parser().parse_known_args(argv)
+    gc.freeze()  # what was imported is not garbage, and is not looked at again before each trace
     level = logger.level
     logger.setLevel(logging.ERROR)  # what a run would log is not what is asked
     try:
@@ -122,29 +124,31 @@ def _localize(job: JobConfig) -> tuple[JobConfig, str]:
     return job, source
 
 
-def _sources(checked: Checked, source: str, world_size: int) -> list[SourceProvider]:
+def planned_sources(checked: Checked, source: str) -> list[SourceProvider]:
     """What weights are read from: the folder if it is there, or what it is assumed to hold."""
     folder = checked.job.checkpoint.initial_load_path
     if not source:
         return []
     if not folder:
         return [AssumedCheckpoint(source)]
-    with fake_ranks(world_size):  # as rank 0, the one that reads headers
+    with fake_ranks(checked.degrees.world_size):  # as rank 0, the one that reads headers
         return [weights_of(Path(folder), build_model(checked.model_config))]
 
 
-def exact_plan(checked: Checked, sources: list[SourceProvider], rank: int, *, fold: bool) -> RunPlan:
-    """Every tensor of `rank`; the model is described and sharded as in a run."""
+def exact_plan(
+    checked: Checked, sources: list[SourceProvider], rank: int, *, fold: bool, device: torch.device = _CUDA
+) -> RunPlan:
+    """Every tensor of `rank`; the model is described and sharded as in a run on devices like `device`."""
     with fake_ranks(checked.degrees.world_size, rank):
         dims = ParallelDims.build(checked.degrees, "cpu")
-        model = build_on_meta(checked.job, checked.model_config, dims, _CUDA)
+        model = build_on_meta(checked.job, checked.model_config, dims, device)
         return build_run_plan(build_plan(model, sources), fold=fold)
 
 
 def _plan(checked: Checked, known: argparse.Namespace, hardware: Hardware, source: str) -> int:
     job, model_config, degrees = checked.job, checked.model_config, checked.degrees
     started = time.perf_counter()
-    run_plan = exact_plan(checked, _sources(checked, source, known.world_size), known.rank, fold=not known.all)
+    run_plan = exact_plan(checked, planned_sources(checked, source), known.rank, fold=not known.all)
     print(f"{model_config.family}, {degrees}, {hardware.name}\n")
     print(render_tensors(run_plan) + "\n", flush=True)
     trace = trace_step(job, model_config, degrees, rank=known.rank, every_layer=known.every_layer)

@@ -34,7 +34,7 @@ class PlannedTensor:
         name: first name, numbers folded: `model.layers.{0-47}.mlp.gate.weight`.
         count: how many tensors.
         shape, dtype: of each, over all ranks.
-        placement: how it is split, mesh axes of one rank left out: `fsdp 4: shard 0, tp 2: replicate`.
+        placement: how it is split, mesh axes of one rank left out: `dp_shard 4: shard 0, tp 2: replicate`.
         source: where values come from.
         trained: it gets gradients and optimizer states.
         local_bytes: of all of them on this rank.
@@ -147,7 +147,7 @@ def describe_placement(tensor: torch.Tensor) -> str:
     parts = []
     for name, size, placement in zip(names, tensor.device_mesh.shape, tensor.placements, strict=True):
         if size > 1:
-            dim = getattr(placement, "dim", None)
+            dim, name = getattr(placement, "dim", None), "dp_shard" if name == "fsdp" else name
             parts.append(f"{name} {size}: {'replicate' if dim is None else f'shard {dim}'}")
     return ", ".join(parts) or "whole"
 

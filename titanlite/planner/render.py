@@ -27,10 +27,9 @@ def render_tensors(plan: RunPlan) -> str:
     """A table of tensors or groups of them."""
     rows = [("tensor", "count", "shape", "dtype", "placement", "source", "bytes here")]
     for tensor in plan.tensors:
-        source = tensor.source + ("" if tensor.trained or not tensor.placement else "")
         size = format_memory(tensor.local_bytes)
         shape = str(tensor.shape)
-        rows.append((tensor.name, str(tensor.count), shape, tensor.dtype, tensor.placement, source, size))
+        rows.append((tensor.name, str(tensor.count), shape, tensor.dtype, tensor.placement, tensor.source, size))
     return f"tensors on rank {plan.rank} of {plan.world_size}\n" + format_table(rows)
 
 

@@ -157,7 +157,9 @@ class StepRecorder(TorchDispatchMode):
             return out
         for tensor in tree_iter(out):
             if isinstance(tensor, torch.Tensor):
-                self._seen(tensor.untyped_storage())
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self._serials:
+                    self._seen(storage, is_argument=any(_holds(argument, storage) for argument in tree_iter(args)))
         flops = count_flops(func, args, kwargs, out)
         if flops is not None:
             self.flops[self._segment] = self.flops.get(self._segment, Flops()) + flops
@@ -167,9 +169,12 @@ class StepRecorder(TorchDispatchMode):
         self._classify(func, args, kwargs, out)
         return out
 
-    def _seen(self, storage: torch.UntypedStorage) -> None:
+    def _seen(self, storage: torch.UntypedStorage, *, is_argument: bool = False) -> None:
+        """A storage that is not known yet. As an argument it was there before: gloo, say, made it for itself."""
         address = storage._cdata
-        if address in self._serials:
+        if is_argument:
+            self._serials[address] = None
+            self._references[-address] = weakref.ref(storage, lambda _: self._forget(address))
             return
         serial = self._count = self._count + 1
         self._serials[address] = serial
@@ -182,8 +187,12 @@ class StepRecorder(TorchDispatchMode):
         self._references.pop(serial, None)
         self._events.append(_Freed(serial))
 
+    def _forget(self, address: int) -> None:
+        del self._serials[address], self._references[-address]
+
     def _resized(self, storage: torch.UntypedStorage) -> None:
-        self._seen(storage)
+        if storage._cdata not in self._serials:
+            self._seen(storage)
         serial = self._serials[storage._cdata]
         if serial is not None:
             self._events.append(_Resized(serial, storage.nbytes()))
@@ -277,6 +286,10 @@ _NO_TRAFFIC = {
     for name in ("wait_tensor",)
     if hasattr(torch.ops, "_c10d_functional")
 }
+
+
+def _holds(value: Any, storage: torch.UntypedStorage) -> bool:
+    return isinstance(value, torch.Tensor) and value.untyped_storage()._cdata == storage._cdata
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
