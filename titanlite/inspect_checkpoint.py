@@ -153,8 +153,9 @@ def show_reads(folder: Path, overrides: Sequence[str], world_size: int) -> None:
             of_rank = reads.of_rank(rank)
             total += of_rank.read
             if rank < _MOST_RANKS:
-                sizes = (of_rank.held, of_rank.read, of_rank.held - of_rank.read)
-                rows.append((str(rank), *map(format_size, sizes), str(len(of_rank.files))))
+                received = format_size(of_rank.held - of_rank.read)
+                sizes = (format_size(of_rank.held), format_size(of_rank.read), received)
+                rows.append((str(rank), *sizes, str(len(of_rank.files))))
         print(f"\n{checked.degrees}, {world_size} ranks; bytes as they are on disk:\n")
         print(format_table(rows))
         if world_size > _MOST_RANKS:

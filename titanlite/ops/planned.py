@@ -3,7 +3,7 @@
 Code that chooses between kernels by device asks here.
 """
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -13,7 +13,7 @@ _planned_device: ContextVar[str | None] = ContextVar("planned_device", default=N
 
 
 @contextmanager
-def plan_for_device(device_type: str) -> Iterator[None]:
+def plan_for_device(device_type: str) -> Generator[None]:
     """Choose kernels as for tensors on `device_type`, whatever device they are on. For tensors without data only."""
     token = _planned_device.set(device_type)
     try:

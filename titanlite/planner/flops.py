@@ -42,16 +42,16 @@ class Flops:
         return self.counted - self.skipped
 
 
-def _grouped_mm(x: torch.Tensor, weight: torch.Tensor, *_: Any) -> int:
+def _grouped_mm(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> int:
     return 2 * x.shape[0] * x.shape[1] * weight.shape[2]
 
 
-def _grouped_mm_wgrad(x: torch.Tensor, dy: torch.Tensor, *_: Any) -> int:
+def _grouped_mm_wgrad(x: torch.Tensor, dy: torch.Tensor, *rest: Any) -> int:
     return 2 * x.shape[0] * x.shape[1] * dy.shape[1]
 
 
 def _moe_experts_forward(
-    x: Any, gate_up: torch.Tensor, down: Any, row_weight: Any, token: torch.Tensor, *_: Any
+    x: Any, gate_up: torch.Tensor, down: Any, row_weight: Any, token: torch.Tensor, *rest: Any
 ) -> int:
     _, two_inner, hidden = gate_up.shape
     return 2 * token.shape[0] * hidden * (two_inner + two_inner // 2)

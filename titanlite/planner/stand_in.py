@@ -81,11 +81,13 @@ class StandInTrainer(Trainer):
     def make_batches(self, count: int) -> list[Batch]:
         """`count` micro-batches of the configured size, without content."""
         training = self.job.training
-        rows = [[torch.zeros(training.local_batch_size, training.seq_len, dtype=torch.int64) for _ in range(4)]]
-        rows *= count
+
+        def ids() -> torch.Tensor:
+            return torch.zeros(training.local_batch_size, training.seq_len, dtype=torch.int64)
+
         if self.job.data.dataset == "images":
-            return [ImageBatch(*row[:2]) for row in rows]  # pyright: ignore[reportReturnType]
-        return [Batch(*row) for row in rows]
+            return [ImageBatch(ids(), ids()) for _ in range(count)]  # pyright: ignore[reportReturnType]
+        return [Batch(ids(), ids(), ids(), ids()) for _ in range(count)]
 
 
 @contextmanager

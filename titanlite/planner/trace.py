@@ -253,7 +253,7 @@ def _moment(segment: Segment, num_layers: tuple[int, ...]) -> Moment:
 def axis_names(dims: ParallelDims) -> dict[str, str]:
     """Name of the process group -> mesh axis; an axis with all ranks may have the group of all ranks."""
     assert dist.group.WORLD is not None
-    names = {dist.group.WORLD.group_name: "world"}
+    names: dict[str, str] = {dist.group.WORLD.group_name: "world"}
     for mesh, axes in ((dims.sparse, ("dp_replicate", "efsdp", "ep")), (dims.dense, ("dp_replicate", "fsdp", "tp"))):
         for axis in axes:
             names[mesh.get_group(axis).group_name] = "dp_shard" if axis == "fsdp" else axis

@@ -13,19 +13,19 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from titanlite.planner.flops import Flops, count_flops
+from titanlite.planner.traffic import EXCHANGES, moved_by
 
 GATHERED, UNREDUCED, EXCHANGED = "gathered parameters", "unreduced gradients", "exchanged activations"
 GRADIENTS, ACTIVATIONS, LOGITS, TEMPORARIES = "gradients", "activations", "logits and loss", "temporaries"
 _PERSISTENT = "persistent"  # came into being in this step, to stay
 CATEGORIES = (GRADIENTS, ACTIVATIONS, EXCHANGED, LOGITS, GATHERED, UNREDUCED, TEMPORARIES)
 
-_aten, _c10d, _fsdp, _own = torch.ops.aten, torch.ops.c10d, torch.ops.fsdp, torch.ops.titanlite
+_aten, _c10d, _fsdp = torch.ops.aten, torch.ops.c10d, torch.ops.fsdp
 _METADATA = {torch.ops.prim.device.default, torch.ops.prim.layout.default, _aten.detach.default}
 
 
@@ -50,9 +50,8 @@ class Collective:
     """One call of a collective on this rank.
 
     Attributes:
-        kind: "all_gather", "reduce_scatter", "all_reduce", "all_to_all" or "broadcast".
-        group: name of the process group.
-        nbytes: of the whole tensor: gathered, to be scattered, reduced; for an all-to-all what this rank sends.
+        kind, group: as in `traffic.Moved`.
+        nbytes: of its tensor.
         segment: when.
     """
 
@@ -206,40 +205,18 @@ class StepRecorder(TorchDispatchMode):
             self.mark(kwargs["out"], GATHERED)
         elif func is _fsdp.chunk_cat.default:
             self.mark([*args[0], kwargs["out"] if "out" in kwargs else args[3]], UNREDUCED)
-        elif func is _c10d._allgather_base_.default:
-            self._collective("all_gather", args[2], args[0])
         elif func is _c10d._reduce_scatter_base_.default:
             self.mark(args[:1], UNREDUCED)  # some become gradients, which is known later
-            self._collective("reduce_scatter", args[2], args[1])
-        elif func is _c10d.allreduce_.default:
-            for tensor in args[0]:
-                self._collective("all_reduce", args[1], tensor)
-        elif func is _c10d.alltoall_base_.default:
-            self._collective("all_to_all", args[2], args[1])
-        elif func is _c10d.broadcast_.default:
-            for tensor in args[0]:
-                self._collective("broadcast", args[1], tensor)
-        elif func is _own.all_gather.default:
+        elif func in EXCHANGES:
             self.mark([out], EXCHANGED)
-            self._collective("all_gather", args[2], out)
-        elif func is _own.reduce_scatter.default:
-            self.mark([out], EXCHANGED)
-            self._collective("reduce_scatter", args[2], args[0])
-        elif func is _own.all_to_all.default:
-            self.mark([out], EXCHANGED)
-            self._collective("all_to_all", args[3], args[0])
-        elif func.namespace in ("c10d", "_c10d_functional") and func not in _NO_TRAFFIC:
-            raise NotImplementedError(f"plan: the collective {func} is not known to titanlite.planner.tracker")
-
-    def _collective(self, kind: str, group: Any, tensor: torch.Tensor) -> None:
-        name = group if isinstance(group, str) else dist.ProcessGroup.unbox(group).group_name
-        self.collectives.append(Collective(kind, name, tensor.nbytes, self._segment))
+        for kind, group, tensor in moved_by(func, args, out):
+            self.collectives.append(Collective(kind, group, tensor.nbytes, self._segment))
 
     def peaks(self) -> dict[Segment, dict[str, int]]:
         """Of each stretch, live bytes by category at the moment when they were most; persistent tensors not counted."""
         category = self._kinds()
         live: dict[int, int] = {}
-        totals = dict.fromkeys((*CATEGORIES, _PERSISTENT), 0)
+        totals: dict[str, int] = dict.fromkeys((*CATEGORIES, _PERSISTENT), 0)
         peaks: dict[Segment, dict[str, int]] = {}
         segment, most = None, -1
         for event in self._events:
@@ -279,13 +256,6 @@ class StepRecorder(TorchDispatchMode):
                 if where is not None:
                     kinds.setdefault(event.serial, TEMPORARIES)
         return {serial: kinds.get(serial, TEMPORARIES) for serial in range(1, self._count + 1)}
-
-
-_NO_TRAFFIC = {
-    getattr(torch.ops._c10d_functional, name).default
-    for name in ("wait_tensor",)
-    if hasattr(torch.ops, "_c10d_functional")
-}
 
 
 def _holds(value: Any, storage: torch.UntypedStorage) -> bool:
