@@ -208,7 +208,7 @@ def _cuda_kernels() -> Iterator[None]:
     Exchanged by name: a mode that overrides functions is switched off inside `backward`, where layers are recomputed.
     """
     composed = F.scaled_dot_product_attention, F.rms_norm
-    F.scaled_dot_product_attention, F.rms_norm = partial(_attention, composed[0]), _rms_norm
+    F.scaled_dot_product_attention, F.rms_norm = partial(_attention, composed[0]), partial(_rms_norm, composed[1])
     try:
         yield
     finally:
@@ -244,6 +244,27 @@ def _attention(
 
 
 def _rms_norm(
-    x: torch.Tensor, shape: Any, weight: torch.Tensor | None = None, eps: float | None = None
+    composed: Callable[..., torch.Tensor],
+    x: torch.Tensor,
+    normalized_shape: Any,
+    weight: torch.Tensor | None = None,
+    eps: float | None = None,
 ) -> torch.Tensor:
-    return torch.ops.aten._fused_rms_norm(x, list(shape), weight, eps)[0]
+    if weight is None or weight.dtype != x.dtype:
+        return composed(x, normalized_shape, weight, eps)
+    return _FusedRMSNorm.apply(x, weight)
+
+
+class _FusedRMSNorm(torch.autograd.Function):
+    """What CUDA's kernel leaves: its input and one float32 per row. On the CPU torch has no such kernel to call."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty(*x.shape[: -weight.dim()], dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight, _ = ctx.saved_tensors
+        need_x, need_weight = ctx.needs_input_grad
+        return torch.empty_like(x) if need_x else None, torch.empty_like(weight) if need_weight else None

@@ -62,6 +62,8 @@ def derive(trace: StepTrace, traced: Degrees, degrees: Degrees) -> StepTrace:
             ranks = degrees.dp_shard if traffic.axis == "dp_shard" else degrees.efsdp
             counts[reduced] = counts.get(reduced, 0) + counts[traffic]
             nbytes[reduced] = nbytes.get(reduced, 0) + nbytes[traffic] // ranks
+    for traffic in [t for t in counts if t.per_step and t.axis == "tp"]:  # gradients of replicated parameters, sharded
+        nbytes[traffic] = round(nbytes[traffic] * larger)
     return replace(
         trace,
         peaks={
