@@ -8,6 +8,7 @@ _USAGE = """usage: python -m titanlite COMMAND [arguments]
 
   train      train on one process: --config FILE [--section.key=value ...] (several: ./run_train.sh)
   check      check a configuration without starting anything: --config FILE --world-size N
+  plan       what a run will take, without a GPU: --config FILE --world-size N [--gpu NAME] [--sweep] [...]
   data       show what a run would train on: --config FILE [--samples N] [--world-size N] [--section.key=value ...]
   inspect    show what is in a checkpoint: DIR [--checksums] [--all] [--config FILE --world-size N ...]
   export     write a checkpoint as a plain Hugging Face model: DIR OUT --dtype bfloat16 [--merge --base MODEL]
@@ -58,6 +59,11 @@ def _commands() -> dict[str, Callable[[Sequence[str]], int]]:
 
         return main(argv)
 
+    def plan(argv: Sequence[str]) -> int:
+        from titanlite.plan_run import main
+
+        return main(argv)
+
     def inspect(argv: Sequence[str]) -> int:
         from titanlite.inspect_checkpoint import main
 
@@ -82,6 +88,7 @@ def _commands() -> dict[str, Callable[[Sequence[str]], int]]:
         "train": train,
         "check": check,
         "config": config,
+        "plan": plan,
         "data": data,
         "inspect": inspect,
         "export": export,

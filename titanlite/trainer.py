@@ -19,10 +19,8 @@ from titanlite.config.parallelism import Degrees
 from titanlite.data import IGNORE_INDEX, Batch, build_data
 from titanlite.distributed import (
     ParallelDims,
-    base_dtype,
     clip_grad_norms,
     init_distributed,
-    parallelize,
     reduce_replicated_grads,
 )
 from titanlite.environment import save_environment
@@ -46,24 +44,23 @@ from titanlite.metrics import (
     train_flops_per_token,
 )
 from titanlite.model_card import render_model_card
-from titanlite.models.build import AnyModel, build_model
-from titanlite.models.lora import apply_lora
+from titanlite.models.build import AnyModel
 from titanlite.objectives import build_objective
 from titanlite.optim import (
     ExpertBiasBalancer,
     build_lr_scheduler,
     build_optimizer,
     count_parameters,
-    freeze_parameters,
     lr_factor,
     step_if_finite,
 )
 from titanlite.results import Results
+from titanlite.run_plan import save_run_plan
 from titanlite.run_setup import (
+    build_on_meta,
     check_data_order,
     check_device,
     check_vocabulary,
-    configure,
     get_bias_update_rate,
     make_dump_folder,
 )
@@ -180,6 +177,7 @@ class Trainer:
             *(model_config.family, total / 1e6, "" if trained == total else f", {trained / 1e6:.3f} M of them trained"),
             self.plan.local_bytes / 2**20,
         )
+        save_run_plan(self.plan, self.dump_folder)
         facts = {"model": model_config.family, "parameters": total, "trained": trained, "mesh": str(degrees)}
         save_environment(self.dump_folder, self.device, facts)
         kind = "start" if start is None else "resume"
@@ -191,11 +189,7 @@ class Trainer:
     ) -> tuple[AnyModel, Plan]:
         """The sharded model with values from its sources, and its plan. Collective: every rank must call."""
         job = self.job
-        model = build_model(model_config, base_dtype(job, self.device.type))  # on meta: shapes only
-        apply_lora(model, job.lora, getattr(torch, job.training.dtype))
-        freeze_parameters(model, job.optimizer)
-        configure(model, job, self.device)
-        parallelize(model, job, self.dims, self.device.type)  # still on meta: now shards
+        model = build_on_meta(job, model_config, self.dims, self.device)
         weights_device = torch.device("cpu") if job.training.enable_cpu_offload else self.device
         plan = materialize(  # every tensor written once
             model, weights_device, weight_sources(model), seed=job.training.seed, buffer_device=self.device

@@ -15,14 +15,14 @@ from titanlite.distributed.host_memory import keep_freed_memory
 
 
 @contextmanager
-def fake_ranks(world_size: int) -> Iterator[None]:
-    """Be rank 0 of a process group of `world_size` ranks that are not there: collectives return at once.
+def fake_ranks(world_size: int, rank: int = 0) -> Iterator[None]:
+    """Be rank `rank` of a process group of `world_size` ranks that are not there: collectives return at once.
 
     Meshes and shards come out as in a real run, so that a layout can be looked at without a cluster.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore  # the only place that offers it
 
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         yield
     finally:
