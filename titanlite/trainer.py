@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from titanlite import stop
+from titanlite import heartbeat, stop
 from titanlite.checkpoint import Checkpointer, Progress, describe_versions, push_to_hub
 from titanlite.config import AnyModelConfig, JobConfig
 from titanlite.config.parallelism import Degrees
@@ -205,6 +205,7 @@ class Trainer:
                 self.evaluate()  # what the model could do before
             window = Window()
             while self.step < job.training.steps and not self.stopping and not self.results.exhausted:
+                heartbeat.beat("data", self.step + 1)
                 data_start = time.perf_counter()
                 micro_batches = [batch.to(self.device) for batch in self.loader.micro_batches(self.step)]
                 window.data_seconds += time.perf_counter() - data_start
@@ -250,13 +251,16 @@ class Trainer:
         units, valid_tokens = self.sum_over_data(torch.stack(counts).sum(dim=0)).unbind()
         sums = torch.zeros(2 + len(objective.metric_names), device=self.device)
         for batch in micro_batches:
+            heartbeat.beat("forward")
             losses = objective(self.model, batch)
+            heartbeat.beat("backward")
             (losses.loss / units + losses.aux / valid_tokens).backward()
             # tp ranks hold the same losses, but the balance losses of their own positions.
             aux_sum = losses.aux * self.dims.degrees.tp
             sums += torch.cat([torch.stack([losses.loss, aux_sum]).detach(), losses.metrics])
             self.balancer.accumulate()
 
+        heartbeat.beat("optimizer")
         reduce_replicated_grads(self.model.parameters(), self.dims.tp_mesh)
         grad_norm = clip_grad_norm(self.model.parameters(), self.job.training.max_norm)
         finite = grad_norm.isfinite()  # the norm is global, and a loss that is not finite has no finite gradient
@@ -285,6 +289,7 @@ class Trainer:
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         units = torch.zeros((), dtype=torch.int64, device=self.device)
         for batch in self.loader.validation_batches(self.job.validation.steps):
+            heartbeat.beat("validation")
             batch = batch.to(self.device)
             loss_sum += self.objective(self.model, batch).loss
             units += self.objective.count(batch)
@@ -309,6 +314,7 @@ class Trainer:
         if self.evaluator is None:
             return False
         self.raise_if_not_finite()
+        heartbeat.beat("evaluation")
         result = self.evaluator.run(self.model)
         values = {f"eval/{result.name}": result.score, "eval/ended": result.ended, "eval/seconds": result.seconds}
         self.metrics.log_evaluation(self.step, values, [asdict(example) for example in result.examples])

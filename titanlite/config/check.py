@@ -27,6 +27,7 @@ _RULES: tuple[tuple[Callable[[float], bool], str, tuple[str, ...]], ...] = (
         lambda value: 0 <= value < math.inf,
         "0 or more",
         (
+            "job.stop_grace_seconds",
             "training.steps",
             "training.max_norm",
             "optimizer.lr",

@@ -27,6 +27,11 @@ class JobSection:
         "Python script that run_train.sh runs once before it checks anything, to make data or a model. It should "
         "return at once where all is there.",
     )
+    stop_grace_seconds: int = setting(
+        0,
+        "Seconds that a run has after SIGTERM or SIGINT to finish its step and save, before its launcher ends it; 0: as "
+        "many as it needs.",
+    )
 
 
 # Every size of the architecture may be overridden; None keeps what the flavor or config.json says.
@@ -332,7 +337,11 @@ class EvaluationSection:
 
 @dataclass
 class CommSection:
-    timeout_seconds: int = setting(300, "Longest wait of a collective; then the rank ends with an error, not a hang.")
+    timeout_seconds: int = setting(
+        300,
+        "Longest wait of a collective, and longest time in which a rank that trains does not move; then the run ends, or "
+        "starts again, and says which rank hung and who waited for it.",
+    )
 
 
 @dataclass
