@@ -13,6 +13,7 @@ from titanlite.guard import Guard
 from titanlite.notices import forget_last_start
 
 
+# torch's decorators hide the signatures of these methods, hence the ignored reports.
 class Agent(LocalElasticAgent):
     """Starts the ranks of this machine, and again where that helps; ends them all when one fails or hangs.
 
@@ -26,17 +27,17 @@ class Agent(LocalElasticAgent):
         super().__init__(**options)
         self._guard, self._folder = guard, folder
 
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
         forget_last_start(self._folder)
         self._guard.began()
-        return super()._start_workers(worker_group)
+        return super()._start_workers(worker_group)  # pyright: ignore[reportCallIssue]
 
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:  # pyright: ignore[reportIncompatibleVariableOverride]
         if self._pcontext is not None:
             ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
             pids = self._pcontext.pids()
             self._guard.watch({ranks[local]: pid for local, pid in pids.items() if local in ranks})
-        result = super()._monitor_workers(worker_group)
+        result = super()._monitor_workers(worker_group)  # pyright: ignore[reportCallIssue]
         if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
             most = worker_group.spec.max_restarts
             if not self._guard.wants_restart(most - self._remaining_restarts, most):

@@ -54,7 +54,7 @@ class TrainingError(TitanliteError):
 
 
 class TransientError(TrainingError):
-    """Training cannot go on, but computing the same again from the last checkpoint may: a machine erred, not the run."""
+    """Training cannot go on, but a new start from the last checkpoint may: a machine erred, not the run."""
 
     exit_code = 3
 

@@ -63,6 +63,8 @@ class Guard:
 
         Call often; it costs a system call per rank, and reads the ranks' files twice a second.
         """
+        if self.failure is not None:
+            return  # all ranks are ending
         ended = {rank: code for rank, pid in pids.items() if (code := _exit_code(pid)) is not None}
         failed = {rank: code for rank, code in ended.items() if code != 0}
         if failed:
@@ -92,7 +94,7 @@ class Guard:
             return False
         text = "" if failure.said else f"{failure.text}; all ranks were stopped. "
         _say(f"{text}Starting all ranks again: restart {restarts + 1} of {most}.")
-        note_restart(self._folder, Restart(failure.text, restarts + 1, most))
+        note_restart(self._folder, Restart(failure.text.partition("\n")[0].rstrip("."), restarts + 1, most))
         return True
 
     def _end_after_failure(self, pids: Mapping[int, int], failed: Mapping[int, int]) -> None:
@@ -167,5 +169,3 @@ def _how(code: int) -> str:
 def _say(text: str) -> None:
     sys.stderr.write(f"titanlite: {text}\n")
     sys.stderr.flush()
-
-

@@ -1,7 +1,7 @@
 """Start the ranks with torchrun's launcher, and report a failed run in one line instead of two tracebacks.
 
-SIGTERM and SIGINT let the ranks finish their step, save and end; a second one ends them at once. With `--max-restarts=N`
-ranks that died, or hang, start again and resume from the newest checkpoint; errors that would come again do not.
+SIGTERM and SIGINT let the ranks finish their step, save and end; a second one ends them at once. With
+`--max-restarts=N` ranks that died, or hang, start again and resume; after errors that would come again they do not.
 
 `python -m titanlite.launch [torchrun options] -m titanlite.train ...` takes torchrun's arguments as they are.
 """
@@ -36,6 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with tempfile.TemporaryDirectory(prefix="titanlite-") as folder:
             os.environ[NOTICE_FOLDER] = folder
+            # A store for the ranks of each start. torch 2.13 would give the keys of the last start, with addresses of
+            # ranks that are gone, to the next one.
+            os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
             guard = Guard(folder)
             api.LocalElasticAgent = partial(Agent, guard, folder)  # type: ignore[misc]  what `run` makes its agent with
             for number in stop.SIGNALS:

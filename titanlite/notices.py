@@ -3,6 +3,7 @@
 import json
 import os
 import time
+import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -63,11 +64,25 @@ def claim(name: str) -> bool:
     return True
 
 
+def lost_path(folder: str | Path, rank: int) -> Path:
+    """File with the stack of a rank in a collective that failed."""
+    return Path(folder, f"lost-{rank}")
+
+
 def note_lost_peer(rank: int, error: BaseException) -> None:
-    """In a rank: a collective failed because another rank is gone or does not answer; the launcher finds out which."""
+    """In a rank: a collective failed because another rank is gone or does not answer; the launcher finds out which.
+
+    The note is where the collective was called, innermost first as `faulthandler` writes stacks.
+    """
     folder = os.environ.get(NOTICE_FOLDER)
-    if folder is not None:
-        Path(folder, f"lost-{rank}").write_text(str(error))
+    if folder is None:
+        return
+    frames = [
+        f'  File "{f.filename}", line {f.lineno} in {f.name}\n' for f in traceback.extract_tb(error.__traceback__)
+    ]
+    temporary = lost_path(folder, rank).with_name(f".lost-{rank}")
+    temporary.write_text(f"Failed collective: {error}\nThread (most recent call first):\n" + "".join(reversed(frames)))
+    temporary.rename(lost_path(folder, rank))
 
 
 def lost_peers(folder: str | Path) -> dict[int, float]:

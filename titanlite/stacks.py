@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from titanlite.heartbeat import STACK_SIGNAL, Beat, stack_path
+from titanlite.notices import lost_path
 
 _ANSWER_S = 2.0
 _FRAME = re.compile(r'  File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>\S+)')
@@ -43,7 +43,8 @@ def save_stacks(folder: str | Path, beats: Mapping[int, Beat]) -> Path | None:
     try:
         kept.mkdir(parents=True, exist_ok=True)
         for rank in beats:
-            shutil.copyfile(stack_path(folder, rank), kept / f"rank-{rank}.txt")
+            sources = [path for path in (lost_path(folder, rank), stack_path(folder, rank)) if path.exists()]
+            (kept / f"rank-{rank}.txt").write_bytes(b"\n".join(path.read_bytes() for path in sources))
     except OSError:
         return None
     return kept
@@ -61,7 +62,8 @@ def describe(folder: str | Path, beats: Mapping[int, Beat], silent: Iterable[int
     stuck: list[str] = []
     waiting: defaultdict[str, list[int]] = defaultdict(list)
     for rank, beat in sorted(beats.items()):
-        frames = main_thread(stack_path(folder, rank))
+        # A rank whose collective timed out has left it by now, with a note from where.
+        frames = main_thread(lost_path(folder, rank)) or main_thread(stack_path(folder, rank))
         since = f"rank {rank} has not moved for {now - beat.time_s:.0f} s since {_where(beat)}"
         if is_stopped(beat.pid):
             stuck.append(f"{since}: it is stopped (SIGSTOP)")
@@ -75,12 +77,16 @@ def describe(folder: str | Path, beats: Mapping[int, Beat], silent: Iterable[int
     waits = [f"{_ranks(ranks)} in {place}" for place, ranks in waiting.items()]
     if not stuck:
         return (
-            "no rank moves, and all ranks of this machine wait for others: " + "; ".join(waits) + ". Either they are in "
+            "no rank moves, and all ranks of this machine wait for others: "
+            + "; ".join(waits)
+            + ". Either they are in "
             "collectives that do not belong together, or a rank of another machine is gone: see its launcher's message."
         )
     if not waits:
         return "; ".join(stuck) + "."
-    return "; ".join(stuck) + f".\n  The others wait for {'it' if len(stuck) == 1 else 'them'}: " + "; ".join(waits) + "."
+    return (
+        "; ".join(stuck) + f".\n  The others wait for {'it' if len(stuck) == 1 else 'them'}: " + "; ".join(waits) + "."
+    )
 
 
 def main_thread(path: Path) -> list[re.Match[str]]:

@@ -1,5 +1,6 @@
 """Entry point of a rank: `torchrun ... -m titanlite.train --config FILE [--section.key=value ...]`."""
 
+import gc
 import hashlib
 import os
 import signal
@@ -7,6 +8,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NoReturn
 
 import torch.distributed as dist
@@ -16,7 +18,8 @@ from titanlite.config import load_config
 from titanlite.errors import NOTICE_FOLDER, TitanliteError
 from titanlite.logger import setup_logger
 from titanlite.notices import claim, note_lost_peer
-from titanlite.preflight import check
+from titanlite.preflight import Checked, check
+from titanlite.run_setup import describe_start
 from titanlite.trainer import Trainer
 
 _LAUNCHER_WAIT_S = 10.0
@@ -35,9 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         checked = check(load_config(sys.argv[1:] if argv is None else argv), int(os.environ.get("WORLD_SIZE", "1")))
         job = checked.job
         heartbeat.configure(job.comm.timeout_seconds, job.job.stop_grace_seconds, job.job.dump_folder)
-        trainer = Trainer(job, checked.model_config, checked.degrees)
-        trainer.train()
-        if trainer.stopping and not job.checkpoint.enable:
+        if train(checked).stopping and not job.checkpoint.enable:
             code = 128 + signal.SIGTERM  # what was trained is lost
     except TitanliteError as error:
         _say_once(f"titanlite: error: {error}")
@@ -55,6 +56,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     if dist.is_initialized():
         dist.destroy_process_group()
     return code
+
+
+def train(checked: Checked) -> Trainer:
+    """Train to the end, with as many returns to a checkpoint as `[spike]` asks for; the trainer that got there.
+
+    Collective: every rank must call.
+    """
+    job = checked.job
+    trainer = Trainer(job, checked.model_config, checked.degrees)
+    describe_start(trainer.step)
+    trainer.train()
+    while trainer.rewind is not None:  # as a resume, but that some data is left out
+        rewinds = [*trainer.rewinds, trainer.rewind]
+        del trainer
+        gc.collect()  # models have cycles, and their memory is needed
+        job = replace(job, checkpoint=replace(job.checkpoint, load_step=-1))
+        trainer = Trainer(job, checked.model_config, checked.degrees, rewinds)
+        trainer.train()
+    return trainer
 
 
 def _is_lost_peer(error: RuntimeError) -> bool:
