@@ -67,6 +67,8 @@ else
     )
 fi
 
+[ "$MAX_RESTARTS" -eq 0 ] || rendezvous+=("--max-restarts=$MAX_RESTARTS")
+
 source "$(dirname "${BASH_SOURCE[0]}")/scripts/setup_env.sh"
 setup_env
 
@@ -75,5 +77,4 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
 # Refuses a wrong configuration in a fraction of a second, once, before torch is imported and ranks are started.
 "$PYTHON" -m titanlite.preflight --world-size "$((NGPU * NNODES))" "$@"
-exec "$PYTHON" -m titanlite.launch "${rendezvous[@]}" --max-restarts="$MAX_RESTARTS" \
-    --nproc-per-node="$NGPU" -m titanlite.train "$@"
+exec "$PYTHON" -m titanlite.launch "${rendezvous[@]}" --nproc-per-node="$NGPU" -m titanlite.train "$@"
