@@ -67,8 +67,8 @@ class Drill:
 
     def _read(self, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None
-        for line in process.stdout:
-            self.lines.append(line)
+        with process.stdout as lines:
+            self.lines.extend(lines)
 
     @property
     def out(self) -> str:
