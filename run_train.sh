@@ -15,6 +15,7 @@ environment:
   NODE_RANK       the number of this machine, 0 to NNODES - 1
   MASTER_ADDR     host name or address of machine 0
   MASTER_PORT     a free port there, default 29500
+  MAX_RESTARTS  how often ranks that died or hang start again, from the newest checkpoint; default 0
 TEXT
 }
 
@@ -49,6 +50,8 @@ if [ "$gpus" -gt 0 ]; then NGPU="${NGPU:-$gpus}"; else NGPU="${NGPU:-4}"; fi
 NNODES="${NNODES:-1}"
 is_number "$NGPU" && [ "$NGPU" -gt 0 ] || fail "NGPU is '$NGPU', not a positive number. Set it to the ranks per machine."
 is_number "$NNODES" && [ "$NNODES" -gt 0 ] || fail "NNODES is '$NNODES', not a positive number. Set it to the machines."
+MAX_RESTARTS="${MAX_RESTARTS:-0}"
+is_number "$MAX_RESTARTS" || fail "MAX_RESTARTS is '$MAX_RESTARTS', not a number. Set it to 0 or more."
 if [ "$gpus" -gt 0 ] && [ "$NGPU" -gt "$gpus" ]; then
     fail "NGPU ($NGPU) is more than the visible GPUs ($gpus). Lower it, or set CUDA_VISIBLE_DEVICES= to train on the CPU."
 fi
@@ -63,6 +66,8 @@ else
         "--master-addr=$MASTER_ADDR" "--master-port=${MASTER_PORT:-29500}"
     )
 fi
+
+[ "$MAX_RESTARTS" -eq 0 ] || rendezvous+=("--max-restarts=$MAX_RESTARTS")
 
 source "$(dirname "${BASH_SOURCE[0]}")/scripts/setup_env.sh"
 setup_env
