@@ -29,6 +29,7 @@ from titanlite.errors import TrainingError
 from titanlite.evaluate import build_evaluator
 from titanlite.generate import generate_sample, get_end_of_turn_ids
 from titanlite.logger import logger
+from titanlite.machines import check_same_settings, check_shared_folder
 from titanlite.materialize import Plan, SourceProvider, materialize
 from titanlite.materialize.agree import on_first_rank
 from titanlite.metrics import MetricsLogger, build_profiler, train_flops_per_token
@@ -118,6 +119,7 @@ class Trainer:
         if job.job.description:
             logger.info("job: %s", job.job.description)
         self.device = init_distributed(job.comm.timeout_seconds)
+        check_same_settings(job)
         check_device(job, self.device)
         self.dims = ParallelDims.build(degrees, self.device.type)
         logger.info("mesh: %s, %d ranks on %s", degrees, degrees.world_size, self.device.type)
@@ -125,6 +127,7 @@ class Trainer:
         self.tokenizer, self.loader = build_data(job, self.dims.dp_rank, degrees.dp)
         check_vocabulary(self.loader.dataset.vocab_size, model_config)
         make_dump_folder(job, self.dump_folder)
+        check_shared_folder(self.dump_folder)
 
         self.checkpointer = Checkpointer(job, self.dump_folder)  # finds what to resume, if anything
         start = self.checkpointer.start

@@ -1,6 +1,7 @@
 """Process group and device of this rank."""
 
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -8,6 +9,16 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import debug
+
+from titanlite.errors import ConfigError
+from titanlite.network import find_interface
+
+
+def _choose_interface() -> None:
+    """Name gloo the interface that leads to the other machines, if there are any and the user has not."""
+    several = os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]) != os.environ["WORLD_SIZE"]
+    if several and "GLOO_SOCKET_IFNAME" not in os.environ:
+        os.environ["GLOO_SOCKET_IFNAME"] = find_interface(os.environ["MASTER_ADDR"])
 
 
 @contextmanager
@@ -40,6 +51,12 @@ def init_distributed(timeout_s: int) -> torch.device:
 
     NCCL for CUDA tensors with gloo beside it for small host objects; gloo alone without a GPU. A collective that waits
     longer than `timeout_s` seconds ends the rank with an error instead of hanging.
+
+    With several machines, gloo takes the network interface that leads to the first one, unless GLOO_SOCKET_IFNAME
+    is set; NCCL finds its own.
+
+    Raises:
+        ConfigError: the ranks of other machines cannot be reached; names the interface and the address.
     """
     timeout = timedelta(seconds=timeout_s)
     if torch.cuda.is_available():
@@ -51,7 +68,18 @@ def init_distributed(timeout_s: int) -> torch.device:
     if dist.is_initialized():
         return device
     if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
+        _choose_interface()
+        try:
+            dist.init_process_group(backend, timeout=timeout)
+        except RuntimeError as error:
+            if "Gloo connectFullMesh failed" not in str(error) and "Unable to find address" not in str(error):
+                raise
+            interface = os.environ.get("GLOO_SOCKET_IFNAME", "that of the host name")
+            raise ConfigError(
+                f"network: rank {os.environ['RANK']} on {socket.gethostname()} cannot connect to the other ranks by "
+                f"the interface {interface}: {str(error).splitlines()[0]} Set GLOO_SOCKET_IFNAME on each machine to an "
+                "interface that the others can reach, and let them connect to all ports."
+            ) from None
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     return device
