@@ -92,6 +92,9 @@ setup_env
 # One thread per rank: CPU ranks already fill the cores. Set here because torchrun warns when it sets it itself.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
+# torch's stores would write 40 lines of C++ about each machine that is gone, around the line that says so.
+[ "$max_nodes" -eq 1 ] || export TORCH_CPP_LOG_LEVEL="${TORCH_CPP_LOG_LEVEL:-ERROR}"
+
 # Refuses a wrong configuration in a fraction of a second, once, before torch is imported and ranks are started; with
 # MIN:MAX machines for every number of ranks that the run may have.
 world_sizes="$((NGPU * max_nodes))"

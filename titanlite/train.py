@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import torch.distributed as dist
 
@@ -42,11 +43,22 @@ def main(argv: Sequence[str] | None = None) -> int:
             # Another rank is gone, and the launcher says which. It ends this one before a traceback of the collective
             # that was waiting would bury that line.
             time.sleep(_LAUNCHER_WAIT_S)
+            if os.environ["LOCAL_WORLD_SIZE"] != os.environ["WORLD_SIZE"]:
+                _end_without_machine(error)
         raise
     # Not after other exceptions: with collectives in flight it would wait for their timeout before the traceback shows.
     if dist.is_initialized():
         dist.destroy_process_group()
     return code
+
+
+def _end_without_machine(error: RuntimeError) -> NoReturn:
+    """No rank of this machine was to blame: say once that another machine is gone, and let the launcher start anew."""
+    _say_once(
+        f"titanlite: error: a rank on another machine has ended or cannot be reached any more: {str(error).strip()} "
+        "The output of that machine says why. With MAX_RESTARTS the run goes on from its newest checkpoint."
+    )
+    os._exit(1)  # ending in order would wait for collectives in which that rank is missing
 
 
 def _is_lost_peer(error: RuntimeError) -> bool:
