@@ -43,9 +43,10 @@ def prepare_rendezvous(options: argparse.Namespace) -> argparse.Namespace:
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         # Otherwise machines would be known by names that the others may not resolve.
         options.local_addr = options.local_addr or find_local_address(host)
-        if not here and "is_host=" not in options.rdzv_conf:
-            # torchrun compares host names, and machines may share theirs.
-            options.rdzv_conf = ",".join(filter(None, [options.rdzv_conf, "is_host=0"]))
+        # torchrun finds out by comparing names, but machines may share theirs, and have addresses beside that of it.
+        if "is_host=" not in options.rdzv_conf and not (here and host in ("localhost", socket.gethostname())):
+            is_host = int(here and _is_free(port))
+            options.rdzv_conf = ",".join(filter(None, [options.rdzv_conf, f"is_host={is_host}"]))
         name = f", rendezvous '{options.rdzv_id}'"
     else:
         name = ""
@@ -100,6 +101,17 @@ def _last_line(error: BaseException) -> str:
 def _get_join_timeout(options: argparse.Namespace) -> int:
     settings = dict(item.partition("=")[::2] for item in options.rdzv_conf.split(",") if item)
     return int(settings.get("join_timeout") or settings.get("timeout") or _JOIN_TIMEOUT_S)
+
+
+def _is_free(port: int) -> bool:
+    """True unless something listens there already: of several launchers on one machine, the first has the store."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+        return True
 
 
 def _wait_for(host: str, port: int, timeout_s: float) -> None:
