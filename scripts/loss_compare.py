@@ -5,7 +5,7 @@
     python scripts/loss_compare.py --commits main . -- --config configs/qwen3_moe.toml --training.steps=20
 
 The first form reads metrics.jsonl of two dump folders. The second runs both commits (`.` is the working tree with its
-changes) with the same arguments and training.deterministic, each from a git worktree of its own, and compares these runs.
+changes) with the same arguments and training.deterministic, each from a git worktree of its own, and compares them.
 
 Exit code 0: identical, or no difference is larger than --tolerance; 1: one is; 2: there is nothing to compare.
 """
@@ -65,15 +65,15 @@ def read_metrics(run: Path) -> dict[str, dict[int, float]]:
     for number, line in enumerate(lines, 1):
         try:
             point = json.loads(line)
-            step = point["step"]
-        except (ValueError, KeyError, TypeError):
+        except ValueError:
+            point = None
+        if not isinstance(point, dict):
             if number == len(lines):  # the run is still writing, or was killed
                 continue
-            raise CompareError(
-                f"{path}, line {number}: is not a point of metrics. Name the dump folder of a run."
-            ) from None
+            raise CompareError(f"{path}, line {number}: is not a point of metrics. Name the dump folder of a run.")
         for metric in METRICS:
             if metric in point:
+                step = int(point["step"])
                 value = point[metric]
                 found[metric][step] = math.nan if value is None else float(value)
     return found

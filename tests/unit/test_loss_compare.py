@@ -73,7 +73,9 @@ def test_a_resumed_run_counts_with_its_later_points(script, write):
     ],
 )
 def test_nothing_to_compare_is_one_error(script, write, tmp_path, capsys, runs, message):
-    folders = [str(tmp_path / "none") + "/metrics.jsonl" if r is None else write(n, r) for n, r in zip("ab", runs)]
+    folders = [
+        str(tmp_path / "none") + "/metrics.jsonl" if r is None else write(n, r) for n, r in zip("ab", runs, strict=True)
+    ]
     assert script.main(folders) == 2
     error = capsys.readouterr().err
     assert error.startswith("loss_compare: error: ") and message in error
