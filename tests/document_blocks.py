@@ -15,7 +15,7 @@ A mark is an HTML comment in the line before a fenced block, so the rendered pag
 `run` takes these options, all of them with a value:
 
     append    words added to every command of the block that calls run_train.sh: fewer steps than the reader would take
-    replace   OLD=NEW: what follows from fewer steps, such as the name of a checkpoint
+    replace   OLD->NEW: what follows from fewer steps, such as the name of a checkpoint
     prepare   a command that runs before, for files that the reader is supposed to have
     timeout   seconds, default 300
     exit      exit code of the block, default 0
@@ -55,7 +55,7 @@ class Block:
         """What is run."""
         text = self.text
         for pair in self.options.get("replace", "").split():
-            old, _, new = pair.partition("=")
+            old, _, new = pair.partition("->")
             assert old in text, f"{self.where}: replace: the block has no '{old}'"
             text = text.replace(old, new)
         if append := self.options.get("append"):

@@ -85,7 +85,7 @@ def document(tmp_path: Path) -> Iterator[Path]:
 
 def test_blocks_with_options_and_outputs(document: Path):
     document.write_text(
-        '<!-- run: append="--a.b=1 --c" replace="step-200=step-4" prepare="echo first" exit=3 -->\n'
+        '<!-- run: append="--a.b=1 --c" replace="step-200->step-4" prepare="echo first" exit=3 -->\n'
         "```bash\n./run_train.sh x\nls step-200\n```\ntext\n"
         "<!-- output -->\n```\n10:00 step 1/200  loss 3.5e-3\n...\n```\n"
         "```bash\nnot run\n```\n<!-- run -->\n```bash\nexit 3\n```\n"
