@@ -86,6 +86,8 @@ else
     )
 fi
 
+[ "$MAX_RESTARTS" -eq 0 ] || rendezvous+=("--max-restarts=$MAX_RESTARTS")
+
 source "$(dirname "${BASH_SOURCE[0]}")/scripts/setup_env.sh"
 setup_env
 
@@ -100,5 +102,4 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 world_sizes="$((NGPU * max_nodes))"
 for ((nodes = max_nodes - 1; nodes >= min_nodes; nodes--)); do world_sizes+=",$((NGPU * nodes))"; done
 "$PYTHON" -m titanlite.preflight --world-size "$world_sizes" "$@"
-[ "$MAX_RESTARTS" -eq 0 ] || rendezvous+=("--max-restarts=$MAX_RESTARTS")
 exec "$PYTHON" -m titanlite.launch "${rendezvous[@]}" --nproc-per-node="$NGPU" -m titanlite.train "$@"

@@ -8,11 +8,19 @@ from collections.abc import Iterable
 
 # Environment variable with a folder where the ranks of one launch agree who prints an error that all of them have.
 NOTICE_FOLDER = "TITANLITE_NOTICE_FOLDER"
+# Exit codes of ranks that a launcher does not start again: a new start would end in the same way.
+NEVER_RESTARTED = (2,)
 _MOST_LISTED = 32
 
 
 class TitanliteError(Exception):
-    """A problem that the user can mend. Its text is the whole message; no traceback is needed to act on it."""
+    """A problem that the user can mend. Its text is the whole message; no traceback is needed to act on it.
+
+    Attributes:
+        exit_code: of a rank that it ends: 2, or 3 where a new start from the last checkpoint may do better.
+    """
+
+    exit_code = 2
 
 
 class ConfigError(TitanliteError):
@@ -35,8 +43,24 @@ class CheckpointError(TitanliteError):
     """A checkpoint folder cannot be read or written."""
 
 
+class SaveError(CheckpointError):
+    """The last checkpoint of a run cannot be written; what was trained since the one before it would be lost."""
+
+    exit_code = 3
+
+
 class TrainingError(TitanliteError):
     """Training cannot go on: a loss or gradient is not finite."""
+
+
+class TransientError(TrainingError):
+    """Training cannot go on, but a new start from the last checkpoint may: a machine erred, not the run."""
+
+    exit_code = 3
+
+
+class DivergenceError(TransientError):
+    """Ranks that must hold or do the same no longer do."""
 
 
 def raise_problems(error: type[TitanliteError], where: str, problems: Iterable[str]) -> None:

@@ -1,6 +1,7 @@
 """Start the ranks with torchrun's launcher, and report a failed run in one line instead of two tracebacks.
 
-SIGTERM and SIGINT let the ranks finish their step, save and end; a second one ends them at once.
+SIGTERM and SIGINT let the ranks finish their step, save and end; a second one ends them at once. With
+`--max-restarts=N` ranks that died, or hang, start again and resume; after errors that would come again they do not.
 
 `python -m titanlite.launch [torchrun options] -m titanlite.train ...` takes torchrun's arguments as they are.
 """
@@ -16,11 +17,14 @@ from pathlib import Path
 from types import FrameType
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher import api
 from torch.distributed.run import parse_args, run
 
 from titanlite import stop
+from titanlite.agent import Agent
 from titanlite.errors import NOTICE_FOLDER
+from titanlite.guard import Failure, Guard
 from titanlite.rendezvous import RENDEZVOUS_ERRORS, describe_failure, prepare_rendezvous
 
 
@@ -35,16 +39,27 @@ def main(argv: Sequence[str] | None = None) -> int:
             logging.getLogger(name).setLevel(logging.CRITICAL)
     # torchrun would end the ranks at the first signal; these two it leaves to the handler below.
     options = parse_args(["--signals-to-handle=SIGHUP,SIGQUIT", *(sys.argv[1:] if argv is None else argv)])
+    guard: Guard | None = None
     try:
         with tempfile.TemporaryDirectory(prefix="titanlite-") as folder:
             os.environ[NOTICE_FOLDER] = folder
+            # A store for the ranks of each start. torch 2.13 would give the keys of the last start, with addresses of
+            # ranks that are gone, to the next one.
+            os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+            guard = Guard(folder)
+            api.LocalElasticAgent = partial(Agent, guard, folder)  # type: ignore[misc]  what `run` makes its agent with
             for number in stop.SIGNALS:
                 signal.signal(number, partial(_stop, folder))
             run(prepare_rendezvous(options))
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        print(f"titanlite: rank {rank} {_how(failure)}; all ranks were stopped.", file=sys.stderr)
-        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+        rank, first = error.get_first_failure()
+        failure = guard.failure if guard is not None else None
+        if failure is None:  # it ended between two looks
+            code = first.exitcode if first.exitcode > 0 else 128 - first.exitcode
+            failure = Failure(f"rank {rank} ended with exit code {first.exitcode}", code)
+        if not failure.said:
+            print(f"titanlite: {failure.text}; all ranks were stopped.", file=sys.stderr)
+        return failure.code
     except SignalException as stopped:
         print(f"titanlite: stopped by {stopped.sigval.name}, with all ranks.", file=sys.stderr)
         return 128 + stopped.sigval
@@ -72,13 +87,6 @@ def _stop(folder: str, number: int, frame: FrameType | None) -> None:
 def _has_ranks() -> bool:
     """True if this process has children."""
     return any(path.read_text() for path in Path("/proc/self/task").glob("*/children"))
-
-
-def _how(failure: ProcessFailure) -> str:
-    if failure.exitcode >= 0:
-        return f"ended with exit code {failure.exitcode}"
-    hint = " (often: out of memory)" if failure.exitcode == -signal.SIGKILL else ""
-    return f"was ended by {signal.Signals(-failure.exitcode).name}{hint}"
 
 
 if __name__ == "__main__":

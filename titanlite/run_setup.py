@@ -10,9 +10,11 @@ from titanlite.config import AnyModelConfig, JobConfig, TransformersConfig, save
 from titanlite.data import TrainLoader
 from titanlite.errors import ConfigError, DataError
 from titanlite.logger import logger
+from titanlite.metrics.events import record_event
 from titanlite.models.build import AnyModel
 from titanlite.models.families import family_of
 from titanlite.models.transformers_model import TransformersModel
+from titanlite.notices import read_restart
 from titanlite.ops.grouped_gemm import resolve_backend
 
 
@@ -23,6 +25,16 @@ def check_data_order(start: Progress, loader: TrainLoader) -> None:
             "data: the checkpoint was trained on %s, this run has %s; it goes on at sample %d of the new order.",
             *(start.data, loader.fingerprint, start.samples),
         )
+
+
+def describe_start(step: int) -> None:
+    """Say why the ranks started again, if they did, and from which step they go on; on rank 0."""
+    restart = read_restart()
+    if restart is None:
+        return
+    text = f"restart {restart.count} of {restart.most}, because {restart.why}; training goes on from step {step}"
+    logger.info(text)
+    record_event("restart", text, step)
 
 
 def make_dump_folder(job: JobConfig, folder: Path) -> None:

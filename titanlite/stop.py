@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 from titanlite.errors import NOTICE_FOLDER
+from titanlite.notices import ENDING
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _STOP, _ABORT = "stop", "abort"
@@ -38,6 +39,11 @@ def is_requested() -> bool:
     return _requested.is_set() if folder is None else Path(folder, _STOP).exists()
 
 
+def asked(folder: str) -> bool:
+    """In the launcher: True once `request` was called."""
+    return Path(folder, _STOP).exists()
+
+
 def request(folder: str) -> bool:
     """In the launcher: note for all ranks that they shall stop, the second time that they shall end at once.
 
@@ -60,7 +66,7 @@ def _watch(reader: int) -> None:
             _requested.set()
             continue
         end = time.monotonic() + _NOTE_WAIT_S
-        while not Path(folder, _STOP).exists() and time.monotonic() < end:
+        while not any(Path(folder, note).exists() for note in (_STOP, ENDING)) and time.monotonic() < end:
             time.sleep(0.02)
-        if not Path(folder, _STOP).exists() or Path(folder, _ABORT).exists():
+        if Path(folder, ENDING).exists() or not Path(folder, _STOP).exists() or Path(folder, _ABORT).exists():
             os._exit(128 + number)

@@ -1,28 +1,32 @@
 """Entry point of a rank: `torchrun ... -m titanlite.train --config FILE [--section.key=value ...]`."""
 
+import gc
 import hashlib
 import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import replace
 from typing import NoReturn
 
 import torch.distributed as dist
 
-from titanlite import stop
+from titanlite import heartbeat, stop
 from titanlite.config import load_config
 from titanlite.errors import NOTICE_FOLDER, TitanliteError
 from titanlite.logger import setup_logger
-from titanlite.preflight import check
+from titanlite.notices import claim, note_lost_peer
+from titanlite.preflight import Checked, check
+from titanlite.run_setup import describe_start
 from titanlite.trainer import Trainer
 
 _LAUNCHER_WAIT_S = 10.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Check the configuration, train, and return the exit code: 0, or 2 after a `TitanliteError`.
+    """Check the configuration, train, and return the exit code: 0, or 2 or 3 after a `TitanliteError`, 1 after others.
 
     A run that was asked to stop ends with 0 too, if it could save.
     """
@@ -30,56 +34,71 @@ def main(argv: Sequence[str] | None = None) -> int:
     code = 0
     try:
         stop.install()
+        heartbeat.start()
         checked = check(load_config(sys.argv[1:] if argv is None else argv), int(os.environ.get("WORLD_SIZE", "1")))
-        trainer = Trainer(checked.job, checked.model_config, checked.degrees)
-        trainer.train()
-        if trainer.stopping and not checked.job.checkpoint.enable:
+        job = checked.job
+        heartbeat.configure(job.comm.timeout_seconds, job.job.stop_grace_seconds, job.job.dump_folder)
+        if train(checked).stopping and not job.checkpoint.enable:
             code = 128 + signal.SIGTERM  # what was trained is lost
     except TitanliteError as error:
         _say_once(f"titanlite: error: {error}")
-        code = 2
-    except RuntimeError as error:
-        if NOTICE_FOLDER in os.environ and _is_lost_peer(error):
-            # Another rank is gone, and the launcher says which. It ends this one before a traceback of the collective
-            # that was waiting would bury that line.
+        code = error.exit_code
+    except Exception as error:
+        if NOTICE_FOLDER not in os.environ:
+            raise
+        if isinstance(error, RuntimeError) and _is_lost_peer(error):
+            # Another rank is gone or hangs. The launcher says which and ends this one, before a traceback of the
+            # collective that was waiting would bury that line.
+            note_lost_peer(heartbeat.current().rank, error)
             time.sleep(_LAUNCHER_WAIT_S)
-            if os.environ["LOCAL_WORLD_SIZE"] != os.environ["WORLD_SIZE"]:
-                _end_without_machine(error)
-        raise
-    # Not after other exceptions: with collectives in flight it would wait for their timeout before the traceback shows.
+        _end_with_traceback(error)
+    # Not after other exceptions: with collectives in flight it would wait for their timeout.
     if dist.is_initialized():
         dist.destroy_process_group()
     return code
 
 
-def _end_without_machine(error: RuntimeError) -> NoReturn:
-    """No rank of this machine was to blame: say once that another machine is gone, and let the launcher start anew."""
-    _say_once(
-        f"titanlite: error: a rank on another machine has ended or cannot be reached any more: {str(error).strip()} "
-        "The output of that machine says why. With MAX_RESTARTS the run goes on from its newest checkpoint."
-    )
-    os._exit(1)  # ending in order would wait for collectives in which that rank is missing
+def train(checked: Checked) -> Trainer:
+    """Train to the end, with as many returns to a checkpoint as `[spike]` asks for; the trainer that got there.
+
+    Collective: every rank must call.
+    """
+    job = checked.job
+    trainer = Trainer(job, checked.model_config, checked.degrees)
+    describe_start(trainer.step)
+    trainer.train()
+    while trainer.rewind is not None:  # as a resume, but that some data is left out
+        rewinds = [*trainer.rewinds, trainer.rewind]
+        del trainer
+        gc.collect()  # models have cycles, and their memory is needed
+        job = replace(job, checkpoint=replace(job.checkpoint, load_step=-1))
+        trainer = Trainer(job, checked.model_config, checked.degrees, rewinds)
+        trainer.train()
+    return trainer
 
 
 def _is_lost_peer(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistError) or "gloo" in str(error)
 
 
+def _end_with_traceback(error: Exception) -> NoReturn:
+    """End this rank, with the traceback on the first rank that fails: the others fail because of it, or like it."""
+    if claim("traceback"):
+        beat = heartbeat.current()
+        where = f"in step {beat.step} ({beat.phase})" if beat.step else f"while {beat.phase}"
+        text = "".join(traceback.format_exception(error))
+        print(f"titanlite: rank {beat.rank} failed {where}:\n{text}", file=sys.stderr, end="", flush=True)
+    sys.stdout.flush()
+    os._exit(1)  # threads that wait for other ranks would keep the interpreter from ending
+
+
 def _say_once(message: str) -> None:
     """Print `message` on the first rank of this machine that has it; the others have nothing to add.
 
-    The launcher's notice folder is where the ranks agree; without one, every rank prints.
+    Without a launcher to agree through, every rank prints.
     """
-    folder = os.environ.get(NOTICE_FOLDER)
-    if folder is not None:
-        digest = hashlib.sha256(message.encode()).hexdigest()
-        try:
-            os.close(os.open(Path(folder, digest), os.O_CREAT | os.O_EXCL))
-        except FileExistsError:
-            return
-        except OSError:
-            pass  # better said twice than not at all
-    print(message, file=sys.stderr, flush=True)
+    if claim(hashlib.sha256(message.encode()).hexdigest()):
+        print(message, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -3,17 +3,17 @@
 config -> mesh -> build (meta) -> parallelize (meta) -> plan -> allocate -> fill -> verify -> optimizer -> train
 """
 
-import os
+import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from titanlite import stop
-from titanlite.checkpoint import Checkpointer, Progress, describe_versions, push_to_hub
+from titanlite import heartbeat, stop
+from titanlite.checkpoint import Checkpointer, Progress, Rewind, describe_versions, push_to_hub
 from titanlite.config import AnyModelConfig, JobConfig
 from titanlite.config.parallelism import Degrees
 from titanlite.data import IGNORE_INDEX, Batch, build_data
@@ -25,20 +25,30 @@ from titanlite.distributed import (
     parallelize,
     reduce_replicated_grads,
 )
-from titanlite.errors import TrainingError
 from titanlite.evaluate import build_evaluator
+from titanlite.faults import (
+    DivergenceCheck,
+    SpikeDetector,
+    diagnose,
+    find_rewind,
+    make_deterministic,
+    nonfinite_error,
+    say_skipped,
+)
 from titanlite.generate import generate_sample, get_end_of_turn_ids
 from titanlite.logger import logger
 from titanlite.machines import check_same_settings, check_shared_folder
 from titanlite.materialize import Plan, SourceProvider, materialize
 from titanlite.materialize.agree import on_first_rank
 from titanlite.metrics import MetricsLogger, build_profiler, train_flops_per_token
+from titanlite.metrics.events import open_events, record_event
 from titanlite.model_card import render_model_card
 from titanlite.models.build import AnyModel, build_model
 from titanlite.models.lora import apply_lora
-from titanlite.objectives import build_objective
+from titanlite.objectives import ObjectiveSums, build_objective
 from titanlite.optim import (
     ExpertBiasBalancer,
+    FiniteGuard,
     build_lr_scheduler,
     build_optimizer,
     count_parameters,
@@ -57,6 +67,12 @@ from titanlite.run_setup import (
 )
 
 _SAMPLE_TOKENS = 48
+
+
+def mean_of_finite(losses: Sequence[float]) -> float:
+    """Mean of the steps that were applied; nan if none was."""
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    return sum(finite) / len(finite) if finite else math.nan
 
 
 @dataclass
@@ -101,20 +117,20 @@ class Window:
         self.tokens += result.tokens
         self.losses.append(result.loss)
 
-    def mean_loss(self) -> float:
-        """Mean loss of the window's steps. Synchronizes."""
-        return torch.stack(self.losses).mean().item()
+    def loss_values(self) -> list[float]:
+        """Loss of each step. Synchronizes."""
+        return torch.stack(self.losses).tolist()
 
 
 class Trainer:
     """Builds everything from a checked configuration and trains. Every rank makes one and calls `train`."""
 
-    def __init__(self, job: JobConfig, model_config: AnyModelConfig, degrees: Degrees) -> None:
+    def __init__(
+        self, job: JobConfig, model_config: AnyModelConfig, degrees: Degrees, rewinds: Sequence[Rewind] = ()
+    ) -> None:
         self.job = job
         self.dump_folder = Path(job.job.dump_folder)
-        if job.training.deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when CUDA starts
-            torch.use_deterministic_algorithms(True)
+        make_deterministic(job)
 
         if job.job.description:
             logger.info("job: %s", job.job.description)
@@ -128,12 +144,14 @@ class Trainer:
         check_vocabulary(self.loader.dataset.vocab_size, model_config)
         make_dump_folder(job, self.dump_folder)
         check_shared_folder(self.dump_folder)
+        open_events(self.dump_folder)
 
-        self.checkpointer = Checkpointer(job, self.dump_folder)  # finds what to resume, if anything
+        self.checkpointer = Checkpointer(job, self.dump_folder, record_event)  # finds what to resume, if anything
         start = self.checkpointer.start
         self.step = 0 if start is None else start.step
 
-        if job.lora.dropout:
+        self.rewinds = [*(rewinds or (start.rewinds if start is not None else ()))]
+        if job.lora.dropout or job.training.deterministic:
             torch.manual_seed(job.training.seed + self.dims.dp_rank)  # ranks with other data drop other elements
         # Of a checkpoint, or the modules' own: random.
         self.model, self.plan = self.build_sharded(model_config, self.checkpointer.weight_sources)
@@ -142,14 +160,19 @@ class Trainer:
         self.lr_scheduler = build_lr_scheduler(self.optimizer, job.lr_scheduler, job.training.steps, self.step)
         if start is not None:
             check_data_order(start, self.loader)
-            self.loader.start_from(start.step, start.samples)
+            jumps = [(rewind.spike_step - 1, rewind.samples) for rewind in self.rewinds]
+            self.loader.start_from(start.step, start.samples, jumps)
         self.objective = build_objective(job, self.loader.dataset.form)
         self.results = Results(job, None if start is None else start.results)
         self.evaluator = build_evaluator(job, self.loader.dataset, self.tokenizer, model_config, self.dims, self.device)
         self.balancer = ExpertBiasBalancer(self.model, get_bias_update_rate(job, model_config))
         self.has_aux_loss = bool(job.moe.aux_loss_coeff or job.moe.z_loss_coeff)
         self.stopping = False
-        self.first_bad_step = torch.full((), -1, dtype=torch.int64, device=self.device)
+        self.rewind: Rewind | None = None  # set when this training is to end, and go on from an earlier checkpoint
+        most_bad = job.training.max_nonfinite_steps if job.training.on_nonfinite == "skip" else 1
+        self.finite_guard = FiniteGuard(self.device, most_bad, self.loader.num_micro_batches)
+        self.divergence = DivergenceCheck(job, self.plan, self.optimizer, self.dims.dp_rank, self.step)
+        self.spikes = SpikeDetector(job.spike)
 
         self.metrics = MetricsLogger(
             job,
@@ -204,10 +227,12 @@ class Trainer:
         """
         job = self.job
         with self.checkpointer, self.metrics, build_profiler(job, self.dump_folder) as profiler:
-            if self.step == 0:
+            self.stopping = self.checkpointer.agree(stop.is_requested())  # while everything was loaded
+            if self.step == 0 and not self.stopping:
                 self.evaluate()  # what the model could do before
             window = Window()
-            while self.step < job.training.steps and not self.stopping and not self.results.exhausted:
+            while self.step < job.training.steps and not (self.stopping or self.results.exhausted or self.rewind):
+                heartbeat.beat("data", self.step + 1)
                 data_start = time.perf_counter()
                 micro_batches = [batch.to(self.device) for batch in self.loader.micro_batches(self.step)]
                 window.data_seconds += time.perf_counter() - data_start
@@ -221,9 +246,10 @@ class Trainer:
                 if self.step % job.metrics.log_freq == 0 or self.step == 1 or last:
                     self.raise_if_not_finite()  # synchronization point: the device has finished this step
                     seconds = time.perf_counter() - window.start
+                    losses = window.loss_values()
                     self.metrics.log_step(
                         self.step,
-                        loss=window.mean_loss(),
+                        loss=mean_of_finite(losses),
                         grad_norm=result.grad_norm.item(),
                         lr=learning_rate,
                         tokens=window.tokens,
@@ -232,14 +258,21 @@ class Trainer:
                         tokens_per_expert=result.tokens_per_expert,
                         extra=self.extra_metrics(result),
                     )
+                    self.rewind = self.find_rewind(losses)
                     window = Window()
+                if self.rewind is not None:
+                    break
                 pause = time.perf_counter()
+                if self.divergence.is_due(self.step):
+                    samples = self.loader.samples_before(self.step)
+                    self.divergence.check(self.step, self.loader.fingerprint, samples, micro_batches)
                 is_best = self.assess(last)
                 self.stopping = self.checkpointer.agree(stop.is_requested())
                 if self.checkpointer.is_due(self.step) or is_best:
                     self.save()
                 window.start += time.perf_counter() - pause  # no training time
-        self.finish()
+        if self.rewind is None:
+            self.finish()
 
     def train_step(self, micro_batches: list[Batch]) -> StepResult:
         """One optimizer step over this rank's micro-batches. Collective: every rank must call.
@@ -249,36 +282,51 @@ class Trainer:
         spread.
         """
         objective = self.objective
-        counts = [torch.stack([objective.count(b), (b.labels != IGNORE_INDEX).sum()]) for b in micro_batches]
-        units, valid_tokens = self.sum_over_data(torch.stack(counts).sum(dim=0)).unbind()
+        units, valid_tokens = self.count_units(micro_batches)
+        losses_finite = []
         sums = torch.zeros(2 + len(objective.metric_names), device=self.device)
         for batch in micro_batches:
+            heartbeat.beat("forward")
             losses = objective(self.model, batch)
-            (losses.loss / units + losses.aux / valid_tokens).backward()
+            heartbeat.beat("backward")
+            self.scaled_loss(losses, units, valid_tokens).backward()
             # tp ranks hold the same losses, but the balance losses of their own positions.
             aux_sum = losses.aux * self.dims.degrees.tp
             sums += torch.cat([torch.stack([losses.loss, aux_sum]).detach(), losses.metrics])
+            losses_finite.append((losses.loss + losses.aux).detach().isfinite())
             self.balancer.accumulate()
+        sums = self.sum_over_data(sums)
 
+        heartbeat.beat("optimizer")
         reduce_replicated_grads(self.model.parameters(), self.dims.tp_mesh)
         grad_norm = clip_grad_norm(self.model.parameters(), self.job.training.max_norm)
-        finite = grad_norm.isfinite()  # the norm is global, and a loss that is not finite has no finite gradient
-        step_if_finite(self.optimizer, finite)
+        self.step += 1
+        finite = grad_norm.to(self.device).isfinite() & sums[:2].isfinite().all()  # both are global
+        apply = self.finite_guard.admit(self.step, finite, torch.stack(losses_finite)).to(grad_norm.device)
+        step_if_finite(self.optimizer, apply)
         self.lr_scheduler.step()
         self.optimizer.zero_grad()
-        tokens_per_expert = self.balancer.step(finite)
-        self.step += 1
-        bad = ~finite.to(self.device) & (self.first_bad_step < 0)
-        self.first_bad_step = torch.where(bad, self.step, self.first_bad_step)
+        tokens_per_expert = self.balancer.step(apply)
 
         tokens = sum(batch.tokens.numel() for batch in micro_batches) * self.dims.degrees.dp
-        sums = self.sum_over_data(sums)
         means = sums / units
         return StepResult(means[0], sums[1] / valid_tokens, grad_norm, tokens, tokens_per_expert, means[2:])
+
+    def count_units(self, micro_batches: list[Batch]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Units, and tokens with a label, of the global batch. Collective: every rank must call."""
+        counts = [torch.stack([self.objective.count(b), (b.labels != IGNORE_INDEX).sum()]) for b in micro_batches]
+        units, valid_tokens = self.sum_over_data(torch.stack(counts).sum(dim=0)).unbind()
+        return units, valid_tokens
+
+    def scaled_loss(self, losses: ObjectiveSums, units: torch.Tensor, valid_tokens: torch.Tensor) -> torch.Tensor:
+        """What backward of a micro-batch begins with: its share of the mean over the global batch."""
+        return losses.loss / units + losses.aux / valid_tokens
 
     def extra_metrics(self, result: StepResult) -> dict[str, float]:
         """What this run has beside the loss, for the log. Synchronizes."""
         found = dict(zip(self.objective.metric_names, result.metrics.tolist(), strict=True))
+        if self.job.training.on_nonfinite == "skip":
+            found["nonfinite_steps"] = float(self.finite_guard.total)
         return found | ({"loss/aux": result.aux_loss.item()} if self.has_aux_loss else {})
 
     @torch.no_grad()
@@ -288,6 +336,7 @@ class Trainer:
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         units = torch.zeros((), dtype=torch.int64, device=self.device)
         for batch in self.loader.validation_batches(self.job.validation.steps):
+            heartbeat.beat("validation")
             batch = batch.to(self.device)
             loss_sum += self.objective(self.model, batch).loss
             units += self.objective.count(batch)
@@ -312,6 +361,7 @@ class Trainer:
         if self.evaluator is None:
             return False
         self.raise_if_not_finite()
+        heartbeat.beat("evaluation")
         result = self.evaluator.run(self.model)
         values = {f"eval/{result.name}": result.score, "eval/ended": result.ended, "eval/seconds": result.seconds}
         self.metrics.log_evaluation(self.step, values, [asdict(example) for example in result.examples])
@@ -325,17 +375,50 @@ class Trainer:
         return value // tp if value.dtype == torch.int64 else value / tp
 
     def raise_if_not_finite(self) -> None:
-        """Stop if a step was skipped for a loss or gradient that was not finite. Synchronizes; alike on all ranks."""
-        bad_step = int(self.first_bad_step.item())
-        if bad_step >= 0:
-            raise TrainingError(
-                f"training: the loss or gradient of step {bad_step} is not finite. No such update was applied, so the "
-                "weights are finite. Lower optimizer.lr, raise lr_scheduler.warmup_steps, or look at that step's data."
+        """Say where a loss or gradient since the last look was not finite; end the run if it may not go on.
+
+        The state of before the first such step is saved first. Synchronizes; collective: every rank must call.
+        """
+        found = self.finite_guard.look()
+        if found is None:
+            return
+        step = found.first if found.fatal else found.first_new
+        batches = [batch.to(self.device) for batch in self.loader.micro_batches(step - 1)]
+        units = self.count_units(batches)
+        diagnosis = diagnose(
+            self.model,
+            batches,
+            lambda batch: self.scaled_loss(self.objective(self.model, batch), *units),
+            found,
+            whole_layers=self.job.compile.enable,
+        )
+        if not found.fatal:
+            say_skipped(found, diagnosis, self.step)
+            return
+        self.step = found.first - 1  # nothing was applied since
+        saved = ""
+        if self.step > 0 and self.job.checkpoint.enable:
+            self.save()
+            self.checkpointer.wait()
+            saved = (
+                f", saved in {self.checkpointer.folder}" if self.checkpointer.has_saved(self.step) else ", not saved"
             )
+        raise nonfinite_error(found, diagnosis, saved)
+
+    def find_rewind(self, losses: list[float]) -> Rewind | None:
+        """Where to go back to if one of the latest `losses` is a spike. Collective: every rank must call."""
+        spike = self.spikes.add(self.step, losses)
+        spike = on_first_rank(lambda: spike) if self.job.spike.enable else None  # one decision, whatever the rounding
+        if spike is None:
+            return None
+        self.checkpointer.wait()
+        samples = self.loader.samples_before(self.step)
+        return find_rewind(self.job.spike, spike, self.rewinds, self.checkpointer.folder, self.step, samples)
 
     def save(self) -> None:
         """Save a checkpoint of this step, unless it was saved already. Collective: every rank must call."""
         self.raise_if_not_finite()
+        heartbeat.beat("saving")
         progress = Progress(
             step=self.step,
             samples=self.loader.samples_before(self.step),
@@ -343,6 +426,7 @@ class Trainer:
             world_size=dist.get_world_size(),
             versions=describe_versions(),
             results=self.results.state(),
+            rewinds=self.rewinds,
         )
         family, count = self.model.config.family, sum(param.numel() for param in self.model.parameters())
         card = render_model_card(self.job, family=family, num_parameters=count, progress=progress, results=self.results)
@@ -352,8 +436,12 @@ class Trainer:
     def finish(self) -> None:
         """Save, show a sample, say where everything is, and upload. Collective: every rank must call."""
         job = self.job
-        self.save()
-        self.checkpointer.wait()
+        if self.step > 0 or not self.stopping:  # asked to stop before anything was trained
+            self.checkpointer.save_last(self.save)
+        heartbeat.beat("finishing")
+        if self.stopping and self.step == 0:
+            logger.info("stopped before the first step of %d", job.training.steps)
+            return
         if self.stopping:
             saved = (
                 f"saved; the same command resumes from {self.checkpointer.folder}" if job.checkpoint.enable else "lost"

@@ -103,7 +103,7 @@ def build_titanlite(
     from titanlite.models.decoder import build_decoder
     from titanlite.models.families import model_config_from_hf
     from titanlite.objectives import NextToken
-    from titanlite.optim import ExpertBiasBalancer, build_lr_scheduler, build_optimizer
+    from titanlite.optim import ExpertBiasBalancer, FiniteGuard, build_lr_scheduler, build_optimizer
     from titanlite.run_setup import configure, get_bias_update_rate
     from titanlite.trainer import Trainer
 
@@ -130,7 +130,7 @@ def build_titanlite(
             self.lr_scheduler = build_lr_scheduler(self.optimizer, job.lr_scheduler, job.training.steps)
             self.objective = NextToken()
             self.balancer = ExpertBiasBalancer(self.model, get_bias_update_rate(job, config))
-            self.first_bad_step = torch.full((), -1)
+            self.finite_guard = FiniteGuard(self.device)
 
     trainer = Stepper()
 

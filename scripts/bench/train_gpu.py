@@ -64,7 +64,7 @@ from titanlite.models.decoder import build_decoder
 from titanlite.models.families import families, family_of
 from titanlite.models.hf_experts import use_titanlite_experts
 from titanlite.objectives import NextToken
-from titanlite.optim import ExpertBiasBalancer, build_lr_scheduler, build_optimizer
+from titanlite.optim import ExpertBiasBalancer, FiniteGuard, build_lr_scheduler, build_optimizer
 from titanlite.run_setup import configure
 from titanlite.trainer import Trainer
 
@@ -192,7 +192,7 @@ class BenchTrainer(Trainer):
         self.objective = NextToken()
         self.balancer = ExpertBiasBalancer(self.model, 0.0)
         self.step = 0
-        self.first_bad_step = torch.full((), -1, dtype=torch.int64, device=device)
+        self.finite_guard = FiniteGuard(device)
 
     def choose(self, variant: Variant) -> None:
         """Switch to `variant`, in the order of `parallelize`: checkpointing wraps forwards, compile wraps that.

@@ -1,10 +1,14 @@
 """What only a CUDA device can show. Skips itself without one."""
 
+import math
+from collections.abc import Iterator
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from titanlite.config.parallelism import Degrees
+from titanlite.errors import ConfigError
 from titanlite.generate import Sampling, generate
 from titanlite.trainer import Trainer
 
@@ -12,6 +16,16 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def _flags() -> Iterator[None]:
+    """Put back what `training.deterministic` switches for the whole process."""
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.backends.cudnn.deterministic = False
+    torch.backends.cuda.enable_mem_efficient_sdp(True)
+    torch.backends.cuda.enable_cudnn_sdp(True)
 
 
 @pytest.fixture
@@ -48,6 +62,24 @@ def test_flex_attention_equals_sdpa(losses_of):
     sdpa = losses_of("--training.mixed_precision_param=float32")
     flex = losses_of("--training.mixed_precision_param=float32", "--model.attention_backend=flex")
     assert flex == pytest.approx(sdpa, rel=1e-3)  # flex may use TF32 for float32 inputs
+
+
+def test_deterministic_runs_have_the_same_bits(losses_of):
+    """In bfloat16, with titanlite's kernels."""
+    first = losses_of("--training.deterministic=true")
+    assert all(math.isfinite(loss) for loss in first)
+    assert losses_of("--training.deterministic=true") == first
+    assert torch.are_deterministic_algorithms_enabled() and not torch.backends.cuda.mem_efficient_sdp_enabled()
+
+
+def test_deterministic_refuses_what_cannot_be(checked, monkeypatch):
+    configuration = checked(Degrees(), "--training.deterministic=true", "--model.attention_backend=flex")
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
+    with pytest.raises(ConfigError) as raised:
+        Trainer(configuration.job, configuration.model_config, configuration.degrees)
+    assert "model.attention_backend = 'flex'" in str(raised.value) and "CUBLAS_WORKSPACE_CONFIG=:0:0" in str(
+        raised.value
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -1,17 +1,21 @@
 """Checkpoints: Hugging Face folders in and out, and the state of a run beside them."""
 
+from titanlite.checkpoint.commit import find_complete_before, set_aside_from
 from titanlite.checkpoint.hf_model import save_hf_model
 from titanlite.checkpoint.hub import push_to_hub
 from titanlite.checkpoint.manager import Checkpointer, describe_versions
 from titanlite.checkpoint.pretrained import HFCheckpoint, hf_checkpoint
-from titanlite.checkpoint.train_state import Progress
+from titanlite.checkpoint.train_state import Progress, Rewind
 
 __all__ = [
     "Checkpointer",
     "HFCheckpoint",
     "Progress",
+    "Rewind",
     "describe_versions",
+    "find_complete_before",
     "hf_checkpoint",
     "push_to_hub",
     "save_hf_model",
+    "set_aside_from",
 ]

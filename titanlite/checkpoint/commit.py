@@ -4,6 +4,7 @@ Ranks write into a hidden temporary folder; the manifest with the size and CRC-3
 is flushed to the disk; one rename makes the folder visible. A process may be killed at any moment of this.
 """
 
+import itertools
 import json
 import os
 import re
@@ -139,6 +140,38 @@ def step_folder(folder: Path, step: int) -> Path:
     return folder / f"step-{step}"
 
 
+def find_complete_before(folder: Path, step: int) -> int | None:
+    """The newest complete checkpoint of before `step`, by its number; None if there is none."""
+    return next(
+        (s for s in reversed(list_steps(folder)) if s < step and not check_folder(step_folder(folder, s))), None
+    )
+
+
+def set_aside(path: Path, kind: str) -> Path:
+    """Rename the checkpoint `path` to `path`.`kind`, or `path`.`kind`-2, ...: no run looks at it or removes it there.
+
+    Raises:
+        OSError: it cannot be renamed.
+    """
+    names = (path.with_name(f"{path.name}.{kind}{f'-{n}' if n > 1 else ''}") for n in itertools.count(1))
+    aside = next(name for name in names if not name.exists())
+    path.rename(aside)
+    return aside
+
+
+def set_aside_from(folder: Path, step: int, kind: str) -> None:
+    """Set the checkpoints of `step` and later aside. One process at a time.
+
+    Raises:
+        CheckpointError: one cannot be renamed.
+    """
+    for later in [s for s in list_steps(folder) if s >= step]:
+        try:
+            set_aside(step_folder(folder, later), kind)
+        except OSError as error:
+            raise CheckpointError(f"checkpoint: cannot rename {step_folder(folder, later)}: {error}.") from error
+
+
 def clean_up(folder: Path) -> None:
     """Remove what a process that was killed while saving or removing left behind. One process at a time."""
     for path in sorted(folder.glob(".step-*")) if folder.is_dir() else ():
@@ -199,7 +232,10 @@ def _flush(folder: Path) -> None:
 
 def _appear(temporary: Path, folder: Path) -> None:
     old = folder.with_name(f".{folder.name}.old")
-    if folder.exists():
+    if folder.exists() and check_folder(folder):
+        aside = set_aside(folder, "incomplete")  # whatever it is, it is not this run's to remove
+        logger.warning("checkpoint: %s was there, but is not complete; it is kept as %s", folder, aside.name)
+    elif folder.exists():
         shutil.rmtree(old, ignore_errors=True)
         folder.rename(old)
     try:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
@@ -16,24 +16,40 @@ import torch.distributed as dist
 from titanlite import __version__
 from titanlite.checkpoint.adapter import adapter_checkpoint, adapter_files, write_adapter_config
 from titanlite.checkpoint.best import point_best, read_best, repair_best
-from titanlite.checkpoint.commit import check_folder, clean_up, commit_folder, list_steps, remove_old, step_folder
+from titanlite.checkpoint.commit import (
+    MANIFEST_FILE,
+    check_folder,
+    clean_up,
+    commit_folder,
+    list_steps,
+    remove_old,
+    set_aside,
+    step_folder,
+)
 from titanlite.checkpoint.hf_model import model_files, save_tokenizer, warn_of_sidecar, write_hf_files
 from titanlite.checkpoint.pretrained import weights_of
 from titanlite.checkpoint.train_state import Progress, load_state, state_files
 from titanlite.checkpoint.writer import FileLayout
 from titanlite.config import JobConfig
-from titanlite.errors import CheckpointError, TitanliteError, raise_problems
+from titanlite.errors import CheckpointError, SaveError, TitanliteError, raise_problems
 from titanlite.logger import logger
 from titanlite.materialize import Plan, SourceProvider
 from titanlite.materialize.agree import on_first_rank
 from titanlite.models.build import AnyModel
 from titanlite.models.decoder import Decoder
 
+_LAST_SAVE_PAUSES_S = (0.0, 2.0, 5.0)
+
 
 class Checkpointer:
     """Loads and saves the checkpoints `step-N` of one run. Every rank makes one; all methods are collective.
 
     A context manager: if training ends with an error, a save in the background is finished first.
+
+    Args:
+        job: the configuration.
+        dump_folder: of the run.
+        record: called with (kind, text, step) of what happened beside the plan: a damaged checkpoint, a failed save.
 
     Attributes:
         folder: where the checkpoints of this run are.
@@ -44,8 +60,10 @@ class Checkpointer:
             in the way.
     """
 
-    def __init__(self, job: JobConfig, dump_folder: Path) -> None:
-        self._job, self._section = job, job.checkpoint
+    def __init__(
+        self, job: JobConfig, dump_folder: Path, record: Callable[[str, str, int], None] = lambda kind, text, step: None
+    ) -> None:
+        self._job, self._section, self._record = job, job.checkpoint, record
         self.folder = dump_folder / self._section.folder
         # Groups of their own: a save in the background must not meet the collectives of training, or those of `agree`.
         timeout = timedelta(seconds=job.comm.timeout_seconds)
@@ -104,7 +122,7 @@ class Checkpointer:
             if problems and self._section.load_step >= 0:
                 raise_problems(CheckpointError, f"checkpoint {folder}", problems)
             if problems:
-                self._say_passed_over(folder, problems)
+                self._pass_over(folder, problems)
                 refused.append(step)
                 continue
             if newest is not None and newest > step and self._section.load_step >= 0:
@@ -136,7 +154,7 @@ class Checkpointer:
             elif step == asked:
                 raise_problems(CheckpointError, f"checkpoint {step_folder(self.folder, step)}", problems)
             elif asked < 0:
-                self._say_passed_over(step_folder(self.folder, step), problems)
+                self._pass_over(step_folder(self.folder, step), problems)
         newest = complete[0] if complete else None
         if asked > 0 and asked not in complete:
             there = ", ".join(map(str, reversed(complete))) or "none"
@@ -152,10 +170,18 @@ class Checkpointer:
             "job.dump_folder."
         )
 
-    def _say_passed_over(self, folder: Path, problems: Sequence[str]) -> None:
-        if dist.get_rank() == 0:
-            more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-            logger.warning("checkpoint: %s is passed over: %s%s", folder, problems[0], more)
+    def _pass_over(self, folder: Path, problems: Sequence[str]) -> None:
+        """Say why `folder` is not resumed from, and keep it under another name: this run will save the same step."""
+        if dist.get_rank() != 0:
+            return
+        text = f"{folder} is passed over: {problems[0]}" + (f" (and {len(problems) - 1} more)" if problems[1:] else "")
+        if (folder / MANIFEST_FILE).exists():  # else it may be someone's plain model
+            try:
+                text += f" It is kept as {set_aside(folder, 'damaged').name}."
+            except OSError as error:
+                text += f" It cannot be renamed: {error.strerror}."
+        logger.warning("checkpoint: %s", text)
+        self._record("damaged", text, -1)
 
     def _damages(self, folder: Path) -> list[str]:
         """What the checksums of all files say; every rank reads its share of them."""
@@ -170,6 +196,10 @@ class Checkpointer:
         """True if a checkpoint is to be saved after `step`."""
         section = self._section
         return section.enable and section.interval > 0 and step % section.interval == 0
+
+    def has_saved(self, step: int) -> bool:
+        """True if the checkpoint of `step` is there: this run wrote it last, or resumed from it."""
+        return self._saved_step == step
 
     def save(
         self,
@@ -188,11 +218,38 @@ class Checkpointer:
         `progress.results`, the link `best` leads to it then.
 
         Raises:
-            CheckpointError: on all ranks; this save failed, or the one before it that ran in the background.
+            CheckpointError: on all ranks; this save failed, or the one before it that ran in the background, and
+                `checkpoint.on_save_error` is "stop".
         """
         if not self._section.enable or progress.step == self._saved_step:
             return
         self.wait()
+        try:
+            self._save(model, plan, optimizer, tokenizer, progress, device, card, end_of_turn_ids)
+        except CheckpointError as error:
+            self._go_on_after(error)
+
+    def _go_on_after(self, error: CheckpointError) -> None:
+        """Raise `error`, or warn of it, as `checkpoint.on_save_error` says. Nothing is left of the failed save."""
+        step, self._saved_step = self._saved_step, -1
+        if self._section.on_save_error == "stop":
+            raise error
+        text = f'{error} Training goes on, and the next save tries again (checkpoint.on_save_error = "continue").'
+        if dist.get_rank() == 0:
+            logger.warning("%s", text)
+        self._record("save failed", text, step)
+
+    def _save(
+        self,
+        model: AnyModel,
+        plan: Plan,
+        optimizer: torch.optim.Optimizer,
+        tokenizer: Any,
+        progress: Progress,
+        device: torch.device,
+        card: str,
+        end_of_turn_ids: Sequence[int],
+    ) -> None:
         began = time.perf_counter()
         dtype = getattr(torch, self._section.export_dtype)
         lora = self._job.lora
@@ -265,17 +322,39 @@ class Checkpointer:
         """Wait for a save in the background.
 
         Raises:
-            CheckpointError: it failed; on all ranks.
+            CheckpointError: it failed, and `checkpoint.on_save_error` is "stop"; on all ranks.
         """
         pending, self._pending = self._pending, None
         if pending is not None:
-            pending.result()
+            try:
+                pending.result()
+            except CheckpointError as error:
+                self._go_on_after(error)
+
+    def save_last(self, save: Callable[[], None]) -> None:
+        """Call `save` until the checkpoint is there, three times at most: after it, no next save will try again.
+
+        Raises:
+            CheckpointError: it failed, and `checkpoint.on_save_error` is "stop"; on all ranks.
+            SaveError: it failed three times; on all ranks.
+        """
+        for pause_s in _LAST_SAVE_PAUSES_S:
+            time.sleep(pause_s)
+            save()
+            self.wait()
+            if self._saved_step >= 0 or not self._section.enable:
+                return
+        raise SaveError(
+            f"checkpoint: the last checkpoint could not be written to {self.folder}, in {len(_LAST_SAVE_PAUSES_S)} "
+            "attempts (see above). Free space there; the same command goes on from the checkpoint before."
+        )
 
     def agree(self, stop: bool) -> bool:
         """True on all ranks if any of them says `stop`. Call after each step.
 
         Raises:
-            CheckpointError: a save in the background failed, on all ranks at the same step.
+            CheckpointError: a save in the background failed, on all ranks at the same step, and
+                `checkpoint.on_save_error` is "stop".
         """
         failed = self._pending is not None and self._pending.done() and self._pending.exception() is not None
         flags = torch.tensor([stop, failed], dtype=torch.int32)

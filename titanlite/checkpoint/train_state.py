@@ -1,8 +1,8 @@
 """What a run needs besides the model to go on: optimizer states, generators, and the numbers in train_state.json."""
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +28,34 @@ _OPTIMIZER, _RNG = f"{OWN_FOLDER}/optimizer", f"{OWN_FOLDER}/rng"
 
 
 @dataclass(frozen=True)
+class Rewind:
+    """One return to a checkpoint of before a loss spike (`[spike]`).
+
+    Attributes:
+        spike_step: step whose loss stood out, counted from 1; its batches are left out.
+        found_step: step after which that was noticed; the batches up to there are left out.
+        to_step: checkpoint that the run went back to.
+        samples: of the data order that lie before the batch that step `spike_step` trains on now.
+    """
+
+    spike_step: int
+    found_step: int
+    to_step: int
+    samples: int
+
+
+@dataclass(frozen=True)
 class Progress:
     """Where a run stands; the whole of train_state.json.
 
     Attributes:
         step: optimizer steps done.
-        samples: sequences of the data order that were trained on, by all ranks together.
+        samples: sequences of the data order that were trained on, by all ranks together, or left out on a rewind.
         data: description of the data order; a resumed run with another one trains on other data.
         world_size: ranks that wrote the checkpoint.
         versions: of titanlite and torch, for people.
         results: of validations and evaluations, see `titanlite.results`; empty in checkpoints of older versions.
+        rewinds: returns to a checkpoint of before a loss spike, in order; likewise.
     """
 
     step: int
@@ -46,6 +64,7 @@ class Progress:
     world_size: int
     versions: Mapping[str, str]
     results: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    rewinds: Sequence[Rewind] = ()
 
     def write(self, folder: Path) -> None:
         """Write train_state.json of the checkpoint `folder`."""
@@ -61,16 +80,25 @@ class Progress:
         if table.pop("format", None) != 1:
             raise CheckpointError(f"{where}: {STATE_FILE} is of a format that this version does not know.")
         kinds = {"step": int, "samples": int, "data": str, "world_size": int, "versions": dict, "results": dict}
+        kinds["rewinds"] = list
         table.setdefault("results", {})
+        table.setdefault("rewinds", [])
         if (
             table.keys() != kinds.keys()
             or not all(isinstance(table[k], t) for k, t in kinds.items())
             or not all(_is_series(table["results"][kind]) for kind in table["results"])
+            or not all(_is_rewind(rewind) for rewind in table["rewinds"])
         ):
             raise CheckpointError(
                 f"{where}: {STATE_FILE} is damaged. Resume from an earlier step: checkpoint.load_step."
             )
+        table["rewinds"] = tuple(Rewind(**rewind) for rewind in table["rewinds"])
         return cls(**table)
+
+
+def _is_rewind(table: Any) -> bool:
+    names = {f.name for f in fields(Rewind)}
+    return isinstance(table, dict) and table.keys() == names and all(isinstance(v, int) for v in table.values())
 
 
 _SERIES = {"name": str, "last_step": int, "best_step": int, "stale": int}

@@ -27,8 +27,11 @@ _RULES: tuple[tuple[Callable[[float], bool], str, tuple[str, ...]], ...] = (
         lambda value: 0 <= value < math.inf,
         "0 or more",
         (
+            "job.stop_grace_seconds",
             "training.steps",
             "training.max_norm",
+            "training.divergence_check_freq",
+            "spike.max_rewinds",
             "optimizer.lr",
             "optimizer.weight_decay",
             "lr_scheduler.warmup_steps",
@@ -62,6 +65,7 @@ _RULES: tuple[tuple[Callable[[float], bool], str, tuple[str, ...]], ...] = (
             "evaluation.batch_size",
             "evaluation.max_new_tokens",
             "comm.timeout_seconds",
+            "training.max_nonfinite_steps",
             "data.streaming_block_rows",
         ),
     ),
@@ -71,7 +75,12 @@ _RULES: tuple[tuple[Callable[[float], bool], str, tuple[str, ...]], ...] = (
         ("training.global_batch_size", "parallelism.data_parallel_shard_degree"),
     ),
     (lambda value: value >= -1, "-1 or more", ("checkpoint.load_step",)),
-    (lambda value: 0 < value < math.inf, "more than 0", ("optimizer.eps", "lora.alpha", "dpo.beta")),
+    (
+        lambda value: 0 < value < math.inf,
+        "more than 0",
+        ("optimizer.eps", "lora.alpha", "dpo.beta", "spike.threshold"),
+    ),
+    (lambda value: value >= 8, "8 or more", ("spike.window",)),
     (lambda value: 0 <= value < 1, "0 or more and less than 1", ("optimizer.beta1", "optimizer.beta2", "lora.dropout")),
     (lambda value: 0 <= value < 0.5, "0 or more and less than 0.5", ("dpo.label_smoothing",)),
     (lambda value: 0 < value <= 1, "more than 0 and at most 1", ("lr_scheduler.decay_ratio",)),
@@ -215,6 +224,8 @@ def _check_results(job: JobConfig) -> list[str]:
             f"validation.early_stopping_patience = {patience} needs validations. Set validation.enable = true, or the "
             + "patience to 0."
         )
+    if job.spike.enable and not checkpoint.enable:
+        problems.append("spike.enable goes back to checkpoints. Set checkpoint.enable = true, or spike.enable = false.")
     if checkpoint.save_best != "none":
         if not getattr(job, checkpoint.save_best).enable:
             problems.append(

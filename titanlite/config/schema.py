@@ -27,6 +27,11 @@ class JobSection:
         "Python script that run_train.sh runs once before it checks anything, to make data or a model. It should "
         "return at once where all is there.",
     )
+    stop_grace_seconds: int = setting(
+        0,
+        "Seconds that a run has after SIGTERM or SIGINT to finish its step and save, before its launcher ends it; 0: "
+        "as many as it needs.",
+    )
 
 
 # Every size of the architecture may be overridden; None keeps what the flavor or config.json says.
@@ -82,7 +87,20 @@ class TrainingSection:
         1024, "Tokens per chunk of the fused output projection and cross entropy; full logits never exist at once."
     )
     seed: int = setting(42, "Seed of weights and data order. The same seed gives the same weights on any mesh.")
-    deterministic: bool = setting(False, "Use deterministic algorithms only; slower on CUDA.")
+    deterministic: bool = setting(
+        False, "The same bits in every run on the same mesh, and after resuming; slower, and more memory, on CUDA."
+    )
+    on_nonfinite: Literal["stop", "skip"] = setting(
+        "stop",
+        "A step whose loss or gradient is NaN or infinite is never applied. 'stop': save the state of before it, and "
+        "end with an error that names where it came from; 'skip': warn, and train on with the next step.",
+    )
+    max_nonfinite_steps: int = setting(10, "With on_nonfinite = 'skip': end after so many such steps in a row.")
+    divergence_check_freq: int = setting(
+        100,
+        "Steps between comparisons of what ranks must have in common: replicas of weights, biases and optimizer "
+        "states, data order, configuration; 0: never.",
+    )
 
 
 @dataclass
@@ -208,7 +226,14 @@ class CheckpointSection:
         "training, without the training state; a new one is made private. Empty: no upload.",
     )
     verify_checksums: bool = setting(
-        False, "Read the whole checkpoint and compare its checksums before resuming; sizes are compared always."
+        True,
+        "Read the whole checkpoint and compare its checksums before resuming; sizes are compared always. One that is "
+        "damaged is set aside, and the one before it is taken.",
+    )
+    on_save_error: Literal["stop", "continue"] = setting(
+        "stop",
+        "When a checkpoint cannot be written, such as on a full disk: end the run, or warn and train on; the next save "
+        "tries again. The last save of a run must succeed in either case.",
     )
 
 
@@ -331,8 +356,27 @@ class EvaluationSection:
 
 
 @dataclass
+class SpikeSection:
+    enable: bool = setting(
+        False,
+        "When the loss of a step stands out, go back to the newest checkpoint of before it and leave out the data of "
+        "the steps since (arXiv:2204.02311).",
+    )
+    window: int = setting(100, "Steps that a loss is compared with.")
+    threshold: float = setting(
+        8.0,
+        "A loss stands out by so many robust standard deviations from the median of the window.",
+    )
+    max_rewinds: int = setting(3, "Returns to a checkpoint in the whole run; later spikes are only reported.")
+
+
+@dataclass
 class CommSection:
-    timeout_seconds: int = setting(300, "Longest wait of a collective; then the rank ends with an error, not a hang.")
+    timeout_seconds: int = setting(
+        300,
+        "Longest wait of a collective, and longest time in which a rank that trains does not move; then the run ends, "
+        "or starts again, and says which rank hung and who waited for it.",
+    )
 
 
 @dataclass
@@ -356,4 +400,5 @@ class JobConfig:
     data: DataSection = field(default_factory=DataSection)
     validation: ValidationSection = field(default_factory=ValidationSection)
     evaluation: EvaluationSection = field(default_factory=EvaluationSection)
+    spike: SpikeSection = field(default_factory=SpikeSection)
     comm: CommSection = field(default_factory=CommSection)

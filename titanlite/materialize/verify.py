@@ -90,17 +90,21 @@ def _has_finite_sum(local: torch.Tensor) -> bool:
     return local.dtype.itemsize > 1 and bool(local.sum().isfinite())  # float8 has no sum
 
 
-def _digest(local: torch.Tensor) -> _Digest:
-    """Two sums over the bits of `local`, the second weighted by position, modulo 2**64."""
+def bit_digest(local: torch.Tensor) -> torch.Tensor:
+    """Two sums over the bits of `local`, the second weighted by position, modulo 2**64: int64 (2,), on its device."""
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[local.dtype.itemsize]
-    bits = local.contiguous().flatten().view(integer)
-    plain = weighted = 0
+    bits = local.detach().contiguous().flatten().view(integer)
+    sums = torch.zeros(2, dtype=torch.int64, device=local.device)
     for start in range(0, bits.numel(), _CHUNK):  # int64 copies of a chunk, not of the tensor
         chunk = bits[start : start + _CHUNK].to(torch.int64)
         position = torch.arange(1, chunk.numel() + 1, device=chunk.device)
-        plain += int(chunk.sum())
-        weighted += int((chunk * position).sum()) * (2 * start + 1)
-    return plain % 2**64, weighted % 2**64
+        sums += torch.stack([chunk.sum(), (chunk * position).sum() * (2 * start + 1)])
+    return sums
+
+
+def _digest(local: torch.Tensor) -> _Digest:
+    plain, weighted = bit_digest(local).tolist()
+    return plain, weighted
 
 
 def _differing(gathered: list[dict[tuple[str, Region], _Digest]]) -> list[str]:

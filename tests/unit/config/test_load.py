@@ -190,7 +190,7 @@ def test_file_that_is_not_text(folder: Path) -> None:
         ("validation.seq_len = 5", "unknown key 'validation.seq_len'; did you mean 'training.seq_len'?"),
         ("training.warmup_steps = 5", "unknown key 'training.warmup_steps'; did you mean 'lr_scheduler.warmup_steps'?"),
         ("profiling.enable = true", "unknown key 'profiling.enable'; did you mean 'profiling.enable_profiling'?"),
-        ("job.zzz = 1", "unknown key 'job.zzz'. Keys of [job]: dump_folder, description, prepare."),
+        ("job.zzz = 1", "unknown key 'job.zzz'. Keys of [job]: dump_folder, description, prepare, stop_grace_seconds."),
         (
             "[metrics.log]\nfreq = 1",
             "unknown section 'metrics.log'. Keys of [metrics]: log_freq, enable_tensorboard, save_tb_folder, "

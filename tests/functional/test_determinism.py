@@ -1,0 +1,54 @@
+"""`training.deterministic`: two runs, and a resumed one, have the same bits; on another number of ranks nearly."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import titanlite.trainer
+from titanlite.config.parallelism import Degrees
+from titanlite.trainer import Trainer
+
+STEPS, HALF = 6, 3
+
+
+def test_two_runs_and_a_resumed_one_are_the_same_to_the_bit(
+    run_ranks: Callable[..., list[Any]], checked: Callable[..., Any], meshes, tmp_path: Path, monkeypatch
+):
+    monkeypatch.setattr(titanlite.trainer, "_SAMPLE_TOKENS", 2)
+    overrides = ["--training.deterministic=true", f"--training.steps={STEPS}", f"--checkpoint.interval={HALF}"]
+
+    def train(name: str, degrees: Degrees) -> dict[int, float]:
+        job = checked(degrees, *overrides, f"--job.dump_folder={tmp_path / name}")
+
+        def rank_main() -> bool:
+            Trainer(job.job, job.model_config, job.degrees).train()
+            return torch.are_deterministic_algorithms_enabled()
+
+        assert run_ranks(degrees.world_size, rank_main) == [True] * degrees.world_size
+        points = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
+        return {point["step"]: point["loss/train"] for point in points}
+
+    def resume(name: str, degrees: Degrees) -> dict[int, float]:
+        shutil.copytree(tmp_path / f"one/checkpoint/step-{HALF}", tmp_path / name / f"checkpoint/step-{HALF}")
+        return train(name, degrees)
+
+    mesh = meshes["TP2xEP2"]
+    one = train("one", mesh)
+    assert sorted(one) == list(range(1, STEPS + 1))
+    assert train("two", mesh) == one
+    again = {step: loss for step, loss in one.items() if step > HALF}
+    assert resume("resumed", mesh) == again
+    folders = [tmp_path / name / f"checkpoint/step-{STEPS}" for name in ("one", "two", "resumed")]
+    for name in ("model.safetensors", "titanlite/optimizer.safetensors", "titanlite/expert_bias.safetensors"):
+        first, *others = [load_file(folder / name) for folder in folders]
+        assert all(torch.equal(tensor, other[key]) for other in others for key, tensor in first.items()), name
+
+    fewer = resume("fewer", Degrees(dp_shard=2))
+    assert fewer.keys() == again.keys() and fewer != again, "sums in another order round otherwise"
+    assert [fewer[step] for step in again] == pytest.approx(list(again.values()), abs=1e-5)

@@ -1,0 +1,197 @@
+"""Fault drill: every few steps something goes wrong on a 4-rank run, and it ends with the weights of a quiet one.
+
+Nobody helps: the only thing done from outside is what a scheduler does, starting the same command again after it was
+asked to stop and ended with 0.
+"""
+
+import json
+import os
+import random
+import re
+import resource
+import signal
+import subprocess
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from rank_server import RankServer
+from safetensors.torch import load_file
+
+from titanlite.checkpoint.commit import check_folder, list_steps, step_folder
+
+RANKS, SEED = 4, 6
+EVERY = 3  # steps of progress between two faults
+ROUNDS = ["kill"] * 5 + ["corrupt"] * 4 + ["nan"] * 4 + ["disk"] * 3 + ["stop"] * 2 + ["term"] * 2
+STEPS = EVERY * len(ROUNDS) + 6
+TIMEOUT_S = 5
+WAIT_S = 120  # for what takes 5 s on idle cores
+FILE_LIMIT = 128 << 10  # bytes; more than the metrics file, less than the model
+
+# What the run itself must say of each kind of fault.
+SAID = {
+    "kill": r"titanlite: rank \d was ended by SIGKILL .*Starting all ranks again",
+    "stop": r"titanlite: rank \d has not moved for \d+ s since .*: it is stopped \(SIGSTOP\)",
+    "corrupt": r"step-\d+ is passed over: .* It is kept as step-\d+\.damaged",
+    "nan": r"the loss or gradient of step \d+ is not finite\. .*Computed again, the step is finite on all ranks",
+    "disk": r"cannot save to .*Training goes on, and the next save tries again",
+    "term": r"stopped after step \d+ of \d+, saved",
+}
+
+
+class Drill:
+    """One run on 4 ranks, its command, its output and its faults."""
+
+    def __init__(self, server: RankServer, config: Path, dump: Path) -> None:
+        self.server, self.dump, self.checkpoints = server, dump, dump / "checkpoint"
+        self.command = [
+            *("--standalone", f"--nproc-per-node={RANKS}", "--max-restarts=100", "-m", "titanlite.train"),
+            *("--config", str(config), f"--job.dump_folder={dump}", f"--training.steps={STEPS}"),
+            *("--parallelism.tensor_parallel_degree=2", "--parallelism.expert_parallel_degree=2"),
+            *("--checkpoint.interval=2", "--checkpoint.on_save_error=continue", "--training.divergence_check_freq=5"),
+            f"--comm.timeout_seconds={TIMEOUT_S}",
+        ]
+        self.lines: list[str] = []
+        self.start()
+
+    def start(self) -> None:
+        """Begin, or go on after an end in good order."""
+        self.process = self.server.launch(*self.command)
+        self.reader = threading.Thread(target=self._read, args=(self.process,))
+        self.reader.start()
+
+    def _read(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        with process.stdout as lines:
+            self.lines.extend(lines)
+
+    @property
+    def out(self) -> str:
+        return "".join(self.lines)
+
+    def step(self) -> int:
+        """Of the latest point of metrics; goes back when a run is resumed."""
+        try:
+            return json.loads((self.dump / "metrics.jsonl").read_text().splitlines()[-1])["step"]
+        except (OSError, ValueError, IndexError):
+            return 0
+
+    def wait_for(self, what: str, condition: Callable[[], object]) -> None:
+        end = time.monotonic() + WAIT_S
+        while not condition():
+            assert self.process.poll() is None, (
+                f"ended with {self.process.poll()} instead of {what}:\n{self.out[-6000:]}"
+            )
+            assert time.monotonic() < end, f"no {what} within {WAIT_S} s:\n{self.out[-6000:]}"
+            time.sleep(0.02)
+
+    def said(self, kind: str) -> int:
+        return len(re.findall(SAID[kind], self.out))
+
+    def end(self) -> int:
+        code = self.process.wait(WAIT_S)
+        self.reader.join(WAIT_S)
+        return code
+
+    # --- faults
+
+    def fault(self, kind: str, rng: random.Random) -> None:
+        """Let it happen, and wait until the run has noticed."""
+        before, rank = self.said(kind), rng.randrange(RANKS)
+        if kind == "kill":
+            os.kill(self.server.rank_pid(rank), signal.SIGKILL)
+        elif kind == "stop":
+            os.kill(self.server.rank_pid(rank), signal.SIGSTOP)
+        elif kind == "corrupt":
+            self.corrupt(rng)
+            os.kill(self.server.rank_pid(rank), signal.SIGKILL)
+        elif kind == "nan":
+            (self.server.folder / f"nan-{rank}").touch()
+        elif kind == "disk":
+            self.fill_disk(rank)
+        elif kind == "term":
+            self.process.terminate()  # the stub forwards it to the launcher
+            assert self.end() == 0, self.out[-6000:]
+            assert self.said(kind) == before + 1
+            self.start()
+            return
+        self.wait_for(f"message about {kind}", lambda: self.said(kind) > before)
+
+    def corrupt(self, rng: random.Random) -> None:
+        """Flip one bit in the newest complete checkpoint."""
+        self.wait_for("two complete checkpoints", lambda: len(self.complete()) >= 2)
+        folder = step_folder(self.checkpoints, self.complete()[-1])
+        path = folder / rng.choice(
+            ["model.safetensors", "titanlite/optimizer.safetensors", "titanlite/rng.safetensors"]
+        )
+        with path.open("r+b") as file:
+            file.seek(rng.randrange(path.stat().st_size // 2, path.stat().st_size))
+            at, byte = file.tell(), file.read(1)[0]
+            file.seek(at)
+            file.write(bytes([byte ^ 1 << rng.randrange(8)]))
+
+    def complete(self) -> list[int]:
+        return [s for s in list_steps(self.checkpoints) if not check_folder(step_folder(self.checkpoints, s))]
+
+    def fill_disk(self, rank: int) -> None:
+        """No file of `rank` may grow beyond the limit until one save has failed."""
+        pid, before = self.server.rank_pid(rank), self.said("disk")
+        _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (FILE_LIMIT, hard))
+        try:
+            self.wait_for("failed save", lambda: self.said("disk") > before)
+        finally:
+            with suppress(ProcessLookupError):
+                resource.prlimit(pid, resource.RLIMIT_FSIZE, (hard, hard))
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[RankServer]:
+    folder = tmp_path / "server"
+    folder.mkdir()
+    server = RankServer(folder)
+    yield server
+    server.close()
+
+
+@pytest.mark.slow
+def test_a_run_with_twenty_faults_ends_with_the_weights_of_a_quiet_one(server, config_file, tmp_path):
+    quiet = Drill(server, config_file, tmp_path / "quiet")
+    assert quiet.end() == 0, quiet.out[-6000:]
+
+    rng = random.Random(SEED)
+    rounds = rng.sample(ROUNDS, len(ROUNDS))
+    drill = Drill(server, config_file, tmp_path / "drill")
+    times: dict[str, list[float]] = {}
+    for number, kind in enumerate(rounds):
+        target = EVERY * number + rng.randint(1, EVERY)
+        drill.wait_for(f"step {target}", lambda target=target: drill.step() >= target)
+        began = time.monotonic()
+        drill.fault(kind, rng)
+        times.setdefault(kind, []).append(round(time.monotonic() - began, 1))
+    assert drill.end() == 0, drill.out[-6000:]
+    print(f"rounds: {rounds}\nseconds until noticed: {times}")
+
+    assert Counter(rounds) == {kind: ROUNDS.count(kind) for kind in SAID} and len(rounds) >= 20
+    for kind in SAID:
+        assert drill.said(kind) >= ROUNDS.count(kind) >= 2, kind
+    assert drill.said("corrupt") == ROUNDS.count("corrupt") == len(list(drill.checkpoints.glob("*.damaged*")))
+    assert "Traceback" not in drill.out
+    last, expected = (step_folder(folder, STEPS) for folder in (drill.checkpoints, quiet.checkpoints))
+    names = sorted(str(path.relative_to(expected)) for path in expected.rglob("*.safetensors"))
+    assert "model.safetensors" in names and "titanlite/expert_bias.safetensors" in names
+    for name in names:
+        one, other = load_file(expected / name), load_file(last / name)
+        assert one.keys() == other.keys()
+        assert [key for key in one if not torch.equal(one[key], other[key])] == [], name
+    losses = [{p["step"]: p["loss/train"] for p in read_points(d.dump)} for d in (quiet, drill)]
+    assert losses[0] == losses[1] and sorted(losses[0]) == list(range(1, STEPS + 1)), "to the last bit, every step"
+
+
+def read_points(dump: Path) -> list[dict]:
+    return [json.loads(line) for line in (dump / "metrics.jsonl").read_text().splitlines()]

@@ -1,0 +1,295 @@
+"""A run that errs while it trains: values that are not finite, replicas that differ, loss spikes, failed saves."""
+
+import errno
+import json
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+import titanlite.train
+import titanlite.trainer
+from titanlite.checkpoint import manager
+from titanlite.checkpoint.commit import check_folder, list_steps
+from titanlite.config.parallelism import Degrees
+from titanlite.errors import DivergenceError, TitanliteError
+from titanlite.materialize.layout import local_of
+from titanlite.trainer import StepResult, Trainer
+
+QUIET = ["--metrics.log_freq=4", "--training.steps=8", "--lr_scheduler.warmup_steps=2", "--checkpoint.keep_latest_k=0"]
+STEPS = "--training.steps=5"
+# (name of the error's class, its exit code, its text), what `after` returned
+Outcome = tuple[tuple[str, int, str] | None, Any]
+
+
+@pytest.fixture(autouse=True)
+def _short_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(titanlite.trainer, "_SAMPLE_TOKENS", 2)
+
+
+@pytest.fixture
+def train(run_ranks: Callable[..., list[Any]], checked: Callable[..., Any], tmp_path: Path) -> Callable[..., Outcome]:
+    """`train(degrees, folder name, *overrides, before=, after=)`: a whole training; the same outcome on all ranks.
+
+    `before(trainer)` may put a fault in.
+    """
+
+    def run(
+        degrees: Degrees,
+        folder: str,
+        *overrides: str,
+        before: Callable[[Trainer], None] = lambda trainer: None,
+        after: Callable[[Trainer], Any] = lambda trainer: trainer.step,
+    ) -> Outcome:
+        job = checked(degrees, *QUIET, f"--job.dump_folder={tmp_path / folder}", *overrides)
+
+        def rank_main() -> Outcome:
+            trainer = Trainer(job.job, job.model_config, job.degrees)
+            before(trainer)
+            try:
+                trainer.train()
+            except TitanliteError as error:
+                return (type(error).__name__, error.exit_code, str(error)), after(trainer)
+            return None, after(trainer)
+
+        first, *others = run_ranks(degrees.world_size, rank_main)
+        assert others == [first] * len(others), "one outcome on all ranks"
+        return first
+
+    return run
+
+
+def events(folder: Path) -> list[tuple[str, int]]:
+    return [(e["kind"], e["step"]) for e in map(json.loads, (folder / "events.jsonl").read_text().splitlines())]
+
+
+def points(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def poison_output(name: str, step: int, rank: int, *, once: bool) -> Callable[[Trainer], None]:
+    """Let module `name` give NaN on `rank` in micro-batch 1 of `step`: the first time only, or whenever it is run."""
+
+    def put_in(trainer: Trainer) -> None:
+        bad, latest, done = trainer.loader.micro_batches(step - 1)[1].tokens, [], []
+
+        def hook(module: torch.nn.Module, arguments: Any, output: Any) -> Any:
+            if dist.get_rank() != rank or not torch.equal(latest[-1], bad) or (once and done):
+                return output
+            done.append(True)
+            return (output[0] * math.nan, *output[1:]) if isinstance(output, tuple) else output * math.nan
+
+        trainer.model.register_forward_pre_hook(lambda module, arguments: latest.append(arguments[0]))
+        trainer.model.get_submodule(name).register_forward_hook(hook)
+
+    return put_in
+
+
+def assert_same_state(one: Path, other: Path) -> None:
+    """Two checkpoints hold the same bits: model, biases and optimizer states."""
+    names = sorted(str(path.relative_to(one)) for path in one.rglob("*.safetensors") if path.name != "rng.safetensors")
+    assert len(names) == 3
+    for name in names:
+        expected, found = load_file(one / name), load_file(other / name)
+        assert expected.keys() == found.keys()
+        assert [key for key in expected if not torch.equal(expected[key], found[key])] == []
+
+
+# --- values that are not finite
+
+
+def test_nan_is_named_the_state_of_before_is_saved_and_a_transient_one_changes_nothing(train, meshes, tmp_path):
+    mesh = meshes["TP2xEP2"]
+    assert train(mesh, "whole", "--checkpoint.interval=2", STEPS) == (None, 5)
+
+    put_in = poison_output("model.layers.1.mlp", step=3, rank=2, once=False)
+    (kind, code, text), step = train(mesh, "repeats", "--checkpoint.interval=0", STEPS, before=put_in)
+    assert (kind, code, step) == ("TrainingError", 2, 2), "a new start would meet it again"
+    assert text.startswith("training: the loss or gradient of step 3 is not finite. The loss was not finite in ")
+    assert "micro-batch 1 on rank 2" in text
+    assert "first output that is not finite is that of model.layers.1.mlp (micro-batch 1, rank 2)" in text
+    assert "Gradients that are not finite, from micro-batch 1 on: lm_head.weight, model.norm.weight" in text
+    assert f"those of step 2, saved in {tmp_path / 'repeats/checkpoint'}" in text and "Lower optimizer.lr" in text
+    assert list_steps(tmp_path / "repeats/checkpoint") == [2]
+    assert_same_state(tmp_path / "whole/checkpoint/step-2", tmp_path / "repeats/checkpoint/step-2")
+
+    put_in = poison_output("model.layers.0.self_attn", step=3, rank=0, once=True)
+    (kind, code, text), step = train(mesh, "once", "--checkpoint.interval=0", STEPS, before=put_in)
+    assert (kind, code, step) == ("TransientError", 3, 2)
+    assert "Computed again, the step is finite on all ranks" in text
+    assert train(mesh, "once", "--checkpoint.interval=0", STEPS) == (None, 5)
+    assert_same_state(tmp_path / "whole/checkpoint/step-5", tmp_path / "once/checkpoint/step-5")
+
+
+def test_skipped_steps_are_counted_and_too_many_in_a_row_end_the_run(train, meshes, tmp_path):
+    overrides = ["--training.on_nonfinite=skip", "--training.max_nonfinite_steps=2", "--checkpoint.interval=0"]
+
+    def put_in(trainer: Trainer) -> None:
+        for step in (2, 4):
+            poison_output("model.layers.1.mlp", step, rank=1, once=False)(trainer)
+
+    assert train(Degrees(dp_shard=2), "skips", *overrides, before=put_in) == (None, 8)
+    assert [(p["step"], p["nonfinite_steps"]) for p in points(tmp_path / "skips")] == [(1, 0), (4, 2), (8, 2)]
+    assert all(math.isfinite(p["loss/train"]) for p in points(tmp_path / "skips"))
+    assert events(tmp_path / "skips") == [("skip", 4)]
+
+    def put_in_more(trainer: Trainer) -> None:
+        for step in (2, 5, 6):
+            poison_output("model.layers.1.mlp", step, rank=1, once=False)(trainer)
+
+    (kind, _, text), step = train(Degrees(dp_shard=2), "ends", *overrides, before=put_in_more)
+    assert (kind, step) == ("TrainingError", 4)
+    assert "the loss or gradient of step 5 is not finite; it is the first of 2 in a row" in text
+    assert list_steps(tmp_path / "ends/checkpoint") == [4]
+
+
+# --- replicas that differ
+
+
+def test_a_rank_that_diverges_is_named_with_the_tensor(run_ranks, checked, meshes):
+    job = checked(meshes["TP2xEP2"], "--training.divergence_check_freq=2")
+
+    def rank_main() -> dict[str, str]:
+        trainer = Trainer(job.job, job.model_config, job.degrees)
+        batches = trainer.loader.micro_batches(0)
+        trainer.train_step(batches)
+        norm = trainer.model.model.layers[0].input_layernorm.weight
+        expert_bias = trainer.model.model.layers[1].mlp.gate.expert_bias
+        moment = trainer.optimizer.state[norm]["exp_avg"]
+        texts = {}
+
+        def check(what: str, step: int, batches: list[Any]) -> None:
+            try:
+                trainer.divergence.check(step, "the order", 8, batches)
+                texts[what] = ""
+            except DivergenceError as error:
+                texts[what] = str(error)
+
+        check("nothing", 2, batches)
+        for what, tensor in (("weight", local_of(norm)), ("bias", expert_bias), ("moment", local_of(moment))):
+            kept = tensor.detach().clone()
+            with torch.no_grad():
+                tensor[0] += 1e-6 if dist.get_rank() == 1 else 0
+            check(what, 4, batches)
+            with torch.no_grad():
+                tensor.copy_(kept)
+        check("batch", 6, batches[:: -1 if dist.get_rank() == 1 else 1])
+        check("nothing again", 8, batches)
+        return texts
+
+    first, *others = run_ranks(4, rank_main)
+    assert others == [first] * 3
+    assert first["nothing"] == first["nothing again"] == ""
+    start = "ranks differ after step 4: model.layers."
+    assert first["weight"].startswith(f"{start}0.input_layernorm.weight: replicas differ between ranks 0 and ranks 1. ")
+    assert first["bias"].startswith(
+        f"{start}1.mlp.gate.expert_bias: replicas differ between ranks 0, 2, 3 and ranks 1."
+    )
+    assert "exp_avg of model.layers.0.input_layernorm.weight: replicas differ between ranks 0 and" in first["moment"]
+    assert "the batch of data-parallel rank 0 is not the same on ranks 0 and ranks 1." in first["batch"]
+    assert all("between step 2 and step" in first[what] for what in ("weight", "bias", "moment", "batch"))
+
+
+def test_divergence_ends_a_run_and_a_new_start_may_help(train, meshes):
+    def put_in(trainer: Trainer) -> None:
+        micro_batches = trainer.loader.micro_batches
+        if dist.get_rank() == 1:
+            trainer.loader.micro_batches = lambda step: micro_batches(step)[:: -1 if step == 3 else 1]  # type: ignore[method-assign]
+
+    overrides = ["--training.divergence_check_freq=2", "--checkpoint.enable=false"]
+    (kind, code, text), step = train(meshes["TP2xFSDP2"], "run", *overrides, before=put_in)
+    assert (kind, code, step) == ("DivergenceError", 3, 4)
+    assert text.startswith("ranks differ after step 4: the batch of data-parallel rank 0 is")
+
+
+# --- loss spikes
+
+
+def test_spike_goes_back_and_leaves_its_data_out_also_after_a_resume(run_ranks, checked, tmp_path, monkeypatch):
+    """Losses of step 14 and 15 are reported ten times too high, once."""
+    overrides = [
+        *("--training.steps=24", "--checkpoint.interval=5", "--metrics.log_freq=4", "--checkpoint.keep_latest_k=0"),
+        *("--spike.enable=true", "--spike.window=8", "--spike.threshold=20", "--lr_scheduler.warmup_steps=2"),
+    ]
+    job = checked(Degrees(dp_shard=2), *overrides, f"--job.dump_folder={tmp_path / 'run'}")
+    original, seen = Trainer.train_step, []
+
+    def train_step(trainer: Trainer, batches: list[Any]) -> StepResult:
+        result = original(trainer, batches)
+        used.append((trainer.step, [batch.tokens for batch in batches]))
+        if trainer.step in (14, 15) and seen.count(trainer.step) == 0:
+            seen.append(trainer.step)
+            result.loss.mul_(10)
+        return result
+
+    monkeypatch.setattr(Trainer, "train_step", train_step)
+    used: list[tuple[int, list[torch.Tensor]]] = []
+
+    def rank_main() -> tuple[list[int], bool]:
+        trainer = titanlite.train.train(job)
+        # Steps 11 to 13 again on their own data, 14 and later on what follows the data of step 16.
+        expected = {11: 10, 12: 11, 13: 12, **{step: step + 2 for step in range(14, 25)}}
+        order = type(trainer.loader).micro_batches
+        trainer.loader.start_from(0, 0)
+        again = used[16:]
+        same = all(
+            torch.equal(tokens, batch.tokens)
+            for step, tokens_of in again
+            for tokens, batch in zip(tokens_of, order(trainer.loader, expected[step]), strict=True)
+        )
+        return [step for step, _ in used], same
+
+    for steps, same in run_ranks(2, rank_main):
+        assert steps == [*range(1, 17), *range(11, 25)], "back to step 10, the newest checkpoint before step 14"
+        assert same
+    folder = tmp_path / "run/checkpoint"
+    assert events(tmp_path / "run") == [("rewind", 16)]
+    assert list_steps(folder) == [5, 10, 15, 20, 24] and (folder / "step-15.rewound").is_dir()
+    rewind = {"spike_step": 14, "found_step": 16, "to_step": 10, "samples": 16 * 8}
+    state = json.loads((folder / "step-20/titanlite/train_state.json").read_text())
+    assert state["rewinds"] == [rewind] and state["samples"] == 23 * 8
+    resumed = run_ranks(2, lambda: [Trainer(job.job, job.model_config, job.degrees).loader.samples_before(24)])
+    assert resumed == [[27 * 8]] * 2
+
+
+# --- saves that fail
+
+
+def failing_saves(trainer: Trainer, steps: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk is full on rank 1 while one of `steps` is written; each number fails once."""
+    original = os.pwritev
+    left = list(steps)
+
+    def pwritev(*arguments: Any) -> int:
+        if dist.get_rank() == 1 and trainer.step in left:
+            left.remove(trainer.step)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return original(*arguments)
+
+    monkeypatch.setattr(os, "pwritev", pwritev)
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_failed_saves_do_not_end_a_run_that_shall_go_on(train, tmp_path, monkeypatch, mode):
+    monkeypatch.setattr(manager, "_LAST_SAVE_PAUSES_S", (0.0, 0.01, 0.01))
+    overrides = [f"--checkpoint.async_mode={mode}", "--checkpoint.interval=2"]
+    degrees = Degrees(dp_shard=2)
+    go_on = [*overrides, "--checkpoint.on_save_error=continue"]
+    outcome = train(degrees, "goes-on", *go_on, before=lambda t: failing_saves(t, [4, 8], monkeypatch))
+    assert outcome == (None, 8)
+    folder = tmp_path / "goes-on/checkpoint"
+    assert list_steps(folder) == [2, 6, 8] or mode == "async"  # whose step is further when the file is written
+    assert check_folder(folder / "step-8", checksums=True) == [], "the last save tries again"
+    assert all(path.name.startswith("step-") for path in folder.iterdir()), "nothing is left of those that failed"
+    assert {kind for kind, _ in events(tmp_path / "goes-on")} == {"save failed"}
+
+    (kind, code, text), _ = train(degrees, "full", *go_on, before=lambda t: failing_saves(t, [8] * 4, monkeypatch))
+    assert (kind, code) == ("SaveError", 3) and "in 3 attempts" in text
+    (kind, code, text), _ = train(degrees, "stops", *overrides, before=lambda t: failing_saves(t, [4], monkeypatch))
+    assert (kind, code) == ("CheckpointError", 2) and "No space left" in text

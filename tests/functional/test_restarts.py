@@ -1,0 +1,183 @@
+"""What the launcher does about ranks that fail or hang: one message that says what happened, and whether it goes on."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from rank_server import RankServer
+
+from titanlite.checkpoint.commit import list_steps
+
+WAIT_S = 90  # for what takes a few seconds on idle cores
+
+# Each runs in every rank before it trains; `rank` is its number.
+RAISE_ON_2 = """
+from titanlite.trainer import Trainer
+original = Trainer.train_step
+def train_step(self, batches):
+    if rank == 2 and self.step == 3:
+        raise ValueError("a bug in the model")
+    return original(self, batches)
+Trainer.train_step = train_step
+"""
+SLEEP_ON_1 = """
+import time
+from titanlite.trainer import Trainer
+original = Trainer.scaled_loss
+def scaled_loss(self, *arguments):
+    if rank == 1 and self.step == 3:
+        time.sleep(1000)
+    return original(self, *arguments)
+Trainer.scaled_loss = scaled_loss
+"""
+LOOP_ON_ALL = """
+from titanlite.data import TrainLoader
+original = TrainLoader.micro_batches
+def micro_batches(self, step):
+    while step == 3:
+        pass
+    return original(self, step)
+TrainLoader.micro_batches = micro_batches
+"""
+LONG_STEP = """
+import time
+from titanlite.trainer import Trainer
+original = Trainer.train_step
+def train_step(self, batches):
+    if self.step == 3:
+        print("long step", flush=True)
+        time.sleep(20)
+    return original(self, batches)
+Trainer.train_step = train_step
+"""
+NAN_ALWAYS = """
+from titanlite.trainer import Trainer
+original = Trainer.scaled_loss
+def scaled_loss(self, *arguments):
+    return original(self, *arguments) * (float("nan") if self.step == 3 or self.step == 4 else 1)
+Trainer.scaled_loss = scaled_loss
+"""
+SLOW_START = """
+import time
+from titanlite.trainer import Trainer
+original = Trainer.__init__
+def __init__(self, *arguments):
+    original(self, *arguments)
+    print("loaded", flush=True)
+    time.sleep(3)
+Trainer.__init__ = __init__
+"""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankServer]:
+    server = RankServer(tmp_path_factory.mktemp("server"))
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def run(server: RankServer, config_file: Path, tmp_path: Path) -> Iterator[Callable[..., tuple[int, str, float]]]:
+    """`run(misbehaviour, *overrides, restarts=, signal_after=)` -> (exit code, output, seconds after the signal).
+
+    `signal_after` is a text in the output upon which the launcher gets SIGTERM.
+    """
+    processes: list[subprocess.Popen[str]] = []
+
+    def start(
+        misbehaviour: str, *overrides: str, restarts: int = 0, signal_after: str | None = None
+    ) -> tuple[int, str, float]:
+        (server.folder / "misbehave.py").write_text(misbehaviour)
+        process = server.launch(
+            *("--standalone", "--nproc-per-node=4", f"--max-restarts={restarts}", "-m", "titanlite.train"),
+            *("--config", str(config_file), f"--job.dump_folder={tmp_path / 'run'}", "--training.steps=6"),
+            *("--parallelism.tensor_parallel_degree=2", "--checkpoint.interval=2", *overrides),
+        )
+        processes.append(process)
+        assert process.stdout is not None
+        lines, asked = [], time.monotonic()
+        with process.stdout as output:
+            for line in output:
+                lines.append(line)
+                if signal_after is not None and signal_after in line:
+                    asked, signal_after = time.monotonic(), None
+                    process.send_signal(signal.SIGTERM)
+        return process.wait(WAIT_S), "".join(lines), time.monotonic() - asked
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def said_by_launcher(out: str) -> list[str]:
+    return [line for line in out.splitlines() if line.startswith(("titanlite: ", "  The others", "  Stacks", "  All"))]
+
+
+def test_exception_on_one_rank_is_one_traceback_and_a_new_start_goes_on_from_the_checkpoint(run, tmp_path):
+    code, out, _ = run(RAISE_ON_2, restarts=1)
+    assert code == 1
+    assert out.count("Traceback") == 2, "one for each start"
+    assert out.count("ValueError: a bug in the model") == 2
+    assert out.count("titanlite: rank 2 failed in step 4 (data):\nTraceback") == 2
+    assert [line for line in said_by_launcher(out) if "failed in" not in line] == [
+        "titanlite: rank 2 ended with exit code 1; all ranks were stopped. Starting all ranks again: restart 1 of 1.",
+        "titanlite: rank 2 ended with exit code 1; all ranks were stopped.",
+    ]
+    assert "restart 1 of 1, because rank 2 ended with exit code 1; training goes on from step 2" in out
+    (event,) = map(json.loads, (tmp_path / "run/events.jsonl").read_text().splitlines())
+    assert (event["kind"], event["step"]) == ("restart", 2)
+
+
+@pytest.mark.parametrize("kind", ["configuration", "training"])
+def test_errors_that_would_come_again_are_not_restarted(run, kind, tmp_path):
+    if kind == "configuration":
+        code, out, _ = run("", "--data.path=/nowhere", restarts=3)
+        assert "/nowhere" in out
+    else:
+        code, out, _ = run(NAN_ALWAYS, "--metrics.log_freq=3", restarts=3)
+        assert "the loss or gradient of step 4 is not finite" in out and "those of step 3, saved in" in out
+        assert list_steps(tmp_path / "run/checkpoint") == [2, 3]
+    assert code == 2 and out.count("titanlite: error: ") == 1
+    assert "Starting all ranks again" not in out and "Traceback" not in out
+
+
+def test_rank_that_sleeps_is_named_with_those_that_wait_for_it(run, tmp_path):
+    code, out, _ = run(SLEEP_ON_1, "--comm.timeout_seconds=3")
+    assert code == 124 and "Traceback" not in out
+    message = said_by_launcher(out)
+    assert re.match(r"titanlite: rank 1 has not moved for \d+ s since step 4, backward: it is in ", message[0]), out
+    assert re.match(r"  The others wait for it: .*rank.* in \w*(all_|reduce|wait)\w* \(step 4, ", message[1]), out
+    waiting = {int(rank) for rank in re.findall(r"\d", re.sub(r"\(.*?\)", "", message[1]))}
+    assert waiting == {0, 2, 3}
+    assert message[2:] == [
+        f"  Stacks of the ranks: {tmp_path / 'run/stacks'}",
+        "  All 4 ranks of this machine were ended.",
+    ]
+    stacks = {path.name: path.read_text() for path in (tmp_path / "run/stacks").iterdir()}
+    assert sorted(stacks) == [f"rank-{rank}.txt" for rank in range(4)] and "scaled_loss" in stacks["rank-1.txt"]
+
+
+def test_ranks_that_all_loop_end_too(run):
+    code, out, _ = run(LOOP_ON_ALL, "--comm.timeout_seconds=3")
+    assert code == 124 and "Traceback" not in out
+    for rank in range(4):
+        assert re.search(rf"rank {rank} has not moved for \d+ s since step 4, data: it is in micro_batches", out), out
+
+
+def test_sigterm_while_loading_and_in_a_step_longer_than_the_grace(run, tmp_path):
+    code, out, _ = run(SLOW_START, restarts=3, signal_after="loaded")
+    assert code == 0 and "stopped before the first step of 6" in out, out
+    assert not list_steps(tmp_path / "run/checkpoint") and "Starting all ranks again" not in out
+
+    code, out, seconds = run(LONG_STEP, "--job.stop_grace_seconds=2", restarts=3, signal_after="long step")
+    assert code == 128 + signal.SIGTERM and 2 <= seconds < 15, (seconds, out)
+    assert "titanlite: job.stop_grace_seconds (2 s) are over and the ranks are still in step 4 (data)" in out
+    assert list_steps(tmp_path / "run/checkpoint") == [2] and "Starting all ranks again" not in out
+    assert os.path.isdir(tmp_path / "run")

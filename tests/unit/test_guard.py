@@ -1,0 +1,208 @@
+"""The launcher's side: who failed first, who hangs, and whether ranks start again."""
+
+import faulthandler
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from titanlite import heartbeat, stacks, stop
+from titanlite.errors import NOTICE_FOLDER
+from titanlite.guard import Failure, Guard
+from titanlite.heartbeat import Beat
+from titanlite.notices import Restart, claim, forget_last_start, note_restart, read_restart
+
+ROOT = Path(__file__).parents[2]
+# A rank that beats once and then does what it is told.
+RANK = """
+import sys, time
+from titanlite import heartbeat
+heartbeat.start()
+heartbeat.configure(float(sys.argv[1]), float(sys.argv[2]), sys.argv[3])
+heartbeat.beat("data", 1)
+heartbeat.beat("data", 2)
+heartbeat.beat("forward")
+print("ready", flush=True)
+def all_reduce(): time.sleep(100)
+def compute(): time.sleep(100)
+{"wait": all_reduce, "loop": compute, "end": lambda: sys.exit(int(sys.argv[5]))}[sys.argv[4]]()
+"""
+
+
+@pytest.fixture
+def start(tmp_path):
+    """`start(rank, what, code=, timeout_s=, grace_s=)` -> pid of a rank whose notices are in `tmp_path`/notices."""
+    (tmp_path / "notices").mkdir()
+    script = tmp_path / "torch/distributed/rank.py"  # where a collective's frame would be
+    script.parent.mkdir(parents=True)
+    script.write_text(RANK)
+    started = []
+
+    def run(rank: int, what: str, code: int = 0, timeout_s: float = 1, grace_s: float = 0) -> int:
+        environment = {
+            **os.environ,
+            NOTICE_FOLDER: str(tmp_path / "notices"),
+            "RANK": str(rank),
+            "PYTHONPATH": str(ROOT),
+        }
+        arguments = [str(timeout_s), str(grace_s), str(tmp_path / "run"), what, str(code)]
+        process = subprocess.Popen([sys.executable, str(script), *arguments], env=environment, stdout=subprocess.PIPE)
+        started.append(process)
+        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+        return process.pid
+
+    yield run
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def watch(guard: Guard, pids: dict[int, int], timeout_s: float = 20) -> Failure:
+    guard.began()
+    end = time.monotonic() + timeout_s
+    while guard.failure is None:
+        assert time.monotonic() < end
+        guard.watch(pids)
+        time.sleep(0.05)
+    return guard.failure
+
+
+def is_gone(pid: int) -> bool:
+    end = time.monotonic() + 5
+    while time.monotonic() < end:
+        if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_first_rank_that_fails_is_the_cause_and_the_others_are_ended(start, tmp_path):
+    pids = {0: start(0, "wait", timeout_s=100), 1: start(1, "end", code=5)}
+    failure = watch(Guard(str(tmp_path / "notices")), pids)
+    assert failure == Failure("rank 1 ended with exit code 5", 5)
+    assert is_gone(pids[0]) and (tmp_path / "notices/ending").exists()
+
+
+def test_signal_is_named(start, tmp_path):
+    pids = {3: start(3, "loop", timeout_s=100)}
+    os.kill(pids[3], signal.SIGKILL)
+    failure = watch(Guard(str(tmp_path / "notices")), pids)
+    assert failure == Failure("rank 3 was ended by SIGKILL (often: out of memory)", 128 + 9)
+
+
+def test_ranks_that_end_well_are_no_failure(start, tmp_path):
+    guard, pid = Guard(str(tmp_path / "notices")), start(0, "end")
+    assert is_gone(pid)
+    guard.began()
+    guard.watch({0: pid})
+    assert guard.failure is None
+
+
+def test_hang_names_who_waits_for_whom(start, tmp_path, capfd):
+    pids = {rank: start(rank, what) for rank, what in ((0, "wait"), (1, "loop"), (2, "wait"), (3, "wait"))}
+    os.kill(pids[3], signal.SIGSTOP)
+    failure = watch(Guard(str(tmp_path / "notices")), pids)
+    assert failure.code == 124 and failure.said
+    said = capfd.readouterr().err
+    assert "rank 3 has not moved for" in said and "since step 2, forward: it is stopped (SIGSTOP)" in said
+    assert "The others wait for them: ranks 0, 2 in all_reduce (step 2, forward)." in said
+    assert re.search(r"rank 1 has not moved for 1 s since step 2, forward: it is in compute \(.*rank.py:\d+\);", said)
+    assert all(is_gone(pid) for pid in pids.values()), "a stopped one, too"
+
+
+def test_run_that_does_not_stop_in_its_grace_is_ended(start, tmp_path, capfd):
+    folder = str(tmp_path / "notices")
+    pids = {0: start(0, "loop", timeout_s=100, grace_s=1)}
+    guard = Guard(folder)
+    guard.began()
+    guard.watch(pids)
+    stop.request(folder)
+    failure = watch(guard, pids)
+    assert failure.code == 128 + signal.SIGTERM and is_gone(pids[0])
+    assert "job.stop_grace_seconds (1 s) are over and the ranks are still in step 2 (forward)" in capfd.readouterr().err
+    assert not guard.wants_restart(0, 3)
+
+
+@pytest.mark.parametrize(
+    ("failure", "restarts", "stopped", "expected"),
+    [
+        (Failure("it died", 137), 0, False, True),
+        (Failure("it erred", 3), 2, False, True),
+        (Failure("it died", 137), 3, False, False),
+        (Failure("configuration", 2), 0, False, False),
+        (Failure("it died", 137), 0, True, False),
+        (None, 0, False, False),
+    ],
+)
+def test_restarts_only_where_they_may_help(tmp_path, monkeypatch, failure, restarts, stopped, expected):
+    monkeypatch.setenv(NOTICE_FOLDER, str(tmp_path))
+    guard = Guard(str(tmp_path))
+    guard.failure = failure
+    if stopped:
+        stop.request(str(tmp_path))
+    assert guard.wants_restart(restarts, 3) == expected
+    assert read_restart() == (Restart(failure.text, restarts + 1, 3) if expected else None)
+
+
+def test_notes_of_the_last_start_go_but_not_those_of_the_user(tmp_path, monkeypatch):
+    monkeypatch.setenv(NOTICE_FOLDER, str(tmp_path))
+    stop.request(str(tmp_path))
+    note_restart(tmp_path, Restart("why", 1, 2))
+    assert claim("traceback") and not claim("traceback")
+    forget_last_start(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"stop", "restart"}
+    assert claim("traceback")
+
+
+def test_only_phases_of_training_have_a_limit_and_not_in_the_first_step(tmp_path, monkeypatch):
+    monkeypatch.setenv(NOTICE_FOLDER, str(tmp_path))
+    monkeypatch.setenv("RANK", "7")
+    heartbeat.start()
+    try:
+        heartbeat.configure(30, 0, "run")
+        limits = []
+        for phase, step in (("data", 1), ("forward", None), ("data", 2), ("forward", None), ("saving", None)):
+            heartbeat.beat(phase, step)
+            beat = heartbeat.read(tmp_path)[7]
+            limits.append((beat.step, beat.phase, beat.limit_s))
+    finally:
+        faulthandler.unregister(heartbeat.STACK_SIGNAL)
+        monkeypatch.delenv(NOTICE_FOLDER)
+        heartbeat._heart.stacks.close()
+        os.close(heartbeat._heart.file)
+        heartbeat.start()
+    expected = [(1, "data", 0), (1, "forward", 0), (2, "data", 30), (2, "forward", 30), (2, "saving", 0)]
+    assert limits == expected
+
+
+def test_all_ranks_in_collectives_is_said_as_it_is(tmp_path):
+    for rank, name in ((0, "all_reduce"), (1, "all_to_all_single")):
+        stacks.stack_path(tmp_path, rank).write_text(
+            'Thread 0x1 (most recent call first):\n  File "/x/threading.py", line 1 in wait\n\n'
+            "Current thread 0x2 (most recent call first):\n"
+            f'  File "/x/torch/distributed/distributed_c10d.py", line 10 in {name}\n'
+            '  File "/x/titanlite/trainer.py", line 5 in train_step\n'
+        )
+    now = time.monotonic()
+    beats = {rank: Beat(rank, os.getpid(), 4, "forward", now) for rank in (0, 1)}
+    text = stacks.describe(tmp_path, beats, silent=[])
+    assert "rank 0 in all_reduce (step 4, forward); rank 1 in all_to_all_single (step 4, forward)" in text
+    assert "collectives that do not belong together" in text
+    assert stacks.describe(tmp_path, beats, silent=[2]).startswith("rank 2 has not started.\n  The others wait for it")
+
+
+def test_torchrun_still_has_what_the_agent_uses():
+    import inspect
+
+    from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
+    from torch.distributed.launcher import api
+
+    source = inspect.getsource(SimpleElasticAgent)
+    assert "self._remaining_restarts" in source, "titanlite.agent sets it to end the restarts"
+    assert "_monitor_workers" in source and "_start_workers" in source
+    assert "LocalElasticAgent(" in inspect.getsource(api.launch_agent), "titanlite.launch exchanges it"

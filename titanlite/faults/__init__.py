@@ -1,0 +1,16 @@
+"""What a run does when something goes wrong while it trains: find the cause, go back, or refuse to go on."""
+
+from titanlite.faults.determinism import make_deterministic
+from titanlite.faults.divergence import DivergenceCheck
+from titanlite.faults.nonfinite import diagnose, nonfinite_error, say_skipped
+from titanlite.faults.spike import SpikeDetector, find_rewind
+
+__all__ = [
+    "DivergenceCheck",
+    "SpikeDetector",
+    "diagnose",
+    "find_rewind",
+    "make_deterministic",
+    "nonfinite_error",
+    "say_skipped",
+]

@@ -1,0 +1,199 @@
+"""Where NaN or infinity came from: the step is computed again with a look at every module's output and gradient."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from titanlite.data import Batch
+from titanlite.errors import TrainingError, TransientError
+from titanlite.logger import logger
+from titanlite.materialize.agree import list_ranks
+from titanlite.materialize.layout import local_of
+from titanlite.metrics.events import record_event
+from titanlite.optim import NonFiniteSteps
+
+_SHOWN = 3
+
+
+@dataclass
+class _Found:
+    """What one rank sees.
+
+    Attributes:
+        losses: micro-batches whose loss was not finite when the step was trained on.
+        weights: parameters that hold values that are not finite.
+        outputs: (micro-batch, module) of the first output that is not finite, per micro-batch that has one.
+        grads: (micro-batch, parameters), those closest to the loss first, of the first micro-batch that has any.
+    """
+
+    losses: tuple[int, ...] = ()
+    weights: list[str] = field(default_factory=list)
+    outputs: list[tuple[int, str]] = field(default_factory=list)
+    grads: tuple[int, list[str]] | None = None
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What all ranks found together.
+
+    Attributes:
+        text: sentences for the user.
+        repeats: True if the step is not finite again when it is computed again; else a machine erred.
+    """
+
+    text: str
+    repeats: bool
+
+
+def diagnose(
+    model: nn.Module,
+    micro_batches: Sequence[Batch],
+    scaled_loss: Callable[[Batch], torch.Tensor],
+    found: NonFiniteSteps,
+    *,
+    whole_layers: bool,
+) -> Diagnosis:
+    """Compute a step again, on the weights as they are, and say which tensors are not finite, and on which ranks.
+
+    Nothing is applied: gradients are dropped, and random generators are put back.
+
+    Args:
+        model: with the weights of before that step.
+        micro_batches: of this rank in that step, on the device.
+        scaled_loss: what backward is called on, for one micro-batch.
+        found: with the micro-batches that were not finite the first time.
+        whole_layers: look at whole modules below the root only, because the insides are compiled.
+
+    Collectives: those of forward and backward, and one all-gather of small objects; every rank must call.
+    """
+    mine = _Found(losses=found.micro_batches)
+    params = list(model.named_parameters())
+    mine.weights = [name for name, param in params if not _is_finite(param)]
+    with _kept_generators():
+        for number, batch in enumerate(micro_batches):
+            with _watched(model, whole_layers) as first:
+                loss = scaled_loss(batch)
+            if first or not math.isfinite(loss.item()):
+                mine.outputs.append((number, first[0] if first else "the loss"))
+            loss.backward()
+            if mine.grads is None:
+                bad = [
+                    name for name, param in reversed(params) if param.grad is not None and not _is_finite(param.grad)
+                ]
+                mine.grads = (number, bad) if bad else None
+            model.zero_grad()
+    gathered = [_Found()] * dist.get_world_size()
+    dist.all_gather_object(gathered, mine)
+    return _describe(gathered)
+
+
+def nonfinite_error(found: NonFiniteSteps, diagnosis: Diagnosis, saved: str) -> TrainingError:
+    """The error that ends a run after `found`; one that a new start may get past if the step does not repeat it."""
+    in_a_row = f"; it is the first of {found.in_a_row} in a row" if found.in_a_row > 1 else ""
+    start = (
+        f"training: the loss or gradient of step {found.first} is not finite{in_a_row}. {diagnosis.text} No such "
+        f"update was applied, so the weights are finite: those of step {found.first - 1}{saved}."
+    )
+    if not diagnosis.repeats:
+        return TransientError(f"{start} Start again from there; if it comes back, look for a faulty machine.")
+    return TrainingError(f"{start} Lower optimizer.lr, raise lr_scheduler.warmup_steps, or look at that step's data.")
+
+
+def say_skipped(found: NonFiniteSteps, diagnosis: Diagnosis | None, step: int) -> None:
+    """Warn of the steps that `training.on_nonfinite` = "skip" has left out, on rank 0."""
+    text = f"the loss or gradient of step {found.first_new} is not finite; it was skipped ({found.total} so far)."
+    text += f" {diagnosis.text}" if diagnosis is not None else ""
+    if dist.get_rank() == 0:
+        logger.warning("training: %s", text)
+    record_event("skip", text, step)
+
+
+def _describe(gathered: Sequence[_Found]) -> Diagnosis:
+    sentences: list[str] = []
+    losses = [(rank, f.losses) for rank, f in enumerate(gathered) if f.losses]
+    if losses:
+        places = ", ".join(f"micro-batch {' and '.join(map(str, m))} on rank {rank}" for rank, m in losses[:_SHOWN])
+        sentences.append(f"The loss was not finite in {places}{_more(len(losses))}.")
+    weights = sorted({name for f in gathered for name in f.weights})
+    if weights:
+        ranks = [rank for rank, f in enumerate(gathered) if f.weights]
+        sentences.append(f"Weights are not finite: {_names(weights)}, on ranks {list_ranks(ranks)}.")
+    outputs = [(number, rank, name) for rank, f in enumerate(gathered) for number, name in f.outputs]
+    if outputs:
+        places = [f"{name} (micro-batch {number}, rank {rank})" for number, rank, name in sorted(outputs)[:_SHOWN]]
+        sentences.append(f"Computed again, the first output that is not finite is {', '.join(places)}.")
+    grads = [(rank, f.grads) for rank, f in enumerate(gathered) if f.grads is not None]
+    if grads:
+        number = min(number for _, (number, _) in grads)
+        names: dict[str, None] = {}
+        for _, (at, found) in grads:
+            names |= dict.fromkeys(found if at == number else [])
+        again = "Computed again, g" if not outputs else "G"
+        sentences.append(f"{again}radients that are not finite, from micro-batch {number} on: {_names(list(names))}.")
+    repeats = bool(weights or outputs or grads)
+    if not repeats:
+        sentences.append("Computed again, the step is finite on all ranks.")
+    return Diagnosis(" ".join(sentences), repeats)
+
+
+def _names(names: Sequence[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + _more(len(names))
+
+
+def _more(count: int) -> str:
+    return f" and {count - _SHOWN} more" if count > _SHOWN else ""
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    return bool(local_of(tensor).isfinite().all())
+
+
+def _floating(output: Any) -> Iterator[torch.Tensor]:
+    if isinstance(output, torch.Tensor):
+        if output.is_floating_point():
+            yield output.detach()
+    elif isinstance(output, dict):
+        for value in output.values():
+            yield from _floating(value)
+    elif isinstance(output, list | tuple):
+        for value in output:
+            yield from _floating(value)
+
+
+@contextmanager
+def _watched(model: nn.Module, whole_layers: bool) -> Iterator[list[str]]:
+    """Names of the modules whose forward gives what is not finite, in the order in which they end."""
+    names: list[str] = []
+
+    def look_at(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, arguments: Any, output: Any) -> None:
+            if not all(_is_finite(tensor) for tensor in _floating(output)):
+                names.append(f"that of {name}" if name else "that of the model")
+
+        return hook
+
+    layers = {id(child) for module in model.modules() if isinstance(module, nn.ModuleList) for child in module}
+    handles = [
+        module.register_forward_hook(look_at(name))
+        for name, module in model.named_modules()
+        if not whole_layers or id(module) in layers
+    ]
+    try:
+        yield names
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _kept_generators() -> Iterator[None]:
+    """Dropout draws the same numbers after this as without it."""
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices=devices):
+        yield

@@ -1,0 +1,171 @@
+"""The launcher's watch over its ranks: which one ended first and why, which one hangs, and whether to start again.
+
+Knows processes and the notes in the shared folder, but neither torch nor torchrun: `titanlite.agent` connects them.
+"""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from titanlite import heartbeat, stop
+from titanlite.errors import NEVER_RESTARTED
+from titanlite.heartbeat import Beat
+from titanlite.notices import ENDING, Restart, lost_peers, note_restart
+from titanlite.stacks import describe, save_stacks
+
+_HANG = 124  # exit code, as of timeout(1)
+# When one rank has failed, the others may print what they have to say (the same error), and then end.
+_LAST_WORDS_S = 0.5
+# A collective that failed because a rank died: the death shows within this time.
+_DEATH_SHOWS_S = 1.5
+_LOOK_EVERY_S = 0.5
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a start of the ranks ended.
+
+    Attributes:
+        text: what happened, for the user, with rank and exit code or signal.
+        code: exit code of the launcher, should it not start the ranks again.
+        said: True if `text` was printed already.
+    """
+
+    text: str
+    code: int
+    said: bool = False
+
+
+class Guard:
+    """Watches the local ranks of one launcher. One object lives through all restarts.
+
+    Attributes:
+        failure: why the latest start ended, or None while it runs and after it ended well.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self.failure: Failure | None = None
+        self._looked = 0.0
+        self._stop_seen: float | None = None
+
+    def began(self) -> None:
+        """New ranks start."""
+        self.failure, self._looked = None, time.monotonic()
+
+    def watch(self, pids: Mapping[int, int]) -> None:
+        """Look at the ranks, given by their process ids. If one failed or hangs, end all of them.
+
+        Call often; it costs a system call per rank, and reads the ranks' files twice a second.
+        """
+        if self.failure is not None:
+            return  # all ranks are ending
+        ended = {rank: code for rank, pid in pids.items() if (code := _exit_code(pid)) is not None}
+        failed = {rank: code for rank, code in ended.items() if code != 0}
+        if failed:
+            self._end_after_failure(pids, failed)
+            return
+        if time.monotonic() - self._looked < _LOOK_EVERY_S:
+            return
+        self._looked = time.monotonic()
+        beats = {rank: beat for rank, beat in heartbeat.read(self._folder).items() if rank in pids}
+        running = {rank: pid for rank, pid in pids.items() if rank not in ended}
+        if self._is_hanging(beats, running):
+            self._end_hanging({rank: beats[rank] for rank in running if rank in beats}, running, len(pids))
+        elif self._is_over_grace(beats):
+            self._end(pids)
+
+    def wants_restart(self, restarts: int, most: int) -> bool:
+        """After a failure: True if new ranks may do better. Says why they start, and tells it to them.
+
+        Not after an error that a new start would find again, nor once the user asked the run to stop.
+
+        Args:
+            restarts: how many there were before.
+            most: how many there may be.
+        """
+        failure = self.failure
+        if failure is None or restarts >= most or failure.code in NEVER_RESTARTED or stop.asked(self._folder):
+            return False
+        text = "" if failure.said else f"{failure.text}; all ranks were stopped. "
+        _say(f"{text}Starting all ranks again: restart {restarts + 1} of {most}.")
+        note_restart(self._folder, Restart(failure.text.partition("\n")[0].rstrip("."), restarts + 1, most))
+        return True
+
+    def _end_after_failure(self, pids: Mapping[int, int], failed: Mapping[int, int]) -> None:
+        # Ranks whose peer is gone wait for this launcher: who ended in this tenth of a second is the cause.
+        rank, code = next(iter(failed.items()))
+        self.failure = Failure(f"rank {rank} {_how(code)}", code if code > 0 else 128 - code)
+        end = time.monotonic() + _LAST_WORDS_S
+        while time.monotonic() < end and any(_exit_code(pid) is None for pid in pids.values()):
+            time.sleep(0.02)
+        self._end(pids)
+
+    def _is_hanging(self, beats: Mapping[int, Beat], running: Mapping[int, int]) -> bool:
+        if any(age > _DEATH_SHOWS_S for rank, age in lost_peers(self._folder).items() if rank in running):
+            return True
+        now = time.monotonic()
+        return any(beat.limit_s and now - beat.time_s > beat.limit_s for rank, beat in beats.items() if rank in running)
+
+    def _end_hanging(self, beats: Mapping[int, Beat], running: Mapping[int, int], num_ranks: int) -> None:
+        kept = save_stacks(self._folder, beats)
+        text = describe(self._folder, beats, [rank for rank in running if rank not in beats])
+        if kept is not None:
+            text += f"\n  Stacks of the ranks: {kept}"
+        self._end(running)
+        self.failure = Failure(text, _HANG, said=True)
+        _say(f"{text}\n  All {num_ranks} ranks of this machine were ended.")
+
+    def _is_over_grace(self, beats: Mapping[int, Beat]) -> bool:
+        """True if the run was asked to stop and has not done so in the time that its configuration gives it."""
+        if not stop.asked(self._folder) or not beats:
+            return False
+        if self._stop_seen is None:
+            self._stop_seen = time.monotonic()
+        grace_s = max(beat.grace_s for beat in beats.values())
+        if not grace_s or time.monotonic() - self._stop_seen < grace_s:
+            return False
+        latest = max(beats.values(), key=lambda beat: beat.time_s)
+        text = (
+            f"job.stop_grace_seconds ({grace_s:g} s) are over and the ranks are still in step {latest.step} "
+            f"({latest.phase}); they were ended without a save. The same command goes on from the last checkpoint."
+        )
+        _say(text)
+        self.failure = Failure(text, 128 + signal.SIGTERM, said=True)
+        return True
+
+    def _end(self, pids: Mapping[int, int]) -> None:
+        """End all ranks at once; SIGKILL also reaches processes that are stopped."""
+        Path(self._folder, ENDING).touch()
+        for pid in pids.values():
+            if _exit_code(pid) is None:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def _exit_code(pid: int) -> int | None:
+    """Exit code of a child that has ended, -N if signal N ended it; None while it runs. Leaves it to be waited for."""
+    try:
+        info = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return None  # waited for already: torchrun knows its code
+    if info is None:
+        return None
+    return info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
+
+
+def _how(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code}"
+    hint = " (often: out of memory)" if code == -signal.SIGKILL else ""
+    return f"was ended by {signal.Signals(-code).name}{hint}"
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"titanlite: {text}\n")
+    sys.stderr.flush()

@@ -1,0 +1,129 @@
+"""What each rank is doing, in a small file that its launcher reads: how a rank that hangs is found and named.
+
+A rank writes step, phase and time whenever it begins something new (2 us, no synchronization). The launcher compares
+the times, asks the ranks for their stacks with SIGUSR1, and says who waits for whom: `titanlite.guard`.
+"""
+
+import faulthandler
+import json
+import os
+import signal
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import IO
+
+from titanlite.errors import NOTICE_FOLDER
+
+STACK_SIGNAL = signal.SIGUSR1
+# What takes no longer than a collective may wait. Loading, saving and generating may, and the first step compiles.
+_LIMITED = ("data", "forward", "backward", "optimizer", "validation")
+_RECORD_BYTES = 1024
+
+
+@dataclass(frozen=True)
+class Beat:
+    """The latest sign of life of a rank.
+
+    Attributes:
+        rank, pid: of the rank; the number counts over all machines.
+        step: training step that it is in, counted from 1; 0 before the first.
+        phase: what it does: 'starting', 'data', 'forward', 'backward', 'optimizer', 'validation', ...
+        time_s: when that began, on this machine's monotonic clock, in seconds.
+        limit_s: seconds after which a rank in this phase hangs; 0 if only a collective that waits for it can tell.
+        grace_s: seconds from SIGTERM to the end of the run; 0 if it may take as long as it needs.
+        dump_folder: of the run; empty as long as the configuration is not read.
+    """
+
+    rank: int
+    pid: int
+    step: int = 0
+    phase: str = "starting"
+    time_s: float = 0.0
+    limit_s: float = 0.0
+    grace_s: float = 0.0
+    dump_folder: str = ""
+
+
+class _Heart:
+    """This rank's file, open; there is none without a launcher."""
+
+    def __init__(self) -> None:
+        self.file: int | None = None
+        self.stacks: IO[str] | None = None
+        self.beat = Beat(int(os.environ.get("RANK", "0")), os.getpid())
+        self.timeout_s = 0.0
+        self.rounds = 0
+
+
+_heart = _Heart()
+
+
+def beat_path(folder: str | Path, rank: int) -> Path:
+    """File with the latest `Beat` of a rank."""
+    return Path(folder, f"beat-{rank}")
+
+
+def stack_path(folder: str | Path, rank: int) -> Path:
+    """File that a rank writes the stacks of its threads to on `STACK_SIGNAL`."""
+    return Path(folder, f"stack-{rank}")
+
+
+def start() -> None:
+    """Begin to write; does nothing without a launcher. Call once per process."""
+    global _heart
+    _heart = heart = _Heart()
+    folder = os.environ.get(NOTICE_FOLDER)
+    if folder is None or not Path(folder).is_dir():
+        return
+    heart.stacks = stack_path(folder, heart.beat.rank).open("w")
+    faulthandler.register(STACK_SIGNAL, heart.stacks, all_threads=True)
+    heart.file = os.open(beat_path(folder, heart.beat.rank), os.O_CREAT | os.O_WRONLY, 0o600)
+    beat("starting")
+
+
+def configure(timeout_s: float, grace_s: float, dump_folder: str | Path) -> None:
+    """Tell the launcher what the configuration says.
+
+    Args:
+        timeout_s: seconds after which a rank that trains and does not move hangs.
+        grace_s: seconds from SIGTERM to the end of the run, 0 for no limit.
+        dump_folder: where stacks are kept.
+    """
+    _heart.timeout_s = timeout_s
+    _heart.beat = replace(_heart.beat, grace_s=grace_s, dump_folder=str(Path(dump_folder).absolute()))
+    beat(_heart.beat.phase)
+
+
+def beat(phase: str, step: int | None = None) -> None:
+    """This rank begins `phase`, in step `step` if that is a new one."""
+    heart = _heart
+    if heart.file is None:
+        return
+    heart.rounds += phase == "data"
+    limited = heart.rounds > 1 and phase in _LIMITED
+    heart.beat = replace(
+        heart.beat,
+        phase=phase,
+        step=heart.beat.step if step is None else step,
+        time_s=time.monotonic(),
+        limit_s=heart.timeout_s if limited else 0.0,
+    )
+    os.pwrite(heart.file, json.dumps(asdict(heart.beat)).encode().ljust(_RECORD_BYTES), 0)
+
+
+def current() -> Beat:
+    """This rank's latest beat; without a launcher that of its start."""
+    return _heart.beat
+
+
+def read(folder: str | Path) -> dict[int, Beat]:
+    """In the launcher: the latest beat of each rank that has one, by rank."""
+    beats = {}
+    for path in Path(folder).glob("beat-*"):
+        try:
+            found = Beat(**json.loads(path.read_bytes()))
+        except (OSError, ValueError, TypeError):  # being written; the next look has it
+            continue
+        beats[found.rank] = found
+    return beats

@@ -1,0 +1,42 @@
+"""`events.jsonl`: what happened to a run beside its steps, such as resumes, saves and skipped steps, one line each."""
+
+import json
+import os
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+
+from titanlite.logger import logger
+
+FILE_NAME = "events.jsonl"
+_state: dict[str, Path] = {}
+
+
+def open_events(dump_folder: Path) -> None:
+    """Let `record_event` of this process write into `dump_folder`, which exists. A resumed run appends."""
+    _state["path"] = dump_folder / FILE_NAME
+
+
+def record_event(kind: str, text: str, step: int) -> None:
+    """Append one event on rank 0; other ranks, and a process without an open run, write nothing.
+
+    A line is `{"time": Unix seconds, "step": step, "kind": kind, "text": text}`. A file that cannot be written is a
+    warning, for an event often goes before a worse error, which must not be replaced.
+
+    Args:
+        kind: one word for events alike: "start", "resume", "save", "skip", "rewind", "stop", "end", ...
+        text: one sentence for people.
+        step: optimizer steps done at that time.
+    """
+    rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+    path = _state.get("path")
+    if rank or path is None:
+        return
+    event = {"time": round(time.time(), 3), "step": step, "kind": kind, "text": text}
+    try:
+        # Opened each time: events are rare, and nothing is lost if the process is killed.
+        with path.open("a", encoding="ascii") as file:
+            file.write(json.dumps(event) + "\n")
+    except OSError as error:
+        logger.warning("metrics: cannot write %s: %s. The event was: %s", path, error.strerror or error, text)

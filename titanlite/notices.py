@@ -1,0 +1,93 @@
+"""Notes between a launcher and its ranks, in the folder that they share: why ranks ended, and why they start again."""
+
+import json
+import os
+import time
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from titanlite.errors import NOTICE_FOLDER
+
+ENDING = "ending"  # the launcher ends all ranks: nobody shall wait for anything
+_RESTART = "restart"
+_KEPT = ("stop", "abort", _RESTART)  # the others are about one start of the ranks
+
+
+@dataclass(frozen=True)
+class Restart:
+    """Why the ranks start again.
+
+    Attributes:
+        why: what ended them, in words.
+        count: restarts so far, this one included.
+        most: restarts allowed.
+    """
+
+    why: str
+    count: int
+    most: int
+
+
+def forget_last_start(folder: str | Path) -> None:
+    """In the launcher, before ranks start: remove what the last ones left, but not what the user asked for."""
+    for path in Path(folder).iterdir():
+        if path.name not in _KEPT:
+            path.unlink(missing_ok=True)
+
+
+def note_restart(folder: str | Path, restart: Restart) -> None:
+    """In the launcher: tell the next ranks why they start."""
+    Path(folder, _RESTART).write_text(json.dumps(asdict(restart)))
+
+
+def read_restart() -> Restart | None:
+    """In a rank: why it starts again, or None if it does not."""
+    folder = os.environ.get(NOTICE_FOLDER)
+    try:
+        return None if folder is None else Restart(**json.loads(Path(folder, _RESTART).read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def claim(name: str) -> bool:
+    """True on the first rank of this machine that asks for `name`, and on every rank without a launcher."""
+    folder = os.environ.get(NOTICE_FOLDER)
+    if folder is None:
+        return True
+    try:
+        os.close(os.open(Path(folder, name), os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    except OSError:
+        pass  # better said twice than not at all
+    return True
+
+
+def lost_path(folder: str | Path, rank: int) -> Path:
+    """File with the stack of a rank in a collective that failed."""
+    return Path(folder, f"lost-{rank}")
+
+
+def note_lost_peer(rank: int, error: BaseException) -> None:
+    """In a rank: a collective failed because another rank is gone or does not answer; the launcher finds out which.
+
+    The note is where the collective was called, innermost first as `faulthandler` writes stacks.
+    """
+    folder = os.environ.get(NOTICE_FOLDER)
+    if folder is None:
+        return
+    frames = [
+        f'  File "{f.filename}", line {f.lineno} in {f.name}\n' for f in traceback.extract_tb(error.__traceback__)
+    ]
+    temporary = lost_path(folder, rank).with_name(f".lost-{rank}")
+    temporary.write_text(f"Failed collective: {error}\nThread (most recent call first):\n" + "".join(reversed(frames)))
+    temporary.rename(lost_path(folder, rank))
+
+
+def lost_peers(folder: str | Path) -> dict[int, float]:
+    """In the launcher: seconds since each rank noted that it has lost a peer, by rank."""
+    now, found = time.time(), {}
+    for path in Path(folder).glob("lost-*"):
+        found[int(path.name.removeprefix("lost-"))] = now - path.stat().st_mtime
+    return found

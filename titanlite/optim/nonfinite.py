@@ -1,0 +1,90 @@
+"""Steps whose loss or gradient is not finite: never applied, counted on the device, and read at log steps."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class NonFiniteSteps:
+    """What was not finite, on the host.
+
+    Attributes:
+        first_new: first such step since the last look.
+        first: first step of the run of such steps that the latest belongs to; training may not go on after it if
+            `fatal`. -1 if the latest step was finite.
+        in_a_row: length of that run.
+        total: such steps since the process started.
+        micro_batches: numbers of the micro-batches whose loss on this rank was not finite in step `first_new`.
+        fatal: True if there were as many in a row as may be; nothing was applied since.
+    """
+
+    first_new: int
+    first: int
+    in_a_row: int
+    total: int
+    micro_batches: tuple[int, ...]
+    fatal: bool
+
+
+class FiniteGuard:
+    """Decides on the device which steps are applied; the host waits for it only in `look`.
+
+    After `limit` steps in a row that are not finite no step is applied any more, so that weights, optimizer states
+    and biases are those before the first of them when the host finds out. The same on all ranks, for it is fed with
+    reduced values; only the flags of the micro-batches are of this rank.
+
+    Args:
+        device: of loss and gradient norm.
+        limit: most steps in a row; 1 stops at the first.
+        num_micro_batches: per step and rank.
+    """
+
+    def __init__(self, device: torch.device, limit: int = 1, num_micro_batches: int = 1) -> None:
+        self._limit = limit
+        # first_new, first, in_a_row, total
+        self._state = torch.tensor([-1, -1, 0, 0], dtype=torch.int64, device=device)
+        self._flags = torch.ones(num_micro_batches, dtype=torch.bool, device=device)
+        self._seen = 0
+
+    @torch.no_grad()
+    def admit(self, step: int, finite: torch.Tensor, losses_finite: torch.Tensor | None = None) -> torch.Tensor:
+        """True, as a bool scalar on the device, if step `step` (counted from 1) is to be applied.
+
+        Args:
+            step: that is about to be applied.
+            finite: bool scalar: its loss and gradient norm are finite, over all ranks.
+            losses_finite: bool (num_micro_batches,): the losses of this rank's micro-batches are.
+        """
+        first_new, first, in_a_row, total = self._state.unbind()
+        finite = finite.to(self._state.device)
+        frozen = in_a_row >= self._limit
+        bad = ~finite & ~frozen
+        if losses_finite is not None:
+            self._flags = torch.where(bad & (first_new < 0), losses_finite, self._flags)
+        now = torch.full_like(first, step)
+        self._state = torch.stack(
+            [
+                torch.where(bad & (first_new < 0), now, first_new),
+                torch.where(frozen, first, torch.where(bad, torch.where(in_a_row == 0, now, first), -1)),
+                torch.where(frozen, in_a_row, torch.where(bad, in_a_row + 1, 0)),
+                total + bad,
+            ]
+        )
+        return finite & ~frozen
+
+    @property
+    def total(self) -> int:
+        """Steps that were not finite, up to the last look."""
+        return self._seen
+
+    def look(self) -> NonFiniteSteps | None:
+        """What was not finite since the last look, or None. Synchronizes; alike on all ranks but `micro_batches`."""
+        first_new, first, in_a_row, total = self._state.tolist()
+        if total == self._seen:
+            return None
+        self._seen = total
+        micro_batches = tuple(i for i, is_finite in enumerate(self._flags.tolist()) if not is_finite)
+        self._state[0] = -1
+        self._flags.fill_(True)
+        return NonFiniteSteps(first_new, first, in_a_row, total, micro_batches, in_a_row >= self._limit)
