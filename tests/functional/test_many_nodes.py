@@ -201,23 +201,34 @@ def test_a_killed_machine_comes_back_and_the_weights_are_those_of_an_undisturbed
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_the_machines_that_are_left(cluster, undisturbed, tmp_path):
-    """NNODES=1:2: after the loss of one machine for good, 2 ranks train on, with the same global batch."""
+    """NNODES=1:2, one rank each: after the loss of one machine for good, the other trains on, with the same batches."""
     run: Cluster = cluster(16, "--checkpoint.interval=4")
     run.folder = tmp_path / "cluster"
     run.folder.mkdir()
     run.arguments[2] = f"--job.dump_folder={run.folder / 'run'}"
     host, other = elastic("1:2")
-    first, second = run.start("a", host), run.start("b", other)
+    first, second = run.start("a", host | {"NGPU": "1"}), run.start("b", other | {"NGPU": "1"})
     run.wait_for(lambda: 6 in run.steps(), first)
     second.kill()
     run.end(first)
-    assert "dp_shard 4 x tp 1, ep 1, 4 ranks on cpu" in run.out
     assert "dp_shard 2 x tp 1, ep 1, 2 ranks on cpu" in run.out
+    assert "dp_shard 1 x tp 1, ep 1, 1 ranks on cpu" in run.out
     undisturbed(16)
     reference = Cluster(Path(), tmp_path, 16)
     assert run.losses().keys() == reference.losses().keys() == set(range(1, 17))
     for step, loss in reference.losses().items():
         assert run.losses()[step] == pytest.approx(loss, abs=1e-5), step
+
+
+def test_sigterm_ends_a_machine_that_waits_for_others_at_once(cluster):
+    """There is nothing to save yet; in a queue's grace period a wait of 10 minutes would be too long."""
+    run: Cluster = cluster(5)
+    host, _ = elastic("2")
+    alone = run.start("a", host)
+    run.wait_for(lambda: "waiting for 2 machines" in alone.err, alone)
+    alone.process.terminate()
+    assert alone.process.wait(30) == 128 + signal.SIGTERM
+    assert alone.err.splitlines()[1:] == ["titanlite: stopped by SIGTERM, with all ranks."]
 
 
 # --- network namespaces

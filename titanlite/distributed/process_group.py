@@ -10,8 +10,26 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import debug
 
-from titanlite.errors import ConfigError
+from titanlite.errors import ConfigError, TransientError
 from titanlite.network import find_interface
+
+
+def _explain(error: RuntimeError) -> Exception:
+    """What a user can do about the failure of gloo to connect all ranks; other errors as they are."""
+    text, interface = str(error), os.environ.get("GLOO_SOCKET_IFNAME", "that of the host name")
+    where = f"network: rank {os.environ['RANK']} on {socket.gethostname()}"
+    if "Unable to find address" in text:
+        return ConfigError(
+            f"{where}: GLOO_SOCKET_IFNAME is '{interface}', which has no address here. Set it to an interface that the "
+            "other machines can reach; `ip address` lists them."
+        )
+    if "Gloo connectFullMesh failed" in text:
+        return TransientError(
+            f"{where} cannot connect to the other ranks by the interface {interface}: {text.splitlines()[0]} If no rank "
+            "has ended, set GLOO_SOCKET_IFNAME on each machine to an interface that the others can reach, and let them "
+            "connect to all ports."
+        )
+    return error
 
 
 def _choose_interface() -> None:
@@ -56,7 +74,8 @@ def init_distributed(timeout_s: int) -> torch.device:
     is set; NCCL finds its own.
 
     Raises:
-        ConfigError: the ranks of other machines cannot be reached; names the interface and the address.
+        ConfigError: GLOO_SOCKET_IFNAME names no interface of this machine.
+        TransientError: the ranks of other machines cannot be reached; names the interface and the address.
     """
     timeout = timedelta(seconds=timeout_s)
     if torch.cuda.is_available():
@@ -72,14 +91,7 @@ def init_distributed(timeout_s: int) -> torch.device:
         try:
             dist.init_process_group(backend, timeout=timeout)
         except RuntimeError as error:
-            if "Gloo connectFullMesh failed" not in str(error) and "Unable to find address" not in str(error):
-                raise
-            interface = os.environ.get("GLOO_SOCKET_IFNAME", "that of the host name")
-            raise ConfigError(
-                f"network: rank {os.environ['RANK']} on {socket.gethostname()} cannot connect to the other ranks by "
-                f"the interface {interface}: {str(error).splitlines()[0]} Set GLOO_SOCKET_IFNAME on each machine to an "
-                "interface that the others can reach, and let them connect to all ports."
-            ) from None
+            raise _explain(error) from None
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     return device
