@@ -16,6 +16,7 @@ import torch.distributed as dist
 from titanlite import heartbeat, stop
 from titanlite.config import load_config
 from titanlite.errors import NOTICE_FOLDER, TitanliteError
+from titanlite.faults import explain_refusal
 from titanlite.logger import setup_logger
 from titanlite.notices import claim, note_lost_peer
 from titanlite.preflight import Checked, check
@@ -44,6 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         _say_once(f"titanlite: error: {error}")
         code = error.exit_code
     except Exception as error:
+        refusal = explain_refusal(error)
+        if refusal is not None:
+            _say_once(f"titanlite: error: {refusal}")
+            return refusal.exit_code
         if NOTICE_FOLDER not in os.environ:
             raise
         if isinstance(error, RuntimeError) and _is_lost_peer(error):

@@ -170,7 +170,7 @@ class Trainer:
         self.stopping = False
         self.rewind: Rewind | None = None  # set when this training is to end, and go on from an earlier checkpoint
         most_bad = job.training.max_nonfinite_steps if job.training.on_nonfinite == "skip" else 1
-        self.finite_guard = FiniteGuard(self.device, most_bad, self.loader.num_micro_batches)
+        self.finite_guard = FiniteGuard(self.device, most_bad)
         self.divergence = DivergenceCheck(job, self.plan, self.optimizer, self.dims.dp_rank, self.step)
         self.spikes = SpikeDetector(job.spike)
 

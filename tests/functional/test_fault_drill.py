@@ -9,13 +9,14 @@ import os
 import random
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,7 @@ STEPS = EVERY * len(ROUNDS) + 6
 TIMEOUT_S = 5
 WAIT_S = 120  # for what takes 5 s on idle cores
 FILE_LIMIT = 128 << 10  # bytes; more than the metrics file, less than the model
+DISK = "40m"  # a checkpoint takes 2, damaged ones stay
 
 # What the run itself must say of each kind of fault.
 SAID = {
@@ -139,8 +141,13 @@ class Drill:
         return [s for s in list_steps(self.checkpoints) if not check_folder(step_folder(self.checkpoints, s))]
 
     def fill_disk(self, rank: int) -> None:
-        """No file of `rank` may grow beyond the limit until one save has failed."""
-        pid, before = self.server.rank_pid(rank), self.said("disk")
+        """Leave no space for checkpoints, or let no file of `rank` grow, until one save has failed."""
+        before = self.said("disk")
+        if self.checkpoints.is_mount():
+            with full(self.checkpoints):
+                self.wait_for("failed save", lambda: self.said("disk") > before)
+            return
+        pid = self.server.rank_pid(rank)
         _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (FILE_LIMIT, hard))
         try:
@@ -148,6 +155,32 @@ class Drill:
         finally:
             with suppress(ProcessLookupError):
                 resource.prlimit(pid, resource.RLIMIT_FSIZE, (hard, hard))
+
+
+@contextmanager
+def full(folder: Path) -> Iterator[None]:
+    """Fill the file system of `folder` up to 64 KiB."""
+    ballast = folder / "ballast"
+    try:
+        with suppress(OSError), ballast.open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(64 << 10))
+        yield
+    finally:
+        ballast.unlink(missing_ok=True)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """The drill's folder, whose checkpoints are on a disk of their own where the test may mount one."""
+    dump = tmp_path / "drill"
+    checkpoints = dump / "checkpoint"
+    checkpoints.mkdir(parents=True)
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", str(checkpoints)]
+    mounted = shutil.which("mount") and subprocess.run(mount, capture_output=True, check=False).returncode == 0
+    yield dump
+    if mounted:
+        subprocess.run(["umount", "-l", str(checkpoints)], check=True)
 
 
 @pytest.fixture
@@ -160,13 +193,13 @@ def server(tmp_path: Path) -> Iterator[RankServer]:
 
 
 @pytest.mark.slow
-def test_a_run_with_twenty_faults_ends_with_the_weights_of_a_quiet_one(server, config_file, tmp_path):
+def test_a_run_with_twenty_faults_ends_with_the_weights_of_a_quiet_one(server, config_file, tmp_path, small_disk):
     quiet = Drill(server, config_file, tmp_path / "quiet")
     assert quiet.end() == 0, quiet.out[-6000:]
 
     rng = random.Random(SEED)
     rounds = rng.sample(ROUNDS, len(ROUNDS))
-    drill = Drill(server, config_file, tmp_path / "drill")
+    drill = Drill(server, config_file, small_disk)
     times: dict[str, list[float]] = {}
     for number, kind in enumerate(rounds):
         target = EVERY * number + rng.randint(1, EVERY)

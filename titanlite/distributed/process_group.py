@@ -25,9 +25,9 @@ def _explain(error: RuntimeError) -> Exception:
         )
     if "Gloo connectFullMesh failed" in text:
         return TransientError(
-            f"{where} cannot connect to the other ranks by the interface {interface}: {text.splitlines()[0]} If no "
-            "rank has ended, set GLOO_SOCKET_IFNAME on each machine to an interface that the others can reach, and let them "
-            "connect to all ports."
+            f"{where} cannot connect to the other ranks by the interface {interface}: {text.splitlines()[0]} "
+            "If no rank has ended, set GLOO_SOCKET_IFNAME on each machine to an interface that the others can reach, "
+            "and let them connect to all ports."
         )
     return error
 

@@ -1,6 +1,6 @@
 """What a run does when something goes wrong while it trains: find the cause, go back, or refuse to go on."""
 
-from titanlite.faults.determinism import make_deterministic
+from titanlite.faults.determinism import explain_refusal, make_deterministic
 from titanlite.faults.divergence import DivergenceCheck
 from titanlite.faults.nonfinite import diagnose, nonfinite_error, say_skipped
 from titanlite.faults.spike import SpikeDetector, find_rewind
@@ -9,6 +9,7 @@ __all__ = [
     "DivergenceCheck",
     "SpikeDetector",
     "diagnose",
+    "explain_refusal",
     "find_rewind",
     "make_deterministic",
     "nonfinite_error",

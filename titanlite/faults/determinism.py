@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 
 import numpy as np
 import torch
@@ -14,6 +15,17 @@ from titanlite.errors import ConfigError, raise_problems
 _ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
 # What cuBLAS documents as deterministic.
 _WORKSPACES = (":4096:8", ":16:8")
+
+
+def explain_refusal(error: BaseException) -> ConfigError | None:
+    """What to do about an operation that torch refuses under `training.deterministic`; None for other errors."""
+    match = re.search(r"(\S+) does not have a deterministic implementation", str(error))
+    if match is None:
+        return None
+    return ConfigError(
+        f"training.deterministic: {match[1]} has no deterministic form on this device. Set training.deterministic = "
+        "false, or change the model or setting that uses it."
+    )
 
 
 def make_deterministic(job: JobConfig) -> None:

@@ -37,14 +37,13 @@ class FiniteGuard:
     Args:
         device: of loss and gradient norm.
         limit: most steps in a row; 1 stops at the first.
-        num_micro_batches: per step and rank.
     """
 
-    def __init__(self, device: torch.device, limit: int = 1, num_micro_batches: int = 1) -> None:
+    def __init__(self, device: torch.device, limit: int = 1) -> None:
         self._limit = limit
         # first_new, first, in_a_row, total
         self._state = torch.tensor([-1, -1, 0, 0], dtype=torch.int64, device=device)
-        self._flags = torch.ones(num_micro_batches, dtype=torch.bool, device=device)
+        self._flags: torch.Tensor | None = None  # losses_finite of step first_new
         self._seen = 0
 
     @torch.no_grad()
@@ -54,14 +53,15 @@ class FiniteGuard:
         Args:
             step: that is about to be applied.
             finite: bool scalar: its loss and gradient norm are finite, over all ranks.
-            losses_finite: bool (num_micro_batches,): the losses of this rank's micro-batches are.
+            losses_finite: bool (micro-batches,): the losses of this rank's micro-batches are.
         """
         first_new, first, in_a_row, total = self._state.unbind()
         finite = finite.to(self._state.device)
         frozen = in_a_row >= self._limit
         bad = ~finite & ~frozen
         if losses_finite is not None:
-            self._flags = torch.where(bad & (first_new < 0), losses_finite, self._flags)
+            flags = torch.ones_like(losses_finite) if self._flags is None else self._flags
+            self._flags = torch.where(bad & (first_new < 0), losses_finite, flags)
         now = torch.full_like(first, step)
         self._state = torch.stack(
             [
@@ -84,7 +84,8 @@ class FiniteGuard:
         if total == self._seen:
             return None
         self._seen = total
-        micro_batches = tuple(i for i, is_finite in enumerate(self._flags.tolist()) if not is_finite)
+        flags = [] if self._flags is None else self._flags.tolist()
+        micro_batches = tuple(i for i, is_finite in enumerate(flags) if not is_finite)
         self._state[0] = -1
-        self._flags.fill_(True)
+        self._flags = None
         return NonFiniteSteps(first_new, first, in_a_row, total, micro_batches, in_a_row >= self._limit)

@@ -46,7 +46,7 @@ def test_a_run_of_bad_steps_goes_on_over_a_look():
 
 
 def test_micro_batches_of_the_first_new_step_are_remembered():
-    guard = FiniteGuard(CPU, 9, num_micro_batches=3)
+    guard = FiniteGuard(CPU, 9)
     flags = [torch.tensor(f) for f in ([True] * 3, [True, False, True], [False] * 3)]
     for step, losses_finite in enumerate(flags, 1):
         guard.admit(step, losses_finite.all(), losses_finite)
