@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from types import FrameType
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -24,14 +25,20 @@ from titanlite import stop
 from titanlite.agent import Agent
 from titanlite.errors import NOTICE_FOLDER
 from titanlite.guard import Failure, Guard
+from titanlite.rendezvous import RENDEZVOUS_ERRORS, describe_failure, prepare_rendezvous
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run torchrun; the exit code is that of the rank that failed first, 128 + N if signal N ended it, else 0."""
+    """Run torchrun; the exit code is that of the rank that failed first, 128 + N if signal N ended it, else 0.
+
+    1 if the machines of the run did not come together or lost each other.
+    """
     # The launcher logs each rank that it ends after a failure or a signal; the lines below say it once.
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):  # each has a level of its own
             logging.getLogger(name).setLevel(logging.CRITICAL)
+    # torchrun would end the ranks at the first signal; these two it leaves to the handler below.
+    options = parse_args(["--signals-to-handle=SIGHUP,SIGQUIT", *(sys.argv[1:] if argv is None else argv)])
     guard: Guard | None = None
     try:
         with tempfile.TemporaryDirectory(prefix="titanlite-") as folder:
@@ -43,9 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             api.LocalElasticAgent = partial(Agent, guard, folder)  # type: ignore[misc]  what `run` makes its agent with
             for number in stop.SIGNALS:
                 signal.signal(number, partial(_stop, folder))
-            # torchrun would end the ranks at the first signal; these two it leaves to the handler above.
-            arguments = ["--signals-to-handle=SIGHUP,SIGQUIT", *(sys.argv[1:] if argv is None else argv)]
-            run(parse_args(arguments))
+            run(prepare_rendezvous(options))
     except ChildFailedError as error:
         rank, first = error.get_first_failure()
         failure = guard.failure if guard is not None else None
@@ -58,19 +63,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SignalException as stopped:
         print(f"titanlite: stopped by {stopped.sigval.name}, with all ranks.", file=sys.stderr)
         return 128 + stopped.sigval
+    except RENDEZVOUS_ERRORS as error:
+        print(f"titanlite: error: {describe_failure(error, options)}", file=sys.stderr)
+        return 1
     return 0
 
 
 def _stop(folder: str, number: int, frame: FrameType | None) -> None:
-    """The first signal asks the ranks to stop, the second has the launcher end them."""
+    """The first signal asks the ranks to stop, the second has the launcher end them.
+
+    Before there are ranks, while machines wait for each other, there is nothing to save.
+    """
     name = signal.Signals(number)
-    if not stop.request(folder):
+    if not stop.request(folder) or not _has_ranks():
         raise SignalException(name.name, sigval=name)
     print(
         f"titanlite: {name.name}: finishing this step and saving; send it again to end at once.",
         file=sys.stderr,
         flush=True,
     )
+
+
+def _has_ranks() -> bool:
+    """True if this process has children."""
+    return any(path.read_text() for path in Path("/proc/self/task").glob("*/children"))
 
 
 if __name__ == "__main__":

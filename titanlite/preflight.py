@@ -5,9 +5,11 @@ again, so that a launch without the script says the same.
 """
 
 import argparse
+import fcntl
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,7 +54,7 @@ def check(job: JobConfig, world_size: int) -> Checked:
 
 
 def prepare(job: JobConfig) -> None:
-    """Run the script `job.prepare`, if there is one, in a process of its own.
+    """Run the script `job.prepare`, if there is one, in a process of its own, on one machine after the other.
 
     Raises:
         ConfigError: there is no such file, or it failed; what it printed says why.
@@ -64,20 +66,42 @@ def prepare(job: JobConfig) -> None:
         raise ConfigError(
             f"job.prepare: there is no file {script}. Relative paths begin at the current folder, {Path.cwd()}."
         )
-    code = subprocess.run([sys.executable, str(script)], check=False).returncode
+    with open(script, "rb") as file:
+        with suppress(OSError):  # some network file systems know no locks
+            fcntl.flock(file, fcntl.LOCK_EX)
+        code = subprocess.run([sys.executable, str(script)], check=False).returncode
     if code:
         raise ConfigError(f"job.prepare: {script} ended with exit code {code}. Correct what it says above.")
 
 
+def _world_sizes(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in text.split(","))
+
+
+def _check_all(job: JobConfig, world_sizes: tuple[int, ...]) -> None:
+    for world_size in world_sizes:
+        try:
+            check(job, world_size)
+        except ConfigError as error:
+            if world_size in (world_sizes[0], world_sizes[-1]):
+                if len(world_sizes) == 1:
+                    raise
+                raise ConfigError(f"with {world_size} ranks: {error}") from None
+            print(f"titanlite: warning: with {world_size} ranks this run would end: {error}", file=sys.stderr)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """`python -m titanlite.preflight --world-size N --config FILE ...`: exit code 0, or 2 after one clear error."""
+    """`python -m titanlite.preflight --world-size N --config FILE ...`: exit code 0, or 2 after one clear error.
+
+    `--world-size 16,8,4` is for machines that may be lost: the first and the last must fit, others give a warning.
+    """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--world-size", type=int, default=1)
+    parser.add_argument("--world-size", type=_world_sizes, default=(1,))
     known, rest = parser.parse_known_args(argv)
     try:
         job = load_config(rest)
         prepare(job)
-        check(job, known.world_size)
+        _check_all(job, known.world_size)
     except TitanliteError as error:
         print(f"titanlite: error: {error}", file=sys.stderr)
         return 2

@@ -36,6 +36,7 @@ from titanlite.faults import (
 )
 from titanlite.generate import generate_sample, get_end_of_turn_ids
 from titanlite.logger import logger
+from titanlite.machines import check_same_settings, check_shared_folder
 from titanlite.materialize import Plan, SourceProvider, materialize
 from titanlite.materialize.agree import on_first_rank
 from titanlite.metrics import (
@@ -143,6 +144,7 @@ class Trainer:
         if job.job.description:
             logger.info("job: %s", job.job.description)
         self.device = init_distributed(job.comm.timeout_seconds, self.dump_folder)
+        check_same_settings(job)
         check_device(job, self.device)
         start_memory_history(job, self.device)
         self.dims = ParallelDims.build(degrees, self.device.type)
@@ -151,6 +153,7 @@ class Trainer:
         self.tokenizer, self.loader = build_data(job, self.dims.dp_rank, degrees.dp)
         check_vocabulary(self.loader.dataset.vocab_size, model_config)
         make_dump_folder(job, self.dump_folder)
+        check_shared_folder(self.dump_folder)
 
         self.checkpointer = Checkpointer(job, self.dump_folder, record_event)  # finds what to resume, if anything
         start = self.checkpointer.start

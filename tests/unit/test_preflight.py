@@ -96,3 +96,16 @@ def test_prepare_runs_before_the_checks_and_its_failure_is_one_line(path, tmp_pa
 
     assert main([*arguments, f"--job.prepare={tmp_path / 'none.py'}"]) == 2
     assert f"there is no file {tmp_path / 'none.py'}" in capfd.readouterr().err
+
+
+def test_machines_that_may_be_lost(path, capsys):
+    """The most and the fewest ranks must fit; numbers between them that do not are said, for they would end the run."""
+    batch = "--training.global_batch_size=16"
+    assert main(["--world-size", "8,4,2", "--config", path, batch, "--training.local_batch_size=1"]) == 0
+    assert capsys.readouterr().err == ""
+    assert main(["--world-size", "8,6,4", "--config", path, batch, "--training.local_batch_size=1"]) == 0
+    warning = capsys.readouterr().err
+    assert warning.startswith("titanlite: warning: with 6 ranks this run would end: configuration: ")
+    assert "training.global_batch_size (16) is not a multiple" in warning and warning.count("\n") == 1
+    assert main(["--world-size", "8,6", "--config", path, batch, "--training.local_batch_size=1"]) == 2
+    assert capsys.readouterr().err.startswith("titanlite: error: with 6 ranks: configuration: ")

@@ -7,9 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = ["run_train.sh", "scripts/setup_env.sh", "scripts/test.sh", ".ci/run"]
+SCRIPTS = ["run_train.sh", "scripts/setup_env.sh", "scripts/test.sh", "scripts/launch/slurm.sh", ".ci/run"]
 
 # Stands in for python3 on PATH: has all dependencies, prints the arguments of every `-m` call.
 FAKE_PYTHON = """#!/usr/bin/env bash
@@ -40,7 +41,9 @@ def write_tool(path: Path, text: str) -> None:
 
 def run(*command: str, tools: Path | None = None, cwd: Path = ROOT, **variables: str) -> subprocess.CompletedProcess:
     hidden = ("NGPU", "NNODES", "NODE_RANK", "MASTER_ADDR", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "PYTHONPATH")
-    env = {name: value for name, value in os.environ.items() if name not in hidden} | variables
+    prefixes = ("RDZV_", "SLURM_", "MAX_RESTARTS")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
+    env = {name: value for name, value in kept.items() if name not in hidden} | variables
     if tools is not None:
         env["PATH"] = f"{tools}:{env['PATH']}"
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=60)
@@ -93,10 +96,18 @@ def test_a_wrong_ngpu_is_a_clear_error(tools: Path, value: str):
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        ({"NNODES": "two"}, "NNODES is 'two', not a positive number."),
+        ({"NNODES": "two"}, "NNODES is 'two', not a positive number or MIN:MAX."),
         ({"NNODES": "2"}, "NODE_RANK is '' with NNODES=2. Set it to 0 to 1"),
         ({"NNODES": "2", "NODE_RANK": "2"}, "NODE_RANK is '2' with NNODES=2. Set it to 0 to 1"),
         ({"NNODES": "2", "NODE_RANK": "1"}, "MASTER_ADDR is not set, but NNODES is 2."),
+        ({"NNODES": "3:2"}, "NNODES is '3:2', not a positive number or MIN:MAX."),
+        ({"NNODES": "1:2:3"}, "NNODES is '1:2:3', not a positive number or MIN:MAX."),
+        ({"NNODES": "1:2"}, "NNODES is '1:2', but RDZV_ENDPOINT is not set. Set it to HOST:PORT."),
+        ({"NNODES": "2", "MAX_RESTARTS": "1"}, "MAX_RESTARTS is 1 with NNODES=2, but RDZV_ENDPOINT is not set."),
+        ({"MAX_RESTARTS": "often"}, "MAX_RESTARTS is 'often', not a number."),
+        ({"NNODES": "2", "RDZV_ENDPOINT": "node0"}, "RDZV_ENDPOINT is 'node0'. Set it to HOST:PORT"),
+        ({"NNODES": "2", "RDZV_ENDPOINT": ":99"}, "RDZV_ENDPOINT is ':99'. Set it to HOST:PORT"),
+        ({"NNODES": "2", "RDZV_ENDPOINT": "a:9", "NODE_RANK": "0"}, "NODE_RANK and RDZV_ENDPOINT are both set."),
     ],
 )
 def test_wrong_settings_of_many_machines_are_clear_errors(tools: Path, variables: dict[str, str], message: str):
@@ -151,6 +162,88 @@ def test_many_machines_share_one_rendezvous(tools: Path):
     result = train(tools, "--config", "x.toml", NNODES="2", NODE_RANK="1", MASTER_ADDR="host0", NGPU="8")
     assert "--world-size 16 " in result.stdout
     assert "--nnodes=2 --node-rank=1 --master-addr=host0 --master-port=29500 --nproc-per-node=8 " in result.stdout
+
+
+def test_machines_that_may_come_and_go_are_checked_for_every_number_of_them(tools: Path):
+    variables = {"NNODES": "2:4", "RDZV_ENDPOINT": "host0:29400", "RDZV_CONF": "join_timeout=9", "MAX_RESTARTS": "3"}
+    result = train(tools, "--config", "x.toml", NGPU="8", **variables)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "call: -m titanlite.preflight --world-size 32,24,16 --config x.toml\n" in result.stdout
+    launch = "-m titanlite.launch --nnodes=2:4 --rdzv-backend=c10d --rdzv-endpoint=host0:29400 --rdzv-id=titanlite"
+    assert f"call: {launch} --rdzv-conf=join_timeout=9 --max-restarts=3 --nproc-per-node=8 " in result.stdout
+    again = train(tools, "--config", "x.toml", NNODES="2", RDZV_ENDPOINT="[fd00::2]:29400", RDZV_ID="run7")
+    assert "--world-size 8 " in again.stdout
+    assert "--nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=[fd00::2]:29400 --rdzv-id=run7 --nproc" in again.stdout
+
+
+def test_restarts_on_one_machine(tools: Path):
+    result = train(tools, "--config", "x.toml", MAX_RESTARTS="2")
+    assert "titanlite.launch --standalone --max-restarts=2 --nproc-per-node=4 " in result.stdout
+
+
+def embedded_scripts() -> dict[str, str]:
+    job = yaml.safe_load((ROOT / "scripts/launch/pytorchjob.yaml").read_text())
+    (container,) = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
+    task = yaml.safe_load((ROOT / "scripts/launch/skypilot.yaml").read_text())
+    return {"kubernetes": container["command"][2], "sky setup": task["setup"], "sky run": task["run"]}
+
+
+@pytest.mark.parametrize("name", ["kubernetes", "sky setup", "sky run"])
+def test_scripts_inside_launch_files_parse(name: str, tmp_path: Path):
+    script = tmp_path / "script.sh"
+    script.write_text("#!/usr/bin/env bash\n" + embedded_scripts()[name])
+    assert run("bash", "-n", str(script)).stderr == ""
+    if shutil.which("shellcheck") is not None:
+        result = run("shellcheck", "--severity=style", str(script))
+        assert result.returncode == 0, result.stdout
+
+
+def test_kubernetes_manifest(tools: Path):
+    """Names that the training operator looks for, and the command as a pod would run it."""
+    job = yaml.safe_load((ROOT / "scripts/launch/pytorchjob.yaml").read_text())
+    assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
+    assert list(job["spec"]["pytorchReplicaSpecs"]) == ["Worker"], "elastic jobs have no master"
+    policy, worker = job["spec"]["elasticPolicy"], job["spec"]["pytorchReplicaSpecs"]["Worker"]
+    assert policy["minReplicas"] <= worker["replicas"] <= policy["maxReplicas"]
+    pod = worker["template"]["spec"]
+    (container,) = pod["containers"]
+    assert container["name"] == "pytorch"
+    (port,) = container["ports"]
+    assert port["name"] == "pytorchjob-port"
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    operator = {
+        "PET_NNODES": f"{policy['minReplicas']}:{policy['maxReplicas']}",
+        "PET_RDZV_ENDPOINT": f"titanlite-worker-0:{port['containerPort']}",
+        "PET_RDZV_ID": policy["rdzvId"],
+        "PET_MAX_RESTARTS": str(policy["maxRestarts"]),
+    }
+    result = run(*container["command"], *container["args"], tools=tools, NGPU="8", **operator)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "--nnodes=2:4 --rdzv-backend=c10d --rdzv-endpoint=titanlite-worker-0:23456 " in result.stdout
+    assert f"--max-restarts=10 --nproc-per-node=8 -m titanlite.train {' '.join(container['args'])}\n" in result.stdout
+
+
+def test_skypilot_file(tools: Path):
+    task = yaml.safe_load((ROOT / "scripts/launch/skypilot.yaml").read_text())
+    known = {"name", "num_nodes", "resources", "workdir", "envs", "file_mounts", "volumes", "setup", "run"}
+    assert set(task) == known
+    node = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_GPUS_PER_NODE": "8"}
+    node |= {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_TASK_ID": "sky-7"}
+    variables = {**task["envs"], "ARGS": "--training.steps=9 --optimizer.lr=1e-4"}
+    result = run("bash", "-c", task["run"], tools=tools, **node, **variables)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "--nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=10.0.0.1:29400 --rdzv-id=sky-7 " in result.stdout
+    assert result.stdout.rstrip().splitlines()[-2].endswith("--training.steps=9 --optimizer.lr=1e-4")
+
+
+@pytest.mark.parametrize("where", ["outside of a job", "in another folder"])
+def test_slurm_script_started_wrongly(where: str, tools: Path, tmp_path: Path):
+    """tests/functional/test_many_nodes.py trains with it."""
+    variables = {} if where == "outside of a job" else {"SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": str(tmp_path)}
+    result = run(str(ROOT / "scripts/launch/slurm.sh"), "--config", "x.toml", tools=tools, **variables)
+    assert result.returncode == 2 and result.stdout == ""
+    expected = "not in a SLURM job" if where == "outside of a job" else f"no run_train.sh in {tmp_path}"
+    assert result.stderr.startswith(f"slurm.sh: {expected}")
 
 
 def test_setup_uses_the_current_python_when_it_has_everything(tmp_path: Path):

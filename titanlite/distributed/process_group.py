@@ -1,6 +1,7 @@
 """Process group and device of this rank."""
 
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -12,6 +13,33 @@ from torch.distributed.tensor import debug
 
 from titanlite.distributed.flight_recorder import enable_flight_recorder
 from titanlite.distributed.host_memory import keep_freed_memory
+from titanlite.errors import ConfigError, TransientError
+from titanlite.network import find_interface
+
+
+def _explain(error: RuntimeError) -> Exception:
+    """What a user can do about the failure of gloo to connect all ranks; other errors as they are."""
+    text, interface = str(error), os.environ.get("GLOO_SOCKET_IFNAME", "that of the host name")
+    where = f"network: rank {os.environ['RANK']} on {socket.gethostname()}"
+    if "Unable to find address" in text:
+        return ConfigError(
+            f"{where}: GLOO_SOCKET_IFNAME is '{interface}', which has no address here. Set it to an interface that the "
+            "other machines can reach; `ip address` lists them."
+        )
+    if "Gloo connectFullMesh failed" in text:
+        return TransientError(
+            f"{where} cannot connect to the other ranks by the interface {interface}: {text.splitlines()[0]} "
+            "If no rank has ended, set GLOO_SOCKET_IFNAME on each machine to an interface that the others can reach, "
+            "and let them connect to all ports."
+        )
+    return error
+
+
+def _choose_interface() -> None:
+    """Name gloo the interface that leads to the other machines, if there are any and the user has not."""
+    several = os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]) != os.environ["WORLD_SIZE"]
+    if several and "GLOO_SOCKET_IFNAME" not in os.environ:
+        os.environ["GLOO_SOCKET_IFNAME"] = find_interface(os.environ["MASTER_ADDR"])
 
 
 @contextmanager
@@ -45,6 +73,13 @@ def init_distributed(timeout_s: int, dump_folder: Path | None = None) -> torch.d
     NCCL for CUDA tensors with gloo beside it for small host objects; gloo alone without a GPU. A collective that waits
     longer than `timeout_s` seconds ends the rank with an error instead of hanging; with NCCL, every rank then leaves a
     record of its last collectives in `dump_folder`, if there is one.
+
+    With several machines, gloo takes the network interface that leads to the first one, unless GLOO_SOCKET_IFNAME
+    is set; NCCL finds its own.
+
+    Raises:
+        ConfigError: GLOO_SOCKET_IFNAME names no interface of this machine.
+        TransientError: the ranks of other machines cannot be reached; names the interface and the address.
     """
     timeout = timedelta(seconds=timeout_s)
     if torch.cuda.is_available():
@@ -59,7 +94,11 @@ def init_distributed(timeout_s: int, dump_folder: Path | None = None) -> torch.d
     if "nccl" in backend and dump_folder is not None:
         enable_flight_recorder(dump_folder)
     if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
+        _choose_interface()
+        try:
+            dist.init_process_group(backend, timeout=timeout)
+        except RuntimeError as error:
+            raise _explain(error) from None
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     return device

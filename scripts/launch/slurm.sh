@@ -1,0 +1,81 @@
+#!/usr/bin/env bash
+# Trains on the nodes of a SLURM job: one launcher per node, and another job in the queue when the time limit comes.
+#
+#   sbatch --nodes=4 scripts/launch/slurm.sh --config configs/recipes/qwen3_30b_a3b_sft.toml [--section.key=value ...]
+#
+# Submit it from the checkout, which must lie on a file system that all nodes share, as job.dump_folder must. Options of
+# sbatch on the command line come before those below. Variables that can be set before: TITANLITE_ROOT (the checkout, if
+# it is not the current folder), MAX_RESTARTS, RDZV_PORT, RDZV_CONF, NGPU. docs/many_nodes.md explains the rest.
+
+#SBATCH --job-name=titanlite
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=64
+#SBATCH --mem=0
+#SBATCH --exclusive
+#SBATCH --time=24:00:00
+#SBATCH --output=%x-%j.log
+# A job that goes on after a lost node or the time limit keeps its number and its log.
+#SBATCH --requeue
+#SBATCH --open-mode=append
+# This script, not the ranks, gets SIGUSR1 so many seconds before the limit: time for the longest step and a checkpoint.
+#SBATCH --signal=B:USR1@300
+
+set -euo pipefail
+
+fail() {
+    echo "slurm.sh: $*" >&2
+    exit 2
+}
+
+[ -n "${SLURM_JOB_ID:-}" ] || fail "not in a SLURM job. Start it with: sbatch --nodes=N scripts/launch/slurm.sh --config ..."
+root="${TITANLITE_ROOT:-${SLURM_SUBMIT_DIR:-$PWD}}"
+[ -x "$root/run_train.sh" ] ||
+    fail "no run_train.sh in $root. Submit from the checkout, or set TITANLITE_ROOT to it: it must be on a shared file system."
+
+# The launchers meet on the first node. Jobs that share a node need different ports.
+hosts="$(scontrol show hostnames "$SLURM_JOB_NODELIST")"
+export NNODES="$SLURM_JOB_NUM_NODES"
+export RDZV_ENDPOINT="${hosts%%$'\n'*}:${RDZV_PORT:-$((20000 + SLURM_JOB_ID % 10000))}"
+export RDZV_ID="slurm-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"
+export MAX_RESTARTS="${MAX_RESTARTS:-3}"
+if [ -z "${NGPU:-}" ] && [ -n "${SLURM_GPUS_ON_NODE:-}" ]; then export NGPU="$SLURM_GPUS_ON_NODE"; fi
+# Left over from an interactive session, these would ask for machines with fixed numbers.
+unset NODE_RANK MASTER_ADDR MASTER_PORT
+
+# Makes or finds the Python environment once, before all nodes ask for it.
+"$root/scripts/setup_env.sh" >/dev/null
+
+echo "slurm.sh: job $SLURM_JOB_ID on $SLURM_JOB_NUM_NODES nodes, rendezvous $RDZV_ENDPOINT, start ${SLURM_RESTART_COUNT:-0}"
+requeue=0
+interrupted=0
+# SIGTERM makes every launcher finish its step, save and end with exit code 0; srun passes it on to all of them.
+stop() {
+    echo "slurm.sh: $1: asking the run to save and end"
+    interrupted=1
+    kill -TERM "$srun_pid" 2>/dev/null || true
+}
+trap 'requeue=1; stop "the time limit is near"' USR1
+trap 'stop "SIGTERM"' TERM
+
+# One launcher that fails ends the others: they would wait for it.
+srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --kill-on-bad-exit=1 --wait=60 \
+    "$root/run_train.sh" "$@" &
+srun_pid=$!
+while true; do
+    code=0
+    wait "$srun_pid" || code=$?
+    # A signal ends the wait, not srun: wait again for its exit code.
+    if [ "$interrupted" -eq 0 ]; then break; fi
+    interrupted=0
+done
+
+if [ "$code" -ne 0 ]; then
+    echo "slurm.sh: the run ended with exit code $code" >&2
+    exit "$code"
+fi
+if [ "$requeue" -eq 1 ]; then
+    echo "slurm.sh: saved; putting job $SLURM_JOB_ID back into the queue, where it goes on from the checkpoint"
+    scontrol requeue "$SLURM_JOB_ID"
+fi

@@ -1,0 +1,99 @@
+"""Code blocks of documents that say of themselves that they can be run.
+
+A mark is an HTML comment in the line before a fenced block, so the rendered page does not show it:
+
+    <!-- run: append="--training.steps=4" -->
+    ```bash
+    ./run_train.sh --config configs/qwen3_moe.toml
+    ```
+
+    <!-- output -->
+    ```
+    10:12:35 step     1/200  loss  8.7544  ...
+    ```
+
+`run` takes these options, all of them with a value:
+
+    append    words added to every command of the block that calls run_train.sh: fewer steps than the reader would take
+    replace   OLD->NEW: what follows from fewer steps, such as the name of a checkpoint
+    prepare   a command that runs before, for files that the reader is supposed to have
+    timeout   seconds, default 300
+    exit      exit code of the block, default 0
+
+Every line of a block marked `output` must be in what the last run block wrote, but for numbers and the white space
+between words; a line of only `...` stands for any others.
+"""
+
+import re
+import shlex
+from dataclasses import dataclass, field
+from pathlib import Path
+
+_MARK = re.compile(r"<!-- (run|output)(?:: (.*?))? -->")
+_OPTIONS = {"append", "replace", "prepare", "timeout", "exit"}
+_NUMBER = re.compile(r"\d[\d.,:]*(?:e[-+]?\d+)?")
+
+
+@dataclass
+class Block:
+    """One marked block, and the outputs shown for it.
+
+    Attributes:
+        where: document and line of the mark.
+        text: what the document shows.
+        options: of the mark.
+        outputs: blocks of expected lines.
+    """
+
+    where: str
+    text: str
+    options: dict[str, str]
+    outputs: list[str] = field(default_factory=list)
+
+    @property
+    def script(self) -> str:
+        """What is run."""
+        text = self.text
+        for pair in self.options.get("replace", "").split():
+            old, _, new = pair.partition("->")
+            assert old in text, f"{self.where}: replace: the block has no '{old}'"
+            text = text.replace(old, new)
+        if append := self.options.get("append"):
+            lines = text.splitlines()
+            assert any("run_train.sh" in line for line in lines), f"{self.where}: append: nothing calls run_train.sh"
+            text = "\n".join(f"{line.rstrip()} {append}" if "run_train.sh" in line else line for line in lines)
+        return "\n".join(filter(None, [self.options.get("prepare"), text]))
+
+    def missing_lines(self, output: str) -> list[str]:
+        """Lines that the document shows and `output` lacks."""
+        there = {_normal(line) for line in output.splitlines()}
+        shown = [line for text in self.outputs for line in text.splitlines()]
+        return [line for line in shown if line.strip() not in ("", "...") and _normal(line) not in there]
+
+
+def read_blocks(document: Path) -> list[Block]:
+    """The marked blocks of `document`, in order. Fails on marks that mean nothing: they would skip a test."""
+    lines = document.read_text(encoding="utf-8").splitlines()
+    blocks: list[Block] = []
+    for number, line in enumerate(lines):
+        if not re.match(r"<!-- *(run|output)\b", line):
+            continue
+        where = f"{document.name}:{number + 1}"
+        mark = _MARK.fullmatch(line)
+        assert mark, f"{where}: '{line}' is not a mark"
+        options = dict(word.partition("=")[::2] for word in shlex.split(mark[2] or ""))
+        assert set(options) <= _OPTIONS and all(options.values()), f"{where}: options are {sorted(_OPTIONS)}"
+        assert lines[number + 1].startswith("```"), f"{where}: a fenced block must follow in the next line"
+        end = next(i for i in range(number + 2, len(lines)) if lines[i].startswith("```"))
+        text = "\n".join(lines[number + 2 : end])
+        if mark[1] == "run":
+            assert lines[number + 1] == "```bash", f"{where}: only bash blocks are run"
+            blocks.append(Block(where, text, options))
+        else:
+            assert blocks and not options, f"{where}: the output of which block?"
+            blocks[-1].outputs.append(text)
+    return blocks
+
+
+def _normal(line: str) -> str:
+    return " ".join(_NUMBER.sub("#", line).split())

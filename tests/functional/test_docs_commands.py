@@ -1,0 +1,110 @@
+"""Every marked command of the README and the documents runs, and shows what the document says: document_blocks.py."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from document_blocks import Block, read_blocks
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [path for path in sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")]) if read_blocks(path)]
+RANKS = "2"  # each takes 3 s to import torch; the documents speak of 4
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A fresh copy of the checkout: what git knows or would add, as it is now."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if found.returncode:
+        pytest.skip(f"this is no git checkout: {found.stderr.strip()}")
+    for name in filter(None, found.stdout.split("\0")):
+        if (ROOT / name).is_file():
+            (tmp_path / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, tmp_path / "tree" / name)
+    return tmp_path / "tree"
+
+
+def run_block(block: Block, tree: Path) -> str:
+    """Standard output and error of the block."""
+    env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    env |= {"PATH": f"{Path(sys.executable).parent}:{env['PATH']}", "NGPU": RANKS, "CUDA_VISIBLE_DEVICES": ""}
+    env |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    env |= {f"GIT_{who}_{what}": f"{what}@test" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
+    process = subprocess.Popen(
+        ["bash", "-euo", "pipefail", "-c", block.script],
+        cwd=tree,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        process_group=0,
+    )
+    try:
+        output, _ = process.communicate(timeout=float(block.options.get("timeout", "300")))
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGTERM)  # launchers end their ranks
+        os.killpg(process.pid, signal.SIGTERM)
+        raise
+    expected = int(block.options.get("exit", "0"))
+    assert process.returncode == expected, f"{block.where}:\n{block.script}\n{output[-4000:]}"
+    return output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_marked_commands_run_and_show_what_the_document_says(document: Path, tree: Path):
+    for block in read_blocks(document):
+        output = run_block(block, tree)
+        missing = block.missing_lines(output)
+        report = [block.where, block.script, "did not write", *missing, "but", output[-4000:]]
+        assert not missing, "\n".join(report)
+
+
+def test_enough_is_marked():
+    """A mark that is lost with an edit would not fail anything else."""
+    counts = {path.name: len(read_blocks(path)) for path in DOCUMENTS}
+    expected = {"README.md", "checkpoints.md", "debugging.md", "fine_tuning.md", "generate.md", "lora_dpo.md"}
+    assert expected <= set(counts)
+    assert sum(counts.values()) >= 15, counts
+
+
+# --- the machinery itself
+
+
+@pytest.fixture
+def document(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path / "page.md"
+
+
+def test_blocks_with_options_and_outputs(document: Path):
+    document.write_text(
+        '<!-- run: append="--a.b=1 --c" replace="step-200->step-4" prepare="echo first" exit=3 -->\n'
+        "```bash\n./run_train.sh x\nls step-200\n```\ntext\n"
+        "<!-- output -->\n```\n10:00 step 1/200  loss 3.5e-3\n...\n```\n"
+        "```bash\nnot run\n```\n<!-- run -->\n```bash\nexit 3\n```\n"
+    )
+    first, second = read_blocks(document)
+    assert first.script == "echo first\n./run_train.sh x --a.b=1 --c\nls step-4"
+    assert first.missing_lines("x\n11:59 step   4/4 loss 7.25\n") == []
+    assert first.missing_lines("11:59 step   4/4 loss nan\n") == ["10:00 step 1/200  loss 3.5e-3"]
+    assert second.script == "exit 3"
+    with pytest.raises(AssertionError, match=r"page\.md:15"):
+        run_block(second, document.parent)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["<!-- run: steps=4 -->\n```bash\n```", "<!-- run -->\n\n```bash\n```", "<!-- run: append -->\n```bash\n```"]
+    + ["<!-- run -->\n```python\n```", "<!-- output -->\n```\n```", "<!-- run append=x -->\n```bash\n```"],
+)
+def test_marks_that_mean_nothing_are_errors(document: Path, text: str):
+    document.write_text(text + "\n")
+    with pytest.raises(AssertionError, match=r"page\.md:1"):
+        read_blocks(document)

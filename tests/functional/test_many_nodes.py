@@ -1,0 +1,401 @@
+"""Several machines: launchers that meet, agree to stop, lose one another and go on; over addresses of their own."""
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from titanlite import machines
+from titanlite.checkpoint.commit import check_folder, list_steps
+from titanlite.config.parallelism import Degrees
+from titanlite.errors import ConfigError
+from titanlite.machines import check_same_settings, check_shared_folder
+from titanlite.trainer import Trainer
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 240  # 40 s on 2 idle cores
+# A lost launcher is noticed after 2 s and not after 15; so that tests do not wait, not so that they pass.
+QUICK = "keep_alive_interval=1,keep_alive_max_attempt=2,last_call_timeout=3,join_timeout=120"
+FILES = ("model.safetensors", "titanlite/optimizer.safetensors")
+pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="run_train.sh needs bash")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
+
+
+class Machine:
+    """`run_train.sh` with 2 ranks, as it runs on one machine; `prefix` puts it into a namespace."""
+
+    def __init__(
+        self, folder: Path, arguments: Sequence[str], variables: Mapping[str, str], prefix: Sequence[str] = ()
+    ) -> None:
+        self.out_path, self.err_path = folder.with_suffix(".out"), folder.with_suffix(".err")
+        env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
+        env |= {"PATH": f"{Path(sys.executable).parent}:{env['PATH']}", "NGPU": "2", "CUDA_VISIBLE_DEVICES": ""}
+        env |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **variables}
+        with open(self.out_path, "a") as out, open(self.err_path, "a") as err:
+            command = [*prefix, "./run_train.sh", *arguments]
+            self.process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=out, stderr=err, process_group=0)
+
+    @property
+    def out(self) -> str:
+        return self.out_path.read_text()
+
+    @property
+    def err(self) -> str:
+        return self.err_path.read_text()
+
+    def kill(self) -> None:
+        """What a loss of power does: the launcher and its ranks end at the same moment, without a word."""
+        for pid in [self.process.pid, *descendants(self.process.pid)]:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        self.process.wait()
+
+
+def descendants(pid: int) -> list[int]:
+    """All processes below `pid`; ranks are in sessions of their own."""
+    found = []
+    for child in [int(c) for path in Path(f"/proc/{pid}/task").glob("*/children") for c in path.read_text().split()]:
+        found += [child, *descendants(child)]
+    return found
+
+
+class Cluster:
+    """Machines on which one run trains, with one output folder."""
+
+    def __init__(self, config: Path, folder: Path, num_steps: int, *overrides: str) -> None:
+        self.folder, self.num_steps = folder, num_steps
+        self.arguments = [f"--config={config}", f"--training.steps={num_steps}", f"--job.dump_folder={folder / 'run'}"]
+        self.arguments += overrides
+        self.machines: list[Machine] = []
+
+    def start(self, name: str, variables: Mapping[str, str], prefix: Sequence[str] = ()) -> Machine:
+        self.machines.append(Machine(self.folder / name, self.arguments, variables, prefix))
+        return self.machines[-1]
+
+    @property
+    def out(self) -> str:
+        """What all of them have written; only the one that has rank 0 writes much."""
+        return "".join(path.read_text() for path in sorted(self.folder.glob("*.out")))
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "run/checkpoint"
+
+    def steps(self) -> set[int]:
+        return {int(step) for step in re.findall(rf"step +(\d+)/{self.num_steps}  +loss", self.out)}
+
+    def losses(self) -> dict[int, float]:
+        """The loss of each step; of one that was trained twice, the later."""
+        lines = (self.folder / "run/metrics.jsonl").read_text().splitlines()
+        found = re.findall(r'"step": (\d+).*"loss/train": ([\d.e-]+)', "\n".join(lines))
+        return {int(step): float(loss) for step, loss in found}
+
+    def wait_for(self, condition: Callable[[], object], alive: Machine) -> None:
+        end = time.monotonic() + TIMEOUT_S
+        while not condition():
+            assert alive.process.poll() is None and time.monotonic() < end, self.report()
+            time.sleep(0.02)
+
+    def report(self) -> str:
+        return "\n".join(f"=== {m.out_path}\n{m.out[-3000:]}\n{m.err[-3000:]}" for m in self.machines)
+
+    def end(self, *ending: Machine) -> None:
+        """They end by themselves with exit code 0."""
+        for machine in ending:
+            assert machine.process.wait(TIMEOUT_S) == 0, self.report()
+
+
+@pytest.fixture
+def cluster(config_file: Path, tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
+    made: list[Cluster] = []
+
+    def make(num_steps: int, *overrides: str) -> Cluster:
+        made.append(Cluster(config_file, tmp_path, num_steps, *overrides))
+        return made[-1]
+
+    yield make
+    for each in made:
+        for machine in each.machines:
+            machine.kill()
+
+
+def elastic(nnodes: str) -> tuple[dict[str, str], dict[str, str]]:
+    """Variables of the machine that the rendezvous is on, and of the others; here they have one host name."""
+    port = free_port()
+    common = {"NNODES": nnodes, "RDZV_ENDPOINT": f"localhost:{port}", "RDZV_ID": f"test-{port}", "MAX_RESTARTS": "3"}
+    return common | {"RDZV_CONF": f"{QUICK},is_host=1"}, common | {"RDZV_CONF": f"{QUICK},is_host=0"}
+
+
+@pytest.fixture
+def undisturbed(run_ranks, checked, tmp_path) -> Callable[..., dict[int, float]]:
+    """`undisturbed(num_steps, *overrides)` trains on 4 ranks of one machine into `tmp_path / "run"`; losses by step."""
+
+    def train(num_steps: int, *overrides: str) -> dict[int, float]:
+        job = checked(Degrees(dp_shard=4), f"--training.steps={num_steps}", "--checkpoint.interval=0", *overrides)
+
+        def rank_main() -> None:
+            Trainer(job.job, job.model_config, job.degrees).train()
+
+        run_ranks(4, rank_main)
+        return {}
+
+    return train
+
+
+@pytest.mark.slow
+def test_a_killed_machine_comes_back_and_the_weights_are_those_of_an_undisturbed_run(cluster, undisturbed, tmp_path):
+    """2 launchers x 2 ranks. First SIGTERM to one of them: all save and end with 0. Then, in the run that goes on from
+    there, SIGKILL to all processes of one: it comes back, and the ranks of both resume from the newest checkpoint."""
+    run: Cluster = cluster(60, "--checkpoint.interval=10", "--checkpoint.keep_latest_k=0")
+    run.folder = tmp_path / "cluster"
+    run.folder.mkdir()
+    run.arguments[2] = f"--job.dump_folder={run.folder / 'run'}"
+    host, other = elastic("2")
+    first, second = run.start("a", host), run.start("b", other)
+    run.wait_for(lambda: 3 in run.steps(), first)
+    second.process.terminate()
+    run.end(first, second)
+    (stopped,) = list_steps(run.checkpoints)
+    assert f"stopped after step {stopped} of 60, saved" in run.out
+    assert "Traceback" not in first.err + second.err
+    assert second.err.count("SIGTERM: finishing this step and saving") == 1
+    assert first.err == f"titanlite: waiting for 2 machines at {host['RDZV_ENDPOINT']}, rendezvous " + (
+        f"'{host['RDZV_ID']}' ...\n"
+    )
+
+    newest = (stopped // 10 + 1) * 10
+    first, second = run.start("c", host), run.start("d", other)
+    run.wait_for(lambda: newest + 2 in run.steps(), first)
+    second.kill()
+    again = run.start("e", other)
+    run.end(first, again)
+    resumed = [int(step) for step in re.findall(r"resuming from \S*step-(\d+)", run.out)]
+    assert len(resumed) == 2 and resumed[0] == stopped and resumed[1] >= newest
+    assert run.steps() == set(range(1, 61))
+    assert "Traceback" not in first.err + again.err, run.report()
+
+    undisturbed(60)
+    for name in FILES:
+        expected = (tmp_path / "run/checkpoint/step-60" / name).read_bytes()
+        assert (run.checkpoints / "step-60" / name).read_bytes() == expected, name
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_the_machines_that_are_left(cluster, undisturbed, tmp_path):
+    """NNODES=1:2, one rank each: after the loss of one machine for good, the other trains on, with the same batches."""
+    run: Cluster = cluster(16, "--checkpoint.interval=4")
+    run.folder = tmp_path / "cluster"
+    run.folder.mkdir()
+    run.arguments[2] = f"--job.dump_folder={run.folder / 'run'}"
+    host, other = elastic("1:2")
+    first, second = run.start("a", host | {"NGPU": "1"}), run.start("b", other | {"NGPU": "1"})
+    run.wait_for(lambda: 6 in run.steps(), first)
+    second.kill()
+    run.end(first)
+    assert "dp_shard 2 x tp 1, ep 1, 2 ranks on cpu" in run.out
+    assert "dp_shard 1 x tp 1, ep 1, 1 ranks on cpu" in run.out
+    undisturbed(16)
+    reference = Cluster(Path(), tmp_path, 16)
+    assert run.losses().keys() == reference.losses().keys() == set(range(1, 17))
+    for step, loss in reference.losses().items():
+        assert run.losses()[step] == pytest.approx(loss, abs=1e-5), step
+
+
+def test_sigterm_ends_a_machine_that_waits_for_others_at_once(cluster):
+    """There is nothing to save yet; in a queue's grace period a wait of 10 minutes would be too long."""
+    run: Cluster = cluster(5)
+    host, _ = elastic("2")
+    alone = run.start("a", host)
+    run.wait_for(lambda: "waiting for 2 machines" in alone.err, alone)
+    alone.process.terminate()
+    assert alone.process.wait(30) == 128 + signal.SIGTERM
+    assert alone.err.splitlines()[1:] == ["titanlite: stopped by SIGTERM, with all ranks."]
+
+
+# --- network namespaces
+
+
+@dataclass(frozen=True)
+class Namespaces:
+    """Two network namespaces with a cable between them; both have the host name of this machine."""
+
+    prefixes: tuple[list[str], list[str]]
+    addresses: tuple[str, str]
+
+
+@pytest.fixture(scope="module")
+def namespaces() -> Iterator[Namespaces]:
+    if shutil.which("ip") is None or os.geteuid() != 0:
+        pytest.skip("network namespaces need root and iproute2's `ip`")
+    names = [f"titanlite-{os.getpid()}-{i}" for i in range(2)]
+    links = [f"tl{os.getpid() % 100000}{end}" for end in "ab"]
+    addresses = ("10.213.77.1", "10.213.77.2")
+    setup = [f"netns add {name}" for name in names]
+    setup += [f"link add {links[0]} type veth peer name {links[1]}"]
+    for name, link, address in zip(names, links, addresses, strict=True):
+        setup += [f"link set {link} netns {name}", f"-n {name} addr add {address}/24 dev {link}"]
+        setup += [f"-n {name} link set {link} up", f"-n {name} link set lo up"]
+    try:
+        for command in setup:
+            done = subprocess.run(["ip", *command.split()], capture_output=True, text=True)
+            if done.returncode:
+                pytest.skip(f"no rights to make network namespaces: ip {command}: {done.stderr.strip()}")
+        first, second = (["ip", "netns", "exec", name] for name in names)
+        yield Namespaces((first, second), addresses)
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+@pytest.mark.slow
+def test_two_network_namespaces_with_fixed_numbers(cluster, namespaces):
+    """The host name resolves to a loopback address in both: the interface has to be found by the route."""
+    run: Cluster = cluster(2, "--checkpoint.enable=false")
+    started = []
+    for number, prefix in enumerate(namespaces.prefixes):
+        static = {"NNODES": "2", "NODE_RANK": str(number), "MASTER_ADDR": namespaces.addresses[0]}
+        started.append(run.start(f"node{number}", {**static, "MASTER_PORT": "29533", "NGPU": "1"}, prefix))
+    run.end(*started)
+    assert run.steps() == {1, 2} and "2 ranks on cpu" in started[0].out
+    assert started[1].out == "", "rank 0 is on machine 0"
+
+
+FAKE_SRUN = """#!/usr/bin/env bash
+# Runs the command once per node, in the node's namespace if there is one, and passes SIGTERM on, as srun does.
+while [[ "$1" == --* ]]; do echo "$1" >>"$FAKE_FOLDER/srun.log"; shift; done
+pids=()
+for node in 0 1; do
+    prefix=()
+    if [ -n "${FAKE_NAMESPACES:-}" ]; then prefix=($(sed -n "$((node + 1))p" <<<"$FAKE_NAMESPACES")); fi
+    SLURM_NODEID=$node "${prefix[@]}" "$@" 2>"$FAKE_FOLDER/node$node.err" &
+    pids+=($!)
+done
+trap 'kill -TERM "${pids[@]}"' TERM
+code=0
+for pid in "${pids[@]}"; do
+    while kill -0 "$pid" 2>/dev/null; do wait "$pid"; last=$?; done
+    [ "${last:-0}" -le 128 ] && [ "${last:-0}" -gt "$code" ] && code=$last
+done
+exit $code
+"""
+FAKE_SCONTROL = """#!/usr/bin/env bash
+if [ "$1 $2" = "show hostnames" ]; then
+    echo "$3" | tr ',' '\\n'
+else
+    echo "scontrol $*" >>"$FAKE_FOLDER/scontrol.log"
+fi
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["namespaces", "one machine"])
+def test_slurm_script(where, cluster, request, tmp_path):
+    """The batch script with stand-ins for `srun` and `scontrol` trains on 2 x 2 ranks, in two namespaces with addresses
+    of their own where the test may make them. The signal before the time limit saves, and the job is put back."""
+    nodes, lines = "localhost,localhost", ""
+    if where == "namespaces":
+        found = request.getfixturevalue("namespaces")
+        nodes, lines = ",".join(found.addresses), "\n".join(shlex.join(prefix) for prefix in found.prefixes)
+    elif shutil.which("ip") and os.geteuid() == 0:
+        pytest.skip("the same runs in namespaces")
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for name, text in (("srun", FAKE_SRUN), ("scontrol", FAKE_SCONTROL)):
+        (tools / name).write_text(text)
+        (tools / name).chmod(0o755)
+    run: Cluster = cluster(100000)
+    slurm = {"SLURM_JOB_ID": str(free_port()), "SLURM_JOB_NODELIST": nodes, "SLURM_JOB_NUM_NODES": "2"}
+    slurm |= {"SLURM_SUBMIT_DIR": str(ROOT), "NODE_RANK": "7", "RDZV_PORT": str(free_port())}
+    variables = {"FAKE_FOLDER": str(tmp_path), "FAKE_NAMESPACES": lines, "NGPU": "2", "RDZV_CONF": QUICK}
+    path = f"{tools}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **slurm, **variables}
+    with open(tmp_path / "job.out", "w") as out, open(tmp_path / "job.err", "w") as err:
+        job = subprocess.Popen(
+            [ROOT / "scripts/launch/slurm.sh", *run.arguments],
+            cwd=tmp_path,
+            env={**environment, "PYTHONUNBUFFERED": "1"},
+            stdout=out,
+            stderr=err,
+        )
+    try:
+        end = time.monotonic() + TIMEOUT_S
+        while not {2} <= run.steps():
+            assert job.poll() is None and time.monotonic() < end, [p.read_text() for p in tmp_path.glob("*.err")]
+            time.sleep(0.05)
+        job.send_signal(signal.SIGUSR1)
+        assert job.wait(TIMEOUT_S) == 0, [p.read_text() for p in tmp_path.glob("*.err")]
+    finally:
+        for pid in [*descendants(job.pid), job.pid]:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        job.wait()
+    (saved,) = list_steps(run.checkpoints)
+    assert f"stopped after step {saved} of 100000, saved" in run.out
+    assert check_folder(run.checkpoints / f"step-{saved}", checksums=True) == []
+    assert (tmp_path / "scontrol.log").read_text() == f"scontrol requeue {slurm['SLURM_JOB_ID']}\n"
+    assert "--nodes=2" in (tmp_path / "srun.log").read_text().split()
+    errors = [(tmp_path / f"node{node}.err").read_text() for node in range(2)]
+    assert all("SIGTERM: finishing this step and saving" in text and "Traceback" not in text for text in errors)
+
+
+# --- what must be alike on all machines
+
+
+def test_folders_and_settings_that_differ_are_one_error_on_all_ranks(run_ranks, checked, tmp_path, monkeypatch):
+    monkeypatch.setattr(machines, "_VISIBLE_WITHIN_S", 0.2)
+    base, other = (checked(Degrees(dp_shard=4), f"--optimizer.lr={rate}").job for rate in ("1e-3", "2e-3"))
+    for name in "ab":
+        (tmp_path / name).mkdir()
+
+    def rank_main() -> list[str]:
+        rank = dist.get_rank()
+        messages = []
+        os.environ["LOCAL_WORLD_SIZE"] = "2"
+        check_shared_folder(tmp_path / "a")
+        check_same_settings(base)
+        for check in (
+            lambda: check_shared_folder(tmp_path / ("a" if rank < 2 else "b")),
+            lambda: check_same_settings(base if rank < 2 else other),
+        ):
+            with pytest.raises(ConfigError) as caught:
+                check()
+            messages.append(str(caught.value))
+        os.environ["LOCAL_WORLD_SIZE"] = "4"
+        check_shared_folder(tmp_path / ("a" if rank < 2 else "b"))  # one machine: nothing to find out
+        assert torch.ones(1).sum() == 1
+        return messages
+
+    results = run_ranks(4, rank_main)
+    assert all(result == results[0] for result in results)
+    shared, settings = results[0]
+    host = socket.gethostname()
+    assert shared == (
+        f"job.dump_folder: {tmp_path}/b on {host} is not the folder that rank 0 has: a file that rank 0 has written is "
+        "not there. Put the folder on a file system that all machines share. (ranks 2, 3)"
+    )
+    assert settings == (
+        f"configuration: optimizer.lr = 0.002 on {host}, 0.001 on rank 0. Start every machine with the same files and "
+        "arguments. (ranks 2, 3)"
+    )
+    assert [list((tmp_path / name).iterdir()) for name in "ab"] == [[], []], "nothing is left behind"

@@ -1,0 +1,49 @@
+"""When gloo cannot connect the ranks: what the user reads, and whether a new start may help."""
+
+import pytest
+
+from titanlite.distributed import process_group
+from titanlite.errors import NEVER_RESTARTED, ConfigError, TransientError
+
+REFUSED = "Gloo connectFullMesh failed with [pair.cc:152] timed out connecting: Connection refused\nframe #0"
+
+
+@pytest.fixture(autouse=True)
+def _rank(monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("MASTER_ADDR", "node0")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+
+
+def test_an_interface_that_is_not_there_is_a_mistake_of_the_settings():
+    error = process_group._explain(RuntimeError("ifa != nullptr. Unable to find address for: eth7"))
+    assert isinstance(error, ConfigError) and error.exit_code in NEVER_RESTARTED
+    assert "GLOO_SOCKET_IFNAME is 'eth7', which has no address here." in str(error)
+
+
+def test_ranks_that_cannot_be_reached_may_be_there_after_a_new_start():
+    error = process_group._explain(RuntimeError(REFUSED))
+    assert isinstance(error, TransientError) and error.exit_code not in NEVER_RESTARTED
+    assert "rank 3 on " in str(error) and "by the interface eth7: Gloo connectFullMesh" in str(error)
+    assert "frame" not in str(error)
+
+
+def test_other_errors_stay_what_they_are():
+    error = RuntimeError("out of file descriptors")
+    assert process_group._explain(error) is error
+
+
+def test_the_interface_is_chosen_for_several_machines_only_and_not_against_the_user(monkeypatch):
+    monkeypatch.setattr(process_group, "find_interface", lambda host: f"towards-{host}")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    process_group._choose_interface()
+    assert process_group.os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    process_group._choose_interface()
+    assert "GLOO_SOCKET_IFNAME" not in process_group.os.environ
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    process_group._choose_interface()
+    assert process_group.os.environ["GLOO_SOCKET_IFNAME"] == "towards-node0"
+    process_group.os.environ.pop("GLOO_SOCKET_IFNAME")

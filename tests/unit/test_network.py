@@ -1,0 +1,163 @@
+"""Which address the other machines of a run can reach, and how the launchers find each other."""
+
+import argparse
+import os
+import socket
+
+import pytest
+from torch.distributed import DistNetworkError
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousTimeoutError,
+)
+
+from titanlite import network, rendezvous
+from titanlite.errors import ConfigError
+from titanlite.network import find_interface, find_local_address, is_this_machine
+from titanlite.rendezvous import describe_failure, get_endpoint, prepare_rendezvous
+
+
+def test_a_loopback_rendezvous_stays_on_this_machine():
+    assert find_local_address("127.0.0.1") == "127.0.0.1"
+    assert find_interface("127.0.0.1") == "lo"
+    assert network.find_local_address("localhost") in ("127.0.0.1", "::1")
+    assert is_this_machine("localhost") and is_this_machine("127.0.0.1")
+
+
+def test_the_route_to_another_machine_says_which_address(monkeypatch):
+    monkeypatch.setattr(network, "resolve", lambda host: ["10.1.2.3"])
+    monkeypatch.setattr(network, "_source_towards", {"10.1.2.3": "10.1.0.9"}.get)
+    monkeypatch.setattr(network, "_addresses", lambda: [("lo", "127.0.0.1"), ("eth1", "10.1.0.9")])
+    assert find_local_address("node7") == "10.1.0.9"
+    assert find_interface("node7") == "eth1"
+
+
+def test_the_own_name_that_resolves_to_loopback_as_on_debian(monkeypatch):
+    """The machine of the rendezvous: it takes the address of its default route, or else of its first interface."""
+    routes = {"127.0.1.1": "127.0.0.1", network._SOMEWHERE: "10.1.0.1"}
+    monkeypatch.setattr(network, "resolve", lambda host: ["127.0.1.1"])
+    monkeypatch.setattr(network, "_source_towards", routes.get)
+    monkeypatch.setattr(network, "_addresses", lambda: [("lo", "127.0.0.1"), ("ib0", "10.9.0.1"), ("eth0", "10.1.0.1")])
+    assert (find_local_address("node0"), find_interface("node0")) == ("10.1.0.1", "eth0")
+    del routes[network._SOMEWHERE]
+    assert (find_local_address("node0"), find_interface("node0")) == ("10.9.0.1", "ib0")
+    monkeypatch.setattr(network, "_addresses", lambda: [("lo", "127.0.0.1")])
+    assert (find_local_address("node0"), find_interface("node0")) == ("127.0.0.1", "lo")
+
+
+def test_an_address_without_an_interface_is_an_error_with_a_remedy(monkeypatch):
+    monkeypatch.setattr(network, "find_local_address", lambda host: "10.5.5.5")
+    with pytest.raises(ConfigError, match=r"no interface has 10\.5\.5\.5, .* Set GLOO_SOCKET_IFNAME to the interface"):
+        find_interface("node0")
+
+
+def test_an_unknown_host_is_named():
+    with pytest.raises(ConfigError, match=r"the host 'no\.such\.host\.invalid' of the rendezvous is not known on "):
+        find_local_address("no.such.host.invalid")
+
+
+def test_addresses_are_those_of_the_kernel():
+    found = network._addresses()
+    assert ("lo", "127.0.0.1") in found
+    assert all(socket.if_nametoindex(name) for name, _ in found)
+
+
+# --- rendezvous
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch):
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+
+
+def options(**changed) -> argparse.Namespace:
+    values = {"standalone": False, "nnodes": "2", "rdzv_backend": "c10d", "rdzv_endpoint": "localhost:29400"}
+    values |= {"rdzv_conf": "", "rdzv_id": "run", "local_addr": None, "node_rank": 0}
+    return argparse.Namespace(**values | {"master_addr": "node0", "master_port": 29500} | changed)
+
+
+def listener() -> socket.socket:
+    server = socket.socket()
+    server.bind(("127.0.0.1", 0))
+    server.listen()
+    return server
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "expected"),
+    [("node0:1234", ("node0", 1234)), ("[fd00::2]:99", ("fd00::2", 99)), ("node0", ("node0", 29400))],
+)
+def test_endpoint(endpoint, expected):
+    assert get_endpoint(options(rdzv_endpoint=endpoint)) == expected
+
+
+def test_one_machine_is_left_alone(capsys):
+    for one in (options(standalone=True), options(nnodes="1")):
+        before = dict(vars(one))
+        assert vars(prepare_rendezvous(one)) == before
+    assert capsys.readouterr().err == ""
+
+
+def test_other_machines_do_not_host_the_store_and_are_known_by_their_address(monkeypatch, capsys):
+    """torchrun takes a machine for the host if the names are equal, as those of two containers may be."""
+    with listener() as server:
+        port = server.getsockname()[1]
+        monkeypatch.setattr(rendezvous, "is_this_machine", lambda host: False)
+        monkeypatch.setattr(rendezvous, "find_local_address", lambda host: "10.1.0.9")
+        endpoint = f"127.0.0.1:{port}"
+        ready = prepare_rendezvous(options(rdzv_endpoint=endpoint, rdzv_conf="join_timeout=9", nnodes="1:4"))
+    assert (ready.rdzv_conf, ready.local_addr) == ("join_timeout=9,is_host=0", "10.1.0.9")
+    assert os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+    assert capsys.readouterr().err == f"titanlite: waiting for 1 to 4 machines at {endpoint}, rendezvous 'run' ...\n"
+
+
+def test_the_first_launcher_on_the_machine_of_the_endpoint_hosts_the_store():
+    with listener() as server:
+        port = server.getsockname()[1]
+        assert prepare_rendezvous(options(rdzv_endpoint=f"127.0.0.1:{port}")).rdzv_conf == "is_host=0"
+    assert prepare_rendezvous(options(rdzv_endpoint=f"127.0.0.1:{port}")).rdzv_conf == "is_host=1"
+    assert prepare_rendezvous(options(rdzv_endpoint=f"localhost:{port}")).rdzv_conf == ""
+    assert prepare_rendezvous(options(rdzv_conf="is_host=0")).rdzv_conf == "is_host=0", "the user knows better"
+
+
+@pytest.mark.parametrize("backend", ["c10d", "static"])
+def test_a_rendezvous_that_nobody_opens_is_one_error(backend, monkeypatch):
+    with listener() as server:
+        port = server.getsockname()[1]
+    monkeypatch.setattr(rendezvous, "is_this_machine", lambda host: False)
+    monkeypatch.setattr(rendezvous, "_PAUSE_S", 0.01)
+    given = options(
+        rdzv_backend=backend,
+        rdzv_endpoint=f"127.0.0.1:{port}",
+        rdzv_conf="join_timeout=0",
+        node_rank=1,
+        master_addr="127.0.0.1",
+        master_port=port,
+    )
+    monkeypatch.setattr(rendezvous, "_JOIN_TIMEOUT_S", 0)
+    with pytest.raises(
+        ConfigError, match=rf"rendezvous at 127.0.0.1:{port}: not reached within 0 s: Connection refused"
+    ):
+        prepare_rendezvous(given)
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (RendezvousTimeoutError(), "2 machines did not come together within 600 s. Start the same command"),
+        (RendezvousClosedError(), "the run 'run' has ended on another machine; the output there says why."),
+        (DistNetworkError("Broken pipe\nframe #0"), "the connection failed or was lost: Broken pipe. The launcher"),
+        (ConfigError("network: no"), "network: no"),
+    ],
+)
+def test_failures_in_one_line(error, expected):
+    text = describe_failure(error, options())
+    assert expected in text and "\n" not in text
+    assert text.startswith("rendezvous at localhost:29400: " if not isinstance(error, ConfigError) else "network")
+
+
+def test_the_innermost_cause_is_shown():
+    outer = RendezvousConnectionError("The connection to the C10d store has failed. See inner exception for details.")
+    outer.__cause__ = RuntimeError("Connection reset by peer.")
+    assert "was lost: Connection reset by peer. The" in describe_failure(outer, options())

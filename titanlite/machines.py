@@ -1,0 +1,91 @@
+"""What must be alike on all machines of a run, looked at before anything is built: its settings and its folder."""
+
+import os
+import secrets
+import socket
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+
+from titanlite.config import JobConfig
+from titanlite.config.check import get_value
+from titanlite.config.load import get_settings
+from titanlite.errors import ConfigError
+from titanlite.materialize.agree import raise_together
+
+# These may lie elsewhere on each machine, with the same in them: a model of the hub is in each machine's cache. Whether
+# the run's folder is the same, `check_shared_folder` finds out.
+_MAY_DIFFER = ("job.dump_folder", "model.hf_assets_path", "checkpoint.initial_load_path", "data.path")
+_MAY_DIFFER += ("data.tokenizer_path", "data.validation_path", "data.cache_folder", "data.chat_template")
+# A network file system may show a new file to other machines only when its cache of the folder has expired.
+_VISIBLE_WITHIN_S = 30.0
+_PAUSE_S = 0.1
+
+
+def check_same_settings(job: JobConfig) -> None:
+    """All ranks must run with the same settings: those that do not would wait in different collectives.
+
+    Raises:
+        ConfigError: on all ranks; names the settings and the ranks. Collective: every rank must call.
+    """
+    mine = {key: get_value(job, key) for key in get_settings() if key not in _MAY_DIFFER}
+    first = [mine]
+    dist.broadcast_object_list(first, src=0)
+    problems = [
+        f"{key} = {mine[key]!r} on {socket.gethostname()}, {first[0].get(key)!r} on rank 0. Start every machine with "
+        "the same files and arguments."
+        for key in mine
+        if mine[key] != first[0].get(key)
+    ]
+    raise_together(ConfigError, "configuration", problems)
+
+
+def check_shared_folder(folder: Path) -> None:
+    """All ranks must see the same `folder` and be able to write there: each writes its part of every checkpoint.
+
+    Rank 0 puts a file there for a moment. On one machine there is nothing to check.
+
+    Raises:
+        ConfigError: on all ranks; names the ranks that do not. Collective: every rank must call.
+    """
+    if int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())) == dist.get_world_size():
+        return
+    found = [f".machines-{secrets.token_hex(8)}"]
+    dist.broadcast_object_list(found, src=0)
+    token = folder / found[0]
+    problems = []
+    if dist.get_rank() == 0:
+        try:
+            token.touch()
+        except OSError as error:
+            problems.append(f"cannot write to {folder}: {error.strerror}. Choose another folder.")
+    raise_together(ConfigError, "job.dump_folder", problems)
+    if not _appears(token):
+        problems.append(
+            f"{folder.absolute()} on {socket.gethostname()} is not the folder that rank 0 has: a file that rank 0 has "
+            "written is not there. Put the folder on a file system that all machines share."
+        )
+    elif not os.access(folder, os.W_OK):
+        problems.append(
+            f"{folder.absolute()} cannot be written to on {socket.gethostname()}, and each rank writes its part of a "
+            "checkpoint. Mount it for writing there, with the same user."
+        )
+    try:
+        raise_together(ConfigError, "job.dump_folder", problems)
+    finally:
+        if dist.get_rank() == 0:
+            token.unlink(missing_ok=True)
+
+
+def _appears(path: Path) -> bool:
+    end = time.monotonic() + _VISIBLE_WITHIN_S
+    while True:
+        try:
+            if path.name in os.listdir(path.parent):  # asks the server, where a look-up may be answered from a cache
+                return True
+        except OSError:
+            pass  # rank 0 has made the folder just now
+        if time.monotonic() > end:
+            return False
+        time.sleep(_PAUSE_S)

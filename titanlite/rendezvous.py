@@ -1,0 +1,135 @@
+"""How the launchers of several machines find each other: torchrun's options, completed, and its errors in one line."""
+
+import argparse
+import os
+import socket
+import sys
+import time
+
+from torch.distributed import DistError
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousTimeoutError,
+)
+
+from titanlite.errors import ConfigError
+from titanlite.network import find_local_address, is_this_machine
+
+DEFAULT_PORT = 29400
+_JOIN_TIMEOUT_S = 600  # torchrun's own
+_PAUSE_S = 0.5
+
+RENDEZVOUS_ERRORS = (RendezvousError, DistError, ConfigError)
+
+
+def prepare_rendezvous(options: argparse.Namespace) -> argparse.Namespace:
+    """Complete torchrun's `options` in place for several machines, and wait until the rendezvous can be reached.
+
+    For one machine nothing changes. Signals are obeyed while this waits.
+
+    Raises:
+        ConfigError: the host of the rendezvous cannot be resolved, or is not reached within the join timeout.
+    """
+    if options.standalone or options.nnodes == "1":
+        return options
+    host, port = get_endpoint(options)
+    elastic = options.rdzv_backend == "c10d"
+    here = options.node_rank == 0 if not elastic else is_this_machine(host)
+    if elastic:
+        # Up to torch 2.13 a machine that was rank 0 in an earlier round and is not any more keeps telling its ranks the
+        # store of that round, where nobody waits. Without sharing, each round has a store of its own.
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        # Otherwise machines would be known by names that the others may not resolve.
+        options.local_addr = options.local_addr or find_local_address(host)
+        # torchrun finds out by comparing names, but machines may share theirs, and have addresses beside that of it.
+        if "is_host=" not in options.rdzv_conf and not (here and host in ("localhost", socket.gethostname())):
+            is_host = int(here and _is_free(port))
+            options.rdzv_conf = ",".join(filter(None, [options.rdzv_conf, f"is_host={is_host}"]))
+        name = f", rendezvous '{options.rdzv_id}'"
+    else:
+        name = ""
+    _say(f"waiting for {options.nnodes.replace(':', ' to ')} machines at {host}:{port}{name} ...")
+    if not here:
+        _wait_for(host, port, _get_join_timeout(options))
+    return options
+
+
+def get_endpoint(options: argparse.Namespace) -> tuple[str, int]:
+    """(host, port) where the machines meet."""
+    if options.rdzv_backend != "c10d":
+        return options.master_addr, options.master_port
+    host, colon, port = options.rdzv_endpoint.rpartition(":")
+    if not colon or not port.isdigit():
+        return options.rdzv_endpoint, DEFAULT_PORT
+    return host.strip("[]"), int(port)
+
+
+def describe_failure(error: Exception, options: argparse.Namespace) -> str:
+    """What to say of one of `RENDEZVOUS_ERRORS`."""
+    if isinstance(error, ConfigError):
+        return str(error)
+    host, port = get_endpoint(options)
+    where = f"rendezvous at {host}:{port}"
+    if isinstance(error, RendezvousClosedError):
+        return (
+            f"{where}: the run '{options.rdzv_id}' has ended on another machine; the output there says why. To "
+            "start it again, start it on all machines."
+        )
+    if isinstance(error, RendezvousTimeoutError):
+        return (
+            f"{where}: {options.nnodes} machines did not come together within {_get_join_timeout(options)} s. Start "
+            "the same command, with the same RDZV_ID and NNODES, on all of them, or raise join_timeout in RDZV_CONF."
+        )
+    if isinstance(error, RendezvousConnectionError | DistError):
+        return (
+            f"{where}: the connection failed or was lost: {_last_line(error)}. The launcher of that machine must run "
+            "as long as the others; start the run again on all machines."
+        )
+    return f"{where}: {_last_line(error)}. Start the run again on all machines."
+
+
+def _last_line(error: BaseException) -> str:
+    """The text of the innermost cause, in one line."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0].strip().rstrip(".")
+
+
+def _get_join_timeout(options: argparse.Namespace) -> int:
+    settings = dict(item.partition("=")[::2] for item in options.rdzv_conf.split(",") if item)
+    return int(settings.get("join_timeout") or settings.get("timeout") or _JOIN_TIMEOUT_S)
+
+
+def _is_free(port: int) -> bool:
+    """True unless something listens there already: of several launchers on one machine, the first has the store."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+        return True
+
+
+def _wait_for(host: str, port: int, timeout_s: float) -> None:
+    """Return once something listens there. torch would wait in C, where no signal is heard."""
+    end = time.monotonic() + timeout_s
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=5).close()
+            return
+        except OSError as error:
+            if time.monotonic() > end:
+                raise ConfigError(
+                    f"rendezvous at {host}:{port}: not reached within {timeout_s:.0f} s: {error.strerror or error}. "
+                    "Start the same command on that machine, and let it accept connections to that port."
+                ) from None
+        time.sleep(_PAUSE_S)
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"titanlite: {text}\n")
+    sys.stderr.flush()
