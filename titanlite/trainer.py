@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from titanlite import stop
 from titanlite.checkpoint import Checkpointer, Progress, describe_versions, push_to_hub
-from titanlite.config import AnyModelConfig, JobConfig
+from titanlite.config import AnyModelConfig, JobConfig, TransformersConfig
 from titanlite.config.parallelism import Degrees
 from titanlite.data import IGNORE_INDEX, Batch, build_data
 from titanlite.distributed import (
@@ -130,7 +130,7 @@ class Trainer:
         start = self.checkpointer.start
         self.step = 0 if start is None else start.step
 
-        if job.lora.dropout:
+        if job.lora.dropout or isinstance(model_config, TransformersConfig):  # those may have dropout of their own
             torch.manual_seed(job.training.seed + self.dims.dp_rank)  # ranks with other data drop other elements
         # Of a checkpoint, or the modules' own: random.
         self.model, self.plan = self.build_sharded(model_config, self.checkpointer.weight_sources)

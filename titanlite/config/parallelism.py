@@ -127,10 +127,10 @@ def _check_transformers(job: JobConfig, model: TransformersConfig, degrees: Degr
     """What a class of transformers cannot do here, and settings that it would ignore."""
     what = f"{model.architecture} is transformers' implementation"
     problems: list[str] = []
-    if degrees.tp > 1:
+    if degrees.tp > 1 and not model.has_tp_plan:
         problems.append(
-            f"parallelism: tensor_parallel_degree is {degrees.tp}, but {what}, which is not split over tp here. Set it "
-            "to 1; FSDP shards the model over all ranks."
+            f"parallelism: tensor_parallel_degree is {degrees.tp}, but {what}, and that class carries no plan for it. "
+            "Set it to 1; FSDP shards the model over all ranks."
         )
     if degrees.ep > 1 and model.num_experts == 0:
         problems.append(

@@ -10,10 +10,9 @@ import inspect
 import itertools
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -41,6 +40,10 @@ class TransformersModel(nn.Module):
         all_conversions: transformers' mapping from the keys of checkpoints to this model, those of old versions too.
         own_conversions: the same without those of old versions.
         conversions: what of it was used for loading; None before that. Saving reverts it.
+        head_project: the head's own forward, if that is nothing but a matrix product with a weight of V rows, all of
+            them or this rank's; else None. With labels, the loss is then computed without any logits.
+        cross_entropy: `linear_cross_entropy` or, when the vocabulary is split over ranks, the version that reduces.
+        loss_copies: ranks that compute the same loss from whole logits; each gives an equal part of its gradient.
         state_shapes: global shape of every tensor of a checkpoint, by name, as transformers has them in memory.
     """
 
@@ -68,9 +71,13 @@ class TransformersModel(nn.Module):
         self._labels: tuple[torch.Tensor, Literal["sum", "none"]] | None = None
         head: Any = model.get_output_embeddings()
         self._head = [head]  # in a list, so that it is no submodule a second time
+        self.head_project: Callable[[torch.Tensor], torch.Tensor] | None = None
+        self.cross_entropy: Callable[..., torch.Tensor] = linear_cross_entropy
+        self.loss_copies = 1
         self._is_linear_head = isinstance(head, nn.Linear) and head.bias is None
         if self._is_linear_head:
-            head.forward = partial(self._head_forward, head.forward)  # type: ignore[method-assign]
+            self.head_project = head.forward
+            head.forward = self.head_forward  # type: ignore[method-assign]
 
     @property
     def transformers_model(self) -> Any:
@@ -114,6 +121,8 @@ class TransformersModel(nn.Module):
             # In float32 as everywhere, and labels as they are: already the next token.
             logits_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
             loss = F.cross_entropy(logits_TV, labels_BS.flatten(), ignore_index=IGNORE_INDEX, reduction=reduction)
+            if self.loss_copies > 1 and loss.requires_grad:
+                loss.register_hook(lambda grad: grad / self.loss_copies)
         else:
             self._labels = (labels_BS, reduction)
             try:
@@ -134,14 +143,15 @@ class TransformersModel(nn.Module):
         with inside_documents(document_ids_BS):
             return self._transformers_model(input_ids=tokens_BS, use_cache=False, return_dict=True, **inputs).logits
 
-    def _head_forward(self, project: Any, hidden_BSD: torch.Tensor) -> torch.Tensor:
+    def head_forward(self, hidden_BSD: torch.Tensor) -> torch.Tensor:
         """In place of the head's own forward: the logits, or with labels the loss without any logits."""
+        assert self.head_project is not None
         if self._labels is None:
-            return project(hidden_BSD)
+            return self.head_project(hidden_BSD)
         labels_BS, reduction = self._labels
         weight_VD = local_tensor(self._head[0].weight)
         hidden_TD = hidden_BSD.flatten(0, 1)
-        return linear_cross_entropy(
+        return self.cross_entropy(
             hidden_TD, weight_VD, labels_BS.flatten(), self.loss_chunk_tokens, reduction=reduction
         )
 
@@ -167,7 +177,7 @@ class TransformersModel(nn.Module):
             handle.remove()
         packed = self._logits(tokens_1S, restarting_positions(ids_1S, None), ids_1S)[:, _PROBE_TOKENS:]
         self.train(was_training)
-        self._has_plain_head = self._is_linear_head and len(returned) == 1 and returned[0] is expected
+        self._has_plain_head = self.head_project is not None and len(returned) == 1 and returned[0] is expected
         # Experts get other numbers of rows, and kernels other shapes, so the last bits may differ.
         bound = 1e-4 if expected.dtype == torch.float32 and head.weight.dtype == torch.float32 else 0.05
         error = (packed.float() - expected.float()).norm() / expected.float().norm()
