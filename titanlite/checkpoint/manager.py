@@ -27,7 +27,6 @@ from titanlite.logger import logger
 from titanlite.materialize import Plan, SourceProvider
 from titanlite.materialize.agree import on_first_rank
 from titanlite.models.build import AnyModel
-from titanlite.models.decoder import Decoder
 
 
 class Checkpointer:
@@ -203,7 +202,6 @@ class Checkpointer:
 
         def write_rest(path: Path) -> None:
             if lora.rank:
-                assert isinstance(model, Decoder)
                 write_adapter_config(path, model, lora, self._section.initial_load_path)
                 save_tokenizer(tokenizer, path)
             else:

@@ -156,11 +156,6 @@ def _check_transformers(job: JobConfig, model: TransformersConfig, degrees: Degr
         problems.append(
             f"model.attention_backend = '{job.model.attention_backend}': {what} and chooses its own. Set it to 'sdpa'."
         )
-    if job.lora.rank:
-        problems.append(
-            f"lora.rank = {job.lora.rank}: {what}, and adapters are built into titanlite's own layers only. Set it to "
-            "0, or use a native family."
-        )
     section = job.activation_checkpoint
     if section.mode == "selective" and section.selective_ac_option == "op":
         problems.append(
