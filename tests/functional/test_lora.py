@@ -121,6 +121,24 @@ def test_mesh_trains_the_adapters_of_one_process(compare, base_of, mesh, family,
         assert torch.equal(one.weights[name], stored[name]), f"{name}: the base model moved"
 
 
+@pytest.mark.parametrize(("mesh", "family"), [("TP2xEP2", "qwen3_moe"), ("TP2xFSDP2", "qwen3")])
+def test_transformers_own_class_trains_the_same_adapters(train_run, overrides_of, meshes, reference_runs, mesh, family):
+    """As the native decoder does in one process: another implementation of the model, split by its class's plan."""
+    if family not in reference_runs:
+        reference_runs[family] = train_run(Degrees(), *overrides_of(family), steps=STEPS)[0]
+    one, degrees = reference_runs[family], meshes[mesh]
+    local = f"--training.local_batch_size={8 // degrees.dp // 2}"
+    overrides = overrides_of(family, local, "--model.implementation=transformers")
+    many = train_run(degrees, *overrides, steps=STEPS)[0]
+    assert many.losses == pytest.approx(one.losses, rel=RELATIVE_TOLERANCE)
+    assert many.grad_norms == pytest.approx(one.grad_norms, rel=RELATIVE_TOLERANCE)
+    adapters = {name for name in one.weights if is_adapter(name)}
+    assert adapters == {name for name in many.weights if is_adapter(name)}
+    for name in adapters:
+        assert many.digests[name] == one.digests[name], name
+        torch.testing.assert_close(many.weights[name], one.weights[name], rtol=0, atol=WEIGHT_TOLERANCE)
+
+
 def test_optimizer_memory_is_adapters_only(run_ranks, checked, overrides_of, meshes):
     job = checked(meshes["TP2xEP2"], *overrides_of("qwen3_moe"))
 

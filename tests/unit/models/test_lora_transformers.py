@@ -1,4 +1,4 @@
-"""LoRA in models of transformers: what is trained, and that peft computes the same from what was saved."""
+"""LoRA in models of transformers: what is trained, and that peft and a merged export compute the same."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +14,7 @@ from titanlite.checkpoint.commit import commit_folder
 from titanlite.checkpoint.pretrained import weights_of
 from titanlite.config.schema import LoRASection
 from titanlite.errors import ConfigError
+from titanlite.export_checkpoint import export_merged
 from titanlite.materialize import Plan, materialize
 from titanlite.models.hf_config import transformers_config
 from titanlite.models.lora import adapted_modules, adapters_disabled, apply_lora, is_adapter
@@ -91,6 +92,11 @@ def test_peft_computes_the_same_from_what_was_saved(
     assert [key for key, param in loaded.items() if not torch.equal(param, stored[key])] == []
     assert (ours - expected).norm() <= BOUND * expected.norm()
     assert (off - expected).norm() > 1e-3 * expected.norm(), "the adapters do nothing"
+    export_merged(folder, tmp_path / "merged", torch.float32, tmp_path / "base")
+    merged, info = type(reference).from_pretrained(tmp_path / "merged", dtype=torch.float32, output_loading_info=True)
+    assert {key: value for key, value in info.items() if value} == {}
+    with torch.no_grad():
+        assert (merged.eval()(tokens, use_cache=False).logits - expected).norm() <= BOUND * expected.norm()
     if not targets and name in ("mixtral", "gpt_oss", "deepseek_v3"):
         assert "experts" in trained
 
