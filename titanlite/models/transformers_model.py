@@ -10,7 +10,7 @@ import inspect
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
@@ -23,6 +23,7 @@ from titanlite.config.model import TransformersConfig
 from titanlite.errors import ConfigError
 from titanlite.materialize.sources import Source
 from titanlite.models.decoder import LossSums
+from titanlite.models.hf_cache import TransformersCache
 from titanlite.models.hf_config import load_config_and_class
 from titanlite.models.hf_packing import inside_documents, register_document_masks, restarting_positions
 from titanlite.models.hf_sources import find_sources
@@ -64,7 +65,9 @@ class TransformersModel(nn.Module):
         self.own_conversions = get_model_conversion_mapping(model, add_legacy=False)
         self.conversions: list[Any] | None = None
         self.config = _with_sizes(config, self)
-        self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+        self._arguments = frozenset(inspect.signature(model.forward).parameters)
+        self._takes_positions = "position_ids" in self._arguments
+        self._can_cache: bool | None = None  # not known before `can_cache`
         register_document_masks()
         self._has_plain_head: bool | None = None  # not known before `_probe`
         self._keeps_documents_apart = False
@@ -94,15 +97,18 @@ class TransformersModel(nn.Module):
         positions_BS: torch.Tensor | None = None,
         document_ids_BS: torch.Tensor | None = None,
         reduction: Literal["sum", "none"] = "sum",
+        cache: TransformersCache | None = None,
         **inputs: Any,
     ) -> torch.Tensor | LossSums:
-        """Logits (B, S, V), or with labels the `LossSums`; arguments as those of `Decoder`.
+        """Logits (B, S, V), with labels the `LossSums`, with a cache logits (B, V); arguments as those of `Decoder`.
 
         The first forward with labels or documents looks at how the model works, on a few fixed tokens; see `_probe`.
 
         Args:
             inputs: what the model's forward takes beside, such as `pixel_values` and `image_grid_thw`.
         """
+        if cache is not None:
+            return self._next_logits(tokens_BS, cache)
         if inputs and document_ids_BS is not None:
             raise ValueError("rows with images hold one document each; leave document_ids out")
         if (labels_BS is not None or document_ids_BS is not None) and self._has_plain_head is None:
@@ -142,6 +148,45 @@ class TransformersModel(nn.Module):
             inputs["position_ids"] = positions_BS
         with inside_documents(document_ids_BS):
             return self._transformers_model(input_ids=tokens_BS, use_cache=False, return_dict=True, **inputs).logits
+
+    def _next_logits(self, tokens: torch.Tensor, cache: TransformersCache) -> torch.Tensor:
+        inputs = cache.inputs(tokens)
+        if not self._takes_positions:
+            del inputs["position_ids"]
+        if "logits_to_keep" in self._arguments:  # of a long prompt only the last one is wanted
+            inputs["logits_to_keep"] = 1
+        return self._transformers_model(**inputs).logits[:, -1]
+
+    def build_cache(self, lengths: Sequence[int], max_len: int, device: torch.device) -> TransformersCache:
+        """An empty cache for prompts of these lengths; `forward` fills it. It grows as needed, whatever `max_len`."""
+        return TransformersCache(self._transformers_model.config, lengths, device)
+
+    @torch.no_grad()
+    def can_cache(self, device: torch.device) -> bool:
+        """True if the model computes the same with its keys and values kept as without, also for rows of two lengths.
+
+        The first call looks, on a few fixed tokens: models with a state instead of keys, or ones that take padding for
+        text, do not. In evaluation mode.
+
+        Collectives: those of four forwards, on the first call; every rank must call.
+        """
+        if "past_key_values" not in self._arguments or getattr(self._transformers_model, "_is_stateful", False):
+            return False
+        if self._can_cache is None:
+            tokens = _plain_tokens(self._transformers_model.config, 2 * _PROBE_TOKENS + 1)
+            rows = [tokens[:_PROBE_TOKENS], tokens[_PROBE_TOKENS:]]  # each with the token that comes next
+            lengths = [len(row) - 1 for row in rows]
+            cache = self.build_cache(lengths, max(map(len, rows)), device)
+            prompts = [row[:-1] + [0] * (max(lengths) - len(row) + 1) for row in rows]
+            # Through `self`, for FSDP gathers what lies outside of layers there.
+            first_BV = self(torch.tensor(prompts, device=device), cache=cache)
+            second_BV = self(torch.tensor([[row[-1] for row in rows]], device=device), cache=cache)
+            whole = [self(torch.tensor([row], device=device))[0, -2:] for row in rows]
+            expected = torch.stack(whole).float()
+            found = torch.stack([first_BV, second_BV], dim=1).float()
+            bound = 1e-4 if first_BV.dtype == self._head[0].weight.dtype == torch.float32 else 0.05
+            self._can_cache = bool((found - expected).norm() <= bound * expected.norm())  # synchronization point, once
+        return self._can_cache
 
     def head_forward(self, hidden_BSD: torch.Tensor) -> torch.Tensor:
         """In place of the head's own forward: the logits, or with labels the loss without any logits."""

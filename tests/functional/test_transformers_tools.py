@@ -1,0 +1,95 @@
+"""The commands on models that transformers implements: export, inspect, generate."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_transformers import ALL_MODELS, VOCAB_SIZE, save_tiny
+
+from titanlite.export_checkpoint import export_checkpoint
+from titanlite.generate import generate
+from titanlite.generate_text import load_model
+from titanlite.models.families import any_model_config_from_hf
+
+PROMPTS = [[20, 31, 17, 90, 44, 8, 77], [55, 41, 19], [23], [14, 15, 92, 65, 35]]
+NEW_TOKENS = 6
+CPU = torch.device("cpu")
+
+
+def greedy(reference: Any) -> list[list[int]]:
+    """What transformers continues each prompt with, alone."""
+    config = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    return [
+        reference.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), **config)[
+            0, len(prompt) :
+        ].tolist()
+        for prompt in PROMPTS
+    ]
+
+
+@pytest.mark.parametrize("name", [name for name in ALL_MODELS if name != "qwen3"])  # which has a native decoder
+def test_generates_what_transformers_does(tmp_path: Path, name: str) -> None:
+    """Rows of different lengths in one batch, longer than a sliding window, with keys and values kept."""
+    reference = save_tiny(name, tmp_path)
+    model, _ = load_model(tmp_path, any_model_config_from_hf(tmp_path, "test"), "float32", CPU)
+    assert model.can_cache(CPU)
+    expected = greedy(reference)
+    found = generate(model, PROMPTS, max_new_tokens=NEW_TOKENS, device=CPU, batch_size=3)
+    assert [continuation.tokens for continuation in found] == expected
+    model._can_cache = False  # every token by a forward over the whole text
+    found = generate(model, PROMPTS, max_new_tokens=NEW_TOKENS, device=CPU)
+    assert [continuation.tokens for continuation in found] == expected
+
+
+@pytest.mark.slow
+def test_generates_the_same_when_sharded(run_ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
+    """FSDP2 x TP2, EP2 where there are experts; prompts shared out unevenly, and texts that end at different tokens."""
+    names = ["gemma3_text", "phi", "gpt_oss", "deepseek_v3"]
+    references = {name: save_tiny(name, tmp_path / name) for name in names}
+    texts = {name: greedy(reference) for name, reference in references.items()}
+    ends = {name: [text[1][3]] for name, text in texts.items()}
+
+    def rank_main() -> dict[str, tuple[bool, list[list[int]]]]:
+        seen = {}
+        for name in names:
+            folder = tmp_path / name
+            ep = 1 if name in ("gemma3_text", "phi") else 2
+            config = any_model_config_from_hf(folder, "test")
+            model, dims = load_model(folder, config, "float32", CPU, tp=2, ep=ep)
+            found = generate(
+                model,
+                PROMPTS[:3],
+                max_new_tokens=NEW_TOKENS,
+                device=CPU,
+                dims=dims,
+                batch_size=1,
+                eos_token_ids=ends[name],
+            )
+            seen[name] = (model.can_cache(CPU), [continuation.tokens for continuation in found])
+        return seen
+
+    for seen in run_ranks(4, rank_main):
+        for name, (cached, found) in seen.items():
+            cut = [text[: text.index(end)] if end in text else text for text in texts[name][:3] for end in ends[name]]
+            assert (cached, found) == (True, cut), name
+
+
+@pytest.mark.parametrize("name", ALL_MODELS)
+def test_export_keeps_names_layouts_and_values(tmp_path: Path, name: str) -> None:
+    """gpt-oss stores experts the other way round, others one by one; bfloat16 rounds once."""
+    reference = save_tiny(name, tmp_path / "model")
+    export_checkpoint(tmp_path / "model", tmp_path / "out", torch.float32)
+    before, after = (load_file(tmp_path / folder / "model.safetensors") for folder in ("model", "out"))
+    assert before.keys() == after.keys()
+    assert [key for key, value in before.items() if not torch.equal(value, after[key])] == []
+    export_checkpoint(tmp_path / "model", tmp_path / "small", torch.bfloat16)
+    small = load_file(tmp_path / "small" / "model.safetensors")
+    rounded = [key for key, value in small.items() if value.dtype == torch.bfloat16]
+    assert [key for key in rounded if not torch.equal(small[key], before[key].bfloat16())] == []
+    assert {key for key in small if key not in rounded} <= {k for k in small if k.endswith("e_score_correction_bias")}
+    loaded, info = type(reference).from_pretrained(tmp_path / "small", output_loading_info=True)
+    assert {key: value for key, value in info.items() if value} == {}
+    assert loaded.dtype == torch.bfloat16
