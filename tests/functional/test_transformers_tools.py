@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_transformers import ALL_MODELS, VOCAB_SIZE, save_tiny
+from tiny_transformers import ALL_MODELS, save_tiny, save_tiny_llava
 
+from titanlite.__main__ import main
 from titanlite.export_checkpoint import export_checkpoint
 from titanlite.generate import generate
 from titanlite.generate_text import load_model
@@ -93,3 +94,48 @@ def test_export_keeps_names_layouts_and_values(tmp_path: Path, name: str) -> Non
     loaded, info = type(reference).from_pretrained(tmp_path / "small", output_loading_info=True)
     assert {key: value for key, value in info.items() if value} == {}
     assert loaded.dtype == torch.bfloat16
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_model_with_a_state_generates_by_full_forwards_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AutoModelForCausalLM, MambaConfig
+
+    config = MambaConfig(vocab_size=96, hidden_size=16, num_hidden_layers=2, state_size=4, time_step_rank=4)
+    torch.manual_seed(0)
+    reference = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for param in reference.parameters():
+            param.mul_(3.0)  # else it repeats the last token
+    reference.save_pretrained(tmp_path)
+    model, _ = load_model(tmp_path, any_model_config_from_hf(tmp_path, "test"), "float32", CPU)
+    said: list[str] = []
+    monkeypatch.setattr("titanlite.generate.logger.info", lambda text, *values: said.append(text % values))
+    found = generate(model, PROMPTS, max_new_tokens=NEW_TOKENS, device=CPU)
+    assert [continuation.tokens for continuation in found] == greedy(reference)
+    assert said == ["generate: MambaForCausalLM keeps no keys and values: every token costs a full forward"]
+
+
+def test_the_commands_take_a_folder_of_any_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Generate, inspect and export through the command line; here a vision-language model, with a text prompt."""
+    folder = tmp_path / "llava"
+    save_tiny_llava(folder)
+    options = ["--model", folder, "--prompt", "what is this", "--max-new-tokens", "4"]
+    assert main(["generate", *map(str, options)]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("what is this") and len(out.split()) >= 4
+    assert "1 prompts, 4 new tokens" in err and "keeps no keys" not in err
+    config = tmp_path / "job.toml"
+    config.write_text(f'checkpoint.initial_load_path = "{folder}"\ntraining.seq_len = 16\n')
+    options = [folder, "--config", config, "--world-size", "4", "--parallelism.tensor_parallel_degree=2"]
+    assert main(["inspect", *map(str, options)]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [row[0] for row in rows if len(row) == 8 and row[0].isdigit()] == ["0", "1", "2", "3"]
+    assert main(["export", str(folder), str(tmp_path / "out"), "--dtype", "float32"]) == 0
+    before, after = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "out"))
+    assert before.keys() == after.keys()
+    assert {"processor_config.json", "tokenizer.json"} <= {path.name for path in (tmp_path / "out").iterdir()}
+    options = ["--model", folder, "--prompt", "this", "--max-new-tokens", "4", "--tp", "2"]
+    assert main(["generate", *map(str, options)]) == 2
+    assert "does not divide the world size (1)" in capsys.readouterr().err
