@@ -168,10 +168,11 @@ def _shorten(targeted: Mapping[str, bool], short_of: Mapping[str, str]) -> list[
     )
 
 
-def adapter_checkpoint(folder: Path, section: LoRASection, base: str = "") -> "AdapterCheckpoint":
+def adapter_checkpoint(folder: Path, section: LoRASection, base: str = "", *, key: str = "") -> "AdapterCheckpoint":
     """The adapters in `folder` as a source for `materialize`, beside the one of the model in the folder `base`.
 
-    Warns if they were trained on a model of another name.
+    Warns if they were trained on a model of another name. `key` is the setting that asks for them; without one they are
+    of the run to resume.
 
     Raises:
         CheckpointError: on all ranks; there are none, they are damaged, or of another alpha or scaling than `section`.
@@ -180,13 +181,20 @@ def adapter_checkpoint(folder: Path, section: LoRASection, base: str = "") -> "A
     """
 
     def read() -> Stored:
+        if key and not (folder / ADAPTER_FILE).exists():
+            raise CheckpointError(f"{key}: {folder} has no {ADAPTER_FILE}. Give a folder of adapters, or leave it out.")
         stored, config = read_adapter(folder)
         found = config.scaling
+        if key and config.rank != section.rank:
+            raise CheckpointError(
+                f"{key}: the adapters in {folder} have rank {config.rank}, but lora.rank is {section.rank}. Set it to "
+                f"{config.rank}, or leave {key} out."
+            )
         if found != scaling_of(section) and config.rank == section.rank:
             raise CheckpointError(
                 f"checkpoint {folder}: its adapters are scaled by {found:g}, but lora.alpha = {section.alpha:g} and "
                 f"lora.use_rslora = {str(section.use_rslora).lower()} scale by {scaling_of(section):g}. Set them as "
-                "they were, or set another job.dump_folder."
+                f"they were, or {f'leave {key} out' if key else 'set another job.dump_folder'}."
             )
         if base and config.base != name_of_base(base):
             logger.warning(

@@ -68,11 +68,18 @@ class Checkpointer:
         folder = step_folder(self.folder, self.start.step)
         if self._job.lora.rank:
             adapters = adapter_checkpoint(folder, self._job.lora, self._section.initial_load_path)
-            return [*self.initial_sources(model), adapters]
+            return [*self._base_sources(model), adapters]
         return [weights_of(folder, model, exact=True)]
 
     def initial_sources(self, model: AnyModel) -> list[SourceProvider]:
-        """What a new run begins with: a pretrained model, or nothing."""
+        """What a new run begins with: a pretrained model, also with trained adapters, or nothing."""
+        sources, lora = self._base_sources(model), self._job.lora
+        if lora.init_from:
+            base = self._section.initial_load_path
+            sources.append(adapter_checkpoint(Path(lora.init_from), lora, base, key="lora.init_from"))
+        return sources
+
+    def _base_sources(self, model: AnyModel) -> list[SourceProvider]:
         if self._section.initial_load_path:
             return [weights_of(Path(self._section.initial_load_path), model)]
         assets = self._job.model.hf_assets_path
