@@ -135,7 +135,8 @@ class TransformersModel(nn.Module):
                 loss = self._logits(tokens_BS, positions_BS, document_ids_BS, **inputs)  # see `_head_forward`
             finally:
                 self._labels = None
-        return LossSums(loss if reduction == "sum" else loss.view_as(labels_BS), loss.new_zeros(()))
+        # Cloned: FSDP2 wants no view as a module's result.
+        return LossSums(loss if reduction == "sum" else loss.view_as(labels_BS).clone(), loss.new_zeros(()))
 
     def _logits(
         self,
