@@ -17,7 +17,7 @@ titanlite's decoder.
 Shapes: T tokens, k experts per token, D hidden, V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -64,12 +64,16 @@ def apply_transformers_tensor_parallel(model: TransformersModel, mesh: DeviceMes
     styles: dict[nn.Module, Style] = {inner.get_submodule(name): style for name, style in plan.items()}
     experts = list(model.expert_modules().values())
     in_experts = {module for outer in experts for module in outer.modules()}
-    holders = [m for m in inner.modules() if m not in in_experts and any(True for _ in m.parameters(recurse=False))]
+    # In order, and looked up below.
+    holders = {
+        m: None for m in inner.modules() if m not in in_experts and any(True for _ in m.parameters(recurse=False))
+    }
     placements = _placements(holders, styles)
     shard_parameters(model, mesh, placements)
     axis = _Axis(register_group(mesh.get_group()), mesh.get_local_rank(), mesh.size())
-    for module in holders:
-        module.forward = _split_forward(module, styles.get(module), axis)
+    for module in inner.modules():
+        if module in holders or _convolutions(module):
+            module.forward = _split_forward(module, styles.get(module), axis)
     head = inner.get_output_embeddings()
     if styles.get(head) == "colwise_gather" and model.head_project is not None:
         # With labels the head gives a loss: over this rank's part of the vocabulary, and not to be gathered.
@@ -88,7 +92,7 @@ def apply_transformers_tensor_parallel(model: TransformersModel, mesh: DeviceMes
     )
 
 
-def _placements(holders: list[nn.Module], styles: dict[nn.Module, Style]) -> ParameterPlacements:
+def _placements(holders: Iterable[nn.Module], styles: dict[nn.Module, Style]) -> ParameterPlacements:
     """Placement of every parameter that `holders` have themselves; a tied one appears once."""
     found: ParameterPlacements = {p: Replicate() for module in holders for p in module.parameters(recurse=False)}
     for module, style in styles.items():
@@ -120,17 +124,28 @@ def _split_forward(module: nn.Module, style: Style | None, axis: _Axis, forward:
 def _on_local_parameters(
     module: nn.Module, forward: Callable[..., Any], *args: Any, hidden: str = "", **kwargs: Any
 ) -> Any:
-    """Run `forward` while the DTensors among the module's own parameters are this rank's parts of them.
+    """Run `forward` while the DTensors among the parameters that the module reads are this rank's parts of them.
 
     The code of transformers would mix DTensors and tensors. The parameter `hidden` is not there meanwhile.
     """
-    held: dict[str, Any] = module._parameters
-    own = {name: param for name, param in held.items() if isinstance(param, DTensor)}
-    held.update({name: None if name == hidden else local_tensor(param) for name, param in own.items()})
+    own = [
+        (held, name, param)
+        for held in [module._parameters, *(child._parameters for child in _convolutions(module))]
+        for name, param in held.items()
+        if isinstance(param, DTensor)
+    ]
+    for held, name, param in own:
+        held[name] = None if name == hidden else local_tensor(param)  # type: ignore[assignment]
     try:
         return forward(*args, **kwargs)
     finally:
-        held.update(own)
+        for held, name, param in own:
+            held[name] = param  # type: ignore[assignment]
+
+
+def _convolutions(module: nn.Module) -> list[nn.Module]:
+    """Layers with a state (linear attention, Mamba) read the weights of their convolutions without calling them."""
+    return [child for child in module.children() if isinstance(child, nn.Conv1d)]
 
 
 def _gather_output(forward: _Forward, *args: Any, width: int, axis: _Axis) -> torch.Tensor:
