@@ -20,6 +20,9 @@ _SIZES: Mapping[str, Any] = {
     "pad_token_id": 0,
 }
 
+# Split over two ranks it does not go round.
+_ODD_VOCABULARY: Mapping[str, Any] = {**_SIZES, "vocab_size": VOCAB_SIZE + 1}
+
 
 def _qwen3() -> Any:
     from transformers import Qwen3Config
@@ -43,13 +46,13 @@ def _llama() -> Any:
 def _mistral() -> Any:
     from transformers import MistralConfig
 
-    return MistralConfig(**_SIZES, sliding_window=4)
+    return MistralConfig(**_ODD_VOCABULARY, sliding_window=4)
 
 
 def _phi() -> Any:
     from transformers import PhiConfig
 
-    return PhiConfig(**_SIZES, resid_pdrop=0.0, partial_rotary_factor=0.5)
+    return PhiConfig(**_ODD_VOCABULARY, resid_pdrop=0.0, partial_rotary_factor=0.5)
 
 
 def _phi3() -> Any:

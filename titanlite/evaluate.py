@@ -16,7 +16,14 @@ import torch.distributed as dist
 from torch import nn
 
 from titanlite.config import AnyModelConfig, JobConfig
-from titanlite.data import EvaluationPrompt, ExampleDataset, SequenceDataset, StreamDataset, evaluation_prompts
+from titanlite.data import (
+    EvaluationPrompt,
+    ExampleDataset,
+    SequenceDataset,
+    StreamDataset,
+    evaluation_prompts,
+    read_evaluation_prompts,
+)
 from titanlite.distributed import ParallelDims
 from titanlite.errors import ConfigError, DataError, raise_problems
 from titanlite.generate import generate, get_end_of_turn_ids, get_eos_token_ids
@@ -194,17 +201,20 @@ class Evaluator:
 
 
 def build_evaluation_prompts(job: JobConfig, dataset: SequenceDataset, tokenizer: Any) -> Sequence[EvaluationPrompt]:
-    """The held-out examples of `dataset` as prompts with reference answers, the same on all ranks.
+    """Prompts with reference answers, the same on all ranks: of `evaluation.path`, or the held-out ones of `dataset`.
 
     Raises:
         ConfigError: the data has none.
-        DataError: as `evaluation_prompts`.
+        DataError: as `evaluation_prompts` and `read_evaluation_prompts`.
     """
+    section = job.evaluation
+    if section.path:
+        return read_evaluation_prompts(job.data, section.path, section.split, tokenizer)
     if isinstance(dataset, ExampleDataset | StreamDataset):
         return evaluation_prompts(dataset, tokenizer)
     raise ConfigError(
         f'evaluation.enable = true needs examples with answers, but data.dataset = "{job.data.dataset}" is plain text. '
-        "Set evaluation.enable = false."
+        "Set evaluation.path, or evaluation.enable = false."
     )
 
 

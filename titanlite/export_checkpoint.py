@@ -8,30 +8,34 @@ import argparse
 import os
 import shutil
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
 
-from titanlite.checkpoint import hf_checkpoint
 from titanlite.checkpoint.adapter import ADAPTER_CONFIG
 from titanlite.checkpoint.commit import MANIFEST_FILE, check_folder
 from titanlite.checkpoint.folder import ADAPTER_FILE, OWN_FOLDER
 from titanlite.checkpoint.hf_model import warn_of_sidecar, write_hf_files
 from titanlite.checkpoint.keys import SIDECAR_FILE, checkpoint_pieces, is_sidecar, whole
 from titanlite.checkpoint.merge import MergedAdapters
+from titanlite.checkpoint.pretrained import weights_of
 from titanlite.checkpoint.reader import SafetensorsReader
 from titanlite.checkpoint.runs import bytes_of
 from titanlite.checkpoint.transfer import Transfer
+from titanlite.checkpoint.transformers_checkpoint import saved_entries, stored_forms
 from titanlite.checkpoint.writer import FileLayout, Item, create_files, lay_out
 from titanlite.config import ModelConfig
 from titanlite.config.assets import local_folder
 from titanlite.errors import CheckpointError, TitanliteError, raise_problems
 from titanlite.logger import setup_logger
-from titanlite.materialize import Plan, ReadRequest, Region, build_plan
+from titanlite.materialize import Plan, ReadRequest, Region, TensorEntry, build_plan
 from titanlite.materialize.sources import Read
-from titanlite.models.decoder import build_decoder
-from titanlite.models.families import family_of, model_config_from_hf
+from titanlite.models.build import AnyModel, build_model
+from titanlite.models.families import any_model_config_from_hf, family_of
+from titanlite.models.lora import adaptable_experts
+from titanlite.models.transformers_model import TransformersModel
 
 _CHUNK_ELEMENTS = 4 << 20
 _WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", ".ckpt", ".pkl"}
@@ -43,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Export, and return the exit code: 0, or 2 after one clear error."""
     parser = argparse.ArgumentParser(
         prog="python -m titanlite export",
-        description="Write a checkpoint (or any Hugging Face model of a native family, FP8 included) as a plain "
+        description="Write a checkpoint (or any Hugging Face model; FP8 is read for native families) as a plain "
         "Hugging Face model. Parameters are cast to --dtype, buffers keep theirs.",
         allow_abbrev=False,
     )
@@ -95,9 +99,9 @@ def export_checkpoint(folder: Path, out: Path, dtype: torch.dtype, adapters: Mer
     With `adapters`, their corrections are added to the weights on the way.
 
     Raises:
-        CheckpointError: `folder` is not a whole model of a native family, `out` exists or cannot be written, or the
+        CheckpointError: `folder` is not a whole model, `out` exists or cannot be written, or the
             adapters do not fit.
-        ConfigError: its config.json describes something that the decoder cannot express.
+        ConfigError: its config.json describes something that neither the decoder nor transformers can express.
     """
     try:
         occupied = os.path.lexists(out)
@@ -109,20 +113,25 @@ def export_checkpoint(folder: Path, out: Path, dtype: torch.dtype, adapters: Mer
         raise_problems(CheckpointError, f"export: {folder}", check_folder(folder))
     if adapters is None and (folder / ADAPTER_FILE).exists():
         raise CheckpointError(f"export: {folder} holds adapters without their model. Add --merge, and --base DIR.")
-    config = model_config_from_hf(folder, "export")
-    source = hf_checkpoint(folder, config, exact=True)  # where the run had more bits than its files, round once
-    plan = build_plan(build_decoder(config), [source])
-    assert source.reader is not None
+    config = any_model_config_from_hf(folder, "export")
+    model = build_model(config)
+    # Where the run had more bits than its files, round once.
+    plan = build_plan(model, [weights_of(folder, model, exact=True)])
     if adapters is not None:
-        adapters.fit({entry.fqn: entry.info.shape for entry in plan.entries if entry.info.kind == "parameter"})
-    files, names = _lay_out(plan, config, dtype)
+        shapes = {entry.fqn: entry.info.shape for entry in plan.entries if entry.info.kind == "parameter"}
+        adapters.fit(shapes, transposed_experts(model))
+    if isinstance(model, TransformersModel):
+        files, values = _lay_out_transformers(plan, model, dtype, adapters)
+    else:
+        assert isinstance(config, ModelConfig)
+        files, values = _lay_out(plan, config, dtype, adapters)
     temporary = out.with_name(f".{out.name}.tmp")
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         create_files(temporary, files)
         with Transfer(f"writing {out}", sum(file.nbytes for file in files)) as transfer:
-            _copy_weights(source.reader, files, names, temporary, transfer, adapters)
+            _copy_weights(files, values, temporary, transfer)
         write_hf_files(temporary, files, config, None, dtype, folder)
         if adapters is not None:  # the run's tokenizer may have another chat template than the model's
             _copy_rest(adapters.folder, temporary, _ADAPTER_ONLY)
@@ -135,12 +144,14 @@ def export_checkpoint(folder: Path, out: Path, dtype: torch.dtype, adapters: Mer
     warn_of_sidecar(config, files)
 
 
-def _lay_out(plan: Plan, config: ModelConfig, dtype: torch.dtype) -> tuple[list[FileLayout], dict[str, str]]:
-    """The files, and the run-time name that each key is part of."""
+def _lay_out(
+    plan: Plan, config: ModelConfig, dtype: torch.dtype, adapters: MergedAdapters | None
+) -> tuple[list[FileLayout], dict[str, "_Values"]]:
+    """The files, and for each key where its values come from."""
     family = family_of(config)
     model: list[Item] = []
     sidecar: list[Item] = []
-    names: dict[str, str] = {}
+    values: dict[str, _Values] = {}
     for entry in plan.entries:
         if not isinstance(entry.source, Read):
             continue
@@ -152,31 +163,80 @@ def _lay_out(plan: Plan, config: ModelConfig, dtype: torch.dtype) -> tuple[list[
         for piece in pieces:
             item = Item(piece.key, stored, piece.region, piece.shape, entry.tensor, entry.region, mine=True)
             (sidecar if beside else model).append(item)
-            names[piece.key] = entry.source.name
+            values[piece.key] = partial(_read, entry, adapters)
     stem = f"{OWN_FOLDER}/{SIDECAR_FILE.removesuffix('.safetensors')}"
-    return [*lay_out(model, "model"), *(lay_out(sidecar, stem) if sidecar else [])], names
+    return [*lay_out(model, "model"), *(lay_out(sidecar, stem) if sidecar else [])], values
 
 
-def _copy_weights(
-    reader: SafetensorsReader,
-    files: Sequence[FileLayout],
-    names: dict[str, str],
-    out: Path,
-    transfer: Transfer,
-    adapters: MergedAdapters | None,
-) -> None:
+def _lay_out_transformers(
+    plan: Plan, model: TransformersModel, dtype: torch.dtype, adapters: MergedAdapters | None
+) -> tuple[list[FileLayout], dict[str, "_Values"]]:
+    """As `_lay_out`, with the keys and layouts that the checkpoint has."""
+    entries = {
+        name: entry for name, entry in saved_entries(plan.entries, model).items() if isinstance(entry.source, Read)
+    }
+    forms, rename = stored_forms(entries, model)
+    items: list[Item] = []
+    values: dict[str, _Values] = {}
+
+    @lru_cache(maxsize=1)  # the tensors of a conversion follow one another, and each is asked for in pieces
+    def convert(group: str) -> dict[str, torch.Tensor]:
+        found = groups[group].convert(lambda name: _read_whole(entries[name], adapters), model)
+        return {rename(key): value for key, value in found.items()}
+
+    def converted(group: str, key: str, region: Region, dtype: torch.dtype) -> torch.Tensor:
+        return convert(group)[key][region.slices].to(dtype)
+
+    groups = {form.group.first: form.group for form in forms}
+    for form in forms:
+        stored = dtype if form.entry.info.kind == "parameter" else form.entry.dtype
+        region = form.region or whole(form.key, form.shape).region
+        items.append(Item(form.key, stored, region, form.shape, form.entry.tensor, region, mine=True))
+        direct = form.region is not None
+        values[form.key] = (
+            partial(_read, form.entry, adapters) if direct else partial(converted, form.group.first, form.key)
+        )
+    return lay_out(items, "model"), values
+
+
+_Values = Callable[[Region, torch.dtype], torch.Tensor]
+
+
+def _read(entry: TensorEntry, adapters: MergedAdapters | None, region: Region, dtype: torch.dtype) -> torch.Tensor:
+    """A region of a tensor of the model from its files, with the correction of its adapter if it has one."""
+    assert isinstance(entry.source, Read)
+    name = entry.source.name
+    merge = adapters is not None and adapters.has(name)
+    # Merging adds in float64, so the weight must not be rounded before.
+    chunk = torch.empty(region.lengths, dtype=torch.float64 if merge else dtype)
+    reader, request = entry.source.reader, ReadRequest(name, region, chunk)
+    if isinstance(reader, SafetensorsReader):
+        reader.read_quietly([request])
+    else:
+        reader.read([request])
+    return adapters.add(name, region, chunk).to(dtype) if adapters is not None and merge else chunk
+
+
+def _read_whole(entry: TensorEntry, adapters: MergedAdapters | None) -> torch.Tensor:
+    return _read(entry, adapters, whole(entry.fqn, entry.info.shape).region, entry.dtype)
+
+
+def transposed_experts(model: AnyModel) -> list[str]:
+    """The weights of experts that are stored (E, in, out)."""
+    if not isinstance(model, TransformersModel):
+        return []
+    modules = dict(model.transformers_model.named_modules())
+    experts = adaptable_experts(model).items()
+    return [f"{name}.{weight}" for name, weights in experts if modules[name].is_transposed for weight in weights]
+
+
+def _copy_weights(files: Sequence[FileLayout], values: Mapping[str, "_Values"], out: Path, transfer: Transfer) -> None:
     for file in files:
         with open(out / file.name, "r+b") as handle:
             for item, offset in file.items:
                 handle.seek(offset)
                 for region in _chunks(item.region):
-                    name = names[item.key]
-                    merge = adapters is not None and adapters.has(name)
-                    # Merging adds in float64, so the weight must not be rounded before.
-                    chunk = torch.empty(region.lengths, dtype=torch.float64 if merge else item.dtype)
-                    reader.read_quietly([ReadRequest(name, region, chunk)])
-                    if adapters is not None and merge:
-                        chunk = adapters.add(name, region, chunk).to(item.dtype)
+                    chunk = values[item.key](region, item.dtype).contiguous()
                     if item.dtype == torch.float16 and not bool(chunk.isfinite().all()):
                         raise CheckpointError(
                             f"export: {item.key} has values that float16 cannot hold (beyond 65504). Use bfloat16."

@@ -1,7 +1,8 @@
 """Generation: continue prompts token by token, batched, with a model that may be sharded over any mesh.
 
-A model with `build_cache` (the native decoder) computes each token once; any other one that maps tokens (B, S) to
-logits (B, S, V) runs over the whole text again for every token, which the log says.
+A model that keeps keys and values (`CachedModel`: the native decoder, most of transformers') computes each token once;
+any other one that maps tokens (B, S) to logits (B, S, V) runs over the whole text again for every token, which the log
+says.
 
 Collectives: FSDP and expert parallelism need every rank in every forward. Prompts are shared out over the data-parallel
 ranks, and all ranks run the same number of batches and, by one small all-reduce per token, of steps.
@@ -25,6 +26,7 @@ from titanlite.checkpoint.folder import read_json
 from titanlite.distributed import ParallelDims
 from titanlite.errors import CheckpointError, ConfigError, raise_problems
 from titanlite.logger import logger
+from titanlite.models.transformers_model import TransformersModel
 from titanlite.ops import choose_tokens
 
 
@@ -38,6 +40,10 @@ class CachedModel(Protocol):
 
     def build_cache(self, lengths: Sequence[int], max_len: int, device: torch.device) -> Any:
         """A cache for prompts of these lengths that grow to at most `max_len` tokens."""
+        ...
+
+    def can_cache(self, device: torch.device) -> bool:
+        """False if its class cannot do it after all. May run forwards: every rank must call."""
         ...
 
 
@@ -130,11 +136,12 @@ def generate(
     dp, dp_rank = (1, 0) if dims is None else (dims.degrees.dp, dims.dp_rank)
     mine = order[dp_rank::dp]
     num_batches = -(-len(order) // (dp * batch_size))  # that of the rank with the most prompts
-    batch = _Batch(model, device, dims, max_new_tokens, frozenset(eos_token_ids), vocab_size, sampling)
-    if not isinstance(model, CachedModel):
-        logger.info("generate: %s keeps no keys and values: every token costs a full forward", type(model).__name__)
     found: dict[int, Continuation] = {}
     with _evaluation(model):
+        cached = isinstance(model, CachedModel) and model.can_cache(device)
+        if not cached:
+            logger.info("generate: %s keeps no keys and values: every token costs a full forward", name_of(model))
+        batch = _Batch(model, cached, device, dims, max_new_tokens, frozenset(eos_token_ids), vocab_size, sampling)
         for start in range(0, num_batches * batch_size, batch_size):
             numbers = mine[start : start + batch_size]
             found.update(batch.run({i: prompts[i] for i in numbers}, on_token))
@@ -143,6 +150,11 @@ def generate(
         dist.all_gather_object(gathered, found)
         found = {i: continuation for part in gathered for i, continuation in part.items()}
     return [found[i] for i in range(len(prompts))]
+
+
+def name_of(model: nn.Module) -> str:
+    """The class of `model`, or of the model of transformers in it."""
+    return model.config.architecture if isinstance(model, TransformersModel) else type(model).__name__
 
 
 @contextmanager
@@ -160,7 +172,8 @@ def _evaluation(model: nn.Module) -> Iterator[None]:
 class _Batch:
     """Generates for one batch of prompts."""
 
-    model: nn.Module
+    model: Any
+    cached: bool
     device: torch.device
     dims: ParallelDims | None
     max_new_tokens: int
@@ -175,7 +188,7 @@ class _Batch:
         watched = 0 if on_token is not None and 0 in prompts and self._is_first_rank() else None
         new: list[list[int]] = [[] for _ in rows]
         ended = [not prompts] * len(rows)
-        steps = self._cached_steps(rows, self.model) if isinstance(self.model, CachedModel) else self._full_steps(rows)
+        steps = self._cached_steps(rows) if self.cached else self._full_steps(rows)
         logits_BV = next(steps)
         for number in range(1, self.max_new_tokens + 1):
             chosen_B = self._choose(logits_BV, streams)
@@ -194,13 +207,11 @@ class _Batch:
         steps.close()
         return {i: Continuation(new[row], ended[row]) for row, i in enumerate(prompts)}
 
-    def _cached_steps(
-        self, rows: list[Sequence[int]], model: CachedModel
-    ) -> Generator[torch.Tensor, torch.Tensor, None]:
+    def _cached_steps(self, rows: list[Sequence[int]]) -> Generator[torch.Tensor, torch.Tensor, None]:
         """Logits (B, V) of the next token; takes the chosen tokens (B,) by `send`."""
         tokens_BS = self._padded(rows)
         max_len = max(tokens_BS.shape[1], max(map(len, rows)) + self.max_new_tokens)
-        cache = model.build_cache([len(row) for row in rows], max_len, self.device)
+        cache = self.model.build_cache([len(row) for row in rows], max_len, self.device)
         chosen_B = yield self.model(tokens_BS, cache=cache)
         while True:
             chosen_B = yield self.model(self._padded([chosen_B.tolist()]), cache=cache)

@@ -17,21 +17,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from titanlite.checkpoint import hf_checkpoint
 from titanlite.checkpoint.commit import list_steps
 from titanlite.checkpoint.folder import read_json
-from titanlite.config import JobConfig, ModelConfig
+from titanlite.checkpoint.pretrained import weights_of
+from titanlite.config import AnyModelConfig, JobConfig
 from titanlite.config.assets import local_folder
 from titanlite.config.parallelism import check_parallelism, resolve_degrees
 from titanlite.config.schema import ParallelismSection, TrainingSection
 from titanlite.data import load_tokenizer
 from titanlite.distributed import ParallelDims, init_distributed, parallelize
 from titanlite.errors import ConfigError, DataError, TitanliteError, raise_problems
-from titanlite.generate import CachedModel, Continuation, Sampling, generate, get_end_of_turn_ids, get_eos_token_ids
+from titanlite.generate import Continuation, Sampling, generate, get_end_of_turn_ids, get_eos_token_ids, name_of
 from titanlite.materialize import materialize
 from titanlite.materialize.agree import on_first_rank
-from titanlite.models.decoder import Decoder, build_decoder
-from titanlite.models.families import model_config_from_hf
+from titanlite.models.build import AnyModel, build_model
+from titanlite.models.families import any_model_config_from_hf
 
 _TIMEOUT_S = 600
 _SHOWN_CHARS = 60
@@ -52,7 +52,7 @@ class Request:
     """
 
     folder: Path
-    config: ModelConfig
+    config: AnyModelConfig
     dtype: str
     prompts: list[str]
     prompt_ids: list[list[int]]
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m titanlite generate",
-        description="Continue prompts with a Hugging Face model of a native family, or with a checkpoint of a run.",
+        description="Continue prompts with a Hugging Face model, or with a checkpoint of a run.",
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -126,8 +126,8 @@ def _run(options: argparse.Namespace) -> None:
 
     request = on_first_rank(prepare)
     model, dims = load_model(request.folder, request.config, request.dtype, device, tp=options.tp, ep=options.ep)
-    if _is_first_rank() and not isinstance(model, CachedModel):
-        print("generate: this model keeps no keys and values: every token costs a full forward", file=sys.stderr)
+    if not model.can_cache(device) and _is_first_rank():
+        print(f"generate: {name_of(model)} keeps no keys and values: every token costs a full forward", file=sys.stderr)
     stream = None
     if options.stream:
         stream = _Stream(tokenizer, request.prompt_ids[0], "" if options.chat else request.prompts[0])
@@ -159,8 +159,8 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def load_model(
-    folder: Path, config: ModelConfig, dtype: str, device: torch.device, *, tp: int = 1, ep: int = 1
-) -> tuple[Decoder, ParallelDims | None]:
+    folder: Path, config: AnyModelConfig, dtype: str, device: torch.device, *, tp: int = 1, ep: int = 1
+) -> tuple[AnyModel, ParallelDims | None]:
     """The model in `folder` in evaluation mode, and its meshes; without a process group it is whole, on this process.
 
     Raises:
@@ -176,12 +176,12 @@ def load_model(
     job = JobConfig(training=training, parallelism=parallelism)
     degrees = resolve_degrees(parallelism, world_size)
     raise_problems(ConfigError, "generate", check_parallelism(job, config, degrees))
-    model = build_decoder(config, getattr(torch, dtype))
+    model = build_model(config, getattr(torch, dtype))
     dims = None
     if dist.is_initialized():
         dims = ParallelDims.build(degrees, device.type)
         parallelize(model, job, dims, device.type)
-    materialize(model, device, [hf_checkpoint(folder, config)])
+    materialize(model, device, [weights_of(folder, model)])
     return model.eval(), dims
 
 
@@ -205,7 +205,7 @@ def _steps_below(folder: Path) -> list[str]:
 
 def _prepare(options: argparse.Namespace, folder: Path, tokenizer: Any, device: torch.device) -> Request:
     """On rank 0."""
-    config = model_config_from_hf(folder, "generate")
+    config = any_model_config_from_hf(folder, "generate")
     prompts = [*options.prompt, *([] if options.prompts_file is None else _read_prompts(options.prompts_file))]
     if not prompts:
         raise ConfigError("generate: there is no prompt. Give --prompt TEXT or --prompts-file FILE.")
@@ -215,7 +215,7 @@ def _prepare(options: argparse.Namespace, folder: Path, tokenizer: Any, device: 
     for number, tokens in enumerate(ids, start=1):
         if not tokens:
             problems.append(f"prompt {number} has no tokens. Write something into it.")
-        elif len(tokens) + options.max_new_tokens > limit:
+        elif limit is not None and len(tokens) + options.max_new_tokens > limit:
             problems.append(
                 f"prompt {number} has {len(tokens)} tokens; with --max-new-tokens {options.max_new_tokens} that is "
                 f"more than the model's max_position_embeddings ({limit}). Shorten it, or lower --max-new-tokens."

@@ -5,6 +5,7 @@ by their last part only: a card is made to be published.
 """
 
 import json
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ _LEFT_OUT = ("job", "metrics", "profiling", "comm")
 _LEFT_OUT_KEYS = ("checkpoint.folder", "data.cache_folder", "checkpoint.push_to_hub")
 # How the hub's library names the folders of its cache.
 _HUB_CACHE = re.compile(r"models--([^/]+)--([^/]+)/snapshots/([0-9a-f]+)")
+_LICENSE = re.compile(r"(license|license_name|license_link):\s*(\S.*)")
+_QUOTES = "\"'"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 
 
@@ -58,7 +61,9 @@ def render_model_card(job: JobConfig, *, family: str, num_parameters: int, progr
         results: validation losses and evaluation scores.
     """
     base = base_model_of(job.checkpoint.initial_load_path)
-    lines = ["---", *_header(base, job), "---", "", "# Model card", ""]
+    header = [*_header(base, job), *_license(job.checkpoint.initial_load_path)]
+    header += _model_index(base.name if base is not None else family, job, results)
+    lines = ["---", *header, "---", "", "# Model card", ""]
     origin = "trained from random weights" if base is None else f"trained from {_link(base)}"
     lines += [f"A `{family}` model with {num_parameters / 1e6:,.1f} M parameters, {origin} with titanlite.", ""]
     source = job.data.path and f", `{_public(job.data.path)}`"
@@ -86,6 +91,44 @@ def _header(base: BaseModel | None, job: JobConfig) -> list[str]:
     path = job.data.path
     if path and _HUB_ID.fullmatch(path) and not Path(path).exists():
         lines += ["datasets:", f"- {json.dumps(path.partition('@')[0])}"]
+    return lines
+
+
+def _license(folder: str) -> list[str]:
+    """What the card of the model in `folder` says about its license; a model trained from it is bound by that."""
+    path = Path(folder, "README.md")
+    try:
+        text = path.read_text(encoding="utf-8") if folder and path.is_file() else ""
+    except (OSError, UnicodeDecodeError):
+        return []
+    parts = text.split("---\n", 2)
+    if not text.startswith("---\n") or len(parts) < 3:
+        return []
+    # Only keys at the top level with a value on the same line, so that nothing else of the header can come along.
+    found = (_LICENSE.fullmatch(line.rstrip()) for line in parts[1].splitlines())
+    return [f"{match[1]}: {json.dumps(match[2].strip().strip(_QUOTES))}" for match in found if match]
+
+
+def _model_index(name: str, job: JobConfig, results: Results) -> list[str]:
+    """The latest results as the hub's metadata, which it shows beside the model."""
+    held_out = job.data.validation_path or job.data.path
+    measured = [
+        ("loss", results.validation, held_out),
+        (results.evaluation.name, results.evaluation, job.evaluation.path or held_out),
+    ]
+    rows = [(*row, row[1].last) for row in measured if row[1].last is not None and math.isfinite(row[1].last)]
+    if not rows:
+        return []
+    lines = ["model-index:", f"- name: {json.dumps(name)}", "  results:"]
+    for kind, series, source, value in rows:
+        dataset = json.dumps(_public(source) or job.data.dataset)
+        lines += ["  - task:", "      type: text-generation", "    dataset:"]
+        lines += [f"      type: {dataset}", f"      name: {dataset}", "    metrics:"]
+        lines += [
+            f"    - type: {json.dumps(kind)}",
+            f"      value: {value!r}",
+            f"      name: {json.dumps(series.name)}",
+        ]
     return lines
 
 

@@ -160,8 +160,7 @@ class Trainer:
         self.step = 0 if start is None else start.step
 
         self.rewinds = [*(rewinds or (start.rewinds if start is not None else ()))]
-        if job.lora.dropout or job.training.deterministic:
-            torch.manual_seed(job.training.seed + self.dims.dp_rank)  # ranks with other data drop other elements
+        torch.manual_seed(job.training.seed + self.dims.dp_rank)  # dropout: ranks with other data drop other elements
         # Of a checkpoint, or the modules' own: random.
         self.model, self.plan = self.build_sharded(model_config, self.checkpointer.weight_sources)
         self.optimizer = build_optimizer(self.model, job.optimizer)

@@ -365,7 +365,7 @@ def test_what_is_at_out_stays(command, hf_model, tmp_path, kind):
         (shutil.rmtree, "config.json", 1),
         (lambda folder: (folder / MODEL).unlink(), "has neither", 1),
         (lambda folder: os.truncate(folder / MODEL, (folder / MODEL).stat().st_size - 1), "cut off", 1),
-        (lambda folder: edit_config(folder, model_type="gpt2"), "'gpt2' has no native decoder", 1),
+        (lambda folder: edit_config(folder, model_type="gpt99"), "'gpt99' has neither a native decoder nor", 1),
         (lambda folder: edit_config(folder, num_hidden_layers=3), "layers.2.mlp.gate.weight: missing", 12),
         (lambda folder: edit_config(folder, eos_token_id="</s>"), "eos_token_id", 1),
         (lambda folder: (folder / "config.json").write_text("[" * 100_000), "config.json", 1),

@@ -18,6 +18,7 @@ import titanlite.trainer
 from titanlite.config.parallelism import Degrees
 from titanlite.data import Batch, build_data
 from titanlite.materialize import materialize
+from titanlite.materialize.plan import clean_name
 from titanlite.models.decoder import build_decoder
 from titanlite.models.families import family_of
 from titanlite.trainer import Trainer
@@ -30,6 +31,7 @@ DPO = [
     "--metrics.log_freq=1",
 ]
 QWEN3 = ["--model.name=qwen3"]
+TRANSFORMERS = ["--model.implementation=transformers"]  # its weights are drawn by the same names
 
 
 def rows_of(step: int) -> list[list[Any]]:
@@ -115,8 +117,9 @@ def expected_step(job: Any, step: int) -> tuple[float, dict[str, float], dict[st
         ("FSDP4", QWEN3),
         ("TP2xFSDP2", QWEN3),
         ("TP2xEP2", []),
+        ("TP2xEP2", TRANSFORMERS),
     ],
-    ids=["one rank", "FSDP4", "TP2xFSDP2", "TP2xEP2 experts"],
+    ids=["one rank", "FSDP4", "TP2xFSDP2", "TP2xEP2 experts", "TP2xEP2 experts, transformers' class"],
 )
 def test_loss_and_gradients_equal_the_formula(run_ranks, checked, meshes, mesh, family):
     degrees = meshes[mesh] if isinstance(mesh, str) else mesh
@@ -132,7 +135,7 @@ def test_loss_and_gradients_equal_the_formula(run_ranks, checked, meshes, mesh, 
         def look(optimizer: Any, finite: torch.Tensor) -> None:
             for name, param in trainer.model.named_parameters():
                 assert param.grad is not None, name
-                gradients[name] = param.grad.full_tensor()
+                gradients[clean_name(name)] = param.grad.full_tensor()
             step(optimizer, finite)
 
         titanlite.trainer.step_if_finite = look
@@ -140,7 +143,8 @@ def test_loss_and_gradients_equal_the_formula(run_ranks, checked, meshes, mesh, 
         metrics = dict(zip(trainer.objective.metric_names, result.metrics.tolist(), strict=True))
         return result.loss.item(), metrics, gradients if torch.distributed.get_rank() == 0 else None
 
-    loss, metrics, wanted = expected_step(job, 0)
+    native = checked(degrees, *DPO, *(family if family is not TRANSFORMERS else []), "--training.steps=2")
+    loss, metrics, wanted = expected_step(native, 0)
     assert abs(metrics["rewards/margin"]) > 1e-3, "policy and reference are too near"
     ranks = run_ranks(degrees.world_size, rank_main)
     for found_loss, found_metrics, _ in ranks:

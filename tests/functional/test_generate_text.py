@@ -196,7 +196,7 @@ def test_bad_models(command, folder, tmp_path):
         tmp_path / "nothing": "is no folder. Give a folder with config.json, or a hub id.",
         _changed(folder, tmp_path / "a", tokenizer__json=None): "has no tokenizer.json. Give a folder that has one",
         _changed(folder, tmp_path / "b", config__json=None): "there is no",
-        _changed(folder, tmp_path / "c", config__json=json.dumps(config | {"model_type": "bloom"})): "'bloom'",
+        _changed(folder, tmp_path / "c", config__json=json.dumps(config | {"model_type": "bloom99"})): "'bloom99'",
         _changed(folder, tmp_path / "d", model__safetensors=None): "has neither model.safetensors nor",
         _changed(folder, tmp_path / "e", model__safetensors="cut"): "model.safetensors",
         _changed(folder, tmp_path / "f", generation_config__json='{"eos_token_id": "x"}'): "eos_token_id = 'x'",

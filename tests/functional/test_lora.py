@@ -13,9 +13,10 @@ from safetensors.torch import load_file
 
 import titanlite.trainer
 from titanlite.checkpoint import save_hf_model
+from titanlite.checkpoint.folder import ADAPTER_FILE
 from titanlite.config.parallelism import Degrees
 from titanlite.data import build_data
-from titanlite.errors import CheckpointError
+from titanlite.errors import CheckpointError, PlanError
 from titanlite.materialize import Init, Normal, materialize
 from titanlite.models.decoder import build_decoder
 from titanlite.models.lora import is_adapter
@@ -119,6 +120,24 @@ def test_mesh_trains_the_adapters_of_one_process(compare, base_of, mesh, family,
     assert one.losses[-1] < one.losses[0] - 0.02, "nothing was learned"
     for name in stored.keys() & one.weights.keys():
         assert torch.equal(one.weights[name], stored[name]), f"{name}: the base model moved"
+
+
+@pytest.mark.parametrize(("mesh", "family"), [("TP2xEP2", "qwen3_moe"), ("TP2xFSDP2", "qwen3")])
+def test_transformers_own_class_trains_the_same_adapters(train_run, overrides_of, meshes, reference_runs, mesh, family):
+    """As the native decoder does in one process: another implementation of the model, split by its class's plan."""
+    if family not in reference_runs:
+        reference_runs[family] = train_run(Degrees(), *overrides_of(family), steps=STEPS)[0]
+    one, degrees = reference_runs[family], meshes[mesh]
+    local = f"--training.local_batch_size={8 // degrees.dp // 2}"
+    overrides = overrides_of(family, local, "--model.implementation=transformers")
+    many = train_run(degrees, *overrides, steps=STEPS)[0]
+    assert many.losses == pytest.approx(one.losses, rel=RELATIVE_TOLERANCE)
+    assert many.grad_norms == pytest.approx(one.grad_norms, rel=RELATIVE_TOLERANCE)
+    adapters = {name for name in one.weights if is_adapter(name)}
+    assert adapters == {name for name in many.weights if is_adapter(name)}
+    for name in adapters:
+        assert many.digests[name] == one.digests[name], name
+        torch.testing.assert_close(many.weights[name], one.weights[name], rtol=0, atol=WEIGHT_TOLERANCE)
 
 
 def test_optimizer_memory_is_adapters_only(run_ranks, checked, overrides_of, meshes):
@@ -238,3 +257,47 @@ def test_resume_on_another_mesh_and_without_adapters(train, run_ranks, checked, 
         return str(error.value)
 
     assert all("adapters without their model. Set lora.rank" in text for text in run_ranks(4, rank_main))
+
+
+def test_a_run_begins_with_trained_adapters(train, run_ranks, checked, overrides_of, tmp_path):
+    """Those of another run, or of peft; what does not fit is said, and a resumed run takes its own."""
+    overrides = overrides_of("qwen3_moe", "--training.steps=2", "--checkpoint.interval=1", "--lora.targets=experts")
+    train(Degrees(), tmp_path / "first", *overrides)
+    start = tmp_path / "first/checkpoint/step-2"
+    begin = [*overrides, f"--lora.init_from={start}"]
+    train(Degrees(), tmp_path / "second", *begin)
+    first, second = (load_file(tmp_path / run / "checkpoint/step-2" / ADAPTER_FILE) for run in ("first", "second"))
+    assert all(not torch.equal(first[name], second[name]) for name in first)
+    shutil.copytree(tmp_path / "second/checkpoint/step-1", tmp_path / "resumed/checkpoint/step-1")
+    train(Degrees(), tmp_path / "resumed", *begin)
+    resumed = load_file(tmp_path / "resumed/checkpoint/step-2" / ADAPTER_FILE)
+    assert all(torch.equal(second[name], resumed[name]) for name in second)
+
+    def rank_main() -> list[str]:
+        trainer = build(begin)
+        placed = {
+            f"{name.removesuffix('.weight')}": p for name, p in trainer.model.named_parameters() if is_adapter(name)
+        }
+        found = placed["model.layers.0.mlp.experts.down_lora_A"].full_tensor().flatten(0, 1)
+        assert torch.equal(found, first["base_model.model.model.layers.0.mlp.experts.lora_A.weight"])
+        said = []
+        for changed in (
+            ["--lora.rank=8"],
+            ["--lora.alpha=3"],
+            ["--lora.targets=q_proj"],
+            ["--lora.init_from=/nowhere"],
+        ):
+            with pytest.raises((CheckpointError, PlanError)) as error:
+                build([*begin, *changed])
+            said.append(str(error.value))
+        return said
+
+    def build(options: list[str]) -> Trainer:
+        job = checked(Degrees(), f"--job.dump_folder={tmp_path / 'none'}", *options)
+        return Trainer(job.job, job.model_config, job.degrees)
+
+    ((rank, alpha, targets, nowhere),) = run_ranks(1, rank_main)
+    assert f"lora.init_from: the adapters in {start} have rank 4, but lora.rank is 8. Set it to 4" in rank
+    assert "scaled by 2, but lora.alpha = 3" in alpha and "or leave lora.init_from out" in alpha
+    assert "q_proj.lora_A: missing" in targets and "experts.lora_A.weight: unexpected" in targets
+    assert "lora.init_from: /nowhere has no adapter_model.safetensors. Give a folder of adapters" in nowhere

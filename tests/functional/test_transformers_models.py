@@ -20,7 +20,7 @@ from titanlite.checkpoint import save_hf_model
 from titanlite.checkpoint.pretrained import weights_of
 from titanlite.config import TransformersConfig, load_config
 from titanlite.config.parallelism import Degrees
-from titanlite.distributed import ParallelDims, parallelize
+from titanlite.distributed import ParallelDims, clip_grad_norm, parallelize, reduce_replicated_grads
 from titanlite.materialize import Compute, Plan, materialize
 from titanlite.materialize.plan import clean_name
 from titanlite.materialize.sources import Read
@@ -116,14 +116,29 @@ def test_sharded_loading_equals_from_pretrained_bit_for_bit(
 
 # Both compute in float32 (6e-8), in other orders of summation over ranks and experts, through 2 layers.
 BOUND = 1e-5
+TP2 = "--parallelism.tensor_parallel_degree=2"
 MESHES = {
-    "qwen3": ["--parallelism.data_parallel_shard_degree=4"],
-    "gemma3_text": ["--activation_checkpoint.mode=full"],
-    "phi": ["--parallelism.data_parallel_replicate_degree=2"],
-    "mixtral": ["--parallelism.expert_parallel_degree=2"],
-    "gpt_oss": ["--parallelism.expert_parallel_degree=4"],
-    "deepseek_v3": ["--parallelism.expert_parallel_degree=4", "--activation_checkpoint.mode=full"],
-    "glm4_moe": ["--parallelism.data_parallel_replicate_degree=2", "--parallelism.expert_parallel_degree=2"],
+    "FSDP4": ("qwen3", ["--parallelism.data_parallel_shard_degree=4"]),
+    "FSDP4, recomputed": ("gemma3_text", ["--activation_checkpoint.mode=full"]),
+    "HSDP2x2": ("phi", ["--parallelism.data_parallel_replicate_degree=2"]),
+    "EP2xFSDP2": ("mixtral", ["--parallelism.expert_parallel_degree=2"]),
+    "EP4": ("gpt_oss", ["--parallelism.expert_parallel_degree=4"]),
+    "EP4, recomputed": ("deepseek_v3", ["--parallelism.expert_parallel_degree=4", "--activation_checkpoint.mode=full"]),
+    "HSDP2xEP2": (
+        "glm4_moe",
+        ["--parallelism.data_parallel_replicate_degree=2", "--parallelism.expert_parallel_degree=2"],
+    ),
+    "TP2, llama": ("llama", [TP2]),
+    "TP2, mistral": ("mistral", [TP2]),
+    "TP2, tied": ("qwen3", [TP2, "--parallelism.data_parallel_replicate_degree=2"]),
+    "TP2, tied, recomputed": ("gemma3_text", [TP2, "--activation_checkpoint.mode=full"]),
+    "TP2, biases": ("phi", [TP2]),
+    "TP2, outputs gathered": ("phi3", [TP2]),
+    "TP2xEP2": ("mixtral", [TP2, "--parallelism.expert_parallel_degree=2"]),
+    "TP2xEP4": ("gpt_oss", [TP2, "--parallelism.expert_parallel_degree=4"]),
+    "TP4": ("deepseek_v3", ["--parallelism.tensor_parallel_degree=4"]),
+    "TP2, experts": ("glm4_moe", [TP2, "--activation_checkpoint.mode=full"]),
+    "TP2, vision tower": ("qwen2_5_vl", [TP2]),
 }
 DOCUMENTS = [[0] * 7 + [1] * 5, [0] * 3 + [1] * 6 + [-1] * 3, [0] * 12, [0] * 1 + [1] * 11]
 STEPS = 3
@@ -177,45 +192,56 @@ def test_training_equals_a_plain_loop_over_single_documents(
     run_ranks: Callable[..., list[Any]], cases: dict[str, Case], rows: Rows
 ) -> None:
     """Losses and gradients of packed rows on every mesh equal transformers' own, document by document."""
-    jobs = {name: check_folder(cases[name].folder, 4, *overrides) for name, overrides in MESHES.items()}
+    jobs = {mesh: check_folder(cases[name].folder, 4, *overrides) for mesh, (name, overrides) in MESHES.items()}
 
-    def rank_main() -> dict[str, tuple[list[float], dict[str, torch.Tensor]]]:
+    def rank_main() -> dict[str, tuple[list[float], float, dict[str, torch.Tensor]]]:
         seen = {}
-        rank = slice(torch.distributed.get_rank(), torch.distributed.get_rank() + 1)
-        for name, job in jobs.items():
-            model, _ = load(job, cases[name].folder)
+        for mesh, job in jobs.items():
+            model, _ = load(job, cases[MESHES[mesh][0]].folder)
+            dims = ParallelDims.build(job.degrees, "cpu")
+            share = 4 // job.degrees.dp
+            mine = slice(dims.dp_rank * share, (dims.dp_rank + 1) * share)
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-5)
-            losses, gradients = [], {}
+            losses, gradients, norm = [], {}, 0.0
             for _ in range(STEPS):
                 optimizer.zero_grad()
-                sums = model(rows.tokens[rank], rows.labels[rank], None, rows.documents[rank])
+                sums = model(rows.tokens[mine], rows.labels[mine], None, rows.documents[mine])
                 loss = (sums.cross_entropy + sums.aux) / (rows.labels != -100).sum()
                 loss.backward()
                 total = loss.detach().clone()
                 torch.distributed.all_reduce(total)
-                losses.append(total.item())
+                losses.append(total.item() / job.degrees.tp)
+                reduce_replicated_grads(model.parameters(), dims.tp_mesh)
+                norm = clip_grad_norm(model.parameters(), 0.0).item()
                 gradients = {
                     clean_name(key): param.grad.full_tensor()
                     for key, param in model.named_parameters()
                     if param.grad is not None
                 }
                 optimizer.step()
-            seen[name] = (losses, gradients)
+            seen[mesh] = (losses, norm, gradients if dims.dp_rank == 0 else {})
         return seen
 
     seen = run_ranks(4, rank_main, timeout_s=300)
-    for name in MESHES:
-        expected_losses, expected = plain_steps(copy.deepcopy(cases[name].reference).train(), rows)
-        for losses, gradients in (ranks[name] for ranks in seen):
-            assert losses == pytest.approx(expected_losses, rel=BOUND), name
-            assert gradients.keys() == expected.keys(), name
+    expectations = {
+        name: plain_steps(copy.deepcopy(cases[name].reference).train(), rows) for name, _ in MESHES.values()
+    }
+    for mesh, (name, _) in MESHES.items():
+        expected_losses, expected = expectations[name]
+        expected_norm = torch.stack([gradient.norm() for gradient in expected.values()]).norm().item()
+        for losses, norm, gradients in (ranks[mesh] for ranks in seen):
+            assert losses == pytest.approx(expected_losses, rel=BOUND), mesh
+            assert norm == pytest.approx(expected_norm, rel=BOUND), mesh
+            if not gradients:  # the same as on other ranks
+                continue
+            assert gradients.keys() == expected.keys(), mesh
             floor = 1e-3 * torch.stack([gradient.norm() for gradient in expected.values()]).norm()
             errors = {
                 # After two steps of Adam, whose first steps go by signs, a tenfold of one step's error.
                 key: (gradients[key] - value).norm() / torch.maximum(value.norm(), floor)
                 for key, value in expected.items()
             }
-            assert {key: error.item() for key, error in errors.items() if error > 10 * BOUND} == {}, name
+            assert {key: error.item() for key, error in errors.items() if error > 10 * BOUND} == {}, mesh
 
 
 def image_rows() -> tuple[dict[str, torch.Tensor], torch.Tensor]:
@@ -287,7 +313,7 @@ def test_trainer_trains_saves_and_resumes(
         "--checkpoint.export_dtype=bfloat16",
         "--moe.expert_bias_update_rate=0",
     ]
-    degrees = Degrees(dp_shard=2, ep=2)
+    degrees = Degrees(tp=2, ep=2)
     whole = checked(degrees, *shared, f"--job.dump_folder={tmp_path / 'whole'}")
     resumed = checked(degrees, *shared, f"--job.dump_folder={tmp_path / 'resumed'}")
 

@@ -26,12 +26,20 @@ from titanlite.materialize.agree import on_first_rank
 from titanlite.materialize.layout import local_of
 from titanlite.materialize.replicas import share_out
 from titanlite.materialize.sources import Read
-from titanlite.models.decoder import Decoder
-from titanlite.models.lora import LoRAExperts, adaptable_names, adapted_modules, is_adapter, scaling_of
+from titanlite.models.build import AnyModel
+from titanlite.models.lora import (
+    LoRALinear,
+    adaptable_experts,
+    adaptable_names,
+    adapted_modules,
+    is_adapter,
+    other_modules,
+    scaling_of,
+)
 
 ADAPTER_CONFIG = "adapter_config.json"
 PREFIX = "base_model.model."
-_EXPERT_ADAPTER = re.compile(r"(.*)\.(gate_up|down)_(lora_[AB])")
+_EXPERT_ADAPTER = re.compile(r"(.*)\.(gate_up|up|down)_(lora_[AB])")
 _HUB_SNAPSHOT = re.compile(r"models--(.+?)--(.+)/snapshots/([0-9a-f]+)/?$")
 _LAYER = re.compile(r".*\.layers\.\d+\.")
 # What peft takes for single experts of an older transformers where a model has experts, and renames.
@@ -64,7 +72,7 @@ def adapter_place(name: str, shape: tuple[int, ...], names: Iterable[str]) -> Ad
         module, _, leaf = name.rpartition(".")
         return AdapterPlace(f"{PREFIX}{module}.{leaf}.weight", shape, tuple(range(len(shape))))
     module, which, leaf = match.groups()
-    inner = ".base_layer" if which == "gate_up" and f"{module}.down_{leaf}" in names else ""
+    inner = ".base_layer" if which != "down" and f"{module}.down_{leaf}" in names else ""
     key = f"{PREFIX}{module}{inner}.{leaf}.weight"
     if leaf == "lora_A":
         return AdapterPlace(key, (shape[0] * shape[1], shape[2]), (0, 1, 2))
@@ -91,7 +99,7 @@ def adapter_files(plan: Plan) -> list[FileLayout]:
     return lay_out(items, ADAPTER_FILE.removesuffix(".safetensors"), file_bytes=2**62)
 
 
-def write_adapter_config(folder: Path, model: Decoder, section: LoRASection, base: str) -> None:
+def write_adapter_config(folder: Path, model: AnyModel, section: LoRASection, base: str) -> None:
     """Write adapter_config.json for the adapters of `model` on the model in the folder `base`. On one rank."""
     modules, parameters = _targets(model)
     name, _, revision = (
@@ -126,26 +134,27 @@ def name_of_base(folder: str) -> str:
     return f"{hub[1]}/{hub[2]}@{hub[3]}" if hub else str(Path(folder).absolute())
 
 
-def _targets(model: Decoder) -> tuple[list[str], list[str]]:
+def _targets(model: AnyModel) -> tuple[list[str], list[str]]:
     """Peft's target_modules and target_parameters for the adapters of `model`.
 
     In models with experts peft takes target_modules named gate_proj, up_proj and down_proj for experts and renames
     them; the weights of such linear layers (dense layers, shared experts) are given as target_parameters.
     """
-    has_experts = bool(model.moe_layers())
     adapted: set[str] = set()
     for name, module in adapted_modules(model).items():
-        adapted |= {f"{name}.{weight}" for weight in module.adapted} if isinstance(module, LoRAExperts) else {name}
-    experts = {f"{name}.experts.{w}" for name in model.moe_layers() for w in ("gate_up_proj", "down_proj")}
+        adapted |= {name} if isinstance(module, LoRALinear) else {f"{name}.{weight}" for weight in module.adapted}
+    experts = {f"{name}.{weight}" for name, weights in adaptable_experts(model).items() for weight in weights}
     modules: dict[str, bool] = {}
     parameters: dict[str, bool] = {}
     for name in adaptable_names(model):
         if name in experts:
             parameters[name] = name in adapted
-        elif has_experts and name.rpartition(".")[2] in _FUSED_NAMES:
+        elif experts and name.rpartition(".")[2] in _FUSED_NAMES:
             parameters[f"{name}.weight"] = name in adapted
         else:
             modules[name] = name in adapted
+    # peft looks at all modules: a short name must not mean one that has no adapter here.
+    modules |= {name: False for name in other_modules(model) if name not in modules}
     leaf_of = {name: name.rpartition(".")[2] for name in modules}
     suffix_of = {name: _LAYER.sub("", name) for name in parameters}
     return _shorten(modules, leaf_of), _shorten(parameters, suffix_of)
@@ -159,10 +168,11 @@ def _shorten(targeted: Mapping[str, bool], short_of: Mapping[str, str]) -> list[
     )
 
 
-def adapter_checkpoint(folder: Path, section: LoRASection, base: str = "") -> "AdapterCheckpoint":
+def adapter_checkpoint(folder: Path, section: LoRASection, base: str = "", *, key: str = "") -> "AdapterCheckpoint":
     """The adapters in `folder` as a source for `materialize`, beside the one of the model in the folder `base`.
 
-    Warns if they were trained on a model of another name.
+    Warns if they were trained on a model of another name. `key` is the setting that asks for them; without one they are
+    of the run to resume.
 
     Raises:
         CheckpointError: on all ranks; there are none, they are damaged, or of another alpha or scaling than `section`.
@@ -171,13 +181,20 @@ def adapter_checkpoint(folder: Path, section: LoRASection, base: str = "") -> "A
     """
 
     def read() -> Stored:
+        if key and not (folder / ADAPTER_FILE).exists():
+            raise CheckpointError(f"{key}: {folder} has no {ADAPTER_FILE}. Give a folder of adapters, or leave it out.")
         stored, config = read_adapter(folder)
         found = config.scaling
+        if key and config.rank != section.rank:
+            raise CheckpointError(
+                f"{key}: the adapters in {folder} have rank {config.rank}, but lora.rank is {section.rank}. Set it to "
+                f"{config.rank}, or leave {key} out."
+            )
         if found != scaling_of(section) and config.rank == section.rank:
             raise CheckpointError(
                 f"checkpoint {folder}: its adapters are scaled by {found:g}, but lora.alpha = {section.alpha:g} and "
                 f"lora.use_rslora = {str(section.use_rslora).lower()} scale by {scaling_of(section):g}. Set them as "
-                "they were, or set another job.dump_folder."
+                f"they were, or {f'leave {key} out' if key else 'set another job.dump_folder'}."
             )
         if base and config.base != name_of_base(base):
             logger.warning(

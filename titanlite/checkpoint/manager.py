@@ -36,7 +36,6 @@ from titanlite.logger import logger
 from titanlite.materialize import Plan, SourceProvider
 from titanlite.materialize.agree import on_first_rank
 from titanlite.models.build import AnyModel
-from titanlite.models.decoder import Decoder
 
 _LAST_SAVE_PAUSES_S = (0.0, 2.0, 5.0)
 
@@ -87,11 +86,18 @@ class Checkpointer:
         folder = step_folder(self.folder, self.start.step)
         if self._job.lora.rank:
             adapters = adapter_checkpoint(folder, self._job.lora, self._section.initial_load_path)
-            return [*self.initial_sources(model), adapters]
+            return [*self._base_sources(model), adapters]
         return [weights_of(folder, model, exact=True)]
 
     def initial_sources(self, model: AnyModel) -> list[SourceProvider]:
-        """What a new run begins with: a pretrained model, or nothing."""
+        """What a new run begins with: a pretrained model, also with trained adapters, or nothing."""
+        sources, lora = self._base_sources(model), self._job.lora
+        if lora.init_from:
+            base = self._section.initial_load_path
+            sources.append(adapter_checkpoint(Path(lora.init_from), lora, base, key="lora.init_from"))
+        return sources
+
+    def _base_sources(self, model: AnyModel) -> list[SourceProvider]:
         if self._section.initial_load_path:
             return [weights_of(Path(self._section.initial_load_path), model)]
         assets = self._job.model.hf_assets_path
@@ -263,7 +269,6 @@ class Checkpointer:
 
         def write_rest(path: Path) -> None:
             if lora.rank:
-                assert isinstance(model, Decoder)
                 write_adapter_config(path, model, lora, self._section.initial_load_path)
                 save_tokenizer(tokenizer, path)
             else:

@@ -1,6 +1,6 @@
 """Adapters merged into the weights of their model: `W + alpha / rank * B A`, any part of a weight at a time."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import lru_cache
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from titanlite.checkpoint.reader import Placed, SafetensorsReader
 from titanlite.errors import CheckpointError, raise_problems
 from titanlite.materialize import ReadRequest, Region
 
-_EXPERT_WEIGHTS = ("gate_up_proj", "down_proj")
+_EXPERT_WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 
 
 class MergedAdapters:
@@ -36,6 +36,7 @@ class MergedAdapters:
         self._parameters = config.target_parameters
         self._pairs: dict[str, tuple[str, str]] = {}
         self._shapes: Mapping[str, tuple[int, ...]] = {}
+        self._transposed: frozenset[str] = frozenset()
         placed = {
             key: (tensor.shape, [Placed(tensor, Region((0,) * len(tensor.shape), tensor.shape))])
             for key, tensor in stored.tensors.items()
@@ -43,10 +44,13 @@ class MergedAdapters:
         self._reader = SafetensorsReader(str(folder), placed, stored.file_bytes)
         self._pair = lru_cache(maxsize=2)(self._read_pair)  # the pieces of one weight are asked for in a row
 
-    def fit(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Find the weight of every adapter among the model's, whose global `shapes` are given by run-time name."""
+    def fit(self, shapes: Mapping[str, tuple[int, ...]], transposed: Collection[str] = ()) -> None:
+        """Find the weight of every adapter among the model's, whose global `shapes` are given by run-time name.
+
+        Those of experts that are named in `transposed` are (E, in, out).
+        """
         problems = []
-        self._shapes = shapes
+        self._shapes, self._transposed = shapes, frozenset(transposed)
         for key in self._stored.tensors:
             module, _, leaf = key.removeprefix(PREFIX).rpartition(".lora_A.weight")
             if not key.startswith(PREFIX) or leaf or not module:
@@ -60,7 +64,9 @@ class MergedAdapters:
             elif other not in self._stored.tensors:
                 problems.append(f"{other}: missing.")
             else:
-                problem = _misfit(self._stored, key, other, shapes[name])
+                shape = shapes[name]
+                turned = (shape[0], shape[2], shape[1]) if name in self._transposed else shape
+                problem = _misfit(self._stored, key, other, turned)
                 problems += [problem] if problem else []
                 self._pairs[name] = (key, other)
         paired = {key for pair in self._pairs.values() for key in pair}
@@ -76,7 +82,8 @@ class MergedAdapters:
         wrapped = [
             f"{inner}.{leaf}"
             for leaf in _EXPERT_WEIGHTS
-            if any(f".{inner}.{leaf}".endswith(f".{target}") for target in self._parameters)
+            if f"{inner}.{leaf}" in shapes
+            and any(f".{inner}.{leaf}".endswith(f".{target}") for target in self._parameters)
         ]
         if inner != module and len(wrapped) < 2:
             return None
@@ -91,9 +98,12 @@ class MergedAdapters:
         """`values` (float64), the `region` of the weight `name`, with its correction added."""
         a, b = self._pair(name)
         rows, columns = region.slices[-2:]
+        if name in self._transposed:
+            rows, columns = columns, rows
         if len(region.starts) == 3:
             experts = region.slices[0]
             delta = b[experts, rows] @ a[experts, :, columns]
+            delta = delta.mT if name in self._transposed else delta
         else:
             delta = b[rows] @ a[:, columns]
         return values + self._scaling * delta

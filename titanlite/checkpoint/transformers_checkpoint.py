@@ -2,7 +2,8 @@
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -20,6 +21,8 @@ from titanlite.materialize import Alias, ReadRequest, Region, Source, TensorEntr
 from titanlite.materialize.layout import local_of
 from titanlite.materialize.sources import Read
 from titanlite.models.transformers_model import TransformersModel
+
+Renaming = Callable[[str], str]
 
 
 class TransformersCheckpoint:
@@ -232,6 +235,48 @@ def saved_entries(entries: Iterable[TensorEntry], model: TransformersModel) -> d
     return found
 
 
+@dataclass(frozen=True)
+class StoredForm:
+    """A tensor of a checkpoint, and where it comes from.
+
+    Attributes:
+        key: its name there.
+        shape: its shape there.
+        entry: the tensor of the model that it is a region of, or the first of those that it is converted from.
+        region: that region; None if it is the result of a conversion.
+        group: the conversion, of whole tensors.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    entry: TensorEntry
+    region: Region | None
+    group: Group
+
+
+def stored_forms(entries: Mapping[str, TensorEntry], model: TransformersModel) -> tuple[list[StoredForm], Renaming]:
+    """What a checkpoint of `model` holds, in the model's order, with keys and layouts of the one it was loaded from.
+
+    `entries` are from `saved_entries`. Also returns the last renaming of what conversions result in.
+    """
+    groups, rename = saving_groups(entries, model)
+    order = {name: i for i, name in enumerate(entries)}
+    forms = []
+    for group in sorted(groups, key=lambda group: order[group.keys[0]]):
+        first = entries[group.keys[0]]
+        try:
+            traced = group.convert(lambda name: Traced.source(name, entries[name].info.shape), model)
+            parts = {key: _only_part(value) for key, value in traced.items()}
+        except NotTraceable:
+            values = group.convert(lambda name: torch.empty(entries[name].info.shape, device="meta"), model)
+            forms += [StoredForm(rename(key), tuple(v.shape), first, None, group) for key, v in values.items()]
+            continue
+        for key, part in parts.items():
+            region = Region(part.source_starts, part.source_lengths)
+            forms.append(StoredForm(rename(key), traced[key].shape, entries[part.key], region, group))
+    return forms, rename
+
+
 def transformers_items(
     entries: Mapping[str, TensorEntry], mine: Mapping[str, bool], model: TransformersModel, dtype: torch.dtype
 ) -> list[Item]:
@@ -247,26 +292,22 @@ def transformers_items(
 
     Collectives: one all-gather for each such tensor; every rank must call.
     """
-    groups, rename = saving_groups(entries, model)
-    order = {name: i for i, name in enumerate(entries)}
+    names = {entry.fqn: name for name, entry in entries.items()}
+    forms, rename = stored_forms(entries, model)
+    converted: dict[str, torch.Tensor] = {}
     items = []
-    for group in sorted(groups, key=lambda group: order[group.keys[0]]):
-        first = entries[group.keys[0]]
-        stored = dtype if first.info.kind == "parameter" else first.dtype
-        try:
-            traced = group.convert(lambda name: Traced.source(name, entries[name].info.shape), model)
-            parts = {key: _only_part(value) for key, value in traced.items()}
-        except NotTraceable:
-            values = group.convert(lambda name: _gathered(entries[name]), model)
-            for key, value in values.items():
-                piece = whole(rename(key), tuple(value.shape))
-                local = value.contiguous()
-                items.append(Item(piece.key, stored, piece.region, piece.shape, local, piece.region, _is_first_rank()))
+    for form in forms:
+        stored = dtype if form.entry.info.kind == "parameter" else form.entry.dtype
+        if form.region is not None:
+            local, held, writes = local_of(form.entry.tensor), form.entry.region, mine[names[form.entry.fqn]]
+            items.append(Item(form.key, stored, form.region, form.shape, local, held, writes))
             continue
-        for key, part in parts.items():
-            entry, region = entries[part.key], Region(part.source_starts, part.source_lengths)
-            shape, local = traced[key].shape, local_of(entry.tensor)
-            items.append(Item(rename(key), stored, region, shape, local, entry.region, mine[part.key]))
+        if form.key not in converted:
+            values = form.group.convert(lambda name: _gathered(entries[name]), model)
+            converted = {rename(key): value.contiguous() for key, value in values.items()}
+        piece = whole(form.key, form.shape)
+        local = converted[form.key]
+        items.append(Item(form.key, stored, piece.region, form.shape, local, piece.region, _is_first_rank()))
     return items
 
 

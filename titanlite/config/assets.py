@@ -9,14 +9,14 @@ from titanlite.config.schema import JobConfig
 from titanlite.errors import ConfigError
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
-_DESCRIPTION = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
+_DESCRIPTION = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt", "README.md"]
 _WEIGHTS = ["*.safetensors"]
 # Copies of the weights in other layouts, and whatever lies in folders of its own.
 _IGNORED = ["consolidated*", "*/*"]
 
 
 def resolve_assets(job: JobConfig) -> JobConfig:
-    """`job` with `model.hf_assets_path` and `checkpoint.initial_load_path` as local folders.
+    """`job` with `model.hf_assets_path`, `checkpoint.initial_load_path` and `lora.init_from` as local folders.
 
     A run that begins with a pretrained model takes sizes and tokenizer from there unless told otherwise. Repositories
     of the hub are downloaded on first use, weights only where they are wanted and never as pickle files.
@@ -25,6 +25,9 @@ def resolve_assets(job: JobConfig) -> JobConfig:
         ConfigError: a repository is neither in the local cache nor can it be downloaded.
     """
     model, checkpoint, data = job.model, job.checkpoint, job.data
+    if job.lora.init_from:
+        path = local_folder("lora.init_from", job.lora.init_from, weights=True)
+        job = replace(job, lora=replace(job.lora, init_from=path))
     if checkpoint.initial_load_path:
         path = local_folder("checkpoint.initial_load_path", checkpoint.initial_load_path, weights=True)
         checkpoint = replace(checkpoint, initial_load_path=path)

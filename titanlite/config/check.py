@@ -11,7 +11,7 @@ from functools import reduce
 from typing import Any
 
 from titanlite.config.patterns import parse_multipliers, split_patterns
-from titanlite.config.schema import DPOSection, JobConfig, LoRASection
+from titanlite.config.schema import DPOSection, EvaluationSection, JobConfig, LoRASection
 from titanlite.errors import ConfigError
 
 _ESCAPES = {"\\": "\\\\", '"': '\\"', "\b": "\\b", "\t": "\\t", "\n": "\\n", "\f": "\\f", "\r": "\\r"}
@@ -183,7 +183,7 @@ def _check_fine_tuning(job: JobConfig) -> list[str]:
         problems += [
             f"lora.{name} = {format_value(getattr(lora, name))} is set, but lora.rank = 0 trains no adapters. Set "
             + f"lora.rank, or leave lora.{name} out."
-            for name in ("alpha", "dropout", "targets", "use_rslora", "base_dtype")
+            for name in ("alpha", "dropout", "targets", "init_from", "use_rslora", "base_dtype")
             if getattr(lora, name) != getattr(default, name)
         ]
     elif lora.rank > 0:
@@ -202,7 +202,8 @@ def _check_fine_tuning(job: JobConfig) -> list[str]:
             problems.append(
                 'dpo.reference = "adapters_off" needs adapters, but lora.rank = 0. Set dpo.reference = "cached".'
             )
-        if job.data.streaming and (job.dpo.reference == "cached" or (job.dpo.reference == "auto" and lora.rank == 0)):
+        needs_cache = job.dpo.reference == "auto" and (lora.rank == 0 or lora.init_from)
+        if job.data.streaming and (job.dpo.reference == "cached" or needs_cache):
             problems.append(
                 "data.streaming has no end that dpo.reference could be computed up to before training. Set it to "
                 + "false, or train adapters with lora.rank, whose reference needs no cache."
@@ -218,6 +219,17 @@ def _check_fine_tuning(job: JobConfig) -> list[str]:
 def _check_results(job: JobConfig) -> list[str]:
     """Settings about validations and evaluations that would be ignored, or name nothing."""
     problems = []
+    evaluation, default = job.evaluation, EvaluationSection()
+    if evaluation.path and not evaluation.enable:
+        problems.append(
+            f"evaluation.path = {format_value(evaluation.path)} is set, but evaluation.enable = false. Set it to true, "
+            + "or leave the path out."
+        )
+    if evaluation.split != default.split and not evaluation.path:
+        problems.append(
+            f"evaluation.split = {format_value(evaluation.split)} is set, but evaluation.path is empty. Set that, or "
+            + "leave the split out."
+        )
     checkpoint, patience, scorer = job.checkpoint, job.validation.early_stopping_patience, job.evaluation.scorer
     if patience > 0 and not job.validation.enable:
         problems.append(

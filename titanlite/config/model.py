@@ -68,6 +68,7 @@ class TransformersConfig:
         num_experts: routed experts of the largest MoE layer; 0 for a dense model.
         num_dense_layers: always 0; which layers are MoE is the class's business.
         takes_images: it has a vision tower.
+        has_tp_plan: its class says how it is split by tensor parallelism.
         num_params, num_active_params: of the built model, and for one token; 0 before it is built.
         why: why it is not the native decoder, for the log.
     """
@@ -84,6 +85,7 @@ class TransformersConfig:
     top_k: int
     tie_word_embeddings: bool
     takes_images: bool = False
+    has_tp_plan: bool = False
     num_dense_layers: int = 0
     num_params: int = 0
     num_active_params: int = 0

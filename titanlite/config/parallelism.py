@@ -127,10 +127,10 @@ def _check_transformers(job: JobConfig, model: TransformersConfig, degrees: Degr
     """What a class of transformers cannot do here, and settings that it would ignore."""
     what = f"{model.architecture} is transformers' implementation"
     problems: list[str] = []
-    if degrees.tp > 1:
+    if degrees.tp > 1 and not model.has_tp_plan:
         problems.append(
-            f"parallelism: tensor_parallel_degree is {degrees.tp}, but {what}, which is not split over tp here. Set it "
-            "to 1; FSDP shards the model over all ranks."
+            f"parallelism: tensor_parallel_degree is {degrees.tp}, but {what}, and that class carries no plan for it. "
+            "Set it to 1; FSDP shards the model over all ranks."
         )
     if degrees.ep > 1 and model.num_experts == 0:
         problems.append(
@@ -155,11 +155,6 @@ def _check_transformers(job: JobConfig, model: TransformersConfig, degrees: Degr
     if job.model.attention_backend != "sdpa":
         problems.append(
             f"model.attention_backend = '{job.model.attention_backend}': {what} and chooses its own. Set it to 'sdpa'."
-        )
-    if job.lora.rank:
-        problems.append(
-            f"lora.rank = {job.lora.rank}: {what}, and adapters are built into titanlite's own layers only. Set it to "
-            "0, or use a native family."
         )
     section = job.activation_checkpoint
     if section.mode == "selective" and section.selective_ac_option == "op":

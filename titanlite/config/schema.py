@@ -134,7 +134,12 @@ class LoRASection:
     targets: str = setting(
         "",
         "Layers that get an adapter: shell patterns over their names or last parts of them, separated by commas, for "
-        "example 'q_proj, v_proj, experts'. Empty: all linear layers of attention and feed-forward, and the experts.",
+        "example 'q_proj, v_proj, experts'. Empty: all linear layers inside of decoder layers, and the experts.",
+    )
+    init_from: str = setting(
+        "",
+        "Folder or hub id of adapters in the format of peft that a new run begins with, on the same model and with the "
+        "same rank, scaling and layers. Empty: adapters that change nothing yet.",
     )
     use_rslora: bool = setting(False, "Scale by alpha / sqrt(rank) instead (arXiv:2312.03732).")
     base_dtype: Literal["auto", "float32", "bfloat16"] = setting(
@@ -151,7 +156,8 @@ class DPOSection:
     reference: Literal["auto", "adapters_off", "cached"] = setting(
         "auto",
         "Log-probabilities of the reference model: 'adapters_off': from the model without its adapters, in every step; "
-        "'cached': from the initial weights, once before training; 'auto': the first with LoRA, else the second.",
+        "'cached': from the initial weights, once before training; 'auto': the first with new adapters, else the "
+        "second.",
     )
 
 
@@ -349,10 +355,15 @@ class ValidationSection:
 class EvaluationSection:
     enable: bool = setting(
         False,
-        "Continue the prompts of held-out examples and compare with their answers: before the first step, at "
+        "Continue the prompts of examples and compare with their answers: before the first step, at "
         "intervals, and at the end.",
     )
     freq: int = setting(500, "Steps between evaluations.")
+    path: str = setting(
+        "",
+        "Examples to evaluate on, whatever data.path is: a file, folder or hub id as there. Empty: the held-out ones.",
+    )
+    split: str = setting("test", "Split of evaluation.path, if that is a dataset of the hub.")
     samples: int = setting(0, "Prompts per evaluation, spread evenly over the held-out examples; 0: all.")
     batch_size: int = setting(16, "Prompts continued at once on each data-parallel rank.")
     max_new_tokens: int = setting(128, "Most new tokens per prompt. The most likely token is always taken.")

@@ -8,7 +8,7 @@ from titanlite.data.corpus import Corpus, build_corpus
 from titanlite.data.dataset import IGNORE_INDEX, Batch, PackedDataset, SequenceDataset
 from titanlite.data.example_dataset import ExampleDataset
 from titanlite.data.loader import TrainLoader
-from titanlite.data.prompts import EvaluationPrompt, evaluation_prompts
+from titanlite.data.prompts import EvaluationPrompt, evaluation_prompts, read_evaluation_prompts
 from titanlite.data.stream import StreamDataset
 from titanlite.data.tokenizer import build_tokenizer, load_tokenizer
 from titanlite.data.tokens import TokenizedCorpus, build_tokens
@@ -31,5 +31,6 @@ __all__ = [
     "build_tokens",
     "evaluation_prompts",
     "load_tokenizer",
+    "read_evaluation_prompts",
     "resolve_tokenizer_path",
 ]

@@ -1,9 +1,12 @@
 """Held-out examples as prompts, with the answers to compare with."""
 
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from titanlite.config.schema import DataSection
 from titanlite.data.chat import ANSWER
 from titanlite.data.example_dataset import ExampleDataset
 from titanlite.data.stream import StreamDataset
@@ -11,6 +14,8 @@ from titanlite.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+    from titanlite.data.examples import TokenizedExamples
 
 
 class EvaluationPrompt(NamedTuple):
@@ -41,10 +46,38 @@ def evaluation_prompts(
     """
     held_out = dataset.held_out
     if held_out is None:
-        raise DataError("data: streaming holds no rows out. Set data.validation_path.")
-    examples = held_out.examples
+        raise DataError("data: streaming holds no rows out. Set data.validation_path or evaluation.path.")
+    return _prompts(held_out.examples, held_out.selected[:max_prompts].tolist(), "held-out", tokenizer)
+
+
+def read_evaluation_prompts(
+    data: DataSection, path: str, split: str, tokenizer: "PreTrainedTokenizerFast"
+) -> list[EvaluationPrompt]:
+    """As `evaluation_prompts`, of all rows at `path`: what `data.path` may be; `split` is that of a dataset of the hub.
+
+    Rows are rendered as `data` says for training, but may be of another form; all of them must be usable.
+
+    Raises:
+        DataError: there are no rows, a row cannot be used, or they are plain text, which has no answers.
+    """
+    from titanlite.data.examples import build_examples
+    from titanlite.data.rows import build_rows
+
+    try:
+        rows = build_rows(path, subset=data.subset, split=split)
+        settings = replace(data, format="auto", bad_rows="error", train_on="assistant")
+        examples = build_examples(settings, rows, tokenizer)
+        count = (len(examples.offsets) - 1) // examples.header.documents_per_example
+        return _prompts(examples, range(count), path, tokenizer)
+    except DataError as error:
+        raise DataError(f"evaluation.path: {error}") from None
+
+
+def _prompts(
+    examples: "TokenizedExamples", which: Iterable[int], what: str, tokenizer: "PreTrainedTokenizerFast"
+) -> list[EvaluationPrompt]:
     found = []
-    for example in held_out.selected[:max_prompts].tolist():
+    for example in which:
         place = next(iter(examples.get_documents(example)))
         is_answer = (examples.flags[place] & ANSWER) != 0
         if not is_answer.any():
@@ -57,7 +90,7 @@ def evaluation_prompts(
         found.append(EvaluationPrompt(ids[:start].tolist(), str(reference), examples.describe_place(example)))
     if not found:
         raise DataError(
-            f"data: the held-out examples ({examples.header.form}) have no answers to compare with. Evaluate by "
+            f"data: the {what} examples ({examples.header.form}) have no answers to compare with. Evaluate by "
             "generation on messages or prompt and completion only."
         )
     return found

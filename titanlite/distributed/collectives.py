@@ -1,4 +1,4 @@
-"""Differentiable collectives as torch operators: gather and scatter along a dim, all-to-all of rows.
+"""Differentiable collectives as torch operators: gather and scatter along a dim, sum, all-to-all of rows.
 
 As operators (`titanlite::...`) with fake kernels they can be kept by selective activation checkpointing, and do not
 break a compiled graph. A process group is passed by name, for operators take no objects.
@@ -47,6 +47,14 @@ def reduce_scatter(x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
     return out
 
 
+@torch.library.custom_op("titanlite::all_reduce", mutates_args=())
+def all_reduce(x: torch.Tensor, group: str) -> torch.Tensor:
+    """Sum over the ranks; the gradient, of which each rank holds a part, is summed as well."""
+    out = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(out, group=_groups[group])
+    return out
+
+
 @torch.library.custom_op("titanlite::all_to_all", mutates_args=())
 def all_to_all(x: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group: str) -> torch.Tensor:
     """Send `input_splits[r]` rows of x to each rank r, receive `output_splits[r]`; the gradient goes the way back."""
@@ -70,6 +78,11 @@ def _(x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
     return x.new_empty(shape)
 
 
+@all_reduce.register_fake
+def _(x: torch.Tensor, group: str) -> torch.Tensor:
+    return x.new_empty(x.shape)
+
+
 @all_to_all.register_fake
 def _(x: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group: str) -> torch.Tensor:
     return x.new_empty(sum(output_splits), *x.shape[1:])
@@ -77,6 +90,10 @@ def _(x: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
 
 def _save_dim(ctx, inputs, output) -> None:
     _, ctx.dim, ctx.group = inputs
+
+
+def _save_group(ctx, inputs, output) -> None:
+    _, ctx.group = inputs
 
 
 def _save_splits(ctx, inputs, output) -> None:
@@ -89,6 +106,7 @@ all_gather.register_autograd(
 reduce_scatter.register_autograd(
     lambda ctx, grad: (all_gather(grad, ctx.dim, ctx.group), None, None), setup_context=_save_dim
 )
+all_reduce.register_autograd(lambda ctx, grad: (all_reduce(grad, ctx.group), None), setup_context=_save_group)
 all_to_all.register_autograd(
     lambda ctx, grad: (all_to_all(grad, ctx.input_splits, ctx.output_splits, ctx.group), None, None, None),
     setup_context=_save_splits,

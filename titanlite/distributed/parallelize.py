@@ -8,6 +8,7 @@ from titanlite.distributed.expert_parallel import apply_expert_parallel
 from titanlite.distributed.fsdp import apply_fsdp
 from titanlite.distributed.parallel_dims import ParallelDims
 from titanlite.distributed.tensor_parallel import apply_tensor_parallel
+from titanlite.distributed.transformers_tensor_parallel import apply_transformers_tensor_parallel
 from titanlite.models.build import AnyModel
 from titanlite.models.decoder import Decoder
 
@@ -19,8 +20,10 @@ def parallelize(model: AnyModel, job: JobConfig, dims: ParallelDims, device_type
     wraps the layer's forward, compile wraps that, and FSDP's hooks stay outside of both.
     """
     if dims.degrees.tp > 1:
-        assert isinstance(model, Decoder), "refused by check_parallelism"
-        apply_tensor_parallel(model, dims.tp_mesh)
+        if isinstance(model, Decoder):
+            apply_tensor_parallel(model, dims.tp_mesh)
+        else:
+            apply_transformers_tensor_parallel(model, dims.tp_mesh)
     if dims.degrees.ep > 1:
         apply_expert_parallel(model, dims.ep_mesh)
     apply_activation_checkpoint(model, job.activation_checkpoint)

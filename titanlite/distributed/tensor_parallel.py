@@ -55,7 +55,7 @@ def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh) -> None:
         elif isinstance(module, OutputHead):
             module.register_forward_pre_hook(partial(_gather_sequence, group=group))
             module.register_forward_hook(partial(_gather_logits, group=group))
-            module.cross_entropy = partial(linear_cross_entropy, shard=_vocab_shard(module, mesh))
+            module.cross_entropy = partial(linear_cross_entropy, shard=vocab_shard(module.weight, mesh))
 
 
 def _placements(model: Decoder) -> ParameterPlacements:
@@ -117,9 +117,10 @@ def _vocab_parallel_embedding(module: Embedding, tokens_BS: torch.Tensor, *, sta
     return reduce_scatter(x_BSD, _SEQUENCE_DIM, group)
 
 
-def _vocab_shard(head: OutputHead, mesh: DeviceMesh) -> VocabShard:
-    start = region_of(head.weight).starts[0]
+def vocab_shard(weight_VD: torch.Tensor, mesh: DeviceMesh) -> VocabShard:
+    """This rank's rows of the output head's weight, for `linear_cross_entropy`."""
+    start = region_of(weight_VD).starts[0]
     reduce_max = partial(_all_reduce, op=dist.ReduceOp.MAX, group=mesh.get_group())
     return VocabShard(
-        start, head.weight.shape[0], reduce_max, partial(_all_reduce, op=dist.ReduceOp.SUM, group=mesh.get_group())
+        start, weight_VD.shape[0], reduce_max, partial(_all_reduce, op=dist.ReduceOp.SUM, group=mesh.get_group())
     )

@@ -187,6 +187,10 @@ class Decoder(nn.Module):
         """An empty cache for prompts of these lengths that grow to at most `max_len` tokens; `forward` fills it."""
         return KVCache(len(self.model.layers), lengths, max_len, device)
 
+    def can_cache(self, device: torch.device) -> bool:
+        """True: keys and values can be kept."""
+        return True
+
     def decoder_layers(self) -> list[DecoderLayer]:
         """The layers, in order."""
         return [layer for layer in self.model.layers if isinstance(layer, DecoderLayer)]

@@ -11,6 +11,7 @@ expert parallelism's ids beyond the last expert, and a norm behind the experts.
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from titanlite.ops import group_by_expert, grouped_gemm, local_tensor, moe_experts, permute_tokens, unpermute_sum
@@ -68,7 +69,7 @@ class _HeldExperts:
     ) -> torch.Tensor:
         """Rows grouped by expert, each a token of `x` and its router weight; returns the sum of each token's rows."""
         module, dtype = self._module, x.dtype
-        if _is_plain_swiglu(module):
+        if _is_plain_swiglu(module) and not _adapted(module):
             gate_up, down = local_tensor(module.gate_up_proj), local_tensor(module.down_proj)
             if module.is_transposed:
                 gate_up, down = gate_up.mT, down.mT
@@ -101,7 +102,17 @@ def _is_plain_swiglu(module: Any) -> bool:
     )
 
 
+def _adapted(module: Any) -> frozenset[str]:
+    """The weights whose adapters, put in by `models.lora`, take part."""
+    return getattr(module, "adapted", frozenset()) if getattr(module, "adapter_enabled", False) else frozenset()
+
+
 def _linear(module: Any, name: str, x: torch.Tensor, ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     weight = local_tensor(getattr(module, name))
     y = grouped_gemm(x, weight if module.is_transposed else weight.mT, offsets)
+    if name in _adapted(module):
+        prefix = name.removesuffix("proj")
+        a, b = (local_tensor(getattr(module, f"{prefix}lora_{leaf}")).to(x.dtype).mT for leaf in "AB")
+        x = F.dropout(x, module.dropout, module.training) if module.dropout else x
+        y = y + grouped_gemm(grouped_gemm(x, a, offsets), b, offsets) * module.scaling
     return y + local_tensor(getattr(module, name + "_bias")).index_select(0, ids) if module.has_bias else y

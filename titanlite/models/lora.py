@@ -1,8 +1,9 @@
 """LoRA (arXiv:2106.09685): frozen layers with a trained correction of low rank, `W x + alpha / rank * B (A x)`.
 
-`apply_lora` exchanges layers of a decoder on meta for the classes below, which hold the same weights under the same
+`apply_lora` exchanges layers of a model on meta for the classes below, which hold the same weights under the same
 names and adapters beside them. So the rest of titanlite needs no case for it: a checkpoint of the base model fits, and
-sharding, optimizer and activation checkpointing see modules and parameters like any others.
+sharding, optimizer and activation checkpointing see modules and parameters like any others. In a model of transformers
+these are the linear layers inside its repeated layers, and the experts that transformers' experts interface serves.
 
 Shapes: R routed rows, E experts, D hidden, I expert width, r rank.
 """
@@ -23,9 +24,10 @@ from titanlite.errors import ConfigError, raise_problems
 from titanlite.materialize.recipes import Uniform, Zeros
 from titanlite.materialize.sources import Init, Source
 from titanlite.models.build import AnyModel
-from titanlite.models.decoder import Decoder
+from titanlite.models.hf_experts import use_titanlite_experts
 from titanlite.models.layers import Linear, OutputHead
 from titanlite.models.moe import Experts
+from titanlite.models.transformers_model import TransformersModel
 from titanlite.ops import grouped_gemm, local_tensor, permute_tokens, swiglu, unpermute_sum
 
 _EXPERT_WEIGHTS = ("gate_up_proj", "down_proj")
@@ -56,9 +58,12 @@ class LoRALinear(Linear):
         dropout: on the adapters' input, in training mode.
     """
 
-    def __init__(self, base: Linear, section: LoRASection, dtype: torch.dtype) -> None:
-        super().__init__(base.in_features, base.out_features, bias=base.bias is not None, std=base.std)
-        self.weight, self.bias, self.bias_scale = base.weight, base.bias, base.bias_scale
+    def __init__(self, base: nn.Linear, section: LoRASection, dtype: torch.dtype) -> None:
+        super().__init__(base.in_features, base.out_features, bias=base.bias is not None)
+        for name in ("weight", "bias"):
+            self.register_parameter(name, getattr(base, name))
+        if isinstance(base, Linear):
+            self.std, self.bias_scale = base.std, base.bias_scale
         like: dict[str, Any] = {"dtype": dtype, "device": base.weight.device}
         self.lora_A = nn.Parameter(torch.empty(section.rank, base.in_features, **like))
         self.lora_B = nn.Parameter(torch.empty(base.out_features, section.rank, **like))
@@ -74,6 +79,13 @@ class LoRALinear(Linear):
         x = F.dropout(x, self.dropout, self.training) if self.dropout else x
         down = F.linear(x, local_tensor(self.lora_A).to(x.dtype))
         return y + F.linear(down, local_tensor(self.lora_B).to(x.dtype)) * self.scaling
+
+
+class LoRATransformersLinear(LoRALinear):
+    """`LoRALinear` in a model of transformers, which declares the sources of its own weights itself."""
+
+    def declare_sources(self) -> dict[str, Source]:
+        return _adapter_sources("", self.in_features)
 
 
 class LoRAExperts(Experts):
@@ -94,11 +106,7 @@ class LoRAExperts(Experts):
         super().__init__(config)
         self.gate_up_proj, self.down_proj, self.adapted = base.gate_up_proj, base.down_proj, adapted
         for name in sorted(adapted):
-            num_experts, out_features, in_features = getattr(base, name).shape
-            like: dict[str, Any] = {"dtype": dtype, "device": base.down_proj.device}
-            prefix = name.removesuffix("proj")
-            setattr(self, f"{prefix}lora_A", nn.Parameter(torch.empty(num_experts, section.rank, in_features, **like)))
-            setattr(self, f"{prefix}lora_B", nn.Parameter(torch.empty(num_experts, out_features, section.rank, **like)))
+            _add_expert_adapter(self, name, section.rank, dtype)
         self.scaling, self.dropout, self.adapter_enabled = scaling_of(section), section.dropout, True
 
     def declare_sources(self) -> dict[str, Source]:
@@ -138,6 +146,46 @@ class LoRAExperts(Experts):
         return y + gemm(down, local_tensor(getattr(self, f"{prefix}lora_B"))) * self.scaling
 
 
+class LoRATransformersExperts(nn.Module):
+    """What experts of transformers become beside their own class: with adapters as in `LoRAExperts`.
+
+    `models.hf_experts` computes them. The parameters are the same, whichever way round the weights are stored.
+    """
+
+    adapted: frozenset[str]
+    scaling: float
+    dropout: float
+    adapter_enabled: bool
+
+    def declare_sources(self) -> dict[str, Source]:
+        sources: dict[str, Source] = {}
+        for name in sorted(self.adapted):
+            prefix = name.removesuffix("proj")
+            sources |= _adapter_sources(prefix, getattr(self, f"{prefix}lora_A").shape[-1])
+        return sources
+
+
+def _add_expert_adapter(module: nn.Module, name: str, rank: int, dtype: torch.dtype) -> None:
+    """Parameters A (E, r, in) and B (E, out, r) for the weight `name` of experts, on its device."""
+    weight = getattr(module, name)
+    num_experts, out_features, in_features = weight.shape
+    if getattr(module, "is_transposed", False):
+        out_features, in_features = in_features, out_features
+    like: dict[str, Any] = {"dtype": dtype, "device": weight.device}
+    prefix = name.removesuffix("proj")
+    setattr(module, f"{prefix}lora_A", nn.Parameter(torch.empty(num_experts, rank, in_features, **like)))
+    setattr(module, f"{prefix}lora_B", nn.Parameter(torch.empty(num_experts, out_features, rank, **like)))
+
+
+def _adapt_transformers_experts(module: Any, adapted: frozenset[str], section: LoRASection, dtype: torch.dtype) -> None:
+    """Give experts of transformers adapters, in place: their class is transformers', so it gets a subclass."""
+    module.__class__ = type(f"LoRA{type(module).__name__}", (LoRATransformersExperts, type(module)), {})
+    module.adapted = adapted
+    for name in sorted(adapted):
+        _add_expert_adapter(module, name, section.rank, dtype)
+    module.scaling, module.dropout, module.adapter_enabled = scaling_of(section), section.dropout, True
+
+
 def apply_lora(model: AnyModel, section: LoRASection, dtype: torch.dtype) -> None:
     """Freeze `model` and give the layers that `section.targets` names adapters of `dtype`, in place. Before sharding.
 
@@ -148,22 +196,40 @@ def apply_lora(model: AnyModel, section: LoRASection, dtype: torch.dtype) -> Non
     """
     if not section.rank:
         return
-    assert isinstance(model, Decoder)  # `check_parallelism` refuses others
     for param in model.parameters():
         param.requires_grad_(False)
     targets = _targets(model, section)
+    root = _root(model)
     with torch.device("meta"):
-        for name, module in list(model.named_modules()):
+        for name, module in list(root.named_modules()):
             adapted = targets.get(name)
-            if isinstance(module, Experts) and adapted:
-                _replace(model, name, LoRAExperts(module, model.config, adapted, section, dtype))
-            elif isinstance(module, Linear) and adapted is not None:
-                _replace(model, name, LoRALinear(module, section, dtype))
+            if adapted is None:
+                continue
+            if isinstance(model, TransformersModel):
+                if isinstance(module, nn.Linear):
+                    _replace(root, name, LoRATransformersLinear(module, section, dtype))
+                else:
+                    _adapt_transformers_experts(module, adapted, section, dtype)
+            elif isinstance(module, Experts):
+                _replace(root, name, LoRAExperts(module, model.config, adapted, section, dtype))
+            elif isinstance(module, Linear):
+                _replace(root, name, LoRALinear(module, section, dtype))
+    if isinstance(model, TransformersModel) and any(targets.values()):
+        use_titanlite_experts(model.transformers_model)
 
 
-def adapted_modules(model: nn.Module) -> dict[str, LoRALinear | LoRAExperts]:
+def adapted_modules(model: nn.Module) -> dict[str, LoRALinear | LoRAExperts | LoRATransformersExperts]:
     """The modules with adapters, by name; none without LoRA."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, LoRALinear | LoRAExperts)}
+    return {
+        name: module
+        for name, module in _root(model).named_modules()
+        if isinstance(module, LoRALinear | LoRAExperts | LoRATransformersExperts)
+    }
+
+
+def _root(model: nn.Module) -> nn.Module:
+    """The module below which names are those of tensors."""
+    return model.transformers_model if isinstance(model, TransformersModel) else model
 
 
 @contextmanager
@@ -185,20 +251,50 @@ def is_adapter(name: str) -> bool:
 
 
 def adaptable_names(model: nn.Module) -> list[str]:
-    """What can have an adapter: linear layers but the output head, and the two weights of the experts."""
+    """What can have an adapter: linear layers but the output head, and the weights of the experts."""
     names: list[str] = []
-    for name, module in model.named_modules():
-        if isinstance(module, Experts):
-            names += [f"{name}.{weight}" for weight in _EXPERT_WEIGHTS]
-        elif isinstance(module, Linear) and not isinstance(module, OutputHead):
+    experts = adaptable_experts(model)
+    layers: set[nn.Module] = set()
+    if isinstance(model, TransformersModel):
+        layers = {module for layer in model.decoder_layers() for module in layer.modules()}
+    for name, module in _root(model).named_modules():
+        if name in experts:
+            names += [f"{name}.{weight}" for weight in experts[name]]
+        elif isinstance(module, Linear):
+            names += [] if isinstance(module, OutputHead) else [name]
+        elif module in layers and type(module) is nn.Linear:  # not what a class has made of one
             names.append(name)
     return names
+
+
+def adaptable_experts(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """The modules of experts by name, and those of their weights that can have adapters."""
+    if not isinstance(model, TransformersModel):
+        return {name: _EXPERT_WEIGHTS for name, module in model.named_modules() if isinstance(module, Experts)}
+    modules = {clean: module for clean, module in _root(model).named_modules() if hasattr(module, "has_gate")}
+    served = set(model.expert_modules().values())
+    return {
+        name: ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
+        for name, module in modules.items()
+        if module in served
+    }
+
+
+def other_modules(model: nn.Module) -> list[str]:
+    """Names of modules with parameters of their own that can have no adapter."""
+    possible = set(adaptable_names(model))
+    experts = adaptable_experts(model)
+    return [
+        name
+        for name, module in _root(model).named_modules()
+        if module._parameters and name not in possible and name not in experts
+    ]
 
 
 def _targets(model: nn.Module, section: LoRASection) -> dict[str, frozenset[str]]:
     """Module name -> the weights of experts that get an adapter (for a linear layer the empty set)."""
     possible = adaptable_names(model)
-    experts = {name for name, module in model.named_modules() if isinstance(module, Experts)}
+    experts = set(adaptable_experts(model))
     patterns = split_patterns("lora.targets", section.targets)
     chosen = set() if patterns else set(possible)
     problems = []
@@ -207,7 +303,7 @@ def _targets(model: nn.Module, section: LoRASection) -> dict[str, frozenset[str]
         whole = set(match_names(pattern, experts))
         matched |= {name for name in possible if name.rpartition(".")[0] in whole}
         if not matched:
-            others = [name for name, _ in model.named_modules() if fnmatchcase(name, f"*{pattern}")]
+            others = [name for name, _ in _root(model).named_modules() if fnmatchcase(name, f"*{pattern}")]
             found = f"matches {others[0]}, which cannot have an adapter" if others else "matches no layer"
             problems.append(f"'{pattern}' {found}. Layers that can: {', '.join(_last_parts(possible))}.")
         chosen |= matched

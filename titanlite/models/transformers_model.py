@@ -10,10 +10,9 @@ import inspect
 import itertools
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -24,6 +23,7 @@ from titanlite.config.model import TransformersConfig
 from titanlite.errors import ConfigError
 from titanlite.materialize.sources import Source
 from titanlite.models.decoder import LossSums
+from titanlite.models.hf_cache import TransformersCache
 from titanlite.models.hf_config import load_config_and_class
 from titanlite.models.hf_packing import inside_documents, register_document_masks, restarting_positions
 from titanlite.models.hf_sources import find_sources
@@ -41,6 +41,10 @@ class TransformersModel(nn.Module):
         all_conversions: transformers' mapping from the keys of checkpoints to this model, those of old versions too.
         own_conversions: the same without those of old versions.
         conversions: what of it was used for loading; None before that. Saving reverts it.
+        head_project: the head's own forward, if that is nothing but a matrix product with a weight of V rows, all of
+            them or this rank's; else None. With labels, the loss is then computed without any logits.
+        cross_entropy: `linear_cross_entropy` or, when the vocabulary is split over ranks, the version that reduces.
+        loss_copies: ranks that compute the same loss from whole logits; each gives an equal part of its gradient.
         state_shapes: global shape of every tensor of a checkpoint, by name, as transformers has them in memory.
     """
 
@@ -61,16 +65,22 @@ class TransformersModel(nn.Module):
         self.own_conversions = get_model_conversion_mapping(model, add_legacy=False)
         self.conversions: list[Any] | None = None
         self.config = _with_sizes(config, self)
-        self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+        self._arguments = frozenset(inspect.signature(model.forward).parameters)
+        self._takes_positions = "position_ids" in self._arguments
+        self._can_cache: bool | None = None  # not known before `can_cache`
         register_document_masks()
         self._has_plain_head: bool | None = None  # not known before `_probe`
         self._keeps_documents_apart = False
         self._labels: tuple[torch.Tensor, Literal["sum", "none"]] | None = None
         head: Any = model.get_output_embeddings()
         self._head = [head]  # in a list, so that it is no submodule a second time
+        self.head_project: Callable[[torch.Tensor], torch.Tensor] | None = None
+        self.cross_entropy: Callable[..., torch.Tensor] = linear_cross_entropy
+        self.loss_copies = 1
         self._is_linear_head = isinstance(head, nn.Linear) and head.bias is None
         if self._is_linear_head:
-            head.forward = partial(self._head_forward, head.forward)  # type: ignore[method-assign]
+            self.head_project = head.forward
+            head.forward = self.head_forward  # type: ignore[method-assign]
 
     @property
     def transformers_model(self) -> Any:
@@ -87,15 +97,18 @@ class TransformersModel(nn.Module):
         positions_BS: torch.Tensor | None = None,
         document_ids_BS: torch.Tensor | None = None,
         reduction: Literal["sum", "none"] = "sum",
+        cache: TransformersCache | None = None,
         **inputs: Any,
     ) -> torch.Tensor | LossSums:
-        """Logits (B, S, V), or with labels the `LossSums`; arguments as those of `Decoder`.
+        """Logits (B, S, V), with labels the `LossSums`, with a cache logits (B, V); arguments as those of `Decoder`.
 
         The first forward with labels or documents looks at how the model works, on a few fixed tokens; see `_probe`.
 
         Args:
             inputs: what the model's forward takes beside, such as `pixel_values` and `image_grid_thw`.
         """
+        if cache is not None:
+            return self._next_logits(tokens_BS, cache)
         if inputs and document_ids_BS is not None:
             raise ValueError("rows with images hold one document each; leave document_ids out")
         if (labels_BS is not None or document_ids_BS is not None) and self._has_plain_head is None:
@@ -114,13 +127,16 @@ class TransformersModel(nn.Module):
             # In float32 as everywhere, and labels as they are: already the next token.
             logits_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
             loss = F.cross_entropy(logits_TV, labels_BS.flatten(), ignore_index=IGNORE_INDEX, reduction=reduction)
+            if self.loss_copies > 1 and loss.requires_grad:
+                loss.register_hook(lambda grad: grad / self.loss_copies)
         else:
             self._labels = (labels_BS, reduction)
             try:
                 loss = self._logits(tokens_BS, positions_BS, document_ids_BS, **inputs)  # see `_head_forward`
             finally:
                 self._labels = None
-        return LossSums(loss if reduction == "sum" else loss.view_as(labels_BS), loss.new_zeros(()))
+        # Cloned: FSDP2 wants no view as a module's result.
+        return LossSums(loss if reduction == "sum" else loss.view_as(labels_BS).clone(), loss.new_zeros(()))
 
     def _logits(
         self,
@@ -134,14 +150,54 @@ class TransformersModel(nn.Module):
         with inside_documents(document_ids_BS):
             return self._transformers_model(input_ids=tokens_BS, use_cache=False, return_dict=True, **inputs).logits
 
-    def _head_forward(self, project: Any, hidden_BSD: torch.Tensor) -> torch.Tensor:
+    def _next_logits(self, tokens: torch.Tensor, cache: TransformersCache) -> torch.Tensor:
+        inputs = cache.inputs(tokens)
+        if not self._takes_positions:
+            del inputs["position_ids"]
+        if "logits_to_keep" in self._arguments:  # of a long prompt only the last one is wanted
+            inputs["logits_to_keep"] = 1
+        return self._transformers_model(**inputs).logits[:, -1]
+
+    def build_cache(self, lengths: Sequence[int], max_len: int, device: torch.device) -> TransformersCache:
+        """An empty cache for prompts of these lengths; `forward` fills it. It grows as needed, whatever `max_len`."""
+        return TransformersCache(self._transformers_model.config, lengths, device)
+
+    @torch.no_grad()
+    def can_cache(self, device: torch.device) -> bool:
+        """True if the model computes the same with its keys and values kept as without, also for rows of two lengths.
+
+        The first call looks, on a few fixed tokens: models with a state instead of keys, or ones that take padding for
+        text, do not. In evaluation mode.
+
+        Collectives: those of four forwards, on the first call; every rank must call.
+        """
+        if "past_key_values" not in self._arguments or getattr(self._transformers_model, "_is_stateful", False):
+            return False
+        if self._can_cache is None:
+            tokens = _plain_tokens(self._transformers_model.config, 2 * _PROBE_TOKENS + 1)
+            rows = [tokens[:_PROBE_TOKENS], tokens[_PROBE_TOKENS:]]  # each with the token that comes next
+            lengths = [len(row) - 1 for row in rows]
+            cache = self.build_cache(lengths, max(map(len, rows)), device)
+            prompts = [row[:-1] + [0] * (max(lengths) - len(row) + 1) for row in rows]
+            # Through `self`, for FSDP gathers what lies outside of layers there.
+            first_BV = self(torch.tensor(prompts, device=device), cache=cache)
+            second_BV = self(torch.tensor([[row[-1] for row in rows]], device=device), cache=cache)
+            whole = [self(torch.tensor([row], device=device))[0, -2:] for row in rows]
+            expected = torch.stack(whole).float()
+            found = torch.stack([first_BV, second_BV], dim=1).float()
+            bound = 1e-4 if first_BV.dtype == self._head[0].weight.dtype == torch.float32 else 0.05
+            self._can_cache = bool((found - expected).norm() <= bound * expected.norm())  # synchronization point, once
+        return self._can_cache
+
+    def head_forward(self, hidden_BSD: torch.Tensor) -> torch.Tensor:
         """In place of the head's own forward: the logits, or with labels the loss without any logits."""
+        assert self.head_project is not None
         if self._labels is None:
-            return project(hidden_BSD)
+            return self.head_project(hidden_BSD)
         labels_BS, reduction = self._labels
         weight_VD = local_tensor(self._head[0].weight)
         hidden_TD = hidden_BSD.flatten(0, 1)
-        return linear_cross_entropy(
+        return self.cross_entropy(
             hidden_TD, weight_VD, labels_BS.flatten(), self.loss_chunk_tokens, reduction=reduction
         )
 
@@ -167,7 +223,7 @@ class TransformersModel(nn.Module):
             handle.remove()
         packed = self._logits(tokens_1S, restarting_positions(ids_1S, None), ids_1S)[:, _PROBE_TOKENS:]
         self.train(was_training)
-        self._has_plain_head = self._is_linear_head and len(returned) == 1 and returned[0] is expected
+        self._has_plain_head = self.head_project is not None and len(returned) == 1 and returned[0] is expected
         # Experts get other numbers of rows, and kernels other shapes, so the last bits may differ.
         bound = 1e-4 if expected.dtype == torch.float32 and head.weight.dtype == torch.float32 else 0.05
         error = (packed.float() - expected.float()).norm() / expected.float().norm()

@@ -29,10 +29,14 @@ def build_objective(job: JobConfig, form: str) -> Objective:
     if job.training.objective == "next_token":
         return NextToken()
     section = job.dpo
-    adapters_off = section.reference == "adapters_off" or (section.reference == "auto" and job.lora.rank > 0)
+    # Adapters that were trained before belong to the model that training begins with.
+    fresh_adapters = job.lora.rank > 0 and not job.lora.init_from
+    adapters_off = section.reference == "adapters_off" or (section.reference == "auto" and fresh_adapters)
     if adapters_off:
         return DPO(section.beta, section.label_smoothing, AdaptersOff())
     dtypes = f"{job.training.dtype}, computed in {job.training.mixed_precision_param}"
     weights = describe_weights(job.checkpoint.initial_load_path, job.training.seed, dtypes)
+    if job.lora.init_from:
+        weights += f" with {describe_weights(job.lora.init_from, job.training.seed, dtypes)}"
     reference = CachedReference(Path(job.job.dump_folder) / "reference_log_probs.safetensors", weights)
     return DPO(section.beta, section.label_smoothing, reference)

@@ -160,8 +160,8 @@ LORA = {"lora__rank": 8, "checkpoint__initial_load_path": "model", "model__flavo
         ({**LORA, "lora__alpha": 3.0, "lora__dropout": 0.1, "lora__targets": "q_proj"}, []),
         ({"lora__rank": 8}, ["checkpoint.initial_load_path is empty"]),
         (
-            {"lora__alpha": 3.0, "lora__targets": "q_proj"},
-            ["lora.alpha = 3.0 is set", 'lora.targets = "q_proj" is set'],
+            {"lora__alpha": 3.0, "lora__targets": "q_proj", "lora__init_from": "adapters"},
+            ["lora.alpha = 3.0 is set", 'lora.targets = "q_proj" is set', 'lora.init_from = "adapters" is set'],
         ),
         ({**LORA, "moe__expert_bias_update_rate": 0.1}, ["moe.expert_bias_update_rate = 0.1: with lora.rank = 8"]),
         ({**LORA, "lora__targets": "a,,b"}, ["nothing between two commas"]),

@@ -1,5 +1,6 @@
 """From rows to batches: cache, lengths, hold-out, packing, the order, and prompts for evaluation."""
 
+import json
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ from titanlite.data import TrainLoader, build_data
 from titanlite.data import examples as examples_module
 from titanlite.data.chat import TRAINED
 from titanlite.data.example_dataset import ExampleDataset
-from titanlite.data.prompts import evaluation_prompts
+from titanlite.data.prompts import EvaluationPrompt, evaluation_prompts, read_evaluation_prompts
 from titanlite.data.rows import LocalRows
 from titanlite.errors import DataError
 from titanlite.ops import IGNORE_INDEX
@@ -275,6 +276,31 @@ def test_evaluation_prompts_of_strings(make_job: MakeJob) -> None:
     for prompt_ids, reference, where in evaluation_prompts(loader.dataset, tokenizer):
         row = make_rows()[int(where.rsplit(" ", 1)[1]) - 1]
         assert (tokenizer.decode(prompt_ids), reference) == (row["prompt"], row["completion"])
+
+
+def test_evaluation_prompts_of_another_file(make_job: MakeJob, tmp_path: Path) -> None:
+    """All of its rows, of another form than the training data; each problem names the setting, file and line."""
+    job = make_job(make_rows())
+    tokenizer, _ = build_data(job, 0, 1)
+    path = tmp_path / "questions.jsonl"
+
+    def read(rows: list[dict[str, Any]]) -> list[EvaluationPrompt]:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return read_evaluation_prompts(job.data, str(path), "test", tokenizer)
+
+    chats = make_chats()
+    prompts = read(chats)
+    assert [prompt.reference for prompt in prompts] == [chat["messages"][3]["content"] for chat in chats]
+    assert [prompt.where for prompt in prompts] == [f"{path}, line {i + 1}" for i in range(len(chats))]
+    with pytest.raises(
+        DataError, match=r"^evaluation\.path: data: the .*questions\.jsonl examples \(text\) have no ans"
+    ):
+        read([{"text": "a"}, {"text": "b"}])
+    with pytest.raises(DataError, match=r"^evaluation\.path: .*questions\.jsonl, line 2"):
+        read([*make_rows(1), {"prompt": "x"}])
+    path.unlink()
+    with pytest.raises(DataError, match=r"^evaluation\.path: "):
+        read_evaluation_prompts(job.data, str(path), "test", tokenizer)
 
 
 def test_settings_of_examples_are_refused_elsewhere() -> None:

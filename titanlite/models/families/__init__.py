@@ -128,6 +128,18 @@ def model_config_from_hf(folder: Path, where: str = "model.hf_assets_path") -> M
     return families()[model_type].from_hf(hf, str(_config_file(folder)))
 
 
+def any_model_config_from_hf(folder: Path, where: str) -> AnyModelConfig:
+    """The native decoder's configuration from `folder`/config.json or, where that cannot express it, transformers'.
+
+    Raises:
+        ConfigError: as `resolve_model_config`.
+    """
+    try:
+        return model_config_from_hf(folder, where)
+    except NotNativeError as error:
+        return _transformers_config(_read_config(folder, where), str(_config_file(folder)), str(error))
+
+
 def _config_file(folder: Path) -> Path:
     return folder if folder.suffix == ".json" and not folder.is_dir() else folder / "config.json"
 

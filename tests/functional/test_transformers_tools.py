@@ -1,0 +1,141 @@
+"""The commands on models that transformers implements: export, inspect, generate."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_transformers import ALL_MODELS, save_tiny, save_tiny_llava
+
+from titanlite.__main__ import main
+from titanlite.export_checkpoint import export_checkpoint
+from titanlite.generate import generate
+from titanlite.generate_text import load_model
+from titanlite.models.families import any_model_config_from_hf
+
+PROMPTS = [[20, 31, 17, 90, 44, 8, 77], [55, 41, 19], [23], [14, 15, 92, 65, 35]]
+NEW_TOKENS = 6
+CPU = torch.device("cpu")
+
+
+def greedy(reference: Any) -> list[list[int]]:
+    """What transformers continues each prompt with, alone."""
+    config = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    return [
+        reference.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), **config)[
+            0, len(prompt) :
+        ].tolist()
+        for prompt in PROMPTS
+    ]
+
+
+@pytest.mark.parametrize("name", [name for name in ALL_MODELS if name != "qwen3"])  # which has a native decoder
+def test_generates_what_transformers_does(tmp_path: Path, name: str) -> None:
+    """Rows of different lengths in one batch, longer than a sliding window, with keys and values kept."""
+    reference = save_tiny(name, tmp_path)
+    model, _ = load_model(tmp_path, any_model_config_from_hf(tmp_path, "test"), "float32", CPU)
+    assert model.can_cache(CPU)
+    expected = greedy(reference)
+    found = generate(model, PROMPTS, max_new_tokens=NEW_TOKENS, device=CPU, batch_size=3)
+    assert [continuation.tokens for continuation in found] == expected
+    model._can_cache = False  # every token by a forward over the whole text
+    found = generate(model, PROMPTS, max_new_tokens=NEW_TOKENS, device=CPU)
+    assert [continuation.tokens for continuation in found] == expected
+
+
+@pytest.mark.slow
+def test_generates_the_same_when_sharded(run_ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
+    """FSDP2 x TP2, EP2 where there are experts; prompts shared out unevenly, and texts that end at different tokens."""
+    names = ["gemma3_text", "phi", "gpt_oss", "deepseek_v3"]
+    references = {name: save_tiny(name, tmp_path / name) for name in names}
+    texts = {name: greedy(reference) for name, reference in references.items()}
+    ends = {name: [text[1][3]] for name, text in texts.items()}
+
+    def rank_main() -> dict[str, tuple[bool, list[list[int]]]]:
+        seen = {}
+        for name in names:
+            folder = tmp_path / name
+            ep = 1 if name in ("gemma3_text", "phi") else 2
+            config = any_model_config_from_hf(folder, "test")
+            model, dims = load_model(folder, config, "float32", CPU, tp=2, ep=ep)
+            found = generate(
+                model,
+                PROMPTS[:3],
+                max_new_tokens=NEW_TOKENS,
+                device=CPU,
+                dims=dims,
+                batch_size=1,
+                eos_token_ids=ends[name],
+            )
+            seen[name] = (model.can_cache(CPU), [continuation.tokens for continuation in found])
+        return seen
+
+    for seen in run_ranks(4, rank_main):
+        for name, (cached, found) in seen.items():
+            cut = [text[: text.index(end)] if end in text else text for text in texts[name][:3] for end in ends[name]]
+            assert (cached, found) == (True, cut), name
+
+
+@pytest.mark.parametrize("name", ALL_MODELS)
+def test_export_keeps_names_layouts_and_values(tmp_path: Path, name: str) -> None:
+    """gpt-oss stores experts the other way round, others one by one; bfloat16 rounds once."""
+    reference = save_tiny(name, tmp_path / "model")
+    export_checkpoint(tmp_path / "model", tmp_path / "out", torch.float32)
+    before, after = (load_file(tmp_path / folder / "model.safetensors") for folder in ("model", "out"))
+    assert before.keys() == after.keys()
+    assert [key for key, value in before.items() if not torch.equal(value, after[key])] == []
+    export_checkpoint(tmp_path / "model", tmp_path / "small", torch.bfloat16)
+    small = load_file(tmp_path / "small" / "model.safetensors")
+    rounded = [key for key, value in small.items() if value.dtype == torch.bfloat16]
+    assert [key for key in rounded if not torch.equal(small[key], before[key].bfloat16())] == []
+    assert {key for key in small if key not in rounded} <= {k for k in small if k.endswith("e_score_correction_bias")}
+    loaded, info = type(reference).from_pretrained(tmp_path / "small", output_loading_info=True)
+    assert {key: value for key, value in info.items() if value} == {}
+    assert loaded.dtype == torch.bfloat16
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_model_with_a_state_generates_by_full_forwards_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AutoModelForCausalLM, MambaConfig
+
+    config = MambaConfig(vocab_size=96, hidden_size=16, num_hidden_layers=2, state_size=4, time_step_rank=4)
+    torch.manual_seed(0)
+    reference = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for param in reference.parameters():
+            param.mul_(3.0)  # else it repeats the last token
+    reference.save_pretrained(tmp_path)
+    model, _ = load_model(tmp_path, any_model_config_from_hf(tmp_path, "test"), "float32", CPU)
+    said: list[str] = []
+    monkeypatch.setattr("titanlite.generate.logger.info", lambda text, *values: said.append(text % values))
+    found = generate(model, PROMPTS, max_new_tokens=NEW_TOKENS, device=CPU)
+    assert [continuation.tokens for continuation in found] == greedy(reference)
+    assert said == ["generate: MambaForCausalLM keeps no keys and values: every token costs a full forward"]
+
+
+def test_the_commands_take_a_folder_of_any_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Generate, inspect and export through the command line; here a vision-language model, with a text prompt."""
+    folder = tmp_path / "llava"
+    save_tiny_llava(folder)
+    options = ["--model", folder, "--prompt", "what is this", "--max-new-tokens", "4"]
+    assert main(["generate", *map(str, options)]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("what is this") and len(out.split()) >= 4
+    assert "1 prompts, 4 new tokens" in err and "keeps no keys" not in err
+    config = tmp_path / "job.toml"
+    config.write_text(f'checkpoint.initial_load_path = "{folder}"\ntraining.seq_len = 16\n')
+    options = [folder, "--config", config, "--world-size", "4", "--parallelism.tensor_parallel_degree=2"]
+    assert main(["inspect", *map(str, options)]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [row[0] for row in rows if len(row) == 8 and row[0].isdigit()] == ["0", "1", "2", "3"]
+    assert main(["export", str(folder), str(tmp_path / "out"), "--dtype", "float32"]) == 0
+    before, after = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "out"))
+    assert before.keys() == after.keys()
+    assert {"processor_config.json", "tokenizer.json"} <= {path.name for path in (tmp_path / "out").iterdir()}
+    options = ["--model", folder, "--prompt", "this", "--max-new-tokens", "4", "--tp", "2"]
+    assert main(["generate", *map(str, options)]) == 2
+    assert "does not divide the world size (1)" in capsys.readouterr().err

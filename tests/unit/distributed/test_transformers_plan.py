@@ -1,0 +1,89 @@
+"""The plans of transformers' classes as styles of modules, and what is refused before anything is sharded."""
+
+from typing import Any
+
+import pytest
+from tiny_transformers import ALL_MODELS
+from torch import nn
+
+from titanlite.distributed.transformers_plan import resolve_tensor_parallel_plan
+from titanlite.errors import ConfigError
+from titanlite.models.hf_config import transformers_config
+from titanlite.models.transformers_model import TransformersModel, build_transformers
+
+
+def build(name: str, **changes: Any) -> TransformersModel:
+    return build_transformers(transformers_config(ALL_MODELS[name]().to_dict() | changes, "test"))
+
+
+def styles(name: str) -> dict[str, str]:
+    """Of the first layers and of what lies outside."""
+    found = resolve_tensor_parallel_plan(build(name), 2)
+    return {key: style for key, style in found.items() if "layers" not in key or "layers.0." in key}
+
+
+def test_a_plan_becomes_styles_of_modules() -> None:
+    assert styles("phi") == {
+        "lm_head": "colwise_gather",
+        "model.embed_tokens": "embedding_rows",
+        "model.layers.0.self_attn.q_proj": "colwise",
+        "model.layers.0.self_attn.k_proj": "colwise",
+        "model.layers.0.self_attn.v_proj": "colwise",
+        "model.layers.0.self_attn.dense": "rowwise",
+        "model.layers.0.mlp.fc1": "colwise",
+        "model.layers.0.mlp.fc2": "rowwise",
+    }
+    assert styles("phi3")["model.layers.0.self_attn.qkv_proj"] == "colwise_gather"
+    assert styles("phi3")["model.layers.0.mlp.down_proj"] == "rowwise_split"
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "deepseek_v3", "glm4_moe"])
+def test_experts_are_never_split_inside(name: str) -> None:
+    found = resolve_tensor_parallel_plan(build(name), 2)
+    assert found and not [key for key in found if ".experts" in key]
+
+
+def test_what_shares_a_weight_is_split_with_it() -> None:
+    """A head that the plan forgets would otherwise take the embedding's part for the whole."""
+    model = build("qwen3")
+    del model.transformers_model._tp_plan["lm_head"]
+    assert resolve_tensor_parallel_plan(model, 2)["lm_head"] == "colwise_gather"
+    model.transformers_model._tp_plan["lm_head"] = "rowwise_split_input"
+    with pytest.raises(ConfigError, match=r"lm_head and model\.embed_tokens share a weight, which .* in two ways"):
+        resolve_tensor_parallel_plan(model, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "changes", "plan", "message"),
+    [
+        ("llama", 4, {}, {}, r"model\.layers\.\*\.self_attn\.k_proj has 2 heads of width 8, which do not go round"),
+        ("llama", 3, {}, {}, r"mlp\.down_proj\.weight \(32, 48\)|k_proj\.weight \(16, 32\): dim 0 does not go into 3"),
+        ("llama", 2, {}, {"model.norm": "sequence_parallel"}, "model.norm has style 'sequence_parallel' in the plan"),
+        ("llama", 2, {}, {"model.layers.*.mlp.up_proj": "packed_colwise"}, "up_proj has style 'packed_colwise'"),
+        ("llama", 2, {}, {"model.norm.weight": "colwise"}, r"model\.norm\.weight has style 'colwise'"),
+        ("llama", 2, {}, {"model.norm": "colwise"}, "model.norm is a LlamaRMSNorm, and its style .* splits Linears"),
+    ],
+)
+def test_what_cannot_be_split_is_said_once(
+    name: str, size: int, changes: dict[str, Any], plan: dict[str, str], message: str
+) -> None:
+    model = build(name, **changes)
+    model.transformers_model._tp_plan.update(plan)
+    with pytest.raises(ConfigError, match=message) as caught:
+        resolve_tensor_parallel_plan(model, size)
+    lines = str(caught.value).splitlines()
+    assert len(set(lines)) == len(lines)
+    assert "LlamaForCausalLM cannot be split over tensor_parallel_degree" in lines[0]
+    assert lines[-1].endswith("Set another degree, or 1 to shard by FSDP alone.")
+
+
+def test_a_class_without_a_plan_and_a_table_with_a_bound_are_refused() -> None:
+    model = build("llama")
+    embedding = model.transformers_model.get_input_embeddings()
+    assert isinstance(embedding, nn.Embedding)
+    embedding.max_norm = 1.0
+    with pytest.raises(ConfigError, match="embed_tokens has a max_norm"):
+        resolve_tensor_parallel_plan(model, 2)
+    model.transformers_model._tp_plan.clear()
+    with pytest.raises(ConfigError, match=r"LlamaForCausalLM carries no tensor-parallel plan\. Set it to 1"):
+        resolve_tensor_parallel_plan(model, 2)

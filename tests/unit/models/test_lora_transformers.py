@@ -1,0 +1,118 @@
+"""LoRA in models of transformers: what is trained, and that peft and a merged export compute the same."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_transformers import VOCAB_SIZE, save_tiny
+
+from titanlite.checkpoint.adapter import adapter_checkpoint, adapter_files, write_adapter_config
+from titanlite.checkpoint.commit import commit_folder
+from titanlite.checkpoint.pretrained import weights_of
+from titanlite.config.schema import LoRASection
+from titanlite.errors import ConfigError
+from titanlite.export_checkpoint import export_merged
+from titanlite.materialize import Plan, materialize
+from titanlite.models.hf_config import transformers_config
+from titanlite.models.lora import adapted_modules, adapters_disabled, apply_lora, is_adapter
+from titanlite.models.transformers_model import TransformersModel, build_transformers
+
+# Both compute in float32 (6e-8) through 2 layers, in a different order of operations.
+BOUND = 1e-5
+RANK = 3
+
+
+def load(folder: Path, section: LoRASection, hf: dict[str, Any], *sources: Any) -> tuple[TransformersModel, Plan]:
+    """The model in `folder` with adapters that are not zero, unless they are read from `sources`."""
+    model = build_transformers(transformers_config(hf, "test"))
+    apply_lora(model, section, torch.float32)
+    plan = materialize(model, "cpu", [weights_of(folder, model), *sources], seed=1)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if is_adapter(name) and not sources:
+                param.copy_(torch.randn(param.shape, generator=generator) * 0.1)
+    return model, plan
+
+
+CASES = [
+    ("llama", "", False),
+    ("gemma3_text", "q_proj, mlp.*", True),
+    ("phi3", "", False),
+    ("mixtral", "", False),
+    ("mixtral", "experts.down_proj, v_proj", True),
+    ("gpt_oss", "", False),
+    ("gpt_oss", "layers.1.mlp.experts", False),
+    ("deepseek_v3", "", False),
+    ("qwen2_5_vl", "", False),
+]
+
+
+@pytest.mark.parametrize(("name", "targets", "rslora"), CASES, ids=[f"{n}-{t or 'all'}" for n, t, _ in CASES])
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft asks for it
+def test_peft_computes_the_same_from_what_was_saved(
+    tmp_path: Path, run_ranks: Callable[..., list[Any]], name: str, targets: str, rslora: bool
+) -> None:
+    from peft import PeftModel
+
+    reference = save_tiny(name, tmp_path / "base")
+    section = LoRASection(rank=RANK, alpha=12.0, targets=targets, use_rslora=rslora)
+    hf = reference.config.to_dict()
+    folder = tmp_path / "adapter"
+
+    def save() -> tuple[torch.Tensor, torch.Tensor, set[str]]:
+        model, plan = load(tmp_path / "base", section, hf)
+        model(tokens, tokens).cross_entropy.backward()
+        for key, param in model.named_parameters():
+            assert (param.grad is not None) <= param.requires_grad == is_adapter(key), key
+        trained = {key.split(".")[-2] for key, param in model.named_parameters() if param.grad is not None}
+        model.eval()
+        commit_folder(folder, adapter_files(plan), lambda path: write_adapter_config(path, model, section, "base"))
+        again, _ = load(tmp_path / "base", section, hf, adapter_checkpoint(folder, section))
+        expected = dict(model.named_parameters())
+        for key, param in again.named_parameters():
+            assert torch.equal(param, expected[key]), key
+        with torch.no_grad(), adapters_disabled(model):
+            off = model(tokens)
+        with torch.no_grad():
+            return model(tokens), off, trained
+
+    tokens = torch.randint(14, VOCAB_SIZE, (2, 9), generator=torch.Generator().manual_seed(0))
+    ((ours, off, trained),) = run_ranks(1, save)
+    with torch.no_grad():
+        assert (off - reference(tokens, use_cache=False).logits).abs().max() < BOUND
+        theirs = PeftModel.from_pretrained(reference, folder)
+        expected = theirs(input_ids=tokens, use_cache=False).logits
+    stored = load_file(folder / "adapter_model.safetensors")
+    loaded = {key.replace(".default", ""): p for key, p in theirs.named_parameters() if "lora_" in key}
+    assert loaded.keys() == stored.keys()
+    assert [key for key, param in loaded.items() if not torch.equal(param, stored[key])] == []
+    assert (ours - expected).norm() <= BOUND * expected.norm()
+    assert (off - expected).norm() > 1e-3 * expected.norm(), "the adapters do nothing"
+    export_merged(folder, tmp_path / "merged", torch.float32, tmp_path / "base")
+    merged, info = type(reference).from_pretrained(tmp_path / "merged", dtype=torch.float32, output_loading_info=True)
+    assert {key: value for key, value in info.items() if value} == {}
+    with torch.no_grad():
+        assert (merged.eval()(tokens, use_cache=False).logits - expected).norm() <= BOUND * expected.norm()
+    if not targets and name in ("mixtral", "gpt_oss", "deepseek_v3"):
+        assert "experts" in trained
+
+
+@pytest.mark.parametrize(
+    ("name", "targets", "words"),
+    [
+        ("llama", "lm_head", "'lm_head' matches lm_head, which cannot have an adapter"),
+        ("phi", "embed_tokens", "'embed_tokens' matches model.embed_tokens, which cannot have an adapter"),
+        ("mixtral", "gate", "'gate' matches model.layers.0.mlp.gate, which cannot have an adapter"),
+        ("mixtral", "w1", "'w1' matches no layer. Layers that can: q_proj, k_proj, v_proj, o_proj, gate_up_proj, down"),
+    ],
+)
+def test_targets_that_name_nothing(tmp_path: Path, name: str, targets: str, words: str) -> None:
+    model = build_transformers(transformers_config(save_tiny(name, tmp_path).config.to_dict(), "test"))
+    with pytest.raises(ConfigError) as error:
+        apply_lora(model, LoRASection(rank=RANK, targets=targets), torch.float32)
+    assert words in str(error.value)
+    assert adapted_modules(model) == {}
