@@ -1,28 +1,22 @@
-"""The trainer: the build order, and the loop. Read it from top to bottom.
+"""The trainer: the build order, and the loop. Read it from top to bottom; one step is `train_step.py`.
 
 config -> mesh -> build (meta) -> parallelize (meta) -> plan -> allocate -> fill -> verify -> optimizer -> train
 """
 
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from titanlite import heartbeat, stop, timers
+from titanlite import heartbeat, stop
 from titanlite.checkpoint import Checkpointer, Progress, Rewind, describe_versions, push_to_hub
 from titanlite.config import AnyModelConfig, JobConfig
 from titanlite.config.parallelism import Degrees
-from titanlite.data import IGNORE_INDEX, Batch, build_data
-from titanlite.distributed import (
-    ParallelDims,
-    clip_grad_norms,
-    init_distributed,
-    reduce_replicated_grads,
-)
+from titanlite.data import Batch, build_data
+from titanlite.distributed import ParallelDims, init_distributed
 from titanlite.environment import save_environment
 from titanlite.evaluate import build_evaluator
 from titanlite.faults import (
@@ -39,31 +33,11 @@ from titanlite.logger import logger
 from titanlite.machines import check_same_settings, check_shared_folder
 from titanlite.materialize import Plan, SourceProvider, materialize
 from titanlite.materialize.agree import on_first_rank
-from titanlite.metrics import (
-    MetricsLogger,
-    MoEState,
-    StepPoint,
-    build_profiler,
-    gather_ranks,
-    get_busy_seconds,
-    get_memory,
-    group_parameters,
-    record_event,
-    start_memory_history,
-    train_flops_per_token,
-)
+from titanlite.metrics import MetricsLogger, build_profiler, record_event, start_memory_history, train_flops_per_token
 from titanlite.model_card import render_model_card
 from titanlite.models.build import AnyModel
-from titanlite.objectives import ObjectiveSums, build_objective
-from titanlite.optim import (
-    ExpertBiasBalancer,
-    FiniteGuard,
-    build_lr_scheduler,
-    build_optimizer,
-    count_parameters,
-    lr_factor,
-    step_if_finite,
-)
+from titanlite.objectives import build_objective
+from titanlite.optim import build_optimizer, count_parameters, lr_factor
 from titanlite.results import Results
 from titanlite.run_plan import save_run_plan
 from titanlite.run_setup import (
@@ -71,67 +45,14 @@ from titanlite.run_setup import (
     check_data_order,
     check_device,
     check_vocabulary,
-    get_bias_update_rate,
     make_dump_folder,
 )
+from titanlite.train_step import TrainStep, Window
 
 _SAMPLE_TOKENS = 48
 
 
-def mean_of_finite(losses: Sequence[float]) -> float:
-    """Mean of the steps that were applied; nan if none was."""
-    finite = [loss for loss in losses if math.isfinite(loss)]
-    return sum(finite) / len(finite) if finite else math.nan
-
-
-@dataclass
-class StepResult:
-    """What one optimizer step leaves on the device; reading it synchronizes.
-
-    Attributes:
-        loss: mean loss over the global batch's units (tokens with a label, or pairs), float32 scalar.
-        grad_norm: gradient norm before clipping, float32 scalar.
-        group_norms: the same by group of parameters, float32 (groups,).
-        aux_loss: mean of the balance losses over the tokens with a label, float32 scalar; 0 without any.
-        tokens: tokens of the global batch, padding included.
-        tokens_per_expert: (layers, E) int64 over the global batch, or None for a dense model.
-        metrics: means of the objective's metrics, float32 (len(metric_names),).
-    """
-
-    loss: torch.Tensor
-    aux_loss: torch.Tensor
-    grad_norm: torch.Tensor
-    group_norms: torch.Tensor
-    tokens: int
-    tokens_per_expert: torch.Tensor | None
-    metrics: torch.Tensor
-
-
-@dataclass
-class Window:
-    """What happened since the last log line.
-
-    Attributes:
-        start: time in seconds at which it began.
-        tokens: tokens of all ranks.
-        losses: loss of each step, on the device.
-    """
-
-    start: float = field(default_factory=time.perf_counter)
-    tokens: int = 0
-    losses: list[torch.Tensor] = field(default_factory=list)
-
-    def add(self, result: StepResult) -> None:
-        """Count one step."""
-        self.tokens += result.tokens
-        self.losses.append(result.loss)
-
-    def loss_values(self) -> list[float]:
-        """Loss of each step. Synchronizes."""
-        return torch.stack(self.losses).tolist()
-
-
-class Trainer:
+class Trainer(TrainStep):
     """Builds everything from a checked configuration and trains. Every rank makes one and calls `train`."""
 
     def __init__(
@@ -163,27 +84,20 @@ class Trainer:
         torch.manual_seed(job.training.seed + self.dims.dp_rank)  # dropout: ranks with other data drop other elements
         # Of a checkpoint, or the modules' own: random.
         self.model, self.plan = self.build_sharded(model_config, self.checkpointer.weight_sources)
-        self.optimizer = build_optimizer(self.model, job.optimizer)
-        self.checkpointer.load_state(self.plan, self.optimizer, self.device)
-        self.lr_scheduler = build_lr_scheduler(self.optimizer, job.lr_scheduler, job.training.steps, self.step)
+        optimizer = build_optimizer(self.model, job.optimizer)
+        self.checkpointer.load_state(self.plan, optimizer, self.device)
+        objective = build_objective(job, self.loader.dataset.form)
+        super().__init__(job, self.dims, self.device, self.model, optimizer, objective, self.step)
         if start is not None:
             check_data_order(start, self.loader)
             jumps = [(rewind.spike_step - 1, rewind.samples) for rewind in self.rewinds]
             self.loader.start_from(start.step, start.samples, jumps)
-        self.objective = build_objective(job, self.loader.dataset.form)
         self.results = Results(job, None if start is None else start.results)
         self.evaluator = build_evaluator(job, self.loader.dataset, self.tokenizer, model_config, self.dims, self.device)
-        self.balancer = ExpertBiasBalancer(self.model, get_bias_update_rate(job, model_config))
-        self.has_aux_loss = bool(job.moe.aux_loss_coeff or job.moe.z_loss_coeff)
-        self.timer = timers.StepTimer(self.device)
-        timers.activate(self.timer)
-        self.grad_groups = group_parameters(self.model, whole=not job.metrics.grad_norm_groups)
-        self.stopping = False
-        self.rewind: Rewind | None = None  # set when this training is to end, and go on from an earlier checkpoint
-        most_bad = job.training.max_nonfinite_steps if job.training.on_nonfinite == "skip" else 1
-        self.finite_guard = FiniteGuard(self.device, most_bad)
         self.divergence = DivergenceCheck(job, self.plan, self.optimizer, self.dims.dp_rank, self.step)
         self.spikes = SpikeDetector(job.spike)
+        self.stopping = False
+        self.rewind: Rewind | None = None  # set when this training is to end, and go on from an earlier checkpoint
 
         self.metrics = MetricsLogger(
             job,
@@ -255,7 +169,7 @@ class Trainer:
                 if self.step % job.metrics.log_freq == 0 or self.step == 1 or last:
                     self.raise_if_not_finite()  # synchronization point: the device has finished this step
                     losses = window.loss_values()
-                    self.metrics.log_step(self.describe_step(result, window, mean_of_finite(losses), learning_rate))
+                    self.metrics.log_step(self.describe(result, window, losses, learning_rate))
                     self.rewind = self.find_rewind(losses)
                     window = Window()
                 if self.rewind is not None:
@@ -272,90 +186,6 @@ class Trainer:
                 window.start += time.perf_counter() - pause  # no training time
         if self.rewind is None:
             self.finish()
-
-    def train_step(self, micro_batches: list[Batch]) -> StepResult:
-        """One optimizer step over this rank's micro-batches. Collective: every rank must call.
-
-        The loss of every micro-batch is divided by the number of units (tokens with a label, or pairs) in the *global*
-        batch, so gradients are sums over ranks and micro-batches, whatever the mesh and however unevenly the units are
-        spread.
-        """
-        objective = self.objective
-        units, valid_tokens = self.count_units(micro_batches)
-        losses_finite = []
-        sums = torch.zeros(2 + len(objective.metric_names), device=self.device)
-        for batch in micro_batches:
-            self.enter("forward")
-            losses = objective(self.model, batch)
-            self.enter("backward")
-            self.scaled_loss(losses, units, valid_tokens).backward()
-            # tp ranks hold the same losses, but the balance losses of their own positions.
-            aux_sum = losses.aux * self.dims.degrees.tp
-            sums += torch.cat([torch.stack([losses.loss, aux_sum]).detach(), losses.metrics])
-            losses_finite.append((losses.loss + losses.aux).detach().isfinite())
-            self.balancer.accumulate()
-        sums = self.sum_over_data(sums)
-
-        self.enter("optimizer")
-        reduce_replicated_grads(self.model.parameters(), self.dims.tp_mesh)
-        grad_norm, group_norms = clip_grad_norms(self.grad_groups, self.job.training.max_norm)
-        self.step += 1
-        finite = grad_norm.to(self.device).isfinite() & sums[:2].isfinite().all()  # both are global
-        apply = self.finite_guard.admit(self.step, finite, torch.stack(losses_finite)).to(grad_norm.device)
-        step_if_finite(self.optimizer, apply)
-        self.lr_scheduler.step()
-        self.optimizer.zero_grad()
-        tokens_per_expert = self.balancer.step(apply)
-
-        tokens = sum(batch.tokens.numel() for batch in micro_batches) * self.dims.degrees.dp
-        means = sums / units
-        aux_loss = sums[1] / valid_tokens
-        return StepResult(means[0], aux_loss, grad_norm, group_norms, tokens, tokens_per_expert, means[2:])
-
-    def enter(self, phase: str) -> None:
-        """Say what this rank does from now on: for the time split, and for whoever looks after ranks that hang."""
-        self.timer.start(phase)
-        heartbeat.beat(phase, self.step + 1)
-
-    def describe_step(self, result: StepResult, window: Window, loss: float, learning_rate: float) -> StepPoint:
-        """The point of this log step, with what every rank measured. Collective: every rank must call. Synchronizes."""
-        self.timer.start(None)
-        seconds, phases = time.perf_counter() - window.start, self.timer.read()
-        busy = {"busy_s": get_busy_seconds(phases), "data_s": phases.get("data", 0.0)}
-        norms = dict(zip(self.grad_groups, result.group_norms.tolist(), strict=True))
-        moe, bias_range, row_errors = None, self.balancer.bias_range(), self.balancer.take_row_errors()
-        if result.tokens_per_expert is not None and bias_range is not None and row_errors is not None:
-            moe = MoEState(result.tokens_per_expert, bias_range, row_errors)
-        return StepPoint(
-            self.step,
-            loss=loss,
-            grad_norm=result.grad_norm.item(),
-            lr=learning_rate,
-            tokens=window.tokens,
-            seconds=seconds,
-            phases=phases,
-            ranks=gather_ranks(busy | get_memory(self.device)),
-            group_norms=norms if len(norms) > 1 else {},
-            moe=moe,
-            extra=self.extra_metrics(result),
-        )
-
-    def count_units(self, micro_batches: list[Batch]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Units, and tokens with a label, of the global batch. Collective: every rank must call."""
-        counts = [torch.stack([self.objective.count(b), (b.labels != IGNORE_INDEX).sum()]) for b in micro_batches]
-        units, valid_tokens = self.sum_over_data(torch.stack(counts).sum(dim=0)).unbind()
-        return units, valid_tokens
-
-    def scaled_loss(self, losses: ObjectiveSums, units: torch.Tensor, valid_tokens: torch.Tensor) -> torch.Tensor:
-        """What backward of a micro-batch begins with: its share of the mean over the global batch."""
-        return losses.loss / units + losses.aux / valid_tokens
-
-    def extra_metrics(self, result: StepResult) -> dict[str, float]:
-        """What this run has beside the loss, for the log. Synchronizes."""
-        found = dict(zip(self.objective.metric_names, result.metrics.tolist(), strict=True))
-        if self.job.training.on_nonfinite == "skip":
-            found["nonfinite_steps"] = float(self.finite_guard.total)
-        return found | ({"loss/aux": result.aux_loss.item()} if self.has_aux_loss else {})
 
     @torch.no_grad()
     def validate(self) -> float:
@@ -394,14 +224,6 @@ class Trainer:
         values = {f"eval/{result.name}": result.score, "eval/ended": result.ended, "eval/seconds": result.seconds}
         self.metrics.log_evaluation(self.step, values, [asdict(example) for example in result.examples])
         return self.results.add_evaluation(self.step, result.name, result.score)
-
-    def sum_over_data(self, value: torch.Tensor) -> torch.Tensor:
-        """Sum of `value` over the data-parallel ranks; tp ranks of one group hold the same value and count once."""
-        value = value.clone()
-        with timers.collective():
-            dist.all_reduce(value)
-        tp = self.dims.degrees.tp
-        return value // tp if value.dtype == torch.int64 else value / tp
 
     def raise_if_not_finite(self) -> None:
         """Say where a loss or gradient since the last look was not finite; end the run if it may not go on.

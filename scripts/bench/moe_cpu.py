@@ -8,7 +8,7 @@ Part `layer`: forward and backward of titanlite's `MoE` and of transformers' `Qw
 
 Part `step`: a Qwen3-MoE on gloo ranks, from one Hugging Face checkpoint made on the spot, in freshly forked processes:
 
-titanlite              `Trainer.train_step` with the experts split over the ranks (EP), the rest by FSDP2, gathered once
+titanlite              the trainer's step with the experts split over the ranks (EP), the rest by FSDP2, gathered once
 titanlite_fsdp         the same with all parameters sharded by FSDP2, as in the ways below
 titanlite_fsdp_packed  the same with document ids, as titanlite's own data has them, and so with an attention mask
 fsdp2                  transformers' model, `fully_shard` on each layer and the root, `clip_grad_norm_`, fused AdamW

@@ -93,7 +93,7 @@ def make_tokens(step: int) -> torch.Tensor:
 def build_titanlite(
     folder: Path, *, packed: bool = False, expert_parallel: bool = False
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """`Trainer.train_step` on a model sharded on meta and read from `folder`."""
+    """`TrainStep` on a model sharded on meta and read from `folder`."""
     from titanlite.checkpoint import hf_checkpoint
     from titanlite.config import JobConfig
     from titanlite.config.parallelism import Degrees
@@ -104,37 +104,25 @@ def build_titanlite(
     from titanlite.models.decoder import build_decoder
     from titanlite.models.families import model_config_from_hf
     from titanlite.objectives import NextToken
-    from titanlite.optim import ExpertBiasBalancer, FiniteGuard, build_lr_scheduler, build_optimizer
-    from titanlite.run_setup import configure, get_bias_update_rate
-    from titanlite.trainer import Trainer
+    from titanlite.optim import build_optimizer
+    from titanlite.run_setup import configure
+    from titanlite.train_step import TrainStep
 
-    class Stepper(Trainer):
-        """The trainer without its data, checkpoints and metrics."""
-
-        def __init__(self) -> None:
-            keep_freed_memory()  # as `init_distributed` does
-            job, config, self.device = JobConfig(), model_config_from_hf(folder), torch.device("cpu")
-            job.optimizer.lr, job.optimizer.weight_decay = _LEARNING_RATE, _WEIGHT_DECAY
-            job.optimizer.beta1, job.optimizer.beta2 = _BETAS
-            job.lr_scheduler.warmup_steps, job.lr_scheduler.min_lr_factor = 0, 1.0
-            job.training.max_norm = _MAX_NORM
-            job.activation_checkpoint.mode = "none"
-            self.job, self.step = job, 0
-            ranks = dist.get_world_size()
-            if expert_parallel:
-                job.parallelism.fsdp_reshard_after_forward = "never"
-            self.dims = ParallelDims.build(Degrees(dp_shard=ranks, ep=ranks if expert_parallel else 1), "cpu")
-            self.model = build_decoder(config)
-            configure(self.model, job, self.device)
-            parallelize(self.model, job, self.dims, "cpu")
-            materialize(self.model, self.device, [hf_checkpoint(folder, config)])
-            self.optimizer = build_optimizer(self.model, job.optimizer)
-            self.lr_scheduler = build_lr_scheduler(self.optimizer, job.lr_scheduler, job.training.steps)
-            self.objective = NextToken()
-            self.balancer = ExpertBiasBalancer(self.model, get_bias_update_rate(job, config))
-            self.finite_guard = FiniteGuard(self.device)
-
-    trainer = Stepper()
+    keep_freed_memory()  # as `init_distributed` does
+    job, config, device, ranks = JobConfig(), model_config_from_hf(folder), torch.device("cpu"), dist.get_world_size()
+    job.optimizer.lr, job.optimizer.weight_decay = _LEARNING_RATE, _WEIGHT_DECAY
+    job.optimizer.beta1, job.optimizer.beta2 = _BETAS
+    job.lr_scheduler.warmup_steps, job.lr_scheduler.min_lr_factor = 0, 1.0
+    job.training.max_norm = _MAX_NORM
+    job.activation_checkpoint.mode = "none"
+    if expert_parallel:
+        job.parallelism.fsdp_reshard_after_forward = "never"
+    dims = ParallelDims.build(Degrees(dp_shard=ranks, ep=ranks if expert_parallel else 1), "cpu")
+    model = build_decoder(config)
+    configure(model, job, device)
+    parallelize(model, job, dims, "cpu")
+    materialize(model, device, [hf_checkpoint(folder, config)])
+    trainer = TrainStep(job, dims, device, model, build_optimizer(model, job.optimizer), NextToken())
 
     def step(tokens: torch.Tensor) -> torch.Tensor:
         labels = nn.functional.pad(tokens[:, 1:], (0, 1), value=IGNORE_INDEX)

@@ -4,7 +4,7 @@
     python scripts/bench/train_gpu.py                  # under 8 minutes on an H200
     python scripts/bench/train_gpu.py --quick          # four variants, about 2 minutes
 
-Full width, full vocabulary, fewer layers, random tokens, real routing. A step is `Trainer.train_step`: forward,
+Full width, full vocabulary, fewer layers, random tokens, real routing. A step is `TrainStep.train_step`: forward,
 backward, gradient norm and clipping, AdamW; weights, gradients and states in float32, computation in bfloat16.
 transformers runs the same batch with grouped_mm experts and sdpa: once all in bfloat16, weights and AdamW's states
 too (so its optimizer moves half the bytes), once under FSDP2 with float32 states as titanlite does, and once with
@@ -64,9 +64,9 @@ from titanlite.models.decoder import build_decoder
 from titanlite.models.families import families, family_of
 from titanlite.models.hf_experts import use_titanlite_experts
 from titanlite.objectives import NextToken
-from titanlite.optim import ExpertBiasBalancer, FiniteGuard, build_lr_scheduler, build_optimizer
+from titanlite.optim import build_optimizer
 from titanlite.run_setup import configure
-from titanlite.trainer import Trainer
+from titanlite.train_step import TrainStep
 
 STATE_BYTES = 44  # per parameter: cast 4 + 2, gradient 2 + 4, norm 4, AdamW reads 4 x 4 and writes 3 x 4
 _Row = dict[str, Any]
@@ -172,8 +172,8 @@ def make_batches(
     return batches
 
 
-class BenchTrainer(Trainer):
-    """A `Trainer` with everything that `train_step` uses, without data, files and checkpoints."""
+class BenchTrainer(TrainStep):
+    """The trainer's steps, without its data, files and checkpoints."""
 
     def __init__(self, config: ModelConfig, seq_len: int, sequences: int, device: torch.device) -> None:
         job = JobConfig()
@@ -182,17 +182,13 @@ class BenchTrainer(Trainer):
         job.moe.grouped_gemm = "torch"
         # So low that routing stays as it was when variants come one after the other.
         job.optimizer.lr, job.lr_scheduler.warmup_steps = 1e-7, 1
-        self.job, self.device, self.dims = job, device, ParallelDims.build(Degrees(), device.type)
-        self.model = build_decoder(config, getattr(torch, job.training.dtype))
-        configure(self.model, job, device)
-        parallelize(self.model, job, self.dims, device.type)
-        self.plan = materialize(self.model, device, seed=job.training.seed, buffer_device=device)
-        self.optimizer = build_optimizer(self.model, job.optimizer)
-        self.lr_scheduler = build_lr_scheduler(self.optimizer, job.lr_scheduler, 1_000_000)
-        self.objective = NextToken()
-        self.balancer = ExpertBiasBalancer(self.model, 0.0)
-        self.step = 0
-        self.finite_guard = FiniteGuard(device)
+        job.training.steps = 1_000_000
+        dims = ParallelDims.build(Degrees(), device.type)
+        model = build_decoder(config, getattr(torch, job.training.dtype))
+        configure(model, job, device)
+        parallelize(model, job, dims, device.type)
+        self.plan = materialize(model, device, seed=job.training.seed, buffer_device=device)
+        super().__init__(job, dims, device, model, build_optimizer(model, job.optimizer), NextToken())
 
     def choose(self, variant: Variant) -> None:
         """Switch to `variant`, in the order of `parallelize`: checkpointing wraps forwards, compile wraps that.

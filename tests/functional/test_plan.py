@@ -103,7 +103,7 @@ def measure(checked: Checked) -> dict[str, Any]:
     params = list(trainer.model.parameters())
 
     batches = trainer.loader.micro_batches(1)
-    held = [*params, *trainer.model.buffers(), *states, trainer.first_bad_step]
+    held = [*params, *trainer.model.buffers(), *states, *trainer.finite_guard.state()]
     held += [value for batch in batches for value in vars(batch).values()]
     held += [trainer.balancer.counts] if hasattr(trainer.balancer, "counts") else []
     recorder = StepRecorder(held)

@@ -46,6 +46,10 @@ class FiniteGuard:
         self._flags: torch.Tensor | None = None  # losses_finite of step first_new
         self._seen = 0
 
+    def state(self) -> list[torch.Tensor]:
+        """Every tensor that is kept from step to step."""
+        return [self._state] if self._flags is None else [self._state, self._flags]
+
     @torch.no_grad()
     def admit(self, step: int, finite: torch.Tensor, losses_finite: torch.Tensor | None = None) -> torch.Tensor:
         """True, as a bool scalar on the device, if step `step` (counted from 1) is to be applied.

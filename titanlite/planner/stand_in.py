@@ -1,6 +1,6 @@
 """A trainer without memory: titanlite's own model, optimizer and step on fake tensors of a fake rank.
 
-Parameters are described and sharded by the functions of a real run, FSDP2's hooks run, and `Trainer.train_step` is the
+Parameters are described and sharded by the functions of a real run, FSDP2's hooks run, and `TrainStep` is the
 trainer's. Only the tensors have no data, and the process group has no other ranks.
 """
 
@@ -25,37 +25,29 @@ from titanlite.materialize.execute import exchange, sharded_like
 from titanlite.models.build import AnyModel
 from titanlite.objectives import DPO, AdaptersOff, NextToken, ObjectiveSums
 from titanlite.ops.planned import plan_for_device
-from titanlite.optim import ExpertBiasBalancer, build_lr_scheduler, build_optimizer, step_if_finite
+from titanlite.optim import build_optimizer, step_if_finite
 from titanlite.planner.tracker import GRADIENTS, StepRecorder, fixed_scalars
-from titanlite.run_setup import build_on_meta, get_bias_update_rate
-from titanlite.trainer import Trainer
+from titanlite.run_setup import build_on_meta
+from titanlite.train_step import TrainStep
 
 DeviceType = Literal["cuda", "cpu"]
 
 
-class StandInTrainer(Trainer):
-    """A `Trainer` with everything that `train_step` uses, for a run on `device_type`, as a rank of `fake_ranks`.
-
-    Use it inside `without_data`. The parts that need data, files or the network are not there.
-    """
+class StandInTrainer(TrainStep):
+    """The steps of a run on `device_type`, as a rank of `fake_ranks`. Use it inside `without_data`."""
 
     def __init__(self, job: JobConfig, model_config: AnyModelConfig, degrees: Degrees, device_type: DeviceType) -> None:
-        self.job, self.device = job, torch.device("cpu")  # where fake tensors are; FSDP2 needs no streams there
-        self.dims = ParallelDims.build(degrees, "cpu")
+        device = torch.device("cpu")  # where fake tensors are; FSDP2 needs no streams there
+        dims = ParallelDims.build(degrees, "cpu")
         # A mesh looks its ranks up when it is made, so all are made before tensors have no data.
-        assert all([self.dims.tp_mesh, self.dims.ep_mesh, self.dims.fsdp_mesh, self.dims.expert_fsdp_mesh])
-        self.model = build_on_meta(job, model_config, self.dims, torch.device(device_type))
-        self.plan = build_plan(self.model)
+        assert all([dims.tp_mesh, dims.ep_mesh, dims.fsdp_mesh, dims.expert_fsdp_mesh])
+        model = build_on_meta(job, model_config, dims, torch.device(device_type))
+        self.plan = build_plan(model)
         with FakeTensorMode() as self.fake:
-            _allocate(self.plan, self.model)
-            self.optimizer = build_optimizer(self.model, job.optimizer)
-            self.balancer = ExpertBiasBalancer(self.model, get_bias_update_rate(job, model_config))
-            self.first_bad_step = torch.full((), -1, dtype=torch.int64)
+            _allocate(self.plan, model)
+            super().__init__(job, dims, device, model, build_optimizer(model, job.optimizer), _build_objective(job))
             with fixed_scalars():
                 self._make_optimizer_states()
-        self.lr_scheduler = build_lr_scheduler(self.optimizer, job.lr_scheduler, max(job.training.steps, 1))
-        self.objective = _build_objective(job)
-        self.step = 0
 
     def _make_optimizer_states(self) -> None:
         """As a first step makes them; DTensor then works on tensors of global size, which are no memory of a run."""
@@ -69,7 +61,7 @@ class StandInTrainer(Trainer):
         yield from self.model.parameters()
         yield from self.model.buffers()
         yield from self.optimizer_states()
-        yield self.first_bad_step
+        yield from self.finite_guard.state()
         if hasattr(self.balancer, "counts"):
             yield self.balancer.counts
 
@@ -104,7 +96,7 @@ def without_data(trainer: StandInTrainer, device_type: DeviceType) -> Iterator[N
 
 
 @contextmanager
-def observed(trainer: Trainer, recorder: StepRecorder) -> Iterator[None]:
+def observed(trainer: TrainStep, recorder: StepRecorder) -> Iterator[None]:
     """Tell `recorder` where stretches of a step begin, while `trainer` makes one. Works on real trainers, too."""
     model, objective, balancer = trainer.model, trainer.objective, trainer.balancer
     layers = model.decoder_layers()

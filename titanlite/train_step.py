@@ -1,0 +1,213 @@
+"""One optimizer step on whatever mesh: forward, backward, reduction, clipping, update, and what is logged of it."""
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from titanlite import heartbeat, timers
+from titanlite.config import JobConfig
+from titanlite.data import IGNORE_INDEX, Batch
+from titanlite.distributed import ParallelDims, clip_grad_norms, reduce_replicated_grads
+from titanlite.metrics import MoEState, StepPoint, gather_ranks, get_busy_seconds, get_memory, group_parameters
+from titanlite.models.build import AnyModel
+from titanlite.objectives import Objective, ObjectiveSums
+from titanlite.optim import (
+    ExpertBiasBalancer,
+    FiniteGuard,
+    build_lr_scheduler,
+    step_if_finite,
+)
+from titanlite.run_setup import get_bias_update_rate
+
+
+@dataclass
+class StepResult:
+    """What one optimizer step leaves on the device; reading it synchronizes.
+
+    Attributes:
+        loss: mean loss over the global batch's units (tokens with a label, or pairs), float32 scalar.
+        grad_norm: gradient norm before clipping, float32 scalar.
+        group_norms: the same by group of parameters, float32 (groups,).
+        aux_loss: mean of the balance losses over the tokens with a label, float32 scalar; 0 without any.
+        tokens: tokens of the global batch, padding included.
+        tokens_per_expert: (layers, E) int64 over the global batch, or None for a dense model.
+        metrics: means of the objective's metrics, float32 (len(metric_names),).
+    """
+
+    loss: torch.Tensor
+    aux_loss: torch.Tensor
+    grad_norm: torch.Tensor
+    group_norms: torch.Tensor
+    tokens: int
+    tokens_per_expert: torch.Tensor | None
+    metrics: torch.Tensor
+
+
+@dataclass
+class Window:
+    """What happened since the last log line.
+
+    Attributes:
+        start: time in seconds at which it began.
+        tokens: tokens of all ranks.
+        losses: loss of each step, on the device.
+    """
+
+    start: float = field(default_factory=time.perf_counter)
+    tokens: int = 0
+    losses: list[torch.Tensor] = field(default_factory=list)
+
+    def add(self, result: StepResult) -> None:
+        """Count one step."""
+        self.tokens += result.tokens
+        self.losses.append(result.loss)
+
+    def loss_values(self) -> list[float]:
+        """Loss of each step. Synchronizes."""
+        return torch.stack(self.losses).tolist()
+
+
+class TrainStep:
+    """Makes steps on a sharded model, wherever model, optimizer and batches come from.
+
+    Args:
+        job: the run's configuration.
+        dims: the meshes that `model` is sharded over.
+        device: where batches are; the model's, unless it is offloaded.
+        step: optimizer steps done before.
+
+    Attributes:
+        step: optimizer steps done.
+        finite_guard: decides which steps are applied.
+    """
+
+    def __init__(
+        self,
+        job: JobConfig,
+        dims: ParallelDims,
+        device: torch.device,
+        model: AnyModel,
+        optimizer: torch.optim.Optimizer,
+        objective: Objective,
+        step: int = 0,
+    ) -> None:
+        self.job, self.dims, self.device = job, dims, device
+        self.model, self.optimizer, self.objective, self.step = model, optimizer, objective, step
+        self.lr_scheduler = build_lr_scheduler(optimizer, job.lr_scheduler, job.training.steps, step)
+        self.balancer = ExpertBiasBalancer(model, get_bias_update_rate(job, model.config))
+        self.grad_groups = group_parameters(model, whole=not job.metrics.grad_norm_groups)
+        most_bad = job.training.max_nonfinite_steps if job.training.on_nonfinite == "skip" else 1
+        self.finite_guard = FiniteGuard(device, most_bad)
+        self.timer = timers.StepTimer(device)
+        timers.activate(self.timer)
+
+    def train_step(self, micro_batches: list[Batch]) -> StepResult:
+        """One optimizer step over this rank's micro-batches. Collective: every rank must call.
+
+        The loss of every micro-batch is divided by the number of units (tokens with a label, or pairs) in the *global*
+        batch, so gradients are sums over ranks and micro-batches, whatever the mesh and however unevenly the units are
+        spread.
+        """
+        objective = self.objective
+        units, valid_tokens = self.count_units(micro_batches)
+        losses_finite = []
+        sums = torch.zeros(2 + len(objective.metric_names), device=self.device)
+        for batch in micro_batches:
+            self.enter("forward")
+            losses = objective(self.model, batch)
+            self.enter("backward")
+            self.scaled_loss(losses, units, valid_tokens).backward()
+            # tp ranks hold the same losses, but the balance losses of their own positions.
+            aux_sum = losses.aux * self.dims.degrees.tp
+            sums += torch.cat([torch.stack([losses.loss, aux_sum]).detach(), losses.metrics])
+            losses_finite.append((losses.loss + losses.aux).detach().isfinite())
+            self.balancer.accumulate()
+        sums = self.sum_over_data(sums)
+
+        self.enter("optimizer")
+        reduce_replicated_grads(self.model.parameters(), self.dims.tp_mesh)
+        grad_norm, group_norms = clip_grad_norms(self.grad_groups, self.job.training.max_norm)
+        self.step += 1
+        finite = grad_norm.to(self.device).isfinite() & sums[:2].isfinite().all()  # both are global
+        apply = self.finite_guard.admit(self.step, finite, torch.stack(losses_finite)).to(grad_norm.device)
+        step_if_finite(self.optimizer, apply)
+        self.lr_scheduler.step()
+        self.optimizer.zero_grad()
+        tokens_per_expert = self.balancer.step(apply)
+
+        tokens = sum(batch.tokens.numel() for batch in micro_batches) * self.dims.degrees.dp
+        means = sums / units
+        aux_loss = sums[1] / valid_tokens
+        return StepResult(means[0], aux_loss, grad_norm, group_norms, tokens, tokens_per_expert, means[2:])
+
+    def enter(self, phase: str) -> None:
+        """Say what this rank does from now on: for the time split, and for whoever looks after ranks that hang."""
+        self.timer.start(phase)
+        heartbeat.beat(phase, self.step + 1)
+
+    def count_units(self, micro_batches: list[Batch]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Units, and tokens with a label, of the global batch. Collective: every rank must call."""
+        counts = [torch.stack([self.objective.count(b), (b.labels != IGNORE_INDEX).sum()]) for b in micro_batches]
+        units, valid_tokens = self.sum_over_data(torch.stack(counts).sum(dim=0)).unbind()
+        return units, valid_tokens
+
+    def scaled_loss(self, losses: ObjectiveSums, units: torch.Tensor, valid_tokens: torch.Tensor) -> torch.Tensor:
+        """What backward of a micro-batch begins with: its share of the mean over the global batch."""
+        return losses.loss / units + losses.aux / valid_tokens
+
+    def sum_over_data(self, value: torch.Tensor) -> torch.Tensor:
+        """Sum of `value` over the data-parallel ranks; tp ranks of one group hold the same value and count once."""
+        value = value.clone()
+        with timers.collective():
+            dist.all_reduce(value)
+        tp = self.dims.degrees.tp
+        return value // tp if value.dtype == torch.int64 else value / tp
+
+    def describe(self, result: StepResult, window: Window, losses: Sequence[float], learning_rate: float) -> StepPoint:
+        """The point of a log step, with what every rank measured. Collective: every rank must call. Synchronizes.
+
+        Args:
+            result: of the latest step.
+            window: the steps since the last log step, the latest included.
+            losses: of these steps.
+            learning_rate: of the latest step.
+        """
+        self.timer.start(None)
+        seconds, phases = time.perf_counter() - window.start, self.timer.read()
+        busy = {"busy_s": get_busy_seconds(phases), "data_s": phases.get("data", 0.0)}
+        norms = dict(zip(self.grad_groups, result.group_norms.tolist(), strict=True))
+        moe, bias_range, row_errors = None, self.balancer.bias_range(), self.balancer.take_row_errors()
+        if result.tokens_per_expert is not None and bias_range is not None and row_errors is not None:
+            moe = MoEState(result.tokens_per_expert, bias_range, row_errors)
+        return StepPoint(
+            self.step,
+            loss=_mean_of_finite(losses),
+            grad_norm=result.grad_norm.item(),
+            lr=learning_rate,
+            tokens=window.tokens,
+            seconds=seconds,
+            phases=phases,
+            ranks=gather_ranks(busy | get_memory(self.device)),
+            group_norms=norms if len(norms) > 1 else {},
+            moe=moe,
+            extra=self._extra_metrics(result),
+        )
+
+    def _extra_metrics(self, result: StepResult) -> dict[str, float]:
+        """What this run has beside the loss, for the log. Synchronizes."""
+        found = dict(zip(self.objective.metric_names, result.metrics.tolist(), strict=True))
+        if self.job.training.on_nonfinite == "skip":
+            found["nonfinite_steps"] = float(self.finite_guard.total)
+        if self.job.moe.aux_loss_coeff or self.job.moe.z_loss_coeff:
+            found["loss/aux"] = result.aux_loss.item()
+        return found
+
+
+def _mean_of_finite(losses: Sequence[float]) -> float:
+    """Mean of the steps that were applied; nan if none was."""
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    return sum(finite) / len(finite) if finite else math.nan
