@@ -8,10 +8,12 @@ _USAGE = """usage: python -m titanlite COMMAND [arguments]
 
   train      train on one process: --config FILE [--section.key=value ...] (several: ./run_train.sh)
   check      check a configuration without starting anything: --config FILE --world-size N
+  plan       what a run will take, without a GPU: --config FILE --world-size N [--gpu NAME] [--sweep] [...]
   data       show what a run would train on: --config FILE [--samples N] [--world-size N] [--section.key=value ...]
   inspect    show what is in a checkpoint: DIR [--checksums] [--all] [--config FILE --world-size N ...]
   export     write a checkpoint as a plain Hugging Face model: DIR OUT --dtype bfloat16 [--merge --base MODEL]
   generate   continue prompts with a model: --model DIR --prompt TEXT [--chat] [--max-new-tokens N ...]
+  report     write an HTML page on a run: RUN [--output FILE] [--compare RUN2 ...]
   config     write docs/config.md from the schema (--check: only compare)"""
 
 
@@ -57,6 +59,11 @@ def _commands() -> dict[str, Callable[[Sequence[str]], int]]:
 
         return main(argv)
 
+    def plan(argv: Sequence[str]) -> int:
+        from titanlite.plan_run import main
+
+        return main(argv)
+
     def inspect(argv: Sequence[str]) -> int:
         from titanlite.inspect_checkpoint import main
 
@@ -72,14 +79,21 @@ def _commands() -> dict[str, Callable[[Sequence[str]], int]]:
 
         return main(argv)
 
+    def report(argv: Sequence[str]) -> int:
+        from titanlite.report import main
+
+        return main(argv)
+
     return {
         "train": train,
         "check": check,
         "config": config,
+        "plan": plan,
         "data": data,
         "inspect": inspect,
         "export": export,
         "generate": generate,
+        "report": report,
     }
 
 

@@ -50,7 +50,7 @@ class SaveError(CheckpointError):
 
 
 class TrainingError(TitanliteError):
-    """Training cannot go on: a loss or gradient is not finite."""
+    """Training cannot go on: a loss or gradient is not finite, or memory ran out."""
 
 
 class TransientError(TrainingError):

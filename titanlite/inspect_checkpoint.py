@@ -1,7 +1,6 @@
 """`python -m titanlite inspect DIR`: what is in a checkpoint, is it whole, and what would each rank read of it."""
 
 import argparse
-import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -12,21 +11,18 @@ from titanlite.checkpoint.adapter import read_adapter
 from titanlite.checkpoint.commit import MANIFEST_FILE, check_folder
 from titanlite.checkpoint.folder import ADAPTER_FILE, OWN_FOLDER, Stored, read_headers, read_json, read_model_headers
 from titanlite.checkpoint.header import DTYPES, StoredTensor, shown
+from titanlite.checkpoint.planned_reads import PlannedReads
 from titanlite.checkpoint.pretrained import weights_of
-from titanlite.checkpoint.reader import SafetensorsReader
 from titanlite.checkpoint.train_state import STATE_FILE
-from titanlite.checkpoint.transformers_checkpoint import ConvertingReader
 from titanlite.config import load_config
 from titanlite.distributed import ParallelDims, fake_ranks, parallelize
 from titanlite.errors import CheckpointError, TitanliteError
 from titanlite.materialize import build_plan
-from titanlite.materialize.replicas import share_out
-from titanlite.materialize.sources import Read
 from titanlite.models.build import build_model
 from titanlite.preflight import check
+from titanlite.tables import fold_names, format_count, format_size, format_table, texts_between_numbers
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_NUMBER = re.compile(r"(?<=\.)(\d{1,18})(?=\.|$)")
 _MOST_RANKS = 16
 
 
@@ -73,13 +69,13 @@ def show_folder(folder: Path, *, checksums: bool, every: bool) -> bool:
     print("\n".join([str(folder), *lines]))
     if has_manifest:
         looked_at = "sizes and checksums" if checksums else "sizes"
-        verdict = _count(len(problems), "problem") if problems else f"whole ({looked_at} match)"
+        verdict = format_count(len(problems), "problem") if problems else f"whole ({looked_at} match)"
         print("\n    ".join([f"  manifest   {verdict}", *problems]))
     else:
         print(f"  manifest   none; {MANIFEST_FILE} is written by titanlite only")
     if tensors:
         print()
-        _print_table(_rows(folder, tensors, every))
+        print(format_table(_rows(folder, tensors, every)))
     return bool(problems)
 
 
@@ -96,7 +92,8 @@ def _describe(folder: Path) -> tuple[list[str], list[StoredTensor]]:
     if (folder / STATE_FILE).exists():
         progress = Progress.read(folder)
         versions = ", ".join(f"{shown(name)} {shown(version)}" for name, version in progress.versions.items())
-        state = f"step {progress.step}, {progress.samples} samples, {_count(progress.world_size, 'rank')}, {versions}"
+        ranks = format_count(progress.world_size, "rank")
+        state = f"step {progress.step}, {progress.samples} samples, {ranks}, {versions}"
         lines += [f"  training   {state}", f"  data       {shown(progress.data)}"]
     return lines, [*model.tensors.values(), *own.tensors.values()]
 
@@ -104,7 +101,7 @@ def _describe(folder: Path) -> tuple[list[str], list[StoredTensor]]:
 def _describe_adapter(folder: Path, stored: Stored) -> str:
     config = read_adapter(folder)[1]
     size = sum(tensor.nbytes for tensor in stored.tensors.values())
-    return f"LoRA of rank {config.rank}, scaled by {config.scaling:g}, {_size(size)}, of {shown(config.base)}"
+    return f"LoRA of rank {config.rank}, scaled by {config.scaling:g}, {format_size(size)}, of {shown(config.base)}"
 
 
 def _describe_model(folder: Path, model: Stored) -> str:
@@ -118,35 +115,24 @@ def _describe_model(folder: Path, model: Stored) -> str:
     dtypes = ", ".join(sorted({_DTYPE_NAMES[tensor.dtype] for tensor in weights}))
     size = sum(tensor.nbytes for tensor in model.tensors.values())
     name = shown(config.get("model_type", "no model_type"))
-    return (
-        f"{name}, {numel / 1e6:,.1f} M parameters, {dtypes}, {_size(size)} in {_count(len(model.file_bytes), 'file')}"
-    )
+    files = format_count(len(model.file_bytes), "file")
+    return f"{name}, {numel / 1e6:,.1f} M parameters, {dtypes}, {format_size(size)} in {files}"
 
 
 def _rows(folder: Path, tensors: Iterable[StoredTensor], every: bool) -> list[tuple[str, ...]]:
     """One row per tensor, or per name, dtype and shape that differ only in the numbers of layers and experts."""
     groups: defaultdict[tuple[tuple[str, ...], str, tuple[int, ...]], list[StoredTensor]] = defaultdict(list)
     for tensor in tensors:
-        between = (tensor.key,) if every else tuple(_NUMBER.split(tensor.key)[::2])
+        between = (tensor.key,) if every else texts_between_numbers(tensor.key)
         groups[between, _DTYPE_NAMES[tensor.dtype], tensor.shape].append(tensor)
     rows = [("tensor", "count", "dtype", "shape", "size", "file")]
-    for (between, dtype, shape), held in groups.items():
+    for (_, dtype, shape), held in groups.items():
         files = sorted({str(tensor.file.relative_to(folder)) for tensor in held})
         where = files[0] if len(files) == 1 else f"{len(files)} files"
-        size = _size(sum(tensor.nbytes for tensor in held))
-        rows.append((_ranges(between, held), str(len(held)), dtype, str(shape), size, where))
+        size = format_size(sum(tensor.nbytes for tensor in held))
+        name = shown(fold_names([tensor.key for tensor in held]))
+        rows.append((name, str(len(held)), dtype, str(shape), size, where))
     return rows
-
-
-def _ranges(between: tuple[str, ...], held: Sequence[StoredTensor]) -> str:
-    """`layers.{0-47}.mlp` from the texts between the numbers of the names, and the numbers that occur."""
-    name = between[0]
-    if len(between) > 1:
-        columns = zip(*(_NUMBER.findall(tensor.key) for tensor in held), strict=True)
-        for column, text in zip(columns, between[1:], strict=True):
-            low, high = min(map(int, column)), max(map(int, column))
-            name += (str(low) if low == high else f"{{{low}-{high}}}") + text
-    return shown(name)
 
 
 def show_reads(folder: Path, overrides: Sequence[str], world_size: int) -> None:
@@ -160,47 +146,21 @@ def show_reads(folder: Path, overrides: Sequence[str], world_size: int) -> None:
         model = build_model(checked.model_config)
         parallelize(model, checked.job, ParallelDims.build(checked.degrees, "cpu"), "cpu")
         plan = build_plan(model, [weights_of(folder, model)])
-        reads = [entry for entry in plan.entries if isinstance(entry.source, Read)]
-        shares = list(share_out(entry.tensor for entry in reads))
+        reads = PlannedReads(plan)
         rows = [("rank", "holds", "reads", "receives", "files")]
         total = 0
         for rank in range(world_size):
-            held = read = 0
-            files: set[Path] = set()
-            for entry, share in zip(reads, shares, strict=True):
-                region, in_charge = share.place_of(rank)
-                assert isinstance(entry.source, Read)
-                reader = entry.source.reader
-                assert isinstance(reader, SafetensorsReader | ConvertingReader)
-                needed = reader.plan_bytes(entry.source.name, region)
-                held += sum(needed.values())
-                if in_charge:
-                    read += sum(needed.values())
-                    files.update(needed)
-            total += read
+            of_rank = reads.of_rank(rank)
+            total += of_rank.read
             if rank < _MOST_RANKS:
-                rows.append((str(rank), _size(held), _size(read), _size(held - read), str(len(files))))
+                received = format_size(of_rank.held - of_rank.read)
+                sizes = (format_size(of_rank.held), format_size(of_rank.read), received)
+                rows.append((str(rank), *sizes, str(len(of_rank.files))))
         print(f"\n{checked.degrees}, {world_size} ranks; bytes as they are on disk:\n")
-        _print_table(rows)
+        print(format_table(rows))
         if world_size > _MOST_RANKS:
             print(f"  ... and {world_size - _MOST_RANKS} ranks more")
         others = {type(entry.source).__name__.lower() for entry in plan.entries} - {"read"}
-        print(f"\n  all ranks together read {_size(total)}; {len(reads)} tensors come from the checkpoint,")
-        print(f"  {len(plan.entries) - len(reads)} do not ({', '.join(sorted(others)) or 'none'})")
-
-
-def _print_table(rows: Sequence[tuple[str, ...]]) -> None:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    for row in rows:
-        print("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def _size(nbytes: int) -> str:
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= scale:
-            return f"{nbytes / scale:.2f} {unit}"
-    return f"{nbytes} B"
+        num_read = reads.num_tensors
+        print(f"\n  all ranks together read {format_size(total)}; {num_read} tensors come from the checkpoint,")
+        print(f"  {len(plan.entries) - num_read} do not ({', '.join(sorted(others)) or 'none'})")

@@ -1,10 +1,15 @@
-"""One logger for the package. Rank 0 speaks; other ranks speak only from WARNING up, with their rank in front."""
+"""One logger for the package. Rank 0 speaks; other ranks speak only from WARNING up, with their rank in front.
+
+What rank 0 says goes to `log.txt` in the run's folder too.
+"""
 
 import logging
 import os
 import sys
+from pathlib import Path
 
 logger = logging.getLogger("titanlite")
+LOG_FILE = "log.txt"
 
 
 class _RankFormatter(logging.Formatter):
@@ -12,12 +17,43 @@ class _RankFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         rank = int(os.environ.get("RANK", "0"))
-        parts = [self.formatTime(record, "%H:%M:%S")]
+        parts = [self.formatTime(record, self.datefmt or "%H:%M:%S")]
         if rank:
             parts.append(f"[rank {rank}]")
         if record.levelno >= logging.WARNING:
             parts.append(record.levelname)
         return " ".join([*parts, record.getMessage()])
+
+
+class _FileHandler(logging.Handler):
+    """Keeps lines until it knows its file, then appends each to it. It gives up for good where it cannot write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.setFormatter(_RankFormatter(datefmt="%Y-%m-%d %H:%M:%S"))
+        self._path: Path | None = None
+        self._lines: list[str] = []
+
+    def open(self, path: Path) -> None:
+        """Append to `path` from now on, beginning with the lines so far."""
+        self._path = path
+        self._write()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._lines.append(self.format(record))
+        self._write()
+
+    def _write(self) -> None:
+        if self._path is None:
+            return
+        try:
+            # Opened each time: lines are few, and none is lost if the process is killed.
+            with self._path.open("a", encoding="utf-8") as file:
+                file.writelines(f"{line}\n" for line in self._lines)
+            self._lines.clear()
+        except OSError as error:  # a full disk ends the run elsewhere, where something is lost
+            logger.removeHandler(self)
+            logger.warning("cannot write %s: %s. The console has the log.", self._path, error.strerror or error)
 
 
 def setup_logger() -> None:
@@ -27,5 +63,14 @@ def setup_logger() -> None:
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(_RankFormatter())
     logger.addHandler(handler)
+    if os.environ.get("RANK", "0") == "0":
+        logger.addHandler(_FileHandler())
     logger.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING)
     logger.propagate = False
+
+
+def log_to_folder(folder: Path) -> None:
+    """Write rank 0's lines to `log.txt` in `folder` too, those since `setup_logger` included. A resumed run appends."""
+    for handler in logger.handlers:
+        if isinstance(handler, _FileHandler):
+            handler.open(folder / LOG_FILE)

@@ -8,14 +8,17 @@ import torch.distributed as dist
 from titanlite.checkpoint import Progress
 from titanlite.config import AnyModelConfig, JobConfig, TransformersConfig, save_resolved
 from titanlite.data import TrainLoader
+from titanlite.distributed import ParallelDims, base_dtype, parallelize
 from titanlite.errors import ConfigError, DataError
-from titanlite.logger import logger
-from titanlite.metrics.events import record_event
-from titanlite.models.build import AnyModel
+from titanlite.logger import log_to_folder, logger
+from titanlite.metrics import open_events, record_event
+from titanlite.models.build import AnyModel, build_model
 from titanlite.models.families import family_of
+from titanlite.models.lora import apply_lora
 from titanlite.models.transformers_model import TransformersModel
 from titanlite.notices import read_restart
 from titanlite.ops.grouped_gemm import resolve_backend
+from titanlite.optim import freeze_parameters
 
 
 def check_data_order(start: Progress, loader: TrainLoader) -> None:
@@ -38,7 +41,7 @@ def describe_start(step: int) -> None:
 
 
 def make_dump_folder(job: JobConfig, folder: Path) -> None:
-    """Make the run's folder and save the resolved configuration in it, on rank 0.
+    """Make the run's folder and save the resolved configuration in it, on rank 0. Log and events go there from now on.
 
     Raises:
         ConfigError: on all ranks, if rank 0 cannot write there. Collective: every rank must call.
@@ -53,6 +56,8 @@ def make_dump_folder(job: JobConfig, folder: Path) -> None:
     dist.broadcast_object_list(failure, src=0)
     if failure[0] is not None:
         raise ConfigError(f"job.dump_folder: cannot write to {folder}: {failure[0]}. Choose another folder.")
+    log_to_folder(folder)
+    open_events(folder)
 
 
 def check_device(job: JobConfig, device: torch.device) -> None:
@@ -91,6 +96,20 @@ def get_bias_update_rate(job: JobConfig, model_config: AnyModelConfig) -> float:
     if job.moe.expert_bias_update_rate is not None:
         return job.moe.expert_bias_update_rate
     return 1e-3 if family_of(model_config).expert_bias_key is not None else 0.0
+
+
+def build_on_meta(job: JobConfig, model_config: AnyModelConfig, dims: ParallelDims, device: torch.device) -> AnyModel:
+    """The model as it will be trained on devices like `device`, sharded, still without memory; no communication.
+
+    Raises:
+        ConfigError: patterns that name nothing, or transformers cannot build the model. The same on all ranks.
+    """
+    model = build_model(model_config, base_dtype(job, device.type))  # on meta: shapes only
+    apply_lora(model, job.lora, getattr(torch, job.training.dtype))
+    freeze_parameters(model, job.optimizer)
+    configure(model, job, device)
+    parallelize(model, job, dims, device.type)  # still on meta: now shards
+    return model
 
 
 def configure(model: AnyModel, job: JobConfig, device: torch.device) -> None:

@@ -18,6 +18,7 @@ from titanlite.config import load_config
 from titanlite.errors import NOTICE_FOLDER, TitanliteError
 from titanlite.faults import explain_refusal
 from titanlite.logger import setup_logger
+from titanlite.metrics import explain_out_of_memory
 from titanlite.notices import claim, note_error, note_lost_peer
 from titanlite.preflight import Checked, check
 from titanlite.run_setup import describe_start
@@ -39,7 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         checked = check(load_config(sys.argv[1:] if argv is None else argv), int(os.environ.get("WORLD_SIZE", "1")))
         job = checked.job
         heartbeat.configure(job.comm.timeout_seconds, job.job.stop_grace_seconds, job.job.dump_folder)
-        if train(checked).stopping and not job.checkpoint.enable:
+        with explain_out_of_memory(job):
+            trainer = train(checked)
+        if trainer.stopping and not job.checkpoint.enable:
             code = 128 + signal.SIGTERM  # what was trained is lost
     except TitanliteError as error:
         _say_once(f"titanlite: error: {error}")

@@ -12,19 +12,18 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from titanlite import heartbeat, stop
+from titanlite import heartbeat, stop, timers
 from titanlite.checkpoint import Checkpointer, Progress, Rewind, describe_versions, push_to_hub
 from titanlite.config import AnyModelConfig, JobConfig
 from titanlite.config.parallelism import Degrees
 from titanlite.data import IGNORE_INDEX, Batch, build_data
 from titanlite.distributed import (
     ParallelDims,
-    base_dtype,
-    clip_grad_norm,
+    clip_grad_norms,
     init_distributed,
-    parallelize,
     reduce_replicated_grads,
 )
+from titanlite.environment import save_environment
 from titanlite.evaluate import build_evaluator
 from titanlite.faults import (
     DivergenceCheck,
@@ -39,11 +38,21 @@ from titanlite.generate import generate_sample, get_end_of_turn_ids
 from titanlite.logger import logger
 from titanlite.materialize import Plan, SourceProvider, materialize
 from titanlite.materialize.agree import on_first_rank
-from titanlite.metrics import MetricsLogger, build_profiler, train_flops_per_token
-from titanlite.metrics.events import open_events, record_event
+from titanlite.metrics import (
+    MetricsLogger,
+    MoEState,
+    StepPoint,
+    build_profiler,
+    gather_ranks,
+    get_busy_seconds,
+    get_memory,
+    group_parameters,
+    record_event,
+    start_memory_history,
+    train_flops_per_token,
+)
 from titanlite.model_card import render_model_card
-from titanlite.models.build import AnyModel, build_model
-from titanlite.models.lora import apply_lora
+from titanlite.models.build import AnyModel
 from titanlite.objectives import ObjectiveSums, build_objective
 from titanlite.optim import (
     ExpertBiasBalancer,
@@ -51,16 +60,16 @@ from titanlite.optim import (
     build_lr_scheduler,
     build_optimizer,
     count_parameters,
-    freeze_parameters,
     lr_factor,
     step_if_finite,
 )
 from titanlite.results import Results
+from titanlite.run_plan import save_run_plan
 from titanlite.run_setup import (
+    build_on_meta,
     check_data_order,
     check_device,
     check_vocabulary,
-    configure,
     get_bias_update_rate,
     make_dump_folder,
 )
@@ -81,6 +90,7 @@ class StepResult:
     Attributes:
         loss: mean loss over the global batch's units (tokens with a label, or pairs), float32 scalar.
         grad_norm: gradient norm before clipping, float32 scalar.
+        group_norms: the same by group of parameters, float32 (groups,).
         aux_loss: mean of the balance losses over the tokens with a label, float32 scalar; 0 without any.
         tokens: tokens of the global batch, padding included.
         tokens_per_expert: (layers, E) int64 over the global batch, or None for a dense model.
@@ -90,6 +100,7 @@ class StepResult:
     loss: torch.Tensor
     aux_loss: torch.Tensor
     grad_norm: torch.Tensor
+    group_norms: torch.Tensor
     tokens: int
     tokens_per_expert: torch.Tensor | None
     metrics: torch.Tensor
@@ -101,13 +112,11 @@ class Window:
 
     Attributes:
         start: time in seconds at which it began.
-        data_seconds: time spent waiting for batches.
         tokens: tokens of all ranks.
         losses: loss of each step, on the device.
     """
 
     start: float = field(default_factory=time.perf_counter)
-    data_seconds: float = 0.0
     tokens: int = 0
     losses: list[torch.Tensor] = field(default_factory=list)
 
@@ -133,15 +142,15 @@ class Trainer:
 
         if job.job.description:
             logger.info("job: %s", job.job.description)
-        self.device = init_distributed(job.comm.timeout_seconds)
+        self.device = init_distributed(job.comm.timeout_seconds, self.dump_folder)
         check_device(job, self.device)
+        start_memory_history(job, self.device)
         self.dims = ParallelDims.build(degrees, self.device.type)
         logger.info("mesh: %s, %d ranks on %s", degrees, degrees.world_size, self.device.type)
 
         self.tokenizer, self.loader = build_data(job, self.dims.dp_rank, degrees.dp)
         check_vocabulary(self.loader.dataset.vocab_size, model_config)
         make_dump_folder(job, self.dump_folder)
-        open_events(self.dump_folder)
 
         self.checkpointer = Checkpointer(job, self.dump_folder, record_event)  # finds what to resume, if anything
         start = self.checkpointer.start
@@ -164,6 +173,9 @@ class Trainer:
         self.evaluator = build_evaluator(job, self.loader.dataset, self.tokenizer, model_config, self.dims, self.device)
         self.balancer = ExpertBiasBalancer(self.model, get_bias_update_rate(job, model_config))
         self.has_aux_loss = bool(job.moe.aux_loss_coeff or job.moe.z_loss_coeff)
+        self.timer = timers.StepTimer(self.device)
+        timers.activate(self.timer)
+        self.grad_groups = group_parameters(self.model, whole=not job.metrics.grad_norm_groups)
         self.stopping = False
         self.rewind: Rewind | None = None  # set when this training is to end, and go on from an earlier checkpoint
         most_bad = job.training.max_nonfinite_steps if job.training.on_nonfinite == "skip" else 1
@@ -186,6 +198,11 @@ class Trainer:
             *(model_config.family, total / 1e6, "" if trained == total else f", {trained / 1e6:.3f} M of them trained"),
             self.plan.local_bytes / 2**20,
         )
+        save_run_plan(self.plan, self.dump_folder)
+        facts = {"model": model_config.family, "parameters": total, "trained": trained, "mesh": str(degrees)}
+        save_environment(self.dump_folder, self.device, facts)
+        kind = "start" if start is None else "resume"
+        record_event(kind, f"{degrees.world_size} ranks on {self.device.type}, {degrees}", self.step)
         self.objective.prepare(self.coming_batches(), self.initial_model, self.device)
 
     def build_sharded(
@@ -193,11 +210,7 @@ class Trainer:
     ) -> tuple[AnyModel, Plan]:
         """The sharded model with values from its sources, and its plan. Collective: every rank must call."""
         job = self.job
-        model = build_model(model_config, base_dtype(job, self.device.type))  # on meta: shapes only
-        apply_lora(model, job.lora, getattr(torch, job.training.dtype))
-        freeze_parameters(model, job.optimizer)
-        configure(model, job, self.device)
-        parallelize(model, job, self.dims, self.device.type)  # still on meta: now shards
+        model = build_on_meta(job, model_config, self.dims, self.device)
         weights_device = torch.device("cpu") if job.training.enable_cpu_offload else self.device
         plan = materialize(  # every tensor written once
             model, weights_device, weight_sources(model), seed=job.training.seed, buffer_device=self.device
@@ -229,11 +242,8 @@ class Trainer:
                 self.evaluate()  # what the model could do before
             window = Window()
             while self.step < job.training.steps and not (self.stopping or self.results.exhausted or self.rewind):
-                heartbeat.beat("data", self.step + 1)
-                data_start = time.perf_counter()
+                self.enter("data")
                 micro_batches = [batch.to(self.device) for batch in self.loader.micro_batches(self.step)]
-                window.data_seconds += time.perf_counter() - data_start
-
                 learning_rate = job.optimizer.lr * lr_factor(self.step, job.training.steps, job.lr_scheduler)
                 result = self.train_step(micro_batches)
                 window.add(result)
@@ -242,23 +252,13 @@ class Trainer:
                 last = self.step == job.training.steps
                 if self.step % job.metrics.log_freq == 0 or self.step == 1 or last:
                     self.raise_if_not_finite()  # synchronization point: the device has finished this step
-                    seconds = time.perf_counter() - window.start
                     losses = window.loss_values()
-                    self.metrics.log_step(
-                        self.step,
-                        loss=mean_of_finite(losses),
-                        grad_norm=result.grad_norm.item(),
-                        lr=learning_rate,
-                        tokens=window.tokens,
-                        seconds=seconds,
-                        data_seconds=window.data_seconds,
-                        tokens_per_expert=result.tokens_per_expert,
-                        extra=self.extra_metrics(result),
-                    )
+                    self.metrics.log_step(self.describe_step(result, window, mean_of_finite(losses), learning_rate))
                     self.rewind = self.find_rewind(losses)
                     window = Window()
                 if self.rewind is not None:
                     break
+                self.timer.start(None)
                 pause = time.perf_counter()
                 if self.divergence.is_due(self.step):
                     samples = self.loader.samples_before(self.step)
@@ -283,9 +283,9 @@ class Trainer:
         losses_finite = []
         sums = torch.zeros(2 + len(objective.metric_names), device=self.device)
         for batch in micro_batches:
-            heartbeat.beat("forward")
+            self.enter("forward")
             losses = objective(self.model, batch)
-            heartbeat.beat("backward")
+            self.enter("backward")
             self.scaled_loss(losses, units, valid_tokens).backward()
             # tp ranks hold the same losses, but the balance losses of their own positions.
             aux_sum = losses.aux * self.dims.degrees.tp
@@ -294,9 +294,9 @@ class Trainer:
             self.balancer.accumulate()
         sums = self.sum_over_data(sums)
 
-        heartbeat.beat("optimizer")
+        self.enter("optimizer")
         reduce_replicated_grads(self.model.parameters(), self.dims.tp_mesh)
-        grad_norm = clip_grad_norm(self.model.parameters(), self.job.training.max_norm)
+        grad_norm, group_norms = clip_grad_norms(self.grad_groups, self.job.training.max_norm)
         self.step += 1
         finite = grad_norm.to(self.device).isfinite() & sums[:2].isfinite().all()  # both are global
         apply = self.finite_guard.admit(self.step, finite, torch.stack(losses_finite)).to(grad_norm.device)
@@ -307,7 +307,36 @@ class Trainer:
 
         tokens = sum(batch.tokens.numel() for batch in micro_batches) * self.dims.degrees.dp
         means = sums / units
-        return StepResult(means[0], sums[1] / valid_tokens, grad_norm, tokens, tokens_per_expert, means[2:])
+        aux_loss = sums[1] / valid_tokens
+        return StepResult(means[0], aux_loss, grad_norm, group_norms, tokens, tokens_per_expert, means[2:])
+
+    def enter(self, phase: str) -> None:
+        """Say what this rank does from now on: for the time split, and for whoever looks after ranks that hang."""
+        self.timer.start(phase)
+        heartbeat.beat(phase, self.step + 1)
+
+    def describe_step(self, result: StepResult, window: Window, loss: float, learning_rate: float) -> StepPoint:
+        """The point of this log step, with what every rank measured. Collective: every rank must call. Synchronizes."""
+        self.timer.start(None)
+        seconds, phases = time.perf_counter() - window.start, self.timer.read()
+        busy = {"busy_s": get_busy_seconds(phases), "data_s": phases.get("data", 0.0)}
+        norms = dict(zip(self.grad_groups, result.group_norms.tolist(), strict=True))
+        moe, bias_range, row_errors = None, self.balancer.bias_range(), self.balancer.take_row_errors()
+        if result.tokens_per_expert is not None and bias_range is not None and row_errors is not None:
+            moe = MoEState(result.tokens_per_expert, bias_range, row_errors)
+        return StepPoint(
+            self.step,
+            loss=loss,
+            grad_norm=result.grad_norm.item(),
+            lr=learning_rate,
+            tokens=window.tokens,
+            seconds=seconds,
+            phases=phases,
+            ranks=gather_ranks(busy | get_memory(self.device)),
+            group_norms=norms if len(norms) > 1 else {},
+            moe=moe,
+            extra=self.extra_metrics(result),
+        )
 
     def count_units(self, micro_batches: list[Batch]) -> tuple[torch.Tensor, torch.Tensor]:
         """Units, and tokens with a label, of the global batch. Collective: every rank must call."""
@@ -367,7 +396,8 @@ class Trainer:
     def sum_over_data(self, value: torch.Tensor) -> torch.Tensor:
         """Sum of `value` over the data-parallel ranks; tp ranks of one group hold the same value and count once."""
         value = value.clone()
-        dist.all_reduce(value)
+        with timers.collective():
+            dist.all_reduce(value)
         tp = self.dims.degrees.tp
         return value // tp if value.dtype == torch.int64 else value / tp
 
@@ -428,7 +458,9 @@ class Trainer:
         family, count = self.model.config.family, sum(param.numel() for param in self.model.parameters())
         card = render_model_card(self.job, family=family, num_parameters=count, progress=progress, results=self.results)
         ends = [] if self.loader.dataset.form == "text" else get_end_of_turn_ids(self.tokenizer)  # of a chat's answers
-        self.checkpointer.save(self.model, self.plan, self.optimizer, self.tokenizer, progress, self.device, card, ends)
+        state = self.model, self.plan, self.optimizer, self.tokenizer, progress
+        if self.checkpointer.save(*state, self.device, card, ends):
+            record_event("save", f"checkpoint step-{self.step}", self.step)
 
     def finish(self) -> None:
         """Save, show a sample, say where everything is, and upload. Collective: every rank must call."""
@@ -444,7 +476,9 @@ class Trainer:
                 f"saved; the same command resumes from {self.checkpointer.folder}" if job.checkpoint.enable else "lost"
             )
             logger.info("stopped after step %d of %d, %s", self.step, job.training.steps, saved)
+            record_event("stop", f"stopped after step {self.step} of {job.training.steps}, {saved}", self.step)
             return
+        record_event("end", f"ended after step {self.step} of {job.training.steps}", self.step)
         if self.results.exhausted:
             logger.info(
                 "early stopping after step %d of %d: %s", self.step, job.training.steps, self.results.describe()

@@ -12,7 +12,8 @@ titanlite              `Trainer.train_step` with the experts split over the rank
 titanlite_fsdp         the same with all parameters sharded by FSDP2, as in the ways below
 titanlite_fsdp_packed  the same with document ids, as titanlite's own data has them, and so with an attention mask
 fsdp2                  transformers' model, `fully_shard` on each layer and the root, `clip_grad_norm_`, fused AdamW
-transformers_sharded   the same, but sharded by transformers itself: `DistributedConfig(fsdp_size=...)`
+fsdp2_keep             the same with the C library told to keep freed memory, as titanlite does on CPU ranks
+transformers_sharded   as fsdp2, but sharded by transformers itself: `DistributedConfig(fsdp_size=...)`
 
 All but the packed one have a document per row and causal attention. Same batches, constant learning rate, no router
 loss, no activation checkpointing, weight decay on matrices only. Every step's loss has to agree with `fsdp2` in every

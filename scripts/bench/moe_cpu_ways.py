@@ -99,6 +99,7 @@ def build_titanlite(
     from titanlite.config.parallelism import Degrees
     from titanlite.data import IGNORE_INDEX, Batch
     from titanlite.distributed import ParallelDims, parallelize
+    from titanlite.distributed.host_memory import keep_freed_memory
     from titanlite.materialize import materialize
     from titanlite.models.decoder import build_decoder
     from titanlite.models.families import model_config_from_hf
@@ -111,6 +112,7 @@ def build_titanlite(
         """The trainer without its data, checkpoints and metrics."""
 
         def __init__(self) -> None:
+            keep_freed_memory()  # as `init_distributed` does
             job, config, self.device = JobConfig(), model_config_from_hf(folder), torch.device("cpu")
             job.optimizer.lr, job.optimizer.weight_decay = _LEARNING_RATE, _WEIGHT_DECAY
             job.optimizer.beta1, job.optimizer.beta2 = _BETAS
@@ -143,13 +145,19 @@ def build_titanlite(
     return step
 
 
-def build_fsdp2(folder: Path, *, sharded: bool) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The usual loop on transformers' model, sharded by transformers or by hand."""
+def build_fsdp2(folder: Path, *, sharded: bool, keep_memory: bool = False) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The usual loop on transformers' model, sharded by transformers or by hand; optionally with titanlite's setting
+    for the C library's allocator.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
+    from titanlite.distributed.host_memory import keep_freed_memory
+
+    if keep_memory:
+        keep_freed_memory()
     ranks = dist.get_world_size()
     options: dict[str, Any] = {"distributed_config": DistributedConfig(fsdp_size=ranks)} if sharded else {}
     model: Any = AutoModelForCausalLM.from_pretrained(
@@ -183,6 +191,7 @@ STEP_WAYS: Mapping[str, Callable[[Path], Callable[[torch.Tensor], torch.Tensor]]
     "titanlite_fsdp": build_titanlite,
     "titanlite_fsdp_packed": partial(build_titanlite, packed=True),
     "fsdp2": partial(build_fsdp2, sharded=False),
+    "fsdp2_keep": partial(build_fsdp2, sharded=False, keep_memory=True),
     "transformers_sharded": partial(build_fsdp2, sharded=True),
 }
 

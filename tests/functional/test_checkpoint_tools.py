@@ -52,7 +52,7 @@ class Done(NamedTuple):
 @pytest.fixture
 def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Done]:
     """`python -m titanlite` in this process; sizes to the byte, copies in pieces of 1000 elements, cut anywhere."""
-    monkeypatch.setattr(inspect_checkpoint, "_size", lambda nbytes: f"{nbytes} B")
+    monkeypatch.setattr(inspect_checkpoint, "format_size", lambda nbytes: f"{nbytes} B")
     monkeypatch.setattr(export_checkpoint, "_CHUNK_ELEMENTS", 1000)
     monkeypatch.setattr(export_checkpoint, "setup_logger", lambda: None)  # would keep this test's standard output
 

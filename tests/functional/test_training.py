@@ -126,16 +126,16 @@ def test_clipping_reaches_the_optimizer(train_run):
 
 def poison_step(monkeypatch: pytest.MonkeyPatch, step: int, value: float) -> None:
     """Let one gradient element on rank 1 be `value` in optimizer step `step` (1-based)."""
-    original, calls = titanlite.trainer.clip_grad_norm, []
+    original, calls = titanlite.trainer.clip_grad_norms, []
 
-    def poisoned(params: Any, max_norm: float) -> torch.Tensor:
-        params = list(params)
+    def poisoned(groups: Any, max_norm: float) -> tuple[torch.Tensor, torch.Tensor]:
+        params = [param for group in groups.values() for param in group]
         calls.append(None)
         if len(calls) == step and torch.distributed.get_rank() == min(1, torch.distributed.get_world_size() - 1):
             local_of(params[3].grad).view(-1)[0] = value
-        return original(params, max_norm)
+        return original(groups, max_norm)
 
-    monkeypatch.setattr(titanlite.trainer, "clip_grad_norm", poisoned)
+    monkeypatch.setattr(titanlite.trainer, "clip_grad_norms", poisoned)
 
 
 @pytest.mark.parametrize(

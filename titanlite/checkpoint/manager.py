@@ -211,9 +211,10 @@ class Checkpointer:
         device: torch.device,
         card: str,
         end_of_turn_ids: Sequence[int] = (),
-    ) -> None:
-        """Save `step-N`; once per step. In asynchronous mode training goes on as soon as the shards are copied.
+    ) -> bool:
+        """Save `step-N`; False if it was saved already, is not to be, or failed and the run goes on.
 
+        In asynchronous mode training goes on as soon as the shards are copied.
         `card` becomes its README.md, `end_of_turn_ids` stop its generations. If the step is the best by
         `progress.results`, the link `best` leads to it then.
 
@@ -222,12 +223,14 @@ class Checkpointer:
                 `checkpoint.on_save_error` is "stop".
         """
         if not self._section.enable or progress.step == self._saved_step:
-            return
+            return False
         self.wait()
         try:
             self._save(model, plan, optimizer, tokenizer, progress, device, card, end_of_turn_ids)
         except CheckpointError as error:
             self._go_on_after(error)
+            return False
+        return True
 
     def _go_on_after(self, error: CheckpointError) -> None:
         """Raise `error`, or warn of it, as `checkpoint.on_save_error` says. Nothing is left of the failed save."""

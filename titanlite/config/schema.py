@@ -257,6 +257,9 @@ class MetricsSection:
     log_freq: int = setting(10, "Steps between log lines and metric points.")
     enable_tensorboard: bool = setting(True, "Write TensorBoard events to job.dump_folder/save_tb_folder.")
     save_tb_folder: str = setting("tb", "Folder of the TensorBoard events, inside job.dump_folder.")
+    grad_norm_groups: bool = setting(
+        True, "Log the gradient norm of each group of parameters too: embedding, attention, experts, router, ..."
+    )
     enable_progress_bar: bool = setting(True, "Show a progress bar when standard output is a terminal.")
 
 
@@ -265,6 +268,11 @@ class ProfilingSection:
     enable_profiling: bool = setting(False, "Record a torch.profiler trace of one step every profile_freq steps.")
     save_traces_folder: str = setting("profile_traces", "Folder of the traces, inside job.dump_folder.")
     profile_freq: int = setting(100, "Steps between traces.")
+    enable_memory_snapshot: bool = setting(
+        False,
+        "Record allocations on CUDA, and write them to job.dump_folder/memory/rankN.pickle when memory runs out. Costs "
+        "a few percent.",
+    )
 
 
 @dataclass

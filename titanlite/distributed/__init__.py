@@ -1,6 +1,6 @@
 """Parallelism, applied to single-device models from outside, on the meta device."""
 
-from titanlite.distributed.clip_grad import clip_grad_norm
+from titanlite.distributed.clip_grad import clip_grad_norm, clip_grad_norms
 from titanlite.distributed.fsdp import base_dtype
 from titanlite.distributed.parallel_dims import ParallelDims
 from titanlite.distributed.parallelize import parallelize
@@ -11,6 +11,7 @@ __all__ = [
     "ParallelDims",
     "base_dtype",
     "clip_grad_norm",
+    "clip_grad_norms",
     "fake_ranks",
     "init_distributed",
     "parallelize",

@@ -1,11 +1,12 @@
 """Global gradient norm and clipping over parameters of several meshes, with one all-reduce."""
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
 
+from titanlite import timers
 from titanlite.materialize.layout import local_of, num_replicas
 
 
@@ -14,34 +15,54 @@ def _norm_dtype(grads: list[torch.Tensor]) -> torch.dtype:
     return torch.promote_types(grads[0].dtype, torch.float32)
 
 
-@torch.no_grad()
 def clip_grad_norm(params: Iterable[torch.nn.Parameter], max_norm: float) -> torch.Tensor:
     """Scale the gradients in place so that their total 2-norm is at most `max_norm`; return the norm before, float32.
 
+    As `clip_grad_norms` with a single group.
+    """
+    return clip_grad_norms({"": params}, max_norm)[0]
+
+
+@torch.no_grad()
+def clip_grad_norms(
+    groups: Mapping[str, Iterable[torch.nn.Parameter]], max_norm: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Clip the gradients of all groups together; return their total 2-norm before, and that of each group (groups,).
+
     `torch.nn.utils.clip_grad_norm_` raises when dense and expert parameters live on different meshes. Here every rank
     sums the squares of its local shards, each divided by the number of ranks that hold the same shard, and one
-    all-reduce over the world gives the total. `max_norm` = 0 only computes the norm.
+    all-reduce over the world gives the totals. `max_norm` = 0 only computes the norms, which are float32.
 
     A norm that is not finite leaves the gradients as they are; the caller must not step.
 
-    Collectives: one all-reduce over the default process group; every rank must call.
+    Collectives: one all-reduce over the default process group; every rank must call, with the same groups.
     """
     world_size = dist.get_world_size()
-    by_replicas: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
-    for param in params:
-        if param.grad is not None:
-            by_replicas[num_replicas(param.grad, world_size)].append(local_of(param.grad))
-    grads = [grad for group in by_replicas.values() for grad in group]
+    # By replicas and group: kernels over many gradients at once, however many groups there are.
+    found: defaultdict[int, list[tuple[int, torch.Tensor]]] = defaultdict(list)
+    for index, params in enumerate(groups.values()):
+        for param in params:
+            if param.grad is not None:
+                found[num_replicas(param.grad, world_size)].append((index, local_of(param.grad)))
+    grads = [grad for entries in found.values() for _, grad in entries]
     if not grads:
-        return torch.zeros(())
+        return torch.zeros(()), torch.zeros(len(groups))
     # Squares are summed in float64 on every device: the sum of a large model's squares outgrows float32's 24 bits.
-    total = torch.zeros((), dtype=torch.float64, device=grads[0].device)
-    for replicas, group in by_replicas.items():
-        norms = torch.stack(torch._foreach_norm(group, 2, dtype=_norm_dtype(group))).to(torch.float64)
-        total += norms.square().sum() / replicas
-    dist.all_reduce(total)
-    norm = total.sqrt().to(torch.float32)
+    squares = torch.zeros(len(groups), dtype=torch.float64, device=grads[0].device)
+    for replicas, entries in found.items():
+        local = [grad for _, grad in entries]
+        norms = torch.stack(torch._foreach_norm(local, 2, dtype=_norm_dtype(local))).to(torch.float64)
+        squares += _sum_by_group(norms.square(), [index for index, _ in entries], len(groups)) / replicas
+    with timers.collective():
+        dist.all_reduce(squares)
+    norm = squares.sum().sqrt().to(torch.float32)
     if max_norm > 0:
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_(grads, torch.where(norm.isfinite(), scale, 1.0))
-    return norm
+    return norm, squares.sqrt().to(torch.float32)
+
+
+def _sum_by_group(values: torch.Tensor, indices: list[int], num_groups: int) -> torch.Tensor:
+    """Sum the values of each group. Those of a group lie together, so no order depends on atomics."""
+    sizes = [indices.count(group) for group in range(num_groups)]
+    return torch.stack([part.sum() for part in values.split(sizes)])

@@ -11,9 +11,11 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from titanlite import timers
+
 # torch 2.13 renamed both and warns about the old names; 2.11 has only those.
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _groups: dict[str, dist.ProcessGroup] = {}
 
@@ -29,7 +31,8 @@ def all_gather(x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
     """Concatenate the ranks' equal pieces along `dim`; the gradient is reduce-scattered."""
     size = _groups[group].size()
     pieces = x.new_empty(size, *x.shape)
-    _all_gather_single(pieces.flatten(0, 1), x.contiguous(), group=_groups[group])
+    with timers.collective():
+        all_gather_single(pieces.flatten(0, 1), x.contiguous(), group=_groups[group])
     return pieces.movedim(0, dim).flatten(dim, dim + 1).contiguous()
 
 
@@ -39,7 +42,8 @@ def reduce_scatter(x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
     size = _groups[group].size()
     pieces = x.unflatten(dim, (size, -1)).movedim(dim, 0).contiguous()
     out = torch.empty_like(pieces[0])
-    _reduce_scatter_single(out, pieces.flatten(0, 1), group=_groups[group])
+    with timers.collective():
+        reduce_scatter_single(out, pieces.flatten(0, 1), group=_groups[group])
     return out
 
 
@@ -47,7 +51,8 @@ def reduce_scatter(x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
 def all_to_all(x: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group: str) -> torch.Tensor:
     """Send `input_splits[r]` rows of x to each rank r, receive `output_splits[r]`; the gradient goes the way back."""
     out = x.new_empty(sum(output_splits), *x.shape[1:])
-    dist.all_to_all_single(out, x.contiguous(), list(output_splits), list(input_splits), group=_groups[group])
+    with timers.collective():
+        dist.all_to_all_single(out, x.contiguous(), list(output_splits), list(input_splits), group=_groups[group])
     return out
 
 

@@ -5,6 +5,9 @@ Rank r of n holds experts r * E / n to (r + 1) * E / n. Rows grouped by expert a
 Shapes: T tokens, k experts per token, R = T * k rows sent, Q rows received, E experts, e = E / n local ones, D hidden.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -12,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
+from titanlite import timers
 from titanlite.distributed.collectives import all_to_all, register_group
 from titanlite.distributed.shard import shard_parameters
 from titanlite.errors import ConfigError, raise_problems
@@ -19,6 +23,18 @@ from titanlite.models.build import AnyModel
 from titanlite.models.hf_experts import DISPATCH, use_titanlite_experts
 from titanlite.models.transformers_model import TransformersModel
 from titanlite.ops import group_by_expert, permute_tokens, unpermute_sum
+
+_assume_balanced: ContextVar[bool] = ContextVar("assume_balanced", default=False)
+
+
+@contextmanager
+def balanced_routing() -> Iterator[None]:
+    """Send equally many rows to every rank, without a look at the counts: for tensors without data, to plan a run."""
+    token = _assume_balanced.set(True)
+    try:
+        yield
+    finally:
+        _assume_balanced.reset(token)
 
 
 def apply_expert_parallel(model: AnyModel, mesh: DeviceMesh) -> None:
@@ -43,6 +59,7 @@ def apply_expert_parallel(model: AnyModel, mesh: DeviceMesh) -> None:
         return
     for moe in model.moe_layers().values():
         shard_parameters(moe.experts, mesh, {param: Shard(0) for param in moe.experts.parameters()})
+        moe.experts.first_expert = mesh.get_local_rank() * moe.experts.num_experts // mesh.size()
         moe.dispatch = dispatch
 
 
@@ -80,8 +97,9 @@ class ExpertParallelDispatcher:
         token_R = order_R // top_k
         sent_ne = counts_E.view(self._size, -1)
         received_ne = torch.empty_like(sent_ne)
-        dist.all_to_all_single(received_ne, sent_ne, group=self._group)
-        send, receive = torch.stack([sent_ne.sum(1), received_ne.sum(1)]).tolist()  # synchronization point
+        with timers.collective():
+            dist.all_to_all_single(received_ne, sent_ne, group=self._group)
+        send, receive = self._splits(sent_ne, received_ne, order_R.numel())
 
         x_RD = permute_tokens(x_TD, token_R, rows_Tk)
         weight_R = topk_scores_Tk.flatten().index_select(0, order_R)
@@ -95,3 +113,11 @@ class ExpertParallelDispatcher:
         offsets_e = received_ne.sum(0).cumsum(0).to(torch.int32)
         y_QD = experts(x_QD, weight_Q.index_select(0, order_Q), order_Q, rows_Q1, offsets_e)
         return unpermute_sum(all_to_all(y_QD, send, receive, self._name), token_R, rows_Tk)
+
+    def _splits(self, sent_ne: torch.Tensor, received_ne: torch.Tensor, num_rows: int) -> tuple[list[int], list[int]]:
+        """Rows that go to each rank, and that come from each."""
+        if _assume_balanced.get():
+            even = [num_rows // self._size + (rank < num_rows % self._size) for rank in range(self._size)]
+            return even, [even[self._group.rank()]] * self._size
+        send, receive = torch.stack([sent_ne.sum(1), received_ne.sum(1)]).tolist()  # synchronization point
+        return send, receive

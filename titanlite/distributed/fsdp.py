@@ -1,10 +1,11 @@
 """FSDP2 (`fully_shard`): parameters, gradients and optimizer states sharded over the data-parallel ranks.
 
-Experts form FSDP units of their own whenever they live on the sparse mesh. Gradients are summed, never averaged: the
+Experts form FSDP units of their own whenever they live on the sparse mesh, and none where they are split no further
+than by expert parallelism. Gradients are summed, never averaged: the
 loss is divided by the global number of valid tokens, so that dense and expert gradients scale alike.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import Shard
 
 from titanlite.config.schema import JobConfig
+from titanlite.distributed.fsdp_timing import time_collectives
 from titanlite.distributed.parallel_dims import ParallelDims
 from titanlite.models.build import AnyModel
 from titanlite.models.lora import is_adapter
@@ -57,11 +59,15 @@ def apply_fsdp(model: AnyModel, job: JobConfig, dims: ParallelDims, device_type:
     reshard = job.parallelism.fsdp_reshard_after_forward
     layers = model.decoder_layers()
     placement = _expert_placement(model, dims)
+    units = {layer: list(model.experts_in(layer)) if dims.degrees.experts_on_own_mesh else [] for layer in layers}
+    if _experts_need_no_fsdp(units.values(), job, dims, policy):
+        shared["ignored_params"] = {p for experts in units.values() for m in experts for p in m.parameters()}
+        units = {layer: [] for layer in layers}
     for layer in layers:
         # The last layer's parameters are needed again at once, when backward begins.
         last = layer is layers[-1]
         reshard_layer = reshard == "always" or (reshard == "default" and not last)
-        for experts in model.experts_in(layer) if dims.degrees.experts_on_own_mesh else ():
+        for experts in units[layer]:
             fully_shard(
                 experts,
                 mesh=dims.expert_fsdp_mesh,
@@ -87,8 +93,9 @@ def apply_fsdp(model: AnyModel, job: JobConfig, dims: ParallelDims, device_type:
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
+            time_collectives(module, has_replicas=dims.degrees.dp_replicate > 1)
     if dims.degrees.ep > 1:
-        _prefetch_explicitly(model)
+        _prefetch_explicitly([[layer, *units[layer]] for layer in layers])
     for name, param in model.named_parameters(remove_duplicate=False):
         vars(param).update(attributes[name])
 
@@ -116,15 +123,27 @@ def _expert_placement(model: AnyModel, dims: ParallelDims) -> Callable[[nn.Param
     return place
 
 
-def _prefetch_explicitly(model: AnyModel) -> None:
-    """Order the all-gathers by hand: the host copy of the split sizes in each MoE layer stops implicit prefetching."""
+def _experts_need_no_fsdp(
+    units: Iterable[list[nn.Module]], job: JobConfig, dims: ParallelDims, policy: MixedPrecisionPolicy
+) -> bool:
+    """True if each expert's weights lie whole on one rank, in the dtype that they are used in.
+
+    Then FSDP would gather and reduce over one rank: five copies of weights and gradients per step that change nothing.
+    """
+    d = dims.degrees
+    params = [param for experts in units for module in experts for param in module.parameters()]
+    casts = any(not param.dtype == policy.param_dtype == policy.reduce_dtype for param in params)
+    return bool(params) and d.efsdp * d.dp_replicate == 1 and not casts and not job.training.enable_cpu_offload
+
+
+def _prefetch_explicitly(units_of_layers: list[list[nn.Module]]) -> None:
+    """Order the all-gathers by hand: the host copy of the split sizes in each MoE layer stops implicit prefetching.
+
+    Args:
+        units_of_layers: of each decoder layer its FSDP units, itself first.
+    """
     # fully_shard made FSDPModules of them, which their static types do not show.
-    layers: list[Any] = list(model.decoder_layers())
-    experts_of: dict[Any, list[Any]] = {layer: list(model.experts_in(layer)) for layer in layers}
-
-    def units(layer: Any) -> list[FSDPModule]:
-        return [layer, *experts_of[layer]]
-
+    layers: Any = units_of_layers
     for here, following in pairwise(layers):
-        here.set_modules_to_forward_prefetch(units(following))
-        following.set_modules_to_backward_prefetch(units(here))
+        here[0].set_modules_to_forward_prefetch(following)
+        following[0].set_modules_to_backward_prefetch(here)

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from titanlite import timers
 from titanlite.materialize.layout import local_of
 
 
@@ -32,6 +33,7 @@ def reduce_replicated_grads(params: Iterable[torch.nn.Parameter], tp_mesh: Devic
                 by_dtype.setdefault(param.grad.dtype, []).append(local_of(param.grad))
     for grads in by_dtype.values():
         flat = torch.cat([grad.flatten() for grad in grads])
-        dist.all_reduce(flat, group=tp_mesh.get_group())
+        with timers.collective():
+            dist.all_reduce(flat, group=tp_mesh.get_group())
         for grad, part in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
             grad.copy_(part.view_as(grad))

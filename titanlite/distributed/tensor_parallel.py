@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
+from titanlite import timers
 from titanlite.distributed.collectives import all_gather, reduce_scatter, register_group
 from titanlite.distributed.shard import ParameterPlacements, shard_parameters
 from titanlite.materialize.layout import region_of
@@ -102,7 +103,8 @@ def _own_positions(module: nn.Module, args, kwargs, *, mesh: DeviceMesh):
 
 def _all_reduce(x: torch.Tensor, *, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> torch.Tensor:
     x = x.clone()
-    dist.all_reduce(x, op=op, group=group)
+    with timers.collective():
+        dist.all_reduce(x, op=op, group=group)
     return x
 
 

@@ -49,7 +49,7 @@ def allocate(plan: Plan, device: torch.device, buffer_device: torch.device | Non
             new = tensor.detach().to(target)
         else:
             continue
-        _exchange(tensor, new)
+        exchange(tensor, new)
 
 
 def sharded_like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
@@ -61,7 +61,7 @@ def sharded_like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     )
 
 
-def _exchange(tensor: torch.Tensor, new: torch.Tensor) -> None:
+def exchange(tensor: torch.Tensor, new: torch.Tensor) -> None:
     """Give `tensor` the contents of `new`; it stays the same object, of the same class, with attributes and hooks."""
     if isinstance(tensor, nn.Parameter):
         new = nn.Parameter(new, requires_grad=tensor.requires_grad)

@@ -2,7 +2,7 @@
 
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from types import TracebackType
 from typing import Self, TextIO
@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from titanlite.logger import logger
+
+_SLOW_RANK = 1.3
 
 
 def format_rate(flops_per_s: float) -> str:
@@ -21,8 +23,18 @@ def format_rate(flops_per_s: float) -> str:
     return f"{flops_per_s / 1e6:.1f} MFLOP/s"
 
 
-def format_line(step: int, num_steps: int, values: Mapping[str, float]) -> str:
-    """Write the values of one log step, keyed by metric name, as one aligned line; what is absent is left out."""
+def format_line(
+    step: int,
+    num_steps: int,
+    values: Mapping[str, float],
+    layers: Mapping[str, Sequence[float]] | None = None,
+    slow_reason: str = "",
+) -> str:
+    """Write the values of one log step, keyed by metric name, as one aligned line; what is absent is left out.
+
+    Of the values per MoE layer, `layers`, it shows the worst load. A rank that others wait for is named only if it is
+    much slower than they are; `slow_reason` says why.
+    """
     width = len(str(num_steps))
     parts = [
         f"step {step:>{max(width, 5)}}/{num_steps}",
@@ -37,9 +49,14 @@ def format_line(step: int, num_steps: int, values: Mapping[str, float]) -> str:
     for name in ("memory/max_reserved_gib", "memory/host_peak_rss_gib"):
         if name in values:
             parts.append(f"mem {values[name]:.2f} GiB")
-    ratios = [value for name, value in values.items() if name.startswith("moe/load_max_over_mean/")]
-    if ratios:
+    layers = layers or {}
+    if ratios := layers.get("moe/load_max_over_mean"):
         parts.append(f"expert load max/mean {max(ratios):.2f}")
+    lost = sum(sum(layers.get(name, ())) for name in ("moe/dropped_rows", "moe/duplicated_rows"))
+    if lost:
+        parts.append(f"{lost:.0f} ROWS LOST OR TWICE")
+    if (ratio := values.get("ranks/slowest_over_median", 1.0)) >= _SLOW_RANK:
+        parts.append(f"rank {values['ranks/slowest']:.0f} slow ({slow_reason}, {ratio:.1f}x)")
     return "  ".join(parts)
 
 

@@ -3,8 +3,6 @@
 import json
 import math
 import os
-import resource
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -22,13 +20,18 @@ from titanlite.logger import logger
 from titanlite.metrics.console import ProgressBar, can_show_bar, format_line
 from titanlite.metrics.flops import peak_flops
 from titanlite.metrics.heatmap import expert_load_image
+from titanlite.metrics.moe import describe_moe
+from titanlite.metrics.point import StepPoint
+from titanlite.metrics.ranks import describe_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from typing import TextIO
 
     from torch.utils.tensorboard.writer import SummaryWriter
 
-_GIB = 2**30
+EXPERT_LOAD_FILE = "expert_load.jsonl"
+_LOAD_POINTS = 100
 _SHOWN_CHARS = 80
 
 
@@ -36,8 +39,10 @@ class MetricsLogger:
     """Writes the metrics of a run into `dump_folder`; a context manager. On ranks other than 0 every call does nothing.
 
     `metrics.jsonl` holds one JSON object per point: `step`, `time` (Unix seconds) and the values under the names that
-    TensorBoard shows. Values that are not finite are null there. A resumed run appends; where a step occurs twice,
-    the later line counts (TensorBoard hides the earlier points by itself).
+    TensorBoard shows; of values per MoE layer it has one list, TensorBoard one name per layer. Values that are not
+    finite are null there. `expert_load.jsonl` has the tokens of every expert at about 100 points of a run. A resumed
+    run appends; where a step occurs twice, the later line counts (TensorBoard hides the earlier points by itself).
+    docs/observability.md explains every name.
 
     Args:
         job: the run's configuration; `[metrics]`, `training.steps` and the compute dtype are used.
@@ -68,6 +73,7 @@ class MetricsLogger:
         self._num_ranks = num_ranks
         self._device = device
         self._last_step = start_step
+        self._next_load_step = 0
         self._first_moe_layer = first_moe_layer
         self._peak_flops = _get_peak_flops(job, device)
         self._writer: SummaryWriter | None = None
@@ -84,63 +90,32 @@ class MetricsLogger:
         if job.metrics.enable_progress_bar and can_show_bar():
             self._start_bar()
 
-    def log_step(
-        self,
-        step: int,
-        loss: float,
-        grad_norm: float,
-        lr: float,
-        tokens: int,
-        seconds: float,
-        data_seconds: float,
-        tokens_per_expert: Tensor | None = None,
-        extra: Mapping[str, float] | None = None,
-    ) -> None:
-        """Write one point of training. Call at log steps; no collective, and it copies `tokens_per_expert` to the host.
-
-        Args:
-            step: optimizer steps done.
-            loss: mean loss per token over all ranks.
-            grad_norm: total 2-norm of the gradients before clipping.
-            lr: learning rate of this step.
-            tokens: tokens trained by all ranks together since the previous call.
-            seconds: wall time since the previous call.
-            data_seconds: the part of `seconds` spent waiting for data.
-            tokens_per_expert: counts (MoE layers, E) over all ranks, any device; None for dense models.
-            extra: more values, under the names that TensorBoard shall show.
-        """
+    def log_step(self, point: StepPoint) -> None:
+        """Write one point of training. Call at log steps; no collective, and it copies the MoE layers' state."""
         if not self._enabled:
             return
-        steps = max(step - self._last_step, 1)
-        seconds = max(seconds, 1e-9)
-        self._last_step = step
-        flops_per_gpu = tokens * self._flops_per_token / seconds / self._num_ranks
-        values = {
-            "loss/train": loss,
-            "grad_norm": grad_norm,
-            "lr": lr,
-            "throughput/tokens_per_s": tokens / seconds,
-            "throughput/tflops_per_gpu": flops_per_gpu / 1e12,
-            "time/step_s": seconds / steps,
-            "time/data_s": data_seconds / steps,
-            **_get_memory(self._device),
-        }
+        steps = max(point.step - self._last_step, 1)
+        self._last_step = point.step
+        values = point.values(steps, self._flops_per_token, self._num_ranks)
         if self._peak_flops is not None:
-            values["throughput/mfu"] = flops_per_gpu / self._peak_flops
-        if tokens_per_expert is not None:
-            tokens_per_expert = tokens_per_expert.detach().to("cpu", torch.float64)
-            ratios = tokens_per_expert.amax(dim=1) / tokens_per_expert.mean(dim=1)  # nan for a layer without tokens
-            for row, ratio in enumerate(ratios.tolist()):
-                values[f"moe/load_max_over_mean/layer_{self._first_moe_layer + row:02d}"] = ratio
-        values.update(extra or {})
-        self._write(step, values, tokens_per_expert)
-        self._show(step, values)
+            values["throughput/mfu"] = values["throughput/tflops_per_gpu"] * 1e12 / self._peak_flops
+        lists: dict[str, Any] = {}
+        if point.ranks:
+            of_ranks, lists = describe_ranks(point.ranks, steps, point.tokens / self._num_ranks)
+            values.update(of_ranks)
+        layers = {} if point.moe is None else describe_moe(point.moe)
+        if layers:
+            lists["moe/first_layer"] = self._first_moe_layer
+        self._write(point.step, values, layers, lists)
+        if point.moe is not None:
+            self._write_load(point.step, point.moe.tokens_per_expert)
+        self._show(point.step, values, layers, lists)
 
     def log_validation(self, step: int, loss: float) -> None:
         """Write the validation loss (mean per token over all ranks) after `step` optimizer steps."""
         if not self._enabled:
             return
-        self._write(step, {"loss/validation": loss}, None)
+        self._write(step, {"loss/validation": loss})
         logger.info(f"step {step:>5}/{self._num_steps}  validation loss {loss:7.4f}")
 
     def log_evaluation(self, step: int, values: Mapping[str, float], examples: Sequence[Mapping[str, Any]]) -> None:
@@ -154,7 +129,7 @@ class MetricsLogger:
         """
         if not self._enabled:
             return
-        self._write(step, values, None, {"eval/examples": list(examples)})
+        self._write(step, values, extra={"eval/examples": list(examples)})
         shown = "  ".join(f"{name.removeprefix('eval/')} {value:.4f}" for name, value in values.items())
         logger.info(f"step {step:>5}/{self._num_steps}  evaluation  {shown}")
         for example in examples:
@@ -187,24 +162,44 @@ class MetricsLogger:
         self,
         step: int,
         values: Mapping[str, float],
-        tokens_per_expert: Tensor | None,
+        layers: Mapping[str, Sequence[float]] | None = None,
         extra: Mapping[str, Any] | None = None,
     ) -> None:
-        point: dict[str, Any] = {"step": step, "time": round(time.time(), 3)}
-        point.update({name: value if math.isfinite(value) else None for name, value in values.items()})
-        point.update(extra or {})
-        with _clear_errors(self._path):
-            self._file.write(json.dumps(point, allow_nan=False) + "\n")
-            self._file.flush()
+        """One line of `metrics.jsonl`, and the same in TensorBoard but for `extra`."""
+        line: dict[str, Any] = {"step": step, "time": round(time.time(), 3)}
+        line.update({name: _or_none(value) for name, value in values.items()})
+        line.update({name: [_or_none(value) for value in column] for name, column in (layers or {}).items()})
+        line.update(extra or {})
+        _append(self._file, self._path, line)
         if self._writer is None:
             return
         with _clear_errors(Path(self._writer.get_logdir())):
             for name, value in values.items():
                 self._writer.add_scalar(name, value, step)
-            if tokens_per_expert is not None:
-                self._writer.add_image("moe/expert_load", expert_load_image(tokens_per_expert), step, dataformats="HWC")
+            for name, column in (layers or {}).items():
+                for row, value in enumerate(column):
+                    self._writer.add_scalar(f"{name}/layer_{self._first_moe_layer + row:02d}", value, step)
 
-    def _show(self, step: int, values: Mapping[str, float]) -> None:
+    def _write_load(self, step: int, tokens_per_expert: Tensor) -> None:
+        """The counts of all experts: a picture for TensorBoard, and for the report some of the points."""
+        if self._writer is not None:
+            with _clear_errors(Path(self._writer.get_logdir())):
+                self._writer.add_image("moe/expert_load", expert_load_image(tokens_per_expert), step, dataformats="HWC")
+        if step < self._next_load_step:
+            return
+        self._next_load_step = step + self._num_steps // _LOAD_POINTS
+        line = {"step": step, "first_layer": self._first_moe_layer, "tokens_per_expert": tokens_per_expert.tolist()}
+        path = self._path.with_name(EXPERT_LOAD_FILE)
+        with _clear_errors(path), path.open("a", encoding="ascii") as file:
+            _append(file, path, line)
+
+    def _show(
+        self,
+        step: int,
+        values: Mapping[str, float],
+        layers: Mapping[str, Sequence[float]],
+        lists: Mapping[str, Any],
+    ) -> None:
         if self._bar is not None:
             try:
                 self._bar.show(step, values)
@@ -212,7 +207,7 @@ class MetricsLogger:
             except Exception as error:  # noqa: BLE001  a terminal gone wrong must not end a run; plain lines follow
                 self._stop_bar()
                 logger.warning(f"metrics: the progress bar failed ({error!r}). Plain lines follow.")
-        logger.info(format_line(step, self._num_steps, values))
+        logger.info(format_line(step, self._num_steps, values, layers, lists.get("ranks/slowest_reason", "")))
 
     def _start_bar(self) -> None:
         try:
@@ -244,12 +239,15 @@ def _get_peak_flops(job: JobConfig, device: torch.device) -> float | None:
     return peak_flops(torch.cuda.get_device_name(device), torch.float32 if dtype == "float32" else torch.bfloat16)
 
 
-def _get_memory(device: torch.device) -> dict[str, float]:
-    """Peak memory of this rank since its start."""
-    if device.type == "cuda":
-        return {"memory/max_reserved_gib": torch.cuda.max_memory_reserved(device) / _GIB}
-    unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, KiB on Linux
-    return {"memory/host_peak_rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / _GIB}
+def _or_none(value: float) -> float | None:
+    """JSON has no nan."""
+    return value if math.isfinite(value) else None
+
+
+def _append(file: "TextIO", path: Path, line: Mapping[str, Any]) -> None:
+    with _clear_errors(path):
+        file.write(json.dumps(line, allow_nan=False) + "\n")
+        file.flush()
 
 
 def _build_writer(folder: Path, start_step: int) -> "SummaryWriter":

@@ -130,7 +130,12 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """All experts of a layer, laid out as in Hugging Face's models: gate_up_proj (E, 2 I, D), down_proj (E, D, I)."""
+    """All experts of a layer, laid out as in Hugging Face's models: gate_up_proj (E, 2 I, D), down_proj (E, D, I).
+
+    Attributes:
+        first_expert: which of all experts is the first one here; 0 unless expert parallelism splits them.
+        row_ends: `offsets_E` of the latest forward in training mode, to compare with what the router chose.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -139,6 +144,8 @@ class Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(num_experts, hidden, inner))
         self.std = config.initializer_range
         self.grouped_gemm_backend: GroupedGemmBackend = "auto"
+        self.first_expert = 0
+        self.row_ends: torch.Tensor | None = None
 
     @property
     def num_experts(self) -> int:
@@ -157,6 +164,8 @@ class Experts(nn.Module):
         offsets_E: torch.Tensor,
     ) -> torch.Tensor:
         """Weighted sum of the experts' results per token, (T, D); arguments as in `moe_experts`."""
+        if self.training:
+            self.row_ends = offsets_E
         gate_up, down = local_tensor(self.gate_up_proj), local_tensor(self.down_proj)
         return moe_experts(x_TD, gate_up, down, weight_R, token_R, rows_Tk, offsets_E, self.grouped_gemm_backend)
 
@@ -181,6 +190,8 @@ class MoE(nn.Module):
 
     Attributes:
         dispatch: token dispatcher; expert parallelism replaces it.
+        chosen_rows: rows that this rank's tokens chose of each expert in the latest forward in training mode, padding
+            included, (E,) int64. Overwritten, never added to, as the router's counts are.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -192,12 +203,18 @@ class MoE(nn.Module):
             width = config.num_shared_experts * config.moe_intermediate_size
             self.shared_experts = FeedForward(config.hidden_size, width, std=config.initializer_range)
         self.dispatch: TokenDispatcher = dispatch_locally
+        self.chosen_rows: torch.Tensor | None = None
 
     def forward(
         self, x_BSD: torch.Tensor, valid_BS: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return (B, S, D) and the balance losses of this layer, summed over tokens, or None."""
         scores_Tk, expert_ids_Tk, aux_loss = self.gate(x_BSD, valid_BS)
+        if self.training:
+            ids_R = expert_ids_Tk.flatten()
+            self.chosen_rows = ids_R.new_zeros(self.gate.config.num_experts).scatter_add_(
+                0, ids_R, torch.ones_like(ids_R)
+            )
         out_BSD = self.dispatch(self.experts, x_BSD.flatten(0, 1), scores_Tk, expert_ids_Tk).view_as(x_BSD)
         if self.shared_experts is not None:
             out_BSD = out_BSD + self.shared_experts(x_BSD)

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+from titanlite.ops.planned import is_planned, kernel_device
+
 AttentionBackend = Literal["sdpa", "flex"]
 
 
@@ -43,6 +45,9 @@ def build_attention_mask(document_ids_BS: torch.Tensor | None, backend: Attentio
         same_BSS = document_ids_BS[:, :, None] == document_ids_BS[:, None, :]
         return AttentionMask("sdpa", allowed_B1SS=same_BSS.tril().unsqueeze(1))
 
+    if is_planned():
+        return AttentionMask("flex")  # a BlockMask is looked at while it is made
+
     def allowed(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
         return (q >= kv) & (document_ids_BS[b, q] == document_ids_BS[b, kv])
 
@@ -61,10 +66,13 @@ def attention(
     q_BHSK, k_BGSK, v_BGSK = (x.transpose(1, 2) for x in (q_BSHK, k_BSGK, v_BSGK))
     grouped = q_BHSK.shape[1] != k_BGSK.shape[1]
     if mask.backend == "flex":
+        if mask.block_mask is None:  # planned: the compiled kernel keeps what the flash kernel keeps
+            flash = torch.ops.aten._scaled_dot_product_flash_attention
+            return flash(q_BHSK, k_BGSK, v_BGSK, 0.0, True, scale=scale)[0].transpose(1, 2)
         kernel = _compiled(flex_attention) if q_BHSK.is_cuda else flex_attention
         out = kernel(q_BHSK, k_BGSK, v_BGSK, block_mask=mask.block_mask, scale=scale, enable_gqa=grouped)
     else:
-        if grouped and mask.allowed_B1SS is not None and q_BHSK.is_cuda:
+        if grouped and mask.allowed_B1SS is not None and kernel_device(q_BHSK.device) == "cuda":
             # On CUDA a mask rules out the flash kernel, and grouped heads the memory-efficient one: what is left keeps
             # the float32 scores of every layer. Repeated heads cost little beside that.
             repeats = q_BHSK.shape[1] // k_BGSK.shape[1]

@@ -21,6 +21,8 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 
+from titanlite.ops.planned import kernel_device
+
 GroupedGemmBackend = Literal["auto", "triton", "torch", "reference"]
 
 _TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -67,13 +69,14 @@ def resolve_backend(backend: GroupedGemmBackend, device: torch.device, dtype: to
     Raises:
         ValueError: `triton` was asked for and cannot run there.
     """
+    where = kernel_device(device)
     if backend == "auto":
-        return "triton" if device.type == "cuda" and dtype in _TRITON_DTYPES else "torch"
+        return "triton" if where == "cuda" and dtype in _TRITON_DTYPES else "torch"
     if backend == "triton":
         interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-        if device.type not in ("cuda", "meta") and not interpreted:
+        if where not in ("cuda", "meta") and not interpreted:
             raise ValueError(
-                f"grouped_gemm: backend 'triton' needs a CUDA device, the tensors are on {device.type}. Use 'auto' or, "
+                f"grouped_gemm: backend 'triton' needs a CUDA device, the tensors are on {where}. Use 'auto' or, "
                 "to test the kernels slowly on the CPU, set TRITON_INTERPRET=1 before the program starts."
             )
         if dtype not in _TRITON_DTYPES:

@@ -4,8 +4,10 @@ Shapes: B batch, S sequence, H heads, K head width.
 """
 
 import math
+from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from titanlite.config.model import RopeScaling
 
@@ -37,7 +39,28 @@ def rope_cos_sin(inv_freq: torch.Tensor, positions_BS: torch.Tensor, dtype: torc
 
 
 def apply_rope(x_BSHK: torch.Tensor, cos_BS1K: torch.Tensor, sin_BS1K: torch.Tensor) -> torch.Tensor:
-    """Rotate the pairs (x[i], x[i + K/2]) of every head by its position's angle; same shape and dtype."""
+    """Rotate the pairs (x[i], x[i + K/2]) of every head by its position's angle; same shape and dtype.
+
+    Cosines and sines are those of `rope_cos_sin`, whose halves are alike: so the gradient is rotated back by the same
+    angles, and nothing of the size of x is kept for it.
+    """
+    return _Rotate.apply(x_BSHK, cos_BS1K, sin_BS1K)
+
+
+def _rotate(x_BSHK: torch.Tensor, cos_BS1K: torch.Tensor, sin_BS1K: torch.Tensor) -> torch.Tensor:
     half = x_BSHK.shape[-1] // 2
-    rotated = torch.cat([-x_BSHK[..., half:], x_BSHK[..., :half]], dim=-1)
-    return torch.addcmul(x_BSHK * cos_BS1K, rotated, sin_BS1K)
+    turned = torch.cat([-x_BSHK[..., half:], x_BSHK[..., :half]], dim=-1)
+    return torch.addcmul(x_BSHK * cos_BS1K, turned, sin_BS1K)
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_BSHK: torch.Tensor, cos_BS1K: torch.Tensor, sin_BS1K: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(cos_BS1K, sin_BS1K)
+        return _rotate(x_BSHK, cos_BS1K, sin_BS1K)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_BSHK: torch.Tensor):
+        cos_BS1K, sin_BS1K = ctx.saved_tensors
+        return _rotate(dy_BSHK, cos_BS1K, -sin_BS1K), None, None

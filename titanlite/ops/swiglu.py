@@ -23,15 +23,20 @@ class _SwiGLU(torch.autograd.Function):
     def backward(ctx: Any, dh_RI: torch.Tensor):
         gate_up_R2I, weight_R = ctx.saved_tensors
         gate_RI, up_RI = gate_up_R2I.chunk(2, dim=-1)
+        dgate_up_R2I = torch.empty_like(gate_up_R2I)
+        dgate_RI, dup_RI = dgate_up_R2I.chunk(2, dim=-1)  # written in place: no concatenation
         a_RI = F.silu(gate_RI)
+        da_RI = dh_RI * up_RI
+        torch.mul(a_RI, dh_RI, out=dup_RI)
         dweight_R = None
         if weight_R is not None:
             if ctx.needs_input_grad[1]:
-                dweight_R = (dh_RI * a_RI).mul_(up_RI).sum(dim=-1, dtype=weight_R.dtype)
-            # Product in float32 as in forward, stored in dh's dtype.
-            dh_RI = torch.mul(dh_RI, weight_R.unsqueeze(-1), out=torch.empty_like(dh_RI))
-        dgate_RI = torch.ops.aten.silu_backward(dh_RI * up_RI, gate_RI)
-        return torch.cat([dgate_RI, a_RI.mul_(dh_RI)], dim=-1), dweight_R
+                dweight_R = a_RI.mul_(da_RI).sum(dim=-1, dtype=weight_R.dtype)
+            # Products with the weight in float32 as in forward, stored in dh's dtype.
+            dup_RI.mul_(weight_R.unsqueeze(-1))
+            da_RI.mul_(weight_R.unsqueeze(-1))
+        torch.ops.aten.silu_backward.grad_input(da_RI, gate_RI, grad_input=dgate_RI)
+        return dgate_up_R2I, dweight_R
 
 
 def swiglu(gate_up_R2I: torch.Tensor, weight_R: torch.Tensor | None = None) -> torch.Tensor:

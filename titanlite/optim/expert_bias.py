@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 
+from titanlite import timers
 from titanlite.logger import logger
 from titanlite.models.build import AnyModel
 
@@ -12,13 +13,17 @@ class ExpertBiasBalancer:
 
     Attributes:
         counts: (layers, E) int64 on the model's device, this rank's rows since the last `step`.
+        row_difference: (layers, E) int64, rows that this rank's tokens chose minus rows that its experts were given.
     """
 
     def __init__(self, model: AnyModel, update_rate: float) -> None:
-        self._routers = [moe.gate for moe in model.moe_layers().values()]
+        self._layers = list(model.moe_layers().values())
+        self._routers = [moe.gate for moe in self._layers]
         self._update_rate = update_rate
         if self._routers:
             self.counts = torch.zeros_like(self._stacked())
+            self.row_difference = torch.zeros_like(self.counts)
+            self._row_errors = self.counts.new_zeros(2, len(self._routers))
         frozen = sum(not router.weight.requires_grad for router in self._routers)
         if frozen and update_rate:
             logger.info("moe: %d of %d routers are frozen, and so is their expert_bias", frozen, len(self._routers))
@@ -34,6 +39,17 @@ class ExpertBiasBalancer:
         """
         if self._routers:
             self.counts += self._stacked()
+            self._compare_rows()
+
+    def _compare_rows(self) -> None:
+        """Summed over the ranks, what the routers chose is what the experts were given, unless rows are lost."""
+        chosen = [moe.chosen_rows for moe in self._layers if moe.chosen_rows is not None]
+        ends = [moe.experts.row_ends for moe in self._layers if moe.experts.row_ends is not None]
+        if len(chosen) == len(ends) == len(self._layers):
+            given = torch.diff(torch.stack(ends).to(torch.int64), prepend=ends[0].new_zeros(len(ends), 1))
+            first = self._layers[0].experts.first_expert
+            self.row_difference += torch.stack(chosen)
+            self.row_difference[:, first : first + given.shape[1]] -= given
 
     @torch.no_grad()
     def step(self, finite: torch.Tensor) -> torch.Tensor | None:
@@ -51,9 +67,13 @@ class ExpertBiasBalancer:
         """
         if not self._routers:
             return None
-        dist.all_reduce(self.counts)
-        counts = self.counts.clone()
+        both = torch.stack([self.counts, self.row_difference])
+        with timers.collective():
+            dist.all_reduce(both)
+        counts, difference = both.unbind()
+        self._row_errors += torch.stack([difference.clamp(min=0).sum(1), (-difference).clamp(min=0).sum(1)])
         self.counts.zero_()
+        self.row_difference.zero_()
         if self._update_rate:
             deficit = counts.sum(dim=1, keepdim=True) - counts * counts.shape[1]
             delta = deficit.sign().to(torch.float32)
@@ -62,3 +82,22 @@ class ExpertBiasBalancer:
                 if router.weight.requires_grad:
                     router.expert_bias += router_delta
         return counts
+
+    def bias_range(self) -> torch.Tensor | None:
+        """Smallest and largest `expert_bias` of each layer, (2, layers) float32 on the device; None without experts."""
+        if not self._routers:
+            return None
+        biases = torch.stack([router.expert_bias for router in self._routers])
+        return torch.stack(biases.aminmax(dim=1))
+
+    def take_row_errors(self) -> torch.Tensor | None:
+        """Rows (token, expert) that were dropped and that came twice, (2, layers) int64, since the last call.
+
+        Per step and expert what the routers chose is compared with what the experts were given, on all ranks together.
+        A row that went to a wrong expert counts in both. None without experts.
+        """
+        if not self._routers:
+            return None
+        errors = self._row_errors.clone()
+        self._row_errors.zero_()
+        return errors

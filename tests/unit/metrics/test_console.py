@@ -15,13 +15,12 @@ VALUES = {
     "throughput/tflops_per_gpu": 4.1,
     "time/step_s": 2.0,
     "memory/host_peak_rss_gib": 0.61,
-    "moe/load_max_over_mean/layer_00": 1.2,
-    "moe/load_max_over_mean/layer_01": 1.42,
 }
+LAYERS = {"moe/load_max_over_mean": [1.2, 1.42], "moe/dropped_rows": [0, 0]}
 
 
 def test_line_of_an_moe_model():
-    assert format_line(50, 300, VALUES) == (
+    assert format_line(50, 300, VALUES, LAYERS) == (
         "step    50/300  loss  4.8123  grad norm  0.91  lr 1.0e-03     12,345 tok/s  4.1 TFLOP/s"
         "  mem 0.61 GiB  expert load max/mean 1.42"
     )
@@ -34,10 +33,18 @@ def test_lines_align_over_steps():
 
 
 def test_line_leaves_out_what_is_unknown_and_shows_mfu_when_known():
-    dense = {name: value for name, value in VALUES.items() if not name.startswith("moe/")}
-    assert "expert" not in format_line(1, 10, dense)
-    assert "MFU" not in format_line(1, 10, dense)
-    assert "MFU 41.2%" in format_line(1, 10, {**dense, "throughput/mfu": 0.412})
+    assert "expert" not in format_line(1, 10, VALUES)
+    assert "MFU" not in format_line(1, 10, VALUES)
+    assert "MFU 41.2%" in format_line(1, 10, {**VALUES, "throughput/mfu": 0.412})
+
+
+def test_line_names_a_slow_rank_and_lost_rows_only_where_there_are_any():
+    ranks = {**VALUES, "ranks/slowest": 3.0, "ranks/slowest_over_median": 1.29}
+    assert "slow" not in format_line(1, 10, ranks, LAYERS, "data")
+    slow = format_line(1, 10, {**ranks, "ranks/slowest_over_median": 1.84}, LAYERS, "data")
+    assert slow.endswith("rank 3 slow (data, 1.8x)")
+    assert "ROWS" not in slow
+    assert "5 ROWS LOST OR TWICE" in format_line(1, 10, ranks, {**LAYERS, "moe/dropped_rows": [2, 3]})
 
 
 def test_line_shows_a_loss_that_is_not_finite():

@@ -16,10 +16,15 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from titanlite.config.schema import JobConfig
 from titanlite.errors import TitanliteError
 from titanlite.logger import logger
-from titanlite.metrics import MetricsLogger
+from titanlite.metrics import MetricsLogger, MoEState, StepPoint
 from titanlite.metrics import logger as metrics_module
 
 CPU = torch.device("cpu")
+RANKS = {
+    "busy_s": [1.0, 1.0, 2.0, 1.0],
+    "data_s": [0.0, 0.0, 0.75, 0.0],
+    "memory/host_peak_rss_gib": [2.0, 2.5, 2.0, 2.0],
+}
 COUNTS = torch.tensor([[10, 10, 10, 10], [0, 0, 0, 40]])
 
 
@@ -47,8 +52,16 @@ def build(job: JobConfig, folder: Path, **options) -> MetricsLogger:
     return MetricsLogger(job, folder, flops_per_token=1000, num_ranks=4, device=CPU, **options)
 
 
+def moe(counts: torch.Tensor = COUNTS) -> MoEState:
+    layers = len(counts)
+    errors = torch.zeros(2, layers, dtype=torch.int64)
+    errors[1, 0] = 3
+    return MoEState(counts, torch.tensor([[-0.5] * layers, [0.25] * layers]), errors)
+
+
 def log(metrics: MetricsLogger, step: int, loss: float = 2.5, **options) -> None:
-    metrics.log_step(step, loss, 0.91, 1e-3, tokens=8000, seconds=4.0, data_seconds=0.5, **options)
+    phases = {"data": 0.5, "forward": 1.0, "backward": 1.5, "optimizer": 0.25, "communication": 0.75}
+    metrics.log_step(StepPoint(step, loss, 0.91, 1e-3, tokens=8000, seconds=4.0, phases=phases, **options))
 
 
 def read_lines(folder: Path) -> list[dict]:
@@ -61,9 +74,10 @@ def read_events(folder: Path) -> EventAccumulator:
 
 def test_values_reach_tensorboard_and_jsonl_under_the_same_names(job: JobConfig, tmp_path: Path):
     with build(job, tmp_path, first_moe_layer=3) as metrics:
-        log(metrics, 10, tokens_per_expert=COUNTS, extra={"loss/aux": 0.125})
+        norms = {"experts": 0.5, "router": 0.76}
+        log(metrics, 10, moe=moe(), group_norms=norms, extra={"loss/aux": 0.125})
         metrics.log_validation(10, 2.25)
-        log(metrics, 20, tokens_per_expert=COUNTS)
+        log(metrics, 20, moe=moe(), group_norms=norms, ranks=RANKS)
     expected = {
         "loss/train": 2.5,
         "grad_norm": 0.91,
@@ -72,32 +86,74 @@ def test_values_reach_tensorboard_and_jsonl_under_the_same_names(job: JobConfig,
         "throughput/tflops_per_gpu": 2000 * 1000 / 4 / 1e12,
         "time/step_s": 0.4,
         "time/data_s": 0.05,
-        "moe/load_max_over_mean/layer_03": 1.0,
-        "moe/load_max_over_mean/layer_04": 4.0,
+        "time/forward_s": 0.1,
+        "time/backward_s": 0.15,
+        "time/optimizer_s": 0.025,
+        "time/communication_s": 0.075,
+        "time/other_s": 0.0,
+        "grad_norm/experts": 0.5,
+        "grad_norm/router": 0.76,
+    }
+    layers = {
+        "moe/load_max_over_mean": [1.0, 4.0],
+        "moe/load_entropy": [1.0, 0.0],
+        "moe/idle_experts": [0.0, 0.75],
+        "moe/expert_bias_min": [-0.5, -0.5],
+        "moe/expert_bias_max": [0.25, 0.25],
+        "moe/dropped_rows": [0.0, 0.0],
+        "moe/duplicated_rows": [3.0, 0.0],
+    }
+    of_ranks = {
+        "ranks/slowest": 2.0,
+        "ranks/slowest_over_median": 2.0,
+        "ranks/busy_max_s": 0.2,
+        "ranks/busy_median_s": 0.1,
+        "memory/host_peak_rss_gib": 2.5,
     }
     first, validation, second = read_lines(tmp_path)
     assert {name: first[name] for name in expected} == pytest.approx(expected)
     assert first["loss/aux"] == 0.125
-    assert 0.05 < first["memory/host_peak_rss_gib"] < 100
+    assert {name: first[name] for name in layers} == layers and first["moe/first_layer"] == 3
+    assert {name: second[name] for name in of_ranks} == pytest.approx(of_ranks)
+    assert second["ranks/busy_s"] == [0.1, 0.1, 0.2, 0.1] and second["ranks/slowest_reason"] == "data"
+    assert second["ranks/tokens_per_s"] == [2000.0, 2000.0, 1000.0, 2000.0]  # 8000 / 4 ranks / 10 steps / busy time
+    assert second["ranks/memory_gib"] == [2.0, 2.5, 2.0, 2.0]
     assert {**validation, "time": 0} == {"step": 10, "time": 0, "loss/validation": 2.25}
     assert (first["step"], second["step"]) == (10, 20)
     assert "throughput/mfu" not in first  # a CPU has no known peak
 
     events = read_events(tmp_path / "tb")
-    assert set(events.Tags()["scalars"]) == (set(first) | set(validation)) - {"step", "time"}
+    per_layer = {f"{name}/layer_{i:02d}" for name in layers for i in (3, 4)}
+    written = {name for line in (first, second, validation) for name, value in line.items() if type(value) is float}
+    written |= {"ranks/slowest"}
+    assert set(events.Tags()["scalars"]) == (written | per_layer) - {"step", "time"}
+    assert [point.value for point in events.Scalars("moe/load_max_over_mean/layer_04")] == [4.0, 4.0]
     for name, value in expected.items():
         points = events.Scalars(name)
         assert [point.step for point in points] == [10, 20]
         assert points[0].value == pytest.approx(value, rel=1e-6)  # TensorBoard stores float32
     image = events.Images("moe/expert_load")[0]
     assert (image.width, image.height) == (4 * 24, 2 * 24)
+    loads = [json.loads(line) for line in (tmp_path / "expert_load.jsonl").read_text().splitlines()]
+    assert loads == [{"step": step, "first_layer": 3, "tokens_per_expert": COUNTS.tolist()} for step in (10, 20)]
+
+
+def test_expert_load_is_kept_at_about_a_hundred_points(job: JobConfig, tmp_path: Path):
+    job.training.steps = 1000
+    job.metrics.enable_tensorboard = False
+    with build(job, tmp_path) as metrics:
+        for step in range(1, 1001):
+            log(metrics, step, moe=moe())
+    steps = [json.loads(line)["step"] for line in (tmp_path / "expert_load.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, 1001, 10))
+    assert len(read_lines(tmp_path)) == 1000
 
 
 def test_values_that_are_not_finite_stay_valid_json(job: JobConfig, tmp_path: Path):
     with build(job, tmp_path) as metrics:
-        log(metrics, 1, loss=float("nan"), extra={"x": float("-inf")}, tokens_per_expert=torch.zeros(1, 4))
+        log(metrics, 1, loss=float("nan"), extra={"x": float("-inf")}, moe=moe(torch.zeros(1, 4)))
     (line,) = read_lines(tmp_path)
-    assert (line["loss/train"], line["x"], line["moe/load_max_over_mean/layer_00"]) == (None, None, None)
+    assert (line["loss/train"], line["x"], line["moe/load_max_over_mean"]) == (None, None, [None])
     assert np.isnan(read_events(tmp_path / "tb").Scalars("loss/train")[0].value)
 
 
@@ -126,20 +182,20 @@ def test_a_resumed_run_appends_and_tensorboard_drops_the_steps_done_twice(job: J
 
 def test_console_line(job: JobConfig, tmp_path: Path, console):
     with build(job, tmp_path) as metrics:
-        log(metrics, 50, tokens_per_expert=COUNTS)
+        log(metrics, 50, moe=moe())
         metrics.log_validation(50, 2.25)
     train, validation = console.getvalue().splitlines()
     assert train.startswith("step    50/300  loss  2.5000  grad norm  0.91  lr 1.0e-03      2,000 tok/s  0.5 MFLOP/s")
-    assert train.endswith("expert load max/mean 4.00")
+    assert train.endswith("expert load max/mean 4.00  3 ROWS LOST OR TWICE")
     assert validation == "step    50/300  validation loss  2.2500"
 
 
 def test_mfu_of_a_known_gpu(job: JobConfig, tmp_path: Path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
-    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 3 * 2**30)
     metrics = MetricsLogger(job, tmp_path, 989 * 10**9, num_ranks=2, device=torch.device("cuda", 0))
     with metrics:
-        metrics.log_step(1, 2.5, 0.9, 1e-3, tokens=1000, seconds=1.0, data_seconds=0.0)
+        ranks = {"busy_s": [1.0, 1.0], "data_s": [0.0, 0.0], "memory/max_reserved_gib": [3.0, 2.0]}
+        metrics.log_step(StepPoint(1, 2.5, 0.9, 1e-3, tokens=1000, seconds=1.0, ranks=ranks))
     (line,) = read_lines(tmp_path)
     assert line["throughput/mfu"] == pytest.approx(0.5)
     assert line["memory/max_reserved_gib"] == 3.0
@@ -148,7 +204,7 @@ def test_mfu_of_a_known_gpu(job: JobConfig, tmp_path: Path, monkeypatch):
 def test_other_ranks_write_nothing(job: JobConfig, tmp_path: Path, monkeypatch, console):
     monkeypatch.setenv("RANK", "1")
     with build(job, tmp_path / "run") as metrics:
-        log(metrics, 1, tokens_per_expert=COUNTS)
+        log(metrics, 1, moe=moe())
         metrics.log_validation(1, 2.0)
     assert not (tmp_path / "run").exists()
     assert console.getvalue() == ""

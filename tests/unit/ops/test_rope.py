@@ -97,3 +97,9 @@ def test_rotation_keeps_norms_and_depends_on_relative_positions():
     assert abs(rotated(100) @ rotated(103) - rotated(0) @ rotated(3)) < 1e-4
     # cos^2 + sin^2 = 1 up to the float32 rounding of each.
     assert abs(rotated(7).norm() / x.norm() - 1) < 1e-6
+
+
+def test_gradient() -> None:
+    cos, sin = rope_cos_sin(inverse_frequencies(8, 1e4), torch.arange(3, 8).expand(2, 5), torch.float64)
+    x = torch.randn(2, 5, 3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: apply_rope(x, cos, sin), x)

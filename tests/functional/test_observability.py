@@ -1,0 +1,127 @@
+"""What a run tells about itself is true: time, slow ranks, lost rows, norms, memory, and files beside the metrics."""
+
+import json
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import titanlite.trainer
+from titanlite.config.parallelism import Degrees
+from titanlite.trainer import Trainer
+
+SLEEP_S = 0.8
+DATA, FORWARD, DROPPED, DUPLICATED = 2, 3, 4, 5  # steps in which something goes wrong
+SLOW_DATA, SLOW_FORWARD, BROKEN = 2, 1, 3  # and the ranks that it happens on
+
+
+def read(folder: Path, name: str) -> list[dict]:
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+def disturb(trainer: Trainer) -> None:
+    """Let this rank misbehave in the steps above."""
+    rank, load = dist.get_rank(), trainer.loader.micro_batches
+
+    def slow_micro_batches(step: int):
+        if rank == SLOW_DATA and step + 1 == DATA:
+            time.sleep(SLEEP_S)
+        return load(step)
+
+    def slow_forward(*_) -> None:
+        if rank == SLOW_FORWARD and trainer.step + 1 == FORWARD:
+            time.sleep(SLEEP_S)
+
+    def broken_dispatch(original, experts, x_TD, scores_Tk, ids_Tk):
+        if rank == BROKEN and trainer.step + 1 == DROPPED:  # the last 3 tokens go nowhere
+            return torch.cat([original(experts, x_TD[:-3], scores_Tk[:-3], ids_Tk[:-3]), x_TD[-3:]])
+        if rank == BROKEN and trainer.step + 1 == DUPLICATED:  # the first 2 go twice
+            x_TD, scores_Tk, ids_Tk = (torch.cat([part, part[:2]]) for part in (x_TD, scores_Tk, ids_Tk))
+            return original(experts, x_TD, scores_Tk, ids_Tk)[:-2]
+        return original(experts, x_TD, scores_Tk, ids_Tk)
+
+    trainer.loader.micro_batches = slow_micro_batches  # type: ignore[method-assign]
+    trainer.model.register_forward_pre_hook(slow_forward)
+    moe = list(trainer.model.moe_layers().values())[1]
+    moe.dispatch = partial(broken_dispatch, moe.dispatch)
+
+
+def test_metrics_name_the_slow_rank_and_count_lost_rows(run_ranks, checked, meshes, tmp_path, monkeypatch):
+    monkeypatch.setattr(titanlite.trainer, "_SAMPLE_TOKENS", 1)
+    job = checked(meshes["TP2xEP2"], "--checkpoint.enable=false", "--training.steps=5")
+
+    def rank_main() -> None:
+        trainer = Trainer(job.job, job.model_config, job.degrees)
+        disturb(trainer)
+        trainer.train()
+
+    run_ranks(4, rank_main)
+    folder = tmp_path / "run"
+    points = {point["step"]: point for point in read(folder, "metrics.jsonl")}
+    top_k, num_experts = job.model_config.top_k, job.model_config.num_experts
+
+    for step, point in points.items():
+        phases = [point[f"time/{name}_s"] for name in ("data", "forward", "backward", "optimizer", "other")]
+        assert all(seconds >= 0 for seconds in phases)
+        # What no phase covers is a few lines of Python between steps.
+        assert sum(phases) + point["time/communication_s"] == pytest.approx(point["time/step_s"], abs=0.02, rel=0.02)
+        norms = [point[name] for name in point if name.startswith("grad_norm/")]
+        assert sum(norm**2 for norm in norms) ** 0.5 == pytest.approx(point["grad_norm"], rel=1e-6), step
+        assert {name.removeprefix("grad_norm/") for name in point if name.startswith("grad_norm/")} == {
+            *("embedding", "attention", "experts", "router", "norm", "head")
+        }
+        assert point["memory/host_peak_rss_gib"] == pytest.approx(max(point["ranks/memory_gib"]), abs=1e-4)
+        assert 0 < point["memory/host_rss_gib"] <= point["memory/host_peak_rss_gib"] * 1.001
+        assert all(0 < value <= 1 for value in point["moe/load_entropy"])
+
+    slow = points[DATA]
+    assert (slow["ranks/slowest"], slow["ranks/slowest_reason"]) == (SLOW_DATA, "data")
+    assert slow["ranks/data_s"][SLOW_DATA] > SLEEP_S > 2 * slow["ranks/data_s"][0]
+    assert slow["ranks/busy_s"][SLOW_DATA] - slow["ranks/busy_median_s"] > SLEEP_S / 2
+    assert slow["time/communication_s"] > SLEEP_S / 2, "rank 0 waited in a collective"
+    slow = points[FORWARD]
+    assert (slow["ranks/slowest"], slow["ranks/slowest_reason"]) == (SLOW_FORWARD, "compute")
+    assert slow["ranks/busy_s"][SLOW_FORWARD] - slow["ranks/busy_median_s"] > SLEEP_S / 2
+    assert slow["ranks/tokens_per_s"][SLOW_FORWARD] < min(slow["ranks/tokens_per_s"][r] for r in (0, 2, 3))
+
+    micro_batches = job.job.training.global_batch_size // job.degrees.dp
+    lost = {step: (point["moe/dropped_rows"], point["moe/duplicated_rows"]) for step, point in points.items()}
+    assert lost[DROPPED] == ([0, 3 * top_k * micro_batches], [0, 0])
+    assert lost[DUPLICATED] == ([0, 0], [0, 2 * top_k * micro_batches])
+    assert all(lost[step] == ([0, 0], [0, 0]) for step in (1, DATA, FORWARD))
+
+    loads = read(folder, "expert_load.jsonl")
+    assert [load["step"] for load in loads] == [1, 2, 3, 4, 5]
+    assert len(loads[0]["tokens_per_expert"]) == 2 and len(loads[0]["tokens_per_expert"][0]) == num_experts
+    environment = json.loads((folder / "environment.json").read_text())
+    assert environment["world_size"] == 4 and environment["versions"]["torch"] == torch.__version__
+    (machine,) = environment["machines"].values()
+    assert machine["ranks"] == [0, 1, 2, 3] and sum(machine["devices"].values()) == 4
+    assert [event["kind"] for event in read(folder, "events.jsonl")] == ["start", "end"]
+
+
+def test_a_late_replica_makes_the_others_wait_in_the_all_reduce(run_ranks, checked):
+    """FSDP has no seam around the all-reduce over replicas, only a hook behind it."""
+    job = checked(Degrees(dp_replicate=2), "--checkpoint.enable=false")
+
+    def rank_main() -> dict[str, float]:
+        trainer = Trainer(job.job, job.model_config, job.degrees)
+        trainer.train_step(trainer.loader.micro_batches(0))
+        trainer.timer.start(None)
+        trainer.timer.read()
+
+        # At the start of backward, where the all-reduce of a layer is the next collective of both ranks.
+        def slow_backward(module, args, loss: torch.Tensor) -> None:
+            loss.register_hook(lambda grad: time.sleep(SLEEP_S if dist.get_rank() else 0.0))
+
+        trainer.model.lm_head.register_forward_hook(slow_backward)
+        trainer.train_step(trainer.loader.micro_batches(1)[:1])
+        trainer.timer.start(None)
+        return trainer.timer.read()
+
+    waiting, late = run_ranks(2, rank_main)
+    assert waiting["communication"] > SLEEP_S / 2
+    assert late["backward"] > SLEEP_S and late["backward"] > waiting["backward"] + SLEEP_S / 2

@@ -1,0 +1,203 @@
+"""Plans against real runs on 4 gloo ranks: bytes, collectives, FLOPs and live memory, on every rank."""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.flop_counter import FlopCounterMode
+
+from titanlite.checkpoint import reader, save_hf_model
+from titanlite.config.parallelism import Degrees
+from titanlite.data import build_data
+from titanlite.distributed import collectives
+from titanlite.materialize import materialize
+from titanlite.materialize.layout import local_of
+from titanlite.models.decoder import build_decoder
+from titanlite.plan_run import exact_plan, planned_sources
+from titanlite.planner.estimate import axis_ranks
+from titanlite.planner.stand_in import observed
+from titanlite.planner.trace import StepTrace, axis_names, trace_step
+from titanlite.planner.tracker import StepRecorder
+from titanlite.preflight import Checked
+from titanlite.run_plan import PLAN_FILE
+from titanlite.trainer import Trainer
+
+_KINDS = {
+    "all_gather_single": ("all_gather", 0),
+    "all_gather_into_tensor": ("all_gather", 0),
+    "reduce_scatter_single": ("reduce_scatter", 1),
+    "reduce_scatter_tensor": ("reduce_scatter", 1),
+    "all_reduce": ("all_reduce", 0),
+    "all_to_all_single": ("all_to_all", 1),
+    "broadcast": ("broadcast", 0),
+}
+_NAMES = {"output": 0, "output_tensor": 0, "input": 1, "input_tensor": 1}
+
+
+@contextmanager
+def calls_of(trainer: Trainer) -> Iterator[Counter[tuple[str, str, str]]]:
+    """Counts of (kind, axis, "count" or "bytes") of the functions of `torch.distributed` that are called inside."""
+    found: Counter[tuple[str, str, str]] = Counter()
+    axes, depth = axis_names(trainer.dims), 0
+
+    def counting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        kind, place = _KINDS[name]
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal depth
+            by_name = {_NAMES[key]: value for key, value in kwargs.items() if key in _NAMES}
+            tensor = args[place] if len(args) > place else by_name[place]
+            group = kwargs.get("group") or dist.group.WORLD
+            if depth == 0:  # the old names may call the new ones
+                axis = axes[group.group_name] if group.size() < dist.get_world_size() else "all"
+                found[kind, axis, "count"] += 1
+                found[kind, axis, "bytes"] += tensor.nbytes
+            depth += 1
+            try:
+                return function(*args, **kwargs)
+            finally:
+                depth -= 1
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in _KINDS:
+            if hasattr(dist, name):
+                patch.setattr(dist, name, counting(name, getattr(dist, name)))
+        gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+        patch.setattr(collectives, "_all_gather_single", gather)
+        scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+        patch.setattr(collectives, "_reduce_scatter_single", scatter)
+        yield found
+
+
+def measure(checked: Checked) -> dict[str, Any]:
+    """Two real steps on this rank: what lies in memory, is read, called and computed."""
+    read = 0
+
+    class CountingTransfer(reader.Transfer):
+        def add(self, nbytes: int) -> None:
+            nonlocal read
+            read += nbytes
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reader, "Transfer", CountingTransfer)
+        trainer = Trainer(checked.job, checked.model_config, checked.degrees)
+    gradients = []
+    zero_grad = trainer.optimizer.zero_grad
+
+    def look_then_zero() -> None:
+        gradients.append(sum(local_of(p.grad).nbytes for p in trainer.model.parameters() if p.grad is not None))
+        zero_grad()
+
+    trainer.optimizer.zero_grad = look_then_zero  # type: ignore[method-assign]
+    with calls_of(trainer) as calls, FlopCounterMode(display=False) as flops:
+        trainer.train_step(trainer.loader.micro_batches(0))
+    states = [value for state in trainer.optimizer.state.values() for value in state.values()]
+    params = list(trainer.model.parameters())
+
+    batches = trainer.loader.micro_batches(1)
+    held = [*params, *trainer.model.buffers(), *states, trainer.first_bad_step]
+    held += [value for batch in batches for value in vars(batch).values()]
+    held += [trainer.balancer.counts] if hasattr(trainer.balancer, "counts") else []
+    recorder = StepRecorder(held)
+    with observed(trainer, recorder):
+        trainer.train_step(batches)
+    return {
+        "weights": sum(local_of(p).nbytes for p in params),
+        "storages": sum(local_of(p).untyped_storage().nbytes() for p in params),
+        "gradients": gradients[0],
+        "optimizer": sum(local_of(state).nbytes for state in states),
+        "buffers": sum(buffer.nbytes for buffer in trainer.model.buffers()),
+        "read": read,
+        "calls": calls,
+        "torch_flops": flops.get_total_flops(),
+        "flops": sum(f.counted for f in recorder.flops.values()),
+        "peak": max(recorder.peaks().values(), key=lambda peak: sum(peak.values())),
+    }
+
+
+def compare(checked: Checked, source: str, ranks: list[dict[str, Any]], *, balanced: bool) -> list[StepTrace]:
+    """Every rank's figures with those planned for it; the traces of the first and the last rank."""
+    sources = planned_sources(checked, source)
+    traces = []
+    for rank, real in enumerate(ranks):
+        plan = exact_plan(checked, sources, rank, fold=True, device=torch.device("cpu"))
+        for name in ("weights", "gradients", "optimizer", "buffers"):
+            assert getattr(plan, name) == real[name], f"rank {rank}: {name}"
+        assert plan.read_bytes == real["read"]
+        assert sum(tensor.local_bytes for tensor in plan.tensors) == real["weights"] + real["buffers"]
+        if rank == 0:
+            saved = json.loads(Path(checked.job.job.dump_folder, PLAN_FILE).read_text())
+            assert saved == json.loads(json.dumps(plan.to_json()))
+
+        if rank not in (0, len(ranks) - 1):
+            continue
+        trace = trace_step(checked.job, checked.model_config, checked.degrees, rank=rank, device_type="cpu")
+        assert (trace.weights, trace.optimizer, trace.buffers) == (plan.weights, plan.optimizer, plan.buffers)
+        assert trace.weights + trace.padding == real["storages"]
+        called: Counter[tuple[str, str, str]] = Counter()
+        for traffic, count in trace.counts.items():
+            ranks_of = axis_ranks(checked.degrees, traffic.axis, rank)
+            axis = traffic.axis if len(ranks_of) < checked.degrees.world_size else "all"
+            called[traffic.kind, axis, "count"] += count
+            called[traffic.kind, axis, "bytes"] += trace.nbytes[traffic]
+        if balanced:
+            assert called == real["calls"]
+            assert trace.flops.counted == real["flops"]
+            # The same operators on tensors with and without data; real routing changes nothing but values.
+            peak = max(trace.peaks.values(), key=lambda peak: sum(peak.values()))
+            assert peak == pytest.approx(real["peak"], rel=0.02)
+        else:
+            exact = {key: value for key, value in called.items() if key[0] != "all_to_all" or key[2] == "count"}
+            assert exact == {key: value for key, value in real["calls"].items() if key in exact}
+        traces.append(trace)
+    return traces
+
+
+def test_plan_of_tensor_and_expert_parallel_with_uneven_shards(checked, run_ranks):
+    job = checked(Degrees(dp_shard=2, tp=2, ep=2), "--training.local_batch_size=2", "--moe.aux_loss_coeff=1e-3")
+    ranks = run_ranks(4, lambda: measure(job))
+    traces = compare(job, "", ranks, balanced=False)
+    assert traces[0].padding != traces[-1].padding  # 155 rows of vocabulary over two ranks
+
+
+def test_plan_of_bfloat16_states_with_a_frozen_tied_embedding(checked, run_ranks):
+    overrides = (
+        *("--model.name=qwen3", "--model.overrides.tie_word_embeddings=true", "--training.dtype=bfloat16"),
+        *("--optimizer.freeze=model.embed_tokens.weight", "--activation_checkpoint.mode=full"),
+    )
+    job = checked(Degrees(dp_shard=4), *overrides)
+    ranks = run_ranks(4, lambda: measure(job))
+    traces = compare(job, "", ranks, balanced=True)
+    # No operator of titanlite's own multiplies here, so torch's counter sees all but the CPU's attention: two products
+    # in forward, again when it is recomputed, five in backward.
+    sizes = job.model_config
+    scores = sizes.num_heads * sizes.head_dim * job.job.training.seq_len**2
+    attention = 2 * (2 + 2 + 5) * scores * sizes.num_layers * traces[0].micro_batches
+    assert ranks[0]["flops"] == ranks[0]["torch_flops"] + attention
+    assert traces[0].micro_batches == 2
+
+
+def test_plan_of_adapters_on_a_checkpoint(checked, run_ranks, tmp_path):
+    base = checked(Degrees())
+
+    def save_base() -> None:
+        tokenizer, _ = build_data(base.job, 0, 1)
+        model = build_decoder(base.model_config)
+        save_hf_model(model, materialize(model, "cpu", seed=3), tokenizer, tmp_path / "base", torch.float32)
+
+    run_ranks(1, save_base)
+    cleared = ("--model.flavor=", "--model.overrides.vocab_size=none", "--model.overrides.num_layers=none")
+    path = f"--checkpoint.initial_load_path={tmp_path / 'base'}"
+    lora = ("--lora.rank=4", "--moe.expert_bias_update_rate=none", path)
+    job = checked(Degrees(dp_replicate=2, dp_shard=2), *cleared, *lora, "--training.global_batch_size=4")
+    ranks = run_ranks(4, lambda: measure(job))
+    assert sum(real["read"] for real in ranks) > 0
+    compare(job, str(tmp_path / "base"), ranks, balanced=True)

@@ -1,0 +1,55 @@
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from titanlite.distributed import process_group
+from titanlite.distributed.flight_recorder import enable_flight_recorder
+
+
+def test_dumps_go_into_the_folder_of_the_run(tmp_path: Path):
+    environment: dict[str, str] = {}
+    folder = enable_flight_recorder(tmp_path / "run", environment)
+    assert folder == tmp_path / "run" / "flight_recorder" and folder.is_dir()
+    assert environment == {
+        "TORCH_FR_BUFFER_SIZE": "2000",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_FR_DUMP_TEMP_FILE": f"{folder}/rank_",
+    }
+
+
+@pytest.mark.parametrize("name", ["TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"])
+def test_what_the_user_set_stays(tmp_path: Path, name: str):
+    environment = {name: "/elsewhere/", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
+    enable_flight_recorder(tmp_path, environment)
+    assert environment.pop("TORCH_FR_BUFFER_SIZE") == "2000"
+    assert environment == {name: "/elsewhere/", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
+
+
+def test_a_folder_that_cannot_be_made_does_not_hide_the_clear_error_that_follows(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    enable_flight_recorder(tmp_path / "file", {})
+
+
+def test_torch_reads_these_names():
+    """NCCL is not in the CPU build, but its header and the flight recorder are in every one."""
+    folder = Path(torch.__file__).parent
+    header = (folder / "include/torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp").read_text()
+    recorder = (folder / "include/torch/csrc/distributed/c10d/FlightRecorder.hpp").read_text()
+    library = (folder / "lib/libtorch_cpu.so").read_bytes()
+    assert '"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"' in recorder
+    assert '"TORCH_NCCL_DUMP_ON_TIMEOUT"' in header
+    assert b"TORCH_FR_DUMP_TEMP_FILE" in library
+
+
+@pytest.mark.parametrize("has_cuda", [False, True])
+def test_it_is_set_before_the_process_group_of_nccl_and_only_there(tmp_path: Path, monkeypatch, has_cuda):
+    calls = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: calls.append(backend))
+    monkeypatch.setattr(process_group, "enable_flight_recorder", calls.append)
+    monkeypatch.delenv("RANK", raising=False)
+    process_group.init_distributed(60, tmp_path)
+    assert calls == ([tmp_path, "cpu:gloo,cuda:nccl"] if has_cuda else ["gloo"])

@@ -1,0 +1,46 @@
+"""Which modules become FSDP units, on ranks that are not there."""
+
+import pytest
+from torch.distributed.fsdp import FSDPModule
+
+from titanlite.config import JobConfig
+from titanlite.config.model import ModelConfig
+from titanlite.config.parallelism import Degrees
+from titanlite.distributed import ParallelDims, fake_ranks, parallelize
+from titanlite.models.decoder import build_decoder
+
+CONFIG = ModelConfig(
+    family="qwen3_moe",
+    vocab_size=64,
+    hidden_size=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    intermediate_size=64,
+    num_experts=8,
+    top_k=2,
+    moe_intermediate_size=16,
+)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "param_dtype", "expected"),
+    [
+        (Degrees(dp_shard=4, ep=4), "float32", False),  # whole on their ranks: one rank has nothing to gather
+        (Degrees(dp_shard=4, ep=4), "bfloat16", True),  # FSDP casts
+        (Degrees(dp_shard=4, ep=2), "float32", True),
+        (Degrees(dp_replicate=2, dp_shard=2, ep=2), "float32", True),  # FSDP reduces over replicas
+        (Degrees(dp_shard=2, tp=2, ep=4), "float32", False),
+    ],
+)
+def test_experts_are_units_where_that_changes_anything(degrees: Degrees, param_dtype: str, expected: bool) -> None:
+    job = JobConfig()
+    job.training.mixed_precision_param = param_dtype  # type: ignore[assignment]
+    with fake_ranks(4):
+        model = build_decoder(CONFIG)
+        parallelize(model, job, ParallelDims.build(degrees, "cpu"), "cpu")
+        experts = [moe.experts for moe in model.moe_layers().values()]
+        assert {isinstance(module, FSDPModule) for module in experts} == {expected}
+        axes = {len(param.device_mesh.shape) for module in experts for param in module.parameters()}
+        assert (axes == {1}) == (not expected), "split by expert parallelism alone, or by FSDP too"

@@ -1,0 +1,39 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from titanlite.metrics import events
+from titanlite.metrics.events import open_events, record_event
+
+
+@pytest.fixture(autouse=True)
+def closed(monkeypatch):
+    monkeypatch.setattr(events, "_state", {})
+
+
+def test_events_are_appended_as_lines(tmp_path: Path):
+    record_event("start", "nobody listens yet", 0)
+    for step in (3, 7):
+        open_events(tmp_path)  # as a resumed run does
+        record_event("save", 'a "quoted" \u00e9vent\nof two lines', step)
+    first, second = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
+    assert first.pop("time") <= second.pop("time")
+    assert first == {"step": 3, "kind": "save", "text": 'a "quoted" \u00e9vent\nof two lines'}
+    assert second["step"] == 7
+
+
+def test_other_ranks_write_nothing(tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    open_events(tmp_path)
+    record_event("save", "saved", 1)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_that_cannot_be_written_is_a_warning_with_the_event(tmp_path: Path, monkeypatch):
+    warnings = []
+    monkeypatch.setattr(events.logger, "warning", lambda text, *values: warnings.append(text % values))
+    open_events(tmp_path / "gone")
+    record_event("skip", "step 5 was skipped", 5)
+    (warning,) = warnings
+    assert "No such file" in warning and "step 5 was skipped" in warning

@@ -1,0 +1,125 @@
+"""Errors and snapshots when memory runs out; the parts of torch that need a GPU are faked."""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from titanlite.config.schema import JobConfig
+from titanlite.errors import ConfigError, TrainingError
+from titanlite.metrics.out_of_memory import explain_out_of_memory, start_memory_history
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> JobConfig:
+    job = JobConfig()
+    job.job.dump_folder = str(tmp_path / "run")
+    job.training.local_batch_size = 4
+    return job
+
+
+@pytest.fixture
+def cuda(monkeypatch) -> list[tuple]:
+    """A GPU whose calls are noted."""
+    calls: list[tuple] = []
+
+    def dump(path: str) -> None:
+        calls.append(("dump", path))
+        Path(path).write_bytes(b"snapshot")
+
+    monkeypatch.setattr(
+        torch.cuda.memory, "_record_memory_history", lambda **options: calls.append(("record", options))
+    )
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", dump)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**29, 80 * 2**30))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 70 * 2**30)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 78 * 2**30)
+    return calls
+
+
+@contextmanager
+def explain(job: JobConfig, match: str) -> Iterator[pytest.ExceptionInfo]:
+    """Inside, memory runs out, with such an error as the result."""
+    with pytest.raises(TrainingError, match=match) as raised, explain_out_of_memory(job):
+        yield raised
+
+
+def run_out(error: BaseException) -> None:
+    raise error
+
+
+def test_snapshot_and_message_of_a_gpu_out_of_memory(job: JobConfig, cuda, monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    job.profiling.enable_memory_snapshot = True
+    start_memory_history(job, torch.device("cuda", 3))
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nSee the documentation ...")
+    with pytest.raises(TrainingError) as raised, explain_out_of_memory(job):
+        run_out(error)
+    path = Path(job.job.dump_folder) / "memory" / "rank3.pickle"
+    assert [call[0] for call in cuda] == ["record", "dump"] and path.read_bytes() == b"snapshot"
+    message = str(raised.value)
+    assert message.startswith("memory: rank 3 ran out of memory of the GPU (CUDA out of memory. Tried to allocate")
+    assert "70.00 GiB were allocated and 78.00 GiB reserved, of 80.00 GiB; 0.50 GiB are free." in message
+    assert "Lower training.local_batch_size (4), set activation_checkpoint.mode" in message
+    assert message.endswith(f"A snapshot of the memory is in {path}; open it at https://pytorch.org/memory_viz.")
+    assert raised.value.__cause__ is error
+
+
+def test_without_the_setting_nothing_is_recorded_and_the_message_names_it(job: JobConfig, cuda):
+    job.training.local_batch_size = 1
+    start_memory_history(job, torch.device("cuda", 0))
+    with explain(job, r"set profiling\.enable_memory_snapshot = true\.$") as raised:
+        run_out(torch.OutOfMemoryError("CUDA out of memory."))
+    assert cuda == [] and "local_batch_size" not in str(raised.value), "1 cannot be lowered"
+
+
+def test_a_snapshot_that_cannot_be_written_does_not_replace_the_error(job: JobConfig, cuda, tmp_path: Path):
+    job.profiling.enable_memory_snapshot = True
+    (tmp_path / "run").write_text("a file")
+    with explain(job, r"ran out of memory of the GPU.* could not be written to .*rank0\.pickle"):
+        run_out(torch.OutOfMemoryError("CUDA out of memory."))
+
+
+def test_host_memory_is_named_with_the_line_that_asked_for_it(job: JobConfig):
+    from titanlite.ops import swiglu
+
+    huge = torch.empty(1, device="meta").expand(2**40, 2**20)
+    with explain(job, r"ran out of memory of the host.*DefaultCPUAllocator"):
+        torch.empty(2**60, dtype=torch.uint8)
+    with explain(job, r"ran out of memory of the host in \w+, titanlite/ops/swiglu\.py:\d+\."):
+        swiglu(_Greedy(), huge)  # type: ignore[arg-type]
+
+
+class _Greedy:
+    """Asks for all memory as soon as anybody looks at it."""
+
+    def __getattr__(self, name: str):
+        raise MemoryError
+
+
+def test_other_errors_pass(job: JobConfig):
+    for error in (RuntimeError("Connection closed by peer"), ValueError("x")):
+        with pytest.raises(type(error), match=str(error)), explain_out_of_memory(job):
+            run_out(error)
+
+
+def test_recording_needs_a_gpu(job: JobConfig):
+    start_memory_history(job, torch.device("cpu"))
+    job.profiling.enable_memory_snapshot = True
+    with pytest.raises(ConfigError, match=r"profiling\.enable_memory_snapshot: .* Set it to false"):
+        start_memory_history(job, torch.device("cpu"))
+
+
+def test_a_torch_without_the_private_functions_is_a_clear_error(job: JobConfig, monkeypatch):
+    job.profiling.enable_memory_snapshot = True
+    monkeypatch.delattr(torch.cuda.memory, "_dump_snapshot")
+    with pytest.raises(ConfigError, match=r"has no torch\.cuda\.memory\._record_memory_history"):
+        start_memory_history(job, torch.device("cuda"))
+
+
+def test_this_torch_has_the_private_functions_with_these_arguments():
+    inspect.signature(torch.cuda.memory._record_memory_history).bind(max_entries=1)
+    inspect.signature(torch.cuda.memory._dump_snapshot).bind("path")

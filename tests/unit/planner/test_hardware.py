@@ -1,0 +1,51 @@
+"""Seconds of collectives, computed by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+from titanlite.config.parallelism import Degrees
+from titanlite.errors import ConfigError
+from titanlite.planner.estimate import axis_ranks
+from titanlite.planner.hardware import get_hardware
+
+H100 = get_hardware("h100-80gb")
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "expected"),
+    [
+        ("all_gather", range(8), (450e9 * 7 / 8 / 450e9, 0)),
+        ("all_reduce", range(8), (2 * 7 / 8, 0)),
+        ("reduce_scatter", range(4), (3 / 4, 0)),
+        # All 8 adapters of a node carry a ring: 400 GB/s, a little less than NVLink.
+        ("all_gather", range(16), (0, 450e9 * 15 / 16 / 400e9)),
+        # One rank per node has one adapter.
+        ("all_gather", range(0, 64, 8), (0, 450e9 * 7 / 8 / 50e9)),
+        # Of 16 parts one stays, 7 go to neighbours and 8 to the other node.
+        ("all_to_all", range(16), (7 / 16, 450e9 * 8 / 16 / 50e9)),
+        ("all_to_all", range(1), (0, 0)),
+    ],
+)
+def test_seconds_of_collectives(kind, ranks, expected):
+    assert H100.collective_s(kind, list(ranks), 450e9) == pytest.approx(expected)
+
+
+def test_a_fast_network_is_no_faster_than_the_links_inside():
+    fast = replace(H100, inter_node_bytes_s=100e9)
+    assert fast.collective_s("all_gather", list(range(16)), 450e9)[1] == pytest.approx(15 / 16)
+
+
+def test_unknown_gpu():
+    with pytest.raises(ConfigError, match=r"--gpu=h1000: not in the table. Known are a100-40gb, .*h100-80gb"):
+        get_hardware("h1000")
+
+
+def test_ranks_of_axes():
+    degrees = Degrees(dp_replicate=2, dp_shard=4, tp=2, ep=4)
+    assert axis_ranks(degrees, "tp", 5) == [4, 5]
+    assert axis_ranks(degrees, "dp_shard", 5) == [1, 3, 5, 7]
+    assert axis_ranks(degrees, "dp_replicate", 5) == [5, 13]
+    assert axis_ranks(degrees, "ep", 5) == [4, 5, 6, 7]
+    assert axis_ranks(degrees, "efsdp", 13) == [9, 13]
+    assert axis_ranks(degrees, "world", 13) == list(range(16))

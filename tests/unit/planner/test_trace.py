@@ -1,0 +1,96 @@
+"""Traces of steps on fake ranks: few layers stand for all, and the kernels are the GPU's."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from titanlite.config import load_config
+from titanlite.planner.estimate import get_memory
+from titanlite.planner.sweep import derive
+from titanlite.planner.trace import StepTrace, trace_step
+from titanlite.planner.tracker import ACTIVATIONS
+from titanlite.preflight import Checked, check
+
+CONFIG = Path(__file__).parents[3] / "configs" / "qwen3_moe.toml"
+TP, EP, REPLICATE = (
+    "--parallelism.tensor_parallel_degree=",
+    "--parallelism.expert_parallel_degree=",
+    "--parallelism.data_parallel_replicate_degree=",
+)
+MODE = "--activation_checkpoint.mode="
+
+
+@pytest.fixture
+def checked() -> Callable[..., Checked]:
+    def build(world_size: int, num_layers: int, *overrides: str) -> Checked:
+        sizes = ["--model.overrides.vocab_size=310", f"--model.overrides.num_layers={num_layers}", TP + "1", EP + "1"]
+        batch = ["--training.seq_len=32", "--training.local_batch_size=2", "--training.global_batch_size=-1"]
+        argv = ["--config", str(CONFIG), "--model.flavor=debug", *sizes, *batch, *overrides]
+        return check(load_config(argv), world_size)
+
+    return build
+
+
+def traced(checked: Checked, *, every_layer: bool = False) -> StepTrace:
+    return trace_step(checked.job, checked.model_config, checked.degrees, every_layer=every_layer)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "num_layers", "overrides"),
+    [
+        (8, 6, (TP + "2", EP + "4", MODE + "full")),
+        pytest.param(
+            4, 13, (MODE + "selective", "--activation_checkpoint.selective_ac_option=2"), marks=pytest.mark.slow
+        ),
+        pytest.param(
+            4,
+            15,
+            ("--model.name=dots1", "--model.overrides.num_dense_layers=5", EP + "2", MODE + "selective"),
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_few_layers_stand_for_all(checked, world_size, num_layers, overrides):
+    job = checked(world_size, num_layers, *overrides)
+    few, every = traced(job), traced(job, every_layer=True)
+    assert few.traced_layers < 2 * every.traced_layers and few.num_layers == every.num_layers
+    for name in ("counts", "nbytes", "flops", "weights", "optimizer", "buffers", "padding", "micro_batches"):
+        assert getattr(few, name) == getattr(every, name), name
+    assert get_memory(few) == get_memory(every)
+    assert all(every.peaks[moment] == peak for moment, peak in few.peaks.items())
+
+
+def test_layers_named_by_number_are_all_traced(checked):
+    job = checked(2, 6, "--optimizer.freeze=model.layers.3.*")
+    trace = traced(job)
+    assert trace.traced_layers == 6
+    assert trace.optimizer < traced(checked(2, 6)).optimizer
+
+
+def test_no_scores_are_kept_on_a_gpu(checked):
+    """Activations grow in proportion to the sequence, but for the mask as each layer's kernel wants it, in bfloat16."""
+    kept = {}
+    for length in (256, 512):
+        job = checked(1, 2, f"--training.seq_len={length}")
+        memory = get_memory(traced(job))
+        masks = 2 * length**2 * 2 * job.model_config.num_layers
+        kept[length] = memory.working[ACTIVATIONS] - masks
+        flex = replace(job, job=replace(job.job, model=replace(job.job.model, attention_backend="flex")))
+        assert get_memory(traced(flex)).working[ACTIVATIONS] <= kept[length]
+    assert kept[512] == pytest.approx(2 * kept[256], rel=0.01)
+
+
+def test_other_replicas_are_derived(checked):
+    """A sweep traces one mesh for each (tp, ep) and derives the others."""
+    base = checked(16, 2, TP + "2", EP + "2", MODE + "full")
+    wanted = checked(16, 2, TP + "2", EP + "2", REPLICATE + "2", MODE + "full")
+    derived, real = derive(traced(base), base.degrees, wanted.degrees), traced(wanted)
+    assert derived.counts == real.counts
+    # Shards of unlike sizes are padded, so bytes differ by the padding of 16 and of 8 ranks; and float32 step counts.
+    for traffic, nbytes in real.nbytes.items():
+        assert derived.nbytes[traffic] == pytest.approx(nbytes, rel=0.03)
+    assert (derived.weights, derived.optimizer) == pytest.approx((real.weights, real.optimizer), rel=0.03)
+    assert get_memory(derived).total == pytest.approx(get_memory(real).total, rel=0.03)
+    assert derived.flops == real.flops

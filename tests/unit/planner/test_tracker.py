@@ -1,0 +1,135 @@
+"""The recorder against small cases computed by hand, and against torch's own counter of FLOPs."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from titanlite.materialize import materialize
+from titanlite.models.decoder import build_decoder
+from titanlite.models.families import families
+from titanlite.ops import moe_experts
+from titanlite.ops.planned import plan_for_device
+from titanlite.planner.flops import Flops
+from titanlite.planner.tracker import ACTIVATIONS, LOGITS, TEMPORARIES, Segment, StepRecorder, fixed_scalars
+from titanlite.planner.traffic import moved_by
+from titanlite.planner.workspace import cuda_workspace
+
+KIB = 1024
+
+
+def total(recorder: StepRecorder, segment: Segment) -> int:
+    return sum(recorder.peaks()[segment].values())
+
+
+def test_live_bytes_of_views_and_results_in_place():
+    x = torch.zeros(KIB, dtype=torch.uint8)
+    with StepRecorder([x]) as recorder:
+        recorder.begin(0, "forward")
+        y = x + 1  # 1 KiB
+        view = y[10:20]
+        y += 1
+        z = y * 2  # 2 KiB
+        del y
+        recorder.begin(0, "head")  # the view keeps y alive
+        del view
+        recorder.begin(0, "backward")  # z only
+        del z
+        recorder.begin(-1, "optimizer")
+        x += 1
+    peaks = [total(recorder, Segment(0, phase, -1)) for phase in ("forward", "head", "backward")]
+    assert peaks == [2 * KIB, 2 * KIB, KIB]
+    assert recorder.peaks()[Segment(-1, "optimizer", -1, 1)][TEMPORARIES] == 0
+
+
+def test_storages_that_are_freed_and_taken_back():
+    with StepRecorder([]) as recorder:
+        recorder.begin(0, "forward")
+        x = torch.zeros(KIB, dtype=torch.uint8)
+        x.untyped_storage().resize_(0)
+        recorder.begin(0, "head")
+        recorder.begin(0, "backward")
+        x.untyped_storage().resize_(KIB)
+    assert total(recorder, Segment(0, "forward", -1)) == KIB
+    assert total(recorder, Segment(0, "head", -1)) == 0
+    assert total(recorder, Segment(0, "backward", -1)) == KIB
+    assert torch.UntypedStorage.resize_ is type(x.untyped_storage()).resize_
+
+
+@pytest.mark.parametrize("fake", [False, True])
+def test_a_chain_keeps_what_its_backward_needs(fake):
+    """relu(x @ a) @ b: kept are the relu (input of the second product); the first product is overwritten."""
+    size, nbytes = 16, 16 * 16 * 4
+    mode = FakeTensorMode() if fake else torch.no_grad()
+    with mode:
+        x, a, b = (torch.zeros(size, size) for _ in range(3))
+    with mode if fake else torch.enable_grad():
+        a.requires_grad_(), b.requires_grad_()
+        with StepRecorder([x, a, b]) as recorder:
+            recorder.begin(0, "forward")
+            hidden = F.relu(x @ a)  # the product lives until relu returns
+            recorder.begin(0, "head")
+            loss = (hidden @ b).sum()
+            del hidden
+            recorder.begin(0, "backward")
+            loss.backward()
+    forward, head = recorder.peaks()[Segment(0, "forward", -1)], recorder.peaks()[Segment(0, "head", -1)]
+    assert (forward[ACTIVATIONS], forward[TEMPORARIES]) == (nbytes, nbytes)
+    assert (head[ACTIVATIONS], head[LOGITS]) == (nbytes, nbytes + 4)  # the second product and its sum
+    flops = 2 * size**3
+    assert recorder.flops == {
+        Segment(0, "forward", -1): Flops(high=flops),
+        Segment(0, "head", -1): Flops(high=flops),
+        Segment(0, "backward", -1): Flops(high=3 * flops),  # no gradient of x
+    }
+
+
+def test_flops_of_a_dense_model_are_those_of_torch():
+    preset = families()["qwen3"].presets["debug"]
+    model = build_decoder(replace(preset, num_layers=2, vocab_size=64))
+    materialize(model, "cpu")
+    tokens = torch.zeros(2, 16, dtype=torch.int64)
+    with StepRecorder(model.parameters()) as recorder, FlopCounterMode(display=False) as counter:
+        model(tokens, tokens).cross_entropy.backward()
+    (flops,) = recorder.flops.values()
+    sizes = model.config
+    # torch has no formula for the CPU's attention: two products in forward, five in backward.
+    attention = 2 * 7 * 2 * sizes.num_heads * sizes.head_dim * 16**2 * sizes.num_layers
+    assert flops.counted == counter.get_total_flops() + attention
+    assert flops.skipped == attention // 2
+
+
+def test_the_fused_experts_count_as_their_products():
+    """What `moe_experts` multiplies is the same on either backend, but for h, which the fused one computes again."""
+    rows, hidden, inner, experts = 24, 16, 8, 4
+    counted = []
+    for device in ("cpu", "cuda"):
+        with FakeTensorMode(), plan_for_device(device):
+            x = torch.zeros(rows, hidden, requires_grad=True)
+            gate_up = torch.zeros(experts, 2 * inner, hidden, requires_grad=True)
+            down = torch.zeros(experts, hidden, inner, requires_grad=True)
+            weight = torch.zeros(rows, requires_grad=True)
+            index = torch.zeros(rows, dtype=torch.int64)
+            offsets = torch.zeros(experts, dtype=torch.int32)
+            with StepRecorder([x, gate_up, down, weight, index, offsets], cuda_workspace) as recorder:
+                moe_experts(x, gate_up, down, weight, index, index.unsqueeze(1), offsets).sum().backward()
+        (flops,) = recorder.flops.values()
+        counted.append(flops.counted)
+        (peak,) = recorder.peaks().values()
+    assert counted == [3 * 2 * rows * hidden * 3 * inner] * 2
+    assert peak[TEMPORARIES] >= rows * (2 * inner + hidden) * 4  # inside the fused backward: dz and dx by row
+
+
+def test_scalars_without_data_can_be_read():
+    with FakeTensorMode(), fixed_scalars():
+        assert bool(torch.zeros((), dtype=torch.bool)) is True
+        assert torch.zeros((), dtype=torch.int64).item() == 1
+        assert torch.zeros(()).item() == 1.0
+
+
+def test_an_unknown_collective_is_refused():
+    with pytest.raises(NotImplementedError, match=r"c10d.gather_.default is not in titanlite.planner.traffic"):
+        moved_by(torch.ops.c10d.gather_.default, (), None)

@@ -1,0 +1,121 @@
+"""Out of memory: one readable error instead of a traceback, and on CUDA a snapshot of who holds what."""
+
+import os
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from titanlite.config.schema import JobConfig
+from titanlite.errors import ConfigError, TrainingError
+
+FOLDER = "memory"
+_GIB = 2**30
+# Allocations and frees that are kept with their stacks: some steps, and some 100 MB of host memory.
+_ENTRIES = 100_000
+# A private part of torch: looked up, so that a version without it is one clear error and not an AttributeError.
+_RECORD, _DUMP = "_record_memory_history", "_dump_snapshot"
+_HOST_ALLOCATOR = "DefaultCPUAllocator"
+
+
+def start_memory_history(job: JobConfig, device: torch.device) -> None:
+    """With `profiling.enable_memory_snapshot`, record allocations from now on. Call once the device is set.
+
+    Raises:
+        ConfigError: without a CUDA device, or with a torch that cannot record. The same on all ranks.
+    """
+    if not job.profiling.enable_memory_snapshot:
+        return
+    key = "profiling.enable_memory_snapshot"
+    if device.type != "cuda":
+        raise ConfigError(f"{key}: only memory of CUDA devices can be recorded, and there is none. Set it to false.")
+    record = getattr(torch.cuda.memory, _RECORD, None)
+    if record is None or not hasattr(torch.cuda.memory, _DUMP):
+        raise ConfigError(
+            f"{key}: torch {torch.__version__} has no torch.cuda.memory.{_RECORD}. Set it to false, or use torch 2.11 "
+            "to 2.13."
+        )
+    record(max_entries=_ENTRIES)
+
+
+@contextmanager
+def explain_out_of_memory(job: JobConfig) -> Iterator[None]:
+    """Turn running out of memory inside into one clear error, and dump the recorded history if there is one.
+
+    The snapshot is `dump_folder/memory/rankN.pickle`, for https://pytorch.org/memory_viz.
+
+    Raises:
+        TrainingError: memory ran out, on this rank. Other ranks wait for it until the launcher ends them.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise TrainingError(_describe(job, error, _device_memory(), _dump(job))) from error
+    except MemoryError as error:
+        raise TrainingError(_describe(job, error, "", "")) from error
+    except RuntimeError as error:
+        if _HOST_ALLOCATOR not in str(error):  # torch has no class of its own for the host
+            raise
+        raise TrainingError(_describe(job, error, "", "")) from error
+
+
+def _describe(job: JobConfig, error: BaseException, memory: str, snapshot: str) -> str:
+    rank = os.environ.get("RANK", "0")
+    what = str(error).strip().splitlines()
+    kind = "the GPU" if isinstance(error, torch.OutOfMemoryError) else "the host"
+    said = f" ({what[0].rstrip('.')})" if what else ""
+    return (
+        f"memory: rank {rank} ran out of memory of {kind}{_place(error)}{said}.{memory} {_remedies(job)}{snapshot}"
+    ).strip()
+
+
+def _place(error: BaseException) -> str:
+    """The innermost line of titanlite on the way to the error."""
+    package = Path(__file__).parents[1]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+    frames = [frame for frame in frames if Path(frame.filename).is_relative_to(package)]
+    if not frames:
+        return ""
+    path = Path(frames[-1].filename).relative_to(package.parent)
+    return f" in {frames[-1].name}, {path}:{frames[-1].lineno}"
+
+
+def _remedies(job: JobConfig) -> str:
+    """What to change, with the values of now; what cannot be lowered any more is left out."""
+    training, found = job.training, []
+    if training.local_batch_size > 1:
+        found.append(f"lower training.local_batch_size ({training.local_batch_size})")
+    if job.activation_checkpoint.mode != "full":
+        found.append(f'set activation_checkpoint.mode = "full" (now "{job.activation_checkpoint.mode}")')
+    found.append(f"lower training.seq_len ({training.seq_len})")
+    if training.loss_chunk_tokens > 256:
+        found.append(f"lower training.loss_chunk_tokens ({training.loss_chunk_tokens})")
+    found.append("or train on more ranks (parallelism.data_parallel_shard_degree)")
+    text = ", ".join(found)
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def _device_memory() -> str:
+    free, total = torch.cuda.mem_get_info()
+    allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    return (
+        f" At most {allocated / _GIB:.2f} GiB were allocated and {reserved / _GIB:.2f} GiB reserved, of "
+        f"{total / _GIB:.2f} GiB; {free / _GIB:.2f} GiB are free."
+    )
+
+
+def _dump(job: JobConfig) -> str:
+    """Write the snapshot, if allocations were recorded; a sentence on where it is, or how to get one."""
+    if not job.profiling.enable_memory_snapshot:
+        return " For a snapshot of the memory, set profiling.enable_memory_snapshot = true."
+    path = Path(job.job.dump_folder) / FOLDER / f"rank{os.environ.get('RANK', '0')}.pickle"
+    dump: Any = getattr(torch.cuda.memory, _DUMP)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        dump(str(path))
+    except (OSError, RuntimeError) as error:  # the error that this belongs to must be heard in any case
+        return f" The snapshot of the memory could not be written to {path}: {error}."
+    return f" A snapshot of the memory is in {path}; open it at https://pytorch.org/memory_viz."

@@ -1,0 +1,60 @@
+"""Parameters by what they are for, so that a gradient norm can be told apart by group."""
+
+from typing import cast
+
+import torch
+from torch import nn
+
+from titanlite.materialize.plan import clean_name
+from titanlite.models.build import AnyModel
+from titanlite.models.lora import is_adapter
+from titanlite.models.transformers_model import TransformersModel
+
+# The first group with a word that is in a parameter's name gets it; words of titanlite's and transformers' models.
+_WORDS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("norm", ("norm", ".ln_", ".ln1.", ".ln2.", "layer_norm")),
+    ("experts", ("experts",)),
+    ("router", (".gate.", ".router.", ".e_score_correction_bias")),
+    ("attention", ("attn", "attention")),
+    ("feed_forward", ("mlp", "feed_forward", "ffn", ".fc1.", ".fc2.")),
+)
+
+
+def group_parameters(model: AnyModel, *, whole: bool = False) -> dict[str, list[nn.Parameter]]:
+    """The trained parameters of `model`, each in one group; groups without any are left out.
+
+    `embedding` and `head` are found by their modules (a tied weight is `embedding`), adapters by their names (`lora`),
+    and the others by words in their names: `norm`, `experts` (shared ones too), `router`, `attention`, `feed_forward`,
+    else `other`. With `whole` all are one group, `all`. Call it after sharding, which exchanges parameters.
+    """
+    if whole:
+        return {"all": [param for param in model.parameters() if param.requires_grad]}
+    embedding, head = _outer_parameters(model)
+    groups: dict[str, list[nn.Parameter]] = {}
+    for name, param in model.named_parameters():
+        if param.requires_grad:
+            groups.setdefault(_group_of(clean_name(name), param, embedding, head), []).append(param)
+    return groups
+
+
+def _outer_parameters(model: AnyModel) -> tuple[set[nn.Parameter], set[nn.Parameter]]:
+    if isinstance(model, TransformersModel):
+        inner = model.transformers_model
+        modules = inner.get_input_embeddings(), inner.get_output_embeddings()
+    else:
+        modules = model.model.embed_tokens, model.lm_head
+    found = [set() if module is None else set(cast(nn.Module, module).parameters()) for module in modules]
+    return found[0], found[1]
+
+
+def _group_of(name: str, param: torch.nn.Parameter, embedding: set[nn.Parameter], head: set[nn.Parameter]) -> str:
+    if is_adapter(name):
+        return "lora"
+    if param in embedding:
+        return "embedding"
+    if param in head:
+        return "head"
+    for group, words in _WORDS:
+        if any(word in f".{name}" for word in words):
+            return group
+    return "other"

@@ -1,0 +1,58 @@
+"""`StepPoint`: what one log step knows, and the named values that it becomes."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from titanlite.metrics.moe import MoEState
+from titanlite.timers import COMMUNICATION, FSDP_COLLECTIVES
+
+# Always written, so that a plot has no gaps; the others only where a device has them.
+_PHASES = ("data", "forward", "backward", "optimizer", "other", COMMUNICATION)
+
+
+@dataclass(frozen=True)
+class StepPoint:
+    """One point of training.
+
+    Attributes:
+        step: optimizer steps done.
+        loss: mean loss per token over all ranks and the steps since the previous point.
+        grad_norm: total 2-norm of the gradients of this step before clipping.
+        lr: learning rate of this step.
+        tokens: tokens trained by all ranks together since the previous point.
+        seconds: wall time since the previous point, without validations and saves.
+        phases: seconds of `seconds` by phase on this rank, from `timers.StepTimer`.
+        ranks: values of every rank by name, from `gather_ranks`; empty: nothing is known of ranks and memory.
+        group_norms: 2-norm of the gradients by group of parameters.
+        moe: state of the MoE layers; None for dense models.
+        extra: more values, under the names that TensorBoard shall show.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    seconds: float
+    phases: Mapping[str, float] = field(default_factory=dict)
+    ranks: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    group_norms: Mapping[str, float] = field(default_factory=dict)
+    moe: MoEState | None = None
+    extra: Mapping[str, float] = field(default_factory=dict)
+
+    def values(self, steps: int, flops_per_token: int, num_ranks: int) -> dict[str, float]:
+        """The values that need no other rank, by metric name; it covers `steps` optimizer steps."""
+        seconds = max(self.seconds, 1e-9)
+        flops_per_gpu = self.tokens * flops_per_token / seconds / num_ranks
+        values = {
+            "loss/train": self.loss,
+            "grad_norm": self.grad_norm,
+            "lr": self.lr,
+            "throughput/tokens_per_s": self.tokens / seconds,
+            "throughput/tflops_per_gpu": flops_per_gpu / 1e12,
+            "time/step_s": seconds / steps,
+        }
+        for phase in _PHASES + ((FSDP_COLLECTIVES,) if FSDP_COLLECTIVES in self.phases else ()):
+            values[f"time/{phase}_s"] = self.phases.get(phase, 0.0) / steps
+        values.update({f"grad_norm/{group}": norm for group, norm in self.group_norms.items()})
+        return values | dict(self.extra)

@@ -1,0 +1,222 @@
+"""`python -m titanlite plan --config FILE --world-size N`: what a run will take, without a GPU and without weights."""
+
+import argparse
+import gc
+import json
+import logging
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from titanlite.checkpoint.pretrained import weights_of
+from titanlite.config import JobConfig, load_config
+from titanlite.distributed import ParallelDims, fake_ranks
+from titanlite.errors import ConfigError, TitanliteError
+from titanlite.logger import logger
+from titanlite.materialize import SourceProvider, build_plan
+from titanlite.models.build import build_model
+from titanlite.planner.advise import advise
+from titanlite.planner.assumed import AssumedCheckpoint
+from titanlite.planner.estimate import Estimate, build_estimate
+from titanlite.planner.hardware import DEFAULT_GPU, GPUS, Hardware, get_hardware
+from titanlite.planner.render import (
+    render_advice,
+    render_collectives,
+    render_memory,
+    render_reads,
+    render_sweep,
+    render_tensors,
+    render_time,
+    sweep_to_json,
+    to_json,
+)
+from titanlite.planner.sweep import sweep
+from titanlite.planner.trace import trace_step
+from titanlite.preflight import Checked, check
+from titanlite.run_plan import RunPlan, build_run_plan
+from titanlite.run_setup import build_on_meta
+
+_GIBI = 2**30
+_CUDA = torch.device("cuda")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the plan; exit code 0, 1 if the run does not fit the GPU, or 2 after one clear error."""
+    known, rest = _parser().parse_known_args(argv)
+    gc.freeze()  # what was imported is not garbage, and is not looked at again before each trace
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # what a run would log is not what is asked
+    try:
+        hardware = _hardware(known)
+        if not 0 <= known.rank < max(known.world_size, 1):
+            raise ConfigError(f"--rank={known.rank}: with --world-size={known.world_size} there are ranks 0 to "
+                              f"{known.world_size - 1}.")  # fmt: skip
+        job, source = _localize(load_config(rest))
+        checked = check(job, known.world_size)
+        if known.sweep:
+            return _sweep(checked, known, hardware)
+        return _plan(checked, known, hardware, source)
+    except TitanliteError as error:
+        print(f"titanlite: error: {error}", file=sys.stderr)
+        return 2
+    finally:
+        logger.setLevel(level)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m titanlite plan",
+        description="Show what a run will take, before it is started: every tensor of a rank with placement, source "
+        "and bytes, memory at the fullest moment of a step, bytes read, collectives, FLOPs, and the floor of a step's "
+        "time. Needs --config, and takes overrides as training does. Nothing is downloaded but the model's sizes.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--world-size", type=int, default=1, help="ranks of the run (default: 1)")
+    parser.add_argument("--rank", type=int, default=0, help="rank to look at (default: 0)")
+    parser.add_argument("--gpu", default=DEFAULT_GPU, help=f"{', '.join(GPUS)} (default: %(default)s)")
+    parser.add_argument("--all", action="store_true", help="one line per tensor, layers not folded")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the plan there, too")
+    parser.add_argument("--sweep", action="store_true", help="try all degrees and checkpointing modes instead")
+    parser.add_argument("--every-layer", action="store_true", help="trace all layers, not few of each kind; slower")
+    parser.add_argument("--flops", type=float, help="TFLOP/s of the GPU in bfloat16")
+    parser.add_argument("--intra-node-gbps", type=float, help="Gbit/s of a GPU to others of its node, one direction")
+    parser.add_argument("--inter-node-gbps", type=float, help="Gbit/s of a GPU to other nodes, one direction")
+    parser.add_argument("--gpus-per-node", type=int, help="ranks on one node (default: 8)")
+    parser.add_argument("--memory-gib", type=float, help="memory of the GPU")
+    parser.add_argument("--reserved-gib", type=float, help="of it, what is not for training (default: 3)")
+    return parser
+
+
+def _hardware(known: argparse.Namespace) -> Hardware:
+    hardware = get_hardware(known.gpu)
+    given = {
+        "flops": (known.flops, 1e12),
+        "intra_node_bytes_s": (known.intra_node_gbps, 1e9 / 8),
+        "inter_node_bytes_s": (known.inter_node_gbps, 1e9 / 8),
+        "gpus_per_node": (known.gpus_per_node, 1),
+        "memory_bytes": (known.memory_gib, _GIBI),
+        "reserved_bytes": (known.reserved_gib, _GIBI),
+    }
+    for name, (value, scale) in given.items():
+        if value is None:
+            continue
+        if not (0 < value < float("inf") or (name == "reserved_bytes" and value == 0)):
+            option = "--" + {"flops": "flops", "gpus_per_node": "gpus-per-node"}.get(name, name.split("_")[0] + "-...")
+            raise ConfigError(f"{option}={value}: a rate, size or number is more than 0. Correct it.")
+        changed: Any = {name: int(value * scale) if name.endswith(("bytes", "node")) else value * scale}
+        hardware = replace(hardware, **changed)
+    return hardware
+
+
+def _localize(job: JobConfig) -> tuple[JobConfig, str]:
+    """`job` for a machine without the weights, and what its weights come from. Only sizes are fetched from the hub."""
+    source = job.checkpoint.initial_load_path
+    if not source or Path(source).expanduser().exists():
+        return job, source
+    job = replace(job, checkpoint=replace(job.checkpoint, initial_load_path=""))
+    if not job.model.flavor and not job.model.hf_assets_path:
+        job = replace(job, model=replace(job.model, hf_assets_path=source))
+    return job, source
+
+
+def planned_sources(checked: Checked, source: str) -> list[SourceProvider]:
+    """What weights are read from: the folder if it is there, or what it is assumed to hold."""
+    folder = checked.job.checkpoint.initial_load_path
+    if not source:
+        return []
+    if not folder:
+        return [AssumedCheckpoint(source)]
+    with fake_ranks(checked.degrees.world_size):  # as rank 0, the one that reads headers
+        return [weights_of(Path(folder), build_model(checked.model_config))]
+
+
+def exact_plan(
+    checked: Checked, sources: list[SourceProvider], rank: int, *, fold: bool, device: torch.device = _CUDA
+) -> RunPlan:
+    """Every tensor of `rank`; the model is described and sharded as in a run on devices like `device`."""
+    with fake_ranks(checked.degrees.world_size, rank):
+        dims = ParallelDims.build(checked.degrees, "cpu")
+        model = build_on_meta(checked.job, checked.model_config, dims, device)
+        return build_run_plan(build_plan(model, sources), fold=fold)
+
+
+def _plan(checked: Checked, known: argparse.Namespace, hardware: Hardware, source: str) -> int:
+    job, model_config, degrees = checked.job, checked.model_config, checked.degrees
+    started = time.perf_counter()
+    run_plan = exact_plan(checked, planned_sources(checked, source), known.rank, fold=not known.all)
+    print(f"{model_config.family}, {degrees}, {hardware.name}\n")
+    print(render_tensors(run_plan) + "\n", flush=True)
+    trace = trace_step(job, model_config, degrees, rank=known.rank, every_layer=known.every_layer)
+    estimate = build_estimate(job, model_config, degrees, trace, hardware, known.rank)
+    print(render_memory(run_plan, estimate, hardware) + "\n")
+    print(render_reads(run_plan, source and _name_of(checked, source)) + "\n")
+    print(render_collectives(estimate, hardware, known.rank) + "\n")
+    print(render_time(estimate, hardware) + "\n")
+    advice = None
+    if not estimate.fits(hardware):
+        advice = advise(job, model_config, degrees, estimate, hardware, known.rank)
+        print(render_advice(advice, hardware) + "\n")
+    print("\n".join(_assumptions(checked, estimate)))
+    print(f"planned in {time.perf_counter() - started:.1f} s, {trace.traced_layers} layers traced")
+    if known.json is not None:
+        _write(known.json, to_json(run_plan, estimate, hardware, advice))
+    return 0 if estimate.fits(hardware) else 1
+
+
+def _sweep(checked: Checked, known: argparse.Namespace, hardware: Hardware) -> int:
+    started = time.perf_counter()
+
+    def progress(traced: int) -> None:
+        print(f"\r{traced} combinations traced", end="", file=sys.stderr, flush=True)
+
+    show = progress if sys.stderr.isatty() else lambda traced: None
+    found = sweep(checked.job, checked.model_config, known.world_size, hardware, show)
+    if sys.stderr.isatty():
+        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+    print(render_sweep(found, hardware))
+    print(f"{found.traced} combinations traced, the others derived, in {time.perf_counter() - started:.1f} s")
+    if known.json is not None:
+        _write(known.json, {"world_size": known.world_size, "hardware": vars(hardware), **sweep_to_json(found)})
+    return 0 if found.fitting else 1
+
+
+def _name_of(checked: Checked, source: str) -> str:
+    if checked.job.checkpoint.initial_load_path:
+        return source
+    return f"{source}, which is not here: as if every tensor were stored in bfloat16"
+
+
+def _assumptions(checked: Checked, estimate: Estimate) -> list[str]:
+    """What the figures take for granted."""
+    job, notes = checked.job, []
+    if checked.model_config.num_experts:
+        notes.append("routing is balanced: each expert gets equally many tokens, each rank sends equally many rows")
+    if job.compile.enable:
+        notes.append("compile.enable: traced uncompiled, which keeps as much or more")
+    if job.training.enable_cpu_offload:
+        notes.append("training.enable_cpu_offload: traced without it, then weights, gradients and states taken off")
+    if job.data.dataset == "images":
+        notes.append("images are not traced: add the vision tower's activations, which depend on their sizes")
+    if job.training.objective == "dpo":
+        notes.append("one pair per row; cached log-probabilities are there already")
+    if estimate.trace.micro_batches > 2:
+        notes.append(f"{estimate.trace.micro_batches} micro-batches: two are traced, the others are like the second")
+    notes.append("time: matrix products at the GPU's peak and links at their rate; no latency, no memory traffic")
+    return ["assumed:", *(f"  {note}" for note in notes)]
+
+
+def _write(path: Path, data: dict[str, Any]) -> None:
+    try:
+        path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--json={path}: cannot be written: {error.strerror}. Choose another file.") from None
+    print(f"written to {path}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

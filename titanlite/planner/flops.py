@@ -1,0 +1,106 @@
+"""FLOPs of operators, forward and backward: torch's formulas, and those of titanlite's own operators."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+_aten, _own = torch.ops.aten, torch.ops.titanlite
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Multiplications and additions of matrix products.
+
+    Attributes:
+        low: in two-byte floats.
+        high: in wider ones.
+        skipped: of the former two, those above the diagonal of causal attention, which a causal kernel leaves out.
+            torch's FlopCounterMode counts them.
+    """
+
+    low: int = 0
+    high: int = 0
+    skipped: int = 0
+
+    def __add__(self, other: "Flops") -> "Flops":
+        return Flops(self.low + other.low, self.high + other.high, self.skipped + other.skipped)
+
+    def __mul__(self, factor: int) -> "Flops":
+        return Flops(self.low * factor, self.high * factor, self.skipped * factor)
+
+    @property
+    def counted(self) -> int:
+        """As torch's FlopCounterMode counts."""
+        return self.low + self.high
+
+    @property
+    def done(self) -> int:
+        """As kernels do them."""
+        return self.counted - self.skipped
+
+
+def _grouped_mm(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> int:
+    return 2 * x.shape[0] * x.shape[1] * weight.shape[2]
+
+
+def _grouped_mm_wgrad(x: torch.Tensor, dy: torch.Tensor, *rest: Any) -> int:
+    return 2 * x.shape[0] * x.shape[1] * dy.shape[1]
+
+
+def _moe_experts_forward(
+    x: Any, gate_up: torch.Tensor, down: Any, row_weight: Any, token: torch.Tensor, *rest: Any
+) -> int:
+    _, two_inner, hidden = gate_up.shape
+    return 2 * token.shape[0] * hidden * (two_inner + two_inner // 2)
+
+
+def _moe_experts_backward(
+    dout: Any, x: Any, gate_up: torch.Tensor, down: Any, row_weight: Any, token: torch.Tensor, *rest: Any
+) -> int:
+    """Gradients dh (always: the gradient of the row weights needs it), dx, and those of the two weights."""
+    _, two_inner, hidden = gate_up.shape
+    need_x, need_gate_up, need_down, _ = rest[-1]
+    widths = two_inner // 2 * (1 + need_down) + two_inner * (need_x + need_gate_up)
+    return 2 * token.shape[0] * hidden * widths
+
+
+_OWN: dict[Any, Callable[..., int]] = {
+    _own.grouped_mm.default: _grouped_mm,
+    _own.grouped_mm_wgrad.default: _grouped_mm_wgrad,
+    _own.moe_experts_forward.default: _moe_experts_forward,
+    _own.moe_experts_backward.default: _moe_experts_backward,
+    # torch has no formula for the CPU's.
+    _aten._scaled_dot_product_flash_attention_for_cpu.default: lambda q, k, v, *_: sdpa_flop_count(
+        q.shape, k.shape, v.shape
+    ),
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: lambda do, q, k, v, *_: (
+        sdpa_backward_flop_count(do.shape, q.shape, k.shape, v.shape)
+    ),
+}
+# Operator -> place of `is_causal` among its arguments.
+_CAUSAL = {
+    _aten._scaled_dot_product_flash_attention.default: 4,
+    _aten._scaled_dot_product_flash_attention_backward.default: 11,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default: 4,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: 7,
+}
+
+
+def count_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Flops | None:
+    """FLOPs of one call; None for operators that multiply no matrices."""
+    own = _OWN.get(func)
+    if own is not None:
+        count = own(*args)
+    else:
+        formula = flop_registry.get(getattr(func, "_overloadpacket", None))
+        if formula is None:
+            return None
+        count = formula(*args, **kwargs, out_val=out)
+    first = next(arg for arg in args if isinstance(arg, torch.Tensor))
+    place = _CAUSAL.get(func)
+    causal = place is not None and (args[place] if len(args) > place else kwargs.get("is_causal", False))
+    is_low = first.dtype.itemsize <= 2
+    return Flops(count if is_low else 0, 0 if is_low else count, count // 2 if causal else 0)

@@ -1,0 +1,212 @@
+"""The plan as text and as JSON."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from titanlite.planner.advise import Advice
+from titanlite.planner.estimate import STAGING_BYTES, Estimate, axis_ranks
+from titanlite.planner.hardware import Hardware
+from titanlite.planner.sweep import Sweep
+from titanlite.planner.tracker import EXCHANGED, GATHERED, GRADIENTS, LOGITS, TEMPORARIES, UNREDUCED
+from titanlite.run_plan import RunPlan
+from titanlite.tables import format_memory, format_size, format_table
+
+_MOST_SWEPT = 15
+_EXPLAINED = {
+    GRADIENTS: "sharded, as many as are there at that moment",
+    EXCHANGED: "all-to-all and sequence gathers, kept for backward or in use",
+    LOGITS: "a chunk of logits, gradients of the head and of its input",
+    GATHERED: "by FSDP2: units in use or prefetched, and its all-gather buffers",
+    UNREDUCED: "of whole units before the reduce-scatter, and its buffers",
+    "activations": "kept for backward",
+    TEMPORARIES: "inside a layer or kernel at work",
+}
+
+
+def render_tensors(plan: RunPlan) -> str:
+    """A table of tensors or groups of them."""
+    rows = [("tensor", "count", "shape", "dtype", "placement", "source", "bytes here")]
+    for tensor in plan.tensors:
+        size = format_memory(tensor.local_bytes)
+        shape = str(tensor.shape)
+        rows.append((tensor.name, str(tensor.count), shape, tensor.dtype, tensor.placement, tensor.source, size))
+    return f"tensors on rank {plan.rank} of {plan.world_size}\n" + format_table(rows)
+
+
+def render_memory(plan: RunPlan, estimate: Estimate, hardware: Hardware) -> str:
+    """What a rank holds at the fullest moment of a step, against the GPU's memory."""
+    memory = estimate.memory
+    padding = estimate.trace.padding
+    padded = f", {format_memory(padding)} of it padding of uneven shards" if padding else ""
+    host = " on the host" if memory.on_host else ""
+    rows = [
+        ("", "", ""),
+        (f"weights{host}", format_memory(memory.weights), f"exact{padded}"),
+        (f"optimizer states{host}", format_memory(memory.optimizer), "exact"),
+        ("buffers", format_memory(memory.buffers), "exact"),
+    ]
+    for name, nbytes in memory.working.items():
+        where = host if name == GRADIENTS else ""
+        note = _EXPLAINED[name]
+        if name == GRADIENTS:
+            note += f"; all of them {format_memory(plan.gradients)}, exact"
+        rows.append((f"{name}{where}", format_memory(nbytes), note))
+    rows.append(("total on the GPU", format_memory(memory.total), f"fullest: {memory.where}"))
+    room = hardware.usable_bytes - memory.total
+    verdict = f"fits, {format_memory(room)} free" if room >= 0 else f"does not fit, {format_memory(-room)} too much"
+    reserved = (
+        f"of {format_memory(hardware.memory_bytes)}, {format_memory(hardware.reserved_bytes)} left to the "
+        "CUDA context, NCCL, cuBLAS and fragmentation"
+    )
+    rows.append((f"{hardware.name}", format_memory(hardware.usable_bytes), reserved))
+    lines = format_table(rows).splitlines()[1:]
+    return "\n".join([f"memory of rank {plan.rank}: {verdict}", *lines])
+
+
+def render_reads(plan: RunPlan, source: str) -> str:
+    """Bytes from the checkpoint."""
+    if not source:
+        return "checkpoint: none, weights are random"
+    staging = f"staging on the GPU {format_memory(STAGING_BYTES)}, before training"
+    return f"checkpoint: rank {plan.rank} reads {format_size(plan.read_bytes)} of {source}; {staging}"
+
+
+def render_collectives(estimate: Estimate, hardware: Hardware, rank: int) -> str:
+    """Collectives of an optimizer step, by axis and kind."""
+    rows = [("axis", "ranks", "links", "collective", "count", "bytes", "at least")]
+    for traffic, count in sorted(estimate.trace.counts.items(), key=lambda item: (item[0].axis, item[0].kind)):
+        ranks = axis_ranks(estimate.degrees, traffic.axis, rank)
+        nbytes = estimate.trace.nbytes[traffic]
+        if len(ranks) < 2:
+            continue
+        seconds = sum(hardware.collective_s(traffic.kind, ranks, nbytes))
+        nodes = len({r // hardware.gpus_per_node for r in ranks})
+        links = "inside a node" if nodes == 1 else f"{nodes} nodes"
+        often = f"{count}" + (" per step" if traffic.per_step else "")
+        rows.append(
+            (traffic.axis, str(len(ranks)), links, traffic.kind, often, format_size(nbytes), f"{seconds * 1e3:.1f} ms")
+        )
+    title = "collectives of a rank per optimizer step; bytes of whole tensors, of an all-to-all those sent"
+    return title + "\n" + (format_table(rows) if len(rows) > 1 else "  none")
+
+
+def render_time(estimate: Estimate, hardware: Hardware) -> str:
+    """FLOPs, and the floor of a step."""
+    time, trace = estimate.time, estimate.trace
+    ranks = estimate.degrees.world_size
+    done = trace.flops.done * ranks / estimate.tokens
+    lines = [
+        f"compute: {estimate.model_flops_per_token / 1e9:.2f} GFLOP per token (model, as MFU counts), "
+        f"{done / 1e9:.2f} done (recomputation included)",
+        f"step of {estimate.tokens:,} tokens ({trace.micro_batches} micro-batches): "
+        f"compute {_ms(time.compute_s)} at {hardware.flops / 1e12:.0f} TFLOP/s, "
+        f"links inside nodes {_ms(time.intra_node_s)}, between nodes {_ms(time.inter_node_s)}",
+    ]
+    for name, seconds in (("full overlap", time.overlapped_s), ("no overlap", time.serial_s)):
+        rate = estimate.tokens / seconds / ranks if seconds else 0.0
+        mfu = estimate.model_flops_per_token * rate / hardware.flops
+        lines.append(f"  floor with {name}: {_ms(seconds)}, {rate:,.0f} tokens/s per GPU, MFU {mfu:.1%}")
+    return "\n".join(lines)
+
+
+def render_advice(found: tuple[list[Advice], Advice | None, int | None], hardware: Hardware) -> str:
+    """What to change."""
+    single, together, ranks = found
+
+    def line(advice: Advice) -> str:
+        verdict = "fits" if advice.estimate.fits(hardware) else "not enough"
+        slower = _ms(advice.estimate.time.overlapped_s)
+        return f"  {advice.change}: {format_memory(advice.estimate.memory.total)}, {verdict}; floor {slower}"
+
+    lines = ["to fit, one of:", *(line(advice) for advice in single)]
+    if together is not None:
+        lines += ["together:", line(together)]
+    if ranks is not None:
+        lines.append(f"  or {ranks} ranks, everything else as it is")
+    return "\n".join(lines)
+
+
+def render_sweep(found: Sweep, hardware: Hardware) -> str:
+    """The best that fit, and why others are not there."""
+    rows = [("dp_replicate", "dp_shard", "tp", "ep", "checkpointing", "memory", "full overlap", "no overlap")]
+    for tried in (found.fitting or found.too_large)[:_MOST_SWEPT]:
+        d, time = tried.degrees, tried.estimate.time
+        sizes = (str(d.dp_replicate), str(d.dp_shard), str(d.tp), str(d.ep), tried.mode)
+        memory = format_memory(tried.estimate.memory.total)
+        rows.append((*sizes, memory, _ms(time.overlapped_s), _ms(time.serial_s)))
+    head = (
+        f"sweep: {len(found.fitting)} legal combinations fit {hardware.name}; the fastest:"
+        if found.fitting
+        else f"sweep: no legal combination fits {hardware.name}; the smallest:"
+    )
+    lines = [head, format_table(rows), f"  does not fit: {len(found.too_large)}"]
+    lines += [f"  not legal: {count}: {reason}" for reason, count in sorted(found.refused.items())]
+    return "\n".join(lines)
+
+
+def to_json(
+    plan: RunPlan, estimate: Estimate, hardware: Hardware, advice: tuple[list[Advice], Advice | None, int | None] | None
+) -> dict[str, Any]:
+    """Everything, bytes and seconds. Begins like `plan.json` of a real run."""
+    memory, time, trace = estimate.memory, estimate.time, estimate.trace
+    data = plan.to_json()
+    data["memory"] |= {
+        "padding": trace.padding,
+        "at_peak": {**memory.working, "where": memory.where},
+        "on_host": memory.on_host,
+        "total": memory.total,
+        "usable": hardware.usable_bytes,
+        "fits": estimate.fits(hardware),
+    }
+    data["collectives"] = [
+        {**traffic._asdict(), "count": count, "bytes": trace.nbytes[traffic]} for traffic, count in trace.counts.items()
+    ]
+    data["flops"] = {
+        "per_step": trace.flops.done,
+        "per_step_as_torch_counts": trace.flops.counted,
+        "model_per_token": estimate.model_flops_per_token,
+    }
+    data["step"] = {
+        "tokens": estimate.tokens,
+        "micro_batches": trace.micro_batches,
+        "compute_s": time.compute_s,
+        "intra_node_s": time.intra_node_s,
+        "inter_node_s": time.inter_node_s,
+        "floor_overlapped_s": time.overlapped_s,
+        "floor_serial_s": time.serial_s,
+    }
+    data["hardware"] = vars(hardware)
+    if advice is not None:
+        found = [*advice[0], *([advice[1]] if advice[1] else [])]
+        data["advice"] = [
+            {"change": one.change, "total": one.estimate.memory.total, "fits": one.estimate.fits(hardware)}
+            for one in found
+        ]
+        data["ranks_that_fit"] = advice[2]
+    return data
+
+
+def sweep_to_json(found: Sweep) -> dict[str, Any]:
+    """All combinations."""
+
+    def rows(tried: Sequence[Any]) -> Iterator[dict[str, Any]]:
+        for one in tried:
+            time = one.estimate.time
+            yield {
+                **vars(one.degrees),
+                "activation_checkpoint": one.mode,
+                "total": one.estimate.memory.total,
+                "floor_overlapped_s": time.overlapped_s,
+                "floor_serial_s": time.serial_s,
+            }
+
+    return {
+        "fitting": list(rows(found.fitting)),
+        "too_large": list(rows(found.too_large)),
+        "refused": found.refused,
+        "traced": found.traced,
+    }
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:,.1f} ms" if seconds < 10 else f"{seconds:,.1f} s"

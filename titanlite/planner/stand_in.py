@@ -1,0 +1,270 @@
+"""A trainer without memory: titanlite's own model, optimizer and step on fake tensors of a fake rank.
+
+Parameters are described and sharded by the functions of a real run, FSDP2's hooks run, and `Trainer.train_step` is the
+trainer's. Only the tensors have no data, and the process group has no other ranks.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from titanlite.config import AnyModelConfig, JobConfig
+from titanlite.config.parallelism import Degrees
+from titanlite.data import Batch
+from titanlite.data.images import ImageBatch
+from titanlite.distributed import ParallelDims
+from titanlite.distributed.expert_parallel import balanced_routing
+from titanlite.materialize import Plan, build_plan
+from titanlite.materialize.execute import exchange, sharded_like
+from titanlite.models.build import AnyModel
+from titanlite.objectives import DPO, AdaptersOff, NextToken, ObjectiveSums
+from titanlite.ops.planned import plan_for_device
+from titanlite.optim import ExpertBiasBalancer, build_lr_scheduler, build_optimizer, step_if_finite
+from titanlite.planner.tracker import GRADIENTS, StepRecorder, fixed_scalars
+from titanlite.run_setup import build_on_meta, get_bias_update_rate
+from titanlite.trainer import Trainer
+
+DeviceType = Literal["cuda", "cpu"]
+
+
+class StandInTrainer(Trainer):
+    """A `Trainer` with everything that `train_step` uses, for a run on `device_type`, as a rank of `fake_ranks`.
+
+    Use it inside `without_data`. The parts that need data, files or the network are not there.
+    """
+
+    def __init__(self, job: JobConfig, model_config: AnyModelConfig, degrees: Degrees, device_type: DeviceType) -> None:
+        self.job, self.device = job, torch.device("cpu")  # where fake tensors are; FSDP2 needs no streams there
+        self.dims = ParallelDims.build(degrees, "cpu")
+        # A mesh looks its ranks up when it is made, so all are made before tensors have no data.
+        assert all([self.dims.tp_mesh, self.dims.ep_mesh, self.dims.fsdp_mesh, self.dims.expert_fsdp_mesh])
+        self.model = build_on_meta(job, model_config, self.dims, torch.device(device_type))
+        self.plan = build_plan(self.model)
+        with FakeTensorMode() as self.fake:
+            _allocate(self.plan, self.model)
+            self.optimizer = build_optimizer(self.model, job.optimizer)
+            self.balancer = ExpertBiasBalancer(self.model, get_bias_update_rate(job, model_config))
+            self.first_bad_step = torch.full((), -1, dtype=torch.int64)
+            with fixed_scalars():
+                self._make_optimizer_states()
+        self.lr_scheduler = build_lr_scheduler(self.optimizer, job.lr_scheduler, max(job.training.steps, 1))
+        self.objective = _build_objective(job)
+        self.step = 0
+
+    def _make_optimizer_states(self) -> None:
+        """As a first step makes them; DTensor then works on tensors of global size, which are no memory of a run."""
+        for param in self.model.parameters():
+            param.grad = torch.zeros_like(param) if param.requires_grad else None
+        step_if_finite(self.optimizer, torch.ones((), dtype=torch.bool))
+        self.optimizer.zero_grad()
+
+    def persistent(self) -> Iterator[torch.Tensor]:
+        """Every tensor that lives from step to step."""
+        yield from self.model.parameters()
+        yield from self.model.buffers()
+        yield from self.optimizer_states()
+        yield self.first_bad_step
+        if hasattr(self.balancer, "counts"):
+            yield self.balancer.counts
+
+    def optimizer_states(self) -> Iterator[torch.Tensor]:
+        """All there are so far."""
+        for state in self.optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+
+    def make_batches(self, count: int) -> list[Batch]:
+        """`count` micro-batches of the configured size, without content."""
+        training = self.job.training
+
+        def ids() -> torch.Tensor:
+            return torch.zeros(training.local_batch_size, training.seq_len, dtype=torch.int64)
+
+        if self.job.data.dataset == "images":
+            return [ImageBatch(ids(), ids()) for _ in range(count)]  # pyright: ignore[reportReturnType]
+        return [Batch(ids(), ids(), ids(), ids()) for _ in range(count)]
+
+
+@contextmanager
+def without_data(trainer: StandInTrainer, device_type: DeviceType) -> Iterator[None]:
+    """Tensors made here have no data, operators compute sizes only, and kernels are chosen as on `device_type`."""
+    with ExitStack() as stack:
+        stack.enter_context(balanced_routing())
+        if device_type == "cuda":
+            stack.enter_context(plan_for_device("cuda"))
+            stack.enter_context(_cuda_kernels())
+        stack.enter_context(trainer.fake)
+        stack.enter_context(fixed_scalars())
+        yield
+
+
+@contextmanager
+def observed(trainer: Trainer, recorder: StepRecorder) -> Iterator[None]:
+    """Tell `recorder` where stretches of a step begin, while `trainer` makes one. Works on real trainers, too."""
+    model, objective, balancer = trainer.model, trainer.objective, trainer.balancer
+    layers = model.decoder_layers()
+    micro_batch = -1
+    handles = []
+
+    def watch(layer: nn.Module, index: int) -> None:
+        def before(*_: Any) -> None:
+            recorder.begin(micro_batch, "forward", index)
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            if index == len(layers) - 1:
+                recorder.begin(micro_batch, "head")
+            hidden = output[0] if isinstance(output, tuple) else output
+            if hidden.requires_grad:
+                hidden.register_hook(lambda grad: recorder.begin(micro_batch, "backward", index))
+
+        handles.append(layer.register_forward_pre_hook(before, prepend=True))
+        handles.append(layer.register_forward_hook(after))
+
+    class Observed:
+        metric_names = objective.metric_names
+        prepare, count = objective.prepare, objective.count
+
+        def __call__(self, model: AnyModel, batch: Batch) -> ObjectiveSums:
+            nonlocal micro_batch
+            micro_batch += 1
+            recorder.begin(micro_batch, "forward")
+            losses = objective(model, batch)
+            recorder.begin(micro_batch, "backward")
+            return losses
+
+    def accumulate() -> None:
+        recorder.mark((p.grad for p in model.parameters() if p.grad is not None), GRADIENTS)
+        recorder.begin(-1, "optimizer")
+        type(balancer).accumulate(balancer)
+
+    for index, layer in enumerate(layers):
+        watch(layer, index)
+    trainer.objective = Observed()
+    balancer.accumulate = accumulate  # type: ignore[method-assign]
+    try:
+        with recorder:
+            yield
+    finally:
+        trainer.objective = objective
+        del balancer.accumulate
+        for handle in handles:
+            handle.remove()
+
+
+def _allocate(plan: Plan, model: AnyModel) -> None:
+    """Sizes in place of values: as `materialize.allocate`, on tensors without data."""
+    for entry in plan.entries:
+        if not entry.tensor.is_meta:
+            continue
+        local = torch.empty(entry.region.lengths, dtype=entry.dtype)
+        if entry.info.kind == "parameter":
+            exchange(entry.tensor, sharded_like(entry.tensor, local))
+            continue
+        for name in entry.names:  # a buffer that is no DTensor cannot take a fake tensor's place
+            owner, _, leaf = _raw_name(name, model).rpartition(".")
+            model.get_submodule(owner)._buffers[leaf] = local
+
+
+def _raw_name(name: str, model: AnyModel) -> str:
+    """Buffers of a transformers model lie below an attribute that the plan's names leave out."""
+    return name if isinstance(model, nn.Module) and _has_buffer(model, name) else f"_transformers_model.{name}"
+
+
+def _has_buffer(model: nn.Module, name: str) -> bool:
+    try:
+        model.get_buffer(name)
+    except AttributeError:
+        return False
+    return True
+
+
+def _build_objective(job: JobConfig) -> Any:
+    """The run's objective; references of preference pairs that are cached cost nothing in a step."""
+    if job.training.objective == "next_token":
+        return NextToken()
+    section = job.dpo
+    if section.reference == "adapters_off" or (section.reference == "auto" and job.lora.rank > 0):
+        return DPO(section.beta, section.label_smoothing, AdaptersOff())
+    return DPO(section.beta, section.label_smoothing, _NoReference())
+
+
+class _NoReference:
+    def fill(self, batches: Any, get_model: Callable[[], AnyModel], device: torch.device) -> None:
+        """Nothing is needed."""
+
+    def __call__(self, model: AnyModel, batch: Batch) -> torch.Tensor:
+        return torch.zeros(batch.tokens.shape[0], 2, dtype=torch.float64)
+
+
+@contextmanager
+def _cuda_kernels() -> Iterator[None]:
+    """Functions that torch composes of many operators on the CPU and hands to one kernel on CUDA.
+
+    Exchanged by name: a mode that overrides functions is switched off inside `backward`, where layers are recomputed.
+    """
+    composed = F.scaled_dot_product_attention, F.rms_norm
+    F.scaled_dot_product_attention, F.rms_norm = partial(_attention, composed[0]), partial(_rms_norm, composed[1])
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention, F.rms_norm = composed
+
+
+def _attention(
+    composed: Callable[..., torch.Tensor],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """The kernel that CUDA takes for two-byte floats: flash without a mask, memory-efficient with one."""
+    aten = torch.ops.aten
+    if attn_mask is None:
+        return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[0]
+    if q.shape[1] != k.shape[1]:
+        # With a mask no fused kernel takes grouped heads: the composed one keeps all scores, and is traced as such.
+        return composed(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    bias = attn_mask
+    if bias.dtype == torch.bool:
+        bias = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill_(attn_mask.logical_not(), float("-inf"))
+    if bias.shape[-1] % 16:
+        bias = F.pad(bias, (0, 16 - bias.shape[-1] % 16))[..., : attn_mask.shape[-1]]  # rows at aligned addresses
+    bias = bias.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    keep = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    return aten._scaled_dot_product_efficient_attention(q, k, v, bias, keep, dropout_p, False, scale=scale)[0]
+
+
+def _rms_norm(
+    composed: Callable[..., torch.Tensor],
+    x: torch.Tensor,
+    normalized_shape: Any,
+    weight: torch.Tensor | None = None,
+    eps: float | None = None,
+) -> torch.Tensor:
+    if weight is None or weight.dtype != x.dtype:
+        return composed(x, normalized_shape, weight, eps)
+    return _FusedRMSNorm.apply(x, weight)
+
+
+class _FusedRMSNorm(torch.autograd.Function):
+    """What CUDA's kernel leaves: its input and one float32 per row. On the CPU torch has no such kernel to call."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty(*x.shape[: -weight.dim()], dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight, _ = ctx.saved_tensors
+        need_x, need_weight = ctx.needs_input_grad
+        return torch.empty_like(x) if need_x else None, torch.empty_like(weight) if need_weight else None

@@ -1,0 +1,144 @@
+"""Every legal combination of degrees and checkpointing modes for a number of ranks, ranked by the floor of a step.
+
+Traced once for each (tp, ep, mode), on the mesh with as few replicas as go: what a layer computes, gathers and
+exchanges depends on those only. For other numbers of replicas follow from it: the bytes of states and gradients, from
+the sizes of the shards; the all-reduce between replicas, of what a reduce-scatter leaves; and the time on the links,
+from the ranks of each group. `tests/functional/test_plan.py` compares such derived figures with traced ones.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from titanlite.config import AnyModelConfig, JobConfig
+from titanlite.config.parallelism import Degrees, check_parallelism, resolve_degrees
+from titanlite.errors import TitanliteError
+from titanlite.planner.advise import with_values
+from titanlite.planner.estimate import Estimate, build_estimate
+from titanlite.planner.hardware import Hardware
+from titanlite.planner.trace import StepTrace, Traffic, trace_step
+from titanlite.planner.tracker import GRADIENTS
+
+MODES = ("none", "selective", "full")
+
+
+@dataclass(frozen=True)
+class Tried:
+    """One combination that is legal, and what it takes."""
+
+    degrees: Degrees
+    mode: str
+    estimate: Estimate
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """The outcome.
+
+    Attributes:
+        fitting: that fit, the shortest floor with full overlap first, and among equals the one without overlap.
+        too_large: that do not, the smallest first.
+        refused: reason -> how many combinations it forbids.
+        traced: how many were traced; the others are derived.
+    """
+
+    fitting: list[Tried]
+    too_large: list[Tried]
+    refused: dict[str, int]
+    traced: int
+
+
+def derive(trace: StepTrace, traced: Degrees, degrees: Degrees) -> StepTrace:
+    """`trace`, of a step on `traced`, as it would be on `degrees`: same ranks, tp and ep, other replicas and shards."""
+    if traced == degrees:
+        return trace
+    larger = traced.dp_shard / degrees.dp_shard  # a rank's shards, dense and expert ones alike
+    counts = {traffic: count for traffic, count in trace.counts.items() if traffic.axis != "dp_replicate"}
+    nbytes = {traffic: trace.nbytes[traffic] for traffic in counts}
+    for traffic in [t for t in counts if t.kind == "reduce_scatter" and t.axis in ("dp_shard", "efsdp")]:
+        if degrees.dp_replicate > 1:
+            reduced = Traffic("all_reduce", "dp_replicate", traffic.per_step)
+            ranks = degrees.dp_shard if traffic.axis == "dp_shard" else degrees.efsdp
+            counts[reduced] = counts.get(reduced, 0) + counts[traffic]
+            nbytes[reduced] = nbytes.get(reduced, 0) + nbytes[traffic] // ranks
+    for traffic in [t for t in counts if t.per_step and t.axis == "tp"]:  # gradients of replicated parameters, sharded
+        nbytes[traffic] = round(nbytes[traffic] * larger)
+    return replace(
+        trace,
+        peaks={
+            moment: {name: round(value * (larger if name == GRADIENTS else 1)) for name, value in peak.items()}
+            for moment, peak in trace.peaks.items()
+        },
+        counts=counts,
+        nbytes=nbytes,
+        weights=round(trace.weights * larger),
+        optimizer=round(trace.optimizer * larger),
+        padding=round(trace.padding * larger),
+    )
+
+
+def _combinations(world_size: int, has_experts: bool) -> Iterator[dict[str, int]]:
+    """Degrees whose product is `world_size`, few replicas first, and all ep that divide what they fold over."""
+    divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
+    for replicate in divisors:
+        for tp in (n for n in divisors if world_size // replicate % n == 0):
+            folded = world_size // replicate
+            for ep in (n for n in divisors if folded % n == 0 and (has_experts or n == 1)):
+                yield {
+                    "parallelism.data_parallel_replicate_degree": replicate,
+                    "parallelism.data_parallel_shard_degree": folded // tp,
+                    "parallelism.tensor_parallel_degree": tp,
+                    "parallelism.expert_parallel_degree": ep,
+                }
+
+
+def _reason(problem: str) -> str:
+    """What a message says, without its numbers."""
+    sentence = re.split(r"(?<=[^\d])\. |[:;] ", problem.removeprefix("parallelism: "))[0]
+    return re.sub(r" \((\d+)\)| \d+(?= ranks)", "", sentence).rstrip(".")
+
+
+def sweep(
+    job: JobConfig,
+    model_config: AnyModelConfig,
+    world_size: int,
+    hardware: Hardware,
+    progress: Callable[[int], None] = lambda traced: None,
+) -> Sweep:
+    """Try all degrees that divide `world_size`, with each mode of activation checkpointing.
+
+    The tokens of a step stay those of `job` where its global batch size is set; else every data-parallel rank has
+    `local_batch_size` sequences.
+    """
+    refused: Counter[str] = Counter()
+    tried: list[Tried] = []
+    bases: dict[tuple[int, int, str], tuple[Degrees, StepTrace]] = {}
+    for values in _combinations(world_size, model_config.num_experts > 0):
+        changed = with_values(job, values)
+        try:
+            degrees = resolve_degrees(changed.parallelism, world_size)
+        except TitanliteError as error:
+            refused[_reason(str(error))] += len(MODES)
+            continue
+        problems = check_parallelism(changed, model_config, degrees)
+        if problems:
+            refused[_reason(problems[0])] += len(MODES)
+            continue
+        for mode in MODES:
+            with_mode = with_values(changed, {"activation_checkpoint.mode": mode})
+            problems = check_parallelism(with_mode, model_config, degrees)
+            if problems:
+                refused[_reason(problems[0])] += 1
+                continue
+            key = (degrees.tp, degrees.ep, mode)
+            if key not in bases:
+                bases[key] = degrees, trace_step(with_mode, model_config, degrees)
+                progress(len(bases))
+            trace = derive(bases[key][1], bases[key][0], degrees)
+            tried.append(Tried(degrees, mode, build_estimate(with_mode, model_config, degrees, trace, hardware)))
+    fitting = [one for one in tried if one.estimate.fits(hardware)]
+    too_large = [one for one in tried if not one.estimate.fits(hardware)]
+    fitting.sort(key=lambda one: (one.estimate.time.overlapped_s, one.estimate.time.serial_s))
+    too_large.sort(key=lambda one: one.estimate.memory.total)
+    return Sweep(fitting, too_large, dict(refused), len(bases))

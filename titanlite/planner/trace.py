@@ -1,0 +1,265 @@
+"""One training step, traced on a rank that is not there: live bytes of each stretch, collectives, FLOPs.
+
+Layers of one kind are alike, so few of each are traced and the rest is extrapolated: with n and with n + 1 of them (or
+n + p, if they repeat with period p), every quantity differs by what one more layer adds. It does so at each moment
+that is counted from the first or from the last layer of its kind; what lies between is a straight line from the one to
+the other, whose most is at an end. `trace_step(..., every_layer=True)` traces all of them; the results are equal.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeVar
+
+import torch.distributed as dist
+
+from titanlite.config import AnyModelConfig, JobConfig, ModelConfig
+from titanlite.config.parallelism import Degrees, resolve_global_batch_size
+from titanlite.distributed import ParallelDims, fake_ranks
+from titanlite.materialize.layout import local_of
+from titanlite.models.transformers_model import TransformersModel
+from titanlite.planner.flops import Flops
+from titanlite.planner.stand_in import DeviceType, StandInTrainer, observed, without_data
+from titanlite.planner.tracker import Segment, StepRecorder
+from titanlite.planner.workspace import cuda_workspace
+
+_K = TypeVar("_K")
+_FEWEST = 2  # layers of a kind: the first and the last
+
+
+class Moment(NamedTuple):
+    """A stretch of a step, its layer counted from an end of the layers of its kind.
+
+    Attributes:
+        micro_batch, phase, turn: as in `Segment`.
+        kind: 0 for the leading dense layers of an MoE model or all layers of others, 1 for the rest; -1: no layer.
+        from_end: `index` counts from the last layer of the kind.
+        index: 0 for the first, or the last.
+    """
+
+    micro_batch: int
+    phase: str
+    kind: int
+    from_end: bool
+    index: int
+    turn: int
+
+
+class Traffic(NamedTuple):
+    """Which collectives are counted together.
+
+    Attributes:
+        kind: as in `Collective`.
+        axis: mesh axis: "dp_replicate", "dp_shard", "efsdp", "tp", "ep", or "world".
+        per_step: once per step, not per micro-batch.
+    """
+
+    kind: str
+    axis: str
+    per_step: bool
+
+
+@dataclass(frozen=True)
+class StepTrace:
+    """What one optimizer step on this rank takes.
+
+    Attributes:
+        peaks: live bytes by category (`tracker.CATEGORIES`) at the fullest moment of each stretch.
+        counts, nbytes: collectives of the step, and their bytes.
+        flops: of the step on this rank, recomputation included.
+        weights, optimizer, buffers, padding: bytes that are there all the time; padding is what FSDP2 adds to shards
+            of uneven size.
+        micro_batches: per step.
+        num_layers: layers that the figures are of, by kind.
+        traced_layers: layers that were really traced.
+    """
+
+    peaks: dict[Moment, dict[str, int]]
+    counts: dict[Traffic, int]
+    nbytes: dict[Traffic, int]
+    flops: Flops
+    weights: int
+    optimizer: int
+    buffers: int
+    padding: int
+    micro_batches: int
+    num_layers: tuple[int, ...]
+    traced_layers: int
+
+    def plus(self, times: int, larger: "StepTrace", smaller: "StepTrace") -> "StepTrace":
+        """This trace with `times` the difference of two others added: as many layers more."""
+
+        def line(here: int, more: int, less: int) -> int:
+            return here + times * (more - less)
+
+        def lines(here: dict[_K, int], more: dict[_K, int], less: dict[_K, int]) -> dict[_K, int]:
+            return {key: line(value, more.get(key, 0), less.get(key, 0)) for key, value in here.items()}
+
+        flops = {
+            name: line(*(getattr(trace.flops, name) for trace in (self, larger, smaller)))
+            for name in ("low", "high", "skipped")
+        }
+        totals = {
+            name: line(*(getattr(trace, name) for trace in (self, larger, smaller)))
+            for name in ("weights", "optimizer", "buffers", "padding")
+        }
+        # A moment that only some of the traces have lies between moments that all have.
+        common = [key for key in self.peaks if key in larger.peaks and key in smaller.peaks]
+        return replace(
+            self,
+            peaks={key: lines(self.peaks[key], larger.peaks[key], smaller.peaks[key]) for key in common},
+            counts=lines(self.counts, larger.counts, smaller.counts),
+            nbytes=lines(self.nbytes, larger.nbytes, smaller.nbytes),
+            flops=Flops(**flops),
+            **totals,
+        )
+
+
+def trace_step(
+    job: JobConfig,
+    model_config: AnyModelConfig,
+    degrees: Degrees,
+    *,
+    rank: int = 0,
+    device_type: DeviceType = "cuda",
+    every_layer: bool = False,
+) -> StepTrace:
+    """Trace one optimizer step of rank `rank`, with few layers of each kind unless `every_layer`.
+
+    Makes and destroys a process group of fake ranks; there must be none. Nothing is read, sent or computed.
+
+    Raises:
+        ConfigError: patterns that name nothing, or transformers cannot build the model.
+    """
+    layers = _layers_to_trace(job, model_config)
+    if every_layer or not isinstance(model_config, ModelConfig) or layers is None:
+        return _trace(job, model_config, degrees, rank, device_type)
+    wanted, few, period = layers
+    more_layers = sum(sum(few) + period for num, num_few in zip(wanted, few, strict=True) if num > num_few)
+    if sum(few) + more_layers >= sum(wanted):
+        return _trace(job, model_config, degrees, rank, device_type)
+    found = base = _trace(job, _with_layers(model_config, few), degrees, rank, device_type)
+    traced = sum(few)
+    for kind, (num, num_few) in enumerate(zip(wanted, few, strict=True)):
+        if num > num_few:
+            more = tuple(n + period * (k == kind) for k, n in enumerate(few))
+            larger = _trace(job, _with_layers(model_config, more), degrees, rank, device_type)
+            found = found.plus((num - num_few) // period, larger, base)
+            traced += sum(more)
+    return replace(found, num_layers=wanted, traced_layers=traced)
+
+
+def _layers_to_trace(
+    job: JobConfig, model_config: AnyModelConfig
+) -> tuple[tuple[int, ...], tuple[int, ...], int] | None:
+    """(layers by kind, how many of them are traced, period with which they repeat); None: they are not all alike."""
+    named = (job.optimizer.freeze, job.optimizer.lr_multipliers, job.lora.targets)
+    if not isinstance(model_config, ModelConfig) or any(re.search(r"\.[\d\[]", patterns) for patterns in named):
+        return None
+    wanted = _layers_by_kind(model_config)
+    section, period = job.activation_checkpoint, 1
+    if section.mode == "selective" and section.selective_ac_option != "op":
+        period = int(section.selective_ac_option)
+    few = []
+    for num in wanted:
+        least = _FEWEST * period + (num - _FEWEST * period) % period
+        few.append(num if num <= least + period else least)
+    return wanted, tuple(few), period
+
+
+def _layers_by_kind(model_config: AnyModelConfig) -> tuple[int, ...]:
+    if isinstance(model_config, ModelConfig) and model_config.num_experts:
+        dense = min(model_config.num_dense_layers, model_config.num_layers)
+        return dense, model_config.num_layers - dense
+    return (model_config.num_layers, 0)
+
+
+def _with_layers(model_config: ModelConfig, by_kind: tuple[int, ...]) -> ModelConfig:
+    dense = by_kind[0] if model_config.num_experts else 0
+    return replace(model_config, num_layers=sum(by_kind), num_dense_layers=dense)
+
+
+def _trace(
+    job: JobConfig, model_config: AnyModelConfig, degrees: Degrees, rank: int, device_type: DeviceType
+) -> StepTrace:
+    """Trace a step with every layer of `model_config`."""
+    job = replace(job, compile=replace(job.compile, enable=False))  # as it is without; compiled code keeps no more
+    job = replace(job, training=replace(job.training, enable_cpu_offload=False))
+    total = resolve_global_batch_size(job.training, degrees.dp)
+    micro_batches = total // (job.training.local_batch_size * degrees.dp)
+    with fake_ranks(degrees.world_size, rank):
+        trainer = StandInTrainer(job, model_config, degrees, device_type)
+        with without_data(trainer, device_type):
+            batches = trainer.make_batches(min(micro_batches, 2))
+            if isinstance(trainer.model, TransformersModel):
+                trainer.train_step(batches)  # its first forward looks at how the model works
+            workspace = cuda_workspace if device_type == "cuda" else lambda *_: 0
+            recorder = StepRecorder([*trainer.persistent(), *_tensors_of(batches)], workspace)
+            with observed(trainer, recorder):
+                trainer.train_step(batches)
+            recorder.leave_out(trainer.persistent())
+            num_layers = _layers_by_kind(model_config)
+            if not isinstance(model_config, ModelConfig):
+                num_layers = (len(trainer.model.decoder_layers()), 0)
+            return summarize(recorder, trainer, num_layers, micro_batches)
+
+
+def summarize(
+    recorder: StepRecorder, trainer: StandInTrainer, num_layers: tuple[int, ...], micro_batches: int
+) -> StepTrace:
+    """The figures of a recorded step of min(`micro_batches`, 2) micro-batches, as those of all of them."""
+    assert dist.group.WORLD is not None
+    repeats, world = max(micro_batches - 1, 0), dist.group.WORLD.group_name
+
+    def times(segment: Segment) -> int:
+        return repeats if segment.micro_batch == 1 else 1
+
+    axes = axis_names(trainer.dims)
+    counts, nbytes = Counter[Traffic](), Counter[Traffic]()
+    for call in recorder.collectives:
+        per_step = call.segment.micro_batch < 0
+        traffic = Traffic(call.kind, "world" if per_step and call.group == world else axes[call.group], per_step)
+        counts[traffic] += times(call.segment)
+        nbytes[traffic] += times(call.segment) * call.nbytes
+    flops = sum((flops * times(segment) for segment, flops in recorder.flops.items()), Flops())
+    params = [local_of(param) for param in trainer.model.parameters()]
+    weights = sum(param.nbytes for param in params)
+    return StepTrace(
+        peaks={_moment(segment, num_layers): peak for segment, peak in recorder.peaks().items()},
+        counts=dict(counts),
+        nbytes=dict(nbytes),
+        flops=flops,
+        weights=weights,
+        optimizer=sum(local_of(state).nbytes for state in trainer.optimizer_states()),
+        buffers=sum(buffer.nbytes for buffer in trainer.model.buffers()),
+        padding=sum(param.untyped_storage().nbytes() for param in params) - weights,
+        micro_batches=micro_batches,
+        num_layers=num_layers,
+        traced_layers=sum(num_layers),
+    )
+
+
+def _moment(segment: Segment, num_layers: tuple[int, ...]) -> Moment:
+    kind, index = (-1, 0) if segment.layer < 0 else (0, segment.layer)
+    if kind == 0 and index >= num_layers[0]:
+        kind, index = 1, index - num_layers[0]
+    from_end = kind >= 0 and index >= num_layers[kind] // 2
+    if from_end:
+        index = num_layers[kind] - 1 - index
+    return Moment(segment.micro_batch, segment.phase, kind, from_end, index, segment.turn)
+
+
+def axis_names(dims: ParallelDims) -> dict[str, str]:
+    """Name of the process group -> mesh axis; an axis with all ranks may have the group of all ranks."""
+    assert dist.group.WORLD is not None
+    names: dict[str, str] = {dist.group.WORLD.group_name: "world"}
+    for mesh, axes in ((dims.sparse, ("dp_replicate", "efsdp", "ep")), (dims.dense, ("dp_replicate", "fsdp", "tp"))):
+        for axis in axes:
+            names[mesh.get_group(axis).group_name] = "dp_shard" if axis == "fsdp" else axis
+    return names
+
+
+def _tensors_of(batches) -> Iterator:  # type: ignore[no-untyped-def]
+    for batch in batches:
+        yield from (value for value in vars(batch).values() if hasattr(value, "untyped_storage"))

@@ -1,0 +1,283 @@
+"""What a training step does, seen operation by operation: live bytes, collectives and FLOPs.
+
+`StepRecorder` watches every operator that reaches local tensors and follows their storages by weak references, so that
+memory is counted when it is really given back: views share, in-place results add nothing, and what autograd or FSDP2
+keeps stays alive. It works alike on real tensors and on fake ones, which have sizes but no data.
+"""
+
+import gc
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from titanlite.planner.flops import Flops, count_flops
+from titanlite.planner.traffic import EXCHANGES, moved_by
+
+GATHERED, UNREDUCED, EXCHANGED = "gathered parameters", "unreduced gradients", "exchanged activations"
+GRADIENTS, ACTIVATIONS, LOGITS, TEMPORARIES = "gradients", "activations", "logits and loss", "temporaries"
+_PERSISTENT = "persistent"  # came into being in this step, to stay
+CATEGORIES = (GRADIENTS, ACTIVATIONS, EXCHANGED, LOGITS, GATHERED, UNREDUCED, TEMPORARIES)
+
+_aten, _c10d, _fsdp = torch.ops.aten, torch.ops.c10d, torch.ops.fsdp
+_METADATA = {torch.ops.prim.device.default, torch.ops.prim.layout.default, _aten.detach.default}
+
+
+class Segment(NamedTuple):
+    """A stretch of a step.
+
+    Attributes:
+        micro_batch: counted from 0; -1 for what happens once per step.
+        phase: "forward", "head", "backward" or "optimizer".
+        layer: index of the decoder layer, or -1 outside of layers.
+        turn: how often the same stretch came before in this micro-batch: a second forward for a reference model.
+    """
+
+    micro_batch: int
+    phase: str
+    layer: int
+    turn: int = 0
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One call of a collective on this rank.
+
+    Attributes:
+        kind, group: as in `traffic.Moved`.
+        nbytes: of its tensor.
+        segment: when.
+    """
+
+    kind: str
+    group: str
+    nbytes: int
+    segment: Segment
+
+
+class _Allocated(NamedTuple):
+    serial: int
+    nbytes: int
+
+
+class _Resized(NamedTuple):
+    serial: int
+    nbytes: int
+
+
+class _Freed(NamedTuple):
+    serial: int
+
+
+class _InsideKernel(NamedTuple):
+    nbytes: int
+
+
+_Event = _Allocated | _Resized | _Freed | _InsideKernel | Segment
+Workspace = Callable[[Any, tuple[Any, ...], Any], int]
+
+
+class StepRecorder(TorchDispatchMode):
+    """Records one training step. Enter it around the step; call `begin` where a stretch of it begins.
+
+    Args:
+        persistent: tensors that exist before and after: weights, optimizer states, buffers, the batch. Not counted.
+            What a first step makes of that kind is named afterwards, to `leave_out`.
+        workspace: (operator, arguments, result) -> bytes that its kernel holds only while it runs.
+
+    Attributes:
+        collectives: in order.
+        flops: of each stretch.
+    """
+
+    def __init__(self, persistent: Iterable[torch.Tensor], workspace: Workspace = lambda *_: 0) -> None:
+        super().__init__()
+        self.collectives: list[Collective] = []
+        self.flops: dict[Segment, Flops] = {}
+        self._workspace = workspace
+        self._segment = Segment(-1, "optimizer", -1)
+        self._events: list[_Event] = [self._segment]
+        self._category: dict[int, str] = {}
+        self._serials: dict[int, int | None] = {}  # by address of the storage; None: persistent
+        self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._count = 0
+        for tensor in persistent:
+            self._serials[_local(tensor).untyped_storage()._cdata] = None
+
+    def __enter__(self) -> "StepRecorder":
+        gc.collect()
+        gc.disable()  # or memory in reference cycles would be given back at moments that change from run to run
+        self._resize = torch.UntypedStorage.resize_
+        recorder = self
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+            # FSDP2 frees and takes back gathered parameters so, which is no operator.
+            result = recorder._resize(storage, size)
+            recorder._resized(storage)
+            return result
+
+        torch.UntypedStorage.resize_ = resize_  # pyright: ignore[reportAttributeAccessIssue]
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        torch.UntypedStorage.resize_ = self._resize  # pyright: ignore[reportAttributeAccessIssue]
+        gc.enable()
+
+    def begin(self, micro_batch: int, phase: str, layer: int = -1) -> None:
+        """A stretch begins, and the one before ends."""
+        turn = sum(isinstance(e, Segment) and e[:3] == (micro_batch, phase, layer) for e in self._events)
+        self._segment = Segment(micro_batch, phase, layer, turn)
+        self._events.append(self._segment)
+
+    def mark(self, tensors: Iterable[torch.Tensor], category: str) -> None:
+        """Say what the storages of `tensors` hold; persistent ones are left alone."""
+        for tensor in tensors:
+            serial = self._serials.get(_local(tensor).untyped_storage()._cdata)
+            if serial is not None:
+                self._category[serial] = category
+
+    def leave_out(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Do not count the storages of `tensors`: they stay after the step."""
+        self.mark(tensors, _PERSISTENT)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # DTensor comes first, and calls operators on local tensors
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if func in _METADATA:
+            return out
+        for tensor in tree_iter(out):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self._serials:
+                    self._seen(storage, is_argument=any(_holds(argument, storage) for argument in tree_iter(args)))
+        flops = count_flops(func, args, kwargs, out)
+        if flops is not None:
+            self.flops[self._segment] = self.flops.get(self._segment, Flops()) + flops
+        inside = self._workspace(func, args, out)
+        if inside:
+            self._events.append(_InsideKernel(inside))
+        self._classify(func, args, kwargs, out)
+        return out
+
+    def _seen(self, storage: torch.UntypedStorage, *, is_argument: bool = False) -> None:
+        """A storage that is not known yet. As an argument it was there before: gloo, say, made it for itself."""
+        address = storage._cdata
+        if is_argument:
+            self._serials[address] = None
+            self._references[-address] = weakref.ref(storage, lambda _: self._forget(address))
+            return
+        serial = self._count = self._count + 1
+        self._serials[address] = serial
+        self._events.append(_Allocated(serial, storage.nbytes()))
+        self._references[serial] = weakref.ref(storage, lambda _: self._died(address, serial))
+
+    def _died(self, address: int, serial: int) -> None:
+        if self._serials.get(address) == serial:
+            del self._serials[address]
+        self._references.pop(serial, None)
+        self._events.append(_Freed(serial))
+
+    def _forget(self, address: int) -> None:
+        del self._serials[address], self._references[-address]
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata not in self._serials:
+            self._seen(storage)
+        serial = self._serials[storage._cdata]
+        if serial is not None:
+            self._events.append(_Resized(serial, storage.nbytes()))
+            self._category[serial] = GATHERED
+
+    def _classify(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Note collectives, and what the buffers of FSDP2 and of the exchanges between ranks are."""
+        if func is _fsdp.all_gather_copy_in.default:
+            self.mark([*args[0], args[1]], GATHERED)
+        elif func is _fsdp.split_with_sizes_copy.default:
+            self.mark(kwargs["out"], GATHERED)
+        elif func is _fsdp.chunk_cat.default:
+            self.mark([*args[0], kwargs["out"] if "out" in kwargs else args[3]], UNREDUCED)
+        elif func is _c10d._reduce_scatter_base_.default:
+            self.mark(args[:1], UNREDUCED)  # some become gradients, which is known later
+        elif func in EXCHANGES:
+            self.mark([out], EXCHANGED)
+        for kind, group, tensor in moved_by(func, args, out):
+            self.collectives.append(Collective(kind, group, tensor.nbytes, self._segment))
+
+    def peaks(self) -> dict[Segment, dict[str, int]]:
+        """Of each stretch, live bytes by category at the moment when they were most; persistent tensors not counted."""
+        category = self._kinds()
+        live: dict[int, int] = {}
+        totals: dict[str, int] = dict.fromkeys((*CATEGORIES, _PERSISTENT), 0)
+        peaks: dict[Segment, dict[str, int]] = {}
+        segment, most = None, -1
+        for event in self._events:
+            inside = 0
+            if isinstance(event, Segment):
+                segment, most = event, -1
+            elif isinstance(event, _InsideKernel):
+                inside = event.nbytes
+            else:
+                nbytes = 0 if isinstance(event, _Freed) else event.nbytes
+                totals[category[event.serial]] += nbytes - live.get(event.serial, 0)
+                live[event.serial] = nbytes
+            total = sum(totals[name] for name in CATEGORIES) + inside
+            if segment is not None and total > most:
+                most = total
+                peaks[segment] = {name: totals[name] + inside * (name == TEMPORARIES) for name in CATEGORIES}
+        return peaks
+
+    def _kinds(self) -> dict[int, str]:
+        """Category of every storage. Activations are what a forward leaves for its backward."""
+        kinds = dict(self._category)
+        born: dict[int, Segment] = {}
+        segment = self._segment
+        for event in self._events:
+            if isinstance(event, Segment):
+                if event.phase == "backward" and segment.phase in ("forward", "head"):
+                    for serial, where in born.items():
+                        if where.phase in ("forward", "head") and where.micro_batch == event.micro_batch:
+                            kinds.setdefault(serial, ACTIVATIONS)
+                segment = event
+            elif isinstance(event, _Allocated):
+                born[event.serial] = segment
+                if segment.phase == "head":
+                    kinds.setdefault(event.serial, LOGITS)
+            elif isinstance(event, _Freed):
+                where = born.pop(event.serial, None)
+                if where is not None:
+                    kinds.setdefault(event.serial, TEMPORARIES)
+        return {serial: kinds.get(serial, TEMPORARIES) for serial in range(1, self._count + 1)}
+
+
+def _holds(value: Any, storage: torch.UntypedStorage) -> bool:
+    return isinstance(value, torch.Tensor) and value.untyped_storage()._cdata == storage._cdata
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+@contextmanager
+def fixed_scalars() -> Iterator[None]:
+    """Let tensors without data read as 1 or True where the host looks at one: a finite norm, a count, a flag."""
+    with _FixedScalars():
+        yield
+
+
+class _FixedScalars(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        if func is _aten._local_scalar_dense.default:
+            dtype = args[0].dtype
+            return True if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
+        return func(*args, **(kwargs or {}))

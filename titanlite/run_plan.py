@@ -1,0 +1,158 @@
+"""The exact part of a plan: every tensor of this rank with placement, source and bytes. Follows from shapes alone.
+
+A real run writes it to `plan.json` in its folder; `python -m titanlite plan` shows it, with what has to be traced.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from titanlite.checkpoint.planned_reads import PlannedReads
+from titanlite.errors import ConfigError
+from titanlite.logger import logger
+from titanlite.materialize import Plan, TensorEntry
+from titanlite.materialize.sources import Read
+from titanlite.tables import fold_names, format_memory, texts_between_numbers
+
+PLAN_FILE = "plan.json"
+_MOMENTS = 2  # of AdamW, in the dtype of the parameter
+_STEP_BYTES = 4  # its count of steps, one float32 per parameter
+
+
+@dataclass(frozen=True)
+class PlannedTensor:
+    """A tensor, or tensors that differ only in the numbers of their layers.
+
+    Attributes:
+        name: first name, numbers folded: `model.layers.{0-47}.mlp.gate.weight`.
+        count: how many tensors.
+        shape, dtype: of each, over all ranks.
+        placement: how it is split, mesh axes of one rank left out: `dp_shard 4: shard 0, tp 2: replicate`.
+        source: where values come from.
+        trained: it gets gradients and optimizer states.
+        local_bytes: of all of them on this rank.
+    """
+
+    name: str
+    count: int
+    shape: tuple[int, ...]
+    dtype: str
+    placement: str
+    source: str
+    trained: bool
+    local_bytes: int
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """Exact bytes of one rank, as tensors count them: the padding of uneven shards is not in.
+
+    Attributes:
+        weights: of parameters.
+        gradients: of those that are trained, once all are there.
+        optimizer: AdamW's states, once there was a step.
+        buffers: of buffers.
+        read_bytes: what this rank reads of a checkpoint itself, bytes on disk; optimizer states not counted.
+    """
+
+    rank: int
+    world_size: int
+    tensors: tuple[PlannedTensor, ...]
+    weights: int
+    gradients: int
+    optimizer: int
+    buffers: int
+    read_bytes: int
+
+    def to_json(self) -> dict[str, Any]:
+        """As in `plan.json`."""
+        names = ("weights", "gradients", "optimizer", "buffers")
+        return {
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "tensors": [asdict(tensor) for tensor in self.tensors],
+            "memory": {name: getattr(self, name) for name in names},
+            "read_bytes": self.read_bytes,
+        }
+
+
+def build_run_plan(plan: Plan, *, fold: bool = True) -> RunPlan:
+    """The figures of this rank. No communication; what lies in files is taken from their headers, read already."""
+    params = [entry for entry in plan.entries if entry.info.kind == "parameter"]
+    trained = [entry for entry in params if entry.tensor.requires_grad]
+    gradients = _bytes_of(trained)
+    rank = dist.get_rank()
+    return RunPlan(
+        rank=rank,
+        world_size=dist.get_world_size(),
+        tensors=tuple(_group(plan.entries, fold)),
+        weights=_bytes_of(params),
+        gradients=gradients,
+        optimizer=_MOMENTS * gradients + _STEP_BYTES * len(trained),
+        buffers=plan.local_bytes - _bytes_of(params),
+        read_bytes=PlannedReads(plan).of_rank(rank).read,
+    )
+
+
+def save_run_plan(plan: Plan, folder: Path) -> None:
+    """Write the plan of rank 0 to `plan.json` in `folder`, and log its sums; on rank 0. No communication.
+
+    Raises:
+        ConfigError: the file cannot be written; on rank 0.
+    """
+    if dist.get_rank() != 0:
+        return
+    run_plan = build_run_plan(plan)
+    try:
+        (folder / PLAN_FILE).write_text(json.dumps(run_plan.to_json(), indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"job.dump_folder: cannot write {folder / PLAN_FILE}: {error.strerror}. Choose another folder."
+        ) from None
+    sizes = (run_plan.weights, run_plan.gradients, run_plan.optimizer, run_plan.read_bytes)
+    logger.info(
+        "plan: rank 0 holds weights %s, gradients %s, optimizer states %s; reads %s of a checkpoint",
+        *map(format_memory, sizes),
+    )
+
+
+def _bytes_of(entries: Iterable[TensorEntry]) -> int:
+    return sum(entry.local_bytes for entry in entries)
+
+
+def _group(entries: Iterable[TensorEntry], fold: bool) -> Iterable[PlannedTensor]:
+    groups: defaultdict[Any, list[TensorEntry]] = defaultdict(list)
+    for entry in entries:
+        name = texts_between_numbers(entry.fqn) if fold else entry.fqn
+        alike = (entry.info.shape, entry.dtype, describe_placement(entry.tensor), _describe_source(entry))
+        groups[name, alike, entry.tensor.requires_grad].append(entry)
+    for (_, (shape, dtype, placement, source), trained), held in groups.items():
+        name = fold_names([entry.fqn for entry in held])
+        dtype_name = str(dtype).removeprefix("torch.")
+        yield PlannedTensor(name, len(held), shape, dtype_name, placement, source, trained, _bytes_of(held))
+
+
+def describe_placement(tensor: torch.Tensor) -> str:
+    """Mesh axes with more than one rank, and what each does to the tensor."""
+    if not isinstance(tensor, DTensor):
+        return "replicate"
+    names = tensor.device_mesh.mesh_dim_names or ()
+    parts = []
+    for name, size, placement in zip(names, tensor.device_mesh.shape, tensor.placements, strict=True):
+        if size > 1:
+            dim, name = getattr(placement, "dim", None), "dp_shard" if name == "fsdp" else name
+            parts.append(f"{name} {size}: {'replicate' if dim is None else f'shard {dim}'}")
+    return ", ".join(parts) or "whole"
+
+
+def _describe_source(entry: TensorEntry) -> str:
+    """The source; of a checkpoint without the key, which is the tensor's name or follows from it."""
+    source = entry.source
+    return f"checkpoint {source.reader.name}" if isinstance(source, Read) else str(source)

@@ -1,0 +1,51 @@
+"""Text for people: tables, sizes, and names of tensors folded over layers and experts."""
+
+import re
+from collections.abc import Sequence
+
+_NUMBER = re.compile(r"(?<=\.)(\d{1,18})(?=\.|$)")
+
+
+def format_table(rows: Sequence[tuple[str, ...]], indent: str = "  ") -> str:
+    """`rows`, the first one the head, in columns as wide as their widest cell; one line each."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join((indent + line).rstrip() for line in lines)
+
+
+def format_count(number: int, noun: str) -> str:
+    """`1 file`, `2 files`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def format_size(nbytes: int) -> str:
+    """Bytes as files are counted: powers of 1000."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:.2f} {unit}"
+    return f"{nbytes} B"
+
+
+def format_memory(nbytes: float) -> str:
+    """Bytes as memory is counted: powers of 1024."""
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(nbytes) >= scale:
+            return f"{nbytes / scale:.2f} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def texts_between_numbers(name: str) -> tuple[str, ...]:
+    """What names of the same tensor in different layers and experts have in common; the key to fold them by."""
+    return tuple(_NUMBER.split(name)[::2])
+
+
+def fold_names(names: Sequence[str]) -> str:
+    """`layers.{0-47}.mlp` for names that differ only in the numbers of layers and experts."""
+    between = texts_between_numbers(names[0])
+    folded = between[0]
+    if len(between) > 1:
+        columns = zip(*(_NUMBER.findall(name) for name in names), strict=True)
+        for column, text in zip(columns, between[1:], strict=True):
+            low, high = min(map(int, column)), max(map(int, column))
+            folded += (str(low) if low == high else f"{{{low}-{high}}}") + text
+    return folded

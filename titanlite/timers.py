@@ -1,0 +1,139 @@
+"""Where the time of a step goes: phases that follow each other, and the collectives inside them.
+
+On the CPU a phase is timed with `perf_counter`, and every collective blocks its caller, so that all of its time is
+exposed. On CUDA events are recorded on the streams and read once they have passed; nothing synchronizes. A collective
+on the compute stream is exposed too. FSDP's run on streams of their own: their duration is known, but how much of it
+the compute stream had to wait for is not (only a profiler trace shows that), so it is kept apart.
+
+A rank that is late makes the others wait inside their collectives: time outside of collectives tells ranks apart where
+wall time is the same for all.
+"""
+
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+COMMUNICATION = "communication"
+"""Waiting for collectives that the compute stream, or the CPU, stands still for."""
+FSDP_COLLECTIVES = "fsdp_collectives"
+"""Duration of FSDP's collectives on CUDA, beside computation or not."""
+
+# A reading of the clock, or an event of CUDA.
+_Mark = Any
+
+
+class _Span(NamedTuple):
+    name: str
+    inside: str | None
+    """phase that this time is taken out of"""
+    start: _Mark
+    end: _Mark
+
+
+class StepTimer:
+    """Adds up seconds per phase until they are read. Costs one clock reading, or one event, per change of phase.
+
+    Args:
+        device: where the work runs: its streams carry the events.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._passed: deque[_Span] = deque()  # in the order of their ends on the host; the device is behind
+        self._phase: str | None = None
+        self._since: _Mark = None
+        self._in_collective = False
+
+    def start(self, phase: str | None) -> None:
+        """End the current phase and begin `phase`; None: time that belongs to no phase, such as a validation."""
+        now = self.mark()
+        if self._phase is not None:
+            self.add(self._phase, self._since, now)
+        self._phase, self._since = phase, now
+        self._collect(wait=False)
+
+    def mark(self) -> _Mark:
+        """This point in time, on the current stream."""
+        if not self._is_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def add(self, name: str, start: _Mark, end: _Mark, inside: str | None = None) -> None:
+        """Count the time between two marks for `name`, and take it out of the phase `inside`."""
+        if self._is_cuda:
+            self._passed.append(_Span(name, inside, start, end))
+        else:
+            self._count(name, inside, end - start)
+
+    def add_collective(self, start: _Mark, end: _Mark, *, on_own_stream: bool = False) -> None:
+        """Count a collective of the current phase; see `collective`."""
+        if on_own_stream and self._is_cuda:
+            self.add(FSDP_COLLECTIVES, start, end)
+        else:
+            self.add(COMMUNICATION, start, end, self._phase)
+
+    @contextmanager
+    def collective(self, *, on_own_stream: bool = False) -> Iterator[None]:
+        """Count what is inside as communication; a collective inside of another one counts once."""
+        if self._in_collective:
+            yield
+            return
+        self._in_collective = True
+        start = self.mark()
+        try:
+            yield
+        finally:
+            self._in_collective = False
+        self.add_collective(start, self.mark(), on_own_stream=on_own_stream)
+
+    def read(self) -> dict[str, float]:
+        """Seconds of each phase since the last call, without those of the running phase, and of collectives.
+
+        Phases exclude `COMMUNICATION`, so that all of them add up to the time that passed; `FSDP_COLLECTIVES` is no
+        part of that sum. On CUDA it waits for the events, which have passed already where the caller synchronized.
+        """
+        self._collect(wait=True)
+        seconds, self._seconds = self._seconds, defaultdict(float)
+        return dict(seconds)
+
+    def _collect(self, *, wait: bool) -> None:
+        """Add up the spans that the device has passed: events are not kept for a whole log interval."""
+        while self._passed and (wait or self._passed[0].end.query()):
+            span = self._passed.popleft()
+            span.end.synchronize()
+            self._count(span.name, span.inside, span.start.elapsed_time(span.end) / 1e3)
+
+    def _count(self, name: str, inside: str | None, seconds: float) -> None:
+        self._seconds[name] += seconds
+        if inside is not None:
+            self._seconds[inside] -= seconds
+
+
+_active: list[StepTimer] = []
+
+
+def activate(timer: StepTimer) -> None:
+    """Let `collective` of this process count for `timer`. Collectives know no trainer, so this is one per process."""
+    _active[:] = [timer]
+
+
+def get_active() -> StepTimer | None:
+    """The timer that collectives count for, if any."""
+    return _active[0] if _active else None
+
+
+@contextmanager
+def collective() -> Iterator[None]:
+    """Count what is inside as communication of the active timer, if there is one."""
+    if not _active:
+        yield
+        return
+    with _active[0].collective():
+        yield
