@@ -15,7 +15,7 @@ from pathlib import Path
 from titanlite import heartbeat, stop
 from titanlite.errors import NEVER_RESTARTED
 from titanlite.heartbeat import Beat
-from titanlite.notices import ENDING, Restart, lost_peers, note_restart
+from titanlite.notices import ENDING, Restart, lost_peers, note_restart, read_error
 from titanlite.stacks import describe, save_stacks
 
 _HANG = 124  # exit code, as of timeout(1)
@@ -94,7 +94,8 @@ class Guard:
             return False
         text = "" if failure.said else f"{failure.text}; all ranks were stopped. "
         _say(f"{text}Starting all ranks again: restart {restarts + 1} of {most}.")
-        note_restart(self._folder, Restart(failure.text.partition("\n")[0].rstrip("."), restarts + 1, most))
+        why, cause = failure.text.partition("\n")[0].rstrip("."), read_error(self._folder)
+        note_restart(self._folder, Restart(f"{why} ({cause})" if cause else why, restarts + 1, most))
         return True
 
     def _end_after_failure(self, pids: Mapping[int, int], failed: Mapping[int, int]) -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 from titanlite.errors import NOTICE_FOLDER
 
 ENDING = "ending"  # the launcher ends all ranks: nobody shall wait for anything
-_RESTART = "restart"
+_RESTART, _ERROR = "restart", "error"
+_SHOWN_CHARS = 200
 _KEPT = ("stop", "abort", _RESTART)  # the others are about one start of the ranks
 
 
@@ -62,6 +63,22 @@ def claim(name: str) -> bool:
     except OSError:
         pass  # better said twice than not at all
     return True
+
+
+def note_error(text: str) -> None:
+    """In a rank: what ended it, for the one who asks why ranks start again. The first rank of this machine counts."""
+    folder = os.environ.get(NOTICE_FOLDER)
+    if folder is not None and claim("has-error"):
+        Path(folder, _ERROR).write_text(text)
+
+
+def read_error(folder: str | Path) -> str:
+    """In the launcher: the first sentence of what `note_error` got; empty if there is none."""
+    try:
+        text = Path(folder, _ERROR).read_text()
+    except OSError:
+        return ""
+    return " ".join(text.split()).partition(". ")[0][:_SHOWN_CHARS].rstrip(".")
 
 
 def lost_path(folder: str | Path, rank: int) -> Path:

@@ -19,7 +19,7 @@ from titanlite.errors import NOTICE_FOLDER, TitanliteError
 from titanlite.faults import explain_refusal
 from titanlite.logger import setup_logger
 from titanlite.metrics import explain_out_of_memory
-from titanlite.notices import claim, note_lost_peer
+from titanlite.notices import claim, note_error, note_lost_peer
 from titanlite.preflight import Checked, check
 from titanlite.run_setup import describe_start
 from titanlite.trainer import Trainer
@@ -46,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             code = 128 + signal.SIGTERM  # what was trained is lost
     except TitanliteError as error:
         _say_once(f"titanlite: error: {error}")
+        note_error(str(error))
         code = error.exit_code
     except Exception as error:
         refusal = explain_refusal(error)
@@ -92,6 +93,7 @@ def _is_lost_peer(error: RuntimeError) -> bool:
 def _end_with_traceback(error: Exception) -> NoReturn:
     """End this rank, with the traceback on the first rank that fails: the others fail because of it, or like it."""
     if claim("traceback"):
+        note_error(f"{type(error).__name__}: {error}")
         beat = heartbeat.current()
         where = f"in step {beat.step} ({beat.phase})" if beat.step else f"while {beat.phase}"
         text = "".join(traceback.format_exception(error))

@@ -66,7 +66,9 @@ def train(run_ranks: Callable[..., list[Any]], checked: Callable[..., Any], tmp_
 
 
 def events(folder: Path) -> list[tuple[str, int]]:
-    return [(e["kind"], e["step"]) for e in map(json.loads, (folder / "events.jsonl").read_text().splitlines())]
+    """Kind and step of those that a run without faults has not."""
+    found = [(e["kind"], e["step"]) for e in map(json.loads, (folder / "events.jsonl").read_text().splitlines())]
+    return [event for event in found if event[0] not in ("start", "resume", "save", "stop", "end")]
 
 
 def points(folder: Path) -> list[dict[str, Any]]:

@@ -124,15 +124,18 @@ def test_exception_on_one_rank_is_one_traceback_and_a_new_start_goes_on_from_the
     code, out, _ = run(RAISE_ON_2, restarts=1)
     assert code == 1
     assert out.count("Traceback") == 2, "one for each start"
-    assert out.count("ValueError: a bug in the model") == 2
+    assert out.count("\nValueError: a bug in the model\n") == 2
     assert out.count("titanlite: rank 2 failed in step 4 (data):\nTraceback") == 2
     assert [line for line in said_by_launcher(out) if "failed in" not in line] == [
         "titanlite: rank 2 ended with exit code 1; all ranks were stopped. Starting all ranks again: restart 1 of 1.",
         "titanlite: rank 2 ended with exit code 1; all ranks were stopped.",
     ]
-    assert "restart 1 of 1, because rank 2 ended with exit code 1; training goes on from step 2" in out
-    (event,) = map(json.loads, (tmp_path / "run/events.jsonl").read_text().splitlines())
-    assert (event["kind"], event["step"]) == ("restart", 2)
+    assert (
+        "1 of 1, because rank 2 ended with exit code 1 (ValueError: a bug in the model); training goes on from step 2"
+        in out
+    )
+    events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
+    assert [event["step"] for event in events if event["kind"] == "restart"] == [2]
 
 
 @pytest.mark.parametrize("kind", ["configuration", "training"])
