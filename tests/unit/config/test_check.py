@@ -159,6 +159,9 @@ LORA = {"lora__rank": 8, "checkpoint__initial_load_path": "model", "model__flavo
         ({**LORA}, []),
         ({**LORA, "lora__alpha": 3.0, "lora__dropout": 0.1, "lora__targets": "q_proj"}, []),
         ({"lora__rank": 8}, ["checkpoint.initial_load_path is empty"]),
+        ({"evaluation__path": "rows.csv", "evaluation__enable": True, "evaluation__split": "train"}, []),
+        ({"evaluation__path": "rows.csv"}, ['evaluation.path = "rows.csv" is set, but evaluation.enable = false']),
+        ({"evaluation__split": "train"}, ['evaluation.split = "train" is set, but evaluation.path is empty']),
         (
             {"lora__alpha": 3.0, "lora__targets": "q_proj", "lora__init_from": "adapters"},
             ["lora.alpha = 3.0 is set", 'lora.targets = "q_proj" is set', 'lora.init_from = "adapters" is set'],
