@@ -78,7 +78,7 @@ def test_metrics_file_has_every_step(run):
     assert [point["step"] for point in training] == [1, 2, 3, 4]
     for point in training:
         assert point["grad_norm"] > 0 and point["lr"] > 0 and point["throughput/tokens_per_s"] > 0
-        assert point["moe/load_max_over_mean/layer_00"] >= 1 and point["moe/load_max_over_mean/layer_01"] >= 1
+        assert len(point["moe/load_max_over_mean"]) == 2 and min(point["moe/load_max_over_mean"]) >= 1
     assert training[-1]["loss/train"] < training[0]["loss/train"] - 0.1
     validation = [point for point in points if "loss/validation" in point]
     assert [point["step"] for point in validation] == [2, 4]
