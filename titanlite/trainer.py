@@ -329,5 +329,6 @@ class Trainer(TrainStep):
             logger.info("checkpoint: %s (%s.from_pretrained)", folder, how)
         if job.metrics.enable_tensorboard:
             logger.info("metrics:    tensorboard --logdir %s", self.dump_folder / job.metrics.save_tb_folder)
+        logger.info("report:     python -m titanlite report %s", self.dump_folder)
         if job.checkpoint.push_to_hub and not self.stopping and dist.get_rank() == 0:
             push_to_hub(self.checkpointer.final_folder(self.step), job.checkpoint.push_to_hub)  # no collective after it

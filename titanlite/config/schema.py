@@ -276,8 +276,8 @@ class ProfilingSection:
     profile_freq: int = setting(100, "Steps between traces.")
     enable_memory_snapshot: bool = setting(
         False,
-        "Record allocations on CUDA, and write them to job.dump_folder/memory/rankN.pickle when memory runs out. Costs "
-        "a few percent.",
+        "Record allocations on CUDA, and write them to job.dump_folder/memory/rankN.pickle when memory runs out; "
+        "each allocation is a little slower then.",
     )
 
 

@@ -224,7 +224,7 @@ def _layer_map(run: Run) -> Chart:
         "steps": steps,
         "values": [[round_to(column[layer], 3) for column in columns] for layer in range(width)],
     }
-    chart.note = "1 is balanced. The busiest expert decides how long its layer takes."
+    chart.note = "Rows are layers. 1 is balanced; the busiest expert decides how long its layer takes."
     return chart
 
 
@@ -242,6 +242,7 @@ def _expert_map(run: Run) -> Chart:
     for step, rows in loads:
         cells = array("B", [cell for row in rows for cell in _encode(row)])
         frames.append({"step": step, "cells": base64.b64encode(cells.tobytes()).decode()})
+    chart.note = "Rows are layers, columns experts."
     chart.extra = {
         "columns": shape[0],
         "rows": len(shape),

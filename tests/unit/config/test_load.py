@@ -189,12 +189,16 @@ def test_file_that_is_not_text(folder: Path) -> None:
         ("training.step = 5", "unknown key 'training.step'; did you mean 'training.steps'?"),
         ("validation.seq_len = 5", "unknown key 'validation.seq_len'; did you mean 'training.seq_len'?"),
         ("training.warmup_steps = 5", "unknown key 'training.warmup_steps'; did you mean 'lr_scheduler.warmup_steps'?"),
-        ("profiling.enable = true", "unknown key 'profiling.enable'; did you mean 'profiling.enable_profiling'?"),
+        (
+            "profiling.enable = true",
+            "unknown key 'profiling.enable'; did you mean 'profiling.enable_profiling' or "
+            "'profiling.enable_memory_snapshot'?",
+        ),
         ("job.zzz = 1", "unknown key 'job.zzz'. Keys of [job]: dump_folder, description, prepare, stop_grace_seconds."),
         (
             "[metrics.log]\nfreq = 1",
             "unknown section 'metrics.log'. Keys of [metrics]: log_freq, enable_tensorboard, save_tb_folder, "
-            "enable_progress_bar.",
+            "grad_norm_groups, enable_progress_bar.",
         ),
         ("[trainin]\nsteps = 5", "unknown section 'trainin'; did you mean 'training'?"),
         ("[model.override]\nnum_layers = 1", "unknown section 'model.override'; did you mean 'model.overrides'?"),

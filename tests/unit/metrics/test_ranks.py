@@ -1,0 +1,35 @@
+import pytest
+
+from titanlite.metrics import get_busy_seconds
+from titanlite.metrics.ranks import describe_ranks, find_slowest
+
+
+def test_busy_time_is_the_time_outside_of_collectives():
+    phases = {"data": 1.0, "forward": 2.0, "optimizer": 0.5, "communication": 7.0}
+    assert get_busy_seconds(phases) == 3.5
+    assert get_busy_seconds({**phases, "fsdp_collectives": 1.5}) == 2.0, "on CUDA these run inside of the phases"
+    assert get_busy_seconds({"forward": 1.0, "fsdp_collectives": 1.5}) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("busy", "data", "rank", "ratio", "reason"),
+    [
+        ([1.0, 1.0, 1.5, 1.0], [0.1, 0.1, 0.6, 0.1], 2, 1.5, "data"),
+        ([1.0, 1.0, 1.5, 1.0], [0.1, 0.1, 0.1, 0.1], 2, 1.5, "compute"),
+        ([1.0, 1.0, 1.5, 1.0], [0.1, 0.1, 0.3, 0.1], 2, 1.5, "compute"),
+        ([1.0, 3.0], [0.5, 0.5], 1, 1.5, "compute"),
+        ([0.0, 0.0], [0.0, 0.0], 0, 1.0, "compute"),
+    ],
+)
+def test_the_slowest_rank_is_named_with_the_larger_part_of_its_excess(busy, data, rank, ratio, reason):
+    slowest = find_slowest(busy, data)
+    assert (slowest.rank, slowest.over_median, slowest.reason) == (rank, pytest.approx(ratio), reason)
+
+
+def test_large_runs_are_summed_up_and_one_rank_has_nobody_to_wait_for():
+    many = {"busy_s": [1.0] * 129, "data_s": [0.1] * 129, "memory/host_peak_rss_gib": [1.0] * 128 + [3.0]}
+    values, lists = describe_ranks(many, 10, 100.0)
+    assert values["memory/host_peak_rss_gib"] == 3.0 and values["ranks/busy_max_s"] == 0.1
+    assert lists == {"ranks/slowest_reason": "compute"}, "no list of 129 numbers in every line"
+    one = {name: column[:1] for name, column in many.items()}
+    assert describe_ranks(one, 1, 100.0) == ({"memory/host_peak_rss_gib": 1.0}, {})

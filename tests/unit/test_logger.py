@@ -1,0 +1,49 @@
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from titanlite.logger import log_to_folder, logger, setup_logger
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch) -> Iterator[None]:
+    """The package's logger as a new process has it."""
+    monkeypatch.setenv("RANK", "0")
+    before, level, propagate = logger.handlers[:], logger.level, logger.propagate
+    logger.handlers.clear()
+    yield
+    logger.handlers[:] = before
+    logger.setLevel(level)
+    logger.propagate = propagate
+
+
+def test_the_log_file_has_the_lines_from_before_it_was_known_and_a_resumed_run_appends(tmp_path: Path, capsys):
+    setup_logger()
+    logger.info("early")
+    log_to_folder(tmp_path)
+    logger.warning("later, %d of it", 2)
+    log_to_folder(tmp_path)
+    first, second = (tmp_path / "log.txt").read_text().splitlines()
+    assert first.endswith(" early") and second.endswith(" WARNING later, 2 of it")
+    assert capsys.readouterr().out.count("\n") == 2
+
+
+def test_other_ranks_keep_no_file(tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    setup_logger()
+    log_to_folder(tmp_path)
+    logger.warning("said on the console only")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_costs_one_warning_and_not_the_run(tmp_path: Path, capsys):
+    setup_logger()
+    log_to_folder(tmp_path / "gone")
+    logger.info("one")
+    logger.info("two")
+    out = capsys.readouterr().out
+    assert out.count("log.txt: No such file or directory") == 1
+    assert out.splitlines()[-1].endswith(" two")
+    assert [type(handler) for handler in logger.handlers] == [logging.StreamHandler]
