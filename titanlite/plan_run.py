@@ -67,6 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"titanlite: error: {error}", file=sys.stderr)
         return 2
     finally:
+        gc.unfreeze()
         logger.setLevel(level)
 
 
