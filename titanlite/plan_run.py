@@ -15,11 +15,13 @@ import torch
 
 from titanlite.checkpoint.pretrained import weights_of
 from titanlite.config import JobConfig, load_config
+from titanlite.config.assets import resolve_assets
 from titanlite.distributed import ParallelDims, fake_ranks
 from titanlite.errors import ConfigError, TitanliteError
 from titanlite.logger import logger
 from titanlite.materialize import SourceProvider, build_plan
 from titanlite.models.build import build_model
+from titanlite.models.families import resolve_model_config
 from titanlite.planner.advise import advise
 from titanlite.planner.assumed import AssumedCheckpoint
 from titanlite.planner.estimate import Estimate, build_estimate
@@ -57,14 +59,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigError(f"--rank={known.rank}: with --world-size={known.world_size} there are ranks 0 to "
                               f"{known.world_size - 1}.")  # fmt: skip
         job, source = _localize(load_config(rest))
-        checked = check(job, known.world_size)
         if known.sweep:
-            return _sweep(checked, known, hardware)
+            return _sweep(job, known, hardware)
+        checked = check(job, known.world_size)
         return _plan(checked, known, hardware, source)
     except TitanliteError as error:
         print(f"titanlite: error: {error}", file=sys.stderr)
         return 2
     finally:
+        gc.unfreeze()
         logger.setLevel(level)
 
 
@@ -168,14 +171,16 @@ def _plan(checked: Checked, known: argparse.Namespace, hardware: Hardware, sourc
     return 0 if estimate.fits(hardware) else 1
 
 
-def _sweep(checked: Checked, known: argparse.Namespace, hardware: Hardware) -> int:
+def _sweep(job: JobConfig, known: argparse.Namespace, hardware: Hardware) -> int:
+    job = resolve_assets(job)
+    model_config = resolve_model_config(job.model)  # degrees of the file need not be legal here
     started = time.perf_counter()
 
     def progress(traced: int) -> None:
         print(f"\r{traced} combinations traced", end="", file=sys.stderr, flush=True)
 
     show = progress if sys.stderr.isatty() else lambda traced: None
-    found = sweep(checked.job, checked.model_config, known.world_size, hardware, show)
+    found = sweep(job, model_config, known.world_size, hardware, show)
     if sys.stderr.isatty():
         print("\r\x1b[K", end="", file=sys.stderr, flush=True)
     print(render_sweep(found, hardware))

@@ -16,6 +16,7 @@ MFU        over the data sheet's rate; dense: over that of cuBLAS (bfloat16 8192
 floor      over the step: matmuls at the measured rate, or the experts' bytes where they take longer, then 44 bytes per
            parameter at the measured bandwidth (cast, gradient, norm, AdamW), nothing overlapped
 peak GiB   of the device's memory during the timed steps
+plan       that peak over the one that `titanlite.planner` traced for the variant without a GPU; not for compiled ones
 load       rows of the most loaded expert over the mean, in the worst layer
 causal: one document per row, plain causal attention. documents: packed, as the trainer's own data, with a mask or flex.
 Exit code 1: nothing could be measured. 2: there is no GPU.
@@ -25,7 +26,7 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -65,6 +66,8 @@ from titanlite.models.families import families, family_of
 from titanlite.models.hf_experts import use_titanlite_experts
 from titanlite.objectives import NextToken
 from titanlite.optim import build_optimizer
+from titanlite.planner.estimate import get_memory
+from titanlite.planner.trace import trace_step
 from titanlite.run_setup import configure
 from titanlite.train_step import TrainStep
 
@@ -127,19 +130,22 @@ def main() -> int:
     budget = Budget(arguments.budget_s)
     machine = inspect_machine(CudaTimer(0.2))
     say(machine.describe())
-    device = init_distributed(300)
     config = replace(families()["qwen3_moe"].presets["30B-A3B"], num_layers=arguments.layers)
     hf_variants, variants = (HF_VARIANTS[:1], QUICK) if arguments.quick else (HF_VARIANTS, VARIANTS)
     rows: list[_Row] = []
+    variants = tuple(variant for variant in variants if arguments.only in str(variant))
+    planned = plan_peaks(variants, config, arguments.seq_len, arguments.sequences)  # before there is a process group
+    device = init_distributed(300)
 
     def add(row: _Row) -> None:
+        row["planned_bytes"] = planned.get(row["name"])
         rows.append(complete(row, config, arguments, machine))
         say(f"{row['name']}: {row['problem'] or ', '.join(cells(row)[1:])}")
         save(arguments, config, machine, rows, budget)
 
     try:
         measure_transformers([v for v in hf_variants if arguments.only in v], config, arguments, device, budget, add)
-        measure_titanlite([v for v in variants if arguments.only in str(v)], config, arguments, device, budget, add)
+        measure_titanlite(list(variants), config, arguments, device, budget, add)
     except DeviceLostError as error:
         budget.skipped.append(f"everything after this: {error}")
     paths, text = save(arguments, config, machine, rows, budget)
@@ -172,18 +178,36 @@ def make_batches(
     return batches
 
 
+def build_job(seq_len: int, sequences: int, device_type: str) -> JobConfig:
+    """The settings of a run, before a variant is chosen."""
+    job = JobConfig()
+    job.training.seq_len, job.training.local_batch_size = seq_len, sequences
+    job.training.mixed_precision_param = "bfloat16" if device_type == "cuda" else "float32"
+    job.moe.grouped_gemm = "torch"
+    # So low that routing stays as it was when variants come one after the other.
+    job.optimizer.lr, job.lr_scheduler.warmup_steps, job.training.steps = 1e-7, 1, 1_000_000
+    return job
+
+
+def plan_peaks(variants: Sequence[Variant], config: ModelConfig, seq_len: int, sequences: int) -> dict[str, int]:
+    """Peak bytes of each variant that is not compiled, as planned without a GPU; there must be no process group."""
+    found = {}
+    for variant in variants:
+        if not variant.compiled:
+            job = build_job(seq_len, sequences, "cuda")
+            job.moe.grouped_gemm = variant.backend  # type: ignore[assignment]
+            job.activation_checkpoint.mode = variant.checkpointing  # type: ignore[assignment]
+            job.model.attention_backend = "flex" if variant.attention.endswith("flex") else "sdpa"
+            documents = variant.attention != "causal"
+            found[str(variant)] = get_memory(trace_step(job, config, Degrees(), documents=documents)).total
+    return found
+
+
 class BenchTrainer(TrainStep):
     """The trainer's steps, without its data, files and checkpoints."""
 
     def __init__(self, config: ModelConfig, seq_len: int, sequences: int, device: torch.device) -> None:
-        job = JobConfig()
-        job.training.seq_len, job.training.local_batch_size = seq_len, sequences
-        job.training.mixed_precision_param = "bfloat16" if device.type == "cuda" else "float32"
-        job.moe.grouped_gemm = "torch"
-        # So low that routing stays as it was when variants come one after the other.
-        job.optimizer.lr, job.lr_scheduler.warmup_steps = 1e-7, 1
-        job.training.steps = 1_000_000
-        dims = ParallelDims.build(Degrees(), device.type)
+        job, dims = build_job(seq_len, sequences, device.type), ParallelDims.build(Degrees(), device.type)
         model = build_decoder(config, getattr(torch, job.training.dtype))
         configure(model, job, device)
         parallelize(model, job, dims, device.type)
@@ -351,13 +375,14 @@ def complete(row: _Row, config: ModelConfig, arguments: argparse.Namespace, mach
         floor = floors(config, arguments.seq_len, tokens, machine.flops, machine.bandwidth)["floor_s"]
         row |= {"tokens_per_s": tokens / row["step_s"], "flops": rate, "mfu": rate / peak if peak else None}
         row |= {"of_dense": rate / machine.flops, "of_floor": floor / row["step_s"]}
+        row["of_plan"] = row["peak_bytes"] / row["planned_bytes"] if row.get("planned_bytes") else None
     return row
 
 
 def cells(row: _Row) -> list[str]:
     """A line of the table."""
     if row["problem"] is not None:
-        return [row["name"], row["problem"], *[""] * 8]
+        return [row["name"], row["problem"], *[""] * 9]
     return [
         row["name"],
         f"{row['step_s'] * 1e3:.1f}",
@@ -367,6 +392,7 @@ def cells(row: _Row) -> list[str]:
         f"{row['of_dense']:.1%}",
         f"{row['of_floor']:.0%}",
         f"{row['peak_bytes'] / 2**30:.1f}",
+        "" if row["of_plan"] is None else f"{row['of_plan']:.2f}",
         f"{row['loss']:.3f}",
         "" if row["load"] is None else f"{row['load']:.1f}",
     ]
@@ -378,7 +404,7 @@ def save(
     """Write the report as far as it goes; (paths, Markdown)."""
     tokens = arguments.sequences * arguments.seq_len
     floor = floors(config, arguments.seq_len, tokens, machine.flops, machine.bandwidth)
-    head = ["", "step ms", "tokens/s", "TFLOP/s", "MFU", "dense", "floor", "peak GiB", "loss", "load"]
+    head = ["", "step ms", "tokens/s", "TFLOP/s", "MFU", "dense", "floor", "peak GiB", "plan", "loss", "load"]
     parts = ", ".join(f"{key.removesuffix('_s')} {value * 1e3:.1f} ms" for key, value in floor.items())
     lines = [
         f"# Training steps of Qwen3-30B-A3B, {config.num_layers} layers",

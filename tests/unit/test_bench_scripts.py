@@ -25,6 +25,7 @@ import moe_gpu_checks  # noqa: E402
 import moe_gpu_sweep  # noqa: E402
 import train_gpu  # noqa: E402
 
+from titanlite.models.decoder import build_decoder  # noqa: E402
 from titanlite.models.families import families  # noqa: E402
 from titanlite.ops import grouped_gemm_launch as launch  # noqa: E402
 
@@ -358,6 +359,22 @@ def test_a_whole_run_of_train_gpu(one_rank, tmp_path):
     assert rows[1]["tokens_per_s"] == pytest.approx(32 / rows[1]["step_s"])
     paths, text = train_gpu.save(arguments, config, MACHINE, rows, budget)
     assert "transformers, FSDP2, float32 states" in text and json.loads(paths[1].read_text())["rows"] == rows
+
+
+def test_measured_peaks_are_compared_with_planned_ones():
+    config = replace(families()["qwen3_moe"].presets["debug"], vocab_size=64, num_layers=2)
+    variants = [train_gpu.Variant("triton", mode) for mode in ("none", "full")]
+    variants += [train_gpu.Variant("triton", attention="documents"), train_gpu.Variant("triton", compiled=True)]
+    planned = train_gpu.plan_peaks(variants, config, 256, 4)
+    none, full, documents = (planned[str(variant)] for variant in variants[:3])
+    states = 12 * sum(param.numel() for param in build_decoder(config).parameters())
+    assert states < full < none < documents and str(variants[3]) not in planned
+    row = {"name": str(variants[0]), "problem": None, "step_s": 1.0, "peak_bytes": 1.05 * none, "planned_bytes": none}
+    row |= {"loss": 1.0, "load": None}
+    arguments = argparse.Namespace(seq_len=256, sequences=4)
+    train_gpu.complete(row, config, arguments, MACHINE)
+    assert row["of_plan"] == pytest.approx(1.05) and "1.05" in train_gpu.cells(row)
+    assert len(train_gpu.cells(row)) == len(train_gpu.cells({"name": "", "problem": "out of memory"}))
 
 
 def test_choosing_a_variant_wraps_and_unwraps(one_rank):

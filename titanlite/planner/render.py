@@ -128,12 +128,25 @@ def render_advice(found: tuple[list[Advice], Advice | None, int | None], hardwar
 
 def render_sweep(found: Sweep, hardware: Hardware) -> str:
     """The best that fit, and why others are not there."""
-    rows = [("dp_replicate", "dp_shard", "tp", "ep", "checkpointing", "memory", "full overlap", "no overlap")]
+    rows = [
+        (
+            "dp_replicate",
+            "dp_shard",
+            "tp",
+            "ep",
+            "checkpointing",
+            "memory",
+            "full overlap",
+            "no overlap",
+            "tokens/s GPU",
+        )
+    ]
     for tried in (found.fitting or found.too_large)[:_MOST_SWEPT]:
         d, time = tried.degrees, tried.estimate.time
         sizes = (str(d.dp_replicate), str(d.dp_shard), str(d.tp), str(d.ep), tried.mode)
         memory = format_memory(tried.estimate.memory.total)
-        rows.append((*sizes, memory, _ms(time.overlapped_s), _ms(time.serial_s)))
+        rate = f"{1 / tried.seconds_per_token[0] / d.world_size:,.0f}"
+        rows.append((*sizes, memory, _ms(time.overlapped_s), _ms(time.serial_s), rate))
     head = (
         f"sweep: {len(found.fitting)} legal combinations fit {hardware.name}; the fastest:"
         if found.fitting
@@ -198,6 +211,7 @@ def sweep_to_json(found: Sweep) -> dict[str, Any]:
                 "total": one.estimate.memory.total,
                 "floor_overlapped_s": time.overlapped_s,
                 "floor_serial_s": time.serial_s,
+                "tokens": one.estimate.tokens,
             }
 
     return {

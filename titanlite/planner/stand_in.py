@@ -70,8 +70,8 @@ class StandInTrainer(TrainStep):
         for state in self.optimizer.state.values():
             yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
-    def make_batches(self, count: int) -> list[Batch]:
-        """`count` micro-batches of the configured size, without content."""
+    def make_batches(self, count: int, *, documents: bool = True) -> list[Batch]:
+        """`count` micro-batches of the configured size, without content; without `documents` a row is one document."""
         training = self.job.training
 
         def ids() -> torch.Tensor:
@@ -79,6 +79,9 @@ class StandInTrainer(TrainStep):
 
         if self.job.data.dataset == "images":
             return [ImageBatch(ids(), ids()) for _ in range(count)]  # pyright: ignore[reportReturnType]
+        if not documents:
+            nothing: Any = None
+            return [Batch(ids(), ids(), nothing, nothing) for _ in range(count)]
         return [Batch(ids(), ids(), ids(), ids()) for _ in range(count)]
 
 

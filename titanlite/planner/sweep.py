@@ -31,13 +31,19 @@ class Tried:
     mode: str
     estimate: Estimate
 
+    @property
+    def seconds_per_token(self) -> tuple[float, float]:
+        """The floors with full overlap and with none. Steps may have different numbers of tokens."""
+        time, tokens = self.estimate.time, self.estimate.tokens
+        return time.overlapped_s / tokens, time.serial_s / tokens
+
 
 @dataclass(frozen=True)
 class Sweep:
     """The outcome.
 
     Attributes:
-        fitting: that fit, the shortest floor with full overlap first, and among equals the one without overlap.
+        fitting: that fit, the shortest floor per token with full overlap first, then the one without overlap.
         too_large: that do not, the smallest first.
         refused: reason -> how many combinations it forbids.
         traced: how many were traced; the others are derived.
@@ -139,6 +145,6 @@ def sweep(
             tried.append(Tried(degrees, mode, build_estimate(with_mode, model_config, degrees, trace, hardware)))
     fitting = [one for one in tried if one.estimate.fits(hardware)]
     too_large = [one for one in tried if not one.estimate.fits(hardware)]
-    fitting.sort(key=lambda one: (one.estimate.time.overlapped_s, one.estimate.time.serial_s))
+    fitting.sort(key=lambda one: one.seconds_per_token)
     too_large.sort(key=lambda one: one.estimate.memory.total)
     return Sweep(fitting, too_large, dict(refused), len(bases))

@@ -124,9 +124,11 @@ def trace_step(
     rank: int = 0,
     device_type: DeviceType = "cuda",
     every_layer: bool = False,
+    documents: bool = True,
 ) -> StepTrace:
     """Trace one optimizer step of rank `rank`, with few layers of each kind unless `every_layer`.
 
+    Rows are packed with several documents as the trainer's data is, which takes a mask, unless `documents` is False.
     Makes and destroys a process group of fake ranks; there must be none. Nothing is read, sent or computed.
 
     Raises:
@@ -134,17 +136,17 @@ def trace_step(
     """
     layers = _layers_to_trace(job, model_config)
     if every_layer or not isinstance(model_config, ModelConfig) or layers is None:
-        return _trace(job, model_config, degrees, rank, device_type)
+        return _trace(job, model_config, degrees, rank, device_type, documents)
     wanted, few, period = layers
     more_layers = sum(sum(few) + period for num, num_few in zip(wanted, few, strict=True) if num > num_few)
     if sum(few) + more_layers >= sum(wanted):
-        return _trace(job, model_config, degrees, rank, device_type)
-    found = base = _trace(job, _with_layers(model_config, few), degrees, rank, device_type)
+        return _trace(job, model_config, degrees, rank, device_type, documents)
+    found = base = _trace(job, _with_layers(model_config, few), degrees, rank, device_type, documents)
     traced = sum(few)
     for kind, (num, num_few) in enumerate(zip(wanted, few, strict=True)):
         if num > num_few:
             more = tuple(n + period * (k == kind) for k, n in enumerate(few))
-            larger = _trace(job, _with_layers(model_config, more), degrees, rank, device_type)
+            larger = _trace(job, _with_layers(model_config, more), degrees, rank, device_type, documents)
             found = found.plus((num - num_few) // period, larger, base)
             traced += sum(more)
     return replace(found, num_layers=wanted, traced_layers=traced)
@@ -181,7 +183,12 @@ def _with_layers(model_config: ModelConfig, by_kind: tuple[int, ...]) -> ModelCo
 
 
 def _trace(
-    job: JobConfig, model_config: AnyModelConfig, degrees: Degrees, rank: int, device_type: DeviceType
+    job: JobConfig,
+    model_config: AnyModelConfig,
+    degrees: Degrees,
+    rank: int,
+    device_type: DeviceType,
+    documents: bool,
 ) -> StepTrace:
     """Trace a step with every layer of `model_config`."""
     job = replace(job, compile=replace(job.compile, enable=False))  # as it is without; compiled code keeps no more
@@ -191,7 +198,7 @@ def _trace(
     with fake_ranks(degrees.world_size, rank):
         trainer = StandInTrainer(job, model_config, degrees, device_type)
         with without_data(trainer, device_type):
-            batches = trainer.make_batches(min(micro_batches, 2))
+            batches = trainer.make_batches(min(micro_batches, 2), documents=documents)
             if isinstance(trainer.model, TransformersModel):
                 trainer.train_step(batches)  # its first forward looks at how the model works
             workspace = cuda_workspace if device_type == "cuda" else lambda *_: 0

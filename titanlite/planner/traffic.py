@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from titanlite.distributed import collectives  # noqa: F401 - defines torch.ops.titanlite.all_gather and others
+
 _c10d, _functional, _own = torch.ops.c10d, torch.ops._c10d_functional, torch.ops.titanlite
 
 

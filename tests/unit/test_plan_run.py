@@ -1,0 +1,98 @@
+"""`python -m titanlite plan`: what it prints and writes, and what it refuses."""
+
+import json
+import re
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from titanlite.__main__ import main
+
+ROOT = Path(__file__).parents[2]
+TINY = (
+    *("--config", str(ROOT / "configs" / "qwen3_moe.toml"), "--model.flavor=debug", "--model.overrides.num_layers=3"),
+    *("--model.overrides.vocab_size=310", "--training.seq_len=64", "--training.local_batch_size=2"),
+    *("--training.global_batch_size=-1", "--parallelism.tensor_parallel_degree=2"),
+    *("--parallelism.expert_parallel_degree=2", "--activation_checkpoint.mode=none"),
+)
+
+
+def test_a_plan_that_fits(capsys, tmp_path):
+    code = main(["plan", *TINY, "--world-size=4", "--rank=3", f"--json={tmp_path / 'plan.json'}"])
+    out = capsys.readouterr().out
+    assert code == 0
+    name, placement = r"model\.layers\.\{0-2\}\.mlp\.experts\.down_proj", "efsdp 2: shard 0, ep 2: shard 0"
+    assert re.search(rf"{name} +3 +\(\d+, \d+, \d+\) +float32 +{placement}", out)
+    assert "tensors on rank 3 of 4" in out and "memory of rank 3: fits" in out and "routing is balanced" in out
+    # Of each of 3 layers counts, rows, weights and results in forward, and all but the counts in backward.
+    assert re.search(r"\n +ep +2 +inside a node +all_to_all +21 ", out)
+    assert "floor with full overlap" in out and "checkpoint: none, weights are random" in out
+    data = json.loads((tmp_path / "plan.json").read_text())
+    assert (data["rank"], data["world_size"], data["read_bytes"]) == (3, 4, 0)
+    memory = data["memory"]
+    assert memory["optimizer"] == 2 * memory["gradients"] + 4 * sum(t["count"] for t in data["tensors"] if t["trained"])
+    assert sum(t["local_bytes"] for t in data["tensors"]) == memory["weights"] + memory["buffers"]
+    working = sum(value for name, value in memory["at_peak"].items() if name != "where")
+    assert memory["total"] == memory["weights"] + memory["padding"] + memory["optimizer"] + memory["buffers"] + working
+
+
+def test_a_plan_that_does_not_fit_says_what_to_change(capsys):
+    small = ("--memory-gib=0.0014", "--reserved-gib=0")
+    code = main(["plan", *TINY, "--world-size=4", *small])
+    out = capsys.readouterr().out
+    assert code == 1 and "does not fit" in out
+    found = re.search(r"activation_checkpoint.mode none -> full: ([\d.]+) MiB", out)
+    total = re.search(r"total on the GPU +([\d.]+) MiB", out)
+    assert found is not None and total is not None and float(found[1]) < float(total[1])
+    # What it says is what a plan of the changed run says.
+    main(["plan", *TINY, "--world-size=4", "--activation_checkpoint.mode=full"])
+    assert f"total on the GPU       {found[1]} MiB" in capsys.readouterr().out
+
+
+def test_a_sweep(capsys, tmp_path):
+    heads = ("--model.overrides.num_kv_heads=1", "--model.overrides.num_experts=4")
+    code = main(["plan", *TINY, *heads, "--world-size=2", "--sweep", f"--json={tmp_path / 'sweep.json'}"])
+    out = capsys.readouterr().out
+    assert code == 0 and "not legal:" in out and "tensor_parallel_degree does not divide num_kv_heads" in out
+    data = json.loads((tmp_path / "sweep.json").read_text())
+    times = [row["floor_overlapped_s"] / row["tokens"] for row in data["fitting"]]
+    assert times == sorted(times) and data["too_large"] == []
+    rows = {(row["dp_replicate"], row["dp_shard"], row["tp"], row["ep"]) for row in data["fitting"]}
+    assert rows == {(1, 2, 1, 1), (1, 2, 1, 2), (2, 1, 1, 1)}  # one head of keys: no tp
+    assert len(data["fitting"]) == 3 * len(rows) > data["traced"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--world-size=4", "--gpu=h1000"], "--gpu=h1000: not in the table. Known are a100-40gb"),
+        (["--world-size=4", "--rank=4"], "--rank=4: with --world-size=4 there are ranks 0 to 3."),
+        (["--world-size=4", "--flops=-1"], "--flops=-1.0: a rate, size or number is more than 0. Correct it."),
+        (["--world-size=3"], "dp_replicate (1) * tp (2) = 2 does not divide the world size (3)"),
+        (["--world-size=4", "--training.step=1"], "did you mean 'training.steps'?"),
+        (["--world-size=4", "--json=/nowhere/plan.json"], "--json=/nowhere/plan.json: cannot be written: No such file"),
+    ],
+)
+def test_refusals(arguments, message, capsys):
+    assert main(["plan", *TINY, *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_large_model_on_512_ranks_meets_the_limits():
+    """Qwen3-235B-A22B: under 60 s and 4 GB on 2 cores; time of the processor, for tests share theirs."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    started = time.perf_counter()
+    config = ROOT / "configs" / "recipes" / "qwen3_235b_a22b_sft.toml"
+    command = [sys.executable, "-m", "titanlite", "plan", "--config", str(config), "--world-size=512"]
+    command.append("--training.global_batch_size=-1")
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 0, done.stderr
+    assert "model.layers.{0-93}.mlp.experts.gate_up_proj" in done.stdout and "64 nodes" in done.stdout
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert min(seconds, time.perf_counter() - started) < 60
+    assert after.ru_maxrss * 1024 < 4e9  # of the largest child so far
