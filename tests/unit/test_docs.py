@@ -20,26 +20,14 @@ DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs
 # Comments of these are documentation, too.
 COMMENTED = sorted([*(ROOT / "configs").rglob("*.toml"), *(ROOT / "scripts").rglob("*.sh"), *ROOT.glob("*.sh")])
 COMMENTED += sorted((ROOT / "scripts").rglob("*.py")) + sorted((ROOT / "scripts/launch").glob("*.yaml"))
-# Written by other parts of this release. Whoever brings one removes it here: the test fails as soon as it is there.
-COMING = {"docs/images/report.png", "plan", "report"}
 # An example of a mistake.
 WRONG_KEYS = {"training.step"}
-
-
-def coming(name: str, there: bool) -> bool:
-    assert not (name in COMING and there), f"{name} has come: remove it from COMING"
-    return name in COMING
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_relative_links_lead_to_files(document):
     targets = re.findall(r"\]\(([^)#: ]+)\)", document.read_text())
-    missing = [
-        target
-        for target in targets
-        if not (document.parent / target).exists() and not coming(target, (ROOT / target).exists())
-    ]
-    assert not missing
+    assert not [target for target in targets if not (document.parent / target).exists()]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
@@ -79,15 +67,9 @@ def test_commands_and_modules_that_are_named_exist(document):
     text = document.read_text()
     # The options of torchrun and of the launcher may stand between.
     for name in re.findall(r"python3? -m titanlite ([a-z]+)\b", text):
-        there = name in _commands()
-        assert there or coming(name, there), f"there is no command '{name}'"
+        assert name in _commands(), f"there is no command '{name}'"
     for module in re.findall(r"-m (titanlite\.[\w.]+)", text):
         assert importlib.util.find_spec(module.rstrip(".")) is not None, module
-
-
-def test_what_is_coming_has_not_come():
-    for name in COMING:
-        coming(name, (ROOT / name).exists() or name in _commands())
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
@@ -97,7 +79,7 @@ def test_files_that_are_named_exist(document):
     named = re.findall(r"(?<![\w/.-])((?:titanlite|tests|scripts|configs|docs)/[\w./-]*\w)", text)
     short = re.findall(r"`((?!tests/|scripts/)[a-z_]+/[a-z_]+\.py)`", text)
     named += [f"titanlite/{path}" for path in short]
-    missing = {path for path in named if not (ROOT / path).exists() and not coming(path, (ROOT / path).exists())}
+    missing = {path for path in named if not (ROOT / path).exists()}
     # What checkpoints hold, and what setup makes.
     missing = {path for path in missing if not (document.parent / path).exists()}
     missing -= {path for path in missing if path.startswith("titanlite/") and path.endswith((".json", ".safetensors"))}
