@@ -20,7 +20,8 @@ from titanlite.checkpoint.commit import check_folder, list_steps
 from titanlite.config.parallelism import Degrees
 from titanlite.errors import DivergenceError, TitanliteError
 from titanlite.materialize.layout import local_of
-from titanlite.trainer import StepResult, Trainer
+from titanlite.train_step import StepResult
+from titanlite.trainer import Trainer
 
 QUIET = ["--metrics.log_freq=4", "--training.steps=8", "--lr_scheduler.warmup_steps=2", "--checkpoint.keep_latest_k=0"]
 STEPS = "--training.steps=5"
