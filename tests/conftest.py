@@ -1,5 +1,6 @@
 """Fixtures for all tests; `run_ranks` runs a function on several gloo ranks."""
 
+import logging
 import multiprocessing
 import os
 import pickle
@@ -8,7 +9,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,15 @@ if not torch.cuda.is_available():
 
 # Before any parallel region: forked ranks must not inherit a pool of OpenMP threads that are not there any more.
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def log_handlers() -> Iterator[None]:
+    """Handlers that a test gave the package's logger write to streams that are closed after it: take them away."""
+    handlers = logging.getLogger("titanlite").handlers
+    before = list(handlers)
+    yield
+    handlers[:] = before
 
 
 @pytest.fixture(scope="session")

@@ -5,28 +5,29 @@ Code that chooses between kernels by device asks here.
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from contextvars import ContextVar
 
 import torch
 
-_planned_device: ContextVar[str | None] = ContextVar("planned_device", default=None)
+# Not a context variable: a compiled forward cannot read one.
+_planned_device: str | None = None
 
 
 @contextmanager
 def plan_for_device(device_type: str) -> Generator[None]:
     """Choose kernels as for tensors on `device_type`, whatever device they are on. For tensors without data only."""
-    token = _planned_device.set(device_type)
+    global _planned_device
+    before, _planned_device = _planned_device, device_type
     try:
         yield
     finally:
-        _planned_device.reset(token)
+        _planned_device = before
 
 
 def is_planned() -> bool:
     """True inside `plan_for_device`."""
-    return _planned_device.get() is not None
+    return _planned_device is not None
 
 
 def kernel_device(device: torch.device) -> str:
     """The type of the device whose kernels serve a tensor on `device`."""
-    return _planned_device.get() or device.type
+    return _planned_device or device.type

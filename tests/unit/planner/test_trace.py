@@ -59,7 +59,9 @@ def test_few_layers_stand_for_all(checked, world_size, num_layers, overrides):
     for name in ("counts", "nbytes", "flops", "weights", "optimizer", "buffers", "padding", "micro_batches"):
         assert getattr(few, name) == getattr(every, name), name
     assert get_memory(few) == get_memory(every)
-    assert all(every.peaks[moment] == peak for moment, peak in few.peaks.items())
+    # The optimizer's own moment holds some bytes per tensor, for norms, which are not extrapolated.
+    differ = {moment: (peak, every.peaks[moment]) for moment, peak in few.peaks.items() if every.peaks[moment] != peak}
+    assert {moment.phase for moment in differ} <= {"optimizer"}
 
 
 def test_layers_named_by_number_are_all_traced(checked):
