@@ -46,6 +46,6 @@ def fold_names(names: Sequence[str]) -> str:
     if len(between) > 1:
         columns = zip(*(_NUMBER.findall(name) for name in names), strict=True)
         for column, text in zip(columns, between[1:], strict=True):
-            low, high = min(map(int, column)), max(map(int, column))
-            folded += (str(low) if low == high else f"{{{low}-{high}}}") + text
+            low, high = min(column, key=int), max(column, key=int)
+            folded += (low if low == high else f"{{{low}-{high}}}") + text
     return folded

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import titanlite.train_step
 import titanlite.trainer
 from titanlite.config.parallelism import Degrees
 from titanlite.data import Batch, build_data
@@ -126,7 +127,7 @@ def test_loss_and_gradients_equal_the_formula(run_ranks, checked, meshes, mesh, 
     local = ROWS // degrees.dp // 2  # two micro-batches
     job = checked(degrees, *DPO, *family, f"--training.local_batch_size={local}", "--training.steps=2")
     gradients: dict[str, torch.Tensor] = {}
-    step = titanlite.trainer.step_if_finite
+    step = titanlite.train_step.step_if_finite
 
     def rank_main() -> Any:
         trainer = Trainer(job.job, job.model_config, job.degrees)
@@ -138,7 +139,7 @@ def test_loss_and_gradients_equal_the_formula(run_ranks, checked, meshes, mesh, 
                 gradients[clean_name(name)] = param.grad.full_tensor()
             step(optimizer, finite)
 
-        titanlite.trainer.step_if_finite = look
+        titanlite.train_step.step_if_finite = look
         result = trainer.train_step(trainer.loader.micro_batches(0))
         metrics = dict(zip(trainer.objective.metric_names, result.metrics.tolist(), strict=True))
         return result.loss.item(), metrics, gradients if torch.distributed.get_rank() == 0 else None

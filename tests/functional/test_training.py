@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+import titanlite.train_step
 import titanlite.trainer
 from titanlite.config.parallelism import Degrees
 from titanlite.data import Batch
@@ -126,7 +127,7 @@ def test_clipping_reaches_the_optimizer(train_run):
 
 def poison_step(monkeypatch: pytest.MonkeyPatch, step: int, value: float) -> None:
     """Let one gradient element on rank 1 be `value` in optimizer step `step` (1-based)."""
-    original, calls = titanlite.trainer.clip_grad_norms, []
+    original, calls = titanlite.train_step.clip_grad_norms, []
 
     def poisoned(groups: Any, max_norm: float) -> tuple[torch.Tensor, torch.Tensor]:
         params = [param for group in groups.values() for param in group]
@@ -135,7 +136,7 @@ def poison_step(monkeypatch: pytest.MonkeyPatch, step: int, value: float) -> Non
             local_of(params[3].grad).view(-1)[0] = value
         return original(groups, max_norm)
 
-    monkeypatch.setattr(titanlite.trainer, "clip_grad_norms", poisoned)
+    monkeypatch.setattr(titanlite.train_step, "clip_grad_norms", poisoned)
 
 
 @pytest.mark.parametrize(
