@@ -65,10 +65,11 @@ phase "ruff check" "$PYTHON" -m ruff check .
 phase "import-linter" "$PYTHON" -c 'from importlinter.cli import lint_imports_command; lint_imports_command(["--no-logo"])'
 phase "basedpyright" "$PYTHON" -m basedpyright
 phase "config reference" "$PYTHON" -m titanlite.config.docs --check
-# Unit tests are single processes, one per core; a functional test takes all cores for its ranks.
+# Unit tests are single processes, one per core. A functional test has ranks for all cores, but they often wait for one
+# another: two files at a time fill the gaps.
 phase "pytest unit" run_pytest tests/unit --numprocesses auto --maxprocesses 8
 if [ "$fast" -eq 0 ]; then
-    phase "pytest functional" run_pytest tests/functional
+    phase "pytest functional" run_pytest tests/functional --numprocesses 2 --dist loadfile
 fi
 
 echo "=== summary"
