@@ -6,6 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from titanlite.config import JobConfig
+from titanlite.config.check import get_value
 from titanlite.errors import ConfigError
 from titanlite.machines import check_same_settings
 
@@ -14,8 +15,6 @@ def test_paths_may_differ_and_other_settings_may_not(monkeypatch):
     first: list[JobConfig] = []
 
     def broadcast(found, src):
-        from titanlite.config.check import get_value
-
         found[0] = {key: get_value(first[0], key) for key in found[0]}
 
     monkeypatch.setattr(dist, "broadcast_object_list", broadcast)
