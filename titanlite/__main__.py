@@ -40,9 +40,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _commands() -> dict[str, Callable[[Sequence[str]], int]]:
     def train(argv: Sequence[str]) -> int:
-        from titanlite.train import main  # imports torch, which `check` must not wait for
+        from titanlite.train import leave, main  # imports torch, which `check` must not wait for
 
-        return main(argv)
+        code = main(argv)
+        return leave(code) if code else code
 
     def check(argv: Sequence[str]) -> int:
         from titanlite.preflight import main

@@ -16,8 +16,10 @@ from typing import IO
 from titanlite.errors import NOTICE_FOLDER
 
 STACK_SIGNAL = signal.SIGUSR1
-# What takes no longer than a collective may wait. Loading, saving and generating may, and the first step compiles.
+# What takes no longer than a collective may wait. Loading, saving, generating and looking for the cause of a NaN may,
+# and the first step after loading compiles.
 _LIMITED = ("data", "forward", "backward", "optimizer", "validation")
+_OF_A_STEP = _LIMITED[:4]
 _RECORD_BYTES = 1024
 
 
@@ -27,8 +29,8 @@ class Beat:
 
     Attributes:
         rank, pid: of the rank; the number counts over all machines.
-        step: training step that it is in, counted from 1; 0 before the first.
-        phase: what it does: 'starting', 'data', 'forward', 'backward', 'optimizer', 'validation', ...
+        step: training step that it is in or has just done, counted from 1; 0 before the first.
+        phase: what it does: 'starting', 'loading', 'data', 'forward', 'backward', 'optimizer', 'validation', ...
         time_s: when that began, on this machine's monotonic clock, in seconds.
         limit_s: seconds after which a rank in this phase hangs; 0 if only a collective that waits for it can tell.
         grace_s: seconds from SIGTERM to the end of the run; 0 if it may take as long as it needs.
@@ -96,11 +98,9 @@ def configure(timeout_s: float, grace_s: float, dump_folder: str | Path) -> None
 
 
 def beat(phase: str, step: int | None = None) -> None:
-    """This rank begins `phase`, in step `step` if that is a new one."""
+    """This rank begins `phase`, in step `step` if that is a new one. After 'loading', the next step is a first one."""
     heart = _heart
-    if heart.file is None:
-        return
-    heart.rounds += phase == "data"
+    heart.rounds = 0 if phase == "loading" else heart.rounds + (phase == "data")
     limited = heart.rounds > 1 and phase in _LIMITED
     heart.beat = replace(
         heart.beat,
@@ -109,11 +109,18 @@ def beat(phase: str, step: int | None = None) -> None:
         time_s=time.monotonic(),
         limit_s=heart.timeout_s if limited else 0.0,
     )
-    os.pwrite(heart.file, json.dumps(asdict(heart.beat)).encode().ljust(_RECORD_BYTES), 0)
+    if heart.file is not None:
+        os.pwrite(heart.file, json.dumps(asdict(heart.beat)).encode().ljust(_RECORD_BYTES), 0)
+
+
+def steps_done() -> int:
+    """Optimizer steps that this rank has done, as far as its beats say."""
+    beat = _heart.beat
+    return beat.step - (beat.phase in _OF_A_STEP) if beat.step else 0
 
 
 def current() -> Beat:
-    """This rank's latest beat; without a launcher that of its start."""
+    """This rank's latest beat, with a launcher or without."""
     return _heart.beat
 
 

@@ -78,6 +78,11 @@ def read_error(folder: str | Path) -> str:
         text = Path(folder, _ERROR).read_text()
     except OSError:
         return ""
+    return first_sentence(text)
+
+
+def first_sentence(text: str) -> str:
+    """Of a message, in one line, at most 200 characters, without its full stop."""
     return " ".join(text.split()).partition(". ")[0][:_SHOWN_CHARS].rstrip(".")
 
 

@@ -30,14 +30,20 @@ def check_data_order(start: Progress, loader: TrainLoader) -> None:
         )
 
 
-def describe_start(step: int) -> None:
-    """Say why the ranks started again, if they did, and from which step they go on; on rank 0."""
+def record_start(step: int, where: str, *, resumed: bool, rewound: bool) -> None:
+    """Record that training begins after `step`: one event, of the kind that says most. On rank 0.
+
+    A rewind is recorded where it is decided. If the ranks started again, it is also logged why.
+    """
+    if rewound:
+        return
     restart = read_restart()
     if restart is None:
+        record_event("resume" if resumed else "start", where, step)
         return
     text = f"restart {restart.count} of {restart.most}, because {restart.why}; training goes on from step {step}"
     logger.info(text)
-    record_event("restart", text, step)
+    record_event("restart", f"{text}; {where}", step)
 
 
 def make_dump_folder(job: JobConfig, folder: Path) -> None:

@@ -18,10 +18,9 @@ from titanlite.config import load_config
 from titanlite.errors import NOTICE_FOLDER, TitanliteError
 from titanlite.faults import explain_refusal
 from titanlite.logger import setup_logger
-from titanlite.metrics import explain_out_of_memory
-from titanlite.notices import claim, note_error, note_lost_peer
+from titanlite.metrics import explain_out_of_memory, record_event
+from titanlite.notices import claim, first_sentence, note_error, note_lost_peer
 from titanlite.preflight import Checked, check
-from titanlite.run_setup import describe_start
 from titanlite.trainer import Trainer
 
 _LAUNCHER_WAIT_S = 10.0
@@ -47,22 +46,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     except TitanliteError as error:
         _say_once(f"titanlite: error: {error}")
         note_error(str(error))
+        _record_error(str(error))
         code = error.exit_code
     except Exception as error:
         refusal = explain_refusal(error)
         if refusal is not None:
             _say_once(f"titanlite: error: {refusal}")
+            _record_error(str(refusal))
             return refusal.exit_code
+        lost_peer = isinstance(error, RuntimeError) and _is_lost_peer(error)
+        _record_error("lost another rank; the console says why" if lost_peer else f"{type(error).__name__}: {error}")
         if NOTICE_FOLDER not in os.environ:
             raise
-        if isinstance(error, RuntimeError) and _is_lost_peer(error):
+        if lost_peer:
             # Another rank is gone or hangs. The launcher says which and ends this one, before a traceback of the
             # collective that was waiting would bury that line.
             note_lost_peer(heartbeat.current().rank, error)
             time.sleep(_LAUNCHER_WAIT_S)
         _end_with_traceback(error)
-    # Not after other exceptions: with collectives in flight it would wait for their timeout.
-    if dist.is_initialized():
+    # Not after an error: others may be in collectives, for whose timeout it would wait.
+    if code == 0 and dist.is_initialized():
         dist.destroy_process_group()
     return code
 
@@ -74,7 +77,6 @@ def train(checked: Checked) -> Trainer:
     """
     job = checked.job
     trainer = Trainer(job, checked.model_config, checked.degrees)
-    describe_start(trainer.step)
     trainer.train()
     while trainer.rewind is not None:  # as a resume, but that some data is left out
         rewinds = [*trainer.rewinds, trainer.rewind]
@@ -84,6 +86,18 @@ def train(checked: Checked) -> Trainer:
         trainer = Trainer(job, checked.model_config, checked.degrees, rewinds)
         trainer.train()
     return trainer
+
+
+def leave(code: int) -> NoReturn:
+    """End this process with the exit code of `main`.
+
+    After an error at once: the groups of ranks are still there, and their threads may wait for other ranks.
+    """
+    if code == 0:
+        sys.exit(0)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _is_lost_peer(error: RuntimeError) -> bool:
@@ -98,8 +112,12 @@ def _end_with_traceback(error: Exception) -> NoReturn:
         where = f"in step {beat.step} ({beat.phase})" if beat.step else f"while {beat.phase}"
         text = "".join(traceback.format_exception(error))
         print(f"titanlite: rank {beat.rank} failed {where}:\n{text}", file=sys.stderr, end="", flush=True)
-    sys.stdout.flush()
-    os._exit(1)  # threads that wait for other ranks would keep the interpreter from ending
+    leave(1)
+
+
+def _record_error(text: str) -> None:
+    """How this run ended, for its report; rank 0 writes, what only others have is on the console."""
+    record_event("error", first_sentence(text), heartbeat.steps_done())
 
 
 def _say_once(message: str) -> None:
@@ -112,4 +130,4 @@ def _say_once(message: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

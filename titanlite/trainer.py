@@ -46,6 +46,7 @@ from titanlite.run_setup import (
     check_device,
     check_vocabulary,
     make_dump_folder,
+    record_start,
 )
 from titanlite.train_step import TrainStep, Window
 
@@ -60,6 +61,7 @@ class Trainer(TrainStep):
     ) -> None:
         self.job = job
         self.dump_folder = Path(job.job.dump_folder)
+        heartbeat.beat("loading", 0)
         make_deterministic(job)
 
         if job.job.description:
@@ -79,8 +81,9 @@ class Trainer(TrainStep):
         self.checkpointer = Checkpointer(job, self.dump_folder, record_event)  # finds what to resume, if anything
         start = self.checkpointer.start
         self.step = 0 if start is None else start.step
+        heartbeat.beat("loading", self.step)
 
-        self.rewinds = [*(rewinds or (start.rewinds if start is not None else ()))]
+        self.rewinds = [*(rewinds or self.checkpointer.read_rewinds())]
         torch.manual_seed(job.training.seed + self.dims.dp_rank)  # dropout: ranks with other data drop other elements
         # Of a checkpoint, or the modules' own: random.
         self.model, self.plan = self.build_sharded(model_config, self.checkpointer.weight_sources)
@@ -117,8 +120,8 @@ class Trainer(TrainStep):
         save_run_plan(self.plan, self.dump_folder)
         facts = {"model": model_config.family, "parameters": total, "trained": trained, "mesh": str(degrees)}
         save_environment(self.dump_folder, self.device, facts)
-        kind = "start" if start is None else "resume"
-        record_event(kind, f"{degrees.world_size} ranks on {self.device.type}, {degrees}", self.step)
+        where = f"{degrees.world_size} ranks on {self.device.type}, {degrees}"
+        record_start(self.step, where, resumed=start is not None, rewound=bool(rewinds))
         self.objective.prepare(self.coming_batches(), self.initial_model, self.device)
 
     def build_sharded(
@@ -233,6 +236,7 @@ class Trainer(TrainStep):
         found = self.finite_guard.look()
         if found is None:
             return
+        heartbeat.beat("diagnosing")
         step = found.first if found.fatal else found.first_new
         batches = [batch.to(self.device) for batch in self.loader.micro_batches(step - 1)]
         units = self.count_units(batches)
@@ -262,6 +266,7 @@ class Trainer(TrainStep):
         spike = on_first_rank(lambda: spike) if self.job.spike.enable else None  # one decision, whatever the rounding
         if spike is None:
             return None
+        heartbeat.beat("saving")
         self.checkpointer.wait()
         samples = self.loader.samples_before(self.step)
         return find_rewind(self.job.spike, spike, self.rewinds, self.checkpointer.folder, self.step, samples)
@@ -283,8 +288,7 @@ class Trainer(TrainStep):
         card = render_model_card(self.job, family=family, num_parameters=count, progress=progress, results=self.results)
         ends = [] if self.loader.dataset.form == "text" else get_end_of_turn_ids(self.tokenizer)  # of a chat's answers
         state = self.model, self.plan, self.optimizer, self.tokenizer, progress
-        if self.checkpointer.save(*state, self.device, card, ends):
-            record_event("save", f"checkpoint step-{self.step}", self.step)
+        self.checkpointer.save(*state, self.device, card, ends)
 
     def finish(self) -> None:
         """Save, show a sample, say where everything is, and upload. Collective: every rank must call."""

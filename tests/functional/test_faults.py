@@ -4,7 +4,9 @@ import errno
 import json
 import math
 import os
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,11 @@ from safetensors.torch import load_file
 
 import titanlite.train
 import titanlite.trainer
-from titanlite.checkpoint import manager
+from titanlite.checkpoint import Rewind, manager
 from titanlite.checkpoint.commit import check_folder, list_steps
 from titanlite.config.parallelism import Degrees
 from titanlite.errors import DivergenceError, TitanliteError
+from titanlite.faults import DivergenceCheck
 from titanlite.materialize.layout import local_of
 from titanlite.train_step import StepResult
 from titanlite.trainer import Trainer
@@ -160,6 +163,9 @@ def test_a_rank_that_diverges_is_named_with_the_tensor(run_ranks, checked, meshe
 
     def rank_main() -> dict[str, str]:
         trainer = Trainer(job.job, job.model_config, job.degrees)
+        section = replace(job.job.job, dump_folder=f"/machine-{dist.get_rank()}/run")  # as `check_same_settings` allows
+        elsewhere = replace(job.job, job=section)
+        trainer.divergence = DivergenceCheck(elsewhere, trainer.plan, trainer.optimizer, trainer.dims.dp_rank, 0)
         batches = trainer.loader.micro_batches(0)
         trainer.train_step(batches)
         norm = trainer.model.model.layers[0].input_layernorm.weight
@@ -259,6 +265,17 @@ def test_spike_goes_back_and_leaves_its_data_out_also_after_a_resume(run_ranks, 
     assert state["rewinds"] == [rewind] and state["samples"] == 23 * 8
     resumed = run_ranks(2, lambda: [Trainer(job.job, job.model_config, job.degrees).loader.samples_before(24)])
     assert resumed == [[27 * 8]] * 2
+    kinds = [json.loads(line)["kind"] for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
+    assert [kind for kind in kinds if kind != "save"] == ["start", "rewind", "end", "resume"], "of a rewind, one event"
+    for step in (15, 20, 24):  # as if killed right after the rewind
+        shutil.rmtree(folder / f"step-{step}")
+    assert json.loads((folder / "step-10/titanlite/train_state.json").read_text())["rewinds"] == []
+
+    def resume() -> tuple[int, list[Rewind], int]:
+        trainer = Trainer(job.job, job.model_config, job.degrees)
+        return trainer.step, trainer.rewinds, trainer.loader.samples_before(24)
+
+    assert run_ranks(2, resume) == [(10, [Rewind(**rewind)], 27 * 8)] * 2
 
 
 # --- saves that fail
@@ -291,6 +308,8 @@ def test_failed_saves_do_not_end_a_run_that_shall_go_on(train, tmp_path, monkeyp
     assert check_folder(folder / "step-8", checksums=True) == [], "the last save tries again"
     assert all(path.name.startswith("step-") for path in folder.iterdir()), "nothing is left of those that failed"
     assert {kind for kind, _ in events(tmp_path / "goes-on")} == {"save failed"}
+    lines = [json.loads(line) for line in (tmp_path / "goes-on/events.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["kind"] == "save"] == list_steps(folder), "those that are there"
 
     (kind, code, text), _ = train(degrees, "full", *go_on, before=lambda t: failing_saves(t, [8] * 4, monkeypatch))
     assert (kind, code) == ("SaveError", 3) and "in 3 attempts" in text

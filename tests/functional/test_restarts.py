@@ -26,6 +26,15 @@ def train_step(self, batches):
     return original(self, batches)
 Trainer.train_step = train_step
 """
+NO_MEMORY_ON_1 = """
+from titanlite.trainer import Trainer
+original = Trainer.scaled_loss
+def scaled_loss(self, *arguments):
+    if rank == 1 and self.step == 3:
+        raise MemoryError
+    return original(self, *arguments)
+Trainer.scaled_loss = scaled_loss
+"""
 SLEEP_ON_1 = """
 import time
 from titanlite.trainer import Trainer
@@ -135,7 +144,15 @@ def test_exception_on_one_rank_is_one_traceback_and_a_new_start_goes_on_from_the
         in out
     )
     events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
-    assert [event["step"] for event in events if event["kind"] == "restart"] == [2]
+    # Rank 0 has time to record that rank 2 is gone, or not.
+    kinds = [(event["kind"], event["step"]) for event in events if event["kind"] != "error"]
+    assert kinds == [("start", 0), ("save", 2), ("restart", 2)], "of a new start, one event"
+
+
+def test_out_of_memory_on_one_rank_ends_the_run_with_one_message(run):
+    code, out, _ = run(NO_MEMORY_ON_1, restarts=3)
+    assert code == 2 and out.count("titanlite: error: memory: rank 1 ran out of memory of the host") == 1, out
+    assert "Starting all ranks again" not in out and "Traceback" not in out
 
 
 @pytest.mark.parametrize("kind", ["configuration", "training"])
@@ -147,6 +164,9 @@ def test_errors_that_would_come_again_are_not_restarted(run, kind, tmp_path):
         code, out, _ = run(NAN_ALWAYS, "--metrics.log_freq=3", restarts=3)
         assert "the loss or gradient of step 4 is not finite" in out and "those of step 3, saved in" in out
         assert list_steps(tmp_path / "run/checkpoint") == [2, 3]
+        events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
+        assert [(e["kind"], e["step"]) for e in events] == [("start", 0), ("save", 2), ("save", 3), ("error", 4)]
+        assert events[-1]["text"].startswith("training: the loss or gradient of step 4 is not finite")
     assert code == 2 and out.count("titanlite: error: ") == 1
     assert "Starting all ranks again" not in out and "Traceback" not in out
 

@@ -170,25 +170,32 @@ def test_notes_of_the_last_start_go_but_not_those_of_the_user(tmp_path, monkeypa
     assert claim("traceback")
 
 
-def test_only_phases_of_training_have_a_limit_and_not_in_the_first_step(tmp_path, monkeypatch):
+def test_only_phases_of_training_have_a_limit_and_not_in_the_first_step_after_loading(tmp_path, monkeypatch):
     monkeypatch.setenv(NOTICE_FOLDER, str(tmp_path))
     monkeypatch.setenv("RANK", "7")
     heartbeat.start()
     try:
         heartbeat.configure(30, 0, "run")
-        limits = []
-        for phase, step in (("data", 1), ("forward", None), ("data", 2), ("forward", None), ("saving", None)):
+        limits, done = [], []
+        for phase, step in (
+            *(("loading", 0), ("data", 1), ("forward", None), ("data", 2), ("forward", None), ("saving", None)),
+            *(("data", 3), ("diagnosing", None), ("loading", 1), ("data", 2), ("data", 3)),  # a rewind to step 1
+        ):
             heartbeat.beat(phase, step)
             beat = heartbeat.read(tmp_path)[7]
             limits.append((beat.step, beat.phase, beat.limit_s))
+            done.append(heartbeat.steps_done())
     finally:
         faulthandler.unregister(heartbeat.STACK_SIGNAL)
         monkeypatch.delenv(NOTICE_FOLDER)
         heartbeat._heart.stacks.close()
         os.close(heartbeat._heart.file)
         heartbeat.start()
-    expected = [(1, "data", 0), (1, "forward", 0), (2, "data", 30), (2, "forward", 30), (2, "saving", 0)]
-    assert limits == expected
+    assert limits == [
+        *((0, "loading", 0), (1, "data", 0), (1, "forward", 0), (2, "data", 30), (2, "forward", 30), (2, "saving", 0)),
+        *((3, "data", 30), (3, "diagnosing", 0), (1, "loading", 0), (2, "data", 0), (3, "data", 30)),
+    ]
+    assert done == [0, 0, 0, 1, 1, 2, 2, 3, 1, 1, 2]
 
 
 def test_all_ranks_in_collectives_is_said_as_it_is(tmp_path):

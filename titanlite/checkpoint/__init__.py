@@ -5,7 +5,7 @@ from titanlite.checkpoint.hf_model import save_hf_model
 from titanlite.checkpoint.hub import push_to_hub
 from titanlite.checkpoint.manager import Checkpointer, describe_versions
 from titanlite.checkpoint.pretrained import HFCheckpoint, hf_checkpoint
-from titanlite.checkpoint.train_state import Progress, Rewind
+from titanlite.checkpoint.train_state import Progress, Rewind, save_rewinds
 
 __all__ = [
     "Checkpointer",
@@ -17,5 +17,6 @@ __all__ = [
     "hf_checkpoint",
     "push_to_hub",
     "save_hf_model",
+    "save_rewinds",
     "set_aside_from",
 ]

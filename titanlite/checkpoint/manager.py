@@ -28,7 +28,7 @@ from titanlite.checkpoint.commit import (
 )
 from titanlite.checkpoint.hf_model import model_files, save_tokenizer, warn_of_sidecar, write_hf_files
 from titanlite.checkpoint.pretrained import weights_of
-from titanlite.checkpoint.train_state import Progress, load_state, state_files
+from titanlite.checkpoint.train_state import Progress, Rewind, load_rewinds, load_state, state_files
 from titanlite.checkpoint.writer import FileLayout
 from titanlite.config import JobConfig
 from titanlite.errors import CheckpointError, SaveError, TitanliteError, raise_problems
@@ -48,7 +48,8 @@ class Checkpointer:
     Args:
         job: the configuration.
         dump_folder: of the run.
-        record: called with (kind, text, step) of what happened beside the plan: a damaged checkpoint, a failed save.
+        record: called with (kind, text, step) of what happened: a save that is complete, one that failed, a damaged
+            checkpoint. Also from the thread that saves in the background.
 
     Attributes:
         folder: where the checkpoints of this run are.
@@ -113,6 +114,10 @@ class Checkpointer:
         """Give the optimizer and the generators the states of the checkpoint to resume, if there is one."""
         if self.start is not None:
             load_state(step_folder(self.folder, self.start.step), plan, optimizer, device)
+
+    def read_rewinds(self) -> Sequence[Rewind]:
+        """Rewinds of the run up to `start`, and those later ones that no checkpoint has seen yet."""
+        return on_first_rank(lambda: load_rewinds(self.folder, self.start), self._group) if self._section.enable else ()
 
     def _find(self) -> Progress | None:
         """The checkpoint to resume from; rank 0 chooses, all ranks help with checksums."""
@@ -278,6 +283,7 @@ class Checkpointer:
 
         def write() -> None:
             commit_folder(folder, files, write_rest, self._group)
+            self._record("save", f"checkpoint {folder.name}", progress.step)
             if dist.get_rank() == 0:
                 try:
                     section, best = self._section, self._best_step(progress)

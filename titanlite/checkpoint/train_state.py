@@ -1,6 +1,7 @@
 """What a run needs besides the model to go on: optimizer states, generators, and the numbers in train_state.json."""
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -24,6 +25,8 @@ from titanlite.materialize.replicas import share_out
 from titanlite.materialize.sources import Read
 
 STATE_FILE = f"{OWN_FOLDER}/train_state.json"
+# In the folder of the checkpoints: what was decided since the latest one, which a run that is killed would forget.
+REWINDS_FILE = "rewinds.json"
 _OPTIMIZER, _RNG = f"{OWN_FOLDER}/optimizer", f"{OWN_FOLDER}/rng"
 
 
@@ -99,6 +102,55 @@ class Progress:
 def _is_rewind(table: Any) -> bool:
     names = {f.name for f in fields(Rewind)}
     return isinstance(table, dict) and table.keys() == names and all(isinstance(v, int) for v in table.values())
+
+
+def save_rewinds(folder: Path, rewinds: Sequence[Rewind]) -> None:
+    """Write all rewinds of a run, on the disk when this returns. One process at a time.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    path = folder / REWINDS_FILE
+    temporary = path.with_name(f".{REWINDS_FILE}.tmp")
+    try:
+        with temporary.open("w", encoding="ascii") as file:
+            json.dump({"format": 1, "rewinds": [asdict(rewind) for rewind in rewinds]}, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(path)
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise CheckpointError(f"checkpoint: cannot write {path}: {error}. Free space there.") from error
+
+
+def load_rewinds(folder: Path, start: Progress | None) -> Sequence[Rewind]:
+    """Rewinds of a run that resumes from `start`: those that it knows of, and those decided after it was saved.
+
+    The file may be of another run in the same folder, or of steps that were done again: only what goes on with the list
+    of `start`, and lies after it, counts. One process at a time.
+    """
+    path = folder / REWINDS_FILE
+    if start is None:
+        path.unlink(missing_ok=True)  # this run begins anew, and shall not find it when it resumes
+        return ()
+    if not path.exists():
+        return start.rewinds
+    try:
+        table = read_json(path, f"checkpoint {folder}")
+        found = table.get("rewinds")
+        if table.get("format") != 1 or not isinstance(found, list) or not all(map(_is_rewind, found)):
+            raise CheckpointError(f"checkpoint {folder}: {REWINDS_FILE} is damaged.")
+    except CheckpointError as error:
+        logger.warning("%s Rewinds since step %d are not known.", error, start.step)
+        return start.rewinds
+    known, rewinds = len(start.rewinds), tuple(Rewind(**rewind) for rewind in found)
+    if rewinds[:known] != tuple(start.rewinds):
+        return start.rewinds
+    return (*start.rewinds, *(rewind for rewind in rewinds[known:] if rewind.spike_step > start.step))
 
 
 _SERIES = {"name": str, "last_step": int, "best_step": int, "stale": int}

@@ -99,7 +99,7 @@ class TrainingSection:
     divergence_check_freq: int = setting(
         100,
         "Steps between comparisons of what ranks must have in common: replicas of weights, biases and optimizer "
-        "states, data order, configuration; 0: never.",
+        "states, data order; 0: never.",
     )
 
 

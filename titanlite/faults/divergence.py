@@ -5,7 +5,6 @@ different models. Each rank sums the bits of what others hold too (`bit_digest`,
 ranks compare a few numbers; only where those differ, the digests of the single tensors are exchanged.
 """
 
-import hashlib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -30,7 +29,7 @@ class DivergenceCheck:
     """Compares what ranks must have in common, every `training.divergence_check_freq` steps.
 
     Args:
-        job: the configuration; of it, too, all ranks must have the same.
+        job: the configuration; that ranks have the same one, `titanlite.machines` sees to at the start.
         plan: of the model's tensors.
         optimizer: whose states are compared.
         dp_rank: ranks with the same one must read the same batches.
@@ -40,7 +39,6 @@ class DivergenceCheck:
     def __init__(self, job: JobConfig, plan: Plan, optimizer: torch.optim.Optimizer, dp_rank: int, step: int) -> None:
         self._freq = job.training.divergence_check_freq
         self._plan, self._optimizer, self._dp_rank = plan, optimizer, dp_rank
-        self._config = hashlib.sha256(repr(job).encode()).hexdigest()
         self._agreed_step = step
 
     def is_due(self, step: int) -> bool:
@@ -71,7 +69,7 @@ class DivergenceCheck:
         batch = torch.stack([bit_digest(batch.tokens) for batch in batches]).tolist()
         mine: dict[Any, Any] = {place: hash(tuple(found)) for place, found in by_place.items()}
         mine["step"], mine["samples of the data order"] = step, samples
-        mine["data order"], mine["configuration"] = data, self._config
+        mine["data order"] = data
         mine["batch of data-parallel rank", self._dp_rank] = batch
         problems = self._compare(_gather(mine), held, digests)
         if problems:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from titanlite.checkpoint import Rewind, find_complete_before, set_aside_from
+from titanlite.checkpoint import Rewind, find_complete_before, save_rewinds, set_aside_from
 from titanlite.config.schema import SpikeSection
 from titanlite.logger import logger
 from titanlite.materialize.agree import on_first_rank
@@ -80,6 +80,8 @@ def find_rewind(
 ) -> Rewind | None:
     """What to do about `spike`: a `Rewind`, with the checkpoints since the spike set aside; None to train on.
 
+    The rewind is on the disk then: a run that is killed before its next save resumes with it.
+
     Args:
         section: `spike.max_rewinds` counts those of the whole run, resumed or not.
         spike: that was found after `step`.
@@ -106,7 +108,9 @@ def find_rewind(
             f"{what}. Going back to step {target}; the data of steps {spike.step} to {step} is left out (rewind "
             f"{len(done) + 1} of at most {section.max_rewinds})."
         )
-        return Rewind(spike_step=spike.step, found_step=step, to_step=target, samples=samples), text
+        rewind = Rewind(spike_step=spike.step, found_step=step, to_step=target, samples=samples)
+        save_rewinds(folder, [*done, rewind])  # last: killed before it, the run meets the spike again
+        return rewind, text
 
     decision, text = on_first_rank(decide)
     if dist.get_rank() == 0:

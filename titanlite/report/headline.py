@@ -9,6 +9,7 @@ from typing import NamedTuple
 from titanlite.report.read import Run
 
 _RECENT = 0.1
+_STARTS, _ENDS = ("start", "resume", "restart", "rewind"), ("end", "stop", "error")
 
 
 class Number(NamedTuple):
@@ -102,10 +103,12 @@ def _whole_time(run: Run) -> str:
 def describe_end(run: Run) -> str:
     """How the run ended, or that it has not."""
     step = run.scalars["loss/train"].steps[-1]
-    ends = [event for event in run.events if event.get("kind") in ("end", "stop", "start", "resume")]
+    ends = [event for event in run.events if event.get("kind") in _ENDS + _STARTS]
     last = ends[-1] if ends else {}
-    if last.get("kind") in ("end", "stop"):
-        text = str(last.get("text", ""))
+    text = str(last.get("text", ""))
+    if last.get("kind") == "error":
+        return f"Ended with an error at step {last.get('step', step)}: {text}."
+    if last.get("kind") in _ENDS:
         return f"{text[:1].upper()}{text[1:]}."
     if not run.events:
         return f"Last point at step {step:,}."

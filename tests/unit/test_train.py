@@ -1,0 +1,59 @@
+"""How a rank ends after an error that the others may not have."""
+
+import json
+import os
+
+import pytest
+import torch.distributed as dist
+
+import titanlite.train
+from titanlite.errors import TrainingError
+from titanlite.metrics.events import _state, open_events
+
+
+@pytest.fixture
+def failing(monkeypatch, tmp_path):
+    """`failing(error)`: `main` raises it while groups of ranks are there; returns what main calls of torch."""
+    destroyed: list[bool] = []
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: destroyed.append(True))
+    monkeypatch.setattr(titanlite.train.stop, "install", lambda: None)
+    monkeypatch.setitem(_state, "path", tmp_path)
+    open_events(tmp_path)
+
+    def prepare(error):
+        def load_config(argv):
+            monkeypatch.setattr(dist, "is_initialized", lambda: True)
+            monkeypatch.setattr(dist, "get_rank", lambda: 0)
+            raise error
+
+        monkeypatch.setattr(titanlite.train, "load_config", load_config)
+        return destroyed
+
+    return prepare
+
+
+def test_groups_are_left_alone_and_the_error_is_recorded(failing, tmp_path, capsys):
+    destroyed = failing(TrainingError("memory: rank 0 ran out of memory. Lower something."))
+    assert titanlite.train.main([]) == 2
+    assert destroyed == [], "other ranks may be in collectives"
+    assert "titanlite: error: memory: rank 0 ran out of memory. Lower something." in capsys.readouterr().err
+    (event,) = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
+    assert (event["kind"], event["text"], event["step"]) == ("error", "memory: rank 0 ran out of memory", 0)
+
+
+def test_other_exceptions_are_recorded_too(failing, tmp_path):
+    failing(ValueError("a bug"))
+    with pytest.raises(ValueError, match="a bug"):
+        titanlite.train.main([])
+    (event,) = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
+    assert (event["kind"], event["text"]) == ("error", "ValueError: a bug")
+
+
+def test_an_error_ends_the_process_without_waiting_for_threads(monkeypatch):
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    titanlite.train.leave(2)
+    assert codes == [2]
+    with pytest.raises(SystemExit) as end:
+        titanlite.train.leave(0)
+    assert end.value.code == 0
