@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from titanlite.checkpoint import describe_versions
 from titanlite.logger import logger
+from titanlite.run_files import replace_file
 
 FILE_NAME = "environment.json"
 _GIT_TIMEOUT_S = 5.0
@@ -54,7 +55,7 @@ def save_environment(folder: Path, device: torch.device, facts: Mapping[str, Any
         "machines": machines,
     }
     try:
-        (folder / FILE_NAME).write_text(json.dumps(found, indent=1) + "\n", encoding="ascii")
+        replace_file(folder / FILE_NAME, json.dumps(found, indent=1) + "\n")
     except OSError as error:
         logger.warning("cannot write %s: %s.", folder / FILE_NAME, error.strerror or error)
 

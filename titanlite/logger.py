@@ -8,6 +8,8 @@ import os
 import sys
 from pathlib import Path
 
+from titanlite.run_files import AppendedFile
+
 logger = logging.getLogger("titanlite")
 LOG_FILE = "log.txt"
 
@@ -26,17 +28,18 @@ class _RankFormatter(logging.Formatter):
 
 
 class _FileHandler(logging.Handler):
-    """Keeps lines until it knows its file, then appends each to it. It gives up for good where it cannot write."""
+    """Keeps lines until it knows its file, then appends each to it. Where it cannot write, they wait."""
 
     def __init__(self) -> None:
         super().__init__()
         self.setFormatter(_RankFormatter(datefmt="%Y-%m-%d %H:%M:%S"))
-        self._path: Path | None = None
+        self._file: AppendedFile | None = None
         self._lines: list[str] = []
+        self._failing = False
 
     def open(self, path: Path) -> None:
         """Append to `path` from now on, beginning with the lines so far."""
-        self._path = path
+        self._file = AppendedFile(path)
         self._write()
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -44,16 +47,22 @@ class _FileHandler(logging.Handler):
         self._write()
 
     def _write(self) -> None:
-        if self._path is None:
+        if self._file is None:
             return
+        data = "".join(f"{line}\n" for line in self._lines).encode("utf-8", errors="replace")
+        self._lines.clear()
         try:
             # Opened each time: lines are few, and none is lost if the process is killed.
-            with self._path.open("a", encoding="utf-8") as file:
-                file.writelines(f"{line}\n" for line in self._lines)
-            self._lines.clear()
+            self._file.append(data)
+            self._failing = False
         except OSError as error:  # a full disk ends the run elsewhere, where something is lost
-            logger.removeHandler(self)
-            logger.warning("cannot write %s: %s. The console has the log.", self._path, error.strerror or error)
+            if self._failing:
+                return
+            self._failing = True
+            logger.warning(
+                "cannot write %s: %s. The console has the log; the file gets it when there is space.",
+                *(self._file.path, error.strerror or error),
+            )
 
 
 def setup_logger() -> None:

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from titanlite.checkpoint.planned_reads import PlannedReads
-from titanlite.errors import ConfigError
 from titanlite.logger import logger
 from titanlite.materialize import Plan, TensorEntry
 from titanlite.materialize.sources import Read
+from titanlite.run_files import replace_file
 from titanlite.tables import fold_names, format_memory, texts_between_numbers
 
 PLAN_FILE = "plan.json"
@@ -104,18 +104,15 @@ def build_run_plan(plan: Plan, *, fold: bool = True) -> RunPlan:
 def save_run_plan(plan: Plan, folder: Path) -> None:
     """Write the plan of rank 0 to `plan.json` in `folder`, and log its sums; on rank 0. No communication.
 
-    Raises:
-        ConfigError: the file cannot be written; on rank 0.
+    It only describes the run, so that a file that cannot be written is a warning.
     """
     if dist.get_rank() != 0:
         return
     run_plan = build_run_plan(plan)
     try:
-        (folder / PLAN_FILE).write_text(json.dumps(run_plan.to_json(), indent=1) + "\n", encoding="utf-8")
+        replace_file(folder / PLAN_FILE, json.dumps(run_plan.to_json(), indent=1) + "\n")
     except OSError as error:
-        raise ConfigError(
-            f"job.dump_folder: cannot write {folder / PLAN_FILE}: {error.strerror}. Choose another folder."
-        ) from None
+        logger.warning("cannot write %s: %s.", folder / PLAN_FILE, error.strerror or error)
     sizes = (run_plan.weights, run_plan.gradients, run_plan.optimizer, run_plan.read_bytes)
     logger.info(
         "plan: rank 0 holds weights %s, gradients %s, optimizer states %s; reads %s of a checkpoint",

@@ -19,6 +19,7 @@ from titanlite.models.transformers_model import TransformersModel
 from titanlite.notices import read_restart
 from titanlite.ops.grouped_gemm import resolve_backend
 from titanlite.optim import freeze_parameters
+from titanlite.run_files import is_full
 
 
 def check_data_order(start: Progress, loader: TrainLoader) -> None:
@@ -50,7 +51,8 @@ def make_dump_folder(job: JobConfig, folder: Path) -> None:
     """Make the run's folder and save the resolved configuration in it, on rank 0. Log and events go there from now on.
 
     Raises:
-        ConfigError: on all ranks, if rank 0 cannot write there. Collective: every rank must call.
+        ConfigError: on all ranks, if rank 0 cannot write there; a full disk is only a warning if
+            `checkpoint.on_save_error` is "continue". Collective: every rank must call.
     """
     failure: list[str | None] = [None]
     if dist.get_rank() == 0:
@@ -58,7 +60,10 @@ def make_dump_folder(job: JobConfig, folder: Path) -> None:
             folder.mkdir(parents=True, exist_ok=True)
             save_resolved(job, folder / "config.toml")
         except OSError as error:
-            failure[0] = str(error)
+            if is_full(error) and job.checkpoint.on_save_error == "continue":
+                logger.warning("cannot write %s: %s.", folder / "config.toml", error.strerror)
+            else:
+                failure[0] = str(error)
     dist.broadcast_object_list(failure, src=0)
     if failure[0] is not None:
         raise ConfigError(f"job.dump_folder: cannot write to {folder}: {failure[0]}. Choose another folder.")

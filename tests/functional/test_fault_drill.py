@@ -32,7 +32,7 @@ ROUNDS = ["kill"] * 5 + ["corrupt"] * 4 + ["nan"] * 4 + ["disk"] * 3 + ["stop"] 
 STEPS = EVERY * len(ROUNDS) + 6
 TIMEOUT_S = 5
 WAIT_S = 120  # for what takes 5 s on idle cores
-FILE_LIMIT = 128 << 10  # bytes; more than the metrics file, less than the model
+FILE_LIMIT = 4 << 10  # bytes; more than the notes for the launcher, which are elsewhere, less than any file of the run
 DISK = "40m"  # a checkpoint takes 2, damaged ones stay
 
 # What the run itself must say of each kind of fault.
@@ -44,6 +44,7 @@ SAID = {
     "disk": r"cannot save to .*Training goes on, and the next save tries again",
     "term": r"stopped after step \d+ of \d+, saved",
 }
+POINTS_WAIT = "what could not be written waits for the next point"
 
 
 class Drill:
@@ -115,7 +116,7 @@ class Drill:
         elif kind == "nan":
             (self.server.folder / f"nan-{rank}").touch()
         elif kind == "disk":
-            self.fill_disk(rank)
+            self.fill_disk()
         elif kind == "term":
             self.process.terminate()  # the stub forwards it to the launcher
             assert self.end() == 0, self.out[-6000:]
@@ -140,47 +141,58 @@ class Drill:
     def complete(self) -> list[int]:
         return [s for s in list_steps(self.checkpoints) if not check_folder(step_folder(self.checkpoints, s))]
 
-    def fill_disk(self, rank: int) -> None:
-        """Leave no space for checkpoints, or let no file of `rank` grow, until one save has failed."""
-        before = self.said("disk")
-        if self.checkpoints.is_mount():
-            with full(self.checkpoints):
-                self.wait_for("failed save", lambda: self.said("disk") > before)
+    def fill_disk(self) -> None:
+        """Leave no space for anything in the run's folder until metrics and a checkpoint could not be written.
+
+        Where the folder has no disk of its own, no file of rank 0 may grow: it writes all but parts of checkpoints.
+        """
+        before, waited = self.said("disk"), self.out.count(POINTS_WAIT)
+
+        def is_noticed() -> bool:
+            return self.said("disk") > before and self.out.count(POINTS_WAIT) > waited
+
+        if self.dump.is_mount():
+            with full(self.dump) as fill:
+                self.wait_for("failed save", lambda: fill() or is_noticed())
             return
-        pid = self.server.rank_pid(rank)
+        pid = self.server.rank_pid(0)
         _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (FILE_LIMIT, hard))
         try:
-            self.wait_for("failed save", lambda: self.said("disk") > before)
+            self.wait_for("failed save", is_noticed)
         finally:
             with suppress(ProcessLookupError):
                 resource.prlimit(pid, resource.RLIMIT_FSIZE, (hard, hard))
 
 
 @contextmanager
-def full(folder: Path) -> Iterator[None]:
-    """Fill the file system of `folder` up to 64 KiB."""
+def full(folder: Path) -> Iterator[Callable[[], None]]:
+    """Fill the file system of `folder` to the last page; call what it yields again and again, for saves that fail free
+    what they had written."""
     ballast = folder / "ballast"
-    try:
-        with suppress(OSError), ballast.open("wb", buffering=0) as file:
+
+    def fill() -> None:
+        with suppress(OSError), ballast.open("ab", buffering=0) as file:
             while True:
-                file.write(bytes(64 << 10))
-        yield
+                file.write(bytes(4 << 10))
+
+    try:
+        fill()
+        yield fill
     finally:
         ballast.unlink(missing_ok=True)
 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """The drill's folder, whose checkpoints are on a disk of their own where the test may mount one."""
+    """The drill's folder, on a disk of its own where the test may mount one."""
     dump = tmp_path / "drill"
-    checkpoints = dump / "checkpoint"
-    checkpoints.mkdir(parents=True)
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", str(checkpoints)]
+    dump.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", str(dump)]
     mounted = shutil.which("mount") and subprocess.run(mount, capture_output=True, check=False).returncode == 0
     yield dump
     if mounted:
-        subprocess.run(["umount", "-l", str(checkpoints)], check=True)
+        subprocess.run(["umount", "-l", str(dump)], check=True)
 
 
 @pytest.fixture
@@ -215,7 +227,9 @@ def test_a_run_with_twenty_faults_ends_with_the_weights_of_a_quiet_one(server, c
         assert drill.said(kind) >= ROUNDS.count(kind) >= 2, kind
     assert drill.said("corrupt") == ROUNDS.count("corrupt") == len(list(drill.checkpoints.glob("*.damaged*")))
     assert "Traceback" not in drill.out
-    assert ("No space left on device" if drill.checkpoints.is_mount() else "File too large") in drill.out
+    outages = drill.out.count(POINTS_WAIT)
+    assert outages == drill.out.count("metrics: all that waited is written") >= ROUNDS.count("disk")
+    assert ("No space left on device" if drill.dump.is_mount() else "File too large") in drill.out
     last, expected = (step_folder(folder, STEPS) for folder in (drill.checkpoints, quiet.checkpoints))
     names = sorted(str(path.relative_to(expected)) for path in expected.rglob("*.safetensors"))
     assert "model.safetensors" in names and "titanlite/expert_bias.safetensors" in names
@@ -223,9 +237,14 @@ def test_a_run_with_twenty_faults_ends_with_the_weights_of_a_quiet_one(server, c
         one, other = load_file(expected / name), load_file(last / name)
         assert one.keys() == other.keys()
         assert [key for key in one if not torch.equal(one[key], other[key])] == [], name
+    assert events_of(drill.dump, "save failed") >= ROUNDS.count("disk"), "also these come once there is space"
     losses = [{p["step"]: p["loss/train"] for p in read_points(d.dump)} for d in (quiet, drill)]
     assert losses[0] == losses[1] and sorted(losses[0]) == list(range(1, STEPS + 1)), "to the last bit, every step"
 
 
 def read_points(dump: Path) -> list[dict]:
     return [json.loads(line) for line in (dump / "metrics.jsonl").read_text().splitlines()]
+
+
+def events_of(dump: Path, kind: str) -> int:
+    return [json.loads(line)["kind"] for line in (dump / "events.jsonl").read_text().splitlines()].count(kind)

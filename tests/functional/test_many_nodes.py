@@ -138,10 +138,56 @@ def cluster(config_file: Path, tmp_path: Path) -> Iterator[Callable[..., Cluster
             machine.kill()
 
 
-def elastic(nnodes: str) -> tuple[dict[str, str], dict[str, str]]:
-    """Variables of the machine that the rendezvous is on, and of the others; here they have one host name."""
+@dataclass(frozen=True)
+class Namespaces:
+    """Two network namespaces with a cable between them; both have the host name of this machine."""
+
+    prefixes: tuple[list[str], list[str]]
+    addresses: tuple[str, str]
+
+
+@pytest.fixture(scope="module")
+def namespaces() -> Iterator[Namespaces]:
+    if shutil.which("ip") is None or os.geteuid() != 0:
+        pytest.skip("network namespaces need root and iproute2's `ip`")
+    names = [f"titanlite-{os.getpid()}-{i}" for i in range(2)]
+    links = [f"tl{os.getpid() % 100000}{end}" for end in "ab"]
+    addresses = ("10.213.77.1", "10.213.77.2")
+    setup = [f"netns add {name}" for name in names]
+    setup += [f"link add {links[0]} type veth peer name {links[1]}"]
+    for name, link, address in zip(names, links, addresses, strict=True):
+        setup += [f"link set {link} netns {name}", f"-n {name} addr add {address}/24 dev {link}"]
+        setup += [f"-n {name} link set {link} up", f"-n {name} link set lo up"]
+    try:
+        for command in setup:
+            done = subprocess.run(["ip", *command.split()], capture_output=True, text=True)
+            if done.returncode:
+                pytest.skip(f"no rights to make network namespaces: ip {command}: {done.stderr.strip()}")
+        first, second = (["ip", "netns", "exec", name] for name in names)
+        yield Namespaces((first, second), addresses)
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+@pytest.fixture
+def places(request) -> Namespaces | None:
+    """Two namespaces where the test may make them, else None: both launchers share this machine's network."""
+    try:
+        return request.getfixturevalue("namespaces")
+    except pytest.skip.Exception:
+        return None
+
+
+def elastic(nnodes: str, places: Namespaces | None = None) -> tuple[dict[str, str], dict[str, str]]:
+    """Variables of the machine that the rendezvous is on, and of the others. On one machine both have one host name and
+    must be told who is who; in namespaces they find out by the address, as real machines do."""
     port = free_port()
-    common = {"NNODES": nnodes, "RDZV_ENDPOINT": f"localhost:{port}", "RDZV_ID": f"test-{port}", "MAX_RESTARTS": "3"}
+    common = {"NNODES": nnodes, "RDZV_ID": f"test-{port}", "MAX_RESTARTS": "3"}
+    if places is not None:
+        common |= {"RDZV_ENDPOINT": f"{places.addresses[0]}:{port}", "RDZV_CONF": QUICK}
+        return common, common
+    common |= {"RDZV_ENDPOINT": f"localhost:{port}"}
     return common | {"RDZV_CONF": f"{QUICK},is_host=1"}, common | {"RDZV_CONF": f"{QUICK},is_host=0"}
 
 
@@ -162,15 +208,19 @@ def undisturbed(run_ranks, checked, tmp_path) -> Callable[..., dict[int, float]]
 
 
 @pytest.mark.slow
-def test_a_killed_machine_comes_back_and_the_weights_are_those_of_an_undisturbed_run(cluster, undisturbed, tmp_path):
-    """2 launchers x 2 ranks. First SIGTERM to one of them: all save and end with 0. Then, in the run that goes on from
-    there, SIGKILL to all processes of one: it comes back, and the ranks of both resume from the newest checkpoint."""
+def test_a_killed_machine_comes_back_and_the_weights_are_those_of_an_undisturbed_run(
+    cluster, undisturbed, places, tmp_path
+):
+    """2 launchers x 2 ranks, in two network namespaces where the test may make them. First SIGTERM to one: all save and
+    end with 0. Then, in the run that goes on from there, SIGKILL to all processes of one: it comes back, and the ranks
+    of both resume from the newest checkpoint."""
     run: Cluster = cluster(60, "--checkpoint.interval=10", "--checkpoint.keep_latest_k=0")
     run.folder = tmp_path / "cluster"
     run.folder.mkdir()
     run.arguments[2] = f"--job.dump_folder={run.folder / 'run'}"
-    host, other = elastic("2")
-    first, second = run.start("a", host), run.start("b", other)
+    host, other = elastic("2", places)
+    here, there = ([], []) if places is None else places.prefixes
+    first, second = run.start("a", host, here), run.start("b", other, there)
     run.wait_for(lambda: 3 in run.steps(), first)
     second.process.terminate()
     run.end(first, second)
@@ -183,10 +233,10 @@ def test_a_killed_machine_comes_back_and_the_weights_are_those_of_an_undisturbed
     )
 
     newest = (stopped // 10 + 1) * 10
-    first, second = run.start("c", host), run.start("d", other)
+    first, second = run.start("c", host, here), run.start("d", other, there)
     run.wait_for(lambda: newest + 2 in run.steps(), first)
     second.kill()
-    again = run.start("e", other)
+    again = run.start("e", other, there)
     run.end(first, again)
     resumed = [int(step) for step in re.findall(r"resuming from \S*step-(\d+)", run.out)]
     assert len(resumed) == 2 and resumed[0] == stopped and resumed[1] >= newest
@@ -231,41 +281,6 @@ def test_sigterm_ends_a_machine_that_waits_for_others_at_once(cluster):
     assert alone.err.splitlines()[1:] == ["titanlite: stopped by SIGTERM, with all ranks."]
 
 
-# --- network namespaces
-
-
-@dataclass(frozen=True)
-class Namespaces:
-    """Two network namespaces with a cable between them; both have the host name of this machine."""
-
-    prefixes: tuple[list[str], list[str]]
-    addresses: tuple[str, str]
-
-
-@pytest.fixture(scope="module")
-def namespaces() -> Iterator[Namespaces]:
-    if shutil.which("ip") is None or os.geteuid() != 0:
-        pytest.skip("network namespaces need root and iproute2's `ip`")
-    names = [f"titanlite-{os.getpid()}-{i}" for i in range(2)]
-    links = [f"tl{os.getpid() % 100000}{end}" for end in "ab"]
-    addresses = ("10.213.77.1", "10.213.77.2")
-    setup = [f"netns add {name}" for name in names]
-    setup += [f"link add {links[0]} type veth peer name {links[1]}"]
-    for name, link, address in zip(names, links, addresses, strict=True):
-        setup += [f"link set {link} netns {name}", f"-n {name} addr add {address}/24 dev {link}"]
-        setup += [f"-n {name} link set {link} up", f"-n {name} link set lo up"]
-    try:
-        for command in setup:
-            done = subprocess.run(["ip", *command.split()], capture_output=True, text=True)
-            if done.returncode:
-                pytest.skip(f"no rights to make network namespaces: ip {command}: {done.stderr.strip()}")
-        first, second = (["ip", "netns", "exec", name] for name in names)
-        yield Namespaces((first, second), addresses)
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True)
-
-
 @pytest.mark.slow
 def test_two_network_namespaces_with_fixed_numbers(cluster, namespaces):
     """The host name resolves to a loopback address in both: the interface has to be found by the route."""
@@ -307,16 +322,12 @@ fi
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", ["namespaces", "one machine"])
-def test_slurm_script(where, cluster, request, tmp_path):
+def test_slurm_script(cluster, places, tmp_path):
     """The batch script with stand-ins for `srun` and `scontrol` trains on 2 x 2 ranks, in two namespaces with addresses
     of their own where the test may make them. The signal before the time limit saves, and the job is put back."""
     nodes, lines = "localhost,localhost", ""
-    if where == "namespaces":
-        found = request.getfixturevalue("namespaces")
-        nodes, lines = ",".join(found.addresses), "\n".join(shlex.join(prefix) for prefix in found.prefixes)
-    elif shutil.which("ip") and os.geteuid() == 0:
-        pytest.skip("the same runs in namespaces")
+    if places is not None:
+        nodes, lines = ",".join(places.addresses), "\n".join(shlex.join(prefix) for prefix in places.prefixes)
     tools = tmp_path / "bin"
     tools.mkdir()
     for name, text in (("srun", FAKE_SRUN), ("scontrol", FAKE_SCONTROL)):

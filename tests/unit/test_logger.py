@@ -1,4 +1,3 @@
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,12 +37,15 @@ def test_other_ranks_keep_no_file(tmp_path: Path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_written_costs_one_warning_and_not_the_run(tmp_path: Path, capsys):
+def test_a_file_that_cannot_be_written_costs_one_warning_and_gets_its_lines_later(tmp_path: Path, capsys):
+    (tmp_path / "run").write_text("")
     setup_logger()
-    log_to_folder(tmp_path / "gone")
+    log_to_folder(tmp_path / "run")
     logger.info("one")
     logger.info("two")
+    (tmp_path / "run").unlink()
+    logger.info("three")
     out = capsys.readouterr().out
-    assert out.count("log.txt: No such file or directory") == 1
-    assert out.splitlines()[-1].endswith(" two")
-    assert [type(handler) for handler in logger.handlers] == [logging.StreamHandler]
+    assert out.count("cannot write") == 1 and out.splitlines()[-1].endswith(" three")
+    written = [line.split(" ", 2)[2] for line in (tmp_path / "run/log.txt").read_text().splitlines()]
+    assert written[0].startswith("WARNING cannot write") and written[1:] == ["one", "two", "three"]

@@ -22,6 +22,7 @@ from omegaconf import OmegaConf
 from titanlite.config.check import check_values, format_value, get_value
 from titanlite.config.schema import JobConfig
 from titanlite.errors import ConfigError, raise_problems
+from titanlite.run_files import replace_file
 
 USAGE = """\
 usage: --config FILE [--section.key=value ...]
@@ -138,7 +139,7 @@ def save_resolved(job: JobConfig, path: str | Path) -> None:
     is made if it is missing.
 
     Raises:
-        OSError: The file cannot be written.
+        OSError: The file cannot be written; one that was there before is left as it was.
     """
     lines: list[str] = []
     for section, settings in get_sections().items():
@@ -146,7 +147,7 @@ def save_resolved(job: JobConfig, path: str | Path) -> None:
         body = [f"{name} = {format_value(value)}" for name, value in values if value is not None]
         lines += [f"[{section}]", *body, ""] if body else []
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text("\n".join(lines), encoding="utf-8", newline="\n")
+    replace_file(Path(path), "\n".join(lines))
 
 
 class _BadValueError(Exception):

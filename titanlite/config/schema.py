@@ -238,8 +238,8 @@ class CheckpointSection:
     )
     on_save_error: Literal["stop", "continue"] = setting(
         "stop",
-        "When a checkpoint cannot be written, such as on a full disk: end the run, or warn and train on; the next save "
-        "tries again. The last save of a run must succeed in either case.",
+        "When a checkpoint or metrics cannot be written, such as on a full disk: end the run, or warn and train on; "
+        "the next save tries again, and the points wait. The last save of a run must succeed in either case.",
     )
 
 

@@ -72,7 +72,8 @@ def init_distributed(timeout_s: int, dump_folder: Path | None = None) -> torch.d
 
     NCCL for CUDA tensors with gloo beside it for small host objects; gloo alone without a GPU. A collective that waits
     longer than `timeout_s` seconds ends the rank with an error instead of hanging; with NCCL, every rank then leaves a
-    record of its last collectives in `dump_folder`, if there is one.
+    record of its last collectives in `dump_folder`, if there is one and the launcher's guard, which waits no longer,
+    has not ended the ranks before.
 
     With several machines, gloo takes the network interface that leads to the first one, unless GLOO_SOCKET_IFNAME
     is set; NCCL finds its own.

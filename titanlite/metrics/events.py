@@ -8,21 +8,22 @@ from pathlib import Path
 import torch.distributed as dist
 
 from titanlite.logger import logger
+from titanlite.run_files import AppendedFile
 
 FILE_NAME = "events.jsonl"
-_state: dict[str, Path] = {}
+_state: dict[str, AppendedFile] = {}
 
 
 def open_events(dump_folder: Path) -> None:
     """Let `record_event` of this process write into `dump_folder`, which exists. A resumed run appends."""
-    _state["path"] = dump_folder / FILE_NAME
+    _state["file"] = AppendedFile(dump_folder / FILE_NAME)
 
 
 def record_event(kind: str, text: str, step: int) -> None:
     """Append one event on rank 0; other ranks, and a process without an open run, write nothing.
 
     A line is `{"time": Unix seconds, "step": step, "kind": kind, "text": text}`. A file that cannot be written is a
-    warning, for an event often goes before a worse error, which must not be replaced.
+    warning, for an event often goes before a worse error, which must not be replaced; the next event brings it along.
 
     Args:
         kind: one word for events alike: "start", "resume", "restart", "save", "skip", "rewind", "stop", "end",
@@ -31,13 +32,11 @@ def record_event(kind: str, text: str, step: int) -> None:
         step: optimizer steps done at that time.
     """
     rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
-    path = _state.get("path")
-    if rank or path is None:
+    file = _state.get("file")
+    if rank or file is None:
         return
     event = {"time": round(time.time(), 3), "step": step, "kind": kind, "text": text}
     try:
-        # Opened each time: events are rare, and nothing is lost if the process is killed.
-        with path.open("a", encoding="ascii") as file:
-            file.write(json.dumps(event) + "\n")
+        file.append((json.dumps(event) + "\n").encode("ascii"))
     except OSError as error:
-        logger.warning("metrics: cannot write %s: %s. The event was: %s", path, error.strerror or error, text)
+        logger.warning("metrics: cannot write %s: %s. The event was: %s", file.path, error.strerror or error, text)

@@ -5,10 +5,10 @@ import math
 import os
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -23,12 +23,8 @@ from titanlite.metrics.heatmap import expert_load_image
 from titanlite.metrics.moe import describe_moe
 from titanlite.metrics.point import StepPoint
 from titanlite.metrics.ranks import describe_ranks
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from typing import TextIO
-
-    from torch.utils.tensorboard.writer import SummaryWriter
+from titanlite.metrics.tensorboard import EventWriter
+from titanlite.run_files import AppendedFile
 
 EXPERT_LOAD_FILE = "expert_load.jsonl"
 _LOAD_POINTS = 100
@@ -44,8 +40,12 @@ class MetricsLogger:
     run appends; where a step occurs twice, the later line counts (TensorBoard hides the earlier points by itself).
     docs/observability.md explains every name.
 
+    With `checkpoint.on_save_error = "continue"` what cannot be written is a warning, once until all is written again,
+    and waits in memory for the next point.
+
     Args:
-        job: the run's configuration; `[metrics]`, `training.steps` and the compute dtype are used.
+        job: the run's configuration; `[metrics]`, `training.steps`, `checkpoint.on_save_error` and the compute dtype
+            are used.
         dump_folder: the run's folder; made if it is missing.
         flops_per_token: model FLOPs of forward and backward for one token, see `train_flops_per_token`.
         num_ranks: ranks that share the work.
@@ -54,7 +54,8 @@ class MetricsLogger:
         first_moe_layer: layer index of row 0 of `tokens_per_expert`; `num_dense_layers` of the model.
 
     Raises:
-        TitanliteError: when a metrics file cannot be written, here and in every other method.
+        TitanliteError: when a metrics file cannot be written and `checkpoint.on_save_error` is "stop", here and in
+            every other method.
     """
 
     def __init__(
@@ -76,17 +77,19 @@ class MetricsLogger:
         self._next_load_step = 0
         self._first_moe_layer = first_moe_layer
         self._peak_flops = _get_peak_flops(job, device)
-        self._writer: SummaryWriter | None = None
+        self._keep_on = job.checkpoint.on_save_error == "continue"
+        self._writer: EventWriter | None = None
         self._bar: ProgressBar | None = None
         self._enabled = _get_rank() == 0
         if not self._enabled:
             return
-        self._path = Path(dump_folder) / "metrics.jsonl"
-        with _clear_errors(self._path):
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._path.open("a", encoding="ascii")
+        self._file = AppendedFile(Path(dump_folder) / "metrics.jsonl")
+        self._load_file = AppendedFile(Path(dump_folder) / EXPERT_LOAD_FILE)
+        self._failing: set[Path] = set()  # files that have not been written since the warning
+        self._append(self._file)
         if job.metrics.enable_tensorboard:
-            self._writer = _build_writer(Path(dump_folder) / job.metrics.save_tb_folder, start_step)
+            self._writer = EventWriter(Path(dump_folder) / job.metrics.save_tb_folder, start_step)
+            self._append(self._writer.file, self._writer.take())
         if job.metrics.enable_progress_bar and can_show_bar():
             self._start_bar()
 
@@ -137,16 +140,18 @@ class MetricsLogger:
             logger.info(f"  {prompt} -> {prediction} (wanted {reference}, score {example['score']:g})")
 
     def close(self) -> None:
-        """Flush and close the files and take the progress bar away; later calls do nothing."""
+        """Write what waits, if anything, and take the progress bar away; later calls do nothing."""
         if not self._enabled:
             return
         self._enabled = False
         self._stop_bar()
-        with _clear_errors(self._path):
-            self._file.close()
-        if self._writer is not None:
-            with _clear_errors(Path(self._writer.get_logdir())):
-                self._writer.close()
+        files = [self._file, self._load_file, *([] if self._writer is None else [self._writer.file])]
+        waiting = [file for file in files if file.num_waiting]
+        for file in waiting:
+            self._append(file)
+        lost = [f"{file.num_waiting} of {file.path}" for file in waiting if file.num_waiting]
+        if lost:
+            logger.warning(f"metrics: records that could not be written: {', '.join(lost)}. They are lost.")
 
     def __enter__(self) -> Self:
         return self
@@ -154,7 +159,7 @@ class MetricsLogger:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # The first error says what happened; one from closing a file on a full disk must not replace it.
+        # The first error says what happened; one from writing to a full disk must not replace it.
         with suppress(*([] if error is None else [TitanliteError])):
             self.close()
 
@@ -170,28 +175,49 @@ class MetricsLogger:
         line.update({name: _or_none(value) for name, value in values.items()})
         line.update({name: [_or_none(value) for value in column] for name, column in (layers or {}).items()})
         line.update(extra or {})
-        _append(self._file, self._path, line)
+        self._append(self._file, _to_json(line))
+        if self._load_file.num_waiting:
+            self._append(self._load_file)
         if self._writer is None:
             return
-        with _clear_errors(Path(self._writer.get_logdir())):
-            for name, value in values.items():
-                self._writer.add_scalar(name, value, step)
-            for name, column in (layers or {}).items():
-                for row, value in enumerate(column):
-                    self._writer.add_scalar(f"{name}/layer_{self._first_moe_layer + row:02d}", value, step)
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+        for name, column in (layers or {}).items():
+            for row, value in enumerate(column):
+                self._writer.add_scalar(f"{name}/layer_{self._first_moe_layer + row:02d}", value, step)
+        self._append(self._writer.file, self._writer.take())
 
     def _write_load(self, step: int, tokens_per_expert: Tensor) -> None:
         """The counts of all experts: a picture for TensorBoard, and for the report some of the points."""
         if self._writer is not None:
-            with _clear_errors(Path(self._writer.get_logdir())):
-                self._writer.add_image("moe/expert_load", expert_load_image(tokens_per_expert), step, dataformats="HWC")
+            self._writer.add_image("moe/expert_load", expert_load_image(tokens_per_expert), step)
+            self._append(self._writer.file, self._writer.take())
         if step < self._next_load_step:
             return
         self._next_load_step = step + self._num_steps // _LOAD_POINTS
         line = {"step": step, "first_layer": self._first_moe_layer, "tokens_per_expert": tokens_per_expert.tolist()}
-        path = self._path.with_name(EXPERT_LOAD_FILE)
-        with _clear_errors(path), path.open("a", encoding="ascii") as file:
-            _append(file, path, line)
+        self._append(self._load_file, _to_json(line))
+
+    def _append(self, file: AppendedFile, record: bytes = b"") -> None:
+        """Write to one of the files what waits for it and `record`, or say once that it cannot be written."""
+        try:
+            file.append(record)
+        except OSError as error:
+            text = f"metrics: cannot write {file.path}: {error.strerror or error}. "
+            if not self._keep_on:
+                raise TitanliteError(
+                    f"{text}Free space there or choose another folder with job.dump_folder."
+                ) from error
+            if not self._failing:
+                logger.warning(
+                    f"{text}Training goes on, and what could not be written waits for the next point "
+                    '(checkpoint.on_save_error = "continue").'
+                )
+            self._failing.add(file.path)
+        else:
+            if self._failing == {file.path}:
+                logger.info("metrics: all that waited is written.")
+            self._failing.discard(file.path)
 
     def _show(
         self,
@@ -244,33 +270,5 @@ def _or_none(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _append(file: "TextIO", path: Path, line: Mapping[str, Any]) -> None:
-    with _clear_errors(path):
-        file.write(json.dumps(line, allow_nan=False) + "\n")
-        file.flush()
-
-
-def _build_writer(folder: Path, start_step: int) -> "SummaryWriter":
-    """A TensorBoard writer that hides points after `start_step` left by an earlier run in the same folder."""
-    # Imported here: 0.1 to 1 s, and only rank 0 needs it.
-    try:
-        from torch.utils.tensorboard.writer import SummaryWriter
-    except ImportError as error:
-        raise TitanliteError(
-            f"metrics: enable_tensorboard = true, but tensorboard cannot be imported ({error}). "
-            "Install tensorboard or set metrics.enable_tensorboard = false."
-        ) from error
-    with _clear_errors(folder):
-        return SummaryWriter(str(folder), purge_step=start_step + 1, flush_secs=30)
-
-
-@contextmanager
-def _clear_errors(path: Path) -> "Iterator[None]":
-    """Say which file could not be written and why."""
-    try:
-        yield
-    except OSError as error:
-        raise TitanliteError(
-            f"metrics: cannot write {path}: {error.strerror or error}. "
-            "Free space there or choose another folder with job.dump_folder."
-        ) from error
+def _to_json(line: Mapping[str, Any]) -> bytes:
+    return (json.dumps(line, allow_nan=False) + "\n").encode("ascii")

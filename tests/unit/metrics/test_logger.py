@@ -3,9 +3,10 @@ import io
 import json
 import logging
 import os
+import resource
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -239,10 +240,59 @@ def test_a_full_disk_under_tensorboard_is_a_clear_error(job: JobConfig, tmp_path
     def fail(*args, **options):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(metrics._writer, "add_scalar", fail)
-    with pytest.raises(TitanliteError, match=r"metrics: cannot write .*tb: No space left on device"):
+    assert metrics._writer is not None
+    monkeypatch.setattr(metrics._writer.file, "append", fail)
+    with pytest.raises(TitanliteError, match=r"metrics: cannot write .*tb/events.*: No space left on device"):
         log(metrics, 1)
     metrics.close()
+
+
+@pytest.fixture
+def full_disk() -> Iterator[Callable[[int | None], None]]:
+    """`full_disk(n)`: no file of this process may have more than n bytes; `full_disk(None)`: any may."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limit(num_bytes: int | None) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before if num_bytes is None else (num_bytes, before[1]))
+
+    yield limit
+    limit(None)
+
+
+def test_a_full_disk_is_one_warning_and_the_points_come_later(job: JobConfig, tmp_path, console, full_disk, capfd):
+    job.checkpoint.on_save_error = "continue"
+    full_disk(0)
+    with build(job, tmp_path) as metrics:
+        log(metrics, 5, moe=moe())
+        full_disk(None)
+        log(metrics, 10, moe=moe())
+        assert [point["step"] for point in read_lines(tmp_path)] == [5, 10]
+        full_disk(os.path.getsize(tmp_path / "metrics.jsonl") + 10)  # room for a torn line
+        for step in (15, 20, 25):
+            log(metrics, step, moe=moe())
+        assert [point["step"] for point in read_lines(tmp_path)] == [5, 10], "no half line"
+        full_disk(None)
+        log(metrics, 30, moe=moe())
+    steps = [5, 10, 15, 20, 25, 30]
+    assert [point["step"] for point in read_lines(tmp_path)] == steps
+    assert [point.step for point in read_events(tmp_path / "tb").Scalars("loss/train")] == steps
+    loads = [json.loads(line)["step"] for line in (tmp_path / "expert_load.jsonl").read_text().splitlines()]
+    assert loads == steps
+    out = console.getvalue()
+    assert out.count("metrics: cannot write") == 2 and out.count("metrics: all that waited is written") == 2, out
+    assert "metrics.jsonl: File too large. Training goes on" in out
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_points_that_wait_to_the_end_are_counted(job: JobConfig, tmp_path: Path, console, full_disk):
+    job.checkpoint.on_save_error = "continue"
+    job.metrics.enable_tensorboard = False
+    with build(job, tmp_path) as metrics:
+        full_disk(0)
+        log(metrics, 1)
+        log(metrics, 2)
+    full_disk(None)
+    assert f"could not be written: 2 of {tmp_path / 'metrics.jsonl'}. They are lost." in console.getvalue()
 
 
 def test_a_folder_that_cannot_be_made_is_a_clear_error(job: JobConfig, tmp_path: Path):
