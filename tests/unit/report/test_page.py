@@ -149,6 +149,20 @@ def test_the_least_that_a_run_can_have(tmp_path: Path):
     assert "There is no config.toml." in page
 
 
+def test_headline_values_of_which_none_is_finite_have_no_best(tmp_path: Path):
+    values = {"loss/validation": None, "eval/exact_match": None, "memory/max_reserved_gib": None}
+    point = {"step": 1, "time": 1.0, "loss/train": 2.0, **values}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(point) + "\n")
+    page = render(tmp_path)
+    assert tiles_of(page) == {"Steps": "1", "Training loss": "2.0000"} | dict.fromkeys(
+        ["Validation loss", "Evaluation: exact match"], "nan"
+    )
+    assert "best " not in page.partition("<figure")[0].partition("</style>")[2]
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "eval/exact_match": 0.25}\n')
+    assert "best 0.2500 at step 2" in render(tmp_path)
+
+
 def test_a_hundred_thousand_steps_make_a_small_page_quickly(tmp_path: Path):
     write_run(tmp_path, steps=200)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
