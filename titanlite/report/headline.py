@@ -103,11 +103,14 @@ def _whole_time(run: Run) -> str:
 def describe_end(run: Run) -> str:
     """How the run ended, or that it has not."""
     step = run.scalars["loss/train"].steps[-1]
-    ends = [event for event in run.events if event.get("kind") in ("end", "stop", "start", "resume")]
+    kinds = ("start", "resume", "restart", "end", "stop", "error")
+    ends = [event for event in run.events if event.get("kind") in kinds]
     last = ends[-1] if ends else {}
     if last.get("kind") in ("end", "stop"):
         text = str(last.get("text", ""))
         return f"{text[:1].upper()}{text[1:]}."
+    if last.get("kind") == "error":
+        return f"Ended with an error: {last.get('text', '')}"
     if not run.events:
         return f"Last point at step {step:,}."
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.end))
