@@ -11,7 +11,6 @@ Exit code 0: identical, or no difference is larger than --tolerance; 1: one is; 
 """
 
 import argparse
-import json
 import math
 import os
 import subprocess
@@ -21,6 +20,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from titanlite.report.read import METRICS as METRICS_FILE
+from titanlite.report.read import Series, read_metrics
 
 METRICS = ("loss/train", "grad_norm", "loss/aux", "loss/validation")
 ROOT = Path(__file__).resolve().parents[1]
@@ -51,32 +55,21 @@ class Difference:
     first_step: int | None
 
 
-def read_metrics(run: Path) -> dict[str, dict[int, float]]:
-    """Values by metric and step of a dump folder, or of a metrics.jsonl; of a step that was trained twice, the later.
+def read_values(run: Path) -> dict[str, dict[int, float]]:
+    """Values by metric and step of a dump folder, or of a metrics.jsonl, as the report reads them.
 
-    A value that was not finite is nan.
+    Of a resumed run the later points count. Broken lines are left out and named on stderr. A value that was not finite
+    is nan.
     """
-    path = run / "metrics.jsonl" if run.is_dir() else run
-    found: dict[str, dict[int, float]] = {metric: {} for metric in METRICS}
+    path = run / METRICS_FILE if run.is_dir() else run
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        found = read_metrics(path)
     except OSError as error:
         raise CompareError(f"{path}: {error.strerror}. Name the dump folder of a run.") from None
-    for number, line in enumerate(lines, 1):
-        try:
-            point = json.loads(line)
-        except ValueError:
-            point = None
-        if not isinstance(point, dict):
-            if number == len(lines):  # the run is still writing, or was killed
-                continue
-            raise CompareError(f"{path}, line {number}: is not a point of metrics. Name the dump folder of a run.")
-        for metric in METRICS:
-            if metric in point:
-                step = int(point["step"])
-                value = point[metric]
-                found[metric][step] = math.nan if value is None else float(value)
-    return found
+    for problem in found.problems:
+        print(f"loss_compare: warning: {path.parent / problem}", file=sys.stderr)
+    series = {metric: found.scalars.get(metric, Series()) for metric in METRICS}
+    return {metric: dict(zip(of.steps, of.values, strict=True)) for metric, of in series.items()}
 
 
 def compare_metric(metric: str, a: Mapping[int, float], b: Mapping[int, float]) -> Difference:
@@ -95,15 +88,15 @@ def compare_metric(metric: str, a: Mapping[int, float], b: Mapping[int, float]) 
     return Difference(metric, len(steps), same, largest, largest_step, first_step)
 
 
-def compare(a: Path, b: Path) -> list[Difference]:
-    """Every metric that both runs have."""
-    of_a, of_b = read_metrics(a), read_metrics(b)
+def compare(runs: Sequence[Path], values: Sequence[Mapping[str, Mapping[int, float]]]) -> list[Difference]:
+    """Every metric that both of two runs have; `values` are those of `read_values`."""
+    of_a, of_b = values
     found = [compare_metric(metric, of_a[metric], of_b[metric]) for metric in METRICS]
     found = [difference for difference in found if difference.steps]
     if not any(difference.metric == "loss/train" for difference in found):
         ranges = [
             f"{run} has steps {min(of['loss/train'], default='-')} to {max(of['loss/train'], default='-')}"
-            for run, of in ((a, of_a), (b, of_b))
+            for run, of in zip(runs, values, strict=True)
         ]
         raise CompareError(
             f"no step with a loss in both: {', '.join(ranges)}. Compare runs with the same metrics.log_freq."
@@ -235,10 +228,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 for place in places:
                     place.mkdir()
                 runs = [run_commit(c, rest, ranks, p) for c, p in zip(options.commits, places, strict=True)]
-            differences = compare(*runs)
+            values = [read_values(run) for run in runs]
+            differences = compare(runs, values)
             print(render(differences, options.tolerance))
             if options.plot:
-                print("\n" + plot(*(read_metrics(run)["loss/train"] for run in runs)))
+                print("\n" + plot(*(of["loss/train"] for of in values)))
     except CompareError as error:
         print(f"loss_compare: error: {error}", file=sys.stderr)
         return 2

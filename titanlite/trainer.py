@@ -165,6 +165,7 @@ class Trainer(TrainStep):
                 micro_batches = [batch.to(self.device) for batch in self.loader.micro_batches(self.step)]
                 learning_rate = job.optimizer.lr * lr_factor(self.step, job.training.steps, job.lr_scheduler)
                 result = self.train_step(micro_batches)
+                self.timer.start("other")
                 window.add(result)
                 profiler.step()
 

@@ -19,7 +19,7 @@ peak GiB   of the device's memory during the timed steps
 plan       that peak over the one that `titanlite.planner` traced for the variant without a GPU; not for compiled ones
 load       rows of the most loaded expert over the mean, in the worst layer
 causal: one document per row, plain causal attention. documents: packed, as the trainer's own data, with a mask or flex.
-Exit code 1: nothing could be measured. 2: there is no GPU.
+Exit code 1: nothing could be measured, or a peak is more than 10 % off the planned one. 2: there is no GPU.
 """
 
 import argparse
@@ -72,6 +72,7 @@ from titanlite.run_setup import configure
 from titanlite.train_step import TrainStep
 
 STATE_BYTES = 44  # per parameter: cast 4 + 2, gradient 2 + 4, norm 4, AdamW reads 4 x 4 and writes 3 x 4
+PLAN_TOLERANCE = 0.1  # of the planned peak, by which the measured one may differ
 _Row = dict[str, Any]
 _Step = Callable[[int], tuple[torch.Tensor, torch.Tensor | None]]
 
@@ -151,7 +152,9 @@ def main() -> int:
     paths, text = save(arguments, config, machine, rows, budget)
     say(f"\n{text}\nwrote {paths[0]} and {paths[1]}")
     dist.destroy_process_group()
-    return 0 if any(row["problem"] is None for row in rows) else 1
+    if wrong := misplanned(rows):
+        print(f"train_gpu.py: peak memory is not as planned: {'; '.join(wrong)}", file=sys.stderr)
+    return 1 if wrong or all(row["problem"] is not None for row in rows) else 0
 
 
 # --- what is measured
@@ -377,6 +380,16 @@ def complete(row: _Row, config: ModelConfig, arguments: argparse.Namespace, mach
         row |= {"of_dense": rate / machine.flops, "of_floor": floor / row["step_s"]}
         row["of_plan"] = row["peak_bytes"] / row["planned_bytes"] if row.get("planned_bytes") else None
     return row
+
+
+def misplanned(rows: Sequence[_Row]) -> list[str]:
+    """Variants whose peak is further from the planned one than `PLAN_TOLERANCE`; only on CUDA has a row a peak."""
+    compared = [row for row in rows if row["problem"] is None and row["peak_bytes"] and row["of_plan"] is not None]
+    return [
+        f"{row['name']}: measured {row['peak_bytes'] / 2**30:.2f} GiB, planned {row['planned_bytes'] / 2**30:.2f} GiB"
+        for row in compared
+        if abs(row["of_plan"] - 1) > PLAN_TOLERANCE
+    ]
 
 
 def cells(row: _Row) -> list[str]:

@@ -377,6 +377,18 @@ def test_measured_peaks_are_compared_with_planned_ones():
     assert len(train_gpu.cells(row)) == len(train_gpu.cells({"name": "", "problem": "out of memory"}))
 
 
+def test_variants_more_than_a_tenth_off_the_plan_are_named():
+    rows: list[dict] = [{"name": "failed", "problem": "out of memory"}]
+    for name, of_plan in {"a": 1.0, "b": 1.09, "c": 1.11, "d": 0.91, "e": 0.88, "compiled": None}.items():
+        peak = 2**34 if of_plan is None else of_plan * 2**34
+        rows.append({"name": name, "problem": None, "peak_bytes": peak, "planned_bytes": 2**34, "of_plan": of_plan})
+    rows.append({"name": "on the CPU", "problem": None, "peak_bytes": 0, "planned_bytes": 2**34, "of_plan": 0.0})
+    assert train_gpu.misplanned(rows) == [
+        "c: measured 17.76 GiB, planned 16.00 GiB",
+        "e: measured 14.08 GiB, planned 16.00 GiB",
+    ]
+
+
 def test_choosing_a_variant_wraps_and_unwraps(one_rank):
     config = replace(families()["qwen3_moe"].presets["debug"], vocab_size=64, num_layers=2)
     trainer = train_gpu.BenchTrainer(config, 16, 2, one_rank)

@@ -55,7 +55,8 @@ def test_last_bit_differs(script, write, capsys):
 
 
 def test_a_loss_that_is_not_finite_in_one_run_is_infinitely_far(script, write):
-    difference = script.compare(Path(write("a", {1: 1.0, 2: None})), Path(write("b", {1: 1.0, 2: 5.0})))[0]
+    runs = [Path(write("a", {1: 1.0, 2: None})), Path(write("b", {1: 1.0, 2: 5.0}))]
+    difference = script.compare(runs, [script.read_values(run) for run in runs])[0]
     assert (difference.largest, difference.first_step) == (math.inf, 2)
     assert script.main([write("c", {1: None}), write("d", {1: 1.0}), "--tolerance=1e30"]) == 1
 
@@ -63,6 +64,13 @@ def test_a_loss_that_is_not_finite_in_one_run_is_infinitely_far(script, write):
 def test_a_resumed_run_counts_with_its_later_points(script, write):
     first = json.dumps({"step": 1, "loss/train": 9.0, "grad_norm": 1.0}) + "\n"
     assert script.main([write("a", {1: 1.0}, tail=first), write("b", {1: 9.0})]) == 0
+
+
+def test_steps_that_a_resumed_run_gave_up_are_not_compared(script, write, capsys):
+    again = json.dumps({"step": 2, "loss/train": 2.0, "grad_norm": 1.0}) + "\n"
+    runs = [write("a", {1: 1.0, 2: 5.0, 3: 6.0}, tail=again), write("b", {1: 1.0, 2: 2.0, 3: 3.0})]
+    assert script.main(runs) == 0
+    assert capsys.readouterr().out.splitlines()[1].split() == ["loss/train", "2", "2", "0", "-", "-"]
 
 
 @pytest.mark.parametrize(
@@ -81,12 +89,15 @@ def test_nothing_to_compare_is_one_error(script, write, tmp_path, capsys, runs, 
     assert error.startswith("loss_compare: error: ") and message in error
 
 
-def test_a_damaged_line_is_named(script, write, capsys):
-    run = write("a", {1: 1.0})
+def test_a_damaged_line_is_named_and_left_out(script, write, capsys):
+    run = write("a", {1: 1.0, 3: 2.0})
     path = Path(run, "metrics.jsonl")
-    path.write_text("nonsense\n" + path.read_text())
-    assert script.main([run, run]) == 2
-    assert "metrics.jsonl, line 1: is not a point of metrics." in capsys.readouterr().err
+    first, *others = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([first, "nonsense\n", *others]))
+    assert script.main([run, write("b", {1: 1.0, 3: 2.0})]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.splitlines()[1].split() == ["loss/train", "2", "2", "0", "-", "-"]
+    assert captured.err == f"loss_compare: warning: {path}: 1 of 4 lines are broken and left out (line 2).\n"
 
 
 @pytest.mark.parametrize(

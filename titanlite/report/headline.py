@@ -2,11 +2,11 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import NamedTuple
 
-from titanlite.report.read import Run
+from titanlite.report.read import Run, Series
 
 _RECENT = 0.1
 _STARTS, _ENDS = ("start", "resume", "restart", "rewind"), ("end", "stop", "error")
@@ -37,7 +37,7 @@ def get_headline(run: Run) -> list[Number]:
         found.append(Number("Training loss", f"{sum(recent) / len(recent):.4f}", detail))
     found += _results(run)
     found += _speed(run)
-    memory = [name for name in ("memory/max_reserved_gib", "memory/host_peak_rss_gib") if name in run.scalars]
+    memory = [name for name in ("memory/max_reserved_gib", "memory/host_peak_rss_gib") if _finite(run, name)]
     if memory:
         kind = "reserved on the fullest GPU" if "reserved" in memory[0] else "of the fullest rank on the host"
         found.append(Number("Peak memory", f"{max(_finite(run, memory[0])):.2f} GiB", kind))
@@ -51,18 +51,19 @@ def _results(run: Run) -> list[Number]:
     found = []
     if "loss/validation" in run.scalars:
         series = run.scalars["loss/validation"]
-        best = min(
-            (value, step) for value, step in zip(series.values, series.steps, strict=True) if not math.isnan(value)
-        )
-        found.append(Number("Validation loss", f"{series.last:.4f}", f"best {best[0]:.4f} at step {best[1]:,}"))
+        found.append(Number("Validation loss", f"{series.last:.4f}", _best(series, min)))
     for name, series in run.scalars.items():
         if name.startswith("eval/") and name not in ("eval/ended", "eval/seconds"):
-            best = max((value, step) for value, step in zip(series.values, series.steps, strict=True))
             label = name.removeprefix("eval/").replace("_", " ")
-            found.append(
-                Number(f"Evaluation: {label}", f"{series.last:.4f}", f"best {best[0]:.4f} at step {best[1]:,}")
-            )
+            found.append(Number(f"Evaluation: {label}", f"{series.last:.4f}", _best(series, max)))
     return found
+
+
+def _best(series: Series, choose: Callable[..., tuple[float, int] | None]) -> str:
+    """Value and step that `choose`, min or max, takes of those that are finite; empty if none is."""
+    points = ((value, step) for value, step in zip(series.values, series.steps, strict=True) if math.isfinite(value))
+    best = choose(points, default=None)
+    return "" if best is None else f"best {best[0]:.4f} at step {best[1]:,}"
 
 
 def _speed(run: Run) -> list[Number]:

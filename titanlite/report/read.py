@@ -93,9 +93,7 @@ def read_run(folder: Path) -> Run:
     path = folder / METRICS
     if not path.is_file():
         raise TitanliteError(f"report: {_why_no_run(folder)}")
-    run = Run(folder)
-    for line in _read_lines(path, run.problems):
-        _add(run, line)
+    run = read_metrics(path)
     if "loss/train" not in run.scalars:
         raise TitanliteError(
             f"report: {path} has no point of training yet. Wait for its first log step (metrics.log_freq), or look at "
@@ -112,6 +110,14 @@ def read_run(folder: Path) -> Run:
         run.warnings = [line for line in text.splitlines() if " WARNING " in line or " ERROR " in line][
             -_MOST_WARNINGS:
         ]
+    return run
+
+
+def read_metrics(path: Path) -> Run:
+    """The run of a `metrics.jsonl`, without what the files beside it say; lines are left out as in `read_run`."""
+    run = Run(path.parent)
+    for line in _read_lines(path, run.problems):
+        _add(run, line)
     return run
 
 

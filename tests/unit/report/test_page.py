@@ -130,6 +130,17 @@ def test_a_run_without_an_end_says_so(tmp_path: Path):
     assert "No end recorded: it is running, or it was killed. Last point at step 3" in render(tmp_path)
 
 
+def test_a_run_that_ended_with_an_error_says_so_unless_it_went_on(tmp_path: Path):
+    write_run(tmp_path, steps=3)
+    path = tmp_path / "events.jsonl"
+    start = path.read_text().splitlines()[0]
+    error, restart = ({"time": 1.0, "step": 3, "kind": kind, "text": "it broke."} for kind in ("error", "restart"))
+    path.write_text(f"{start}\n{json.dumps(error)}\n")
+    assert "Ended with an error: it broke." in render(tmp_path)
+    path.write_text(f"{start}\n{json.dumps(error)}\n{json.dumps(restart)}\n")
+    assert "No end recorded" in render(tmp_path)
+
+
 def test_runs_compare_on_the_same_plots(tmp_path: Path):
     write_run(tmp_path / "one", steps=50)
     write_run(tmp_path / "two", steps=60, loss=6.0)
@@ -147,6 +158,20 @@ def test_the_least_that_a_run_can_have(tmp_path: Path):
     page = render(tmp_path)
     assert charts_of(page) == {} and tiles_of(page) == {"Steps": "1"}
     assert "There is no config.toml." in page
+
+
+def test_headline_values_of_which_none_is_finite_have_no_best(tmp_path: Path):
+    values = {"loss/validation": None, "eval/exact_match": None, "memory/max_reserved_gib": None}
+    point = {"step": 1, "time": 1.0, "loss/train": 2.0, **values}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(point) + "\n")
+    page = render(tmp_path)
+    assert tiles_of(page) == {"Steps": "1", "Training loss": "2.0000"} | dict.fromkeys(
+        ["Validation loss", "Evaluation: exact match"], "nan"
+    )
+    assert "best " not in page.partition("<figure")[0].partition("</style>")[2]
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "eval/exact_match": 0.25}\n')
+    assert "best 0.2500 at step 2" in render(tmp_path)
 
 
 def test_a_hundred_thousand_steps_make_a_small_page_quickly(tmp_path: Path):
