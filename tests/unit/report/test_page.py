@@ -130,17 +130,6 @@ def test_a_run_without_an_end_says_so(tmp_path: Path):
     assert "No end recorded: it is running, or it was killed. Last point at step 3" in render(tmp_path)
 
 
-def test_a_run_that_ended_with_an_error_says_so_unless_it_went_on(tmp_path: Path):
-    write_run(tmp_path, steps=3)
-    path = tmp_path / "events.jsonl"
-    start = path.read_text().splitlines()[0]
-    error, restart = ({"time": 1.0, "step": 3, "kind": kind, "text": "it broke."} for kind in ("error", "restart"))
-    path.write_text(f"{start}\n{json.dumps(error)}\n")
-    assert "Ended with an error: it broke." in render(tmp_path)
-    path.write_text(f"{start}\n{json.dumps(error)}\n{json.dumps(restart)}\n")
-    assert "No end recorded" in render(tmp_path)
-
-
 def test_runs_compare_on_the_same_plots(tmp_path: Path):
     write_run(tmp_path / "one", steps=50)
     write_run(tmp_path / "two", steps=60, loss=6.0)
