@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from titanlite.checkpoint import reader, save_hf_model
 from titanlite.config.parallelism import Degrees
 from titanlite.data import build_data
-from titanlite.distributed import collectives
+from titanlite.distributed import collectives, fsdp_timing
 from titanlite.materialize import materialize
 from titanlite.materialize.layout import local_of
 from titanlite.models.decoder import build_decoder
@@ -71,9 +71,10 @@ def calls_of(trainer: Trainer) -> Iterator[Counter[tuple[str, str, str]]]:
             if hasattr(dist, name):
                 patch.setattr(dist, name, counting(name, getattr(dist, name)))
         gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-        patch.setattr(collectives, "_all_gather_single", gather)
         scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-        patch.setattr(collectives, "_reduce_scatter_single", scatter)
+        for module in (collectives, fsdp_timing):  # they took the functions when they were imported
+            patch.setattr(module, "all_gather_single", gather)
+            patch.setattr(module, "reduce_scatter_single", scatter)
         yield found
 
 

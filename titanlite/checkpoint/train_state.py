@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -135,7 +136,8 @@ def load_rewinds(folder: Path, start: Progress | None) -> Sequence[Rewind]:
     """
     path = folder / REWINDS_FILE
     if start is None:
-        path.unlink(missing_ok=True)  # this run begins anew, and shall not find it when it resumes
+        with suppress(FileNotFoundError, NotADirectoryError):
+            path.unlink()  # this run begins anew, and shall not find it when it resumes
         return ()
     if not path.exists():
         return start.rewinds
