@@ -107,8 +107,9 @@ class StepRecorder(TorchDispatchMode):
         self._serials: dict[int, int | None] = {}  # by address of the storage; None: persistent
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._count = 0
-        for tensor in persistent:
-            self._serials[_local(tensor).untyped_storage()._cdata] = None
+        # Kept, or one that is replaced in the step would leave its address to another storage, which is to be counted.
+        self._persistent = [_local(tensor).untyped_storage() for tensor in persistent]
+        self._serials.update((storage._cdata, None) for storage in self._persistent)
 
     def __enter__(self) -> "StepRecorder":
         gc.collect()

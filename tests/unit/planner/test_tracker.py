@@ -45,6 +45,16 @@ def test_live_bytes_of_views_and_results_in_place():
     assert recorder.peaks()[Segment(-1, "optimizer", -1, 1)][TEMPORARIES] == 0
 
 
+def test_what_takes_the_place_of_a_persistent_tensor_that_ends_counts():
+    """Its storage may get the address of the other one."""
+    state = [torch.zeros(KIB, dtype=torch.uint8) for _ in range(16)]
+    with StepRecorder(state) as recorder:
+        recorder.begin(0, "forward")
+        state.clear()
+        state += [torch.zeros(KIB, dtype=torch.uint8) for _ in range(16)]
+    assert total(recorder, Segment(0, "forward", -1)) == 16 * KIB
+
+
 def test_storages_that_are_freed_and_taken_back():
     with StepRecorder([]) as recorder:
         recorder.begin(0, "forward")
