@@ -52,7 +52,6 @@ class _FileHandler(logging.Handler):
         data = "".join(f"{line}\n" for line in self._lines).encode("utf-8", errors="replace")
         self._lines.clear()
         try:
-            # Opened each time: lines are few, and none is lost if the process is killed.
             self._file.append(data)
             self._failing = False
         except OSError as error:  # a full disk ends the run elsewhere, where something is lost

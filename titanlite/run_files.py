@@ -76,6 +76,15 @@ def replace_file(path: Path, text: str) -> None:
         raise
 
 
+def sync(path: Path) -> None:
+    """Wait until what was written to a file is on the disk; of a folder, until its names are."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def is_full(error: OSError) -> bool:
     """True if there is no space, or not for this user or file: what may be better later."""
     return error.errno in _NO_SPACE

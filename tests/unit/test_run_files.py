@@ -1,7 +1,5 @@
 import errno
 import os
-import resource
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,18 +9,6 @@ from titanlite.config.schema import JobConfig
 from titanlite.errors import ConfigError
 from titanlite.run_files import AppendedFile, is_full, replace_file
 from titanlite.run_setup import make_dump_folder
-
-
-@pytest.fixture
-def full_disk() -> Iterator[Callable[[int | None], None]]:
-    """`full_disk(n)`: no file of this process may have more than n bytes; `full_disk(None)`: any may."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-
-    def limit(num_bytes: int | None) -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before if num_bytes is None else (num_bytes, before[1]))
-
-    yield limit
-    limit(None)
 
 
 def test_records_wait_in_order_and_none_is_torn(tmp_path: Path, full_disk):

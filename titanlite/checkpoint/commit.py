@@ -23,6 +23,7 @@ from titanlite.checkpoint.writer import FileLayout, create_files, header_crcs, m
 from titanlite.errors import CheckpointError, TitanliteError
 from titanlite.logger import logger
 from titanlite.materialize.agree import raise_together
+from titanlite.run_files import sync
 
 MANIFEST_FILE = f"{OWN_FOLDER}/manifest.json"
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
@@ -223,11 +224,7 @@ def _crc_of(path: Path) -> int:
 
 def _flush(folder: Path) -> None:
     for path in [*folder.rglob("*"), folder]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync(path)
 
 
 def _appear(temporary: Path, folder: Path) -> None:
@@ -244,9 +241,5 @@ def _appear(temporary: Path, folder: Path) -> None:
         if old.exists():
             old.rename(folder)
         raise
-    descriptor = os.open(folder.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync(folder.parent)
     shutil.rmtree(old, ignore_errors=True)

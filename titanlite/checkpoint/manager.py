@@ -2,8 +2,9 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from importlib.metadata import version
@@ -222,10 +223,9 @@ class Checkpointer:
         device: torch.device,
         card: str,
         end_of_turn_ids: Sequence[int] = (),
-    ) -> bool:
-        """Save `step-N`; False if it was saved already, is not to be, or failed and the run goes on.
+    ) -> None:
+        """Save `step-N`; once per step. In asynchronous mode training goes on as soon as the shards are copied.
 
-        In asynchronous mode training goes on as soon as the shards are copied.
         `card` becomes its README.md, `end_of_turn_ids` stop its generations. If the step is the best by
         `progress.results`, the link `best` leads to it then.
 
@@ -234,82 +234,74 @@ class Checkpointer:
                 `checkpoint.on_save_error` is "stop".
         """
         if not self._section.enable or progress.step == self._saved_step:
-            return False
-        self.wait()
-        try:
-            self._save(model, plan, optimizer, tokenizer, progress, device, card, end_of_turn_ids)
-        except CheckpointError as error:
-            self._go_on_after(error)
-            return False
-        return True
-
-    def _go_on_after(self, error: CheckpointError) -> None:
-        """Raise `error`, or warn of it, as `checkpoint.on_save_error` says. Nothing is left of the failed save."""
-        step, self._saved_step = self._saved_step, -1
-        if self._section.on_save_error == "stop":
-            raise error
-        text = f'{error} Training goes on, and the next save tries again (checkpoint.on_save_error = "continue").'
-        if dist.get_rank() == 0:
-            logger.warning("%s", text)
-        self._record("save failed", text, step)
-
-    def _save(
-        self,
-        model: AnyModel,
-        plan: Plan,
-        optimizer: torch.optim.Optimizer,
-        tokenizer: Any,
-        progress: Progress,
-        device: torch.device,
-        card: str,
-        end_of_turn_ids: Sequence[int],
-    ) -> None:
-        began = time.perf_counter()
-        dtype = getattr(torch, self._section.export_dtype)
-        lora = self._job.lora
-        files = adapter_files(plan) if lora.rank else model_files(plan, model.config, dtype, exact=True)
-        files += state_files(plan, optimizer, device)
-        folder = step_folder(self.folder, progress.step)
-        assets = Path(self._job.model.hf_assets_path) if self._job.model.hf_assets_path else None
-
-        def write_rest(path: Path) -> None:
-            if lora.rank:
-                write_adapter_config(path, model, lora, self._section.initial_load_path)
-                save_tokenizer(tokenizer, path)
-            else:
-                write_hf_files(path, files, model.config, tokenizer, dtype, assets, end_of_turn_ids)
-            (path / "README.md").write_text(card, encoding="utf-8")
-            progress.write(path)
-
-        def write() -> None:
-            commit_folder(folder, files, write_rest, self._group)
-            self._record("save", f"checkpoint {folder.name}", progress.step)
-            if dist.get_rank() == 0:
-                try:
-                    section, best = self._section, self._best_step(progress)
-                    if best is not None:
-                        point_best(self.folder, best)  # before its predecessor may go
-                        best = read_best(self.folder)
-                    remove_old(self.folder, section.keep_latest_k, section.keep_every_n_steps, progress.step, best)
-                except OSError as error:  # the new one is there; an old one too many harms nobody
-                    logger.warning(
-                        "checkpoint: cannot mark the best or remove old checkpoints in %s: %s", self.folder, error
-                    )
-
-        if not lora.rank:
-            warn_of_sidecar(model.config, files)
-        if self._section.async_mode == "disabled":
-            write()
-            self._saved_step = progress.step
             return
-        self._saved_step = progress.step
-        files = self._snapshot(files)
-        self._pending = self._pool.submit(write)
-        logger.info(
-            "checkpoint: step %d copied in %.2f s, written in the background",
-            progress.step,
-            time.perf_counter() - began,
-        )
+        self.wait()
+        with self._going_on():
+            began = time.perf_counter()
+            dtype = getattr(torch, self._section.export_dtype)
+            lora = self._job.lora
+            files = adapter_files(plan) if lora.rank else model_files(plan, model.config, dtype, exact=True)
+            files += state_files(plan, optimizer, device)
+            folder = step_folder(self.folder, progress.step)
+            assets = Path(self._job.model.hf_assets_path) if self._job.model.hf_assets_path else None
+
+            def write_rest(path: Path) -> None:
+                if lora.rank:
+                    write_adapter_config(path, model, lora, self._section.initial_load_path)
+                    save_tokenizer(tokenizer, path)
+                else:
+                    write_hf_files(path, files, model.config, tokenizer, dtype, assets, end_of_turn_ids)
+                (path / "README.md").write_text(card, encoding="utf-8")
+                progress.write(path)
+
+            def write() -> None:
+                commit_folder(folder, files, write_rest, self._group)
+                self._record("save", f"checkpoint {folder.name}", progress.step)
+                if dist.get_rank() == 0:
+                    self._tidy(progress)
+
+            if not lora.rank:
+                warn_of_sidecar(model.config, files)
+            if self._section.async_mode == "disabled":
+                write()
+                self._saved_step = progress.step
+                return
+            self._saved_step = progress.step
+            files = self._snapshot(files)
+            self._pending = self._pool.submit(write)
+            logger.info(
+                "checkpoint: step %d copied in %.2f s, written in the background",
+                progress.step,
+                time.perf_counter() - began,
+            )
+
+    def _tidy(self, progress: Progress) -> None:
+        """Mark the best checkpoint and remove old ones, now that the one of `progress` is there. One process."""
+        try:
+            section, best = self._section, self._best_step(progress)
+            if best is not None:
+                point_best(self.folder, best)  # before its predecessor may go
+                best = read_best(self.folder)
+            remove_old(self.folder, section.keep_latest_k, section.keep_every_n_steps, progress.step, best)
+        except OSError as error:  # the new one is there; an old one too many harms nobody
+            logger.warning("checkpoint: cannot mark the best or remove old checkpoints in %s: %s", self.folder, error)
+
+    @contextmanager
+    def _going_on(self) -> Generator[None]:
+        """Raise a `CheckpointError` of the body, or warn of it, as `checkpoint.on_save_error` says.
+
+        Nothing is left of the failed save.
+        """
+        try:
+            yield
+        except CheckpointError as error:
+            step, self._saved_step = self._saved_step, -1
+            if self._section.on_save_error == "stop":
+                raise
+            text = f'{error} Training goes on, and the next save tries again (checkpoint.on_save_error = "continue").'
+            if dist.get_rank() == 0:
+                logger.warning("%s", text)
+            self._record("save failed", text, step)
 
     def final_folder(self, step: int) -> Path:
         """What to hand out after training: the checkpoint marked by `checkpoint.save_best`, or else that of `step`."""
@@ -340,10 +332,8 @@ class Checkpointer:
         """
         pending, self._pending = self._pending, None
         if pending is not None:
-            try:
+            with self._going_on():
                 pending.result()
-            except CheckpointError as error:
-                self._go_on_after(error)
 
     def save_last(self, save: Callable[[], None]) -> None:
         """Call `save` until the checkpoint is there, three times at most: after it, no next save will try again.

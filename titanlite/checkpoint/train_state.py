@@ -1,7 +1,6 @@
 """What a run needs besides the model to go on: optimizer states, generators, and the numbers in train_state.json."""
 
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
@@ -24,6 +23,7 @@ from titanlite.materialize.execute import empty, read_tensors, sharded_like
 from titanlite.materialize.layout import local_of
 from titanlite.materialize.replicas import share_out
 from titanlite.materialize.sources import Read
+from titanlite.run_files import sync
 
 STATE_FILE = f"{OWN_FOLDER}/train_state.json"
 # In the folder of the checkpoints: what was decided since the latest one, which a run that is killed would forget.
@@ -114,16 +114,11 @@ def save_rewinds(folder: Path, rewinds: Sequence[Rewind]) -> None:
     path = folder / REWINDS_FILE
     temporary = path.with_name(f".{REWINDS_FILE}.tmp")
     try:
-        with temporary.open("w", encoding="ascii") as file:
-            json.dump({"format": 1, "rewinds": [asdict(rewind) for rewind in rewinds]}, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
+        table = {"format": 1, "rewinds": [asdict(rewind) for rewind in rewinds]}
+        temporary.write_text(json.dumps(table, indent=1), encoding="ascii")
+        sync(temporary)
         temporary.rename(path)
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync(folder)
     except OSError as error:
         raise CheckpointError(f"checkpoint: cannot write {path}: {error}. Free space there.") from error
 

@@ -14,6 +14,11 @@ FILE_NAME = "events.jsonl"
 _state: dict[str, AppendedFile] = {}
 
 
+def get_rank() -> int:
+    """This rank's number, also before it has joined the others."""
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+
+
 def open_events(dump_folder: Path) -> None:
     """Let `record_event` of this process write into `dump_folder`, which exists. A resumed run appends."""
     _state["file"] = AppendedFile(dump_folder / FILE_NAME)
@@ -31,9 +36,8 @@ def record_event(kind: str, text: str, step: int) -> None:
         text: one sentence for people.
         step: optimizer steps done at that time.
     """
-    rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
     file = _state.get("file")
-    if rank or file is None:
+    if get_rank() or file is None:
         return
     event = {"time": round(time.time(), 3), "step": step, "kind": kind, "text": text}
     try:

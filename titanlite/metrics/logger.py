@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -11,13 +10,13 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from titanlite.config.schema import JobConfig
 from titanlite.errors import TitanliteError
 from titanlite.logger import logger
 from titanlite.metrics.console import ProgressBar, can_show_bar, format_line
+from titanlite.metrics.events import get_rank
 from titanlite.metrics.flops import peak_flops
 from titanlite.metrics.heatmap import expert_load_image
 from titanlite.metrics.moe import describe_moe
@@ -80,7 +79,7 @@ class MetricsLogger:
         self._keep_on = job.checkpoint.on_save_error == "continue"
         self._writer: EventWriter | None = None
         self._bar: ProgressBar | None = None
-        self._enabled = _get_rank() == 0
+        self._enabled = get_rank() == 0
         if not self._enabled:
             return
         self._file = AppendedFile(Path(dump_folder) / "metrics.jsonl")
@@ -251,10 +250,6 @@ class MetricsLogger:
 def _on_one_line(text: str) -> str:
     """Quoted, without line breaks, and its end if it is long: of a prompt the end is what counts."""
     return repr(text if len(text) <= _SHOWN_CHARS else "..." + text[-_SHOWN_CHARS:])
-
-
-def _get_rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
 
 
 def _get_peak_flops(job: JobConfig, device: torch.device) -> float | None:

@@ -3,10 +3,9 @@ import io
 import json
 import logging
 import os
-import resource
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -245,18 +244,6 @@ def test_a_full_disk_under_tensorboard_is_a_clear_error(job: JobConfig, tmp_path
     with pytest.raises(TitanliteError, match=r"metrics: cannot write .*tb/events.*: No space left on device"):
         log(metrics, 1)
     metrics.close()
-
-
-@pytest.fixture
-def full_disk() -> Iterator[Callable[[int | None], None]]:
-    """`full_disk(n)`: no file of this process may have more than n bytes; `full_disk(None)`: any may."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-
-    def limit(num_bytes: int | None) -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before if num_bytes is None else (num_bytes, before[1]))
-
-    yield limit
-    limit(None)
 
 
 def test_a_full_disk_is_one_warning_and_the_points_come_later(job: JobConfig, tmp_path, console, full_disk, capfd):
