@@ -48,7 +48,6 @@ from load_ranks import Measurement, Way, WayFailed, run_alone, run_way, touch_me
 from load_ways import load_ways, save_ways
 
 _WARM_UP_GB = 0.001
-_TOUCH = 6  # times the checkpoint: more than all ranks together take, whatever the way
 # Imported by every way, or once per process by someone: forked ranks find them there.
 _MODULES = (
     "accelerate",
@@ -163,7 +162,7 @@ def run_rounds(
             if name in failed:
                 continue
             try:
-                touch_memory(_TOUCH * size)
+                touch_memory()
                 measured = run_way(ways[name], arguments.ranks)
             except WayFailed as error:
                 say(f"{part} round {number + 1}: {name} failed: {' '.join(str(error).split())[:300]}")

@@ -15,9 +15,10 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 # Several files, and so an index, whatever the size.
 _FILES, _MAX_FILE_BYTES = 3, 400_000_000
 # (from this many GB on, hidden size, expert width, experts, vocabulary): the number of layers follows from the size.
+# Qwen3-30B-A3B's own, and half as wide with as many experts.
 _SHAPES = (
     (8.0, 2048, 768, 128, 65536),
-    (0.5, 1024, 384, 32, 32768),
+    (0.5, 1024, 384, 128, 32768),
     (0.05, 512, 192, 32, 16384),
     (0.0, 64, 32, 8, 512),
 )

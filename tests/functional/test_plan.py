@@ -70,11 +70,10 @@ def calls_of(trainer: Trainer) -> Iterator[Counter[tuple[str, str, str]]]:
         for name in _KINDS:
             if hasattr(dist, name):
                 patch.setattr(dist, name, counting(name, getattr(dist, name)))
-        gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-        scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-        for module in (collectives, fsdp_timing):  # they took the functions when they were imported
-            patch.setattr(module, "all_gather_single", gather)
-            patch.setattr(module, "reduce_scatter_single", scatter)
+        for name in ("all_gather_single", "reduce_scatter_single"):  # titanlite's, in front of torch's
+            function = counting(name, getattr(collectives, name))
+            for module in (collectives, fsdp_timing):
+                patch.setattr(module, name, function)
         yield found
 
 

@@ -1,12 +1,14 @@
 """Differentiable collectives as torch operators: gather and scatter along a dim, sum, all-to-all of rows.
 
 As operators (`titanlite::...`) with fake kernels they can be kept by selective activation checkpointing, and do not
-break a compiled graph. A process group is passed by name, for operators take no objects.
+break a compiled graph. A process group is passed by name, for operators take no objects. FSDP2 gathers and reduces with
+`all_gather_single` and `reduce_scatter_single`, which are not differentiable.
 
 Collectives: every rank of the group must call, in the same order.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,8 +16,8 @@ import torch.distributed as dist
 from titanlite import timers
 
 # torch 2.13 renamed both and warns about the old names; 2.11 has only those.
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _groups: dict[str, dist.ProcessGroup] = {}
 
@@ -24,6 +26,66 @@ def register_group(group: dist.ProcessGroup) -> str:
     """Make `group` known to the operators; returns its name."""
     _groups[group.group_name] = group
     return group.group_name
+
+
+def all_gather_single(
+    out: torch.Tensor, x: torch.Tensor, *, group: dist.ProcessGroup, async_op: bool = False
+) -> dist.Work | None:
+    """`torch.distributed.all_gather_single`, with another way through gloo: see `gloo_all_gather`."""
+    if async_op or not _is_on_gloo(x, group):
+        return _all_gather(out, x, group=group, async_op=async_op)
+    gloo_all_gather(out, x, register_group(group))
+    return None
+
+
+def reduce_scatter_single(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    *,
+    group: dist.ProcessGroup,
+    op: Any = dist.ReduceOp.SUM,
+    async_op: bool = False,
+) -> dist.Work | None:
+    """`torch.distributed.reduce_scatter_single`, with another way through gloo: see `gloo_reduce_scatter`."""
+    if async_op or op != dist.ReduceOp.SUM or not _is_on_gloo(x, group):
+        return _reduce_scatter(out, x, op=op, group=group, async_op=async_op)
+    gloo_reduce_scatter(out, x, register_group(group))
+    return None
+
+
+def _is_on_gloo(x: torch.Tensor, group: dist.ProcessGroup) -> bool:
+    return x.device.type == "cpu" and dist.get_backend(group) == "gloo"
+
+
+@torch.library.custom_op("titanlite::gloo_all_gather", mutates_args=("out",))
+def gloo_all_gather(out: torch.Tensor, x: torch.Tensor, group: str) -> None:
+    """Send `x` to every rank, straight into its place in `out` there.
+
+    gloo's own passes pieces on from rank to rank and copies the whole once more: on 4 ranks of one machine it takes
+    2 to 3 times the CPU time for 40 MB, and as much for 1 MB.
+    """
+    ranks, rank = _groups[group], _groups[group].rank()
+    pieces = out.view(ranks.size(), *x.shape)
+    works = []
+    for distance in range(1, ranks.size()):
+        source, target = (rank - distance) % ranks.size(), (rank + distance) % ranks.size()
+        works.append(dist.irecv(pieces[source], group=ranks, group_src=source))
+        works.append(dist.isend(x, group=ranks, group_dst=target))
+    pieces[rank].copy_(x)
+    for work in works:
+        work.wait()
+
+
+@torch.library.custom_op("titanlite::gloo_reduce_scatter", mutates_args=("out",))
+def gloo_reduce_scatter(out: torch.Tensor, x: torch.Tensor, group: str) -> None:
+    """Exchange the pieces, and sum those of this rank in the order of the ranks.
+
+    gloo's own reduces the whole on every rank and keeps a piece: on 4 ranks of one machine it takes 3 times the CPU
+    time. The sum of bfloat16 pieces is rounded once here, there after every addition.
+    """
+    pieces = torch.empty_like(x)
+    dist.all_to_all_single(pieces, x, group=_groups[group])
+    torch.sum(pieces.view(_groups[group].size(), *out.shape), dim=0, dtype=out.dtype, out=out)
 
 
 @torch.library.custom_op("titanlite::all_gather", mutates_args=())
@@ -62,6 +124,12 @@ def all_to_all(x: torch.Tensor, output_splits: Sequence[int], input_splits: Sequ
     with timers.collective():
         dist.all_to_all_single(out, x.contiguous(), list(output_splits), list(input_splits), group=_groups[group])
     return out
+
+
+@gloo_all_gather.register_fake
+@gloo_reduce_scatter.register_fake
+def _(out: torch.Tensor, x: torch.Tensor, group: str) -> None:
+    pass
 
 
 @all_gather.register_fake

@@ -25,7 +25,7 @@ GRADIENTS, ACTIVATIONS, LOGITS, TEMPORARIES = "gradients", "activations", "logit
 _PERSISTENT = "persistent"  # came into being in this step, to stay
 CATEGORIES = (GRADIENTS, ACTIVATIONS, EXCHANGED, LOGITS, GATHERED, UNREDUCED, TEMPORARIES)
 
-_aten, _c10d, _fsdp = torch.ops.aten, torch.ops.c10d, torch.ops.fsdp
+_aten, _c10d, _fsdp, _own = torch.ops.aten, torch.ops.c10d, torch.ops.fsdp, torch.ops.titanlite
 _METADATA = {torch.ops.prim.device.default, torch.ops.prim.layout.default, _aten.detach.default}
 
 
@@ -206,7 +206,7 @@ class StepRecorder(TorchDispatchMode):
             self.mark(kwargs["out"], GATHERED)
         elif func is _fsdp.chunk_cat.default:
             self.mark([*args[0], kwargs["out"] if "out" in kwargs else args[3]], UNREDUCED)
-        elif func is _c10d._reduce_scatter_base_.default:
+        elif func in (_c10d._reduce_scatter_base_.default, _own.gloo_reduce_scatter.default):
             self.mark(args[:1], UNREDUCED)  # some become gradients, which is known later
         elif func in EXCHANGES:
             self.mark([out], EXCHANGED)

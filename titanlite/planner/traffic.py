@@ -46,6 +46,8 @@ _COLLECTIVES: dict[Any, Callable[[Any, Any], list[Moved]]] = {
     _functional.all_reduce_.default: lambda args, out: [Moved("all_reduce", _name(args[2]), args[0])],
     _functional.all_to_all_single.default: lambda args, out: [Moved("all_to_all", _name(args[3]), args[0])],
     _functional.broadcast.default: lambda args, out: [Moved("broadcast", _name(args[2]), args[0])],
+    _own.gloo_all_gather.default: lambda args, out: [Moved("all_gather", args[2], args[0])],
+    _own.gloo_reduce_scatter.default: lambda args, out: [Moved("reduce_scatter", args[2], args[1])],
     _own.all_gather.default: lambda args, out: [Moved("all_gather", args[2], out)],
     _own.reduce_scatter.default: lambda args, out: [Moved("reduce_scatter", args[2], args[0])],
     _own.all_to_all.default: lambda args, out: [Moved("all_to_all", args[3], args[0])],
