@@ -4,6 +4,13 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
+_PACKAGES = (
+    "omegaconf",
+    "torch",
+    "numpy",
+    "safetensors",
+    "transformers",
+)  # those that the imports of titanlite meet first
 _USAGE = """usage: python -m titanlite COMMAND [arguments]
 
   train      train on one process: --config FILE [--section.key=value ...] (several: ./run_train.sh)
@@ -32,6 +39,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code = command(rest)
         sys.stdout.flush()
+    except ModuleNotFoundError as error:
+        if error.name in _PACKAGES:
+            print(
+                f"titanlite: error: {sys.executable} has no package '{error.name}'. Activate the environment that "
+                "run_train.sh made, `source .venv/bin/activate`, or install: `pip install -c constraints.txt -e .`",
+                file=sys.stderr,
+            )
+            return 2
+        raise
     except BrokenPipeError:  # `| head` has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -48,7 +64,7 @@ def _commands() -> dict[str, Callable[[Sequence[str]], int]]:
     def check(argv: Sequence[str]) -> int:
         from titanlite.preflight import main
 
-        return main(argv)
+        return main(argv, weights=False)
 
     def config(argv: Sequence[str]) -> int:
         from titanlite.config.docs import main

@@ -141,7 +141,7 @@ def show_reads(folder: Path, overrides: Sequence[str], world_size: int) -> None:
     Raises:
         TitanliteError: the configuration is wrong, or the checkpoint does not fit its model; all problems at once.
     """
-    checked = check(load_config(list(overrides)), world_size)
+    checked = check(load_config(list(overrides)), world_size, weights=False)
     with fake_ranks(world_size):
         model = build_model(checked.model_config)
         parallelize(model, checked.job, ParallelDims.build(checked.degrees, "cpu"), "cpu")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from titanlite.config import AnyModelConfig, JobConfig, load_config
-from titanlite.config.assets import resolve_assets
+from titanlite.config.assets import find_missing_files, resolve_assets
 from titanlite.config.parallelism import Degrees, check_parallelism, resolve_degrees
 from titanlite.errors import ConfigError, TitanliteError, raise_problems
 from titanlite.models.families import resolve_model_config
@@ -29,8 +29,10 @@ class Checked:
     degrees: Degrees
 
 
-def check(job: JobConfig, world_size: int) -> Checked:
-    """Resolve the model and the degrees, and check them against one another. Downloads a model of the hub on first use.
+def check(job: JobConfig, world_size: int, *, weights: bool = True) -> Checked:
+    """Resolve the model and the degrees, and check them against one another.
+
+    Downloads a model of the hub on first use, without `weights` only its description and tokenizer.
 
     Raises:
         ConfigError: lists every contradiction.
@@ -38,7 +40,7 @@ def check(job: JobConfig, world_size: int) -> Checked:
     problems: list[str] = []
     model_config, degrees = None, None
     try:
-        job = resolve_assets(job)
+        job = resolve_assets(job, weights=weights)
         model_config = resolve_model_config(job.model)
     except ConfigError as error:
         problems.append(str(error))
@@ -78,10 +80,11 @@ def _world_sizes(text: str) -> tuple[int, ...]:
     return tuple(int(number) for number in text.split(","))
 
 
-def _check_all(job: JobConfig, world_sizes: tuple[int, ...]) -> None:
+def _check_all(job: JobConfig, world_sizes: tuple[int, ...], *, weights: bool) -> None:
+    raise_problems(ConfigError, "configuration", find_missing_files(job))  # before anything large is downloaded
     for world_size in world_sizes:
         try:
-            check(job, world_size)
+            check(job, world_size, weights=weights)
         except ConfigError as error:
             if world_size in (world_sizes[0], world_sizes[-1]):
                 if len(world_sizes) == 1:
@@ -90,10 +93,11 @@ def _check_all(job: JobConfig, world_sizes: tuple[int, ...]) -> None:
             print(f"titanlite: warning: with {world_size} ranks this run would end: {error}", file=sys.stderr)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, *, weights: bool = True) -> int:
     """`python -m titanlite.preflight --world-size N --config FILE ...`: exit code 0, or 2 after one clear error.
 
     `--world-size 16,8,4` is for machines that may be lost: the first and the last must fit, others give a warning.
+    With `weights` a model of the hub is downloaded, here once for all ranks of this machine.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--world-size", type=_world_sizes, default=(1,))
@@ -101,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         job = load_config(rest)
         prepare(job)
-        _check_all(job, known.world_size)
+        _check_all(job, known.world_size, weights=weights)
     except TitanliteError as error:
         print(f"titanlite: error: {error}", file=sys.stderr)
         return 2

@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     level = logger.level
     logger.setLevel(logging.ERROR)  # the report says it all, and in order
     try:
-        checked = check(load_config(rest), known.world_size)
+        checked = check(load_config(rest), known.world_size, weights=False)
         tokenizer, loader = build_data(checked.job, 0, checked.degrees.dp)
         show_data(tokenizer, loader, known.samples)
     except TitanliteError as error:  # a stream reads its rows only when they are shown

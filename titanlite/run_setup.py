@@ -12,6 +12,7 @@ from titanlite.distributed import ParallelDims, base_dtype, parallelize
 from titanlite.errors import ConfigError, DataError
 from titanlite.logger import log_to_folder, logger
 from titanlite.metrics import open_events, record_event
+from titanlite.metrics.events import get_rank
 from titanlite.models.build import AnyModel, build_model
 from titanlite.models.families import family_of
 from titanlite.models.lora import apply_lora
@@ -88,7 +89,7 @@ def check_device(job: JobConfig, device: torch.device) -> None:
 
 
 def check_vocabulary(vocab_size: int, model_config: AnyModelConfig) -> None:
-    """Every token id must have a row in the embedding.
+    """Every token id must have a row in the embedding. Many more rows than ids are a warning.
 
     Raises:
         DataError: the tokenizer has more tokens than the model. The same on all ranks.
@@ -97,6 +98,12 @@ def check_vocabulary(vocab_size: int, model_config: AnyModelConfig) -> None:
         raise DataError(
             f"data: the tokenizer has {vocab_size} tokens, but the model's vocab_size is {model_config.vocab_size}. "
             f"Set model.overrides.vocab_size = {vocab_size}, lower data.bpe_vocab_size, or use the model's tokenizer."
+        )
+    if 2 * vocab_size < model_config.vocab_size and get_rank() == 0:
+        logger.warning(
+            "data: the tokenizer has %d tokens, the embedding %d rows, of which most will never be trained. Set "
+            "data.tokenizer_path to the model's own tokenizer, or model.overrides.vocab_size = %d.",
+            *(vocab_size, model_config.vocab_size, vocab_size),
         )
 
 

@@ -330,7 +330,8 @@ class Trainer(TrainStep):
             logger.info("sample (temperature 0.7):\n\n    %s\n", sample.replace("\n", "\n    "))
         if job.checkpoint.enable:
             folder = self.checkpointer.folder / f"step-{self.step}"
-            how = "peft: PeftModel" if job.lora.rank else "transformers: AutoModelForCausalLM"
+            text = "AutoModelForImageTextToText" if job.data.dataset == "images" else "AutoModelForCausalLM"
+            how = "peft: PeftModel" if job.lora.rank else f"transformers: {text}"
             logger.info("checkpoint: %s (%s.from_pretrained)", folder, how)
         if job.metrics.enable_tensorboard:
             logger.info("metrics:    tensorboard --logdir %s", self.dump_folder / job.metrics.save_tb_folder)

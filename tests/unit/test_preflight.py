@@ -109,3 +109,36 @@ def test_machines_that_may_be_lost(path, capsys):
     assert "training.global_batch_size (16) is not a multiple" in warning and warning.count("\n") == 1
     assert main(["--world-size", "8,6", "--config", path, batch, "--training.local_batch_size=1"]) == 2
     assert capsys.readouterr().err.startswith("titanlite: error: with 6 ranks: configuration: ")
+
+
+def test_files_that_are_not_there_are_said_before_a_model_is_downloaded(path, capsys, monkeypatch):
+    monkeypatch.setattr("titanlite.preflight.check", lambda *_, **__: pytest.fail("it went on"))
+    overrides = ("--data.dataset=examples", "--data.path=nothere.jsonl", "--data.validation_path=owner/held-out")
+    overrides += (
+        "--data.chat_template=t.jinja",
+        "--data.tokenizer_path=tok",
+        "--evaluation.path=eval.jsonl",
+        "--evaluation.enable=true",
+    )
+    assert main(["--world-size=1", "--config", path, *overrides]) == 2
+    said = capsys.readouterr().err
+    for key, name in (("path", "nothere.jsonl"), ("chat_template", "t.jinja"), ("tokenizer_path", "tok")):
+        assert f"data.{key}: {name} does not exist. Relative paths begin at" in said
+    assert "evaluation.path: eval.jsonl does not exist" in said
+    assert "owner/held-out" not in said
+
+
+def test_text_is_never_on_the_hub(path, capsys):
+    assert main(["--world-size=1", "--config", path, "--data.dataset=text", "--data.path=owner/texts"]) == 2
+    assert "data.path: owner/texts does not exist" in capsys.readouterr().err
+
+
+def test_a_python_without_the_packages_says_so(path):
+    code = (
+        "import sys; sys.modules['omegaconf'] = None; from titanlite.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", code, "check", "--config", path, "--world-size", "1"]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert result.returncode == 2
+    assert "has no package 'omegaconf'. Activate the environment" in result.stderr
+    assert "Traceback" not in result.stderr

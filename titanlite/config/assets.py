@@ -15,21 +15,22 @@ _WEIGHTS = ["*.safetensors"]
 _IGNORED = ["consolidated*", "*/*"]
 
 
-def resolve_assets(job: JobConfig) -> JobConfig:
+def resolve_assets(job: JobConfig, *, weights: bool = True) -> JobConfig:
     """`job` with `model.hf_assets_path`, `checkpoint.initial_load_path` and `lora.init_from` as local folders.
 
     A run that begins with a pretrained model takes sizes and tokenizer from there unless told otherwise. Repositories
-    of the hub are downloaded on first use, weights only where they are wanted and never as pickle files.
+    of the hub are downloaded on first use, weights only where they are wanted, not if `weights` is False, and never as
+    pickle files.
 
     Raises:
         ConfigError: a repository is neither in the local cache nor can it be downloaded.
     """
     model, checkpoint, data = job.model, job.checkpoint, job.data
     if job.lora.init_from:
-        path = local_folder("lora.init_from", job.lora.init_from, weights=True)
+        path = local_folder("lora.init_from", job.lora.init_from, weights=weights)
         job = replace(job, lora=replace(job.lora, init_from=path))
     if checkpoint.initial_load_path:
-        path = local_folder("checkpoint.initial_load_path", checkpoint.initial_load_path, weights=True)
+        path = local_folder("checkpoint.initial_load_path", checkpoint.initial_load_path, weights=weights)
         checkpoint = replace(checkpoint, initial_load_path=path)
         if not model.flavor and not model.hf_assets_path:
             model = replace(model, hf_assets_path=path)
@@ -40,6 +41,21 @@ def resolve_assets(job: JobConfig) -> JobConfig:
         path = local_folder("model.hf_assets_path", model.hf_assets_path, weights=False)
         model = replace(model, hf_assets_path=path)
     return replace(job, model=model, checkpoint=checkpoint, data=data)
+
+
+def find_missing_files(job: JobConfig) -> list[str]:
+    """A problem for each path of `[data]` and `[evaluation]` with nothing at it that is no name of the hub either."""
+    data = job.data
+    on_hub = data.dataset == "examples"
+    paths = [("data.tokenizer_path", data.tokenizer_path, False), ("data.chat_template", data.chat_template, False)]
+    if data.dataset != "stdlib":
+        paths += [("data.path", data.path, on_hub), ("data.validation_path", data.validation_path, on_hub)]
+    paths.append(("evaluation.path", job.evaluation.path, True))
+    return [
+        f"{key}: {name} does not exist. Relative paths begin at the current folder, {Path.cwd()}."
+        for key, name, may_be_on_hub in paths
+        if name and not Path(os.path.expanduser(name)).exists() and not (may_be_on_hub and _HUB_ID.fullmatch(name))
+    ]
 
 
 def local_folder(key: str, name: str, *, weights: bool) -> str:
@@ -85,5 +101,18 @@ def local_folder(key: str, name: str, *, weights: bool) -> str:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(
             f"{key}: '{name}' is no folder here, not in the cache of the Hugging Face hub, and cannot be downloaded: "
-            f"{reason} Correct the name, or give a local folder."
+            f"{reason.rstrip('.')}. {_get_remedy(error)}"
         ) from None
+
+
+def _get_remedy(error: Exception) -> str:
+    """What helps against an error of the hub."""
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if status in (401, 403):
+        return (
+            "Correct the name; if the model is gated or private, accept its license on the hub and log in with "
+            "`hf auth login`, or set HF_TOKEN."
+        )
+    if status is None:  # the hub was not reached, or not asked
+        return "Correct the name, give a local folder, or set HF_HOME to a cache that has it."
+    return "Correct the name, or give a local folder."

@@ -332,7 +332,9 @@ class DataSection:
         "", "Jinja file with a chat template to use, and save, in place of the tokenizer's own."
     )
     tokenizer_path: str = setting(
-        "", "Folder or tokenizer.json of a Hugging Face tokenizer. Empty: train a byte-level BPE on the data."
+        "",
+        "Folder or tokenizer.json of a Hugging Face tokenizer, no hub id. Empty: that of model.hf_assets_path or "
+        "checkpoint.initial_load_path; without one, 'text' and 'stdlib' train a byte-level BPE on the data.",
     )
     bpe_vocab_size: int = setting(4096, "Vocabulary of the BPE tokenizer trained on first use.")
     cache_folder: str = setting("", "Folder of tokenizers and token files. Empty: ~/.cache/titanlite.")

@@ -215,7 +215,8 @@ def test_neither_cached_nor_online(cache):
         "checkpoint.initial_load_path: 'owner/model' is no folder here, not in the cache of the Hugging Face hub, and "
         "cannot be downloaded: "
     )
-    assert text.endswith(" Correct the name, or give a local folder.")
+    assert text.endswith(". Correct the name, give a local folder, or set HF_HOME to a cache that has it.")
+    assert ".." not in text
     assert "\n" not in text
 
 
@@ -242,7 +243,33 @@ def test_network_that_breaks_in_the_middle(cache, monkeypatch):
         local_folder(KEY, "owner/model", weights=False)
 
 
+@pytest.mark.parametrize(
+    ("status", "remedy"), [(401, "set HF_TOKEN."), (403, "hf auth login"), (404, "or give a local")]
+)
+def test_remedy_follows_from_what_the_hub_answers(cache, monkeypatch, status, remedy):
+    class Answer:
+        status_code = status
+
+    def snapshot_download(repository, *, local_files_only, **_):
+        if local_files_only:
+            raise huggingface_hub.errors.LocalEntryNotFoundError("no")
+        error = OSError("No access.")
+        error.response = Answer()
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    with pytest.raises(ConfigError, match=rf"cannot be downloaded: No access\. Correct the name.*{remedy}"):
+        local_folder(KEY, "owner/model", weights=False)
+
+
 # ---- what a job takes from where ----
+
+
+def test_only_the_description_where_weights_are_not_wanted(asked):
+    for job in (job_of(initial_load_path="a/b"), job_of(initial_load_path="a/b", flavor="debug")):
+        with pytest.raises(ConfigError):
+            resolve_assets(job, weights=False)
+    assert asked and all("*.safetensors" not in options["allow_patterns"] for _, options in asked)
 
 
 def test_nothing_to_resolve(asked):
