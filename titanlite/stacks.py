@@ -101,13 +101,16 @@ def main_thread(path: Path) -> list[re.Match[str]]:
 
 def find_collective(frames: Sequence[re.Match[str]]) -> str | None:
     """Name of the collective that a thread with these frames waits in, or None."""
+    found = None
     for frame in frames:
-        inside = "torch/distributed/" in frame["file"] or frame["file"].endswith("titanlite/distributed/collectives.py")
-        if inside and _COLLECTIVES.search(frame["name"]):
-            return frame["name"].lstrip("_")
-        if "/titanlite/" in frame["file"] and not inside:
-            return None  # further out is what called titanlite's own code
-    return None
+        own = frame["file"].endswith("titanlite/distributed/collectives.py")
+        if own and frame["name"].startswith("gloo_"):  # made of other collectives, which would say less
+            return f"{frame['name'].removeprefix('gloo_')}_single"
+        if found is None and (own or "torch/distributed/" in frame["file"]) and _COLLECTIVES.search(frame["name"]):
+            found = frame["name"].lstrip("_")
+        if "/titanlite/" in frame["file"] and not own:
+            break  # further out is what called titanlite's own code
+    return found
 
 
 def is_stopped(pid: int) -> bool:

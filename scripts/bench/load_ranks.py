@@ -14,6 +14,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -165,14 +166,25 @@ def touch_memory(most: int = sys.maxsize) -> None:
     """
 
     def touch() -> None:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        memory = mmap.mmap(-1, max(min(free - _LEFT_BYTES, most), mmap.PAGESIZE))
+        free = min(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), _left_in_group())
+        memory = mmap.mmap(
+            -1, max(min(free - _LEFT_BYTES, most), mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        )
         if hasattr(mmap, "MADV_HUGEPAGE"):
             memory.madvise(mmap.MADV_HUGEPAGE)
         for start in range(0, len(memory), mmap.PAGESIZE):
             memory[start] = 1
 
     run_alone(touch)
+
+
+def _left_in_group() -> int:
+    """What the control group of this process may still take, in bytes."""
+    with suppress(OSError, ValueError):
+        folder = Path("/sys/fs/cgroup", Path("/proc/self/cgroup").read_text().rpartition("::/")[2].strip())
+        used = int((folder / "memory.current").read_text())
+        return int((folder / "memory.max").read_text()) - used  # "max" is no number
+    return sys.maxsize
 
 
 def _collect(

@@ -1,13 +1,36 @@
 """Collectives through gloo against what they must give, computed from every rank's seed."""
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanlite.distributed.collectives import all_gather_single, reduce_scatter_single
 
-RANKS, LENGTH = 4, 1000
+RANKS = 4
+LENGTH = 100_000  # of 3 elements: gathers of less go through gloo's own
+_own = torch.ops.titanlite
+
+
+@contextmanager
+def calling(operator: Any) -> Iterator[None]:
+    """Passes if `operator` is called inside."""
+    called = []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            called.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Seen():
+        yield
+    assert operator.default in called
 
 
 def of_rank(rank: int, length: int, dtype: torch.dtype) -> torch.Tensor:
@@ -26,21 +49,30 @@ def test_gathering_and_reducing_through_gloo(run_ranks, shape, dtype):
         gathered = torch.full((len(members) * LENGTH, 3), float("nan"), dtype=dtype)
         piece = gathered.narrow(0, place * LENGTH, LENGTH)
         piece.copy_(of_rank(dist.get_rank(), LENGTH, dtype))
-        assert all_gather_single(gathered, piece, group=group) is None
+        with calling(_own.gloo_all_gather):
+            assert all_gather_single(gathered, piece, group=group) is None
         assert torch.equal(gathered, expected)
         assert all_gather_single(gathered.zero_(), of_rank(dist.get_rank(), LENGTH, dtype), group=group) is None
         assert torch.equal(gathered, expected)
 
         wholes = torch.stack([of_rank(rank, len(members) * LENGTH, dtype) for rank in members])
         reduced = torch.full((LENGTH, 3), float("nan"), dtype=dtype)
-        assert reduce_scatter_single(reduced, wholes[place], group=group) is None
-        exact = wholes.double().sum(0)[place * LENGTH : (place + 1) * LENGTH]
-        torch.testing.assert_close(reduced.double(), exact, rtol=torch.finfo(dtype).eps, atol=2e-7)
+        with calling(_own.gloo_reduce_scatter):
+            assert reduce_scatter_single(reduced, wholes[place], group=group) is None
+        pieces = wholes[:, place * LENGTH : (place + 1) * LENGTH].double()
+        # Three additions in float32, each off by half a unit of a sum that is no larger than that of the magnitudes,
+        # and for bfloat16 one rounding of the result.
+        bound = 1.5 * torch.finfo(torch.float32).eps * pieces.abs().sum(0)
+        if dtype == torch.bfloat16:
+            bound += 0.5 * torch.finfo(dtype).eps * pieces.sum(0).abs()
+        assert ((reduced.double() - pieces.sum(0)).abs() <= bound).all()
 
     run_ranks(RANKS, check)
 
 
-def test_another_reduction_and_a_collective_in_the_background_are_those_of_torch(run_ranks):
+def test_what_is_left_to_torch(run_ranks):
+    """Another reduction, a collective in the background, a dtype that differs, which is an error there."""
+
     def check() -> None:
         group, rank = dist.group.WORLD, dist.get_rank()
         assert group is not None
@@ -52,5 +84,20 @@ def test_another_reduction_and_a_collective_in_the_background_are_those_of_torch
         assert work is not None
         work.wait()
         assert gathered.tolist() == [0, 1, 2, 3]
+        with pytest.raises((RuntimeError, ValueError, TypeError)):
+            all_gather_single(torch.zeros(4 * LENGTH), torch.zeros(LENGTH, dtype=torch.int32), group=group)
+
+    run_ranks(RANKS, check)
+
+
+def test_between_machines_gloo_gathers(run_ranks):
+    def check() -> None:
+        os.environ["LOCAL_WORLD_SIZE"] = "2"  # of this process, which ends with the test
+        group = dist.group.WORLD
+        assert group is not None
+        gathered = torch.zeros(4 * LENGTH, 3)
+        with pytest.raises(AssertionError), calling(_own.gloo_all_gather):
+            all_gather_single(gathered, of_rank(dist.get_rank(), LENGTH, torch.float32), group=group)
+        assert torch.equal(gathered, torch.cat([of_rank(rank, LENGTH, torch.float32) for rank in range(RANKS)]))
 
     run_ranks(RANKS, check)

@@ -198,6 +198,21 @@ def test_only_phases_of_training_have_a_limit_and_not_in_the_first_step_after_lo
     assert done == [0, 0, 0, 1, 1, 2, 2, 3, 1, 1, 2]
 
 
+def test_a_collective_made_of_others_keeps_its_name(tmp_path):
+    for rank, (name, inner) in enumerate([("reduce_scatter", "all_to_all_single"), ("all_gather", "wait")]):
+        stacks.stack_path(tmp_path, rank).write_text(
+            "Current thread 0x2 (most recent call first):\n"
+            f'  File "/x/torch/distributed/distributed_c10d.py", line 10 in {inner}\n'
+            f'  File "/x/titanlite/distributed/collectives.py", line 90 in gloo_{name}\n'
+            '  File "/x/torch/_library/custom_ops.py", line 3 in backend_impl\n'
+            f'  File "/x/titanlite/distributed/collectives.py", line 50 in {name}_single\n'
+            '  File "/x/titanlite/distributed/fsdp_timing.py", line 60 in __call__\n'
+        )
+    beats = {rank: Beat(rank, os.getpid(), 4, "backward", time.monotonic()) for rank in (0, 1)}
+    text = stacks.describe(tmp_path, beats, silent=[])
+    assert "rank 0 in reduce_scatter_single (step 4, backward); rank 1 in all_gather_single" in text
+
+
 def test_all_ranks_in_collectives_is_said_as_it_is(tmp_path):
     for rank, name in ((0, "all_reduce"), (1, "all_to_all_single")):
         stacks.stack_path(tmp_path, rank).write_text(

@@ -236,7 +236,7 @@ class Checkpointer:
         if not self._section.enable or progress.step == self._saved_step:
             return
         self.wait()
-        with self._going_on():
+        with self._going_on(progress.step):
             began = time.perf_counter()
             dtype = getattr(torch, self._section.export_dtype)
             lora = self._job.lora
@@ -287,15 +287,15 @@ class Checkpointer:
             logger.warning("checkpoint: cannot mark the best or remove old checkpoints in %s: %s", self.folder, error)
 
     @contextmanager
-    def _going_on(self) -> Generator[None]:
-        """Raise a `CheckpointError` of the body, or warn of it, as `checkpoint.on_save_error` says.
+    def _going_on(self, step: int) -> Generator[None]:
+        """Raise a `CheckpointError` of the body, which saves `step`, or warn of it: `checkpoint.on_save_error`.
 
         Nothing is left of the failed save.
         """
         try:
             yield
         except CheckpointError as error:
-            step, self._saved_step = self._saved_step, -1
+            self._saved_step = -1
             if self._section.on_save_error == "stop":
                 raise
             text = f'{error} Training goes on, and the next save tries again (checkpoint.on_save_error = "continue").'
@@ -332,7 +332,7 @@ class Checkpointer:
         """
         pending, self._pending = self._pending, None
         if pending is not None:
-            with self._going_on():
+            with self._going_on(self._saved_step):
                 pending.result()
 
     def save_last(self, save: Callable[[], None]) -> None:

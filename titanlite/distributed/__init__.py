@@ -1,6 +1,7 @@
 """Parallelism, applied to single-device models from outside, on the meta device."""
 
 from titanlite.distributed.clip_grad import clip_grad_norm, clip_grad_norms
+from titanlite.distributed.collectives import forget_groups
 from titanlite.distributed.fsdp import base_dtype
 from titanlite.distributed.parallel_dims import ParallelDims
 from titanlite.distributed.parallelize import parallelize
@@ -13,6 +14,7 @@ __all__ = [
     "clip_grad_norm",
     "clip_grad_norms",
     "fake_ranks",
+    "forget_groups",
     "init_distributed",
     "parallelize",
     "reduce_replicated_grads",

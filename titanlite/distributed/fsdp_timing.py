@@ -1,4 +1,4 @@
-"""FSDP's collectives with a clock around them, through FSDP2's public seams for custom communication."""
+"""FSDP's collectives: titanlite's, with a clock around them, through FSDP2's public seams for custom communication."""
 
 from collections.abc import Sequence
 from typing import Any
