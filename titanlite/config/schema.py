@@ -395,8 +395,10 @@ class SpikeSection:
 class CommSection:
     timeout_seconds: int = setting(
         300,
-        "Longest wait of a collective, and longest time in which a rank that trains does not move; then the run ends, "
-        "or starts again, and says which rank hung and who waited for it.",
+        "Longest time in which a rank that trains does not move, and longest wait of a collective of all ranks; then "
+        "the run ends, or starts again, and says which rank hung and who waited for it. Collectives along one axis of "
+        "the mesh have torch's own limits (gloo 30 minutes, NCCL 10), which count where ranks need not move: "
+        "evaluating, compiling.",
     )
 
 

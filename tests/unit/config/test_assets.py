@@ -8,6 +8,9 @@ import time
 from pathlib import Path
 
 import huggingface_hub
+import huggingface_hub.constants
+import huggingface_hub.errors
+import huggingface_hub.utils
 import pytest
 
 from titanlite.config import JobConfig, load_config
