@@ -10,6 +10,7 @@ from titanlite.logger import log_to_folder, logger, setup_logger
 def fresh(monkeypatch) -> Iterator[None]:
     """The package's logger as a new process has it."""
     monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(logger, "disabled", False)
     before, level, propagate = logger.handlers[:], logger.level, logger.propagate
     logger.handlers.clear()
     yield

@@ -1,12 +1,11 @@
 """What is looked at when a run is set up."""
 
-import logging
 from dataclasses import replace
 
 import pytest
 
+from titanlite import run_setup
 from titanlite.errors import DataError
-from titanlite.logger import logger
 from titanlite.models.families import families
 from titanlite.run_setup import check_vocabulary
 
@@ -16,7 +15,7 @@ CONFIG = replace(families()["qwen3_moe"].presets["debug"], vocab_size=1000)
 @pytest.fixture
 def warnings(monkeypatch) -> list[str]:
     said: list[str] = []
-    monkeypatch.setattr(logger, "handle", lambda record: said.append(f"{record.levelno} {record.getMessage()}"))
+    monkeypatch.setattr(run_setup.logger, "warning", lambda text, *values: said.append(text % values))
     return said
 
 
@@ -29,7 +28,7 @@ def test_a_tokenizer_far_smaller_than_the_embedding_is_a_warning_of_rank_0(warni
     monkeypatch.setenv("RANK", "0")
     check_vocabulary(499, CONFIG)
     (text,) = warnings
-    assert text.startswith(f"{logging.WARNING} data: the tokenizer has 499 tokens, the embedding 1000 rows")
+    assert text.startswith("data: the tokenizer has 499 tokens, the embedding 1000 rows")
     assert text.endswith("model.overrides.vocab_size = 499.")
 
 
