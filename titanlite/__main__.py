@@ -4,13 +4,8 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-_PACKAGES = (
-    "omegaconf",
-    "torch",
-    "numpy",
-    "safetensors",
-    "transformers",
-)  # those that the imports of titanlite meet first
+# What the commands import first: without one of them, this Python is not the one that titanlite was installed for.
+_PACKAGES = ("omegaconf", "torch", "numpy", "safetensors", "transformers")
 _USAGE = """usage: python -m titanlite COMMAND [arguments]
 
   train      train on one process: --config FILE [--section.key=value ...] (several: ./run_train.sh)

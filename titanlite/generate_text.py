@@ -25,7 +25,7 @@ from titanlite.config.assets import local_folder
 from titanlite.config.parallelism import check_parallelism, resolve_degrees
 from titanlite.config.schema import ParallelismSection, TrainingSection
 from titanlite.data import load_tokenizer
-from titanlite.distributed import ParallelDims, init_distributed, parallelize
+from titanlite.distributed import ParallelDims, end_distributed, init_distributed, parallelize
 from titanlite.errors import ConfigError, DataError, TitanliteError, raise_problems
 from titanlite.generate import Continuation, Sampling, generate, get_end_of_turn_ids, get_eos_token_ids, name_of
 from titanlite.materialize import materialize
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if dist.is_initialized():
         if code == 0:
             dist.barrier()  # a rank that leaves while a peer still answers can tear that one's connections down
-        dist.destroy_process_group()
+        end_distributed()
     return code
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from titanlite.checkpoint import Progress
 from titanlite.config import JobConfig
+from titanlite.config.assets import is_hub_id
 from titanlite.config.check import format_value, get_value
 from titanlite.config.load import get_sections
 from titanlite.results import Results, Series
@@ -23,7 +24,6 @@ _LEFT_OUT_KEYS = ("checkpoint.folder", "data.cache_folder", "checkpoint.push_to_
 _HUB_CACHE = re.compile(r"models--([^/]+)--([^/]+)/snapshots/([0-9a-f]+)")
 _LICENSE = re.compile(r"(license|license_name|license_link):\s*(\S.*)")
 _QUOTES = "\"'"
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def _header(base: BaseModel | None, job: JobConfig) -> list[str]:
     if base is not None and base.on_hub:
         lines.append(f"base_model: {json.dumps(base.name)}")
     path = job.data.path
-    if path and _HUB_ID.fullmatch(path) and not Path(path).exists():
+    if path and is_hub_id(path) and not Path(path).exists():
         lines += ["datasets:", f"- {json.dumps(path.partition('@')[0])}"]
     return lines
 
@@ -179,4 +179,4 @@ def _public(text: str) -> str:
 
 def _is_path(text: str) -> bool:
     """True for what names a place on this machine, and not a repository, a pattern or a mode."""
-    return text.startswith(("/", "~", "./", "../")) or (not _HUB_ID.fullmatch(text) and "/" in text)
+    return text.startswith(("/", "~", "./", "../")) or (not is_hub_id(text) and "/" in text)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from titanlite import heartbeat, stop
 from titanlite.config import load_config
-from titanlite.distributed import forget_groups
+from titanlite.distributed import end_distributed
 from titanlite.errors import NOTICE_FOLDER, TitanliteError
 from titanlite.faults import explain_refusal
 from titanlite.logger import setup_logger
@@ -67,8 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _end_with_traceback(error)
     # Not after an error: others may be in collectives, for whose timeout it would wait.
     if code == 0 and dist.is_initialized():
-        dist.destroy_process_group()
-        forget_groups()
+        end_distributed()
     return code
 
 

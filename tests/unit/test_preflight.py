@@ -114,12 +114,8 @@ def test_machines_that_may_be_lost(path, capsys):
 def test_files_that_are_not_there_are_said_before_a_model_is_downloaded(path, capsys, monkeypatch):
     monkeypatch.setattr("titanlite.preflight.check", lambda *_, **__: pytest.fail("it went on"))
     overrides = ("--data.dataset=examples", "--data.path=nothere.jsonl", "--data.validation_path=owner/held-out")
-    overrides += (
-        "--data.chat_template=t.jinja",
-        "--data.tokenizer_path=tok",
-        "--evaluation.path=eval.jsonl",
-        "--evaluation.enable=true",
-    )
+    overrides += ("--data.chat_template=t.jinja", "--data.tokenizer_path=tok")
+    overrides += ("--evaluation.enable=true", "--evaluation.path=eval.jsonl")
     assert main(["--world-size=1", "--config", path, *overrides]) == 2
     said = capsys.readouterr().err
     for key, name in (("path", "nothere.jsonl"), ("chat_template", "t.jinja"), ("tokenizer_path", "tok")):

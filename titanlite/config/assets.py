@@ -15,6 +15,11 @@ _WEIGHTS = ["*.safetensors"]
 _IGNORED = ["consolidated*", "*/*"]
 
 
+def is_hub_id(name: str) -> bool:
+    """True if `name` has the form `owner/name[@revision]` of the Hugging Face hub; a path here may have it, too."""
+    return _HUB_ID.fullmatch(name) is not None
+
+
 def resolve_assets(job: JobConfig, *, weights: bool = True) -> JobConfig:
     """`job` with `model.hf_assets_path`, `checkpoint.initial_load_path` and `lora.init_from` as local folders.
 
@@ -54,7 +59,7 @@ def find_missing_files(job: JobConfig) -> list[str]:
     return [
         f"{key}: {name} does not exist. Relative paths begin at the current folder, {Path.cwd()}."
         for key, name, may_be_on_hub in paths
-        if name and not Path(os.path.expanduser(name)).exists() and not (may_be_on_hub and _HUB_ID.fullmatch(name))
+        if name and not Path(os.path.expanduser(name)).exists() and not (may_be_on_hub and is_hub_id(name))
     ]
 
 
@@ -65,7 +70,7 @@ def local_folder(key: str, name: str, *, weights: bool) -> str:
         ConfigError: the repository is neither in the local cache nor can it be downloaded.
     """
     path = Path(os.path.expanduser(name))  # Path.expanduser raises where there is no such user
-    if path.exists() or not _HUB_ID.fullmatch(name):
+    if path.exists() or not is_hub_id(name):
         return str(path)
     # Costs half a second, and only names of the hub need it.
     from huggingface_hub import snapshot_download

@@ -1,6 +1,5 @@
 """Rows of examples from files or from the Hugging Face hub, each with the place that an error can name."""
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,11 +8,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
+from titanlite.config.assets import is_hub_id
 from titanlite.data.corpus import find_files
 from titanlite.data.readers import READERS, RowError, drop_none, first_line
 from titanlite.errors import DataError
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 _SUFFIXES = tuple(READERS)
 _CHUNK_BYTES = 2**22
 
@@ -214,7 +213,7 @@ def build_rows(
             raise DataError(f"data: no file in {root} {wanted}. Change data.pattern or data.path.")
     elif root.exists():
         files = [root]
-    elif _HUB_ID.fullmatch(path):
+    elif is_hub_id(path):
         return HubRows(path, subset, split, streaming)
     else:
         raise DataError(

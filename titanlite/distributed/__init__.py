@@ -1,11 +1,10 @@
 """Parallelism, applied to single-device models from outside, on the meta device."""
 
 from titanlite.distributed.clip_grad import clip_grad_norm, clip_grad_norms
-from titanlite.distributed.collectives import forget_groups
 from titanlite.distributed.fsdp import base_dtype
 from titanlite.distributed.parallel_dims import ParallelDims
 from titanlite.distributed.parallelize import parallelize
-from titanlite.distributed.process_group import fake_ranks, init_distributed
+from titanlite.distributed.process_group import end_distributed, fake_ranks, init_distributed
 from titanlite.distributed.replicated_grads import reduce_replicated_grads
 
 __all__ = [
@@ -13,8 +12,8 @@ __all__ = [
     "base_dtype",
     "clip_grad_norm",
     "clip_grad_norms",
+    "end_distributed",
     "fake_ranks",
-    "forget_groups",
     "init_distributed",
     "parallelize",
     "reduce_replicated_grads",

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import debug
 
+from titanlite.distributed.collectives import forget_groups
 from titanlite.distributed.flight_recorder import enable_flight_recorder
 from titanlite.distributed.host_memory import keep_freed_memory
 from titanlite.errors import ConfigError, TransientError
@@ -65,6 +66,12 @@ def _forget_meshes() -> None:
     forked from it) would get back layouts on the older mesh object, with the older rank's coordinate.
     """
     debug._clear_sharding_prop_cache()  # pyright: ignore[reportPrivateUsage]
+
+
+def end_distributed() -> None:
+    """Leave the other ranks and close the connections to them. Undoes `init_distributed`."""
+    dist.destroy_process_group()
+    forget_groups()
 
 
 def init_distributed(timeout_s: int, dump_folder: Path | None = None) -> torch.device:
