@@ -25,6 +25,10 @@ if not torch.cuda.is_available():
 # Before any parallel region: forked ranks must not inherit a pool of OpenMP threads that are not there any more.
 torch.set_num_threads(1)
 
+# Where pytest finds them, it works out and prints the whole difference of what an assertion compares, however long.
+for _name in ("CI", "BUILD_NUMBER"):
+    os.environ.pop(_name, None)
+
 
 @pytest.fixture(autouse=True)
 def log_handlers() -> Iterator[None]:

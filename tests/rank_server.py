@@ -13,7 +13,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,8 @@ request = json.dumps([sys.argv[1:], dict(os.environ)]).encode()
 link.sendmsg([len(request).to_bytes(4, "big")], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [1, 2]))])
 link.sendall(request)
 pid = int.from_bytes(link.recv(4), "big")
+if not pid:
+    os._exit(1)  # the server is gone
 def forward(number, frame):
     try:
         os.kill(pid, number)
@@ -38,6 +43,43 @@ if code < 0:
     os.kill(os.getpid(), -code)
 os._exit(code)
 """
+
+
+class Launched:
+    """A launcher with its ranks, and what they have written so far to the one output that they share."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        self._lines: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        with self.process.stdout as lines:
+            self._lines.extend(lines)
+
+    @property
+    def out(self) -> str:
+        return "".join(self._lines)
+
+    def wait_for(self, what: str, condition: Callable[[], object], timeout_s: float) -> None:
+        end = time.monotonic() + timeout_s
+        while not condition():
+            code = self.process.poll()
+            assert code is None, f"ended with {code} instead of {what}:\n{self.out[-6000:]}"
+            assert time.monotonic() < end, f"no {what} within {timeout_s} s:\n{self.out[-6000:]}"
+            time.sleep(0.02)
+
+    def end(self, timeout_s: float) -> int:
+        """The exit code, once it and all of its ranks have ended by themselves."""
+        try:
+            code = self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"no end within {timeout_s} s:\n{self.out[-6000:]}") from None
+        self._reader.join(timeout_s)
+        assert not self._reader.is_alive(), f"ended with {code}, but a rank is left:\n{self.out[-6000:]}"
+        return code
 
 
 class RankServer:
@@ -58,19 +100,20 @@ class RankServer:
         command = [sys.executable, str(Path(__file__)), self.address, str(folder)]
         self.process = subprocess.Popen(command, env=environment, cwd=root)
 
-    def launch(self, *arguments: str) -> subprocess.Popen[str]:
+    def launch(self, *arguments: str) -> Launched:
         """`python -m titanlite.launch ARGUMENTS`, with its output and that of its ranks in one pipe."""
         deadline = time.monotonic() + 120
         while not Path(self.address).exists():
             assert self.process.poll() is None and time.monotonic() < deadline, "the server does not start"
             time.sleep(0.05)
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [str(self.stub), "-m", "titanlite.launch", *arguments],
             env={**os.environ, "PYTHON_EXEC": str(self.stub), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
+        return Launched(process)
 
     def rank_pid(self, rank: int) -> int:
         return int((self.folder / f"rank-{rank}.pid").read_text())
@@ -87,16 +130,26 @@ class RankServer:
 # --- the server itself
 
 
-def _receive(link: socket.socket) -> tuple[list[str], dict[str, str], list[int]]:
-    fds = array.array("i")
-    size, ancillary, _, _ = link.recvmsg(4, socket.CMSG_LEN(2 * fds.itemsize))
+def _receive(link: socket.socket, fds: list[int]) -> tuple[list[str], dict[str, str]]:
+    """What a stub asks for; appends its outputs to `fds`.
+
+    Raises:
+        ConnectionError: the stub was killed meanwhile.
+    """
+    outputs = array.array("i")
+    size, ancillary, _, _ = link.recvmsg(4, socket.CMSG_LEN(2 * outputs.itemsize))
     for _, _, data in ancillary:
-        fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+        outputs.frombytes(data[: len(data) - len(data) % outputs.itemsize])
+    fds += outputs
     data = b""
     while len(data) < int.from_bytes(size, "big"):
-        data += link.recv(1 << 16)
+        data += (received := link.recv(1 << 16))
+        if not received:
+            raise ConnectionError("the stub is gone")
+    if len(fds) < 2:
+        raise ConnectionError("the stub is gone")
     arguments, environment = json.loads(data)
-    return arguments, environment, list(fds)
+    return arguments, environment
 
 
 def _child(arguments: list[str], environment: dict[str, str], fds: list[int], folder: Path) -> int:
@@ -164,7 +217,14 @@ def _serve(address: str, folder: Path) -> None:
         for key, _ in selector.select(0.02):
             if key.fileobj is listener:
                 link, _ = listener.accept()
-                arguments, environment, fds = _receive(link)
+                fds: list[int] = []
+                try:
+                    arguments, environment = _receive(link, fds)
+                except ConnectionError:
+                    link.close()
+                    for fd in fds:
+                        os.close(fd)
+                    continue
                 pid = os.fork()
                 if pid == 0:
                     code = 1
@@ -178,7 +238,8 @@ def _serve(address: str, folder: Path) -> None:
                         os._exit(code)
                 for fd in fds:
                     os.close(fd)
-                link.sendall(pid.to_bytes(4, "big"))
+                with suppress(ConnectionError):  # its stub is gone; reading from the link says so, too
+                    link.sendall(pid.to_bytes(4, "big"))
                 children[pid] = link
                 selector.register(link, selectors.EVENT_READ, pid)
             else:  # its stub is gone

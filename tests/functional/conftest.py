@@ -2,7 +2,6 @@
 
 import os
 import random
-import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import run_to_end
 from torch.distributed.tensor import DTensor
 
 # Saving imports these; here it costs 2 s once, in every forked rank it would cost them again.
@@ -235,15 +235,8 @@ def run_process() -> Callable[..., Finished]:
             k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
         }
         path = f"{Path(sys.executable).parent}{os.pathsep}{clean.get('PATH', '')}"
-        done = subprocess.run(
-            list(arguments),
-            cwd=ROOT,
-            env={**clean, "PATH": path, "OMP_NUM_THREADS": "1", **(env or {})},
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            check=False,
-        )
+        environment = {**clean, "PATH": path, "OMP_NUM_THREADS": "1", **(env or {})}
+        done = run_to_end(arguments, cwd=ROOT, env=environment, timeout_s=timeout_s)
         return Finished(done.returncode, done.stdout, done.stderr)
 
     return run

@@ -24,6 +24,7 @@ import pytest
 import torch
 import torch._dynamo  # FSDP imports it, which takes 2 s in every forked rank if it is not there yet
 import torch.distributed as dist
+from files import folder_digests
 from safetensors.torch import load_file
 from transformers import AutoConfig, GenerationConfig
 
@@ -111,11 +112,6 @@ def generator_state(step: int) -> torch.Tensor:
 def hidden(folder: Path) -> list[str]:
     """Temporary names in `folder`."""
     return sorted(path.name for path in folder.iterdir() if not path.name.startswith("step-"))
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    """Every file below `folder`."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 # --- ranks that are killed
@@ -444,7 +440,7 @@ def test_failed_save_is_one_error_on_all_ranks_and_leaves_the_earlier_ones(run_r
     """Each fault in turn, in the same ranks; between two faults a save succeeds."""
     folder = saved("run")
     job = checked(FSDP2, *SMALL, f"--checkpoint.async_mode={mode}", "--checkpoint.keep_latest_k=0")
-    before = contents(folder)
+    before = folder_digests(folder)
     hows = ["now"] if mode == "disabled" else ["agree", "save", "wait"]
 
     def rank_main() -> list[Any]:
@@ -457,7 +453,7 @@ def test_failed_save_is_one_error_on_all_ranks_and_leaves_the_earlier_ones(run_r
                 kind, text = failing_save(trainer, 10 + i, hows[i % len(hows)])
             elapsed = time.monotonic() - start
             dist.barrier()  # all ranks come here
-            outcomes.append((kind, text, elapsed, hidden(folder), list_steps(folder), dict(contents(folder)) == before))
+            outcomes.append((kind, text, elapsed, hidden(folder), list_steps(folder), folder_digests(folder) == before))
             dist.barrier()
         save_step(trainer, 3)
         trainer.checkpointer.wait()
@@ -497,7 +493,7 @@ def test_failed_background_save_ends_training_on_all_ranks_at_the_same_step(run_
     """Through `Trainer.train`, with the disk full from the second save on."""
     folder = saved("run")
     job = checked(FSDP2, *SMALL, "--checkpoint.async_mode=async", "--checkpoint.interval=2", "--training.steps=40")
-    before = contents(folder)
+    before = folder_digests(folder)
 
     def rank_main() -> tuple[int, str]:
         trainer = build_trainer(job)
@@ -508,14 +504,14 @@ def test_failed_background_save_ends_training_on_all_ranks_at_the_same_step(run_
     first, second = run_ranks(2, rank_main, timeout_s=60)
     assert first == second
     assert 4 <= first[0] < 40 and "No space left on device (rank 1)" in first[1] and "step-4" in first[1]
-    assert contents(folder) == before and hidden(folder) == []
+    assert folder_digests(folder) == before and hidden(folder) == []
 
 
 def test_checkpoint_that_cannot_be_replaced_is_untouched(run_ranks, checked, saved):
     """The old folder was hidden for the new one, which could not appear."""
     folder = saved("run")
     job = checked(FSDP2, *SMALL)
-    before = contents(folder)
+    before = folder_digests(folder)
 
     def rank_main() -> tuple[str, str]:
         trainer = build_trainer(job)
@@ -525,7 +521,7 @@ def test_checkpoint_that_cannot_be_replaced_is_untouched(run_ranks, checked, sav
 
     first, second = run_ranks(2, rank_main, timeout_s=SECONDS)
     assert first == second and first[0] == "CheckpointError" and "Permission denied" in first[1]
-    assert contents(folder) == before and hidden(folder) == []
+    assert folder_digests(folder) == before and hidden(folder) == []
 
 
 def test_background_save_is_finished_when_training_ends_with_an_error(checked, config_file, tmp_path, monkeypatch):
@@ -635,10 +631,10 @@ def flip_bit(path: Path, offset: int = -5) -> None:
 def test_damaged_byte_is_found_by_its_checksum(start_all, saved):
     folder = saved("run")
     flip_bit(folder / "step-2" / OPTIMIZER)
-    before = contents(folder)
+    before = folder_digests(folder)
     error = start_all(["--checkpoint.load_step=2"])[0].error
     assert str(folder / "step-2") in error and OPTIMIZER in error and "CRC-32" in error
-    assert contents(folder) == before and hidden(folder) == []
+    assert folder_digests(folder) == before and hidden(folder) == []
 
     first, second = start_all([])
     assert first.step == 1, "the one before"
@@ -646,17 +642,17 @@ def test_damaged_byte_is_found_by_its_checksum(start_all, saved):
     assert second.warnings == [], "said once"
     assert f"{folder / 'step-2'} is passed over: {OPTIMIZER}: its bytes are not those that were saved" in warning
     assert warning.endswith("It is kept as step-2.damaged.")
-    assert contents(folder) == {name.replace("step-2", "step-2.damaged"): data for name, data in before.items()}
+    assert folder_digests(folder) == {name.replace("step-2", "step-2.damaged"): data for name, data in before.items()}
 
 
 @pytest.mark.parametrize("gone", [MODEL, RNG, "config.json", commit.MANIFEST_FILE])
 def test_checkpoint_with_a_missing_file_is_passed_over(start_all, saved, gone):
     folder = saved("run")
     (folder / "step-2" / gone).unlink()
-    before = contents(folder)
+    before = folder_digests(folder)
     error = start_all(["--checkpoint.load_step=2"])[0].error
     assert str(folder / "step-2") in error and Path(gone).name in error
-    assert contents(folder) == before
+    assert folder_digests(folder) == before
 
     loaded = start_all([])[0]
     assert loaded.step == 1
@@ -664,7 +660,7 @@ def test_checkpoint_with_a_missing_file_is_passed_over(start_all, saved, gone):
     assert f"{folder / 'step-2'} is passed over" in warning and Path(gone).name in warning
     # Without a manifest it is not, or no longer, a checkpoint of a run: such as one that someone made a plain model.
     kept = "step-2" if gone == commit.MANIFEST_FILE else "step-2.damaged"
-    assert contents(folder) == {name.replace("step-2", kept): data for name, data in before.items()}
+    assert folder_digests(folder) == {name.replace("step-2", kept): data for name, data in before.items()}
 
 
 def test_file_that_was_cut_off_is_passed_over(start_all, saved):
@@ -686,10 +682,10 @@ def test_file_that_was_cut_off_is_passed_over(start_all, saved):
 )
 def test_step_that_cannot_be_loaded_is_refused(start_all, saved, step, words):
     folder = saved("run")
-    before = contents(folder)
+    before = folder_digests(folder)
     loaded = start_all([f"--checkpoint.load_step={step}"])[0]
     assert loaded.step == -1 and all(word in loaded.error for word in words), loaded.error
-    assert contents(folder) == before
+    assert folder_digests(folder) == before
 
 
 def after_reading_headers(monkeypatch: pytest.MonkeyPatch, action: Callable[[], None]) -> None:
@@ -720,11 +716,11 @@ def test_file_that_changes_between_header_and_read_is_an_error_on_all_ranks(star
             path.unlink() if fault == "vanishes" else os.truncate(path, path.stat().st_size - 8)
 
     after_reading_headers(monkeypatch, sabotage)
-    before = contents(folder / "step-1")
+    before = folder_digests(folder / "step-1")
     error = start_all([])[0].error
     assert str(path) in error, error
     assert ("No such file" if fault == "vanishes" else "bytes") in error
-    assert contents(folder / "step-1") == before and hidden(folder) == []
+    assert folder_digests(folder / "step-1") == before and hidden(folder) == []
 
 
 def test_file_that_is_cut_off_during_the_read_of_one_rank_is_an_error_on_all(start_all, saved):

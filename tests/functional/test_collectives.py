@@ -87,15 +87,22 @@ def test_what_is_left_to_torch(run_ranks):
     run_ranks(RANKS, check)
 
 
-def test_between_machines_gloo_gathers(run_ranks):
+def test_between_machines_gloo_gathers_and_sums_keep_their_bits(run_ranks):
     def check() -> None:
-        os.environ["LOCAL_WORLD_SIZE"] = "2"  # of this process, which ends with the test
         group = dist.group.WORLD
         assert group is not None
-        gathered = torch.zeros(4 * LENGTH, 3)
+        x = of_rank(dist.get_rank(), RANKS * LENGTH, torch.float32)
+        reduced, on_one_machine = torch.zeros(LENGTH, 3), torch.zeros(LENGTH, 3)
+        reduce_scatter_single(on_one_machine, x, group=group)
+
+        os.environ["LOCAL_WORLD_SIZE"] = "2"  # of this process, which ends with the test
+        gathered = torch.zeros(RANKS * RANKS * LENGTH, 3)
         with Called() as called:
-            all_gather_single(gathered, of_rank(dist.get_rank(), LENGTH, torch.float32), group=group)
+            all_gather_single(gathered, x, group=group)
+            reduce_scatter_single(reduced, x, group=group)
         assert called.operators and _own.gloo_all_gather.default not in called.operators
-        assert torch.equal(gathered, torch.cat([of_rank(rank, LENGTH, torch.float32) for rank in range(RANKS)]))
+        wholes = [of_rank(rank, RANKS * LENGTH, torch.float32) for rank in range(RANKS)]
+        assert torch.equal(gathered, torch.cat(wholes))
+        assert torch.equal(reduced, on_one_machine)
 
     run_ranks(RANKS, check)

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from document_blocks import Block, read_blocks
+from processes import run_to_end
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [path for path in sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")]) if read_blocks(path)]
@@ -36,25 +36,16 @@ def run_block(block: Block, tree: Path) -> str:
     env |= {"PATH": f"{Path(sys.executable).parent}:{env['PATH']}", "NGPU": RANKS, "CUDA_VISIBLE_DEVICES": ""}
     env |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     env |= {f"GIT_{who}_{what}": f"{what}@test" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
-    process = subprocess.Popen(
+    done = run_to_end(
         ["bash", "-euo", "pipefail", "-c", block.script],
         cwd=tree,
         env=env,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        process_group=0,
+        timeout_s=float(block.options.get("timeout", "300")),
+        join_outputs=True,
     )
-    try:
-        output, _ = process.communicate(timeout=float(block.options.get("timeout", "300")))
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGTERM)  # launchers end their ranks
-        os.killpg(process.pid, signal.SIGTERM)
-        raise
     expected = int(block.options.get("exit", "0"))
-    assert process.returncode == expected, f"{block.where}:\n{block.script}\n{output[-4000:]}"
-    return output
+    assert done.returncode == expected, f"{block.where}:\n{block.script}\n{done.stdout[-4000:]}"
+    return done.stdout
 
 
 @pytest.mark.slow

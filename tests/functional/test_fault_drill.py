@@ -12,7 +12,6 @@ import resource
 import shutil
 import signal
 import subprocess
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -60,23 +59,17 @@ class Drill:
             *("--checkpoint.interval=2", "--checkpoint.on_save_error=continue", "--training.divergence_check_freq=5"),
             f"--comm.timeout_seconds={TIMEOUT_S}",
         ]
-        self.lines: list[str] = []
-        self.start()
+        self.said_before = ""  # by those that have ended in good order
+        self.launched = server.launch(*self.command)
 
-    def start(self) -> None:
-        """Begin, or go on after an end in good order."""
-        self.process = self.server.launch(*self.command)
-        self.reader = threading.Thread(target=self._read, args=(self.process,))
-        self.reader.start()
-
-    def _read(self, process: subprocess.Popen[str]) -> None:
-        assert process.stdout is not None
-        with process.stdout as lines:
-            self.lines.extend(lines)
+    def go_on(self) -> None:
+        """After an end in good order."""
+        self.said_before = self.out
+        self.launched = self.server.launch(*self.command)
 
     @property
     def out(self) -> str:
-        return "".join(self.lines)
+        return self.said_before + self.launched.out
 
     def step(self) -> int:
         """Of the latest point of metrics; goes back when a run is resumed."""
@@ -86,21 +79,10 @@ class Drill:
             return 0
 
     def wait_for(self, what: str, condition: Callable[[], object]) -> None:
-        end = time.monotonic() + WAIT_S
-        while not condition():
-            assert self.process.poll() is None, (
-                f"ended with {self.process.poll()} instead of {what}:\n{self.out[-6000:]}"
-            )
-            assert time.monotonic() < end, f"no {what} within {WAIT_S} s:\n{self.out[-6000:]}"
-            time.sleep(0.02)
+        self.launched.wait_for(what, condition, WAIT_S)
 
     def said(self, kind: str) -> int:
         return len(re.findall(SAID[kind], self.out))
-
-    def end(self) -> int:
-        code = self.process.wait(WAIT_S)
-        self.reader.join(WAIT_S)
-        return code
 
     # --- faults
 
@@ -119,10 +101,10 @@ class Drill:
         elif kind == "disk":
             self.fill_disk()
         elif kind == "term":
-            self.process.terminate()  # the stub forwards it to the launcher
-            assert self.end() == 0, self.out[-6000:]
+            self.launched.process.terminate()  # the stub forwards it to the launcher
+            assert self.launched.end(WAIT_S) == 0, self.out[-6000:]
             assert self.said(kind) == before + 1
-            self.start()
+            self.go_on()
             return
         self.wait_for(f"message about {kind}", lambda: self.said(kind) > before)
 
@@ -210,7 +192,7 @@ def server(tmp_path: Path) -> Iterator[RankServer]:
 @pytest.mark.slow
 def test_a_run_with_twenty_faults_ends_with_the_weights_of_a_quiet_one(server, config_file, tmp_path, small_disk):
     quiet = Drill(server, config_file, tmp_path / "quiet")
-    assert quiet.end() == 0, quiet.out[-6000:]
+    assert quiet.launched.end(WAIT_S) == 0, quiet.out[-6000:]
 
     rng = random.Random(SEED)
     rounds = rng.sample(ROUNDS, len(ROUNDS))
@@ -222,7 +204,7 @@ def test_a_run_with_twenty_faults_ends_with_the_weights_of_a_quiet_one(server, c
         began = time.monotonic()
         drill.fault(kind, rng)
         times.setdefault(kind, []).append(round(time.monotonic() - began, 1))
-    assert drill.end() == 0, drill.out[-6000:]
+    assert drill.launched.end(WAIT_S) == 0, drill.out[-6000:]
     print(f"rounds: {rounds}\nseconds until noticed: {times}")
 
     assert Counter(rounds) == {kind: ROUNDS.count(kind) for kind in SAID} and len(rounds) >= 20

@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from files import file_digest
+from processes import kill_tree
 
 from titanlite import machines
 from titanlite.checkpoint.commit import check_folder, list_steps
@@ -62,20 +64,8 @@ class Machine:
 
     def kill(self) -> None:
         """What a loss of power does: the launcher and its ranks end at the same moment, without a word."""
-        for pid in [self.process.pid, *descendants(self.process.pid)]:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
+        kill_tree(self.process.pid)
         self.process.wait()
-
-
-def descendants(pid: int) -> list[int]:
-    """All processes below `pid`; ranks are in sessions of their own."""
-    found = []
-    for child in [int(c) for path in Path(f"/proc/{pid}/task").glob("*/children") for c in path.read_text().split()]:
-        found += [child, *descendants(child)]
-    return found
 
 
 class Cluster:
@@ -245,8 +235,8 @@ def test_a_killed_machine_comes_back_and_the_weights_are_those_of_an_undisturbed
 
     undisturbed(60)
     for name in FILES:
-        expected = (tmp_path / "run/checkpoint/step-60" / name).read_bytes()
-        assert (run.checkpoints / "step-60" / name).read_bytes() == expected, name
+        expected = tmp_path / "run/checkpoint/step-60" / name
+        assert file_digest(run.checkpoints / "step-60" / name) == file_digest(expected), name
 
 
 @pytest.mark.slow
@@ -355,11 +345,7 @@ def test_slurm_script(cluster, places, tmp_path):
         job.send_signal(signal.SIGUSR1)
         assert job.wait(TIMEOUT_S) == 0, [p.read_text() for p in tmp_path.glob("*.err")]
     finally:
-        for pid in [*descendants(job.pid), job.pid]:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
+        kill_tree(job.pid)
         job.wait()
     (saved,) = list_steps(run.checkpoints)
     assert f"stopped after step {saved} of 100000, saved" in run.out

@@ -4,13 +4,12 @@ import json
 import os
 import re
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from rank_server import RankServer
+from rank_server import Launched, RankServer
 
 from titanlite.checkpoint.commit import list_steps
 
@@ -97,32 +96,28 @@ def run(server: RankServer, config_file: Path, tmp_path: Path) -> Iterator[Calla
 
     `signal_after` is a text in the output upon which the launcher gets SIGTERM.
     """
-    processes: list[subprocess.Popen[str]] = []
+    started: list[Launched] = []
 
     def start(
         misbehaviour: str, *overrides: str, restarts: int = 0, signal_after: str | None = None
     ) -> tuple[int, str, float]:
         (server.folder / "misbehave.py").write_text(misbehaviour)
-        process = server.launch(
+        launched = server.launch(
             *("--standalone", "--nproc-per-node=4", f"--max-restarts={restarts}", "-m", "titanlite.train"),
             *("--config", str(config_file), f"--job.dump_folder={tmp_path / 'run'}", "--training.steps=6"),
             *("--parallelism.tensor_parallel_degree=2", "--checkpoint.interval=2", *overrides),
         )
-        processes.append(process)
-        assert process.stdout is not None
-        lines, asked = [], time.monotonic()
-        with process.stdout as output:
-            for line in output:
-                lines.append(line)
-                if signal_after is not None and signal_after in line:
-                    asked, signal_after = time.monotonic(), None
-                    process.send_signal(signal.SIGTERM)
-        return process.wait(WAIT_S), "".join(lines), time.monotonic() - asked
+        started.append(launched)
+        if signal_after is not None:
+            launched.wait_for(signal_after, lambda: signal_after in launched.out, WAIT_S)
+            launched.process.send_signal(signal.SIGTERM)
+        asked = time.monotonic()
+        return launched.end(WAIT_S), launched.out, time.monotonic() - asked
 
     yield start
-    for process in processes:
-        process.kill()
-        process.wait()
+    for launched in started:
+        launched.process.kill()
+        launched.process.wait()
 
 
 def said_by_launcher(out: str) -> list[str]:

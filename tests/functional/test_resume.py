@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from files import file_digest
 from safetensors.torch import load_file
 
 import titanlite.trainer
@@ -64,11 +65,11 @@ def losses(folder: Path, first: int) -> list[float]:
     return [point["loss/train"] for point in points if point["step"] >= first and "loss/train" in point]
 
 
-def contents(folder: Path, step: int) -> dict[str, bytes]:
-    """Every file of a checkpoint but those that name the machine or the number of ranks."""
+def contents(folder: Path, step: int) -> dict[str, str]:
+    """Digest of every file of a checkpoint but those that name the machine or the number of ranks."""
     base = folder / f"checkpoint/step-{step}"
     names = [path.relative_to(base) for path in base.rglob("*") if path.is_file()]
-    return {str(name): (base / name).read_bytes() for name in names}
+    return {str(name): file_digest(base / name) for name in names}
 
 
 @pytest.mark.parametrize(

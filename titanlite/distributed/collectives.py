@@ -40,7 +40,7 @@ def all_gather_single(
     out: torch.Tensor, x: torch.Tensor, *, group: dist.ProcessGroup, async_op: bool = False
 ) -> dist.Work | None:
     """`torch.distributed.all_gather_single`, with another way through gloo: see `gloo_all_gather`."""
-    if async_op or x.nbytes < _FEWEST_BYTES or not _is_on_gloo(out, x, group):
+    if async_op or x.nbytes < _FEWEST_BYTES or not (_is_on_gloo(out, x, group) and _is_on_one_machine()):
         return _all_gather(out, x, group=group, async_op=async_op)
     gloo_all_gather(out, x, register_group(group))
     return None
@@ -62,10 +62,13 @@ def reduce_scatter_single(
 
 
 def _is_on_gloo(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup) -> bool:
-    """True if gloo carries it inside of one machine; between machines gloo's rings send each piece over only once."""
-    on_gloo = x.device.type == "cpu" and out.dtype == x.dtype and dist.get_backend(group) == "gloo"
+    return x.device.type == "cpu" and out.dtype == x.dtype and dist.get_backend(group) == "gloo"
+
+
+def _is_on_one_machine() -> bool:
+    """True if all ranks of the run are. Between machines gloo's rings send each piece over only once."""
     num_ranks = dist.get_world_size()
-    return on_gloo and int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)) == num_ranks
+    return int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)) == num_ranks
 
 
 @torch.library.custom_op("titanlite::gloo_all_gather", mutates_args=("out",))
@@ -92,7 +95,8 @@ def gloo_reduce_scatter(out: torch.Tensor, x: torch.Tensor, group: str) -> None:
     """Exchange the pieces, and sum those of this rank.
 
     gloo's own reduces the whole on every rank and keeps a piece: on 4 ranks of one machine it takes 2.5 to 5 times the
-    CPU time. The sum of bfloat16 pieces is rounded once here, there after every addition.
+    CPU time. The sum of bfloat16 pieces is rounded once here, there after every addition. Between machines it is taken
+    too, though gloo's ring would send less over: the bits of a sum must not depend on where the ranks are.
     """
     pieces = torch.empty_like(x)
     dist.all_to_all_single(pieces, x, group=_groups[group])
