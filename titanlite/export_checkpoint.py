@@ -5,6 +5,7 @@ model, and the adapters of two layers.
 """
 
 import argparse
+import json
 import os
 import shutil
 import sys
@@ -69,7 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except TitanliteError as error:
         print(f"titanlite: error: {error}", file=sys.stderr)
         return 2
-    print(f"{known.out}: AutoModelForCausalLM.from_pretrained loads it")
+    has_images = "vision_config" in json.loads((known.out / "config.json").read_text(encoding="utf-8"))
+    print(f"{known.out}: AutoModelFor{'ImageTextToText' if has_images else 'CausalLM'}.from_pretrained loads it")
     return 0
 
 
