@@ -31,12 +31,17 @@ for _name in ("CI", "BUILD_NUMBER"):
 
 
 @pytest.fixture(autouse=True)
-def log_handlers() -> Iterator[None]:
-    """Handlers that a test gave the package's logger write to streams that are closed after it: take them away."""
-    handlers = logging.getLogger("titanlite").handlers
-    before = list(handlers)
+def own_logger() -> Iterator[None]:
+    """What a test does to the package's logger is undone after it.
+
+    Handlers write to streams that are closed then. And pytest puts its own handlers on a logger that does not
+    propagate, upon which `setup_logger` of the next test would do nothing.
+    """
+    logger = logging.getLogger("titanlite")
+    before = (list(logger.handlers), logger.level, logger.propagate, logger.disabled)
     yield
-    handlers[:] = before
+    logger.handlers[:], logger.propagate, logger.disabled = before[0], before[2], before[3]
+    logger.setLevel(before[1])
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,3 @@
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -7,16 +6,8 @@ from titanlite.logger import log_to_folder, logger, setup_logger
 
 
 @pytest.fixture(autouse=True)
-def fresh(monkeypatch) -> Iterator[None]:
-    """The package's logger as a new process has it."""
+def rank_0(monkeypatch) -> None:
     monkeypatch.setenv("RANK", "0")
-    monkeypatch.setattr(logger, "disabled", False)
-    before, level, propagate = logger.handlers[:], logger.level, logger.propagate
-    logger.handlers.clear()
-    yield
-    logger.handlers[:] = before
-    logger.setLevel(level)
-    logger.propagate = propagate
 
 
 def test_the_log_file_has_the_lines_from_before_it_was_known_and_a_resumed_run_appends(tmp_path: Path, capsys):
