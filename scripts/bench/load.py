@@ -16,7 +16,8 @@ read       bytes that read calls returned on all ranks, over the size of the che
 written    bytes that write calls took on all ranks, into files and gloo's sockets, over the size of the checkpoint
 fsync      whether the way flushes the final weight files to the disk before it ends
 MB are 1e6 bytes; "a / b" is rank 0 / the worst other rank. The `floor` only copies each rank's share of the files from
-the page cache into fresh memory. `accelerate` needs the extra: `pip install -c constraints.txt -e .[bench]`.
+the page cache into fresh memory; `floor_huge` asks for huge pages there, as titanlite does. `accelerate` needs the
+extra: `pip install -c constraints.txt -e .[bench]`.
 """
 
 import argparse

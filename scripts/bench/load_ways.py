@@ -1,5 +1,6 @@
 """The ways to load and to save that load.py compares. Each function runs on every rank."""
 
+import mmap
 import os
 from collections.abc import Callable
 from functools import partial
@@ -41,7 +42,9 @@ def load_ways(folder: Path) -> dict[str, Way]:
         "dcp": load_dcp,
     }
     ways = {name: Way(name, lambda _, load=load: load(folder), check) for name, load in functions.items()}
-    return {**ways, "floor": Way("floor", lambda _: read_share(folder), lambda memory: memory.nbytes)}
+    for name, huge in (("floor", False), ("floor_huge", True)):
+        ways[name] = Way(name, lambda _, huge=huge: read_share(folder, huge), lambda memory: memory.nbytes)
+    return ways
 
 
 def save_ways(folder: Path, output: Path) -> dict[str, Way]:
@@ -160,11 +163,19 @@ def load_dcp(folder: Path) -> nn.Module:
     return model
 
 
-def read_share(folder: Path) -> torch.Tensor:
-    """Copy this rank's contiguous share of all weight files into fresh memory: no way can do with less."""
+def read_share(folder: Path, huge: bool = False) -> torch.Tensor:
+    """Copy this rank's contiguous share of all weight files into fresh memory, of `huge` pages or as it comes.
+
+    No way can do with less.
+    """
     total, rank, ranks = weight_bytes(folder), dist.get_rank(), dist.get_world_size()
     first, last = total * rank // ranks, total * (rank + 1) // ranks
     memory = torch.empty(last - first, dtype=torch.uint8)
+    if huge:
+        pages = mmap.mmap(-1, last - first, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            pages.madvise(mmap.MADV_HUGEPAGE)
+        memory = torch.frombuffer(pages, dtype=torch.uint8)  # keeps them
     data, file_start, done = memory.numpy().data, 0, 0
     for path in weight_files(folder):
         size = path.stat().st_size
