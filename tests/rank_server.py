@@ -212,8 +212,9 @@ def _serve(address: str, folder: Path) -> None:
     selector.register(listener, selectors.EVENT_READ)
     children: dict[int, socket.socket] = {}
     stopping: list[int] = []
+    parent = os.getppid()
     signal.signal(signal.SIGTERM, lambda number, frame: stopping.append(number))
-    while not stopping:
+    while not stopping and os.getppid() == parent:  # tests that are killed do not end their server
         for key, _ in selector.select(0.02):
             if key.fileobj is listener:
                 link, _ = listener.accept()
