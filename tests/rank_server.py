@@ -194,7 +194,7 @@ def _let_nan_in(folder: Path) -> None:
     titanlite.trainer.Trainer.train_step = train_step  # type: ignore[method-assign]
 
 
-def _serve(address: str, folder: Path) -> None:
+def _serve(address: str, folder: Path, parent: int) -> None:
     import torch
     import torch._dynamo  # FSDP imports it in every rank otherwise
     from transformers import AutoConfig, GenerationConfig
@@ -212,7 +212,6 @@ def _serve(address: str, folder: Path) -> None:
     selector.register(listener, selectors.EVENT_READ)
     children: dict[int, socket.socket] = {}
     stopping: list[int] = []
-    parent = os.getppid()
     signal.signal(signal.SIGTERM, lambda number, frame: stopping.append(number))
     while not stopping and os.getppid() == parent:  # tests that are killed do not end their server
         for key, _ in selector.select(0.02):
@@ -264,4 +263,4 @@ def _serve(address: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    _serve(sys.argv[1], Path(sys.argv[2]))
+    _serve(sys.argv[1], Path(sys.argv[2]), os.getppid())
