@@ -175,14 +175,20 @@ def touch_memory(most: int = sys.maxsize) -> None:
             length = min(free - _LEFT_BYTES[huge], most - sum(map(len, taken)))
             if length < mmap.PAGESIZE:
                 continue
-            memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            if hasattr(mmap, "MADV_HUGEPAGE"):
-                memory.madvise(mmap.MADV_HUGEPAGE if huge else mmap.MADV_NOHUGEPAGE)
+            memory = fresh_memory(length, huge=huge)
             for start in range(0, length, mmap.PAGESIZE):
                 memory[start] = 1
             taken.append(memory)
 
     run_alone(touch)
+
+
+def fresh_memory(length: int, *, huge: bool) -> mmap.mmap:
+    """Private memory that nobody has touched, of huge pages, where the system has them, or of small ones."""
+    memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE if huge else mmap.MADV_NOHUGEPAGE)
+    return memory
 
 
 def _left_in_group() -> int:

@@ -1,6 +1,5 @@
 """The ways to load and to save that load.py compares. Each function runs on every rank."""
 
-import mmap
 import os
 from collections.abc import Callable
 from functools import partial
@@ -18,7 +17,7 @@ from load_checkpoint import (
     weight_bytes,
     weight_files,
 )
-from load_ranks import Way
+from load_ranks import Way, fresh_memory
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -170,12 +169,10 @@ def read_share(folder: Path, huge: bool = False) -> torch.Tensor:
     """
     total, rank, ranks = weight_bytes(folder), dist.get_rank(), dist.get_world_size()
     first, last = total * rank // ranks, total * (rank + 1) // ranks
-    memory = torch.empty(last - first, dtype=torch.uint8)
     if huge:
-        pages = mmap.mmap(-1, last - first, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            pages.madvise(mmap.MADV_HUGEPAGE)
-        memory = torch.frombuffer(pages, dtype=torch.uint8)  # keeps them
+        memory = torch.frombuffer(fresh_memory(last - first, huge=True), dtype=torch.uint8)
+    else:
+        memory = torch.empty(last - first, dtype=torch.uint8)
     data, file_start, done = memory.numpy().data, 0, 0
     for path in weight_files(folder):
         size = path.stat().st_size

@@ -1,6 +1,5 @@
 """The quick start's command with smaller numbers: everything that a run leaves behind is there and can be used."""
 
-import contextlib
 import json
 import math
 import os
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes import kill_tree
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -198,9 +198,7 @@ class Launch:
         return code
 
     def kill(self) -> None:
-        for pid in [*self.rank_pids(), self.process.pid]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        kill_tree(self.process.pid)
         self.process.wait()
 
 

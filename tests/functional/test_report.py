@@ -1,13 +1,14 @@
 """The report page in headless Chromium: it draws and listens, complains of nothing, asks the network for nothing."""
 
 import json
+import os
 import re
 import shutil
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from processes import run_to_end
 from report_run import EXPERTS, LAYERS, RANKS, write_run
 
 from titanlite.report import main
@@ -76,7 +77,7 @@ def open_page(tmp_path_factory):
         ]
         command += ["--enable-logging=stderr", f"--log-net-log={folder}/net.json", "--virtual-time-budget=2000"]
         command += [f"--window-size={width},900", "--dump-dom", page.as_uri()]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        done = run_to_end(command, cwd=folder, env=os.environ, timeout_s=TIMEOUT_S)
         assert done.returncode == 0, done.stderr[-2000:]
         urls = re.findall(r'"url":"(https?:.*?)"', (folder / "net.json").read_text())
         console = [line for line in done.stderr.splitlines() if "CONSOLE" in line]

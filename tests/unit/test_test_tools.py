@@ -1,7 +1,6 @@
 """What the tests themselves rely on: an end for every process and for every comparison."""
 
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -46,5 +45,5 @@ def test_a_test_that_hangs_fails_with_its_stack(tmp_path):
     (tmp_path / "pytest.ini").write_text("[pytest]\ntimeout = 1\n")
     (tmp_path / "test_hang.py").write_text("import time\ndef test():\n    time.sleep(100)\n")
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = run_to_end(command, cwd=tmp_path, env=os.environ, timeout_s=60)
     assert done.returncode == 1 and "Failed: Timeout (>1.0s) from pytest-timeout" in done.stdout, done.stdout
