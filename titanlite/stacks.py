@@ -13,7 +13,8 @@ from titanlite.notices import lost_path
 
 _ANSWER_S = 2.0
 _FRAME = re.compile(r'  File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>\S+)')
-# Functions of torch.distributed and of titanlite.distributed.collectives that wait for other ranks.
+# Functions of torch.distributed and of titanlite's own collectives that wait for other ranks.
+_OWN_FILES = ("titanlite/distributed/collectives.py", "titanlite/distributed/shared_memory.py")
 _COLLECTIVES = re.compile(
     "all_reduce|all_gather|reduce_scatter|all_to_all|broadcast|barrier|gather|scatter|wait_tensor|rendezvous|"
     "init_process_group|new_group|foreach_reduce|unshard"
@@ -103,9 +104,9 @@ def find_collective(frames: Sequence[re.Match[str]]) -> str | None:
     """Name of the collective that a thread with these frames waits in, or None."""
     found = None
     for frame in frames:
-        own = frame["file"].endswith("titanlite/distributed/collectives.py")
-        if own and frame["name"].startswith("gloo_"):  # made of other collectives, which would say less
-            return f"{frame['name'].removeprefix('gloo_')}_single"
+        own = frame["file"].endswith(_OWN_FILES)
+        if own and frame["name"].startswith("host_"):  # made of other collectives, which would say less
+            return f"{frame['name'].removeprefix('host_')}_single"
         if found is None and (own or "torch/distributed/" in frame["file"]) and _COLLECTIVES.search(frame["name"]):
             found = frame["name"].lstrip("_")
         if "/titanlite/" in frame["file"] and not own:

@@ -1,4 +1,4 @@
-"""Collectives through gloo against what they must give, computed from every rank's seed."""
+"""Collectives of host tensors against what they must give, computed from every rank's seed."""
 
 import os
 from typing import Any
@@ -9,10 +9,16 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from titanlite.distributed.collectives import all_gather_single, reduce_scatter_single
+from titanlite.distributed import collectives
+from titanlite.distributed.collectives import (
+    all_gather_single,
+    all_to_all_single,
+    forget_groups,
+    reduce_scatter_single,
+)
 
 RANKS = 4
-LENGTH = 100_000  # of 3 elements: gathers of less go through gloo's own
+LENGTH = 100_000  # of 3 elements: one rank's piece fits in a region of shared memory, that of four does not
 _own = torch.ops.titanlite
 
 
@@ -46,7 +52,7 @@ def test_gathering_and_reducing_through_gloo(run_ranks, shape, dtype):
         piece.copy_(of_rank(dist.get_rank(), LENGTH, dtype))
         with Called() as called:
             assert all_gather_single(gathered, piece, group=group) is None
-        assert _own.gloo_all_gather.default in called.operators
+        assert _own.host_all_gather.default in called.operators
         assert torch.equal(gathered, expected)
         assert all_gather_single(gathered.zero_(), of_rank(dist.get_rank(), LENGTH, dtype), group=group) is None
         assert torch.equal(gathered, expected)
@@ -55,7 +61,7 @@ def test_gathering_and_reducing_through_gloo(run_ranks, shape, dtype):
         reduced = torch.full((LENGTH, 3), float("nan"), dtype=dtype)
         with Called() as called:
             assert reduce_scatter_single(reduced, wholes[place], group=group) is None
-        assert _own.gloo_reduce_scatter.default in called.operators
+        assert _own.host_reduce_scatter.default in called.operators
         pieces = wholes[:, place * LENGTH : (place + 1) * LENGTH].double()
         # Three additions in float32, each off by half a unit of a sum that is no larger than that of the magnitudes,
         # and for bfloat16 one rounding of the result.
@@ -87,22 +93,28 @@ def test_what_is_left_to_torch(run_ranks):
     run_ranks(RANKS, check)
 
 
-def test_between_machines_gloo_gathers_and_sums_keep_their_bits(run_ranks):
+def test_between_machines_gloo_takes_over_and_sums_keep_their_bits(run_ranks):
     def check() -> None:
         group = dist.group.WORLD
         assert group is not None
-        x = of_rank(dist.get_rank(), RANKS * LENGTH, torch.float32)
-        reduced, on_one_machine = torch.zeros(LENGTH, 3), torch.zeros(LENGTH, 3)
-        reduce_scatter_single(on_one_machine, x, group=group)
-
-        os.environ["LOCAL_WORLD_SIZE"] = "2"  # of this process, which ends with the test
-        gathered = torch.zeros(RANKS * RANKS * LENGTH, 3)
-        with Called() as called:
+        rank, length = dist.get_rank(), RANKS * LENGTH
+        x = of_rank(rank, length, torch.float32)
+        splits = [LENGTH * 4 // 10 * (peer + 1) for peer in range(RANKS)]
+        results = []
+        for machine in ("0", str(rank // 2)):  # as torchrun says to ranks of one machine, and of two
+            os.environ["GROUP_RANK"] = machine  # of this process, which ends with the test
+            forget_groups()
+            gathered, reduced = torch.zeros(RANKS * length, 3), torch.zeros(LENGTH, 3)
+            exchanged = torch.zeros(RANKS * splits[rank], 3)
             all_gather_single(gathered, x, group=group)
             reduce_scatter_single(reduced, x, group=group)
-        assert called.operators and _own.gloo_all_gather.default not in called.operators
-        wholes = [of_rank(rank, RANKS * LENGTH, torch.float32) for rank in range(RANKS)]
-        assert torch.equal(gathered, torch.cat(wholes))
-        assert torch.equal(reduced, on_one_machine)
+            all_to_all_single(exchanged, x, [splits[rank]] * RANKS, splits, group=group)
+            assert (collectives._memories[group] is None) == (machine == str(rank // 2) and results != [])
+            results.append((gathered, reduced, exchanged))
+        assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
+        wholes = [of_rank(rank, length, torch.float32) for rank in range(RANKS)]
+        assert torch.equal(results[0][0], torch.cat(wholes))
+        start = sum(splits[:rank])
+        assert torch.equal(results[0][2], torch.cat([whole[start : start + splits[rank]] for whole in wholes]))
 
     run_ranks(RANKS, check)

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from titanlite.checkpoint import reader, save_hf_model
 from titanlite.config.parallelism import Degrees
 from titanlite.data import build_data
-from titanlite.distributed import collectives, fsdp_timing
+from titanlite.distributed import collectives, expert_parallel, fsdp_timing
 from titanlite.materialize import materialize
 from titanlite.materialize.layout import local_of
 from titanlite.models.decoder import build_decoder
@@ -70,10 +70,11 @@ def calls_of(trainer: Trainer) -> Iterator[Counter[tuple[str, str, str]]]:
         for name in _KINDS:
             if hasattr(dist, name):
                 patch.setattr(dist, name, counting(name, getattr(dist, name)))
-        for name in ("all_gather_single", "reduce_scatter_single"):  # titanlite's, in front of torch's
+        for name in ("all_gather_single", "reduce_scatter_single", "all_to_all_single"):  # titanlite's, before torch's
             function = counting(name, getattr(collectives, name))
-            for module in (collectives, fsdp_timing):
-                patch.setattr(module, name, function)
+            for module in (collectives, fsdp_timing, expert_parallel):
+                if hasattr(module, name):
+                    patch.setattr(module, name, function)
         yield found
 
 

@@ -203,7 +203,7 @@ def test_a_collective_made_of_others_keeps_its_name(tmp_path):
         stacks.stack_path(tmp_path, rank).write_text(
             "Current thread 0x2 (most recent call first):\n"
             f'  File "/x/torch/distributed/distributed_c10d.py", line 10 in {inner}\n'
-            f'  File "/x/titanlite/distributed/collectives.py", line 90 in gloo_{name}\n'
+            f'  File "/x/titanlite/distributed/collectives.py", line 90 in host_{name}\n'
             '  File "/x/torch/_library/custom_ops.py", line 3 in backend_impl\n'
             f'  File "/x/titanlite/distributed/collectives.py", line 50 in {name}_single\n'
             '  File "/x/titanlite/distributed/fsdp_timing.py", line 60 in __call__\n'
@@ -211,6 +211,20 @@ def test_a_collective_made_of_others_keeps_its_name(tmp_path):
     beats = {rank: Beat(rank, os.getpid(), 4, "backward", time.monotonic()) for rank in (0, 1)}
     text = stacks.describe(tmp_path, beats, silent=[])
     assert "rank 0 in reduce_scatter_single (step 4, backward); rank 1 in all_gather_single" in text
+
+
+def test_a_collective_through_shared_memory_is_named(tmp_path):
+    for rank, name in enumerate(["all_gather", "all_to_all"]):
+        stacks.stack_path(tmp_path, rank).write_text(
+            "Current thread 0x2 (most recent call first):\n"
+            '  File "/x/titanlite/distributed/shared_memory.py", line 160 in _meet\n'
+            f'  File "/x/titanlite/distributed/shared_memory.py", line 90 in {name}\n'
+            '  File "/x/titanlite/distributed/collectives.py", line 60 in all_to_all_single\n'
+            '  File "/x/titanlite/distributed/expert_parallel.py", line 100 in dispatch\n'
+        )
+    beats = {rank: Beat(rank, os.getpid(), 4, "forward", time.monotonic()) for rank in (0, 1)}
+    text = stacks.describe(tmp_path, beats, silent=[])
+    assert "rank 0 in all_gather (step 4, forward); rank 1 in all_to_all (step 4, forward)" in text
 
 
 def test_all_ranks_in_collectives_is_said_as_it_is(tmp_path):

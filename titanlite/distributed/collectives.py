@@ -7,7 +7,6 @@ break a compiled graph. A process group is passed by name, for operators take no
 Collectives: every rank of the group must call, in the same order.
 """
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,14 +14,14 @@ import torch
 import torch.distributed as dist
 
 from titanlite import timers
+from titanlite.distributed.shared_memory import SharedMemory, open_shared_memory, sum_pieces
 
 # torch 2.13 renamed both and warns about the old names; 2.11 has only those.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-# Of a gather: below, gloo's own takes less time (measured on 4 ranks: level at 64 KiB to 1 MiB).
-_FEWEST_BYTES = 512 << 10
 _groups: dict[str, dist.ProcessGroup] = {}
+_memories: dict[dist.ProcessGroup, SharedMemory | None] = {}
 
 
 def register_group(group: dist.ProcessGroup) -> str:
@@ -33,16 +32,20 @@ def register_group(group: dist.ProcessGroup) -> str:
 
 def forget_groups() -> None:
     """Let go of all groups: they hold connections and threads as long as someone knows them."""
+    for memory in _memories.values():
+        if memory is not None:
+            memory.close()
+    _memories.clear()
     _groups.clear()
 
 
 def all_gather_single(
     out: torch.Tensor, x: torch.Tensor, *, group: dist.ProcessGroup, async_op: bool = False
 ) -> dist.Work | None:
-    """`torch.distributed.all_gather_single`, with another way through gloo: see `gloo_all_gather`."""
-    if async_op or x.nbytes < _FEWEST_BYTES or not (_is_on_gloo(out, x, group) and _is_on_one_machine()):
+    """`torch.distributed.all_gather_single`; on the host see `host_all_gather`."""
+    if async_op or not _is_on_gloo(out, x, group):
         return _all_gather(out, x, group=group, async_op=async_op)
-    gloo_all_gather(out, x, register_group(group))
+    host_all_gather(out, x, register_group(group))
     return None
 
 
@@ -54,53 +57,68 @@ def reduce_scatter_single(
     op: Any = dist.ReduceOp.SUM,
     async_op: bool = False,
 ) -> dist.Work | None:
-    """`torch.distributed.reduce_scatter_single`, with another way through gloo: see `gloo_reduce_scatter`."""
+    """`torch.distributed.reduce_scatter_single`; sums on the host see `host_reduce_scatter`."""
     if async_op or op != dist.ReduceOp.SUM or not _is_on_gloo(out, x, group):
         return _reduce_scatter(out, x, op=op, group=group, async_op=async_op)
-    gloo_reduce_scatter(out, x, register_group(group))
+    host_reduce_scatter(out, x, register_group(group))
     return None
+
+
+def all_to_all_single(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    output_splits: Sequence[int],
+    input_splits: Sequence[int],
+    *,
+    group: dist.ProcessGroup,
+) -> None:
+    """`torch.distributed.all_to_all_single` of contiguous tensors; through shared memory where there is any."""
+    memory = _shared_memory(group) if _is_on_gloo(out, x, group) else None
+    if memory is None:
+        dist.all_to_all_single(out, x, list(output_splits), list(input_splits), group=group)
+    else:
+        memory.all_to_all(out, x, output_splits, input_splits)
 
 
 def _is_on_gloo(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup) -> bool:
     return x.device.type == "cpu" and out.dtype == x.dtype and dist.get_backend(group) == "gloo"
 
 
-def _is_on_one_machine() -> bool:
-    """True if all ranks of the run are. Between machines gloo's rings send each piece over only once."""
-    num_ranks = dist.get_world_size()
-    return int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)) == num_ranks
+def _shared_memory(group: dist.ProcessGroup) -> SharedMemory | None:
+    """What the ranks of `group` share, or None. Collective at the first call for a group."""
+    if group not in _memories:
+        _memories[group] = open_shared_memory(group)
+    return _memories[group]
 
 
-@torch.library.custom_op("titanlite::gloo_all_gather", mutates_args=("out",))
-def gloo_all_gather(out: torch.Tensor, x: torch.Tensor, group: str) -> None:
-    """Send `x` to every rank, straight into its place in `out` there.
+@torch.library.custom_op("titanlite::host_all_gather", mutates_args=("out",))
+def host_all_gather(out: torch.Tensor, x: torch.Tensor, group: str) -> None:
+    """Gather host tensors: through shared memory on one machine, between machines as gloo does.
 
-    gloo's own passes pieces on from rank to rank and copies the whole once more: on 4 ranks of one machine it takes
-    2 to 3 times the CPU time for a whole of 40 MB.
+    gloo passes pieces on from rank to rank and copies the whole once more, which between machines sends each only once.
     """
-    ranks, rank = _groups[group], _groups[group].rank()
-    pieces = out.view(ranks.size(), *x.shape)
-    works = []
-    for distance in range(1, ranks.size()):
-        source, target = (rank - distance) % ranks.size(), (rank + distance) % ranks.size()
-        works.append(dist.irecv(pieces[source], group=ranks, group_src=source))
-        works.append(dist.isend(x, group=ranks, group_dst=target))
-    pieces[rank].copy_(x)
-    for work in works:
-        work.wait()
+    memory = _shared_memory(_groups[group])
+    if memory is None:
+        _all_gather(out, x, group=_groups[group])
+    else:
+        memory.all_gather(out, x.contiguous())
 
 
-@torch.library.custom_op("titanlite::gloo_reduce_scatter", mutates_args=("out",))
-def gloo_reduce_scatter(out: torch.Tensor, x: torch.Tensor, group: str) -> None:
-    """Exchange the pieces, and sum those of this rank.
+@torch.library.custom_op("titanlite::host_reduce_scatter", mutates_args=("out",))
+def host_reduce_scatter(out: torch.Tensor, x: torch.Tensor, group: str) -> None:
+    """Exchange the pieces of host tensors, and sum those of this rank in the order of the ranks.
 
-    gloo's own reduces the whole on every rank and keeps a piece: on 4 ranks of one machine it takes 2.5 to 5 times the
-    CPU time. The sum of bfloat16 pieces is rounded once here, there after every addition. Between machines it is taken
-    too, though gloo's ring would send less over: the bits of a sum must not depend on where the ranks are.
+    gloo's own reduces the whole on every rank and keeps a piece; the sum of bfloat16 pieces is rounded once here, there
+    after every addition. Between machines the pieces are exchanged through gloo, though its ring would send less over:
+    the bits of a sum must not depend on where the ranks are.
     """
+    memory = _shared_memory(_groups[group])
+    if memory is not None:
+        memory.reduce_scatter(out, x.contiguous())
+        return
     pieces = torch.empty_like(x)
     dist.all_to_all_single(pieces, x, group=_groups[group])
-    torch.sum(pieces.view(_groups[group].size(), *out.shape), dim=0, dtype=out.dtype, out=out)
+    sum_pieces(out, pieces.view(_groups[group].size(), *out.shape))
 
 
 @torch.library.custom_op("titanlite::all_gather", mutates_args=())
@@ -137,12 +155,12 @@ def all_to_all(x: torch.Tensor, output_splits: Sequence[int], input_splits: Sequ
     """Send `input_splits[r]` rows of x to each rank r, receive `output_splits[r]`; the gradient goes the way back."""
     out = x.new_empty(sum(output_splits), *x.shape[1:])
     with timers.collective():
-        dist.all_to_all_single(out, x.contiguous(), list(output_splits), list(input_splits), group=_groups[group])
+        all_to_all_single(out, x.contiguous(), output_splits, input_splits, group=_groups[group])
     return out
 
 
-@gloo_all_gather.register_fake
-@gloo_reduce_scatter.register_fake
+@host_all_gather.register_fake
+@host_reduce_scatter.register_fake
 def _(out: torch.Tensor, x: torch.Tensor, group: str) -> None:
     pass
 

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from titanlite import timers
-from titanlite.distributed.collectives import all_to_all, register_group
+from titanlite.distributed.collectives import all_to_all, all_to_all_single, register_group
 from titanlite.distributed.shard import shard_parameters
 from titanlite.errors import ConfigError, raise_problems
 from titanlite.models.build import AnyModel
@@ -98,7 +98,7 @@ class ExpertParallelDispatcher:
         sent_ne = counts_E.view(self._size, -1)
         received_ne = torch.empty_like(sent_ne)
         with timers.collective():
-            dist.all_to_all_single(received_ne, sent_ne, group=self._group)
+            all_to_all_single(received_ne, sent_ne, [1] * self._size, [1] * self._size, group=self._group)
         send, receive = self._splits(sent_ne, received_ne, order_R.numel())
 
         x_RD = permute_tokens(x_TD, token_R, rows_Tk)

@@ -206,7 +206,7 @@ class StepRecorder(TorchDispatchMode):
             self.mark(kwargs["out"], GATHERED)
         elif func is _fsdp.chunk_cat.default:
             self.mark([*args[0], kwargs["out"] if "out" in kwargs else args[3]], UNREDUCED)
-        elif func in (_c10d._reduce_scatter_base_.default, _own.gloo_reduce_scatter.default):
+        elif func in (_c10d._reduce_scatter_base_.default, _own.host_reduce_scatter.default):
             self.mark(args[:1], UNREDUCED)  # some become gradients, which is known later
         elif func in EXCHANGES:
             self.mark([out], EXCHANGED)

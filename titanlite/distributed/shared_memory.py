@@ -1,0 +1,283 @@
+"""Exchange of host tensors between the ranks of one machine, through memory that all of them map.
+
+gloo sends over TCP to a neighbour too: every byte is copied into the kernel and out of it, by threads that wake each
+other for every piece. Here it is written once by its sender and read once by its receiver.
+
+Each rank owns two regions, and takes them in turns. In a round a rank
+
+1. writes what the others shall read into its region,
+2. says so to every peer, in a message over a Unix socket, and waits for theirs,
+3. reads from their regions.
+
+Nobody confirms that it has read. It need not: who speaks of round k + 1 is done with round k, and only round k + 2
+writes where round k lay. What is larger than a region goes in several rounds. Pages are memory of the ranks from the
+first round that writes them; nothing is left behind when the processes end, however they do.
+
+A message carries the round's number and the collective, so that ranks that do different things find out at once.
+"""
+
+import mmap
+import os
+import secrets
+import socket
+import struct
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+_REGION_BYTES = 4 << 20
+_KINDS = ("all_gather", "reduce_scatter", "all_to_all")
+_DEFAULT_TIMEOUT_S = 1800.0  # that of gloo's groups
+
+
+class _Message(NamedTuple):
+    """What a rank tells one peer in a round.
+
+    Attributes:
+        number: of the round.
+        kind: index in `_KINDS`.
+        start, length: where in the sender's region that lies which is for this peer, in elements.
+        more: true if the sender has more for anybody than lies in its region.
+    """
+
+    number: int
+    kind: int
+    start: int = 0
+    length: int = 0
+    more: bool = False
+
+
+_FORMAT = struct.Struct("<QBQQ?")
+
+
+class SharedMemory:
+    """The collectives of a group of ranks that share a machine. Made by `open_shared_memory`.
+
+    All tensors are on the host and contiguous. Collectives: every rank of the group must call, in the same order.
+
+    Args:
+        ranks: global rank of every member, for messages.
+        rank: this rank's place among them.
+        peers: a connected socket to every other member, by its place.
+        memory: the regions of all members, mapped; 2 * len(ranks) * region_bytes.
+        region_bytes: size of a region, a multiple of 16.
+
+    Raises:
+        torch.distributed.DistNetworkError: (from every collective) a peer has ended, is in another collective, or does
+            not come within the time limit. The tensors' contents are undefined then.
+    """
+
+    def __init__(
+        self, ranks: Sequence[int], rank: int, peers: dict[int, socket.socket], memory: mmap.mmap, region_bytes: int
+    ) -> None:
+        self._ranks, self._rank, self._peers, self._region_bytes = list(ranks), rank, peers, region_bytes
+        self._bytes = torch.frombuffer(memory, dtype=torch.uint8).view(2, len(ranks), region_bytes)
+        self._round = 0
+
+    def close(self) -> None:
+        """Hang up. Peers that still wait for this rank get an error."""
+        for peer in self._peers.values():
+            peer.close()
+
+    def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        """Write the members' equally large `x` to `out`, one after another."""
+        mine, pieces = x.view(-1), out.view(len(self._ranks), -1)
+        for start in range(0, mine.numel(), self._region_bytes // x.itemsize):
+            regions = self._next_regions(x.dtype)
+            part = mine[start : start + regions.shape[1]]
+            regions[self._rank, : part.numel()].copy_(part)
+            self._meet("all_gather")
+            pieces[:, start : start + part.numel()].copy_(regions[:, : part.numel()])
+
+    def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        """Write the sum over the members of that piece of `x` which is this rank's to `out`; see `sum_pieces`."""
+        pieces, mine = x.view(len(self._ranks), -1), out.view(-1)
+        width = self._region_bytes // x.itemsize // len(self._ranks)
+        for start in range(0, mine.numel(), width):
+            regions, part = self._next_regions(x.dtype), pieces[:, start : start + width]
+            mine_in = slice(self._rank * part.shape[1], (self._rank + 1) * part.shape[1])
+            regions[self._rank, : part.numel()].view_as(part).copy_(part)
+            self._meet("reduce_scatter")
+            sum_pieces(mine[start : start + width], regions[:, mine_in])
+
+    def all_to_all(
+        self, out: torch.Tensor, x: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
+    ) -> None:
+        """Send `input_splits[r]` rows of `x` to each member r; write the `output_splits[r]` from each to `out`."""
+        sent = [part.reshape(-1) for part in x.split(list(input_splits))]
+        received = [part.reshape(-1) for part in out.split(list(output_splits))]
+        received[self._rank].copy_(sent[self._rank])
+        written = dict.fromkeys(self._peers, 0)
+        read = dict.fromkeys(self._peers, 0)
+        more = True
+        while more:
+            regions = self._next_regions(x.dtype)
+            room, messages = regions.shape[1], {}
+            for peer, done in written.items():
+                at = regions.shape[1] - room
+                part = sent[peer][done : done + room]
+                regions[self._rank, at : at + part.numel()].copy_(part)
+                room -= part.numel()
+                written[peer] = done + part.numel()
+                messages[peer] = (at, part.numel())
+            more = any(written[peer] < sent[peer].numel() for peer in self._peers)
+            for peer, message in self._meet("all_to_all", messages, more=more).items():
+                target = received[peer][read[peer] : read[peer] + message.length]
+                if target.numel() != message.length:
+                    raise self._failed(peer, f"sent more rows than the {output_splits[peer]} that were announced")
+                target.copy_(regions[peer, message.start : message.start + message.length])
+                read[peer] += message.length
+                more |= message.more
+        for peer, count in read.items():
+            if count != received[peer].numel():
+                raise self._failed(peer, f"sent fewer rows than the {output_splits[peer]} that were announced")
+
+    def _next_regions(self, dtype: torch.dtype) -> torch.Tensor:
+        """The regions of the next round, (members, elements)."""
+        self._round += 1
+        return self._bytes[self._round % 2].view(dtype)
+
+    def _meet(
+        self, kind: str, parts: dict[int, tuple[int, int]] | None = None, *, more: bool = False
+    ) -> dict[int, _Message]:
+        """Tell every peer that this rank has written, and wait until all have; what they said."""
+        index, said = _KINDS.index(kind), {}
+        for peer, connection in self._peers.items():
+            start, length = parts[peer] if parts else (0, 0)
+            # Who has ended shows below. Those who have not shall not wait for this rank, but see the same.
+            with suppress(OSError):
+                connection.send(_FORMAT.pack(self._round, index, start, length, more))
+        for peer, connection in self._peers.items():
+            try:
+                data = connection.recv(_FORMAT.size)
+            except BlockingIOError:
+                raise self._failed(peer, f"did not come to {kind} within the time limit of collectives") from None
+            except OSError as error:
+                raise self._failed(peer, f"has hung up ({error.strerror})") from None
+            if not data:
+                raise self._failed(peer, f"ended, or left the group, before {kind}")
+            said[peer] = message = _Message(*_FORMAT.unpack(data))
+            if (message.number, message.kind) != (self._round, index):
+                other = f"{_KINDS[message.kind]} (round {message.number})"
+                raise self._failed(peer, f"is in {other}, this rank in {kind} (round {self._round})")
+        return said
+
+    def _failed(self, peer: int, what: str) -> Exception:
+        return dist.DistNetworkError(f"shared memory of ranks {self._ranks}: rank {self._ranks[peer]} {what}.")
+
+
+def sum_pieces(out: torch.Tensor, pieces: torch.Tensor) -> None:
+    """Write the sum over the first dim of `pieces` to `out`, in order: the same bits wherever the ranks are.
+
+    Two-byte floats are added in float32 and rounded once.
+    """
+    narrow = out.is_floating_point() and out.itemsize < 4
+    total = torch.empty_like(out, dtype=torch.float32) if narrow else out
+    total.copy_(pieces[0])
+    for piece in pieces[1:]:
+        total += piece
+    if narrow:
+        out.copy_(total)
+
+
+def open_shared_memory(
+    group: dist.ProcessGroup, timeout_s: float = _DEFAULT_TIMEOUT_S, region_bytes: int = _REGION_BYTES
+) -> SharedMemory | None:
+    """Connect the ranks of `group`; None on all of them if they are not on one machine, or it offers no such memory.
+
+    Collectives: one gather of a few bytes per rank over `group`; every rank must call.
+
+    Args:
+        group: a gloo group.
+        timeout_s: how long a rank waits for another, here and in every collective.
+        region_bytes: memory per rank, twice.
+
+    Raises:
+        torch.distributed.DistNetworkError: a rank of this machine does not come.
+    """
+    rank, size = group.rank(), group.size()
+    if size == 1:
+        return None
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        memory_fd = _make_memory(2 * size * region_bytes)
+        address = f"\0titanlite-{os.getpid()}-{secrets.token_hex(16)}"  # without a file: gone with its process
+        if memory_fd is not None:
+            listener.bind(address)
+            listener.listen(size)
+            listener.settimeout(timeout_s)
+        everyone: list[Any] = [None] * size
+        dist.all_gather_object(everyone, None if memory_fd is None else (_machine(), address), group=group)
+        if memory_fd is None or None in everyone or len({machine for machine, _ in everyone}) > 1:
+            if memory_fd is not None:
+                os.close(memory_fd)
+            return None
+        try:
+            peers = _connect(listener, rank, [address for _, address in everyone], timeout_s)
+            memory_fd = _agree_on_memory(memory_fd, rank, peers)
+            memory = mmap.mmap(memory_fd, 2 * size * region_bytes)
+        except (OSError, EOFError) as error:
+            raise dist.DistNetworkError(f"the ranks of this machine do not find one another: {error}") from None
+        finally:
+            os.close(memory_fd)
+    return SharedMemory(dist.get_process_group_ranks(group), rank, peers, memory, region_bytes)
+
+
+def _make_memory(num_bytes: int) -> int | None:
+    """Descriptor of memory that other processes can map, or None where there is none: not on Linux, or forbidden."""
+    if sys.platform != "linux":
+        return None
+    try:
+        descriptor = os.memfd_create("titanlite")
+        os.ftruncate(descriptor, num_bytes)
+    except OSError:
+        return None
+    return descriptor
+
+
+def _machine() -> tuple[object, ...]:
+    """Equal for ranks that one launcher started in one kernel, network namespace and user."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+    return boot, os.stat("/proc/self/ns/net").st_ino, os.getuid(), os.environ.get("GROUP_RANK", "")
+
+
+def _connect(
+    listener: socket.socket, rank: int, addresses: Sequence[str], timeout_s: float
+) -> dict[int, socket.socket]:
+    """A socket to every other rank, in the order of the ranks; each connects to those before it."""
+    peers: dict[int, socket.socket] = {}
+    for peer in range(rank):
+        peers[peer] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        peers[peer].connect(addresses[peer])
+        peers[peer].send(struct.pack("<I", rank))
+    while len(peers) < len(addresses) - 1:
+        connection, _ = listener.accept()
+        # Anybody on the machine can connect to the address; only processes of this user are let in.
+        _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        data = connection.recv(4) if uid == os.getuid() else b""
+        if len(data) == 4:
+            peers[struct.unpack("<I", data)[0]] = connection
+        else:
+            connection.close()
+    for connection in peers.values():
+        connection.settimeout(None)
+        limit = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+    return dict(sorted(peers.items()))
+
+
+def _agree_on_memory(descriptor: int, rank: int, peers: dict[int, socket.socket]) -> int:
+    """Rank 0 gives its memory to all; the descriptor of that memory."""
+    if rank == 0:
+        for connection in peers.values():
+            socket.send_fds(connection, [b"memory"], [descriptor])
+        return descriptor
+    data, descriptors, _, _ = socket.recv_fds(peers[0], 16, 1)
+    if not data or not descriptors:
+        raise EOFError("the first rank of the group has ended")
+    os.close(descriptor)
+    return descriptors[0]
