@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 
+from titanlite.ops import moe_experts_cpu
 from titanlite.ops.grouped_gemm import GroupedGemmBackend, grouped_gemm, resolve_backend
 from titanlite.ops.permute import permute_tokens, unpermute_sum
+from titanlite.ops.planned import kernel_device
 from titanlite.ops.swiglu import swiglu
 
 
@@ -42,12 +44,15 @@ def moe_experts(
     Raises:
         ValueError: as `grouped_gemm`.
     """
-    if resolve_backend(backend, x_TD.device, x_TD.dtype) == "triton":
+    chosen = resolve_backend(backend, x_TD.device, x_TD.dtype)
+    if chosen == "triton" or (chosen == "torch" and kernel_device(x_TD.device) == "cpu"):
         keep = torch.is_grad_enabled() and any(
             tensor.requires_grad for tensor in (x_TD, gate_up_proj, down_proj, row_weight_R)
         )
+        if chosen == "triton":
+            token_R, rows_Tk = token_R.int(), rows_Tk.int()
         return moe_experts_forward(
-            x_TD.contiguous(), gate_up_proj, down_proj, row_weight_R, token_R.int(), rows_Tk.int(), offsets_E, keep
+            x_TD.contiguous(), gate_up_proj, down_proj, row_weight_R, token_R, rows_Tk, offsets_E, keep, chosen
         )[0]
     gate_up_R2I = grouped_gemm(permute_tokens(x_TD, token_R, rows_Tk), gate_up_proj.mT, offsets_E, backend)
     y_RD = grouped_gemm(swiglu(gate_up_R2I, row_weight_R), down_proj.mT, offsets_E, backend)
@@ -64,8 +69,11 @@ def moe_experts_forward(
     rows: torch.Tensor,
     offsets: torch.Tensor,
     keep: bool,
+    backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, z) with the Triton kernels; z is empty unless `keep`. Indices are int32."""
+    """(out, z); z is empty unless `keep`. `backend` is "triton", with int32 indices, or "torch", for host tensors."""
+    if backend == "torch":
+        return moe_experts_cpu.forward(x, gate_up, down, row_weight, token, rows, offsets, keep)
     from titanlite.ops import grouped_gemm_launch as kernels
 
     h, z = kernels.row_grouped_swiglu(x, gate_up.mT, offsets, token, row_weight, keep=keep)
@@ -85,8 +93,11 @@ def moe_experts_backward(
     offsets: torch.Tensor,
     z: torch.Tensor,
     needed: list[bool],
+    backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of (x, gate_up, down, row_weight); those that are not `needed` are empty."""
+    if backend == "torch":
+        return moe_experts_cpu.backward(dout, x, gate_up, down, row_weight, token, rows, offsets, z, needed)
     from titanlite.ops import grouped_gemm_launch as kernels
 
     need_x, need_gate_up, need_down, _ = needed
@@ -108,6 +119,7 @@ def _(
     rows: torch.Tensor,
     offsets: torch.Tensor,
     keep: bool,
+    backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(x), x.new_empty(token.shape[0] if keep else 0, gate_up.shape[1])
 
@@ -124,18 +136,19 @@ def _(
     offsets: torch.Tensor,
     z: torch.Tensor,
     needed: list[bool],
+    backend: str,
 ) -> tuple[torch.Tensor, ...]:
     need_x, need_gate_up, need_down, _ = needed
     return (
         torch.empty_like(x) if need_x else x.new_empty(0),
         gate_up.new_empty(gate_up.shape) if need_gate_up else x.new_empty(0),
         down.new_empty(down.shape) if need_down else x.new_empty(0),
-        row_weight.new_empty(row_weight.shape, dtype=torch.float32),
+        row_weight.new_empty(row_weight.shape, dtype=row_weight.dtype if backend == "torch" else torch.float32),
     )
 
 
 def _save_for_backward(ctx: Any, inputs: Any, output: Any) -> None:
-    x, gate_up, down, row_weight, token, rows, offsets, _ = inputs
+    x, gate_up, down, row_weight, token, rows, offsets, _, ctx.backend = inputs
     z = output[1]
     ctx.mark_non_differentiable(z)
     ctx.set_materialize_grads(False)
@@ -144,12 +157,12 @@ def _save_for_backward(ctx: Any, inputs: Any, output: Any) -> None:
 
 def _backward(ctx: Any, dout: torch.Tensor | None, dz: torch.Tensor | None) -> tuple[Any, ...]:
     if dout is None:
-        return (None,) * 8
+        return (None,) * 9
     needed = list(ctx.needs_input_grad[:4])
     saved = ctx.saved_tensors  # once: under activation checkpointing, unpacking recomputes and may not be repeated
-    grads = moe_experts_backward(dout.contiguous(), *saved, needed)
+    grads = moe_experts_backward(dout.contiguous(), *saved, needed, ctx.backend)
     grads = [*grads[:3], grads[3].to(saved[3].dtype)]
-    return (*(grad if need else None for grad, need in zip(grads, needed, strict=True)), None, None, None, None)
+    return (*(grad if need else None for grad, need in zip(grads, needed, strict=True)), None, None, None, None, None)
 
 
 moe_experts_forward.register_autograd(_backward, setup_context=_save_for_backward)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 
-def _gather_sum(y_RD: torch.Tensor, rows_Tk: torch.Tensor) -> torch.Tensor:
+def gather_sum(y_RD: torch.Tensor, rows_Tk: torch.Tensor) -> torch.Tensor:
     """out[t] = sum over j of y[rows[t, j]], in order of j, accumulated in float32 or better; no (T, k, D) copy."""
     return F.embedding_bag(rows_Tk, y_RD, mode="sum")
 
@@ -28,14 +28,14 @@ class _Permute(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy_RD: torch.Tensor):
         (rows_Tk,) = ctx.saved_tensors
-        return _gather_sum(dy_RD.contiguous(), rows_Tk), None, None
+        return gather_sum(dy_RD.contiguous(), rows_Tk), None, None
 
 
 class _UnpermuteSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y_RD: torch.Tensor, token_R: torch.Tensor, rows_Tk: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(token_R)
-        return _gather_sum(y_RD, rows_Tk)
+        return gather_sum(y_RD, rows_Tk)
 
     @staticmethod
     @once_differentiable

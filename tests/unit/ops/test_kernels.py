@@ -242,7 +242,7 @@ def test_opcheck():
     x, gate_up, down = layer.inputs
     order, rows, counts = group_by_expert(layer.ids, 3)
     offsets, weight = counts.cumsum(0).to(torch.int32), layer.weight.detach().flatten()[order].requires_grad_()
-    args = (x, gate_up, down, weight, (order // 2).int(), rows.int(), offsets, True)
+    args = (x, gate_up, down, weight, (order // 2).int(), rows.int(), offsets, True, "triton")
     torch.library.opcheck(torch.ops.titanlite.moe_experts_forward.default, args)
     rows = torch.randn(14, 16, device=DEVICE, requires_grad=True)
     torch.library.opcheck(

@@ -1,0 +1,148 @@
+"""The fused experts on the CPU: slices of an expert's rows that stay in a core's cache from the gather to the result.
+
+The arithmetic is that of the Triton kernels: tokens are gathered slice by slice, `z = [gate | up]` is all that is kept
+for backward, h is computed again there. Two-byte floats are multiplied in float32, which CPUs without instructions for
+them do 16 to 50 times faster; z and the results per row are rounded.
+
+Shapes: T tokens, k experts per token, R = T * k rows grouped by expert, E experts, I expert width, D hidden, C rows of
+a slice.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+
+from titanlite.ops.permute import gather_sum
+
+_SLICE_BYTES = 4194304
+"""Of a slice of z; what else is there of its rows takes as much again, and twice in backward."""
+
+
+def forward(
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    row_weight: torch.Tensor,
+    token: torch.Tensor,
+    rows: torch.Tensor,
+    offsets: torch.Tensor,
+    keep: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, z) of `moe_experts`; z (R, 2 I) is empty unless `keep`."""
+    compute = torch.float32 if x.itemsize < 4 else x.dtype
+    y_RD = _PerRow(x, token, rows)
+    z = x.new_empty(token.shape[0] if keep else 0, gate_up.shape[1])
+    for expert, slices in _slices(offsets, gate_up.shape[1] * compute.itemsize):
+        up_weight, down_weight = gate_up[expert].to(compute).mT, down[expert].to(compute).mT
+        for part in slices:
+            z_C2I = x.index_select(0, token[part]).to(compute) @ up_weight
+            if keep:
+                z[part] = z_C2I
+            gate_CI, up_CI = z_C2I.chunk(2, dim=-1)
+            h_CI = F.silu(gate_CI).mul_(up_CI).mul_(row_weight[part].unsqueeze(-1))
+            y_RD.write(part, h_CI @ down_weight)
+    z[int(offsets[-1]) :] = 0.0
+    return y_RD.sum_by_token(offsets), z
+
+
+def backward(
+    dout: torch.Tensor,
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    row_weight: torch.Tensor,
+    token: torch.Tensor,
+    rows: torch.Tensor,
+    offsets: torch.Tensor,
+    z: torch.Tensor,
+    needed: list[bool],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of (x, gate_up, down, row_weight); those of the first three that are not `needed` are empty."""
+    need_x, need_gate_up, need_down, _ = needed
+    compute = torch.float32 if x.itemsize < 4 else x.dtype
+    dx_RD = _PerRow(x, token, rows) if need_x else None
+    dgate_up = _PerExpert(gate_up, compute) if need_gate_up else None
+    ddown = _PerExpert(down, compute) if need_down else None
+    drow_weight = torch.zeros_like(row_weight)
+    for expert, slices in _slices(offsets, gate_up.shape[1] * compute.itemsize):
+        up_weight, down_weight = gate_up[expert].to(compute), down[expert].to(compute)
+        for part in slices:
+            dy_CD = dout.index_select(0, token[part]).to(compute)
+            dh_CI = dy_CD @ down_weight
+            z_C2I, weight_C1 = z[part].to(compute), row_weight[part].unsqueeze(-1)
+            gate_CI, up_CI = z_C2I.chunk(2, dim=-1)
+            a_CI = F.silu(gate_CI)
+            h_CI = a_CI * up_CI  # without the row's weight, whose gradient is next
+            torch.sum(h_CI * dh_CI, dim=-1, out=drow_weight[part])
+            dh_CI.mul_(weight_C1)
+            dz_C2I = torch.empty_like(z_C2I)
+            dgate_CI, dup_CI = dz_C2I.chunk(2, dim=-1)
+            torch.mul(dh_CI, a_CI, out=dup_CI)
+            torch.ops.aten.silu_backward.grad_input(dh_CI.mul_(up_CI), gate_CI, grad_input=dgate_CI)
+            if ddown is not None:
+                ddown.add(expert, dy_CD, h_CI.mul_(weight_C1))
+            if dx_RD is not None:
+                dx_RD.write(part, dz_C2I @ up_weight)
+            if dgate_up is not None:
+                dgate_up.add(expert, dz_C2I, x.index_select(0, token[part]).to(compute))
+    return (
+        x.new_empty(0) if dx_RD is None else dx_RD.sum_by_token(offsets),
+        x.new_empty(0) if dgate_up is None else dgate_up.finish(),
+        x.new_empty(0) if ddown is None else ddown.finish(),
+        drow_weight,
+    )
+
+
+def _slices(offsets: torch.Tensor, bytes_per_row: int) -> Iterator[tuple[int, Iterator[slice]]]:
+    """Each expert that has rows, with slices of them, alike in size."""
+    start, most = 0, max(1, _SLICE_BYTES // bytes_per_row)
+    for expert, end in enumerate(offsets.tolist()):
+        count = -(-(end - start) // most)
+        if count:
+            size = -(-(end - start) // count)
+            yield expert, (slice(at, min(at + size, end)) for at in range(start, end, size))
+        start = end
+
+
+class _PerRow:
+    """Results per row, to be summed by token; with one row per token each is written to its token's place at once."""
+
+    def __init__(self, x_TD: torch.Tensor, token_R: torch.Tensor, rows_Tk: torch.Tensor) -> None:
+        self._token_R, self._rows_Tk = token_R, rows_Tk
+        self._is_single = rows_Tk.shape[1] == 1
+        self._values = x_TD.new_empty(token_R.shape[0], x_TD.shape[1])
+
+    def write(self, part: slice, y_CD: torch.Tensor) -> None:
+        if self._is_single:
+            self._values.index_copy_(0, self._token_R[part], y_CD.to(self._values.dtype))
+        else:
+            self._values[part] = y_CD
+
+    def sum_by_token(self, offsets: torch.Tensor) -> torch.Tensor:
+        """(T, D); rows that belong to no expert add nothing."""
+        tail = slice(int(offsets[-1]), None)
+        if self._is_single:
+            return self._values.index_fill_(0, self._token_R[tail], 0.0)
+        self._values[tail] = 0.0
+        return gather_sum(self._values, self._rows_Tk)
+
+
+class _PerExpert:
+    """Gradient of the experts' weights, a sum over slices; zero for an expert without rows."""
+
+    def __init__(self, weight: torch.Tensor, compute: torch.dtype) -> None:
+        self._sums = torch.empty(weight.shape, dtype=compute)
+        self._dtype, self._left = weight.dtype, set(range(weight.shape[0]))
+
+    def add(self, expert: int, left_CN: torch.Tensor, right_CK: torch.Tensor) -> None:
+        if expert in self._left:
+            self._left.remove(expert)
+            torch.mm(left_CN.T, right_CK, out=self._sums[expert])
+        else:
+            self._sums[expert].addmm_(left_CN.T, right_CK)
+
+    def finish(self) -> torch.Tensor:
+        for expert in self._left:
+            self._sums[expert] = 0.0
+        return self._sums.to(self._dtype)
