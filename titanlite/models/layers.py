@@ -15,7 +15,7 @@ from torch import nn
 from titanlite.config.model import ModelConfig
 from titanlite.materialize.recipes import Normal, Ones, Zeros
 from titanlite.materialize.sources import Compute, Init, Source
-from titanlite.ops import inverse_frequencies, linear_cross_entropy, local_tensor, rope_cos_sin, swiglu
+from titanlite.ops import inverse_frequencies, linear_cross_entropy, local_tensor, rms_norm, rope_cos_sin, swiglu
 
 
 class Linear(nn.Linear):
@@ -75,7 +75,7 @@ class RMSNorm(nn.Module):
         return {"weight": Init(Ones())}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, (x.shape[-1],), local_tensor(self.weight), self.eps)
+        return rms_norm(x, local_tensor(self.weight), self.eps)
 
 
 class RotaryEmbedding(nn.Module):

@@ -9,6 +9,7 @@ from titanlite.ops.grouped_gemm import grouped_gemm
 from titanlite.ops.local import local_tensor
 from titanlite.ops.moe_experts import moe_experts
 from titanlite.ops.permute import group_by_expert, permute_tokens, unpermute_sum
+from titanlite.ops.rms_norm import rms_norm
 from titanlite.ops.rope import apply_rope, inverse_frequencies, rope_cos_sin
 from titanlite.ops.sampling import choose_tokens
 from titanlite.ops.swiglu import swiglu
@@ -29,6 +30,7 @@ __all__ = [
     "local_tensor",
     "moe_experts",
     "permute_tokens",
+    "rms_norm",
     "rope_cos_sin",
     "swiglu",
     "unpermute_sum",

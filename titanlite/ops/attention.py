@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+from titanlite.ops import attention_cpu
 from titanlite.ops.planned import is_planned, kernel_device
 
 AttentionBackend = Literal["sdpa", "flex"]
@@ -63,6 +64,8 @@ def attention(
 
     H must be a multiple of G: query head h reads key/value head h // (H / G).
     """
+    if mask.backend == "sdpa" and kernel_device(q_BSHK.device) == "cpu" and attention_cpu.serves(q_BSHK):
+        return attention_cpu.host_attention(q_BSHK, k_BSGK, v_BSGK, mask.allowed_B1SS, scale)
     q_BHSK, k_BGSK, v_BGSK = (x.transpose(1, 2) for x in (q_BSHK, k_BSGK, v_BSGK))
     grouped = q_BHSK.shape[1] != k_BGSK.shape[1]
     if mask.backend == "flex":

@@ -64,9 +64,23 @@ def _moe_experts_backward(
 ) -> int:
     """Gradients dh (always: the gradient of the row weights needs it), dx, and those of the two weights."""
     _, two_inner, hidden = gate_up.shape
-    need_x, need_gate_up, need_down, _ = rest[-1]
+    need_x, need_gate_up, need_down, _ = rest[-2]
     widths = two_inner // 2 * (1 + need_down) + two_inner * (need_x + need_gate_up)
     return 2 * token.shape[0] * hidden * widths
+
+
+def _host_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> int:
+    """With the scores above the diagonal, as torch counts its own."""
+    return 2 * _attention_product(q)
+
+
+def _host_attention_backward(dout: torch.Tensor, *rest: Any) -> int:
+    return 5 * _attention_product(dout)
+
+
+def _attention_product(q_BSHK: torch.Tensor) -> int:
+    batch, length, heads, width = q_BSHK.shape
+    return 2 * batch * heads * length**2 * width
 
 
 _OWN: dict[Any, Callable[..., int]] = {
@@ -74,6 +88,8 @@ _OWN: dict[Any, Callable[..., int]] = {
     _own.grouped_mm_wgrad.default: _grouped_mm_wgrad,
     _own.moe_experts_forward.default: _moe_experts_forward,
     _own.moe_experts_backward.default: _moe_experts_backward,
+    _own.host_attention.default: _host_attention,
+    _own.host_attention_backward.default: _host_attention_backward,
     # torch has no formula for the CPU's.
     _aten._scaled_dot_product_flash_attention_for_cpu.default: lambda q, k, v, *_: sdpa_flop_count(
         q.shape, k.shape, v.shape
@@ -82,6 +98,7 @@ _OWN: dict[Any, Callable[..., int]] = {
         sdpa_backward_flop_count(do.shape, q.shape, k.shape, v.shape)
     ),
 }
+_ALWAYS_CAUSAL = {_own.host_attention.default, _own.host_attention_backward.default}
 # Operator -> place of `is_causal` among its arguments.
 _CAUSAL = {
     _aten._scaled_dot_product_flash_attention.default: 4,
@@ -103,6 +120,8 @@ def count_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: A
         count = formula(*args, **kwargs, out_val=out)
     first = next(arg for arg in args if isinstance(arg, torch.Tensor))
     place = _CAUSAL.get(func)
-    causal = place is not None and (args[place] if len(args) > place else kwargs.get("is_causal", False))
+    causal = func in _ALWAYS_CAUSAL
+    if place is not None:
+        causal = args[place] if len(args) > place else kwargs.get("is_causal", False)
     is_low = first.dtype.itemsize <= 2
     return Flops(count if is_low else 0, 0 if is_low else count, count // 2 if causal else 0)
