@@ -55,7 +55,6 @@ import torch
 import torch.distributed as dist
 from load_ranks import touch_memory
 from moe_cpu_ways import (
-    BATCH,
     LAYER_TOKENS,
     SEQ_LEN,
     STEP_WAYS,
@@ -112,9 +111,14 @@ def main() -> int:
             facts["layer"] = run_ranks(1, partial(measure_layer, arguments.rounds))[0]
             tables.append(layer_table(facts["layer"]))
         if arguments.part in ("step", "all"):
-            measured = run_steps(arguments)
-            facts["step"] = {name: [[asdict(rank) for rank in run] for run in runs] for name, runs in measured.items()}
-            tables += [loss_table(measured), step_table(measured)]
+            facts["step"] = {}
+            for sequences in arguments.sequences:
+                measured = run_steps(arguments, sequences)
+                facts["step"][sequences] = {
+                    name: [[asdict(rank) for rank in run] for run in runs] for name, runs in measured.items()
+                }
+                title = f"{sequences} x {SEQ_LEN} tokens on each of {arguments.ranks} ranks"
+                tables += [loss_table(measured, title), step_table(measured, title, sequences)]
     except Mismatch as error:
         say(f"error: {error}")
         return 1
@@ -133,12 +137,16 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="runs of every way (default 3)")
     parser.add_argument("--steps", type=int, default=6, help="steps per run, the first to warm up (default 6)")
     parser.add_argument("--ranks", type=int, default=4, help="processes of part step (default 4)")
+    parser.add_argument("--sequences", default="1,2", help="per rank and step; comma-separated (default 1,2)")
     parser.add_argument("--ways", help=f"comma-separated, of part step (default all: {','.join(STEP_WAYS)})")
     parser.add_argument("--json", type=Path, help="write all measurements to this file")
     arguments = parser.parse_args()
     arguments.ways = arguments.ways.split(",") if arguments.ways else list(STEP_WAYS)
     if unknown := set(arguments.ways) - set(STEP_WAYS):
         parser.error(f"--ways: there is no {', '.join(sorted(unknown))}; there are {', '.join(STEP_WAYS)}")
+    arguments.sequences = [int(text) if text.isdecimal() else 0 for text in arguments.sequences.split(",")]
+    if min(arguments.sequences) < 1:
+        parser.error("--sequences must be positive numbers")
     if arguments.rounds < 1 or arguments.steps < 5 or arguments.ranks < 2:
         parser.error("--rounds must be at least 1, --steps at least 5, --ranks at least 2")
     return arguments
@@ -179,7 +187,7 @@ def run_layer(layer: nn.Module, x: torch.Tensor, dout: torch.Tensor) -> dict[str
     return {"output": out.detach(), "gradient of the input": x.grad, **dict(grads)}
 
 
-def run_steps(arguments: argparse.Namespace) -> dict[str, list[list[Steps]]]:
+def run_steps(arguments: argparse.Namespace, sequences: int) -> dict[str, list[list[Steps]]]:
     """Every way once per round, in rotating order: by way and round, what each rank measured.
 
     Raises:
@@ -193,19 +201,20 @@ def run_steps(arguments: argparse.Namespace) -> dict[str, list[list[Steps]]]:
             first = number % len(names)
             for name in names[first:] + names[:first]:
                 touch_memory(_TOUCH_BYTES)
-                runs = run_ranks(arguments.ranks, partial(measure_steps, name, Path(folder), arguments.steps))
-                results[name].append(runs)
-                say(f"step round {number + 1}: {name} {statistics.median(cpu_seconds(runs)):.2f} CPU s per step")
+                measure = partial(measure_steps, name, Path(folder), arguments.steps, sequences)
+                results[name].append(run_ranks(arguments.ranks, measure))
+                seconds = statistics.median(cpu_seconds(results[name][-1]))
+                say(f"{sequences} x {SEQ_LEN} tokens per rank, round {number + 1}: {name} {seconds:.2f} CPU s per step")
     compare_losses(results)
     return results
 
 
-def measure_steps(way: str, folder: Path, num_steps: int) -> Steps:
+def measure_steps(way: str, folder: Path, num_steps: int, sequences: int) -> Steps:
     """Train `num_steps` steps on this rank and measure each. Collective: every rank must call."""
     step = STEP_WAYS[way](folder)
     result = Steps([], [], [], [])
     for number in range(num_steps):
-        tokens = make_tokens(number)
+        tokens = make_tokens(number, sequences)
         dist.barrier()
         before, start = resource.getrusage(resource.RUSAGE_SELF), time.monotonic()
         loss = step(tokens)
@@ -255,21 +264,22 @@ def layer_table(seconds: Mapping[str, Sequence[float]]) -> str:
     return markdown(rows)
 
 
-def loss_table(results: Mapping[str, Sequence[Sequence[Steps]]]) -> str:
+def loss_table(results: Mapping[str, Sequence[Sequence[Steps]]], title: str) -> str:
     """Losses of the first round by step; the other rounds were compared too."""
     names = list(results)
     losses = [results[name][0][0].loss for name in names]
     numbered = enumerate(zip(*losses, strict=True), 1)
-    return markdown([["loss of step", *names], *([str(i), *(f"{loss:.6f}" for loss in row)] for i, row in numbered)])
+    rows = [[str(i), *(f"{loss:.6f}" for loss in row)] for i, row in numbered]
+    return f"{title}\n\n{markdown([['loss of step', *names], *rows])}"
 
 
-def step_table(results: Mapping[str, Sequence[Sequence[Steps]]]) -> str:
+def step_table(results: Mapping[str, Sequence[Sequence[Steps]]], title: str, sequences: int) -> str:
     """Medians of part `step` over rounds and steps."""
     rows = [["step", "CPU s", "min - max of steps", "of it system", "tok/CPU s", "speed-up", "wall s"]]
     cpu = {name: statistics.median(s for run in runs for s in cpu_seconds(run)) for name, runs in results.items()}
     for name, runs in results.items():
         steps = [seconds for run in runs for seconds in cpu_seconds(run)]
-        tokens = len(runs[0]) * BATCH * SEQ_LEN
+        tokens = len(runs[0]) * sequences * SEQ_LEN
         system = statistics.median(
             sum(values) for run in runs for values in list(zip(*(rank.system_s for rank in run), strict=True))[1:]
         )
@@ -280,7 +290,7 @@ def step_table(results: Mapping[str, Sequence[Sequence[Steps]]]) -> str:
         spread = f"{min(steps):.2f} - {max(steps):.2f}"
         rows.append([name, f"{cpu[name]:.2f}", spread, f"{system:.2f}", f"{tokens / cpu[name]:.0f}", ratio])
         rows[-1].append(f"{wall:.2f}")
-    return markdown(rows)
+    return f"{title}\n\n{markdown(rows)}"
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:
@@ -299,8 +309,8 @@ def describe(arguments: argparse.Namespace) -> str:
     versions = [f"{name} {metadata.version(name)}" for name in ("torch", "transformers")]
     return (
         f"{cpu}, {len(os.sched_getaffinity(0))} cores, Linux {platform.release()}; python {platform.python_version()}, "
-        f"{', '.join(versions)}; layer: {LAYER_TOKENS} tokens; step: {arguments.ranks} ranks, {BATCH} x {SEQ_LEN} "
-        f"tokens each; {arguments.rounds} rounds, {arguments.steps} steps"
+        f"{', '.join(versions)}; layer: {LAYER_TOKENS} tokens; {arguments.rounds} rounds, "
+        f"{arguments.steps} steps"
     )
 
 

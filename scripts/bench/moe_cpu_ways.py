@@ -39,7 +39,7 @@ _SETTINGS: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
-BATCH, SEQ_LEN = 2, 512  # per rank
+SEQ_LEN = 512
 LAYER_TOKENS = 2048
 _LEARNING_RATE, _WEIGHT_DECAY, _BETAS, _MAX_NORM = 3e-4, 0.1, (0.9, 0.95), 1.0
 _TIMEOUT_S = 900
@@ -83,11 +83,11 @@ def make_checkpoint(folder: Path) -> None:
     Qwen3MoeForCausalLM(Qwen3MoeConfig(**_SETTINGS)).to(torch.float32).save_pretrained(folder)
 
 
-def make_tokens(step: int) -> torch.Tensor:
+def make_tokens(step: int, sequences: int) -> torch.Tensor:
     """This rank's tokens of a step, (B, S): a token occurs as 1 / rank, so that there is something to learn."""
     generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
     weights = 1.0 / torch.arange(1, _SETTINGS["vocab_size"] + 1)
-    return torch.multinomial(weights, BATCH * SEQ_LEN, replacement=True, generator=generator).view(BATCH, SEQ_LEN)
+    return torch.multinomial(weights, sequences * SEQ_LEN, replacement=True, generator=generator).view(-1, SEQ_LEN)
 
 
 def build_titanlite(

@@ -1,5 +1,6 @@
 """Exchange through memory that ranks share: any sizes in any order; errors name the rank, and nothing hangs."""
 
+import os
 import random
 import time
 
@@ -8,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from titanlite.distributed import shared_memory
 from titanlite.distributed.shared_memory import SharedMemory, open_shared_memory, sum_pieces
 
 RANKS = 4
@@ -92,12 +94,39 @@ def test_ranks_of_two_machines_share_nothing(run_ranks, monkeypatch):
     run_ranks(RANKS, check)
 
 
-def test_where_one_rank_has_no_such_memory_none_takes_it(run_ranks, monkeypatch):
+@pytest.mark.parametrize("what", ["forbidden", "unknown machine"])
+def test_where_one_rank_has_no_such_memory_none_takes_it(run_ranks, monkeypatch, what):
+    def forbid(name: str) -> int:
+        raise PermissionError(1, "Operation not permitted")
+
     def check() -> None:
-        if dist.get_rank() == 2:
-            monkeypatch.setattr("os.memfd_create", lambda name: (_ for _ in ()).throw(PermissionError()))
+        if dist.get_rank() == 2 and what == "forbidden":
+            monkeypatch.setattr(os, "memfd_create", forbid)
+        elif dist.get_rank() == 2:
+            monkeypatch.setattr(shared_memory, "_machine", lambda: None)
         assert dist.group.WORLD is not None
         assert open_shared_memory(dist.group.WORLD) is None
+
+    run_ranks(RANKS, check)
+
+
+def test_nothing_is_left_open(run_ranks):
+    """Descriptors of the setup are closed; a group that is let go of has none left, and one that never was neither."""
+
+    def count() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    def check() -> None:
+        before = count()
+        memory = open_world()
+        assert count() == before + RANKS  # a socket per peer, and the one that mmap keeps of the memory
+        memory.close()
+        del memory
+        assert count() == before
+        os.environ["GROUP_RANK"] = str(dist.get_rank())
+        assert dist.group.WORLD is not None
+        assert open_shared_memory(dist.group.WORLD) is None
+        assert count() == before
 
     run_ranks(RANKS, check)
 

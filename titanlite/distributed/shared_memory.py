@@ -21,9 +21,8 @@ import os
 import secrets
 import socket
 import struct
-import sys
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -203,46 +202,54 @@ def open_shared_memory(
     rank, size = group.rank(), group.size()
     if size == 1:
         return None
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        memory_fd = _make_memory(2 * size * region_bytes)
+    machine = _machine()
+    memory_fd = None if machine is None else _make_memory(2 * size * region_bytes)
+    everyone: list[Any] = [None] * size
+    if memory_fd is None:  # not here: nobody of the group then
+        dist.all_gather_object(everyone, None, group=group)
+        return None
+    with _closing(memory_fd), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         address = f"\0titanlite-{os.getpid()}-{secrets.token_hex(16)}"  # without a file: gone with its process
-        if memory_fd is not None:
-            listener.bind(address)
-            listener.listen(size)
-            listener.settimeout(timeout_s)
-        everyone: list[Any] = [None] * size
-        dist.all_gather_object(everyone, None if memory_fd is None else (_machine(), address), group=group)
-        if memory_fd is None or None in everyone or len({machine for machine, _ in everyone}) > 1:
-            if memory_fd is not None:
-                os.close(memory_fd)
+        listener.bind(address)
+        listener.listen(size)
+        listener.settimeout(timeout_s)
+        dist.all_gather_object(everyone, (machine, address), group=group)
+        if any(entry is None or entry[0] != machine for entry in everyone):
             return None
         try:
             peers = _connect(listener, rank, [address for _, address in everyone], timeout_s)
-            memory_fd = _agree_on_memory(memory_fd, rank, peers)
-            memory = mmap.mmap(memory_fd, 2 * size * region_bytes)
+            with _closing(_share(memory_fd, rank, peers)) as shared_fd:
+                memory = mmap.mmap(shared_fd, 2 * size * region_bytes)
         except (OSError, EOFError) as error:
             raise dist.DistNetworkError(f"the ranks of this machine do not find one another: {error}") from None
-        finally:
-            os.close(memory_fd)
     return SharedMemory(dist.get_process_group_ranks(group), rank, peers, memory, region_bytes)
 
 
-def _make_memory(num_bytes: int) -> int | None:
-    """Descriptor of memory that other processes can map, or None where there is none: not on Linux, or forbidden."""
-    if sys.platform != "linux":
+@contextmanager
+def _closing(descriptor: int) -> Iterator[int]:
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _machine() -> tuple[object, ...] | None:
+    """Equal for ranks that one launcher started in one kernel, network namespace and user; None if that is unknown."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+        return boot, os.stat("/proc/self/ns/net").st_ino, os.getuid(), os.environ.get("GROUP_RANK", "")
+    except OSError:  # not Linux
         return None
+
+
+def _make_memory(num_bytes: int) -> int | None:
+    """Descriptor of memory that other processes can map, or None where that is forbidden."""
     try:
         descriptor = os.memfd_create("titanlite")
-        os.ftruncate(descriptor, num_bytes)
     except OSError:
         return None
+    os.ftruncate(descriptor, num_bytes)  # takes no memory yet
     return descriptor
-
-
-def _machine() -> tuple[object, ...]:
-    """Equal for ranks that one launcher started in one kernel, network namespace and user."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-    return boot, os.stat("/proc/self/ns/net").st_ino, os.getuid(), os.environ.get("GROUP_RANK", "")
 
 
 def _connect(
@@ -256,6 +263,7 @@ def _connect(
         peers[peer].send(struct.pack("<I", rank))
     while len(peers) < len(addresses) - 1:
         connection, _ = listener.accept()
+        connection.settimeout(timeout_s)
         # Anybody on the machine can connect to the address; only processes of this user are let in.
         _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         data = connection.recv(4) if uid == os.getuid() else b""
@@ -270,14 +278,13 @@ def _connect(
     return dict(sorted(peers.items()))
 
 
-def _agree_on_memory(descriptor: int, rank: int, peers: dict[int, socket.socket]) -> int:
-    """Rank 0 gives its memory to all; the descriptor of that memory."""
+def _share(descriptor: int, rank: int, peers: dict[int, socket.socket]) -> int:
+    """Descriptor of the memory of the group's first rank, which gives it to all."""
     if rank == 0:
         for connection in peers.values():
             socket.send_fds(connection, [b"memory"], [descriptor])
-        return descriptor
-    data, descriptors, _, _ = socket.recv_fds(peers[0], 16, 1)
-    if not data or not descriptors:
+        return os.dup(descriptor)
+    _, descriptors, _, _ = socket.recv_fds(peers[0], 16, 1)
+    if not descriptors:
         raise EOFError("the first rank of the group has ended")
-    os.close(descriptor)
     return descriptors[0]
