@@ -1,12 +1,14 @@
 #!/usr/bin/env python
 """Compare the CPU time of an MoE layer and of a whole training step with transformers and torch FSDP2, in float32.
 
-    python scripts/bench/moe_cpu.py --rounds 3
+    python scripts/bench/moe_cpu.py
 
 Part `layer`: forward and backward of titanlite's `MoE` and of transformers' `Qwen3MoeSparseMoeBlock`, its experts as
 "grouped_mm" and "eager", on one thread, with the same weights and inputs. Outputs and gradients are compared first.
 
-Part `step`: a Qwen3-MoE on gloo ranks, from one Hugging Face checkpoint made on the spot, in freshly forked processes:
+Part `step`: a Qwen3-MoE on gloo ranks, from one Hugging Face checkpoint made on the spot, each way in processes of its
+own, which are all there from the beginning and take turns, step by step: a machine that changes its speed for minutes,
+as a rented one does, changes it for all ways alike.
 
 titanlite              the trainer's step with the experts split over the ranks (EP), the rest by FSDP2, gathered once
 titanlite_fsdp         the same with all parameters sharded by FSDP2, as in the ways below
@@ -16,15 +18,15 @@ fsdp2_keep             the same with the C library told to keep freed memory, as
 transformers_sharded   as fsdp2, but sharded by transformers itself: `DistributedConfig(fsdp_size=...)`
 
 All but the packed one have a document per row and causal attention. Same batches, constant learning rate, no router
-loss, no activation checkpointing, weight decay on matrices only. Every step's loss has to agree with `fsdp2` in every
-round. The clock runs from the forward to the end of `zero_grad`; of the loss's all-reduce, which every way needs to
-report it, only titanlite's is inside.
+loss, no activation checkpointing, weight decay on matrices only. Every step's loss has to agree with `fsdp2`. The clock
+runs from the forward to the end of `zero_grad`; of the loss's all-reduce, which every way needs to report it, only
+titanlite's is inside.
 
-CPU s      user and system time of all threads of all ranks, per step: median over steps and rounds but each first step.
-           It grew by half while other processes competed for the cores; compare ways of one run, on a quiet machine
-tok/CPU s  tokens of all ranks per CPU s
-speed-up   tokens per CPU s of titanlite over this way's
-wall s     the slowest rank's time for a step, median
+CPU s        user and system time of all threads of all ranks, per step: median over the steps but the first two
+tok/CPU s    tokens of all ranks per CPU s
+speed-up     this way's CPU s over titanlite's in the same turn: median
+middle half  of these ratios
+wall s       the slowest rank's time for a step, median
 """
 
 import argparse
@@ -38,7 +40,8 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import metadata
@@ -59,17 +62,19 @@ from moe_cpu_ways import (
     SEQ_LEN,
     STEP_WAYS,
     Mismatch,
+    Team,
     build_layers,
     make_checkpoint,
     make_tokens,
-    run_ranks,
+    run_alone,
 )
 from torch import nn
 
 _LAYER_REPEATS = 5  # runs per way and round
 _LAYER_TOLERANCE = 1e-5  # of the largest element: float32 sums in another order; seen: 1e-6
 _LOSS_TOLERANCE = 1e-4  # relative; seen: 2e-7 after 6 steps
-_TOUCH_BYTES = 2_000_000_000
+_TOUCH_BYTES = 10_000_000_000
+_WARM_UP = 2  # steps
 _MODULES = (
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
@@ -81,8 +86,8 @@ _MODULES = (
 
 
 @dataclass
-class Steps:
-    """What one rank measured, by step.
+class Step:
+    """What one rank measured in one step.
 
     Attributes:
         loss: mean over the tokens of all ranks.
@@ -90,10 +95,14 @@ class Steps:
         wall_s: seconds.
     """
 
-    loss: list[float]
-    user_s: list[float]
-    system_s: list[float]
-    wall_s: list[float]
+    loss: float
+    user_s: float
+    system_s: float
+    wall_s: float
+
+
+# By step, what each rank measured.
+Steps = list[list[Step]]
 
 
 def main() -> int:
@@ -108,14 +117,14 @@ def main() -> int:
     tables = []
     try:
         if arguments.part in ("layer", "all"):
-            facts["layer"] = run_ranks(1, partial(measure_layer, arguments.rounds))[0]
+            facts["layer"] = run_alone(partial(measure_layer, arguments.rounds))
             tables.append(layer_table(facts["layer"]))
         if arguments.part in ("step", "all"):
             facts["step"] = {}
             for sequences in arguments.sequences:
                 measured = run_steps(arguments, sequences)
                 facts["step"][sequences] = {
-                    name: [[asdict(rank) for rank in run] for run in runs] for name, runs in measured.items()
+                    name: [[asdict(rank) for rank in step] for step in steps] for name, steps in measured.items()
                 }
                 title = f"{sequences} x {SEQ_LEN} tokens on each of {arguments.ranks} ranks"
                 tables += [loss_table(measured, title), step_table(measured, title, sequences)]
@@ -134,8 +143,8 @@ def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=("layer", "step", "all"), default="all", help="what to measure (default all)")
-    parser.add_argument("--rounds", type=int, default=3, help="runs of every way (default 3)")
-    parser.add_argument("--steps", type=int, default=6, help="steps per run, the first to warm up (default 6)")
+    parser.add_argument("--rounds", type=int, default=3, help="of part layer, 5 runs of every way each (default 3)")
+    parser.add_argument("--steps", type=int, default=16, help="of every way, the first two to warm up (default 16)")
     parser.add_argument("--ranks", type=int, default=4, help="processes of part step (default 4)")
     parser.add_argument("--sequences", default="1,2", help="per rank and step; comma-separated (default 1,2)")
     parser.add_argument("--ways", help=f"comma-separated, of part step (default all: {','.join(STEP_WAYS)})")
@@ -187,71 +196,77 @@ def run_layer(layer: nn.Module, x: torch.Tensor, dout: torch.Tensor) -> dict[str
     return {"output": out.detach(), "gradient of the input": x.grad, **dict(grads)}
 
 
-def run_steps(arguments: argparse.Namespace, sequences: int) -> dict[str, list[list[Steps]]]:
-    """Every way once per round, in rotating order: by way and round, what each rank measured.
+def run_steps(arguments: argparse.Namespace, sequences: int) -> dict[str, Steps]:
+    """Step after step, every way in rotating order: by way and step, what each rank measured.
 
     Raises:
         Mismatch: losses differ, or do not fall.
     """
-    results: dict[str, list[list[Steps]]] = {name: [] for name in arguments.ways}
-    names = list(results)
-    with tempfile.TemporaryDirectory(prefix="titanlite-bench-") as folder:
-        run_ranks(1, partial(make_checkpoint, Path(folder)))
-        for number in range(arguments.rounds):
+    names: list[str] = arguments.ways
+    results: dict[str, Steps] = {name: [] for name in names}
+    touch_memory(_TOUCH_BYTES)
+    with tempfile.TemporaryDirectory(prefix="titanlite-bench-") as folder, ExitStack() as stack:
+        run_alone(partial(make_checkpoint, Path(folder)))
+        teams = {}
+        for name in names:
+            teams[name] = stack.enter_context(Team(arguments.ranks, partial(build_way, name, Path(folder), sequences)))
+            say(f"{sequences} x {SEQ_LEN} tokens per rank: {name} is built")
+        for number in range(arguments.steps):
             first = number % len(names)
             for name in names[first:] + names[:first]:
-                touch_memory(_TOUCH_BYTES)
-                measure = partial(measure_steps, name, Path(folder), arguments.steps, sequences)
-                results[name].append(run_ranks(arguments.ranks, measure))
-                seconds = statistics.median(cpu_seconds(results[name][-1]))
-                say(f"{sequences} x {SEQ_LEN} tokens per rank, round {number + 1}: {name} {seconds:.2f} CPU s per step")
+                results[name].append(teams[name].do(number))
+            seconds = "  ".join(f"{name} {cpu_seconds(steps[-1]):.2f}" for name, steps in results.items())
+            say(f"{sequences} x {SEQ_LEN} tokens per rank, step {number + 1}, CPU s: {seconds}")
     compare_losses(results)
     return results
 
 
-def measure_steps(way: str, folder: Path, num_steps: int, sequences: int) -> Steps:
-    """Train `num_steps` steps on this rank and measure each. Collective: every rank must call."""
-    step = STEP_WAYS[way](folder)
-    result = Steps([], [], [], [])
-    for number in range(num_steps):
+def build_way(way: str, folder: Path, sequences: int) -> Callable[[int], Step]:
+    """What trains a step on this rank and measures it. Collective, and so is what it returns."""
+    train = STEP_WAYS[way](folder)
+
+    def step(number: int) -> Step:
         tokens = make_tokens(number, sequences)
         dist.barrier()
         before, start = resource.getrusage(resource.RUSAGE_SELF), time.monotonic()
-        loss = step(tokens)
-        result.wall_s.append(time.monotonic() - start)
+        loss = train(tokens)
+        wall_s = time.monotonic() - start
         after = resource.getrusage(resource.RUSAGE_SELF)
-        result.user_s.append(after.ru_utime - before.ru_utime)
-        result.system_s.append(after.ru_stime - before.ru_stime)
         loss = loss.detach().double()
         dist.all_reduce(loss)
-        result.loss.append(loss.item() / dist.get_world_size())
-    return result
+        return Step(
+            loss.item() / dist.get_world_size(),
+            after.ru_utime - before.ru_utime,
+            after.ru_stime - before.ru_stime,
+            wall_s,
+        )
+
+    return step
 
 
-def compare_losses(results: Mapping[str, Sequence[Sequence[Steps]]]) -> None:
-    """Every run's losses must be those of the first run of `fsdp2` (without it, of the first way), and fall.
+def compare_losses(results: Mapping[str, Steps]) -> None:
+    """Every way's losses must be those of `fsdp2` (without it, of the first way), and fall.
 
     Raises:
         Mismatch: they are not, or they do not.
     """
     reference = "fsdp2" if "fsdp2" in results else next(iter(results))
-    expected = results[reference][0][0].loss
+    expected = [ranks[0].loss for ranks in results[reference]]
     if not expected[-1] < expected[0] * (1 - 10 * _LOSS_TOLERANCE):
         raise Mismatch(f"step: the loss of {reference} does not fall: {expected}. Agreement would show nothing.")
-    for name, runs in results.items():
-        for number, run in enumerate(runs):
-            for step, (got, want) in enumerate(zip(run[0].loss, expected, strict=True)):
-                if not abs(got - want) <= _LOSS_TOLERANCE * want:
-                    raise Mismatch(
-                        f"step: loss {got:.6f} of {name} in round {number + 1}, step {step + 1}, is not the "
-                        f"{want:.6f} of {reference}; allowed is {_LOSS_TOLERANCE:.0e}, relative."
-                    )
+    for name, steps in results.items():
+        for number, (ranks, want) in enumerate(zip(steps, expected, strict=True), 1):
+            got = ranks[0].loss
+            if not abs(got - want) <= _LOSS_TOLERANCE * want:
+                raise Mismatch(
+                    f"step: loss {got:.6f} of {name} in step {number} is not the {want:.6f} of {reference}; allowed is "
+                    f"{_LOSS_TOLERANCE:.0e}, relative."
+                )
 
 
-def cpu_seconds(run: Sequence[Steps]) -> list[float]:
-    """CPU seconds of all ranks, by step, without the first."""
-    by_rank = [[user + system for user, system in zip(r.user_s, r.system_s, strict=True)] for r in run]
-    return [sum(ranks) for ranks in zip(*by_rank, strict=True)][1:]
+def cpu_seconds(ranks: Sequence[Step]) -> float:
+    """CPU seconds of all ranks in one step."""
+    return sum(rank.user_s + rank.system_s for rank in ranks)
 
 
 def layer_table(seconds: Mapping[str, Sequence[float]]) -> str:
@@ -264,32 +279,29 @@ def layer_table(seconds: Mapping[str, Sequence[float]]) -> str:
     return markdown(rows)
 
 
-def loss_table(results: Mapping[str, Sequence[Sequence[Steps]]], title: str) -> str:
-    """Losses of the first round by step; the other rounds were compared too."""
-    names = list(results)
-    losses = [results[name][0][0].loss for name in names]
-    numbered = enumerate(zip(*losses, strict=True), 1)
-    rows = [[str(i), *(f"{loss:.6f}" for loss in row)] for i, row in numbered]
+def loss_table(results: Mapping[str, Steps], title: str) -> str:
+    """Losses of some steps; all were compared."""
+    names, num_steps = list(results), len(next(iter(results.values())))
+    shown = sorted({0, 1, 2, num_steps // 2, num_steps - 1})
+    rows = [[str(step + 1), *(f"{results[name][step][0].loss:.6f}" for name in names)] for step in shown]
     return f"{title}\n\n{markdown([['loss of step', *names], *rows])}"
 
 
-def step_table(results: Mapping[str, Sequence[Sequence[Steps]]], title: str, sequences: int) -> str:
-    """Medians of part `step` over rounds and steps."""
-    rows = [["step", "CPU s", "min - max of steps", "of it system", "tok/CPU s", "speed-up", "wall s"]]
-    cpu = {name: statistics.median(s for run in runs for s in cpu_seconds(run)) for name, runs in results.items()}
-    for name, runs in results.items():
-        steps = [seconds for run in runs for seconds in cpu_seconds(run)]
-        tokens = len(runs[0]) * sequences * SEQ_LEN
-        system = statistics.median(
-            sum(values) for run in runs for values in list(zip(*(rank.system_s for rank in run), strict=True))[1:]
-        )
-        wall = statistics.median(
-            max(values) for run in runs for values in list(zip(*(rank.wall_s for rank in run), strict=True))[1:]
-        )
-        ratio = f"{cpu[name] / cpu['titanlite']:.2f}" if "titanlite" in cpu else ""
-        spread = f"{min(steps):.2f} - {max(steps):.2f}"
-        rows.append([name, f"{cpu[name]:.2f}", spread, f"{system:.2f}", f"{tokens / cpu[name]:.0f}", ratio])
-        rows[-1].append(f"{wall:.2f}")
+def step_table(results: Mapping[str, Steps], title: str, sequences: int) -> str:
+    """Medians of part `step` over the steps but those to warm up."""
+    rows = [["step", "CPU s", "of it system", "tok/CPU s", "speed-up", "middle half", "wall s"]]
+    measured = {name: steps[_WARM_UP:] for name, steps in results.items()}
+    for name, steps in measured.items():
+        seconds = statistics.median(map(cpu_seconds, steps))
+        system = statistics.median(sum(rank.system_s for rank in ranks) for ranks in steps)
+        wall = statistics.median(max(rank.wall_s for rank in ranks) for ranks in steps)
+        speed = f"{len(steps[0]) * sequences * SEQ_LEN / seconds:.0f}"
+        ratio = ["", ""]
+        if "titanlite" in measured:
+            pairs = zip(steps, measured["titanlite"], strict=True)
+            low, median, high = statistics.quantiles([cpu_seconds(a) / cpu_seconds(b) for a, b in pairs], n=4)
+            ratio = [f"{median:.2f}", f"{low:.2f} - {high:.2f}"]
+        rows.append([name, f"{seconds:.2f}", f"{system:.2f}", speed, *ratio, f"{wall:.2f}"])
     return f"{title}\n\n{markdown(rows)}"
 
 
@@ -309,7 +321,7 @@ def describe(arguments: argparse.Namespace) -> str:
     versions = [f"{name} {metadata.version(name)}" for name in ("torch", "transformers")]
     return (
         f"{cpu}, {len(os.sched_getaffinity(0))} cores, Linux {platform.release()}; python {platform.python_version()}, "
-        f"{', '.join(versions)}; layer: {LAYER_TOKENS} tokens; {arguments.rounds} rounds, "
+        f"{', '.join(versions)}; layer: {LAYER_TOKENS} tokens, {arguments.rounds} rounds; "
         f"{arguments.steps} steps"
     )
 

@@ -184,56 +184,90 @@ STEP_WAYS: Mapping[str, Callable[[Path], Callable[[torch.Tensor], torch.Tensor]]
 }
 
 
-def run_ranks(ranks: int, function: Callable[[], Any]) -> list[Any]:
-    """Fork `ranks` processes that join one gloo group; what `function` returned on each.
+class Team:
+    """Forked ranks that join one gloo group, build something, and wait for orders.
+
+        with Team(4, build) as team:
+            results = team.do(7)  # what `build()(7)` returned on each rank
 
     Raises:
-        Mismatch: it did so on some rank.
-        RuntimeError: a rank failed, or did not end; the others are killed.
+        Mismatch: `build`, or what it returned, did so on some rank.
+        RuntimeError: a rank failed, or did not answer in time. The ranks end with the context.
     """
-    context = multiprocessing.get_context("fork")
-    sys.stdout.flush()
-    processes, pipes, results = [], [], {}
-    with tempfile.TemporaryDirectory(prefix="titanlite-bench-ranks-") as folder:
+
+    def __init__(self, ranks: int, build: Callable[[], Callable[[int], Any]]) -> None:
+        context = multiprocessing.get_context("fork")
+        sys.stdout.flush()
+        self._folder = tempfile.TemporaryDirectory(prefix="titanlite-bench-ranks-")
+        self._processes, self._pipes = [], []
+        for rank in range(ranks):
+            here, there = context.Pipe()
+            self._processes.append(
+                context.Process(target=serve, args=(rank, ranks, self._folder.name, there, build), daemon=True)
+            )
+            self._processes[-1].start()
+            there.close()
+            self._pipes.append(here)
+
+    def __enter__(self) -> "Team":
         try:
-            for rank in range(ranks):
-                receiver, sender = context.Pipe(duplex=False)
-                processes.append(context.Process(target=rank_main, args=(rank, ranks, folder, sender, function)))
-                processes[-1].start()
-                sender.close()
-                pipes.append(receiver)
-            deadline = time.monotonic() + _TIMEOUT_S
-            while len(results) < ranks:
-                ready = wait([pipe for rank, pipe in enumerate(pipes) if rank not in results], timeout=1)
-                for pipe in ready:
-                    try:
-                        kind, payload = pickle.loads(pipe.recv_bytes())
-                    except EOFError:
-                        raise RuntimeError(f"rank {pipes.index(pipe)} died") from None
-                    if kind != "result":
-                        raise (Mismatch if kind == "mismatch" else RuntimeError)(payload)
-                    results[pipes.index(pipe)] = payload
-                if time.monotonic() > deadline:
-                    raise RuntimeError(f"no end after {_TIMEOUT_S} s")
-        finally:
-            for process in processes:
-                process.kill()
-                process.join()
-    return [results[rank] for rank in range(ranks)]
+            self._answers()  # all have built
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._folder.cleanup()
+
+    def do(self, number: int) -> list[Any]:
+        """Give the order `number` to all ranks; what each returned."""
+        for pipe in self._pipes:
+            pipe.send(number)
+        return self._answers()
+
+    def _answers(self) -> list[Any]:
+        results: dict[int, Any] = {}
+        deadline = time.monotonic() + _TIMEOUT_S
+        while len(results) < len(self._pipes):
+            for pipe in wait([pipe for rank, pipe in enumerate(self._pipes) if rank not in results], timeout=1):
+                rank = self._pipes.index(pipe)
+                try:
+                    kind, payload = pickle.loads(pipe.recv_bytes())
+                except EOFError:
+                    raise RuntimeError(f"rank {rank} died") from None
+                if kind != "result":
+                    raise (Mismatch if kind == "mismatch" else RuntimeError)(payload)
+                results[rank] = payload
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"no answer after {_TIMEOUT_S} s")
+        return [results[rank] for rank in range(len(self._pipes))]
 
 
-def rank_main(rank: int, ranks: int, folder: str, sender: Any, function: Callable[[], Any]) -> None:
-    """Body of a forked rank."""
+def run_alone(function: Callable[[], Any]) -> Any:
+    """What `function` returned in a forked process of its own, a group of one rank."""
+    with Team(1, lambda: lambda number: function()) as team:
+        return team.do(0)[0]
+
+
+def serve(rank: int, ranks: int, folder: str, pipe: Any, build: Callable[[], Callable[[int], Any]]) -> None:
+    """Body of a forked rank of a team."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
     torch.set_num_threads(1)
     try:
         dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks)
-        message = ("result", function())
-        dist.barrier()
+        do, message = build(), ("result", None)
+        while True:
+            pipe.send_bytes(pickle.dumps(message))
+            message = ("result", do(pipe.recv()))
+    except EOFError:  # nobody gives orders any more
+        os._exit(0)
     except Mismatch as error:
         message = ("mismatch", str(error))
     except BaseException:  # noqa: BLE001 - everything goes to the parent, which reports it
         message = ("error", traceback.format_exc())
-    sender.send_bytes(pickle.dumps(message))
-    sender.close()
-    os._exit(0)  # no teardown of what the parent imported
+    pipe.send_bytes(pickle.dumps(message))
+    os._exit(1)  # no teardown of what the parent imported

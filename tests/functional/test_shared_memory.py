@@ -103,7 +103,7 @@ def test_where_one_rank_has_no_such_memory_none_takes_it(run_ranks, monkeypatch,
         if dist.get_rank() == 2 and what == "forbidden":
             monkeypatch.setattr(os, "memfd_create", forbid)
         elif dist.get_rank() == 2:
-            monkeypatch.setattr(shared_memory, "_machine", lambda: None)
+            monkeypatch.setattr(shared_memory, "_machine", lambda: forbid(""))
         assert dist.group.WORLD is not None
         assert open_shared_memory(dist.group.WORLD) is None
 
@@ -142,6 +142,66 @@ def test_the_sum_is_in_order_and_rounded_once():
     assert total.item() == 0.0  # (1e8 + 1) - 1e8 in float32, not 1e8 + (1 - 1e8)
 
 
+def test_where_ranks_do_not_find_one_another_none_shares(run_ranks, monkeypatch):
+    """One rank cannot map the memory: all learn it before anybody uses theirs."""
+
+    def fail(*args: object) -> int:
+        raise OSError(12, "Cannot allocate memory")
+
+    def check() -> None:
+        if dist.get_rank() == 1:
+            monkeypatch.setattr(shared_memory, "_share", fail)
+        monkeypatch.setattr(shared_memory, "_SETUP_TIMEOUT_S", 5.0)
+        assert dist.group.WORLD is not None
+        assert open_shared_memory(dist.group.WORLD) is None
+
+    run_ranks(RANKS, check)
+
+
+def test_one_rank_that_fails_is_not_waited_for(run_ranks):
+    """Only rank 1 sees that rank 2 sends too much to it. It hangs up, and the others need not wait for their limit."""
+
+    def check() -> str:
+        memory, rank = open_world(), dist.get_rank()
+        splits = [[1] * RANKS for _ in range(RANKS)]
+        splits[2][1] = 2  # and rank 1 expects 1
+        start = time.monotonic()
+        with pytest.raises(dist.DistNetworkError) as raised:
+            for _ in range(2):
+                memory.all_to_all(torch.zeros(RANKS), torch.zeros(sum(splits[rank])), [1] * RANKS, splits[rank])
+        assert time.monotonic() - start < 30
+        dist.barrier()
+        return str(raised.value)
+
+    texts = run_ranks(RANKS, check)
+    assert "rank 2 sent more rows than the 1 that were announced" in texts[1]
+    assert all("rank 1 ended, failed, or left the group" in texts[rank] for rank in (0, 2, 3)), texts
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "text"),
+    [
+        (
+            torch.zeros(3),
+            torch.zeros(5),
+            "rank 1 is in all_gather of 5 float32 (round 1), this rank in ",
+        ),
+        (torch.zeros(3), torch.zeros(3, dtype=torch.int32), "rank 1 is in all_gather of 3 int32 (round 1)"),
+    ],
+    ids=["sizes", "dtypes"],
+)
+def test_what_does_not_fit_together_is_refused(run_ranks, mine, theirs, text):
+    def check() -> str:
+        memory, x = open_world(), mine if dist.get_rank() == 0 else theirs
+        with pytest.raises(dist.DistNetworkError) as raised:
+            for _ in range(2):
+                memory.all_gather(torch.zeros(2 * x.numel(), dtype=x.dtype), x)
+        dist.barrier()
+        return str(raised.value)
+
+    assert text in run_ranks(2, check)[0]
+
+
 @pytest.mark.parametrize("how", ["ends", "is late", "differs", "sends more", "sends fewer"])
 def test_what_goes_wrong_is_said_by_all_others(run_ranks, how):
     """Rank 2 errs; every other rank gets an error that names it, soon."""
@@ -170,9 +230,9 @@ def test_what_goes_wrong_is_said_by_all_others(run_ranks, how):
         return str(raised.value)
 
     expected = {
-        "ends": ("ended, or left the group, before all_to_all", "has hung up"),
+        "ends": ("ended, failed, or left the group, before all_to_all", "has hung up"),
         "is late": ("did not come to all_to_all within the time limit",),
-        "differs": ("is in all_gather (round 2), this rank in all_to_all (round 2)",),
+        "differs": ("is in all_gather of 4 float32 (round 2), this rank in all_to_all of float32 (round 2)",),
         "sends more": ("sent more rows than the 1 that were announced",),
         "sends fewer": ("sent fewer rows than the 1 that were announced",),
     }[how]

@@ -22,12 +22,19 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 _groups: dict[str, dist.ProcessGroup] = {}
 _memories: dict[dist.ProcessGroup, SharedMemory | None] = {}
+_timeout_s: float | None = None
 
 
 def register_group(group: dist.ProcessGroup) -> str:
     """Make `group` known to the operators; returns its name."""
     _groups[group.group_name] = group
     return group.group_name
+
+
+def limit_waiting(timeout_s: float) -> None:
+    """Let ranks wait so long for each other in collectives of all ranks on the host, as in those of torch."""
+    global _timeout_s
+    _timeout_s = timeout_s
 
 
 def forget_groups() -> None:
@@ -87,7 +94,10 @@ def _is_on_gloo(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup) ->
 def _shared_memory(group: dist.ProcessGroup) -> SharedMemory | None:
     """What the ranks of `group` share, or None. Collective at the first call for a group."""
     if group not in _memories:
-        _memories[group] = open_shared_memory(group)
+        if _timeout_s is not None and group is dist.group.WORLD:
+            _memories[group] = open_shared_memory(group, _timeout_s)
+        else:
+            _memories[group] = open_shared_memory(group)
     return _memories[group]
 
 
@@ -97,11 +107,11 @@ def host_all_gather(out: torch.Tensor, x: torch.Tensor, group: str) -> None:
 
     gloo passes pieces on from rank to rank and copies the whole once more, which between machines sends each only once.
     """
-    memory = _shared_memory(_groups[group])
+    memory, x = _shared_memory(_groups[group]), x.contiguous()
     if memory is None:
         _all_gather(out, x, group=_groups[group])
     else:
-        memory.all_gather(out, x.contiguous())
+        memory.all_gather(out, x)
 
 
 @torch.library.custom_op("titanlite::host_reduce_scatter", mutates_args=("out",))
@@ -112,9 +122,9 @@ def host_reduce_scatter(out: torch.Tensor, x: torch.Tensor, group: str) -> None:
     after every addition. Between machines the pieces are exchanged through gloo, though its ring would send less over:
     the bits of a sum must not depend on where the ranks are.
     """
-    memory = _shared_memory(_groups[group])
+    memory, x = _shared_memory(_groups[group]), x.contiguous()
     if memory is not None:
-        memory.reduce_scatter(out, x.contiguous())
+        memory.reduce_scatter(out, x)
         return
     pieces = torch.empty_like(x)
     dist.all_to_all_single(pieces, x, group=_groups[group])

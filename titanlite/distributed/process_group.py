@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import debug
 
-from titanlite.distributed.collectives import forget_groups
+from titanlite.distributed.collectives import forget_groups, limit_waiting
 from titanlite.distributed.flight_recorder import enable_flight_recorder
 from titanlite.distributed.host_memory import keep_freed_memory
 from titanlite.errors import ConfigError, TransientError
@@ -90,6 +90,7 @@ def init_distributed(timeout_s: int, dump_folder: Path | None = None) -> torch.d
         TransientError: the ranks of other machines cannot be reached; names the interface and the address.
     """
     timeout = timedelta(seconds=timeout_s)
+    limit_waiting(timeout_s)
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)

@@ -22,16 +22,23 @@ import secrets
 import socket
 import struct
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from titanlite.logger import logger
+
 _REGION_BYTES = 4 << 20
 _KINDS = ("all_gather", "reduce_scatter", "all_to_all")
+_DTYPES = (
+    *(torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.int16, torch.int8),
+    *(torch.uint8, torch.bool),
+)
 _DEFAULT_TIMEOUT_S = 1800.0  # that of gloo's groups
+_SETUP_TIMEOUT_S = 60.0  # ranks that have just met in a collective
 
 
 class _Message(NamedTuple):
@@ -40,24 +47,29 @@ class _Message(NamedTuple):
     Attributes:
         number: of the round.
         kind: index in `_KINDS`.
-        start, length: where in the sender's region that lies which is for this peer, in elements.
+        dtype: index in `_DTYPES`.
+        start, length: of an all-to-all, where in the sender's region that lies which is for this peer, in elements; of
+            the others, which all ranks enter with the same, 0 and the elements of the whole.
         more: true if the sender has more for anybody than lies in its region.
     """
 
     number: int
     kind: int
+    dtype: int
     start: int = 0
     length: int = 0
     more: bool = False
 
 
-_FORMAT = struct.Struct("<QBQQ?")
+_FORMAT = struct.Struct("<QBBQQ?")
 
 
 class SharedMemory:
     """The collectives of a group of ranks that share a machine. Made by `open_shared_memory`.
 
-    All tensors are on the host and contiguous. Collectives: every rank of the group must call, in the same order.
+    All tensors are on the host, contiguous, and of a dtype in `_DTYPES`.
+
+    Collectives: all of them; every rank of the group must call, in the same order.
 
     Args:
         ranks: global rank of every member, for messages.
@@ -81,6 +93,8 @@ class SharedMemory:
     def close(self) -> None:
         """Hang up. Peers that still wait for this rank get an error."""
         for peer in self._peers.values():
+            with suppress(OSError):
+                peer.shutdown(socket.SHUT_RDWR)  # also where a forked child of this rank has the socket open
             peer.close()
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> None:
@@ -90,7 +104,7 @@ class SharedMemory:
             regions = self._next_regions(x.dtype)
             part = mine[start : start + regions.shape[1]]
             regions[self._rank, : part.numel()].copy_(part)
-            self._meet("all_gather")
+            self._meet("all_gather", x)
             pieces[:, start : start + part.numel()].copy_(regions[:, : part.numel()])
 
     def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor) -> None:
@@ -101,15 +115,15 @@ class SharedMemory:
             regions, part = self._next_regions(x.dtype), pieces[:, start : start + width]
             mine_in = slice(self._rank * part.shape[1], (self._rank + 1) * part.shape[1])
             regions[self._rank, : part.numel()].view_as(part).copy_(part)
-            self._meet("reduce_scatter")
+            self._meet("reduce_scatter", x)
             sum_pieces(mine[start : start + width], regions[:, mine_in])
 
     def all_to_all(
         self, out: torch.Tensor, x: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
     ) -> None:
         """Send `input_splits[r]` rows of `x` to each member r; write the `output_splits[r]` from each to `out`."""
-        sent = [part.reshape(-1) for part in x.split(list(input_splits))]
-        received = [part.reshape(-1) for part in out.split(list(output_splits))]
+        sent = [part.view(-1) for part in x.split(list(input_splits))]
+        received = [part.view(-1) for part in out.split(list(output_splits))]
         received[self._rank].copy_(sent[self._rank])
         written = dict.fromkeys(self._peers, 0)
         read = dict.fromkeys(self._peers, 0)
@@ -125,7 +139,7 @@ class SharedMemory:
                 written[peer] = done + part.numel()
                 messages[peer] = (at, part.numel())
             more = any(written[peer] < sent[peer].numel() for peer in self._peers)
-            for peer, message in self._meet("all_to_all", messages, more=more).items():
+            for peer, message in self._meet("all_to_all", x, messages, more=more).items():
                 target = received[peer][read[peer] : read[peer] + message.length]
                 if target.numel() != message.length:
                     raise self._failed(peer, f"sent more rows than the {output_splits[peer]} that were announced")
@@ -142,15 +156,16 @@ class SharedMemory:
         return self._bytes[self._round % 2].view(dtype)
 
     def _meet(
-        self, kind: str, parts: dict[int, tuple[int, int]] | None = None, *, more: bool = False
+        self, kind: str, x: torch.Tensor, parts: dict[int, tuple[int, int]] | None = None, *, more: bool = False
     ) -> dict[int, _Message]:
         """Tell every peer that this rank has written, and wait until all have; what they said."""
-        index, said = _KINDS.index(kind), {}
+        mine = _Message(self._round, _KINDS.index(kind), _DTYPES.index(x.dtype), 0, x.numel(), more)
+        said = {}
         for peer, connection in self._peers.items():
-            start, length = parts[peer] if parts else (0, 0)
+            message = mine if parts is None else mine._replace(start=parts[peer][0], length=parts[peer][1])
             # Who has ended shows below. Those who have not shall not wait for this rank, but see the same.
             with suppress(OSError):
-                connection.send(_FORMAT.pack(self._round, index, start, length, more))
+                connection.send(_FORMAT.pack(*message))
         for peer, connection in self._peers.items():
             try:
                 data = connection.recv(_FORMAT.size)
@@ -159,15 +174,25 @@ class SharedMemory:
             except OSError as error:
                 raise self._failed(peer, f"has hung up ({error.strerror})") from None
             if not data:
-                raise self._failed(peer, f"ended, or left the group, before {kind}")
-            said[peer] = message = _Message(*_FORMAT.unpack(data))
-            if (message.number, message.kind) != (self._round, index):
-                other = f"{_KINDS[message.kind]} (round {message.number})"
-                raise self._failed(peer, f"is in {other}, this rank in {kind} (round {self._round})")
+                raise self._failed(peer, f"ended, failed, or left the group, before {kind}")
+            said[peer] = theirs = _Message(*_FORMAT.unpack(data))
+            whole = (theirs.length == mine.length) if parts is None else True
+            if theirs[:3] != mine[:3] or not whole:
+                raise self._failed(peer, f"is in {_describe(theirs)}, this rank in {_describe(mine)}")
         return said
 
     def _failed(self, peer: int, what: str) -> Exception:
+        """The error to raise. The others are told that this rank will not come, whatever its program does now."""
+        for connection in self._peers.values():
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_WR)
         return dist.DistNetworkError(f"shared memory of ranks {self._ranks}: rank {self._ranks[peer]} {what}.")
+
+
+def _describe(message: _Message) -> str:
+    kind, dtype = _KINDS[message.kind], str(_DTYPES[message.dtype]).removeprefix("torch.")
+    size = dtype if kind == "all_to_all" else f"{message.length} {dtype}"
+    return f"{kind} of {size} (round {message.number})"
 
 
 def sum_pieces(out: torch.Tensor, pieces: torch.Tensor) -> None:
@@ -189,40 +214,52 @@ def open_shared_memory(
 ) -> SharedMemory | None:
     """Connect the ranks of `group`; None on all of them if they are not on one machine, or it offers no such memory.
 
-    Collectives: one gather of a few bytes per rank over `group`; every rank must call.
+    Collectives: two gathers of a few bytes per rank over `group`; every rank must call.
 
     Args:
         group: a gloo group.
-        timeout_s: how long a rank waits for another, here and in every collective.
+        timeout_s: how long a rank waits for each other one in a collective.
         region_bytes: memory per rank, twice.
-
-    Raises:
-        torch.distributed.DistNetworkError: a rank of this machine does not come.
     """
     rank, size = group.rank(), group.size()
     if size == 1:
         return None
-    machine = _machine()
-    memory_fd = None if machine is None else _make_memory(2 * size * region_bytes)
-    everyone: list[Any] = [None] * size
-    if memory_fd is None:  # not here: nobody of the group then
-        dist.all_gather_object(everyone, None, group=group)
-        return None
-    with _closing(memory_fd), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        address = f"\0titanlite-{os.getpid()}-{secrets.token_hex(16)}"  # without a file: gone with its process
-        listener.bind(address)
-        listener.listen(size)
-        listener.settimeout(timeout_s)
-        dist.all_gather_object(everyone, (machine, address), group=group)
-        if any(entry is None or entry[0] != machine for entry in everyone):
+    num_bytes = 2 * size * region_bytes
+    with ExitStack() as stack:
+        listener = memory_fd = offer = None
+        with suppress(OSError):  # another system, or forbidden: not here then, and for nobody of the group
+            machine = _machine()
+            memory_fd = stack.enter_context(_closing(os.memfd_create("titanlite")))
+            os.ftruncate(memory_fd, num_bytes)  # takes no memory yet
+            listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            address = f"\0titanlite-{os.getpid()}-{secrets.token_hex(16)}"  # without a file: gone with its process
+            listener.bind(address)
+            listener.listen(size)
+            offer = (machine, address)
+        offers: list[Any] = [None] * size
+        dist.all_gather_object(offers, offer, group=group)
+        if listener is None or memory_fd is None or offer is None or any(not o or o[0] != offer[0] for o in offers):
             return None
+        peers: dict[int, socket.socket] = {}
+        memory, failure = None, None
         try:
-            peers = _connect(listener, rank, [address for _, address in everyone], timeout_s)
+            _connect(peers, listener, rank, [address for _, address in offers])
             with _closing(_share(memory_fd, rank, peers)) as shared_fd:
-                memory = mmap.mmap(shared_fd, 2 * size * region_bytes)
+                memory = mmap.mmap(shared_fd, num_bytes)
         except (OSError, EOFError) as error:
-            raise dist.DistNetworkError(f"the ranks of this machine do not find one another: {error}") from None
-    return SharedMemory(dist.get_process_group_ranks(group), rank, peers, memory, region_bytes)
+            failure = f"rank {dist.get_rank()}: {error}"
+        failures: list[Any] = [None] * size
+        dist.all_gather_object(failures, failure, group=group)
+        if memory is None or any(failures):
+            for connection in peers.values():
+                connection.close()
+            logger.warning("Ranks of one machine cannot share memory and use TCP, which is slower. %s", failures)
+            return None
+    for connection in peers.values():
+        connection.settimeout(None)
+        limit = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+    return SharedMemory(dist.get_process_group_ranks(group), rank, dict(sorted(peers.items())), memory, region_bytes)
 
 
 @contextmanager
@@ -233,37 +270,23 @@ def _closing(descriptor: int) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _machine() -> tuple[object, ...] | None:
-    """Equal for ranks that one launcher started in one kernel, network namespace and user; None if that is unknown."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-        return boot, os.stat("/proc/self/ns/net").st_ino, os.getuid(), os.environ.get("GROUP_RANK", "")
-    except OSError:  # not Linux
-        return None
+def _machine() -> tuple[object, ...]:
+    """Equal for ranks that one launcher started in one kernel, network namespace and user; OSError if not on Linux."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+    return boot, os.stat("/proc/self/ns/net").st_ino, os.getuid(), os.environ.get("GROUP_RANK", "")
 
 
-def _make_memory(num_bytes: int) -> int | None:
-    """Descriptor of memory that other processes can map, or None where that is forbidden."""
-    try:
-        descriptor = os.memfd_create("titanlite")
-    except OSError:
-        return None
-    os.ftruncate(descriptor, num_bytes)  # takes no memory yet
-    return descriptor
-
-
-def _connect(
-    listener: socket.socket, rank: int, addresses: Sequence[str], timeout_s: float
-) -> dict[int, socket.socket]:
-    """A socket to every other rank, in the order of the ranks; each connects to those before it."""
-    peers: dict[int, socket.socket] = {}
+def _connect(peers: dict[int, socket.socket], listener: socket.socket, rank: int, addresses: Sequence[str]) -> None:
+    """Put a socket to every other rank into `peers`; each rank connects to those before it."""
+    listener.settimeout(_SETUP_TIMEOUT_S)
     for peer in range(rank):
         peers[peer] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        peers[peer].settimeout(_SETUP_TIMEOUT_S)
         peers[peer].connect(addresses[peer])
         peers[peer].send(struct.pack("<I", rank))
     while len(peers) < len(addresses) - 1:
         connection, _ = listener.accept()
-        connection.settimeout(timeout_s)
+        connection.settimeout(_SETUP_TIMEOUT_S)
         # Anybody on the machine can connect to the address; only processes of this user are let in.
         _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         data = connection.recv(4) if uid == os.getuid() else b""
@@ -271,11 +294,6 @@ def _connect(
             peers[struct.unpack("<I", data)[0]] = connection
         else:
             connection.close()
-    for connection in peers.values():
-        connection.settimeout(None)
-        limit = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-    return dict(sorted(peers.items()))
 
 
 def _share(descriptor: int, rank: int, peers: dict[int, socket.socket]) -> int:

@@ -64,7 +64,7 @@ def attention(
 
     H must be a multiple of G: query head h reads key/value head h // (H / G).
     """
-    if mask.backend == "sdpa" and kernel_device(q_BSHK.device) == "cpu" and attention_cpu.serves(q_BSHK):
+    if mask.backend == "sdpa" and kernel_device(q_BSHK.device) == "cpu" and attention_cpu.serves(q_BSHK, v_BSGK):
         return attention_cpu.host_attention(q_BSHK, k_BSGK, v_BSGK, mask.allowed_B1SS, scale)
     q_BHSK, k_BGSK, v_BGSK = (x.transpose(1, 2) for x in (q_BSHK, k_BSGK, v_BSGK))
     grouped = q_BHSK.shape[1] != k_BGSK.shape[1]

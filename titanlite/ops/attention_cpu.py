@@ -21,9 +21,15 @@ _LONGEST = 1024
 """Beyond, torch's kernel is as fast: a block's scores no longer stay in the cache."""
 
 
-def serves(q_BSHK: torch.Tensor) -> bool:
+def serves(q_BSHK: torch.Tensor, v_BSGK: torch.Tensor) -> bool:
     """True if `host_attention` is the faster one; with several threads torch's spreads the heads over them."""
-    return q_BSHK.itemsize >= 4 and q_BSHK.shape[1] <= _LONGEST and torch.get_num_threads() == 1
+    fits = q_BSHK.itemsize >= 4 and 0 < q_BSHK.shape[1] <= _LONGEST and q_BSHK.shape[-1] == v_BSGK.shape[-1]
+    return fits and _num_threads() == 1
+
+
+@torch.compiler.assume_constant_result  # a compiled graph would break at it
+def _num_threads() -> int:
+    return torch.get_num_threads()
 
 
 class _Block(NamedTuple):

@@ -95,7 +95,7 @@ def moe_experts_backward(
     needed: list[bool],
     backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of (x, gate_up, down, row_weight); those that are not `needed` are empty."""
+    """Gradients of (x, gate_up, down, row_weight); those of the first three that are not `needed` are empty."""
     if backend == "torch":
         return moe_experts_cpu.backward(dout, x, gate_up, down, row_weight, token, rows, offsets, z, needed)
     from titanlite.ops import grouped_gemm_launch as kernels

@@ -101,9 +101,16 @@ def test_opcheck():
 )
 def test_where_torchs_kernel_is_as_fast_it_runs(monkeypatch, length, dtype, threads, own):
     calls = []
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(attention_cpu, "_num_threads", lambda: threads)
     monkeypatch.setattr(attention_cpu, "host_attention", lambda *args: calls.append(args) or host_attention(*args))
     q, k, v = make_inputs(length, 2, 1, dtype, batch=1)
     out = attention(q, k, v, build_attention_mask(None), SCALE)
     assert bool(calls) == own
     torch.testing.assert_close(out, by_torch(q, k, v, None), rtol=0, atol=2e-2 if dtype == torch.bfloat16 else 1e-5)
+
+
+def test_a_compiled_graph_does_not_break_at_the_choice():
+    q, k, v = make_inputs(70, 4, 2, torch.float32)
+    mask = build_attention_mask(None)
+    compiled = torch.compile(lambda *x: attention(*x, mask, SCALE) * 2, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(q, k, v), host_attention(q, k, v, None, SCALE) * 2)
