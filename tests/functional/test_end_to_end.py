@@ -64,7 +64,8 @@ def test_log_is_one_plain_line_per_step_from_one_rank(run):
     lines = re.findall(rf"step +(\d+)/{STEPS}  +loss +([\d.]+)", done.stdout)
     trained = [(int(step), float(loss)) for step, loss in lines]
     assert [step for step, _ in trained] == [1, 2, 3, 4]
-    assert trained[0][1] == pytest.approx(math.log(512), rel=0.02), "an untrained model knows nothing"
+    # Random logits cost half of their variance more than equal ones: 0.10 to 0.14 here, by the text of this Python.
+    assert trained[0][1] == pytest.approx(math.log(512) + 0.12, abs=0.1), "an untrained model knows nothing"
     assert done.stdout.count("validation loss") == 2
     assert "dp_replicate 1 x dp_shard 2 x tp 2, ep 2, 4 ranks on cpu" in done.stdout
     for noise in ("Warning", "warning", "Traceback", "[rank"):
