@@ -74,7 +74,7 @@ def test_metrics_name_the_slow_rank_and_count_lost_rows(run_ranks, checked, mesh
             *("embedding", "attention", "experts", "router", "norm", "head")
         }
         assert point["memory/host_peak_rss_gib"] == pytest.approx(max(point["ranks/memory_gib"]), abs=1e-4)
-        assert 0 < point["memory/host_rss_gib"] <= point["memory/host_peak_rss_gib"] * 1.001
+        assert 0 < point["memory/host_rss_gib"] <= point["memory/host_peak_rss_gib"]
         assert all(0 < value <= 1 for value in point["moe/load_entropy"])
 
     slow = points[DATA]

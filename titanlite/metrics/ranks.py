@@ -52,6 +52,8 @@ def get_memory(device: torch.device) -> dict[str, float]:
     statm = Path("/proc/self/statm")
     if statm.exists():
         found["memory/host_rss_gib"] = int(statm.read_text().split()[1]) * resource.getpagesize() / _GIB
+        # The kernel adds up what its CPUs counted for the present size, not for the peak, which may be short of it.
+        found["memory/host_peak_rss_gib"] = max(found["memory/host_peak_rss_gib"], found["memory/host_rss_gib"])
     return found
 
 

@@ -1,7 +1,8 @@
 import pytest
+import torch
 
 from titanlite.metrics import get_busy_seconds
-from titanlite.metrics.ranks import describe_ranks, find_slowest
+from titanlite.metrics.ranks import describe_ranks, find_slowest, get_memory
 
 
 def test_busy_time_is_the_time_outside_of_collectives():
@@ -33,3 +34,11 @@ def test_large_runs_are_summed_up_and_one_rank_has_nobody_to_wait_for():
     assert lists == {"ranks/slowest_reason": "compute"}, "no list of 129 numbers in every line"
     one = {name: column[:1] for name, column in many.items()}
     assert describe_ranks(one, 1, 100.0) == ({"memory/host_peak_rss_gib": 1.0}, {})
+
+
+def test_the_peak_of_the_memory_is_no_less_than_what_is_in_use():
+    kept = []
+    for _ in range(50):
+        kept.append(torch.ones(37, 4099))
+        memory = get_memory(torch.device("cpu"))
+        assert 0 < memory["memory/host_rss_gib"] <= memory["memory/host_peak_rss_gib"]
