@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from titanlite import timers
-from titanlite.distributed.shared_memory import SharedMemory, open_shared_memory, sum_pieces
+from titanlite.distributed.shared_memory import DEFAULT_TIMEOUT_S, SharedMemory, open_shared_memory, sum_pieces
 
 # torch 2.13 renamed both and warns about the old names; 2.11 has only those.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -22,7 +22,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 _groups: dict[str, dist.ProcessGroup] = {}
 _memories: dict[dist.ProcessGroup, SharedMemory | None] = {}
-_timeout_s: float | None = None
+_timeout_s = DEFAULT_TIMEOUT_S
 
 
 def register_group(group: dist.ProcessGroup) -> str:
@@ -94,10 +94,8 @@ def _is_on_gloo(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup) ->
 def _shared_memory(group: dist.ProcessGroup) -> SharedMemory | None:
     """What the ranks of `group` share, or None. Collective at the first call for a group."""
     if group not in _memories:
-        if _timeout_s is not None and group is dist.group.WORLD:
-            _memories[group] = open_shared_memory(group, _timeout_s)
-        else:
-            _memories[group] = open_shared_memory(group)
+        timeout_s = _timeout_s if group is dist.group.WORLD else DEFAULT_TIMEOUT_S
+        _memories[group] = open_shared_memory(group, timeout_s)
     return _memories[group]
 
 

@@ -37,7 +37,7 @@ _DTYPES = (
     *(torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.int16, torch.int8),
     *(torch.uint8, torch.bool),
 )
-_DEFAULT_TIMEOUT_S = 1800.0  # that of gloo's groups
+DEFAULT_TIMEOUT_S = 1800.0  # that of gloo's groups
 _SETUP_TIMEOUT_S = 60.0  # ranks that have just met in a collective
 
 
@@ -56,9 +56,9 @@ class _Message(NamedTuple):
     number: int
     kind: int
     dtype: int
-    start: int = 0
-    length: int = 0
-    more: bool = False
+    start: int
+    length: int
+    more: bool
 
 
 _FORMAT = struct.Struct("<QBBQQ?")
@@ -176,8 +176,7 @@ class SharedMemory:
             if not data:
                 raise self._failed(peer, f"ended, failed, or left the group, before {kind}")
             said[peer] = theirs = _Message(*_FORMAT.unpack(data))
-            whole = (theirs.length == mine.length) if parts is None else True
-            if theirs[:3] != mine[:3] or not whole:
+            if theirs[:3] != mine[:3] or (parts is None and theirs.length != mine.length):
                 raise self._failed(peer, f"is in {_describe(theirs)}, this rank in {_describe(mine)}")
         return said
 
@@ -210,7 +209,7 @@ def sum_pieces(out: torch.Tensor, pieces: torch.Tensor) -> None:
 
 
 def open_shared_memory(
-    group: dist.ProcessGroup, timeout_s: float = _DEFAULT_TIMEOUT_S, region_bytes: int = _REGION_BYTES
+    group: dist.ProcessGroup, timeout_s: float = DEFAULT_TIMEOUT_S, region_bytes: int = _REGION_BYTES
 ) -> SharedMemory | None:
     """Connect the ranks of `group`; None on all of them if they are not on one machine, or it offers no such memory.
 

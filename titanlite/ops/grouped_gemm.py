@@ -93,7 +93,7 @@ def grouped_mm(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, bac
         y = F.grouped_mm(x, weight, offs=offsets)
         return y.masked_fill_(_tail_mask(x, offsets), 0.0)
     y = x.new_empty(x.shape[0], weight.shape[2])
-    compute, groups = _compute_dtype(x), _groups(offsets)
+    compute, groups = get_compute_dtype(x), get_groups(offsets)
     y[groups[-1][1] if groups else 0 :] = 0
     for expert, (start, end) in enumerate(groups):
         if compute == x.dtype:
@@ -116,8 +116,8 @@ def grouped_mm_wgrad(
         dw = F.grouped_mm(left.mT, right, offs=offsets)
         return dw.mT if k_major else dw
     dw = x.new_empty((num_experts, n, k) if k_major else (num_experts, k, n))  # a product over no rows is zeros
-    compute = _compute_dtype(x)
-    for expert, (start, end) in enumerate(_groups(offsets)):
+    compute = get_compute_dtype(x)
+    for expert, (start, end) in enumerate(get_groups(offsets)):
         left, right = (dy, x) if k_major else (x, dy)
         if compute == x.dtype:
             torch.mm(left[start:end].T, right[start:end], out=dw[expert])
@@ -139,7 +139,7 @@ def _use_torch_kernel(x: torch.Tensor, other: torch.Tensor, backend: str) -> boo
     return backend != "reference" and x.is_cuda and x.dtype == torch.bfloat16 and aligned and x.shape[0] > 0
 
 
-def _compute_dtype(x: torch.Tensor) -> torch.dtype:
+def get_compute_dtype(x: torch.Tensor) -> torch.dtype:
     """CPUs without bfloat16 instructions multiply it 16 to 50 times slower than float32, so go through float32."""
     return torch.float32 if not x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) else x.dtype
 
@@ -148,7 +148,7 @@ def _tail_mask(x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     return (torch.arange(x.shape[0], device=x.device) >= offsets[-1]).unsqueeze(-1)
 
 
-def _groups(offsets: torch.Tensor) -> list[tuple[int, int]]:
+def get_groups(offsets: torch.Tensor) -> list[tuple[int, int]]:
     """(start, end) of each group. Copies the offsets to the host: a synchronization point on CUDA."""
     ends = offsets.tolist()
     return list(zip([0, *ends[:-1]], ends, strict=True))

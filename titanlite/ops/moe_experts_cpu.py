@@ -13,9 +13,11 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
+from titanlite.ops.grouped_gemm import get_compute_dtype, get_groups
 from titanlite.ops.permute import gather_sum
+from titanlite.ops.swiglu import apply_swiglu
 
-_SLICE_BYTES = 4194304
+_SLICE_BYTES = 512 << 10
 """Of a slice of z; what else is there of its rows takes as much again, and twice in backward."""
 
 
@@ -30,7 +32,7 @@ def forward(
     keep: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, z) of `moe_experts`; z (R, 2 I) is empty unless `keep`."""
-    compute = torch.float32 if x.itemsize < 4 else x.dtype
+    compute = get_compute_dtype(x)
     y_RD = _PerRow(x, token, rows)
     z = x.new_empty(token.shape[0] if keep else 0, gate_up.shape[1])
     for expert, slices in _slices(offsets, gate_up.shape[1] * compute.itemsize):
@@ -39,9 +41,7 @@ def forward(
             z_C2I = x.index_select(0, token[part]).to(compute) @ up_weight
             if keep:
                 z[part] = z_C2I
-            gate_CI, up_CI = z_C2I.chunk(2, dim=-1)
-            h_CI = F.silu(gate_CI).mul_(up_CI).mul_(row_weight[part].unsqueeze(-1))
-            y_RD.write(part, h_CI @ down_weight)
+            y_RD.write(part, apply_swiglu(z_C2I, row_weight[part]) @ down_weight)
     z[int(offsets[-1]) :] = 0.0
     return y_RD.sum_by_token(offsets), z
 
@@ -60,7 +60,7 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of (x, gate_up, down, row_weight); those of the first three that are not `needed` are empty."""
     need_x, need_gate_up, need_down, _ = needed
-    compute = torch.float32 if x.itemsize < 4 else x.dtype
+    compute = get_compute_dtype(x)
     dx_RD = _PerRow(x, token, rows) if need_x else None
     dgate_up = _PerExpert(gate_up, compute) if need_gate_up else None
     ddown = _PerExpert(down, compute) if need_down else None
@@ -96,13 +96,12 @@ def backward(
 
 def _slices(offsets: torch.Tensor, bytes_per_row: int) -> Iterator[tuple[int, Iterator[slice]]]:
     """Each expert that has rows, with slices of them, alike in size."""
-    start, most = 0, max(1, _SLICE_BYTES // bytes_per_row)
-    for expert, end in enumerate(offsets.tolist()):
+    most = max(1, _SLICE_BYTES // bytes_per_row)
+    for expert, (start, end) in enumerate(get_groups(offsets)):
         count = -(-(end - start) // most)
         if count:
             size = -(-(end - start) // count)
             yield expert, (slice(at, min(at + size, end)) for at in range(start, end, size))
-        start = end
 
 
 class _PerRow:

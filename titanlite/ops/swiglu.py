@@ -10,13 +10,18 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 
+def apply_swiglu(gate_up_R2I: torch.Tensor, weight_R: torch.Tensor | None) -> torch.Tensor:
+    """`swiglu` without a gradient."""
+    gate_RI, up_RI = gate_up_R2I.chunk(2, dim=-1)
+    h_RI = F.silu(gate_RI).mul_(up_RI)
+    return h_RI if weight_R is None else h_RI.mul_(weight_R.unsqueeze(-1))
+
+
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate_up_R2I: torch.Tensor, weight_R: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(gate_up_R2I, weight_R)
-        gate_RI, up_RI = gate_up_R2I.chunk(2, dim=-1)
-        h_RI = F.silu(gate_RI).mul_(up_RI)
-        return h_RI if weight_R is None else h_RI.mul_(weight_R.unsqueeze(-1))
+        return apply_swiglu(gate_up_R2I, weight_R)
 
     @staticmethod
     @once_differentiable

@@ -71,16 +71,11 @@ def _moe_experts_backward(
 
 def _host_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> int:
     """With the scores above the diagonal, as torch counts its own."""
-    return 2 * _attention_product(q)
+    return sdpa_flop_count(*(tensor.transpose(1, 2).shape for tensor in (q, k, v)))
 
 
-def _host_attention_backward(dout: torch.Tensor, *rest: Any) -> int:
-    return 5 * _attention_product(dout)
-
-
-def _attention_product(q_BSHK: torch.Tensor) -> int:
-    batch, length, heads, width = q_BSHK.shape
-    return 2 * batch * heads * length**2 * width
+def _host_attention_backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> int:
+    return sdpa_backward_flop_count(*(tensor.transpose(1, 2).shape for tensor in (dout, q, k, v)))
 
 
 _OWN: dict[Any, Callable[..., int]] = {
@@ -120,8 +115,8 @@ def count_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: A
         count = formula(*args, **kwargs, out_val=out)
     first = next(arg for arg in args if isinstance(arg, torch.Tensor))
     place = _CAUSAL.get(func)
-    causal = func in _ALWAYS_CAUSAL
-    if place is not None:
-        causal = args[place] if len(args) > place else kwargs.get("is_causal", False)
+    causal = func in _ALWAYS_CAUSAL or (
+        place is not None and (args[place] if len(args) > place else kwargs.get("is_causal", False))
+    )
     is_low = first.dtype.itemsize <= 2
     return Flops(count if is_low else 0, 0 if is_low else count, count // 2 if causal else 0)

@@ -5,12 +5,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from expert_layer import NAMES, ExpertLayer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 from triton_interpreter import repair
 
-from titanlite.ops import group_by_expert, grouped_gemm, moe_experts
+from titanlite.ops import grouped_gemm, moe_experts
 from titanlite.ops import grouped_gemm_launch as kernels
 
 if kernels.INTERPRETED:
@@ -139,43 +140,8 @@ def test_gather_sum(top_k, dtype):
     assert error(kernels.gather_sum(y, rows), y.double()[rows.long()].sum(1)) <= BOUNDS[dtype]
 
 
-class Layer:
-    """Inputs of `moe_experts`, and the same in float64 by a loop over experts with autograd."""
-
-    def __init__(self, sizes: list[int], top_k: int, dtype: torch.dtype, hidden: int = 48, inner: int = 40) -> None:
-        generator = torch.Generator().manual_seed(1)
-        num_experts, rows = len(sizes), sum(sizes)
-        tokens = -(-rows // top_k)
-        ids = torch.cat([torch.full((size,), e) for e, size in enumerate(sizes)])
-        ids = torch.cat([ids, torch.full((tokens * top_k - rows,), num_experts)])  # beyond the last expert: no one's
-        self.ids = ids[torch.randperm(len(ids), generator=generator)].view(tokens, top_k).to(DEVICE)
-        x = torch.randn(tokens, hidden, generator=generator)
-        gate_up = torch.randn(num_experts, 2 * inner, hidden, generator=generator) / hidden**0.5
-        down = torch.randn(num_experts, hidden, inner, generator=generator) / inner**0.5
-        self.inputs = [t.to(dtype).to(DEVICE).requires_grad_() for t in (x, gate_up, down)]
-        self.weight = torch.rand(tokens, top_k, generator=generator).to(DEVICE).requires_grad_()
-        self.dout = torch.randn(tokens, hidden, generator=generator).to(dtype).to(DEVICE)
-
-    def run(self, backend: str) -> torch.Tensor:
-        x, gate_up, down = self.inputs
-        order, rows, counts = group_by_expert(self.ids, gate_up.shape[0])
-        token, offsets = order // self.ids.shape[1], counts.cumsum(0).to(torch.int32)
-        weight = self.weight.flatten().index_select(0, order)
-        return moe_experts(x, gate_up, down, weight, token, rows, offsets, backend)
-
-    def gradients(self, out: torch.Tensor) -> list[torch.Tensor]:
-        return list(torch.autograd.grad(out, [*self.inputs, self.weight], self.dout.to(out.dtype)))
-
-    def expected(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        tensors = [t.detach().double().requires_grad_() for t in (*self.inputs, self.weight)]
-        x, gate_up, down, weight = tensors
-        out = torch.zeros_like(x)
-        for e in range(gate_up.shape[0]):
-            token, slot = (self.ids == e).nonzero(as_tuple=True)
-            gate, up = (x[token] @ gate_up[e].T).chunk(2, dim=-1)
-            h = torch.nn.functional.silu(gate) * up * weight[token, slot, None]
-            out = out.index_add(0, token, h @ down[e].T)
-        return out, list(torch.autograd.grad(out, tensors, self.dout.double()))
+def layer_of(sizes: list[int], top_k: int, dtype: torch.dtype = torch.float32) -> ExpertLayer:
+    return ExpertLayer(sizes, top_k, dtype, hidden=48, inner=40, device=DEVICE)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -184,14 +150,11 @@ class Layer:
     [("uneven", 1), ("uneven", 4), ("all_to_last", 1), ("one_row", 1), ("whole_tiles", 8), ("many_small", 2)],
 )
 def test_the_fused_experts_equal_a_float64_loop(sizes, top_k, dtype):
-    layer = Layer(SIZES[sizes], top_k, dtype)
-    out = layer.run("triton")
-    expected, gradients = layer.expected()
+    layer = layer_of(SIZES[sizes], top_k, dtype)
     bound = {torch.float32: 5e-6, torch.bfloat16: 1.5e-2}[dtype]  # three roundings to bfloat16 in a row
     if sizes == "one_row":
         bound *= 2  # one number, a sum in which products cancel: nothing averages out
-    assert error(out, expected) <= bound
-    for name, mine, reference in zip(("x", "gate_up", "down", "weight"), layer.gradients(out), gradients, strict=True):
+    for name, mine, reference in zip(NAMES, layer.results(layer.run("triton")), layer.expected(), strict=True):
         assert error(mine, reference) <= bound, name
 
 
@@ -206,43 +169,34 @@ def test_no_rows_at_all():
 
 
 def test_frozen_weights_get_no_gradient_and_inference_keeps_nothing():
-    layer = Layer(SIZES["uneven"], 2, torch.float32)
+    layer = layer_of(SIZES["uneven"], 2)
     with torch.no_grad():
         assert torch.equal(layer.run("triton"), layer.run("triton"))
+    expected = layer.expected()[1]
     x, gate_up, down = layer.inputs
     gate_up.requires_grad_(False)
     down.requires_grad_(False)
     out = layer.run("triton")
     (dx,) = torch.autograd.grad(out, [x], layer.dout)
-    assert error(dx, layer_dx(layer)) <= 5e-6
-
-
-def layer_dx(layer: Layer) -> torch.Tensor:
-    for tensor in layer.inputs:
-        tensor.requires_grad_()
-    return layer.expected()[1][0]
+    assert error(dx, expected) <= 5e-6
 
 
 def test_the_same_bits_every_time():
-    layer = Layer(SIZES["uneven"], 4, torch.bfloat16)
-    runs = [[out := layer.run("triton"), *layer.gradients(out)] for _ in range(2)]
+    layer = layer_of(SIZES["uneven"], 4, torch.bfloat16)
+    runs = [layer.results(layer.run("triton")) for _ in range(2)]
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
 def test_recomputed_under_activation_checkpointing():
-    layer = Layer(SIZES["uneven"], 2, torch.float32)
-    out = layer.run("triton")
+    layer = layer_of(SIZES["uneven"], 2)
     again = checkpoint(layer.run, "triton", use_reentrant=False)
-    assert torch.equal(out, again)
-    assert all(torch.equal(a, b) for a, b in zip(layer.gradients(out), layer.gradients(again), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(layer.results(layer.run("triton")), layer.results(again), strict=True))
 
 
 def test_opcheck():
-    layer = Layer([5, 0, 9], 2, torch.float32, hidden=16, inner=16)
-    x, gate_up, down = layer.inputs
-    order, rows, counts = group_by_expert(layer.ids, 3)
-    offsets, weight = counts.cumsum(0).to(torch.int32), layer.weight.detach().flatten()[order].requires_grad_()
-    args = (x, gate_up, down, weight, (order // 2).int(), rows.int(), offsets, True, "triton")
+    layer = ExpertLayer([5, 0, 9], 2, hidden=16, inner=16, device=DEVICE)
+    x, gate_up, down, weight, token, rows, offsets = layer.arguments()
+    args = (x, gate_up, down, weight.detach().requires_grad_(), token.int(), rows.int(), offsets, True, "triton")
     torch.library.opcheck(torch.ops.titanlite.moe_experts_forward.default, args)
     rows = torch.randn(14, 16, device=DEVICE, requires_grad=True)
     torch.library.opcheck(
@@ -251,11 +205,9 @@ def test_opcheck():
 
 
 def test_compiles_without_a_graph_break():
-    layer = Layer(SIZES["uneven"], 2, torch.float32)
-    out = torch.compile(layer.run, fullgraph=True, backend="aot_eager")("triton")
-    expected = layer.run("triton")
-    assert torch.equal(out, expected)
-    for mine, reference in zip(layer.gradients(out), layer.gradients(expected), strict=True):
+    layer = layer_of(SIZES["uneven"], 2)
+    compiled = torch.compile(layer.run, fullgraph=True, backend="aot_eager")("triton")
+    for mine, reference in zip(layer.results(compiled), layer.results(layer.run("triton")), strict=True):
         assert torch.equal(mine, reference)
 
 

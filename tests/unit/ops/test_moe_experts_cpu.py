@@ -2,62 +2,22 @@
 
 import pytest
 import torch
+from expert_layer import NAMES, ExpertLayer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
-from titanlite.ops import group_by_expert, moe_experts, moe_experts_cpu
+from titanlite.ops import moe_experts, moe_experts_cpu
 from titanlite.ops.moe_experts import moe_experts_forward
 
-NAMES = ("out", "dx", "dgate_up", "ddown", "dweight")
 BOUNDS = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 1.5e-2}  # relative, of the norm
 
 
-class Layer:
-    """Inputs of `moe_experts`: `sizes[e]` rows of expert e, the rest of the choices no one's."""
-
-    def __init__(
-        self, sizes: list[int], top_k: int, dtype: torch.dtype = torch.float32, hidden: int = 24, inner: int = 20
-    ) -> None:
-        generator = torch.Generator().manual_seed(sum(sizes) + top_k)
-        rows, num_experts = sum(sizes), len(sizes)
-        tokens = -(-rows // top_k) + 1  # at least top_k rows belong to no expert
-        ids = torch.cat([torch.full((size,), e) for e, size in enumerate([*sizes, tokens * top_k - rows])])
-        self.ids = ids[torch.randperm(len(ids), generator=generator)].view(tokens, top_k)
-
-        def draw(*shape: int) -> torch.Tensor:
-            return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-        x, gate_up = draw(tokens, hidden), draw(num_experts, 2 * inner, hidden) / hidden**0.5
-        down, self.dout = draw(num_experts, hidden, inner) / inner**0.5, draw(tokens, hidden).to(dtype)
-        self.inputs = [t.to(dtype).requires_grad_() for t in (x, gate_up, down)]
-        weight = torch.rand(tokens, top_k, generator=generator, dtype=torch.float64)
-        self.weight = weight.to(torch.promote_types(dtype, torch.float32)).requires_grad_()
-
-    def arguments(self) -> tuple[torch.Tensor, ...]:
-        order, rows, counts = group_by_expert(self.ids, self.inputs[1].shape[0])
-        weight = self.weight.flatten().index_select(0, order)
-        return *self.inputs, weight, order // self.ids.shape[1], rows, counts.cumsum(0).to(torch.int32)
-
-    def run(self, backend: str = "torch") -> torch.Tensor:
-        return moe_experts(*self.arguments(), backend)
-
-    def results(self, out: torch.Tensor) -> list[torch.Tensor]:
-        return [out, *torch.autograd.grad(out, [*self.inputs, self.weight], self.dout)]
-
-    def expected(self) -> list[torch.Tensor]:
-        tensors = [t.detach().double().requires_grad_() for t in (*self.inputs, self.weight)]
-        x, gate_up, down, weight = tensors
-        out = torch.zeros_like(x)
-        for e in range(gate_up.shape[0]):
-            token, slot = (self.ids == e).nonzero(as_tuple=True)
-            gate, up = (x[token] @ gate_up[e].T).chunk(2, dim=-1)
-            h = torch.nn.functional.silu(gate) * up * weight[token, slot, None]
-            out = out.index_add(0, token, h @ down[e].T)
-        return [out, *torch.autograd.grad(out, tensors, self.dout.double())]
+def layer_of(sizes: list[int], top_k: int, dtype: torch.dtype = torch.float32) -> ExpertLayer:
+    return ExpertLayer(sizes, top_k, dtype, spare_tokens=1)  # at least top_k rows belong to no expert
 
 
-def assert_right(layer: Layer, results: list[torch.Tensor]) -> None:
+def assert_right(layer: ExpertLayer, results: list[torch.Tensor]) -> None:
     for name, got, want in zip(NAMES, results, layer.expected(), strict=True):
         assert got.isfinite().all(), name
         assert (got.double() - want).norm() <= BOUNDS[layer.dout.dtype] * want.norm(), name
@@ -69,45 +29,45 @@ def assert_right(layer: Layer, results: list[torch.Tensor]) -> None:
 @pytest.mark.parametrize("sizes", [[5, 0, 17, 1], [0, 0, 40], [1, 0], [64, 64]], ids=str)
 def test_equals_a_float64_loop(monkeypatch, sizes, top_k, dtype, slice_bytes):
     monkeypatch.setattr(moe_experts_cpu, "_SLICE_BYTES", slice_bytes)
-    layer = Layer(sizes, top_k, dtype)
-    assert_right(layer, layer.results(layer.run()))
+    layer = layer_of(sizes, top_k, dtype)
+    assert_right(layer, layer.results(layer.run("torch")))
 
 
 @settings(max_examples=40, deadline=None)
 @given(sizes=st.lists(st.integers(0, 30), min_size=1, max_size=6), top_k=st.integers(1, 5))
 def test_any_sizes(sizes, top_k):
-    layer = Layer(sizes, top_k, torch.float64)
-    assert_right(layer, layer.results(layer.run()))
+    layer = layer_of(sizes, top_k, torch.float64)
+    assert_right(layer, layer.results(layer.run("torch")))
 
 
 @pytest.mark.parametrize("top_k", [1, 2])
 def test_rows_of_no_expert_reach_nothing(top_k):
-    layer = Layer([6, 3], top_k)
+    layer = layer_of([6, 3], top_k)
     layer.ids[-2:] = 2
     alone = (layer.ids == 2).all(dim=1)
     with torch.no_grad():
         layer.inputs[0][alone] = torch.nan
         layer.dout[alone] = torch.nan
-    out, dx, *weights = layer.results(layer.run())
+    out, dx, *weights = layer.results(layer.run("torch"))
     assert out.isfinite().all() and not out[alone].any() and not dx[alone].any()
     assert all(grad.isfinite().all() for grad in weights)
 
 
 def test_equals_the_composed_operators():
-    layer = Layer([30, 0, 50, 9], 4)
+    layer = layer_of([30, 0, 50, 9], 4)
     for name, fused, composed in zip(
-        NAMES, layer.results(layer.run()), layer.results(layer.run("reference")), strict=True
+        NAMES, layer.results(layer.run("torch")), layer.results(layer.run("reference")), strict=True
     ):
         assert (fused - composed).norm() <= 1e-6 * composed.norm(), name
 
 
 def test_only_wanted_gradients_and_nothing_kept_without():
-    layer = Layer([9, 4], 2)
+    layer = layer_of([9, 4], 2)
     kept: list[int] = []
     with torch.no_grad():
-        plain = layer.run()
+        plain = layer.run("torch")
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
-        out = layer.run()
+        out = layer.run("torch")
     assert torch.equal(out, plain)
     rows, hidden, inner = layer.ids.numel(), 24, 20
     # z alone has a number per row and column; neither the permuted tokens (rows, hidden) nor h (rows, inner).
@@ -115,29 +75,29 @@ def test_only_wanted_gradients_and_nothing_kept_without():
     expected = layer.expected()
     for tensor in layer.inputs[1:]:
         tensor.requires_grad_(False)
-    (dx,) = torch.autograd.grad(layer.run(), layer.inputs[:1], layer.dout)
+    (dx,) = torch.autograd.grad(layer.run("torch"), layer.inputs[:1], layer.dout)
     assert (dx.double() - expected[1]).norm() <= 2e-6 * expected[1].norm()
 
 
 def test_recomputed_under_activation_checkpointing():
-    layer = Layer([9, 4], 2)
-    again = checkpoint(layer.run, use_reentrant=False)
-    for one, two in zip(layer.results(layer.run()), layer.results(again), strict=True):
+    layer = layer_of([9, 4], 2)
+    again = checkpoint(layer.run, "torch", use_reentrant=False)
+    for one, two in zip(layer.results(layer.run("torch")), layer.results(again), strict=True):
         assert torch.equal(one, two)
 
 
 def test_opcheck_and_one_graph():
-    layer = Layer([5, 0, 9], 2)
+    layer = layer_of([5, 0, 9], 2)
     x, gate_up, down, weight, token, rows, offsets = (t.detach() for t in layer.arguments())
     leaves = [t.requires_grad_() for t in (x, gate_up, down, weight)]
     torch.library.opcheck(moe_experts_forward, (*leaves, token, rows, offsets, True, "torch"))
-    compiled = torch.compile(layer.run, fullgraph=True, backend="aot_eager")()
-    for one, two in zip(layer.results(layer.run()), layer.results(compiled), strict=True):
+    compiled = torch.compile(layer.run, fullgraph=True, backend="aot_eager")("torch")
+    for one, two in zip(layer.results(layer.run("torch")), layer.results(compiled), strict=True):
         assert torch.equal(one, two)
 
 
 def test_gradcheck():
-    layer = Layer([4, 0, 3], 2, torch.float64, hidden=3, inner=2)
+    layer = ExpertLayer([4, 0, 3], 2, torch.float64, hidden=3, inner=2, spare_tokens=1)
     _, _, _, weight, token, rows, offsets = layer.arguments()
     inputs = [*layer.inputs, weight.detach().requires_grad_()]
     assert torch.autograd.gradcheck(lambda *args: moe_experts(*args, token, rows, offsets, "torch"), inputs)

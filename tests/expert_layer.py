@@ -1,0 +1,73 @@
+"""Inputs of `moe_experts` for tests, and what it must make of them: a loop over experts in float64."""
+
+import torch
+
+from titanlite.ops import group_by_expert, moe_experts
+
+NAMES = ("out", "dx", "dgate_up", "ddown", "dweight")
+
+
+class ExpertLayer:
+    """Experts, and tokens with their choice of experts; T tokens, k experts per token.
+
+    Args:
+        sizes: rows of each expert. Choices that are left over are no expert's.
+        top_k: experts per token.
+        dtype: of tokens and weights.
+        hidden, inner: widths.
+        spare_tokens: so many more tokens than the rows need.
+        device: of all tensors.
+    """
+
+    def __init__(
+        self,
+        sizes: list[int],
+        top_k: int,
+        dtype: torch.dtype = torch.float32,
+        hidden: int = 24,
+        inner: int = 20,
+        *,
+        spare_tokens: int = 0,
+        device: str = "cpu",
+    ) -> None:
+        generator = torch.Generator().manual_seed(sum(sizes) + top_k)
+        rows, num_experts = sum(sizes), len(sizes)
+        tokens = -(-rows // top_k) + spare_tokens
+        ids = torch.cat([torch.full((size,), e) for e, size in enumerate([*sizes, tokens * top_k - rows])])
+        self.ids = ids[torch.randperm(len(ids), generator=generator)].view(tokens, top_k).to(device)
+
+        def draw(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+        x, gate_up = draw(tokens, hidden), draw(num_experts, 2 * inner, hidden) / hidden**0.5
+        down = draw(num_experts, hidden, inner) / inner**0.5
+        self.dout = draw(tokens, hidden).to(device, dtype)
+        self.inputs = [tensor.to(device, dtype).requires_grad_() for tensor in (x, gate_up, down)]
+        weight = torch.rand(tokens, top_k, generator=generator, dtype=torch.float64)
+        self.weight = weight.to(device, torch.promote_types(dtype, torch.float32)).requires_grad_()
+
+    def arguments(self) -> tuple[torch.Tensor, ...]:
+        """Those of `moe_experts`; the weight of the rows is a function of `weight`."""
+        order, rows, counts = group_by_expert(self.ids, self.inputs[1].shape[0])
+        weight = self.weight.flatten().index_select(0, order)
+        return *self.inputs, weight, order // self.ids.shape[1], rows, counts.cumsum(0).to(torch.int32)
+
+    def run(self, backend: str) -> torch.Tensor:
+        """The operator's result."""
+        return moe_experts(*self.arguments(), backend)
+
+    def results(self, out: torch.Tensor) -> list[torch.Tensor]:
+        """`out` and all gradients, as in `NAMES`."""
+        return [out, *torch.autograd.grad(out, [*self.inputs, self.weight], self.dout)]
+
+    def expected(self) -> list[torch.Tensor]:
+        """`results` as they should be, float64."""
+        tensors = [tensor.detach().double().requires_grad_() for tensor in (*self.inputs, self.weight)]
+        x, gate_up, down, weight = tensors
+        out = torch.zeros_like(x)
+        for e in range(gate_up.shape[0]):
+            token, slot = (self.ids == e).nonzero(as_tuple=True)
+            gate, up = (x[token] @ gate_up[e].T).chunk(2, dim=-1)
+            h = torch.nn.functional.silu(gate) * up * weight[token, slot, None]
+            out = out.index_add(0, token, h @ down[e].T)
+        return [out, *torch.autograd.grad(out, tensors, self.dout.double())]
