@@ -57,7 +57,7 @@ from titanlite.config import JobConfig, ModelConfig
 from titanlite.config.parallelism import Degrees
 from titanlite.data import Batch
 from titanlite.distributed import ParallelDims, init_distributed, parallelize
-from titanlite.distributed.activation_checkpoint import apply_activation_checkpoint
+from titanlite.distributed.parallelize import wrap_layers
 from titanlite.materialize import materialize
 from titanlite.metrics import train_flops_per_token
 from titanlite.metrics.flops import num_parameters, peak_flops
@@ -218,10 +218,7 @@ class BenchTrainer(TrainStep):
         super().__init__(job, dims, device, model, build_optimizer(model, job.optimizer), NextToken())
 
     def choose(self, variant: Variant) -> None:
-        """Switch to `variant`, in the order of `parallelize`: checkpointing wraps forwards, compile wraps that.
-
-        FSDP's hooks are outside of `forward`, so the model need not be built again.
-        """
+        """Switch to `variant`; FSDP's hooks are outside of `forward`, so the model need not be built again."""
         for module in self.model.modules():
             vars(module).pop("forward", None)
         torch.compiler.reset()
@@ -229,10 +226,8 @@ class BenchTrainer(TrainStep):
             moe.experts.grouped_gemm_backend = variant.backend  # type: ignore[assignment]
         self.model.model.attention_backend = "flex" if variant.attention.endswith("flex") else "sdpa"
         self.job.activation_checkpoint.mode = variant.checkpointing  # type: ignore[assignment]
-        apply_activation_checkpoint(self.model, self.job.activation_checkpoint)
-        if variant.compiled:
-            for layer in self.model.model.layers:
-                layer.forward = torch.compile(layer.forward)
+        self.job.compile.enable = variant.compiled
+        wrap_layers(self.model, self.job, experts_on_own_mesh=False)
 
     def run(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
         """One step; loss and rows per expert."""

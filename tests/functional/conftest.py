@@ -5,6 +5,7 @@ import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -209,6 +210,44 @@ def train_run(run_ranks: Callable[..., list[Any]], checked: Callable[..., Checke
             return run
 
         return run_ranks(degrees.world_size, rank_main)
+
+    return train
+
+
+@dataclass
+class Graphs:
+    """Of one rank: how many graphs were made of the layers, and how often they were called."""
+
+    made: int = 0
+    called: int = 0
+
+    def trace(self, module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        """A backend for torch.compile: traces forward and backward, and runs them without code generation."""
+        self.made += 1
+        run = torch._dynamo.lookup_backend("aot_eager")(module, inputs)
+
+        def call(*args: Any) -> Any:
+            self.called += 1
+            return run(*args)
+
+        return call
+
+
+@pytest.fixture
+def traced_run(
+    run_ranks: Callable[..., list[Any]], checked: Callable[..., Checked], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[list[Run], Graphs]]:
+    """`train_run` with layers that are traced as torch.compile does it; with the graphs of the first rank."""
+
+    def train(degrees: Degrees, *overrides: str, steps: int) -> tuple[list[Run], Graphs]:
+        job, graphs = checked(degrees, *overrides, "--compile.enable=true"), Graphs()
+        monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=graphs.trace))
+
+        def rank_main() -> tuple[Run, Graphs]:
+            return train_steps(Trainer(job.job, job.model_config, job.degrees), steps), graphs
+
+        results = run_ranks(degrees.world_size, rank_main)
+        return [run for run, _ in results], results[0][1]
 
     return train
 

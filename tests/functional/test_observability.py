@@ -37,10 +37,12 @@ def disturb(trainer: Trainer) -> None:
 
     def broken_dispatch(original, experts, x_TD, scores_Tk, ids_Tk):
         if rank == BROKEN and trainer.step + 1 == DROPPED:  # the last 3 tokens go nowhere
-            return torch.cat([original(experts, x_TD[:-3], scores_Tk[:-3], ids_Tk[:-3]), x_TD[-3:]])
+            out_TD, row_ends = original(experts, x_TD[:-3], scores_Tk[:-3], ids_Tk[:-3])
+            return torch.cat([out_TD, x_TD[-3:]]), row_ends
         if rank == BROKEN and trainer.step + 1 == DUPLICATED:  # the first 2 go twice
             x_TD, scores_Tk, ids_Tk = (torch.cat([part, part[:2]]) for part in (x_TD, scores_Tk, ids_Tk))
-            return original(experts, x_TD, scores_Tk, ids_Tk)[:-2]
+            out_TD, row_ends = original(experts, x_TD, scores_Tk, ids_Tk)
+            return out_TD[:-2], row_ends
         return original(experts, x_TD, scores_Tk, ids_Tk)
 
     trainer.loader.micro_batches = slow_micro_batches  # type: ignore[method-assign]

@@ -2,7 +2,6 @@
 
 import math
 import shutil
-from functools import partial
 from typing import Any
 
 import pytest
@@ -290,26 +289,45 @@ TORCH_COMPILE_WARNINGS = [
 class TestCompile:
     pytestmark = TORCH_COMPILE_WARNINGS
 
-    @pytest.mark.parametrize("mesh", ["one", "TP2xEP2"])
-    def test_traced_moe_layers_give_the_same_loss(self, train_run, meshes, monkeypatch, mesh):
-        """Tracing alone, without code generation: the same operations, up to their order."""
+    @pytest.mark.parametrize(
+        ("mesh", "checkpointing"),
+        [
+            *(("one", mode) for mode in ("none", "full", "selective")),
+            *(("TP2xFSDP2", "none"), ("TP2xEP2", "full"), ("TP2xEP2", "selective")),
+        ],
+    )
+    def test_traced_moe_layers_give_the_same_loss(self, checked, train_run, traced_run, meshes, mesh, checkpointing):
+        """Tracing alone, without code generation: the same operations, up to their order.
+
+        Every layer of every forward runs compiled, and all layers share their graphs: one, or those before and after
+        experts that are a unit of FSDP, or to which tokens travel.
+        """
         degrees = Degrees() if mesh == "one" else meshes[mesh]
-        small = ["--training.local_batch_size=4", "--model.overrides.num_layers=1", FULL_AC]
-        plain = train_run(degrees, *small, steps=2)
-        monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-        traced = train_run(degrees, *small, "--compile.enable=true", steps=2)
+        settings = [
+            *("--training.local_batch_size=2", f"--activation_checkpoint.mode={checkpointing}"),
+            *("--moe.aux_loss_coeff=0.01", "--moe.z_loss_coeff=0.001"),
+        ]
+        plain = train_run(degrees, *settings, steps=2)
+        traced, graphs = traced_run(degrees, *settings, steps=2)
         for a, b in zip(plain, traced, strict=True):
             assert b.losses == pytest.approx(a.losses, rel=1e-5)
             assert b.grad_norms == pytest.approx(a.grad_norms, rel=1e-5)
             assert b.tokens_per_expert == a.tokens_per_expert
+        layers, steps, micro_batches = 2, 2, checked(degrees).job.training.global_batch_size // (2 * degrees.dp)
+        forwards = layers * steps * micro_batches
+        if degrees.experts_on_own_mesh:
+            assert graphs.made >= 2 and graphs.called >= graphs.made * forwards
+        else:
+            assert graphs.made == 1 and graphs.called == forwards * (2 if checkpointing == "full" else 1)
 
     @pytest.mark.skipif(not (shutil.which("g++") or shutil.which("c++")), reason="the inductor needs a C++ compiler")
     @pytest.mark.slow
-    def test_compiled_dense_layers_give_the_same_loss(self, train_run, monkeypatch, tmp_path):
+    @pytest.mark.parametrize("model", ["qwen3", "qwen3_moe"])
+    def test_compiled_layers_give_the_same_loss(self, train_run, monkeypatch, tmp_path, model):
         """The inductor fuses and reorders float32 arithmetic: 1e-5 relative."""
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
         monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")  # a forked rank cannot start a pool of compilers
-        small = ["--training.local_batch_size=8", "--model.name=qwen3", "--model.overrides.num_layers=1"]
+        small = ["--training.local_batch_size=8", f"--model.name={model}", "--model.overrides.num_layers=1"]
         (plain,) = train_run(Degrees(), *small, steps=2)
         (compiled,) = train_run(Degrees(), *small, "--compile.enable=true", steps=2)
         assert compiled.losses == pytest.approx(plain.losses, rel=1e-5)

@@ -1,6 +1,7 @@
 """Activation checkpointing (arXiv:1604.06174): whole layers, or selected operations inside them."""
 
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -31,33 +32,48 @@ _KEPT_OPS = {
 }
 
 
-def apply_activation_checkpoint(model: AnyModel, section: ActivationCheckpointSection) -> None:
-    """Wrap the forwards that `section` selects; module names and parameters stay as they are.
+def checkpoint_operations(model: AnyModel, section: ActivationCheckpointSection) -> None:
+    """Let attention, feed-forward and experts keep the results in `_KEPT_OPS` alone, if `section` says so.
 
-    Whole layers in mode `full` and for every Nth layer. By operation, the regions are attention, feed-forward and
-    experts: selective checkpointing replays a region operation by operation, and the hooks of an FSDP unit inside it
-    would do other operations the second time. The collectives of tensor and expert parallelism lie between these
-    regions, so their results are kept.
+    These are the regions, not whole layers: selective checkpointing replays a region operation by operation, and the
+    hooks of an FSDP unit inside it would do other operations the second time. The collectives of tensor and expert
+    parallelism lie between the regions, so their results are kept. Compiled layers are traced with their regions.
     """
-    if section.mode == "none":
-        return
-    # titanlite's layers draw random numbers only in the dropout on adapters, and must draw the same ones again; else
-    # saving the generator's state, which costs a copy from the device, is spared.
-    keep_rng = isinstance(model, TransformersModel) or any(m.dropout > 0 for m in adapted_modules(model).values())
     if section.mode == "selective" and section.selective_ac_option == "op":
+        forward = partial(_forward_region, _keeps_rng(model))
         for module in model.modules():
             if isinstance(module, Attention | FeedForward | Experts):
-                _checkpoint_forward(module, keep_rng, context_fn=partial(create_selective_checkpoint_contexts, _policy))
+                # A method of the same function for all: a compiled graph is then one for all layers.
+                module.forward = MethodType(forward, module)  # type: ignore[method-assign]
+
+
+def checkpoint_layers(model: AnyModel, section: ActivationCheckpointSection) -> None:
+    """Keep nothing but the input of whole layers: of all in mode `full`, or of every Nth.
+
+    Module names and parameters stay as they are. A layer may be compiled: it is called again in backward.
+    """
+    if section.mode == "none" or (section.mode == "selective" and section.selective_ac_option == "op"):
         return
     every = 1 if section.mode == "full" else int(section.selective_ac_option)
     for layer in model.decoder_layers()[::every]:
-        _checkpoint_forward(layer, keep_rng)
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=_keeps_rng(model))
 
 
-def _checkpoint_forward(module: nn.Module, keep_rng: bool, **options: Any) -> None:
-    module.forward = partial(  # type: ignore[method-assign]
-        checkpoint, module.forward, use_reentrant=False, preserve_rng_state=keep_rng, **options
-    )
+def _keeps_rng(model: AnyModel) -> bool:
+    """Titanlite's layers draw random numbers only in the dropout on adapters, and must draw the same ones again; else
+    saving the generator's state, which costs a copy from the device, is spared.
+    """
+    return isinstance(model, TransformersModel) or any(m.dropout > 0 for m in adapted_modules(model).values())
+
+
+def _forward_region(keeps_rng: bool, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    forward = partial(type(module).forward, module)
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": keeps_rng, "context_fn": _contexts}
+    return checkpoint(forward, *args, **options, **kwargs)
+
+
+def _contexts() -> Any:
+    return create_selective_checkpoint_contexts(_policy)
 
 
 def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

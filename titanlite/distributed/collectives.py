@@ -154,7 +154,8 @@ def reduce_scatter(x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
 def all_reduce(x: torch.Tensor, group: str) -> torch.Tensor:
     """Sum over the ranks; the gradient, of which each rank holds a part, is summed as well."""
     out = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(out, group=_groups[group])
+    with timers.collective():
+        dist.all_reduce(out, group=_groups[group])
     return out
 
 

@@ -90,8 +90,8 @@ class ExpertParallelDispatcher:
 
     def dispatch(
         self, experts: Any, x_TD: torch.Tensor, topk_scores_Tk: torch.Tensor, topk_expert_ids_Tk: torch.Tensor
-    ) -> torch.Tensor:
-        """The sum of each token's experts (T, D); `experts` is titanlite's `Experts`, or is called as that is."""
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `TokenDispatcher`; `experts` is titanlite's `Experts`, or is called as that is."""
         num_experts, top_k = experts.num_experts, topk_expert_ids_Tk.shape[1]
         order_R, rows_Tk, counts_E = group_by_expert(topk_expert_ids_Tk, num_experts)
         token_R = order_R // top_k
@@ -112,7 +112,7 @@ class ExpertParallelDispatcher:
         order_Q, rows_Q1, _ = group_by_expert(expert_Q.unsqueeze(1), received_ne.shape[1])
         offsets_e = received_ne.sum(0).cumsum(0).to(torch.int32)
         y_QD = experts(x_QD, weight_Q.index_select(0, order_Q), order_Q, rows_Q1, offsets_e)
-        return unpermute_sum(all_to_all(y_QD, send, receive, self._name), token_R, rows_Tk)
+        return unpermute_sum(all_to_all(y_QD, send, receive, self._name), token_R, rows_Tk), offsets_e
 
     def _splits(self, sent_ne: torch.Tensor, received_ne: torch.Tensor, num_rows: int) -> tuple[list[int], list[int]]:
         """Rows that go to each rank, and that come from each."""

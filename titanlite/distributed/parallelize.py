@@ -1,9 +1,9 @@
-"""The one order in which parallelism is applied: tp -> ep -> activation checkpointing -> compile -> fsdp."""
+"""The one order in which parallelism is applied: tp -> ep -> activation checkpointing and compile -> fsdp."""
 
 import torch
 
 from titanlite.config.schema import JobConfig
-from titanlite.distributed.activation_checkpoint import apply_activation_checkpoint
+from titanlite.distributed.activation_checkpoint import checkpoint_layers, checkpoint_operations
 from titanlite.distributed.expert_parallel import apply_expert_parallel
 from titanlite.distributed.fsdp import apply_fsdp
 from titanlite.distributed.parallel_dims import ParallelDims
@@ -16,8 +16,8 @@ from titanlite.models.decoder import Decoder
 def parallelize(model: AnyModel, job: JobConfig, dims: ParallelDims, device_type: str) -> None:
     """Shard `model` in place as the configuration says. The model is, and stays, on meta; no data is moved.
 
-    Tensor and expert parallelism come first, for FSDP2 splits the shards that they leave. Activation checkpointing
-    wraps the layer's forward, compile wraps that, and FSDP's hooks stay outside of both.
+    Tensor and expert parallelism come first, for FSDP2 splits the shards that they leave. Its hooks stay outside of
+    what `wrap_layers` does.
     """
     if dims.degrees.tp > 1:
         if isinstance(model, Decoder):
@@ -26,9 +26,26 @@ def parallelize(model: AnyModel, job: JobConfig, dims: ParallelDims, device_type
             apply_transformers_tensor_parallel(model, dims.tp_mesh)
     if dims.degrees.ep > 1:
         apply_expert_parallel(model, dims.ep_mesh)
-    apply_activation_checkpoint(model, job.activation_checkpoint)
+    wrap_layers(model, job, experts_on_own_mesh=dims.degrees.experts_on_own_mesh)
+    apply_fsdp(model, job, dims, device_type)
+
+
+def wrap_layers(model: AnyModel, job: JobConfig, *, experts_on_own_mesh: bool) -> None:
+    """Put activation checkpointing and compilation around the layers' forwards.
+
+    The modules stay what they are: parameters keep their names, and FSDP's hooks are not traced. What is checkpointed
+    by operation is compiled with the layer. A whole layer is checkpointed around its compiled code: inside of it, a
+    graph break or an attribute that is set would leave all of the layer uncompiled.
+
+    Args:
+        model: titanlite's own if it is to be compiled.
+        job: its sections `activation_checkpoint` and `compile` count.
+        experts_on_own_mesh: experts are FSDP units of their own, or tokens travel to them. Neither is compiled, so that
+            a layer with experts becomes several graphs; every other layer is one, or training ends with an error.
+    """
+    checkpoint_operations(model, job.activation_checkpoint)
     if job.compile.enable:
         for layer in model.decoder_layers():
-            # The forward, not the module: no wrapper in parameter names, and FSDP's hooks are not traced.
-            layer.forward = torch.compile(layer.forward)
-    apply_fsdp(model, job, dims, device_type)
+            in_parts = experts_on_own_mesh and bool(model.experts_in(layer))
+            layer.forward = torch.compile(layer.forward, fullgraph=not in_parts)
+    checkpoint_layers(model, job.activation_checkpoint)

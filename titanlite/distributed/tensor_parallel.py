@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
 from titanlite import timers
-from titanlite.distributed.collectives import all_gather, reduce_scatter, register_group
+from titanlite.distributed.collectives import all_gather, all_reduce, reduce_scatter, register_group
 from titanlite.distributed.shard import ParameterPlacements, shard_parameters
 from titanlite.materialize.layout import region_of
 from titanlite.models.decoder import Attention, Decoder
@@ -46,7 +46,7 @@ def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh) -> None:
             module.register_forward_hook(partial(_scatter_sequence, group=group))
         elif isinstance(module, MoE):
             module.register_forward_pre_hook(partial(_own_positions, mesh=mesh), with_kwargs=True)
-            module.gate.sequence_sum = partial(_all_reduce, op=dist.ReduceOp.SUM, group=mesh.get_group())
+            module.gate.sequence_sum = partial(all_reduce, group=group)
         elif isinstance(module, Embedding):
             start = region_of(module.weight).starts[0]
             module.forward = partial(  # type: ignore[method-assign]

@@ -47,7 +47,7 @@ def experts_forward(
     """
     dispatch = getattr(self, DISPATCH, None)
     if dispatch is not None:
-        return dispatch(_HeldExperts(self), hidden_states, top_k_weights, top_k_index)
+        return dispatch(_HeldExperts(self), hidden_states, top_k_weights, top_k_index)[0]
     order, rows, counts = group_by_expert(top_k_index, self.num_experts)
     token = order // top_k_index.shape[1]
     weight = top_k_weights.flatten().index_select(0, order)

@@ -125,8 +125,6 @@ class LoRAExperts(Experts):
     ) -> torch.Tensor:
         if not self.adapter_enabled:
             return super().forward(x_TD, weight_R, token_R, rows_Tk, offsets_E)
-        if self.training:
-            self.row_ends = offsets_E
         gate_up_R2I = self._project("gate_up_proj", permute_tokens(x_TD, token_R, rows_Tk), offsets_E)
         y_RD = self._project("down_proj", swiglu(gate_up_R2I, weight_R), offsets_E)
         return unpermute_sum(y_RD, token_R, rows_Tk)

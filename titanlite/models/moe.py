@@ -134,7 +134,6 @@ class Experts(nn.Module):
 
     Attributes:
         first_expert: which of all experts is the first one here; 0 unless expert parallelism splits them.
-        row_ends: `offsets_E` of the latest forward in training mode, to compare with what the router chose.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -145,7 +144,6 @@ class Experts(nn.Module):
         self.std = config.initializer_range
         self.grouped_gemm_backend: GroupedGemmBackend = "auto"
         self.first_expert = 0
-        self.row_ends: torch.Tensor | None = None
 
     @property
     def num_experts(self) -> int:
@@ -164,25 +162,24 @@ class Experts(nn.Module):
         offsets_E: torch.Tensor,
     ) -> torch.Tensor:
         """Weighted sum of the experts' results per token, (T, D); arguments as in `moe_experts`."""
-        if self.training:
-            self.row_ends = offsets_E
         gate_up, down = local_tensor(self.gate_up_proj), local_tensor(self.down_proj)
         return moe_experts(x_TD, gate_up, down, weight_R, token_R, rows_Tk, offsets_E, self.grouped_gemm_backend)
 
 
-# Sends every token to its experts and back: (experts, x (T, D), topk_scores (T, k), topk_expert_ids (T, k)) -> (T, D).
-TokenDispatcher = Callable[[Experts, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+# Sends every token to its experts and back: (experts, x (T, D), topk_scores (T, k), topk_expert_ids (T, k)) -> the sums
+# (T, D), and the end of each expert's rows on this rank, int32.
+TokenDispatcher = Callable[[Experts, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 def dispatch_locally(
     experts: Experts, x_TD: torch.Tensor, topk_scores_Tk: torch.Tensor, topk_expert_ids_Tk: torch.Tensor
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Token dispatcher for experts that are all on this rank (or all-gathered by FSDP)."""
     order_R, rows_Tk, counts_E = group_by_expert(topk_expert_ids_Tk, experts.num_experts)
     token_R = order_R // topk_expert_ids_Tk.shape[1]
     offsets_E = counts_E.cumsum(0).to(torch.int32)
     weight_R = topk_scores_Tk.flatten().index_select(0, order_R)
-    return experts(x_TD, weight_R, token_R, rows_Tk, offsets_E)
+    return experts(x_TD, weight_R, token_R, rows_Tk, offsets_E), offsets_E
 
 
 class MoE(nn.Module):
@@ -192,6 +189,7 @@ class MoE(nn.Module):
         dispatch: token dispatcher; expert parallelism replaces it.
         chosen_rows: rows that this rank's tokens chose of each expert in the latest forward in training mode, padding
             included, (E,) int64. Overwritten, never added to, as the router's counts are.
+        row_ends: what the dispatcher gave this rank's experts in that forward, to compare with what was chosen.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -204,6 +202,7 @@ class MoE(nn.Module):
             self.shared_experts = FeedForward(config.hidden_size, width, std=config.initializer_range)
         self.dispatch: TokenDispatcher = dispatch_locally
         self.chosen_rows: torch.Tensor | None = None
+        self.row_ends: torch.Tensor | None = None
 
     def forward(
         self, x_BSD: torch.Tensor, valid_BS: torch.Tensor | None = None
@@ -215,7 +214,10 @@ class MoE(nn.Module):
             self.chosen_rows = ids_R.new_zeros(self.gate.config.num_experts).scatter_add_(
                 0, ids_R, torch.ones_like(ids_R)
             )
-        out_BSD = self.dispatch(self.experts, x_BSD.flatten(0, 1), scores_Tk, expert_ids_Tk).view_as(x_BSD)
+        out_TD, row_ends = self.dispatch(self.experts, x_BSD.flatten(0, 1), scores_Tk, expert_ids_Tk)
+        if self.training:
+            self.row_ends = row_ends
+        out_BSD = out_TD.view_as(x_BSD)
         if self.shared_experts is not None:
             out_BSD = out_BSD + self.shared_experts(x_BSD)
         return out_BSD, aux_loss

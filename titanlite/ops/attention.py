@@ -72,7 +72,7 @@ def attention(
         if mask.block_mask is None:  # planned: the compiled kernel keeps what the flash kernel keeps
             flash = torch.ops.aten._scaled_dot_product_flash_attention
             return flash(q_BHSK, k_BGSK, v_BGSK, 0.0, True, scale=scale)[0].transpose(1, 2)
-        kernel = _compiled(flex_attention) if q_BHSK.is_cuda else flex_attention
+        kernel = _compiled(flex_attention) if q_BHSK.is_cuda and not torch.compiler.is_compiling() else flex_attention
         out = kernel(q_BHSK, k_BGSK, v_BGSK, block_mask=mask.block_mask, scale=scale, enable_gqa=grouped)
     else:
         if grouped and mask.allowed_B1SS is not None and kernel_device(q_BHSK.device) == "cuda":

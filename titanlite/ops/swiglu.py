@@ -54,4 +54,9 @@ def swiglu(gate_up_R2I: torch.Tensor, weight_R: torch.Tensor | None = None) -> t
     Returns:
         (..., I) in the dtype of `gate_up_R2I`. Kept for backward: the arguments, nothing of size I.
     """
+    if torch.compiler.is_compiling():
+        # What torch traces it fuses, and keeps the same for backward; writing into parts of a tensor is a graph break.
+        gate_RI, up_RI = gate_up_R2I.chunk(2, dim=-1)
+        h_RI = F.silu(gate_RI) * up_RI
+        return h_RI if weight_R is None else (h_RI * weight_R.unsqueeze(-1)).to(h_RI.dtype)
     return _SwiGLU.apply(gate_up_R2I, weight_R)

@@ -44,7 +44,7 @@ class ExpertBiasBalancer:
     def _compare_rows(self) -> None:
         """Summed over the ranks, what the routers chose is what the experts were given, unless rows are lost."""
         chosen = [moe.chosen_rows for moe in self._layers if moe.chosen_rows is not None]
-        ends = [moe.experts.row_ends for moe in self._layers if moe.experts.row_ends is not None]
+        ends = [moe.row_ends for moe in self._layers if moe.row_ends is not None]
         if len(chosen) == len(ends) == len(self._layers):
             given = torch.diff(torch.stack(ends).to(torch.int64), prepend=ends[0].new_zeros(len(ends), 1))
             first = self._layers[0].experts.first_expert

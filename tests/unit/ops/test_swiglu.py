@@ -66,3 +66,22 @@ def test_only_the_arguments_are_kept_for_backward():
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.data_ptr()) or t, lambda t: t):
         swiglu(gate_up, weight)
     assert sorted(kept) == sorted([gate_up.data_ptr(), weight.data_ptr()])
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_compiled_it_is_one_graph_and_keeps_its_input_alone(dtype, weighted):
+    """Partitioned as the inductor does it, and run operation by operation."""
+    gate_up = torch.randn(40, 64, dtype=torch.float64).to(dtype).requires_grad_()
+    weight = torch.rand(40, dtype=torch.promote_types(dtype, torch.float32)).requires_grad_()
+    inputs = (gate_up, weight) if weighted else (gate_up,)
+    kept: list[tuple[int, ...]] = []
+    compiled = torch.compile(swiglu, fullgraph=True, backend="aot_eager_decomp_partition")
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(tuple(t.shape)) or t, lambda t: t):
+        out = compiled(*inputs)
+    assert out.dtype == dtype and sorted(shape for shape in kept if len(shape) == 2) == [(40, 64)]
+    dout, expected = torch.randn_like(out), swiglu(*inputs)
+    assert_close(out, expected, BOUNDS[dtype])
+    pairs = zip(*(torch.autograd.grad(result, inputs, dout) for result in (out, expected)), strict=True)
+    for actual, eager in pairs:
+        assert_close(actual, eager, BOUNDS[dtype])

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from titanlite.distributed import collectives
 from titanlite.materialize import materialize
 from titanlite.models.decoder import build_decoder
 from titanlite.models.families import families
@@ -143,3 +144,14 @@ def test_scalars_without_data_can_be_read():
 def test_an_unknown_collective_is_refused():
     with pytest.raises(NotImplementedError, match=r"c10d.gather_.default is not in titanlite.planner.traffic"):
         moved_by(torch.ops.c10d.gather_.default, (), None)
+
+
+def test_every_collective_of_titanlite_is_counted():
+    x, splits = torch.zeros(4), [2, 2]
+    arguments = {"host_all_gather": (x, x), "host_reduce_scatter": (x, x), "all_reduce": (x,)}
+    arguments |= {"all_gather": (x, 0), "reduce_scatter": (x, 0), "all_to_all": (x, splits, splits)}
+    own = {name for name, value in vars(collectives).items() if isinstance(value, torch.library.CustomOpDef)}
+    assert own == arguments.keys()
+    for name, args in arguments.items():
+        (moved,) = moved_by(getattr(torch.ops.titanlite, name).default, (*args, "group"), x)
+        assert (moved.kind, moved.group, moved.tensor is x) == (name.removeprefix("host_"), "group", True)

@@ -1,0 +1,130 @@
+"""Every decoder layer is one graph for torch.compile, shared by all layers of its kind, and computes the same.
+
+Layers are traced as torch.compile does it, forward and backward, and run without code generation.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from titanlite.config import JobConfig
+from titanlite.config.schema import LoRASection
+from titanlite.distributed.parallelize import wrap_layers
+from titanlite.materialize import materialize
+from titanlite.models.decoder import Decoder, build_decoder
+from titanlite.models.families import families
+from titanlite.models.lora import apply_lora
+
+# torch 2.13 warns about its own doing: it reads .grad of inputs and instantiates autograd functions.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+]
+
+# Traced operations are the same ones, in another order where autograd sums (float32, 6e-8 each).
+BOUND = 1e-6
+LORA = LoRASection(rank=4, alpha=8.0, dropout=0.2, base_dtype="float32")
+
+
+class Tracer:
+    """A backend for torch.compile that counts the graphs it was given."""
+
+    def __init__(self) -> None:
+        self.graphs = 0
+
+    def __call__(self, module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        self.graphs += 1
+        return torch._dynamo.lookup_backend("aot_eager")(module, inputs)
+
+
+@pytest.fixture
+def tracer(monkeypatch: pytest.MonkeyPatch) -> Tracer:
+    found = Tracer()
+    torch.compiler.reset()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=found))
+    return found
+
+
+def job_of(checkpointing: str, *, compiled: bool) -> JobConfig:
+    job = JobConfig()
+    job.compile.enable = compiled
+    job.activation_checkpoint.mode = checkpointing
+    return job
+
+
+def batch_of(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and document ids (2, 32), packed and padded otherwise in each step."""
+    generator = torch.Generator().manual_seed(step)
+    documents = torch.randint(2, (2, 32), generator=generator).cumsum(1)
+    documents[1, 28:] = -1
+    return torch.randint(97, (2, 32), generator=generator), documents
+
+
+def train(model: Decoder, steps: int) -> list[torch.Tensor]:
+    """Losses and gradients of forwards and backwards."""
+    results = []
+    for step in range(steps):
+        tokens, documents = batch_of(step)
+        torch.manual_seed(step)
+        sums = model(tokens, tokens, document_ids_BS=documents)
+        loss = sums.cross_entropy if sums.aux is None else sums.cross_entropy + sums.aux
+        model.zero_grad()
+        loss.backward()
+        results += [loss.detach(), *(param.grad for param in model.parameters() if param.grad is not None)]
+    return results
+
+
+def assert_traced_alike(tracer: Tracer, build: Callable[[], Decoder], checkpointing: str = "none") -> None:
+    plain, compiled = build(), build()
+    wrap_layers(plain, job_of(checkpointing, compiled=False), experts_on_own_mesh=False)
+    wrap_layers(compiled, job_of(checkpointing, compiled=True), experts_on_own_mesh=False)
+    for actual, expected in zip(train(compiled, 3), train(plain, 3), strict=True):
+        assert (actual - expected).norm() <= BOUND * expected.norm()
+    kinds = {layer.is_moe for layer in compiled.decoder_layers()}
+    assert tracer.graphs == len(kinds)
+
+
+def with_balance_losses(model: Decoder) -> Decoder:
+    for moe in model.moe_layers().values():
+        moe.gate.aux_loss_coeff, moe.gate.z_loss_coeff = 0.01, 0.001
+    return model
+
+
+@pytest.mark.parametrize("family", families())
+def test_families(tiny, tracer, family):
+    assert_traced_alike(tracer, lambda: with_balance_losses(tiny.ours(tiny.config(family))))
+
+
+@pytest.mark.parametrize("checkpointing", ["full", "selective"])
+def test_activation_checkpointing(tiny, tracer, checkpointing):
+    assert_traced_alike(tracer, lambda: with_balance_losses(tiny.ours(tiny.config("dots1"))), checkpointing)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")  # what is compared with
+@torch.no_grad()
+def test_flex_attention(tiny, tracer):
+    """Without gradients, which flex_attention does not have on the CPU. Every forward makes a mask of its own."""
+    config = tiny.config("qwen3_moe")
+    plain, compiled = tiny.ours(config).eval(), tiny.ours(config).eval()
+    for model in (plain, compiled):
+        model.model.attention_backend = "flex"
+    wrap_layers(compiled, job_of("none", compiled=True), experts_on_own_mesh=False)
+    for step in range(3):
+        tokens, documents = batch_of(step)
+        expected = plain(tokens, document_ids_BS=documents)
+        assert (compiled(tokens, document_ids_BS=documents) - expected).norm() <= BOUND * expected.norm()
+    assert tracer.graphs == 1
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
+def test_adapters_with_dropout(tiny, tracer, checkpointing):
+    def build() -> Decoder:
+        model = build_decoder(tiny.config("dots1"))
+        apply_lora(model, LORA, torch.float32)
+        materialize(model, "cpu", seed=0)
+        return model
+
+    assert_traced_alike(tracer, build, checkpointing)
