@@ -290,19 +290,21 @@ class TestCompile:
     pytestmark = TORCH_COMPILE_WARNINGS
 
     @pytest.mark.parametrize(
-        ("mesh", "checkpointing"),
+        ("degrees", "checkpointing"),
         [
-            *(("one", mode) for mode in ("none", "full", "selective")),
-            *(("TP2xFSDP2", "none"), ("TP2xEP2", "full"), ("TP2xEP2", "selective")),
+            *((Degrees(), mode) for mode in ("none", "full", "selective")),
+            (Degrees(tp=2), "none"),
+            (Degrees(dp_shard=2, ep=2), "full"),
+            (Degrees(dp_shard=2, tp=2, ep=2), "selective"),
         ],
+        ids=str,
     )
-    def test_traced_moe_layers_give_the_same_loss(self, checked, train_run, traced_run, meshes, mesh, checkpointing):
+    def test_traced_moe_layers_give_the_same_loss(self, checked, train_run, traced_run, degrees, checkpointing):
         """Tracing alone, without code generation: the same operations, up to their order.
 
         Every layer of every forward runs compiled, and all layers share their graphs: one, or those before and after
         experts that are a unit of FSDP, or to which tokens travel.
         """
-        degrees = Degrees() if mesh == "one" else meshes[mesh]
         settings = [
             *("--training.local_batch_size=2", f"--activation_checkpoint.mode={checkpointing}"),
             *("--moe.aux_loss_coeff=0.01", "--moe.z_loss_coeff=0.001"),
