@@ -17,7 +17,7 @@ from titanlite import heartbeat, stop
 from titanlite.config import load_config
 from titanlite.distributed import end_distributed
 from titanlite.errors import NOTICE_FOLDER, TitanliteError
-from titanlite.faults import explain_refusal
+from titanlite.faults import explain_refusal, explain_uncompiled
 from titanlite.logger import setup_logger
 from titanlite.metrics import explain_out_of_memory, record_event
 from titanlite.notices import claim, first_sentence, note_error, note_lost_peer
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _record_error(str(error))
         code = error.exit_code
     except Exception as error:
-        refusal = explain_refusal(error)
+        refusal = explain_refusal(error) or explain_uncompiled(error)
         if refusal is not None:
             _say_once(f"titanlite: error: {refusal}")
             _record_error(str(refusal))

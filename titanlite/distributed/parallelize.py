@@ -9,6 +9,7 @@ from titanlite.distributed.fsdp import apply_fsdp
 from titanlite.distributed.parallel_dims import ParallelDims
 from titanlite.distributed.tensor_parallel import apply_tensor_parallel
 from titanlite.distributed.transformers_tensor_parallel import apply_transformers_tensor_parallel
+from titanlite.logger import logger
 from titanlite.models.build import AnyModel
 from titanlite.models.decoder import Decoder
 
@@ -45,6 +46,7 @@ def wrap_layers(model: AnyModel, job: JobConfig, *, experts_on_own_mesh: bool) -
     """
     checkpoint_operations(model, job.activation_checkpoint)
     if job.compile.enable:
+        logger.info("compile: each kind of layer is compiled when it first runs, which may take a minute")
         for layer in model.decoder_layers():
             in_parts = experts_on_own_mesh and bool(model.experts_in(layer))
             layer.forward = torch.compile(layer.forward, fullgraph=not in_parts)

@@ -1,5 +1,6 @@
 """What a run does when something goes wrong while it trains: find the cause, go back, or refuse to go on."""
 
+from titanlite.faults.compilation import explain_uncompiled
 from titanlite.faults.determinism import explain_refusal, make_deterministic
 from titanlite.faults.divergence import DivergenceCheck
 from titanlite.faults.nonfinite import diagnose, nonfinite_error, say_skipped
@@ -10,6 +11,7 @@ __all__ = [
     "SpikeDetector",
     "diagnose",
     "explain_refusal",
+    "explain_uncompiled",
     "find_rewind",
     "make_deterministic",
     "nonfinite_error",
