@@ -60,8 +60,8 @@ def checkpoint_layers(model: AnyModel, section: ActivationCheckpointSection) -> 
 
 
 def _keeps_rng(model: AnyModel) -> bool:
-    """Titanlite's layers draw random numbers only in the dropout on adapters, and must draw the same ones again; else
-    saving the generator's state, which costs a copy from the device, is spared.
+    """True if a layer draws random numbers, which must be the same again: titanlite's own do in the dropout on adapters
+    alone. Else saving the generator's state, which costs a copy from the device, is spared.
     """
     return isinstance(model, TransformersModel) or any(m.dropout > 0 for m in adapted_modules(model).values())
 

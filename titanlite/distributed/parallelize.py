@@ -13,6 +13,10 @@ from titanlite.logger import logger
 from titanlite.models.build import AnyModel
 from titanlite.models.decoder import Decoder
 
+_MOST_GRAPHS = 64
+"""Of all layers together. Dense and MoE layers, training and evaluation, masks and shapes have graphs of their own; at
+torch's limit, 8, a layer is an error or runs uncompiled."""
+
 
 def parallelize(model: AnyModel, job: JobConfig, dims: ParallelDims, device_type: str) -> None:
     """Shard `model` in place as the configuration says. The model is, and stays, on meta; no data is moved.
@@ -47,6 +51,7 @@ def wrap_layers(model: AnyModel, job: JobConfig, *, experts_on_own_mesh: bool) -
     checkpoint_operations(model, job.activation_checkpoint)
     if job.compile.enable:
         logger.info("compile: each kind of layer is compiled when it first runs, which may take a minute")
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_GRAPHS)
         for layer in model.decoder_layers():
             in_parts = experts_on_own_mesh and bool(model.experts_in(layer))
             layer.forward = torch.compile(layer.forward, fullgraph=not in_parts)

@@ -128,3 +128,23 @@ def test_adapters_with_dropout(tiny, tracer, checkpointing):
         return model
 
     assert_traced_alike(tracer, build, checkpointing)
+
+
+def test_more_kinds_of_calls_than_torch_has_graphs_for(tiny, monkeypatch):
+    """Graphs are counted for all layers together, for they are of the same code; the default limit is 8."""
+    graphs = []
+    torch.compiler.reset()
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
+    backend = lambda module, inputs: graphs.append(module) or module.forward  # noqa: E731
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    model = tiny.ours(tiny.config("dots1"))
+    wrap_layers(model, job_of("none", compiled=True), experts_on_own_mesh=False)
+    tokens, documents = batch_of(0)
+    for training in (True, False):
+        model.train(training)
+        for document_ids in (documents, None):
+            for rows in (1, 2):
+                ids = None if document_ids is None else document_ids[:rows]
+                with torch.set_grad_enabled(training):
+                    model(tokens[:rows], tokens[:rows], document_ids_BS=ids)
+    assert len(graphs) > 8
