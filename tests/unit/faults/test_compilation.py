@@ -1,5 +1,7 @@
 """What a user reads when torch cannot compile a layer."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -15,7 +17,7 @@ def mistake(x: torch.Tensor) -> torch.Tensor:
     return x @ torch.ones(3, 3)
 
 
-def raised_by(function, monkeypatch: pytest.MonkeyPatch) -> Exception:
+def raised_by(function: Callable[[torch.Tensor], torch.Tensor]) -> Exception:
     torch.compiler.reset()
     with pytest.raises(Exception) as found:
         torch.compile(function, fullgraph=True)(torch.ones(2, 2))
@@ -23,8 +25,8 @@ def raised_by(function, monkeypatch: pytest.MonkeyPatch) -> Exception:
 
 
 @pytest.mark.parametrize(("function", "reason"), [(graph_break, "`print`"), (mistake, "[2, 2] X [3, 3]")])
-def test_code_that_cannot_be_traced_is_named(monkeypatch, function, reason):
-    explained = str(explain_uncompiled(raised_by(function, monkeypatch)))
+def test_code_that_cannot_be_traced_is_named(function, reason):
+    explained = str(explain_uncompiled(raised_by(function)))
     assert explained.startswith("compile.enable: torch cannot compile a layer: ") and reason in explained
     line = function.__code__.co_firstlineno + 1
     assert (
@@ -34,9 +36,9 @@ def test_code_that_cannot_be_traced_is_named(monkeypatch, function, reason):
 
 
 def test_a_machine_without_a_compiler(monkeypatch, tmp_path):
-    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", (None, str(tmp_path / "g++")))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    explained = str(explain_uncompiled(raised_by(lambda x: x.sin() + x.cos(), monkeypatch)))
+    with torch._inductor.config.patch({"cpp.cxx": (None, str(tmp_path / "g++"))}):
+        explained = str(explain_uncompiled(raised_by(lambda x: x.sin() + x.cos())))
     assert "No working C++ compiler found" in explained
     assert explained.endswith("Install one (Debian and Ubuntu: apt install g++), or set compile.enable = false.")
 

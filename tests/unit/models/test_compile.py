@@ -130,11 +130,11 @@ def test_adapters_with_dropout(tiny, tracer, checkpointing):
     assert_traced_alike(tracer, build, checkpointing)
 
 
+@torch._dynamo.config.patch(recompile_limit=8)
 def test_more_kinds_of_calls_than_torch_has_graphs_for(tiny, monkeypatch):
     """Graphs are counted for all layers together, for they are of the same code; the default limit is 8."""
     graphs = []
     torch.compiler.reset()
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
     backend = lambda module, inputs: graphs.append(module) or module.forward  # noqa: E731
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     model = tiny.ours(tiny.config("dots1"))
