@@ -14,6 +14,7 @@ import pytest
 import torch
 from processes import run_to_end
 from torch.distributed.tensor import DTensor
+from traced_layers import Graphs
 
 # Saving imports these; here it costs 2 s once, in every forked rank it would cost them again.
 from transformers import AutoConfig, GenerationConfig  # noqa: F401
@@ -212,25 +213,6 @@ def train_run(run_ranks: Callable[..., list[Any]], checked: Callable[..., Checke
         return run_ranks(degrees.world_size, rank_main)
 
     return train
-
-
-@dataclass
-class Graphs:
-    """Of one rank: how many graphs were made of the layers, and how often they were called."""
-
-    made: int = 0
-    called: int = 0
-
-    def trace(self, module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
-        """A backend for torch.compile: traces forward and backward, and runs them without code generation."""
-        self.made += 1
-        run = torch._dynamo.lookup_backend("aot_eager")(module, inputs)
-
-        def call(*args: Any) -> Any:
-            self.called += 1
-            return run(*args)
-
-        return call
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import pytest
 import torch
 from files import file_digest
 from safetensors.torch import load_file
+from traced_layers import TORCH_COMPILE_WARNINGS
 
 import titanlite.trainer
 from titanlite.checkpoint import save_hf_model
@@ -182,9 +183,8 @@ def test_dropout_is_the_same_when_layers_are_recomputed(train_run, overrides_of,
     assert without.losses[1:] != plain.losses[1:], "nothing was dropped"
 
 
-# torch 2.13 warns about its own doing, see test_training.py.
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@TORCH_COMPILE_WARNINGS[0]
+@TORCH_COMPILE_WARNINGS[1]
 def test_compiled_layers(train_run, traced_run, overrides_of):
     """Traced as torch.compile traces, without the inductor."""
     settings = overrides_of("qwen3_moe", FULL_AC)

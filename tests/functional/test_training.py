@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
+from traced_layers import TORCH_COMPILE_WARNINGS
 
 import titanlite.train_step
 import titanlite.trainer
@@ -277,13 +278,6 @@ def test_another_seed_is_another_run(train_run):
     assert first.losses != second.losses
     matrices = [name for name, weight in first.weights.items() if weight.dim() >= 2]
     assert [name for name in matrices if first.digests[name] == second.digests[name]] == []
-
-
-# torch 2.13 warns about its own doing: it reads .grad of gathered parameters and instantiates autograd functions.
-TORCH_COMPILE_WARNINGS = [
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
-]
 
 
 class TestCompile:

@@ -39,7 +39,7 @@ def checkpoint_operations(model: AnyModel, section: ActivationCheckpointSection)
     hooks of an FSDP unit inside it would do other operations the second time. The collectives of tensor and expert
     parallelism lie between the regions, so their results are kept. Compiled layers are traced with their regions.
     """
-    if section.mode == "selective" and section.selective_ac_option == "op":
+    if _is_by_operation(section):
         forward = partial(_forward_region, _keeps_rng(model))
         for module in model.modules():
             if isinstance(module, Attention | FeedForward | Experts):
@@ -52,11 +52,15 @@ def checkpoint_layers(model: AnyModel, section: ActivationCheckpointSection) -> 
 
     Module names and parameters stay as they are. A layer may be compiled: it is called again in backward.
     """
-    if section.mode == "none" or (section.mode == "selective" and section.selective_ac_option == "op"):
+    if section.mode == "none" or _is_by_operation(section):
         return
-    every = 1 if section.mode == "full" else int(section.selective_ac_option)
+    every, keeps_rng = 1 if section.mode == "full" else int(section.selective_ac_option), _keeps_rng(model)
     for layer in model.decoder_layers()[::every]:
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=_keeps_rng(model))
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=keeps_rng)
+
+
+def _is_by_operation(section: ActivationCheckpointSection) -> bool:
+    return section.mode == "selective" and section.selective_ac_option == "op"
 
 
 def _keeps_rng(model: AnyModel) -> bool:

@@ -101,10 +101,10 @@ def _own_positions(module: nn.Module, args, kwargs, *, mesh: DeviceMesh):
     return (x_BsD, valid_BS), kwargs
 
 
-def _all_reduce(x: torch.Tensor, *, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> torch.Tensor:
+def _all_reduce_max(x: torch.Tensor, *, group: dist.ProcessGroup) -> torch.Tensor:
     x = x.clone()
     with timers.collective():
-        dist.all_reduce(x, op=op, group=group)
+        dist.all_reduce(x, op=dist.ReduceOp.MAX, group=group)
     return x
 
 
@@ -119,8 +119,6 @@ def _vocab_parallel_embedding(module: Embedding, tokens_BS: torch.Tensor, *, sta
 
 def vocab_shard(weight_VD: torch.Tensor, mesh: DeviceMesh) -> VocabShard:
     """This rank's rows of the output head's weight, for `linear_cross_entropy`."""
-    start = region_of(weight_VD).starts[0]
-    reduce_max = partial(_all_reduce, op=dist.ReduceOp.MAX, group=mesh.get_group())
-    return VocabShard(
-        start, weight_VD.shape[0], reduce_max, partial(_all_reduce, op=dist.ReduceOp.SUM, group=mesh.get_group())
-    )
+    start, group = region_of(weight_VD).starts[0], mesh.get_group()
+    reduce_max, reduce_sum = partial(_all_reduce_max, group=group), partial(all_reduce, group=register_group(group))
+    return VocabShard(start, weight_VD.shape[0], reduce_max, reduce_sum)

@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from titanlite.ops import group_by_expert, grouped_gemm, local_tensor, moe_experts, permute_tokens, unpermute_sum
+from titanlite.models.moe import dispatch_locally
+from titanlite.ops import grouped_gemm, local_tensor, moe_experts, permute_tokens, unpermute_sum
 
 NAME = "titanlite"
 DISPATCH = "titanlite_dispatch"
@@ -45,13 +46,8 @@ def experts_forward(
 
     With a token dispatcher, put in by `distributed.apply_expert_parallel`, tokens travel to the ranks of their experts.
     """
-    dispatch = getattr(self, DISPATCH, None)
-    if dispatch is not None:
-        return dispatch(_HeldExperts(self), hidden_states, top_k_weights, top_k_index)[0]
-    order, rows, counts = group_by_expert(top_k_index, self.num_experts)
-    token = order // top_k_index.shape[1]
-    weight = top_k_weights.flatten().index_select(0, order)
-    return _HeldExperts(self)(hidden_states, weight, token, rows, counts.cumsum(0).to(torch.int32))
+    dispatch: Any = getattr(self, DISPATCH, dispatch_locally)
+    return dispatch(_HeldExperts(self), hidden_states, top_k_weights, top_k_index)[0]
 
 
 class _HeldExperts:

@@ -209,13 +209,12 @@ class MoE(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return (B, S, D) and the balance losses of this layer, summed over tokens, or None."""
         scores_Tk, expert_ids_Tk, aux_loss = self.gate(x_BSD, valid_BS)
+        out_TD, row_ends = self.dispatch(self.experts, x_BSD.flatten(0, 1), scores_Tk, expert_ids_Tk)
         if self.training:
             ids_R = expert_ids_Tk.flatten()
             self.chosen_rows = ids_R.new_zeros(self.gate.config.num_experts).scatter_add_(
                 0, ids_R, torch.ones_like(ids_R)
             )
-        out_TD, row_ends = self.dispatch(self.experts, x_BSD.flatten(0, 1), scores_Tk, expert_ids_Tk)
-        if self.training:
             self.row_ends = row_ends
         out_BSD = out_TD.view_as(x_BSD)
         if self.shared_experts is not None:

@@ -5,10 +5,10 @@ Layers are traced as torch.compile does it, forward and backward, and run withou
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
+from traced_layers import TORCH_COMPILE_WARNINGS, Graphs
 
 from titanlite.config import JobConfig
 from titanlite.config.schema import LoRASection
@@ -18,33 +18,18 @@ from titanlite.models.decoder import Decoder, build_decoder
 from titanlite.models.families import families
 from titanlite.models.lora import apply_lora
 
-# torch 2.13 warns about its own doing: it reads .grad of inputs and instantiates autograd functions.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
-]
+pytestmark = TORCH_COMPILE_WARNINGS
 
 # Traced operations are the same ones, in another order where autograd sums (float32, 6e-8 each).
 BOUND = 1e-6
 LORA = LoRASection(rank=4, alpha=8.0, dropout=0.2, base_dtype="float32")
 
 
-class Tracer:
-    """A backend for torch.compile that counts the graphs it was given."""
-
-    def __init__(self) -> None:
-        self.graphs = 0
-
-    def __call__(self, module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
-        self.graphs += 1
-        return torch._dynamo.lookup_backend("aot_eager")(module, inputs)
-
-
 @pytest.fixture
-def tracer(monkeypatch: pytest.MonkeyPatch) -> Tracer:
-    found = Tracer()
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
+    found = Graphs()
     torch.compiler.reset()
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=found))
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=found.trace))
     return found
 
 
@@ -77,14 +62,14 @@ def train(model: Decoder, steps: int) -> list[torch.Tensor]:
     return results
 
 
-def assert_traced_alike(tracer: Tracer, build: Callable[[], Decoder], checkpointing: str = "none") -> None:
+def assert_traced_alike(graphs: Graphs, build: Callable[[], Decoder], checkpointing: str = "none") -> None:
     plain, compiled = build(), build()
     wrap_layers(plain, job_of(checkpointing, compiled=False), experts_on_own_mesh=False)
     wrap_layers(compiled, job_of(checkpointing, compiled=True), experts_on_own_mesh=False)
     for actual, expected in zip(train(compiled, 3), train(plain, 3), strict=True):
         assert (actual - expected).norm() <= BOUND * expected.norm()
     kinds = {layer.is_moe for layer in compiled.decoder_layers()}
-    assert tracer.graphs == len(kinds)
+    assert graphs.made == len(kinds)
 
 
 def with_balance_losses(model: Decoder) -> Decoder:
@@ -94,18 +79,18 @@ def with_balance_losses(model: Decoder) -> Decoder:
 
 
 @pytest.mark.parametrize("family", families())
-def test_families(tiny, tracer, family):
-    assert_traced_alike(tracer, lambda: with_balance_losses(tiny.ours(tiny.config(family))))
+def test_families(tiny, graphs, family):
+    assert_traced_alike(graphs, lambda: with_balance_losses(tiny.ours(tiny.config(family))))
 
 
 @pytest.mark.parametrize("checkpointing", ["full", "selective"])
-def test_activation_checkpointing(tiny, tracer, checkpointing):
-    assert_traced_alike(tracer, lambda: with_balance_losses(tiny.ours(tiny.config("dots1"))), checkpointing)
+def test_activation_checkpointing(tiny, graphs, checkpointing):
+    assert_traced_alike(graphs, lambda: with_balance_losses(tiny.ours(tiny.config("dots1"))), checkpointing)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")  # what is compared with
 @torch.no_grad()
-def test_flex_attention(tiny, tracer):
+def test_flex_attention(tiny, graphs):
     """Without gradients, which flex_attention does not have on the CPU. Every forward makes a mask of its own."""
     config = tiny.config("qwen3_moe")
     plain, compiled = tiny.ours(config).eval(), tiny.ours(config).eval()
@@ -116,27 +101,23 @@ def test_flex_attention(tiny, tracer):
         tokens, documents = batch_of(step)
         expected = plain(tokens, document_ids_BS=documents)
         assert (compiled(tokens, document_ids_BS=documents) - expected).norm() <= BOUND * expected.norm()
-    assert tracer.graphs == 1
+    assert graphs.made == 1
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
-def test_adapters_with_dropout(tiny, tracer, checkpointing):
+def test_adapters_with_dropout(tiny, graphs, checkpointing):
     def build() -> Decoder:
         model = build_decoder(tiny.config("dots1"))
         apply_lora(model, LORA, torch.float32)
         materialize(model, "cpu", seed=0)
         return model
 
-    assert_traced_alike(tracer, build, checkpointing)
+    assert_traced_alike(graphs, build, checkpointing)
 
 
 @torch._dynamo.config.patch(recompile_limit=8)
-def test_more_kinds_of_calls_than_torch_has_graphs_for(tiny, monkeypatch):
+def test_more_kinds_of_calls_than_torch_has_graphs_for(tiny, graphs):
     """Graphs are counted for all layers together, for they are of the same code; the default limit is 8."""
-    graphs = []
-    torch.compiler.reset()
-    backend = lambda module, inputs: graphs.append(module) or module.forward  # noqa: E731
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     model = tiny.ours(tiny.config("dots1"))
     wrap_layers(model, job_of("none", compiled=True), experts_on_own_mesh=False)
     tokens, documents = batch_of(0)
@@ -147,4 +128,4 @@ def test_more_kinds_of_calls_than_torch_has_graphs_for(tiny, monkeypatch):
                 ids = None if document_ids is None else document_ids[:rows]
                 with torch.set_grad_enabled(training):
                     model(tokens[:rows], tokens[:rows], document_ids_BS=ids)
-    assert len(graphs) > 8
+    assert graphs.made > 8

@@ -50,7 +50,7 @@ def test_logits_and_gradients_are_those_of_the_eager_experts(name, monkeypatch):
         calls.append(1)
         return group_by_expert(*args)
 
-    monkeypatch.setattr("titanlite.models.hf_experts.group_by_expert", counted)
+    monkeypatch.setattr("titanlite.models.moe.group_by_expert", counted)
     for switch in (lambda: model.set_experts_implementation("eager"), lambda: use_titanlite_experts(model)):
         switch()
         model.zero_grad()
