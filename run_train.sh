@@ -31,14 +31,18 @@ fail() {
 
 # Prints how many GPUs this process may use: those of nvidia-smi, less what CUDA_VISIBLE_DEVICES hides.
 count_gpus() {
-    local all=0 visible
+    local all=0 visible=0 entry entries
     if command -v nvidia-smi >/dev/null; then
         all="$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ' || true)"
     fi
     if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
-        # An empty list or a leading -1 hides every GPU.
-        visible="$(echo "${CUDA_VISIBLE_DEVICES%%-1*}" | tr ',' '\n' | grep -c '[^[:space:]]' || true)"
-        [ "$visible" -lt "$all" ] && all="$visible"
+        # Numbers or UUIDs; an empty list or a -1 hides every GPU that is not before it.
+        IFS=', ' read -ra entries <<<"$CUDA_VISIBLE_DEVICES"
+        for entry in ${entries[@]+"${entries[@]}"}; do
+            [ "$entry" != -1 ] || break
+            [ -z "$entry" ] || visible=$((visible + 1))
+        done
+        [ "$visible" -ge "$all" ] || all="$visible"
     fi
     echo "$all"
 }
@@ -91,8 +95,22 @@ fi
 source "$(dirname "${BASH_SOURCE[0]}")/scripts/setup_env.sh"
 setup_env
 
-# One thread per rank: CPU ranks already fill the cores. Set here because torchrun warns when it sets it itself.
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+# One thread per rank: CPU ranks already fill the cores. Beside a GPU some are free, for a step of offloaded states and
+# the like. Set here because torchrun warns when it sets it itself.
+threads=1
+if [ "$gpus" -gt 0 ]; then
+    threads="$(($(nproc) / NGPU))"
+    [ "$threads" -ge 1 ] || threads=1
+    [ "$threads" -le 8 ] || threads=8
+fi
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$threads}"
+
+if [ "$gpus" -gt 0 ]; then
+    export TITANLITE_GPUS="$gpus" # ranks refuse to go on without them
+    # With expert parallelism the sizes of tensors change in every step, which would break up the GPU's memory.
+    [ -n "${PYTORCH_ALLOC_CONF:-}${PYTORCH_CUDA_ALLOC_CONF:-}" ] ||
+        export PYTORCH_ALLOC_CONF=expandable_segments:True
+fi
 
 # torch's stores would write 40 lines of C++ about each machine that is gone, around the line that says so.
 [ "$max_nodes" -eq 1 ] || export TORCH_CPP_LOG_LEVEL="${TORCH_CPP_LOG_LEVEL:-ERROR}"

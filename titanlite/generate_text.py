@@ -32,6 +32,7 @@ from titanlite.materialize import materialize
 from titanlite.materialize.agree import on_first_rank
 from titanlite.models.build import AnyModel, build_model
 from titanlite.models.families import any_model_config_from_hf
+from titanlite.ops import leave_out_cudnn
 
 _TIMEOUT_S = 600
 _SHOWN_CHARS = 60
@@ -106,6 +107,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(options: argparse.Namespace) -> None:
     device, dims = torch.device("cuda" if torch.cuda.is_available() else "cpu"), None
+    leave_out_cudnn()
     if "RANK" in os.environ:
         device = init_distributed(_TIMEOUT_S)
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)

@@ -82,12 +82,22 @@ def describe(folder: str | Path, beats: Mapping[int, Beat], silent: Iterable[int
             + "; ".join(waits)
             + ". Either they are in "
             "collectives that do not belong together, or a rank of another machine is gone: see its launcher's message."
+            + "".join(f"\n  Rank {rank}: {note}" for rank, note in _failed_collectives(folder, beats).items())
         )
     if not waits:
         return "; ".join(stuck) + "."
     return (
         "; ".join(stuck) + f".\n  The others wait for {'it' if len(stuck) == 1 else 'them'}: " + "; ".join(waits) + "."
     )
+
+
+def _failed_collectives(folder: str | Path, ranks: Iterable[int]) -> dict[int, str]:
+    """What was the error of a collective, by rank, each one once."""
+    found: dict[str, int] = {}
+    for rank in sorted(ranks):
+        with suppress(OSError):
+            found.setdefault(" ".join(lost_path(folder, rank).read_text().partition("\nThread")[0].split()), rank)
+    return {rank: note for note, rank in found.items()}
 
 
 def main_thread(path: Path) -> list[re.Match[str]]:

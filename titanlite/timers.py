@@ -73,7 +73,9 @@ class StepTimer:
             self._count(name, inside, end - start)
 
     def add_collective(self, start: _Mark, end: _Mark, *, on_own_stream: bool = False) -> None:
-        """Count a collective of the current phase; see `collective`."""
+        """Count a collective of the current phase; see `collective`. Outside of phases nothing is counted."""
+        if self._phase is None:
+            return
         if on_own_stream and self._is_cuda:
             self.add(FSDP_COLLECTIVES, start, end)
         else:
@@ -82,7 +84,7 @@ class StepTimer:
     @contextmanager
     def collective(self, *, on_own_stream: bool = False) -> Iterator[None]:
         """Count what is inside as communication; a collective inside of another one counts once."""
-        if self._in_collective:
+        if self._in_collective or self._phase is None:
             yield
             return
         self._in_collective = True

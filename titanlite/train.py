@@ -25,6 +25,16 @@ from titanlite.preflight import Checked, check
 from titanlite.trainer import Trainer
 
 _LAUNCHER_WAIT_S = 10.0
+_NCCL_SIGNS_OF_A_LOST_PEER = (
+    "remote process",  # ncclRemoteError: "... a remote process exiting prematurely", "... remote process exited"
+    "aborted",
+    "timeout",
+    "timed out",
+    "Connection closed",
+    "Connection refused",
+    "Connection reset",
+    "Broken pipe",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -102,7 +112,11 @@ def leave(code: int) -> NoReturn:
 
 
 def _is_lost_peer(error: RuntimeError) -> bool:
-    return isinstance(error, dist.DistError) or "gloo" in str(error)
+    text = str(error)
+    if isinstance(error, dist.DistBackendError) and "gloo" not in text:
+        # NCCL: a rank's own trouble (memory, /dev/shm, two ranks on one GPU) is reported as any error is.
+        return any(sign in text for sign in _NCCL_SIGNS_OF_A_LOST_PEER)
+    return isinstance(error, dist.DistError) or "gloo" in text
 
 
 def _end_with_traceback(error: Exception) -> NoReturn:

@@ -9,7 +9,9 @@ import torch.distributed as dist
 
 from titanlite.config.parallelism import Degrees
 from titanlite.errors import ConfigError
+from titanlite.faults import divergence
 from titanlite.generate import Sampling, generate
+from titanlite.ops import choose_tokens
 from titanlite.trainer import Trainer
 
 pytestmark = [
@@ -70,6 +72,35 @@ def test_deterministic_runs_have_the_same_bits(losses_of):
     assert all(math.isfinite(loss) for loss in first)
     assert losses_of("--training.deterministic=true") == first
     assert torch.are_deterministic_algorithms_enabled() and not torch.backends.cuda.mem_efficient_sdp_enabled()
+
+
+@pytest.mark.parametrize("override", ["--optimizer.implementation=foreach", "--training.enable_cpu_offload=true"])
+def test_states_on_the_cpu_are_compared_with_others_on_the_gpu(checked, override, monkeypatch):
+    """One rank has nothing to compare; here it takes everything for replicated."""
+    monkeypatch.setattr(divergence, "num_replicas", lambda tensor, world_size: 2)
+    configuration = checked(Degrees(), override)
+    trainer = Trainer(configuration.job, configuration.model_config, configuration.degrees)
+    batches = [batch.to(trainer.device) for batch in trainer.loader.micro_batches(0)]
+    trainer.train_step(batches)
+    check = divergence.DivergenceCheck(configuration.job, trainer.plan, trainer.optimizer, 0, 0)
+    check.check(1, "order", 4, batches)
+    trainer.metrics.close()
+    dist.destroy_process_group()
+
+
+def test_attention_never_takes_cudnn(checked):
+    configuration = checked(Degrees())
+    trainer = Trainer(configuration.job, configuration.model_config, configuration.degrees)
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+    trainer.metrics.close()
+    dist.destroy_process_group()
+
+
+def test_draws_are_possible_with_deterministic_algorithms():
+    logits, uniform = torch.randn(3, 50, device="cuda"), torch.rand(3, device="cuda")
+    torch.use_deterministic_algorithms(True)
+    drawn = choose_tokens(logits, uniform, temperature=0.7)
+    assert drawn.is_cuda and torch.equal(drawn.cpu(), choose_tokens(logits.cpu(), uniform.cpu(), temperature=0.7))
 
 
 def test_deterministic_refuses_what_cannot_be(checked, monkeypatch):

@@ -240,6 +240,13 @@ def test_all_ranks_in_collectives_is_said_as_it_is(tmp_path):
     text = stacks.describe(tmp_path, beats, silent=[])
     assert "rank 0 in all_reduce (step 4, forward); rank 1 in all_to_all_single (step 4, forward)" in text
     assert "collectives that do not belong together" in text
+    assert "Failed collective" not in text
+    for rank in beats:  # both have left it, for the same reason
+        frame = 'File "/x/torch/distributed/distributed_c10d.py", line 10 in all_reduce'
+        note = "Failed collective: NCCL error, system error.\nLast error: No space left on device (28)"
+        stacks.lost_path(tmp_path, rank).write_text(f"{note}\nThread (most recent call first):\n  {frame}\n")
+    reason = "\n  Rank 0: Failed collective: NCCL error, system error. Last error: No space left on device (28)"
+    assert stacks.describe(tmp_path, beats, silent=[]).endswith(reason)
     assert stacks.describe(tmp_path, beats, silent=[2]).startswith("rank 2 has not started.\n  The others wait for it")
 
 

@@ -48,11 +48,25 @@ def test_a_collective_inside_of_another_counts_once(clock):
 
 def test_an_error_in_a_collective_leaves_the_timer_usable(clock):
     timer = StepTimer(torch.device("cpu"))
+    timer.start("forward")
     with pytest.raises(RuntimeError, match="gone"), timer.collective():
         raise RuntimeError("gone")
     with timer.collective():
         pass
-    assert timer.read() == {"communication": 1.0}
+    timer.start(None)
+    assert timer.read() == {"forward": 3.0, "communication": 1.0}
+
+
+def test_collectives_of_no_phase_are_not_counted(clock):
+    """An evaluation has more of them than steps have, and nobody reads its times."""
+    timer = StepTimer(torch.device("cpu"))
+    with timer.collective():
+        timer.add_collective(0.0, 5.0, on_own_stream=True)
+    timer.start("forward")  # at 0
+    timer.start(None)
+    with timer.collective():
+        pass
+    assert timer.read() == {"forward": 1.0}
 
 
 def test_without_an_active_timer_nothing_is_measured():

@@ -57,3 +57,20 @@ def test_an_error_ends_the_process_without_waiting_for_threads(monkeypatch):
     with pytest.raises(SystemExit) as end:
         titanlite.train.leave(0)
     assert end.value.code == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (dist.DistBackendError("NCCL error in: x.cpp:9, remote process exited or there was a network error"), True),
+        (dist.DistBackendError("NCCL communicator was aborted on rank 1."), True),
+        (dist.DistBackendError("unhandled system error. Last error: socket: Connection reset by peer"), True),
+        (dist.DistBackendError("unhandled system error. Last error: shm_open: No space left on device (28)"), False),
+        (dist.DistBackendError("invalid usage. Last error: Duplicate GPU detected : rank 1 and rank 0"), False),
+        (dist.DistNetworkError("The client socket has timed out"), True),
+        (RuntimeError("[/x/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:7"), True),
+        (RuntimeError("shapes do not fit"), False),
+    ],
+)
+def test_a_lost_peer_is_told_from_a_ranks_own_trouble(error, expected):
+    assert titanlite.train._is_lost_peer(error) is expected

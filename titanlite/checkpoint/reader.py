@@ -282,6 +282,9 @@ class _Staging:
             on_gpu = device.type == "cuda"
             buffer = _Buffer(torch.empty(max(nbytes, _STAGED_BYTES), dtype=torch.uint8, pin_memory=on_gpu))
             if on_gpu:
+                # Leaving a stream's context makes the thread's device current, and so makes a CUDA context there: half
+                # a GiB on GPU 0 from every rank, unless this thread has the rank's device.
+                torch.cuda.set_device(device)
                 buffer.stream = torch.cuda.Stream(device)
                 buffer.stream.wait_stream(torch.cuda.default_stream(device))  # which allocated the shards
             self._local.buffer = buffer

@@ -397,8 +397,7 @@ class CommSection:
         300,
         "Longest time in which a rank that trains does not move, and longest wait of a collective of all ranks; then "
         "the run ends, or starts again, and says which rank hung and who waited for it. Collectives along one axis of "
-        "the mesh have torch's own limits (gloo 30 minutes, NCCL 10), which count where ranks need not move: "
-        "evaluating, compiling.",
+        "the mesh have torch's own limit of 30 minutes, which counts where ranks need not move: evaluating, compiling.",
     )
 
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from titanlite.config.parallelism import Degrees
@@ -30,7 +31,12 @@ class ParallelDims:
             device_type, (d.dp_replicate, d.dp_shard, d.tp), mesh_dim_names=("dp_replicate", "fsdp", "tp")
         )
         sparse = init_device_mesh(
-            device_type, (d.dp_replicate, d.efsdp, d.ep), mesh_dim_names=("dp_replicate", "efsdp", "ep")
+            device_type,
+            (d.dp_replicate, d.efsdp, d.ep),
+            mesh_dim_names=("dp_replicate", "efsdp", "ep"),
+            # A group of its own also where it has all ranks. Sharing the default one with FSDP, tokens would travel
+            # behind the parameters of the next layer: NCCL serves one communicator in order.
+            backend_override={"ep": dist.get_backend_config()} if d.ep > 1 else None,
         )
         return cls(d, dense, sparse)
 

@@ -1,5 +1,8 @@
 """The one order in which parallelism is applied: tp -> ep -> activation checkpointing and compile -> fsdp."""
 
+import inspect
+from typing import Any
+
 import torch
 
 from titanlite.config.schema import JobConfig
@@ -51,8 +54,18 @@ def wrap_layers(model: AnyModel, job: JobConfig, *, experts_on_own_mesh: bool) -
     checkpoint_operations(model, job.activation_checkpoint)
     if job.compile.enable:
         logger.info("compile: each kind of layer is compiled when it first runs, which may take a minute")
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_GRAPHS)
+        options = _let_many_graphs()
         for layer in model.decoder_layers():
             in_parts = experts_on_own_mesh and bool(model.experts_in(layer))
-            layer.forward = torch.compile(layer.forward, fullgraph=not in_parts)
+            layer.forward = torch.compile(layer.forward, fullgraph=not in_parts, **options)
     checkpoint_layers(model, job.activation_checkpoint)
+
+
+def _let_many_graphs() -> dict[str, Any]:
+    """Raise torch's limit of graphs; returns arguments for `torch.compile`."""
+    # torch 2.13 keeps changes of its configuration per thread, and on CUDA another one recomputes layers in backward:
+    # there the limit is an argument. Older versions have no such argument, and one configuration for all threads.
+    if "recompile_limit" in inspect.signature(torch.compile).parameters:
+        return {"recompile_limit": _MOST_GRAPHS}
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_GRAPHS)
+    return {}

@@ -16,6 +16,7 @@ from titanlite.distributed.flight_recorder import enable_flight_recorder
 from titanlite.distributed.host_memory import keep_freed_memory
 from titanlite.errors import ConfigError, TransientError
 from titanlite.network import find_interface
+from titanlite.ops import leave_out_cudnn
 
 
 def _explain(error: RuntimeError) -> Exception:
@@ -41,6 +42,24 @@ def _choose_interface() -> None:
     several = os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]) != os.environ["WORLD_SIZE"]
     if several and "GLOO_SOCKET_IFNAME" not in os.environ:
         os.environ["GLOO_SOCKET_IFNAME"] = find_interface(os.environ["MASTER_ADDR"])
+
+
+def _refuse_idle_gpus() -> None:
+    """Do not train on the CPU, unasked and a hundred times as slow, because torch has no way to the GPUs."""
+    gpus = int(os.environ.get("TITANLITE_GPUS", "0"))
+    if gpus == 0:
+        return
+    reason = "it was built without CUDA"
+    if torch.version.cuda is not None:
+        try:
+            torch.cuda.init()
+            reason = f"it was built for CUDA {torch.version.cuda}"
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0].rstrip(".")
+    raise ConfigError(
+        f"GPUs: nvidia-smi lists {gpus} on {socket.gethostname()}, but torch {torch.__version__} cannot use them: "
+        f"{reason}. Install a torch for their driver, or set CUDA_VISIBLE_DEVICES= to train on the CPU."
+    )
 
 
 @contextmanager
@@ -86,7 +105,7 @@ def init_distributed(timeout_s: int, dump_folder: Path | None = None) -> torch.d
     is set; NCCL finds its own.
 
     Raises:
-        ConfigError: GLOO_SOCKET_IFNAME names no interface of this machine.
+        ConfigError: GLOO_SOCKET_IFNAME names no interface of this machine; `run_train.sh` saw GPUs, torch sees none.
         TransientError: the ranks of other machines cannot be reached; names the interface and the address.
     """
     timeout = timedelta(seconds=timeout_s)
@@ -94,8 +113,10 @@ def init_distributed(timeout_s: int, dump_folder: Path | None = None) -> torch.d
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
+        leave_out_cudnn()
         backend = "cpu:gloo,cuda:nccl"
     else:
+        _refuse_idle_gpus()
         device, backend = torch.device("cpu"), "gloo"
         keep_freed_memory()
     if dist.is_initialized():

@@ -62,7 +62,10 @@ class DivergenceCheck:
         every rank must call.
         """
         held = dict(self._held())
-        digests = torch.stack([bit_digest(local_of(tensor)) for _, tensor in held.values()]).tolist() if held else []
+        # Some states are on the CPU where others are not: `step` of AdamW unless it is fused, and what is offloaded.
+        device = batches[0].tokens.device
+        digests = [bit_digest(local_of(tensor)).to(device, non_blocking=True) for _, tensor in held.values()]
+        digests = torch.stack(digests).tolist() if digests else []
         by_place: defaultdict[_Place, list[tuple[int, int]]] = defaultdict(list)
         for (place, _), digest in zip(held.values(), digests, strict=True):
             by_place[place].append(tuple(digest))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from titanlite.config.schema import JobConfig
 from titanlite.errors import ConfigError, TrainingError
@@ -56,6 +57,10 @@ def explain_out_of_memory(job: JobConfig) -> Iterator[None]:
         raise TrainingError(_describe(job, error, _device_memory(), _dump(job))) from error
     except MemoryError as error:
         raise TrainingError(_describe(job, error, "", "")) from error
+    except dist.DistBackendError as error:
+        if "out of memory" not in str(error):  # NCCL makes its buffers when a group is first used
+            raise
+        raise TrainingError(_describe(job, error, _device_memory(), _dump(job))) from error
     except RuntimeError as error:
         if _HOST_ALLOCATOR not in str(error):  # torch has no class of its own for the host
             raise
@@ -65,7 +70,7 @@ def explain_out_of_memory(job: JobConfig) -> Iterator[None]:
 def _describe(job: JobConfig, error: BaseException, memory: str, snapshot: str) -> str:
     rank = os.environ.get("RANK", "0")
     what = str(error).strip().splitlines()
-    kind = "the GPU" if isinstance(error, torch.OutOfMemoryError) else "the host"
+    kind = "the GPU" if isinstance(error, torch.OutOfMemoryError | dist.DistBackendError) else "the host"
     said = f" ({what[0].rstrip('.')})" if what else ""
     return (
         f"memory: rank {rank} ran out of memory of {kind}{_place(error)}{said}.{memory} {_remedies(job)}{snapshot}"

@@ -63,7 +63,7 @@ def _computed_buffers(model: Any, *, one: bool) -> dict[str, torch.Tensor]:
                 if buffer is not None and buffer.is_meta:
                     values[f"{prefix}.{leaf}" if prefix else leaf] = owner._buffers[leaf] = _filled(buffer, one)
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(int(one))
+            torch.default_generator.manual_seed(int(one))  # torch.manual_seed would seed the GPUs' too, which stay so
             for module, initialize in _initializers(model):
                 initialize(module)
     finally:

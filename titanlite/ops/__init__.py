@@ -3,7 +3,7 @@
 A function that needs a collective (vocabulary-parallel cross entropy) takes it as a callable.
 """
 
-from titanlite.ops.attention import AttentionMask, attention, build_attention_mask, cached_attention
+from titanlite.ops.attention import AttentionMask, attention, build_attention_mask, cached_attention, leave_out_cudnn
 from titanlite.ops.cross_entropy import IGNORE_INDEX, VocabShard, linear_cross_entropy
 from titanlite.ops.grouped_gemm import grouped_gemm
 from titanlite.ops.local import local_tensor
@@ -26,6 +26,7 @@ __all__ = [
     "group_by_expert",
     "grouped_gemm",
     "inverse_frequencies",
+    "leave_out_cudnn",
     "linear_cross_entropy",
     "local_tensor",
     "moe_experts",

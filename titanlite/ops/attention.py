@@ -31,6 +31,15 @@ class AttentionMask:
     block_mask: Any = None
 
 
+def leave_out_cudnn() -> None:
+    """Take attention on CUDA from FlashAttention, the memory-efficient kernel or plain products, in all this process.
+
+    torch 2.11 and newer prefer cuDNN's kernel on H100 and later. With a mask, as packed documents have one, its
+    backward can give NaN (pytorch#196678), and generating costs a plan, tens of milliseconds, per new number of keys.
+    """
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
+
 def build_attention_mask(document_ids_BS: torch.Tensor | None, backend: AttentionBackend = "sdpa") -> AttentionMask:
     """Mask for causal attention inside documents: query s sees key t if t <= s and both are of one document.
 

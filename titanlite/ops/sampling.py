@@ -28,6 +28,9 @@ def choose_tokens(
     """
     if temperature == 0:
         return logits_BV.argmax(dim=-1)
+    device = logits_BV.device
+    if torch.are_deterministic_algorithms_enabled():
+        logits_BV = logits_BV.cpu()  # torch has no deterministic cumulative sum of floats on CUDA
     # The best one at 0, so that a temperature next to 0 leads to -inf for the others, and never to inf.
     logits_BV = (logits_BV.float() - logits_BV.amax(dim=-1, keepdim=True).float()) / temperature
     sorted_Bk, ids_Bk = logits_BV.sort(dim=-1, descending=True, stable=True)
@@ -40,4 +43,4 @@ def choose_tokens(
     mass_B1 = cumulative_Bk.gather(1, kept_B1 - 1)
     target_B1 = uniform_B.to(mass_B1).unsqueeze(1) * mass_B1
     index_B1 = torch.minimum((cumulative_Bk <= target_B1).sum(dim=-1, keepdim=True), kept_B1 - 1)
-    return ids_Bk.gather(1, index_B1).squeeze(1)
+    return ids_Bk.gather(1, index_B1).squeeze(1).to(device)

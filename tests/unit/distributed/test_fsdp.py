@@ -1,6 +1,7 @@
 """Which modules become FSDP units, on ranks that are not there."""
 
 import pytest
+import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from titanlite.config import JobConfig
@@ -44,3 +45,12 @@ def test_experts_are_units_where_that_changes_anything(degrees: Degrees, param_d
         assert {isinstance(module, FSDPModule) for module in experts} == {expected}
         axes = {len(param.device_mesh.shape) for module in experts for param in module.parameters()}
         assert (axes == {1}) == (not expected), "split by expert parallelism alone, or by FSDP too"
+
+
+@pytest.mark.parametrize("ep", [2, 4])
+def test_tokens_do_not_share_a_group_with_parameters(ep: int) -> None:
+    """NCCL serves a communicator in order, so that they would wait for each other."""
+    with fake_ranks(4):
+        dims = ParallelDims.build(Degrees(dp_shard=4, ep=ep), "cpu")
+        others = [dims.dense["fsdp"].get_group(), dist.distributed_c10d.GroupMember.WORLD]
+        assert dims.ep_mesh.size() == ep and dims.ep_mesh.get_group() not in others

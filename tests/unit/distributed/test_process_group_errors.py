@@ -1,6 +1,7 @@
 """When gloo cannot connect the ranks: what the user reads, and whether a new start may help."""
 
 import pytest
+import torch
 
 from titanlite.distributed import process_group
 from titanlite.errors import NEVER_RESTARTED, ConfigError, TransientError
@@ -47,3 +48,19 @@ def test_the_interface_is_chosen_for_several_machines_only_and_not_against_the_u
     process_group._choose_interface()
     assert process_group.os.environ["GLOO_SOCKET_IFNAME"] == "towards-node0"
     process_group.os.environ.pop("GLOO_SOCKET_IFNAME")
+
+
+def test_gpus_that_torch_cannot_use_are_an_error_and_not_a_run_on_the_cpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("TITANLITE_GPUS", "8")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(ConfigError, match=r"nvidia-smi lists 8 .* it was built without CUDA\. Install"):
+        process_group.init_distributed(60)
+
+    def init() -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040).\nPlease update")
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "init", init)
+    with pytest.raises(ConfigError, match=r"driver on your system is too old \(found version 11040\)\. Install"):
+        process_group.init_distributed(60)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from titanlite.config.schema import JobConfig
 from titanlite.errors import ConfigError, TrainingError
@@ -100,8 +101,13 @@ class _Greedy:
         raise MemoryError
 
 
+def test_memory_of_a_gpu_for_which_nccl_asks(job: JobConfig, cuda):
+    with explain(job, r"rank 0 ran out of memory of the GPU .*Failed to CUDA calloc .* out of memory"):
+        run_out(dist.DistBackendError("Failed to CUDA calloc 6291456 bytes, out of memory"))
+
+
 def test_other_errors_pass(job: JobConfig):
-    for error in (RuntimeError("Connection closed by peer"), ValueError("x")):
+    for error in (RuntimeError("Connection closed by peer"), ValueError("x"), dist.DistBackendError("NCCL error")):
         with pytest.raises(type(error), match=str(error)), explain_out_of_memory(job):
             run_out(error)
 

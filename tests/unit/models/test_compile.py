@@ -4,6 +4,7 @@ Layers are traced as torch.compile does it, forward and backward, and run withou
 """
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -115,17 +116,28 @@ def test_adapters_with_dropout(tiny, graphs, checkpointing):
     assert_traced_alike(graphs, build, checkpointing)
 
 
+def in_thread(calls: Callable[[], None]) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(calls).result()
+
+
 @torch._dynamo.config.patch(recompile_limit=8)
-def test_more_kinds_of_calls_than_torch_has_graphs_for(tiny, graphs):
-    """Graphs are counted for all layers together, for they are of the same code; the default limit is 8."""
+@pytest.mark.parametrize("run", [lambda calls: calls(), in_thread], ids=["here", "in a thread"])
+def test_more_kinds_of_calls_than_torch_has_graphs_for(tiny, graphs, run):
+    """Graphs are counted for all layers together, for they are of the same code; the default limit is 8. On CUDA
+    backward, which computes checkpointed layers again, is in a thread of its own."""
     model = tiny.ours(tiny.config("dots1"))
     wrap_layers(model, job_of("none", compiled=True), experts_on_own_mesh=False)
     tokens, documents = batch_of(0)
-    for training in (True, False):
-        model.train(training)
-        for document_ids in (documents, None):
-            for rows in (1, 2):
-                ids = None if document_ids is None else document_ids[:rows]
-                with torch.set_grad_enabled(training):
-                    model(tokens[:rows], tokens[:rows], document_ids_BS=ids)
+
+    def calls() -> None:
+        for training in (True, False):
+            model.train(training)
+            for document_ids in (documents, None):
+                for rows in (1, 2):
+                    ids = None if document_ids is None else document_ids[:rows]
+                    with torch.set_grad_enabled(training):
+                        model(tokens[:rows], tokens[:rows], document_ids_BS=ids)
+
+    run(calls)
     assert graphs.made > 8

@@ -96,6 +96,18 @@ def test_a_tensor_that_nobody_fills_makes_the_plan_fail_with_its_name(spoil: Any
     assert all(param.is_meta for param in model.parameters()), "nothing was allocated"
 
 
+def test_reading_sources_moves_no_generator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither that of the CPU nor, by a seed for all devices, those of the GPUs, which dropout draws from."""
+
+    def seed_all(seed: int) -> None:
+        raise AssertionError(f"the GPUs were seeded with {seed}")
+
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seed_all)
+    before = torch.get_rng_state()
+    TransformersModel(build_transformers(config_of("llama")).transformers_model, config_of("llama"))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_a_buffer_that_is_drawn_at_random_has_no_source() -> None:
     inner = build_transformers(config_of("llama")).transformers_model
     inner.model.norm.register_buffer("noise", torch.empty(4, device="meta"), persistent=False)
