@@ -65,6 +65,7 @@ from titanlite.models.decoder import build_decoder
 from titanlite.models.families import families, family_of
 from titanlite.models.hf_experts import use_titanlite_experts
 from titanlite.objectives import NextToken
+from titanlite.ops import leave_out_cudnn
 from titanlite.optim import build_optimizer
 from titanlite.planner.estimate import get_memory
 from titanlite.planner.trace import trace_step
@@ -270,6 +271,7 @@ def measure_transformers(
 ) -> None:  # fmt: skip
     """The Hugging Face model; each variant builds its own."""
     batches = make_batches(config, arguments.seq_len, arguments.sequences, device, documents=False)
+    torch.backends.cuda.enable_cudnn_sdp(True)  # torch's own choice of a kernel, which titanlite restricts
     for name in variants:
         if budget.allows(name):
             found, problem = attempt(
@@ -277,6 +279,7 @@ def measure_transformers(
             )
             add({"name": name, "problem": problem, **(found or {})})
             free_memory()
+    leave_out_cudnn()
 
 
 def build_hf_step(name: str, config: ModelConfig, batches: list[Batch], device: torch.device) -> _Step:

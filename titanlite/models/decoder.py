@@ -122,7 +122,7 @@ class Backbone(nn.Module):
             positions_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device).expand_as(tokens_BS)
         x_BSD = self.embed_tokens(tokens_BS)
         cos_sin = self.rotary_emb(positions_BS, x_BSD.dtype)
-        mask = build_attention_mask(document_ids_BS, self.attention_backend)
+        mask = build_attention_mask(document_ids_BS, self.attention_backend, x_BSD.dtype)
         valid_BS = None if document_ids_BS is None else document_ids_BS >= 0
         aux_losses = []
         layer_caches = [None] * len(self.layers) if cache is None else cache.layers

@@ -22,7 +22,8 @@ class AttentionMask:
     """What every layer needs to mask scores; made once per forward by `build_attention_mask`.
 
     Attributes:
-        allowed_B1SS: bool, True where query s may see key t; None means plain causal (`sdpa` only).
+        allowed_B1SS: bool, True where query s may see key t (`sdpa` only); or, on CUDA, what is added to the scores: 0
+            there and -inf elsewhere. None means plain causal.
         block_mask: flex_attention's BlockMask (`flex` only).
     """
 
@@ -40,20 +41,28 @@ def leave_out_cudnn() -> None:
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
-def build_attention_mask(document_ids_BS: torch.Tensor | None, backend: AttentionBackend = "sdpa") -> AttentionMask:
+def build_attention_mask(
+    document_ids_BS: torch.Tensor | None, backend: AttentionBackend = "sdpa", dtype: torch.dtype = torch.float32
+) -> AttentionMask:
     """Mask for causal attention inside documents: query s sees key t if t <= s and both are of one document.
 
     Args:
         document_ids_BS: (B, S) int64 document of each token, or None for one document per row. Padding has id -1:
             padded positions see one another and nothing else, so that no softmax row is empty.
-        backend: `sdpa` makes a (B, 1, S, S) bool mask, or none at all without documents; `flex` makes a BlockMask.
+        backend: `sdpa` makes a (B, 1, S, S) mask, or none at all without documents; `flex` makes a BlockMask.
+        dtype: of the queries.
     """
     if document_ids_BS is None:
         return AttentionMask("sdpa")
     batch, seq_len = document_ids_BS.shape
     if backend == "sdpa":
         same_BSS = document_ids_BS[:, :, None] == document_ids_BS[:, None, :]
-        return AttentionMask("sdpa", allowed_B1SS=same_BSS.tril().unsqueeze(1))
+        allowed_B1SS = same_BSS.tril().unsqueeze(1)
+        if kernel_device(document_ids_BS.device) == "cuda":
+            # Given a bool mask, torch makes this of it in every layer, and keeps each until backward.
+            bias_B1SS = torch.zeros(allowed_B1SS.shape, dtype=dtype, device=allowed_B1SS.device)
+            allowed_B1SS = bias_B1SS.masked_fill_(allowed_B1SS.logical_not(), float("-inf"))
+        return AttentionMask("sdpa", allowed_B1SS)
 
     if is_planned():
         return AttentionMask("flex")  # a BlockMask is looked at while it is made

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from titanlite.ops import attention, build_attention_mask
+from titanlite.ops import attention, build_attention_mask, leave_out_cudnn
+from titanlite.ops.planned import plan_for_device
 
 BACKENDS = ["sdpa", "flex"]
 # Uncompiled flex_attention warns that it is slow, which does not matter here; it has no backward on CPU.
@@ -109,3 +110,21 @@ def test_scale_is_used():
 
 def test_flex_without_documents_is_plain_causal():
     assert build_attention_mask(None, "flex").backend == "sdpa"
+
+
+def test_on_cuda_all_layers_share_one_mask_in_the_dtype_of_the_scores():
+    """It is made for CUDA and given to the kernels of the CPU."""
+    q, k, v = make_qkv(2, 8)
+    document_ids = torch.tensor([[0, 0, 0, 1, 1, 1, -1, -1], [0, 0, 1, 1, 1, 1, 1, 1]])
+    expected = attention(q, k, v, build_attention_mask(document_ids), SCALE)
+    with plan_for_device("cuda"):
+        mask = build_attention_mask(document_ids, dtype=q.dtype)
+        assert mask.allowed_B1SS is not None and mask.allowed_B1SS.dtype == q.dtype
+        torch.testing.assert_close(attention(q, k, v, mask, SCALE), expected, rtol=0, atol=1e-12)
+
+
+def test_cudnn_is_left_out():
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    leave_out_cudnn()
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(True)
