@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import time
@@ -93,6 +94,13 @@ class Budget:
         return False
 
 
+# As the driver says it, whoever passes it on: torch's "CUDA error: ...", Triton's "Triton Error [CUDA]: ...".
+_LOSES_THE_DEVICE = re.compile(
+    "illegal memory access|misaligned address|device-side assert|unspecified launch failure|illegal instruction|"
+    "invalid program counter|invalid address space|hardware stack error|ECC error"
+)
+
+
 class DeviceLostError(RuntimeError):
     """The CUDA context is broken; nothing that follows can be measured."""
 
@@ -111,8 +119,7 @@ def attempt(call: Callable[[], Any]) -> tuple[Any, str | None]:
         problem = "out of memory"
     except (RuntimeError, ValueError, TypeError, AttributeError, AssertionError, ImportError, TritonError) as error:
         problem = f"failed: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        # RuntimeError, or torch.AcceleratorError from torch 2.8 on.
-        if "CUDA error" in str(error) and "out of memory" not in str(error):
+        if _LOSES_THE_DEVICE.search(str(error)):
             raise DeviceLostError(problem) from error
     free_memory()  # outside of `except`: the traceback held the call's tensors
     return None, problem

@@ -103,8 +103,12 @@ def main() -> int:
     machine = inspect_machine(timer)
     say(machine.describe())
     checks: list[Check] = []
-    if not arguments.no_checks:
-        checks = run_checks([(SHAPES[0], 4096)], "cuda", torch.bfloat16, large=not arguments.quick)
+    try:
+        if not arguments.no_checks:
+            checks = run_checks([(SHAPES[0], 4096)], "cuda", torch.bfloat16, large=not arguments.quick)
+    except DeviceLostError as error:
+        print(f"moe_gpu.py: {error}. Nothing was measured.", file=sys.stderr)
+        return 1
     if arguments.sweep:
         lines = sweep(SHAPES[0], budget, timer, machine.flops, "cuda", torch.bfloat16)
         text = "\n".join(["# Tiles", "", machine.describe(), "", "```python", *lines, "```", *skipped_lines(budget)])

@@ -17,6 +17,7 @@ from titanlite.trainer import Trainer
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("default"),  # those of compilers and drivers are no reason to lose a result
 ]
 
 

@@ -181,6 +181,9 @@ def test_failures_are_results_and_a_broken_device_is_not():
     assert gpu_common.attempt(lambda: fail(ValueError("a\n b"))) == (None, "failed: ValueError: a b")
     with pytest.raises(gpu_common.DeviceLostError, match="illegal memory access"):
         gpu_common.attempt(lambda: fail(RuntimeError("CUDA error: an illegal memory access was encountered")))
+    with pytest.raises(gpu_common.DeviceLostError, match="misaligned address"):
+        gpu_common.attempt(lambda: fail(RuntimeError("Triton Error [CUDA]: misaligned address")))
+    assert gpu_common.attempt(lambda: fail(RuntimeError("CUDA error: invalid argument")))[0] is None
 
 
 def test_ceilings_count_both_directions_and_multiply_with_add():

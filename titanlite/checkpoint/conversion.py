@@ -259,9 +259,8 @@ def saving_groups(names: Iterable[str], model: TransformersModel) -> tuple[list[
         PrefixChange,
         WeightConverter,
         WeightRenaming,
-        apply_converters,
-        apply_renamings,
         dot_natural_key,
+        rename_source_key,
     )
 
     used = model.conversions
@@ -274,8 +273,8 @@ def saving_groups(names: Iterable[str], model: TransformersModel) -> tuple[list[
     by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
     groups: dict[str, Group] = {}
     for name in sorted(names, key=dot_natural_key):
-        target, pattern = apply_converters(name, converters)
+        target, pattern = rename_source_key(name, [], converters, reverse=True)
         if target not in groups:
             groups[target] = Group(target, by_pattern[pattern] if pattern is not None else WeightRenaming(name, target))
         groups[target].sources.setdefault(name if pattern is None else pattern, []).append(name)
-    return list(groups.values()), lambda name: apply_renamings(name, renamings)
+    return list(groups.values()), lambda name: rename_source_key(name, renamings, [], reverse=True)[0]

@@ -40,7 +40,11 @@ def checkpoint_operations(model: AnyModel, section: ActivationCheckpointSection)
     parallelism lie between the regions, so their results are kept. Compiled layers are traced with their regions.
     """
     if _is_by_operation(section):
-        forward = partial(_forward_region, _keeps_rng(model))
+        keeps_rng = _keeps_rng(model)
+
+        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:  # torch 2.11 traces no method of a partial
+            return _forward_region(keeps_rng, module, *args, **kwargs)
+
         for module in model.modules():
             if isinstance(module, Attention | FeedForward | Experts):
                 # A method of the same function for all: a compiled graph is then one for all layers.

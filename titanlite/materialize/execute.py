@@ -56,6 +56,12 @@ def sharded_like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """`local` as the local part of a tensor with the layout of `tensor`; `empty_like` would cost 160 us for each."""
     if not isinstance(tensor, DTensor):
         return local
+    if (
+        local.device.type != tensor.device_mesh.device_type
+    ):  # offloaded: `from_local` would move it to the mesh's device
+        new = torch.empty_like(tensor, dtype=local.dtype, device=local.device)
+        new._local_tensor = local  # pyright: ignore[reportAttributeAccessIssue]
+        return new
     return DTensor.from_local(
         local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
     )

@@ -76,7 +76,7 @@ class _HeldExperts:
         x = _linear(module, "gate_up_proj" if module.has_gate else "up_proj", x, ids, offsets)
         x = module._apply_gate(x) if module.has_gate else module.act_fn(x)
         x = _linear(module, "down_proj", x, ids, offsets)
-        if module.has_post_expert_norm:
+        if _has_post_expert_norm(module):
             x = module.post_expert_norm(x)
         # Rows that no expert here computes are zero, but a bias, a norm or an activation of zero need not be.
         x = torch.where((index < offsets[-1]).unsqueeze(-1), x * weight.unsqueeze(-1), 0.0)
@@ -91,7 +91,7 @@ def _is_plain_swiglu(module: Any) -> bool:
         module.has_gate
         and module.is_concatenated
         and not module.has_bias
-        and not module.has_post_expert_norm
+        and not _has_post_expert_norm(module)
         # What the interface puts into classes that have no gate of their own; without it, take the general way.
         and type(module)._apply_gate is getattr(moe, "_default_apply_gate", None)
         and isinstance(module.act_fn, nn.SiLU | SiLUActivation)
@@ -112,3 +112,7 @@ def _linear(module: Any, name: str, x: torch.Tensor, ids: torch.Tensor, offsets:
         x = F.dropout(x, module.dropout, module.training) if module.dropout else x
         y = y + grouped_gemm(grouped_gemm(x, a, offsets), b, offsets) * module.scaling
     return y + local_tensor(getattr(module, name + "_bias")).index_select(0, ids) if module.has_bias else y
+
+
+def _has_post_expert_norm(module: Any) -> bool:
+    return getattr(module, "has_post_expert_norm", False)  # transformers 5.17 knows none

@@ -71,11 +71,24 @@ def _moe_experts_backward(
 
 def _host_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> int:
     """With the scores above the diagonal, as torch counts its own."""
-    return sdpa_flop_count(*(tensor.transpose(1, 2).shape for tensor in (q, k, v)))
+    return _sdpa(*(tensor.transpose(1, 2) for tensor in (q, k, v)))
 
 
 def _host_attention_backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> int:
-    return sdpa_backward_flop_count(*(tensor.transpose(1, 2).shape for tensor in (dout, q, k, v)))
+    return _sdpa_backward(*(tensor.transpose(1, 2) for tensor in (dout, q, k, v)))
+
+
+def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> int:
+    return sdpa_flop_count(q.shape, *_repeated(q, k, v))
+
+
+def _sdpa_backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> int:
+    return sdpa_backward_flop_count(dout.shape, q.shape, *_repeated(q, k, v))
+
+
+def _repeated(q: torch.Tensor, *others: torch.Tensor) -> list[tuple[int, ...]]:
+    """Shapes of keys and values with a head for each query head: torch 2.11 counts no others."""
+    return [(other.shape[0], q.shape[1], *other.shape[2:]) for other in others]
 
 
 _OWN: dict[Any, Callable[..., int]] = {
@@ -85,13 +98,11 @@ _OWN: dict[Any, Callable[..., int]] = {
     _own.moe_experts_backward.default: _moe_experts_backward,
     _own.host_attention.default: _host_attention,
     _own.host_attention_backward.default: _host_attention_backward,
+    _aten._scaled_dot_product_flash_attention.default: _sdpa,
+    _aten._scaled_dot_product_flash_attention_backward.default: _sdpa_backward,
     # torch has no formula for the CPU's.
-    _aten._scaled_dot_product_flash_attention_for_cpu.default: lambda q, k, v, *_: sdpa_flop_count(
-        q.shape, k.shape, v.shape
-    ),
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: lambda do, q, k, v, *_: (
-        sdpa_backward_flop_count(do.shape, q.shape, k.shape, v.shape)
-    ),
+    _aten._scaled_dot_product_flash_attention_for_cpu.default: _sdpa,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _sdpa_backward,
 }
 _ALWAYS_CAUSAL = {_own.host_attention.default, _own.host_attention_backward.default}
 # Operator -> place of `is_causal` among its arguments.

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
@@ -26,6 +27,7 @@ _PERSISTENT = "persistent"  # came into being in this step, to stay
 CATEGORIES = (GRADIENTS, ACTIVATIONS, EXCHANGED, LOGITS, GATHERED, UNREDUCED, TEMPORARIES)
 
 _aten, _c10d, _fsdp, _own = torch.ops.aten, torch.ops.c10d, torch.ops.fsdp, torch.ops.titanlite
+_PROPAGATE = "_propagate_tensor_meta_non_cached"
 _METADATA = {torch.ops.prim.device.default, torch.ops.prim.layout.default, _aten.detach.default}
 
 
@@ -123,11 +125,24 @@ class StepRecorder(TorchDispatchMode):
             recorder._resized(storage)
             return result
 
+        # torch 2.11 works out the layouts of an optimizer's results in tensors of global size, in every step anew; no
+        # kernel runs on them, and other versions know the layouts by then.
+        def propagate(propagator: ShardingPropagator, schema: Any) -> Any:
+            recorder._is_propagating = True
+            try:
+                return recorder._propagate(propagator, schema)
+            finally:
+                recorder._is_propagating = False
+
+        self._is_propagating = False
+        self._propagate = getattr(ShardingPropagator, _PROPAGATE)
+        setattr(ShardingPropagator, _PROPAGATE, propagate)
         torch.UntypedStorage.resize_ = resize_  # pyright: ignore[reportAttributeAccessIssue]
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
+        setattr(ShardingPropagator, _PROPAGATE, self._propagate)
         torch.UntypedStorage.resize_ = self._resize  # pyright: ignore[reportAttributeAccessIssue]
         gc.enable()
 
@@ -153,7 +168,7 @@ class StepRecorder(TorchDispatchMode):
             return NotImplemented  # DTensor comes first, and calls operators on local tensors
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if func in _METADATA:
+        if func in _METADATA or self._is_propagating:
             return out
         for tensor in tree_iter(out):
             if isinstance(tensor, torch.Tensor):

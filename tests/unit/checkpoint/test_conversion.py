@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from tiny_transformers import save_tiny
 from torch.distributed.fsdp import fully_shard
+from transformers import core_model_loading
 
 from titanlite.checkpoint import save_hf_model
 from titanlite.checkpoint.conversion import NotTraceable, Traced
@@ -167,10 +168,12 @@ def fused(tensors: dict[str, torch.Tensor]) -> None:
 
 
 def mapping_of(kind: str) -> list[Any]:
-    from transformers.core_model_loading import Split, Transpose, WeightConverter
+    from transformers.core_model_loading import Transpose, WeightConverter
 
     if kind == "transposed":
         return [WeightConverter("mlp.down_proj.weight", "mlp.down_proj.weight", [Transpose(0, 1)])]
+    from transformers.core_model_loading import Split
+
     targets = [f"self_attn.{part}_proj.weight" for part in "qkv"]
     return [WeightConverter("self_attn.qkv.weight", targets, [Split(dim=0)])]
 
@@ -180,6 +183,8 @@ def mapping_of(kind: str) -> list[Any]:
 )
 def test_other_layouts_are_read_and_written_back(run_ranks, llama, tmp_path, kind, edit, whole):
     """A transposed weight is converted whole, a fused one is cut as it is read; both are saved as they were."""
+    if kind == "fused" and not hasattr(core_model_loading, "Split"):
+        pytest.skip("needs transformers 5.23")
     folder = edited(llama, tmp_path / kind, edit)
     expected = load_file(llama / "model.safetensors")
 

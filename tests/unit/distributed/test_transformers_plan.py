@@ -23,9 +23,11 @@ def styles(name: str) -> dict[str, str]:
 
 
 def test_a_plan_becomes_styles_of_modules() -> None:
-    assert styles("phi") == {
+    found = styles("phi")
+    # The embedding is split where transformers' plan says so; it is not in that of version 5.17.
+    assert found.pop("model.embed_tokens", "embedding_rows") == "embedding_rows"
+    assert found == {
         "lm_head": "colwise_gather",
-        "model.embed_tokens": "embedding_rows",
         "model.layers.0.self_attn.q_proj": "colwise",
         "model.layers.0.self_attn.k_proj": "colwise",
         "model.layers.0.self_attn.v_proj": "colwise",
@@ -80,6 +82,7 @@ def test_what_cannot_be_split_is_said_once(
 def test_a_class_without_a_plan_and_a_table_with_a_bound_are_refused() -> None:
     model = build("llama")
     embedding = model.transformers_model.get_input_embeddings()
+    model.transformers_model._tp_plan["model.embed_tokens"] = "embedding_rowwise"
     assert isinstance(embedding, nn.Embedding)
     embedding.max_norm = 1.0
     with pytest.raises(ConfigError, match="embed_tokens has a max_norm"):

@@ -21,8 +21,8 @@ from titanlite.models.lora import apply_lora
 
 pytestmark = TORCH_COMPILE_WARNINGS
 
-# Traced operations are the same ones, in another order where autograd sums (float32, 6e-8 each).
-BOUND = 1e-6
+# Traced operations are the same ones but for the norm's, in another order where autograd sums (float32, 6e-8 each).
+BOUND = 3e-6
 LORA = LoRASection(rank=4, alpha=8.0, dropout=0.2, base_dtype="float32")
 
 

@@ -17,9 +17,12 @@ from titanlite.ops import grouped_gemm_launch as kernels
 if kernels.INTERPRETED:
     repair()
 DEVICE = "cpu" if kernels.INTERPRETED else "cuda"
-pytestmark = pytest.mark.skipif(
-    not kernels.INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU or TRITON_INTERPRET=1"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        not kernels.INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU or TRITON_INTERPRET=1"
+    ),
+    *([] if kernels.INTERPRETED else [pytest.mark.gpu]),  # part of `pytest -m gpu`
+]
 SIZES = {
     "uneven": [33, 0, 1, 64, 17],
     "all_empty": [0, 0, 0, 0, 0],
@@ -42,6 +45,7 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fresh memory is NaN, so that an element that a kernel does not write is found."""
     new_empty, empty = torch.Tensor.new_empty, torch.empty
 
+    @torch.no_grad()  # torch 2.11 makes leaves with it, for checkpoints
     def poison(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
 
