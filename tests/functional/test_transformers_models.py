@@ -7,13 +7,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file
 from tiny_transformers import ALL_MODELS, VOCAB_SIZE, save_tiny, save_tiny_llava
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import Replicate
 
 import titanlite.trainer
 from titanlite.checkpoint import save_hf_model
@@ -168,11 +171,11 @@ def rows() -> Rows:
     return Rows(tokens, labels, documents)
 
 
-def plain_steps(model: Any, rows: Rows) -> tuple[list[float], dict[str, torch.Tensor]]:
+def plain_steps(model: Any, rows: Rows, steps: int = STEPS) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses of a loop without titanlite, every document a forward of its own, and the last step's gradients."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-5)
     valid, losses = (rows.labels != -100).sum(), []
-    for _ in range(STEPS):
+    for _ in range(steps):
         optimizer.zero_grad()
         total = torch.zeros(())
         for row in range(4):
@@ -242,6 +245,34 @@ def test_training_equals_a_plain_loop_over_single_documents(
                 for key, value in expected.items()
             }
             assert {key: error.item() for key, error in errors.items() if error > 10 * BOUND} == {}, mesh
+
+
+def test_a_head_that_the_plan_leaves_whole(
+    run_ranks: Callable[..., list[Any]], cases: dict[str, Case], rows: Rows
+) -> None:
+    """Both ranks compute the same loss then; gradients are still those of one."""
+    job = check_folder(cases["llama"].folder, 2, TP2)
+
+    def rank_main() -> tuple[float, dict[str, torch.Tensor]]:
+        with patch.object(transformers.LlamaForCausalLM, "_tp_plan", {}):
+            model, _ = load(job, cases["llama"].folder)
+        head = model.transformers_model.lm_head.weight
+        assert isinstance(head.placements[head.device_mesh.mesh_dim_names.index("tp")], Replicate)
+        dims = ParallelDims.build(job.degrees, "cpu")
+        sums = model(rows.tokens, rows.labels, None, rows.documents)
+        loss = sums.cross_entropy / (rows.labels != -100).sum()
+        loss.backward()
+        reduce_replicated_grads(model.parameters(), dims.tp_mesh)
+        gradients = {clean_name(k): p.grad.full_tensor() for k, p in model.named_parameters() if p.grad is not None}
+        return loss.item(), gradients
+
+    seen = run_ranks(2, rank_main)
+    losses, expected = plain_steps(copy.deepcopy(cases["llama"].reference).train(), rows, 1)
+    for loss, gradients in seen:
+        assert loss == pytest.approx(losses[0], rel=BOUND)
+        assert gradients.keys() == expected.keys()
+        errors = {key: (gradients[key] - value).norm() / value.norm() for key, value in expected.items()}
+        assert {key: error.item() for key, error in errors.items() if error > 10 * BOUND} == {}
 
 
 def image_rows() -> tuple[dict[str, torch.Tensor], torch.Tensor]:

@@ -82,7 +82,10 @@ class Traced:
     def contiguous(self) -> "Traced":
         return self
 
-    def squeeze(self, dim: int) -> "Traced":
+    def squeeze(self, dim: int | None = None) -> "Traced":
+        if dim is None:
+            ones = [i for i, length in enumerate(self.shape) if length == 1]
+            return self if not ones else self.squeeze(ones[-1]).squeeze()
         dim %= len(self.shape)
         if self.shape[dim] != 1:
             return self
