@@ -109,7 +109,7 @@ HF_VARIANTS = (
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=4, help="decoder layers; 4 take about 80 GiB (default 4)")
+    parser.add_argument("--layers", type=int, default=4, help="decoder layers; 4 take about 50 GiB (default 4)")
     parser.add_argument("--seq-len", type=int, default=4096, help="tokens per sequence (default %(default)s)")
     parser.add_argument("--sequences", type=int, default=4, help="sequences per step (default %(default)s)")
     parser.add_argument("--steps", type=int, default=8, help="timed steps of each variant, after 3 more (default 8)")
