@@ -102,15 +102,12 @@ if [ "$gpus" -gt 0 ]; then
     threads="$(($(nproc) / NGPU))"
     [ "$threads" -ge 1 ] || threads=1
     [ "$threads" -le 8 ] || threads=8
-fi
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$threads}"
-
-if [ "$gpus" -gt 0 ]; then
     export TITANLITE_GPUS="$gpus" # ranks refuse to go on without them
     # With expert parallelism the sizes of tensors change in every step, which would break up the GPU's memory.
     [ -n "${PYTORCH_ALLOC_CONF:-}${PYTORCH_CUDA_ALLOC_CONF:-}" ] ||
         export PYTORCH_ALLOC_CONF=expandable_segments:True
 fi
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$threads}"
 
 # torch's stores would write 40 lines of C++ about each machine that is gone, around the line that says so.
 [ "$max_nodes" -eq 1 ] || export TORCH_CPP_LOG_LEVEL="${TORCH_CPP_LOG_LEVEL:-ERROR}"

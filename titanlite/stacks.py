@@ -82,7 +82,7 @@ def describe(folder: str | Path, beats: Mapping[int, Beat], silent: Iterable[int
             + "; ".join(waits)
             + ". Either they are in "
             "collectives that do not belong together, or a rank of another machine is gone: see its launcher's message."
-            + "".join(f"\n  Rank {rank}: {note}" for rank, note in _failed_collectives(folder, beats).items())
+            + "".join(f"\n  Rank {rank}: {note}" for note, rank in _failed_collectives(folder, beats).items())
         )
     if not waits:
         return "; ".join(stuck) + "."
@@ -91,13 +91,13 @@ def describe(folder: str | Path, beats: Mapping[int, Beat], silent: Iterable[int
     )
 
 
-def _failed_collectives(folder: str | Path, ranks: Iterable[int]) -> dict[int, str]:
-    """What was the error of a collective, by rank, each one once."""
+def _failed_collectives(folder: str | Path, ranks: Iterable[int]) -> dict[str, int]:
+    """The errors of collectives, each with the first rank that has it."""
     found: dict[str, int] = {}
     for rank in sorted(ranks):
         with suppress(OSError):
             found.setdefault(" ".join(lost_path(folder, rank).read_text().partition("\nThread")[0].split()), rank)
-    return {rank: note for note, rank in found.items()}
+    return found
 
 
 def main_thread(path: Path) -> list[re.Match[str]]:

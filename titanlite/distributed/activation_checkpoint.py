@@ -40,10 +40,10 @@ def checkpoint_operations(model: AnyModel, section: ActivationCheckpointSection)
     parallelism lie between the regions, so their results are kept. Compiled layers are traced with their regions.
     """
     if _is_by_operation(section):
-        keeps_rng = _keeps_rng(model)
+        options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": _keeps_rng(model)}
 
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:  # torch 2.11 traces no method of a partial
-            return _forward_region(keeps_rng, module, *args, **kwargs)
+            return checkpoint(partial(type(module).forward, module), *args, context_fn=_contexts, **options, **kwargs)
 
         for module in model.modules():
             if isinstance(module, Attention | FeedForward | Experts):
@@ -58,7 +58,8 @@ def checkpoint_layers(model: AnyModel, section: ActivationCheckpointSection) -> 
     """
     if section.mode == "none" or _is_by_operation(section):
         return
-    every, keeps_rng = 1 if section.mode == "full" else int(section.selective_ac_option), _keeps_rng(model)
+    every = 1 if section.mode == "full" else int(section.selective_ac_option)
+    keeps_rng = _keeps_rng(model)
     for layer in model.decoder_layers()[::every]:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=keeps_rng)
 
@@ -72,12 +73,6 @@ def _keeps_rng(model: AnyModel) -> bool:
     alone. Else saving the generator's state, which costs a copy from the device, is spared.
     """
     return isinstance(model, TransformersModel) or any(m.dropout > 0 for m in adapted_modules(model).values())
-
-
-def _forward_region(keeps_rng: bool, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    forward = partial(type(module).forward, module)
-    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": keeps_rng, "context_fn": _contexts}
-    return checkpoint(forward, *args, **options, **kwargs)
 
 
 def _contexts() -> Any:

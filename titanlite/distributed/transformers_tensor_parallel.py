@@ -80,10 +80,9 @@ def apply_transformers_tensor_parallel(model: TransformersModel, mesh: DeviceMes
         model.head_project = _split_forward(head, "colwise_gather", axis, model.head_project)
         head.forward = partial(_on_local_parameters, head, model.head_forward)
         model.cross_entropy = partial(linear_cross_entropy, shard=vocab_shard(head.weight, mesh))
+        model.has_split_head = True
     elif head in styles:
         model.head_project = None
-    else:
-        model.cross_entropy = partial(_equal_part, model.cross_entropy, copies=mesh.size())
     for module in experts:
         module.forward = partial(_own_tokens, module.forward, axis=axis)
     model.loss_copies = mesh.size()
@@ -92,14 +91,6 @@ def apply_transformers_tensor_parallel(model: TransformersModel, mesh: DeviceMes
         "tensor parallelism: the plan of %s splits %.0f %% of the parameters outside of experts over %d ranks",
         *(model.config.architecture, 100 * split / sum(param.numel() for param in placements), mesh.size()),
     )
-
-
-def _equal_part(cross_entropy: _Forward, *args: Any, copies: int, **kwargs: Any) -> torch.Tensor:
-    """A loss that every rank computes from a whole head, of whose gradient each one gives an equal part."""
-    loss = cross_entropy(*args, **kwargs)
-    if loss.requires_grad:
-        loss.register_hook(lambda grad: grad / copies)
-    return loss
 
 
 def _placements(holders: Iterable[nn.Module], styles: dict[nn.Module, Style]) -> ParameterPlacements:

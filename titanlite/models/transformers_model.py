@@ -44,7 +44,8 @@ class TransformersModel(nn.Module):
         head_project: the head's own forward, if that is nothing but a matrix product with a weight of V rows, all of
             them or this rank's; else None. With labels, the loss is then computed without any logits.
         cross_entropy: `linear_cross_entropy` or, when the vocabulary is split over ranks, the version that reduces.
-        loss_copies: ranks that compute the same loss from whole logits; each gives an equal part of its gradient.
+        loss_copies: ranks that compute the same loss; each gives an equal part of its gradient.
+        has_split_head: whether this rank has a part of a plain head's rows, whose gradient is this rank's alone.
         state_shapes: global shape of every tensor of a checkpoint, by name, as transformers has them in memory.
     """
 
@@ -77,6 +78,7 @@ class TransformersModel(nn.Module):
         self.head_project: Callable[[torch.Tensor], torch.Tensor] | None = None
         self.cross_entropy: Callable[..., torch.Tensor] = linear_cross_entropy
         self.loss_copies = 1
+        self.has_split_head = False
         self._is_linear_head = isinstance(head, nn.Linear) and head.bias is None
         if self._is_linear_head:
             self.head_project = head.forward
@@ -127,14 +129,15 @@ class TransformersModel(nn.Module):
             # In float32 as everywhere, and labels as they are: already the next token.
             logits_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
             loss = F.cross_entropy(logits_TV, labels_BS.flatten(), ignore_index=IGNORE_INDEX, reduction=reduction)
-            if self.loss_copies > 1 and loss.requires_grad:
-                loss.register_hook(lambda grad: grad / self.loss_copies)
         else:
             self._labels = (labels_BS, reduction)
             try:
                 loss = self._logits(tokens_BS, positions_BS, document_ids_BS, **inputs)  # see `_head_forward`
             finally:
                 self._labels = None
+        in_parts = self._has_plain_head and self.has_split_head
+        if self.loss_copies > 1 and not in_parts and loss.requires_grad:
+            loss.register_hook(lambda grad: grad / self.loss_copies)
         # Cloned: FSDP2 wants no view as a module's result.
         return LossSums(loss if reduction == "sum" else loss.view_as(labels_BS).clone(), loss.new_zeros(()))
 
