@@ -5,38 +5,50 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from titanlite.config.schema import OptimizerSection
+from titanlite.materialize.layout import local_of
 from titanlite.optim.parameters import lr_multipliers
+
+
+class LocalAdamW(torch.optim.AdamW):
+    """torch's AdamW, computed on this rank's shards; parameters and states stay the DTensors that they are.
+
+    The update of an element needs nothing of other elements, so DTensor has nothing to add. It refuses two meshes in a
+    fused call, and to find the layout of the first one's results takes it longer than ten updates of a small model.
+    """
+
+    def _init_group(self, group: dict[str, Any], *lists: list[torch.Tensor]) -> bool:
+        """Fill `lists` with the tensors of a group, in the order of the update's arguments; private to torch."""
+        has_complex = super()._init_group(group, *lists)
+        for tensors in lists:
+            tensors[:] = [local_of(tensor) for tensor in tensors]
+        return has_complex
 
 
 def build_optimizer(model: nn.Module, section: OptimizerSection) -> torch.optim.Optimizer:
     """AdamW of the parameters that are trained, with decay on matrices only (norms, biases and other vectors are not).
 
-    Parameters are grouped by mesh too: one fused or foreach call cannot mix DTensors of the dense and the sparse mesh.
-
     Raises:
         ConfigError: `section.lr_multipliers` names nothing that is trained.
     """
     multipliers = lr_multipliers(model, section)
-    groups: defaultdict[tuple[bool, int, float], list[nn.Parameter]] = defaultdict(list)
+    groups: defaultdict[tuple[bool, float], list[nn.Parameter]] = defaultdict(list)
     for param in model.parameters():
         if param.requires_grad:
-            mesh = hash(param.device_mesh) if isinstance(param, DTensor) else 0
-            groups[param.dim() >= 2, mesh, multipliers.get(param, 1.0)].append(param)
+            groups[param.dim() >= 2, multipliers.get(param, 1.0)].append(param)
     options: dict[str, Any] = {
         "fused": section.implementation == "fused",
         "foreach": section.implementation == "foreach",
     }
-    return torch.optim.AdamW(
+    return LocalAdamW(
         [
             {
                 "params": params,
                 "weight_decay": section.weight_decay if decay else 0.0,
                 "lr": section.lr * multiplier,
             }
-            for (decay, _, multiplier), params in groups.items()
+            for (decay, multiplier), params in groups.items()
         ],
         lr=section.lr,
         betas=(section.beta1, section.beta2),

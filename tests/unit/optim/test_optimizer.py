@@ -3,8 +3,12 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanlite.config.schema import OptimizerSection
+from titanlite.distributed import fake_ranks
 from titanlite.optim import build_optimizer, step_if_finite
 
 IMPLEMENTATIONS = ["fused", "foreach", "for-loop"]
@@ -107,3 +111,47 @@ def test_not_finite_first_step(implementation):
     assert all(torch.equal(p, w) for p, w in zip(model.parameters(), weights, strict=True))
     for state in optimizer.state.values():
         assert all(torch.equal(value, torch.zeros_like(value)) for value in state.values())
+
+
+class DTensorOperations(TorchDispatchMode):
+    """Which operations are asked of DTensors while this is entered."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            self.names.append(str(func))
+            return NotImplemented
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_shards_on_two_meshes_are_stepped_where_they_are(implementation):
+    """One group has both meshes; the values are torch's own for the same numbers without meshes."""
+    with fake_ranks(4):
+        dense, sparse = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))["b"]
+        whole = {"dense": (torch.randn(8, 3), dense), "sparse": (torch.randn(6, 2, 3), sparse)}
+        model = nn.Module()
+        for name, (value, mesh) in whole.items():
+            model.register_parameter(name, nn.Parameter(distribute_tensor(value, mesh, [Shard(0)], src_data_rank=None)))
+        optimizer = build_optimizer(model, OptimizerSection(implementation=implementation, lr=0.1))
+        assert len(optimizer.param_groups) == 1
+        plain = [nn.Parameter(param.to_local().detach().clone()) for param in model.parameters()]
+        flags = {"fused": implementation == "fused", "foreach": implementation == "foreach"}
+        reference = torch.optim.AdamW(plain, lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, **flags)
+        for step in range(3):
+            for param, alone in zip(model.parameters(), plain, strict=True):
+                alone.grad = torch.randn_like(alone)
+                param.grad = DTensor.from_local(alone.grad.clone(), param.device_mesh, param.placements)
+            with DTensorOperations() as seen:
+                step_if_finite(optimizer, torch.tensor(True))
+            assert set(seen.names) == ({"aten.zeros_like.default"} if step == 0 else set())  # new states
+            reference.step()
+        for param, alone in zip(model.parameters(), plain, strict=True):
+            assert torch.equal(param.to_local(), alone)
+            for name in ("exp_avg", "exp_avg_sq"):
+                state = optimizer.state[param][name]
+                assert isinstance(state, DTensor) and state.placements == param.placements
+                assert torch.equal(state.to_local(), reference.state[alone][name])
