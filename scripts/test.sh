@@ -69,7 +69,7 @@ phase "config reference" "$PYTHON" -m titanlite.config.docs --check
 # another: two files at a time fill the gaps.
 phase "pytest unit" run_pytest tests/unit --numprocesses auto --maxprocesses 8
 if [ "$fast" -eq 0 ]; then
-    phase "pytest functional" run_pytest tests/functional --numprocesses 2 --dist loadfile
+    phase "pytest functional" run_pytest tests/functional --numprocesses 2 --dist loadfile --no-loadscope-reorder
 fi
 
 echo "=== summary"

@@ -3,6 +3,7 @@
 import os
 import random
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -74,6 +75,12 @@ MESHES: Mapping[str, Degrees] = {
     "HSDP2x2xEP2": Degrees(dp_replicate=2, dp_shard=2, ep=2),
     "HSDP2xTP2xEP2": Degrees(dp_replicate=2, tp=2, ep=2),
 }
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests come first: the last ones to end, on workers that take a file at a time, are then short."""
+    num_slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: -num_slow[item.path])
 
 
 def degree_overrides(degrees: Degrees) -> list[str]:
