@@ -3,7 +3,11 @@
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 
+from titanlite.lean_imports import lean_imports
+
+_Command = Callable[[Sequence[str]], int]
 # What the commands import first: without one of them, this Python is not the one that titanlite was installed for.
 _PACKAGES = ("omegaconf", "torch", "numpy", "safetensors", "transformers")
 _USAGE = """usage: python -m titanlite COMMAND [arguments]
@@ -23,8 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
     given = list(sys.argv[1:] if argv is None else argv)
     name, rest = (given[0], given[1:]) if given else ("", [])
-    command = _commands().get(name) if name else None
-    if command is None:
+    load = _commands().get(name) if name else None
+    if load is None:
         asked_for_help = name in ("-h", "--help")
         stream = sys.stdout if asked_for_help else sys.stderr
         if name and not asked_for_help:
@@ -32,6 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(_USAGE, file=stream)
         return 0 if asked_for_help else 2
     try:
+        with lean_imports():
+            command = load()
         code = command(rest)
         sys.stdout.flush()
     except ModuleNotFoundError as error:
@@ -49,52 +55,57 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def _commands() -> dict[str, Callable[[Sequence[str]], int]]:
-    def train(argv: Sequence[str]) -> int:
-        from titanlite.train import leave, main  # imports torch, which `check` must not wait for
+def _commands() -> dict[str, Callable[[], _Command]]:
+    """What imports each command: some need no torch, and shall not wait for it."""
 
-        code = main(argv)
-        return leave(code) if code else code
+    def train() -> _Command:
+        from titanlite.train import leave, main
 
-    def check(argv: Sequence[str]) -> int:
+        def run(argv: Sequence[str]) -> int:
+            code = main(argv)
+            return leave(code) if code else code
+
+        return run
+
+    def check() -> _Command:
         from titanlite.preflight import main
 
-        return main(argv, weights=False)
+        return partial(main, weights=False)
 
-    def config(argv: Sequence[str]) -> int:
+    def config() -> _Command:
         from titanlite.config.docs import main
 
-        return main(argv)
+        return main
 
-    def data(argv: Sequence[str]) -> int:
+    def data() -> _Command:
         from titanlite.preview_data import main
 
-        return main(argv)
+        return main
 
-    def plan(argv: Sequence[str]) -> int:
+    def plan() -> _Command:
         from titanlite.plan_run import main
 
-        return main(argv)
+        return main
 
-    def inspect(argv: Sequence[str]) -> int:
+    def inspect() -> _Command:
         from titanlite.inspect_checkpoint import main
 
-        return main(argv)
+        return main
 
-    def export(argv: Sequence[str]) -> int:
+    def export() -> _Command:
         from titanlite.export_checkpoint import main
 
-        return main(argv)
+        return main
 
-    def generate(argv: Sequence[str]) -> int:
+    def generate() -> _Command:
         from titanlite.generate_text import main
 
-        return main(argv)
+        return main
 
-    def report(argv: Sequence[str]) -> int:
+    def report() -> _Command:
         from titanlite.report import main
 
-        return main(argv)
+        return main
 
     return {
         "train": train,

@@ -16,16 +16,19 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher import api
-from torch.distributed.run import parse_args, run
+from titanlite.lean_imports import lean_imports
 
-from titanlite import stop
-from titanlite.agent import Agent
-from titanlite.errors import NOTICE_FOLDER
-from titanlite.guard import Failure, Guard
-from titanlite.rendezvous import RENDEZVOUS_ERRORS, describe_failure, prepare_rendezvous
+with lean_imports():
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher import api
+    from torch.distributed.run import parse_args, run
+
+    from titanlite import stop
+    from titanlite.agent import Agent
+    from titanlite.errors import NOTICE_FOLDER
+    from titanlite.guard import Failure, Guard
+    from titanlite.rendezvous import RENDEZVOUS_ERRORS, describe_failure, prepare_rendezvous
 
 
 def main(argv: Sequence[str] | None = None) -> int:

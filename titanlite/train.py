@@ -11,18 +11,21 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NoReturn
 
-import torch.distributed as dist
+from titanlite.lean_imports import lean_imports
 
-from titanlite import heartbeat, stop
-from titanlite.config import load_config
-from titanlite.distributed import end_distributed
-from titanlite.errors import NOTICE_FOLDER, TitanliteError
-from titanlite.faults import explain_refusal, explain_uncompiled
-from titanlite.logger import setup_logger
-from titanlite.metrics import explain_out_of_memory, record_event
-from titanlite.notices import claim, first_sentence, note_error, note_lost_peer
-from titanlite.preflight import Checked, check
-from titanlite.trainer import Trainer
+with lean_imports():
+    import torch.distributed as dist
+
+    from titanlite import heartbeat, stop
+    from titanlite.config import load_config
+    from titanlite.distributed import end_distributed
+    from titanlite.errors import NOTICE_FOLDER, TitanliteError
+    from titanlite.faults import explain_refusal, explain_uncompiled
+    from titanlite.logger import setup_logger
+    from titanlite.metrics import explain_out_of_memory, record_event
+    from titanlite.notices import claim, first_sentence, note_error, note_lost_peer
+    from titanlite.preflight import Checked, check
+    from titanlite.trainer import Trainer
 
 _LAUNCHER_WAIT_S = 10.0
 _NCCL_SIGNS_OF_A_LOST_PEER = (
