@@ -8,12 +8,12 @@ from contextlib import contextmanager
 
 @contextmanager
 def lean_imports() -> Iterator[None]:
-    """Import what a program needs in this, once; the collector is off meanwhile, and has nothing to do at exit.
+    """Import what a program needs in this; the collector is off meanwhile, and has nothing to do at exit.
 
     torch and what it imports are a million objects that live as long as the process. The collector goes through them
     again and again while they are made, and once more before they are dropped one by one: a third of the 4 CPU seconds
-    of a rank that imports everything and ends. At exit, objects in cycles keep their finalizers from running: close
-    files explicitly.
+    of a rank that imports everything and ends. Finalizers of objects in cycles do not run at exit: close files
+    explicitly.
     """
     enabled = gc.isenabled()
     gc.disable()

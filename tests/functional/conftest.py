@@ -79,7 +79,8 @@ MESHES: Mapping[str, Degrees] = {
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with slow tests come first: the last ones to end, on workers that take a file at a time, are then short."""
-    num_slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    here = Path(__file__).parent  # of all items, those of this folder
+    num_slow = Counter(item.path for item in items if item.path.parent == here and item.get_closest_marker("slow"))
     items.sort(key=lambda item: -num_slow[item.path])
 
 

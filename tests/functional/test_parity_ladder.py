@@ -1,5 +1,7 @@
 """The parity ladder: whatever the mesh, 5 steps give the loss, the gradient norm and the weights of one process.
 
+Where kernels are interpreted it is 2 steps.
+
 Everything runs in float32 through `Trainer.train_step`, on packed documents. What may differ between two meshes is the
 order of float32 sums, 2**-24 = 6e-8 relative each: differences of up to 3e-7 were measured in loss and gradient norm,
 and of up to 2e-6 in the weights.
@@ -67,7 +69,7 @@ def reference(train_run: Callable[..., Any], reference_runs: dict[tuple[str, int
 
 @pytest.fixture
 def compare(train_run: Callable[..., Any], meshes: Mapping[str, Degrees], reference: Callable[..., Any]):
-    """`compare(mesh, family, *overrides, accumulate=False)`: train on the mesh and hold it against one process."""
+    """`compare(mesh, family, *overrides, accumulate, steps)`: train on the mesh and hold it against one process."""
 
     def run(mesh: str, family: str, *overrides: str, accumulate: bool = False, steps: int = STEPS) -> None:
         one, degrees = reference(family, steps), meshes[mesh]

@@ -44,8 +44,8 @@ class TransformersModel(nn.Module):
         head_project: the head's own forward, if that is nothing but a matrix product with a weight of V rows, all of
             them or this rank's; else None. With labels, the loss is then computed without any logits.
         cross_entropy: `linear_cross_entropy` or, when the vocabulary is split over ranks, the version that reduces.
-        loss_copies: ranks that compute the same loss; each gives an equal part of its gradient.
-        has_split_head: whether this rank has a part of a plain head's rows, whose gradient is this rank's alone.
+        loss_copies: ranks that compute the same loss; each gives an equal part of its gradient, unless
+        has_split_head: this rank has a part of a plain head's rows, whose gradient is its own.
         state_shapes: global shape of every tensor of a checkpoint, by name, as transformers has them in memory.
     """
 

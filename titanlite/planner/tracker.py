@@ -125,8 +125,8 @@ class StepRecorder(TorchDispatchMode):
             recorder._resized(storage)
             return result
 
-        # torch 2.11 works out the layouts of an optimizer's results in tensors of global size, in every step anew; no
-        # kernel runs on them, and other versions know the layouts by then.
+        # FSDP2's first gather makes parameters of what tensor parallelism has split; torch 2.13 works out the layout of
+        # that in tensors of global size, on which no kernel runs.
         def propagate(propagator: ShardingPropagator, schema: Any) -> Any:
             recorder._is_propagating = True
             try:

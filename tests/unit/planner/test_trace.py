@@ -10,7 +10,7 @@ from titanlite.config import load_config
 from titanlite.planner.estimate import get_memory
 from titanlite.planner.sweep import derive
 from titanlite.planner.trace import StepTrace, trace_step
-from titanlite.planner.tracker import ACTIVATIONS
+from titanlite.planner.tracker import ACTIVATIONS, TEMPORARIES
 from titanlite.preflight import Checked, check
 
 CONFIG = Path(__file__).parents[3] / "configs" / "qwen3_moe.toml"
@@ -62,6 +62,16 @@ def test_few_layers_stand_for_all(checked, world_size, num_layers, overrides):
     # The optimizer's own moment holds some bytes per tensor, for norms, which are not extrapolated.
     differ = {moment: (peak, every.peaks[moment]) for moment, peak in few.peaks.items() if every.peaks[moment] != peak}
     assert {moment.phase for moment in differ} <= {"optimizer"}
+
+
+def test_the_first_micro_batch_holds_what_the_second_does(checked):
+    """In the first, DTensor works out layouts in tensors of global size, which a rank never has."""
+    peaks = traced(checked(8, 4, TP + "2", EP + "4", "--training.global_batch_size=16")).peaks
+    first = {moment: peak[TEMPORARIES] for moment, peak in peaks.items() if moment.micro_batch == 0}
+    assert {moment.phase for moment in first} == {"forward", "head", "backward"}
+    for moment, temporaries in first.items():
+        again = peaks[moment._replace(micro_batch=1)][TEMPORARIES]
+        assert abs(again - temporaries) < 64, moment  # some scalars
 
 
 def test_layers_named_by_number_are_all_traced(checked):
