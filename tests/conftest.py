@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import settings
 
 # Read when Triton decorates a kernel. Without a GPU, kernels run in its interpreter.
 if not torch.cuda.is_available():
@@ -28,6 +29,10 @@ torch.set_num_threads(1)
 # Where pytest finds them, it works out and prints the whole difference of what an assertion compares, however long.
 for _name in ("CI", "BUILD_NUMBER"):
     os.environ.pop(_name, None)
+
+# The same examples in every run, each with as much time as a busy machine takes.
+settings.register_profile("titanlite", deadline=None, derandomize=True)
+settings.load_profile("titanlite")
 
 
 @pytest.fixture(autouse=True)

@@ -32,6 +32,7 @@ from pathlib import Path
 _MARK = re.compile(r"<!-- (run|output)(?:: (.*?))? -->")
 _OPTIONS = {"append", "replace", "prepare", "timeout", "exit"}
 _NUMBER = re.compile(r"\d[\d.,:]*(?:e[-+]?\d+)?")
+_SLOW_RANK = re.compile(r"rank # slow \([^)]*\)")
 
 
 @dataclass
@@ -96,4 +97,5 @@ def read_blocks(document: Path) -> list[Block]:
 
 
 def _normal(line: str) -> str:
-    return " ".join(_NUMBER.sub("#", line).split())
+    """Without what differs from run to run: numbers, spaces, and which rank had less of a busy machine."""
+    return " ".join(_SLOW_RANK.sub("", _NUMBER.sub("#", line)).split())

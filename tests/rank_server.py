@@ -116,7 +116,15 @@ class RankServer:
         return Launched(process)
 
     def rank_pid(self, rank: int) -> int:
-        return int((self.folder / f"rank-{rank}.pid").read_text())
+        """Of a rank that lives; between two starts there is none for a moment."""
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline:
+            with suppress(OSError, ValueError):
+                pid = int((self.folder / f"rank-{rank}.pid").read_text())
+                os.kill(pid, 0)
+                return pid
+            time.sleep(0.02)
+        raise AssertionError(f"rank {rank} does not start")
 
     def close(self) -> None:
         """End the server, and with it all that it has forked."""

@@ -256,7 +256,8 @@ def test_second_signal_and_a_run_that_cannot_save(launch, tmp_path):
     # Steps of minutes, so that the first signal cannot be obeyed soon.
     slow = launch("slow", "--training.global_batch_size=32768")
     lost = launch("lost", "--checkpoint.enable=false")
-    slow.wait_for(lambda: "model: " in slow.out)
+    slow.wait_for((tmp_path / "slow/run/events.jsonl").exists)  # everything is built
+    time.sleep(2)  # and the first step begun
     slow.process.terminate()
     slow.wait_for(lambda: slow.errors)
     time.sleep(1)
@@ -264,7 +265,7 @@ def test_second_signal_and_a_run_that_cannot_save(launch, tmp_path):
     slow.process.terminate()
     assert slow.end(15) == 128 + signal.SIGTERM
     assert slow.errors == [finishing(signal.SIGTERM), "titanlite: stopped by SIGTERM, with all ranks."]
-    assert not (tmp_path / "slow/run/checkpoint").exists()
+    assert not (tmp_path / "slow/run/checkpoint").exists() and "before the first step" not in slow.out
 
     lost.wait_for(lambda: 2 in lost.steps())
     lost.process.terminate()

@@ -94,6 +94,9 @@ class Drill:
         elif kind == "stop":
             os.kill(self.server.rank_pid(rank), signal.SIGSTOP)
         elif kind == "corrupt":
+            self.wait_for("two complete checkpoints", lambda: len(self.complete()) >= 2)
+            for each in range(RANKS):  # or a newer one than the damaged one could be complete before the kill
+                os.kill(self.server.rank_pid(each), signal.SIGSTOP)
             self.corrupt(rng)
             os.kill(self.server.rank_pid(rank), signal.SIGKILL)
         elif kind == "nan":
@@ -110,7 +113,6 @@ class Drill:
 
     def corrupt(self, rng: random.Random) -> None:
         """Flip one bit in the newest complete checkpoint."""
-        self.wait_for("two complete checkpoints", lambda: len(self.complete()) >= 2)
         folder = step_folder(self.checkpoints, self.complete()[-1])
         path = folder / rng.choice(
             ["model.safetensors", "titanlite/optimizer.safetensors", "titanlite/rng.safetensors"]

@@ -1,6 +1,7 @@
 """Several machines: launchers that meet, agree to stop, lose one another and go on; over addresses of their own."""
 
 import os
+import random
 import re
 import shlex
 import shutil
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,9 +37,12 @@ pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="run_train.
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]
+    """One that no connection of another process gets by itself before the launcher listens on it."""
+    while True:
+        port = random.randrange(15000, 32000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", port))
+            return port
 
 
 class Machine:
@@ -214,7 +219,7 @@ def test_a_killed_machine_comes_back_and_the_weights_are_those_of_an_undisturbed
     run.wait_for(lambda: 3 in run.steps(), first)
     second.process.terminate()
     run.end(first, second)
-    (stopped,) = list_steps(run.checkpoints)
+    stopped = list_steps(run.checkpoints)[-1]
     assert f"stopped after step {stopped} of 60, saved" in run.out
     assert "Traceback" not in first.err + second.err
     assert second.err.count("SIGTERM: finishing this step and saving") == 1

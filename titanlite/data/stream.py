@@ -53,14 +53,32 @@ if TYPE_CHECKING:
 _FORMAT_VERSION = 1  # raise it when the division into blocks or their packing changes
 
 
+class _LeftOut:
+    """What is left out of rows, by reason: how often, and the first of it in words."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.first: dict[str, str] = {}
+
+    def add(self, what: str, reason: str, count: int, text: str = "") -> None:
+        name = f"{what}: {reason}"
+        self.first.setdefault(name, text)
+        self.counts[name] += count
+
+
 @dataclass(frozen=True)
 class _Block:
-    """Sequences made of the rows from `start` on, in the order of training."""
+    """Sequences made of the rows from `start` on, in the order of training.
+
+    Attributes:
+        left_out: how much of its rows was not used, by reason, with the first example of it or "".
+    """
 
     start: int
     num_rows: int
     content: ExampleSet | None
     sequences: list[np.ndarray]
+    left_out: _LeftOut
 
 
 class StreamDataset:
@@ -165,6 +183,7 @@ class StreamDataset:
                     self._ahead[1].exception()  # it uses the reader
                 block = self._make_block(number)
             self._ahead = None
+            self._report(block.left_out)  # not before: a block that is made ahead may never be used
             if number == len(self._known):
                 self._add(block)
             elif len(block.sequences) != self._known[number][2]:
@@ -207,19 +226,20 @@ class StreamDataset:
             self._encoder = make_encoder(self.data, self.tokenizer, batch)
             if self.form == "auto" and self._encoder is not None and self._encoder.form == "preference":
                 raise DataError('data: the stream has preference pairs. Say so with data.format = "preference".')
-        content = self._collect(batch)
+        left_out = _LeftOut()
+        content = self._collect(batch, left_out)
         sequences = [] if content is None else pack_examples(content, self.seq_len, packing=self.data.packing)
-        return _Block(start, len(batch), content, sequences)
+        return _Block(start, len(batch), content, sequences, left_out)
 
-    def _collect(self, batch: list[Row]) -> ExampleSet | None:
-        """The examples of a block that fit, or None; what is left out is counted and, the first time, reported."""
+    def _collect(self, batch: list[Row], left_out: _LeftOut) -> ExampleSet | None:
+        """The examples of a block that fit, or None; the others are added to `left_out`."""
         found: list[tuple[Row, Example]] = []
         problems = []
         for row, result in encode_rows(self._encoder, batch):
             if isinstance(result, RowError):
                 text = f"{describe_place(self.rows.names, row.file, row.number)}: {result}"
                 problems.append(text)
-                self._count("rows skipped", result.reason, 1, text)
+                left_out.add("rows skipped", result.reason, 1, text)
             else:
                 found += [(row, example) for example in result]
         if self.data.bad_rows == "error" and problems:
@@ -229,16 +249,17 @@ class StreamDataset:
         examples = _join(found, self._encoder.form, self.rows.names)
         fitting = fit_examples(examples, self.seq_len, self.data.too_long, may_be_empty=True)
         for reason, count in fitting.dropped.items():
-            self._count("examples dropped", reason, count, "")
+            left_out.add("examples dropped", reason, count)
         if fitting.num_cut:
-            self._count("examples cut", f"to {self.seq_len} tokens", fitting.num_cut, "")
+            left_out.add("examples cut", f"to {self.seq_len} tokens", fitting.num_cut)
         return fitting if len(fitting.selected) else None
 
-    def _count(self, what: str, reason: str, count: int, text: str) -> None:
-        name = f"{what}: {reason}"
-        if name not in self.left_out and self.data.bad_rows != "error":
-            logger.warning("data: %s, counted from here on%s", name, f"; the first: {text}" if text else "")
-        self.left_out[name] += count
+    def _report(self, left_out: _LeftOut) -> None:
+        """Count what a block leaves out; each reason is logged once."""
+        for name, text in left_out.first.items():
+            if name not in self.left_out and self.data.bad_rows != "error":
+                logger.warning("data: %s, counted from here on%s", name, f"; the first: {text}" if text else "")
+        self.left_out += left_out.counts
 
 
 def _join(found: list[tuple[Row, Example]], form: Any, names: tuple[str, ...]) -> TokenizedExamples:

@@ -75,7 +75,7 @@ def test_any_world_size_and_resume(make_job: MakeJob, monkeypatch: pytest.Monkey
     resumed = build(job)
     read = []
     collect = resumed._collect
-    monkeypatch.setattr(resumed, "_collect", lambda batch: (read.append(len(batch)), collect(batch))[1])
+    monkeypatch.setattr(resumed, "_collect", lambda batch, *rest: (read.append(len(batch)), collect(batch, *rest))[1])
     assert take(resumed, 20, 22) == whole[20:22]
     assert len(read) <= 3  # its block, the next and one ahead, not the five before
     (file,) = Path(job.data.cache_folder, "streams").glob("*.json")
@@ -102,6 +102,16 @@ def test_what_does_not_fit(make_job: MakeJob, caplog: pytest.LogCaptureFixture) 
     job = make_job([{"prompt": "a"}] * 6, streaming=True, streaming_block_rows=4, bad_rows="skip")
     with pytest.raises(DataError, match=r"no row of .*rows\.jsonl can be used \(. rows skipped: missing field\)"):
         take(build(job), 0, 1)
+
+
+def test_a_block_that_is_only_made_ahead_leaves_nothing_out_yet(make_job: MakeJob) -> None:
+    """A stream of one block begins again while its first pass is trained on."""
+    job = make_job([*make_rows(9), {"prompt": 1}], seq_len=48, streaming=True, bad_rows="skip")
+    dataset = build(job)
+    take(dataset, 0, 1)
+    assert dataset._ahead is not None
+    assert dataset._ahead[1].result().left_out.counts.total() == 1
+    assert dataset.left_out.total() == 1
 
 
 def test_held_out_rows_come_from_their_own_path(make_job: MakeJob, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from tiny_transformers import ALL_MODELS, VOCAB_SIZE
+from transformers import initialization
 
 from titanlite.config import load_config
 from titanlite.config.model import TransformersConfig
@@ -116,7 +117,7 @@ def test_a_buffer_that_is_drawn_at_random_has_no_source() -> None:
     def draw(self: Any, module: Any) -> None:
         plain(self, module)
         if "noise" in module._buffers:
-            transformers.initialization.normal_(module.noise)
+            initialization.normal_(module.noise)
 
     inner._init_weights = draw.__get__(inner)
     inner.model._init_weights = draw.__get__(inner.model)
