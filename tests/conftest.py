@@ -30,7 +30,7 @@ torch.set_num_threads(1)
 for _name in ("CI", "BUILD_NUMBER"):
     os.environ.pop(_name, None)
 
-# The same examples in every run, each with as much time as a busy machine takes.
+# The same examples in every run, none remembered, each with as much time as a busy machine takes.
 settings.register_profile("titanlite", deadline=None, derandomize=True)
 settings.load_profile("titanlite")
 

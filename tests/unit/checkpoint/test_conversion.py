@@ -46,7 +46,7 @@ def assembled(traced: Traced, sources: dict[str, torch.Tensor]) -> torch.Tensor:
     cut_dim=st.integers(0, 2),
     chunks=st.integers(1, 3),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_stand_ins_are_where_the_elements_are(experts, shape, stack_dim, cat_dim, cut_dim, chunks):
     names = [f"{e}.{part}" for part in ("gate", "up") for e in range(experts)]
     sources = {name: torch.arange(shape[0] * shape[1]).view(shape) + 100 * i for i, name in enumerate(names)}

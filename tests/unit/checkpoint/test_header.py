@@ -24,8 +24,6 @@ from titanlite.checkpoint.header import DTYPES, MAX_HEADER_BYTES, StoredTensor, 
 from titanlite.errors import CheckpointError
 
 FIELDS = {"dtype", "shape", "data_offsets"}
-# `deadline`: these tests share two cores with others. `derandomize`: the same examples in every run.
-FUZZ = settings(deadline=None, derandomize=True, database=None)
 
 
 def _entry(dtype: Any = "F32", shape: Any = (1,), offsets: Any = (0, 4), **extra: Any) -> dict[str, Any]:
@@ -657,7 +655,7 @@ def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("fuzz") / "x.safetensors"
 
 
-@settings(FUZZ, max_examples=300)
+@settings(max_examples=300)
 @given(st.binary(max_size=64) | st.builds(_pack, st.binary(max_size=64), st.binary(max_size=16)))
 @example(b"")
 @example(_pack(b""))
@@ -714,7 +712,7 @@ def _damaged(draw: st.DrawFn) -> bytes:
     return bytes(head + content)
 
 
-@settings(FUZZ, max_examples=800)
+@settings(max_examples=800)
 @given(_damaged())
 def test_damaged_files(fuzzed: Path, raw: bytes) -> None:
     _check_raw(fuzzed, raw)
@@ -780,7 +778,7 @@ def _structured(draw: st.DrawFn) -> bytes:
     return _pack(f"{{{text}}}", bytes(i % 2 for i in range(start)))
 
 
-@settings(FUZZ, max_examples=800)
+@settings(max_examples=800)
 @given(_structured())
 def test_damaged_headers(fuzzed: Path, raw: bytes) -> None:
     _check_raw(fuzzed, raw)

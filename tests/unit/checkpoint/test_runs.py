@@ -53,7 +53,7 @@ def brute_force(shape, stored, local):
     return [(i, place[number]) for i, number in enumerate(listed) if number in place]
 
 
-@settings(deadline=None, max_examples=500)
+@settings(max_examples=500)
 @given(case=two_regions())
 def test_overlap_is_what_numbered_elements_say(case):
     shape, stored, local = case
@@ -112,7 +112,7 @@ def test_offsets_beyond_32_bits():
     assert runs.local.tolist() == [0, 3]
 
 
-@settings(deadline=None, max_examples=500)
+@settings(max_examples=500)
 @given(runs=some_runs(), max_elements=st.integers(1, 40), unit=st.integers(1, 9))
 def test_split_covers_every_element_once_and_keeps_to_the_limits(runs, max_elements, unit):
     parts = list(runs.split(max_elements, unit))

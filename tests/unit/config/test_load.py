@@ -18,7 +18,7 @@ from titanlite.config.load import Setting, get_settings, walk_schema
 from titanlite.errors import ConfigError
 
 # Tests share a busy machine: nothing here is timed. 50 examples of 12 ms each keep a property under a second.
-PROPERTY = settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
+PROPERTY = settings(max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 
 ROOT = Path(__file__).parents[3]
 BASE = '[model]\nflavor = "30B-A3B"\n'

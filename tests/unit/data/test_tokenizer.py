@@ -46,13 +46,13 @@ def test_ids_of_special_token_and_bytes(bpe: Tokenizer) -> None:
     assert len({bpe.id_to_token(i) for i in range(1, 257)}) == 256
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.text())
 def test_round_trip_loses_nothing(bpe: Tokenizer, text: str) -> None:
     assert bpe.decode(bpe.encode(text).ids, skip_special_tokens=False) == text
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.text(alphabet="a ,.!?'\n\t\u00e9n't<|endoftext|>"))
 def test_round_trip_through_transformers(bpe: Tokenizer, text: str) -> None:
     tokenizer = tokenizer_module._wrap(bpe)

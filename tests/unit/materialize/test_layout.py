@@ -19,7 +19,7 @@ def shape_and_region(draw, min_dims=0, max_dims=4, max_size=6):
     return shape, Region(starts, lengths)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(case=shape_and_region())
 def test_row_runs_are_the_rows_of_the_region(case):
     shape, region = case

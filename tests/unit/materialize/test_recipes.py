@@ -36,7 +36,7 @@ def cases(draw):
     return shape, Region(starts, lengths)
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(case=cases(), recipe=st.sampled_from(RECIPES), seed=st.integers(0, 2**40))
 def test_a_region_holds_the_bits_of_the_whole(case, recipe, seed):
     shape, region = case

@@ -69,7 +69,7 @@ def test_logits_and_gradients(tiny, family, changes):
     compare(tiny, tiny.config(family, **changes))
 
 
-@settings(deadline=None, derandomize=True, max_examples=12, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=12, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_random_sizes(tiny, data):
     family = data.draw(st.sampled_from(sorted(families())))

@@ -116,7 +116,7 @@ def test_sizes_that_are_no_multiple_of_16_bytes():
     check([3, 0, 5], tail=2, k=7, n=5, dtype=torch.bfloat16)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     sizes=st.lists(st.integers(0, 9), min_size=1, max_size=9),
     tail=st.integers(0, 4),

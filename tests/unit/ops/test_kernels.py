@@ -112,7 +112,7 @@ def test_sizes_that_are_no_multiple_of_a_tile_and_nan_behind_the_last_group(dtyp
     check(SIZES["uneven"], 40, 72, 136, dtype, k_major, tma)
 
 
-@settings(max_examples=15 if kernels.INTERPRETED else 100, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=15 if kernels.INTERPRETED else 100, suppress_health_check=list(HealthCheck))
 @given(
     sizes=st.lists(st.integers(0, 70), min_size=1, max_size=9),
     tail=st.integers(0, 40),

@@ -33,7 +33,7 @@ def test_equals_a_float64_loop(monkeypatch, sizes, top_k, dtype, slice_bytes):
     assert_right(layer, layer.results(layer.run("torch")))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(sizes=st.lists(st.integers(0, 30), min_size=1, max_size=6), top_k=st.integers(1, 5))
 def test_any_sizes(sizes, top_k):
     layer = layer_of(sizes, top_k, torch.float64)

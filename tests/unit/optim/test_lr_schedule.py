@@ -19,7 +19,7 @@ def factors(steps, **changes):
     return [lr_factor(step, steps, section) for step in range(steps)]
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     steps=st.integers(1, 200),
     warmup_steps=st.integers(0, 250),
