@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from titanlite.distributed import collectives
+from titanlite.config.parallelism import Degrees
+from titanlite.distributed import ParallelDims, collectives
 from titanlite.distributed.collectives import (
     all_gather_single,
     all_to_all_single,
@@ -69,6 +70,39 @@ def test_gathering_and_reducing_through_gloo(run_ranks, shape, dtype):
         if dtype == torch.bfloat16:
             bound += 0.5 * torch.finfo(dtype).eps * pieces.sum(0).abs()
         assert ((reduced.double() - pieces.sum(0)).abs() <= bound).all()
+
+    run_ranks(RANKS, check)
+
+
+@pytest.mark.parametrize(
+    "degrees",
+    [
+        Degrees(dp_shard=4, ep=4),
+        Degrees(dp_shard=4, ep=2),
+        Degrees(dp_shard=2, tp=2, ep=2),
+        Degrees(dp_replicate=2, dp_shard=2, ep=2),
+    ],
+    ids=["ep4", "ep2", "tp2-ep2", "hsdp-ep2"],
+)
+def test_the_groups_of_all_axes_share_memory(run_ranks, degrees):
+    """Also those that have a backend for each type of device."""
+
+    def check() -> None:
+        dims = ParallelDims.build(degrees, "cpu")
+        groups = [mesh.get_group(axis) for mesh in (dims.dense, dims.sparse) for axis in mesh.mesh_dim_names or ()]
+        several = [group for group in groups if group.size() > 1]
+        assert len(several) >= 2
+        for group in several:
+            size, place = group.size(), group.rank()
+            mine, all_equal = torch.full((size,), float(place)), [1] * size
+            gathered, reduced, exchanged = torch.zeros(size * size), torch.zeros(1), torch.zeros(size)
+            all_gather_single(gathered, mine, group=group)
+            reduce_scatter_single(reduced, mine, group=group)
+            all_to_all_single(exchanged, mine, all_equal, all_equal, group=group)
+            ranks = torch.arange(float(size))
+            assert torch.equal(gathered, ranks.repeat_interleave(size)) and torch.equal(exchanged, ranks)
+            assert reduced.item() == ranks.sum()
+            assert collectives._memories[group] is not None
 
     run_ranks(RANKS, check)
 

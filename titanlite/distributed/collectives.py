@@ -88,7 +88,8 @@ def all_to_all_single(
 
 
 def _is_on_gloo(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup) -> bool:
-    return x.device.type == "cpu" and out.dtype == x.dtype and dist.get_backend(group) == "gloo"
+    # Not `get_backend`: of a group with a backend for each type of device, that is not the name of one.
+    return x.device.type == "cpu" and out.dtype == x.dtype and "cpu:gloo" in dist.get_backend_config(group).split(",")
 
 
 def _shared_memory(group: dist.ProcessGroup) -> SharedMemory | None:
