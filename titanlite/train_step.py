@@ -129,7 +129,7 @@ class TrainStep:
         sums = self.sum_over_data(sums)
 
         self.enter("optimizer")
-        reduce_replicated_grads(self.model.parameters(), self.dims.tp_mesh)
+        reduce_replicated_grads(self.model.parameters(), self.dims)
         grad_norm, group_norms = clip_grad_norms(self.grad_groups, self.job.training.max_norm)
         self.step += 1
         finite = grad_norm.to(self.device).isfinite() & sums[:2].isfinite().all()  # both are global

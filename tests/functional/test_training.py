@@ -54,7 +54,7 @@ def build_with_gradients(checked: Checked, shard: bool) -> Decoder:
     materialize(model, "cpu", seed=1)
     model(rows, rows).cross_entropy.backward()
     if shard:
-        reduce_replicated_grads(model.parameters(), dims.tp_mesh)
+        reduce_replicated_grads(model.parameters(), dims)
     return model
 
 

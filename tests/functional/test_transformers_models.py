@@ -214,7 +214,7 @@ def test_training_equals_a_plain_loop_over_single_documents(
                 total = loss.detach().clone()
                 torch.distributed.all_reduce(total)
                 losses.append(total.item() / job.degrees.tp)
-                reduce_replicated_grads(model.parameters(), dims.tp_mesh)
+                reduce_replicated_grads(model.parameters(), dims)
                 norm = clip_grad_norm(model.parameters(), 0.0).item()
                 gradients = {
                     clean_name(key): param.grad.full_tensor()
@@ -262,7 +262,7 @@ def test_a_head_that_the_plan_leaves_whole(
         sums = model(rows.tokens, rows.labels, None, rows.documents)
         loss = sums.cross_entropy / (rows.labels != -100).sum()
         loss.backward()
-        reduce_replicated_grads(model.parameters(), dims.tp_mesh)
+        reduce_replicated_grads(model.parameters(), dims)
         gradients = {clean_name(k): p.grad.full_tensor() for k, p in model.named_parameters() if p.grad is not None}
         return loss.item(), gradients
 

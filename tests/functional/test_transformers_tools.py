@@ -179,7 +179,7 @@ def test_layers_with_a_state_are_split_too(run_ranks: Callable[..., list[Any]], 
         assert dims is not None
         found = model(tokens).detach()
         model(tokens, labels).cross_entropy.backward()
-        reduce_replicated_grads(model.parameters(), dims.tp_mesh)
+        reduce_replicated_grads(model.parameters(), dims)
         return found, {clean_name(n): p.grad.full_tensor() for n, p in model.named_parameters() if p.grad is not None}
 
     for found, gradients in run_ranks(2, rank_main):

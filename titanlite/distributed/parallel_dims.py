@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -13,41 +14,38 @@ from titanlite.config.parallelism import Degrees
 class ParallelDims:
     """Degrees and the two meshes over the same ranks.
 
+    An axis with one rank is left out, but for the two that FSDP units are split over: its process group would do
+    nothing and yet have threads, which with gloo wake up a hundred times a second.
+
     Attributes:
         degrees: resolved degrees.
         dense: mesh (dp_replicate, fsdp, tp), for everything but experts.
-        sparse: mesh (dp_replicate, efsdp, ep), for experts; neighbouring ranks form an ep group.
+        sparse: mesh (dp_replicate, efsdp, ep), for experts; neighbouring ranks form an ep group. None where experts are
+            split over the same ranks as everything else.
     """
 
     degrees: Degrees
     dense: DeviceMesh
-    sparse: DeviceMesh
+    sparse: DeviceMesh | None
 
     @classmethod
     def build(cls, degrees: Degrees, device_type: str) -> "ParallelDims":
         """Create the meshes. Collective: every rank of the default process group must call."""
-        d = degrees
-        dense = init_device_mesh(
-            device_type, (d.dp_replicate, d.dp_shard, d.tp), mesh_dim_names=("dp_replicate", "fsdp", "tp")
-        )
-        sparse = init_device_mesh(
-            device_type,
-            (d.dp_replicate, d.efsdp, d.ep),
-            mesh_dim_names=("dp_replicate", "efsdp", "ep"),
-            # A group of its own also where it has all ranks. Sharing the default one with FSDP, tokens would travel
-            # behind the parameters of the next layer: NCCL serves one communicator in order.
-            backend_override={"ep": dist.get_backend_config()} if d.ep > 1 else None,
-        )
+        d, sparse = degrees, None
+        dense = _build_mesh(device_type, {"dp_replicate": d.dp_replicate, "fsdp": d.dp_shard, "tp": d.tp}, "fsdp")
+        if d.experts_on_own_mesh:
+            sparse = _build_mesh(device_type, {"dp_replicate": d.dp_replicate, "efsdp": d.efsdp, "ep": d.ep}, "efsdp")
         return cls(d, dense, sparse)
 
     @cached_property
     def tp_mesh(self) -> DeviceMesh:
-        """Ranks that split a layer and the sequence."""
+        """Ranks that split a layer and the sequence; only with tp > 1."""
         return self.dense["tp"]
 
     @cached_property
     def ep_mesh(self) -> DeviceMesh:
-        """Ranks that split the experts."""
+        """Ranks that split the experts; only with ep > 1."""
+        assert self.sparse is not None
         return self.sparse["ep"]
 
     @cached_property
@@ -57,10 +55,20 @@ class ParallelDims:
 
     @cached_property
     def expert_fsdp_mesh(self) -> DeviceMesh:
-        """Mesh for `fully_shard` of expert parameters: one axis, or two for HSDP."""
+        """Mesh for `fully_shard` of experts on a mesh of their own: one axis, or two for HSDP."""
+        assert self.sparse is not None
         return self.sparse["dp_replicate", "efsdp"] if self.degrees.dp_replicate > 1 else self.sparse["efsdp"]
 
     @property
     def dp_rank(self) -> int:
         """Which of the `degrees.dp` data streams this rank reads; tp ranks of one group read the same."""
-        return self.dense["dp_replicate"].get_local_rank() * self.degrees.dp_shard + self.dense["fsdp"].get_local_rank()
+        return dist.get_rank() // self.degrees.tp
+
+
+def _build_mesh(device_type: str, sizes: dict[str, int], always: str) -> DeviceMesh:
+    """Mesh over the axes of more than one rank, and over `always`. Collective."""
+    sizes = {axis: size for axis, size in sizes.items() if size > 1 or axis == always}
+    # Tokens get a group of their own also where it has all ranks. Sharing the default one with FSDP, they would travel
+    # behind the parameters of the next layer: NCCL serves one communicator in order.
+    own: Any = {"ep": dist.get_backend_config()} if "ep" in sizes else None
+    return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes), backend_override=own)

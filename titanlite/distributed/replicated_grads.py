@@ -4,15 +4,15 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from titanlite import timers
+from titanlite.distributed.parallel_dims import ParallelDims
 from titanlite.materialize.layout import local_of
 
 
 @torch.no_grad()
-def reduce_replicated_grads(params: Iterable[torch.nn.Parameter], tp_mesh: DeviceMesh) -> None:
+def reduce_replicated_grads(params: Iterable[torch.nn.Parameter], dims: ParallelDims) -> None:
     """Sum the gradients of tp-replicated parameters (norms, routers, some biases) over the tp ranks, in place.
 
     Each tp rank holds other tokens or other heads, so its gradient of such a parameter is a part of the sum. FSDP2
@@ -21,19 +21,17 @@ def reduce_replicated_grads(params: Iterable[torch.nn.Parameter], tp_mesh: Devic
 
     Collectives: one all-reduce over tp per gradient dtype; every rank must call.
     """
-    if tp_mesh.size() == 1:
+    if dims.degrees.tp == 1:
         return
-    assert tp_mesh.mesh_dim_names is not None
-    axis = tp_mesh.mesh_dim_names[0]
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for param in params:
         if isinstance(param, DTensor) and isinstance(param.grad, DTensor):
             names = param.device_mesh.mesh_dim_names or ()
-            if axis in names and isinstance(param.placements[names.index(axis)], Replicate):
+            if "tp" in names and isinstance(param.placements[names.index("tp")], Replicate):
                 by_dtype.setdefault(param.grad.dtype, []).append(local_of(param.grad))
     for grads in by_dtype.values():
         flat = torch.cat([grad.flatten() for grad in grads])
         with timers.collective():
-            dist.all_reduce(flat, group=tp_mesh.get_group())
+            dist.all_reduce(flat, group=dims.tp_mesh.get_group())
         for grad, part in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
             grad.copy_(part.view_as(grad))

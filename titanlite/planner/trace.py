@@ -261,8 +261,8 @@ def axis_names(dims: ParallelDims) -> dict[str, str]:
     """Name of the process group -> mesh axis; an axis with all ranks may have the group of all ranks."""
     assert dist.group.WORLD is not None
     names: dict[str, str] = {dist.group.WORLD.group_name: "world"}
-    for mesh, axes in ((dims.sparse, ("dp_replicate", "efsdp", "ep")), (dims.dense, ("dp_replicate", "fsdp", "tp"))):
-        for axis in axes:
+    for mesh in [dims.dense] if dims.sparse is None else [dims.sparse, dims.dense]:
+        for axis in mesh.mesh_dim_names or ():
             names[mesh.get_group(axis).group_name] = "dp_shard" if axis == "fsdp" else axis
     return names
 

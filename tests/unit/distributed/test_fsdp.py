@@ -54,3 +54,36 @@ def test_tokens_do_not_share_a_group_with_parameters(ep: int) -> None:
         dims = ParallelDims.build(Degrees(dp_shard=4, ep=ep), "cpu")
         others = [dims.dense["fsdp"].get_group(), dist.distributed_c10d.GroupMember.WORLD]
         assert dims.ep_mesh.size() == ep and dims.ep_mesh.get_group() not in others
+
+
+@pytest.mark.parametrize(
+    ("degrees", "dense", "sparse"),
+    [
+        (Degrees(dp_shard=4), ("fsdp",), None),
+        (Degrees(dp_replicate=2, dp_shard=2), ("dp_replicate", "fsdp"), None),
+        (Degrees(tp=4), ("fsdp", "tp"), ("efsdp",)),
+        (Degrees(dp_shard=4, ep=4), ("fsdp",), ("efsdp", "ep")),
+        (
+            Degrees(dp_replicate=2, dp_shard=1, tp=2, ep=2),
+            ("dp_replicate", "fsdp", "tp"),
+            ("dp_replicate", "efsdp", "ep"),
+        ),
+    ],
+)
+def test_an_axis_of_one_rank_has_no_group(degrees: Degrees, dense: tuple, sparse: tuple | None) -> None:
+    """But for those that FSDP units are split over."""
+    for rank in range(4):
+        with fake_ranks(4, rank):
+            dims = ParallelDims.build(degrees, "cpu")
+            assert dims.dense.mesh_dim_names == dense
+            assert (dims.sparse and dims.sparse.mesh_dim_names) == sparse
+            assert dims.dp_rank == rank // degrees.tp
+            assert dims.dense.get_coordinate() == tuple(
+                c
+                for c, axis in zip(_place(rank, degrees), ("dp_replicate", "fsdp", "tp"), strict=True)
+                if axis in dense
+            )
+
+
+def _place(rank: int, degrees: Degrees) -> tuple[int, int, int]:
+    return rank // (degrees.dp_shard * degrees.tp), rank // degrees.tp % degrees.dp_shard, rank % degrees.tp
