@@ -25,6 +25,7 @@ from titanlite.data import (
     read_evaluation_prompts,
 )
 from titanlite.distributed import ParallelDims
+from titanlite.distributed.collectives import all_reduce_sum
 from titanlite.errors import ConfigError, DataError, raise_problems
 from titanlite.generate import generate, get_end_of_turn_ids, get_eos_token_ids
 from titanlite.materialize.agree import raise_together
@@ -176,7 +177,7 @@ class Evaluator:
             except DataError as error:
                 problems.append(str(error))
         raise_together(DataError, "evaluation", problems)
-        dist.all_reduce(scores)  # on the host
+        all_reduce_sum(scores)  # on the host
         shown = zip(self._prompts, texts, scores.tolist(), strict=True)
         examples = [
             Example(self._tokenizer.decode(prompt.prompt_ids), text, prompt.reference, score)

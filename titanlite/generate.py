@@ -24,6 +24,7 @@ from torch import nn
 
 from titanlite.checkpoint.folder import read_json
 from titanlite.distributed import ParallelDims
+from titanlite.distributed.collectives import all_reduce_sum
 from titanlite.errors import CheckpointError, ConfigError, raise_problems
 from titanlite.logger import logger
 from titanlite.models.transformers_model import TransformersModel
@@ -251,7 +252,7 @@ class _Batch:
         if self.dims is None or dist.get_world_size() == 1:
             return all(ended)
         going = torch.tensor([not all(ended)], dtype=torch.int32, device=self.device)
-        dist.all_reduce(going, op=dist.ReduceOp.MAX)
+        all_reduce_sum(going)
         return not bool(going.item())
 
     def _is_first_rank(self) -> bool:

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 
 from titanlite import heartbeat, timers
 from titanlite.config import JobConfig
 from titanlite.data import IGNORE_INDEX, Batch
 from titanlite.distributed import ParallelDims, clip_grad_norms, reduce_replicated_grads
+from titanlite.distributed.collectives import all_reduce_sum
 from titanlite.metrics import MoEState, StepPoint, gather_ranks, get_busy_seconds, get_memory, group_parameters
 from titanlite.models.build import AnyModel
 from titanlite.objectives import Objective, ObjectiveSums
@@ -137,7 +137,7 @@ class TrainStep:
         step_if_finite(self.optimizer, apply)
         self.lr_scheduler.step()
         self.optimizer.zero_grad()
-        tokens_per_expert = self.balancer.step(apply)
+        tokens_per_expert = self.balancer.step(apply, all_reduce_sum)
 
         tokens = sum(batch.tokens.numel() for batch in micro_batches) * self.dims.degrees.dp
         means = sums / units
@@ -163,7 +163,7 @@ class TrainStep:
         """Sum of `value` over the data-parallel ranks; tp ranks of one group hold the same value and count once."""
         value = value.clone()
         with timers.collective():
-            dist.all_reduce(value)
+            all_reduce_sum(value)
         tp = self.dims.degrees.tp
         return value // tp if value.dtype == torch.int64 else value / tp
 

@@ -13,6 +13,7 @@ from titanlite.config.parallelism import Degrees
 from titanlite.distributed import ParallelDims, collectives
 from titanlite.distributed.collectives import (
     all_gather_single,
+    all_reduce_sum,
     all_to_all_single,
     forget_groups,
     reduce_scatter_single,
@@ -102,7 +103,8 @@ def test_the_groups_of_all_axes_share_memory(run_ranks, degrees):
             all_to_all_single(exchanged, mine, all_equal, all_equal, group=group)
             ranks = torch.arange(float(size))
             assert torch.equal(gathered, ranks.repeat_interleave(size)) and torch.equal(exchanged, ranks)
-            assert reduced.item() == ranks.sum()
+            all_reduce_sum(mine, group=group)
+            assert reduced.item() == ranks.sum() and torch.equal(mine, ranks.sum().expand(size))
             assert collectives._memories[group] is not None
 
     run_ranks(RANKS, check)
@@ -139,16 +141,18 @@ def test_between_machines_gloo_takes_over_and_sums_keep_their_bits(run_ranks):
         for machine in ("0", str(rank // 2)):  # as torchrun says to ranks of one machine, and of two
             os.environ["GROUP_RANK"] = machine  # of this process, which ends with the test
             forget_groups()
-            gathered, reduced = torch.zeros(RANKS * length, 3), torch.zeros(LENGTH, 3)
+            gathered, reduced, summed = torch.zeros(RANKS * length, 3), torch.zeros(LENGTH, 3), x.clone()
             exchanged = torch.zeros(RANKS * splits[rank], 3)
             all_gather_single(gathered, x, group=group)
             reduce_scatter_single(reduced, x, group=group)
             all_to_all_single(exchanged, x, [splits[rank]] * RANKS, splits, group=group)
+            all_reduce_sum(summed)
             assert (collectives._memories[group] is None) == (machine == str(rank // 2) and results != [])
-            results.append((gathered, reduced, exchanged))
+            results.append((gathered, reduced, exchanged, summed))
         assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
         wholes = [of_rank(rank, length, torch.float32) for rank in range(RANKS)]
         assert torch.equal(results[0][0], torch.cat(wholes))
+        assert torch.equal(results[0][3], wholes[0] + wholes[1] + wholes[2] + wholes[3])
         start = sum(splits[:rank])
         assert torch.equal(results[0][2], torch.cat([whole[start : start + splits[rank]] for whole in wholes]))
 

@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
+from titanlite import train_step
 from titanlite.checkpoint import reader, save_hf_model
 from titanlite.config.parallelism import Degrees
 from titanlite.data import build_data
-from titanlite.distributed import collectives, expert_parallel, fsdp_timing
+from titanlite.distributed import clip_grad, collectives, expert_parallel, fsdp_timing, replicated_grads
 from titanlite.materialize import materialize
 from titanlite.materialize.layout import local_of
 from titanlite.models.decoder import build_decoder
@@ -34,6 +35,7 @@ _KINDS = {
     "reduce_scatter_single": ("reduce_scatter", 1),
     "reduce_scatter_tensor": ("reduce_scatter", 1),
     "all_reduce": ("all_reduce", 0),
+    "all_reduce_sum": ("all_reduce", 0),
     "all_to_all_single": ("all_to_all", 1),
     "broadcast": ("broadcast", 0),
 }
@@ -70,9 +72,9 @@ def calls_of(trainer: Trainer) -> Iterator[Counter[tuple[str, str, str]]]:
         for name in _KINDS:
             if hasattr(dist, name):
                 patch.setattr(dist, name, counting(name, getattr(dist, name)))
-        for name in ("all_gather_single", "reduce_scatter_single", "all_to_all_single"):  # titanlite's, before torch's
-            function = counting(name, getattr(collectives, name))
-            for module in (collectives, fsdp_timing, expert_parallel):
+        for name in ("all_gather_single", "reduce_scatter_single", "all_to_all_single", "all_reduce_sum"):
+            function = counting(name, getattr(collectives, name))  # titanlite's, before torch's
+            for module in (collectives, fsdp_timing, expert_parallel, clip_grad, replicated_grads, train_step):
                 if hasattr(module, name):
                     patch.setattr(module, name, function)
         yield found

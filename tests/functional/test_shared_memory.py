@@ -35,7 +35,7 @@ def test_any_collectives_in_any_order(run_ranks, region_bytes):
         memory, rank, draw = open_world(region_bytes=region_bytes), dist.get_rank(), random.Random(0)
         for number in range(150):
             dtype = draw.choice([torch.float32, torch.bfloat16, torch.int64, torch.float64])
-            width, kind = draw.choice([1, 3, 16]), draw.choice(["all_gather", "reduce_scatter", "all_to_all"])
+            width, kind = draw.choice([1, 3, 16]), draw.choice(list(shared_memory._KINDS))
             if kind == "all_to_all":
                 splits = [[draw.choice([0, 0, 1, 5, 90]) for _ in range(RANKS)] for _ in range(RANKS)]
                 sent = [of_rank(r, number, (sum(splits[r]), width), dtype) for r in range(RANKS)]
@@ -43,6 +43,12 @@ def test_any_collectives_in_any_order(run_ranks, region_bytes):
                 out = torch.full((sum(received), width), -1).to(dtype)
                 memory.all_to_all(out, sent[rank], received, splits[rank])
                 expected = torch.cat([sent[r].split(splits[r])[rank] for r in range(RANKS)])
+            elif kind == "all_reduce":
+                length = draw.choice([0, 1, 7, 200])
+                sent = torch.stack([of_rank(r, number, (length, width), dtype) for r in range(RANKS)])
+                out, expected = sent[rank].clone(), torch.empty_like(sent[0])
+                memory.all_reduce(out)
+                sum_pieces(expected, sent)
             else:
                 length = draw.choice([0, 1, 7, 200])
                 whole = kind == "reduce_scatter"

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from titanlite import timers
+from titanlite.distributed.collectives import all_reduce_sum
 from titanlite.materialize.layout import local_of, num_replicas
 
 
@@ -54,7 +55,7 @@ def clip_grad_norms(
         norms = torch.stack(torch._foreach_norm(local, 2, dtype=_norm_dtype(local))).to(torch.float64)
         squares += _sum_by_group(norms.square(), [index for index, _ in entries], len(groups)) / replicas
     with timers.collective():
-        dist.all_reduce(squares)
+        all_reduce_sum(squares)
     norm = squares.sum().sqrt().to(torch.float32)
     if max_norm > 0:
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)

@@ -3,10 +3,10 @@
 from collections.abc import Iterable
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
 from titanlite import timers
+from titanlite.distributed.collectives import all_reduce_sum
 from titanlite.distributed.parallel_dims import ParallelDims
 from titanlite.materialize.layout import local_of
 
@@ -32,6 +32,6 @@ def reduce_replicated_grads(params: Iterable[torch.nn.Parameter], dims: Parallel
     for grads in by_dtype.values():
         flat = torch.cat([grad.flatten() for grad in grads])
         with timers.collective():
-            dist.all_reduce(flat, group=dims.tp_mesh.get_group())
+            all_reduce_sum(flat, group=dims.tp_mesh.get_group())
         for grad, part in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
             grad.copy_(part.view_as(grad))

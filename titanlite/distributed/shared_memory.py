@@ -32,7 +32,7 @@ import torch.distributed as dist
 from titanlite.logger import logger
 
 _REGION_BYTES = 4 << 20
-_KINDS = ("all_gather", "reduce_scatter", "all_to_all")
+_KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 _DTYPES = (
     *(torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.int16, torch.int8),
     *(torch.uint8, torch.bool),
@@ -117,6 +117,16 @@ class SharedMemory:
             regions[self._rank, : part.numel()].view_as(part).copy_(part)
             self._meet("reduce_scatter", x)
             sum_pieces(mine[start : start + width], regions[:, mine_in])
+
+    def all_reduce(self, x: torch.Tensor) -> None:
+        """Write the sum of the members' `x` to `x`; see `sum_pieces`."""
+        mine = x.view(-1)
+        for start in range(0, mine.numel(), self._region_bytes // x.itemsize):
+            regions = self._next_regions(x.dtype)
+            part = mine[start : start + regions.shape[1]]
+            regions[self._rank, : part.numel()].copy_(part)
+            self._meet("all_reduce", x)
+            sum_pieces(part, regions[:, : part.numel()])
 
     def all_to_all(
         self, out: torch.Tensor, x: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int]

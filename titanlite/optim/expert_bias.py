@@ -1,7 +1,8 @@
 """Aux-loss-free load balancing (arXiv:2408.15664): experts that got too few tokens become easier to choose."""
 
+from collections.abc import Callable
+
 import torch
-import torch.distributed as dist
 
 from titanlite import timers
 from titanlite.logger import logger
@@ -52,7 +53,7 @@ class ExpertBiasBalancer:
             self.row_difference[:, first : first + given.shape[1]] -= given
 
     @torch.no_grad()
-    def step(self, finite: torch.Tensor) -> torch.Tensor | None:
+    def step(self, finite: torch.Tensor, sum_over_ranks: Callable[[torch.Tensor], None]) -> torch.Tensor | None:
         """Update the biases by `rate * sign(mean - count)`, centred; return the global counts (layers, E), or None.
 
         Only differences of biases matter to a top-k, so each update is made to sum to zero. Otherwise the common part
@@ -63,13 +64,13 @@ class ExpertBiasBalancer:
 
         Integer arithmetic throughout: bfloat16 counts once flipped the sign of the update.
 
-        Collectives: one all-reduce over the default process group for all layers; every rank must call.
+        Collectives: `sum_over_ranks`, in place, once for all layers; every rank must call.
         """
         if not self._routers:
             return None
         both = torch.stack([self.counts, self.row_difference])
         with timers.collective():
-            dist.all_reduce(both)
+            sum_over_ranks(both)
         counts, difference = both.unbind()
         self._row_errors += torch.stack([difference.clamp(min=0).sum(1), (-difference).clamp(min=0).sum(1)])
         self.counts.zero_()
