@@ -36,6 +36,12 @@ settings.load_profile("titanlite")
 
 
 @pytest.fixture(autouse=True)
+def same_random_numbers() -> None:
+    """In every run and in every order of the tests."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
 def own_logger() -> Iterator[None]:
     """What a test does to the package's logger is undone after it.
 

@@ -159,7 +159,9 @@ def save_tiny(name: str, folder: Path) -> Any:
     config = ALL_MODELS[name]()
     auto = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
     generator = torch.Generator().manual_seed(sum(map(ord, name)))
-    model = auto.from_config(config, dtype=torch.float32)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = auto.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for tensor in model.state_dict().values():
             if tensor.is_floating_point():
