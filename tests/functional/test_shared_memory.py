@@ -164,6 +164,16 @@ def test_where_ranks_do_not_find_one_another_none_shares(run_ranks, monkeypatch)
     run_ranks(RANKS, check)
 
 
+def test_splits_that_are_not_those_of_the_tensors_are_refused(run_ranks):
+    def check() -> None:
+        memory, x, even = open_world(), torch.zeros(RANKS, 3), [1] * RANKS
+        for rows, into in ((x[1:], x), (x, x[1:])):
+            with pytest.raises(ValueError, match=r"\[1, 1, 1, 1\] of \d rows to send, \[1, 1, 1, 1\] of \d to receive"):
+                memory.all_to_all(into, rows, even, even)
+
+    run_ranks(RANKS, check)
+
+
 def test_one_rank_that_fails_is_not_waited_for(run_ranks):
     """Only rank 1 sees that rank 2 sends too much to it. It hangs up, and the others need not wait for their limit."""
 

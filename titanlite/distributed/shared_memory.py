@@ -16,6 +16,7 @@ first round that writes them; nothing is left behind when the processes end, how
 A message carries the round's number and the collective, so that ranks that do different things find out at once.
 """
 
+import math
 import mmap
 import os
 import secrets
@@ -23,6 +24,7 @@ import socket
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,9 +50,9 @@ class _Message(NamedTuple):
         number: of the round.
         kind: index in `_KINDS`.
         dtype: index in `_DTYPES`.
-        start, length: of an all-to-all, where in the sender's region that lies which is for this peer, in elements; of
+        start, length: of an all-to-all, where in the sender's tensor that lies which is for this peer, in elements; of
             the others, which all ranks enter with the same, 0 and the elements of the whole.
-        more: true if the sender has more for anybody than lies in its region.
+        more: true if the sender has more than it has written up to this round.
     """
 
     number: int
@@ -132,33 +134,31 @@ class SharedMemory:
         self, out: torch.Tensor, x: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
     ) -> None:
         """Send `input_splits[r]` rows of `x` to each member r; write the `output_splits[r]` from each to `out`."""
-        sent = [part.view(-1) for part in x.split(list(input_splits))]
-        received = [part.view(-1) for part in out.split(list(output_splits))]
-        received[self._rank].copy_(sent[self._rank])
-        written = dict.fromkeys(self._peers, 0)
-        read = dict.fromkeys(self._peers, 0)
-        more = True
+        sent, received, width = x.view(-1), out.view(-1), math.prod(x.shape[1:])
+        send = _segments(input_splits, width)
+        receive = _segments(output_splits, width)
+        if (send[-1][1], receive[-1][1]) != (sent.numel(), received.numel()):
+            raise ValueError(f"{input_splits} of {len(x)} rows to send, {output_splits} of {len(out)} to receive")
+        received[slice(*receive[self._rank])].copy_(sent[slice(*send[self._rank])])
+        parts = {peer: (send[peer][0], send[peer][1] - send[peer][0]) for peer in self._peers}
+        done, more = 0, True  # all ranks have the same `done`: elements of its `x` that each has written
         while more:
             regions = self._next_regions(x.dtype)
-            room, messages = regions.shape[1], {}
-            for peer, done in written.items():
-                at = regions.shape[1] - room
-                part = sent[peer][done : done + room]
-                regions[self._rank, at : at + part.numel()].copy_(part)
-                room -= part.numel()
-                written[peer] = done + part.numel()
-                messages[peer] = (at, part.numel())
-            more = any(written[peer] < sent[peer].numel() for peer in self._peers)
-            for peer, message in self._meet("all_to_all", x, messages, more=more).items():
-                target = received[peer][read[peer] : read[peer] + message.length]
-                if target.numel() != message.length:
-                    raise self._failed(peer, f"sent more rows than the {output_splits[peer]} that were announced")
-                target.copy_(regions[peer, message.start : message.start + message.length])
-                read[peer] += message.length
+            written = sent[done : done + regions.shape[1]]
+            regions[self._rank, : written.numel()].copy_(written)
+            upto = done + regions.shape[1]
+            more = upto < sent.numel()
+            for peer, message in self._meet("all_to_all", x, parts, more=more).items():
+                start, end = receive[peer]
+                if message.length != end - start:
+                    what = "more" if message.length > end - start else "fewer"
+                    raise self._failed(peer, f"sent {what} rows than the {output_splits[peer]} that were announced")
+                first, last = max(message.start, done), min(message.start + message.length, upto)
+                if first < last:
+                    at = start - message.start
+                    received[at + first : at + last].copy_(regions[peer, first - done : last - done])
                 more |= message.more
-        for peer, count in read.items():
-            if count != received[peer].numel():
-                raise self._failed(peer, f"sent fewer rows than the {output_splits[peer]} that were announced")
+            done = upto
 
     def _next_regions(self, dtype: torch.dtype) -> torch.Tensor:
         """The regions of the next round, (members, elements)."""
@@ -196,6 +196,11 @@ class SharedMemory:
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_WR)
         return dist.DistNetworkError(f"shared memory of ranks {self._ranks}: rank {self._ranks[peer]} {what}.")
+
+
+def _segments(rows: Sequence[int], width: int) -> list[tuple[int, int]]:
+    """(start, end) of each member's rows among those of all, in elements."""
+    return list(pairwise(accumulate((count * width for count in rows), initial=0)))
 
 
 def _describe(message: _Message) -> str:
