@@ -24,8 +24,7 @@ from titanlite.data import (
     evaluation_prompts,
     read_evaluation_prompts,
 )
-from titanlite.distributed import ParallelDims
-from titanlite.distributed.collectives import all_reduce_sum
+from titanlite.distributed import ParallelDims, all_reduce_sum
 from titanlite.errors import ConfigError, DataError, raise_problems
 from titanlite.generate import generate, get_end_of_turn_ids, get_eos_token_ids
 from titanlite.materialize.agree import raise_together

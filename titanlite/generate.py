@@ -23,8 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 from titanlite.checkpoint.folder import read_json
-from titanlite.distributed import ParallelDims
-from titanlite.distributed.collectives import all_reduce_sum
+from titanlite.distributed import ParallelDims, all_reduce_sum
 from titanlite.errors import CheckpointError, ConfigError, raise_problems
 from titanlite.logger import logger
 from titanlite.models.transformers_model import TransformersModel

@@ -10,8 +10,7 @@ import torch
 from titanlite import heartbeat, timers
 from titanlite.config import JobConfig
 from titanlite.data import IGNORE_INDEX, Batch
-from titanlite.distributed import ParallelDims, clip_grad_norms, reduce_replicated_grads
-from titanlite.distributed.collectives import all_reduce_sum
+from titanlite.distributed import ParallelDims, all_reduce_sum, clip_grad_norms, reduce_replicated_grads
 from titanlite.metrics import MoEState, StepPoint, gather_ranks, get_busy_seconds, get_memory, group_parameters
 from titanlite.models.build import AnyModel
 from titanlite.objectives import Objective, ObjectiveSums

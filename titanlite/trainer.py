@@ -16,7 +16,7 @@ from titanlite.checkpoint import Checkpointer, Progress, Rewind, describe_versio
 from titanlite.config import AnyModelConfig, JobConfig
 from titanlite.config.parallelism import Degrees
 from titanlite.data import Batch, build_data
-from titanlite.distributed import ParallelDims, init_distributed
+from titanlite.distributed import ParallelDims, all_reduce_sum, init_distributed
 from titanlite.environment import save_environment
 from titanlite.evaluate import build_evaluator
 from titanlite.faults import (
@@ -78,7 +78,8 @@ class Trainer(TrainStep):
         make_dump_folder(job, self.dump_folder)
         check_shared_folder(self.dump_folder)
 
-        self.checkpointer = Checkpointer(job, self.dump_folder, record_event)  # finds what to resume, if anything
+        # Finds what to resume, if anything.
+        self.checkpointer = Checkpointer(job, self.dump_folder, record_event, all_reduce_sum)
         start = self.checkpointer.start
         self.step = 0 if start is None else start.step
         heartbeat.beat("loading", self.step)

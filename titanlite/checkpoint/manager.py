@@ -51,6 +51,7 @@ class Checkpointer:
         dump_folder: of the run.
         record: called with (kind, text, step) of what happened: a save that is complete, one that failed, a damaged
             checkpoint. Also from the thread that saves in the background.
+        sum_over_ranks: sums a tensor on the host over all ranks, in place.
 
     Attributes:
         folder: where the checkpoints of this run are.
@@ -62,14 +63,17 @@ class Checkpointer:
     """
 
     def __init__(
-        self, job: JobConfig, dump_folder: Path, record: Callable[[str, str, int], None] = lambda kind, text, step: None
+        self,
+        job: JobConfig,
+        dump_folder: Path,
+        record: Callable[[str, str, int], None] = lambda kind, text, step: None,
+        sum_over_ranks: Callable[[torch.Tensor], Any] = dist.all_reduce,
     ) -> None:
         self._job, self._section, self._record = job, job.checkpoint, record
+        self._sum_over_ranks = sum_over_ranks
         self.folder = dump_folder / self._section.folder
-        # Groups of their own: a save in the background must not meet the collectives of training, or those of `agree`.
-        timeout = timedelta(seconds=job.comm.timeout_seconds)
-        self._group = _new_group(timeout)
-        self._control_group = _new_group(timeout)
+        # A group of its own: a save in the background must not meet the collectives of training, or that of `agree`.
+        self._group = _new_group(timedelta(seconds=job.comm.timeout_seconds))
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-writer")
         self._pending: Future[None] | None = None
         self._host_buffers: dict[int, torch.Tensor] = {}
@@ -362,8 +366,7 @@ class Checkpointer:
         """
         failed = self._pending is not None and self._pending.done() and self._pending.exception() is not None
         flags = torch.tensor([stop, failed], dtype=torch.int32)
-        if dist.get_world_size() > 1:
-            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._control_group)
+        self._sum_over_ranks(flags)
         stop, failed = map(bool, flags.tolist())
         if failed:
             self.wait()
