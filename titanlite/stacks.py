@@ -115,9 +115,12 @@ def find_collective(frames: Sequence[re.Match[str]]) -> str | None:
     found = None
     for frame in frames:
         own = frame["file"].endswith(_OWN_FILES)
-        if own and frame["name"].startswith("host_"):  # made of other collectives, which would say less
-            return f"{frame['name'].removeprefix('host_')}_single"
-        if found is None and (own or "torch/distributed/" in frame["file"]) and _COLLECTIVES.search(frame["name"]):
+        # Made of other collectives, which would say less.
+        if own and frame["name"] == "all_reduce_sum":
+            return "all_reduce"
+        if own and frame["name"].startswith("host_"):
+            found = f"{frame['name'].removeprefix('host_')}_single"
+        elif found is None and (own or "torch/distributed/" in frame["file"]) and _COLLECTIVES.search(frame["name"]):
             found = frame["name"].lstrip("_")
         if "/titanlite/" in frame["file"] and not own:
             break  # further out is what called titanlite's own code

@@ -97,7 +97,7 @@ class TrainStep:
         self.job, self.dims, self.device = job, dims, device
         self.model, self.optimizer, self.objective, self.step = model, optimizer, objective, step
         self.lr_scheduler = build_lr_scheduler(optimizer, job.lr_scheduler, job.training.steps, step)
-        self.balancer = ExpertBiasBalancer(model, get_bias_update_rate(job, model.config))
+        self.balancer = ExpertBiasBalancer(model, get_bias_update_rate(job, model.config), all_reduce_sum)
         self.grad_groups = group_parameters(model, whole=not job.metrics.grad_norm_groups)
         most_bad = job.training.max_nonfinite_steps if job.training.on_nonfinite == "skip" else 1
         self.finite_guard = FiniteGuard(device, most_bad)
@@ -136,7 +136,7 @@ class TrainStep:
         step_if_finite(self.optimizer, apply)
         self.lr_scheduler.step()
         self.optimizer.zero_grad()
-        tokens_per_expert = self.balancer.step(apply, all_reduce_sum)
+        tokens_per_expert = self.balancer.step(apply)
 
         tokens = sum(batch.tokens.numel() for batch in micro_batches) * self.dims.degrees.dp
         means = sums / units

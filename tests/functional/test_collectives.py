@@ -18,6 +18,7 @@ from titanlite.distributed.collectives import (
     forget_groups,
     reduce_scatter_single,
 )
+from titanlite.distributed.shared_memory import sum_pieces
 
 RANKS = 4
 LENGTH = 100_000  # of 3 elements: one rank's piece fits in a region of shared memory, that of four does not
@@ -106,6 +107,26 @@ def test_the_groups_of_all_axes_share_memory(run_ranks, degrees):
             all_reduce_sum(mine, group=group)
             assert reduced.item() == ranks.sum() and torch.equal(mine, ranks.sum().expand(size))
             assert collectives._memories[group] is not None
+
+    run_ranks(RANKS, check)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.int32])
+def test_sums_of_any_size_have_the_same_bits_on_one_machine_and_on_two(run_ranks, dtype):
+    def check() -> None:
+        rank = dist.get_rank()
+        for machine in ("0", str(rank // 2)):  # as torchrun says to ranks of one machine, and of two
+            os.environ["GROUP_RANK"] = machine  # of this process, which ends with the test
+            forget_groups()
+            for shape in ((), (0, 3), (7,), (2, 8, 16), (9999, 3), (LENGTH, 3)):
+                parts = [
+                    (torch.randn(shape, generator=torch.Generator().manual_seed(rank)) * 100).to(dtype)
+                    for rank in range(RANKS)
+                ]
+                x, expected = parts[rank].clone(), torch.empty_like(parts[0])
+                all_reduce_sum(x)
+                sum_pieces(expected, torch.stack(parts))
+                assert torch.equal(x, expected), (machine, shape)
 
     run_ranks(RANKS, check)
 

@@ -213,6 +213,24 @@ def test_a_collective_made_of_others_keeps_its_name(tmp_path):
     assert "rank 0 in reduce_scatter_single (step 4, backward); rank 1 in all_gather_single" in text
 
 
+def test_a_sum_is_named_whatever_it_is_made_of(tmp_path):
+    collectives = "/x/titanlite/distributed/collectives.py"
+    inner = [
+        ('  File "/x/torch/distributed/distributed_c10d.py", line 10 in all_gather_single\n', "_host_all_reduce"),
+        (f'  File "{collectives}", line 130 in host_reduce_scatter\n', "_host_all_reduce"),
+        ('  File "/x/titanlite/distributed/shared_memory.py", line 130 in all_reduce\n', "_host_all_reduce"),
+    ]
+    for rank, (waiting, name) in enumerate(inner):
+        stacks.stack_path(tmp_path, rank).write_text(
+            f"Current thread 0x2 (most recent call first):\n{waiting}"
+            '  File "/x/torch/_library/custom_ops.py", line 3 in backend_impl\n'
+            f'  File "{collectives}", line 100 in {name}\n  File "{collectives}", line 90 in all_reduce_sum\n'
+            '  File "/x/titanlite/train_step.py", line 60 in sum_over_data\n'
+        )
+    beats = {rank: Beat(rank, os.getpid(), 4, "forward", time.monotonic()) for rank in range(3)}
+    assert "ranks 0, 1, 2 in all_reduce (step 4, forward)" in stacks.describe(tmp_path, beats, silent=[])
+
+
 def test_a_collective_through_shared_memory_is_named(tmp_path):
     for rank, name in enumerate(["all_gather", "all_to_all"]):
         stacks.stack_path(tmp_path, rank).write_text(

@@ -66,8 +66,8 @@ class Checkpointer:
         self,
         job: JobConfig,
         dump_folder: Path,
-        record: Callable[[str, str, int], None] = lambda kind, text, step: None,
-        sum_over_ranks: Callable[[torch.Tensor], Any] = dist.all_reduce,
+        record: Callable[[str, str, int], None],
+        sum_over_ranks: Callable[[torch.Tensor], None],
     ) -> None:
         self._job, self._section, self._record = job, job.checkpoint, record
         self._sum_over_ranks = sum_over_ranks

@@ -2,7 +2,7 @@
 
 As operators (`titanlite::...`) with fake kernels they can be kept by selective activation checkpointing, and do not
 break a compiled graph. A process group is passed by name, for operators take no objects. FSDP2 gathers and reduces with
-`all_gather_single` and `reduce_scatter_single`, which are not differentiable.
+`all_gather_single` and `reduce_scatter_single`; these and `all_reduce_sum` are not differentiable.
 
 Collectives: every rank of the group must call, in the same order.
 """
@@ -19,6 +19,9 @@ from titanlite.distributed.shared_memory import DEFAULT_TIMEOUT_S, SharedMemory,
 # torch 2.13 renamed both and warns about the old names; 2.11 has only those.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_FEW_BYTES = 64 << 10
+"""Up to here, every rank sums all of a tensor."""
 
 _groups: dict[str, dist.ProcessGroup] = {}
 _memories: dict[dist.ProcessGroup, SharedMemory | None] = {}
@@ -74,17 +77,31 @@ def reduce_scatter_single(
 def all_reduce_sum(x: torch.Tensor, *, group: dist.ProcessGroup | None = None) -> None:
     """Sum `x` over the ranks of `group`, or all, in place: on the host contiguous, and in the order of the ranks.
 
-    gloo's own wakes a thread for every piece that comes, which for a few numbers is ten times the work. Between
-    machines all pieces are gathered, for the bits of a sum must not depend on where the ranks are.
+    On the host every rank adds up all of a few numbers, for which gloo's own takes several times as long: it wakes a
+    thread for every piece that comes. Of more, each rank sums a part, and the parts are gathered. The bits are the same
+    either way, and do not depend on where the ranks are.
     """
     group = group or dist.group.WORLD
     assert group is not None
     if not _is_on_gloo(x, x, group):
         dist.all_reduce(x, group=group)
-    elif (memory := _shared_memory(group)) is not None:
-        memory.all_reduce(x)
     elif group.size() > 1:
-        pieces = x.new_empty(group.size(), *x.shape)
+        _host_all_reduce(x, group)
+
+
+def _host_all_reduce(x: torch.Tensor, group: dist.ProcessGroup) -> None:
+    size, memory = group.size(), _shared_memory(group)
+    if x.nbytes > _FEW_BYTES:
+        part = x.new_empty(-(-x.numel() // size))
+        padded = x.new_zeros(part.numel() * size)
+        padded[: x.numel()] = x.view(-1)
+        host_reduce_scatter(part, padded, register_group(group))
+        host_all_gather(padded, part, register_group(group))
+        x.view(-1).copy_(padded[: x.numel()])
+    elif memory is not None:
+        memory.all_reduce(x)
+    else:
+        pieces = x.new_empty(size, *x.shape)
         _all_gather(pieces.view(-1), x.view(-1), group=group)
         sum_pieces(x, pieces)
 

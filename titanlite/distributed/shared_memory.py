@@ -1,7 +1,7 @@
 """Exchange of host tensors between the ranks of one machine, through memory that all of them map.
 
 gloo sends over TCP to a neighbour too: every byte is copied into the kernel and out of it, by threads that wake each
-other for every piece. Here it is written once by its sender and read once by its receiver.
+other for every piece. Here it is written once by its sender and read once by each receiver.
 
 Each rank owns two regions, and takes them in turns. In a round a rank
 
@@ -50,8 +50,8 @@ class _Message(NamedTuple):
         number: of the round.
         kind: index in `_KINDS`.
         dtype: index in `_DTYPES`.
-        start, length: of an all-to-all, where in the sender's tensor that lies which is for this peer, in elements; of
-            the others, which all ranks enter with the same, 0 and the elements of the whole.
+        start, length: of an all-to-all, where among what the sender writes that lies which is for this peer, in
+            elements; of the others, which all ranks enter with the same, 0 and the elements of the whole.
         more: true if the sender has more than it has written up to this round.
     """
 
@@ -83,6 +83,7 @@ class SharedMemory:
     Raises:
         torch.distributed.DistNetworkError: (from every collective) a peer has ended, is in another collective, or does
             not come within the time limit. The tensors' contents are undefined then.
+        ValueError: the splits of an all-to-all are not those of its tensors.
     """
 
     def __init__(
@@ -121,7 +122,7 @@ class SharedMemory:
             sum_pieces(mine[start : start + width], regions[:, mine_in])
 
     def all_reduce(self, x: torch.Tensor) -> None:
-        """Write the sum of the members' `x` to `x`; see `sum_pieces`."""
+        """Write the sum of the members' `x` to `x`; see `sum_pieces`. For few numbers: every member adds up all."""
         mine = x.view(-1)
         for start in range(0, mine.numel(), self._region_bytes // x.itemsize):
             regions = self._next_regions(x.dtype)
@@ -138,24 +139,32 @@ class SharedMemory:
         send = _segments(input_splits, width)
         receive = _segments(output_splits, width)
         if (send[-1][1], receive[-1][1]) != (sent.numel(), received.numel()):
-            raise ValueError(f"{input_splits} of {len(x)} rows to send, {output_splits} of {len(out)} to receive")
-        received[slice(*receive[self._rank])].copy_(sent[slice(*send[self._rank])])
-        parts = {peer: (send[peer][0], send[peer][1] - send[peer][0]) for peer in self._peers}
-        done, more = 0, True  # all ranks have the same `done`: elements of its `x` that each has written
+            raise ValueError(
+                f"all_to_all: {input_splits} of {len(x)} rows to send, {output_splits} of {len(out)} to receive."
+            )
+        start, end = send[self._rank]
+        received[slice(*receive[self._rank])].copy_(sent[start:end])
+        # What the others read, one after another: this rank's rows but its own.
+        before, after = sent[:start], sent[end:]
+        length, own = before.numel() + after.numel(), end - start
+        parts = {peer: (at - own if at >= end else at, upto - at) for peer, (at, upto) in enumerate(send)}
+        done, more = 0, True  # all ranks have the same `done`: elements that each has written
         while more:
             regions = self._next_regions(x.dtype)
-            written = sent[done : done + regions.shape[1]]
-            regions[self._rank, : written.numel()].copy_(written)
             upto = done + regions.shape[1]
-            more = upto < sent.numel()
+            at = 0
+            for part in (before[done:upto], after[max(done - start, 0) : max(upto - start, 0)]):
+                regions[self._rank, at : at + part.numel()].copy_(part)
+                at += part.numel()
+            more = upto < length
             for peer, message in self._meet("all_to_all", x, parts, more=more).items():
-                start, end = receive[peer]
-                if message.length != end - start:
-                    what = "more" if message.length > end - start else "fewer"
+                target, expected = receive[peer][0], receive[peer][1] - receive[peer][0]
+                if message.length != expected:
+                    what = "more" if message.length > expected else "fewer"
                     raise self._failed(peer, f"sent {what} rows than the {output_splits[peer]} that were announced")
                 first, last = max(message.start, done), min(message.start + message.length, upto)
                 if first < last:
-                    at = start - message.start
+                    at = target - message.start
                     received[at + first : at + last].copy_(regions[peer, first - done : last - done])
                 more |= message.more
             done = upto

@@ -12,15 +12,20 @@ from titanlite.models.build import AnyModel
 class ExpertBiasBalancer:
     """Counts routed tokens per layer and expert over a step, and moves every router's `expert_bias` once per step.
 
+    Args:
+        model: with MoE layers or without.
+        update_rate: added to or taken from a bias per step.
+        sum_over_ranks: sums a tensor on the model's device over all ranks, in place.
+
     Attributes:
         counts: (layers, E) int64 on the model's device, this rank's rows since the last `step`.
         row_difference: (layers, E) int64, rows that this rank's tokens chose minus rows that its experts were given.
     """
 
-    def __init__(self, model: AnyModel, update_rate: float) -> None:
+    def __init__(self, model: AnyModel, update_rate: float, sum_over_ranks: Callable[[torch.Tensor], None]) -> None:
         self._layers = list(model.moe_layers().values())
         self._routers = [moe.gate for moe in self._layers]
-        self._update_rate = update_rate
+        self._update_rate, self._sum_over_ranks = update_rate, sum_over_ranks
         if self._routers:
             self.counts = torch.zeros_like(self._stacked())
             self.row_difference = torch.zeros_like(self.counts)
@@ -53,7 +58,7 @@ class ExpertBiasBalancer:
             self.row_difference[:, first : first + given.shape[1]] -= given
 
     @torch.no_grad()
-    def step(self, finite: torch.Tensor, sum_over_ranks: Callable[[torch.Tensor], None]) -> torch.Tensor | None:
+    def step(self, finite: torch.Tensor) -> torch.Tensor | None:
         """Update the biases by `rate * sign(mean - count)`, centred; return the global counts (layers, E), or None.
 
         Only differences of biases matter to a top-k, so each update is made to sum to zero. Otherwise the common part
@@ -64,13 +69,13 @@ class ExpertBiasBalancer:
 
         Integer arithmetic throughout: bfloat16 counts once flipped the sign of the update.
 
-        Collectives: `sum_over_ranks`, in place, once for all layers; every rank must call.
+        Collectives: one sum over all ranks for all layers; every rank must call.
         """
         if not self._routers:
             return None
         both = torch.stack([self.counts, self.row_difference])
         with timers.collective():
-            sum_over_ranks(both)
+            self._sum_over_ranks(both)
         counts, difference = both.unbind()
         self._row_errors += torch.stack([difference.clamp(min=0).sum(1), (-difference).clamp(min=0).sum(1)])
         self.counts.zero_()

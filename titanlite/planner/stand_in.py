@@ -39,6 +39,7 @@ class StandInTrainer(TrainStep):
     def __init__(self, job: JobConfig, model_config: AnyModelConfig, degrees: Degrees, device_type: DeviceType) -> None:
         device = torch.device("cpu")  # where fake tensors are; FSDP2 needs no streams there
         dims = ParallelDims.build(degrees, "cpu")
+        # Also takes the meshes that a step needs out of `dims`: without data a mesh cannot look its ranks up.
         model = build_on_meta(job, model_config, dims, torch.device(device_type))
         self.plan = build_plan(model)
         with FakeTensorMode() as self.fake:
