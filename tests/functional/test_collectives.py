@@ -1,6 +1,7 @@
 """Collectives of host tensors against what they must give, computed from every rank's seed."""
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -39,6 +40,14 @@ class Called(TorchDispatchMode):
 
 def of_rank(rank: int, length: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(length, 3, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+def on_one_machine_and_on_two() -> Iterator[str]:
+    """This rank's machine, as torchrun says it to all ranks."""
+    for machine in ("0", str(dist.get_rank() // 2)):
+        os.environ["GROUP_RANK"] = machine  # of this process, which ends with the test
+        forget_groups()
+        yield machine
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -115,9 +124,7 @@ def test_the_groups_of_all_axes_share_memory(run_ranks, degrees):
 def test_sums_of_any_size_have_the_same_bits_on_one_machine_and_on_two(run_ranks, dtype):
     def check() -> None:
         rank = dist.get_rank()
-        for machine in ("0", str(rank // 2)):  # as torchrun says to ranks of one machine, and of two
-            os.environ["GROUP_RANK"] = machine  # of this process, which ends with the test
-            forget_groups()
+        for machine in on_one_machine_and_on_two():
             for shape in ((), (0, 3), (7,), (2, 8, 16), (9999, 3), (LENGTH, 3)):
                 parts = [
                     (torch.randn(shape, generator=torch.Generator().manual_seed(rank)) * 100).to(dtype)
@@ -159,9 +166,7 @@ def test_between_machines_gloo_takes_over_and_sums_keep_their_bits(run_ranks):
         x = of_rank(rank, length, torch.float32)
         splits = [LENGTH * 4 // 10 * (peer + 1) for peer in range(RANKS)]
         results = []
-        for machine in ("0", str(rank // 2)):  # as torchrun says to ranks of one machine, and of two
-            os.environ["GROUP_RANK"] = machine  # of this process, which ends with the test
-            forget_groups()
+        for machine in on_one_machine_and_on_two():
             gathered, reduced, summed = torch.zeros(RANKS * length, 3), torch.zeros(LENGTH, 3), x.clone()
             exchanged = torch.zeros(RANKS * splits[rank], 3)
             all_gather_single(gathered, x, group=group)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from titanlite import timers
 from titanlite.distributed.shared_memory import DEFAULT_TIMEOUT_S, SharedMemory, open_shared_memory, sum_pieces
@@ -90,15 +91,16 @@ def all_reduce_sum(x: torch.Tensor, *, group: dist.ProcessGroup | None = None) -
 
 
 def _host_all_reduce(x: torch.Tensor, group: dist.ProcessGroup) -> None:
-    size, memory = group.size(), _shared_memory(group)
+    size, name = group.size(), register_group(group)
     if x.nbytes > _FEW_BYTES:
-        part = x.new_empty(-(-x.numel() // size))
-        padded = x.new_zeros(part.numel() * size)
-        padded[: x.numel()] = x.view(-1)
-        host_reduce_scatter(part, padded, register_group(group))
-        host_all_gather(padded, part, register_group(group))
-        x.view(-1).copy_(padded[: x.numel()])
-    elif memory is not None:
+        flat, missing = x.view(-1), -x.numel() % size
+        whole = F.pad(flat, (0, missing)) if missing else flat
+        part = whole.new_empty(whole.numel() // size)
+        host_reduce_scatter(part, whole, name)
+        host_all_gather(whole, part, name)
+        if missing:
+            flat.copy_(whole[:-missing])
+    elif (memory := _shared_memory(group)) is not None:
         memory.all_reduce(x)
     else:
         pieces = x.new_empty(size, *x.shape)
