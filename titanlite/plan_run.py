@@ -1,7 +1,6 @@
 """`python -m titanlite plan --config FILE --world-size N`: what a run will take, without a GPU and without weights."""
 
 import argparse
-import gc
 import json
 import logging
 import sys
@@ -50,7 +49,6 @@ _CUDA = torch.device("cuda")
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the plan; exit code 0, 1 if the run does not fit the GPU, or 2 after one clear error."""
     known, rest = _parser().parse_known_args(argv)
-    gc.freeze()  # what was imported is not garbage, and is not looked at again before each trace
     level = logger.level
     logger.setLevel(logging.ERROR)  # what a run would log is not what is asked
     try:
@@ -67,7 +65,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"titanlite: error: {error}", file=sys.stderr)
         return 2
     finally:
-        gc.unfreeze()
         logger.setLevel(level)
 
 
