@@ -21,6 +21,7 @@ from titanlite.lean_imports import lean_imports
 with lean_imports():
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import api as rendezvous_api
     from torch.distributed.launcher import api
     from torch.distributed.run import parse_args, run
 
@@ -28,6 +29,7 @@ with lean_imports():
     from titanlite.agent import Agent
     from titanlite.errors import NOTICE_FOLDER
     from titanlite.guard import Failure, Guard
+    from titanlite.network import find_free_port
     from titanlite.rendezvous import RENDEZVOUS_ERRORS, describe_failure, prepare_rendezvous
 
 
@@ -49,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             # A store for the ranks of each start. torch 2.13 would give the keys of the last start, with addresses of
             # ranks that are gone, to the next one.
             os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+            # Rank 0 opens it, seconds after torch has looked for a port.
+            rendezvous_api.get_free_port = find_free_port  # type: ignore[attr-defined]
             guard = Guard(folder)
             api.LocalElasticAgent = partial(Agent, guard, folder)  # type: ignore[misc]  what `run` makes its agent with
             for number in stop.SIGNALS:

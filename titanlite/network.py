@@ -1,4 +1,4 @@
-"""Which address and interface of this machine the other machines of a run can reach.
+"""Which address and interface of this machine the other machines of a run can reach, and on which port.
 
 gloo and torchrun take what the host name resolves to. On many machines that is a loopback address (Debian writes the
 host name into /etc/hosts as 127.0.1.1; a container may have the name of its host), which no other machine can reach.
@@ -7,6 +7,7 @@ The route to a machine that all of them must reach anyway, that of the rendezvou
 
 import fcntl
 import ipaddress
+import random
 import socket
 import struct
 from pathlib import Path
@@ -17,6 +18,9 @@ _SIOCGIFADDR = 0x8915
 # Nothing is sent there: connecting a datagram socket only asks the kernel for the route.
 _SOMEWHERE = "8.8.8.8"
 _ANY_PORT = 9
+_FIRST_PORT, _LAST_PORT = 10_000, 65_535  # below, services have numbers of their own
+_FEWEST_PORTS = 1000  # among fewer, two runs would choose the same one too often
+_CONNECTION_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def find_local_address(host: str) -> str:
@@ -56,6 +60,32 @@ def find_interface(host: str) -> str:
         f"network: no interface has {wanted}, the address from which this machine reaches {host}. Set "
         "GLOO_SOCKET_IFNAME to the interface that the other machines can reach; `ip address` lists them."
     )
+
+
+def find_free_port() -> int:
+    """A port on which nobody listens, for a process that will in a few seconds.
+
+    Not one of those that the kernel gives to connections, as long as there are others: of them, any connection of any
+    process may get this one meanwhile.
+    """
+    while True:
+        # Not from the generator that a run seeds: two runs would get the same ports.
+        port = random.SystemRandom().choice(_ports_without_connections() or (0,))
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return int(probe.getsockname()[1])
+
+
+def _ports_without_connections() -> range | None:
+    try:
+        first, last = map(int, _CONNECTION_PORTS.read_text().split())
+    except (OSError, ValueError):
+        return None
+    ranges = range(_FIRST_PORT, first), range(max(last + 1, _FIRST_PORT), _LAST_PORT + 1)
+    return next((ports for ports in ranges if len(ports) >= _FEWEST_PORTS), None)
 
 
 def is_this_machine(host: str) -> bool:

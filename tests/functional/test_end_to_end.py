@@ -18,6 +18,7 @@ from processes import kill_tree
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from titanlite import network
 from titanlite.checkpoint.commit import check_folder, list_steps
 from titanlite.config import load_config
 from titanlite.config.parallelism import resolve_degrees
@@ -146,6 +147,11 @@ def test_run_leaves_nothing_else_behind(run):
     assert [path.name for path in (dump / "checkpoint").iterdir()] == [f"step-{STEPS}"]
 
 
+def variables_of(pid: int) -> dict[str, str]:
+    """The environment that the process was started with."""
+    return dict(v.partition("=")[::2] for v in Path(f"/proc/{pid}/environ").read_text().split("\0"))
+
+
 class Launch:
     """`titanlite.launch` with 2 ranks on the tiny model, which train until they are told to stop."""
 
@@ -185,8 +191,7 @@ class Launch:
             try:
                 parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
                 if parent == self.process.pid:
-                    variables = dict(v.partition("=")[::2] for v in (path / "environ").read_text().split("\0"))
-                    found[int(variables["RANK"])] = int(path.name)
+                    found[int(variables_of(int(path.name))["RANK"])] = int(path.name)
             except (OSError, KeyError):
                 continue  # gone since, or no rank
         return [found[rank] for rank in sorted(found)]
@@ -244,6 +249,9 @@ def test_signals_end_a_run_with_a_checkpoint_from_which_the_same_command_goes_on
     run = launch(*command)
     run.wait_for(lambda: saved + 2 in run.steps())
     before = sorted(path.name for path in folder.iterdir())
+    ports = network._ports_without_connections()
+    for pid in run.rank_pids():  # no connection could take it before rank 0 opened it
+        assert ports is None or int(variables_of(pid)["MASTER_PORT"]) in ports
     os.kill(run.rank_pids()[1], signal.SIGKILL)
     assert run.end(15) != 0
     assert run.errors == ["titanlite: rank 1 was ended by SIGKILL (often: out of memory); all ranks were stopped."]

@@ -1,7 +1,6 @@
 """Several machines: launchers that meet, agree to stop, lose one another and go on; over addresses of their own."""
 
 import os
-import random
 import re
 import shlex
 import shutil
@@ -11,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +24,7 @@ from titanlite.checkpoint.commit import check_folder, list_steps
 from titanlite.config.parallelism import Degrees
 from titanlite.errors import ConfigError
 from titanlite.machines import check_same_settings, check_shared_folder
+from titanlite.network import find_free_port
 from titanlite.trainer import Trainer
 
 ROOT = Path(__file__).parents[2]
@@ -34,15 +33,6 @@ TIMEOUT_S = 240  # 40 s on 2 idle cores
 QUICK = "keep_alive_interval=1,keep_alive_max_attempt=2,last_call_timeout=3,join_timeout=120"
 FILES = ("model.safetensors", "titanlite/optimizer.safetensors")
 pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="run_train.sh needs bash")
-
-
-def free_port() -> int:
-    """One that no connection of another process gets by itself before the launcher listens on it."""
-    while True:
-        port = random.randrange(15000, 32000)
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("", port))
-            return port
 
 
 class Machine:
@@ -177,7 +167,7 @@ def places(request) -> Namespaces | None:
 def elastic(nnodes: str, places: Namespaces | None = None) -> tuple[dict[str, str], dict[str, str]]:
     """Variables of the machine that the rendezvous is on, and of the others. On one machine both have one host name and
     must be told who is who; in namespaces they find out by the address, as real machines do."""
-    port = free_port()
+    port = find_free_port()
     common = {"NNODES": nnodes, "RDZV_ID": f"test-{port}", "MAX_RESTARTS": "3"}
     if places is not None:
         common |= {"RDZV_ENDPOINT": f"{places.addresses[0]}:{port}", "RDZV_CONF": QUICK}
@@ -329,8 +319,8 @@ def test_slurm_script(cluster, places, tmp_path):
         (tools / name).write_text(text)
         (tools / name).chmod(0o755)
     run: Cluster = cluster(100000)
-    slurm = {"SLURM_JOB_ID": str(free_port()), "SLURM_JOB_NODELIST": nodes, "SLURM_JOB_NUM_NODES": "2"}
-    slurm |= {"SLURM_SUBMIT_DIR": str(ROOT), "NODE_RANK": "7", "RDZV_PORT": str(free_port())}
+    slurm = {"SLURM_JOB_ID": str(find_free_port()), "SLURM_JOB_NODELIST": nodes, "SLURM_JOB_NUM_NODES": "2"}
+    slurm |= {"SLURM_SUBMIT_DIR": str(ROOT), "NODE_RANK": "7", "RDZV_PORT": str(find_free_port())}
     variables = {"FAKE_FOLDER": str(tmp_path), "FAKE_NAMESPACES": lines, "NGPU": "2", "RDZV_CONF": QUICK}
     path = f"{tools}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **slurm, **variables}

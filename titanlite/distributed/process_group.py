@@ -20,13 +20,18 @@ from titanlite.ops import leave_out_cudnn
 
 
 def _explain(error: RuntimeError) -> Exception:
-    """What a user can do about the failure of gloo to connect all ranks; other errors as they are."""
+    """What a user can do about the failure to connect all ranks; other errors as they are."""
     text, interface = str(error), os.environ.get("GLOO_SOCKET_IFNAME", "that of the host name")
     where = f"network: rank {os.environ['RANK']} on {socket.gethostname()}"
     if "Unable to find address" in text:
         return ConfigError(
             f"{where}: GLOO_SOCKET_IFNAME is '{interface}', which has no address here. Set it to an interface that the "
             "other machines can reach; `ip address` lists them."
+        )
+    if "failed to listen" in text:
+        return TransientError(
+            f"{where} cannot open port {os.environ['MASTER_PORT']}, where the ranks of this run meet: another process "
+            "has it. Start again; if you have set MASTER_PORT, set it to another."
         )
     if "Gloo connectFullMesh failed" in text:
         return TransientError(
@@ -106,7 +111,8 @@ def init_distributed(timeout_s: int, dump_folder: Path | None = None) -> torch.d
 
     Raises:
         ConfigError: GLOO_SOCKET_IFNAME names no interface of this machine; `run_train.sh` saw GPUs, torch sees none.
-        TransientError: the ranks of other machines cannot be reached; names the interface and the address.
+        TransientError: the ranks of other machines cannot be reached, and names the interface and the address; or the
+            port where all ranks meet is taken.
     """
     timeout = timedelta(seconds=timeout_s)
     limit_waiting(timeout_s)

@@ -1,7 +1,10 @@
-"""When gloo cannot connect the ranks: what the user reads, and whether a new start may help."""
+"""When the ranks cannot be connected: what the user reads, and whether a new start may help."""
+
+import socket
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from titanlite.distributed import process_group
 from titanlite.errors import NEVER_RESTARTED, ConfigError, TransientError
@@ -28,6 +31,17 @@ def test_ranks_that_cannot_be_reached_may_be_there_after_a_new_start():
     assert isinstance(error, TransientError) and error.exit_code not in NEVER_RESTARTED
     assert "rank 3 on " in str(error) and "by the interface eth7: Gloo connectFullMesh" in str(error)
     assert "frame" not in str(error)
+
+
+def test_a_port_that_is_taken_may_be_another_one_at_the_next_start(monkeypatch):
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        with pytest.raises(dist.DistNetworkError) as caught:
+            dist.TCPStore("127.0.0.1", port, is_master=True)
+    error = process_group._explain(caught.value)
+    assert isinstance(error, TransientError) and error.exit_code not in NEVER_RESTARTED
+    assert f"cannot open port {port}, where the ranks of this run meet: another process has it." in str(error)
 
 
 def test_other_errors_stay_what_they_are():
