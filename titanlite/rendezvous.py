@@ -82,6 +82,12 @@ def describe_failure(error: Exception, options: argparse.Namespace) -> str:
             f"{where}: {options.nnodes} machines did not come together within {_get_join_timeout(options)} s. Start "
             "the same command, with the same RDZV_ID and NNODES, on all of them, or raise join_timeout in RDZV_CONF."
         )
+    if "failed to listen" in _last_line(error):
+        setting = "RDZV_ENDPOINT" if options.rdzv_backend == "c10d" else "MASTER_PORT"
+        return (
+            f"{where}: another process on this machine has the port. Set {setting} to a free one, the same on all "
+            "machines, and start the run again."
+        )
     if isinstance(error, RendezvousConnectionError | DistError):
         return (
             f"{where}: the connection failed or was lost: {_last_line(error)}. The launcher of that machine must run "

@@ -5,7 +5,7 @@ import os
 import socket
 
 import pytest
-from torch.distributed import DistNetworkError
+from torch.distributed import DistNetworkError, TCPStore
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -155,6 +155,19 @@ def test_failures_in_one_line(error, expected):
     text = describe_failure(error, options())
     assert expected in text and "\n" not in text
     assert text.startswith("rendezvous at localhost:29400: " if not isinstance(error, ConfigError) else "network")
+
+
+def test_a_port_that_another_process_has():
+    with socket.create_server(("", 0)) as server, pytest.raises(DistNetworkError) as caught:
+        TCPStore("127.0.0.1", server.getsockname()[1], is_master=True)
+    static = options(rdzv_backend="static", master_addr="node0", master_port=29500)
+    assert describe_failure(caught.value, static) == (
+        "rendezvous at node0:29500: another process on this machine has the port. Set MASTER_PORT to a free one, the "
+        "same on all machines, and start the run again."
+    )
+    outer = RendezvousConnectionError("The connection to the C10d store has failed. See inner exception for details.")
+    outer.__cause__ = caught.value
+    assert "has the port. Set RDZV_ENDPOINT to a free one" in describe_failure(outer, options())
 
 
 def test_the_innermost_cause_is_shown():
