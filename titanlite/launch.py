@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             # A store for the ranks of each start. torch 2.13 would give the keys of the last start, with addresses of
             # ranks that are gone, to the next one.
             os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-            # Rank 0 opens it, seconds after torch has looked for a port.
+            # torch would take a port that any connection may get before rank 0 opens it, seconds later.
             rendezvous_api.get_free_port = find_free_port  # type: ignore[attr-defined]
             guard = Guard(folder)
             api.LocalElasticAgent = partial(Agent, guard, folder)  # type: ignore[misc]  what `run` makes its agent with

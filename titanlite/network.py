@@ -21,6 +21,7 @@ _ANY_PORT = 9
 _FIRST_PORT, _LAST_PORT = 10_000, 65_535  # below, services have numbers of their own
 _FEWEST_PORTS = 1000  # among fewer, two runs would choose the same one too often
 _CONNECTION_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+PORT_TAKEN = "failed to listen"  # in torch's error where a store cannot open its port
 
 
 def find_local_address(host: str) -> str:
@@ -68,24 +69,33 @@ def find_free_port() -> int:
     Not one of those that the kernel gives to connections, as long as there are others: of them, any connection of any
     process may get this one meanwhile.
     """
-    while True:
-        # Not from the generator that a run seeds: two runs would get the same ports.
-        port = random.SystemRandom().choice(_ports_without_connections() or (0,))
-        with socket.socket() as probe:
-            try:
-                probe.bind(("", port))
-            except OSError:
-                continue
-            return int(probe.getsockname()[1])
+    # Not from the generator that a run seeds: two runs would get the same ports.
+    draw, ports = random.SystemRandom(), _ports_to_listen_on()
+    while not is_free(port := draw.choice(ports)):
+        pass
+    return port
 
 
-def _ports_without_connections() -> range | None:
+def is_free(port: int) -> bool:
+    """True unless something listens there already."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+        return True
+
+
+def _ports_to_listen_on() -> range:
+    """Those that connections do not get; all, if these are few or not known."""
+    everything = range(_FIRST_PORT, _LAST_PORT + 1)
     try:
         first, last = map(int, _CONNECTION_PORTS.read_text().split())
     except (OSError, ValueError):
-        return None
+        return everything
     ranges = range(_FIRST_PORT, first), range(max(last + 1, _FIRST_PORT), _LAST_PORT + 1)
-    return next((ports for ports in ranges if len(ports) >= _FEWEST_PORTS), None)
+    return next((ports for ports in ranges if len(ports) >= _FEWEST_PORTS), everything)
 
 
 def is_this_machine(host: str) -> bool:

@@ -15,7 +15,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from titanlite.errors import ConfigError
-from titanlite.network import find_local_address, is_this_machine
+from titanlite.network import PORT_TAKEN, find_local_address, is_free, is_this_machine
 
 DEFAULT_PORT = 29400
 _JOIN_TIMEOUT_S = 600  # torchrun's own
@@ -45,7 +45,7 @@ def prepare_rendezvous(options: argparse.Namespace) -> argparse.Namespace:
         options.local_addr = options.local_addr or find_local_address(host)
         # torchrun finds out by comparing names, but machines may share theirs, and have addresses beside that of it.
         if "is_host=" not in options.rdzv_conf and not (here and host in ("localhost", socket.gethostname())):
-            is_host = int(here and _is_free(port))
+            is_host = int(here and is_free(port))  # of several launchers on one machine, the first has the store
             options.rdzv_conf = ",".join(filter(None, [options.rdzv_conf, f"is_host={is_host}"]))
         name = f", rendezvous '{options.rdzv_id}'"
     else:
@@ -82,7 +82,7 @@ def describe_failure(error: Exception, options: argparse.Namespace) -> str:
             f"{where}: {options.nnodes} machines did not come together within {_get_join_timeout(options)} s. Start "
             "the same command, with the same RDZV_ID and NNODES, on all of them, or raise join_timeout in RDZV_CONF."
         )
-    if "failed to listen" in _last_line(error):
+    if PORT_TAKEN in _last_line(error):
         setting = "RDZV_ENDPOINT" if options.rdzv_backend == "c10d" else "MASTER_PORT"
         return (
             f"{where}: another process on this machine has the port. Set {setting} to a free one, the same on all "
@@ -107,17 +107,6 @@ def _last_line(error: BaseException) -> str:
 def _get_join_timeout(options: argparse.Namespace) -> int:
     settings = dict(item.partition("=")[::2] for item in options.rdzv_conf.split(",") if item)
     return int(settings.get("join_timeout") or settings.get("timeout") or _JOIN_TIMEOUT_S)
-
-
-def _is_free(port: int) -> bool:
-    """True unless something listens there already: of several launchers on one machine, the first has the store."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError:
-            return False
-        return True
 
 
 def _wait_for(host: str, port: int, timeout_s: float) -> None:

@@ -200,5 +200,5 @@ def test_a_port_on_which_somebody_listens_is_not_free(monkeypatch):
     with socket.create_server(("", 0)) as taken, socket.create_server(("", 0)) as other:
         ports = [server.getsockname()[1] for server in (taken, other)]
         other.close()
-        monkeypatch.setattr(network, "_ports_without_connections", lambda: ports)
+        monkeypatch.setattr(network, "_ports_to_listen_on", lambda: ports)
         assert {find_free_port() for _ in range(20)} == {ports[1]}

@@ -15,7 +15,7 @@ from titanlite.distributed.collectives import forget_groups, limit_waiting
 from titanlite.distributed.flight_recorder import enable_flight_recorder
 from titanlite.distributed.host_memory import keep_freed_memory
 from titanlite.errors import ConfigError, TransientError
-from titanlite.network import find_interface
+from titanlite.network import PORT_TAKEN, find_interface
 from titanlite.ops import leave_out_cudnn
 
 
@@ -28,7 +28,7 @@ def _explain(error: RuntimeError) -> Exception:
             f"{where}: GLOO_SOCKET_IFNAME is '{interface}', which has no address here. Set it to an interface that the "
             "other machines can reach; `ip address` lists them."
         )
-    if "failed to listen" in text:
+    if PORT_TAKEN in text:
         return TransientError(
             f"{where} cannot open port {os.environ['MASTER_PORT']}, where the ranks of this run meet: another process "
             "has it. Start again; if you have set MASTER_PORT, set it to another."
