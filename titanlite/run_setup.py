@@ -18,7 +18,7 @@ from titanlite.models.families import family_of
 from titanlite.models.lora import apply_lora
 from titanlite.models.transformers_model import TransformersModel
 from titanlite.notices import read_restart
-from titanlite.ops.grouped_gemm import resolve_backend
+from titanlite.ops.grouped_gemm import resolve_backend, triton_problem
 from titanlite.optim import freeze_parameters
 from titanlite.run_files import is_full
 
@@ -138,6 +138,8 @@ def configure(model: AnyModel, job: JobConfig, device: torch.device) -> None:
     if model.moe_layers():
         backend = resolve_backend(job.moe.grouped_gemm, device, torch.float32)
         logger.info("moe: grouped GEMM backend: %s", backend)
+        if device.type == "cuda" and backend == "torch" and (problem := triton_problem()) is not None:
+            logger.warning("moe: %s titanlite's kernels are left out, which is slower. Install a newer torch.", problem)
     model.model.attention_backend = job.model.attention_backend
     model.lm_head.chunk_tokens = job.training.loss_chunk_tokens
     for moe in model.moe_layers().values():

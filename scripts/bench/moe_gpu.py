@@ -23,6 +23,7 @@ import argparse
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +124,7 @@ def main() -> int:
         for shape in arguments.shapes:
             for tokens in arguments.tokens:
                 for skew in SKEWS:
-                    rows += measure_case(shape, tokens, skew, machine, budget, timer, "cuda", torch.bfloat16)
+                    rows.extend(measure_case(shape, tokens, skew, machine, budget, timer, "cuda", torch.bfloat16))
                     save(arguments.out, machine, checks, rows, budget, None)
         end_flops = measure_flops(timer)
     except DeviceLostError as error:
@@ -137,30 +138,30 @@ def main() -> int:
 def measure_case(
     shape: MoEShape, tokens: int, skew: str, machine: Machine, budget: Budget, timer: Timer, device: str,
     dtype: torch.dtype,
-) -> list[_Row]:  # fmt: skip
-    """All rows of one model, number of tokens and skew."""
+) -> Iterator[_Row]:  # fmt: skip
+    """All rows of one model, number of tokens and skew, each as soon as it is measured."""
     name = f"{shape.name}, {tokens} tokens, {skew}"
     if not budget.allows(name):
-        return []
+        return
     held, held_tokens = fitting(shape, tokens, machine.memory_bytes)
     free = machine.memory_bytes - held.needed_bytes(held_tokens)
     copies = num_copies(copy_bytes(held, held_tokens), machine.l2_bytes, free)
     inputs, problem = attempt(lambda: build_inputs(held, held_tokens, SKEWS[skew], device, dtype, copies))
     case = {"shape": held.name, "tokens": tokens, "skew": skew}
     if inputs is None:
-        return [{**case, "kind": "inputs", "way": OURS, "ms": None, "problem": problem}]
+        yield {**case, "kind": "inputs", "way": OURS, "ms": None, "problem": problem}
+        return
     case |= {"rows": inputs.num_rows, "most_rows": max(inputs.sizes), "copies": copies}
-    rows = []
-    for row in [*measure_gemms(inputs, name, budget, timer), *measure_layers(inputs, name, machine, budget, timer)]:
+    matmuls = measure_gemms(inputs, name, budget, timer)
+    for row in chain(matmuls, measure_layers(inputs, name, machine, budget, timer)):
         if row["ms"] is not None:
             row["tflops"] = row["flops"] / row["ms"] / 1e9
             row["of_dense"] = row["tflops"] * 1e12 / machine.flops
-        rows.append(case | row)
         result = row["problem"] or f"{row['ms']:.3f} ms, {row['tflops']:.0f} TFLOP/s ({row['of_dense']:.0%})"
         say(f"{name}: {row['kind']}, {row['way']}: {result}")
+        yield case | row
     del inputs
     free_memory()
-    return rows
 
 
 def timed(call: Any, timer: Timer) -> _Row:

@@ -6,15 +6,16 @@ The kernels are timed as the fused experts use them: what is computed with one t
 import multiprocessing
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import cache
 from itertools import product
 from math import inf
+from typing import Any
 
 import torch
 from gpu_common import Budget, DeviceLostError, Timer, attempt, free_memory, say
-from moe_gpu_cases import OURS, Inputs, MoEShape, build_inputs, gemms
+from moe_gpu_cases import OURS, Copy, Inputs, MoEShape, build_inputs, gemms
 
 from titanlite.ops.grouped_gemm_launch import TILES, Tile
 
@@ -163,13 +164,18 @@ def compile_tile(job: tuple[str, Tile]) -> tuple[tuple[str, Tile], str | None]:
     of_kernel = gemms(inputs, tile)
     for name in USES[kernel]:
         try:
-            _, problem = attempt(lambda name=name: of_kernel[name].ways[OURS](inputs.copies[0]))
+            _, problem = attempt(lambda name=name: run_to_the_end(of_kernel[name].ways[OURS], inputs))
         except DeviceLostError as error:  # of this process only
             problem = str(error)
         if problem:
             return job, problem
-    torch.cuda.synchronize()
     return job, None
+
+
+def run_to_the_end(way: Callable[[Copy], Any], inputs: Inputs) -> None:
+    """Run it once; what fails on the device is raised here, not by the next call."""
+    way(inputs.copies[0])
+    torch.cuda.synchronize()
 
 
 @cache

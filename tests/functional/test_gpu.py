@@ -11,7 +11,8 @@ from titanlite.config.parallelism import Degrees
 from titanlite.errors import ConfigError
 from titanlite.faults import divergence
 from titanlite.generate import Sampling, generate
-from titanlite.ops import choose_tokens
+from titanlite.ops import choose_tokens, group_by_expert, permute_tokens
+from titanlite.ops import grouped_gemm_launch as kernels
 from titanlite.trainer import Trainer
 
 pytestmark = [
@@ -136,3 +137,41 @@ def test_generation_with_a_cache_equals_generation_without(checked, dtype):
     assert all(continuation.tokens for continuation in drawn)
     trainer.metrics.close()
     dist.destroy_process_group()
+
+
+def test_gathered_rows_give_the_bits_of_copied_ones_in_every_run():
+    """Pointers and `cp.async` against TMA, at a real size: a missing barrier would show as other bits now and then."""
+    torch.manual_seed(0)
+    tokens, top_k, num_experts, hidden, inner = 16384, 8, 128, 2048, 768
+    x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16)
+    dout = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16)
+    gate_up = torch.randn(num_experts, 2 * inner, hidden, device="cuda", dtype=torch.bfloat16) * hidden**-0.5
+    down = torch.randn(num_experts, hidden, inner, device="cuda", dtype=torch.bfloat16) * inner**-0.5
+    chosen = torch.rand(tokens, num_experts, device="cuda").topk(top_k).indices
+    order, rows, counts = group_by_expert(chosen, num_experts)
+    offsets, token = counts.cumsum(0).int(), (order // top_k).int()
+    weight = torch.rand(tokens * top_k, device="cuda")
+    copied_x, copied_dout = (permute_tokens(t, token.long(), rows) for t in (x, dout))
+    _, z = kernels.row_grouped_swiglu(copied_x, gate_up.mT, offsets, None, weight, keep=True)
+    assert z is not None
+    swiglu = kernels.TILES["large"]["swiglu"]
+    wgrad = kernels.TILES["large"]["wgrad"]
+
+    def gathered() -> list[torch.Tensor]:
+        h, kept = kernels.row_grouped_swiglu(x, gate_up.mT, offsets, token, weight, keep=True, tile=swiglu)
+        assert kept is not None
+        dz, *others = kernels.row_grouped_swiglu_backward(dout, down, offsets, token, weight, z)
+        dgate_up = kernels.reduction_grouped_gemm(x, dz, offsets, token, tile=wgrad)
+        return [h, kept, dz, *others, dgate_up]
+
+    def copied() -> list[torch.Tensor]:
+        h, kept = kernels.row_grouped_swiglu(copied_x, gate_up.mT, offsets, None, weight, keep=True, tile=swiglu)
+        assert kept is not None
+        dz, *others = kernels.row_grouped_swiglu_backward(copied_dout, down, offsets, None, weight, z)
+        dgate_up = kernels.reduction_grouped_gemm(copied_x, dz, offsets, tile=wgrad)
+        return [h, kept, dz, *others, dgate_up]
+
+    expected = copied()
+    for run in range(100):
+        different = [i for i, (a, b) in enumerate(zip(gathered(), expected, strict=True)) if not torch.equal(a, b)]
+        assert different == [], f"run {run}"

@@ -273,7 +273,7 @@ def test_a_whole_run_of_moe_gpu(tmp_path):
 
 def test_no_time_and_no_memory_are_reported(monkeypatch):
     budget = gpu_common.Budget(0)
-    assert moe_gpu.measure_case(TINY, 20, "zipf", MACHINE, budget, OneRun(), "cpu", torch.float32) == []
+    assert not list(moe_gpu.measure_case(TINY, 20, "zipf", MACHINE, budget, OneRun(), "cpu", torch.float32))
     assert budget.skipped == ["tiny, 20 tokens, zipf"]
 
     def build(*args):
@@ -281,7 +281,7 @@ def test_no_time_and_no_memory_are_reported(monkeypatch):
 
     monkeypatch.setattr(moe_gpu, "build_inputs", build)
     budget = gpu_common.Budget(1e6)
-    rows = moe_gpu.measure_case(TINY, 20, "zipf", MACHINE, budget, OneRun(), "cpu", torch.float32)
+    rows = list(moe_gpu.measure_case(TINY, 20, "zipf", MACHINE, budget, OneRun(), "cpu", torch.float32))
     assert [row["problem"] for row in rows] == ["out of memory"]
     assert "out of memory" in moe_gpu.report(MACHINE, [], rows, budget, None)
 

@@ -111,7 +111,11 @@ def _linear(module: Any, name: str, x: torch.Tensor, ids: torch.Tensor, offsets:
         a, b = (local_tensor(getattr(module, f"{prefix}lora_{leaf}")).to(x.dtype).mT for leaf in "AB")
         x = F.dropout(x, module.dropout, module.training) if module.dropout else x
         y = y + grouped_gemm(grouped_gemm(x, a, offsets), b, offsets) * module.scaling
-    return y + local_tensor(getattr(module, name + "_bias")).index_select(0, ids) if module.has_bias else y
+    if not module.has_bias:
+        return y
+    # In float32: the gradient is a sum over an expert's rows, which CUDA adds up in this dtype.
+    bias = local_tensor(getattr(module, name + "_bias")).float()
+    return y + bias.index_select(0, ids).to(y.dtype)
 
 
 def _has_post_expert_norm(module: Any) -> bool:

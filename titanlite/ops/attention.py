@@ -93,9 +93,10 @@ def attention(
         kernel = _compiled(flex_attention) if q_BHSK.is_cuda and not torch.compiler.is_compiling() else flex_attention
         out = kernel(q_BHSK, k_BGSK, v_BGSK, block_mask=mask.block_mask, scale=scale, enable_gqa=grouped)
     else:
-        if grouped and mask.allowed_B1SS is not None and kernel_device(q_BHSK.device) == "cuda":
-            # On CUDA a mask rules out the flash kernel, and grouped heads the memory-efficient one: what is left keeps
-            # the float32 scores of every layer. Repeated heads cost little beside that.
+        no_flash = mask.allowed_B1SS is not None or q_BHSK.dtype == torch.float32
+        if grouped and no_flash and kernel_device(q_BHSK.device) == "cuda":
+            # On CUDA a mask, or float32, rules out the flash kernel, and grouped heads the memory-efficient one: what
+            # is left keeps the float32 scores of every layer. Repeated heads cost little beside that.
             repeats = q_BHSK.shape[1] // k_BGSK.shape[1]
             k_BGSK, v_BGSK = (x.repeat_interleave(repeats, dim=1) for x in (k_BGSK, v_BGSK))
             grouped = False

@@ -8,14 +8,16 @@ activation checkpointing know it. Backends:
 - `triton`: titanlite's own kernels (`grouped_gemm_triton.py`), two-byte floats and float32, no synchronization.
 - `torch`: `F.grouped_mm` on CUDA for what it serves; else a loop of matmuls that write into the output. `F.grouped_mm`
   on CPU leaves rows beyond offsets[-1] uninitialized, wants 16-byte strides, has no float64, and refuses float32 under
-  compile.
+  compile; on Blackwell experts without rows get gradients (pytorch #172439, open with torch 2.13).
 - `reference`: a plain loop, any device and dtype; what the tests compare with.
-- `auto`: `triton` on CUDA, `torch` elsewhere.
+- `auto`: `triton` on CUDA, unless there is a `triton_problem`; `torch` elsewhere.
 
 Shapes: M rows, E experts, K reduction, N output. Weights are usually kept as (E, N, K) and passed as `weight.mT`.
 """
 
 import os
+from functools import cache
+from importlib import metadata
 from typing import Any, Literal
 
 import torch
@@ -26,6 +28,8 @@ from titanlite.ops.planned import kernel_device
 GroupedGemmBackend = Literal["auto", "triton", "torch", "reference"]
 
 _TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_BLACKWELL = (10, 11)  # major compute capabilities
+_TRITON_FOR_BLACKWELL = (3, 7, 1)
 
 
 def grouped_gemm(
@@ -71,7 +75,7 @@ def resolve_backend(backend: GroupedGemmBackend, device: torch.device, dtype: to
     """
     where = kernel_device(device)
     if backend == "auto":
-        return "triton" if where == "cuda" and dtype in _TRITON_DTYPES else "torch"
+        return "triton" if where == "cuda" and dtype in _TRITON_DTYPES and triton_problem() is None else "torch"
     if backend == "triton":
         interpreted = os.environ.get("TRITON_INTERPRET") == "1"
         if where not in ("cuda", "meta") and not interpreted:
@@ -81,7 +85,27 @@ def resolve_backend(backend: GroupedGemmBackend, device: torch.device, dtype: to
             )
         if dtype not in _TRITON_DTYPES:
             raise ValueError(f"grouped_gemm: backend 'triton' has no {dtype}. Use 'auto' or 'reference'.")
+        if where == "cuda" and (problem := triton_problem()) is not None:
+            raise ValueError(f"grouped_gemm: backend 'triton': {problem} Install a newer torch, or use 'torch'.")
     return backend
+
+
+@torch.compiler.assume_constant_result  # a compiled graph would break at it
+def triton_problem() -> str | None:
+    """Why Triton's code for the GPU of this machine cannot be trusted, a sentence; None if it can, or there is none."""
+    if not is_blackwell():
+        return None
+    version = metadata.version("triton")
+    if tuple(int(part) for part in version.split("+")[0].split(".")[:3] if part.isdecimal()) >= _TRITON_FOR_BLACKWELL:
+        return None
+    wanted = ".".join(map(str, _TRITON_FOR_BLACKWELL))
+    return f"Triton {version} leaves out fences between memory accesses on this GPU, {wanted} does not (triton #9610)."
+
+
+@cache
+def is_blackwell() -> bool:
+    """True if there is a data-centre GPU of that generation: with tensor cores that read memory asynchronously."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] in _BLACKWELL
 
 
 @torch.library.custom_op("titanlite::grouped_mm", mutates_args=())
@@ -135,8 +159,9 @@ def _kernels() -> Any:
 
 def _use_torch_kernel(x: torch.Tensor, other: torch.Tensor, backend: str) -> bool:
     """F.grouped_mm serves bfloat16 on CUDA with 16-byte rows and at least one row; everything else takes the loop."""
-    aligned = x.shape[1] % 8 == 0 and other.shape[-1] % 8 == 0
-    return backend != "reference" and x.is_cuda and x.dtype == torch.bfloat16 and aligned and x.shape[0] > 0
+    if backend == "reference" or not x.is_cuda or is_blackwell():
+        return False
+    return x.dtype == torch.bfloat16 and x.shape[1] % 8 == 0 and other.shape[-1] % 8 == 0 and x.shape[0] > 0
 
 
 def get_compute_dtype(x: torch.Tensor) -> torch.dtype:

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -27,6 +28,7 @@ _wgrad: Any = wgrad_kernel
 _gather_sum: Any = gather_sum_kernel
 
 _SWIZZLE = 8  # row tiles that are neighbours in time
+_ROUNDS_AMONG_RANKS = 4
 
 
 class Tile(NamedTuple):
@@ -175,7 +177,7 @@ def reduction_grouped_gemm(
         ]
     programs = E * triton.cdiv(K, tile.rows) * triton.cdiv(N, tile.cols)
     with _device_of(x):
-        _wgrad[(min(programs, _programs_at_once(x, tile)),)](
+        _wgrad[(min(programs, _most_programs(x, tile)),)](
             *operands, dw, x_rows_M, dy_rows_M, offsets_E, N, K, E, x.stride(0), dy.stride(0), *dw.stride(),
             BK=tile.rows, BN=tile.cols, BM=tile.depth, BAND=_SWIZZLE, TMA=tma, PRECISION=_precision(x),
             num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True,
@@ -241,7 +243,7 @@ def _launch_rows(
             operands[0] = TensorDescriptor.from_tensor(x, [tile.rows, tile.depth])
     most_tiles = (M // tile.rows + E + 1) * triton.cdiv(N, tile.cols)  # how many there are, only the device knows
     with _device_of(x):
-        _row_gemm[(min(most_tiles, _programs_at_once(x, tile)),)](
+        _row_gemm[(min(most_tiles, _most_programs(x, tile)),)](
             *operands, y, z, h, row_weight, drow_weight, rows, offsets, M, N, K, E,
             x.stride(0), weight.stride(0), weight.stride(2), weight.stride(1), *(_stride(t) for t in (y, z, h)),
             BM=tile.rows, BN=tile.cols, BK=tile.depth, BAND=_SWIZZLE, E_CEIL=triton.next_power_of_2(E + 1),
@@ -284,10 +286,17 @@ def table_of(major: int, shared_bytes: int) -> str:
     return "blackwell" if major >= 10 else "large"
 
 
-def _programs_at_once(x: torch.Tensor, tile: Tile) -> int:
+def _most_programs(x: torch.Tensor, tile: Tile) -> int:
+    """As many as the device runs at once; of a run of several ranks, a few times as many.
+
+    There, collectives hold some of the multiprocessors meanwhile. Programs that find no room start when others have
+    ended: of one round the kernel would take two, of several shorter rounds one more.
+    """
     if INTERPRETED:
         return _INTERPRETED_SMS
-    return torch.cuda.get_device_properties(x.device).multi_processor_count * tile.per_sm
+    alone = not dist.is_initialized() or dist.get_world_size() == 1
+    at_once = torch.cuda.get_device_properties(x.device).multi_processor_count * tile.per_sm
+    return at_once if alone else at_once * _ROUNDS_AMONG_RANKS
 
 
 def _tma_fits(*tensors: torch.Tensor) -> bool:

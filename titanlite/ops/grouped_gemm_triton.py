@@ -73,7 +73,7 @@ def _swiglu_backward(dh, weight, m, n, real, end, N, z_ptr, dz_ptr, h_ptr, strid
     return dweight
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])  # with expert parallelism another number in every step
 def row_gemm_kernel(  # noqa: PLR0915 - functions would be inlined, and hide which loads belong to which dot
     x,
     w,

@@ -4,15 +4,16 @@ Shapes: B batch, S sequence, H heads, K head width.
 """
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from titanlite.config.model import RopeScaling
+if TYPE_CHECKING:  # operators need nothing but torch and triton
+    from titanlite.config.model import RopeScaling
 
 
-def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = None) -> torch.Tensor:
+def inverse_frequencies(head_dim: int, theta: float, scaling: "RopeScaling | None" = None) -> torch.Tensor:
     """Rotary frequencies (head_dim / 2,) float32 on CPU, a pure function of the configuration.
 
     `linear` divides all frequencies by the factor. `llama3` (Llama 3.1) keeps wavelengths below

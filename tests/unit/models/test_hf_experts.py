@@ -3,6 +3,7 @@
 import pytest
 import torch
 import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanlite.models.hf_experts import experts_forward, use_titanlite_experts
 from titanlite.ops import group_by_expert
@@ -79,3 +80,24 @@ def test_ids_beyond_the_last_expert_add_nothing():
     kept = experts_forward(experts, x, ids.clamp(max=5), torch.where(ids < 6, weights, 0.0))
     torch.testing.assert_close(mine, kept)
     assert not mine[1].any()
+
+
+def test_gradients_of_biases_are_summed_in_float32():
+    """On CUDA `index_add` adds in the dtype that it is given: a thousand bfloat16 rows lose what is small."""
+
+    added = []
+
+    class Additions(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if "index_add" in str(func) and args[0].shape[0] == SIZES["num_experts"]:
+                added.append(args[0].dtype)
+            return func(*args, **(kwargs or {}))
+
+    model = build("GptOss").bfloat16()
+    use_titanlite_experts(model)
+    tokens = torch.arange(20).view(1, 20)
+    with Additions():
+        model(tokens, labels=tokens).loss.backward()
+    assert added == [torch.float32] * 4, "gate_up_proj_bias and down_proj_bias of two layers"
+    experts = model.model.layers[0].mlp.experts
+    assert experts.down_proj_bias.grad.dtype == torch.bfloat16 and experts.down_proj_bias.grad.abs().max() > 0

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titanlite.ops import grouped_gemm
-from titanlite.ops.grouped_gemm import grouped_mm, grouped_mm_wgrad
+from titanlite.ops.grouped_gemm import grouped_mm, grouped_mm_wgrad, is_blackwell, resolve_backend, triton_problem
 
 # Relative Frobenius error against float64 of the same rounded inputs. float32: 1.8e-8 * sqrt(K) was measured for a
 # sequential sum; bfloat16: rounding of the result alone gives 1.7e-3.
@@ -239,3 +239,34 @@ def test_wrong_arguments_are_named(x, weight, offsets, parts):
     with pytest.raises(ValueError, match=r"^grouped_gemm: ") as error:
         grouped_gemm(x, weight, offsets)
     assert [part for part in parts if part not in str(error.value)] == []
+
+
+@pytest.mark.parametrize(
+    ("capability", "triton", "sound"),
+    [
+        ((10, 0), "3.6.0", False),
+        ((10, 3), "3.7.0+git1234", False),
+        ((10, 0), "3.7.1", True),
+        ((10, 0), "3.10.0", True),
+        ((9, 0), "3.6.0", True),
+        ((12, 0), "3.6.0", True),
+    ],
+)
+def test_blackwell_is_not_served_by_a_triton_that_leaves_out_fences(capability, triton, sound, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr("importlib.metadata.version", {"triton": triton}.__getitem__)
+    is_blackwell.cache_clear()
+    cuda = torch.device("cuda")
+    try:
+        assert (triton_problem() is None) == sound
+        assert resolve_backend("auto", cuda, torch.bfloat16) == ("triton" if sound else "torch")
+        if sound:
+            assert resolve_backend("triton", cuda, torch.bfloat16) == "triton"
+        else:
+            with pytest.raises(
+                ValueError, match=rf"Triton {triton.replace('+', '.')} leaves out .* 3\.7\.1 .* newer torch"
+            ):
+                resolve_backend("triton", cuda, torch.bfloat16)
+    finally:
+        is_blackwell.cache_clear()
