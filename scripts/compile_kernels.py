@@ -27,6 +27,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from titanlite.ops import cross_entropy_launch as softmax
+from titanlite.ops import cross_entropy_triton
 from titanlite.ops import grouped_gemm_launch as launch
 from titanlite.ops import grouped_gemm_triton as kernels
 
@@ -91,6 +93,21 @@ def cases(arch: int) -> Iterator[Case]:
         launch.Tile(1, 1024, 1, 4, 3, 1),
         ("N", "stride_ym", "stride_om"),
     )
+    for dtype in ("bf16", "fp32"):
+        yield from _softmax(dtype)
+
+
+def _softmax(dtype: str) -> Iterator[Case]:
+    pointers = {"logits_ptr": f"*{dtype}", "column_ptr": "*i64"}
+    sizes = {"V": "i32", "stride_c": "i32"}
+    for kernel, floats in (
+        (cross_entropy_triton.softmax_statistics_kernel, ("max_ptr", "sum_ptr", "target_ptr")),
+        (cross_entropy_triton.softmax_gradient_kernel, ("shift_ptr", "scale_ptr", "hit_ptr")),
+    ):
+        name = kernel.__name__.removesuffix("_kernel")
+        types = pointers | dict.fromkeys(floats, "*fp32") | sizes
+        tile = launch.Tile(1, softmax.BLOCK, 1, softmax.WARPS, 3, 1)
+        yield Case(f"{name} {dtype}", kernel, types, {"BLOCK": softmax.BLOCK}, tile, tuple(sizes))
 
 
 def _rows(
@@ -178,7 +195,7 @@ def compile_case(arch: int, case: Case) -> Result:
         problems.append(f"spills, {stack} bytes of stack")
     if shared > _SHARED[arch]:
         problems.append(f"{shared} bytes of shared memory, the target has {_SHARED[arch]}")
-    multiplies = case.kernel is not kernels.gather_sum_kernel and "fp32" not in case.name
+    multiplies = case.tile.depth > 1 and "fp32" not in case.name
     if multiplies and ((arch == 90 and not counts[0]) or (arch == 100 and not counts[1])):
         problems.append("no tensor core instructions")
     if "tma" in case.name.split() and not counts[2]:

@@ -1,9 +1,12 @@
-"""What must be alike on all machines of a run, looked at before anything is built: its settings and its folder."""
+"""What a run of several machines needs: settings and a folder that are alike, and patience while each prepares data."""
 
 import os
 import secrets
 import socket
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
@@ -22,6 +25,7 @@ _MAY_DIFFER += ("data.tokenizer_path", "data.validation_path", "data.cache_folde
 # A network file system may show a new file to other machines only when its cache of the folder has expired.
 _VISIBLE_WITHIN_S = 30.0
 _PAUSE_S = 0.1
+_PREPARING = timedelta(days=1)
 
 
 def check_same_settings(job: JobConfig) -> None:
@@ -50,7 +54,7 @@ def check_shared_folder(folder: Path) -> None:
     Raises:
         ConfigError: on all ranks; names the ranks that do not. Collective: every rank must call.
     """
-    if int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())) == dist.get_world_size():
+    if not _are_several():
         return
     found = [f".machines-{secrets.token_hex(8)}"]
     dist.broadcast_object_list(found, src=0)
@@ -77,6 +81,29 @@ def check_shared_folder(folder: Path) -> None:
     finally:
         if dist.get_rank() == 0:
             token.unlink(missing_ok=True)
+
+
+@contextmanager
+def waiting_for_machines() -> Iterator[None]:
+    """What is inside may take each machine its own time: at the end all wait for the last, whatever `comm` says.
+
+    One may have the data in its cache where another, that took the place of a lost one, has hours of work to do. With
+    the limit of other collectives the run would end, start again, and end again.
+
+    Collectives, with several machines only: makes a group of all ranks, and a barrier; every rank must call. A rank
+    that raises inside leaves the others to the launcher.
+    """
+    if not _are_several():
+        yield
+        return
+    group = dist.new_group(backend="gloo", timeout=_PREPARING)
+    yield
+    dist.barrier(group)
+    dist.destroy_process_group(group)
+
+
+def _are_several() -> bool:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())) != dist.get_world_size()
 
 
 def _appears(path: Path) -> bool:

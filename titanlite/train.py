@@ -93,11 +93,11 @@ def train(checked: Checked) -> Trainer:
     trainer = Trainer(job, checked.model_config, checked.degrees)
     trainer.train()
     while trainer.rewind is not None:  # as a resume, but that some data is left out
-        rewinds = [*trainer.rewinds, trainer.rewind]
+        rewinds, dims = [*trainer.rewinds, trainer.rewind], trainer.dims
         del trainer
         gc.collect()  # models have cycles, and their memory is needed
         job = replace(job, checkpoint=replace(job.checkpoint, load_step=-1))
-        trainer = Trainer(job, checked.model_config, checked.degrees, rewinds)
+        trainer = Trainer(job, checked.model_config, checked.degrees, rewinds, dims)
         trainer.train()
     return trainer
 

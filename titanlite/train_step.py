@@ -10,7 +10,13 @@ import torch
 from titanlite import heartbeat, timers
 from titanlite.config import JobConfig
 from titanlite.data import IGNORE_INDEX, Batch
-from titanlite.distributed import ParallelDims, all_reduce_sum, clip_grad_norms, reduce_replicated_grads
+from titanlite.distributed import (
+    ParallelDims,
+    all_reduce_sum,
+    clip_grad_norms,
+    reduce_replicated_grads,
+    sum_over_replicas,
+)
 from titanlite.metrics import MoEState, StepPoint, gather_ranks, get_busy_seconds, get_memory, group_parameters
 from titanlite.models.build import AnyModel
 from titanlite.objectives import Objective, ObjectiveSums
@@ -115,7 +121,9 @@ class TrainStep:
         units, valid_tokens = self.count_units(micro_batches)
         losses_finite = []
         sums = torch.zeros(2 + len(objective.metric_names), device=self.device)
-        for batch in micro_batches:
+        for number, batch in enumerate(micro_batches, 1):
+            if len(micro_batches) > 1:
+                sum_over_replicas(self.model, self.dims, now=number == len(micro_batches))
             self.enter("forward")
             losses = objective(self.model, batch)
             self.enter("backward")

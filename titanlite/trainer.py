@@ -30,7 +30,7 @@ from titanlite.faults import (
 )
 from titanlite.generate import generate_sample, get_end_of_turn_ids
 from titanlite.logger import logger
-from titanlite.machines import check_same_settings, check_shared_folder
+from titanlite.machines import check_same_settings, check_shared_folder, waiting_for_machines
 from titanlite.materialize import Plan, SourceProvider, materialize
 from titanlite.materialize.agree import on_first_rank
 from titanlite.metrics import MetricsLogger, build_profiler, record_event, start_memory_history, train_flops_per_token
@@ -57,7 +57,12 @@ class Trainer(TrainStep):
     """Builds everything from a checked configuration and trains. Every rank makes one and calls `train`."""
 
     def __init__(
-        self, job: JobConfig, model_config: AnyModelConfig, degrees: Degrees, rewinds: Sequence[Rewind] = ()
+        self,
+        job: JobConfig,
+        model_config: AnyModelConfig,
+        degrees: Degrees,
+        rewinds: Sequence[Rewind] = (),
+        dims: ParallelDims | None = None,
     ) -> None:
         self.job = job
         self.dump_folder = Path(job.job.dump_folder)
@@ -70,10 +75,11 @@ class Trainer(TrainStep):
         check_same_settings(job)
         check_device(job, self.device)
         start_memory_history(job, self.device)
-        self.dims = ParallelDims.build(degrees, self.device.type)
+        self.dims = dims or ParallelDims.build(degrees, self.device.type)  # groups of an earlier trainer serve again
         logger.info("mesh: %s, %d ranks on %s", degrees, degrees.world_size, self.device.type)
 
-        self.tokenizer, self.loader = build_data(job, self.dims.dp_rank, degrees.dp)
+        with waiting_for_machines():
+            self.tokenizer, self.loader = build_data(job, self.dims.dp_rank, degrees.dp)
         check_vocabulary(self.loader.dataset.vocab_size, model_config)
         make_dump_folder(job, self.dump_folder)
         check_shared_folder(self.dump_folder)

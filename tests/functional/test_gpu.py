@@ -1,6 +1,7 @@
 """What only a CUDA device can show. Skips itself without one."""
 
 import math
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -11,9 +12,12 @@ from titanlite.config.parallelism import Degrees
 from titanlite.errors import ConfigError
 from titanlite.faults import divergence
 from titanlite.generate import Sampling, generate
-from titanlite.ops import choose_tokens, group_by_expert, permute_tokens
+from titanlite.ops import choose_tokens, group_by_expert, linear_cross_entropy, permute_tokens
 from titanlite.ops import grouped_gemm_launch as kernels
 from titanlite.trainer import Trainer
+
+# torch looks at it once in a process, at the first product, which is that of a test without determinism.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 pytestmark = [
     pytest.mark.gpu,
@@ -175,3 +179,21 @@ def test_gathered_rows_give_the_bits_of_copied_ones_in_every_run():
     for run in range(100):
         different = [i for i, (a, b) in enumerate(zip(gathered(), expected, strict=True)) if not torch.equal(a, b)]
         assert different == [], f"run {run}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_cross_entropy_over_a_large_vocabulary(dtype, reduction):
+    generator = torch.Generator("cuda").manual_seed(0)
+    hidden = torch.randn(300, 64, device="cuda", generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(151_936, 64, device="cuda", generator=generator).to(dtype).requires_grad_()
+    labels = torch.randint(151_936, (300,), device="cuda", generator=generator)
+    labels[7] = -100
+    loss = linear_cross_entropy(hidden, weight, labels, 128, reduction=reduction).sum()
+    exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
+    expected = torch.nn.functional.cross_entropy(exact[0] @ exact[1].T, labels, reduction="sum")
+    bound = 2e-2 if dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(loss.double(), expected, rtol=bound, atol=0)
+    grads = torch.autograd.grad(loss, (hidden, weight))
+    for grad, wanted in zip(grads, torch.autograd.grad(expected, exact), strict=True):
+        assert (grad.double() - wanted).norm() <= bound * wanted.norm()

@@ -23,7 +23,7 @@ from titanlite import machines
 from titanlite.checkpoint.commit import check_folder, list_steps
 from titanlite.config.parallelism import Degrees
 from titanlite.errors import ConfigError
-from titanlite.machines import check_same_settings, check_shared_folder
+from titanlite.machines import check_same_settings, check_shared_folder, waiting_for_machines
 from titanlite.network import find_free_port
 from titanlite.trainer import Trainer
 
@@ -391,3 +391,29 @@ def test_folders_and_settings_that_differ_are_one_error_on_all_ranks(run_ranks, 
         "arguments. (ranks 2, 3)"
     )
     assert [list((tmp_path / name).iterdir()) for name in "ab"] == [[], []], "nothing is left behind"
+
+
+def test_machines_wait_for_one_that_prepares_its_data_longer_than_collectives_may_take(run_ranks, monkeypatch):
+    """The limit of this test's group is 300 s; that it does not count is seen from the group that is waited for."""
+    limits, real = [], dist.new_group
+
+    def new_group(**options):
+        limits.append(options["timeout"])
+        return real(**options)
+
+    monkeypatch.setattr(dist, "new_group", new_group)
+
+    def rank_main() -> tuple[float, list[float]]:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+        dist.barrier()
+        start = time.monotonic()
+        with waiting_for_machines():
+            time.sleep(1.0 if dist.get_rank() == 3 else 0.0)
+        waited = time.monotonic() - start
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+        with waiting_for_machines():  # one machine: whose ranks wait for each other in the cache
+            pass
+        return waited, [limit.total_seconds() for limit in limits]
+
+    for waited, found in run_ranks(4, rank_main):
+        assert waited >= 1.0 and found == [24 * 3600.0]

@@ -44,6 +44,34 @@ def differing(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -
 # --- gradients
 
 
+@pytest.mark.parametrize("mesh", ["HSDP2x2", "HSDP2x2xEP2", "DDP4"])
+def test_replicas_are_summed_once_a_step_however_many_micro_batches(run_ranks, checked, meshes, monkeypatch, mesh):
+    degrees, real = meshes[mesh], torch.distributed.all_reduce
+
+    def rank_main(local_batch_size: int) -> tuple[int, int, list[str]]:
+        elements: list[int] = []
+        overrides = [f"--training.local_batch_size={local_batch_size}", "--training.global_batch_size=16"]
+        configuration = checked(degrees, *overrides)
+        trainer = Trainer(configuration.job, configuration.model_config, configuration.degrees)
+
+        def counted(tensor: torch.Tensor, **options: Any) -> None:
+            elements.append(tensor.numel())
+            real(tensor, **options)
+
+        monkeypatch.setattr(torch.distributed, "all_reduce", counted)
+        for step in range(2):
+            micro_batches = trainer.loader.micro_batches(step)
+            elements.clear()
+            trainer.train_step(micro_batches)
+        left = [name for name, param in trainer.model.named_parameters() if param.grad is not None]
+        return len(micro_batches), sum(elements), left
+
+    (few, once, _), *_ = run_ranks(4, rank_main, 4)
+    for many, in_all, left in run_ranks(4, rank_main, 1):
+        assert (few, many, left) == (16 // degrees.dp // 4, 16 // degrees.dp, [])
+        assert in_all == once > 0
+
+
 def build_with_gradients(checked: Checked, shard: bool) -> Decoder:
     """A model with the gradients of the sum of losses over TOKENS, each data-parallel rank on its own rows."""
     model, rows = build_decoder(checked.model_config), TOKENS

@@ -46,15 +46,19 @@ class Batch:
         return {}
 
     def to(self, device: torch.device | str) -> "Batch":
-        """A copy of the batch on `device`; tensors that are already there are shared.
+        """A copy of the batch on `device`; tensors that are already there are shared."""
+        return Batch(**{field.name: copy_to(device, getattr(self, field.name)) for field in fields(self)})
 
-        To a CUDA device the copies are queued from pinned memory, for a copy from pageable memory would wait for all
-        the work that is queued before it.
-        """
-        tensors = {field.name: getattr(self, field.name) for field in fields(self)}
-        if torch.device(device).type == "cuda":
-            return Batch(**{name: t.pin_memory().to(device, non_blocking=True) for name, t in tensors.items()})
-        return Batch(**{name: t.to(device) for name, t in tensors.items()})
+
+def copy_to(device: torch.device | str, tensor: Tensor) -> Tensor:
+    """`tensor` on `device`; itself if it is there.
+
+    From the host to a CUDA device the copy is queued from pinned memory, for a copy from pageable memory would wait for
+    all the work that is queued before it.
+    """
+    if torch.device(device).type == "cuda" and tensor.device.type == "cpu":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 class SequenceDataset(Protocol):

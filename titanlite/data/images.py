@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from titanlite.data.dataset import get_num_held_out, get_shuffled_order
+from titanlite.data.dataset import copy_to, get_num_held_out, get_shuffled_order
 from titanlite.errors import DataError, raise_problems
 from titanlite.ops import IGNORE_INDEX
 
@@ -42,8 +42,8 @@ class ImageBatch:
 
     def to(self, device: torch.device | str) -> "ImageBatch":
         """A copy of the batch on `device`."""
-        inputs = {name: value.to(device) for name, value in self.inputs.items()}
-        return replace(self, tokens=self.tokens.to(device), labels=self.labels.to(device), inputs=inputs)
+        inputs = {name: copy_to(device, value) for name, value in self.inputs.items()}
+        return replace(self, tokens=copy_to(device, self.tokens), labels=copy_to(device, self.labels), inputs=inputs)
 
 
 @dataclass(frozen=True)

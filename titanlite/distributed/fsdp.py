@@ -89,15 +89,29 @@ def apply_fsdp(model: AnyModel, job: JobConfig, dims: ParallelDims, device_type:
         fully_shard(head, mesh=dims.fsdp_mesh, reshard_after_forward=reshard == "always", **shared)
     fully_shard(model, mesh=dims.fsdp_mesh, **shared)
 
+    on_expert_mesh = {module for experts in units.values() for module in experts}
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
+            mesh = dims.expert_fsdp_mesh if module in on_expert_mesh else dims.fsdp_mesh
+            if mesh.size() > 1:  # of one rank, FSDP would copy the gradients once more, divided by 1
+                module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
             time_collectives(module, has_replicas=dims.degrees.dp_replicate > 1)
     if dims.degrees.ep > 1:
         _prefetch_explicitly([[layer, *units[layer]] for layer in layers])
     for name, param in model.named_parameters(remove_duplicate=False):
         vars(param).update(attributes[name])
+
+
+def sum_over_replicas(model: AnyModel, dims: ParallelDims, *, now: bool) -> None:
+    """Whether the next backward all-reduces gradients over `dp_replicate`: that of a step's last micro-batch alone.
+
+    Without this FSDP does so for each, over the slowest links, and from the second on keeps every unit's sum until
+    backward ends. Between them this rank's gradients are in FSDP's own buffers, not in `grad`.
+    """
+    if dims.degrees.dp_replicate > 1:
+        module: Any = model  # fully_shard made an FSDPModule of it, which its static type does not show
+        module.set_requires_all_reduce(now)
 
 
 def _expert_placement(model: AnyModel, dims: ParallelDims) -> Callable[[nn.Parameter], Shard | None]:

@@ -4,6 +4,8 @@ For Qwen3 (V = 151,936) and 16,384 tokens, float32 logits and their gradient wou
 is projected, its loss and its gradients are computed at once, and the logits are dropped; kept are the gradients of
 the hidden states and of the weight, scaled in backward by the upstream scalar.
 
+On CUDA two kernels (`cross_entropy_triton.py`) do what comes between the products, on logits in the model's dtype.
+
 Losses per token (`reduction="none"`) have an upstream gradient each, which is not known in forward: of those only the
 logarithm of the softmax's denominator is kept, and backward projects every chunk a second time.
 
@@ -17,6 +19,8 @@ from typing import Any, Literal
 
 import torch
 from torch.autograd.function import once_differentiable
+
+from titanlite.ops.planned import kernel_device
 
 IGNORE_INDEX = -100
 
@@ -38,17 +42,34 @@ class VocabShard:
     reduce_sum: Callable[[torch.Tensor], torch.Tensor]
 
 
+def _use_kernels(x: torch.Tensor) -> bool:
+    return kernel_device(x.device) == "cuda" and x.dtype in (torch.bfloat16, torch.float16, torch.float32)
+
+
+def _project(hidden_CD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
+    """Logits (C, V); in float32 or float64, but for the kernels in the dtype of the product."""
+    logits_CV = hidden_CD @ weight_VD.T
+    return logits_CV if _use_kernels(logits_CV) else logits_CV.to(_wide(logits_CV))
+
+
+def _wide(x: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
 def _chunk_loss(logits_CV: torch.Tensor, labels_C: torch.Tensor, shard: VocabShard | None):
     """Loss (C,) of each token, and in place of the logits the gradient of its sum, softmax - one_hot.
 
     A label outside the vocabulary gives NaN in both, for a plausible number would hide it.
     """
     factor_C, mine_C, column_C1 = _targets(logits_CV, labels_C, shard)
-    _, sum_C, target_C = _softmax_parts(logits_CV, mine_C, column_C1, shard)
+    max_C, sum_C, target_C = _softmax_parts(logits_CV, mine_C, column_C1, shard)
     loss_C = (sum_C.log() - target_C) * factor_C
-    grad_CV = logits_CV.mul_((factor_C / sum_C).unsqueeze(-1))
-    grad_CV.scatter_add_(-1, column_C1, -mine_C.unsqueeze(-1).to(grad_CV.dtype))
-    return loss_C, grad_CV
+    hit_C = mine_C.to(factor_C.dtype)
+    if _use_kernels(logits_CV):
+        softmax_gradient_(logits_CV, max_C, factor_C / sum_C, hit_C, column_C1)
+    else:
+        logits_CV.mul_((factor_C / sum_C).unsqueeze(-1)).scatter_add_(-1, column_C1, -hit_C.unsqueeze(-1))
+    return loss_C, logits_CV
 
 
 def _targets(logits_CV: torch.Tensor, labels_C: torch.Tensor, shard: VocabShard | None):
@@ -57,7 +78,7 @@ def _targets(logits_CV: torch.Tensor, labels_C: torch.Tensor, shard: VocabShard 
     """
     valid_C = labels_C != IGNORE_INDEX
     start, vocab_size = (0, logits_CV.shape[-1]) if shard is None else (shard.start, shard.vocab_size)
-    factor_C = valid_C.to(logits_CV.dtype).masked_fill(valid_C & ((labels_C < 0) | (labels_C >= vocab_size)), math.nan)
+    factor_C = valid_C.to(_wide(logits_CV)).masked_fill(valid_C & ((labels_C < 0) | (labels_C >= vocab_size)), math.nan)
     local_C = labels_C - start
     mine_C = valid_C & (local_C >= 0) & (local_C < logits_CV.shape[-1])
     return factor_C, mine_C, local_C.where(mine_C, 0).unsqueeze(-1)
@@ -66,16 +87,54 @@ def _targets(logits_CV: torch.Tensor, labels_C: torch.Tensor, shard: VocabShard 
 def _softmax_parts(
     logits_CV: torch.Tensor, mine_C: torch.Tensor, column_C1: torch.Tensor, shard: VocabShard | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Maximum, sum of exp(logit - maximum), and the label's logit - maximum; leaves the exponentials in the logits."""
-    max_C = logits_CV.amax(dim=-1)
-    if shard is not None:
-        max_C = shard.reduce_max(max_C)
-    logits_CV.sub_(max_C.unsqueeze(-1))
-    target_C = logits_CV.gather(-1, column_C1).squeeze(-1).where(mine_C, 0.0)
-    sum_C = logits_CV.exp_().sum(dim=-1)
+    """Maximum, sum of exp(logit - maximum), and the label's logit - maximum, (C,).
+
+    Leaves the exponentials in the logits where the kernels are not used.
+    """
+    if _use_kernels(logits_CV):
+        own_max_C, sum_C, target_C = softmax_statistics(logits_CV, column_C1)
+        max_C = own_max_C if shard is None else shard.reduce_max(own_max_C)
+        target_C = (target_C - max_C).where(mine_C, 0.0)
+        sum_C = sum_C * (own_max_C - max_C).exp()
+    else:
+        max_C = logits_CV.amax(dim=-1)
+        if shard is not None:
+            max_C = shard.reduce_max(max_C)
+        logits_CV.sub_(max_C.unsqueeze(-1))
+        target_C = logits_CV.gather(-1, column_C1).squeeze(-1).where(mine_C, 0.0)
+        sum_C = logits_CV.exp_().sum(dim=-1)
     if shard is not None:
         sum_C, target_C = shard.reduce_sum(torch.stack([sum_C, target_C])).unbind(0)
     return max_C, sum_C, target_C
+
+
+@torch.library.custom_op("titanlite::softmax_statistics", mutates_args=())
+def softmax_statistics(logits: torch.Tensor, column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(maximum, sum of exp(logit - maximum), logit in `column`) of each row of `logits` (C, V), float32 (C,)."""
+    from titanlite.ops import cross_entropy_launch as kernels
+
+    return kernels.softmax_statistics(logits, column)
+
+
+@torch.library.custom_op("titanlite::softmax_gradient_", mutates_args=("logits",))
+def softmax_gradient_(
+    logits: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor, hit: torch.Tensor, column: torch.Tensor
+) -> None:
+    """Write exp(logit - shift) * scale, less `hit` in `column`, over `logits` (C, V); the others are (C,), float32."""
+    from titanlite.ops import cross_entropy_launch as kernels
+
+    kernels.softmax_gradient_(logits, shift, scale, hit, column)
+
+
+@softmax_statistics.register_fake
+def _(logits: torch.Tensor, column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    maximum, total, target = (logits.new_empty(logits.shape[0], dtype=torch.float32) for _ in range(3))
+    return maximum, total, target
+
+
+@softmax_gradient_.register_fake
+def _(logits: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor, hit: torch.Tensor, column: torch.Tensor) -> None:
+    pass
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -97,7 +156,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, hidden_TD.shape[0], chunk_tokens):
             rows = slice(start, start + chunk_tokens)
             hidden_CD = hidden_TD[rows]
-            logits_CV = (hidden_CD @ weight_VD.T).to(accumulate)
+            logits_CV = _project(hidden_CD, weight_VD)
             loss_C, grad_CV = _chunk_loss(logits_CV, labels_T[rows], shard)
             losses.append(loss_C)
             grad_CV = grad_CV.to(hidden_TD.dtype)
@@ -138,7 +197,7 @@ class _TokenCrossEntropy(torch.autograd.Function):
         loss_T, logsumexp_T = (hidden_TD.new_empty(hidden_TD.shape[0], dtype=accumulate) for _ in range(2))
         for start in range(0, hidden_TD.shape[0], chunk_tokens):
             rows = slice(start, start + chunk_tokens)
-            logits_CV = (hidden_TD[rows] @ weight_VD.T).to(accumulate)
+            logits_CV = _project(hidden_TD[rows], weight_VD)
             factor_C, mine_C, column_C1 = _targets(logits_CV, labels_T[rows], shard)
             max_C, sum_C, target_C = _softmax_parts(logits_CV, mine_C, column_C1, shard)
             loss_T[rows] = (sum_C.log() - target_C) * factor_C
@@ -158,12 +217,16 @@ class _TokenCrossEntropy(torch.autograd.Function):
         for start in range(0, hidden_TD.shape[0], ctx.chunk_tokens):
             rows = slice(start, start + ctx.chunk_tokens)
             hidden_CD = hidden_TD[rows]
-            logits_CV = (hidden_CD @ weight_VD.T).to(accumulate)
+            logits_CV = _project(hidden_CD, weight_VD)
             factor_C, mine_C, column_C1 = _targets(logits_CV, labels_T[rows], ctx.shard)
             # The denominator is that of the whole vocabulary already: no collective.
-            grad_CV = logits_CV.sub_(logsumexp_T[rows].unsqueeze(-1)).exp_().mul_(factor_C.unsqueeze(-1))
-            grad_CV.scatter_add_(-1, column_C1, -mine_C.unsqueeze(-1).to(accumulate))
-            grad_CV = grad_CV.mul_(dloss_T[rows].unsqueeze(-1)).to(hidden_TD.dtype)
+            shift_C, scale_C, hit_C = logsumexp_T[rows], factor_C * dloss_T[rows], mine_C * dloss_T[rows]
+            if _use_kernels(logits_CV):
+                softmax_gradient_(logits_CV, shift_C, scale_C, hit_C, column_C1)
+            else:
+                logits_CV.sub_(shift_C.unsqueeze(-1)).exp_().mul_(scale_C.unsqueeze(-1))
+                logits_CV.scatter_add_(-1, column_C1, -hit_C.unsqueeze(-1))
+            grad_CV = logits_CV.to(hidden_TD.dtype)
             if dhidden_TD is not None:
                 torch.mm(grad_CV, weight_VD, out=dhidden_TD[rows])
             if dweight_VD is not None:
@@ -185,7 +248,8 @@ def linear_cross_entropy(
         hidden_TD: (T, D) hidden states, any float dtype.
         weight_VD: (V, D) output projection, same dtype; with `shard`, this rank's rows only.
         labels_T: (T,) int64 ids of the whole vocabulary; IGNORE_INDEX (-100) leaves a token out.
-        chunk_tokens: tokens projected at once; peak memory is about 2 * chunk_tokens * V floats.
+        chunk_tokens: tokens projected at once; peak memory is about 2 * chunk_tokens * V floats, on CUDA a chunk's
+            logits in the dtype of `hidden_TD`.
         shard: set when the vocabulary is split over ranks. Collectives: two per chunk; all ranks hold the same tokens.
             The result is the full loss on every rank; the gradient of `hidden_TD` is this rank's part of a sum.
         reduction: "sum", a scalar, or "none", (T,), 0 where a token has no label. With "none" backward projects once

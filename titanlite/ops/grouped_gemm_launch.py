@@ -176,7 +176,7 @@ def reduction_grouped_gemm(
             TensorDescriptor.from_tensor(dy, [tile.depth, tile.cols]),
         ]
     programs = E * triton.cdiv(K, tile.rows) * triton.cdiv(N, tile.cols)
-    with _device_of(x):
+    with device_of(x):
         _wgrad[(min(programs, _most_programs(x, tile)),)](
             *operands, dw, x_rows_M, dy_rows_M, offsets_E, N, K, E, x.stride(0), dy.stride(0), *dw.stride(),
             BK=tile.rows, BN=tile.cols, BM=tile.depth, BAND=_SWIZZLE, TMA=tma, PRECISION=_precision(x),
@@ -191,7 +191,7 @@ def gather_sum(y_MN: torch.Tensor, rows_Tk: torch.Tensor) -> torch.Tensor:
     out = y_MN.new_empty(T, y_MN.shape[1])
     if out.numel():
         block = min(triton.next_power_of_2(y_MN.shape[1]), 1024)
-        with _device_of(y_MN):
+        with device_of(y_MN):
             _gather_sum[(T, triton.cdiv(y_MN.shape[1], block))](
                 y_MN,
                 rows_Tk,
@@ -242,7 +242,7 @@ def _launch_rows(
         if rows is None and (_tma_fits(x) if tma is None else tma):
             operands[0] = TensorDescriptor.from_tensor(x, [tile.rows, tile.depth])
     most_tiles = (M // tile.rows + E + 1) * triton.cdiv(N, tile.cols)  # how many there are, only the device knows
-    with _device_of(x):
+    with device_of(x):
         _row_gemm[(min(most_tiles, _most_programs(x, tile)),)](
             *operands, y, z, h, row_weight, drow_weight, rows, offsets, M, N, K, E,
             x.stride(0), weight.stride(0), weight.stride(2), weight.stride(1), *(_stride(t) for t in (y, z, h)),
@@ -252,7 +252,7 @@ def _launch_rows(
         )  # fmt: skip
 
 
-def _device_of(tensor: torch.Tensor) -> AbstractContextManager[Any]:
+def device_of(tensor: torch.Tensor) -> AbstractContextManager[Any]:
     """Triton launches on the current device, which is another one for some layers of a model that is spread."""
     return nullcontext() if INTERPRETED else torch.cuda.device(tensor.device)
 

@@ -1,5 +1,6 @@
 """`linear_cross_entropy` against `F.cross_entropy`: value, gradients, chunks, vocabulary shards, largest tensor."""
 
+import os
 import threading
 
 import pytest
@@ -8,7 +9,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from titanlite.ops import IGNORE_INDEX, VocabShard, linear_cross_entropy
+from titanlite.ops import IGNORE_INDEX, VocabShard, cross_entropy, linear_cross_entropy
 
 # Relative Frobenius error against float64 of the same rounded inputs. bfloat16: logits, softmax and gradients are each
 # rounded to 8 bits (3.9e-3).
@@ -297,3 +298,115 @@ def test_single_token_label_outside_the_vocabulary_does_not_pass(label):
     labels[0] = label
     losses = linear_cross_entropy(hidden, weight, labels, reduction="none")
     assert not losses[0].isfinite() and losses[1:].isfinite().all()
+
+
+# --- the kernels, in Triton's interpreter
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+KERNEL_DTYPES = [torch.float32, torch.bfloat16]
+VOCAB = 150  # several blocks of columns
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Compute with the kernels, one thread at a time, and count their runs."""
+    if not INTERPRETED:
+        pytest.skip("on a GPU they are tested in tests/functional/test_gpu.py")
+    lock, runs = threading.Lock(), []
+
+    def locked(name):
+        real = getattr(cross_entropy, name)
+
+        def run(*args):
+            with lock:
+                runs.append(name)
+                return real(*args)
+
+        return run
+
+    monkeypatch.setattr(cross_entropy, "_use_kernels", lambda x: x.dtype in KERNEL_DTYPES)
+    for name in ("softmax_statistics", "softmax_gradient_"):
+        monkeypatch.setattr(cross_entropy, name, locked(name))
+    yield runs
+    assert runs
+
+
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES)
+@pytest.mark.parametrize(("vocab", "chunk_tokens"), [(23, 5), (VOCAB, 100), (128, 13)])
+def test_kernels_equal_cross_entropy(dtype, vocab, chunk_tokens, kernels):
+    hidden, weight, labels = make_inputs(vocab=vocab, dtype=dtype)
+    loss = linear_cross_entropy(hidden, weight, labels, chunk_tokens) * 0.37
+    loss.backward()
+    expected = reference(hidden, weight, labels, scale=0.37)
+    for actual, wanted in zip((loss, hidden.grad, weight.grad), expected, strict=True):
+        assert_close(actual, wanted, BOUNDS[dtype])
+    assert hidden.grad.dtype == weight.grad.dtype == dtype and loss.dtype == torch.float32
+    assert torch.equal(hidden.grad[[2, 5]], torch.zeros(2, 8, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES)
+def test_kernels_on_single_tokens(dtype, kernels):
+    hidden, weight, labels = make_inputs(vocab=VOCAB, dtype=dtype)
+    upstream = torch.randn(13, generator=torch.Generator().manual_seed(1))
+    losses = linear_cross_entropy(hidden, weight, labels, 5, reduction="none")
+    losses.backward(upstream)
+    expected = token_reference(hidden, weight, labels, upstream)
+    for actual, wanted in zip((losses, hidden.grad, weight.grad), expected, strict=True):
+        assert_close(actual, wanted, BOUNDS[dtype])
+
+
+@pytest.mark.parametrize("splits", [(0, 1, VOCAB), (0, 50, 100, VOCAB)])
+def test_kernels_on_shards_of_the_vocabulary(splits, kernels):
+    hidden, weight, labels = make_inputs(vocab=VOCAB)
+
+    def step(mine, rows, shard):
+        loss = linear_cross_entropy(mine, rows, labels, 5, shard)
+        loss.backward()
+        return loss
+
+    results = run_on_shards(splits, hidden, weight, step)
+    loss, dhidden, dweight = reference(hidden, weight, labels)
+    for result in results:
+        assert_close(result[0], loss, BOUNDS[torch.float32])
+    assert_close(sum(result[1] for result in results), dhidden, BOUNDS[torch.float32])
+    assert_close(torch.cat([result[2] for result in results]), dweight, BOUNDS[torch.float32])
+
+
+def test_kernels_on_large_logits_and_without_tokens(kernels):
+    hidden, weight, labels = make_inputs(vocab=VOCAB)
+    hidden = (hidden.detach() * 1000).requires_grad_()
+    loss = linear_cross_entropy(hidden, weight, labels, 5)
+    loss.backward()
+    assert_close(loss, reference(hidden, weight, labels)[0], 1e-5)
+    assert hidden.grad.isfinite().all() and weight.grad.isfinite().all()
+    assert linear_cross_entropy(hidden[:0], weight, labels[:0], 5).item() == 0.0
+
+
+@pytest.mark.parametrize("label", [VOCAB, -7])
+def test_kernels_let_no_label_outside_the_vocabulary_pass(label, kernels):
+    hidden, weight, labels = make_inputs(vocab=VOCAB)
+    labels[0] = label
+    loss = linear_cross_entropy(hidden, weight, labels)
+    assert not loss.isfinite()
+    loss.backward()
+    assert not hidden.grad[0].isfinite().any() and hidden.grad[1:].isfinite().all()
+
+
+def test_kernels_make_nan_of_nan_and_let_infinitely_unlikely_tokens_be(kernels):
+    hidden, weight, labels = make_inputs(vocab=VOCAB)
+    with torch.no_grad():
+        hidden.fill_(1.0)
+        weight[:100, 0] = -float("inf")  # a whole block of columns
+    labels.fill_(140)
+    assert_close(linear_cross_entropy(hidden, weight, labels, 5), reference(hidden, weight, labels)[0], 1e-5)
+    with torch.no_grad():
+        weight[3, 3] = float("nan")
+    assert linear_cross_entropy(hidden, weight, labels, 5).isnan()
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="on host tensors, which the interpreter serves")
+def test_operators_pass_opcheck():
+    logits, column = torch.randn(3, VOCAB), torch.tensor([0, 70, 149])
+    row = torch.rand(3)
+    torch.library.opcheck(torch.ops.titanlite.softmax_statistics.default, (logits, column))
+    torch.library.opcheck(torch.ops.titanlite.softmax_gradient_.default, (logits, row, row, row, column))
