@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -96,7 +97,7 @@ def waiting_for_machines() -> Iterator[None]:
     if not _are_several():
         yield
         return
-    group = dist.new_group(backend="gloo", timeout=_PREPARING)
+    group: Any = dist.new_group(backend="gloo", timeout=_PREPARING)  # an int for ranks outside, of which there are none
     yield
     dist.barrier(group)
     dist.destroy_process_group(group)

@@ -29,7 +29,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, GenerationConfig
 
 import titanlite.train
-from titanlite.checkpoint import commit, pretrained, train_state
+from titanlite.checkpoint import commit, pretrained, train_state, writer
 from titanlite.checkpoint.commit import check_folder, list_steps, step_folder
 from titanlite.config import load_config
 from titanlite.config.parallelism import Degrees
@@ -403,7 +403,7 @@ FAILING_SAVES: Mapping[str, tuple[Callable[[], Any], str, int]] = {  # what happ
     "files may not grow on rank 1": (partial(file_limit, 1, 20_000), "File too large", 1),
     "files may not grow on rank 0": (partial(file_limit, 0, 20_000), "File too large", 0),
     "disk full when files are made": (
-        partial(broken, 0, os, "posix_fallocate", errno.ENOSPC, 2),
+        partial(broken, 0, writer, "reserve", errno.ENOSPC, 2),
         "No space left on device",
         0,
     ),

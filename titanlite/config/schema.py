@@ -57,7 +57,9 @@ class ModelSection:
         "auto", "'native': titanlite's decoder; 'transformers': the class of transformers; 'auto': native where it can."
     )
     attention_backend: Literal["sdpa", "flex"] = setting(
-        "sdpa", "'sdpa': scaled_dot_product_attention; 'flex': flex_attention, for packed documents on CUDA."
+        "sdpa",
+        "'sdpa': scaled_dot_product_attention, on CUDA with a dense mask for packed documents, whose masked parts are "
+        "computed too; 'flex': flex_attention on CUDA, compiled, which leaves out masked blocks.",
     )
     overrides: ModelOverrides = setting(ModelOverrides, "Single sizes to change, for example num_layers = 4.")  # type: ignore[valid-type]
 

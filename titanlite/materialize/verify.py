@@ -13,7 +13,9 @@ from titanlite.materialize.layout import Region, local_of, num_replicas
 from titanlite.materialize.plan import Plan, TensorEntry, named_tensors
 from titanlite.materialize.sources import Keep
 
-_CHUNK = 1 << 18  # elements; what looking at a tensor may cost in memory is a few copies of a chunk as int64
+# Elements; what looking at a tensor may cost in memory is a few copies of a chunk as int64. On the host they stay in the
+# cache; on a device there are eight launches for each.
+_HOST_CHUNK, _DEVICE_CHUNK = 1 << 18, 1 << 22
 
 _Digest = tuple[int, int]
 _Findings = tuple[list[str], dict[tuple[str, Region], _Digest]]  # problems, digests of what other ranks hold too
@@ -62,7 +64,7 @@ def _entry_problems(entry: TensorEntry, current: dict[str, torch.Tensor]) -> lis
         problems.append(f"{fqn}: is {local.dtype}, expected {entry.dtype}.")
     if local.dtype.is_floating_point or local.dtype.is_complex:
         if not _has_finite_sum(local):
-            chunks = local.reshape(-1).split(_CHUNK) if local.is_contiguous() else [local]
+            chunks = local.reshape(-1).split(_chunk_of(local)) if local.is_contiguous() else [local]
             num_nan = sum(int(chunk.isnan().sum()) for chunk in chunks)
             if num_nan:
                 how = "was NaN before materialization" if isinstance(entry.source, Keep) else "not filled, or NaN"
@@ -90,13 +92,20 @@ def _has_finite_sum(local: torch.Tensor) -> bool:
     return local.dtype.itemsize > 1 and bool(local.sum().isfinite())  # float8 has no sum
 
 
+def _chunk_of(local: torch.Tensor) -> int:
+    return _HOST_CHUNK if local.device.type == "cpu" else _DEVICE_CHUNK
+
+
 def bit_digest(local: torch.Tensor) -> torch.Tensor:
-    """Two sums over the bits of `local`, the second weighted by position, modulo 2**64: int64 (2,), on its device."""
+    """Two sums over the bits of `local`, the second weighted by position, modulo 2**64: int64 (2,), on its device.
+
+    To be compared with those of tensors on the same type of device.
+    """
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[local.dtype.itemsize]
     bits = local.detach().contiguous().flatten().view(integer)
     sums = torch.zeros(2, dtype=torch.int64, device=local.device)
-    for start in range(0, bits.numel(), _CHUNK):  # int64 copies of a chunk, not of the tensor
-        chunk = bits[start : start + _CHUNK].to(torch.int64)
+    for start in range(0, bits.numel(), _chunk_of(local)):  # int64 copies of a chunk, not of the tensor
+        chunk = bits[start : start + _chunk_of(local)].to(torch.int64)
         position = torch.arange(1, chunk.numel() + 1, device=chunk.device)
         sums += torch.stack([chunk.sum(), (chunk * position).sum() * (2 * start + 1)])
     return sums

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from titanlite.checkpoint import writer
 from titanlite.checkpoint.commit import (
     MANIFEST_FILE,
     check_folder,
@@ -134,9 +135,9 @@ def test_full_disk_leaves_the_older_folder(tmp_path, process_group, monkeypatch)
         raise OSError(28, "No space left on device")
 
     folder = complete_folder(tmp_path / "step-1")
-    for name in ("posix_fallocate", "pwritev", "fsync"):
+    for owner, name in ((writer, "reserve"), (os, "pwritev"), (os, "fsync")):
         with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="No space left on device"):
-            patch.setattr(os, name, full)
+            patch.setattr(owner, name, full)
             commit_folder(folder, files_of(1.0), write_config())
         assert names_in(tmp_path) == {"step-1"}, name
         assert check_folder(folder, checksums=True) == [], name
