@@ -13,8 +13,8 @@ from titanlite.materialize.layout import Region, local_of, num_replicas
 from titanlite.materialize.plan import Plan, TensorEntry, named_tensors
 from titanlite.materialize.sources import Keep
 
-# Elements; what looking at a tensor may cost in memory is a few copies of a chunk as int64. On the host they stay in the
-# cache; on a device there are eight launches for each.
+# Elements; what looking at a tensor may cost in memory is a few copies of a chunk as int64. On the host they stay in
+# the cache; on a device there are eight launches for each.
 _HOST_CHUNK, _DEVICE_CHUNK = 1 << 18, 1 << 22
 
 _Digest = tuple[int, int]
