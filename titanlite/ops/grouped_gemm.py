@@ -17,7 +17,6 @@ Shapes: M rows, E experts, K reduction, N output. Weights are usually kept as (E
 
 import os
 from functools import cache
-from importlib import metadata
 from typing import Any, Literal
 
 import torch
@@ -95,7 +94,9 @@ def triton_problem() -> str | None:
     """Why Triton's code for the GPU of this machine cannot be trusted, a sentence; None if it can, or there is none."""
     if not is_blackwell():
         return None
-    version = metadata.version("triton")
+    import triton
+
+    version = triton.__version__
     if tuple(int(part) for part in version.split("+")[0].split(".")[:3] if part.isdecimal()) >= _TRITON_FOR_BLACKWELL:
         return None
     wanted = ".".join(map(str, _TRITON_FOR_BLACKWELL))
