@@ -8,7 +8,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,11 +15,13 @@ import torch.distributed as dist
 from torch import nn
 
 from titanlite.config import AnyModelConfig, JobConfig
+from titanlite.config.assets import assets_folder
 from titanlite.data import (
     EvaluationPrompt,
     ExampleDataset,
     SequenceDataset,
     StreamDataset,
+    count_ids,
     evaluation_prompts,
     read_evaluation_prompts,
 )
@@ -140,9 +141,10 @@ class Evaluator:
                 if longest is not None and len(p.prompt_ids) + self._section.max_new_tokens > longest
             ],
         )
-        self._vocab_size = min(len(tokenizer), model_config.vocab_size)
-        assets = Path(job.model.hf_assets_path) if job.model.hf_assets_path else None
-        self._eos_token_ids = sorted({*get_eos_token_ids(tokenizer, assets), *get_end_of_turn_ids(tokenizer)})
+        self._vocab_size = min(count_ids(tokenizer), model_config.vocab_size)
+        self._eos_token_ids = sorted(
+            {*get_eos_token_ids(tokenizer, assets_folder(job)), *get_end_of_turn_ids(tokenizer)}
+        )
 
     def is_due(self, step: int, last: bool) -> bool:
         """True if an evaluation follows after `step` steps: before the first, at intervals, and after the last."""

@@ -24,7 +24,7 @@ from titanlite.config import AnyModelConfig, JobConfig
 from titanlite.config.assets import local_folder
 from titanlite.config.parallelism import check_parallelism, resolve_degrees
 from titanlite.config.schema import ParallelismSection, TrainingSection
-from titanlite.data import load_tokenizer
+from titanlite.data import count_ids, load_tokenizer
 from titanlite.distributed import ParallelDims, end_distributed, init_distributed, parallelize
 from titanlite.errors import ConfigError, DataError, TitanliteError, raise_problems
 from titanlite.generate import Continuation, Sampling, generate, get_end_of_turn_ids, get_eos_token_ids, name_of
@@ -231,7 +231,7 @@ def _prepare(options: argparse.Namespace, folder: Path, tokenizer: Any, device: 
     shown = [prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False) for prompt in prompts]
     dtype = _dtype(options.dtype, folder, device)
     ends = {*get_eos_token_ids(tokenizer, folder), *(get_end_of_turn_ids(tokenizer) if options.chat else ())}
-    return Request(folder, config, dtype, shown, ids, sorted(ends), len(tokenizer))
+    return Request(folder, config, dtype, shown, ids, sorted(ends), count_ids(tokenizer))
 
 
 def _dtype(asked: str, folder: Path, device: torch.device) -> str:

@@ -17,7 +17,7 @@ from titanlite.config import AnyModelConfig, JobConfig, load_config
 from titanlite.config.assets import find_missing_files, resolve_assets
 from titanlite.config.parallelism import Degrees, check_parallelism, resolve_degrees
 from titanlite.errors import ConfigError, TitanliteError, raise_problems
-from titanlite.models.families import resolve_model_config
+from titanlite.models.families import find_other_model, resolve_model_config
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,7 @@ def check(job: JobConfig, world_size: int, *, weights: bool = True) -> Checked:
     try:
         job = resolve_assets(job, weights=weights)
         model_config = resolve_model_config(job.model)
+        problems += find_other_model(job, model_config)
     except ConfigError as error:
         problems.append(str(error))
     try:

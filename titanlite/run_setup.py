@@ -125,9 +125,25 @@ def build_on_meta(job: JobConfig, model_config: AnyModelConfig, dims: ParallelDi
     model = build_model(model_config, base_dtype(job, device.type))  # on meta: shapes only
     apply_lora(model, job.lora, getattr(torch, job.training.dtype))
     freeze_parameters(model, job.optimizer)
+    if job.training.objective == "dpo":
+        turn_off_dropout(model)
     configure(model, job, device)
     parallelize(model, job, dims, device.type)  # still on meta: now shards
     return model
+
+
+def turn_off_dropout(model: torch.nn.Module) -> None:
+    """Let all layers keep everything: DPO compares with a reference without dropout, whose noise would be reward."""
+    found = set()
+    for module in model.modules():
+        is_dropout = isinstance(module, torch.nn.Dropout)
+        for name in ["p"] if is_dropout else [name for name in vars(module) if name.endswith("dropout")]:
+            value = getattr(module, name)
+            if isinstance(value, float) and value > 0.0:
+                found.add(value)
+                setattr(module, name, 0.0)
+    if found:
+        logger.info("dpo: dropout of %s is off, as in the reference", ", ".join(map(str, sorted(found))))
 
 
 def configure(model: AnyModel, job: JobConfig, device: torch.device) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from titanlite import heartbeat, timers
 from titanlite.config import JobConfig
-from titanlite.data import IGNORE_INDEX, Batch
+from titanlite.data import Batch
 from titanlite.distributed import (
     ParallelDims,
     all_reduce_sum,
@@ -37,7 +37,7 @@ class StepResult:
         loss: mean loss over the global batch's units (tokens with a label, or pairs), float32 scalar.
         grad_norm: gradient norm before clipping, float32 scalar.
         group_norms: the same by group of parameters, float32 (groups,).
-        aux_loss: mean of the balance losses over the tokens with a label, float32 scalar; 0 without any.
+        aux_loss: mean of the balance losses over the tokens, padding left out, float32 scalar; 0 without any.
         tokens: tokens of the global batch, padding included.
         tokens_per_expert: (layers, E) int64 over the global batch, or None for a dense model.
         metrics: means of the objective's metrics, float32 (len(metric_names),).
@@ -118,7 +118,7 @@ class TrainStep:
         spread.
         """
         objective = self.objective
-        units, valid_tokens = self.count_units(micro_batches)
+        units, num_tokens = self.count_units(micro_batches)
         losses_finite = []
         sums = torch.zeros(2 + len(objective.metric_names), device=self.device)
         for number, batch in enumerate(micro_batches, 1):
@@ -127,7 +127,7 @@ class TrainStep:
             self.enter("forward")
             losses = objective(self.model, batch)
             self.enter("backward")
-            self.scaled_loss(losses, units, valid_tokens).backward()
+            self.scaled_loss(losses, units, num_tokens).backward()
             # tp ranks hold the same losses, but the balance losses of their own positions.
             aux_sum = losses.aux * self.dims.degrees.tp
             sums += torch.cat([torch.stack([losses.loss, aux_sum]).detach(), losses.metrics])
@@ -148,7 +148,7 @@ class TrainStep:
 
         tokens = sum(batch.tokens.numel() for batch in micro_batches) * self.dims.degrees.dp
         means = sums / units
-        aux_loss = sums[1] / valid_tokens
+        aux_loss = sums[1] / num_tokens
         return StepResult(means[0], aux_loss, grad_norm, group_norms, tokens, tokens_per_expert, means[2:])
 
     def enter(self, phase: str) -> None:
@@ -157,14 +157,18 @@ class TrainStep:
         heartbeat.beat(phase, self.step + 1)
 
     def count_units(self, micro_batches: list[Batch]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Units, and tokens with a label, of the global batch. Collective: every rank must call."""
-        counts = [torch.stack([self.objective.count(b), (b.labels != IGNORE_INDEX).sum()]) for b in micro_batches]
-        units, valid_tokens = self.sum_over_data(torch.stack(counts).sum(dim=0)).unbind()
-        return units, valid_tokens
+        """Units, and tokens but for padding, of the global batch. Collective: every rank must call."""
+        counts = [torch.stack([self.objective.count(batch), _count_tokens(batch)]) for batch in micro_batches]
+        units, num_tokens = self.sum_over_data(torch.stack(counts).sum(dim=0)).unbind()
+        return units, num_tokens
 
-    def scaled_loss(self, losses: ObjectiveSums, units: torch.Tensor, valid_tokens: torch.Tensor) -> torch.Tensor:
-        """What backward of a micro-batch begins with: its share of the mean over the global batch."""
-        return losses.loss / units + losses.aux / valid_tokens
+    def scaled_loss(self, losses: ObjectiveSums, units: torch.Tensor, num_tokens: torch.Tensor) -> torch.Tensor:
+        """What backward of a micro-batch begins with: its share of the mean over the global batch.
+
+        Routers balance all tokens, those of a prompt too: a mean over what has labels would weigh balance more, the
+        less of a chat is trained.
+        """
+        return losses.loss / units + losses.aux / num_tokens
 
     def sum_over_data(self, value: torch.Tensor) -> torch.Tensor:
         """Sum of `value` over the data-parallel ranks; tp ranks of one group hold the same value and count once."""
@@ -218,3 +222,9 @@ def _mean_of_finite(losses: Sequence[float]) -> float:
     """Mean of the steps that were applied; nan if none was."""
     finite = [loss for loss in losses if math.isfinite(loss)]
     return sum(finite) / len(finite) if finite else math.nan
+
+
+def _count_tokens(batch: Batch) -> torch.Tensor:
+    if batch.document_ids is None:  # of images: no sequence has padding that the model knows of
+        return torch.tensor(batch.tokens.numel(), device=batch.tokens.device)
+    return (batch.document_ids >= 0).sum()

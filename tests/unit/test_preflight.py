@@ -1,5 +1,6 @@
 """Preflight: model, degrees and batch checked against one another, without torch, one error with everything."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -138,3 +139,37 @@ def test_a_python_without_the_packages_says_so(path):
     assert result.returncode == 2
     assert "has no package 'omegaconf'. Activate the environment" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("changes", "overrides", "different"),
+    [
+        ({}, [], ""),
+        ({"max_position_embeddings": 4096, "initializer_range": 0.01}, [], ""),
+        ({"rope_theta": 1e7}, [], "rope_theta is 1000000.0, there 10000000.0"),
+        ({"rope_theta": 1e7}, ["--model.overrides.rope_theta=1000000.0"], ""),
+        (
+            {"norm_topk_prob": False, "rms_norm_eps": 1e-5},
+            [],
+            "rms_norm_eps is 1e-06, there 1e-05; norm_topk_prob is True",
+        ),
+        ({"use_sliding_window": True}, [], "use_sliding_window = True is not supported"),
+    ],
+)
+def test_a_flavor_must_be_the_model_whose_weights_are_loaded(path, tmp_path, changes, overrides, different):
+    """Weights of the same shapes fit, and yet would compute something else."""
+    family = families()["qwen3_moe"]
+    hf = {**family.to_hf(family.presets["debug"]), "model_type": "qwen3_moe", **changes}
+    if "rope_theta" in changes:
+        hf = {key: value for key, value in hf.items() if key not in ("rope_parameters", "rope_scaling")}
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(hf))
+    arguments = [path, f"--checkpoint.initial_load_path={tmp_path / 'model'}", *overrides]
+    if not different:
+        assert run_check(*arguments).model_config.family == "qwen3_moe"
+        return
+    with pytest.raises(ConfigError) as error:
+        run_check(*arguments)
+    text = str(error.value)
+    assert "model.flavor = 'debug' is not the model" in text and different in text
+    assert "Leave model.name and model.flavor out: then its config.json counts." in text

@@ -3,11 +3,12 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from titanlite import run_setup
 from titanlite.errors import DataError
 from titanlite.models.families import families
-from titanlite.run_setup import check_vocabulary
+from titanlite.run_setup import check_vocabulary, turn_off_dropout
 
 CONFIG = replace(families()["qwen3_moe"].presets["debug"], vocab_size=1000)
 
@@ -35,3 +36,24 @@ def test_a_tokenizer_far_smaller_than_the_embedding_is_a_warning_of_rank_0(warni
 def test_a_token_without_a_row_is_an_error():
     with pytest.raises(DataError, match=r"has 1001 tokens, but the model's vocab_size is 1000"):
         check_vocabulary(1001, CONFIG)
+
+
+def test_dpo_turns_off_dropout_wherever_it_is(monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(run_setup.logger, "info", lambda text, *values: said.append(text % values))
+
+    class Attention(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention_dropout, self.p, self.inner = 0.1, 7.0, torch.nn.Dropout(0.2)
+
+    class Adapted(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention, self.dropout, self.resid_dropout = Attention(), 0.05, 0.0
+
+    model = Adapted()
+    turn_off_dropout(model)
+    attention = model.attention
+    assert (model.dropout, attention.attention_dropout, attention.inner.p, attention.p) == (0.0, 0.0, 0.0, 7.0)
+    assert said == ["dpo: dropout of 0.05, 0.1, 0.2 is off, as in the reference"]

@@ -4,11 +4,13 @@ Ranks write into a hidden temporary folder; the manifest with the size and CRC-3
 is flushed to the disk; one rename makes the folder visible. A process may be killed at any moment of this.
 """
 
+import errno
 import itertools
 import json
 import os
 import re
 import shutil
+import socket
 import stat
 import traceback
 import zlib
@@ -20,7 +22,7 @@ import torch.distributed as dist
 from titanlite.checkpoint.folder import OWN_FOLDER, read_json
 from titanlite.checkpoint.header import shown
 from titanlite.checkpoint.writer import FileLayout, create_files, header_crcs, merge_crcs, write_items
-from titanlite.errors import CheckpointError, TitanliteError
+from titanlite.errors import CheckpointError, TitanliteError, TransientError
 from titanlite.logger import logger
 from titanlite.materialize.agree import raise_together
 from titanlite.run_files import sync
@@ -28,6 +30,8 @@ from titanlite.run_files import sync
 MANIFEST_FILE = f"{OWN_FOLDER}/manifest.json"
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 _CHUNK = 8 << 20
+# What a folder itself is to blame for. Others, such as a stale mount or a disk that does not answer, say nothing of it.
+_OF_DAMAGED_FOLDERS = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)
 
 
 def commit_folder(
@@ -123,6 +127,12 @@ def check_folder(folder: Path, *, checksums: bool = False, share: tuple[int, int
             elif checksums and _crc_of(path) != crc:
                 problems.append(f"{shown(name)}: its bytes are not those that were saved (CRC-32 differs).")
         except OSError as error:
+            if error.errno not in _OF_DAMAGED_FOLDERS:
+                raise TransientError(
+                    f"checkpoint {folder}: {socket.gethostname()} cannot read {shown(name)}: {error.strerror}. The "
+                    "checkpoint is left as it is. Start again when the disk or the network file system works, or move "
+                    "the checkpoint away."
+                ) from None
             problems.append(f"{shown(name)}: {error.strerror}.")
         except ValueError:
             problems.append(f"{shown(name)}: is not the name of a file.")

@@ -88,6 +88,9 @@ def read_header_and_size(path: Path) -> tuple[dict[str, StoredTensor], int]:
     return {tensor.key: tensor for tensor in tensors}, file_bytes
 
 
+_PAGE_BYTES = 4096
+
+
 def encode_header(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...], int]]) -> bytes:
     """Header of a file with the given (key, dtype, shape, first byte in the data), padded to align the data."""
     table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -97,7 +100,8 @@ def encode_header(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...], int
             nbytes *= size
         table[key] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, start + nbytes]}
     text = json.dumps(table, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    # Pages of the header are rank 0's alone, who has them in its cache.
+    text += b" " * (-(len(text) + 8) % _PAGE_BYTES)
     return struct.pack("<Q", len(text)) + text
 
 

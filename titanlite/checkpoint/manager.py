@@ -32,6 +32,7 @@ from titanlite.checkpoint.pretrained import weights_of
 from titanlite.checkpoint.train_state import Progress, Rewind, load_rewinds, load_state, state_files
 from titanlite.checkpoint.writer import FileLayout
 from titanlite.config import JobConfig
+from titanlite.config.assets import assets_folder
 from titanlite.errors import CheckpointError, SaveError, TitanliteError, raise_problems
 from titanlite.logger import logger
 from titanlite.materialize import Plan, SourceProvider
@@ -73,7 +74,7 @@ class Checkpointer:
         self._sum_over_ranks = sum_over_ranks
         self.folder = dump_folder / self._section.folder
         # A group of its own: a save in the background must not meet the collectives of training, or that of `agree`.
-        self._group = _new_group(timedelta(seconds=job.comm.timeout_seconds))
+        self._group = _new_group(timedelta(seconds=self._section.timeout_seconds))
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-writer")
         self._pending: Future[None] | None = None
         self._host_buffers: dict[int, torch.Tensor] = {}
@@ -247,7 +248,7 @@ class Checkpointer:
             files = adapter_files(plan) if lora.rank else model_files(plan, model.config, dtype, exact=True)
             files += state_files(plan, optimizer, device)
             folder = step_folder(self.folder, progress.step)
-            assets = Path(self._job.model.hf_assets_path) if self._job.model.hf_assets_path else None
+            assets = assets_folder(self._job)
 
             def write_rest(path: Path) -> None:
                 if lora.rank:

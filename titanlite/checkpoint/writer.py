@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from titanlite.checkpoint.crc import combine
 from titanlite.checkpoint.header import encode_header
@@ -137,11 +138,13 @@ def write_items(folder: Path, files: Sequence[FileLayout], text: str) -> dict[st
     shares: dict[str, int] = {}
     total = sum(item.nbytes for file in files for item, _ in file.items if item.mine)
     with Transfer(text, total) as progress, ThreadPoolExecutor(io_threads(), thread_name_prefix="save") as pool:
-        for file in files:
+        first = dist.get_rank() * len(files) // dist.get_world_size() if dist.is_initialized() else 0
+        for file in [*files[first:], *files[:first]]:  # not all ranks in the same file at once
             jobs = list(_jobs(file))
             if not jobs:
                 continue
-            descriptor = os.open(folder / file.name, os.O_RDWR)
+            # Not O_RDWR: NFS would read the rest of a page and write it back, over what another machine wrote there.
+            descriptor = os.open(folder / file.name, os.O_WRONLY)
             try:
                 written = list(pool.map(lambda job, fd=descriptor: _counted(job(fd), progress), jobs))
                 os.fsync(descriptor)

@@ -48,6 +48,14 @@ def resolve_assets(job: JobConfig, *, weights: bool = True) -> JobConfig:
     return replace(job, model=model, checkpoint=checkpoint, data=data)
 
 
+def assets_folder(job: JobConfig) -> Path | None:
+    """Folder with the description of the model that the run began with, where there is one: `resolve_assets` first."""
+    for name in (job.model.hf_assets_path, job.checkpoint.initial_load_path):
+        if name and (Path(name) / "config.json").is_file():
+            return Path(name)
+    return None
+
+
 def find_missing_files(job: JobConfig) -> list[str]:
     """A problem for each path of `[data]` and `[evaluation]` with nothing at it that is no name of the hub either."""
     data = job.data

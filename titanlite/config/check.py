@@ -65,6 +65,7 @@ _RULES: tuple[tuple[Callable[[float], bool], str, tuple[str, ...]], ...] = (
             "evaluation.batch_size",
             "evaluation.max_new_tokens",
             "comm.timeout_seconds",
+            "checkpoint.timeout_seconds",
             "training.max_nonfinite_steps",
             "data.streaming_block_rows",
         ),

@@ -78,7 +78,9 @@ class TrainingSection:
     )
     max_norm: float = setting(1.0, "Gradients are scaled down to this total 2-norm; 0 turns clipping off.")
     dtype: Literal["float32", "bfloat16"] = setting(
-        "float32", "Dtype of the stored parameters, accumulated gradients and optimizer states."
+        "float32",
+        "Dtype of the stored parameters, accumulated gradients and optimizer states. In 'bfloat16', without a copy in "
+        "float32, updates below 1/256 of a weight are lost: not for the small learning rates of fine-tuning.",
     )
     mixed_precision_param: Literal["auto", "float32", "bfloat16"] = setting(
         "auto", "Dtype of parameters and activations in forward and backward; 'auto': bfloat16 on CUDA, dtype on CPU."
@@ -208,6 +210,9 @@ class CheckpointSection:
         True, "Save checkpoints at intervals, at the end and on SIGTERM or SIGINT; resume from the folder's latest."
     )
     folder: str = setting("checkpoint", "Folder of the checkpoints, inside job.dump_folder.")
+    timeout_seconds: int = setting(
+        7200, "Longest wait of a rank for the others while they save a checkpoint, or read it to compare its checksums."
+    )
     interval: int = setting(500, "Optimizer steps between checkpoints; 0: only at the end.")
     initial_load_path: str = setting(
         "", "Folder or hub id of the Hugging Face model whose weights a new run begins with. Empty: random weights."

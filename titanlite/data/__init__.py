@@ -10,7 +10,7 @@ from titanlite.data.example_dataset import ExampleDataset
 from titanlite.data.loader import TrainLoader
 from titanlite.data.prompts import EvaluationPrompt, evaluation_prompts, read_evaluation_prompts
 from titanlite.data.stream import StreamDataset
-from titanlite.data.tokenizer import build_tokenizer, load_tokenizer
+from titanlite.data.tokenizer import build_tokenizer, count_ids, load_tokenizer
 from titanlite.data.tokens import TokenizedCorpus, build_tokens
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "build_example_dataset",
     "build_tokenizer",
     "build_tokens",
+    "count_ids",
     "evaluation_prompts",
     "load_tokenizer",
     "read_evaluation_prompts",

@@ -9,7 +9,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, TypeVar
 
@@ -63,7 +63,8 @@ def _lock(path: Path) -> Iterator[None]:
     """Hold an exclusive lock; the kernel releases it when the process dies, however it dies."""
     # The lock file stays: deleting it would let a waiter hold the old inode while a newcomer locks a new one.
     with path.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        with suppress(OSError):  # some network file systems know no locks; then several may build, each its own file
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 

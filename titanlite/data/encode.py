@@ -139,8 +139,11 @@ class ExampleEncoder:
             for part, piece in zip(parts, draft.pieces, strict=True):
                 tokens += part
                 flags += [piece.flags] * len(part)
-            tokens += draft.suffix
-            flags += [draft.pieces[-1].flags] * len(draft.suffix)
+            suffix = draft.suffix
+            if suffix and tuple(tokens[-len(suffix) :]) == suffix:
+                suffix = ()  # the text spells the end-of-text token itself
+            tokens += suffix
+            flags += [draft.pieces[-1].flags] * len(suffix)
             documents.append(_make_document(tokens, flags))
         return documents
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from titanlite.data.dataset import copy_to, get_num_held_out, get_shuffled_order
+from titanlite.data.tokenizer import count_ids
 from titanlite.errors import DataError, raise_problems
 from titanlite.ops import IGNORE_INDEX
 
@@ -93,7 +94,7 @@ class ImageDataset:
     @property
     def vocab_size(self) -> int:
         """One more than the largest id that the tokenizer can produce."""
-        return len(self._processor.tokenizer)
+        return count_ids(self._processor.tokenizer)
 
     def get_train_indices(self, seed: int, start: int, stop: int) -> np.ndarray:
         """Row indices (stop - start,) int64 of the training samples [start, stop)."""

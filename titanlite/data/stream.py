@@ -50,7 +50,7 @@ from titanlite.logger import logger
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-_FORMAT_VERSION = 1  # raise it when the division into blocks or their packing changes
+_FORMAT_VERSION = 2  # raise it when the division into blocks or their packing changes
 
 
 class _LeftOut:

@@ -32,6 +32,11 @@ _KNOWN_END_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "<\uff5cend\u2581of\u2581s
 _RECIPE_VERSION = 1  # raise it when the training below changes, or old cached tokenizers will be taken for new ones
 
 
+def count_ids(tokenizer: "PreTrainedTokenizerFast") -> int:
+    """One more than the largest token id; `len(tokenizer)` is less where ids have holes."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
 def train_bpe(corpus: Corpus, vocab_size: int) -> Tokenizer:
     """Train a byte-level BPE (GPT-2's splitting, no normalization) that encodes any text without loss.
 

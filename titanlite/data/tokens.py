@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 from titanlite.config.schema import DataSection
 from titanlite.data.cache import get_cache_folder, load_or_build, write_atomic
 from titanlite.data.corpus import Corpus, split_text
+from titanlite.data.tokenizer import count_ids
 from titanlite.logger import logger
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def build_tokens(data: DataSection, corpus: Corpus, tokenizer: "PreTrainedTokeni
     """
     serialized = tokenizer.backend_tokenizer.to_str()
     eos_token_id = cast(int, tokenizer.eos_token_id)
-    vocab_size = max(tokenizer.get_vocab().values()) + 1  # not len(): ids may have holes
+    vocab_size = count_ids(tokenizer)
     dtype = "uint16" if vocab_size <= 2**16 else "uint32"
     key = sha256(f"{_FORMAT_VERSION} {corpus.digest} {eos_token_id} {serialized}".encode()).hexdigest()[:32]
     path = get_cache_folder(data) / "tokens" / f"{key}.bin"

@@ -1,6 +1,7 @@
 """Process group and device of this rank."""
 
 import os
+import resource
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,8 @@ from titanlite.distributed.host_memory import keep_freed_memory
 from titanlite.errors import ConfigError, TransientError
 from titanlite.network import PORT_TAKEN, find_interface
 from titanlite.ops import leave_out_cudnn
+
+_MOST_FILES = 1 << 16
 
 
 def _explain(error: RuntimeError) -> Exception:
@@ -47,6 +50,14 @@ def _choose_interface() -> None:
     several = os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]) != os.environ["WORLD_SIZE"]
     if several and "GLOO_SOCKET_IFNAME" not in os.environ:
         os.environ["GLOO_SOCKET_IFNAME"] = find_interface(os.environ["MASTER_ADDR"])
+
+
+def _allow_many_files() -> None:
+    """Gloo holds a connection to every other rank in each group; the usual limit of 1024 ends runs of 400 ranks."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _refuse_idle_gpus() -> None:
@@ -116,6 +127,7 @@ def init_distributed(timeout_s: int, dump_folder: Path | None = None) -> torch.d
     """
     timeout = timedelta(seconds=timeout_s)
     limit_waiting(timeout_s)
+    _allow_many_files()
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)

@@ -15,7 +15,7 @@ class ObjectiveSums(NamedTuple):
     Attributes:
         loss: over the batch's units (tokens or pairs), differentiable float32 scalar; divide by the global number of
             units.
-        aux: balance losses summed over tokens; divide by the global number of tokens with a label.
+        aux: balance losses summed over tokens; divide by the global number of tokens, padding left out.
         metrics: (number of `metric_names`,) float32, no gradient; divide like `loss`.
     """
 

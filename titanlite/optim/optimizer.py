@@ -7,8 +7,11 @@ import torch
 from torch import nn
 
 from titanlite.config.schema import OptimizerSection
+from titanlite.logger import logger
 from titanlite.materialize.layout import local_of
 from titanlite.optim.parameters import lr_multipliers
+
+_LEAST_BFLOAT16_LR = 1e-3
 
 
 class LocalAdamW(torch.optim.AdamW):
@@ -27,16 +30,23 @@ class LocalAdamW(torch.optim.AdamW):
 
 
 def build_optimizer(model: nn.Module, section: OptimizerSection) -> torch.optim.Optimizer:
-    """AdamW of the parameters that are trained, with decay on matrices only (norms, biases and other vectors are not).
+    """AdamW of the parameters that are trained, with decay on matrices only: not on norms, on other vectors, or on
+    biases, also where those of all experts are one matrix.
 
     Raises:
         ConfigError: `section.lr_multipliers` names nothing that is trained.
     """
     multipliers = lr_multipliers(model, section)
     groups: defaultdict[tuple[bool, float], list[nn.Parameter]] = defaultdict(list)
-    for param in model.parameters():
+    for name, param in model.named_parameters():
         if param.requires_grad:
-            groups[param.dim() >= 2, multipliers.get(param, 1.0)].append(param)
+            groups[param.dim() >= 2 and not name.endswith("bias"), multipliers.get(param, 1.0)].append(param)
+    if section.lr < _LEAST_BFLOAT16_LR and any(p.dtype == torch.bfloat16 for params in groups.values() for p in params):
+        logger.warning(
+            "optimizer: a weight in bfloat16 changes by 1/256 of its size or not at all; with optimizer.lr = %g most "
+            "never will. Set training.dtype = 'float32'.",
+            section.lr,
+        )
     options: dict[str, Any] = {
         "fused": section.implementation == "fused",
         "foreach": section.implementation == "foreach",

@@ -100,6 +100,7 @@ _OWN: dict[Any, Callable[..., int]] = {
     _own.host_attention_backward.default: _host_attention_backward,
     _aten._scaled_dot_product_flash_attention.default: _sdpa,
     _aten._scaled_dot_product_flash_attention_backward.default: _sdpa_backward,
+    _aten.addmm_.default: lambda out, a, b, *rest: 2 * a.shape[0] * a.shape[1] * b.shape[1],  # torch knows addmm only
     # torch has no formula for the CPU's.
     _aten._scaled_dot_product_flash_attention_for_cpu.default: _sdpa,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _sdpa_backward,

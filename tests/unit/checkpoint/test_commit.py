@@ -1,5 +1,6 @@
 """A checkpoint folder is complete or not there; what is wrong with one is said; what a killed process left goes."""
 
+import errno
 import json
 import os
 import shutil
@@ -22,7 +23,7 @@ from titanlite.checkpoint.commit import (
     step_folder,
 )
 from titanlite.checkpoint.writer import Item, lay_out
-from titanlite.errors import CheckpointError
+from titanlite.errors import CheckpointError, TransientError
 from titanlite.materialize import Region
 
 
@@ -416,3 +417,19 @@ def test_remove_old_counts_complete_checkpoints_only(tmp_path):
     (tmp_path / "step-10" / "model.safetensors").unlink()
     remove_old(tmp_path, 1, 0)
     assert 6 in list_steps(tmp_path)
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.EACCES])
+def test_a_file_system_that_does_not_answer_is_no_damage(tmp_path, number, monkeypatch):
+    """Taken for damage, it would set every checkpoint aside, and the run would begin anew."""
+    folder = complete_folder(tmp_path / "step-1")
+
+    def failing(path):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("titanlite.checkpoint.commit._crc_of", failing)
+    with pytest.raises(
+        TransientError, match=f"cannot read model.safetensors: {os.strerror(number)}. The checkpoint is"
+    ):
+        check_folder(folder, checksums=True)
+    assert check_folder(folder) == []

@@ -221,6 +221,8 @@ def test_prompt_and_completion(make_tokenizer: MakeTokenizer) -> None:
     row = {"prompt": "2 + 2 =", "completion": " 4"}
     assert marked(tokenizer, row, "prompt_completion") == ["2 + 2 =[[ 4<|endoftext|>]]"]
     assert marked(tokenizer, row, "prompt_completion", train_all=True) == ["[[2 + 2 = 4<|endoftext|>]]"]
+    row = {"prompt": "2 + 2 =", "completion": " 4<|endoftext|>"}  # as some data sets are written
+    assert marked(tokenizer, row, "prompt_completion") == ["2 + 2 =[[ 4<|endoftext|>]]"]
     chat = make_tokenizer(CHATML)
     messages = say("one", "two", "three", "four")["messages"]
     row = {"prompt": messages[:3], "completion": messages[3:]}

@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
 import titanlite
 from titanlite.config.schema import DataSection
-from titanlite.data import build_corpus, build_tokenizer, load_tokenizer
+from titanlite.data import build_corpus, build_tokenizer, count_ids, load_tokenizer
 from titanlite.data import tokenizer as tokenizer_module
 from titanlite.data.corpus import Corpus, build_text_corpus
 from titanlite.data.tokenizer import END_OF_TEXT, train_bpe
@@ -211,3 +212,9 @@ def test_forked_process_neither_hangs_nor_warns(text_folder: Path) -> None:
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORK_SCRIPT, str(text_folder)]
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, timeout=60, check=True)
     assert result.stderr == b""
+
+
+def test_ids_with_holes_are_counted_to_the_last_one(bpe: Tokenizer) -> None:
+    vocab = {"a": 0, "b": 7, "<eos>": 40}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(vocab, unk_token="a")), eos_token="<eos>")
+    assert (len(tokenizer), count_ids(tokenizer)) == (3, 41)

@@ -203,6 +203,7 @@ def test_everything_that_is_wrong_is_said_at_once():
         (QWEN3_30B_A3B, {"decoder_sparse_step": 2}, "decoder_sparse_step = 2 is not supported"),
         (QWEN3_30B_A3B, {"num_experts": None}, "num_experts is missing"),
         (LLAMA_3_1_8B, {"mlp_bias": True}, "mlp_bias = True is not supported"),
+        (LLAMA_3_1_8B, {"attention_dropout": 0.1}, "attention_dropout = 0.1 is not supported"),
         (LLAMA_3_1_8B, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type 'yarn' is not supported"),
         (LLAMA_3_1_8B, {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_type 'dynamic' is not supported"),
     ],

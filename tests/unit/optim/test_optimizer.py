@@ -20,6 +20,7 @@ class Model(nn.Module):
         self.linear = nn.Linear(3, 4)
         self.norm = nn.RMSNorm(4)
         self.experts = nn.Parameter(torch.ones(2, 3, 4))
+        self.experts_bias = nn.Parameter(torch.ones(2, 3))
         self.frozen = nn.Parameter(torch.ones(2, 2), requires_grad=False)
 
 
@@ -44,11 +45,20 @@ def test_decay_on_matrices_only(implementation):
         id(model.linear.bias): 0.0,
         id(model.norm.weight): 0.0,
         id(model.experts): 0.3,
+        id(model.experts_bias): 0.0,
     }
     for group in optimizer.param_groups:
         assert (group["lr"], group["betas"], group["eps"]) == (0.01, (0.8, 0.7), 1e-5)
         assert group["fused"] == (implementation == "fused")
         assert group["foreach"] == (implementation == "foreach")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "lr", "warned"), [("bfloat16", 1e-5, 1), ("bfloat16", 3e-3, 0), ("float32", 1e-5, 0)]
+)
+def test_small_steps_in_bfloat16_are_warned_of(dtype, lr, warned, caplog):
+    build_optimizer(Model().to(getattr(torch, dtype)), OptimizerSection(lr=lr))
+    assert len([r for r in caplog.records if "most never will. Set training.dtype" in r.getMessage()]) == warned
 
 
 def test_tied_parameter_is_optimized_once():
@@ -57,7 +67,7 @@ def test_tied_parameter_is_optimized_once():
     model.head.weight = model.linear.weight
     optimizer = build_optimizer(model, OptimizerSection())
     listed = [id(p) for group in optimizer.param_groups for p in group["params"]]
-    assert len(listed) == len(set(listed)) == 4
+    assert len(listed) == len(set(listed)) == 5
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -67,7 +77,7 @@ def test_finite_step_equals_torch(implementation):
     expected.load_state_dict(model.state_dict())
     groups = [
         {"params": [expected.linear.weight, expected.experts], "weight_decay": 0.1},
-        {"params": [expected.linear.bias, expected.norm.weight], "weight_decay": 0.0},
+        {"params": [expected.linear.bias, expected.norm.weight, expected.experts_bias], "weight_decay": 0.0},
     ]
     reference = torch.optim.AdamW(groups, lr=0.1, betas=(0.9, 0.95), eps=1e-8, foreach=False)
     for value in (1.0, -0.3):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.config.model import AnyModelConfig, ModelConfig
-from titanlite.config.schema import ModelSection
+from titanlite.config.schema import JobConfig, ModelSection
 from titanlite.errors import ConfigError, raise_problems
 from titanlite.models.families.family import Family, NotNativeError, check_model_config
 
@@ -25,9 +25,12 @@ __all__ = [
     "check_model_config",
     "families",
     "family_of",
+    "find_other_model",
     "model_config_from_hf",
     "resolve_model_config",
 ]
+
+_WITHOUT_EFFECT_ON_WEIGHTS = {"initializer_range", "max_position_embeddings"}
 
 
 @cache
@@ -78,6 +81,34 @@ def resolve_model_config(section: ModelSection) -> AnyModelConfig:
             f"({why}). Change its config.json."
         )
     return _transformers_config(_read_config(folder), str(_config_file(folder)), why)
+
+
+def find_other_model(job: JobConfig, config: AnyModelConfig) -> list[str]:
+    """A problem if `config`, of a flavor, is another model than the one whose weights the run begins with.
+
+    Weights of the same shapes fit, and yet are another function with another rope_theta or epsilon. What is set in
+    [model.overrides] is meant.
+    """
+    folder, flavor = Path(job.checkpoint.initial_load_path), job.model.flavor
+    if not job.checkpoint.initial_load_path or not flavor or not isinstance(config, ModelConfig):
+        return []
+    if not (folder / "config.json").is_file():
+        return []
+    remedy = "Leave model.name and model.flavor out: then its config.json counts."
+    try:
+        theirs = model_config_from_hf(folder, "checkpoint.initial_load_path")
+    except NotNativeError as error:
+        return [f"model.flavor = '{flavor}' is not the model of checkpoint.initial_load_path: {error} {remedy}"]
+    meant = {key for key, value in asdict(job.model.overrides).items() if value is not None}  # type: ignore[call-overload]
+    different = [
+        f"{key} is {ours!r}, there {other!r}"
+        for key, ours in asdict(config).items()
+        if key not in meant | _WITHOUT_EFFECT_ON_WEIGHTS and (other := asdict(theirs)[key]) != ours
+    ]
+    if not different:
+        return []
+    text = "; ".join(different)
+    return [f"model.flavor = '{flavor}' is not the model in {folder}: {text}. {remedy}"]
 
 
 def _preset(section: ModelSection) -> ModelConfig:

@@ -41,7 +41,7 @@ DEBUG_SIZES: Mapping[str, Any] = {
 # Other names under which transformers versions write the same key.
 KEY_ALIASES: Mapping[str, str] = {"num_experts": "num_local_experts", "n_routed_experts": "num_local_experts"}
 # Features that every config.json may ask for and the decoder lacks.
-UNIVERSALLY_REQUIRED: Mapping[str, tuple[Any, ...]] = {"hidden_act": ("silu",)}
+UNIVERSALLY_REQUIRED: Mapping[str, tuple[Any, ...]] = {"hidden_act": ("silu",), "attention_dropout": (0, None)}
 QUANTIZATION_PROBLEM = (
     "quantization_config: of quantized weights only FP8 with a scale per block (quant_method 'fp8' with a "
     "weight_block_size of two numbers) can be read."
