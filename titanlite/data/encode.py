@@ -21,6 +21,7 @@ import numpy as np
 from titanlite.data.chat import ANSWER, TRAINED, ChatRenderer, Piece, Tokens
 from titanlite.data.forms import Chat, Form, Plain, parse_row
 from titanlite.data.readers import RowError
+from titanlite.data.tokenizer import get_prefix
 from titanlite.data.tokens import get_plain_encoder
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ class ExampleEncoder:
         self._special = get_plain_encoder(serialized)
         self._special.encode_special_tokens = False
         self._adds_space = any(sign in serialized for sign in ('"Metaspace"', '"Prepend"', '"add_prefix_space":true'))
-        self._prefix = _get_prefix(tokenizer)
+        self._prefix = get_prefix(tokenizer)
 
     def encode(self, rows: Sequence[dict[str, Any]]) -> Iterator[list[Example] | RowError]:
         """The examples of each row, or why it has none; in order. All texts are tokenized in one call.
@@ -175,14 +176,3 @@ def _get_pieces(draft: _Draft) -> list[Piece]:
 
 def _make_document(ids: list[int], flags: list[int]) -> Document:
     return Document(np.array(ids, dtype=np.int64), np.array(flags, dtype=np.uint8))
-
-
-def _get_prefix(tokenizer: "PreTrainedTokenizerFast") -> tuple[int, ...]:
-    """The special tokens that the tokenizer puts in front of any text."""
-    text = "a"
-    bare = tokenizer(text, add_special_tokens=False)["input_ids"]
-    full = tokenizer(text)["input_ids"]
-    for start in range(len(full) - len(bare) + 1):
-        if full[start : start + len(bare)] == bare:
-            return tuple(full[:start])
-    return ()

@@ -37,6 +37,17 @@ def count_ids(tokenizer: "PreTrainedTokenizerFast") -> int:
     return max(tokenizer.get_vocab().values()) + 1
 
 
+def get_prefix(tokenizer: "PreTrainedTokenizerFast") -> tuple[int, ...]:
+    """The special tokens that the tokenizer puts in front of any text."""
+    text = "a"
+    bare = tokenizer(text, add_special_tokens=False)["input_ids"]
+    full = tokenizer(text)["input_ids"]
+    for start in range(len(full) - len(bare) + 1):
+        if full[start : start + len(bare)] == bare:
+            return tuple(full[:start])
+    return ()
+
+
 def train_bpe(corpus: Corpus, vocab_size: int) -> Tokenizer:
     """Train a byte-level BPE (GPT-2's splitting, no normalization) that encodes any text without loss.
 

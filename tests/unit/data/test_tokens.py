@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 import titanlite
@@ -39,6 +40,28 @@ def test_every_document_is_followed_by_end_of_text(data: DataSection, tokenizer:
     assert tokenized.tokens.dtype == np.uint16
     assert isinstance(tokenized.tokens, np.memmap)
     assert not tokenized.tokens.flags.writeable
+
+
+@pytest.mark.parametrize("begin", ["<|begin|>", END_OF_TEXT])
+def test_every_document_begins_with_what_the_tokenizer_puts_before_a_text(
+    begin: str, data: DataSection, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Llama's begin-of-text token; where it is the end-of-text token too, the document before has left it."""
+    monkeypatch.setattr(tokens_module, "_PIECE_CHARS", 50)  # documents of several pieces
+    plain = _build(data, tokenizer).tokens.tolist()
+    tokenizer.add_special_tokens({"bos_token": begin})
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{begin} $A", special_tokens=[(begin, tokenizer.bos_token_id)]
+    )
+    assert tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id
+    found = _build(data, tokenizer).tokens.tolist()
+    if begin == END_OF_TEXT:
+        assert found == plain
+        return
+    expected: list[int] = [tokenizer.bos_token_id]
+    for token in plain:
+        expected += [token, tokenizer.bos_token_id] if token == tokenizer.eos_token_id else [token]
+    assert found == expected[:-1]
 
 
 def test_text_that_spells_a_special_token_is_text(
