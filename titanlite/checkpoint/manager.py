@@ -33,7 +33,7 @@ from titanlite.checkpoint.train_state import Progress, Rewind, load_rewinds, loa
 from titanlite.checkpoint.writer import FileLayout
 from titanlite.config import JobConfig
 from titanlite.config.assets import assets_folder
-from titanlite.errors import CheckpointError, SaveError, TitanliteError, raise_problems
+from titanlite.errors import CheckpointError, SaveError, TitanliteError, TransientError, raise_problems
 from titanlite.logger import logger
 from titanlite.materialize import Plan, SourceProvider
 from titanlite.materialize.agree import on_first_rank
@@ -288,7 +288,7 @@ class Checkpointer:
                 point_best(self.folder, best)  # before its predecessor may go
                 best = read_best(self.folder)
             remove_old(self.folder, section.keep_latest_k, section.keep_every_n_steps, progress.step, best)
-        except OSError as error:  # the new one is there; an old one too many harms nobody
+        except (OSError, TransientError) as error:  # the new one is there; an old one too many harms nobody
             logger.warning("checkpoint: cannot mark the best or remove old checkpoints in %s: %s", self.folder, error)
 
     @contextmanager
