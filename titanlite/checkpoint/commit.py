@@ -98,7 +98,14 @@ def check_folder(folder: Path, *, checksums: bool = False, share: tuple[int, int
 
     Sizes cost a system call per file; `checksums` reads every byte. With `share` = (i, n) only every nth file is looked
     at, from the ith on.
+
+    Raises:
+        TransientError: the file system does not answer, which says nothing of the checkpoint.
     """
+    try:
+        (folder / MANIFEST_FILE).stat()
+    except OSError as error:
+        _raise_unless_damaged(folder, MANIFEST_FILE, error)
     try:
         manifest = read_json(folder / MANIFEST_FILE, str(folder))
     except CheckpointError as error:
@@ -127,16 +134,19 @@ def check_folder(folder: Path, *, checksums: bool = False, share: tuple[int, int
             elif checksums and _crc_of(path) != crc:
                 problems.append(f"{shown(name)}: its bytes are not those that were saved (CRC-32 differs).")
         except OSError as error:
-            if error.errno not in _OF_DAMAGED_FOLDERS:
-                raise TransientError(
-                    f"checkpoint {folder}: {socket.gethostname()} cannot read {shown(name)}: {error.strerror}. The "
-                    "checkpoint is left as it is. Start again when the disk or the network file system works, or move "
-                    "the checkpoint away."
-                ) from None
+            _raise_unless_damaged(folder, name, error)
             problems.append(f"{shown(name)}: {error.strerror}.")
         except ValueError:
             problems.append(f"{shown(name)}: is not the name of a file.")
     return problems
+
+
+def _raise_unless_damaged(folder: Path, name: str, error: OSError) -> None:
+    if error.errno not in _OF_DAMAGED_FOLDERS:
+        raise TransientError(
+            f"checkpoint {folder}: {socket.gethostname()} cannot read {shown(name)}: {error.strerror}. The checkpoint "
+            "is left as it is. Start again when the disk or the network file system works, or move the checkpoint away."
+        ) from None
 
 
 def list_steps(folder: Path) -> list[int]:
