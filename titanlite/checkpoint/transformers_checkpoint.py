@@ -282,8 +282,8 @@ def transformers_items(
 ) -> list[Item]:
     """The stored tensors of `model`, with the keys and layouts of the checkpoint that it was loaded from.
 
-    Tensors that are stored transposed or put together from several are gathered and converted whole; rank 0 writes
-    them.
+    Tensors that are stored transposed or put together from several are gathered and converted whole; the ranks take
+    turns to keep and write them, in host memory.
 
     Args:
         entries: from `saved_entries`.
@@ -295,6 +295,8 @@ def transformers_items(
     names = {entry.fqn: name for name, entry in entries.items()}
     forms, rename = stored_forms(entries, model)
     converted: dict[str, torch.Tensor] = {}
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    num_converted = 0
     items = []
     for form in forms:
         stored = dtype if form.entry.info.kind == "parameter" else form.entry.dtype
@@ -305,9 +307,11 @@ def transformers_items(
         if form.key not in converted:
             values = form.group.convert(lambda name: _gathered(entries[name]), model)
             converted = {rename(key): value.contiguous() for key, value in values.items()}
-        piece = whole(form.key, form.shape)
-        local = converted[form.key]
-        items.append(Item(form.key, stored, piece.region, form.shape, local, piece.region, _is_first_rank()))
+        piece, local = whole(form.key, form.shape), converted[form.key]
+        writes = num_converted % world_size == rank
+        num_converted += 1
+        local = local if writes else torch.empty_like(local, device="meta")
+        items.append(Item(form.key, stored, piece.region, form.shape, local, piece.region, writes))
     return items
 
 
@@ -325,7 +329,3 @@ def _only_part(traced: Traced) -> TracedPart:
 def _gathered(entry: TensorEntry) -> torch.Tensor:
     tensor = entry.tensor.detach()
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
-
-
-def _is_first_rank() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
