@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
@@ -16,7 +15,7 @@ from titanlite.config import JobConfig
 from titanlite.config.check import get_value
 from titanlite.config.load import get_settings
 from titanlite.errors import ConfigError
-from titanlite.materialize.agree import raise_together
+from titanlite.materialize.agree import new_host_group, raise_together
 
 # These may lie elsewhere on each machine, with the same in them: a model of the hub is in each machine's cache. Whether
 # the run's folder is the same, `check_shared_folder` finds out.
@@ -97,7 +96,7 @@ def waiting_for_machines() -> Iterator[None]:
     if not _are_several():
         yield
         return
-    group: Any = dist.new_group(backend="gloo", timeout=_PREPARING)  # an int for ranks outside, of which there are none
+    group = new_host_group(_PREPARING)
     yield
     dist.barrier(group)
     dist.destroy_process_group(group)

@@ -161,23 +161,17 @@ def test_gathered_rows_give_the_bits_of_copied_ones_in_every_run():
     swiglu = kernels.TILES["large"]["swiglu"]
     wgrad = kernels.TILES["large"]["wgrad"]
 
-    def gathered() -> list[torch.Tensor]:
+    def products(x: torch.Tensor, dout: torch.Tensor, token: torch.Tensor | None) -> list[torch.Tensor]:
         h, kept = kernels.row_grouped_swiglu(x, gate_up.mT, offsets, token, weight, keep=True, tile=swiglu)
         assert kept is not None
         dz, *others = kernels.row_grouped_swiglu_backward(dout, down, offsets, token, weight, z)
         dgate_up = kernels.reduction_grouped_gemm(x, dz, offsets, token, tile=wgrad)
         return [h, kept, dz, *others, dgate_up]
 
-    def copied() -> list[torch.Tensor]:
-        h, kept = kernels.row_grouped_swiglu(copied_x, gate_up.mT, offsets, None, weight, keep=True, tile=swiglu)
-        assert kept is not None
-        dz, *others = kernels.row_grouped_swiglu_backward(copied_dout, down, offsets, None, weight, z)
-        dgate_up = kernels.reduction_grouped_gemm(copied_x, dz, offsets, tile=wgrad)
-        return [h, kept, dz, *others, dgate_up]
-
-    expected = copied()
+    expected = products(copied_x, copied_dout, None)
     for run in range(100):
-        different = [i for i, (a, b) in enumerate(zip(gathered(), expected, strict=True)) if not torch.equal(a, b)]
+        gathered = products(x, dout, token)
+        different = [i for i, (a, b) in enumerate(zip(gathered, expected, strict=True)) if not torch.equal(a, b)]
         assert different == [], f"run {run}"
 
 

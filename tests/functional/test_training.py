@@ -75,7 +75,7 @@ def test_replicas_are_summed_once_a_step_however_many_micro_batches(run_ranks, c
 def test_balance_losses_weigh_the_same_whatever_part_of_the_tokens_has_labels(run_ranks, checked):
     """Routers balance the tokens of prompts too. Padding is no token."""
 
-    def rank_main() -> list[tuple[float, float]]:
+    def rank_main() -> list[float]:
         found = []
         for num_labels in (32, 4):
             configuration = checked(Degrees(dp_shard=2), "--moe.aux_loss_coeff=0.01")
@@ -87,11 +87,11 @@ def test_balance_losses_weigh_the_same_whatever_part_of_the_tokens_has_labels(ru
             ids[:, 24:] = -1
             positions = torch.arange(32).expand_as(ids)
             result = trainer.train_step([Batch(batch.tokens, labels, positions, ids)])
-            found.append((result.aux_loss.item(), (ids >= 0).sum().item() * 2))
+            found.append(result.aux_loss.item())
             trainer.metrics.close()
         return found
 
-    for (whole, _), (part, _) in run_ranks(2, rank_main):
+    for whole, part in run_ranks(2, rank_main):
         # Each of the two layers has a loss of at least its coefficient for every token, and 8 experts of which 2 are
         # chosen: at most 4 times that.
         assert part == whole and 2 * 0.01 <= whole <= 4 * 2 * 0.01

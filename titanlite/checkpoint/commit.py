@@ -103,12 +103,10 @@ def check_folder(folder: Path, *, checksums: bool = False, share: tuple[int, int
         TransientError: the file system does not answer, which says nothing of the checkpoint.
     """
     try:
-        (folder / MANIFEST_FILE).stat()
-    except OSError as error:
-        _raise_unless_damaged(folder, MANIFEST_FILE, error)
-    try:
         manifest = read_json(folder / MANIFEST_FILE, str(folder))
     except CheckpointError as error:
+        if isinstance(error.__cause__, OSError):
+            _raise_unless_damaged(folder, MANIFEST_FILE, error.__cause__)
         return [str(error)]
     files = manifest.get("files")
     if manifest.get("format") != 1 or not isinstance(files, dict) or not files:

@@ -92,7 +92,7 @@ def read_json(path: Path, where: str) -> dict[str, Any]:
     """The JSON object in `path`.
 
     Raises:
-        CheckpointError: it cannot be read, or is no JSON object.
+        CheckpointError: it cannot be read, because of the OSError that is its cause, or is no JSON object.
     """
     try:
         if not stat.S_ISREG(path.stat().st_mode):
@@ -101,7 +101,7 @@ def read_json(path: Path, where: str) -> dict[str, Any]:
     except FileNotFoundError:
         raise CheckpointError(f"{where}: there is no {path.name}.") from None
     except OSError as error:
-        raise CheckpointError(f"{where}: cannot read {path.name}: {error.strerror}.") from None
+        raise CheckpointError(f"{where}: cannot read {path.name}: {error.strerror}.") from error
     except ValueError as error:
         raise CheckpointError(f"{where}: {path.name} {error}.") from None
     if not isinstance(value, dict):

@@ -19,6 +19,7 @@ from titanlite.errors import CheckpointError, raise_problems
 
 # The reference implementation refuses longer headers too.
 MAX_HEADER_BYTES = 100_000_000
+_PAGE_BYTES = 4096
 DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -86,9 +87,6 @@ def read_header_and_size(path: Path) -> tuple[dict[str, StoredTensor], int]:
         problems = list(_gaps(tensors, data_start, file_bytes))
     raise_problems(CheckpointError, f"checkpoint {path}", problems)
     return {tensor.key: tensor for tensor in tensors}, file_bytes
-
-
-_PAGE_BYTES = 4096
 
 
 def encode_header(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...], int]]) -> bytes:

@@ -36,7 +36,7 @@ from titanlite.config.assets import assets_folder
 from titanlite.errors import CheckpointError, SaveError, TitanliteError, TransientError, raise_problems
 from titanlite.logger import logger
 from titanlite.materialize import Plan, SourceProvider
-from titanlite.materialize.agree import on_first_rank
+from titanlite.materialize.agree import new_host_group, on_first_rank
 from titanlite.models.build import AnyModel
 
 _LAST_SAVE_PAUSES_S = (0.0, 2.0, 5.0)
@@ -74,7 +74,7 @@ class Checkpointer:
         self._sum_over_ranks = sum_over_ranks
         self.folder = dump_folder / self._section.folder
         # A group of its own: a save in the background must not meet the collectives of training, or that of `agree`.
-        self._group = _new_group(timedelta(seconds=self._section.timeout_seconds))
+        self._group = new_host_group(timedelta(seconds=self._section.timeout_seconds))
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-writer")
         self._pending: Future[None] | None = None
         self._host_buffers: dict[int, torch.Tensor] = {}
@@ -402,13 +402,6 @@ class Checkpointer:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return snapshot
-
-
-def _new_group(timeout: timedelta) -> dist.ProcessGroup:
-    """All ranks, on the host."""
-    group = dist.new_group(backend="gloo", timeout=timeout)
-    assert isinstance(group, dist.ProcessGroup), "every rank is a member"
-    return group
 
 
 def describe_versions() -> dict[str, str]:

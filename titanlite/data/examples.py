@@ -18,6 +18,7 @@ from titanlite.data.encode import Document, ExampleEncoder
 from titanlite.data.forms import FORMS, Form, detect_form
 from titanlite.data.readers import RowError
 from titanlite.data.rows import Row, Rows, describe_place
+from titanlite.data.tokenizer import count_ids
 from titanlite.errors import DataError, raise_problems
 from titanlite.logger import logger
 
@@ -104,8 +105,7 @@ def build_examples(data: DataSection, rows: Rows, tokenizer: "PreTrainedTokenize
     """
     key = _get_key(data, rows, tokenizer)
     path = get_cache_folder(data) / "examples" / f"{key}.tokens"
-    max_id = max(tokenizer.get_vocab().values())
-    dtype = "uint16" if max_id < 2**16 else "uint32"
+    dtype = "uint16" if count_ids(tokenizer) <= 2**16 else "uint32"
 
     def build() -> None:
         _Builder(data, rows, tokenizer, dtype).write(path)

@@ -44,6 +44,7 @@ from titanlite.data.examples import (
 )
 from titanlite.data.readers import RowError
 from titanlite.data.rows import Row, Rows, describe_place
+from titanlite.data.tokenizer import count_ids
 from titanlite.errors import DataError, raise_problems
 from titanlite.logger import logger
 
@@ -108,7 +109,7 @@ class StreamDataset:
         self.seq_len = seq_len
         self.pad_token_id = pad_token_id
         self.seed = seed
-        self.vocab_size = max(tokenizer.get_vocab().values()) + 1
+        self.vocab_size = count_ids(tokenizer)
         self._held_out_rows = [] if held_out is None else pack_examples(held_out, seq_len, packing=data.packing)
         self.num_validation_sequences = len(self._held_out_rows)
         self.left_out: Counter[str] = Counter()

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -37,6 +38,13 @@ def merge_problems(gathered: Sequence[Sequence[str]]) -> list[str]:
     return [
         f"{problem} (rank{'s' if len(ranks) > 1 else ''} {list_ranks(ranks)})" for problem, ranks in ranks_of.items()
     ]
+
+
+def new_host_group(timeout: timedelta) -> dist.ProcessGroup:
+    """A group of all ranks, on the host, whose collectives wait that long. Collective: every rank must call."""
+    group = dist.new_group(backend="gloo", timeout=timeout)
+    assert isinstance(group, dist.ProcessGroup), "every rank is a member"
+    return group
 
 
 def list_ranks(ranks: Sequence[int]) -> str:

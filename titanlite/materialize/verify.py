@@ -104,8 +104,9 @@ def bit_digest(local: torch.Tensor) -> torch.Tensor:
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[local.dtype.itemsize]
     bits = local.detach().contiguous().flatten().view(integer)
     sums = torch.zeros(2, dtype=torch.int64, device=local.device)
-    for start in range(0, bits.numel(), _chunk_of(local)):  # int64 copies of a chunk, not of the tensor
-        chunk = bits[start : start + _chunk_of(local)].to(torch.int64)
+    length = _chunk_of(local)
+    for start in range(0, bits.numel(), length):  # int64 copies of a chunk, not of the tensor
+        chunk = bits[start : start + length].to(torch.int64)
         position = torch.arange(1, chunk.numel() + 1, device=chunk.device)
         sums += torch.stack([chunk.sum(), (chunk * position).sum() * (2 * start + 1)])
     return sums

@@ -149,7 +149,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_enabled: bool,
     ) -> torch.Tensor:
         need_hidden, need_weight = (grad_enabled and needed for needed in ctx.needs_input_grad[:2])
-        accumulate = torch.promote_types(weight_VD.dtype, torch.float32)
+        accumulate = _wide(weight_VD)
         dhidden_TD = torch.empty_like(hidden_TD) if need_hidden else None
         dweight_VD = torch.zeros_like(weight_VD, dtype=accumulate) if need_weight else None
         losses = []
@@ -193,7 +193,7 @@ class _TokenCrossEntropy(torch.autograd.Function):
         chunk_tokens: int,
         shard: VocabShard | None,
     ) -> torch.Tensor:
-        accumulate = torch.promote_types(weight_VD.dtype, torch.float32)
+        accumulate = _wide(weight_VD)
         loss_T, logsumexp_T = (hidden_TD.new_empty(hidden_TD.shape[0], dtype=accumulate) for _ in range(2))
         for start in range(0, hidden_TD.shape[0], chunk_tokens):
             rows = slice(start, start + chunk_tokens)

@@ -96,14 +96,14 @@ def find_other_model(job: JobConfig, config: AnyModelConfig) -> list[str]:
         return []
     remedy = "Leave model.name and model.flavor out: then its config.json counts."
     try:
-        theirs = model_config_from_hf(folder, "checkpoint.initial_load_path")
+        theirs = asdict(model_config_from_hf(folder, "checkpoint.initial_load_path"))
     except NotNativeError as error:
         return [f"model.flavor = '{flavor}' is not the model of checkpoint.initial_load_path: {error} {remedy}"]
     meant = {key for key, value in asdict(job.model.overrides).items() if value is not None}  # type: ignore[call-overload]
     different = [
-        f"{key} is {ours!r}, there {other!r}"
+        f"{key} is {ours!r}, there {theirs[key]!r}"
         for key, ours in asdict(config).items()
-        if key not in meant | _WITHOUT_EFFECT_ON_WEIGHTS and (other := asdict(theirs)[key]) != ours
+        if key not in meant | _WITHOUT_EFFECT_ON_WEIGHTS and theirs[key] != ours
     ]
     if not different:
         return []
