@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from titanlite.lean_imports import lean_imports
+from titanlite.entry_point import lean_imports, leave
 
 _Command = Callable[[Sequence[str]], int]
 # What the commands import first: without one of them, this Python is not the one that titanlite was installed for.
@@ -59,11 +59,11 @@ def _commands() -> dict[str, Callable[[], _Command]]:
     """What imports each command: some need no torch, and shall not wait for it."""
 
     def train() -> _Command:
-        from titanlite.train import leave, main
+        from titanlite.train import main
 
         def run(argv: Sequence[str]) -> int:
             code = main(argv)
-            return leave(code) if code else code
+            return leave(code, at_once=True) if code else code
 
         return run
 
@@ -121,4 +121,4 @@ def _commands() -> dict[str, Callable[[], _Command]]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

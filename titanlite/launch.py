@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
-from titanlite.lean_imports import lean_imports
+from titanlite.entry_point import lean_imports, leave
 
 with lean_imports():
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -97,4 +97,4 @@ def _has_ranks() -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

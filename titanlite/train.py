@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NoReturn
 
-from titanlite.lean_imports import lean_imports
+from titanlite.entry_point import lean_imports, leave
 
 with lean_imports():
     import torch.distributed as dist
@@ -102,18 +102,6 @@ def train(checked: Checked) -> Trainer:
     return trainer
 
 
-def leave(code: int) -> NoReturn:
-    """End this process with the exit code of `main`.
-
-    After an error at once: the groups of ranks are still there, and their threads may wait for other ranks.
-    """
-    if code == 0:
-        sys.exit(0)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
 def _is_lost_peer(error: RuntimeError) -> bool:
     text = str(error)
     if isinstance(error, dist.DistBackendError) and "gloo" not in text:
@@ -130,7 +118,7 @@ def _end_with_traceback(error: Exception) -> NoReturn:
         where = f"in step {beat.step} ({beat.phase})" if beat.step else f"while {beat.phase}"
         text = "".join(traceback.format_exception(error))
         print(f"titanlite: rank {beat.rank} failed {where}:\n{text}", file=sys.stderr, end="", flush=True)
-    leave(1)
+    leave(1, at_once=True)
 
 
 def _record_error(text: str) -> None:
@@ -148,4 +136,5 @@ def _say_once(message: str) -> None:
 
 
 if __name__ == "__main__":
-    leave(main())
+    exit_code = main()
+    leave(exit_code, at_once=exit_code != 0)

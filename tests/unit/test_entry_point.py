@@ -1,0 +1,117 @@
+"""The collector is off while a program imports, on afterwards, for what is made then; how a program ends."""
+
+import gc
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from titanlite.entry_point import lean_imports
+
+SCRIPT = """
+import atexit, gc
+from titanlite.entry_point import lean_imports
+
+class Cycle:
+    def __init__(self, name): self.me, self.name = self, name
+    def __del__(self): print(self.name)
+
+with lean_imports():
+    imported = gc.get_objects()
+    Cycle("imported")
+    atexit.register(lambda: print("end", len(gc.get_objects()) > 0))  # before the last freeze
+print(len(imported) > 1000, len(gc.get_objects()) < 1000, gc.isenabled())
+Cycle("made")
+gc.collect()
+last = Cycle("last")
+"""
+
+# Rank 0 ends while its group's thread holds the last reference to a tensor. The sum, one call into C, makes that thread
+# wait for the interpreter exactly until Python would begin to tear itself down.
+RANK = """
+import atexit, functools, os, sys, time
+from titanlite.entry_point import lean_imports, leave
+
+rank, folder, code = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+atexit.register(functools.partial(sum, range(50_000_000)))
+with lean_imports():
+    import torch, torch.distributed as dist
+dist.init_process_group("gloo", store=dist.FileStore(folder + "/store", 2), rank=rank, world_size=2)
+group = dist.new_group()  # as a mesh holds one
+dist.barrier(group)
+tensor = torch.ones(4)
+if rank == 1:
+    time.sleep(0.2)
+    dist.all_reduce(tensor, group=group)
+    time.sleep(2)
+    os._exit(0)
+dist.all_reduce(tensor, group=group, async_op=True)
+del tensor
+atexit.register(print, "handled")
+(leave if code else sys.exit)(code)
+"""
+
+
+def _end_with_a_busy_group(folder: Path, code: int) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", RANK]
+    with subprocess.Popen([*command, "1", str(folder), "0"]):
+        return subprocess.run([*command, "0", str(folder), str(code)], capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_collector_is_as_it_was_before_also_after_a_failed_import(enabled):
+    was = gc.isenabled()
+    try:
+        (gc.enable if enabled else gc.disable)()
+        with lean_imports():
+            assert not gc.isenabled()
+        assert gc.isenabled() == enabled
+        with pytest.raises(ImportError), lean_imports():
+            import titanlite.not_there  # pyright: ignore[reportMissingImports]  # noqa: F401
+        assert gc.isenabled() == enabled
+    finally:
+        (gc.enable if was else gc.disable)()
+
+
+def test_only_what_is_made_after_the_imports_is_looked_through_and_nothing_at_the_end():
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["True", "True", "True", "made", "end", "True"]
+
+
+@pytest.mark.parametrize("module", ["titanlite.train", "titanlite.launch", "titanlite.__main__"])
+def test_entry_points_import_without_the_collector_and_leave_it_on(module):
+    """Importing titanlite.train takes 5 collections of everything otherwise."""
+    script = f"""
+import contextlib, gc, {module} as entry
+if "{module}".endswith("__main__"):
+    with contextlib.redirect_stdout(None), contextlib.suppress(SystemExit):
+        entry.main(["inspect", "--help"])
+print("torch" in __import__("sys").modules, gc.isenabled(), gc.get_stats()[2]["collections"])
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["True", "True", "0"]
+
+
+def test_a_rank_ends_with_its_own_code_while_the_thread_of_a_group_drops_a_tensor(tmp_path):
+    done = _end_with_a_busy_group(tmp_path, 7)
+    assert (done.returncode, done.stdout, done.stderr) == (7, "handled\n", "")
+
+
+@pytest.mark.parametrize("variable", ["NSYS_PROFILING_SESSION_ID", "CUDA_INJECTION64_PATH", ""])
+def test_a_recorded_process_is_torn_down(variable):
+    script = """
+import os
+from titanlite.entry_point import lean_imports, leave
+
+class Last:
+    def __del__(self, write=os.write): write(1, b"torn down")
+
+with lean_imports():
+    os.last = Last()  # this module's own names are kept by the exception that ends it
+leave(5)
+"""
+    environment = {**os.environ, variable: "1"} if variable else None
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, env=environment)
+    assert (done.returncode, done.stdout) == (5, "torn down" if variable else "")

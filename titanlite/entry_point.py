@@ -1,0 +1,62 @@
+"""How entry points import torch, and how they end: Python's own ways with so many objects are slow, and may abort."""
+
+import atexit
+import gc
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+# Set by tools that record a process, and write what they have when it is torn down: Nsight Systems, others on CUPTI.
+_RECORDERS = ("NSYS_PROFILING_SESSION_ID", "CUDA_INJECTION64_PATH")
+_exit_code: int | None = None
+
+
+@contextmanager
+def lean_imports() -> Iterator[None]:
+    """Import what a program needs in this; the collector is off meanwhile, and leaves it alone later and at exit.
+
+    torch and what it imports are a million objects that live as long as the process. The collector goes through them
+    again and again, while they are made and while others are, and once more before they are dropped one by one: a third
+    of the 4 CPU seconds of a rank that imports everything and ends. Finalizers of objects in cycles do not run at exit:
+    close files explicitly.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    atexit.register(_end)  # registered before others, and so called after them
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if enabled:
+            gc.enable()
+
+
+def leave(code: int, *, at_once: bool = False) -> NoReturn:
+    """End this process with this exit code: the exit handlers run, but nothing is torn down.
+
+    The threads of process groups outlive `destroy_process_group` while a mesh holds their group. One that still drops a
+    tensor when Python has begun to end aborts the process, after all its work was done (pytorch #179291, #190489).
+
+    Args:
+        code: for the parent process.
+        at_once: without the exit handlers; after an error, when they might wait for ranks that are gone.
+    """
+    global _exit_code
+    _exit_code = code
+    if not at_once:
+        sys.exit(code)
+    _end_now(code)
+
+
+def _end() -> None:
+    gc.freeze()
+    if _exit_code is not None and not any(name in os.environ for name in _RECORDERS):
+        _end_now(_exit_code)
+
+
+def _end_now(code: int) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
