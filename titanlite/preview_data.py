@@ -14,7 +14,7 @@ from titanlite.config import load_config
 from titanlite.data import IGNORE_INDEX, PackedDataset, TrainLoader, build_data
 from titanlite.data.chat import TRAINED
 from titanlite.data.example_dataset import ExampleDataset
-from titanlite.data.report import get_first_skipped, get_left_out, get_trained_share, get_warnings
+from titanlite.data.report import get_first_skipped, get_left_out, get_num_split, get_trained_share, get_warnings
 from titanlite.data.stream import StreamDataset
 from titanlite.errors import TitanliteError
 from titanlite.logger import logger
@@ -106,7 +106,11 @@ def show_examples(dataset: ExampleDataset) -> None:
     names = ", ".join(dict.fromkeys(name for source in dataset.sources for name in source.examples.header.names[:4]))
     num_rows = sum(source.examples.header.num_rows for source in dataset.sources)
     print(f"  rows       {num_rows:,} from {names}, {header.form}")
-    print(f"  {noun:9}  {len(dataset.train.selected):,} to train on, {len(dataset.held_out.selected):,} held out")
+    num_split = get_num_split(dataset)
+    print(
+        f"  {noun:9}  {len(dataset.train.selected):,} to train on, {len(dataset.held_out.selected):,} held out"
+        + (f"; {num_split:,} longer documents were split" if num_split else "")
+    )
     lengths = dataset.train.lengths.sum(1)
     print(f"  lengths    min {lengths.min()}, median {int(np.median(lengths))}, max {lengths.max()} tokens")
     _show_histogram(lengths)
@@ -166,14 +170,15 @@ def show_samples(loader: TrainLoader, dataset: ExampleDataset, show: _Painter, n
         for member in members[: num_samples - number].tolist():
             number += 1
             example = int(part.selected[member])
-            documents = zip(names, examples.get_documents(example), part.lengths[member].tolist(), strict=True)
-            for name, place, length in documents:
-                ids = examples.tokens[place][:length].tolist()
-                flags = (examples.flags[place][:length] & TRAINED).tolist()
+            start = int(part.starts[member, 0])
+            place = _escape(examples.describe_place(example)) + (f", from token {start} on" if start else "")
+            for name, used in zip(names, part.get_documents(member), strict=True):
+                ids = examples.tokens[used].tolist()
+                flags = (examples.flags[used] & TRAINED).tolist()
                 flags[0] = 0  # follows nothing, so it is no label
                 print(
-                    f"\nsample {number}{f' ({name})' if name else ''}: {_escape(examples.describe_place(example))}, "
-                    f"{length} tokens, {sum(flags)} trained\n{show(ids, [bool(flag) for flag in flags])}"
+                    f"\nsample {number}{f' ({name})' if name else ''}: {place}, {len(ids)} tokens, "
+                    f"{sum(flags)} trained\n{show(ids, [bool(flag) for flag in flags])}"
                 )
 
 

@@ -321,8 +321,10 @@ class DataSection:
     train_on: Literal["assistant", "all"] = setting(
         "assistant", "Tokens that the loss is taken on: answers (assistant messages, completions), or all."
     )
-    too_long: Literal["error", "cut", "drop"] = setting(
-        "error", "Examples longer than training.seq_len: refuse the data, cut their end off, or leave them out."
+    too_long: Literal["error", "cut", "drop", "split"] = setting(
+        "error",
+        "Examples longer than training.seq_len: refuse the data, cut their end off, leave them out, or split them into "
+        "several (documents of form 'text' only).",
     )
     bad_rows: Literal["error", "skip"] = setting(
         "error", "Rows that cannot be used: refuse the data, or leave them out and report how many and why."

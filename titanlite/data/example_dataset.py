@@ -1,10 +1,10 @@
-"""Rows of examples: each example whole and in one row, several to a row where they fit.
+"""Rows of examples: each example, or piece of a long document, in one row, several to a row where they fit.
 
 Shape suffixes: B rows in a batch, L tokens per row.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
 from typing import Literal
@@ -20,31 +20,41 @@ from titanlite.data.packing import pack_best_fit
 from titanlite.errors import DataError, raise_problems
 from titanlite.ops import IGNORE_INDEX
 
-TooLong = Literal["error", "cut", "drop"]
+TooLong = Literal["error", "cut", "drop", "split"]
 _HOLD_OUT_SEED = 0  # not training.seed: another seed is another order of the same training data
 
 
 @dataclass(frozen=True)
 class ExampleSet:
-    """Examples that fit into a row, with the length to use of each of their documents.
+    """Examples, or pieces of them, that fit into a row, with the part to use of each of their documents.
 
     Attributes:
         examples: where the tokens are.
-        selected: (n,) int64, the examples that are used.
-        lengths: (n, D) int64, tokens of each of the D documents of an example, after cutting.
+        selected: (n,) int64, the examples that are used; one that was split is there several times.
+        starts: (n, D) int64, the first token to use of each of the D documents of an example.
+        lengths: (n, D) int64, how many tokens to use from there on.
         num_cut: examples that were cut to fit.
+        num_split: examples that were split to fit.
         dropped: examples left out, by reason.
     """
 
     examples: TokenizedExamples
     selected: np.ndarray
+    starts: np.ndarray
     lengths: np.ndarray
-    num_cut: int
-    dropped: dict[str, int]
+    num_cut: int = 0
+    num_split: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
 
     def subset(self, which: np.ndarray) -> "ExampleSet":
         """The examples `which`, indices or a mask over `selected`; counts stay with the whole."""
-        return ExampleSet(self.examples, self.selected[which], self.lengths[which], 0, {})
+        return ExampleSet(self.examples, self.selected[which], self.starts[which], self.lengths[which])
+
+    def get_documents(self, member: int) -> Iterator[slice]:
+        """What is used of the documents of example number `member`, as places in `tokens` and `flags`."""
+        places = self.examples.get_documents(int(self.selected[member]))
+        parts = zip(places, self.starts[member].tolist(), self.lengths[member].tolist(), strict=True)
+        return (slice(place.start + start, place.start + start + length) for place, start, length in parts)
 
     @property
     def num_tokens(self) -> int:
@@ -54,6 +64,8 @@ class ExampleSet:
     @cached_property
     def num_trained(self) -> int:
         """Tokens that the loss is taken on."""
+        if self.examples.header.form == "text":  # every token is trained that follows another
+            return int((self.lengths - 1).sum())
         size = self.examples.header.documents_per_example
         full = np.diff(self.examples.offsets).reshape(-1, size)[self.selected]
         trained = self.examples.num_trained.reshape(-1, size)[self.selected]
@@ -75,18 +87,28 @@ def fit_examples(
     """The examples that fit into `seq_len` tokens, or can be made to.
 
     'cut' keeps the first tokens; of a pair, the shorter side keeps what it has and the longer one the rest, or each
-    gets half. A cut example without a trained token is dropped. Both are counted.
+    gets half. A cut example without a trained token is dropped. Both are counted. 'split' is for documents of plain
+    text: each becomes pieces of `seq_len` tokens and a rest (arXiv:2404.10830). Here the last token of a piece is the
+    first of the next, so that each token is predicted once, as in a whole document.
 
     Raises:
         DataError: an example is too long and `too_long` is 'error' (names the rows), or none is left and
-            `may_be_empty` is off.
+            `may_be_empty` is off; `too_long` is 'split' for another form than 'text', or for a `seq_len` of 1.
     """
-    size = examples.header.documents_per_example
+    form, size = examples.header.form, examples.header.documents_per_example
+    if too_long == "split" and (form != "text" or seq_len < 2):
+        what = f"the examples are of form '{form}'" if form != "text" else f"training.seq_len is {seq_len}"
+        raise DataError(
+            f"data: too_long = \"split\" is for documents of plain text (form 'text') and pieces of 2 tokens or more, "
+            f'but {what}. Set data.too_long to "cut" or "drop".'
+        )
     lengths = np.diff(examples.offsets).reshape(-1, size)
     is_long = lengths.sum(1) > seq_len
-    selected = np.arange(len(lengths))
+    selected, starts = np.arange(len(lengths)), np.zeros_like(lengths)
     if not is_long.any():
-        return ExampleSet(examples, selected, lengths, 0, {})
+        return ExampleSet(examples, selected, starts, lengths)
+    if too_long == "split":
+        return _split(examples, lengths[:, 0], seq_len)
     if too_long == "error":
         found = np.flatnonzero(is_long)
         problems = [f"{examples.describe_place(i)}: {lengths[i].sum()} tokens" for i in found.tolist()]
@@ -114,7 +136,19 @@ def fit_examples(
             f"data: none of {len(kept)} examples fits into training.seq_len ({seq_len}): "
             f"{', '.join(f'{count} {reason}' for reason, count in dropped.items())}. Raise training.seq_len."
         )
-    return ExampleSet(examples, selected[kept], lengths[kept], num_cut, dropped)
+    return ExampleSet(examples, selected[kept], starts[kept], lengths[kept], num_cut=num_cut, dropped=dropped)
+
+
+def _split(examples: TokenizedExamples, lengths: np.ndarray, seq_len: int) -> ExampleSet:
+    """Pieces of documents of `lengths` (n,), at most `seq_len` tokens long and one token into each other."""
+    step = seq_len - 1
+    num_pieces = np.maximum(-(-(lengths - 1) // step), 1)
+    selected = np.repeat(np.arange(len(lengths)), num_pieces)
+    numbers = np.arange(len(selected)) - np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)
+    starts = numbers * step
+    pieces = np.minimum(lengths[selected] - starts, seq_len)
+    num_split = int(np.count_nonzero(num_pieces > 1))
+    return ExampleSet(examples, selected, starts[:, None], pieces[:, None], num_split=num_split)
 
 
 def _cut_lengths(lengths: np.ndarray, seq_len: int) -> np.ndarray:
@@ -239,10 +273,8 @@ def pack_examples(part: ExampleSet, seq_len: int, *, packing: bool) -> list[np.n
 def get_documents(part: ExampleSet, members: np.ndarray) -> Iterable[tuple[np.ndarray, np.ndarray]]:
     """(ids, flags) of all documents of `members`, in order: of a pair first chosen, then rejected."""
     for member in members.tolist():
-        places = part.examples.get_documents(int(part.selected[member]))
-        for place, length in zip(places, part.lengths[member].tolist(), strict=True):
-            kept = slice(place.start, place.start + length)
-            yield part.examples.tokens[kept], part.examples.flags[kept]
+        for used in part.get_documents(member):
+            yield part.examples.tokens[used], part.examples.flags[used]
 
 
 def make_batch(rows: Sequence[Iterable[tuple[np.ndarray, np.ndarray]]], seq_len: int, pad_token_id: int) -> Batch:

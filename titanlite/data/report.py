@@ -18,6 +18,11 @@ def get_left_out(dataset: ExampleDataset) -> list[str]:
     return [f"{count} {noun}{'' if count == 1 else 's'} {what}" for (noun, what), count in found.items()]
 
 
+def get_num_split(dataset: ExampleDataset) -> int:
+    """Documents that were split into several examples."""
+    return sum(source.num_split for source in dataset.sources)
+
+
 def get_first_skipped(dataset: ExampleDataset) -> list[str]:
     """For each reason to skip a row, what was said of the first such row."""
     headers = [source.examples.header for source in dataset.sources]
@@ -34,8 +39,10 @@ def describe(dataset: ExampleDataset) -> str:
     train = dataset.train
     kind = "pairs" if dataset.form == "preference" else "examples"
     left_out = "; ".join(get_left_out(dataset))
+    num_split = get_num_split(dataset)
     return (
-        f"{len(train.selected)} {kind} to train on ({dataset.form}), {len(dataset.held_out.selected)} held out; "
+        f"{len(train.selected)} {kind} to train on ({dataset.form}), {len(dataset.held_out.selected)} held out"
+        f"{f', {num_split} longer documents split' if num_split else ''}; "
         f"{train.num_tokens} tokens, {get_trained_share(dataset):.1%} trained; {dataset.num_train_sequences} sequences "
         f"of {dataset.seq_len}, {dataset.packing_efficiency:.1%} full; left out: {left_out or 'nothing'}"
     )

@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from titanlite.data import examples as examples_module
 from titanlite.data.chat import TRAINED
 from titanlite.data.example_dataset import ExampleDataset
 from titanlite.data.prompts import EvaluationPrompt, evaluation_prompts, read_evaluation_prompts
+from titanlite.data.report import describe
 from titanlite.data.rows import LocalRows
 from titanlite.errors import DataError
 from titanlite.ops import IGNORE_INDEX
@@ -157,6 +159,53 @@ def test_too_long(make_job: MakeJob, caplog: pytest.LogCaptureFixture) -> None:
     job.data.too_long, job.training.seq_len = "error", 40
     with pytest.raises(DataError, match=r"rows\.jsonl, line 1: 5\d tokens, but training\.seq_len is 40\. Raise"):
         build(job)
+
+
+def make_texts(count: int = 40) -> list[dict[str, Any]]:
+    """Documents of very different lengths, no two alike."""
+    rng = random.Random(0)
+    return [
+        {"text": f"{i}:" + "".join(rng.choice("abcdefgh ") for _ in range(rng.choice([1, 9, 60, 300])))}
+        for i in range(count)
+    ]
+
+
+@pytest.mark.parametrize("seq_len", [2, 16, 31])
+def test_split_documents_predict_each_of_their_tokens_once(make_job: MakeJob, seq_len: int) -> None:
+    job = make_job(make_texts(), seq_len=seq_len, too_long="split")
+    dataset = build(job)
+    (source,) = dataset.sources
+    whole = [source.examples.tokens[place].tolist() for i in range(40) for place in source.examples.get_documents(i)]
+    predicted = [pair for tokens in whole for pair in pairwise(tokens)]
+    documents = documents_of(dataset, range(dataset.num_sequences))
+    assert all(labels == [*tokens[1:], IGNORE_INDEX] for tokens, labels in documents)
+    assert sorted(pair for tokens, _ in documents for pair in pairwise(tokens)) == sorted(predicted)
+    assert dataset.train.num_trained + dataset.held_out.num_trained == len(predicted)
+    # A piece is full but for the last of its document, and the pieces of a document are not apart in the hold-out.
+    assert sorted(map(tuple, (tokens for tokens, _ in documents))) == sorted(
+        tuple(tokens[start : start + seq_len])
+        for tokens in whole
+        for start in range(0, max(len(tokens) - 1, 1), seq_len - 1)
+    )
+    rows = [set(part.examples.places[part.selected].tolist()) for part in (dataset.train, dataset.held_out)]
+    assert not rows[0] & rows[1] and len(rows[0] | rows[1]) == 40
+    assert source.num_split == sum(len(tokens) > seq_len for tokens in whole) > 0
+    assert f", {source.num_split} longer documents split; " in describe(dataset)
+    if seq_len > 2:
+        assert dataset.packing_efficiency > 0.8
+
+
+def test_documents_that_fit_are_the_same_whether_or_not_they_would_be_split(make_job: MakeJob) -> None:
+    datasets = [build(make_job(make_texts(), seq_len=400, too_long=too_long)) for too_long in ("split", "error")]
+    assert datasets[0].fingerprint == datasets[1].fingerprint
+    assert "split" not in describe(datasets[0])
+
+
+def test_only_documents_are_split(make_job: MakeJob) -> None:
+    with pytest.raises(DataError, match=r"too_long = \"split\" is for .*, but the examples are of form 'prompt_compl"):
+        build(make_job(make_rows(), too_long="split"))
+    with pytest.raises(DataError, match=r"of 2 tokens or more, but training\.seq_len is 1\. Set data\.too_long"):
+        build(make_job(make_texts(), seq_len=1, too_long="split"))
 
 
 def test_cut_pairs_keep_both_sides(make_job: MakeJob) -> None:

@@ -1,6 +1,7 @@
 """`python -m titanlite data`."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -67,6 +68,14 @@ def test_pairs_and_control_characters(preview: Callable[..., tuple[int, str, str
     assert code == 0 and "pairs      3 to train on, 1 held out" in out
     assert "sample 3 (chosen): " in out and "sample 3 (rejected): " in out and "sample 4" not in out
     assert "\x1b" not in out and "\\x1b[2J[[ good<|endoftext|>]]" in out
+
+
+def test_pieces_of_documents(preview: Callable[..., tuple[int, str, str]]) -> None:
+    rows = [{"text": f"{i} what is the answer " * 9} for i in range(4)]
+    code, out, err = preview(rows, "--samples=40", "--data.too_long=split", "--training.seq_len=16")
+    assert (code, err) == (0, "")
+    assert "; 4 longer documents were split\n" in out and "left out   nothing" in out
+    assert re.search(r"sample \d+: .*rows\.jsonl, line \d, from token 15 on, 16 tokens, 15 trained\n", out)
 
 
 def test_bad_rows(preview: Callable[..., tuple[int, str, str]]) -> None:

@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,23 @@ def test_what_does_not_fit(make_job: MakeJob, caplog: pytest.LogCaptureFixture) 
     job = make_job([{"prompt": "a"}] * 6, streaming=True, streaming_block_rows=4, bad_rows="skip")
     with pytest.raises(DataError, match=r"no row of .*rows\.jsonl can be used \(. rows skipped: missing field\)"):
         take(build(job), 0, 1)
+
+
+def test_streamed_documents_are_split_too(make_job: MakeJob) -> None:
+    rows = [{"text": f"{i} {'abc' * 20}"} for i in range(12)]
+    pairs = []
+    for seq_len in (128, 16):
+        job = make_job(rows, seq_len=seq_len, streaming=True, streaming_block_rows=4, too_long="split")
+        dataset = build(job)
+        sample = 0
+        found = []
+        while len(dataset._ends) < 3 or sample < dataset._ends[2]:  # the third block is the last of the pass
+            batch = dataset.batch([sample])
+            for document in range(int(batch.document_ids.max()) + 1):
+                found += pairwise(batch.tokens[batch.document_ids == document].tolist())
+            sample += 1
+        pairs.append(sorted(found))
+    assert pairs[0] == pairs[1] and len(pairs[0]) > 12 * 16
 
 
 def test_a_block_that_is_only_made_ahead_leaves_nothing_out_yet(make_job: MakeJob) -> None:
