@@ -5,18 +5,22 @@ Every rank asks for the same file; one builds it, the others sleep on a file loc
 """
 
 import fcntl
+import json
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from hashlib import sha256
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import IO, Any, TypeVar
 
 from titanlite.config.schema import DataSection
 from titanlite.errors import DataError
 
 T = TypeVar("T")
+_FORMAT_VERSION = 1  # raise it when what is kept of files changes its meaning
+_FINE_NS, _COARSE_NS = 50_000_000, 2_000_000_000  # clock ticks of file systems with and without fractions of a second
 
 
 def get_cache_folder(data: DataSection) -> Path:
@@ -81,3 +85,50 @@ def write_atomic(path: Path) -> Iterator[IO[bytes]]:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def read_once(folder: Path, what: str, files: Sequence[Path], compute: Callable[[], T]) -> T:
+    """`compute()`, or what it returned when it last read the same files: a value for JSON, not None.
+
+    A digest of a terabyte would otherwise take each rank a quarter of an hour at each start. `files` are the same if
+    their paths, inodes, sizes and times of change are: of content (mtime) and of anything about the file (ctime), which
+    no program can set. Where the cache cannot be written, it is computed.
+
+    Args:
+        folder: the cache folder.
+        what: which value, with all that it depends on beside the files' contents.
+        files: what `compute` reads, in order.
+
+    Raises:
+        DataError: as `load_or_build`; what `compute` raises.
+    """
+    try:
+        stats = [(os.path.abspath(file), file.stat()) for file in files]
+    except OSError:
+        return compute()  # says which file it is
+    stamps = [(name, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for name, s in stats]
+    key = sha256(json.dumps([_FORMAT_VERSION, what, stamps]).encode()).hexdigest()[:32]
+    path = folder / "read" / f"{key}.json"
+
+    def load() -> T | None:
+        try:
+            return json.loads(path.read_bytes())
+        except (FileNotFoundError, ValueError):
+            return None
+
+    def build() -> None:
+        # Until the clock of the file system has ticked, a second change could leave no trace.
+        for _, stat in stats:
+            tick = _FINE_NS if stat.st_ctime_ns % 1_000_000_000 else _COARSE_NS
+            time.sleep(min(max(stat.st_ctime_ns + tick - time.time_ns(), 0), tick) / 1e9)
+        content = json.dumps(compute()).encode()
+        with write_atomic(path) as file:
+            file.write(content)
+
+    value: Any = load()
+    if value is None:
+        with suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        # What was made of the files may be in a cache that others have filled, and this process can only read.
+        value = load_or_build(path, load, build)[0] if os.access(path.parent, os.W_OK) else compute()
+    return value

@@ -7,13 +7,14 @@ Files are read again on every pass instead of being kept: a corpus may be larger
 import os
 import sysconfig
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
 
 from titanlite.config.schema import DataSection
+from titanlite.data.cache import get_cache_folder, read_once
 from titanlite.errors import DataError
 
 # Installed packages differ from machine to machine, and test data holds deliberately broken files.
@@ -26,11 +27,12 @@ class Corpus:
 
     `files` are (name, path) pairs in reading order; the name is the path relative to the dataset, with '/' on every
     system. Empty files are no documents. `skip_undecodable` leaves out files that are not UTF-8 instead of refusing
-    them.
+    them. With a `cache_folder`, digest and sizes of files that have not changed are not computed again.
     """
 
     files: tuple[tuple[str, Path], ...]
     skip_undecodable: bool = False
+    cache_folder: Path | None = None
 
     def __iter__(self) -> Iterator[tuple[str, str]]:
         """Yield (name, text) of every document; newlines are kept as they are in the file.
@@ -55,7 +57,16 @@ class Corpus:
 
     @cached_property
     def _summary(self) -> tuple[str, int, int]:
-        """(sha256 in hex, bytes, documents), from one pass over the files."""
+        """(sha256 in hex, bytes, documents)."""
+        if self.cache_folder is None:
+            return self._summarize()
+        what = f"corpus {self.skip_undecodable} {[name for name, _ in self.files]}"
+        digest, num_bytes, num_documents = read_once(
+            self.cache_folder, what, [path for _, path in self.files], self._summarize
+        )
+        return digest, num_bytes, num_documents
+
+    def _summarize(self) -> tuple[str, int, int]:
         digest, num_bytes, num_documents = sha256(), 0, 0
         for name, text in self:
             content = text.encode("utf-8")
@@ -68,7 +79,7 @@ class Corpus:
 
     @property
     def digest(self) -> str:
-        """sha256 over names and bytes of all documents, in hex; reads the files once."""
+        """sha256 over names and bytes of all documents, in hex."""
         return self._summary[0]
 
     @property
@@ -160,10 +171,10 @@ def build_corpus(data: DataSection) -> Corpus:
                 f'data: path = "{data.path}" has no effect with dataset = "stdlib". '
                 'Set data.dataset = "text", or remove data.path.'
             )
-        return build_stdlib_corpus()
+        return replace(build_stdlib_corpus(), cache_folder=get_cache_folder(data))
     if not data.path:
         raise DataError('data: dataset = "text" needs data.path, which is empty. Set it to a text file or a folder.')
-    return build_text_corpus(data.path, data.pattern or "*.txt")
+    return replace(build_text_corpus(data.path, data.pattern or "*.txt"), cache_folder=get_cache_folder(data))
 
 
 def split_text(text: str, max_chars: int) -> Iterator[str]:

@@ -121,8 +121,8 @@ def _get_key(data: DataSection, rows: Rows, tokenizer: "PreTrainedTokenizerFast"
     """Of all that the tokens depend on; names of files are part of it, because errors are reported by them."""
     settings = [
         *(_FORMAT_VERSION, metadata.version("transformers"), data.format, data.train_on, data.bad_rows, rows.names),
-        *(tokenizer.eos_token_id, tokenizer.special_tokens_map, tokenizer.chat_template, rows.get_digest()),
-        tokenizer.backend_tokenizer.to_str(),
+        *(tokenizer.eos_token_id, tokenizer.special_tokens_map, tokenizer.chat_template),
+        *(rows.get_digest(get_cache_folder(data)), tokenizer.backend_tokenizer.to_str()),
     ]
     return sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:32]
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from titanlite.config.assets import is_hub_id
+from titanlite.data.cache import read_once
 from titanlite.data.corpus import find_files
 from titanlite.data.readers import READERS, RowError, drop_none, first_line
 from titanlite.errors import DataError
@@ -37,8 +38,8 @@ class Rows(Protocol):
         """What `Row.file` counts: paths, or the id of a dataset."""
         ...
 
-    def get_digest(self) -> str:
-        """sha256 in hex over everything that the rows are read from."""
+    def get_digest(self, cache_folder: Path) -> str:
+        """sha256 in hex over everything that the rows are read from; kept in `cache_folder`."""
         ...
 
     def get_stamp(self) -> str:
@@ -69,7 +70,10 @@ class LocalRows:
     def names(self) -> tuple[str, ...]:
         return tuple(str(file) for file in self.files)
 
-    def get_digest(self) -> str:
+    def get_digest(self, cache_folder: Path) -> str:
+        return read_once(cache_folder, "rows", self.files, self._compute_digest)
+
+    def _compute_digest(self) -> str:
         digest = sha256()
         for file in self.files:
             try:
@@ -152,11 +156,11 @@ class HubRows:
                 f"{first_line(error)} Correct data.path, data.subset and data.split, or give a local file."
             ) from None
 
-    def get_digest(self) -> str:
+    def get_digest(self, cache_folder: Path) -> str:
         digest = sha256(f"{self.names}".encode())
         digest.update(str(self._dataset.num_rows).encode())
         files = tuple(Path(file["filename"]) for file in self._dataset.cache_files)
-        return sha256(digest.digest() + LocalRows(files).get_digest().encode()).hexdigest()
+        return sha256(digest.digest() + LocalRows(files).get_digest(cache_folder).encode()).hexdigest()
 
     def get_stamp(self) -> str:
         return self._revision

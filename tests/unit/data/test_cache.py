@@ -1,3 +1,4 @@
+import os
 import threading
 import time
 from pathlib import Path
@@ -5,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from titanlite.config.schema import DataSection
-from titanlite.data.cache import get_cache_folder, load_or_build, write_atomic
+from titanlite.data.cache import get_cache_folder, load_or_build, read_once, write_atomic
 from titanlite.errors import DataError
 
 
@@ -74,3 +75,53 @@ def test_unusable_folder_and_damaged_result_are_named(tmp_path: Path) -> None:
     path = tmp_path / "x"
     with pytest.raises(DataError, match=rf"data: {path} is damaged although it was just written"):
         load_or_build(path, lambda: None, lambda: None)
+
+
+def test_files_are_read_once_until_they_change(tmp_path: Path) -> None:
+    files = [tmp_path / "a", tmp_path / "b"]
+    for file in files:
+        file.write_text(file.name)
+    reads: list[str] = []
+
+    def read(what: str = "text") -> list[str]:
+        def compute() -> list[str]:
+            reads.append(what)
+            return [file.read_text() for file in files]
+
+        return read_once(tmp_path / "cache", what, files, compute)
+
+    assert read() == read() == ["a", "b"] and reads == ["text"]
+    before = files[0].stat()
+    files[0].write_text("c")  # at once, of the same size, and with the old time: nothing but ctime tells
+    os.utime(files[0], ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert read() == read() == ["c", "b"] and len(reads) == 2
+    (tmp_path / "new").write_text("d")
+    (tmp_path / "new").replace(files[1])
+    assert read() == read() == ["c", "d"] and len(reads) == 3
+    assert read("other") == ["c", "d"] and len(reads) == 4
+    files.reverse()
+    assert read() == ["d", "c"] and len(reads) == 5
+    for kept in (tmp_path / "cache/read").glob("*.json"):
+        kept.write_text('["half')
+    assert read() == ["d", "c"] and len(reads) == 6  # damaged
+
+
+def test_a_change_within_a_tick_of_the_clock_is_not_missed(tmp_path: Path) -> None:
+    """A file system may stamp two changes alike; what is read before its clock ticks must not be kept."""
+    file = tmp_path / "a"
+    file.write_text("a")
+    changed = file.stat().st_ctime_ns
+    read = read_once(tmp_path / "cache", "text", [file], lambda: (time.time_ns(), file.read_text()))
+    assert read[0] - changed >= 50_000_000
+
+
+def test_what_is_missing_is_named_and_a_cache_need_not_be_writable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "a"
+    with pytest.raises(FileNotFoundError, match=r"'.*/a'"):
+        read_once(tmp_path / "cache", "text", [file], file.read_text)
+    file.write_text("a")
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert read_once(tmp_path / "cache", "text", [file], file.read_text) == "a"
+    assert not list((tmp_path / "cache").rglob("*.json"))

@@ -371,5 +371,5 @@ def test_settings_of_examples_are_refused_elsewhere() -> None:
 def test_digest_is_of_the_bytes(tmp_path: Path) -> None:
     for name, text in (("a.jsonl", "ab"), ("b.jsonl", "c"), ("c.jsonl", "a"), ("d.jsonl", "bc")):
         (tmp_path / name).write_text(text)
-    digests = {LocalRows(tuple(tmp_path / f"{n}.jsonl" for n in pair)).get_digest() for pair in ("ab", "cd", "ba")}
-    assert len(digests) == 3
+    files = {pair: tuple(tmp_path / f"{name}.jsonl" for name in pair) for pair in ("ab", "cd", "ba")}
+    assert len({LocalRows(pair).get_digest(tmp_path / "cache") for pair in files.values()}) == 3

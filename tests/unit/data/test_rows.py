@@ -201,7 +201,7 @@ def test_folder(tmp_path: Path) -> None:
     assert [Path(name).name for name in rows.names] == ["b.jsonl", "a.csv"]
     assert [(row.file, row.number) for row in rows] == [(0, 1), (1, 2)]
     assert build_rows(str(tmp_path), "*.csv").names == (str(tmp_path / "sub/a.csv"),)
-    assert rows.get_digest() != build_rows(str(tmp_path), "*.csv").get_digest()
+    assert rows.get_digest(tmp_path / "cache") != build_rows(str(tmp_path), "*.csv").get_digest(tmp_path / "cache")
 
 
 def test_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,7 +216,8 @@ def test_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (2, {"prompt": "c"}),
     ]
     assert asked == {"args": ("owner/name", "sub"), "split": "test", "revision": "v1", "streaming": False}
-    assert len(rows.get_digest()) == 64 and rows.get_digest() != build_rows("owner/name@v1").get_digest()
+    digest = rows.get_digest(tmp_path / "cache")
+    assert len(digest) == 64 and digest != build_rows("owner/name@v1").get_digest(tmp_path / "cache")
 
     monkeypatch.setattr(
         "datasets.load_dataset", lambda *_, **kwargs: (asked.update(kwargs), saved.to_iterable_dataset())[1]
