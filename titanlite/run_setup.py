@@ -8,7 +8,7 @@ import torch.distributed as dist
 from titanlite.checkpoint import Progress
 from titanlite.config import AnyModelConfig, JobConfig, TransformersConfig, save_resolved
 from titanlite.data import TrainLoader
-from titanlite.distributed import ParallelDims, base_dtype, parallelize
+from titanlite.distributed import ParallelDims, base_dtype, mixed_precision_dtypes, parallelize
 from titanlite.errors import ConfigError, DataError
 from titanlite.logger import log_to_folder, logger
 from titanlite.metrics import open_events, record_event
@@ -76,10 +76,21 @@ def check_device(job: JobConfig, device: torch.device) -> None:
     """Refuse settings that this device would ignore or fail on.
 
     Raises:
-        ConfigError: CPU offload, flex attention or Triton kernels without a GPU. The same on all ranks.
+        ConfigError: CPU offload, Triton kernels, flex or varlen attention without a GPU, or the latter in float32. The
+            same on all ranks.
     """
     if job.model.attention_backend == "flex" and device.type != "cuda":
         raise ConfigError("model.attention_backend: 'flex' has no backward pass on the CPU. Set it to 'sdpa'.")
+    if job.model.attention_backend == "varlen":
+        dtype, _ = mixed_precision_dtypes(job, device.type)
+        if device.type != "cuda" or dtype == torch.float32:
+            remedy = "Set it to 'sdpa'" + (
+                ", or training.mixed_precision_param to 'bfloat16'" * (device.type == "cuda")
+            )
+            raise ConfigError(
+                "model.attention_backend: 'varlen' is for bfloat16 on CUDA, and activations are "
+                f"{str(dtype).removeprefix('torch.')} on {device.type}. {remedy}."
+            )
     if job.training.enable_cpu_offload and device.type != "cuda":
         raise ConfigError("training.enable_cpu_offload: there is no CUDA device to offload from. Set it to false.")
     try:
@@ -154,7 +165,8 @@ def configure(model: AnyModel, job: JobConfig, device: torch.device) -> None:
     if model.moe_layers():
         backend = resolve_backend(job.moe.grouped_gemm, device, torch.float32)
         logger.info("moe: grouped GEMM backend: %s", backend)
-        if device.type == "cuda" and backend == "torch" and (problem := triton_problem()) is not None:
+        chosen = device.type == "cuda" and job.moe.grouped_gemm == "auto" and backend == "torch"
+        if chosen and (problem := triton_problem()) is not None:
             logger.warning("moe: %s titanlite's kernels are left out, which is slower. Install a newer torch.", problem)
     model.model.attention_backend = job.model.attention_backend
     model.lm_head.chunk_tokens = job.training.loss_chunk_tokens

@@ -18,7 +18,8 @@ floor      over the step: matmuls at the measured rate, or the experts' bytes wh
 peak GiB   of the device's memory during the timed steps
 plan       that peak over the one that `titanlite.planner` traced for the variant without a GPU; not for compiled ones
 load       rows of the most loaded expert over the mean, in the worst layer
-causal: one document per row, plain causal attention. documents: packed, as the trainer's own data, with a mask or flex.
+causal: one document per row, plain causal attention. documents: packed, as the trainer's own data, with a mask, or
+           with model.attention_backend = flex or varlen.
 Exit code 1: nothing could be measured, or a peak is more than 10 % off the planned one. 2: there is no GPU.
 """
 
@@ -30,7 +31,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -66,6 +67,7 @@ from titanlite.models.families import families, family_of
 from titanlite.models.hf_experts import use_titanlite_experts
 from titanlite.objectives import NextToken
 from titanlite.ops import leave_out_cudnn
+from titanlite.ops.attention import AttentionBackend
 from titanlite.optim import build_optimizer
 from titanlite.planner.estimate import get_memory
 from titanlite.planner.trace import trace_step
@@ -80,12 +82,18 @@ _Step = Callable[[int], tuple[torch.Tensor, torch.Tensor | None]]
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to train. `backend` is moe.grouped_gemm, `attention` causal, documents or documents, flex."""
+    """A way to train. `backend` is moe.grouped_gemm, `attention` causal, documents, or "documents, flex" or varlen."""
 
     backend: str
     checkpointing: str = "none"
     compiled: bool = False
     attention: str = "causal"
+
+    @property
+    def attention_backend(self) -> AttentionBackend:
+        """As in the configuration."""
+        _, _, named = self.attention.partition(", ")
+        return cast(AttentionBackend, named or "sdpa")
 
     def __str__(self) -> str:
         words = [self.backend, f"checkpointing {self.checkpointing}", self.attention]
@@ -96,6 +104,7 @@ VARIANTS = (
     *(Variant(backend, mode) for mode in ("none", "selective", "full") for backend in ("triton", "torch")),
     Variant("triton", attention="documents"),
     Variant("triton", attention="documents, flex"),
+    Variant("triton", attention="documents, varlen"),
     *(Variant(backend, mode, True) for mode in ("none", "selective", "full") for backend in ("triton", "torch")),
 )
 QUICK = (Variant("triton"), Variant("torch"), Variant("triton", "full"), Variant("triton", compiled=True))
@@ -201,7 +210,7 @@ def plan_peaks(variants: Sequence[Variant], config: ModelConfig, seq_len: int, s
             job = build_job(seq_len, sequences, "cuda")
             job.moe.grouped_gemm = variant.backend  # type: ignore[assignment]
             job.activation_checkpoint.mode = variant.checkpointing  # type: ignore[assignment]
-            job.model.attention_backend = "flex" if variant.attention.endswith("flex") else "sdpa"
+            job.model.attention_backend = variant.attention_backend
             documents = variant.attention != "causal"
             found[str(variant)] = get_memory(trace_step(job, config, Degrees(), documents=documents)).total
     return found
@@ -225,7 +234,7 @@ class BenchTrainer(TrainStep):
         torch.compiler.reset()
         for moe in self.model.moe_layers().values():
             moe.experts.grouped_gemm_backend = variant.backend  # type: ignore[assignment]
-        self.model.model.attention_backend = "flex" if variant.attention.endswith("flex") else "sdpa"
+        self.model.model.attention_backend = variant.attention_backend
         self.job.activation_checkpoint.mode = variant.checkpointing  # type: ignore[assignment]
         self.job.compile.enable = variant.compiled
         wrap_layers(self.model, self.job, experts_on_own_mesh=False)

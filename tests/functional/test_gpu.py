@@ -72,11 +72,26 @@ def test_flex_attention_equals_sdpa(losses_of):
     assert flex == pytest.approx(sdpa, rel=1e-3)  # flex may use TF32 for float32 inputs
 
 
-def test_deterministic_runs_have_the_same_bits(losses_of):
+def test_varlen_attention_equals_sdpa(losses_of):
+    sdpa = losses_of("--training.mixed_precision_param=bfloat16")
+    varlen = losses_of("--training.mixed_precision_param=bfloat16", "--model.attention_backend=varlen")
+    assert varlen == pytest.approx(sdpa, rel=5e-3)  # both round to bfloat16, at other places
+    assert varlen != sdpa
+
+
+def test_varlen_attention_takes_no_float32(checked):
+    configuration = checked(Degrees(), "--training.mixed_precision_param=float32", "--model.attention_backend=varlen")
+    with pytest.raises(ConfigError, match=r"activations are float32 on cuda\. Set it to 'sdpa', or training\.mixed"):
+        Trainer(configuration.job, configuration.model_config, configuration.degrees)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "varlen"])
+def test_deterministic_runs_have_the_same_bits(losses_of, attention):
     """In bfloat16, with titanlite's kernels."""
-    first = losses_of("--training.deterministic=true")
+    settings = "--training.deterministic=true", f"--model.attention_backend={attention}"
+    first = losses_of(*settings)
     assert all(math.isfinite(loss) for loss in first)
-    assert losses_of("--training.deterministic=true") == first
+    assert losses_of(*settings) == first
     assert torch.are_deterministic_algorithms_enabled() and not torch.backends.cuda.mem_efficient_sdp_enabled()
 
 

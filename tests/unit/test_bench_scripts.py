@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import varlen_kernel  # noqa: F401  torch's operator, on the CPU
 from triton_interpreter import repair
 
 ROOT = Path(__file__).parents[2]
@@ -347,7 +348,7 @@ def test_a_whole_run_of_train_gpu(one_rank, tmp_path):
     def add(row):
         rows.append(train_gpu.complete(row, config, arguments, MACHINE))
 
-    variants = [v for v in train_gpu.VARIANTS if not v.compiled and not v.attention.endswith("flex")]
+    variants = [v for v in train_gpu.VARIANTS if not v.compiled and v.attention_backend != "flex"]
     broken = train_gpu.Variant("cuda")  # fails in the middle of a step: the next one gets a new model
     train_gpu.measure_titanlite([broken, *variants], config, arguments, one_rank, budget, add)
     train_gpu.measure_transformers(list(train_gpu.HF_VARIANTS), config, arguments, one_rank, budget, add)
@@ -359,6 +360,10 @@ def test_a_whole_run_of_train_gpu(one_rank, tmp_path):
         if variant.attention == "causal":  # the same batch; weights move by 1e-7 per step
             assert loss == pytest.approx(first, rel=1e-3)
     assert all(abs(loss - first) < 0.5 for loss in losses)
+    masked, varlen = (
+        loss for variant, loss in zip(variants, losses[1:], strict=False) if variant.attention.startswith("documents")
+    )
+    assert varlen == pytest.approx(masked, rel=1e-3) and masked != pytest.approx(first, rel=1e-4)
     assert rows[1]["tokens_per_s"] == pytest.approx(32 / rows[1]["step_s"])
     paths, text = train_gpu.save(arguments, config, MACHINE, rows, budget)
     assert "transformers, FSDP2, float32 states" in text and json.loads(paths[1].read_text())["rows"] == rows

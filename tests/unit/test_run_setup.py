@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from titanlite import run_setup
-from titanlite.errors import DataError
+from titanlite.config import JobConfig
+from titanlite.errors import ConfigError, DataError
 from titanlite.models.families import families
-from titanlite.run_setup import check_vocabulary, turn_off_dropout
+from titanlite.run_setup import check_device, check_vocabulary, turn_off_dropout
 
 CONFIG = replace(families()["qwen3_moe"].presets["debug"], vocab_size=1000)
 
@@ -31,6 +32,21 @@ def test_a_tokenizer_far_smaller_than_the_embedding_is_a_warning_of_rank_0(warni
     (text,) = warnings
     assert text.startswith("data: the tokenizer has 499 tokens, the embedding 1000 rows")
     assert text.endswith("model.overrides.vocab_size = 499.")
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype", "device", "text"),
+    [
+        ("flex", "auto", "cpu", r"'flex' has no backward pass on the CPU\. Set it to 'sdpa'\.$"),
+        ("varlen", "bfloat16", "cpu", r"and activations are bfloat16 on cpu\. Set it to 'sdpa'\.$"),
+        ("varlen", "float32", "cuda", r"float32 on cuda\. Set it to 'sdpa', or training\..*_param to 'bfloat16'\.$"),
+    ],
+)
+def test_attention_that_a_device_does_not_have(backend, dtype, device, text):
+    job = JobConfig()
+    job.model.attention_backend, job.training.mixed_precision_param = backend, dtype
+    with pytest.raises(ConfigError, match=r"^model\.attention_backend: .*" + text):
+        check_device(job, torch.device(device))
 
 
 def test_a_token_without_a_row_is_an_error():

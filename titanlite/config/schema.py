@@ -56,10 +56,11 @@ class ModelSection:
     implementation: Literal["auto", "native", "transformers"] = setting(
         "auto", "'native': titanlite's decoder; 'transformers': the class of transformers; 'auto': native where it can."
     )
-    attention_backend: Literal["sdpa", "flex"] = setting(
+    attention_backend: Literal["sdpa", "flex", "varlen"] = setting(
         "sdpa",
         "'sdpa': scaled_dot_product_attention, on CUDA with a dense mask for packed documents, whose masked parts are "
-        "computed too; 'flex': flex_attention on CUDA, compiled, which leaves out masked blocks.",
+        "computed too; 'flex': flex_attention on CUDA, compiled, which leaves out masked blocks; 'varlen': on CUDA, in "
+        "bfloat16, FlashAttention over each document by itself.",
     )
     overrides: ModelOverrides = setting(ModelOverrides, "Single sizes to change, for example num_layers = 4.")  # type: ignore[valid-type]
 

@@ -2,7 +2,7 @@
 
 from titanlite.distributed.clip_grad import clip_grad_norm, clip_grad_norms
 from titanlite.distributed.collectives import all_reduce_sum
-from titanlite.distributed.fsdp import base_dtype, sum_over_replicas
+from titanlite.distributed.fsdp import base_dtype, mixed_precision_dtypes, sum_over_replicas
 from titanlite.distributed.parallel_dims import ParallelDims
 from titanlite.distributed.parallelize import parallelize
 from titanlite.distributed.process_group import end_distributed, fake_ranks, init_distributed
@@ -17,6 +17,7 @@ __all__ = [
     "end_distributed",
     "fake_ranks",
     "init_distributed",
+    "mixed_precision_dtypes",
     "parallelize",
     "reduce_replicated_grads",
     "sum_over_replicas",

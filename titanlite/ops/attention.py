@@ -1,20 +1,24 @@
-"""Causal attention over packed documents: one mask per forward, shared by all layers, and two backends.
+"""Causal attention over packed documents: one mask per forward, shared by all layers, and three backends.
 
 Shapes: B batch, S sequence, T cached keys, H query heads, G key/value heads, R = H / G, K head width.
 """
 
+import inspect
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.varlen import varlen_attn
 
 from titanlite.ops import attention_cpu
 from titanlite.ops.planned import is_planned, kernel_device
 
-AttentionBackend = Literal["sdpa", "flex"]
+AttentionBackend = Literal["sdpa", "flex", "varlen"]
+# Grouped heads are what the kernel always takes; torch 2.12 and newer want to be told that they are meant.
+_GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 @dataclass(frozen=True)
@@ -25,11 +29,13 @@ class AttentionMask:
         allowed_B1SS: bool, True where query s may see key t (`sdpa` only); or, on CUDA, what is added to the scores: 0
             there and -inf elsewhere. None means plain causal.
         block_mask: flex_attention's BlockMask (`flex` only).
+        starts_N1: (N + 1,) int32, where each of the N documents begins among B x S tokens, and B x S (`varlen` only).
     """
 
     backend: AttentionBackend
     allowed_B1SS: torch.Tensor | None = None
     block_mask: Any = None
+    starts_N1: torch.Tensor | None = None
 
 
 def leave_out_cudnn() -> None:
@@ -49,12 +55,16 @@ def build_attention_mask(
     Args:
         document_ids_BS: (B, S) int64 document of each token, or None for one document per row. Padding has id -1:
             padded positions see one another and nothing else, so that no softmax row is empty.
-        backend: `sdpa` makes a (B, 1, S, S) mask, or none at all without documents; `flex` makes a BlockMask.
+        backend: `sdpa` makes a (B, 1, S, S) mask, or none at all without documents; `flex` makes a BlockMask; `varlen`
+            finds where documents begin, for which it waits for the device. There a document ends where its run of
+            tokens does.
         dtype: of the queries.
     """
     if document_ids_BS is None:
         return AttentionMask("sdpa")
     batch, seq_len = document_ids_BS.shape
+    if backend == "varlen":
+        return AttentionMask("varlen", starts_N1=None if is_planned() else _find_starts(document_ids_BS))
     if backend == "sdpa":
         same_BSS = document_ids_BS[:, :, None] == document_ids_BS[:, None, :]
         allowed_B1SS = same_BSS.tril().unsqueeze(1)
@@ -75,21 +85,47 @@ def build_attention_mask(
     return AttentionMask("flex", block_mask=block_mask)
 
 
+def _find_starts(document_ids_BS: torch.Tensor) -> torch.Tensor:
+    begins_BS = torch.ones_like(document_ids_BS, dtype=torch.bool)
+    begins_BS[:, 1:] = document_ids_BS[:, 1:] != document_ids_BS[:, :-1]
+    starts_N = begins_BS.flatten().nonzero().flatten()
+    starts_N1 = F.pad(starts_N, (0, 1), value=document_ids_BS.numel()).int()
+    # Or a layer would be compiled again for another number of documents.
+    torch._dynamo.mark_dynamic(starts_N1, 0)  # pyright: ignore[reportPrivateUsage]  documented, for all its name
+    return starts_N1
+
+
 def attention(
     q_BSHK: torch.Tensor, k_BSGK: torch.Tensor, v_BSGK: torch.Tensor, mask: AttentionMask, scale: float
 ) -> torch.Tensor:
     """Scaled dot-product attention with grouped key/value heads; returns (B, S, H, K).
 
-    H must be a multiple of G: query head h reads key/value head h // (H / G).
+    H must be a multiple of G: query head h reads key/value head h // (H / G). `varlen` is FlashAttention over documents
+    of any length (arXiv:2307.08691): on CUDA, in bfloat16 or float16.
     """
+    if mask.starts_N1 is not None:
+        out_THK = varlen_attn(
+            q_BSHK.flatten(0, 1),
+            k_BSGK.flatten(0, 1),
+            v_BSGK.flatten(0, 1),
+            mask.starts_N1,
+            mask.starts_N1,
+            # The longest document would have to be waited for, too; a bound only makes blocks that end at once.
+            q_BSHK.shape[1],
+            q_BSHK.shape[1],
+            scale=scale,
+            window_size=(-1, 0),
+            **_GROUPED,
+        )
+        return cast(torch.Tensor, out_THK).view(q_BSHK.shape)
     if mask.backend == "sdpa" and kernel_device(q_BSHK.device) == "cpu" and attention_cpu.serves(q_BSHK, v_BSGK):
         return attention_cpu.host_attention(q_BSHK, k_BSGK, v_BSGK, mask.allowed_B1SS, scale)
     q_BHSK, k_BGSK, v_BGSK = (x.transpose(1, 2) for x in (q_BSHK, k_BSGK, v_BSGK))
     grouped = q_BHSK.shape[1] != k_BGSK.shape[1]
+    if mask.backend != "sdpa" and mask.block_mask is None:  # planned: they keep what the flash kernel keeps
+        flash = torch.ops.aten._scaled_dot_product_flash_attention
+        return flash(q_BHSK, k_BGSK, v_BGSK, 0.0, True, scale=scale)[0].transpose(1, 2)
     if mask.backend == "flex":
-        if mask.block_mask is None:  # planned: the compiled kernel keeps what the flash kernel keeps
-            flash = torch.ops.aten._scaled_dot_product_flash_attention
-            return flash(q_BHSK, k_BGSK, v_BGSK, 0.0, True, scale=scale)[0].transpose(1, 2)
         kernel = _compiled(flex_attention) if q_BHSK.is_cuda and not torch.compiler.is_compiling() else flex_attention
         out = kernel(q_BHSK, k_BGSK, v_BGSK, block_mask=mask.block_mask, scale=scale, enable_gqa=grouped)
     else:

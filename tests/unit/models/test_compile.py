@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 import torch
+import varlen_kernel
 from traced_layers import TORCH_COMPILE_WARNINGS, Graphs
 
 from titanlite.config import JobConfig
@@ -103,6 +104,23 @@ def test_flex_attention(tiny, graphs):
         expected = plain(tokens, document_ids_BS=documents)
         assert (compiled(tokens, document_ids_BS=documents) - expected).norm() <= BOUND * expected.norm()
     assert graphs.made == 1
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
+def test_varlen_attention(tiny, graphs, checkpointing):
+    """Every batch has another number of documents."""
+
+    def build() -> Decoder:
+        model = tiny.ours(tiny.config("qwen3_moe"))
+        model.model.attention_backend = "varlen"
+        return model
+
+    assert_traced_alike(graphs, build, checkpointing)
+    varlen_kernel.forwards.clear()
+    model = build()
+    wrap_layers(model, job_of(checkpointing, compiled=False), experts_on_own_mesh=False)
+    train(model, 1)
+    assert len(varlen_kernel.forwards) == len(model.model.layers) * (2 if checkpointing == "full" else 1)
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+import varlen_kernel  # noqa: F401  torch's operator, on the CPU
 
 from titanlite.ops import attention, build_attention_mask, leave_out_cudnn
 from titanlite.ops.planned import plan_for_device
 
-BACKENDS = ["sdpa", "flex"]
+BACKENDS = ["sdpa", "flex", "varlen"]
 # Uncompiled flex_attention warns that it is slow, which does not matter here; it has no backward on CPU.
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 SCALE = 16**-0.5
@@ -56,7 +57,7 @@ def test_packed_documents_equal_separate_documents(backend, heads):
         start += length
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["sdpa", "flex"])
 def test_a_document_that_comes_back_is_one_document(backend):
     document_ids = torch.tensor([[0, 0, 1, 1, 0]])
     q, k, v = make_qkv(1, 5)
@@ -78,10 +79,11 @@ def test_padding_gives_no_nan_and_touches_no_document(backend):
     assert torch.equal(again[0, :5], out[0, :5])
 
 
-def test_gradient_with_padding_equals_separate_documents():
+@pytest.mark.parametrize("backend", ["sdpa", "varlen"])
+def test_gradient_with_padding_equals_separate_documents(backend):
     document_ids = torch.tensor([[0, 0, 0, 1, 1, -1, -1]])
     q, k, v = (x.requires_grad_() for x in make_qkv(1, 7))
-    attention(q, k, v, build_attention_mask(document_ids), SCALE)[:, :5].square().sum().backward()
+    attention(q, k, v, build_attention_mask(document_ids, backend), SCALE)[:, :5].square().sum().backward()
     assert all(torch.equal(x.grad[:, 5:], torch.zeros_like(x.grad[:, 5:])) for x in (q, k, v))
     for rows in (slice(0, 3), slice(3, 5)):
         parts = [x.detach()[:, rows].requires_grad_() for x in (q, k, v)]
@@ -108,8 +110,19 @@ def test_scale_is_used():
     torch.testing.assert_close(attention(q, k, v, build_attention_mask(None), 0.5), expected, rtol=0, atol=1e-12)
 
 
-def test_flex_without_documents_is_plain_causal():
-    assert build_attention_mask(None, "flex").backend == "sdpa"
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_without_documents_attention_is_plain_causal(backend):
+    assert build_attention_mask(None, backend).backend == "sdpa"
+
+
+def test_rows_do_not_run_into_each_other():
+    """The last document of a row and the first of the next may have one number."""
+    document_ids = torch.tensor([[0, 0, 0], [0, 1, -1], [-1, -1, -1]])
+    mask = build_attention_mask(document_ids, "varlen")
+    assert mask.starts_N1 is not None and mask.starts_N1.tolist() == [0, 3, 4, 5, 6, 9]
+    q, k, v = make_qkv(3, 3)
+    expected = attention(q, k, v, build_attention_mask(document_ids), SCALE)
+    torch.testing.assert_close(attention(q, k, v, mask, SCALE), expected, rtol=0, atol=1e-12)
 
 
 def test_on_cuda_all_layers_share_one_mask_in_the_dtype_of_the_scores():

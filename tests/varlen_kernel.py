@@ -1,0 +1,86 @@
+"""torch's FlashAttention over documents has a kernel for CUDA alone: here it gets one for the CPU, which is a loop.
+
+What is tested with it is torch's own operator, with its signature, its derivative and what torch.compile knows of it.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.nn.attention import varlen
+
+forwards: list[int] = []  # tokens of each call
+
+
+def _documents(starts_N1: torch.Tensor, group: int, q_THK: torch.Tensor, *rest: torch.Tensor) -> Iterator[Any]:
+    """Where each document is, and its (H, S, K) queries, keys, values and whatever else there is."""
+    for start, stop in zip(starts_N1[:-1].tolist(), starts_N1[1:].tolist(), strict=True):
+        q, k, v, *others = (x[start:stop].transpose(0, 1) for x in (q_THK, *rest))
+        yield slice(start, stop), q, k.repeat_interleave(group, 0), v.repeat_interleave(group, 0), *others
+
+
+def _weights(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
+    hidden = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool).triu(1)
+    return (q @ k.transpose(1, 2) * scale).masked_fill(hidden, float("-inf")).softmax(-1)
+
+
+def _check(starts: torch.Tensor, others: torch.Tensor | None, longest: tuple[int, int], rest: tuple[Any, ...]) -> None:
+    """What the kernel on CUDA needs, or would do otherwise."""
+    assert others is not None and torch.equal(starts, others) and starts.dtype == torch.int32
+    assert longest[0] == longest[1] >= int(starts.diff().max()) and int(starts.diff().min()) > 0
+    assert list(rest[:1]) == [[-1, 0]], "causal, by the window"
+    assert rest[1:2] in ((), (True,)), "grouped heads are meant"
+
+
+def _forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    starts: torch.Tensor,
+    others: torch.Tensor,
+    longest_q: int,
+    longest_k: int,
+    is_causal: bool,
+    scale: float,
+    *rest: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    assert is_causal and all(x.stride(-1) == 1 for x in (q, k, v))
+    _check(starts, others, (longest_q, longest_k), rest)
+    forwards.append(q.shape[0])
+    out_THK = torch.empty_like(q)
+    for place, q_HSK, k_HSK, v_HSK in _documents(starts, q.shape[1] // k.shape[1], q, k, v):
+        out_THK[place] = (_weights(q_HSK, k_HSK, scale) @ v_HSK).transpose(0, 1)
+    return out_THK, torch.zeros(q.shape[1], q.shape[0]), torch.zeros(2, dtype=torch.uint64)
+
+
+def _backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    starts: torch.Tensor,
+    others: torch.Tensor,
+    longest_q: int,
+    longest_k: int,
+    is_causal: bool,
+    rng_state: torch.Tensor,
+    scale: float,
+    *rest: Any,
+) -> tuple[torch.Tensor, ...]:
+    _check(starts, others, (longest_q, longest_k), rest)
+    group = q.shape[1] // k.shape[1]
+    grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    for place, q_HSK, k_HSK, v_HSK, grad_HSK in _documents(starts, group, q, k, v, grad):
+        weights_HSS = _weights(q_HSK, k_HSK, scale)
+        wanted_HSS = grad_HSK @ v_HSK.transpose(1, 2)
+        scores_HSS = weights_HSS * (wanted_HSS - (weights_HSS * wanted_HSS).sum(-1, keepdim=True)) * scale
+        products = scores_HSS @ k_HSK, scores_HSS.transpose(1, 2) @ q_HSK, weights_HSS.transpose(1, 2) @ grad_HSK
+        for result, product in zip(grads, products, strict=True):
+            result[place] = product.unflatten(0, (result.shape[1], -1)).sum(1).transpose(0, 1)
+    return grads
+
+
+varlen._varlen_attn.register_kernel("cpu")(_forward)  # pyright: ignore[reportPrivateUsage]
+varlen._varlen_attn_backward.register_kernel("cpu")(_backward)  # pyright: ignore[reportPrivateUsage]
