@@ -8,6 +8,7 @@ import fcntl
 import json
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -30,11 +31,13 @@ def get_cache_folder(data: DataSection) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "titanlite"
 
 
-def load_or_build(path: Path, load: Callable[[], T | None], build: Callable[[], None]) -> tuple[T, float]:
+def load_or_build(
+    path: Path, load: Callable[[], T | None], build: Callable[[], None], *, lock: Path | None = None
+) -> tuple[T, float]:
     """Return `load()`, after `build()` if there was nothing valid to load.
 
     `load` returns None when the file is missing or damaged; it may run while another process builds. `build` runs
-    under an exclusive lock on `path` + '.lock' and must end with `write_atomic`.
+    under an exclusive lock on `lock`, by default `path` + '.lock', and must write `path` with `write_atomic`.
 
     Returns:
         The loaded value, and the seconds spent on building it or waiting for the process that did; 0.0 from cache.
@@ -48,7 +51,7 @@ def load_or_build(path: Path, load: Callable[[], T | None], build: Callable[[], 
     start_s = time.monotonic()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _lock(path.with_name(path.name + ".lock")):
+        with _lock(lock or path.with_name(path.name + ".lock")):
             value = load()  # another process may have built it while this one waited
             if value is None:
                 build()
@@ -75,8 +78,9 @@ def _lock(path: Path) -> Iterator[None]:
 @contextmanager
 def write_atomic(path: Path) -> Iterator[IO[bytes]]:
     """Open a temporary file beside `path`; on success it replaces `path`, on an error it is removed."""
-    # Host and process id: on some network file systems flock does not reach other hosts, and two may write at once.
-    temporary = path.with_name(f"{path.name}.{socket.gethostname()}-{os.getpid()}.tmp")
+    # Host, process, thread: on some network file systems flock does not reach other hosts, and two may write at once.
+    writer = f"{socket.gethostname()}-{os.getpid()}-{threading.get_native_id()}"
+    temporary = path.with_name(f"{path.name}.{writer}.tmp")
     try:
         with temporary.open("wb") as file:
             yield file

@@ -6,8 +6,7 @@ run resumes at any sample: the sequences of earlier blocks need only be counted.
 folder, and a resumed run skips the rows before its block without rendering or tokenizing them. Where the counts are
 missing (another machine, without a shared cache), the blocks are tokenized again.
 
-Every rank tokenizes every block, for the length of a block is not known without. The next block is made in a thread
-while the present one is trained on.
+The next block is made in a thread while the present one is trained on, once per machine (`stream_blocks`).
 """
 
 import json
@@ -26,24 +25,11 @@ import numpy as np
 from titanlite.config.schema import DataSection
 from titanlite.data.cache import get_cache_folder, write_atomic
 from titanlite.data.dataset import Batch, get_permutation
-from titanlite.data.encode import Example, ExampleEncoder
-from titanlite.data.example_dataset import (
-    ExampleSet,
-    fit_examples,
-    get_documents,
-    make_batch,
-    pack_examples,
-)
-from titanlite.data.examples import (
-    SKIP_REMEDY,
-    ExampleHeader,
-    TokenizedExamples,
-    encode_rows,
-    get_place,
-    make_encoder,
-)
-from titanlite.data.readers import RowError
-from titanlite.data.rows import Row, Rows, describe_place
+from titanlite.data.encode import ExampleEncoder
+from titanlite.data.example_dataset import ExampleSet, fit_examples, get_documents, make_batch, pack_examples
+from titanlite.data.examples import SKIP_REMEDY, make_encoder
+from titanlite.data.rows import Row, Rows
+from titanlite.data.stream_blocks import EncodedBlock, encode_block, share_block
 from titanlite.data.tokenizer import count_ids
 from titanlite.errors import DataError, raise_problems
 from titanlite.logger import logger
@@ -228,27 +214,23 @@ class StreamDataset:
             if self.form == "auto" and self._encoder is not None and self._encoder.form == "preference":
                 raise DataError('data: the stream has preference pairs. Say so with data.format = "preference".')
         left_out = _LeftOut()
-        content = self._collect(batch, left_out)
+        folder, nearby = self._counts_file.with_suffix(""), {known[0] for known in self._known[-2:]}
+        encoder, names = self._encoder, self.rows.names
+        encoded = share_block(folder, start, nearby, lambda: encode_block(encoder, batch, names))
+        content = self._collect(encoded, left_out)
         sequences = [] if content is None else pack_examples(content, self.seq_len, packing=self.data.packing)
         return _Block(start, len(batch), content, sequences, left_out)
 
-    def _collect(self, batch: list[Row], left_out: _LeftOut) -> ExampleSet | None:
+    def _collect(self, block: EncodedBlock, left_out: _LeftOut) -> ExampleSet | None:
         """The examples of a block that fit, or None; the others are added to `left_out`."""
-        found: list[tuple[Row, Example]] = []
-        problems = []
-        for row, result in encode_rows(self._encoder, batch):
-            if isinstance(result, RowError):
-                text = f"{describe_place(self.rows.names, row.file, row.number)}: {result}"
-                problems.append(text)
-                left_out.add("rows skipped", result.reason, 1, text)
-            else:
-                found += [(row, example) for example in result]
-        if self.data.bad_rows == "error" and problems:
+        for reason, text in block.problems:
+            left_out.add("rows skipped", reason, 1, text)
+        if self.data.bad_rows == "error" and block.problems:
+            problems = [text for _, text in block.problems]
             raise_problems(DataError, "data", [*problems[:-1], f"{problems[-1]} {SKIP_REMEDY}"])
-        if not found or self._encoder is None:
+        if block.examples is None:
             return None
-        examples = _join(found, self._encoder.form, self.rows.names)
-        fitting = fit_examples(examples, self.seq_len, self.data.too_long, may_be_empty=True)
+        fitting = fit_examples(block.examples, self.seq_len, self.data.too_long, may_be_empty=True)
         for reason, count in fitting.dropped.items():
             left_out.add("examples dropped", reason, count)
         if fitting.num_cut:
@@ -261,33 +243,6 @@ class StreamDataset:
             if name not in self.left_out and self.data.bad_rows != "error":
                 logger.warning("data: %s, counted from here on%s", name, f"; the first: {text}" if text else "")
         self.left_out += left_out.counts
-
-
-def _join(found: list[tuple[Row, Example]], form: Any, names: tuple[str, ...]) -> TokenizedExamples:
-    """The same arrays as a tokenized file has, in memory."""
-    documents = [document for _, example in found for document in example]
-    offsets = np.cumsum([0, *(len(document.ids) for document in documents)])
-    header = ExampleHeader(
-        version=0,
-        form=form,
-        dtype="int64",
-        documents_per_example=len(documents) // len(found),
-        num_examples=len(found),
-        num_tokens=int(offsets[-1]),
-        vocab_size=max(int(document.ids.max()) for document in documents) + 1,
-        num_rows=len(found),
-        num_open_turns=0,
-        names=names,
-    )
-    return TokenizedExamples(
-        tokens=np.concatenate([document.ids for document in documents]),
-        flags=np.concatenate([document.flags for document in documents]),
-        offsets=offsets,
-        num_trained=np.array([document.num_trained for document in documents]),
-        places=np.array([get_place(row) for row, _ in found]),
-        header=header,
-        key="",
-    )
 
 
 def _get_key(data: DataSection, rows: Rows, tokenizer: "PreTrainedTokenizerFast", seq_len: int) -> str:

@@ -2,7 +2,10 @@
 
 import json
 import random
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,7 +14,8 @@ import pytest
 
 from titanlite.config.check import check_values
 from titanlite.config.schema import JobConfig
-from titanlite.data import TrainLoader, build_data
+from titanlite.data import TrainLoader, build_data, stream
+from titanlite.data.rows import Row
 from titanlite.data.stream import StreamDataset
 from titanlite.errors import DataError
 
@@ -66,17 +70,17 @@ def test_any_world_size_and_resume(make_job: MakeJob, monkeypatch: pytest.Monkey
             TrainLoader(build(job), seed=42, global_batch_size=4, local_batch_size=1, dp_rank=rank, dp_degree=dp)
             for rank in range(dp)
         ]
-        stream = [
+        trained_on = [
             batch.tokens[0].tolist()
             for step in range(5)
             for micro_batches in zip(*(loader.micro_batches(step) for loader in loaders), strict=True)
             for batch in micro_batches
         ]
-        assert stream == whole[:20]
+        assert trained_on == whole[:20]
     resumed = build(job)
     read = []
     collect = resumed._collect
-    monkeypatch.setattr(resumed, "_collect", lambda batch, *rest: (read.append(len(batch)), collect(batch, *rest))[1])
+    monkeypatch.setattr(resumed, "_collect", lambda block, *rest: (read.append(block), collect(block, *rest))[1])
     assert take(resumed, 20, 22) == whole[20:22]
     assert len(read) <= 3  # its block, the next and one ahead, not the five before
     (file,) = Path(job.data.cache_folder, "streams").glob("*.json")
@@ -120,6 +124,56 @@ def test_streamed_documents_are_split_too(make_job: MakeJob) -> None:
             sample += 1
         pairs.append(sorted(found))
     assert pairs[0] == pairs[1] and len(pairs[0]) > 12 * 16
+
+
+def test_the_processes_of_a_machine_tokenize_each_block_once(
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [*make_rows(30), {"prompt": 1}, *make_rows(9)]
+    settings = {"seq_len": 48, "streaming": True, "streaming_block_rows": 8, "bad_rows": "skip"}
+    job = make_job(rows, **settings)
+    alone = build(job)
+    expected = take(alone, 0, 40)
+    assert alone._ahead is not None and alone._ahead[1].result()
+    made: list[int] = []
+    encode = stream.encode_block
+
+    def counted(encoder: Any, batch: list[Row], names: tuple[str, ...]) -> stream.EncodedBlock:
+        made.append(batch[0].number if batch else 0)
+        time.sleep(0.01)  # others come while it is made
+        return encode(encoder, batch, names)
+
+    monkeypatch.setattr(stream, "encode_block", counted)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    job.data.cache_folder += "-shared"
+    ranks = [build(job) for _ in range(3)]
+    with ThreadPoolExecutor(3) as pool:  # a lock is of an open file, so threads keep each other out as processes do
+        for sample in range(40):  # step by step, as ranks are
+            found = list(pool.map(partial(take, start=sample, stop=sample + 1), ranks))
+            assert found == [[expected[sample]]] * 3
+    assert all(rank.left_out == ranks[0].left_out for rank in ranks) and ranks[0].left_out.total() >= 1
+    for rank in ranks:
+        assert rank._ahead is not None and rank._ahead[1].result()
+    assert len(ranks[0]._known) > 6  # more than a pass
+    assert made == [known[0] + 1 if known[1] else 0 for known in ranks[0]._known] + made[-1:]
+    (folder,) = Path(job.data.cache_folder, "streams").glob("*/")
+    assert len(list(folder.glob("*.npz"))) <= 4
+
+
+@pytest.mark.parametrize("damage", [b"", b"PK", None])
+def test_a_damaged_block_is_made_again(
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch, damage: bytes | None
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    job = make_job(make_rows(9), seq_len=48, streaming=True)
+    expected = take(build(job), 0, 3)
+    (file,) = Path(job.data.cache_folder, "streams").glob("*/0.npz")
+    content = file.read_bytes()
+    place = content.index(b"tokens.npy") + 200  # in the array
+    flipped = content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
+    file.write_bytes(flipped if damage is None else damage)
+    assert take(build(job), 0, 3) == expected
+    assert file.read_bytes() == content
 
 
 def test_a_block_that_is_only_made_ahead_leaves_nothing_out_yet(make_job: MakeJob) -> None:

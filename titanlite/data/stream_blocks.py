@@ -1,0 +1,123 @@
+"""What a block of a stream's rows becomes: made by one process of a machine, and read by its others.
+
+Each rank needs every block, for the length of a block is not known without. Tokenizing it in all of them would take the
+CPUs of a machine with 8 GPUs 8 times.
+"""
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from zipfile import BadZipFile
+
+import numpy as np
+
+from titanlite.data.cache import load_or_build, write_atomic
+from titanlite.data.encode import Example, ExampleEncoder
+from titanlite.data.examples import ExampleHeader, TokenizedExamples, encode_rows, get_place
+from titanlite.data.forms import Form
+from titanlite.data.readers import RowError
+from titanlite.data.rows import Row, describe_place
+
+_ARRAYS = ("tokens", "flags", "offsets", "num_trained", "places")
+
+
+@dataclass(frozen=True)
+class EncodedBlock:
+    """The examples of a block, in memory; None if no row can be used.
+
+    Attributes:
+        problems: (reason, place and what is wrong) of each row that cannot be used, in order.
+    """
+
+    examples: TokenizedExamples | None
+    problems: list[tuple[str, str]]
+
+
+def encode_block(encoder: ExampleEncoder | None, batch: list[Row], names: tuple[str, ...]) -> EncodedBlock:
+    """Render and tokenize the rows of one block. Without an encoder, no row has a known form."""
+    found: list[tuple[Row, Example]] = []
+    problems = []
+    for row, result in encode_rows(encoder, batch):
+        if isinstance(result, RowError):
+            problems.append((result.reason, f"{describe_place(names, row.file, row.number)}: {result}"))
+        else:
+            found += [(row, example) for example in result]
+    examples = _join(found, encoder.form, names) if found and encoder is not None else None
+    return EncodedBlock(examples, problems)
+
+
+def share_block(folder: Path, start: int, others: set[int], make: Callable[[], EncodedBlock]) -> EncodedBlock:
+    """`make()`, by one of the processes of this machine that ask for the block from row `start` on in this folder.
+
+    It is the first one that asks; the others wait. A run of one process per machine makes its blocks itself.
+
+    Args:
+        others: first rows of the blocks whose files stay, for ranks that are not as far; all but these are removed.
+
+    Raises:
+        DataError: as `load_or_build`; what `make` raises.
+    """
+    if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) == 1:
+        return make()
+    path = folder / f"{start}.npz"
+
+    def build() -> None:
+        made = make()
+        with write_atomic(path) as file:
+            _save(made, file)
+        for other in folder.glob("*.npz"):
+            if other.stem not in {str(number) for number in (start, *others)}:
+                other.unlink(missing_ok=True)
+
+    block, _ = load_or_build(path, lambda: _load(path), build, lock=folder / "lock")
+    return block
+
+
+def _save(block: EncodedBlock, file: Any) -> None:
+    header = {"problems": block.problems, "header": block.examples and asdict(block.examples.header)}
+    arrays = {name: getattr(block.examples, name) for name in _ARRAYS} if block.examples is not None else {}
+    np.savez(file, json=np.frombuffer(json.dumps(header).encode(), dtype=np.uint8), **arrays)
+
+
+def _load(path: Path) -> EncodedBlock | None:
+    try:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
+            content = json.loads(stored["json"].tobytes())
+            problems = [(reason, text) for reason, text in content["problems"]]
+            if content["header"] is None:
+                return EncodedBlock(None, problems)
+            header = ExampleHeader(**content["header"] | {"names": tuple(content["header"]["names"])})
+            arrays = {name: stored[name] for name in _ARRAYS}
+    except (FileNotFoundError, BadZipFile, ValueError, KeyError, TypeError, EOFError):
+        return None
+    return EncodedBlock(TokenizedExamples(header=header, key="", **arrays), problems)
+
+
+def _join(found: list[tuple[Row, Example]], form: Form, names: tuple[str, ...]) -> TokenizedExamples:
+    """The same arrays as a tokenized file has."""
+    documents = [document for _, example in found for document in example]
+    offsets = np.cumsum([0, *(len(document.ids) for document in documents)])
+    header = ExampleHeader(
+        version=0,
+        form=form,
+        dtype="uint32",
+        documents_per_example=len(documents) // len(found),
+        num_examples=len(found),
+        num_tokens=int(offsets[-1]),
+        vocab_size=max(int(document.ids.max()) for document in documents) + 1,
+        num_rows=len(found),
+        num_open_turns=0,
+        names=names,
+    )
+    return TokenizedExamples(
+        tokens=np.concatenate([document.ids for document in documents]).astype(np.uint32),
+        flags=np.concatenate([document.flags for document in documents]),
+        offsets=offsets,
+        num_trained=np.array([document.num_trained for document in documents]),
+        places=np.array([get_place(row) for row, _ in found]),
+        header=header,
+        key="",
+    )
