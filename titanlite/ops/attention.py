@@ -3,22 +3,19 @@
 Shapes: B batch, S sequence, T cached keys, H query heads, G key/value heads, R = H / G, K head width.
 """
 
-import inspect
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-from torch.nn.attention.varlen import varlen_attn
 
 from titanlite.ops import attention_cpu
+from titanlite.ops.attention_varlen import find_starts, varlen_attention
 from titanlite.ops.planned import is_planned, kernel_device
 
 AttentionBackend = Literal["sdpa", "flex", "varlen"]
-# Grouped heads are what the kernel always takes; torch 2.12 and newer want to be told that they are meant.
-_GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 @dataclass(frozen=True)
@@ -63,8 +60,8 @@ def build_attention_mask(
     if document_ids_BS is None:
         return AttentionMask("sdpa")
     batch, seq_len = document_ids_BS.shape
-    if backend == "varlen":
-        return AttentionMask("varlen", starts_N1=None if is_planned() else _find_starts(document_ids_BS))
+    if backend == "varlen" and not is_planned():
+        return AttentionMask("varlen", starts_N1=find_starts(document_ids_BS))
     if backend == "sdpa":
         same_BSS = document_ids_BS[:, :, None] == document_ids_BS[:, None, :]
         allowed_B1SS = same_BSS.tril().unsqueeze(1)
@@ -75,7 +72,7 @@ def build_attention_mask(
         return AttentionMask("sdpa", allowed_B1SS)
 
     if is_planned():
-        return AttentionMask("flex")  # a BlockMask is looked at while it is made
+        return AttentionMask(backend)  # other masks are looked at while they are made
 
     def allowed(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
         return (q >= kv) & (document_ids_BS[b, q] == document_ids_BS[b, kv])
@@ -85,39 +82,15 @@ def build_attention_mask(
     return AttentionMask("flex", block_mask=block_mask)
 
 
-def _find_starts(document_ids_BS: torch.Tensor) -> torch.Tensor:
-    begins_BS = torch.ones_like(document_ids_BS, dtype=torch.bool)
-    begins_BS[:, 1:] = document_ids_BS[:, 1:] != document_ids_BS[:, :-1]
-    starts_N = begins_BS.flatten().nonzero().flatten()
-    starts_N1 = F.pad(starts_N, (0, 1), value=document_ids_BS.numel()).int()
-    # Or a layer would be compiled again for another number of documents.
-    torch._dynamo.mark_dynamic(starts_N1, 0)  # pyright: ignore[reportPrivateUsage]  documented, for all its name
-    return starts_N1
-
-
 def attention(
     q_BSHK: torch.Tensor, k_BSGK: torch.Tensor, v_BSGK: torch.Tensor, mask: AttentionMask, scale: float
 ) -> torch.Tensor:
     """Scaled dot-product attention with grouped key/value heads; returns (B, S, H, K).
 
-    H must be a multiple of G: query head h reads key/value head h // (H / G). `varlen` is FlashAttention over documents
-    of any length (arXiv:2307.08691): on CUDA, in bfloat16 or float16.
+    H must be a multiple of G: query head h reads key/value head h // (H / G).
     """
     if mask.starts_N1 is not None:
-        out_THK = varlen_attn(
-            q_BSHK.flatten(0, 1),
-            k_BSGK.flatten(0, 1),
-            v_BSGK.flatten(0, 1),
-            mask.starts_N1,
-            mask.starts_N1,
-            # The longest document would have to be waited for, too; a bound only makes blocks that end at once.
-            q_BSHK.shape[1],
-            q_BSHK.shape[1],
-            scale=scale,
-            window_size=(-1, 0),
-            **_GROUPED,
-        )
-        return cast(torch.Tensor, out_THK).view(q_BSHK.shape)
+        return varlen_attention(q_BSHK, k_BSGK, v_BSGK, mask.starts_N1, scale)
     if mask.backend == "sdpa" and kernel_device(q_BSHK.device) == "cpu" and attention_cpu.serves(q_BSHK, v_BSGK):
         return attention_cpu.host_attention(q_BSHK, k_BSGK, v_BSGK, mask.allowed_B1SS, scale)
     q_BHSK, k_BGSK, v_BGSK = (x.transpose(1, 2) for x in (q_BSHK, k_BSGK, v_BSGK))
