@@ -8,10 +8,19 @@ import re
 from collections.abc import Callable
 from dataclasses import fields
 from functools import reduce
+from pathlib import Path
 from typing import Any
 
+from titanlite.config.assets import is_hub_id
 from titanlite.config.patterns import parse_multipliers, split_patterns
-from titanlite.config.schema import DPOSection, EvaluationSection, JobConfig, LoRASection
+from titanlite.config.schema import (
+    ActivationCheckpointSection,
+    DataSection,
+    DPOSection,
+    EvaluationSection,
+    JobConfig,
+    LoRASection,
+)
 from titanlite.errors import ConfigError
 
 _ESCAPES = {"\\": "\\\\", '"': '\\"', "\b": "\\b", "\t": "\\t", "\n": "\\n", "\f": "\\f", "\r": "\\r"}
@@ -127,6 +136,11 @@ def check_values(job: JobConfig) -> list[str]:
             f"activation_checkpoint.selective_ac_option = {format_value(option)} is not 'op' or a positive integer. "
             + 'Write "op", or for example "2" to recompute every second layer.'
         )
+    elif option != ActivationCheckpointSection().selective_ac_option and job.activation_checkpoint.mode != "selective":
+        problems.append(
+            f'activation_checkpoint.selective_ac_option = {format_value(option)} is for mode "selective", and mode is '
+            + f"{format_value(job.activation_checkpoint.mode)}. Set activation_checkpoint.mode, or leave it out."
+        )
     flavor, assets = job.model.flavor, job.model.hf_assets_path
     if not flavor and not assets and not job.checkpoint.initial_load_path:
         problems.append(
@@ -159,12 +173,28 @@ def _check_data(job: JobConfig) -> list[str]:
                 "data.streaming holds no rows out, but validation.enable is on. Set data.validation_path, or switch "
                 + "one of them off."
             ]
-        return []
+        return _check_examples(data)
     given = [f"data.{f.name}" for f in fields(data) if f.name in _OF_EXAMPLES and getattr(data, f.name) != f.default]
     if given:
         are = "have" if len(given) > 1 else "has"
         return [f'{", ".join(given)} {are} an effect on data.dataset = "examples" only. Set that, or remove them.']
     return []
+
+
+def _check_examples(data: DataSection) -> list[str]:
+    """Settings of examples that would be ignored."""
+    default = DataSection()
+    ignored = []
+    for path, names in ((data.path, ("split", "subset")), (data.validation_path, ("validation_split",))):
+        if not is_hub_id(path) or Path(path).expanduser().exists():
+            ignored += [(name, "is for a dataset of the hub") for name in names]
+    if not data.streaming:
+        ignored.append(("streaming_block_rows", "is for data.streaming"))
+    return [
+        f"data.{name} = {format_value(getattr(data, name))} {why}, which this is not. Leave it out."
+        for name, why in ignored
+        if getattr(data, name) != getattr(default, name)
+    ]
 
 
 def _check_fine_tuning(job: JobConfig) -> list[str]:

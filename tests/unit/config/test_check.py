@@ -57,7 +57,7 @@ def make_job(**values: Any) -> JobConfig:
 def test_range_is_enforced_at_its_ends(key: str, good: list[Any], bad: list[Any]) -> None:
     name = key.replace(".", "__")
     for value in good:
-        assert check_values(make_job(**{name: value})) == []
+        assert check_values(make_job(**{name: value}, activation_checkpoint__mode="selective")) == []
     for value in bad:
         problems = check_values(make_job(**{name: value}))
         assert len(problems) == 1, value
@@ -90,6 +90,38 @@ def test_text_dataset_needs_a_path() -> None:
         'data.dataset = "text" needs data.path, which is empty. Set it to a text file or a folder.'
     ]
     assert check_values(make_job(data__dataset="text", data__path="corpus.txt")) == []
+
+
+EXAMPLES = {"data__dataset": "examples", "data__path": "rows.jsonl"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "ignored"),
+    [
+        ({"activation_checkpoint__selective_ac_option": "3"}, "activation_checkpoint.selective_ac_option"),
+        ({**EXAMPLES, "data__split": "test"}, "data.split"),
+        ({**EXAMPLES, "data__subset": "de"}, "data.subset"),
+        ({**EXAMPLES, "data__path": "a/b", "data__validation_split": "test"}, "data.validation_split"),
+        ({**EXAMPLES, "data__validation_path": "b.jsonl", "data__validation_split": "test"}, "data.validation_split"),
+        ({**EXAMPLES, "data__streaming_block_rows": 64}, "data.streaming_block_rows"),
+    ],
+)
+def test_a_setting_that_would_be_ignored_is_refused(settings: dict[str, Any], ignored: str) -> None:
+    (problem,) = check_values(make_job(**settings))
+    assert problem.startswith(f"{ignored} = ") and problem.lower().endswith("leave it out.")
+
+
+def test_settings_of_the_hub_and_of_streams_are_taken_there() -> None:
+    hub = {**EXAMPLES, "data__path": "a/b@v1", "data__split": "test", "data__subset": "de"}
+    assert check_values(make_job(**hub, data__validation_path="a/b", data__validation_split="dev")) == []
+    assert check_values(make_job(**EXAMPLES, data__streaming=True, data__streaming_block_rows=64)) == []
+
+
+def test_a_folder_that_is_named_like_a_dataset_of_the_hub_is_a_folder(tmp_path, monkeypatch) -> None:
+    (tmp_path / "a/b").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    (problem,) = check_values(make_job(**EXAMPLES | {"data__path": "a/b"}, data__split="test"))
+    assert problem == 'data.split = "test" is for a dataset of the hub, which this is not. Leave it out.'
 
 
 def test_all_problems_are_listed() -> None:
