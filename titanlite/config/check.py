@@ -91,7 +91,11 @@ _RULES: tuple[tuple[Callable[[float], bool], str, tuple[str, ...]], ...] = (
         ("optimizer.eps", "lora.alpha", "dpo.beta", "spike.threshold"),
     ),
     (lambda value: value >= 8, "8 or more", ("spike.window",)),
-    (lambda value: 0 <= value < 1, "0 or more and less than 1", ("optimizer.beta1", "optimizer.beta2", "lora.dropout")),
+    (
+        lambda value: 0 <= value < 1,
+        "0 or more and less than 1",
+        ("optimizer.beta1", "optimizer.beta2", "lora.dropout", "data.validation_share"),
+    ),
     (lambda value: 0 <= value < 0.5, "0 or more and less than 0.5", ("dpo.label_smoothing",)),
     (lambda value: 0 < value <= 1, "more than 0 and at most 1", ("lr_scheduler.decay_ratio",)),
     (lambda value: 0 <= value <= 1, "0 to 1", ("lr_scheduler.min_lr_factor",)),
@@ -155,6 +159,28 @@ def check_values(job: JobConfig) -> list[str]:
 
 
 def _check_data(job: JobConfig) -> list[str]:
+    return _check_source(job) or _check_held_out(job)
+
+
+def _check_held_out(job: JobConfig) -> list[str]:
+    data, share = job.data, job.data.validation_share
+    if share is not None and (data.validation_path or data.streaming):
+        other = "data.validation_path is" if data.validation_path else "data.streaming, which holds no rows out, is"
+        return [f"data.validation_share = {format_value(share)} has no effect where {other} set. Leave it out."]
+    if share != 0:
+        return []
+    users = {
+        "validation.enable is on": job.validation.enable,
+        "evaluation.enable is on and evaluation.path empty": job.evaluation.enable and not job.evaluation.path,
+    }
+    return [
+        f"data.validation_share = 0 holds nothing out, but {user}. Set data.validation_path, or switch one of them off."
+        for user, is_one in users.items()
+        if is_one
+    ]
+
+
+def _check_source(job: JobConfig) -> list[str]:
     data = job.data
     if data.dataset == "text" and not data.path:
         return ['data.dataset = "text" needs data.path, which is empty. Set it to a text file or a folder.']

@@ -313,6 +313,11 @@ class DataSection:
         "Held-out examples, as path; a dataset of the hub is read with validation_split. Empty: some rows of path are "
         "held out.",
     )
+    validation_share: float | None = setting(
+        None,
+        "Share of the rows, or of a text's sequences, that is held out where validation_path is empty; 0: none. Unset: "
+        "1%, but at least 64, or 10% where 64 would be more than that.",
+    )
     validation_split: str = setting("validation", "Split of validation_path, if that is a dataset of the hub.")
     format: Literal["auto", "messages", "prompt_completion", "text", "preference"] = setting(
         "auto",

@@ -72,7 +72,7 @@ def resolve_tokenizer_path(job: JobConfig) -> DataSection:
 def _build_packed(data: DataSection, seq_len: int) -> tuple["PreTrainedTokenizerFast", SequenceDataset]:
     corpus = build_corpus(data)
     tokenizer = build_tokenizer(data, corpus)
-    dataset = PackedDataset(build_tokens(data, corpus, tokenizer), seq_len)
+    dataset = PackedDataset(build_tokens(data, corpus, tokenizer), seq_len, data.validation_share)
     logger.info(
         "data: %d tokens, vocabulary %d, in %d documents; sequences of %d tokens: %d to train on, %d held out",
         *(len(dataset.tokenized.tokens), dataset.tokenized.vocab_size, dataset.tokenized.num_documents),
@@ -106,7 +106,7 @@ def build_example_dataset(
         sources = (train, held_out)
     else:
         sources = (train,)
-        train, held_out = hold_out(train)
+        train, held_out = hold_out(train, data.validation_share)
     dataset = ExampleDataset(train, held_out, sources, seq_len, pad_token_id, packing=data.packing)
     logger.info("data: %s", describe(dataset))
     for warning in get_warnings(dataset):
@@ -161,6 +161,6 @@ def _build_images(job: JobConfig) -> tuple["PreTrainedTokenizerFast", SequenceDa
 
     processor = load_processor(job.data.tokenizer_path or job.model.hf_assets_path)
     rows = read_image_rows(Path(job.data.path).expanduser())
-    dataset = ImageDataset(rows, processor, job.training.seq_len)
+    dataset = ImageDataset(rows, processor, job.training.seq_len, job.data.validation_share)
     logger.info("data: %s", dataset.fingerprint)
     return processor.tokenizer, cast(SequenceDataset, dataset)  # its batches have the fields of a Batch, and inputs

@@ -99,30 +99,32 @@ class PackedDataset:
     """Sequence i is `tokens[i * L : i * L + L + 1]`: L inputs and, shifted by one, L labels.
 
     The last sequences are held out for validation, whether or not it is enabled, so that switching it on does not
-    change the training data: 1% of all, but at least 64, or 10% where 64 would be more than that (and at least 1).
-    The last label of the training part is the first input of the held-out part, which is nowhere a label there: no
-    prediction is both trained and validated.
+    change the training data: as many as `get_num_held_out` says. The last label of the training part is the first input
+    of the held-out part, which is nowhere a label there: no prediction is both trained and validated.
 
     Raises:
-        DataError: `seq_len` is below 1, or there are fewer than two sequences.
+        DataError: `seq_len` is below 1, or there are fewer than two sequences (one, if none is held out).
     """
 
     form = "text"
 
-    def __init__(self, tokenized: TokenizedCorpus, seq_len: int) -> None:
+    def __init__(self, tokenized: TokenizedCorpus, seq_len: int, validation_share: float | None = None) -> None:
         if seq_len < 1:
             raise DataError(f"data: training.seq_len ({seq_len}) is below 1. Raise it.")
         num_tokens = len(tokenized.tokens)
         num_sequences = max(0, num_tokens - 1) // seq_len  # - 1: the last label needs one more token
-        if num_sequences < 2:
+        num_needed = 1 if validation_share == 0 else 2
+        if num_sequences < num_needed:
+            needed = "2 are needed, one to train on and one held out" if num_needed == 2 else "1 is needed"
             raise DataError(
-                f"data: {num_tokens} tokens give {num_sequences} sequence(s) of training.seq_len ({seq_len}), but 2 "
-                "are needed, one to train on and one held out. Lower training.seq_len or use more text."
+                f"data: {num_tokens} tokens give {num_sequences} sequence(s) of training.seq_len ({seq_len}), but "
+                f"{needed}. Lower training.seq_len or use more text."
             )
         self.tokenized = tokenized
         self.seq_len = seq_len
         self.num_sequences = num_sequences
-        self.num_validation_sequences = get_num_held_out(num_sequences)
+        self.validation_share = validation_share
+        self.num_validation_sequences = get_num_held_out(num_sequences, validation_share)
         self.num_train_sequences = num_sequences - self.num_validation_sequences
 
     @property
@@ -138,6 +140,7 @@ class PackedDataset:
         return (
             f"{len(tokens)} tokens in {self.tokenized.num_documents} documents (checksum {checksum:08x}), "
             f"sequences of {self.seq_len}"
+            + ("" if self.validation_share is None else f", {self.num_validation_sequences} held out")
         )
 
     def get_train_indices(self, seed: int, start: int, stop: int) -> np.ndarray:
@@ -177,9 +180,14 @@ class PackedDataset:
         )
 
 
-def get_num_held_out(total: int) -> int:
-    """How many of `total` are held out: 1%, but at least 64, or 10% where 64 would be more than that; at least 1."""
-    return max(-(-total // 100), min(64, total // 10), 1)
+def get_num_held_out(total: int, share: float | None = None) -> int:
+    """How many of `total` are held out: `share` of them (0: none, else at least 1, and not all).
+
+    Without a share 1%, but at least 64, or 10% where 64 would be more than that; at least 1.
+    """
+    if share is None:
+        return max(-(-total // 100), min(64, total // 10), 1)
+    return min(max(round(share * total), 1), total - 1) if share else 0
 
 
 def get_shuffled_order(seed: int, start: int, stop: int, num_sequences: int) -> np.ndarray:

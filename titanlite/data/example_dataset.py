@@ -159,24 +159,24 @@ def _cut_lengths(lengths: np.ndarray, seq_len: int) -> np.ndarray:
     return np.minimum(lengths, np.where(is_shorter, shorter[:, None], seq_len - shorter[:, None]))
 
 
-def hold_out(whole: ExampleSet) -> tuple[ExampleSet, ExampleSet]:
+def hold_out(whole: ExampleSet, share: float | None = None) -> tuple[ExampleSet, ExampleSet]:
     """(training set, held-out set): a fixed random choice of rows, as many as `get_num_held_out` says.
 
     By rows and not by examples: the answers of one conversation share its text. The choice depends on the number of
     rows alone. Not the last rows, as for a corpus: files are often sorted, and their end is another subject.
 
     Raises:
-        DataError: there are fewer than two rows.
+        DataError: there are fewer than two rows, and some are to be held out.
     """
     places = whole.examples.places[whole.selected]
     rows, row_of = np.unique(places, return_inverse=True)
-    if len(rows) < 2:
+    if len(rows) < 2 and share != 0:
         raise DataError(
             f"data: {len(rows)} usable row(s), but 2 are needed, one to train on and one held out. Add rows, or set "
-            "data.validation_path."
+            "data.validation_path, or data.validation_share = 0."
         )
     is_held_out = np.zeros(len(rows), dtype=bool)
-    is_held_out[get_permutation(_HOLD_OUT_SEED, 0, len(rows))[: get_num_held_out(len(rows))]] = True
+    is_held_out[get_permutation(_HOLD_OUT_SEED, 0, len(rows))[: get_num_held_out(len(rows), share)]] = True
     return whole.subset(~is_held_out[row_of]), whole.subset(is_held_out[row_of])
 
 

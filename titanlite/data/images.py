@@ -66,13 +66,16 @@ class ImageDataset:
 
     Raises:
         DataError: lists all rows with an image that does not decode, without a trained token, with more than `seq_len`
-            tokens, or that the template refuses; or there are fewer than two rows.
+            tokens, or that the template refuses; or there are fewer than two rows, and some
+            are to be held out.
     """
 
     form = "messages"
 
-    def __init__(self, rows: Sequence[ImageRow], processor: Any, seq_len: int) -> None:
-        if len(rows) < 2:
+    def __init__(
+        self, rows: Sequence[ImageRow], processor: Any, seq_len: int, validation_share: float | None = None
+    ) -> None:
+        if len(rows) < 2 and validation_share != 0:
             raise DataError(f"data: {len(rows)} row(s) with images, but 2 are needed, one to train on, one held out.")
         self.seq_len, self._rows, self._processor = seq_len, rows, processor
         self._special = set(processor.tokenizer.all_special_ids)
@@ -88,7 +91,9 @@ class ImageDataset:
                 problems.append(str(error))
         raise_problems(DataError, "data", problems)
         self.fingerprint = f"{len(rows)} rows with images (checksum {digest.hexdigest()[:8]}), sequences of {seq_len}"
-        self.num_validation_sequences = get_num_held_out(len(rows))
+        self.num_validation_sequences = get_num_held_out(len(rows), validation_share)
+        if validation_share is not None:
+            self.fingerprint += f", {self.num_validation_sequences} held out"
         self.num_train_sequences = len(rows) - self.num_validation_sequences
 
     @property

@@ -117,6 +117,20 @@ def test_settings_of_the_hub_and_of_streams_are_taken_there() -> None:
     assert check_values(make_job(**EXAMPLES, data__streaming=True, data__streaming_block_rows=64)) == []
 
 
+def test_rows_are_held_out_where_someone_wants_them() -> None:
+    assert (
+        check_values(make_job(data__validation_share=0.0)) == check_values(make_job(data__validation_share=0.1)) == []
+    )
+    for other in ({"data__validation_path": "b.jsonl"}, {"data__streaming": True}):
+        (problem,) = check_values(make_job(**EXAMPLES, **other, data__validation_share=0.1))
+        assert problem.startswith("data.validation_share = 0.1 has no effect where data."), problem
+    for user in ("validation__enable", "evaluation__enable"):
+        (problem,) = check_values(make_job(**EXAMPLES, **{user: True}, data__validation_share=0.0))
+        assert problem.startswith(f"data.validation_share = 0 holds nothing out, but {user.replace('__', '.')} is on")
+    elsewhere = {"evaluation__enable": True, "evaluation__path": "test.jsonl"}
+    assert check_values(make_job(**EXAMPLES, **elsewhere, data__validation_share=0.0)) == []
+
+
 def test_a_folder_that_is_named_like_a_dataset_of_the_hub_is_a_folder(tmp_path, monkeypatch) -> None:
     (tmp_path / "a/b").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)

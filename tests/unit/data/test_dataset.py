@@ -119,3 +119,16 @@ def test_too_few_sequences(make_dataset: MakeDataset) -> None:
         make_dataset(num_tokens=20, seq_len=10)
     with pytest.raises(DataError, match=r"data: training\.seq_len \(0\) is below 1"):
         make_dataset(seq_len=0)
+
+
+def test_share_of_the_sequences_that_is_held_out():
+    tokens = np.arange(2001, dtype=np.uint16)
+    corpus = TokenizedCorpus(tokens, 0, 2002, 1)
+    for share, held_out in ((None, 20), (0.0, 0), (0.25, 50)):
+        dataset = PackedDataset(corpus, 10, share)
+        assert (dataset.num_train_sequences, dataset.num_validation_sequences) == (200 - held_out, held_out)
+        assert set(dataset.get_train_indices(1, 0, 400).tolist()) == set(range(200 - held_out))
+        assert dataset.fingerprint.endswith("sequences of 10" if share is None else f"of 10, {held_out} held out")
+    assert PackedDataset(TokenizedCorpus(tokens[:11], 0, 2002, 1), 10, 0.0).num_train_sequences == 1
+    with pytest.raises(DataError, match=r"give 0 sequence.*, but 1 is needed"):
+        PackedDataset(TokenizedCorpus(tokens[:10], 0, 2002, 1), 10, 0.0)

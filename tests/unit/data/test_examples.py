@@ -216,6 +216,24 @@ def test_cut_pairs_keep_both_sides(make_job: MakeJob) -> None:
     assert sorted(lengths) == [[11, 10], [18, 3]] or sorted(lengths) == [[10, 11], [18, 3]]
 
 
+def test_share_that_is_held_out(make_job: MakeJob) -> None:
+    fingerprints = set()
+    for share, held_out in ((None, 6), (0.0, 0), (0.25, 15), (0.001, 1), (0.999, 59)):
+        dataset = build(make_job(make_rows(60), seq_len=64, validation_share=share))
+        assert (len(dataset.train.selected), len(dataset.held_out.selected)) == (60 - held_out, held_out)
+        assert dataset.num_sequences == dataset.num_train_sequences + dataset.num_validation_sequences
+        fingerprints.add(dataset.fingerprint)
+    assert len(fingerprints) == 5
+    alone = build(make_job(make_rows(1), seq_len=64, validation_share=0.0, packing=False))
+    assert (alone.num_train_sequences, alone.num_validation_sequences) == (1, 0)
+    assert alone.batch([0]).labels.shape == (
+        1,
+        64,
+    ) and "1 examples to train on (prompt_completion), 0 held" in describe(alone)
+    with pytest.raises(DataError, match=r"1 usable row\(s\), but 2 are needed, .* or data\.validation_share = 0\."):
+        build(make_job(make_rows(1), seq_len=64))
+
+
 def test_second_build_maps_the_files_of_the_first(make_job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [*make_rows(), {"prompt": "only"}]
     job = make_job(rows, bad_rows="skip")
