@@ -34,7 +34,7 @@ def lean_imports() -> Iterator[None]:
 
 
 def leave(code: int, *, at_once: bool = False) -> NoReturn:
-    """End this process with this exit code: the exit handlers run, but nothing is torn down.
+    """End this process with this exit code: the exit handlers of what was imported run, but nothing is torn down.
 
     The threads of process groups outlive `destroy_process_group` while a mesh holds their group. One that still drops a
     tensor when Python has begun to end aborts the process, after all its work was done (pytorch #179291, #190489).

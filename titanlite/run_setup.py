@@ -1,5 +1,7 @@
 """What the trainer does before and around building: checks that need the device or the data, settings for modules."""
 
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -22,6 +24,8 @@ from titanlite.ops.grouped_gemm import resolve_backend, triton_problem
 from titanlite.optim import freeze_parameters
 from titanlite.run_files import is_full
 
+_MANY_EPOCHS = 10  # of a pretrained model's new data
+
 
 def check_data_order(start: Progress, loader: TrainLoader) -> None:
     """Say so if a resumed run would train on other data, or in another order, than the run that it goes on with."""
@@ -30,6 +34,28 @@ def check_data_order(start: Progress, loader: TrainLoader) -> None:
             "data: the checkpoint was trained on %s, this run has %s; it goes on at sample %d of the new order.",
             *(start.data, loader.fingerprint, start.samples),
         )
+
+
+def resolve_steps(job: JobConfig, loader: TrainLoader) -> JobConfig:
+    """`job` with the `training.steps` that `training.epochs` are, if it has any; says how long the run is."""
+    size, num_sequences = loader.global_batch_size, loader.dataset.num_train_sequences
+    steps = job.training.steps
+    if job.training.epochs and num_sequences is not None:
+        steps = math.ceil(job.training.epochs * num_sequences / size)
+        job = replace(job, training=replace(job.training, steps=steps))
+    length = f"{steps} steps of {size} sequences, {steps * size * job.training.seq_len / 1e6:.4g} M tokens with padding"
+    if num_sequences is None:
+        logger.info("training: %s", length)
+        return job
+    epochs = steps * size / num_sequences
+    logger.info("training: %s, %.3g epochs", length, epochs)
+    if job.checkpoint.initial_load_path and epochs > _MANY_EPOCHS and get_rank() == 0:
+        logger.warning(
+            "training: a pretrained model sees the data %.0f times, which it learns by heart. Set training.epochs, or "
+            "lower training.steps, if that is not meant.",
+            epochs,
+        )
+    return job
 
 
 def record_start(step: int, where: str, *, resumed: bool, rewound: bool) -> None:

@@ -47,6 +47,7 @@ from titanlite.run_setup import (
     check_vocabulary,
     make_dump_folder,
     record_start,
+    resolve_steps,
 )
 from titanlite.train_step import TrainStep, Window
 
@@ -80,6 +81,7 @@ class Trainer(TrainStep):
 
         with waiting_for_machines():
             self.tokenizer, self.loader = build_data(job, self.dims.dp_rank, degrees.dp)
+        self.job = job = resolve_steps(job, self.loader)
         check_vocabulary(self.loader.dataset.vocab_size, model_config)
         make_dump_folder(job, self.dump_folder)
         check_shared_folder(self.dump_folder)

@@ -115,3 +115,20 @@ leave(5)
     environment = {**os.environ, variable: "1"} if variable else None
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, env=environment)
     assert (done.returncode, done.stdout) == (5, "torn down" if variable else "")
+
+
+@pytest.mark.parametrize("code", [0, 3])
+@pytest.mark.parametrize("at_once", [True, False])
+def test_exit_handlers_run_unless_the_end_is_at_once(code, at_once):
+    """After an error a handler may wait for a rank that is gone. What was printed is out in any case."""
+    script = f"""
+import atexit
+from titanlite.entry_point import lean_imports, leave
+
+with lean_imports():
+    atexit.register(print, "handled")
+print("printed")
+leave({code}, at_once={at_once})
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.split()) == (code, ["printed"] if at_once else ["printed", "handled"])

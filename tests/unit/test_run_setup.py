@@ -1,15 +1,17 @@
 """What is looked at when a run is set up."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from titanlite import run_setup
 from titanlite.config import JobConfig
+from titanlite.data import TrainLoader
 from titanlite.errors import ConfigError, DataError
 from titanlite.models.families import families
-from titanlite.run_setup import check_device, check_vocabulary, turn_off_dropout
+from titanlite.run_setup import check_device, check_vocabulary, resolve_steps, turn_off_dropout
 
 CONFIG = replace(families()["qwen3_moe"].presets["debug"], vocab_size=1000)
 
@@ -73,3 +75,37 @@ def test_dpo_turns_off_dropout_wherever_it_is(monkeypatch):
     attention = model.attention
     assert (model.dropout, attention.attention_dropout, attention.inner.p, attention.p) == (0.0, 0.0, 0.0, 7.0)
     assert said == ["dpo: dropout of 0.05, 0.1, 0.2 is off, as in the reference"]
+
+
+def loader_of(num_sequences: int | None, size: int = 8) -> TrainLoader:
+    dataset = SimpleNamespace(num_train_sequences=num_sequences)
+    loader = TrainLoader(dataset, seed=1, global_batch_size=size, local_batch_size=1, dp_rank=0, dp_degree=1)  # type: ignore[arg-type]
+    return loader
+
+
+@pytest.mark.parametrize(("epochs", "steps"), [(0.0, 600), (1.0, 13), (3.0, 38), (0.5, 7), (0.01, 1)])
+def test_epochs_are_steps(epochs, steps, monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(run_setup.logger, "info", lambda text, *values: said.append(text % values))
+    job = JobConfig()
+    job.training.steps, job.training.epochs, job.training.seq_len = 600, epochs, 1000
+    assert resolve_steps(job, loader_of(100)).training.steps == steps  # 100 sequences, 8 in a step
+    assert job.training.steps == 600, "the caller's own is as it was"
+    (line,) = said
+    assert line.startswith(f"training: {steps} steps of 8 sequences, {steps * 8 / 1e3:.4g} M tokens with padding, ")
+    assert line.endswith(f" {steps * 0.08:.3g} epochs")
+
+
+def test_a_pretrained_model_that_sees_its_data_often_is_a_warning(warnings, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    job = JobConfig()
+    job.training.steps = 126
+    resolve_steps(job, loader_of(100))
+    job.checkpoint.initial_load_path = "model"
+    job.training.steps = 125
+    resolve_steps(job, loader_of(100))
+    resolve_steps(job, loader_of(None))  # a stream
+    assert warnings == []
+    job.training.steps = 126
+    resolve_steps(job, loader_of(100))
+    assert "sees the data 10 times" in warnings[0] and "training.epochs" in warnings[0]

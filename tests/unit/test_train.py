@@ -1,7 +1,6 @@
 """How a rank ends after an error that the others may not have."""
 
 import json
-import os
 
 import pytest
 import torch.distributed as dist
@@ -47,16 +46,6 @@ def test_other_exceptions_are_recorded_too(failing, tmp_path):
         titanlite.train.main([])
     (event,) = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
     assert (event["kind"], event["text"]) == ("error", "ValueError: a bug")
-
-
-def test_an_error_ends_the_process_without_waiting_for_threads(monkeypatch):
-    codes: list[int] = []
-    monkeypatch.setattr(os, "_exit", codes.append)
-    titanlite.train.leave(2)
-    assert codes == [2]
-    with pytest.raises(SystemExit) as end:
-        titanlite.train.leave(0)
-    assert end.value.code == 0
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ _RULES: tuple[tuple[Callable[[float], bool], str, tuple[str, ...]], ...] = (
         (
             "job.stop_grace_seconds",
             "training.steps",
+            "training.epochs",
             "training.max_norm",
             "training.divergence_check_freq",
             "spike.max_rewinds",
@@ -159,6 +160,8 @@ def check_values(job: JobConfig) -> list[str]:
 
 
 def _check_data(job: JobConfig) -> list[str]:
+    if job.training.epochs and job.data.streaming:
+        return ["training.epochs needs data whose end is known, but data.streaming is on. Set training.steps instead."]
     return _check_source(job) or _check_held_out(job)
 
 

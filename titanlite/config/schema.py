@@ -67,7 +67,10 @@ class ModelSection:
 
 @dataclass
 class TrainingSection:
-    steps: int = setting(1000, "Optimizer steps to run.")
+    steps: int = setting(1000, "Optimizer steps to run, if epochs is 0.")
+    epochs: float = setting(
+        0.0, "Passes over the training data, in place of steps: 3, or 0.5 for half of it. 0: steps says how long."
+    )
     objective: Literal["next_token", "dpo"] = setting(
         "next_token",
         "'next_token': cross entropy of the labels; 'dpo': direct preference optimization on pairs (arXiv:2305.18290).",

@@ -68,6 +68,11 @@ class SequenceDataset(Protocol):
     num_validation_sequences: int
 
     @property
+    def num_train_sequences(self) -> int | None:
+        """Sequences of one epoch; None for a stream, whose end is not known."""
+        ...
+
+    @property
     def vocab_size(self) -> int:
         """One more than the largest token id that a batch can hold."""
         ...

@@ -96,6 +96,7 @@ class StreamDataset:
         self.pad_token_id = pad_token_id
         self.seed = seed
         self.vocab_size = count_ids(tokenizer)
+        self.num_train_sequences = None
         self._held_out_rows = [] if held_out is None else pack_examples(held_out, seq_len, packing=data.packing)
         self.num_validation_sequences = len(self._held_out_rows)
         self.left_out: Counter[str] = Counter()

@@ -131,6 +131,12 @@ def test_rows_are_held_out_where_someone_wants_them() -> None:
     assert check_values(make_job(**EXAMPLES, **elsewhere, data__validation_share=0.0)) == []
 
 
+def test_epochs_of_a_stream_are_unknown() -> None:
+    assert check_values(make_job(training__epochs=1.5)) == []
+    (problem,) = check_values(make_job(**EXAMPLES, data__streaming=True, training__epochs=1.5))
+    assert problem.startswith("training.epochs needs data whose end is known")
+
+
 def test_a_folder_that_is_named_like_a_dataset_of_the_hub_is_a_folder(tmp_path, monkeypatch) -> None:
     (tmp_path / "a/b").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
