@@ -11,10 +11,10 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, TypeVar, cast
 
 from titanlite.config.schema import DataSection
 from titanlite.errors import DataError
@@ -31,13 +31,11 @@ def get_cache_folder(data: DataSection) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "titanlite"
 
 
-def load_or_build(
-    path: Path, load: Callable[[], T | None], build: Callable[[], None], *, lock: Path | None = None
-) -> tuple[T, float]:
+def load_or_build(path: Path, load: Callable[[], T | None], build: Callable[[], None]) -> tuple[T, float]:
     """Return `load()`, after `build()` if there was nothing valid to load.
 
     `load` returns None when the file is missing or damaged; it may run while another process builds. `build` runs
-    under an exclusive lock on `lock`, by default `path` + '.lock', and must write `path` with `write_atomic`.
+    under an exclusive lock on `path` + '.lock' and must end with `write_atomic`.
 
     Returns:
         The loaded value, and the seconds spent on building it or waiting for the process that did; 0.0 from cache.
@@ -51,7 +49,7 @@ def load_or_build(
     start_s = time.monotonic()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _lock(lock or path.with_name(path.name + ".lock")):
+        with _lock(path.with_name(path.name + ".lock")):
             value = load()  # another process may have built it while this one waited
             if value is None:
                 build()
@@ -91,12 +89,59 @@ def write_atomic(path: Path) -> Iterator[IO[bytes]]:
         temporary.unlink(missing_ok=True)
 
 
+def load_or_make(
+    path: Path,
+    load: Callable[[], T | None],
+    make: Callable[[], T],
+    save: Callable[[T, IO[bytes]], None],
+    *,
+    lock: Path | None = None,
+) -> T:
+    """As `load_or_build`, of what can be made without the cache: one that cannot be used costs time, and no more.
+
+    `load` returns None when the file is missing, damaged or cannot be read.
+
+    Raises:
+        Exception: what `make` raises.
+    """
+    value = load()
+    if value is not None:
+        return value
+    with ExitStack() as stack:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(_lock(lock or path.with_name(path.name + ".lock")))
+        except OSError:
+            return make()
+        value = load()  # another process may have made it while this one waited
+        if value is None:
+            value = make()
+            with suppress(OSError), write_atomic(path) as file:
+                save(value, file)
+        return value
+
+
+def stamp_files(files: Sequence[Path]) -> list[tuple[str, int, int, int, int]]:
+    """(path, inode, size, mtime, ctime) of each file, times in ns: alike for files that have not changed.
+
+    No program can set ctime, the time of the last change of anything about a file.
+
+    Raises:
+        OSError: a file is missing or cannot be read.
+    """
+    stamps = []
+    for file in files:
+        with file.open("rb") as stream:  # a network file system asks its server only when a file is opened
+            s = os.fstat(stream.fileno())
+        stamps.append((os.path.abspath(file), s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns))
+    return stamps
+
+
 def read_once(folder: Path, what: str, files: Sequence[Path], compute: Callable[[], T]) -> T:
     """`compute()`, or what it returned when it last read the same files: a value for JSON, not None.
 
     A digest of a terabyte would otherwise take each rank a quarter of an hour at each start. `files` are the same if
-    their paths, inodes, sizes and times of change are: of content (mtime) and of anything about the file (ctime), which
-    no program can set. Where the cache cannot be written, it is computed.
+    their stamps are. Where the cache cannot be used, it is computed.
 
     Args:
         folder: the cache folder.
@@ -104,35 +149,28 @@ def read_once(folder: Path, what: str, files: Sequence[Path], compute: Callable[
         files: what `compute` reads, in order.
 
     Raises:
-        DataError: as `load_or_build`; what `compute` raises.
+        Exception: what `compute` raises.
     """
     try:
-        stats = [(os.path.abspath(file), file.stat()) for file in files]
+        stamps = stamp_files(files)
     except OSError:
         return compute()  # says which file it is
-    stamps = [(name, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for name, s in stats]
     key = sha256(json.dumps([_FORMAT_VERSION, what, stamps]).encode()).hexdigest()[:32]
     path = folder / "read" / f"{key}.json"
 
     def load() -> T | None:
         try:
             return json.loads(path.read_bytes())
-        except (FileNotFoundError, ValueError):
+        except (OSError, ValueError):
             return None
 
-    def build() -> None:
+    def make() -> T:
         # Until the clock of the file system has ticked, a second change could leave no trace.
-        for _, stat in stats:
-            tick = _FINE_NS if stat.st_ctime_ns % 1_000_000_000 else _COARSE_NS
-            time.sleep(min(max(stat.st_ctime_ns + tick - time.time_ns(), 0), tick) / 1e9)
-        content = json.dumps(compute()).encode()
-        with write_atomic(path) as file:
-            file.write(content)
+        now, waits = time.time_ns(), [0]
+        for *_, ctime in stamps:
+            tick = _FINE_NS if ctime % 1_000_000_000 else _COARSE_NS
+            waits.append(min(ctime + tick - now, tick))
+        time.sleep(max(waits) / 1e9)
+        return compute()
 
-    value: Any = load()
-    if value is None:
-        with suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-        # What was made of the files may be in a cache that others have filled, and this process can only read.
-        value = load_or_build(path, load, build)[0] if os.access(path.parent, os.W_OK) else compute()
-    return value
+    return load_or_make(path, load, make, lambda value, file: cast(None, file.write(json.dumps(value).encode())))

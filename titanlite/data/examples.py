@@ -25,7 +25,7 @@ from titanlite.logger import logger
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-_FORMAT_VERSION = 2  # raise it when rendering or encoding change, or old cached examples will be taken for new ones
+FORMAT_VERSION = 2  # raise it when rendering or encoding change, or old cached examples will be taken for new ones
 _BATCH_ROWS = 512  # texts and encodings of this many rows are in memory at once
 _FILE_SHIFT = 40  # a place is file << 40 | number
 SKIP_REMEDY = 'To leave such rows out and count them, set data.bad_rows = "skip".'
@@ -120,7 +120,7 @@ def build_examples(data: DataSection, rows: Rows, tokenizer: "PreTrainedTokenize
 def _get_key(data: DataSection, rows: Rows, tokenizer: "PreTrainedTokenizerFast") -> str:
     """Of all that the tokens depend on; names of files are part of it, because errors are reported by them."""
     settings = [
-        *(_FORMAT_VERSION, metadata.version("transformers"), data.format, data.train_on, data.bad_rows, rows.names),
+        *(FORMAT_VERSION, metadata.version("transformers"), data.format, data.train_on, data.bad_rows, rows.names),
         *(tokenizer.eos_token_id, tokenizer.special_tokens_map, tokenizer.chat_template),
         *(rows.get_digest(get_cache_folder(data)), tokenizer.backend_tokenizer.to_str()),
     ]
@@ -161,7 +161,7 @@ class _Builder:
             for column in (self.offsets, self.num_trained, self.places):
                 index.write(np.array(column, dtype=np.int64).tobytes())
         header = ExampleHeader(
-            version=_FORMAT_VERSION,
+            version=FORMAT_VERSION,
             form=form,
             dtype=self.dtype,
             documents_per_example=len(self.num_trained) // len(self.places),
@@ -272,7 +272,7 @@ def _load(path: Path, key: str) -> TokenizedExamples | None:
         header.num_tokens,
         2 * num_documents + 1 + header.num_examples,
     )
-    if header.version != _FORMAT_VERSION or sizes != expected or header.num_examples == 0:
+    if header.version != FORMAT_VERSION or sizes != expected or header.num_examples == 0:
         return None
     offsets, num_trained, places = np.split(index, [num_documents + 1, 2 * num_documents + 1])
     if offsets[0] != 0 or offsets[-1] != header.num_tokens or (np.diff(offsets) < 1).any():

@@ -29,7 +29,7 @@ from titanlite.data.encode import ExampleEncoder
 from titanlite.data.example_dataset import ExampleSet, fit_examples, get_documents, make_batch, pack_examples
 from titanlite.data.examples import SKIP_REMEDY, make_encoder
 from titanlite.data.rows import Row, Rows
-from titanlite.data.stream_blocks import EncodedBlock, encode_block, share_block
+from titanlite.data.stream_blocks import EncodedBlock, encode_block, name_folder, share_block
 from titanlite.data.tokenizer import count_ids
 from titanlite.errors import DataError, raise_problems
 from titanlite.logger import logger
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 _FORMAT_VERSION = 2  # raise it when the division into blocks or their packing changes
+
+_KEPT_FILES = 8  # blocks, for the ranks of a machine; several runs may be at different places of one stream
 
 
 class _LeftOut:
@@ -102,6 +104,7 @@ class StreamDataset:
         self.left_out: Counter[str] = Counter()
         self._key = _get_key(data, rows, tokenizer, seq_len)
         self._counts_file = get_cache_folder(data) / "streams" / f"{self._key}.json"
+        self._blocks_folder = self._counts_file.with_name(name_folder(self._key, rows.names))
         self._known = _load_counts(self._counts_file)  # (first row, rows, sequences) of each block, in order
         self._ends = np.cumsum([block[2] for block in self._known], dtype=np.int64).tolist()
         self._encoder: ExampleEncoder | None = None
@@ -215,9 +218,8 @@ class StreamDataset:
             if self.form == "auto" and self._encoder is not None and self._encoder.form == "preference":
                 raise DataError('data: the stream has preference pairs. Say so with data.format = "preference".')
         left_out = _LeftOut()
-        folder, nearby = self._counts_file.with_suffix(""), {known[0] for known in self._known[-2:]}
         encoder, names = self._encoder, self.rows.names
-        encoded = share_block(folder, start, nearby, lambda: encode_block(encoder, batch, names))
+        encoded = share_block(self._blocks_folder, start, lambda: encode_block(encoder, batch, names), keep=_KEPT_FILES)
         content = self._collect(encoded, left_out)
         sequences = [] if content is None else pack_examples(content, self.seq_len, packing=self.data.packing)
         return _Block(start, len(batch), content, sequences, left_out)

@@ -6,17 +6,19 @@ CPUs of a machine with 8 GPUs 8 times.
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import IO
 from zipfile import BadZipFile
 
 import numpy as np
 
-from titanlite.data.cache import load_or_build, write_atomic
+from titanlite.data.cache import load_or_make, stamp_files
 from titanlite.data.encode import Example, ExampleEncoder
-from titanlite.data.examples import ExampleHeader, TokenizedExamples, encode_rows, get_place
+from titanlite.data.examples import FORMAT_VERSION, ExampleHeader, TokenizedExamples, encode_rows, get_place
 from titanlite.data.forms import Form
 from titanlite.data.readers import RowError
 from titanlite.data.rows import Row, describe_place
@@ -49,34 +51,48 @@ def encode_block(encoder: ExampleEncoder | None, batch: list[Row], names: tuple[
     return EncodedBlock(examples, problems)
 
 
-def share_block(folder: Path, start: int, others: set[int], make: Callable[[], EncodedBlock]) -> EncodedBlock:
+def name_folder(key: str, files: Sequence[str]) -> str:
+    """Where the blocks of a stream lie: its key tells what they are made of, but not how, and of files not enough."""
+    try:
+        stamps = stamp_files([Path(file) for file in files])
+    except OSError:
+        stamps = []  # of the hub: the key has the revision
+    return sha256(json.dumps([key, FORMAT_VERSION, stamps]).encode()).hexdigest()[:32]
+
+
+def share_block(folder: Path, start: int, make: Callable[[], EncodedBlock], *, keep: int) -> EncodedBlock:
     """`make()`, by one of the processes of this machine that ask for the block from row `start` on in this folder.
 
-    It is the first one that asks; the others wait. A run of one process per machine makes its blocks itself.
-
-    Args:
-        others: first rows of the blocks whose files stay, for ranks that are not as far; all but these are removed.
+    It is the first one that asks; the others wait. A run of one process per machine makes its blocks itself, and so
+    does each process where the folder cannot be written. Of all files in the folder the newest `keep` stay, for ranks
+    that are not as far.
 
     Raises:
-        DataError: as `load_or_build`; what `make` raises.
+        Exception: what `make` raises.
     """
     if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) == 1:
         return make()
     path = folder / f"{start}.npz"
 
-    def build() -> None:
-        made = make()
-        with write_atomic(path) as file:
-            _save(made, file)
-        for other in folder.glob("*.npz"):
-            if other.stem not in {str(number) for number in (start, *others)}:
-                other.unlink(missing_ok=True)
+    def save(block: EncodedBlock, file: IO[bytes]) -> None:
+        _save(block, file)
+        _remove_old(folder, keep - 1)
 
-    block, _ = load_or_build(path, lambda: _load(path), build, lock=folder / "lock")
-    return block
+    return load_or_make(path, lambda: _load(path), make, save, lock=folder / "lock")
 
 
-def _save(block: EncodedBlock, file: Any) -> None:
+def _remove_old(folder: Path, keep: int) -> None:
+    """Remove all but the newest `keep` files; which are the newest is no matter of life and death."""
+    found = []
+    for path in folder.glob("*.npz"):
+        with suppress(OSError):
+            found.append((path.stat().st_mtime_ns, path))
+    for _, path in sorted(found, reverse=True)[keep:]:
+        with suppress(OSError):
+            path.unlink()
+
+
+def _save(block: EncodedBlock, file: IO[bytes]) -> None:
     header = {"problems": block.problems, "header": block.examples and asdict(block.examples.header)}
     arrays = {name: getattr(block.examples, name) for name in _ARRAYS} if block.examples is not None else {}
     np.savez(file, json=np.frombuffer(json.dumps(header).encode(), dtype=np.uint8), **arrays)
@@ -91,7 +107,7 @@ def _load(path: Path) -> EncodedBlock | None:
                 return EncodedBlock(None, problems)
             header = ExampleHeader(**content["header"] | {"names": tuple(content["header"]["names"])})
             arrays = {name: stored[name] for name in _ARRAYS}
-    except (FileNotFoundError, BadZipFile, ValueError, KeyError, TypeError, EOFError):
+    except (OSError, BadZipFile, ValueError, KeyError, TypeError, EOFError):
         return None
     return EncodedBlock(TokenizedExamples(header=header, key="", **arrays), problems)
 

@@ -1,3 +1,4 @@
+import errno
 import os
 import threading
 import time
@@ -6,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from titanlite.config.schema import DataSection
+from titanlite.data import cache
 from titanlite.data.cache import get_cache_folder, load_or_build, read_once, write_atomic
 from titanlite.errors import DataError
 
@@ -115,13 +117,45 @@ def test_a_change_within_a_tick_of_the_clock_is_not_missed(tmp_path: Path) -> No
     assert read[0] - changed >= 50_000_000
 
 
-def test_what_is_missing_is_named_and_a_cache_need_not_be_writable(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
     file = tmp_path / "a"
     with pytest.raises(FileNotFoundError, match=r"'.*/a'"):
         read_once(tmp_path / "cache", "text", [file], file.read_text)
+
+
+@pytest.mark.parametrize("fault", ["folder", "lock", "full"])
+def test_a_cache_that_cannot_be_used_costs_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    file, folder = tmp_path / "a", tmp_path / "cache"
     file.write_text("a")
-    monkeypatch.setattr(os, "access", lambda *_: False)
-    assert read_once(tmp_path / "cache", "text", [file], file.read_text) == "a"
-    assert not list((tmp_path / "cache").rglob("*.json"))
+    if fault == "folder":
+        folder.write_text("no folder")
+    elif fault == "lock":
+        (folder / "read").mkdir(parents=True)
+        monkeypatch.setattr(cache, "_lock", lambda path: (folder / "missing/lock").open("a"))
+    else:
+
+        def fail(fd: int) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(os, "fsync", fail)
+    reads: list[int] = []
+
+    def read() -> str:
+        reads.append(1)
+        return file.read_text()
+
+    assert read_once(folder, "text", [file], read) == read_once(folder, "text", [file], read) == "a"
+    assert len(reads) == 2 and not list(tmp_path.rglob("*.tmp"))
+    with pytest.raises(ValueError, match="of the value itself"):
+        read_once(folder, "other", [file], lambda: (_ for _ in ()).throw(ValueError("of the value itself")))
+
+
+def test_clocks_that_are_ahead_are_waited_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [tmp_path / str(number) for number in range(9)]
+    for file in files:
+        file.write_text("a")
+    now, slept = time.time_ns(), []
+    monkeypatch.setattr(time, "time_ns", lambda: now - 3600 * 10**9)
+    monkeypatch.setattr(time, "sleep", slept.append)
+    read_once(tmp_path / "cache", "text", files, lambda: 1)
+    assert len(slept) == 1 and slept[0] <= 2

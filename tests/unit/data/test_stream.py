@@ -1,8 +1,10 @@
 """Streams: every example once per pass, the same samples on any world size and after any resume."""
 
 import json
+import os
 import random
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -14,9 +16,10 @@ import pytest
 
 from titanlite.config.check import check_values
 from titanlite.config.schema import JobConfig
-from titanlite.data import TrainLoader, build_data, stream
+from titanlite.data import TrainLoader, build_data, stream, stream_blocks
 from titanlite.data.rows import Row
 from titanlite.data.stream import StreamDataset
+from titanlite.data.stream_blocks import EncodedBlock
 from titanlite.errors import DataError
 
 MakeJob = Callable[..., JobConfig]
@@ -155,9 +158,70 @@ def test_the_processes_of_a_machine_tokenize_each_block_once(
     for rank in ranks:
         assert rank._ahead is not None and rank._ahead[1].result()
     assert len(ranks[0]._known) > 6  # more than a pass
-    assert made == [known[0] + 1 if known[1] else 0 for known in ranks[0]._known] + made[-1:]
+    assert made == [1, 9, 17, 25, 33, 0], "the second pass finds those of the first"
+
+
+@pytest.mark.parametrize("start", [0, 40])
+def test_ranks_at_several_places_of_a_stream_leave_each_other_their_blocks(
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch, start: int
+) -> None:
+    """Ranks that lag, of a second run whose counts are known from a first; or two runs, far from each other."""
+    job = make_job(make_rows(120), seq_len=48, streaming=True, streaming_block_rows=4)
+    alone = build(job)
+    expected = take(alone, 0, 100)
+    assert alone._ahead is not None and alone._ahead[1].result()
+    made: list[int] = []
+    encode = stream.encode_block
+    monkeypatch.setattr(
+        stream,
+        "encode_block",
+        lambda encoder, batch, names: (made.append(batch[0].number), encode(encoder, batch, names))[1],
+    )
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    lag = 5
+    first, second = build(job), build(job)
+    for sample in range(50):
+        assert take(first, sample, sample + 1) == expected[sample : sample + 1]
+        other = sample - lag if start == 0 else start + sample
+        if other >= 0:
+            assert take(second, other, other + 1) == expected[other : other + 1]
+    assert all(rank._ahead is not None and rank._ahead[1].result() for rank in (first, second))
+    if start == 0:
+        assert len(made) == len(set(made)), made
+    else:  # a run that comes where the other one has been long before makes those blocks again
+        assert max(Counter(made).values()) == 2, made
     (folder,) = Path(job.data.cache_folder, "streams").glob("*/")
-    assert len(list(folder.glob("*.npz"))) <= 4
+    assert len(list(folder.glob("*.npz"))) == 8
+
+
+def test_blocks_of_rows_that_have_changed_are_not_taken(make_job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the rows have their old size and time, as after `rsync -t`: the counts cannot tell."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    job = make_job([{"prompt": "a", "completion": "b"}] * 4, seq_len=48, streaming=True)
+    before = take(build(job), 0, 1)
+    file = Path(job.data.path)
+    times = file.stat()
+    file.write_text(file.read_text().replace('"b"', '"c"'))
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    after = take(build(job), 0, 1)
+    assert after != before
+    monkeypatch.setattr(stream_blocks, "FORMAT_VERSION", -1)
+    monkeypatch.setattr(stream, "encode_block", lambda *_: EncodedBlock(None, []))
+    with pytest.raises(DataError, match="gave 1 before"):
+        take(build(job), 0, 1)
+
+
+def test_where_blocks_cannot_be_shared_each_process_makes_them(
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make_job(make_rows(9), seq_len=48, streaming=True)
+    alone = build(job)
+    expected = take(alone, 0, 3)
+    assert alone._ahead is not None and alone._ahead[1].result()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    dataset = build(job)
+    dataset._blocks_folder.write_text("in the way")
+    assert take(dataset, 0, 3) == expected
 
 
 @pytest.mark.parametrize("damage", [b"", b"PK", None])
