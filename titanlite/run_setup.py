@@ -187,6 +187,9 @@ def configure(model: AnyModel, job: JobConfig, device: torch.device) -> None:
     """Hand the settings that are no sizes to the modules that use them."""
     if isinstance(model, TransformersModel):
         model.loss_chunk_tokens = job.training.loss_chunk_tokens
+        if model.config.num_experts:
+            name = model.config.architecture
+            logger.info("moe: transformers' %s routes by itself: no balancing is added, no expert load is logged", name)
         return
     if model.moe_layers():
         backend = resolve_backend(job.moe.grouped_gemm, device, torch.float32)

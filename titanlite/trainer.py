@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from titanlite import heartbeat, stop
-from titanlite.checkpoint import Checkpointer, Progress, Rewind, describe_versions, push_to_hub
+from titanlite.checkpoint import Checkpointer, Progress, Rewind, check_space, describe_versions, push_to_hub
 from titanlite.config import AnyModelConfig, JobConfig
 from titanlite.config.parallelism import Degrees
 from titanlite.data import Batch, build_data
@@ -127,6 +127,7 @@ class Trainer(TrainStep):
             self.plan.local_bytes / 2**20,
         )
         save_run_plan(self.plan, self.dump_folder)
+        check_space(job, self.plan, self.checkpointer.folder, self.step)
         facts = {"model": model_config.family, "parameters": total, "trained": trained, "mesh": str(degrees)}
         save_environment(self.dump_folder, self.device, facts)
         where = f"{degrees.world_size} ranks on {self.device.type}, {degrees}"

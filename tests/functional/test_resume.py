@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 import titanlite.trainer
 from titanlite.checkpoint.commit import check_folder
+from titanlite.checkpoint.space import count_bytes
 from titanlite.config.parallelism import Degrees
 from titanlite.preflight import Checked
 from titanlite.trainer import Trainer
@@ -217,3 +218,30 @@ def test_initial_load_path_begins_at_step_0_with_those_weights(run_ranks, halfwa
         assert torch.equal(norm.full_tensor(), load_file(source / "model.safetensors")["model.norm.weight"])
 
     _resume(run_ranks, job, look)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["--checkpoint.export_dtype=float32"],
+        ["--checkpoint.export_dtype=bfloat16"],
+        ["--optimizer.freeze=*experts*"],
+        ["--training.dtype=bfloat16"],
+    ],
+    ids=["float32", "bfloat16 export", "frozen experts", "bfloat16"],
+)
+def test_checkpoints_are_as_large_as_was_said(run_ranks, checked, overrides):
+    job = checked(Degrees(dp_shard=2), *overrides, "--training.steps=1", "--lr_scheduler.warmup_steps=1")
+
+    def rank_main() -> int:
+        trainer = Trainer(job.job, job.model_config, job.degrees)
+        said = count_bytes(trainer.plan, trainer.job)
+        trainer.train()
+        return said
+
+    said = run_ranks(2, rank_main)
+    folder = Path(job.job.job.dump_folder, "checkpoint/step-1")
+    files = [file for file in folder.rglob("*.safetensors") if "rng" not in file.name]
+    headers = sum(8 + int.from_bytes(file.read_bytes()[:8], "little") for file in files)
+    # A few bytes more: AdamW counts its steps for each parameter.
+    assert said[0] == said[1] == pytest.approx(sum(file.stat().st_size for file in files) - headers, rel=1e-3)

@@ -5,6 +5,7 @@ from titanlite.checkpoint.hf_model import save_hf_model
 from titanlite.checkpoint.hub import push_to_hub
 from titanlite.checkpoint.manager import Checkpointer, describe_versions
 from titanlite.checkpoint.pretrained import HFCheckpoint, hf_checkpoint
+from titanlite.checkpoint.space import check_space
 from titanlite.checkpoint.train_state import Progress, Rewind, save_rewinds
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "HFCheckpoint",
     "Progress",
     "Rewind",
+    "check_space",
     "describe_versions",
     "find_complete_before",
     "hf_checkpoint",

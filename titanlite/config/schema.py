@@ -201,8 +201,8 @@ class MoESection:
     )
     expert_bias_update_rate: float | None = setting(
         None,
-        "Step of the aux-loss-free balancing bias (arXiv:2408.15664). Unset: 1e-3 where the architecture has such a "
-        "bias, 0 where its Hugging Face model would route without it.",
+        "Step of the aux-loss-free balancing bias (arXiv:2408.15664). Unset: 1e-3 where a native architecture has such "
+        "a bias, 0 where its Hugging Face model would route without it, and in transformers' implementations.",
     )
     aux_loss_coeff: float = setting(0.0, "Coefficient of the sequence-wise balance loss (arXiv:2412.19437, eq. 17).")
     z_loss_coeff: float = setting(0.0, "Coefficient of the router z-loss (arXiv:2202.08906, eq. 5).")
