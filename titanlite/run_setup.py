@@ -43,7 +43,7 @@ def resolve_steps(job: JobConfig, loader: TrainLoader) -> JobConfig:
     if job.training.epochs and num_sequences is not None:
         steps = math.ceil(job.training.epochs * num_sequences / size)
         job = replace(job, training=replace(job.training, steps=steps))
-    length = f"{steps} steps of {size} sequences, {steps * size * job.training.seq_len / 1e6:.4g} M tokens with padding"
+    length = f"{steps:,} steps of {size} sequences, {steps * size * job.training.seq_len:,} tokens with padding"
     if num_sequences is None:
         logger.info("training: %s", length)
         return job

@@ -92,7 +92,7 @@ def test_epochs_are_steps(epochs, steps, monkeypatch):
     assert resolve_steps(job, loader_of(100)).training.steps == steps  # 100 sequences, 8 in a step
     assert job.training.steps == 600, "the caller's own is as it was"
     (line,) = said
-    assert line.startswith(f"training: {steps} steps of 8 sequences, {steps * 8 / 1e3:.4g} M tokens with padding, ")
+    assert line.startswith(f"training: {steps} steps of 8 sequences, {steps * 8000:,} tokens with padding, ")
     assert line.endswith(f" {steps * 0.08:.3g} epochs")
 
 
