@@ -2,8 +2,10 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -264,6 +266,116 @@ def test_slurm_script_started_wrongly(where: str, tools: Path, tmp_path: Path):
     assert result.returncode == 2 and result.stdout == ""
     expected = "not in a SLURM job" if where == "outside of a job" else f"no run_train.sh in {tmp_path}"
     assert result.stderr.startswith(f"slurm.sh: {expected}")
+
+
+# Gets the signal before the time limit as soon as it runs, and does on SIGTERM what the test says.
+FAKE_SRUN = """#!/usr/bin/env bash
+printf '%s\\n' "$@" >"$FAKE_FOLDER/srun.log"
+save() {
+    mkdir -p "$FAKE_FOLDER/run/checkpoint/step-$1/titanlite"
+    touch "$FAKE_FOLDER/run/checkpoint/step-$1/titanlite/manifest.json"
+}
+trap 'eval "$ON_SIGTERM"; exit 0' TERM
+kill -USR1 "$PPID"
+for ((i = 0; i < 600; i++)); do sleep 0.1; done
+exit 9
+"""
+FAKE_SCONTROL = """#!/usr/bin/env bash
+if [ "$1 $2" = "show hostnames" ]; then
+    echo node0
+    while [ -e "$FAKE_FOLDER/hold" ]; do touch "$FAKE_FOLDER/holding"; sleep 0.05; done
+else
+    echo "$*" >>"$FAKE_FOLDER/scontrol.log"
+fi
+"""
+WITHOUT_PROGRESS = (
+    "slurm.sh: the signal before the time limit came before a first checkpoint; the job is not put back into the "
+    "queue. Raise --time, or let the signal come later: sbatch --signal=B:USR1@SECONDS ...\n"
+)
+
+
+def start_slurm_job(folder: Path, *overrides: str, **variables: str) -> subprocess.Popen[str]:
+    tools = folder / "bin"
+    tools.mkdir()
+    write_tool(tools / "srun", FAKE_SRUN)
+    write_tool(tools / "scontrol", FAKE_SCONTROL)
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("RDZV_", "SLURM_", "NGPU"))}
+    env = kept | {"PATH": f"{tools}:{Path(sys.executable).parent}:{os.environ['PATH']}", "FAKE_FOLDER": str(folder)}
+    env |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[0-1]", "SLURM_JOB_NUM_NODES": "2"}
+    env |= {"SLURM_SUBMIT_DIR": str(ROOT), "ON_SIGTERM": ":"} | variables
+    command = [str(ROOT / "scripts/launch/slurm.sh"), "--config", str(ROOT / "configs/qwen3_moe.toml"), *overrides]
+    command.append(f"--job.dump_folder={folder / 'run'}")
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def make_old_checkpoint(folder: Path, step: int) -> None:
+    manifest = folder / f"run/checkpoint/step-{step}/titanlite/manifest.json"
+    manifest.parent.mkdir(parents=True)
+    manifest.touch()
+    os.utime(manifest, (time.time() - 3600,) * 2)
+
+
+@pytest.mark.parametrize(
+    ("old_step", "on_sigterm", "code", "requeued"),
+    [
+        (None, "save 3", 0, True),
+        (100, "save 103", 0, True),
+        (100, "save 60", 0, True),  # the run went back before it went on
+        (None, ":", 2, False),
+        (100, ":", 2, False),
+        (100, "mv $FAKE_FOLDER/run/checkpoint/step-100{,.damaged}", 2, False),
+        (None, "exit 143", 143, False),  # the launchers were still waiting for each other
+        (None, "save 3; exit 1", 1, False),
+    ],
+)
+def test_a_slurm_job_is_put_back_if_it_saved_something(
+    tmp_path: Path, old_step: int | None, on_sigterm: str, code: int, requeued: bool
+):
+    if old_step is not None:
+        make_old_checkpoint(tmp_path, old_step)
+    job = start_slurm_job(tmp_path, ON_SIGTERM=on_sigterm)
+    out, err = job.communicate(timeout=60)
+    assert job.returncode == code, (out, err)
+    assert out.count("slurm.sh: the time limit is near: asking the run to save and end\n") == 1
+    assert (tmp_path / "scontrol.log").exists() == requeued
+    if requeued:
+        assert (tmp_path / "scontrol.log").read_text() == "requeue 7\n"
+    said = f"slurm.sh: the run ended with exit code {code}\n" if "exit" in on_sigterm else ""
+    assert err == said + ("" if "save" in on_sigterm else WITHOUT_PROGRESS)
+
+
+def test_a_slurm_job_that_gets_the_signal_before_it_has_begun_says_so(tmp_path: Path):
+    (tmp_path / "hold").touch()
+    job = start_slurm_job(tmp_path)
+    try:
+        end = time.monotonic() + 30
+        while not (tmp_path / "holding").exists():
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        job.send_signal(signal.SIGUSR1)
+    finally:
+        (tmp_path / "hold").unlink()
+    _, err = job.communicate(timeout=60)
+    assert (job.returncode, err) == (2, WITHOUT_PROGRESS)
+    assert not (tmp_path / "srun.log").exists() and not (tmp_path / "scontrol.log").exists()
+
+
+@pytest.mark.parametrize("cores", [None, "64"])
+def test_srun_gives_each_launcher_the_cores_of_the_job(tmp_path: Path, cores: str | None):
+    job = start_slurm_job(tmp_path, **({} if cores is None else {"SLURM_CPUS_PER_TASK": cores}))
+    job.communicate(timeout=60)
+    given = (tmp_path / "srun.log").read_text().splitlines()
+    options = [text for text in given if text.startswith("--cpus-per-task")]
+    assert options == ([] if cores is None else ["--cpus-per-task=64"])
+    assert given.index(str(ROOT / "run_train.sh")) == len(given) - 4 and "" not in given
+
+
+def test_a_slurm_job_with_a_wrong_setting_starts_nothing(tmp_path: Path):
+    job = start_slurm_job(tmp_path, "--training.step=5")
+    _, err = job.communicate(timeout=60)
+    assert job.returncode == 2
+    assert err.startswith("titanlite: error: ") and "did you mean 'training.steps'" in err and "Traceback" not in err
+    assert not (tmp_path / "srun.log").exists()
 
 
 def test_setup_uses_the_current_python_when_it_has_everything(tmp_path: Path):
