@@ -177,7 +177,7 @@ class Trainer(TrainStep):
                 result = self.train_step(micro_batches)
                 self.timer.start("other")
                 window.add(result)
-                profiler.step()
+                profiler.step(self.step)
 
                 last = self.step == job.training.steps
                 if self.step % job.metrics.log_freq == 0 or self.step == 1 or last:

@@ -127,3 +127,13 @@ def test_a_late_replica_makes_the_others_wait_in_the_all_reduce(run_ranks, check
     waiting, late = run_ranks(2, rank_main)
     assert waiting["communication"] > SLEEP_S / 2
     assert late["backward"] > SLEEP_S and late["backward"] > waiting["backward"] + SLEEP_S / 2
+
+
+def test_traces_of_a_resumed_run_have_its_steps(run_ranks, checked, tmp_path, monkeypatch):
+    monkeypatch.setattr(titanlite.trainer, "_SAMPLE_TOKENS", 1)
+    profiling = ("--profiling.enable_profiling=true", "--profiling.profile_freq=2")
+    for steps in (3, 5):
+        job = checked(Degrees(dp_shard=2), f"--training.steps={steps}", *profiling)
+        run_ranks(2, lambda job=job: Trainer(job.job, job.model_config, job.degrees).train())
+    traces = {str(path.relative_to(tmp_path / "run/profile_traces")) for path in tmp_path.glob("run/*/*/rank-*")}
+    assert traces == {f"step-{step}/rank-{rank}.json" for step in (2, 5) for rank in (0, 1)}

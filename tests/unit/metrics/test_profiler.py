@@ -1,0 +1,94 @@
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from titanlite.config.schema import JobConfig
+from titanlite.logger import logger
+from titanlite.metrics import build_profiler
+
+# torch's, of a trace of every step.
+pytestmark = pytest.mark.filterwarnings("ignore:Profiler won't be using warmup:UserWarning")
+
+
+@pytest.fixture(autouse=True)
+def one_of_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+
+
+def train(folder: Path, freq: int, first: int, last: int, fail_in: int | None = None) -> None:
+    """The steps `first` to `last` of a run, as one process trains them, each with one matrix product."""
+    job = JobConfig()
+    job.profiling.enable_profiling, job.profiling.profile_freq = True, freq
+    with build_profiler(job, folder) as profiler:
+        for step in range(first, last + 1):
+            torch.mm(torch.ones(2, 2), torch.ones(2, 2))
+            if step == fail_in:
+                raise KeyError
+            profiler.step(step)
+
+
+def traces(folder: Path) -> dict[int, Path]:
+    return {int(path.parent.name.removeprefix("step-")): path for path in folder.glob("profile_traces/*/rank-0.json")}
+
+
+def num_products(path: Path) -> int:
+    return sum(event.get("name") == "aten::mm" for event in json.loads(path.read_text())["traceEvents"])
+
+
+def test_traces_are_named_by_the_step_of_the_run(tmp_path: Path):
+    train(tmp_path, 3, 1, 7)
+    assert set(traces(tmp_path)) == {3, 6}
+    before = traces(tmp_path)[3].read_bytes()
+    train(tmp_path, 3, 101, 104)
+    assert set(traces(tmp_path)) == {3, 6, 103}
+    assert traces(tmp_path)[3].read_bytes() == before
+    assert [num_products(path) for path in traces(tmp_path).values()] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(("freq", "last"), [(1, 2), (3, 5)])
+def test_what_follows_the_last_step_is_no_trace(tmp_path: Path, freq: int, last: int):
+    """The profiler has begun to record a step by then: with freq 1 it would replace the trace of the last one."""
+    train(tmp_path, freq, 1, last)
+    assert {step: num_products(path) for step, path in traces(tmp_path).items()} == dict.fromkeys(
+        range(freq, last + 1, freq), 1
+    )
+
+
+def test_a_step_that_fails_leaves_no_trace(tmp_path: Path):
+    with pytest.raises(KeyError):
+        train(tmp_path, 1, 1, 3, fail_in=2)
+    assert set(traces(tmp_path)) == {1}
+
+
+def test_a_step_trained_again_replaces_its_trace_and_says_so(tmp_path: Path):
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    try:
+        train(tmp_path, 2, 1, 2)
+        old = traces(tmp_path)[2]
+        old.write_text("old")
+        for rank in (1, 2, 10):  # of a start with more ranks
+            old.with_name(f"rank-{rank}.json").write_text("old")
+        train(tmp_path, 2, 1, 2)
+    finally:
+        logger.setLevel(level)
+        logger.removeHandler(handler)
+    assert num_products(old) == 1
+    assert {path.name for path in old.parent.iterdir()} == {"rank-0.json", "rank-1.json"}
+    first = f"profiler: trace of step 2 in {old}"
+    assert messages == [first, f"{first}, in place of that of an earlier start"]
+
+
+def test_off_it_does_nothing(tmp_path: Path):
+    with build_profiler(JobConfig(), tmp_path) as profiler:
+        profiler.step(1)
+    assert list(tmp_path.iterdir()) == []
