@@ -40,6 +40,7 @@ def write_run(folder: Path, steps: int = 60, *, every: int = 1, loss: float = 8.
                     grad_norm=1.5,
                     lr=1e-3,
                     tokens=4096 * every,
+                    num_padding=1024 * every,
                     seconds=float(every),
                     phases={phase: seconds * every for phase, seconds in phases.items()},
                     ranks={

@@ -10,6 +10,7 @@ import torch
 from titanlite import heartbeat, timers
 from titanlite.config import JobConfig
 from titanlite.data import Batch
+from titanlite.data.images import ImageBatch
 from titanlite.distributed import (
     ParallelDims,
     all_reduce_sum,
@@ -39,6 +40,7 @@ class StepResult:
         group_norms: the same by group of parameters, float32 (groups,).
         aux_loss: mean of the balance losses over the tokens, padding left out, float32 scalar; 0 without any.
         tokens: tokens of the global batch, padding included.
+        unpadded_tokens: those that are no padding, int64 scalar.
         tokens_per_expert: (layers, E) int64 over the global batch, or None for a dense model.
         metrics: means of the objective's metrics, float32 (len(metric_names),).
     """
@@ -48,6 +50,7 @@ class StepResult:
     grad_norm: torch.Tensor
     group_norms: torch.Tensor
     tokens: int
+    unpadded_tokens: torch.Tensor
     tokens_per_expert: torch.Tensor | None
     metrics: torch.Tensor
 
@@ -58,22 +61,29 @@ class Window:
 
     Attributes:
         start: time in seconds at which it began.
-        tokens: tokens of all ranks.
+        tokens: tokens of all ranks, padding included.
+        unpadded_tokens: those of each step that are no padding, on the device.
         losses: loss of each step, on the device.
     """
 
     start: float = field(default_factory=time.perf_counter)
     tokens: int = 0
+    unpadded_tokens: list[torch.Tensor] = field(default_factory=list)
     losses: list[torch.Tensor] = field(default_factory=list)
 
     def add(self, result: StepResult) -> None:
         """Count one step."""
         self.tokens += result.tokens
+        self.unpadded_tokens.append(result.unpadded_tokens)
         self.losses.append(result.loss)
 
     def loss_values(self) -> list[float]:
         """Loss of each step. Synchronizes."""
         return torch.stack(self.losses).tolist()
+
+    def num_padding(self) -> int:
+        """Tokens of all ranks that are padding. Synchronizes."""
+        return self.tokens - int(torch.stack(self.unpadded_tokens).sum())
 
 
 class TrainStep:
@@ -149,7 +159,16 @@ class TrainStep:
         tokens = sum(batch.tokens.numel() for batch in micro_batches) * self.dims.degrees.dp
         means = sums / units
         aux_loss = sums[1] / num_tokens
-        return StepResult(means[0], aux_loss, grad_norm, group_norms, tokens, tokens_per_expert, means[2:])
+        return StepResult(
+            loss=means[0],
+            aux_loss=aux_loss,
+            grad_norm=grad_norm,
+            group_norms=group_norms,
+            tokens=tokens,
+            unpadded_tokens=num_tokens,
+            tokens_per_expert=tokens_per_expert,
+            metrics=means[2:],
+        )
 
     def enter(self, phase: str) -> None:
         """Say what this rank does from now on: for the time split, and for whoever looks after ranks that hang."""
@@ -200,6 +219,7 @@ class TrainStep:
             grad_norm=result.grad_norm.item(),
             lr=learning_rate,
             tokens=window.tokens,
+            num_padding=window.num_padding(),
             seconds=seconds,
             phases=phases,
             ranks=gather_ranks(busy | get_memory(self.device)),
@@ -225,6 +245,7 @@ def _mean_of_finite(losses: Sequence[float]) -> float:
 
 
 def _count_tokens(batch: Batch) -> torch.Tensor:
-    if batch.document_ids is None:  # of images: no sequence has padding that the model knows of
-        return torch.tensor(batch.tokens.numel(), device=batch.tokens.device)
+    if batch.document_ids is None:  # of images
+        num_padding = batch.num_padding if isinstance(batch, ImageBatch) else 0
+        return torch.tensor(batch.tokens.numel() - num_padding, device=batch.tokens.device)
     return (batch.document_ids >= 0).sum()

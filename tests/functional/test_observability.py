@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 import titanlite.trainer
 from titanlite.config.parallelism import Degrees
+from titanlite.data import Batch
 from titanlite.trainer import Trainer
 
 SLEEP_S = 0.8
@@ -103,6 +104,44 @@ def test_metrics_name_the_slow_rank_and_count_lost_rows(run_ranks, checked, mesh
     (machine,) = environment["machines"].values()
     assert machine["ranks"] == [0, 1, 2, 3] and sum(machine["devices"].values()) == 4
     assert [event["kind"] for event in read(folder, "events.jsonl")] == ["start", "end"]
+
+
+@pytest.mark.parametrize("mesh", ["FSDP4", "TP2xEP2"])
+def test_tokens_per_second_leave_out_the_padding_of_every_rank_once(
+    run_ranks, checked, meshes, tmp_path, monkeypatch, mesh
+):
+    monkeypatch.setattr(titanlite.trainer, "_SAMPLE_TOKENS", 1)
+    options = ("--checkpoint.enable=false", "--training.steps=4", "--metrics.log_freq=2")
+    job = checked(meshes[mesh], *options)
+    rows, length = job.job.training.global_batch_size, job.job.training.seq_len
+
+    def rank_main() -> None:
+        trainer = Trainer(job.job, job.model_config, job.degrees)
+        load = trainer.loader.micro_batches
+
+        def padded(step: int) -> list[Batch]:
+            """Row r of a batch ends 2 r tokens early, in the first step 8 more."""
+            batches = []
+            for number, batch in enumerate(load(step)):
+                end = length - 2 * (number * job.degrees.dp + trainer.loader.dp_rank) - 8 * (step == 0)
+                documents, labels = batch.document_ids.clone(), batch.labels.clone()
+                documents[:, end:], labels[:, end:] = -1, -100
+                batches.append(Batch(batch.tokens, labels, batch.positions, documents))
+            return batches
+
+        trainer.loader.micro_batches = padded  # type: ignore[method-assign]
+        trainer.train()
+
+    run_ranks(4, rank_main)
+    points = {point["step"]: point for point in read(tmp_path / "run", "metrics.jsonl")}
+    assert set(points) == {1, 2, 4}
+    shares = {1: (56 + 64) / (rows * length), 2: 56 / (rows * length), 4: 2 * 56 / (2 * rows * length)}
+    for step, point in points.items():
+        assert point["data/padding"] == pytest.approx(shares[step], rel=1e-12)
+        tokens = point["throughput/tokens_per_s"] * point["time/step_s"]
+        assert tokens == pytest.approx(rows * length * (1 - shares[step]), rel=1e-9)
+    flops = [point["throughput/tflops_per_gpu"] * point["time/step_s"] for point in points.values()]
+    assert flops == pytest.approx([flops[0]] * 3, rel=1e-9), "padding is computed, too"
 
 
 def test_a_late_replica_makes_the_others_wait_in_the_all_reduce(run_ranks, checked):

@@ -403,6 +403,9 @@ def test_a_file_of_chats_with_images_trains(
     points = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     losses = [point["loss/train"] for point in points if "loss/train" in point]
     assert losses[-1] < 0.3 * losses[0]
+    length = job.job.training.seq_len
+    trained = {round(length * (1 - point["data/padding"]), 6) for point in points if "data/padding" in point}
+    assert len(trained) == 1 and trained < set(range(1, length)), "rows of equally many tokens, and padding"
     folder = tmp_path / "run/checkpoint/step-40"
     _, info = AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True)
     assert {key: value for key, value in info.items() if value} == {}

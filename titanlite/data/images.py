@@ -33,6 +33,7 @@ class ImageBatch:
         tokens, labels: int64 (B, L), padded at the end; a label is the token that follows, or -100.
         inputs: for the model's forward, such as pixel_values and image_grid_thw; images of all sequences together.
         positions, document_ids: None: the model counts places in images itself, and a sequence is one document.
+        num_padding: tokens of all sequences together that are padding.
     """
 
     tokens: Tensor
@@ -40,6 +41,7 @@ class ImageBatch:
     inputs: dict[str, Tensor] = field(default_factory=dict)
     positions: None = None
     document_ids: None = None
+    num_padding: int = 0
 
     def to(self, device: torch.device | str) -> "ImageBatch":
         """A copy of the batch on `device`."""
@@ -123,7 +125,9 @@ class ImageDataset:
                 if value.shape == (1, length):  # of tokens, such as which ones are images
                     value = torch.nn.functional.pad(value, (0, self.seq_len - length))
                 inputs.setdefault(name, []).append(value)
-        return ImageBatch(tokens, labels, {name: torch.cat(values) for name, values in inputs.items()})
+        num_padding = tokens.numel() - sum(len(ids) for ids, _, _ in parts)
+        inputs_of_all = {name: torch.cat(values) for name, values in inputs.items()}
+        return ImageBatch(tokens, labels, inputs_of_all, num_padding=num_padding)
 
     def _process(self, row: ImageRow) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Token ids, which of them are trained, and the other inputs."""

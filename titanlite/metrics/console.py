@@ -13,6 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from titanlite.logger import logger
 
 _SLOW_RANK = 1.3
+_MUCH_PADDING = 0.1
 
 
 def format_rate(flops_per_s: float) -> str:
@@ -33,7 +34,8 @@ def format_line(
     """Write the values of one log step, keyed by metric name, as one aligned line; what is absent is left out.
 
     Of the values per MoE layer, `layers`, it shows the worst load. A rank that others wait for is named only if it is
-    much slower than they are; `slow_reason` says why.
+    much slower than they are; `slow_reason` says why. Padding is shown if there is much of it: FLOP/s and MFU count it,
+    tokens/s do not.
     """
     width = len(str(num_steps))
     parts = [
@@ -46,6 +48,8 @@ def format_line(
     ]
     if "throughput/mfu" in values:
         parts.append(f"MFU {values['throughput/mfu']:4.1%}")
+    if (share := values.get("data/padding", 0.0)) >= _MUCH_PADDING:
+        parts.append(f"padding {share:.0%}")
     for name in ("memory/max_reserved_gib", "memory/host_peak_rss_gib"):
         if name in values:
             parts.append(f"mem {values[name]:.2f} GiB")

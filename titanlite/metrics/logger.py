@@ -103,7 +103,7 @@ class MetricsLogger:
             values["throughput/mfu"] = values["throughput/tflops_per_gpu"] * 1e12 / self._peak_flops
         lists: dict[str, Any] = {}
         if point.ranks:
-            of_ranks, lists = describe_ranks(point.ranks, steps, point.tokens / self._num_ranks)
+            of_ranks, lists = describe_ranks(point.ranks, steps, point.unpadded_tokens / self._num_ranks)
             values.update(of_ranks)
         layers = {} if point.moe is None else describe_moe(point.moe)
         if layers:

@@ -19,8 +19,9 @@ class StepPoint:
         loss: mean loss per token over all ranks and the steps since the previous point.
         grad_norm: total 2-norm of the gradients of this step before clipping.
         lr: learning rate of this step.
-        tokens: tokens trained by all ranks together since the previous point.
+        tokens: tokens in the rows of all ranks together since the previous point, padding included: what is computed.
         seconds: wall time since the previous point, without validations and saves.
+        num_padding: how many of `tokens` are padding.
         phases: seconds of `seconds` by phase on this rank, from `timers.StepTimer`.
         ranks: values of every rank by name, from `gather_ranks`; empty: nothing is known of ranks and memory.
         group_norms: 2-norm of the gradients by group of parameters.
@@ -34,11 +35,17 @@ class StepPoint:
     lr: float
     tokens: int
     seconds: float
+    num_padding: int = 0
     phases: Mapping[str, float] = field(default_factory=dict)
     ranks: Mapping[str, Sequence[float]] = field(default_factory=dict)
     group_norms: Mapping[str, float] = field(default_factory=dict)
     moe: MoEState | None = None
     extra: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def unpadded_tokens(self) -> int:
+        """Those of `tokens` that are no padding: what the model learns from."""
+        return self.tokens - self.num_padding
 
     def values(self, steps: int, flops_per_token: int, num_ranks: int) -> dict[str, float]:
         """The values that need no other rank, by metric name; it covers `steps` optimizer steps."""
@@ -48,8 +55,9 @@ class StepPoint:
             "loss/train": self.loss,
             "grad_norm": self.grad_norm,
             "lr": self.lr,
-            "throughput/tokens_per_s": self.tokens / seconds,
+            "throughput/tokens_per_s": self.unpadded_tokens / seconds,
             "throughput/tflops_per_gpu": flops_per_gpu / 1e12,
+            "data/padding": self.num_padding / max(self.tokens, 1),
             "time/step_s": seconds / steps,
         }
         for phase in _PHASES + ((FSDP_COLLECTIVES,) if FSDP_COLLECTIVES in self.phases else ()):

@@ -88,7 +88,7 @@ def describe_ranks(
     Args:
         ranks: from `gather_ranks`: `busy_s`, `data_s` of the whole interval, and values of memory.
         steps: optimizer steps in the interval.
-        tokens_per_rank: tokens in the interval by number of ranks.
+        tokens_per_rank: tokens in the interval, padding left out, by number of ranks.
     """
     busy = [value / steps for value in ranks["busy_s"]]
     data = [value / steps for value in ranks["data_s"]]

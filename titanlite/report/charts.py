@@ -57,6 +57,7 @@ def build_charts(runs: Sequence[Run]) -> list[Chart]:
         _lines(first, "grad_groups", "Gradient norm by group", _prefixed(first, "grad_norm/"), log=True),
         _compared(runs, "throughput", "throughput/tokens_per_s", "Throughput", unit="tokens/s", zero=True),
         _compared(runs, "mfu", "throughput/mfu", "Model FLOPs utilization", unit="%", zero=True, factor=100.0),
+        _padding(runs),
         _time_split(first),
         _lines(
             first,
@@ -135,6 +136,14 @@ def _compared(runs: Sequence[Run], name: str, metric: str, title: str, factor: f
             series = run.scalars[metric]
             values = series.values if factor == 1.0 else [factor * value for value in series.values]
             chart.series.append(_line(run.name if len(runs) > 1 else title, series.steps, values, color=2 * color))
+    return chart
+
+
+def _padding(runs: Sequence[Run]) -> Chart:
+    note = "Of the tokens in rows. FLOP/s and MFU count it, for it is computed; tokens per second do not."
+    chart = _compared(runs, "padding", "data/padding", "Padding", factor=100.0, unit="%", zero=True, note=note)
+    if not any(any(line["y"]) for line in chart.series):
+        chart.series = []  # all rows are full
     return chart
 
 
@@ -291,7 +300,7 @@ def _over_layers(
 def _others(run: Run) -> list[Chart]:
     """Metrics that no plot above has, such as those of an objective, one plot per first part of their names."""
     shown = ("loss/train", "loss/validation", "grad_norm", "lr")
-    known = ("grad_norm/", "throughput/", "time/", "memory/", "ranks/", "eval/", "moe/")
+    known = ("grad_norm/", "throughput/", "data/", "time/", "memory/", "ranks/", "eval/", "moe/")
     groups: dict[str, dict[str, str]] = {}
     for name in run.scalars:
         if name not in shown and not name.startswith(known):

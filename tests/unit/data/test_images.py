@@ -45,6 +45,7 @@ def test_loss_is_on_answers_and_inputs_follow_the_rows(processor: Any, tmp_path:
     assert decode(batch.tokens[1].tolist()) == (
         ["<user>", *["<image>"] * 4, "what", "is", "this", "<eos>", "<assistant>", "red", "<eos>"] + ["<pad>"] * 8
     )
+    assert batch.num_padding == 7 + 8 == (batch.tokens == processor.tokenizer.pad_token_id).sum()
     labelled = batch.labels[:, :-1] >= 0
     assert torch.equal(batch.labels[:, :-1][labelled], batch.tokens[:, 1:][labelled]), "the token that follows"
     assert batch.inputs["pixel_values"].shape == (2, 3, 8, 8)

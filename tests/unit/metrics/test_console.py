@@ -38,6 +38,12 @@ def test_line_leaves_out_what_is_unknown_and_shows_mfu_when_known():
     assert "MFU 41.2%" in format_line(1, 10, {**VALUES, "throughput/mfu": 0.412})
 
 
+def test_line_shows_padding_where_there_is_much_of_it():
+    full = format_line(1, 10, VALUES)
+    assert format_line(1, 10, {**VALUES, "data/padding": 0.099}) == full
+    assert "4.1 TFLOP/s  padding 63%  mem" in format_line(1, 10, {**VALUES, "data/padding": 0.634})
+
+
 def test_line_names_a_slow_rank_and_lost_rows_only_where_there_are_any():
     ranks = {**VALUES, "ranks/slowest": 3.0, "ranks/slowest_over_median": 1.29}
     assert "slow" not in format_line(1, 10, ranks, LAYERS, "data")

@@ -84,6 +84,7 @@ def test_values_reach_tensorboard_and_jsonl_under_the_same_names(job: JobConfig,
         "lr": 1e-3,
         "throughput/tokens_per_s": 2000.0,
         "throughput/tflops_per_gpu": 2000 * 1000 / 4 / 1e12,
+        "data/padding": 0.0,
         "time/step_s": 0.4,
         "time/data_s": 0.05,
         "time/forward_s": 0.1,
@@ -136,6 +137,15 @@ def test_values_reach_tensorboard_and_jsonl_under_the_same_names(job: JobConfig,
     assert (image.width, image.height) == (4 * 24, 2 * 24)
     loads = [json.loads(line) for line in (tmp_path / "expert_load.jsonl").read_text().splitlines()]
     assert loads == [{"step": step, "first_layer": 3, "tokens_per_expert": COUNTS.tolist()} for step in (10, 20)]
+
+
+def test_padding_counts_as_work_but_not_as_tokens(job: JobConfig, tmp_path: Path):
+    with build(job, tmp_path) as metrics:
+        log(metrics, 10, num_padding=6000, ranks=RANKS)
+    (line,) = read_lines(tmp_path)
+    assert (line["throughput/tokens_per_s"], line["data/padding"]) == (500.0, 0.75)
+    assert line["throughput/tflops_per_gpu"] == 2000 * 1000 / 4 / 1e12
+    assert line["ranks/tokens_per_s"] == [500.0, 500.0, 250.0, 500.0]
 
 
 def test_expert_load_is_kept_at_about_a_hundred_points(job: JobConfig, tmp_path: Path):

@@ -44,10 +44,10 @@ def test_headline_numbers(page: str):
     assert tiles["Training loss"] == f"{sum(8 / step for step in range(55, 61)) / 6:.4f}"
     assert tiles["Validation loss"] == f"{1.1 * 8 / 60:.4f}"
     assert tiles["Evaluation: exact match"] == "1.0000"
-    assert tiles["Tokens per second"] == "4,096"
+    assert tiles["Tokens per second"] == "3,072"  # of 4,096, a quarter padding
     assert tiles["Peak memory"] == "1.50 GiB"
     assert tiles["Time in steps"] == "1 min"
-    assert "best 0.1467 at step 60" in page and "median; 1,024 per rank" in page
+    assert "best 0.1467 at step 60" in page and "median; 768 per rank" in page
 
 
 def test_every_plot_has_the_values_of_the_run(page: str):
@@ -69,10 +69,18 @@ def test_every_plot_has_the_values_of_the_run(page: str):
         "largest": dict.fromkeys(range(1, 61), 0.5),
     }
     assert "lost_rows" not in charts and "none was dropped or duplicated" in page
+    assert lines_of(charts["padding"])["Padding"][10] == 25.0
     assert lines_of(charts["other_0"])["aux"][10] == 0.2
     assert set(charts) >= {"lr", "grad_norm", "throughput", "busy", "memory", "entropy", "evaluation"}
     for name in charts:
         assert f'id="plot-{name}"' in page
+
+
+def test_full_rows_have_no_plot_of_padding(tmp_path: Path):
+    write_run(tmp_path, steps=5)
+    text = (tmp_path / "metrics.jsonl").read_text()
+    (tmp_path / "metrics.jsonl").write_text(text.replace('"data/padding": 0.25', '"data/padding": 0.0'))
+    assert "padding" not in charts_of(render(tmp_path))
 
 
 def test_expert_load_map_holds_every_cell(page: str):
