@@ -1,17 +1,16 @@
 """Rows of examples from files or from the Hugging Face hub, each with the place that an error can name."""
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from hashlib import sha256
-from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
 from titanlite.config.assets import is_hub_id
 from titanlite.data.cache import read_once
 from titanlite.data.corpus import find_files
-from titanlite.data.readers import READERS, RowError, drop_none, first_line
+from titanlite.data.readers import READERS, Mark, RowError, drop_none, first_line
 from titanlite.errors import DataError
 
 _SUFFIXES = tuple(READERS)
@@ -46,8 +45,11 @@ class Rows(Protocol):
         """What tells these rows from others without reading them all."""
         ...
 
-    def iterate_from(self, start: int) -> Iterator[Row]:
-        """The rows from the one with the index `start` on, bad ones counted too."""
+    def iterate_from(self, start: int, cache_folder: Path | None = None) -> Iterator[Row]:
+        """The rows from the one with the index `start` on, bad ones counted too.
+
+        What is found out about files on the way to `start` is kept in `cache_folder`.
+        """
         ...
 
     def __iter__(self) -> Iterator[Row]: ...
@@ -93,20 +95,44 @@ class LocalRows:
             raise DataError(f"data: cannot read the files: {error}. Check data.path and its permissions.") from None
         return str([(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats])
 
-    def iterate_from(self, start: int) -> Iterator[Row]:
-        return islice(self, start, None)
-
-    def __iter__(self) -> Iterator[Row]:
+    def iterate_from(self, start: int, cache_folder: Path | None = None) -> Iterator[Row]:
         for index, file in enumerate(self.files):
-            num_rows = 0
             try:
-                for number, content in READERS[file.suffix](file):
-                    num_rows += 1
-                    yield Row(index, number, content)
+                num_rows = yield from self._read(index, start, cache_folder)
             except OSError as error:
                 raise _unreadable(file, error) from None
             if num_rows == 0:
-                yield Row(index, 0, RowError("empty file", "the file holds no row. Remove it, or write rows into it."))
+                num_rows = 1
+                if start == 0:
+                    text = "the file holds no row. Remove it, or write rows into it."
+                    yield Row(index, 0, RowError("empty file", text))
+            start = max(start - num_rows, 0)
+
+    def _read(self, index: int, start: int, cache_folder: Path | None) -> Generator[Row, None, int]:
+        """The rows of a file from `start` on; returns how many it has, those before `start` included."""
+        file = self.files[index]
+        marks = _get_index(file, cache_folder) if start else []
+        if marks and marks[-1].num_rows <= start:
+            return marks[-1].num_rows
+        num_rows = start if marks else 0
+        for number, content in READERS[file.suffix].read(file, num_rows, marks):
+            num_rows += 1
+            if num_rows > start:
+                yield Row(index, number, content)
+        return num_rows
+
+    def __iter__(self) -> Iterator[Row]:
+        return self.iterate_from(0)
+
+
+def _get_index(file: Path, cache_folder: Path | None) -> list[Mark]:
+    """The marks of a file; none where its rows can only be read to be counted."""
+    reader = READERS[file.suffix]
+    if reader.index is None:
+        return []
+    if cache_folder is None or not reader.index_is_slow:
+        return reader.index(file)
+    return [Mark(*mark) for mark in read_once(cache_folder, "index of rows", [file], partial(reader.index, file))]
 
 
 def _unreadable(file: Path, error: OSError) -> DataError:
@@ -179,7 +205,7 @@ class HubRows:
                 "or set data.streaming = false to use a copy in the cache."
             ) from None
 
-    def iterate_from(self, start: int) -> Iterator[Row]:
+    def iterate_from(self, start: int, cache_folder: Path | None = None) -> Iterator[Row]:
         rows = self._dataset.skip(start) if start else self._dataset
         number = start
         try:

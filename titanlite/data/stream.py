@@ -3,8 +3,9 @@
 Rows are taken in blocks of `data.streaming_block_rows`. A block is packed by itself, best-fit, and its sequences are
 shuffled by (seed, block). So sample n is a function of the rows, the settings and the seed, on any world size, and a
 run resumes at any sample: the sequences of earlier blocks need only be counted. The counts are kept in the cache
-folder, and a resumed run skips the rows before its block without rendering or tokenizing them. Where the counts are
-missing (another machine, without a shared cache), the blocks are tokenized again.
+folder, and a resumed run skips the rows before its block without rendering or tokenizing them, those of JSON lines and
+Parquet without parsing them. Where the counts are missing (another machine, without a shared cache), the blocks are
+tokenized again.
 
 The next block is made in a thread while the present one is trained on, once per machine (`stream_blocks`).
 """
@@ -210,7 +211,7 @@ class StreamDataset:
         if number and before[1] < self.data.streaming_block_rows:
             start = 0  # the pass ended there
         if self._reader is None or self._reader[0] != start:
-            self._reader = (start, self.rows.iterate_from(start))
+            self._reader = (start, self.rows.iterate_from(start, get_cache_folder(self.data)))
         batch = list(islice(self._reader[1], self.data.streaming_block_rows))
         self._reader = (start + len(batch), self._reader[1])
         if self._encoder is None:
