@@ -302,9 +302,9 @@ class DataSection:
     )
     path: str = setting(
         "",
-        "For 'text': a file or folder. For 'examples': a .jsonl, .json, .parquet or .csv file, a folder of such files, "
-        "or the id of a dataset on the Hugging Face hub (owner/name or owner/name@revision). For 'images': a .jsonl "
-        "file.",
+        "For 'text': a file or folder. For 'examples': a .jsonl (.jsonl.gz, .jsonl.zst), .json, .parquet or .csv file, "
+        "a folder of such files, or the id of a dataset on the Hugging Face hub (owner/name or owner/name@revision). "
+        "For 'images': a .jsonl file.",
     )
     pattern: str = setting(
         "", "File name pattern inside data.path when it is a folder. Empty: *.txt for 'text', all rows for 'examples'."

@@ -1,5 +1,7 @@
 """Readers of JSON lines, JSON arrays, CSV and Parquet: (number, row) pairs, with a `RowError` where a row is bad.
 
+JSON lines may be compressed, with gzip or zstd.
+
 JSON lines and CSV are read with the standard library: line numbers are exact, "123" stays text, and a key that one row
 has and another has not stays absent, where a columnar reader would merge the schemas and fill in None.
 
@@ -9,17 +11,23 @@ length that the index says.
 """
 
 import csv
+import gzip
 import json
 import re
+import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+
+from titanlite.errors import DataError
 
 if TYPE_CHECKING:
     from pyarrow.parquet import ParquetFile
 
-_BUFFER_BYTES = 2**20  # with the default of 8 KiB, skipping lines of 3 KB takes twice as long
+_BUFFER_BYTES = 2**16  # with the default of 8 KiB, skipping lines of 3 KB takes twice as long
 _MARK_BYTES = 2**26  # skipped in 0.02 s; the index of a file of 1 TB is then 400 KB
 _BATCH_ROWS = 256  # of Parquet, in memory at once as Python objects
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # as some editors write
@@ -64,45 +72,88 @@ def _index_jsonl(file: Path) -> list[Mark]:
     """Rows are the lines that are not blank."""
     num_rows = num_lines = num_bytes = 0
     marks = [Mark(0)]
-    with file.open("rb", buffering=_BUFFER_BYTES) as stream:
-        for line in stream:
-            if num_bytes - marks[-1].num_bytes >= _MARK_BYTES:
-                marks.append(Mark(num_rows, num_lines, num_bytes))
-            num_rows += not _is_blank(line, is_first=num_lines == 0)
-            num_lines += 1
-            num_bytes += len(line)
+    for line in _read_lines(file, marks[0]):
+        if num_bytes - marks[-1].num_bytes >= _MARK_BYTES and not _is_compressed(file):
+            marks.append(Mark(num_rows, num_lines, num_bytes))
+        num_rows += not _is_blank(line, is_first=num_lines == 0)
+        num_lines += 1
+        num_bytes += len(line)
     return [*marks, Mark(num_rows, num_lines, num_bytes)]
 
 
 def _read_jsonl(file: Path, start: int, marks: Sequence[Mark]) -> _Numbered:
     begin = max((mark for mark in marks if mark.num_rows <= start), default=Mark(0))
     num_to_skip, num_bytes = start - begin.num_rows, begin.num_bytes
+    what = "decompressed file" if _is_compressed(file) else "file"
+    for number, line in enumerate(_read_lines(file, begin), begin.num_lines + 1):
+        if _is_blank(line, is_first=number == 1):
+            pass
+        elif num_to_skip:
+            num_to_skip -= 1
+        else:
+            text = line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line
+            try:
+                yield number, _parse_json(text.rstrip())
+            except RowError as error:
+                yield number, error
+            except UnicodeDecodeError as error:
+                byte = num_bytes + len(line) - len(text) + error.start
+                reason = f"byte {byte} of the {what} is not UTF-8 ({error.reason}). Convert the file."
+                yield number, RowError("not UTF-8", reason)
+        num_bytes += len(line)
+
+
+def _read_lines(file: Path, begin: Mark) -> Iterator[bytes]:
+    """The lines of a file from `begin` on, decompressed.
+
+    Raises:
+        DataError: the file is damaged or cut off, or cannot be decompressed here.
+    """
+    number = begin.num_lines
+    with _open(file) as stream:
+        try:
+            if begin.num_bytes:
+                stream.seek(begin.num_bytes)
+            for line in stream:
+                yield line
+                number += 1
+        except (EOFError, zlib.error, OSError) as error:
+            if getattr(error, "errno", None) is not None or not _is_compressed(file):
+                raise  # the disk, not the content
+            where = f" somewhere after line {number}" if number else ""  # what was in the buffer is lost
+            raise DataError(
+                f"data: {file} is damaged or cut off{where} ({first_line(error)}). Write or copy it again."
+            ) from None
+
+
+def _is_compressed(file: Path) -> bool:
+    return file.suffix in (".gz", ".zst")
+
+
+@contextmanager
+def _open(file: Path) -> Iterator[BinaryIO]:
     with file.open("rb", buffering=_BUFFER_BYTES) as stream:
-        stream.seek(begin.num_bytes)
-        for number, line in enumerate(stream, begin.num_lines + 1):
-            if _is_blank(line, is_first=number == 1):
-                pass
-            elif num_to_skip:
-                num_to_skip -= 1
-            else:
-                text = line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line
-                yield number, _parse_line(text.rstrip(), num_bytes + len(line) - len(text))
-            num_bytes += len(line)
+        if not _is_compressed(file):
+            yield stream
+            return
+        if file.suffix == ".gz":
+            decompressed: Any = gzip.GzipFile(fileobj=stream)
+        else:
+            import pyarrow  # takes half a second
+
+            if not pyarrow.Codec.is_available("zstd"):
+                raise DataError(
+                    f"data: cannot decompress {file}: this pyarrow ({pyarrow.__version__}) was built without zstd. "
+                    "Install another build of pyarrow, or decompress the file."
+                )
+            decompressed = pyarrow.CompressedInputStream(stream, "zstd")
+        # Neither gives lines as fast as a reader with a buffer.
+        with BufferedReader(decompressed, _BUFFER_BYTES) as lines:
+            yield lines
 
 
 def _is_blank(line: bytes, *, is_first: bool) -> bool:
     return line.isspace() or (is_first and not line.removeprefix(_BYTE_ORDER_MARK).strip())
-
-
-def _parse_line(line: bytes, num_bytes: int) -> dict[str, Any] | RowError:
-    """`num_bytes` of the file are before the line."""
-    try:
-        return _parse_json(line)
-    except RowError as error:
-        return error
-    except UnicodeDecodeError as error:
-        text = f"byte {num_bytes + error.start} of the file is not UTF-8 ({error.reason}). Convert the file."
-        return RowError("not UTF-8", text)
 
 
 def _read_json(file: Path) -> _Numbered:
@@ -280,8 +331,19 @@ def first_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
+def get_suffix(file: Path) -> str:
+    """The end of a file's name that says how to read it: '.jsonl.gz' is one."""
+    ending = "".join(file.suffixes[-2:])
+    return ending if ending in READERS else file.suffix
+
+
+_JSONL = Reader(_read_jsonl, _index_jsonl, index_is_slow=True)
 READERS = {
-    ".jsonl": Reader(_read_jsonl, _index_jsonl, index_is_slow=True),
+    ".jsonl": _JSONL,
+    ".jsonl.gz": _JSONL,
+    ".jsonl.zst": _JSONL,
+    ".json.gz": _JSONL,  # as C4 and Dolma name their JSON lines
+    ".json.zst": _JSONL,
     ".json": Reader(lambda file, *_: _read_json(file)),
     ".csv": Reader(lambda file, *_: _read_csv(file)),
     ".parquet": Reader(_read_parquet, _index_parquet),

@@ -10,10 +10,11 @@ from typing import Any, Protocol
 from titanlite.config.assets import is_hub_id
 from titanlite.data.cache import read_once
 from titanlite.data.corpus import find_files
-from titanlite.data.readers import READERS, Mark, RowError, drop_none, first_line
+from titanlite.data.readers import READERS, Mark, RowError, drop_none, first_line, get_suffix
 from titanlite.errors import DataError
 
 _SUFFIXES = tuple(READERS)
+_OF_LINES = (".jsonl", ".gz", ".zst", ".csv")
 _CHUNK_BYTES = 2**22
 
 
@@ -59,7 +60,7 @@ def describe_place(names: tuple[str, ...], file: int, number: int) -> str:
     """Where a row is, in words: 'chats.jsonl, line 7'."""
     if number == 0:
         return names[file]
-    return f"{names[file]}, {'line' if names[file].endswith(('.jsonl', '.csv')) else 'row'} {number}"
+    return f"{names[file]}, {'line' if names[file].endswith(_OF_LINES) else 'row'} {number}"
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ class LocalRows:
         if marks and marks[-1].num_rows <= start:
             return marks[-1].num_rows
         num_rows = start if marks else 0
-        for number, content in READERS[file.suffix].read(file, num_rows, marks):
+        for number, content in READERS[get_suffix(file)].read(file, num_rows, marks):
             num_rows += 1
             if num_rows > start:
                 yield Row(index, number, content)
@@ -127,7 +128,7 @@ class LocalRows:
 
 def _get_index(file: Path, cache_folder: Path | None) -> list[Mark]:
     """The marks of a file; none where its rows can only be read to be counted."""
-    reader = READERS[file.suffix]
+    reader = READERS[get_suffix(file)]
     if reader.index is None:
         return []
     if cache_folder is None or not reader.index_is_slow:
@@ -226,7 +227,8 @@ def build_rows(
 ) -> Rows:
     """The rows at `path`: a file, all such files in a folder and its subfolders, or a dataset of the hub.
 
-    In a folder, files that match `pattern`; without a pattern all `.jsonl`, `.json`, `.parquet` and `.csv` files.
+    In a folder, files that match `pattern`; without a pattern all `.jsonl`, `.json` (also with `.gz` or `.zst` behind),
+    `.parquet` and `.csv` files.
     A name of the form `owner/name` or `owner/name@revision` that is no path here is looked up on the hub;
     with `streaming` its rows are downloaded as they are read.
 
@@ -237,7 +239,7 @@ def build_rows(
     if root.is_dir():
         files = [file for _, file in find_files(root, pattern or "*")]
         if not pattern:
-            files = [file for file in files if file.suffix in _SUFFIXES]
+            files = [file for file in files if get_suffix(file) in _SUFFIXES]
         if not files:
             wanted = f'matches pattern "{pattern}"' if pattern else f"ends with {', '.join(_SUFFIXES)}"
             raise DataError(f"data: no file in {root} {wanted}. Change data.pattern or data.path.")
@@ -250,7 +252,7 @@ def build_rows(
             f"data: {root} does not exist. Set data.path to a file ({', '.join(_SUFFIXES)}), a folder of such files, "
             "or the id of a dataset on the Hugging Face hub (owner/name)."
         )
-    unknown = [str(file) for file in files if file.suffix not in _SUFFIXES]
+    unknown = [str(file) for file in files if get_suffix(file) not in _SUFFIXES]
     if unknown:
         raise DataError(
             f"data: cannot read rows from {', '.join(unknown[:4])}: only {', '.join(_SUFFIXES)} files hold rows. "

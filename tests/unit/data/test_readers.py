@@ -1,8 +1,12 @@
-"""Rows from any row on: the same as after reading all before it, without parsing those."""
+"""Rows from any row on: the same as after reading all before it, without parsing those; and compressed files."""
 
+import errno
+import gzip
 import json
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -13,10 +17,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow.parquet import ParquetFile, write_table
 
-from titanlite.data import readers
+from titanlite.config.schema import JobConfig
+from titanlite.data import build_data, readers
 from titanlite.data.readers import RowError
 from titanlite.data.rows import Row, Rows, build_rows
+from titanlite.errors import DataError
 
+MakeJob = Callable[..., JobConfig]
 _MARK = b"\xef\xbb\xbf"
 LINES = [b'{"a": 1}', b'{"a": "\xc3\xa9"}', b"", b" \t\r", b"{", b"[1]", b'{"a": "\xff"}', _MARK, _MARK + b'{"a": 2}']
 
@@ -158,3 +165,96 @@ def test_parquet_is_read_as_datasets_reads_it(tmp_path: Path) -> None:
         assert found == [readers.drop_none(row) for row in expected]
     if mixed:
         assert found == [{"a": [{"b": 0}, {"c": "d"}]}]
+
+
+def _compress_zstd(content: bytes) -> bytes:
+    file = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(file, "zstd") as stream:
+        stream.write(content)
+    return file.getvalue().to_pybytes()
+
+
+COMPRESS = {".gz": gzip.compress, ".zst": _compress_zstd}
+
+
+@pytest.mark.parametrize("ending", COMPRESS)
+def test_compressed_lines_are_the_same_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str) -> None:
+    """Also of files that were made by appending one to another, as parallel compressors do."""
+    monkeypatch.setattr(readers, "_MARK_BYTES", 12)
+    compress = COMPRESS[ending]
+    contents = [_MARK + b'\n{"a": 1}\n \n{\n[2]\n', b'{"a": 3}\n\n{"a": 4}', b"", b'{"a": 5}\n{"a": 6}\n' * 3]
+    names = ("a.jsonl", "a.v1.jsonl", "b.json", "c.jsonl")
+    for folder in ("plain", "compressed"):
+        (tmp_path / folder).mkdir()
+    for name, content in zip(names, contents, strict=True):
+        (tmp_path / "plain" / name).write_bytes(content)
+        half = len(content) // 2
+        (tmp_path / "compressed" / (name + ending)).write_bytes(compress(content[:half]) + compress(content[half:]))
+    plain = build_rows(str(tmp_path / "plain"))
+    rows = build_rows(str(tmp_path / "compressed"))
+    found = _assert_starts_anywhere(rows, tmp_path / "cache")
+    assert [_compare(row) for row in found] == [_compare(row) for row in plain]
+    assert build_rows(str(tmp_path / "compressed"), "c.*").names == (str(tmp_path / f"compressed/c.jsonl{ending}"),)
+
+
+@pytest.mark.parametrize("ending", COMPRESS)
+@pytest.mark.parametrize("streaming", [False, True])
+def test_compressed_lines_are_trained_on_as_plain_ones(
+    make_job: MakeJob, tmp_path: Path, ending: str, streaming: bool
+) -> None:
+    lines = "".join(json.dumps({"prompt": f"{i}:", "completion": " what is"}) + "\n" for i in range(20))
+    job = make_job(lines, seq_len=48, streaming=streaming)
+    expected = build_data(job, 0, 1)[1].micro_batches(0)[0].tokens
+    job.data.path = str(tmp_path / f"rows.jsonl{ending}")
+    Path(job.data.path).write_bytes(COMPRESS[ending](lines.encode()))
+    assert build_data(job, 0, 1)[1].micro_batches(0)[0].tokens.equal(expected)
+    Path(job.data.path).write_bytes(COMPRESS[ending](lines.encode() + b'\n{"prompt": 1}\n{"prompt": "\xff"}\n'))
+    match = (
+        rf"rows\.jsonl{ending}, line 22: no field 'completion'[\s\S]*line 23: byte \d+ of the decompressed file is not"
+    )
+    with pytest.raises(DataError, match=match):
+        build_data(job, 0, 1)[1].micro_batches(0)
+
+
+@pytest.mark.parametrize("ending", COMPRESS)
+def test_a_damaged_compressed_file_is_named(tmp_path: Path, ending: str) -> None:
+    """It is no bad row that could be skipped, for nobody knows what is missing."""
+    noise = random.Random(0)
+    lines = b"".join(json.dumps({"a": noise.randbytes(500).hex()}).encode() + b"\n" for _ in range(400))
+    whole = COMPRESS[ending](lines)
+    file = tmp_path / f"a.jsonl{ending}"
+    for content, place in (
+        (whole[: len(whole) // 2], r" somewhere after line 1\d\d"),  # of the 200 lines in the first half
+        (whole[:-1], r" somewhere after line 3\d\d"),
+        (whole + b"trailing", r" somewhere after line 3\d\d"),
+        (b"of another format", ""),
+    ):
+        file.write_bytes(content)
+        rows = build_rows(str(file))
+        for start in (0, 10**6):
+            with pytest.raises(DataError, match=rf"^data: {file} is damaged or cut off{place} \(.*\)\. Write or copy"):
+                list(rows.iterate_from(start, tmp_path / "cache"))
+
+
+def test_a_disk_that_fails_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "a.jsonl.gz"
+    file.write_bytes(gzip.compress(b'{"a": 1}\n'))
+
+    def fail(*_: object) -> bytes:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(gzip.GzipFile, "readinto", fail)
+    with pytest.raises(DataError, match=r"^data: cannot read .*a\.jsonl\.gz: Input/output error\."):
+        list(build_rows(str(file)))
+
+
+def test_a_pyarrow_without_zstd_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "a.jsonl.zst"
+    file.write_bytes(_compress_zstd(b'{"a": 1}\n'))
+    with monkeypatch.context() as patch:
+        patch.setattr(pa, "Codec", SimpleNamespace(is_available=lambda _: False))
+        with pytest.raises(
+            DataError, match=r"cannot decompress .*a\.jsonl\.zst: this pyarrow \(.*\) was built without zstd"
+        ):
+            list(build_rows(str(file)))
+    assert len(list(build_rows(str(file)))) == 1
