@@ -26,8 +26,8 @@ from titanlite.errors import ConfigError
 _ESCAPES = {"\\": "\\\\", '"': '\\"', "\b": "\\b", "\t": "\\t", "\n": "\\n", "\f": "\\f", "\r": "\\r"}
 
 _OF_EXAMPLES = (
-    *("split", "subset", "validation_path", "validation_split", "format", "train_on", "too_long", "bad_rows"),
-    *("packing", "chat_template", "streaming", "streaming_block_rows"),
+    *("split", "subset", "validation_path", "validation_split", "format", "text_field", "train_on", "too_long"),
+    *("bad_rows", "packing", "chat_template", "streaming", "streaming_block_rows"),
 )
 
 # Every test is written so that nan fails it.
@@ -196,6 +196,13 @@ def _check_source(job: JobConfig) -> list[str]:
             return [
                 'data.train_on = "all" does not go with data.format = "preference": the prompt is the same on both '
                 + 'sides. Set data.train_on = "assistant".'
+            ]
+        if not data.text_field:
+            return ['data.text_field = "" names no field. Set it to the field with the text, or leave it out.']
+        if data.text_field != DataSection.text_field and data.format not in ("auto", "text"):
+            return [
+                f"data.text_field = {format_value(data.text_field)} has no effect on data.format = "
+                + f'{format_value(data.format)}. Set data.format = "text", or leave data.text_field out.'
             ]
         if data.streaming and job.validation.enable and not data.validation_path:
             return [

@@ -327,6 +327,7 @@ class DataSection:
         "Form of the examples: 'messages' (also ShareGPT's conversations), 'prompt_completion', 'text', 'preference' "
         "(prompt, chosen, rejected); 'auto': by the fields of the first row.",
     )
+    text_field: str = setting("text", "Field with the text, in rows of form 'text'.")
     train_on: Literal["assistant", "all"] = setting(
         "assistant", "Tokens that the loss is taken on: answers (assistant messages, completions), or all."
     )

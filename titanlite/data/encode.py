@@ -58,8 +58,11 @@ Example = tuple[Document, ...]  # one document, or chosen and rejected
 class ExampleEncoder:
     """Encodes rows of one form; one row can become several examples, an example is one document or a pair of them."""
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerFast", form: Form, *, train_all: bool) -> None:
+    def __init__(
+        self, tokenizer: "PreTrainedTokenizerFast", form: Form, *, train_all: bool, text_field: str = "text"
+    ) -> None:
         self.form: Form = form
+        self.text_field = text_field
         self.renderer = ChatRenderer(tokenizer, train_all=train_all)
         self.train_all = train_all
         self.eos_token_id = cast(int, tokenizer.eos_token_id)
@@ -98,7 +101,7 @@ class ExampleEncoder:
 
     def _draft(self, row: dict[str, Any]) -> list[list[_Draft]]:
         """Examples of one row; each is a list of documents."""
-        parsed = parse_row(row, self.form)
+        parsed = parse_row(row, self.form, self.text_field)
         sides = [self._draft_one(one) for one in parsed]
         if len(sides) == 1:
             return [[draft] for draft in sides[0]]

@@ -123,8 +123,14 @@ def _get_key(data: DataSection, rows: Rows, tokenizer: "PreTrainedTokenizerFast"
         *(FORMAT_VERSION, metadata.version("transformers"), data.format, data.train_on, data.bad_rows, rows.names),
         *(tokenizer.eos_token_id, tokenizer.special_tokens_map, tokenizer.chat_template),
         *(rows.get_digest(get_cache_folder(data)), tokenizer.backend_tokenizer.to_str()),
+        *get_text_settings(data),
     ]
     return sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+def get_text_settings(data: DataSection) -> list[str]:
+    """What of `data.text_field` is part of a key: nothing where it is the default, so that older caches stay valid."""
+    return [] if data.text_field == DataSection.text_field else [f"text_field {data.text_field}"]
 
 
 class _Builder:
@@ -221,20 +227,26 @@ def make_encoder(data: DataSection, tokenizer: "PreTrainedTokenizerFast", batch:
     """For the configured form, or that of the first row of `batch` that has one; None if no row has.
 
     Raises:
-        DataError: `data.train_on` is 'all' for preference pairs.
+        DataError: `data.train_on` is 'all' for preference pairs, or `data.text_field` is set and the rows are no text.
     """
     form = data.format
     if form == "auto":
-        forms = (detect_form(row.content) for row in batch if isinstance(row.content, dict))
+        forms = (detect_form(row.content, data.text_field) for row in batch if isinstance(row.content, dict))
         form = next((form for form in forms if form is not None), None)
         if form is None:
             return None
+        if form != "text" and data.text_field != DataSection.text_field:
+            raise DataError(
+                f"data: text_field = \"{data.text_field}\" is set, but the rows are of form '{form}' by their fields. "
+                'Set data.format = "text", or leave data.text_field out.'
+            )
     if form == "preference" and data.train_on == "all":
         raise DataError(
             'data: train_on = "all" does not go with preference pairs: the prompt is the same on both sides. '
             'Set data.train_on = "assistant".'
         )
-    return ExampleEncoder(tokenizer, cast(Form, form), train_all=data.train_on == "all")
+    train_all = data.train_on == "all"
+    return ExampleEncoder(tokenizer, cast(Form, form), train_all=train_all, text_field=data.text_field)
 
 
 def encode_rows(
@@ -251,7 +263,7 @@ def _unknown_form(content: dict[str, Any]) -> RowError:
     found = ", ".join(f"'{key}'" for key in sorted(content)) or "none"
     text = (
         f"the fields are {found}, which is no known form. Rename them to messages, prompt and completion, text, or "
-        f"prompt, chosen and rejected; data.format is one of {', '.join(FORMS)}."
+        f"prompt, chosen and rejected, or set data.text_field; data.format is one of {', '.join(FORMS)}."
     )
     return RowError("missing field", text)
 

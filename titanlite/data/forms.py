@@ -4,7 +4,7 @@
 |---|---|
 | messages | `messages` (role, content) or ShareGPT's `conversations` (from, value) |
 | prompt_completion | `prompt` and `completion`: strings, or lists of messages |
-| text | `text` |
+| text | `text`, or the field that `data.text_field` names |
 | preference | `chosen` and `rejected`: strings or lists of messages, with `prompt`, or conversations that begin alike |
 
 Chats may also bring `tools`, `chat_template_kwargs` and ShareGPT's `system`.
@@ -46,7 +46,7 @@ class Plain:
     text: str
 
 
-def detect_form(row: dict[str, Any]) -> Form | None:
+def detect_form(row: dict[str, Any], text_field: str = "text") -> Form | None:
     """The form whose fields `row` has, or None."""
     if "chosen" in row and "rejected" in row:
         return "preference"
@@ -54,17 +54,17 @@ def detect_form(row: dict[str, Any]) -> Form | None:
         return "messages"
     if "prompt" in row and "completion" in row:
         return "prompt_completion"
-    return "text" if "text" in row else None
+    return "text" if text_field in row else None
 
 
-def parse_row(row: dict[str, Any], form: Form) -> tuple[Chat | Plain, ...]:
-    """One document; for preference pairs two, chosen and rejected.
+def parse_row(row: dict[str, Any], form: Form, text_field: str = "text") -> tuple[Chat | Plain, ...]:
+    """One document; for preference pairs two, chosen and rejected. `text_field` is that of rows of form 'text'.
 
     Raises:
         RowError: a field is missing, empty or of the wrong type, or a role is unknown.
     """
     if form == "text":
-        return (Plain(None, _get_text(row, "text")),)
+        return (Plain(None, _get_text(row, text_field, setting="data.text_field")),)
     if form == "messages":
         return (_parse_messages(row),)
     if form == "prompt_completion":
@@ -150,9 +150,9 @@ def _join(
     return Chat([*before, *after], len(before), _get_tools(row), _get_template_kwargs(row), untrained)
 
 
-def _missing(row: dict[str, Any], name: str) -> RowError:
+def _missing(row: dict[str, Any], name: str, setting: str = "data.format") -> RowError:
     found = ", ".join(f"'{key}'" for key in sorted(row)) or "none"
-    text = f"no field '{name}'; its fields are: {found}. Add or rename the field, or set data.format."
+    text = f"no field '{name}'; its fields are: {found}. Add or rename the field, or set {setting}."
     return RowError("missing field", text)
 
 
@@ -164,9 +164,9 @@ def _describe_type(value: Any) -> str:
     return "missing" if value is None else f"of type {type(value).__name__}"
 
 
-def _get_text(row: dict[str, Any], name: str, *, may_be_empty: bool = False) -> str:
+def _get_text(row: dict[str, Any], name: str, *, may_be_empty: bool = False, setting: str = "data.format") -> str:
     if name not in row:
-        raise _missing(row, name)
+        raise _missing(row, name, setting)
     value = row[name]
     if not isinstance(value, str):
         raise _wrong_type(f"field '{name}' is {_describe_type(value)}, not a string", "Write text.")

@@ -65,7 +65,9 @@ def read_evaluation_prompts(
 
     try:
         rows = build_rows(path, subset=data.subset, split=split)
-        settings = replace(data, format="auto", bad_rows="error", train_on="assistant")
+        settings = replace(
+            data, format="auto", text_field=DataSection.text_field, bad_rows="error", train_on="assistant"
+        )
         examples = build_examples(settings, rows, tokenizer)
         count = (len(examples.offsets) - 1) // examples.header.documents_per_example
         return _prompts(examples, range(count), path, tokenizer)

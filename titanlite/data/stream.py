@@ -28,7 +28,7 @@ from titanlite.data.cache import get_cache_folder, write_atomic
 from titanlite.data.dataset import Batch, get_permutation
 from titanlite.data.encode import ExampleEncoder
 from titanlite.data.example_dataset import ExampleSet, fit_examples, get_documents, make_batch, pack_examples
-from titanlite.data.examples import SKIP_REMEDY, make_encoder
+from titanlite.data.examples import SKIP_REMEDY, get_text_settings, make_encoder
 from titanlite.data.rows import Row, Rows
 from titanlite.data.stream_blocks import EncodedBlock, encode_block, name_folder, share_block
 from titanlite.data.tokenizer import count_ids
@@ -254,6 +254,7 @@ def _get_key(data: DataSection, rows: Rows, tokenizer: "PreTrainedTokenizerFast"
         *(_FORMAT_VERSION, metadata.version("transformers"), data.format, data.train_on, data.bad_rows, data.too_long),
         *(data.packing, data.streaming_block_rows, seq_len, rows.names, rows.get_stamp(), tokenizer.eos_token_id),
         *(tokenizer.special_tokens_map, tokenizer.chat_template, tokenizer.backend_tokenizer.to_str()),
+        *get_text_settings(data),
     ]
     return sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:32]
 

@@ -1,0 +1,109 @@
+"""The field with the text: `data.text_field`."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from titanlite.config.check import check_values
+from titanlite.config.schema import JobConfig
+from titanlite.data import build_data, examples, stream
+from titanlite.data.prompts import read_evaluation_prompts
+from titanlite.errors import DataError
+
+MakeJob = Callable[..., JobConfig]
+CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+
+
+def make_rows(field: str) -> list[dict[str, Any]]:
+    return [{"path": f"{i}.py", field: f"what is {i}"} for i in range(20)]
+
+
+@pytest.mark.parametrize("form", ["auto", "text"])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_the_text_is_in_the_field_that_is_named(make_job: MakeJob, form: str, streaming: bool) -> None:
+    settings: dict[str, Any] = {"seq_len": 48, "format": form, "streaming": streaming}
+    expected = build_data(make_job(make_rows("text"), **settings), 0, 1)[1].micro_batches(0)[0]
+    job = make_job(make_rows("content"), text_field="content", **settings)
+    batch = build_data(job, 0, 1)[1].micro_batches(0)[0]
+    assert batch.tokens.equal(expected.tokens) and batch.labels.equal(expected.labels)
+    job.data.text_field = "code"
+    text = r"no field 'code'; its fields are: 'content', 'path'\. Add or rename the field, or set data\.text_field\."
+    if form == "auto":
+        text = (
+            r"the fields are 'content', 'path', which is no known form\. Rename them to .*, or set data\.text_field; "
+        )
+    with pytest.raises(DataError, match=rf"line 1: {text}"):
+        build_data(job, 0, 1)[1].micro_batches(0)
+
+
+def test_rows_of_another_form_are_refused(make_job: MakeJob) -> None:
+    """Not trained on in silence, although the setting has no effect."""
+    job = make_job([CHAT | {"content": "a"}] * 4, seq_len=48, text_field="content")
+    text = (
+        r'^data: text_field = "content" is set, but the rows are of form \'messages\' by their fields\. Set data\.form'
+    )
+    with pytest.raises(DataError, match=text):
+        build_data(job, 0, 1)
+    job.data.format = "text"
+    assert build_data(job, 0, 1)[1].dataset.form == "text"
+
+
+def test_prompts_to_evaluate_on_are_no_text(make_job: MakeJob, tmp_path: Path) -> None:
+    job = make_job(make_rows("content"), seq_len=48, text_field="content", format="text")
+    tokenizer, _ = build_data(job, 0, 1)
+    (tmp_path / "chats.jsonl").write_text(json.dumps(CHAT) + "\n")
+    (prompt,) = read_evaluation_prompts(job.data, str(tmp_path / "chats.jsonl"), "test", tokenizer)
+    assert prompt.reference.startswith("b")
+
+
+def test_where_the_setting_has_no_effect_it_is_refused(make_job: MakeJob) -> None:
+    job = make_job([], text_field="content")
+    job.model.flavor = "debug"
+    for form, problem in (
+        ("auto", []),
+        ("text", []),
+        (
+            "messages",
+            [
+                'data.text_field = "content" has no effect on data.format = "messages". Set data.format = "text", or '
+                "leave data.text_field out."
+            ],
+        ),
+    ):
+        job.data.format = form
+        assert check_values(job) == problem
+    job.data.text_field = "text"
+    assert check_values(job) == []
+    job.data.text_field = ""
+    assert check_values(job) == [
+        'data.text_field = "" names no field. Set it to the field with the text, or leave it out.'
+    ]
+    job.data.text_field, job.data.format, job.data.dataset = "content", "auto", "text"
+    assert check_values(job) == [
+        'data.text_field has an effect on data.dataset = "examples" only. Set that, or remove them.'
+    ]
+
+
+@pytest.mark.parametrize("module", [examples, stream])
+def test_caches_of_before_the_setting_stay_valid(
+    make_job: MakeJob, module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The key is a digest of settings, and without `text_field` these are what they were."""
+    settings: list[list[Any]] = []
+    dumps = json.dumps
+
+    def spy(value: Any, **options: Any) -> str:
+        if options.get("default") is str:
+            settings.append(value)
+        return dumps(value, **options)
+
+    monkeypatch.setattr(module.json, "dumps", spy)
+    for field in ("text", "content"):
+        job = make_job(make_rows(field), seq_len=48, text_field=field, streaming=module is stream)
+        build_data(job, 0, 1)
+    assert len(settings) == 2 and len(settings[1]) == len(settings[0]) + 1
+    assert "text_field" not in str(settings[0]) and settings[1][-1] == "text_field content"
+    assert settings[0][-1].startswith("{")  # the tokenizer, as before
