@@ -1,31 +1,30 @@
-"""`python -m titanlite data --config FILE`: what a run would train on, token by token, before it does."""
+"""`python -m titanlite data --config FILE`: what a run would train on, token by token, before it does.
+
+With `--step N`, what it did train on in one step: `titanlite.preview_step`.
+"""
 
 import argparse
 import logging
 import os
 import sys
 from collections.abc import Sequence
-from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from titanlite.config import load_config
 from titanlite.data import IGNORE_INDEX, PackedDataset, TrainLoader, build_data
-from titanlite.data.chat import TRAINED
 from titanlite.data.example_dataset import ExampleDataset
 from titanlite.data.report import get_first_skipped, get_left_out, get_num_split, get_trained_share, get_warnings
+from titanlite.data.shown import Painter, escape, get_shown_documents
 from titanlite.data.stream import StreamDataset
-from titanlite.errors import TitanliteError
+from titanlite.errors import ConfigError, TitanliteError
 from titanlite.logger import logger
 from titanlite.preflight import check
+from titanlite.preview_step import StepRequest, show_step
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
-
+_STEP_TOKENS = 512  # of a document's text: a step may have hundreds of long ones
 _BAR = 40
 _BINS = 8
-_COLOR, _PLAIN = ("\x1b[1;32m", "\x1b[0m"), ("[[", "]]")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,18 +32,44 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m titanlite data",
         description="Show what a run would train on: decoded samples with the trained tokens coloured (in [[ ]] where "
-        "the output is no terminal), lengths, packing, and what is left out and why. Overrides as for training.",
+        "the output is no terminal), lengths, packing, and what is left out and why. With --step N instead: the "
+        "documents that step N of the run in job.dump_folder trained on, with their places. Overrides as for training.",
         allow_abbrev=False,
     )
-    parser.add_argument("--samples", type=int, default=3, help="examples to print (default: 3)")
-    parser.add_argument("--world-size", type=int, default=1, help="ranks of the run, for the number of steps")
+    parser.add_argument(
+        "--samples", type=int, default=3, help="examples, or documents of a step, to print with their text (default: 3)"
+    )
+    parser.add_argument(
+        "--world-size", type=int, help="ranks of the run (default: 1; with --step, as its newest checkpoint has it)"
+    )
+    parser.add_argument("--step", type=int, metavar="N", help="show what step N trained on, the first one being 1")
+    parser.add_argument(
+        "--rank", type=int, help="of that step, only what this data-parallel rank got: rank // tensor_parallel_degree"
+    )
+    parser.add_argument(
+        "--rewound", type=int, metavar="I", help="the step as it was before rewind I, which left its data out"
+    )
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        metavar="N",
+        help=f"most tokens of a text, its first and last ones; 0: all (default: 0; with --step, {_STEP_TOKENS})",
+    )
     known, rest = parser.parse_known_args(argv)
+    color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     level = logger.level
     logger.setLevel(logging.ERROR)  # the report says it all, and in order
     try:
-        checked = check(load_config(rest), known.world_size, weights=False)
-        tokenizer, loader = build_data(checked.job, 0, checked.degrees.dp)
-        show_data(tokenizer, loader, known.samples)
+        job = load_config(rest)
+        if known.step is None:
+            _refuse_without_step(known)
+            checked = check(job, 1 if known.world_size is None else known.world_size, weights=False)
+            tokenizer, loader = build_data(checked.job, 0, checked.degrees.dp)
+            show_data(loader, Painter(tokenizer, color=color, max_tokens=known.tokens or 0), known.samples)
+        else:
+            max_tokens = _STEP_TOKENS if known.tokens is None else known.tokens
+            request = StepRequest(known.step, known.rank, known.rewound, known.samples, max_tokens, color)
+            show_step(job, known.world_size, request)
     except TitanliteError as error:  # a stream reads its rows only when they are shown
         print(f"titanlite: error: {error}", file=sys.stderr)
         return 2
@@ -53,14 +78,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def show_data(tokenizer: "PreTrainedTokenizerFast", loader: TrainLoader, num_samples: int) -> None:
+def _refuse_without_step(known: argparse.Namespace) -> None:
+    for name in ("rank", "rewound"):
+        if getattr(known, name) is not None:
+            raise ConfigError(f"data: --{name} {getattr(known, name)} is about one step. Say which: --step N.")
+
+
+def show_data(loader: TrainLoader, show: Painter, num_samples: int) -> None:
     """Print the report on whatever `loader` reads.
 
     Raises:
         DataError: a row of a stream cannot be used, and the settings say that this is an error.
     """
     dataset = loader.dataset
-    show = _Painter(tokenizer, color=sys.stdout.isatty() and not os.environ.get("NO_COLOR"))
     if isinstance(dataset, ExampleDataset):
         show_examples(dataset)
         show_order(loader, dataset.num_train_sequences)
@@ -76,27 +106,6 @@ def show_data(tokenizer: "PreTrainedTokenizerFast", loader: TrainLoader, num_sam
             print(f"\nsample {number}: sequence {index}\n{show(tokens_L, [True] * len(tokens_L))}")
     elif isinstance(dataset, StreamDataset):
         show_stream(loader, dataset, show, num_samples)
-
-
-class _Painter:
-    """Decodes tokens, with marks around the runs of trained ones."""
-
-    def __init__(self, tokenizer: "PreTrainedTokenizerFast", *, color: bool) -> None:
-        self.tokenizer = tokenizer
-        self.marks = _COLOR if color else _PLAIN
-
-    def __call__(self, ids: list[int], trained: list[bool]) -> str:
-        cuts = [0, *(i for i in range(1, len(ids)) if trained[i] != trained[i - 1]), len(ids)]
-        text = ""
-        for start, stop in pairwise(cuts):
-            part = _escape(str(self.tokenizer.decode(ids[start:stop])))
-            text += f"{self.marks[0]}{part}{self.marks[1]}" if trained[start] else part
-        return "\n".join(f"    {line}".rstrip() for line in text.split("\n"))
-
-
-def _escape(text: str) -> str:
-    """Control characters spelled out: data must not steer the terminal."""
-    return "".join(c if c.isprintable() or c in "\n\t" else f"\\x{ord(c):02x}" for c in text)
 
 
 def show_examples(dataset: ExampleDataset) -> None:
@@ -122,9 +131,9 @@ def show_examples(dataset: ExampleDataset) -> None:
     )
     print("  left out   " + ("\n             ".join(get_left_out(dataset)) or "nothing"))
     for first in get_first_skipped(dataset):
-        print(f"               {_escape(first)}")
+        print(f"               {escape(first)}")
     for warning in get_warnings(dataset):
-        print(f"  warning    {_escape(warning)}")
+        print(f"  warning    {escape(warning)}")
 
 
 def show_order(loader: TrainLoader, total: int) -> None:
@@ -143,7 +152,7 @@ def _show_histogram(lengths: np.ndarray) -> None:
         print(f"             {low:6} to {low + width - 1:6}  {bar:{_BAR}}  {count:,}")
 
 
-def show_stream(loader: TrainLoader, dataset: StreamDataset, show: _Painter, num_samples: int) -> None:
+def show_stream(loader: TrainLoader, dataset: StreamDataset, show: Painter, num_samples: int) -> None:
     """Print the beginning of a stream: its first sequences, and what was left out of the rows read for them."""
     print(f"  order      {loader.fingerprint}; {dataset.num_validation_sequences:,} held out")
     for number, index in enumerate(dataset.get_train_indices(loader.seed, 0, num_samples).tolist(), 1):
@@ -157,29 +166,20 @@ def show_stream(loader: TrainLoader, dataset: StreamDataset, show: _Painter, num
         print(f"\n  left out so far: {count} {what}")
 
 
-def show_samples(loader: TrainLoader, dataset: ExampleDataset, show: _Painter, num_samples: int) -> None:
+def show_samples(loader: TrainLoader, dataset: ExampleDataset, show: Painter, num_samples: int) -> None:
     """Print the examples that the first steps train on."""
-    examples = dataset.train.examples
-    names = ("chosen", "rejected") if dataset.form == "preference" else ("",)
     num_samples = min(num_samples, len(dataset.train.selected))
     number = sample = 0
     while number < num_samples:
         (index,) = loader.dataset.get_train_indices(loader.seed, sample, sample + 1).tolist()
         sample += 1
-        part, members = dataset.get_members(index)
-        for member in members[: num_samples - number].tolist():
-            number += 1
-            example = int(part.selected[member])
-            start = int(part.starts[member, 0])
-            place = _escape(examples.describe_place(example)) + (f", from token {start} on" if start else "")
-            for name, used in zip(names, part.get_documents(member), strict=True):
-                ids = examples.tokens[used].tolist()
-                flags = (examples.flags[used] & TRAINED).tolist()
-                flags[0] = 0  # follows nothing, so it is no label
-                print(
-                    f"\nsample {number}{f' ({name})' if name else ''}: {place}, {len(ids)} tokens, "
-                    f"{sum(flags)} trained\n{show(ids, [bool(flag) for flag in flags])}"
-                )
+        for document in get_shown_documents(dataset, index):
+            number += document.side != "rejected"  # beside the chosen one, of the same example
+            if number > num_samples:
+                break
+            side = f" ({document.side})" if document.side else ""
+            counts = f"{document.num_tokens} tokens, {document.num_trained} trained"
+            print(f"\nsample {number}{side}: {document.place}, {counts}\n{show(document.ids, document.trained)}")
 
 
 if __name__ == "__main__":

@@ -103,7 +103,7 @@ class Trainer(TrainStep):
         if start is not None:
             check_data_order(start, self.loader)
             jumps = [(rewind.spike_step - 1, rewind.samples) for rewind in self.rewinds]
-            self.loader.start_from(start.step, start.samples, jumps)
+            self.loader.start_from(start.step, start.samples, jumps, start.stretches)
         self.results = Results(job, None if start is None else start.results)
         self.evaluator = build_evaluator(job, self.loader.dataset, self.tokenizer, model_config, self.dims, self.device)
         self.divergence = DivergenceCheck(job, self.plan, self.optimizer, self.dims.dp_rank, self.step)
@@ -294,6 +294,7 @@ class Trainer(TrainStep):
             versions=describe_versions(),
             results=self.results.state(),
             rewinds=self.rewinds,
+            stretches=self.loader.stretches,
         )
         family, count = self.model.config.family, sum(param.numel() for param in self.model.parameters())
         card = render_model_card(self.job, family=family, num_parameters=count, progress=progress, results=self.results)

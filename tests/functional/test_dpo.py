@@ -2,7 +2,7 @@
 
 import copy
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +19,7 @@ import titanlite.train_step
 import titanlite.trainer
 from titanlite.config.parallelism import Degrees
 from titanlite.data import Batch, build_data
+from titanlite.data_order import Stretch
 from titanlite.materialize import materialize
 from titanlite.materialize.plan import clean_name
 from titanlite.models.decoder import build_decoder
@@ -46,6 +47,7 @@ class PairLoader:
     """The trainer's loader, with rows of pairs: the same global batch on every mesh."""
 
     fingerprint = "pairs by hand"
+    stretches: Sequence[Stretch] = ()
 
     def __init__(self, dp_rank: int, dp_degree: int, local_batch_size: int) -> None:
         self._dp_rank, self._dp_degree, self._local = dp_rank, dp_degree, local_batch_size
@@ -63,7 +65,7 @@ class PairLoader:
     def samples_before(self, step: int) -> int:
         return step * ROWS
 
-    def start_from(self, step: int, samples: int, jumps: object = ()) -> None:
+    def start_from(self, step: int, samples: int, jumps: object = (), before: object = ()) -> None:
         assert samples == step * ROWS
 
 

@@ -6,7 +6,7 @@ from titanlite.checkpoint.hub import push_to_hub
 from titanlite.checkpoint.manager import Checkpointer, describe_versions
 from titanlite.checkpoint.pretrained import HFCheckpoint, hf_checkpoint
 from titanlite.checkpoint.space import check_space
-from titanlite.checkpoint.train_state import Progress, Rewind, save_rewinds
+from titanlite.checkpoint.train_state import Progress, Rewind, find_progress, save_rewinds
 
 __all__ = [
     "Checkpointer",
@@ -16,6 +16,7 @@ __all__ = [
     "check_space",
     "describe_versions",
     "find_complete_before",
+    "find_progress",
     "hf_checkpoint",
     "push_to_hub",
     "save_hf_model",

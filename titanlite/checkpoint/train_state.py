@@ -10,11 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from titanlite.checkpoint.commit import check_folder, list_steps, step_folder
 from titanlite.checkpoint.folder import OWN_FOLDER, read_headers, read_json
 from titanlite.checkpoint.header import StoredTensor
 from titanlite.checkpoint.keys import whole
 from titanlite.checkpoint.reader import Placed, SafetensorsReader
 from titanlite.checkpoint.writer import FileLayout, Item, lay_out
+from titanlite.data_order import Stretch
 from titanlite.errors import CheckpointError, raise_problems
 from titanlite.logger import logger
 from titanlite.materialize import Plan, region_of
@@ -60,6 +62,7 @@ class Progress:
         versions: of titanlite and torch, for people.
         results: of validations and evaluations, see `titanlite.results`; empty in checkpoints of older versions.
         rewinds: returns to a checkpoint of before a loss spike, in order; likewise.
+        stretches: which samples each step took, and what later ones are to take; likewise.
     """
 
     step: int
@@ -69,6 +72,7 @@ class Progress:
     versions: Mapping[str, str]
     results: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     rewinds: Sequence[Rewind] = ()
+    stretches: Sequence[Stretch] = ()
 
     def write(self, folder: Path) -> None:
         """Write train_state.json of the checkpoint `folder`."""
@@ -84,25 +88,34 @@ class Progress:
         if table.pop("format", None) != 1:
             raise CheckpointError(f"{where}: {STATE_FILE} is of a format that this version does not know.")
         kinds = {"step": int, "samples": int, "data": str, "world_size": int, "versions": dict, "results": dict}
-        kinds["rewinds"] = list
-        table.setdefault("results", {})
-        table.setdefault("rewinds", [])
+        kinds |= {"rewinds": list, "stretches": list}
+        for name, kind in (("results", dict), ("rewinds", list), ("stretches", list)):
+            table.setdefault(name, kind())
         if (
             table.keys() != kinds.keys()
             or not all(isinstance(table[k], t) for k, t in kinds.items())
             or not all(_is_series(table["results"][kind]) for kind in table["results"])
             or not all(_is_rewind(rewind) for rewind in table["rewinds"])
+            or not all(_is_stretch(stretch) for stretch in table["stretches"])
         ):
             raise CheckpointError(
                 f"{where}: {STATE_FILE} is damaged. Resume from an earlier step: checkpoint.load_step."
             )
         table["rewinds"] = tuple(Rewind(**rewind) for rewind in table["rewinds"])
+        table["stretches"] = tuple(Stretch(**stretch) for stretch in table["stretches"])
         return cls(**table)
 
 
 def _is_rewind(table: Any) -> bool:
     names = {f.name for f in fields(Rewind)}
     return isinstance(table, dict) and table.keys() == names and all(isinstance(v, int) for v in table.values())
+
+
+def _is_stretch(table: Any) -> bool:
+    kinds = {"step": int, "samples": int, "global_batch_size": int, "data": str}
+    if not isinstance(table, dict) or table.keys() != kinds.keys():
+        return False
+    return all(isinstance(table[name], kind) for name, kind in kinds.items())
 
 
 def save_rewinds(folder: Path, rewinds: Sequence[Rewind]) -> None:
@@ -148,6 +161,29 @@ def load_rewinds(folder: Path, start: Progress | None) -> Sequence[Rewind]:
     if rewinds[:known] != tuple(start.rewinds):
         return start.rewinds
     return (*start.rewinds, *(rewind for rewind in rewinds[known:] if rewind.spike_step > start.step))
+
+
+def find_progress(folder: Path, load_step: int = -1) -> tuple[Progress, Sequence[Rewind]] | None:
+    """The state that a run with its checkpoints in `folder` would resume from, and all its rewinds; None: none.
+
+    As `Checkpointer` finds it, but from one process, without checksums, and nothing is renamed or removed.
+
+    Args:
+        folder: may not exist.
+        load_step: as `checkpoint.load_step`: -1 for the newest complete checkpoint, 0 for none.
+
+    Raises:
+        CheckpointError: there is no complete checkpoint of `load_step`, or its state is damaged.
+    """
+    steps = reversed(list_steps(folder)) if load_step < 0 else [load_step] * (load_step > 0)
+    for step in steps:
+        problems = check_folder(step_folder(folder, step))
+        if not problems:
+            progress = Progress.read(step_folder(folder, step))
+            return progress, load_rewinds(folder, progress)
+        if load_step > 0:
+            raise_problems(CheckpointError, f"checkpoint.load_step = {load_step}", problems)
+    return None
 
 
 _SERIES = {"name": str, "last_step": int, "best_step": int, "stale": int}

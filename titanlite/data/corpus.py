@@ -55,6 +55,13 @@ class Corpus:
             if text:
                 yield name, text
 
+    def get_document_files(self) -> list[Path]:
+        """The file of each document, in order. Only where some may be undecodable, all of them are read."""
+        if not self.skip_undecodable:
+            return [path for _, path in self.files if _get_size(path)]
+        names = {name for name, _ in self}
+        return [path for name, path in self.files if name in names]
+
     @cached_property
     def _summary(self) -> tuple[str, int, int]:
         """(sha256 in hex, bytes, documents)."""

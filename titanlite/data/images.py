@@ -129,6 +129,11 @@ class ImageDataset:
         inputs_of_all = {name: torch.cat(values) for name, values in inputs.items()}
         return ImageBatch(tokens, labels, inputs_of_all, num_padding=num_padding)
 
+    def get_document(self, index: int) -> tuple[ImageRow, list[int], list[bool]]:
+        """Row `index`, its token ids without padding, and which of them are trained."""
+        ids, trained, _ = self._process(self._rows[index])
+        return self._rows[index], ids.tolist(), trained.tolist()
+
     def _process(self, row: ImageRow) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Token ids, which of them are trained, and the other inputs."""
         images = [load_image(row.place, path) for path in row.images]

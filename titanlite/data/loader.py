@@ -4,11 +4,12 @@ There is no background thread. A micro-batch of 16 Ki tokens takes under 1 ms fr
 starts its GPU work before the next step asks for data.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
 from titanlite.data.dataset import Batch, SequenceDataset
+from titanlite.data_order import Stretch, add_stretch
 from titanlite.errors import ConfigError, raise_problems
 
 
@@ -55,19 +56,31 @@ class TrainLoader:
         self.dp_degree = dp_degree
         self.num_micro_batches = global_batch_size // (local_batch_size * dp_degree)
         self._starts = [(0, 0)]
+        self._before: Sequence[Stretch] = ()
 
     @property
     def fingerprint(self) -> str:
         """What determines the data order, in words: equal for equal orders."""
         return f"{self.dataset.fingerprint}, seed {self.seed}"
 
-    def start_from(self, step: int, samples: int, jumps: Iterable[tuple[int, int]] = ()) -> None:
+    @property
+    def stretches(self) -> list[Stretch]:
+        """Which samples each step of the run takes: those before `start_from` and all that this loader deals out."""
+        found, data = list(self._before), self.fingerprint
+        for step, samples in self._starts:
+            found = add_stretch(found, Stretch(step, samples, self.global_batch_size, data))
+        return found
+
+    def start_from(
+        self, step: int, samples: int, jumps: Iterable[tuple[int, int]] = (), before: Sequence[Stretch] = ()
+    ) -> None:
         """Let step `step` begin after the first `samples` samples of the data order.
 
         A run may go on with another global batch size than the one that it began with. Each of `jumps` is another
-        (step, samples): from that step on, what lies before those samples is left out.
+        (step, samples): from that step on, what lies before those samples is left out. `before` says what the steps
+        before `step` took, as far as it is known; it only goes into `stretches`.
         """
-        self._starts = [(step, samples)]
+        self._starts, self._before = [(step, samples)], before
         for jump in jumps:
             if jump[0] >= step:
                 self._starts = [*(start for start in self._starts if start[0] < jump[0]), jump]
@@ -84,6 +97,11 @@ class TrainLoader:
         """
         start = self.samples_before(step)
         return self._split(self.dataset.get_train_indices(self.seed, start, start + self.global_batch_size))
+
+    def locate(self, number: int) -> tuple[int, int]:
+        """(data-parallel rank, micro-batch) that sample `number` of a global batch goes to; all counted from 0."""
+        micro_batch, place = divmod(number, self.dp_degree * self.local_batch_size)
+        return place // self.local_batch_size, micro_batch
 
     def num_validation_steps(self, num_steps: int) -> int:
         """How many of `num_steps` global batches the held-out sequences fill without repeating one; at least 1."""

@@ -19,7 +19,7 @@ from hashlib import sha256
 from importlib import metadata
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -146,16 +146,15 @@ class StreamDataset:
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
         """The sequences `indices` (B,), as CPU tensors in that order; reads on in the stream as far as needed."""
-        rows = []
-        for index in np.asarray(indices, dtype=np.int64).tolist():
-            if index < self.num_validation_sequences:
-                assert self.held_out is not None
-                rows.append(get_documents(self.held_out, self._held_out_rows[index]))
-            else:
-                rows.append(self._get_train(index - self.num_validation_sequences))
+        rows = [get_documents(*self.get_members(index)) for index in np.asarray(indices, dtype=np.int64).tolist()]
         return make_batch(rows, self.seq_len, self.pad_token_id)
 
-    def _get_train(self, sample: int) -> Any:
+    def get_members(self, index: int) -> tuple[ExampleSet, np.ndarray]:
+        """What is in sequence `index`: a set of examples, and numbers of those in it, in their order."""
+        if index < self.num_validation_sequences:
+            assert self.held_out is not None
+            return self.held_out, self._held_out_rows[index]
+        sample = index - self.num_validation_sequences
         while not self._ends or self._ends[-1] <= sample:
             self._get_block(len(self._known))
         number = int(np.searchsorted(self._ends, sample, side="right"))
@@ -163,7 +162,7 @@ class StreamDataset:
         assert block.content is not None
         place = sample - (self._ends[number - 1] if number else 0)
         order = get_permutation(self.seed, number, len(block.sequences))
-        return get_documents(block.content, block.sequences[order[place]])
+        return block.content, block.sequences[order[place]]
 
     def _get_block(self, number: int) -> _Block:
         """Block `number`, which is at most the first unknown one; the block behind it is begun in the thread."""

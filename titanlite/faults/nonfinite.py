@@ -102,7 +102,10 @@ def nonfinite_error(found: NonFiniteSteps, diagnosis: Diagnosis, saved: str) -> 
     )
     if not diagnosis.repeats:
         return TransientError(f"{start} Start again from there; if it comes back, look for a faulty machine.")
-    return TrainingError(f"{start} Lower optimizer.lr, raise lr_scheduler.warmup_steps, or look at that step's data.")
+    return TrainingError(
+        f"{start} Lower optimizer.lr, raise lr_scheduler.warmup_steps, or look at that step's data: "
+        f"python -m titanlite data --config FILE --step {found.first}."
+    )
 
 
 def say_skipped(found: NonFiniteSteps, diagnosis: Diagnosis | None, step: int) -> None:

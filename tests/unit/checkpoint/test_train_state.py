@@ -7,6 +7,7 @@ import pytest
 from titanlite.checkpoint import Progress, Rewind, save_rewinds
 from titanlite.checkpoint.train_state import REWINDS_FILE, STATE_FILE, load_rewinds
 from titanlite.config import JobConfig
+from titanlite.data_order import Stretch
 from titanlite.errors import CheckpointError
 from titanlite.logger import logger
 from titanlite.results import Results
@@ -29,6 +30,20 @@ def test_round_trip(tmp_path, series):
     written = make(tmp_path, validation=series)
     assert Progress.read(tmp_path) == written
     assert Results(JobConfig(), Progress.read(tmp_path).results).validation.best == 2.5
+
+
+def test_what_each_step_took_is_kept(tmp_path):
+    stretches = (Stretch(0, 0, 8, "data"), Stretch(5, 40, 4, "data"))
+    Progress(7, 48, "data", 4, {}, stretches=stretches).write(tmp_path)
+    assert Progress.read(tmp_path).stretches == stretches
+    table = json.loads((tmp_path / STATE_FILE).read_text())
+    for damage in ({"samples": "40"}, {"more": 1}):
+        (tmp_path / STATE_FILE).write_text(json.dumps({**table, "stretches": [{**table["stretches"][0], **damage}]}))
+        with pytest.raises(CheckpointError, match="is damaged"):
+            Progress.read(tmp_path)
+    del table["stretches"]
+    (tmp_path / STATE_FILE).write_text(json.dumps(table))
+    assert Progress.read(tmp_path).stretches == (), "of an older version"
 
 
 def test_a_file_without_results_is_of_an_older_version(tmp_path):

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from titanlite.data import Batch, PackedDataset, TrainLoader
+from titanlite.data_order import Stretch, find_stretch
 from titanlite.errors import ConfigError
 
 MakeDataset = Callable[..., PackedDataset]
@@ -107,3 +108,35 @@ def test_sizes_that_do_not_fit(make_dataset: MakeDataset) -> None:
         ConfigError, match=r"training: 2 problems:\n  local_batch_size \(0\) .*\n  data-parallel rank 2 "
     ):
         _make_loader(dataset, 2, 0, dp_rank=2)
+
+
+def test_stretches_say_what_every_step_of_a_run_takes(make_dataset: MakeDataset) -> None:
+    loader = _make_loader(make_dataset(), 1, 4)
+    first = Stretch(0, 0, 12, loader.fingerprint)
+    assert loader.stretches == [first]
+    loader.start_from(10, 120, [(5, 99), (12, 160)], loader.stretches)  # the first jump is in what was before
+    assert loader.stretches == [first, Stretch(12, 160, 12, loader.fingerprint)]
+    smaller = _make_loader(make_dataset(), 1, 4, global_batch_size=4)
+    smaller.start_from(11, 132, [(12, 160)], loader.stretches[:1])
+    assert smaller.stretches == [
+        *(first, Stretch(11, 132, 4, loader.fingerprint), Stretch(12, 160, 4, loader.fingerprint))
+    ]
+    for step in (11, 12, 13):
+        stretch = find_stretch(smaller.stretches, step)
+        assert stretch is not None and stretch.samples_before(step) == smaller.samples_before(step)
+
+
+@pytest.mark.parametrize(("dp_degree", "local_batch_size"), MESHES)
+def test_samples_are_located_where_they_are_dealt_out(
+    make_dataset: MakeDataset, dp_degree: int, local_batch_size: int
+) -> None:
+    dataset = make_dataset()
+    dealt: dict[tuple[int, int], list[tuple[int, ...]]] = {}
+    for rank in range(dp_degree):
+        for number, batch in enumerate(_make_loader(dataset, dp_degree, local_batch_size, rank).micro_batches(3)):
+            dealt[rank, number] = _rows([batch])
+    loader = _make_loader(dataset, dp_degree, local_batch_size)
+    located: dict[tuple[int, int], list[tuple[int, ...]]] = {}
+    for number, index in enumerate(dataset.get_train_indices(5, 36, 48)):
+        located.setdefault(loader.locate(number), []).extend(_rows([dataset.batch([index])]))
+    assert located == dealt

@@ -1,0 +1,164 @@
+"""Documents that are shown are those of the batch: the same tokens, the same labels, with the places they are from."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from titanlite.config.schema import DataSection, JobConfig
+from titanlite.data import IGNORE_INDEX, PackedDataset, SequenceDataset, TokenizedCorpus, build_data
+from titanlite.data.shown import Painter, ShownDocument, escape, get_shown_documents
+from titanlite.errors import DataError
+
+MakeJob = Callable[..., JobConfig]
+
+
+def build(job: JobConfig) -> Any:
+    return build_data(job, 0, 1)[1].dataset
+
+
+def check_against_batch(dataset: SequenceDataset, index: int) -> list[ShownDocument]:
+    """The shown documents, one after the other, are row `index`; what is trained are its labels, in order."""
+    documents, batch = get_shown_documents(dataset, index), dataset.batch([index])
+    read = [token for document in documents for token in document.ids[: document.num_tokens]]
+    num_used = int((batch.document_ids >= 0).sum())
+    assert read == batch.tokens[0, :num_used].tolist()
+    starts = np.cumsum([0, *(document.num_tokens for document in documents)])
+    labels = torch.full_like(batch.labels[0], IGNORE_INDEX)
+    for start, document in zip(starts.tolist(), documents, strict=False):
+        for place, (token, trained) in enumerate(zip(document.ids, document.trained, strict=True)):
+            if trained:
+                labels[start + place - 1] = token
+    assert labels.tolist() == batch.labels[0].tolist()
+    ids = batch.document_ids[0, starts[:-1]].tolist()
+    assert ids == list(range(len(documents)))
+    return documents
+
+
+def test_sequences_of_a_corpus(data: DataSection, text_folder: Path) -> None:
+    job = JobConfig(data=data)
+    job.training.seq_len = 48
+    dataset = build(job)
+    seen: dict[str, list[int]] = {}
+    for index in range(dataset.num_sequences):
+        for document in check_against_batch(dataset, index):
+            name, _, token = document.place.partition(", from token ")
+            assert int(token.removesuffix(" on") or 0) == len(seen.setdefault(name, [])), document.place
+            seen[name] += document.ids[: document.num_tokens]
+    files = sorted(text_folder.rglob("*.txt"), key=lambda path: path.relative_to(text_folder).as_posix())
+    assert list(seen) == [str(path) for path in files][: len(seen)] and len(seen) > 30
+    tokenizer = build_data(job, 0, 1)[0]
+    for name, ids in list(seen.items())[:-1]:  # the last one may lie in what is left over
+        assert tokenizer.decode(ids) == Path(name).read_text(encoding="utf-8") + tokenizer.eos_token
+
+
+@pytest.mark.parametrize("seq_len", [1, 2, 10])
+def test_random_tokens_also_with_empty_documents(make_dataset: Callable[..., PackedDataset], seq_len: int) -> None:
+    dataset = make_dataset(num_tokens=301, seq_len=seq_len)
+    for index in range(dataset.num_sequences):
+        check_against_batch(dataset, index)
+    assert re.fullmatch(r"document \d+ of \d+(, from token \d+ on)?", get_shown_documents(dataset, 4)[0].place)
+
+
+def test_where_text_has_end_tokens_of_its_own_tokens_are_counted(make_dataset: Callable[..., PackedDataset]) -> None:
+    corpus = make_dataset().tokenized
+    dataset = PackedDataset(TokenizedCorpus(corpus.tokens, corpus.eos_token_id, 50, corpus.num_documents - 1), 10)
+    first, *_ = check_against_batch(dataset, 3)
+    assert first.place.startswith("tokens 30 to ") and first.place.endswith(" of 2001")
+
+
+def test_files_that_are_no_documents_shift_no_names(data: DataSection, tmp_path: Path) -> None:
+    folder = tmp_path / "gaps"
+    folder.mkdir()
+    for name, content in (("a", b""), ("b", b"of b " * 40), ("c", b""), ("d", b"of d " * 40)):
+        (folder / f"{name}.txt").write_bytes(content)
+    data.path, job = str(folder), JobConfig(data=data)
+    job.training.seq_len = 16
+    dataset = build(job)
+    places = {
+        d.place.partition(",")[0] for index in range(dataset.num_sequences) for d in get_shown_documents(dataset, index)
+    }
+    assert places == {str(folder / "b.txt"), str(folder / "d.txt")}
+    corpus = dataset.tokenized.corpus
+    (folder / "b.txt").write_bytes(b"\xff")
+    assert type(corpus)(corpus.files, skip_undecodable=True).get_document_files() == [folder / "d.txt"]
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("streaming", [True, False])
+def test_rows(make_job: MakeJob, packing: bool, streaming: bool) -> None:
+    rows = [{"prompt": f"{i}:", "completion": " what is" * (i % 5 + 1)} for i in range(40)]
+    settings = {"packing": packing, "streaming": streaming, "streaming_block_rows": 16}
+    dataset = build(make_job(rows, seq_len=48, **settings))
+    found = [check_against_batch(dataset, index) for index in dataset.get_train_indices(42, 0, 9).tolist()]
+    assert any(len(documents) > 1 for documents in found) == packing
+    for document in (document for documents in found for document in documents):
+        path, _, line = document.place.partition(", line ")
+        text = build_data(make_job(rows), 0, 1)[0].decode(document.ids)
+        assert path.endswith("rows.jsonl") and text.startswith(f"{int(line) - 1}:") and document.num_trained > 1
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_pairs_and_pieces(make_job: MakeJob, streaming: bool) -> None:
+    pairs = [{"prompt": f"{i}:", "chosen": " good", "rejected": " bad"} for i in range(9)]
+    dataset = build(make_job(pairs, seq_len=64, streaming=streaming, format="preference"))
+    documents = check_against_batch(dataset, 0)
+    assert [document.side for document in documents] == ["chosen", "rejected"] * (len(documents) // 2)
+    texts = [{"text": f"{i} what is the answer " * 9} for i in range(9)]
+    dataset = build(make_job(texts, seq_len=16, streaming=streaming, too_long="split", format="text"))
+    places = [d.place for i in range(6) for d in check_against_batch(dataset, i)]
+    assert any(place.endswith(", from token 15 on") for place in places)
+    assert any(re.search(r", line \d$", place) for place in places) or streaming
+
+
+def test_images(tmp_path: Path) -> None:
+    from PIL import Image
+    from tiny_transformers import save_tiny_processor
+
+    from titanlite.data.images import ImageDataset, ImageRow, load_processor
+
+    save_tiny_processor(tmp_path)
+    Image.new("RGB", (10, 12), "red").save(tmp_path / "red.png")
+    content = [{"type": "image", "image": "red.png"}, {"type": "text", "text": "what is this"}]
+    messages = [{"role": "user", "content": content}, {"role": "assistant", "content": "red"}]
+    rows = [ImageRow(f"chats.jsonl, line {line}", messages, (tmp_path / "red.png",)) for line in (1, 2)]
+    dataset = ImageDataset(rows, load_processor(str(tmp_path)), 20)
+    (document,) = get_shown_documents(dataset, 1)  # type: ignore[arg-type]
+    batch = dataset.batch([1])
+    assert document.place == f"chats.jsonl, line 2, with {tmp_path / 'red.png'}"
+    assert document.ids == batch.tokens[0, : document.num_tokens].tolist()
+    trained = [token for token, is_trained in zip(document.ids, document.trained, strict=True) if is_trained]
+    assert trained == batch.labels[batch.labels != IGNORE_INDEX].tolist() and document.num_trained == 2
+
+
+def test_another_kind_of_dataset_is_refused() -> None:
+    with pytest.raises(DataError, match="the documents of object cannot be shown"):
+        get_shown_documents(object(), 0)  # type: ignore[arg-type]
+
+
+class Numbers:
+    """A tokenizer whose tokens are numbers."""
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(f"{number} " for number in ids)
+
+
+def test_long_texts_are_cut_in_the_middle() -> None:
+    ids, trained = list(range(20)), [number >= 10 for number in range(20)]
+
+    def paint(max_tokens: int) -> str:
+        return Painter(Numbers(), color=False, max_tokens=max_tokens)(ids, trained)  # type: ignore[arg-type]
+
+    whole = paint(0)
+    assert whole == "    0 1 2 3 4 5 6 7 8 9 [[10 11 12 13 14 15 16 17 18 19 ]]"
+    assert paint(20) == whole
+    assert paint(8) == "    0 1 2 3 4 5\n    ... 12 tokens, 8 of them trained ...\n    [[18 19 ]]"
+    assert paint(1) == "    0\n    ... 19 tokens, 10 of them trained ..."
+
+
+def test_control_characters_are_spelled_out() -> None:
+    assert escape("a\x1b[2J\tb\n\u00e9") == "a\\x1b[2J\tb\n\u00e9"
