@@ -7,7 +7,7 @@ import torch
 
 from titanlite.config.load import save_resolved
 from titanlite.config.schema import JobConfig
-from titanlite.metrics import MetricsLogger, MoEState, StepPoint
+from titanlite.metrics import Largest, MetricsLogger, MoEState, StepPoint
 from titanlite.metrics.events import open_events, record_event
 
 LAYERS, EXPERTS, RANKS = 3, 8, 4
@@ -42,6 +42,8 @@ def write_run(folder: Path, steps: int = 60, *, every: int = 1, loss: float = 8.
                     tokens=4096 * every,
                     num_padding=1024 * every,
                     seconds=float(every),
+                    slowest_s=1.5,
+                    largest={"loss/train_max": Largest(2 * loss / step, step), "grad_norm_max": Largest(1.5, step)},
                     phases={phase: seconds * every for phase, seconds in phases.items()},
                     ranks={
                         "busy_s": [0.6 * every, 0.6 * every, 0.9 * every, 0.6 * every],

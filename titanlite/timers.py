@@ -24,6 +24,7 @@ FSDP_COLLECTIVES = "fsdp_collectives"
 
 # A reading of the clock, or an event of CUDA.
 _Mark = Any
+_STEP = "step"
 
 
 class _Span(NamedTuple):
@@ -48,12 +49,21 @@ class StepTimer:
         self._phase: str | None = None
         self._since: _Mark = None
         self._in_collective = False
+        self._step_since: _Mark = None
+        self._slowest_s = 0.0
 
     def start(self, phase: str | None) -> None:
-        """End the current phase and begin `phase`; None: time that belongs to no phase, such as a validation."""
+        """End the current phase and begin `phase`; None: time that belongs to no phase, such as a validation.
+
+        What lies between two calls with None is a step.
+        """
         now = self.mark()
         if self._phase is not None:
             self.add(self._phase, self._since, now)
+            if phase is None:
+                self.add(_STEP, self._step_since, now)
+        elif phase is not None:
+            self._step_since = now
         self._phase, self._since = phase, now
         self._collect(wait=False)
 
@@ -105,6 +115,12 @@ class StepTimer:
         seconds, self._seconds = self._seconds, defaultdict(float)
         return dict(seconds)
 
+    def read_slowest(self) -> float:
+        """Seconds of the longest step since the last call, its collectives included; 0 if none has ended."""
+        self._collect(wait=True)
+        slowest_s, self._slowest_s = self._slowest_s, 0.0
+        return slowest_s
+
     def _collect(self, *, wait: bool) -> None:
         """Add up the spans that the device has passed: events are not kept for a whole log interval."""
         while self._passed and (wait or self._passed[0].end.query()):
@@ -113,6 +129,9 @@ class StepTimer:
             self._count(span.name, span.inside, span.start.elapsed_time(span.end) / 1e3)
 
     def _count(self, name: str, inside: str | None, seconds: float) -> None:
+        if name == _STEP:
+            self._slowest_s = max(self._slowest_s, seconds)
+            return
         self._seconds[name] += seconds
         if inside is not None:
             self._seconds[inside] -= seconds

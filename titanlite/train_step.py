@@ -18,7 +18,15 @@ from titanlite.distributed import (
     reduce_replicated_grads,
     sum_over_replicas,
 )
-from titanlite.metrics import MoEState, StepPoint, gather_ranks, get_busy_seconds, get_memory, group_parameters
+from titanlite.metrics import (
+    MoEState,
+    StepPoint,
+    find_largest,
+    gather_ranks,
+    get_busy_seconds,
+    get_memory,
+    group_parameters,
+)
 from titanlite.models.build import AnyModel
 from titanlite.objectives import Objective, ObjectiveSums
 from titanlite.optim import (
@@ -64,18 +72,21 @@ class Window:
         tokens: tokens of all ranks, padding included.
         unpadded_tokens: those of each step that are no padding, on the device.
         losses: loss of each step, on the device.
+        grad_norms: gradient norm of each step, likewise.
     """
 
     start: float = field(default_factory=time.perf_counter)
     tokens: int = 0
     unpadded_tokens: list[torch.Tensor] = field(default_factory=list)
     losses: list[torch.Tensor] = field(default_factory=list)
+    grad_norms: list[torch.Tensor] = field(default_factory=list)
 
     def add(self, result: StepResult) -> None:
         """Count one step."""
         self.tokens += result.tokens
         self.unpadded_tokens.append(result.unpadded_tokens)
         self.losses.append(result.loss)
+        self.grad_norms.append(result.grad_norm)
 
     def loss_values(self) -> list[float]:
         """Loss of each step. Synchronizes."""
@@ -84,6 +95,10 @@ class Window:
     def num_padding(self) -> int:
         """Tokens of all ranks that are padding. Synchronizes."""
         return self.tokens - int(torch.stack(self.unpadded_tokens).sum())
+
+    def grad_norm_values(self) -> list[float]:
+        """Gradient norm of each step. Synchronizes."""
+        return torch.stack(self.grad_norms).tolist()
 
 
 class TrainStep:
@@ -209,21 +224,27 @@ class TrainStep:
         self.timer.start(None)
         seconds, phases = time.perf_counter() - window.start, self.timer.read()
         busy = {"busy_s": get_busy_seconds(phases), "data_s": phases.get("data", 0.0)}
-        norms = dict(zip(self.grad_groups, result.group_norms.tolist(), strict=True))
+        norms = window.grad_norm_values()
+        group_norms = dict(zip(self.grad_groups, result.group_norms.tolist(), strict=True))
         moe, bias_range, row_errors = None, self.balancer.bias_range(), self.balancer.take_row_errors()
         if result.tokens_per_expert is not None and bias_range is not None and row_errors is not None:
             moe = MoEState(result.tokens_per_expert, bias_range, row_errors)
         return StepPoint(
             self.step,
             loss=_mean_of_finite(losses),
-            grad_norm=result.grad_norm.item(),
+            grad_norm=norms[-1],
             lr=learning_rate,
             tokens=window.tokens,
             num_padding=window.num_padding(),
             seconds=seconds,
+            slowest_s=self.timer.read_slowest(),
+            largest={
+                "loss/train_max": find_largest(losses, self.step),
+                "grad_norm_max": find_largest(norms, self.step),
+            },
             phases=phases,
             ranks=gather_ranks(busy | get_memory(self.device)),
-            group_norms=norms if len(norms) > 1 else {},
+            group_norms=group_norms if len(group_norms) > 1 else {},
             moe=moe,
             extra=self._extra_metrics(result),
         )

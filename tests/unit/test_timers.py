@@ -36,6 +36,26 @@ def test_phases_and_communication_add_up_to_the_time_that_passed(clock):
     assert timer.read() == {}
 
 
+def test_the_slowest_step_without_what_lies_between_steps(clock):
+    timer = StepTimer(torch.device("cpu"))
+    assert timer.read_slowest() == 0.0
+    for phases in (["data", "forward"], ["data", "forward", "other"], ["data"]):
+        for phase in phases:
+            timer.start(phase)  # one second each
+        timer.start(None)
+        for _ in range(9):
+            timer.mark()  # a validation
+        timer.start(None)
+    assert timer.read_slowest() == 3.0
+    timer.start("data")
+    with timer.collective():  # is part of the step, and makes it a second longer
+        pass
+    assert timer.read_slowest() == 0.0, "it has not ended"
+    timer.start(None)
+    assert timer.read_slowest() == 3.0
+    assert timer.read()["data"] == 3.0 + 2.0
+
+
 def test_a_collective_inside_of_another_counts_once(clock):
     timer = StepTimer(torch.device("cpu"))
     timers.activate(timer)
@@ -119,6 +139,26 @@ def test_on_cuda_times_are_those_of_the_streams_and_nothing_waits_before_the_val
     timer.start(None)
     assert timer.read() == {"forward": 3.0, "communication": 0.5, "fsdp_collectives": 2.0, "backward": 2.5}
     assert cuda.device_s == 6.0
+
+
+def test_on_cuda_the_slowest_step_is_that_of_the_device_and_is_waited_for_when_it_is_read(cuda):
+    timer = StepTimer(torch.device("cuda"))
+    for seconds in (1.0, 4.0, 2.0):
+        timer.start("forward")
+        cuda.stream_s += seconds / 2
+        timer.start("backward")
+        cuda.stream_s += seconds / 2
+        timer.start(None)
+        cuda.stream_s += 10.0  # a validation
+    assert cuda.device_s == 0.0, "nothing has waited"
+    assert timer.read_slowest() == 4.0 and cuda.device_s == 27.0
+    assert timer.read() == {"forward": 3.5, "backward": 3.5}
+    for _ in range(100):
+        timer.start("forward")
+        cuda.stream_s += 1.0
+        timer.start(None)
+        cuda.device_s = cuda.stream_s - 0.5
+        assert len(timer._passed) <= 4  # two spans a step, and those of the step before
 
 
 def test_on_cuda_events_are_dropped_once_they_have_passed(cuda):

@@ -7,17 +7,19 @@ from titanlite.metrics.logger import MetricsLogger
 from titanlite.metrics.moe import MoEState
 from titanlite.metrics.out_of_memory import explain_out_of_memory, start_memory_history
 from titanlite.metrics.parameter_groups import group_parameters
-from titanlite.metrics.point import StepPoint
+from titanlite.metrics.point import Largest, StepPoint, find_largest
 from titanlite.metrics.profiler import build_profiler
 from titanlite.metrics.ranks import gather_ranks, get_busy_seconds, get_memory
 
 __all__ = [
+    "Largest",
     "MetricsLogger",
     "MoEState",
     "StepPoint",
     "build_profiler",
     "expert_load_image",
     "explain_out_of_memory",
+    "find_largest",
     "gather_ranks",
     "get_busy_seconds",
     "get_memory",

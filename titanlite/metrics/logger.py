@@ -101,10 +101,11 @@ class MetricsLogger:
         values = point.values(steps, self._flops_per_token, self._num_ranks)
         if self._peak_flops is not None:
             values["throughput/mfu"] = values["throughput/tflops_per_gpu"] * 1e12 / self._peak_flops
-        lists: dict[str, Any] = {}
+        lists: dict[str, Any] = {f"{name}_step": largest.step for name, largest in point.largest.items()}
         if point.ranks:
-            of_ranks, lists = describe_ranks(point.ranks, steps, point.unpadded_tokens / self._num_ranks)
+            of_ranks, by_rank = describe_ranks(point.ranks, steps, point.unpadded_tokens / self._num_ranks)
             values.update(of_ranks)
+            lists.update(by_rank)
         layers = {} if point.moe is None else describe_moe(point.moe)
         if layers:
             lists["moe/first_layer"] = self._first_moe_layer

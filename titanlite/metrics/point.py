@@ -1,13 +1,34 @@
 """`StepPoint`: what one log step knows, and the named values that it becomes."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from titanlite.metrics.moe import MoEState
 from titanlite.timers import COMMUNICATION, FSDP_COLLECTIVES
 
 # Always written, so that a plot has no gaps; the others only where a device has them.
 _PHASES = ("data", "forward", "backward", "optimizer", "other", COMMUNICATION)
+
+
+class Largest(NamedTuple):
+    """The largest value of some steps, and the step that had it."""
+
+    value: float
+    step: int
+
+
+def find_largest(values: Sequence[float], last_step: int) -> Largest:
+    """The largest of the `values` of the steps up to `last_step`; the first that is not finite, if any is not.
+
+    Raises:
+        ValueError: there are no values.
+    """
+    place = next((i for i, value in enumerate(values) if not math.isfinite(value)), None)
+    if place is None:
+        place = max(range(len(values)), key=values.__getitem__)
+    return Largest(values[place], last_step - len(values) + 1 + place)
 
 
 @dataclass(frozen=True)
@@ -22,6 +43,8 @@ class StepPoint:
         tokens: tokens in the rows of all ranks together since the previous point, padding included: what is computed.
         seconds: wall time since the previous point, without validations and saves.
         num_padding: how many of `tokens` are padding.
+        slowest_s: time of the longest step since the previous point on this rank; None: it was not measured.
+        largest: the largest values of single steps since the previous point, by metric name.
         phases: seconds of `seconds` by phase on this rank, from `timers.StepTimer`.
         ranks: values of every rank by name, from `gather_ranks`; empty: nothing is known of ranks and memory.
         group_norms: 2-norm of the gradients by group of parameters.
@@ -36,6 +59,8 @@ class StepPoint:
     tokens: int
     seconds: float
     num_padding: int = 0
+    slowest_s: float | None = None
+    largest: Mapping[str, Largest] = field(default_factory=dict)
     phases: Mapping[str, float] = field(default_factory=dict)
     ranks: Mapping[str, Sequence[float]] = field(default_factory=dict)
     group_norms: Mapping[str, float] = field(default_factory=dict)
@@ -60,6 +85,9 @@ class StepPoint:
             "data/padding": self.num_padding / max(self.tokens, 1),
             "time/step_s": seconds / steps,
         }
+        values.update({name: largest.value for name, largest in self.largest.items()})
+        if self.slowest_s is not None:
+            values["time/step_max_s"] = self.slowest_s
         for phase in _PHASES + ((FSDP_COLLECTIVES,) if FSDP_COLLECTIVES in self.phases else ()):
             values[f"time/{phase}_s"] = self.phases.get(phase, 0.0) / steps
         values.update({f"grad_norm/{group}": norm for group, norm in self.group_norms.items()})

@@ -51,9 +51,15 @@ def build_charts(runs: Sequence[Run]) -> list[Chart]:
     """The plots of the first run, with lines of the others where runs compare. Those without data are left out."""
     first = runs[0]
     charts = [
-        _loss(runs),
+        _with_largest(runs, _loss(runs), "loss/train_max", "loss/train", color=2),
         _compared(runs, "lr", "lr", "Learning rate", zero=True),
-        _compared(runs, "grad_norm", "grad_norm", "Gradient norm", log=True, note="Before clipping."),
+        _with_largest(
+            runs,
+            _compared(runs, "grad_norm", "grad_norm", "Gradient norm", log=True, note="Before clipping."),
+            "grad_norm_max",
+            "grad_norm",
+            color=1,
+        ),
         _lines(first, "grad_groups", "Gradient norm by group", _prefixed(first, "grad_norm/"), log=True),
         _compared(runs, "throughput", "throughput/tokens_per_s", "Throughput", unit="tokens/s", zero=True),
         _compared(runs, "mfu", "throughput/mfu", "Model FLOPs utilization", unit="%", zero=True, factor=100.0),
@@ -144,6 +150,15 @@ def _padding(runs: Sequence[Run]) -> Chart:
     chart = _compared(runs, "padding", "data/padding", "Padding", factor=100.0, unit="%", zero=True, note=note)
     if not any(any(line["y"]) for line in chart.series):
         chart.series = []  # all rows are full
+    return chart
+
+
+def _with_largest(runs: Sequence[Run], chart: Chart, largest: str, metric: str, color: int) -> Chart:
+    """`chart`, of one run with the largest value of a step since the last point, where points are of several steps."""
+    if len(runs) == 1 and largest in runs[0].scalars:
+        series = runs[0].scalars[largest]
+        if series.values != runs[0].scalars[metric].values:
+            chart.series.append(_line("largest of a step", series.steps, series.values, color=color))
     return chart
 
 
@@ -300,6 +315,7 @@ def _over_layers(
 def _others(run: Run) -> list[Chart]:
     """Metrics that no plot above has, such as those of an objective, one plot per first part of their names."""
     shown = ("loss/train", "loss/validation", "grad_norm", "lr")
+    shown += tuple(f"{name}{suffix}" for name in ("loss/train_max", "grad_norm_max") for suffix in ("", "_step"))
     known = ("grad_norm/", "throughput/", "data/", "time/", "memory/", "ranks/", "eval/", "moe/")
     groups: dict[str, dict[str, str]] = {}
     for name in run.scalars:

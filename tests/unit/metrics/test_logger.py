@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from titanlite.config.schema import JobConfig
 from titanlite.errors import TitanliteError
 from titanlite.logger import logger
-from titanlite.metrics import MetricsLogger, MoEState, StepPoint
+from titanlite.metrics import Largest, MetricsLogger, MoEState, StepPoint
 from titanlite.metrics import logger as metrics_module
 
 CPU = torch.device("cpu")
@@ -165,6 +165,20 @@ def test_values_that_are_not_finite_stay_valid_json(job: JobConfig, tmp_path: Pa
     (line,) = read_lines(tmp_path)
     assert (line["loss/train"], line["x"], line["moe/load_max_over_mean"]) == (None, None, [None])
     assert np.isnan(read_events(tmp_path / "tb").Scalars("loss/train")[0].value)
+
+
+def test_largest_values_are_in_both_and_their_steps_in_the_lines(job: JobConfig, tmp_path: Path):
+    largest = {"loss/train_max": Largest(7.5, 13), "grad_norm_max": Largest(float("nan"), 17)}
+    with build(job, tmp_path) as metrics:
+        log(metrics, 20, largest=largest, slowest_s=1.25, ranks=RANKS)
+    (line,) = read_lines(tmp_path)
+    assert (line["loss/train_max"], line["loss/train_max_step"], line["time/step_max_s"]) == (7.5, 13, 1.25)
+    assert (line["grad_norm_max"], line["grad_norm_max_step"]) == (None, 17)
+    assert line["ranks/slowest_reason"] == "data"
+    events = read_events(tmp_path / "tb")
+    assert [event.value for event in events.Scalars("loss/train_max")] == [7.5]
+    assert np.isnan(events.Scalars("grad_norm_max")[0].value)
+    assert not [name for name in events.Tags()["scalars"] if name.endswith("_step")]
 
 
 def test_each_line_is_on_disk_before_close(job: JobConfig, tmp_path: Path):

@@ -55,6 +55,9 @@ def test_every_plot_has_the_values_of_the_run(page: str):
     loss = lines_of(charts["loss"])
     assert loss["train"][4] == 2.0 and len(loss["train"]) == 60
     assert loss["validation"] == {20: 0.44, 40: 0.22, 60: 0.14667}
+    assert loss["largest of a step"][4] == 4.0
+    assert list(lines_of(charts["grad_norm"])) == ["Gradient norm"], "no second line of the same values"
+    assert [name for name in charts if name.startswith("other_")] == ["other_0"], "no plot of the steps"
     assert lines_of(charts["grad_groups"])["experts"][30] == 1.2
     time_split = lines_of(charts["time"])
     assert sum(line[10] for line in time_split.values()) == pytest.approx(1.0)
@@ -146,6 +149,7 @@ def test_runs_compare_on_the_same_plots(tmp_path: Path):
     assert lines_of(charts["loss"])["one: train"][10] == 0.8
     assert lines_of(charts["loss"])["two: train"][10] == 0.6
     assert set(lines_of(charts["grad_norm"])) == {"one", "two"}
+    assert not any("largest" in name for name in lines_of(charts["loss"]))
     differences = page[page.index("Settings that differ") :].partition("</table>")[0]
     assert re.findall(r'class="code">(.*?)<', differences) == ["training.steps", "50", "60"]
 
