@@ -165,7 +165,7 @@ def _plan(checked: Checked, known: argparse.Namespace, hardware: Hardware, sourc
     print(f"{model_config.family}, {degrees}, {hardware.name}\n")
     print(render_tensors(run_plan) + "\n", flush=True)
     trace = trace_step(job, model_config, degrees, rank=known.rank, every_layer=known.every_layer)
-    estimate = build_estimate(job, model_config, degrees, trace, hardware, known.rank)
+    estimate = build_estimate(job, degrees, trace, hardware, known.rank)
     print(render_memory(run_plan, estimate, hardware) + "\n")
     print(render_reads(run_plan, source and _name_of(checked, source)) + "\n")
     print(render_collectives(estimate, hardware, known.rank) + "\n")

@@ -114,7 +114,7 @@ class Trainer(TrainStep):
         self.metrics = MetricsLogger(
             job,
             self.dump_folder,
-            train_flops_per_token(self.model.config, job.training.seq_len, frozen=job.lora.rank > 0),
+            train_flops_per_token(self.model.config, job.training.seq_len, self.model),
             degrees.world_size,
             self.device,
             start_step=self.step,

@@ -13,6 +13,9 @@ from safetensors.torch import load_file
 import titanlite.trainer
 from titanlite.config.parallelism import Degrees
 from titanlite.errors import ConfigError
+from titanlite.metrics import train_flops_per_token
+from titanlite.models.build import build_model
+from titanlite.optim import freeze_parameters
 from titanlite.trainer import Trainer
 
 STEPS = 3
@@ -56,9 +59,15 @@ def test_mesh_trains_like_one_process(train_run, meshes, reference_runs, mesh):
 
 def test_frozen_stays_and_the_rest_moves(run_ranks, checked, meshes, gather_full):
     job = checked(meshes["TP2xEP2"], *PATTERNS)
+    config, seq_len = job.model_config, job.job.training.seq_len
+    whole = build_model(config)
+    freeze_parameters(whole, job.job.optimizer)
+    flops = train_flops_per_token(config, seq_len, whole)
+    assert flops < train_flops_per_token(config, seq_len)
 
     def rank_main() -> None:
         trainer = Trainer(job.job, job.model_config, job.degrees)
+        assert trainer.metrics._flops_per_token == flops, "on shards as on the whole model"
         before = gather_full(trainer.model)
         trainer.train_step(trainer.loader.micro_batches(0))
         for name, param in trainer.model.named_parameters():

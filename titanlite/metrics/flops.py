@@ -5,6 +5,9 @@ import re
 import torch
 
 from titanlite.config.model import AnyModelConfig, TransformersConfig
+from titanlite.metrics.parameter_groups import outer_parameters
+from titanlite.models.build import AnyModel
+from titanlite.models.lora import is_adapter
 
 # Dense (not sparse) bfloat16 tensor-core FLOP/s from the vendors' data sheets. The first entry whose words all occur
 # in the device name wins, so the special cases come first.
@@ -64,22 +67,55 @@ def num_parameters(config: AnyModelConfig) -> tuple[int, int]:
     return total, total - idle
 
 
-def train_flops_per_token(config: AnyModelConfig, seq_len: int, *, frozen: bool = False) -> int:
+def train_flops_per_token(config: AnyModelConfig, seq_len: int, model: AnyModel | None = None) -> int:
     """Return the FLOPs of forward and backward per token, recomputation not counted (PaLM, arXiv:2204.02311, app. B).
 
     6 per active parameter that multiplies, which leaves out the embedding table but not the output projection, plus
     attention. Attention is causal-halved: `6 * layers * heads * head_dim * seq_len`, half of the 12 in PaLM and
     torchtitan, since a causal kernel skips the upper triangle. So MFU reads lower here than there.
 
-    With `frozen` weights (LoRA) there is no product for their gradients, which leaves 4 of the 6; the adapters' own
-    products, about a percent, are not counted.
+    The 6 are 2 for forward, 2 for the gradient of what goes in, 2 for that of the weight. With `model`, sharded or not,
+    what its frozen parameters save is left out: a frozen weight has no gradient, and backward ends at the first layer
+    that has something trained in it or before it, which counts as a whole. So with LoRA on all layers 4 of the 6 are
+    left; the adapters' own products, about a percent, are not counted.
     """
     _, active = num_parameters(config)
     if not config.tie_word_embeddings:
         active -= config.vocab_size * config.hidden_size
     is_native = not isinstance(config, TransformersConfig)
     width = config.num_heads * config.head_dim if is_native else config.attention_width
-    return (4 if frozen else 6) * active + 6 * config.num_layers * width * seq_len
+    every = 6 * active + 6 * config.num_layers * width * seq_len
+    return every if model is None else every - _saved_flops_per_token(model, config, width * seq_len)
+
+
+def _saved_flops_per_token(model: AnyModel, config: AnyModelConfig, attention: int) -> int:
+    """FLOPs of backward that the frozen parameters of `model` save; `attention` is query width * sequence length.
+
+    Parameters come in the model's order: what is trained lies before what its gradient passes through.
+    """
+    layers = model.decoder_layers()
+    layer_of = {param: i for i, layer in enumerate(layers) for param in layer.parameters()}
+    trained_layers = {layer_of[param] for param in layer_of if param.requires_grad}
+    routed = {p for layer in layers for experts in model.experts_in(layer) for p in experts.parameters()}
+    embedding, _ = outer_parameters(model)
+    saved, reached, unreached_layers = 0, False, set[int]()
+
+    def count(param: torch.nn.Parameter) -> int:
+        active = param.numel() * config.top_k // config.num_experts if param in routed else param.numel()
+        return 2 * active * ((not param.requires_grad) + (not reached))
+
+    for name, param in model.named_parameters():
+        layer = layer_of.get(param)
+        reached = reached or layer in trained_layers
+        if layer is not None and not reached:
+            unreached_layers.add(layer)
+        if param not in embedding and not is_adapter(name):  # a table that is only looked up
+            saved += count(param)
+        reached = reached or param.requires_grad
+    if config.tie_word_embeddings:
+        saved += sum(count(param) for param in embedding)  # as the head, behind all others
+    # A vision tower's layers come first; their attention was not counted.
+    return saved + 4 * attention * max(len(unreached_layers) - (len(layers) - config.num_layers), 0)
 
 
 def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:

@@ -29,7 +29,7 @@ def group_parameters(model: AnyModel, *, whole: bool = False) -> dict[str, list[
     """
     if whole:
         return {"all": [param for param in model.parameters() if param.requires_grad]}
-    embedding, head = _outer_parameters(model)
+    embedding, head = outer_parameters(model)
     groups: dict[str, list[nn.Parameter]] = {}
     for name, param in model.named_parameters():
         if param.requires_grad:
@@ -37,7 +37,8 @@ def group_parameters(model: AnyModel, *, whole: bool = False) -> dict[str, list[
     return groups
 
 
-def _outer_parameters(model: AnyModel) -> tuple[set[nn.Parameter], set[nn.Parameter]]:
+def outer_parameters(model: AnyModel) -> tuple[set[nn.Parameter], set[nn.Parameter]]:
+    """Those of the embedding and of the head; a tied weight is in both."""
     if isinstance(model, TransformersModel):
         inner = model.transformers_model
         modules = inner.get_input_embeddings(), inner.get_output_embeddings()

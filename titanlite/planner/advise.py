@@ -113,7 +113,7 @@ def _estimate(
         trace = trace_step(changed, model_config, degrees, rank=rank)
     except TitanliteError:
         return None  # such as patterns that name nothing: not a change to propose
-    return build_estimate(changed, model_config, degrees, trace, hardware, rank)
+    return build_estimate(changed, degrees, trace, hardware, rank)
 
 
 def _describe(job: JobConfig, values: dict[str, Any]) -> str:

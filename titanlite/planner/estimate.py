@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass
 
-from titanlite.config import AnyModelConfig, JobConfig
+from titanlite.config import JobConfig
 from titanlite.config.parallelism import Degrees
-from titanlite.metrics import train_flops_per_token
 from titanlite.planner.hardware import Hardware
 from titanlite.planner.trace import Moment, StepTrace
 from titanlite.planner.tracker import CATEGORIES, GRADIENTS
@@ -68,7 +67,6 @@ class Estimate:
 
     Attributes:
         tokens: of an optimizer step, all ranks.
-        model_flops_per_token: as MFU counts them: causal attention, no recomputation.
     """
 
     degrees: Degrees
@@ -76,21 +74,17 @@ class Estimate:
     time: StepTime
     trace: StepTrace
     tokens: int
-    model_flops_per_token: int
 
     def fits(self, hardware: Hardware) -> bool:
         """The device's memory is enough."""
         return self.memory.total <= hardware.usable_bytes
 
 
-def build_estimate(
-    job: JobConfig, model_config: AnyModelConfig, degrees: Degrees, trace: StepTrace, hardware: Hardware, rank: int = 0
-) -> Estimate:
+def build_estimate(job: JobConfig, degrees: Degrees, trace: StepTrace, hardware: Hardware, rank: int = 0) -> Estimate:
     """What `trace` means on `hardware`."""
     tokens = trace.micro_batches * job.training.local_batch_size * job.training.seq_len * degrees.dp
-    flops = train_flops_per_token(model_config, job.training.seq_len, frozen=job.lora.rank > 0)
     memory = get_memory(trace, offload=job.training.enable_cpu_offload)
-    return Estimate(degrees, memory, step_time(trace, degrees, hardware, rank), trace, tokens, flops)
+    return Estimate(degrees, memory, step_time(trace, degrees, hardware, rank), trace, tokens)
 
 
 def get_memory(trace: StepTrace, *, offload: bool = False) -> Memory:

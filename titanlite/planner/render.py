@@ -96,7 +96,7 @@ def render_time(estimate: Estimate, hardware: Hardware) -> str:
     ranks = estimate.degrees.world_size
     done = trace.flops.done * ranks / estimate.tokens
     lines = [
-        f"compute: {estimate.model_flops_per_token / 1e9:.2f} GFLOP per token (model, as MFU counts), "
+        f"compute: {trace.model_flops_per_token / 1e9:.2f} GFLOP per token (model, as MFU counts), "
         f"{done / 1e9:.2f} done (recomputation included)",
         f"step of {estimate.tokens:,} tokens ({trace.micro_batches} micro-batches): "
         f"compute {_ms(time.compute_s)} at {hardware.flops / 1e12:.0f} TFLOP/s, "
@@ -104,7 +104,7 @@ def render_time(estimate: Estimate, hardware: Hardware) -> str:
     ]
     for name, seconds in (("full overlap", time.overlapped_s), ("no overlap", time.serial_s)):
         rate = estimate.tokens / seconds / ranks if seconds else 0.0
-        mfu = estimate.model_flops_per_token * rate / hardware.flops
+        mfu = trace.model_flops_per_token * rate / hardware.flops
         lines.append(f"  floor with {name}: {_ms(seconds)}, {rate:,.0f} tokens/s per GPU, MFU {mfu:.1%}")
     return "\n".join(lines)
 
@@ -177,7 +177,7 @@ def to_json(
     data["flops"] = {
         "per_step": trace.flops.done,
         "per_step_as_torch_counts": trace.flops.counted,
-        "model_per_token": estimate.model_flops_per_token,
+        "model_per_token": trace.model_flops_per_token,
     }
     data["step"] = {
         "tokens": estimate.tokens,

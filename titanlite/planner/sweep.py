@@ -142,7 +142,7 @@ def sweep(
                 bases[key] = degrees, trace_step(with_mode, model_config, degrees)
                 progress(len(bases))
             trace = derive(bases[key][1], bases[key][0], degrees)
-            tried.append(Tried(degrees, mode, build_estimate(with_mode, model_config, degrees, trace, hardware)))
+            tried.append(Tried(degrees, mode, build_estimate(with_mode, degrees, trace, hardware)))
     fitting = [one for one in tried if one.estimate.fits(hardware)]
     too_large = [one for one in tried if not one.estimate.fits(hardware)]
     fitting.sort(key=lambda one: one.seconds_per_token)

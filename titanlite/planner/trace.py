@@ -18,6 +18,7 @@ from titanlite.config import AnyModelConfig, JobConfig, ModelConfig
 from titanlite.config.parallelism import Degrees, resolve_global_batch_size
 from titanlite.distributed import ParallelDims, fake_ranks
 from titanlite.materialize.layout import local_of
+from titanlite.metrics import train_flops_per_token
 from titanlite.models.transformers_model import TransformersModel
 from titanlite.planner.flops import Flops
 from titanlite.planner.stand_in import DeviceType, StandInTrainer, observed, without_data
@@ -68,6 +69,7 @@ class StepTrace:
         peaks: live bytes by category (`tracker.CATEGORIES`) at the fullest moment of each stretch.
         counts, nbytes: collectives of the step, and their bytes.
         flops: of the step on this rank, recomputation included.
+        model_flops_per_token: as MFU counts them: causal attention, no recomputation.
         weights, optimizer, buffers, padding: bytes that are there all the time; padding is what FSDP2 adds to shards
             of uneven size.
         micro_batches: per step.
@@ -79,6 +81,7 @@ class StepTrace:
     counts: dict[Traffic, int]
     nbytes: dict[Traffic, int]
     flops: Flops
+    model_flops_per_token: int
     weights: int
     optimizer: int
     buffers: int
@@ -102,7 +105,7 @@ class StepTrace:
         }
         totals = {
             name: line(*(getattr(trace, name) for trace in (self, larger, smaller)))
-            for name in ("weights", "optimizer", "buffers", "padding")
+            for name in ("model_flops_per_token", "weights", "optimizer", "buffers", "padding")
         }
         # A moment that only some of the traces have lies between moments that all have.
         common = [key for key in self.peaks if key in larger.peaks and key in smaller.peaks]
@@ -230,16 +233,18 @@ def summarize(
         counts[traffic] += times(call.segment)
         nbytes[traffic] += times(call.segment) * call.nbytes
     flops = sum((flops * times(segment) for segment, flops in recorder.flops.items()), Flops())
-    params = [local_of(param) for param in trainer.model.parameters()]
+    model = trainer.model
+    params = [local_of(param) for param in model.parameters()]
     weights = sum(param.nbytes for param in params)
     return StepTrace(
         peaks={_moment(segment, num_layers): peak for segment, peak in recorder.peaks().items()},
         counts=dict(counts),
         nbytes=dict(nbytes),
         flops=flops,
+        model_flops_per_token=train_flops_per_token(model.config, trainer.job.training.seq_len, model),
         weights=weights,
         optimizer=sum(local_of(state).nbytes for state in trainer.optimizer_states()),
-        buffers=sum(buffer.nbytes for buffer in trainer.model.buffers()),
+        buffers=sum(buffer.nbytes for buffer in model.buffers()),
         padding=sum(param.untyped_storage().nbytes() for param in params) - weights,
         micro_batches=micro_batches,
         num_layers=num_layers,

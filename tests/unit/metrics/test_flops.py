@@ -1,10 +1,20 @@
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from tiny_transformers import save_tiny_llava
 
 from titanlite.config.model import ModelConfig
+from titanlite.config.schema import LoRASection, ModelSection, OptimizerSection
+from titanlite.materialize import materialize
 from titanlite.metrics import num_parameters, peak_flops, train_flops_per_token
+from titanlite.models.build import build_model
+from titanlite.models.decoder import build_decoder
+from titanlite.models.families import families, resolve_model_config
+from titanlite.models.lora import apply_lora
+from titanlite.optim import freeze_parameters
+from titanlite.planner.tracker import StepRecorder
 
 QWEN3_30B_A3B = ModelConfig(
     family="qwen3_moe",
@@ -63,7 +73,6 @@ def test_num_parameters_counts_dense_leading_layers_and_shared_experts():
 def test_train_flops_per_token_by_hand():
     matrices = num_parameters(TINY_DENSE)[0]  # tied: the one matrix is the output projection, so it multiplies
     assert train_flops_per_token(TINY_DENSE, seq_len=32) == 6 * matrices + 6 * 2 * 2 * 2 * 32
-    assert train_flops_per_token(TINY_DENSE, 32, frozen=True) == 4 * matrices + 6 * 2 * 2 * 2 * 32
     # Untying adds a table that is only looked up: no FLOPs.
     untied = replace(TINY_DENSE, tie_word_embeddings=False)
     assert train_flops_per_token(untied, 32) == train_flops_per_token(TINY_DENSE, 32)
@@ -82,6 +91,95 @@ def test_train_flops_per_token_matches_the_matmuls_that_torch_counts():
     matmul_flops = 3 * counter.get_total_flops() // tokens
     norms = 6 * (2 * config.num_layers + 1) * config.hidden_size  # counted by us like every other parameter
     assert train_flops_per_token(config, seq_len=0) == matmul_flops + norms
+
+
+SEQ_LEN = 16
+DENSE = replace(families()["qwen3"].presets["debug"], num_layers=3, vocab_size=64, tie_word_embeddings=False)
+TIED = replace(DENSE, tie_word_embeddings=True)
+MOE = replace(families()["dots1"].presets["debug"], num_layers=3, vocab_size=64, num_dense_layers=1)
+
+
+def recorded_flops(config: ModelConfig, freeze: str) -> int:
+    """What the products of a training step of one row compute, by the recorder of the planner, per token."""
+    model = build_decoder(config)
+    freeze_parameters(model, OptimizerSection(freeze=freeze))
+    materialize(model, "cpu")
+    tokens = torch.zeros(1, SEQ_LEN, dtype=torch.int64)
+    with StepRecorder(model.parameters()) as recorder:
+        model(tokens, tokens).cross_entropy.backward()
+    (flops,) = recorder.flops.values()
+    return flops.done // SEQ_LEN
+
+
+@pytest.mark.parametrize(
+    ("config", "freeze", "unreached_layers"),
+    [
+        (DENSE, "model.embed_tokens*", 0),  # only looked up
+        (DENSE, "*.mlp.*", 0),
+        (DENSE, "*.self_attn.*_proj.weight, lm_head*", 0),
+        (DENSE, "model.layers.0.*, model.layers.1.*", 0),  # the embedding lies before them
+        (DENSE, "model.embed_tokens*, model.layers.0.*, model.layers.1.*", 2),
+        (DENSE, "model.embed_tokens*, model.layers.*", 3),
+        (DENSE, "model.*", 3),
+        (TIED, "model.embed_tokens*", 0),
+        (TIED, "model.embed_tokens*, model.layers.0.*", 1),
+        (MOE, "*.experts.*", 0),
+        (MOE, "model.embed_tokens*, model.layers.0.*, *.self_attn.*, *.mlp.shared_experts.*", 1),
+        (MOE, "*.down_proj, *.mlp.gate.*", 0),
+    ],
+)
+def test_what_frozen_parameters_save_is_what_backward_leaves_out(
+    config: ModelConfig, freeze: str, unreached_layers: int
+):
+    model = build_decoder(config)
+    freeze_parameters(model, OptimizerSection(freeze=freeze))
+    saved = train_flops_per_token(config, SEQ_LEN) - train_flops_per_token(config, SEQ_LEN, model)
+    recorded = recorded_flops(config, "") - recorded_flops(config, freeze)
+    # Backward of attention has a fifth product, of the scores, which a kernel computes again.
+    recorded -= unreached_layers * config.num_heads * config.head_dim * SEQ_LEN
+    below = tuple(f"model.layers.{layer}." for layer in range(unreached_layers))
+    if unreached_layers == config.num_layers:
+        below += ("model.norm.",)
+    for name, param in model.named_parameters():  # we count norms as matrices, the recorder does not count them
+        if "norm" in name:
+            saved -= 2 * param.numel() * ((not param.requires_grad) + name.startswith(below))
+    assert saved == recorded
+
+
+def flops_of(section: ModelSection, freeze: str) -> int:
+    model = build_model(resolve_model_config(section))
+    freeze_parameters(model, OptimizerSection(freeze=freeze))
+    return train_flops_per_token(model.config, SEQ_LEN, model)
+
+
+@pytest.mark.parametrize("freeze", ["", "model.embed_tokens*, model.layers.0.*", "*.experts.*", "model.*"])
+def test_a_model_of_transformers_has_the_flops_of_the_native_one(freeze: str):
+    native = ModelSection(name="qwen3_moe", flavor="debug", implementation="native")
+    other = replace(native, implementation="transformers")
+    assert flops_of(native, freeze) == flops_of(other, freeze)
+
+
+def test_a_frozen_vision_tower_has_no_backward(tmp_path: Path):
+    save_tiny_llava(tmp_path)
+    section = ModelSection(hf_assets_path=str(tmp_path))
+    model = build_model(resolve_model_config(section))
+    sizes = {name: param.numel() for name, param in model.named_parameters()}
+    tower = sum(size for name, size in sizes.items() if "vision_tower" in name)
+    (first,) = (size for name, size in sizes.items() if name.endswith("projector.linear_1.weight"))
+    saved = flops_of(section, "") - flops_of(section, "*vision_tower*")
+    assert saved == 4 * tower + 2 * first  # what goes into the projector needs no gradient either
+
+
+def test_flops_of_adapters_are_four_sixths_and_backward_ends_at_the_first():
+    config = DENSE
+    matrices = num_parameters(config)[0] - config.vocab_size * config.hidden_size
+    layer = (matrices - config.vocab_size * config.hidden_size - config.hidden_size) // config.num_layers
+    attention = config.num_heads * config.head_dim * SEQ_LEN
+    for targets, unreached in (("*.q_proj", 0), ("model.layers.1.*.q_proj, model.layers.2.mlp.*", 1)):
+        model = build_decoder(config)
+        apply_lora(model, LoRASection(rank=2, targets=targets), torch.float32)
+        flops = train_flops_per_token(config, SEQ_LEN, model)
+        assert flops == 4 * matrices + 6 * 3 * attention - unreached * (2 * layer + 4 * attention)
 
 
 @pytest.mark.parametrize(

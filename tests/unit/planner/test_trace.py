@@ -56,7 +56,8 @@ def test_few_layers_stand_for_all(checked, world_size, num_layers, overrides):
     job = checked(world_size, num_layers, *overrides)
     few, every = traced(job), traced(job, every_layer=True)
     assert few.traced_layers < 2 * every.traced_layers and few.num_layers == every.num_layers
-    for name in ("counts", "nbytes", "flops", "weights", "optimizer", "buffers", "padding", "micro_batches"):
+    sizes = ("weights", "optimizer", "buffers", "padding")
+    for name in ("counts", "nbytes", "flops", "model_flops_per_token", *sizes, "micro_batches"):
         assert getattr(few, name) == getattr(every, name), name
     assert get_memory(few) == get_memory(every)
     # The optimizer's own moment holds some bytes per tensor, for norms, which are not extrapolated.
@@ -78,7 +79,9 @@ def test_layers_named_by_number_are_all_traced(checked):
     job = checked(2, 6, "--optimizer.freeze=model.layers.3.*")
     trace = traced(job)
     assert trace.traced_layers == 6
-    assert trace.optimizer < traced(checked(2, 6)).optimizer
+    every = traced(checked(2, 6))
+    assert trace.optimizer < every.optimizer
+    assert trace.model_flops_per_token < every.model_flops_per_token
 
 
 def test_no_scores_are_kept_on_a_gpu(checked):
