@@ -7,13 +7,13 @@ folder, and a resumed run skips the rows before its block without rendering or t
 Parquet without parsing them. Where the counts are missing (another machine, without a shared cache), the blocks are
 tokenized again.
 
-The next block is made in a thread while the present one is trained on, once per machine (`stream_blocks`).
+The blocks of the next step are made in a thread while the present one is trained on (`stream_ahead`), once per machine
+(`stream_blocks`).
 """
 
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import sha256
 from importlib import metadata
@@ -30,6 +30,7 @@ from titanlite.data.encode import ExampleEncoder
 from titanlite.data.example_dataset import ExampleSet, fit_examples, get_documents, make_batch, pack_examples
 from titanlite.data.examples import SKIP_REMEDY, get_text_settings, make_encoder
 from titanlite.data.rows import Row, Rows
+from titanlite.data.stream_ahead import StreamAhead
 from titanlite.data.stream_blocks import EncodedBlock, encode_block, name_folder, share_block
 from titanlite.data.tokenizer import count_ids
 from titanlite.errors import DataError, raise_problems
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 
 _FORMAT_VERSION = 2  # raise it when the division into blocks or their packing changes
 
-_KEPT_FILES = 8  # blocks, for the ranks of a machine; several runs may be at different places of one stream
+_KEPT_FILES = 8  # at least, of blocks: several runs of a machine may be at different places of one stream
 
 
 class _LeftOut:
@@ -62,6 +63,7 @@ class _Block:
 
     Attributes:
         left_out: how much of its rows was not used, by reason, with the first example of it or "".
+        next_start: the first row of the next block.
     """
 
     start: int
@@ -69,6 +71,11 @@ class _Block:
     content: ExampleSet | None
     sequences: list[np.ndarray]
     left_out: _LeftOut
+    next_start: int
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.sequences)
 
 
 class StreamDataset:
@@ -111,8 +118,7 @@ class StreamDataset:
         self._encoder: ExampleEncoder | None = None
         self._reader: tuple[int, Iterator[Row]] | None = None
         self._blocks: dict[int, _Block] = {}
-        self._ahead: tuple[int, Future[_Block]] | None = None
-        self._thread = ThreadPoolExecutor(1, "titanlite-stream")
+        self._ahead = StreamAhead(self._make_block)
 
     @property
     def form(self) -> str:
@@ -127,11 +133,14 @@ class StreamDataset:
     def get_train_indices(self, seed: int, start: int, stop: int) -> np.ndarray:
         """Sequence indices (stop - start,) int64 of the training samples [start, stop), in the order of the stream.
 
+        A loader asks for a step at a time: blocks for one and a half of the largest are made ahead.
+
         Raises:
             ValueError: another seed than that of the stream.
         """
         if seed != self.seed:
             raise ValueError(f"the stream is shuffled with seed {self.seed}, not {seed}")
+        self._ahead.num_wanted = max(self._ahead.num_wanted, -(-3 * (stop - start) // 2))
         return self.num_validation_sequences + np.arange(start, stop, dtype=np.int64)
 
     def get_validation_indices(self, start: int, stop: int) -> np.ndarray:
@@ -161,35 +170,33 @@ class StreamDataset:
         block = self._get_block(number)
         assert block.content is not None
         place = sample - (self._ends[number - 1] if number else 0)
-        order = get_permutation(self.seed, number, len(block.sequences))
+        order = get_permutation(self.seed, number, block.num_sequences)
         return block.content, block.sequences[order[place]]
 
     def _get_block(self, number: int) -> _Block:
-        """Block `number`, which is at most the first unknown one; the block behind it is begun in the thread."""
+        """Block `number`, which is at most the first unknown one."""
         if number not in self._blocks:
-            if self._ahead is not None and self._ahead[0] == number:
-                block = self._ahead[1].result()
-            else:
-                if self._ahead is not None:
-                    self._ahead[1].exception()  # it uses the reader
-                block = self._make_block(number)
-            self._ahead = None
+            before = self._known[number - 1] if number else (0, 0, 0)
+            block = self._ahead.take(number, self._get_next_start(before[0], before[1]))
             self._report(block.left_out)  # not before: a block that is made ahead may never be used
             if number == len(self._known):
                 self._add(block)
-            elif len(block.sequences) != self._known[number][2]:
+            elif block.num_sequences != self._known[number][2]:
                 raise DataError(
-                    f"data: the rows from {block.start + 1} on give {len(block.sequences)} sequences, but gave "
+                    f"data: the rows from {block.start + 1} on give {block.num_sequences} sequences, but gave "
                     f"{self._known[number][2]} before. Remove {self._counts_file} if the rows have changed."
                 )
-            # A step may straddle two blocks; what is older is not asked for again but by a run that goes back.
+            # Micro-batches may straddle two blocks; what is older is not asked for again but by a run that goes back.
             self._blocks = {n: kept for n, kept in self._blocks.items() if n == number - 1} | {number: block}
-            self._ahead = (number + 1, self._thread.submit(self._make_block, number + 1))
         return self._blocks[number]
 
+    def _get_next_start(self, start: int, num_rows: int) -> int:
+        """The first row of the block behind that of `num_rows` rows from `start` on: a short one ends a pass."""
+        return start + num_rows if num_rows == self.data.streaming_block_rows else 0
+
     def _add(self, block: _Block) -> None:
-        self._known.append((block.start, block.num_rows, len(block.sequences)))
-        self._ends.append((self._ends[-1] if self._ends else 0) + len(block.sequences))
+        self._known.append((block.start, block.num_rows, block.num_sequences))
+        self._ends.append((self._ends[-1] if self._ends else 0) + block.num_sequences)
         ended = block.num_rows < self.data.streaming_block_rows
         if ended and not any(sequences for _, _, sequences in self._known):
             what = "; ".join(f"{count} {reason}" for reason, count in self.left_out.items()) or "there is none"
@@ -203,26 +210,25 @@ class StreamDataset:
                 f"data: cannot write {self._counts_file}: {error}. Set data.cache_folder to a writable folder."
             ) from None
 
-    def _make_block(self, number: int) -> _Block:
-        """Read, render, tokenize and pack one block; an empty one stands for the end of a pass."""
-        before = self._known[number - 1] if number else (0, 0, 0)
-        start = before[0] + before[1]
-        if number and before[1] < self.data.streaming_block_rows:
-            start = 0  # the pass ended there
+    def _make_block(self, start: int) -> _Block:
+        """Read, render, tokenize and pack the block from row `start` on; an empty one stands for the end of a pass."""
         if self._reader is None or self._reader[0] != start:
             self._reader = (start, self.rows.iterate_from(start, get_cache_folder(self.data)))
-        batch = list(islice(self._reader[1], self.data.streaming_block_rows))
-        self._reader = (start + len(batch), self._reader[1])
+        (_, reader), self._reader = self._reader, None  # one that raises has ended
+        batch = list(islice(reader, self.data.streaming_block_rows))
+        self._reader = (start + len(batch), reader)
         if self._encoder is None:
             self._encoder = make_encoder(self.data, self.tokenizer, batch)
             if self.form == "auto" and self._encoder is not None and self._encoder.form == "preference":
                 raise DataError('data: the stream has preference pairs. Say so with data.format = "preference".')
         left_out = _LeftOut()
+        # Another rank may be a step behind, which is fewer blocks than are made ahead, and has as many ahead itself.
+        keep = max(_KEPT_FILES, 3 * self._ahead.most_blocks)
         encoder, names = self._encoder, self.rows.names
-        encoded = share_block(self._blocks_folder, start, lambda: encode_block(encoder, batch, names), keep=_KEPT_FILES)
+        encoded = share_block(self._blocks_folder, start, lambda: encode_block(encoder, batch, names), keep=keep)
         content = self._collect(encoded, left_out)
         sequences = [] if content is None else pack_examples(content, self.seq_len, packing=self.data.packing)
-        return _Block(start, len(batch), content, sequences, left_out)
+        return _Block(start, len(batch), content, sequences, left_out, self._get_next_start(start, len(batch)))
 
     def _collect(self, block: EncodedBlock, left_out: _LeftOut) -> ExampleSet | None:
         """The examples of a block that fit, or None; the others are added to `left_out`."""

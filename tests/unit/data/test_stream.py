@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -38,6 +39,14 @@ def build(job: JobConfig) -> StreamDataset:
 
 def take(dataset: StreamDataset, start: int, stop: int) -> list[list[int]]:
     return [dataset.batch([i]).tokens[0].tolist() for i in dataset.get_train_indices(42, start, stop).tolist()]
+
+
+def wait(dataset: StreamDataset) -> list[Any]:
+    """The blocks that are ready when the thread has nothing more to do."""
+    futures = dataset._ahead._chain.futures
+    while not all(future.done() for future in list(futures.values())):
+        time.sleep(0.001)
+    return [future.result() for future in futures.values()]
 
 
 def prompts_in(dataset: StreamDataset, start: int, stop: int) -> list[int]:
@@ -137,12 +146,13 @@ def test_the_processes_of_a_machine_tokenize_each_block_once(
     job = make_job(rows, **settings)
     alone = build(job)
     expected = take(alone, 0, 40)
-    assert alone._ahead is not None and alone._ahead[1].result()
+    wait(alone)
     made: list[int] = []
     encode = stream.encode_block
 
     def counted(encoder: Any, batch: list[Row], names: tuple[str, ...]) -> stream.EncodedBlock:
-        made.append(batch[0].number if batch else 0)
+        if names == (job.data.path,):  # not a thread that an earlier test has left
+            made.append(batch[0].number if batch else 0)
         time.sleep(0.01)  # others come while it is made
         return encode(encoder, batch, names)
 
@@ -156,7 +166,7 @@ def test_the_processes_of_a_machine_tokenize_each_block_once(
             assert found == [[expected[sample]]] * 3
     assert all(rank.left_out == ranks[0].left_out for rank in ranks) and ranks[0].left_out.total() >= 1
     for rank in ranks:
-        assert rank._ahead is not None and rank._ahead[1].result()
+        wait(rank)
     assert len(ranks[0]._known) > 6  # more than a pass
     assert made == [1, 9, 17, 25, 33, 0], "the second pass finds those of the first"
 
@@ -169,7 +179,7 @@ def test_ranks_at_several_places_of_a_stream_leave_each_other_their_blocks(
     job = make_job(make_rows(120), seq_len=48, streaming=True, streaming_block_rows=4)
     alone = build(job)
     expected = take(alone, 0, 100)
-    assert alone._ahead is not None and alone._ahead[1].result()
+    wait(alone)
     made: list[int] = []
     encode = stream.encode_block
     monkeypatch.setattr(
@@ -185,7 +195,8 @@ def test_ranks_at_several_places_of_a_stream_leave_each_other_their_blocks(
         other = sample - lag if start == 0 else start + sample
         if other >= 0:
             assert take(second, other, other + 1) == expected[other : other + 1]
-    assert all(rank._ahead is not None and rank._ahead[1].result() for rank in (first, second))
+    for rank in (first, second):
+        wait(rank)
     if start == 0:
         assert len(made) == len(set(made)), made
     else:  # a run that comes where the other one has been long before makes those blocks again
@@ -217,11 +228,88 @@ def test_where_blocks_cannot_be_shared_each_process_makes_them(
     job = make_job(make_rows(9), seq_len=48, streaming=True)
     alone = build(job)
     expected = take(alone, 0, 3)
-    assert alone._ahead is not None and alone._ahead[1].result()
+    wait(alone)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     dataset = build(job)
     dataset._blocks_folder.write_text("in the way")
     assert take(dataset, 0, 3) == expected
+
+
+def test_a_step_larger_than_a_block_finds_its_blocks_ready(make_job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no more than one and a half steps, and a block, are held."""
+    job = make_job(make_rows(400), seq_len=48, streaming=True, streaming_block_rows=8)
+    size = 14
+    goes_on, made = Event(), []
+    goes_on.set()
+    encode = stream.encode_block
+
+    def slow(encoder: Any, batch: list[Row], names: tuple[str, ...]) -> stream.EncodedBlock:
+        assert goes_on.wait(20)
+        if names == (job.data.path,):  # not a thread that an earlier test has left
+            made.append(batch[0].number)
+        return encode(encoder, batch, names)
+
+    monkeypatch.setattr(stream, "encode_block", slow)
+    dataset = build(job)
+    loader = TrainLoader(dataset, seed=42, global_batch_size=size, local_batch_size=2, dp_rank=0, dp_degree=1)
+    for step in range(4):
+        if step:
+            goes_on.clear()  # the model is trained; what is asked for now has to be there
+        with ThreadPoolExecutor(1) as pool:
+            found = pool.submit(loader.micro_batches, step)
+            try:
+                batches = found.result(10)
+            finally:
+                goes_on.set()
+        assert [batch.tokens.shape for batch in batches] == [(2, 48)] * (size // 2)
+        ready = sum(block.num_sequences for block in wait(dataset))
+        largest = max(known[2] for known in dataset._known)
+        assert 1.5 * size <= ready <= 1.5 * size + largest
+    assert largest < size / 2  # a step is several blocks
+    assert made == list(range(1, 8 * len(made), 8))
+
+
+def test_a_bad_row_that_is_read_ahead_ends_the_run_when_it_is_reached(make_job: MakeJob) -> None:
+    job = make_job([*make_rows(60), {"prompt": 1}, *make_rows(60)], seq_len=48, streaming=True, streaming_block_rows=8)
+    dataset = build(job)
+    before = take(dataset, 0, 8)
+    dataset.get_train_indices(42, 0, 60)  # a step of 60: the bad row is read at once
+    taken = len(before)
+    with pytest.raises(DataError, match=r"line 61: no field 'completion'"):
+        for _ in range(100):
+            before += take(dataset, taken, taken + 1)
+            taken += 1
+    assert taken >= 7 * 3  # all sequences of the 7 blocks before
+    assert taken == dataset._ends[-1] and len(dataset._ends) == 7
+
+
+def test_ranks_that_are_a_step_apart_share_blocks(make_job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although a step is of several blocks, which are made ahead."""
+    job = make_job(make_rows(400), seq_len=48, streaming=True, streaming_block_rows=8)
+    made: list[int] = []
+    encode = stream.encode_block
+
+    def counted(encoder: Any, batch: list[Row], names: tuple[str, ...]) -> stream.EncodedBlock:
+        if names == (job.data.path,):  # not a thread that an earlier test has left
+            made.append(batch[0].number)
+        return encode(encoder, batch, names)
+
+    monkeypatch.setattr(stream, "encode_block", counted)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    first, second = (
+        TrainLoader(build(job), seed=42, global_batch_size=14, local_batch_size=7, dp_rank=rank, dp_degree=2)
+        for rank in range(2)
+    )
+    first.micro_batches(0)
+    wait(first.dataset)
+    for step in range(6):  # the first rank waits for the other at the end of its step
+        first.micro_batches(step + 1)
+        wait(first.dataset)
+        second.micro_batches(step)
+        wait(second.dataset)
+    assert len(first.dataset._known) >= 14 and made == list(range(1, 8 * len(made), 8))
+    (folder,) = Path(job.data.cache_folder, "streams").glob("*/")
+    assert len(list(folder.glob("*.npz"))) < len(made)
 
 
 @pytest.mark.parametrize("damage", [b"", b"PK", None])
@@ -245,8 +333,8 @@ def test_a_block_that_is_only_made_ahead_leaves_nothing_out_yet(make_job: MakeJo
     job = make_job([*make_rows(9), {"prompt": 1}], seq_len=48, streaming=True, bad_rows="skip")
     dataset = build(job)
     take(dataset, 0, 1)
-    assert dataset._ahead is not None
-    assert dataset._ahead[1].result().left_out.counts.total() == 1
+    (ahead,) = wait(dataset)
+    assert ahead.left_out.counts.total() == 1
     assert dataset.left_out.total() == 1
 
 
