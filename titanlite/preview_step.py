@@ -94,7 +94,7 @@ def _find_run(job: JobConfig) -> _Run | None:
 
 def _check_step(job: JobConfig, run: _Run | None, request: StepRequest) -> None:
     last = max(job.training.steps, 0 if run is None else run.progress.step)
-    if not 1 <= request.step <= last:
+    if request.step < 1 or (request.step > last and not job.training.epochs):  # how many these are, the data say
         raise ConfigError(
             f"data: --step {request.step} is not in [1, {last}], the steps of this run (training.steps). Give one as "
             "the console counts them, or raise training.steps."

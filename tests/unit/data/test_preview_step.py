@@ -137,6 +137,7 @@ def test_a_step_that_the_run_does_not_have(preview: Preview, step: int) -> None:
         "the console counts them, or raise training.steps.\n",
     )
     assert preview.lines(40) == preview.order(39 * 8, 40 * 8)
+    assert (preview(step, "--training.epochs=9")[0] == 0) == (step == 41)  # training.steps counts no more
     preview.save(41, [preview.stretch(0, 0)])  # training.steps was lowered since
     assert (preview(step)[0] == 0) == (step == 41)
 
