@@ -183,6 +183,14 @@ def turn_off_dropout(model: torch.nn.Module) -> None:
         logger.info("dpo: dropout of %s is off, as in the reference", ", ".join(map(str, sorted(found))))
 
 
+def warn_of_ignored_balancing(job: JobConfig, model_config: AnyModelConfig) -> None:
+    """Say on rank 0 which settings a model without experts ignores. No error: families are compared on one file."""
+    names = ("expert_bias_update_rate", "aux_loss_coeff", "z_loss_coeff")
+    given = [f"moe.{name} = {value}" for name in names if (value := getattr(job.moe, name))]
+    if given and model_config.num_experts == 0 and get_rank() == 0:
+        logger.warning("moe: the model has no experts to balance: no effect of %s", ", ".join(given))
+
+
 def configure(model: AnyModel, job: JobConfig, device: torch.device) -> None:
     """Hand the settings that are no sizes to the modules that use them."""
     if isinstance(model, TransformersModel):

@@ -48,6 +48,7 @@ from titanlite.run_setup import (
     make_dump_folder,
     record_start,
     resolve_steps,
+    warn_of_ignored_balancing,
 )
 from titanlite.train_step import TrainStep, Window
 
@@ -83,6 +84,7 @@ class Trainer(TrainStep):
             self.tokenizer, self.loader = build_data(job, self.dims.dp_rank, degrees.dp)
         self.job = job = resolve_steps(job, self.loader)
         check_vocabulary(self.loader.dataset.vocab_size, model_config)
+        warn_of_ignored_balancing(job, model_config)
         make_dump_folder(job, self.dump_folder)
         check_shared_folder(self.dump_folder)
 

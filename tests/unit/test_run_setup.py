@@ -11,7 +11,13 @@ from titanlite.config import JobConfig
 from titanlite.data import TrainLoader
 from titanlite.errors import ConfigError, DataError
 from titanlite.models.families import families
-from titanlite.run_setup import check_device, check_vocabulary, resolve_steps, turn_off_dropout
+from titanlite.run_setup import (
+    check_device,
+    check_vocabulary,
+    resolve_steps,
+    turn_off_dropout,
+    warn_of_ignored_balancing,
+)
 
 CONFIG = replace(families()["qwen3_moe"].presets["debug"], vocab_size=1000)
 
@@ -109,3 +115,19 @@ def test_a_pretrained_model_that_sees_its_data_often_is_a_warning(warnings, monk
     job.training.steps = 126
     resolve_steps(job, loader_of(100))
     assert "sees the data 10 times" in warnings[0] and "training.epochs" in warnings[0]
+
+
+def test_a_model_without_experts_has_nothing_to_balance(warnings, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    job = JobConfig()
+    dense = replace(CONFIG, num_experts=0)
+    warn_of_ignored_balancing(job, dense)
+    job.moe.aux_loss_coeff, job.moe.expert_bias_update_rate = 0.02, 1e-3
+    warn_of_ignored_balancing(job, CONFIG)
+    assert warnings == []
+    warn_of_ignored_balancing(job, dense)
+    (text,) = warnings
+    assert text.endswith("no effect of moe.expert_bias_update_rate = 0.001, moe.aux_loss_coeff = 0.02")
+    monkeypatch.setenv("RANK", "1")
+    warn_of_ignored_balancing(job, dense)
+    assert len(warnings) == 1

@@ -104,12 +104,6 @@ def check_parallelism(job: JobConfig, model: AnyModelConfig, degrees: Degrees) -
             f"training.seq_len ({job.training.seq_len}) is not a multiple of tensor_parallel_degree ({tp}): "
             "activations are sequence-sharded."
         )
-    if model.num_experts == 0:
-        problems += [
-            f"moe.{name} = {value}: the model has no experts to balance. Leave it out."
-            for name in ("expert_bias_update_rate", "aux_loss_coeff", "z_loss_coeff")
-            if (value := getattr(job.moe, name))
-        ]
     if model.num_experts == 0 and ep > 1:
         problems.append(f"parallelism: expert_parallel_degree is {ep}, but the model has no experts. Set it to 1.")
     elif model.num_experts and model.num_experts % ep:

@@ -150,13 +150,3 @@ def test_global_batch_size():
     assert resolve_global_batch_size(training, Degrees(2, 2, 2).dp) == 12
     training.global_batch_size = 48
     assert resolve_global_batch_size(training, Degrees(2, 2, 2).dp) == 48
-
-
-@pytest.mark.parametrize("name", ["expert_bias_update_rate", "aux_loss_coeff", "z_loss_coeff"])
-def test_a_model_without_experts_has_nothing_to_balance(name):
-    job = JobConfig()
-    job.training.seq_len = 128
-    setattr(job.moe, name, 0.01)
-    assert check_parallelism(job, MODEL, Degrees()) == []
-    (problem,) = check_parallelism(job, replace(MODEL, num_experts=0), Degrees())
-    assert problem == f"moe.{name} = 0.01: the model has no experts to balance. Leave it out."
