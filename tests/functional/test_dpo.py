@@ -48,10 +48,11 @@ class PairLoader:
 
     fingerprint = "pairs by hand"
     stretches: Sequence[Stretch] = ()
+    global_batch_size = ROWS
 
     def __init__(self, dp_rank: int, dp_degree: int, local_batch_size: int) -> None:
         self._dp_rank, self._dp_degree, self._local = dp_rank, dp_degree, local_batch_size
-        self.dataset = SimpleNamespace(vocab_size=VOCAB_SIZE, form="preference")
+        self.dataset = SimpleNamespace(vocab_size=VOCAB_SIZE, form="preference", num_train_sequences=None)
 
     def micro_batches(self, step: int) -> list[Batch]:
         rows = rows_of(step)
