@@ -16,7 +16,7 @@ from titanlite import heartbeat, stop
 from titanlite.errors import NEVER_RESTARTED
 from titanlite.heartbeat import Beat
 from titanlite.notices import ENDING, Restart, lost_peers, note_restart, read_error
-from titanlite.stacks import describe, save_stacks
+from titanlite.stacks import describe, is_stopped, save_stacks
 
 _HANG = 124  # exit code, as of timeout(1)
 # When one rank has failed, the others may print what they have to say (the same error), and then end.
@@ -53,6 +53,7 @@ class Guard:
         self.failure: Failure | None = None
         self._looked = 0.0
         self._stop_seen: float | None = None
+        self._stopped_since: dict[int, float] = {}
 
     def began(self) -> None:
         """New ranks start."""
@@ -111,7 +112,16 @@ class Guard:
         if any(age > _DEATH_SHOWS_S for rank, age in lost_peers(self._folder).items() if rank in running):
             return True
         now = time.monotonic()
-        return any(beat.limit_s and now - beat.time_s > beat.limit_s for rank, beat in beats.items() if rank in running)
+        beats = {rank: beat for rank, beat in beats.items() if rank in running}
+        stopped = [self._is_stopped_for_long(rank, beat, now) for rank, beat in beats.items()]
+        return any(stopped) or any(beat.limit_s and now - beat.time_s > beat.limit_s for beat in beats.values())
+
+    def _is_stopped_for_long(self, rank: int, beat: Beat, now: float) -> bool:
+        """Loading and saving may take hours, but not of a process that does not run. Debuggers stop it for a moment."""
+        if not beat.stopped_limit_s or not is_stopped(beat.pid):
+            self._stopped_since.pop(rank, None)
+            return False
+        return now - self._stopped_since.setdefault(rank, now) > beat.stopped_limit_s
 
     def _end_hanging(self, beats: Mapping[int, Beat], running: Mapping[int, int], num_ranks: int) -> None:
         kept = save_stacks(self._folder, beats)

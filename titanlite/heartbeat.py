@@ -33,6 +33,7 @@ class Beat:
         phase: what it does: 'starting', 'loading', 'data', 'forward', 'backward', 'optimizer', 'validation', ...
         time_s: when that began, on this machine's monotonic clock, in seconds.
         limit_s: seconds after which a rank in this phase hangs; 0 if only a collective that waits for it can tell.
+        stopped_limit_s: seconds after which a rank hangs that is stopped by a signal, in any phase; 0: not known yet.
         grace_s: seconds from SIGTERM to the end of the run; 0 if it may take as long as it needs.
         dump_folder: of the run; empty as long as the configuration is not read.
     """
@@ -43,6 +44,7 @@ class Beat:
     phase: str = "starting"
     time_s: float = 0.0
     limit_s: float = 0.0
+    stopped_limit_s: float = 0.0
     grace_s: float = 0.0
     dump_folder: str = ""
 
@@ -88,12 +90,13 @@ def configure(timeout_s: float, grace_s: float, dump_folder: str | Path) -> None
     """Tell the launcher what the configuration says.
 
     Args:
-        timeout_s: seconds after which a rank that trains and does not move hangs.
+        timeout_s: seconds after which a rank that trains and does not move hangs, or one that is stopped by a signal.
         grace_s: seconds from SIGTERM to the end of the run, 0 for no limit.
         dump_folder: where stacks are kept.
     """
     _heart.timeout_s = timeout_s
-    _heart.beat = replace(_heart.beat, grace_s=grace_s, dump_folder=str(Path(dump_folder).absolute()))
+    folder = str(Path(dump_folder).absolute())
+    _heart.beat = replace(_heart.beat, stopped_limit_s=timeout_s, grace_s=grace_s, dump_folder=folder)
     beat(_heart.beat.phase)
 
 

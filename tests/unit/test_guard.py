@@ -30,7 +30,8 @@ heartbeat.beat("forward")
 print("ready", flush=True)
 def all_reduce(): time.sleep(100)
 def compute(): time.sleep(100)
-{"wait": all_reduce, "loop": compute, "end": lambda: sys.exit(int(sys.argv[5]))}[sys.argv[4]]()
+def save(): heartbeat.beat("saving"), time.sleep(100)
+{"wait": all_reduce, "loop": compute, "save": save, "end": lambda: sys.exit(int(sys.argv[5]))}[sys.argv[4]]()
 """
 
 
@@ -113,6 +114,29 @@ def test_hang_names_who_waits_for_whom(start, tmp_path, capfd):
     assert "The others wait for them: ranks 0, 2 in all_reduce (step 2, forward)." in said
     assert re.search(r"rank 1 has not moved for \d+ s since step 2, forward: it is in compute \(.*rank.py:\d+\);", said)
     assert all(is_gone(pid) for pid in pids.values()), "a stopped one, too"
+
+
+def test_a_rank_that_is_stopped_hangs_in_any_phase_but_not_for_a_moment(start, tmp_path, capfd):
+    """Saving may take hours. A debugger stops a process while it looks at it."""
+    guard, pids = Guard(str(tmp_path / "notices")), {0: start(0, "save", timeout_s=0.6)}
+    guard.began()
+
+    def watch_for(seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            guard.watch(pids)
+            time.sleep(0.02)
+
+    watch_for(1)
+    for _ in range(4):
+        os.kill(pids[0], signal.SIGSTOP)
+        watch_for(0.2)
+        os.kill(pids[0], signal.SIGCONT)
+        watch_for(0.1)
+    assert guard.failure is None
+    os.kill(pids[0], signal.SIGSTOP)
+    assert watch(guard, pids).code == 124
+    assert re.search(r"rank 0 has not moved for \d+ s since step 2, saving: it is stopped", capfd.readouterr().err)
 
 
 def test_run_that_does_not_stop_in_its_grace_is_ended(start, tmp_path, capfd):
