@@ -56,7 +56,6 @@ class _Heart:
         self.file: int | None = None
         self.stacks: IO[str] | None = None
         self.beat = Beat(int(os.environ.get("RANK", "0")), os.getpid())
-        self.timeout_s = 0.0
         self.rounds = 0
 
 
@@ -94,7 +93,6 @@ def configure(timeout_s: float, grace_s: float, dump_folder: str | Path) -> None
         grace_s: seconds from SIGTERM to the end of the run, 0 for no limit.
         dump_folder: where stacks are kept.
     """
-    _heart.timeout_s = timeout_s
     folder = str(Path(dump_folder).absolute())
     _heart.beat = replace(_heart.beat, stopped_limit_s=timeout_s, grace_s=grace_s, dump_folder=folder)
     beat(_heart.beat.phase)
@@ -110,7 +108,7 @@ def beat(phase: str, step: int | None = None) -> None:
         phase=phase,
         step=heart.beat.step if step is None else step,
         time_s=time.monotonic(),
-        limit_s=heart.timeout_s if limited else 0.0,
+        limit_s=heart.beat.stopped_limit_s if limited else 0.0,
     )
     if heart.file is not None:
         os.pwrite(heart.file, json.dumps(asdict(heart.beat)).encode().ljust(_RECORD_BYTES), 0)

@@ -110,12 +110,10 @@ def check_device(job: JobConfig, device: torch.device) -> None:
     if job.model.attention_backend == "varlen":
         dtype, _ = mixed_precision_dtypes(job, device.type)
         if device.type != "cuda" or dtype == torch.float32:
-            remedy = "Set it to 'sdpa'" + (
-                ", or training.mixed_precision_param to 'bfloat16'" * (device.type == "cuda")
-            )
+            other = ", or training.mixed_precision_param to 'bfloat16'" if device.type == "cuda" else ""
             raise ConfigError(
                 "model.attention_backend: 'varlen' is for bfloat16 on CUDA, and activations are "
-                f"{str(dtype).removeprefix('torch.')} on {device.type}. {remedy}."
+                f"{str(dtype).removeprefix('torch.')} on {device.type}. Set it to 'sdpa'{other}."
             )
     if job.training.enable_cpu_offload and device.type != "cuda":
         raise ConfigError("training.enable_cpu_offload: there is no CUDA device to offload from. Set it to false.")

@@ -84,7 +84,7 @@ def test_dpo_turns_off_dropout_wherever_it_is(monkeypatch):
 
 
 def loader_of(num_sequences: int | None, size: int = 8) -> TrainLoader:
-    dataset = SimpleNamespace(num_train_sequences=num_sequences)
+    dataset = SimpleNamespace(num_train_sequences=num_sequences, fingerprint="")
     loader = TrainLoader(dataset, seed=1, global_batch_size=size, local_batch_size=1, dp_rank=0, dp_degree=1)  # type: ignore[arg-type]
     return loader
 

@@ -210,6 +210,8 @@ class ExampleDataset:
         self._rows += [(held_out, members) for members in pack_examples(held_out, seq_len, packing=packing)]
         self.num_sequences = len(self._rows)
         self.num_validation_sequences = self.num_sequences - self.num_train_sequences
+        # Examples, tokens, a digest of their source and of the way they are laid out, in words.
+        self.fingerprint = self._describe()
 
     @property
     def vocab_size(self) -> int:
@@ -227,9 +229,7 @@ class ExampleDataset:
         """Share of the training rows that is not padding."""
         return self.train.num_tokens / (self.num_train_sequences * self.seq_len)
 
-    @property
-    def fingerprint(self) -> str:
-        """Examples, tokens, a digest of their source and of the way they are laid out, in words."""
+    def _describe(self) -> str:
         parts = [self.packing, self.train.selected.tobytes(), self.train.lengths.tobytes(), self.train.examples.key]
         digest = sha256()
         for part in parts:

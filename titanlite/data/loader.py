@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from titanlite.data.dataset import Batch, SequenceDataset
-from titanlite.data_order import Stretch, add_stretch
+from titanlite.data_order import Stretch, add_stretch, find_stretch
 from titanlite.errors import ConfigError, raise_problems
 
 
@@ -55,21 +55,14 @@ class TrainLoader:
         self.dp_rank = dp_rank
         self.dp_degree = dp_degree
         self.num_micro_batches = global_batch_size // (local_batch_size * dp_degree)
-        self._starts = [(0, 0)]
-        self._before: Sequence[Stretch] = ()
+        # Which samples each step of the run takes: those before `start_from`, as far as known, and all from there on.
+        self.stretches: list[Stretch] = []
+        self.start_from(0, 0)
 
     @property
     def fingerprint(self) -> str:
         """What determines the data order, in words: equal for equal orders."""
         return f"{self.dataset.fingerprint}, seed {self.seed}"
-
-    @property
-    def stretches(self) -> list[Stretch]:
-        """Which samples each step of the run takes: those before `start_from` and all that this loader deals out."""
-        found, data = list(self._before), self.fingerprint
-        for step, samples in self._starts:
-            found = add_stretch(found, Stretch(step, samples, self.global_batch_size, data))
-        return found
 
     def start_from(
         self, step: int, samples: int, jumps: Iterable[tuple[int, int]] = (), before: Sequence[Stretch] = ()
@@ -80,15 +73,16 @@ class TrainLoader:
         (step, samples): from that step on, what lies before those samples is left out. `before` says what the steps
         before `step` took, as far as it is known; it only goes into `stretches`.
         """
-        self._starts, self._before = [(step, samples)], before
-        for jump in jumps:
-            if jump[0] >= step:
-                self._starts = [*(start for start in self._starts if start[0] < jump[0]), jump]
+        self.stretches = list(before)
+        for start in ((step, samples), *(jump for jump in jumps if jump[0] >= step)):
+            self.stretches = add_stretch(self.stretches, Stretch(*start, self.global_batch_size, self.fingerprint))
 
     def samples_before(self, step: int) -> int:
         """Samples of the data order that the steps before `step` trained on, or left out."""
-        start_step, start_sample = next(start for start in reversed(self._starts) if start[0] <= step)
-        return start_sample + (step - start_step) * self.global_batch_size
+        stretch = find_stretch(self.stretches, step)
+        if stretch is None:
+            raise ValueError(f"step {step} lies before all that is known of this run's data order")
+        return stretch.samples_before(step)
 
     def micro_batches(self, step: int) -> list[Batch]:
         """The micro-batches of this rank in training step `step`, counted from 0; CPU tensors.
