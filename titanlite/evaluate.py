@@ -18,9 +18,7 @@ from titanlite.config import AnyModelConfig, JobConfig
 from titanlite.config.assets import assets_folder
 from titanlite.data import (
     EvaluationPrompt,
-    ExampleDataset,
     SequenceDataset,
-    StreamDataset,
     count_ids,
     evaluation_prompts,
     read_evaluation_prompts,
@@ -212,7 +210,7 @@ def build_evaluation_prompts(job: JobConfig, dataset: SequenceDataset, tokenizer
     section = job.evaluation
     if section.path:
         return read_evaluation_prompts(job.data, section.path, section.split, tokenizer)
-    if isinstance(dataset, ExampleDataset | StreamDataset):
+    if job.data.dataset == "examples":
         return evaluation_prompts(dataset, tokenizer)
     raise ConfigError(
         f'evaluation.enable = true needs examples with answers, but data.dataset = "{job.data.dataset}" is plain text. '

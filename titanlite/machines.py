@@ -12,8 +12,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from titanlite.config import JobConfig
-from titanlite.config.check import get_value
-from titanlite.config.load import get_settings
+from titanlite.config.settings import SOURCES, get_sections_of, get_value
 from titanlite.errors import ConfigError
 from titanlite.materialize.agree import new_host_group, raise_together
 
@@ -34,16 +33,23 @@ def check_same_settings(job: JobConfig) -> None:
     Raises:
         ConfigError: on all ranks; names the settings and the ranks. Collective: every rank must call.
     """
-    mine = {key: get_value(job, key) for key in get_settings() if key not in _MAY_DIFFER}
+    keys = [setting.key for settings in get_sections_of(job).values() for setting in settings]
+    mine = {key: get_value(job, key) for key in keys if not _may_differ(key)}
     first = [mine]
     dist.broadcast_object_list(first, src=0)
     problems = [
-        f"{key} = {mine[key]!r} on {socket.gethostname()}, {first[0].get(key)!r} on rank 0. Start every machine with "
-        "the same files and arguments."
-        for key in mine
-        if mine[key] != first[0].get(key)
+        f"{key} = {mine.get(key)!r} on {socket.gethostname()}, {first[0].get(key)!r} on rank 0. Start every machine "
+        "with the same files and arguments."
+        for key in {**mine, **first[0]}
+        if mine.get(key) != first[0].get(key)
     ]
     raise_together(ConfigError, "configuration", problems)
+
+
+def _may_differ(key: str) -> bool:
+    if key.startswith(f"{SOURCES}."):
+        key = f"data.{key.rpartition('.')[2]}"
+    return key in _MAY_DIFFER
 
 
 def check_shared_folder(folder: Path) -> None:

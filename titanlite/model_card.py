@@ -13,8 +13,9 @@ from pathlib import Path
 from titanlite.checkpoint import Progress
 from titanlite.config import JobConfig
 from titanlite.config.assets import is_hub_id
-from titanlite.config.check import format_value, get_value
-from titanlite.config.load import get_sections
+from titanlite.config.check import format_value
+from titanlite.config.settings import get_sections_of, get_value
+from titanlite.config.sources import get_sources
 from titanlite.results import Results, Series
 
 # These say where and how a run took place, not what the model is.
@@ -66,8 +67,8 @@ def render_model_card(job: JobConfig, *, family: str, num_parameters: int, progr
     lines = ["---", *header, "---", "", "# Model card", ""]
     origin = "trained from random weights" if base is None else f"trained from {_link(base)}"
     lines += [f"A `{family}` model with {num_parameters / 1e6:,.1f} M parameters, {origin} with titanlite.", ""]
-    source = job.data.path and f", `{_public(job.data.path)}`"
-    lines += ["## Data", "", f"- dataset: `{job.data.dataset}`{source}", f"- fingerprint: {progress.data}", ""]
+    paths = "".join(f", `{_public(path)}`" for path in _get_paths(job))
+    lines += ["## Data", "", f"- dataset: `{job.data.dataset}`{paths}", f"- fingerprint: {progress.data}", ""]
     lines += ["## Results", "", f"After {progress.step} of {job.training.steps} steps.", "", *_results(results), ""]
     lines += [
         "## Configuration",
@@ -88,10 +89,14 @@ def _header(base: BaseModel | None, job: JobConfig) -> list[str]:
     lines = ["library_name: transformers", "pipeline_tag: text-generation", "tags:", "- titanlite"]
     if base is not None and base.on_hub:
         lines.append(f"base_model: {json.dumps(base.name)}")
-    path = job.data.path
-    if path and is_hub_id(path) and not Path(path).exists():
-        lines += ["datasets:", f"- {json.dumps(path.partition('@')[0])}"]
+    names = [path.partition("@")[0] for path in _get_paths(job) if is_hub_id(path) and not Path(path).exists()]
+    if names:
+        lines += ["datasets:", *(f"- {json.dumps(name)}" for name in dict.fromkeys(names))]
     return lines
+
+
+def _get_paths(job: JobConfig) -> list[str]:
+    return [source.path for source in get_sources(job.data).values() if source.path]
 
 
 def _license(folder: str) -> list[str]:
@@ -111,17 +116,18 @@ def _license(folder: str) -> list[str]:
 
 def _model_index(name: str, job: JobConfig, results: Results) -> list[str]:
     """The latest results as the hub's metadata, which it shows beside the model."""
-    held_out = job.data.validation_path or job.data.path
+    held_out = [source.validation_path or source.path for source in get_sources(job.data).values()]
+    evaluated = [job.evaluation.path] if job.evaluation.path else held_out
     measured = [
         ("loss", results.validation, held_out),
-        (results.evaluation.name, results.evaluation, job.evaluation.path or held_out),
+        (results.evaluation.name, results.evaluation, evaluated),
     ]
     rows = [(*row, row[1].last) for row in measured if row[1].last is not None and math.isfinite(row[1].last)]
     if not rows:
         return []
     lines = ["model-index:", f"- name: {json.dumps(name)}", "  results:"]
-    for kind, series, source, value in rows:
-        dataset = json.dumps(_public(source) or job.data.dataset)
+    for kind, series, paths, value in rows:
+        dataset = json.dumps(", ".join(map(_public, paths)) or job.data.dataset)
         lines += ["  - task:", "      type: text-generation", "    dataset:"]
         lines += [f"      type: {dataset}", f"      name: {dataset}", "    metrics:"]
         lines += [
@@ -155,7 +161,7 @@ def _row(series: Series) -> str:
 
 def _settings(job: JobConfig) -> list[str]:
     lines: list[str] = []
-    for section, settings in get_sections().items():
+    for section, settings in get_sections_of(job).items():
         if section.split(".")[0] in _LEFT_OUT:
             continue
         changed = []

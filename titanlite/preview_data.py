@@ -12,8 +12,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from titanlite.config import load_config
-from titanlite.data import IGNORE_INDEX, PackedDataset, TrainLoader, build_data
+from titanlite.data import PackedDataset, SequenceDataset, TrainLoader, build_data
 from titanlite.data.example_dataset import ExampleDataset
+from titanlite.data.mixture import get_sources
 from titanlite.data.report import get_first_skipped, get_left_out, get_num_split, get_trained_share, get_warnings
 from titanlite.data.shown import Painter, escape, get_shown_documents
 from titanlite.data.stream import StreamDataset
@@ -91,21 +92,33 @@ def show_data(loader: TrainLoader, show: Painter, num_samples: int) -> None:
         DataError: a row of a stream cannot be used, and the settings say that this is an error.
     """
     dataset = loader.dataset
+    for source in get_sources(dataset):
+        if source.name:
+            print(f"{source.name}: {source.share:.2%} of the sequences")
+        show_source(source.dataset)
+    size, total = loader.global_batch_size, dataset.num_train_sequences
+    epoch = "" if total is None else f"{total / size:.1f} to an epoch, "
+    print(f"  steps      {epoch}of {size} sequences each, on {loader.dp_degree} data ranks")
+    print(f"  order      {loader.fingerprint}", flush=True)  # a stream may take its time for the first sample
+    show_samples(loader, show, num_samples)
+    for source in get_sources(dataset):
+        if isinstance(source.dataset, StreamDataset):
+            for what, count in source.dataset.left_out.items():
+                print(f"\n  left out so far{f' of {source.name}' if source.name else ''}: {count} {what}")
+
+
+def show_source(dataset: SequenceDataset) -> None:
+    """Print what is known of a dataset without making its sequences."""
     if isinstance(dataset, ExampleDataset):
         show_examples(dataset)
-        show_order(loader, dataset.num_train_sequences)
-        show_samples(loader, dataset, show, num_samples)
-    elif isinstance(dataset, PackedDataset):
+        return
+    if isinstance(dataset, PackedDataset):
         tokens = dataset.tokenized
         print(f"  documents  {tokens.num_documents:,}, {len(tokens.tokens):,} tokens, all trained")
-        print(f"  sequences  {dataset.num_train_sequences:,} of {dataset.seq_len} tokens, ", end="")
-        print(f"{dataset.num_validation_sequences:,} held out")
-        show_order(loader, dataset.num_train_sequences)
-        for number, index in enumerate(loader.dataset.get_train_indices(loader.seed, 0, num_samples).tolist(), 1):
-            tokens_L = dataset.batch([index]).tokens[0].tolist()
-            print(f"\nsample {number}: sequence {index}\n{show(tokens_L, [True] * len(tokens_L))}")
-    elif isinstance(dataset, StreamDataset):
-        show_stream(loader, dataset, show, num_samples)
+    else:
+        print(f"  data       {dataset.fingerprint}")
+    total = "" if dataset.num_train_sequences is None else f"{dataset.num_train_sequences:,} "
+    print(f"  sequences  {total}of {dataset.seq_len} tokens, {dataset.num_validation_sequences:,} held out")
 
 
 def show_examples(dataset: ExampleDataset) -> None:
@@ -136,13 +149,6 @@ def show_examples(dataset: ExampleDataset) -> None:
         print(f"  warning    {escape(warning)}")
 
 
-def show_order(loader: TrainLoader, total: int) -> None:
-    """Print the size of a step, how many of them `total` sequences are, and the fingerprint of the order."""
-    size = loader.global_batch_size
-    print(f"  steps      {total / size:.1f} to an epoch, of {size} sequences each, on {loader.dp_degree} data ranks")
-    print(f"  order      {loader.fingerprint}")
-
-
 def _show_histogram(lengths: np.ndarray) -> None:
     first = int(lengths.min())
     width = -(-(int(lengths.max()) - first + 1) // _BINS)
@@ -152,28 +158,13 @@ def _show_histogram(lengths: np.ndarray) -> None:
         print(f"             {low:6} to {low + width - 1:6}  {bar:{_BAR}}  {count:,}")
 
 
-def show_stream(loader: TrainLoader, dataset: StreamDataset, show: Painter, num_samples: int) -> None:
-    """Print the beginning of a stream: its first sequences, and what was left out of the rows read for them."""
-    print(f"  order      {loader.fingerprint}; {dataset.num_validation_sequences:,} held out")
-    for number, index in enumerate(dataset.get_train_indices(loader.seed, 0, num_samples).tolist(), 1):
-        batch = dataset.batch([index])
-        num_used = int((batch.document_ids[0] >= 0).sum())
-        trained = [False, *(batch.labels[0, : num_used - 1] != IGNORE_INDEX).tolist()]
-        num_documents = int(batch.document_ids[0].max()) + 1
-        print(f"\nsequence {number}: {num_documents} documents, {num_used} of {dataset.seq_len} tokens")
-        print(show(batch.tokens[0, :num_used].tolist(), trained))
-    for what, count in dataset.left_out.items():
-        print(f"\n  left out so far: {count} {what}")
-
-
-def show_samples(loader: TrainLoader, dataset: ExampleDataset, show: Painter, num_samples: int) -> None:
-    """Print the examples that the first steps train on."""
-    num_samples = min(num_samples, len(dataset.train.selected))
+def show_samples(loader: TrainLoader, show: Painter, num_samples: int) -> None:
+    """Print the documents that the first steps train on, at most those of an epoch."""
     number = sample = 0
-    while number < num_samples:
+    while number < num_samples and sample != loader.dataset.num_train_sequences:
         (index,) = loader.dataset.get_train_indices(loader.seed, sample, sample + 1).tolist()
         sample += 1
-        for document in get_shown_documents(dataset, index):
+        for document in get_shown_documents(loader.dataset, index):
             number += document.side != "rejected"  # beside the chosen one, of the same example
             if number > num_samples:
                 break

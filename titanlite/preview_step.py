@@ -11,6 +11,7 @@ from pathlib import Path
 from titanlite.checkpoint import Progress, Rewind, find_progress
 from titanlite.config import JobConfig
 from titanlite.data import StreamDataset, TrainLoader, build_data
+from titanlite.data.mixture import get_sources
 from titanlite.data.shown import Painter, get_shown_documents
 from titanlite.data_order import Stretch, add_stretch, find_stretch
 from titanlite.errors import CheckpointError, ConfigError, DataError
@@ -206,7 +207,7 @@ def _show_where(job: JobConfig, loader: TrainLoader, run: _Run | None, request: 
             print(f"  note       up to step {run.progress.step} the run took {last.global_batch_size} at a time")
         if last.data != stretch.data:
             print(f"  note       up to step {run.progress.step} the run had {last.data}")
-    if isinstance(loader.dataset, StreamDataset):
+    if any(isinstance(source.dataset, StreamDataset) for source in get_sources(loader.dataset)):
         print("  note       the stream is read up to there, which may take long", flush=True)
 
 

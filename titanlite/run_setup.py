@@ -10,6 +10,7 @@ import torch.distributed as dist
 from titanlite.checkpoint import Progress
 from titanlite.config import AnyModelConfig, JobConfig, TransformersConfig, save_resolved
 from titanlite.data import TrainLoader
+from titanlite.data.mixture import get_use
 from titanlite.distributed import ParallelDims, base_dtype, mixed_precision_dtypes, parallelize
 from titanlite.errors import ConfigError, DataError
 from titanlite.logger import log_to_folder, logger
@@ -46,15 +47,19 @@ def resolve_steps(job: JobConfig, loader: TrainLoader) -> JobConfig:
     length = f"{steps:,} steps of {size} sequences, {steps * size * job.training.seq_len:,} tokens with padding"
     if num_sequences is None:
         logger.info("training: %s", length)
-        return job
-    epochs = steps * size / num_sequences
-    logger.info("training: %s, %.3g epochs", length, epochs)
-    if job.checkpoint.initial_load_path and epochs > _MANY_EPOCHS and get_rank() == 0:
-        logger.warning(
-            "training: a pretrained model sees the data %.0f times, which it learns by heart. Set training.epochs, or "
-            "lower training.steps, if that is not meant.",
-            epochs,
-        )
+    else:
+        logger.info("training: %s, %.3g epochs", length, steps * size / num_sequences)
+    for use in get_use(loader.dataset, steps * size):
+        if use.source:
+            epochs = "" if use.epochs is None else f", {use.epochs:.3g} epochs"
+            logger.info("training: of %s %s sequences%s", use.source, f"{use.num_sequences:,}", epochs)
+        if job.checkpoint.initial_load_path and use.epochs and use.epochs > _MANY_EPOCHS and get_rank() == 0:
+            logger.warning(
+                "training: a pretrained model sees the data%s %.0f times, which it learns by heart. Set "
+                "training.epochs%s, or lower training.steps, if that is not meant.",
+                *(f" of {use.source}" if use.source else "", use.epochs),
+                f" or a smaller data.sources.{use.source}.weight" if use.source else "",
+            )
     return job
 
 

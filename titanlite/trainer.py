@@ -204,27 +204,34 @@ class Trainer(TrainStep):
             self.finish()
 
     @torch.no_grad()
-    def validate(self) -> float:
-        """Mean loss over the held-out batches. Collective: every rank must call."""
+    def validate(self) -> tuple[float, dict[str, float]]:
+        """Mean loss over the held-out batches of each source, and of all by their shares (first).
+
+        Collective: every rank must call.
+        """
         self.model.eval()
-        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
-        units = torch.zeros((), dtype=torch.int64, device=self.device)
-        for batch in self.loader.validation_batches(self.job.validation.steps):
-            heartbeat.beat("validation")
-            batch = batch.to(self.device)
-            loss_sum += self.objective(self.model, batch).loss
-            units += self.objective.count(batch)
+        whole, losses = 0.0, {}
+        for source, share, batches in self.loader.validation_sets(self.job.validation.steps):
+            loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+            units = torch.zeros((), dtype=torch.int64, device=self.device)
+            for batch in batches:
+                heartbeat.beat("validation")
+                batch = batch.to(self.device)
+                loss_sum += self.objective(self.model, batch).loss
+                units += self.objective.count(batch)
+            losses[source] = (self.sum_over_data(loss_sum) / self.sum_over_data(units)).item()
+            whole += share * losses[source]
         self.model.train()
-        return (self.sum_over_data(loss_sum) / self.sum_over_data(units)).item()
+        return whole, losses
 
     def assess(self, last: bool) -> bool:
         """Validate and evaluate where that is due; True if this step is the best. Collective: every rank must call."""
         validation, is_best = self.job.validation, False
         if validation.enable and (self.step % validation.freq == 0 or last):
             self.raise_if_not_finite()
-            loss = self.validate()
+            loss, losses = self.validate()
             loss = on_first_rank(lambda: loss)  # decides when to stop and what to keep: to the last bit on all ranks
-            self.metrics.log_validation(self.step, loss)
+            self.metrics.log_validation(self.step, loss, losses if len(losses) > 1 else {})
             is_best = self.results.add_validation(self.step, loss)
         if self.evaluator is not None and self.evaluator.is_due(self.step, last or self.results.exhausted):
             is_best |= self.evaluate()

@@ -19,6 +19,7 @@ import titanlite.train_step
 import titanlite.trainer
 from titanlite.config.parallelism import Degrees
 from titanlite.data import Batch, build_data
+from titanlite.data.loader import ValidationSet
 from titanlite.data_order import Stretch
 from titanlite.materialize import materialize
 from titanlite.materialize.plan import clean_name
@@ -59,6 +60,9 @@ class PairLoader:
         each = self._local * self._dp_degree
         starts = range(self._dp_rank * self._local, ROWS, each)
         return [pack(rows[start : start + self._local], SEQ_LEN) for start in starts]
+
+    def validation_sets(self, num_steps: int) -> list[ValidationSet]:
+        return [ValidationSet("", 1.0, self.validation_batches(num_steps))]
 
     def validation_batches(self, num_steps: int) -> Iterator[Batch]:
         yield from self.micro_batches(1000)

@@ -54,7 +54,7 @@ def train(run_ranks: Callable[..., list[Any]], checked: Callable[..., Checked], 
         def rank_main() -> None:
             trainer = Trainer(job.job, job.model_config, job.degrees)
             if losses is not None:
-                trainer.validate = lambda: losses[trainer.step - 1]  # type: ignore[method-assign]
+                trainer.validate = lambda: (losses[trainer.step - 1], {})  # type: ignore[method-assign]
             trainer.train()
 
         run_ranks(degrees.world_size, rank_main)
@@ -245,7 +245,7 @@ def test_upload_of_the_final_or_the_best_model(run_ranks, checked, monkeypatch, 
 
     def rank_main() -> list[tuple[Path, str]]:
         trainer = Trainer(job.job, job.model_config, job.degrees)
-        trainer.validate = lambda: losses[trainer.step - 1]  # type: ignore[method-assign]
+        trainer.validate = lambda: (losses[trainer.step - 1], {})  # type: ignore[method-assign]
         trainer.train()
         return sent
 

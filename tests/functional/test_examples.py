@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -88,13 +89,25 @@ def test_packed_and_unpacked_give_the_same_loss_and_gradients(
         torch.testing.assert_close(grad, unpacked[3][name], rtol=1e-4, atol=1e-4 * float(grad.abs().max()))
 
 
+@pytest.mark.parametrize("sources", [False, True])
 def test_resumed_on_another_world_size_the_stream_is_the_same(
     run_ranks: Callable[..., list[Any]],
     checked: Callable[..., Checked],
     examples: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    sources: bool,
 ) -> None:
+    if sources:
+        path = next(setting for setting in examples if setting.startswith("--data.path=")).partition("=")[2]
+        lines = Path(path).read_text().splitlines(keepends=True)
+        (tmp_path / "more.jsonl").write_text("".join(line.replace("what", "is it not") for line in lines[:30]))
+        examples = [
+            *(*examples, "--data.path=", f"--data.sources.chats.path={path}", "--data.sources.chats.weight=2"),
+            *(f"--data.sources.more.path={tmp_path}/more.jsonl", "--data.sources.more.weight=3"),
+            *("--data.sources.more.streaming=true", f"--data.sources.more.validation_path={tmp_path}/more.jsonl"),
+            *("--data.streaming_block_rows=8", "--validation.enable=true", "--validation.freq=4"),
+        ]
     monkeypatch.setattr(titanlite.trainer, "_SAMPLE_TOKENS", 2)
     seen: list[list[list[int]]] = []
 
@@ -118,9 +131,9 @@ def test_resumed_on_another_world_size_the_stream_is_the_same(
 
         return run_ranks(degrees.world_size, rank_main)
 
-    def losses(folder: Path) -> list[float]:
+    def losses(folder: Path, name: str = "loss/train") -> list[float]:
         points = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        return [point["loss/train"] for point in points if "loss/train" in point]
+        return [point[name] for point in points if name in point]
 
     def global_batches(ranks: list[list[list[list[int]]]]) -> list[list[list[int]]]:
         return [sorted(row for rank in ranks for row in rank[step]) for step in range(len(ranks[0]))]
@@ -130,6 +143,13 @@ def test_resumed_on_another_world_size_the_stream_is_the_same(
     resumed = train(Degrees(dp_shard=2), tmp_path / "resumed")
     assert global_batches(resumed) == global_batches(whole)[2:]
     assert losses(tmp_path / "resumed") == pytest.approx(losses(tmp_path / "whole")[2:], rel=1e-4)
+    if sources:
+        names = [f"loss/validation{name}" for name in ("", "/chats", "/more")]
+        found = [[losses(tmp_path / folder, name) for name in names] for folder in ("whole", "resumed")]
+        (of_all,), (of_chats,), (of_more,) = found[0]
+        assert found[1] == pytest.approx(np.array(found[0]), rel=1e-4)
+        assert of_chats != pytest.approx(of_more, rel=1e-3)
+        assert of_all == pytest.approx(0.4 * of_chats + 0.6 * of_more, rel=1e-4)  # shares are multiples of 1/16384
     saved = PreTrainedTokenizerFast.from_pretrained(tmp_path / "resumed/checkpoint/step-4")
     assert saved.chat_template == _TEMPLATE
     generation = json.loads((tmp_path / "resumed/checkpoint/step-4/generation_config.json").read_text())

@@ -272,7 +272,7 @@ def test_evaluation_and_sampling_touch_neither_counts_nor_weights(run_ranks, che
         trainer.balancer.accumulate()
         before, counts = snapshot(trainer), trainer.balancer.counts.clone()
         gates = [moe.gate.tokens_per_expert.clone() for moe in trainer.model.moe_layers().values()]
-        losses = [trainer.validate() for _ in range(2)]
+        losses = [trainer.validate()[0] for _ in range(2)]
         titanlite.trainer.generate_sample(
             trainer.model, trainer.tokenizer, "def", max_new_tokens=2, device=trainer.device, dims=trainer.dims
         )

@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from titanlite.config import JobConfig
-from titanlite.config.check import get_value
+from titanlite.config.settings import get_value
 from titanlite.errors import ConfigError
 from titanlite.machines import check_same_settings
 

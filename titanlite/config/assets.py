@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from titanlite.config.schema import JobConfig
+from titanlite.config.sources import get_sources
 from titanlite.errors import ConfigError
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
@@ -62,7 +63,12 @@ def find_missing_files(job: JobConfig) -> list[str]:
     on_hub = data.dataset == "examples"
     paths = [("data.tokenizer_path", data.tokenizer_path, False), ("data.chat_template", data.chat_template, False)]
     if data.dataset != "stdlib":
-        paths += [("data.path", data.path, on_hub), ("data.validation_path", data.validation_path, on_hub)]
+        for name, source in get_sources(data).items():
+            section = f"data.sources.{name}" if name else "data"
+            paths += [
+                (f"{section}.path", source.path, on_hub),
+                (f"{section}.validation_path", source.validation_path, on_hub),
+            ]
     paths.append(("evaluation.path", job.evaluation.path, True))
     return [
         f"{key}: {name} does not exist. Relative paths begin at the current folder, {Path.cwd()}."

@@ -7,9 +7,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import fields
-from functools import reduce
 from pathlib import Path
-from typing import Any
 
 from titanlite.config.assets import is_hub_id
 from titanlite.config.patterns import parse_multipliers, split_patterns
@@ -21,6 +19,8 @@ from titanlite.config.schema import (
     JobConfig,
     LoRASection,
 )
+from titanlite.config.settings import get_value
+from titanlite.config.sources import get_source_key, get_sources
 from titanlite.errors import ConfigError
 
 _ESCAPES = {"\\": "\\\\", '"': '\\"', "\b": "\\b", "\t": "\\t", "\n": "\\n", "\f": "\\f", "\r": "\\r"}
@@ -105,15 +105,6 @@ _RULES: tuple[tuple[Callable[[float], bool], str, tuple[str, ...]], ...] = (
 )
 
 
-def get_value(job: JobConfig, key: str) -> Any:
-    """The value of a dotted `key`, for example `get_value(job, "training.steps")`.
-
-    Raises:
-        AttributeError: `key` names no setting.
-    """
-    return reduce(getattr, key.split("."), job)
-
-
 def format_value(value: object) -> str:
     """`value` as TOML writes it: one line, strings quoted and escaped, floats that read back equal."""
     if isinstance(value, bool):
@@ -160,76 +151,144 @@ def check_values(job: JobConfig) -> list[str]:
 
 
 def _check_data(job: JobConfig) -> list[str]:
-    if job.training.epochs and job.data.streaming:
-        return ["training.epochs needs data whose end is known, but data.streaming is on. Set training.steps instead."]
-    return _check_source(job) or _check_held_out(job)
+    data = job.data
+    if data.sources and (problems := _check_sources(data)):
+        return problems
+    sources = get_sources(data)
+    problems = [problem for name, source in sources.items() for problem in _check_source(job, name, source)]
+    problems = list(dict.fromkeys(problems))  # what several sources have from [data] is one problem
+    streams = [get_source_key(data, name, "streaming") for name, source in sources.items() if source.streaming]
+    if job.training.epochs and streams:
+        key = streams[0]
+        problems.append(f"training.epochs needs data whose end is known, but {key} is on. Set training.steps instead.")
+    elif job.training.epochs and any(source.weight is not None for source in data.sources.values()):
+        problems.append(
+            "training.epochs needs sources without weights, with which each has epochs of its own. Set training.steps, "
+            + "or leave the weights out."
+        )
+    return problems or _check_held_out(job)
+
+
+def _check_sources(data: DataSection) -> list[str]:
+    """Problems of `data.sources` as a whole, and of weights."""
+    if data.dataset not in ("examples", "text"):
+        return [
+            f'data.sources are for data.dataset = "examples" or "text", which is {format_value(data.dataset)}. Set '
+            + "that, or remove the sources."
+        ]
+    misplaced = [key for key in ("path", "validation_path") if getattr(data, key)]
+    if misplaced:
+        first = next(iter(data.sources))
+        return [f"data.{key} has no effect beside data.sources. Set data.sources.{first}.{key}." for key in misplaced]
+    weights = {f"data.sources.{name}.weight": source.weight for name, source in data.sources.items()}
+    problems = [
+        f"{key} = {format_value(weight)} is out of range. Set it to more than 0."
+        for key, weight in weights.items()
+        if weight is not None and not 0 < weight < math.inf
+    ]
+    problems += [
+        f"data.sources.{name}.validation_share = {format_value(share)} is out of range. Set it to 0 or more and less "
+        + "than 1."
+        for name, source in data.sources.items()
+        if (share := source.validation_share) is not None and not 0 <= share < 1
+    ]
+    unset = [key for key, weight in weights.items() if weight is None]
+    if 0 < len(unset) < len(weights):
+        problems.append(f"{unset[0]} is not set, but other sources have weights. Set all of them, or none.")
+    if len(unset) == len(weights):
+        problems += [
+            f"{get_source_key(data, name, 'streaming')}: how many sequences a stream has is not known, so sources need "
+            + f"shares. Set data.sources.{name}.weight, and that of every other source."
+            for name, source in get_sources(data).items()
+            if source.streaming and len(weights) > 1
+        ][:1]
+    return problems
 
 
 def _check_held_out(job: JobConfig) -> list[str]:
-    data, share = job.data, job.data.validation_share
-    if share is not None and (data.validation_path or data.streaming):
-        other = "data.validation_path is" if data.validation_path else "data.streaming, which holds no rows out, is"
-        return [f"data.validation_share = {format_value(share)} has no effect where {other} set. Leave it out."]
-    if share != 0:
-        return []
+    """Settings about what is held out that have no effect, and users of it who find nothing."""
+    data, problems, empty = job.data, [], []
+    for name, source in get_sources(data).items():
+        share, key = source.validation_share, get_source_key(data, name, "validation_share")
+        streaming = get_source_key(data, name, "streaming")
+        inherited = bool(name) and key == "data.validation_share"  # of use for other sources
+        if share is not None and (source.validation_path or source.streaming) and not inherited:
+            other = (
+                f"{get_source_key(data, name, 'validation_path')} is"
+                if source.validation_path
+                else f"{streaming}, which holds no rows out, is"
+            )
+            problems.append(f"{key} = {format_value(share)} has no effect where {other} set. Leave it out.")
+        elif share == 0 and not source.validation_path and not source.streaming:
+            empty.append(f"{key} = 0 holds nothing out")
+        elif source.streaming and not source.validation_path:
+            empty.append(f"{streaming} holds no rows out")
+    if problems or len(empty) < len(get_sources(data)):  # one that has some is enough
+        return problems
     users = {
         "validation.enable is on": job.validation.enable,
         "evaluation.enable is on and evaluation.path empty": job.evaluation.enable and not job.evaluation.path,
     }
+    path = f"data.sources.{next(iter(data.sources))}.validation_path" if data.sources else "data.validation_path"
     return [
-        f"data.validation_share = 0 holds nothing out, but {user}. Set data.validation_path, or switch one of them off."
-        for user, is_one in users.items()
-        if is_one
+        f"{empty[0]}, but {user}. Set {path}, or switch one of them off." for user, is_one in users.items() if is_one
     ]
 
 
-def _check_source(job: JobConfig) -> list[str]:
-    data = job.data
-    if data.dataset == "text" and not data.path:
-        return ['data.dataset = "text" needs data.path, which is empty. Set it to a text file or a folder.']
-    if data.dataset == "images" and not data.path:
+def _check_source(job: JobConfig, name: str, source: DataSection) -> list[str]:
+    """Problems of one source of the data; `name` is empty where there is but one, `[data]` itself."""
+
+    def get_key(setting: str) -> str:
+        return get_source_key(job.data, name, setting)
+
+    path = f"data.sources.{name}.path" if name else "data.path"
+    if source.dataset == "text" and not source.path:
+        return [f'data.dataset = "text" needs {path}, which is empty. Set it to a text file or a folder.']
+    if source.dataset == "images" and not source.path:
         return ['data.dataset = "images" needs data.path, which is empty. Set it to a .jsonl file.']
-    if data.dataset == "examples":
-        if not data.path:
-            return ['data.dataset = "examples" needs data.path, which is empty. Set it to a file, folder or hub id.']
-        if data.train_on == "all" and data.format == "preference":
+    if source.dataset == "examples":
+        if not source.path:
+            return [f'data.dataset = "examples" needs {path}, which is empty. Set it to a file, folder or hub id.']
+        if source.train_on == "all" and source.format == "preference":
             return [
-                'data.train_on = "all" does not go with data.format = "preference": the prompt is the same on both '
-                + 'sides. Set data.train_on = "assistant".'
+                f'{get_key("train_on")} = "all" does not go with {get_key("format")} = "preference": the prompt is the '
+                + f'same on both sides. Set {get_key("train_on")} = "assistant".'
             ]
-        if not data.text_field:
-            return ['data.text_field = "" names no field. Set it to the field with the text, or leave it out.']
-        if data.text_field != DataSection.text_field and data.format not in ("auto", "text"):
+        if not source.text_field:
+            return [f'{get_key("text_field")} = "" names no field. Set it to the field with the text, or leave it out.']
+        own_field = not name or get_key("text_field") != "data.text_field"
+        if own_field and source.text_field != DataSection.text_field and source.format not in ("auto", "text"):
             return [
-                f"data.text_field = {format_value(data.text_field)} has no effect on data.format = "
-                + f'{format_value(data.format)}. Set data.format = "text", or leave data.text_field out.'
+                f"{get_key('text_field')} = {format_value(source.text_field)} has no effect on {get_key('format')} = "
+                + f'{format_value(source.format)}. Set {get_key("format")} = "text", or leave '
+                + f"{get_key('text_field')} out."
             ]
-        if data.streaming and job.validation.enable and not data.validation_path:
-            return [
-                "data.streaming holds no rows out, but validation.enable is on. Set data.validation_path, or switch "
-                + "one of them off."
-            ]
-        return _check_examples(data)
-    given = [f"data.{f.name}" for f in fields(data) if f.name in _OF_EXAMPLES and getattr(data, f.name) != f.default]
+        return _check_examples(job.data, name, source)
+    given = [
+        get_key(field.name)
+        for field in fields(source)
+        if field.name in _OF_EXAMPLES and getattr(source, field.name) != field.default
+    ]
     if given:
         are = "have" if len(given) > 1 else "has"
         return [f'{", ".join(given)} {are} an effect on data.dataset = "examples" only. Set that, or remove them.']
     return []
 
 
-def _check_examples(data: DataSection) -> list[str]:
-    """Settings of examples that would be ignored."""
+def _check_examples(data: DataSection, name: str, source: DataSection) -> list[str]:
+    """Settings of examples that would be ignored; what a source has from `[data]` may be meant for another."""
     default = DataSection()
     ignored = []
-    for path, names in ((data.path, ("split", "subset")), (data.validation_path, ("validation_split",))):
+    for path, settings in ((source.path, ("split", "subset")), (source.validation_path, ("validation_split",))):
         if not is_hub_id(path) or Path(path).expanduser().exists():
-            ignored += [(name, "is for a dataset of the hub") for name in names]
-    if not data.streaming:
+            ignored += [(setting, "is for a dataset of the hub") for setting in settings]
+    if not source.streaming:
         ignored.append(("streaming_block_rows", "is for data.streaming"))
+    keys = {setting: get_source_key(data, name, setting) for setting, _ in ignored}
     return [
-        f"data.{name} = {format_value(getattr(data, name))} {why}, which this is not. Leave it out."
-        for name, why in ignored
-        if getattr(data, name) != getattr(default, name)
+        f"{keys[setting]} = {format_value(getattr(source, setting))} {why}, which this is not. Leave it out."
+        for setting, why in ignored
+        if getattr(source, setting) != getattr(default, setting) and (not name or keys[setting] != f"data.{setting}")
     ]
 
 
@@ -270,9 +329,11 @@ def _check_fine_tuning(job: JobConfig) -> list[str]:
                 'dpo.reference = "adapters_off" needs adapters, but lora.rank = 0. Set dpo.reference = "cached".'
             )
         needs_cache = job.dpo.reference == "auto" and (lora.rank == 0 or lora.init_from)
-        if job.data.streaming and (job.dpo.reference == "cached" or needs_cache):
+        streams = [name for name, source in get_sources(job.data).items() if source.streaming]
+        if streams and (job.dpo.reference == "cached" or needs_cache):
             problems.append(
-                "data.streaming has no end that dpo.reference could be computed up to before training. Set it to "
+                f"{get_source_key(job.data, streams[0], 'streaming')} has no end that dpo.reference could be computed "
+                + "up to before training. Set it to "
                 + "false, or train adapters with lora.rank, whose reference needs no cache."
             )
     elif job.dpo != DPOSection():

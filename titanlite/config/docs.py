@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from titanlite.config.check import format_value
-from titanlite.config.load import Setting, get_sections
+from titanlite.config.settings import SOURCES, Setting, get_sections, get_source_section
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "config.md"
 COMMAND = "python -m titanlite.config.docs"
@@ -33,7 +33,8 @@ def _format_default(setting: Setting) -> str:
 def render_reference() -> str:
     """The Markdown text of docs/config.md: one table of key, type, default and description per section."""
     lines = [_HEADER]
-    for section, settings in get_sections().items():
+    sections = get_sections() | {f"{SOURCES}.NAME": get_source_section("NAME")}
+    for section, settings in sections.items():
         lines += [f"## [{section}]", "", "| key | type | default | description |", "|---|---|---|---|"]
         for setting in settings:
             cells = (f"`{setting.name}`", _format_type(setting), _format_default(setting), setting.doc)

@@ -10,17 +10,24 @@ import re
 import sys
 import tomllib
 from collections.abc import Iterable, Sequence
-from dataclasses import MISSING, fields, is_dataclass
 from difflib import SequenceMatcher, get_close_matches
-from functools import cache
 from pathlib import Path
-from types import UnionType
-from typing import Any, Literal, NamedTuple, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, cast
 
 from omegaconf import OmegaConf
 
-from titanlite.config.check import check_values, format_value, get_value
-from titanlite.config.schema import JobConfig
+from titanlite.config.check import check_values, format_value
+from titanlite.config.schema import JobConfig, SourceSection
+from titanlite.config.settings import (
+    SOURCES,
+    Setting,
+    find_section,
+    find_setting,
+    get_sections,
+    get_sections_of,
+    get_settings,
+    get_value,
+)
 from titanlite.errors import ConfigError, raise_problems
 from titanlite.run_files import replace_file
 
@@ -43,67 +50,6 @@ _BOOL_HINTS = {"yes": "true", "on": "true", "1": "true", "no": "false", "off": "
 _REMEDIES = {int: "Write a whole number", float: "Write a number", bool: "Write true or false", str: "Put it in quotes"}
 _KIND_NAMES = {int: "an int", float: "a float", bool: "a bool", str: "a str"}
 _KEY = re.compile(r"[a-z]\w*(?:\.[a-z]\w*)+")
-
-
-class Setting(NamedTuple):
-    """One leaf of the schema."""
-
-    key: str
-    """Dotted: section.name"""
-    kind: type
-    """int, float, bool or str"""
-    choices: tuple[str, ...]
-    """Allowed values of a Literal, else empty"""
-    optional: bool
-    """None is allowed"""
-    default: Any
-    doc: str
-
-    @property
-    def section(self) -> str:
-        return self.key.rpartition(".")[0]
-
-    @property
-    def name(self) -> str:
-        return self.key.rpartition(".")[2]
-
-
-def walk_schema(schema: type, section: str = "") -> Iterable[Setting]:
-    """The settings of dataclass `schema` and of the dataclasses inside it, in order, keys below `section`.
-
-    Raises:
-        TypeError: A field's type is not int, float, bool, str, a Literal of strings, or one of these or None.
-    """
-    hints = get_type_hints(schema)
-    for item in fields(schema):
-        key, declared = f"{section}.{item.name}".lstrip("."), hints[item.name]
-        if is_dataclass(declared):
-            yield from walk_schema(cast(type, declared), key)
-            continue
-        kinds = list(get_args(declared)) if get_origin(declared) in (Union, UnionType) else [declared]
-        optional = type(None) in kinds
-        kinds = [kind for kind in kinds if kind is not type(None)]
-        choices = get_args(kinds[0]) if get_origin(kinds[0]) is Literal else ()
-        kind = str if choices and all(isinstance(choice, str) for choice in choices) else kinds[0]
-        if len(kinds) != 1 or kind not in _REMEDIES:
-            raise TypeError(f"schema: {key} has type {declared}, which no value can be read as. Use another type.")
-        default = item.default if item.default_factory is MISSING else item.default_factory()
-        yield Setting(key, kind, choices, optional, default, item.metadata.get("doc", ""))
-
-
-@cache
-def get_settings() -> dict[str, Setting]:
-    """All settings by dotted key, in the order of the schema."""
-    return {setting.key: setting for setting in walk_schema(JobConfig)}
-
-
-@cache
-def get_sections() -> dict[str, list[Setting]]:
-    """The settings of each section, nested sections (`model.overrides`) on their own."""
-    sections: dict[str, list[Setting]] = {}
-    for setting in get_settings().values():
-        sections.setdefault(setting.section, []).append(setting)
-    return sections
 
 
 def load_config(argv: Sequence[str]) -> JobConfig:
@@ -142,7 +88,7 @@ def save_resolved(job: JobConfig, path: str | Path) -> None:
         OSError: The file cannot be written; one that was there before is left as it was.
     """
     lines: list[str] = []
-    for section, settings in get_sections().items():
+    for section, settings in get_sections_of(job).items():
         values = [(setting.name, get_value(job, setting.key)) for setting in settings]
         body = [f"{name} = {format_value(value)}" for name, value in values if value is not None]
         lines += [f"[{section}]", *body, ""] if body else []
@@ -250,6 +196,8 @@ class _Reader:
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
         self.origins: dict[str, str] = {}
+        self.sources: dict[str, None] = {}
+        """Names of `data.sources`, in the order in which they came."""
         self.problems: list[tuple[str, str]] = []
         self.suspects: set[str] = set()
         """Keys and sections with a problem of their own: a range check on them would mislead."""
@@ -280,7 +228,7 @@ class _Reader:
             elif has_value:
                 overrides.append((where, key, text))
             else:
-                setting = get_settings().get(key)
+                setting = find_setting(key)
                 example = "true" if setting and setting.kind is bool else "VALUE"
                 self.refuse(where, f"has no value. Write --{key}={example}.", key)
         if lacks_path:
@@ -317,11 +265,12 @@ class _Reader:
             key = f"{section}.{name}".lstrip(".")
             if "." in name:
                 self.refuse(where, f"key {name!r} has a dot inside its quotes. Write it without quotes.", key)
-            elif key in get_settings():
-                self.accept(where, get_settings()[key], value)
-            elif key not in get_sections():
+            elif (setting := find_setting(key)) is not None:
+                self.accept(where, setting, value)
+            elif find_section(key) is None:
                 self.refuse_unknown(where, key, "section" if isinstance(value, dict) else "key")
             elif isinstance(value, dict):
+                self.note_source(key)  # even if it is empty: that is a mistake to be named
                 self.read_table(where, cast(dict[str, object], value), key)
             else:
                 shown = _shorten(format_value(value))
@@ -329,10 +278,10 @@ class _Reader:
 
     def read_override(self, where: str, key: str, text: str) -> None:
         """Take one override of the command line."""
-        if key in get_settings():
-            self.accept(where, get_settings()[key], text, is_text=True)
-        elif key in get_sections():
-            example = get_sections()[key][0].key
+        if (setting := find_setting(key)) is not None:
+            self.accept(where, setting, text, is_text=True)
+        elif (section := find_section(key)) is not None:
+            example = section[0].key if section else f"{key}.NAME.path"
             self.refuse(where, f"'{key}' is a section. Set its keys one by one: --{example}=VALUE.", key)
         else:
             self.refuse_unknown(where, key, "key")
@@ -344,17 +293,29 @@ class _Reader:
         except _BadValueError as problem:
             self.refuse(where, str(problem), setting.key)
             return
+        self.note_source(setting.section)
         self.values[setting.key] = checked
         self.origins[setting.key] = where
 
+    def note_source(self, section: str) -> None:
+        """Keep the name if `section` is the table of a source."""
+        if section.startswith(f"{SOURCES}."):
+            self.sources.setdefault(section.removeprefix(f"{SOURCES}."))
+
     def refuse_unknown(self, where: str, key: str, noun: str) -> None:
         """Note an unknown key or section, with the nearest match or what there is to choose from."""
-        nearest = _find_nearest(key, get_sections() if noun == "section" else get_settings())
-        section = next((s for s in sorted(get_sections(), reverse=True) if key.startswith(f"{s}.")), None)
-        if nearest:
+        section = key.rpartition(".")[0]
+        while section and find_section(section) is None:
+            section = section.rpartition(".")[0]
+        settings = find_section(section) or []
+        known = [*get_sections(), SOURCES] if noun == "section" else [*get_settings(), *(s.key for s in settings)]
+        nearest = _find_nearest(key, known)
+        if section == SOURCES:
+            nearest, hint = [], f". Name a source with small letters, digits and underscores: {SOURCES}.my_data."
+        elif nearest:
             hint = f"; did you mean {' or '.join(repr(candidate) for candidate in nearest)}?"
-        elif section is not None:
-            hint = f". Keys of [{section}]: {', '.join(setting.name for setting in get_sections()[section])}."
+        elif settings:
+            hint = f". Keys of [{section}]: {', '.join(setting.name for setting in settings)}."
         else:
             hint = f". Sections: {', '.join(get_sections())}."
         self.refuse(where, f"unknown {noun} {key!r}{hint}", key, *nearest)
@@ -367,6 +328,8 @@ class _Reader:
     def build(self) -> JobConfig:
         """The configuration of all values that were accepted."""
         config = OmegaConf.structured(JobConfig)
+        for name in self.sources:  # OmegaConf.update makes none
+            config.data.sources[name] = SourceSection()
         for key, value in self.values.items():
             OmegaConf.update(config, key, value)
         return cast(JobConfig, OmegaConf.to_object(config))
@@ -374,7 +337,7 @@ class _Reader:
     def check(self, job: JobConfig, path: str) -> None:
         """Note the problems of `check_values`, but none about a key that already has a problem."""
         for problem in check_values(job):
-            keys = [key for key in _KEY.findall(problem) if key in get_settings()]
+            keys = [key for key in _KEY.findall(problem) if find_setting(key) is not None]
             if any(key == s or key.startswith(f"{s}.") for key in keys for s in self.suspects):
                 continue
             wheres = [self.origins[key] for key in keys if key in self.origins]

@@ -10,6 +10,10 @@ from typing import Any, Literal, cast
 
 from titanlite.config.model import ModelConfig
 
+Format = Literal["auto", "messages", "prompt_completion", "text", "preference"]
+TrainOn = Literal["assistant", "all"]
+TooLong = Literal["error", "cut", "drop", "split"]
+
 
 def setting(default: Any, doc: str) -> Any:
     """A dataclass field with its documentation; mutable defaults are copied per instance."""
@@ -293,6 +297,27 @@ class ProfilingSection:
 
 
 @dataclass
+class SourceSection:
+    path: str = setting("", "A file, folder or hub id, as data.path.")
+    weight: float | None = setting(
+        None,
+        "Share of the sequences that are of this source: its weight over the sum of all weights. Unset, and then for "
+        "every source: all sequences of all sources, each once in an epoch.",
+    )
+    pattern: str | None = setting(None, "As data.pattern.")
+    split: str | None = setting(None, "As data.split.")
+    subset: str | None = setting(None, "As data.subset.")
+    validation_path: str | None = setting(None, "As data.validation_path, for the held-out sequences of this source.")
+    validation_share: float | None = setting(None, "As data.validation_share.")
+    validation_split: str | None = setting(None, "As data.validation_split.")
+    format: Format | None = setting(None, "As data.format.")
+    text_field: str | None = setting(None, "As data.text_field.")
+    train_on: TrainOn | None = setting(None, "As data.train_on.")
+    too_long: TooLong | None = setting(None, "As data.too_long.")
+    streaming: bool | None = setting(None, "As data.streaming.")
+
+
+@dataclass
 class DataSection:
     dataset: Literal["stdlib", "text", "examples", "images"] = setting(
         "stdlib",
@@ -322,16 +347,16 @@ class DataSection:
         "1%, but at least 64, or 10% where 64 would be more than that.",
     )
     validation_split: str = setting("validation", "Split of validation_path, if that is a dataset of the hub.")
-    format: Literal["auto", "messages", "prompt_completion", "text", "preference"] = setting(
+    format: Format = setting(
         "auto",
         "Form of the examples: 'messages' (also ShareGPT's conversations), 'prompt_completion', 'text', 'preference' "
         "(prompt, chosen, rejected); 'auto': by the fields of the first row.",
     )
     text_field: str = setting("text", "Field with the text, in rows of form 'text'.")
-    train_on: Literal["assistant", "all"] = setting(
+    train_on: TrainOn = setting(
         "assistant", "Tokens that the loss is taken on: answers (assistant messages, completions), or all."
     )
-    too_long: Literal["error", "cut", "drop", "split"] = setting(
+    too_long: TooLong = setting(
         "error",
         "Examples longer than training.seq_len: refuse the data, cut their end off, leave them out, or split them into "
         "several (documents of form 'text' only).",
@@ -357,6 +382,9 @@ class DataSection:
     )
     bpe_vocab_size: int = setting(4096, "Vocabulary of the BPE tokenizer trained on first use.")
     cache_folder: str = setting("", "Folder of tokenizers and token files. Empty: ~/.cache/titanlite.")
+    sources: dict[str, SourceSection] = setting(
+        dict, "Data from several places, by names of your own, in place of path; see `titanlite.config.sources`."
+    )
 
 
 @dataclass

@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING, cast
 
 from titanlite.config.parallelism import resolve_global_batch_size
 from titanlite.config.schema import DataSection, JobConfig
+from titanlite.config.sources import get_sources
 from titanlite.data.corpus import build_corpus
 from titanlite.data.dataset import PackedDataset, SequenceDataset
 from titanlite.data.loader import TrainLoader
+from titanlite.data.mixture import MixtureDataset, get_source_seed
 from titanlite.data.tokenizer import build_tokenizer, load_tokenizer
 from titanlite.data.tokens import build_tokens
 from titanlite.errors import DataError
@@ -27,7 +29,8 @@ def build_data(job: JobConfig, dp_rank: int, dp_degree: int) -> tuple["PreTraine
     must have at least is `loader.dataset.vocab_size`. `training.global_batch_size` = -1 means
     `local_batch_size * dp_degree`. With `data.tokenizer_path` empty, a tokenizer.json in `model.hf_assets_path` is
     used before a BPE is trained. `loader.dataset` is an `ExampleDataset` for `data.dataset` = 'examples' (with
-    `data.streaming` a `StreamDataset`), an `ImageDataset` for 'images', else a `PackedDataset`.
+    `data.streaming` a `StreamDataset`), an `ImageDataset` for 'images', else a `PackedDataset`; a `MixtureDataset` of
+    these where there are `data.sources`.
 
     Raises:
         DataError: the text, a row or the tokenizer is missing or unusable, or there is too little for `seq_len`.
@@ -36,11 +39,10 @@ def build_data(job: JobConfig, dp_rank: int, dp_degree: int) -> tuple["PreTraine
     training = job.training
     if job.data.dataset == "images":
         tokenizer, dataset = _build_images(job)
-    elif job.data.dataset == "examples":
-        build = _build_stream if job.data.streaming else build_example_dataset
-        tokenizer, dataset = build(resolve_tokenizer_path(job), training.seq_len, training.seed)
     else:
-        tokenizer, dataset = _build_packed(resolve_tokenizer_path(job), training.seq_len)
+        data = resolve_tokenizer_path(job)
+        build = _build_mixture if data.sources else _build_source
+        tokenizer, dataset = build(data, training.seq_len, training.seed)
     loader = TrainLoader(
         dataset,
         seed=training.seed,
@@ -49,13 +51,39 @@ def build_data(job: JobConfig, dp_rank: int, dp_degree: int) -> tuple["PreTraine
         dp_rank=dp_rank,
         dp_degree=dp_degree,
     )
-    if job.validation.enable and loader.num_validation_steps(job.validation.steps) < job.validation.steps:
-        logger.info(
-            "data: %d held-out sequences fill %d of validation.steps = %d batches of %d",
-            *(dataset.num_validation_sequences, loader.num_validation_steps(job.validation.steps)),
-            *(job.validation.steps, loader.global_batch_size),
-        )
+    if job.validation.enable:
+        loader.say_if_fewer(job.validation.steps)
     return tokenizer, loader
+
+
+def _build_source(
+    data: DataSection, seq_len: int, seed: int, where: str = "data"
+) -> tuple["PreTrainedTokenizerFast", SequenceDataset]:
+    """The tokenizer and the sequences of what `data.path` names; `where` is the section, for the log."""
+    if data.dataset != "examples":
+        return _build_packed(data, seq_len, where)
+    if data.streaming:
+        return _build_stream(data, seq_len, seed, where)
+    return build_example_dataset(data, seq_len, where)
+
+
+def _build_mixture(data: DataSection, seq_len: int, seed: int) -> tuple["PreTrainedTokenizerFast", SequenceDataset]:
+    if not data.tokenizer_path:  # one that is trained would know the first source only
+        raise DataError(
+            "data: data.sources need a tokenizer, but data.tokenizer_path is empty and model.hf_assets_path has no "
+            "tokenizer.json. Set one of them to its folder."
+        )
+    built = {}
+    for name, source in get_sources(data).items():
+        where = f"data.sources.{name}"
+        try:
+            built[name] = _build_source(source, seq_len, get_source_seed(seed, name), where)
+        except DataError as error:
+            raise DataError(f"{where}: {str(error).removeprefix('data: ')}") from None
+    weights = [source.weight for source in data.sources.values() if source.weight is not None]
+    dataset = MixtureDataset({name: part for name, (_, part) in built.items()}, weights or None)
+    logger.info("data: %s", ", ".join(f"{source.share:.2%} {source.name}" for source in dataset.sources))
+    return next(iter(built.values()))[0], dataset
 
 
 def resolve_tokenizer_path(job: JobConfig) -> DataSection:
@@ -69,24 +97,24 @@ def resolve_tokenizer_path(job: JobConfig) -> DataSection:
     return data
 
 
-def _build_packed(data: DataSection, seq_len: int) -> tuple["PreTrainedTokenizerFast", SequenceDataset]:
+def _build_packed(data: DataSection, seq_len: int, where: str) -> tuple["PreTrainedTokenizerFast", SequenceDataset]:
     corpus = build_corpus(data)
     tokenizer = build_tokenizer(data, corpus)
     dataset = PackedDataset(build_tokens(data, corpus, tokenizer), seq_len, data.validation_share)
     logger.info(
-        "data: %d tokens, vocabulary %d, in %d documents; sequences of %d tokens: %d to train on, %d held out",
-        *(len(dataset.tokenized.tokens), dataset.tokenized.vocab_size, dataset.tokenized.num_documents),
+        "%s: %d tokens, vocabulary %d, in %d documents; sequences of %d tokens: %d to train on, %d held out",
+        *(where, len(dataset.tokenized.tokens), dataset.tokenized.vocab_size, dataset.tokenized.num_documents),
         *(dataset.seq_len, dataset.num_train_sequences, dataset.num_validation_sequences),
     )
     return tokenizer, dataset
 
 
 def build_example_dataset(
-    data: DataSection, seq_len: int, seed: int = 0
+    data: DataSection, seq_len: int, where: str = "data"
 ) -> tuple["PreTrainedTokenizerFast", "ExampleDataset"]:
     """The tokenizer, with `data.chat_template` if that is set, and the examples of `data.path`, ready for batches.
 
-    The examples do not depend on `seed`.
+    `where` is the section that they are from, for the log.
 
     Raises:
         DataError: there is no tokenizer or template, a row is bad, or an example too long, and the settings say so.
@@ -108,13 +136,15 @@ def build_example_dataset(
         sources = (train,)
         train, held_out = hold_out(train, data.validation_share)
     dataset = ExampleDataset(train, held_out, sources, seq_len, pad_token_id, packing=data.packing)
-    logger.info("data: %s", describe(dataset))
+    logger.info("%s: %s", where, describe(dataset))
     for warning in get_warnings(dataset):
-        logger.warning("data: %s", warning)
+        logger.warning("%s: %s", where, warning)
     return tokenizer, dataset
 
 
-def _build_stream(data: DataSection, seq_len: int, seed: int) -> tuple["PreTrainedTokenizerFast", SequenceDataset]:
+def _build_stream(
+    data: DataSection, seq_len: int, seed: int, where: str
+) -> tuple["PreTrainedTokenizerFast", SequenceDataset]:
     from titanlite.data.rows import build_rows
     from titanlite.data.stream import StreamDataset
 
@@ -122,7 +152,7 @@ def _build_stream(data: DataSection, seq_len: int, seed: int) -> tuple["PreTrain
     rows = build_rows(data.path, data.pattern, data.subset, data.split, streaming=True)
     held_out = _build_held_out(data, seq_len, tokenizer) if data.validation_path else None
     dataset = StreamDataset(data, rows, tokenizer, held_out, seq_len, pad_token_id, seed)
-    logger.info("data: %s; %d held out", dataset.fingerprint, dataset.num_validation_sequences)
+    logger.info("%s: %s; %d held out", where, dataset.fingerprint, dataset.num_validation_sequences)
     return tokenizer, dataset
 
 

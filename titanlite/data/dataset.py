@@ -131,6 +131,7 @@ class PackedDataset:
         self.validation_share = validation_share
         self.num_validation_sequences = get_num_held_out(num_sequences, validation_share)
         self.num_train_sequences = num_sequences - self.num_validation_sequences
+        self._order = ShuffledOrder(self.num_train_sequences)
 
     @property
     def vocab_size(self) -> int:
@@ -150,7 +151,7 @@ class PackedDataset:
 
     def get_train_indices(self, seed: int, start: int, stop: int) -> np.ndarray:
         """Sequence indices (stop - start,) int64 of the training samples [start, stop), counted from the first step."""
-        return get_shuffled_order(seed, start, stop, self.num_train_sequences)
+        return self._order.get_indices(seed, start, stop)
 
     def get_validation_indices(self, start: int, stop: int) -> np.ndarray:
         """Sequence indices (stop - start,) int64 of the validation samples [start, stop), repeating past the last."""
@@ -195,29 +196,36 @@ def get_num_held_out(total: int, share: float | None = None) -> int:
     return min(max(round(share * total), 1), total - 1) if share else 0
 
 
-def get_shuffled_order(seed: int, start: int, stop: int, num_sequences: int) -> np.ndarray:
-    """Sequence indices (stop - start,) int64 of the samples [start, stop) of an endless order.
+class ShuffledOrder:
+    """An endless order of `num_sequences` sequences, for any seed.
 
     Sample n is number n % N of epoch n // N, and each epoch is a permutation of the N sequences that depends on
     (seed, epoch) alone.
     """
-    samples = np.arange(start, stop, dtype=np.int64)
-    epochs, places = np.divmod(samples, num_sequences)
-    indices = np.empty_like(samples)
-    for epoch in np.unique(epochs):
-        permutation = get_permutation(seed, int(epoch), num_sequences)
-        indices[epochs == epoch] = permutation[places[epochs == epoch]]
-    return indices
+
+    def __init__(self, num_sequences: int) -> None:
+        self.num_sequences = num_sequences
+        # A step can straddle two epochs; one of 10 million sequences takes 1.7 s and 80 MB.
+        self._get_permutation = lru_cache(maxsize=2)(get_permutation)
+
+    def get_indices(self, seed: int, start: int, stop: int) -> np.ndarray:
+        """Sequence indices (stop - start,) int64 of the samples [start, stop)."""
+        samples = np.arange(start, stop, dtype=np.int64)
+        epochs, places = np.divmod(samples, self.num_sequences)
+        indices = np.empty_like(samples)
+        for epoch in np.unique(epochs):
+            permutation = self._get_permutation(seed, int(epoch), self.num_sequences)
+            indices[epochs == epoch] = permutation[places[epochs == epoch]]
+        return indices
 
 
-@lru_cache(maxsize=2)  # a step can straddle two epochs; one of 10 million sequences takes 1.7 s and 80 MB
 def get_permutation(seed: int, epoch: int, num_sequences: int) -> np.ndarray:
-    """A permutation (num_sequences,) int64, the same on every machine and with every numpy version.
+    """A permutation (num_sequences,) int64, the same on every machine and with every numpy version; not to be written.
 
     numpy keeps the raw stream of its bit generators for good, but not what `Generator.permutation` makes of it; so
     sequences are sorted by their raw random numbers.
     """
     key = np.array([seed % 2**64, epoch], dtype=np.uint64)
     permutation = np.argsort(np.random.Philox(key=key).random_raw(num_sequences), kind="stable")
-    permutation.flags.writeable = False  # shared by all callers through the cache
+    permutation.flags.writeable = False  # callers share it through their caches
     return permutation

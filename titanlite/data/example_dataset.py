@@ -7,20 +7,19 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
-from typing import Literal
 
 import numpy as np
 import torch
 
+from titanlite.config.schema import TooLong
 from titanlite.data.chat import TRAINED
-from titanlite.data.dataset import Batch, get_num_held_out, get_permutation, get_shuffled_order
+from titanlite.data.dataset import Batch, ShuffledOrder, get_num_held_out, get_permutation
 from titanlite.data.examples import TokenizedExamples
 from titanlite.data.forms import Form
 from titanlite.data.packing import pack_best_fit
 from titanlite.errors import DataError, raise_problems
 from titanlite.ops import IGNORE_INDEX
 
-TooLong = Literal["error", "cut", "drop", "split"]
 _HOLD_OUT_SEED = 0  # not training.seed: another seed is another order of the same training data
 
 
@@ -207,6 +206,7 @@ class ExampleDataset:
         self.packing = packing
         self._rows = [(train, members) for members in pack_examples(train, seq_len, packing=packing)]
         self.num_train_sequences = len(self._rows)
+        self._order = ShuffledOrder(self.num_train_sequences)
         self._rows += [(held_out, members) for members in pack_examples(held_out, seq_len, packing=packing)]
         self.num_sequences = len(self._rows)
         self.num_validation_sequences = self.num_sequences - self.num_train_sequences
@@ -241,7 +241,7 @@ class ExampleDataset:
 
     def get_train_indices(self, seed: int, start: int, stop: int) -> np.ndarray:
         """Sequence indices (stop - start,) int64 of the training samples [start, stop), counted from the first step."""
-        return get_shuffled_order(seed, start, stop, self.num_train_sequences)
+        return self._order.get_indices(seed, start, stop)
 
     def get_validation_indices(self, start: int, stop: int) -> np.ndarray:
         """Sequence indices (stop - start,) int64 of the validation samples [start, stop), repeating past the last."""

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from titanlite.data.dataset import copy_to, get_num_held_out, get_shuffled_order
+from titanlite.data.dataset import ShuffledOrder, copy_to, get_num_held_out
 from titanlite.data.tokenizer import count_ids
 from titanlite.errors import DataError, raise_problems
 from titanlite.ops import IGNORE_INDEX
@@ -97,6 +97,7 @@ class ImageDataset:
         if validation_share is not None:
             self.fingerprint += f", {self.num_validation_sequences} held out"
         self.num_train_sequences = len(rows) - self.num_validation_sequences
+        self._order = ShuffledOrder(self.num_train_sequences)
 
     @property
     def vocab_size(self) -> int:
@@ -105,7 +106,7 @@ class ImageDataset:
 
     def get_train_indices(self, seed: int, start: int, stop: int) -> np.ndarray:
         """Row indices (stop - start,) int64 of the training samples [start, stop)."""
-        return get_shuffled_order(seed, start, stop, self.num_train_sequences)
+        return self._order.get_indices(seed, start, stop)
 
     def get_validation_indices(self, start: int, stop: int) -> np.ndarray:
         """Row indices (stop - start,) int64 of the validation samples [start, stop), repeating past the last."""

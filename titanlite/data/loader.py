@@ -5,12 +5,30 @@ starts its GPU work before the next step asks for data.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 
 from titanlite.data.dataset import Batch, SequenceDataset
+from titanlite.data.mixture import Source, get_sources
 from titanlite.data_order import Stretch, add_stretch, find_stretch
 from titanlite.errors import ConfigError, raise_problems
+from titanlite.logger import logger
+
+
+class ValidationSet(NamedTuple):
+    """What a validation reads of one source.
+
+    Attributes:
+        source: its name; empty where there is but one.
+        share: of the validation loss; all sets together have 1.
+        batches: micro-batches of this rank, CPU tensors.
+    """
+
+    source: str
+    share: float
+    batches: Iterator[Batch]
 
 
 class TrainLoader:
@@ -90,29 +108,56 @@ class TrainLoader:
         A list and not an iterator: the loss of the first micro-batch is divided by the valid tokens of all of them.
         """
         start = self.samples_before(step)
-        return self._split(self.dataset.get_train_indices(self.seed, start, start + self.global_batch_size))
+        return self._split(
+            self.dataset, self.dataset.get_train_indices(self.seed, start, start + self.global_batch_size)
+        )
 
     def locate(self, number: int) -> tuple[int, int]:
         """(data-parallel rank, micro-batch) that sample `number` of a global batch goes to; all counted from 0."""
         micro_batch, place = divmod(number, self.dp_degree * self.local_batch_size)
         return place // self.local_batch_size, micro_batch
 
-    def num_validation_steps(self, num_steps: int) -> int:
-        """How many of `num_steps` global batches the held-out sequences fill without repeating one; at least 1."""
-        return max(1, min(num_steps, self.dataset.num_validation_sequences // self.global_batch_size))
+    def validation_sets(self, num_steps: int) -> list[ValidationSet]:
+        """The held-out sequences of each source that has any, `num_steps` global batches of each, as micro-batches.
+
+        The same at every validation, the same global sets on any mesh, and equally many batches on every rank.
+        Held-out sequences are not repeated to fill `num_steps`: only where not even one global batch can be filled,
+        it is filled by repeating.
+        """
+        held_out = self._held_out(num_steps)
+        whole = sum(source.share for source, _ in held_out)
+        return [
+            ValidationSet(source.name, source.share / whole, self._validate_on(source.dataset, num_batches))
+            for source, num_batches in held_out
+        ]
 
     def validation_batches(self, num_steps: int) -> Iterator[Batch]:
-        """The micro-batches of this rank in a validation over `num_steps` global batches; CPU tensors.
+        """The micro-batches of this rank in all `validation_sets`, one after the other; CPU tensors."""
+        return chain.from_iterable(held_out.batches for held_out in self.validation_sets(num_steps))
 
-        The same at every validation, the same global set on any mesh, and equally many on every rank. Held-out
-        sequences are not repeated to fill `num_steps`: there are `num_validation_steps(num_steps)` global batches.
-        Only where not even one can be filled, it is filled by repeating.
-        """
-        for step in range(self.num_validation_steps(num_steps)):
+    def say_if_fewer(self, num_steps: int) -> None:
+        """Log it where held-out sequences fill fewer global batches than the `num_steps` that are wanted."""
+        for source, num_batches in self._held_out(num_steps):
+            if num_batches < num_steps:
+                logger.info(
+                    "data: %d held-out sequences%s fill %d of validation.steps = %d batches of %d",
+                    *(source.dataset.num_validation_sequences, f" of {source.name}" if source.name else ""),
+                    *(num_batches, num_steps, self.global_batch_size),
+                )
+
+    def _held_out(self, num_steps: int) -> list[tuple[Source, int]]:
+        """The sources with held-out sequences, each with the global batches that they fill."""
+        sources = get_sources(self.dataset)
+        found = [source for source in sources if source.dataset.num_validation_sequences] or sources[:1]
+        size = self.global_batch_size
+        return [(source, max(1, min(num_steps, source.dataset.num_validation_sequences // size))) for source in found]
+
+    def _validate_on(self, dataset: SequenceDataset, num_batches: int) -> Iterator[Batch]:
+        for step in range(num_batches):
             start = step * self.global_batch_size
-            yield from self._split(self.dataset.get_validation_indices(start, start + self.global_batch_size))
+            yield from self._split(dataset, dataset.get_validation_indices(start, start + self.global_batch_size))
 
-    def _split(self, global_indices: np.ndarray) -> list[Batch]:
+    def _split(self, dataset: SequenceDataset, global_indices: np.ndarray) -> list[Batch]:
         """This rank's share of a global batch, one Batch per micro-batch."""
         indices = global_indices.reshape(self.num_micro_batches, self.dp_degree, self.local_batch_size)
-        return [self.dataset.batch(micro_batch) for micro_batch in indices[:, self.dp_rank]]
+        return [dataset.batch(micro_batch) for micro_batch in indices[:, self.dp_rank]]

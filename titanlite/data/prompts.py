@@ -2,13 +2,16 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from titanlite.config.schema import DataSection
 from titanlite.data.chat import ANSWER
+from titanlite.data.dataset import SequenceDataset
 from titanlite.data.example_dataset import ExampleDataset
+from titanlite.data.mixture import get_sources
 from titanlite.data.stream import StreamDataset
 from titanlite.errors import DataError
 
@@ -33,21 +36,26 @@ class EvaluationPrompt(NamedTuple):
 
 
 def evaluation_prompts(
-    dataset: ExampleDataset | StreamDataset, tokenizer: "PreTrainedTokenizerFast", max_prompts: int | None = None
+    dataset: SequenceDataset, tokenizer: "PreTrainedTokenizerFast", max_prompts: int | None = None
 ) -> list[EvaluationPrompt]:
     """The held-out examples, each as the prompt up to its last answer; of preference pairs, the chosen side.
 
-    The first `max_prompts` of them, the same on every rank; no collectives. Prompt and reference are the tokens of the
-    training data, so what a template adds to an answer (Qwen3: empty thoughts) is part of the reference, as it is part
-    of what a trained model generates. Examples are taken in full, also where `data.too_long` cuts them for training.
+    The first `max_prompts` of each source, the same on every rank; no collectives. Prompt and reference are the tokens
+    of the training data, so what a template adds to an answer (Qwen3: empty thoughts) is part of the reference, as it
+    is part of what a trained model generates. Examples are taken in full, also where `data.too_long` cuts them for
+    training.
 
     Raises:
-        DataError: the held-out rows are plain text, which has no answers; a stream has no held-out rows.
+        DataError: the held-out rows are plain text, which has no answers; nothing is held out.
     """
-    held_out = dataset.held_out
-    if held_out is None:
+    parts = [source.dataset for source in get_sources(dataset)]
+    held_out = [part.held_out for part in parts if isinstance(part, ExampleDataset | StreamDataset) and part.held_out]
+    if not held_out:
         raise DataError("data: streaming holds no rows out. Set data.validation_path or evaluation.path.")
-    return _prompts(held_out.examples, held_out.selected[:max_prompts].tolist(), "held-out", tokenizer)
+    found = [_prompts(part.examples, part.selected[:max_prompts].tolist(), tokenizer) for part in held_out]
+    if not any(found):
+        raise _no_answers("held-out", held_out[0].examples)
+    return list(chain.from_iterable(found))
 
 
 def read_evaluation_prompts(
@@ -70,13 +78,16 @@ def read_evaluation_prompts(
         )
         examples = build_examples(settings, rows, tokenizer)
         count = (len(examples.offsets) - 1) // examples.header.documents_per_example
-        return _prompts(examples, range(count), path, tokenizer)
+        found = _prompts(examples, range(count), tokenizer)
+        if not found:
+            raise _no_answers(path, examples)
+        return found
     except DataError as error:
         raise DataError(f"evaluation.path: {error}") from None
 
 
 def _prompts(
-    examples: "TokenizedExamples", which: Iterable[int], what: str, tokenizer: "PreTrainedTokenizerFast"
+    examples: "TokenizedExamples", which: Iterable[int], tokenizer: "PreTrainedTokenizerFast"
 ) -> list[EvaluationPrompt]:
     found = []
     for example in which:
@@ -90,9 +101,11 @@ def _prompts(
         ids = examples.tokens[place]
         reference = tokenizer.decode(ids[start:stop].tolist(), skip_special_tokens=True)
         found.append(EvaluationPrompt(ids[:start].tolist(), str(reference), examples.describe_place(example)))
-    if not found:
-        raise DataError(
-            f"data: the {what} examples ({examples.header.form}) have no answers to compare with. Evaluate by "
-            "generation on messages or prompt and completion only."
-        )
     return found
+
+
+def _no_answers(what: str, examples: "TokenizedExamples") -> DataError:
+    return DataError(
+        f"data: the {what} examples ({examples.header.form}) have no answers to compare with. Evaluate by generation "
+        "on messages or prompt and completion only."
+    )

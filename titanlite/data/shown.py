@@ -1,7 +1,7 @@
 """What is in a sequence, for people: its documents with their places, and text with marks around trained tokens."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -11,6 +11,7 @@ from titanlite.data.chat import TRAINED
 from titanlite.data.dataset import PackedDataset, SequenceDataset
 from titanlite.data.example_dataset import ExampleDataset, ExampleSet
 from titanlite.data.images import ImageDataset
+from titanlite.data.mixture import MixtureDataset
 from titanlite.data.stream import StreamDataset
 from titanlite.errors import DataError
 
@@ -52,6 +53,9 @@ def get_shown_documents(dataset: SequenceDataset, index: int) -> list[ShownDocum
     Raises:
         DataError: there is no such view of this kind of dataset; as the dataset itself while it reads.
     """
+    if isinstance(dataset, MixtureDataset):
+        name, part, place = dataset.locate(index)
+        return [replace(found, place=f"{name}: {found.place}") for found in get_shown_documents(part, place)]
     if isinstance(dataset, PackedDataset):
         return list(_get_from_corpus(dataset, index))
     if isinstance(dataset, ExampleDataset | StreamDataset):

@@ -15,6 +15,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import sha256
 from importlib import metadata
 from itertools import islice
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 _FORMAT_VERSION = 2  # raise it when the division into blocks or their packing changes
+
+_get_order = lru_cache(maxsize=16)(get_permutation)  # blocks are small, and there may be several streams
 
 _KEPT_FILES = 8  # at least, of blocks: several runs of a machine may be at different places of one stream
 
@@ -170,7 +173,7 @@ class StreamDataset:
         block = self._get_block(number)
         assert block.content is not None
         place = sample - (self._ends[number - 1] if number else 0)
-        order = get_permutation(self.seed, number, block.num_sequences)
+        order = _get_order(self.seed, number, block.num_sequences)
         return block.content, block.sequences[order[place]]
 
     def _get_block(self, number: int) -> _Block:

@@ -114,12 +114,16 @@ class MetricsLogger:
             self._write_load(point.step, point.moe.tokens_per_expert)
         self._show(point.step, values, layers, lists)
 
-    def log_validation(self, step: int, loss: float) -> None:
-        """Write the validation loss (mean per token over all ranks) after `step` optimizer steps."""
+    def log_validation(self, step: int, loss: float, by_source: Mapping[str, float] | None = None) -> None:
+        """Write the validation loss (mean per token over all ranks) after `step` optimizer steps, and by source."""
         if not self._enabled:
             return
-        self._write(step, {"loss/validation": loss})
-        logger.info(f"step {step:>5}/{self._num_steps}  validation loss {loss:7.4f}")
+        by_source = by_source or {}
+        self._write(
+            step, {"loss/validation": loss, **{f"loss/validation/{name}": by_source[name] for name in by_source}}
+        )
+        parts = "".join(f"  {name} {value:.4f}" for name, value in by_source.items())
+        logger.info(f"step {step:>5}/{self._num_steps}  validation loss {loss:7.4f}{parts}")
 
     def log_evaluation(self, step: int, values: Mapping[str, float], examples: Sequence[Mapping[str, Any]]) -> None:
         """Write the scores of an evaluation after `step` optimizer steps, and show some generations.

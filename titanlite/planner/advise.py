@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from titanlite.config import AnyModelConfig, JobConfig
-from titanlite.config.check import get_value
 from titanlite.config.parallelism import Degrees, check_parallelism, resolve_degrees
+from titanlite.config.settings import get_value
 from titanlite.errors import TitanliteError
 from titanlite.planner.estimate import Estimate, build_estimate
 from titanlite.planner.hardware import Hardware

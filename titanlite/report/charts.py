@@ -102,6 +102,7 @@ def build_charts(runs: Sequence[Run]) -> list[Chart]:
             {"dropped": sum},
             {"duplicated": (sum, "moe/duplicated_rows")},
         ),
+        _lines(first, "validation", "Validation loss by source", _prefixed(first, "loss/validation/")),
         _lines(first, "evaluation", "Evaluation", _prefixed(first, "eval/", without=("eval/seconds",))),
         *_others(first),
     ]
@@ -167,7 +168,7 @@ def _lines(run: Run, name: str, title: str, metrics: Mapping[str, str], **option
     for label, metric in metrics.items():
         if metric in run.scalars:
             series = run.scalars[metric]
-            style = "points" if len(series.steps) < _SMOOTH_FROM and name == "evaluation" else ""
+            style = "points" if len(series.steps) < _SMOOTH_FROM and name in ("evaluation", "validation") else ""
             chart.series.append(_line(label, series.steps, series.values, style))
     return chart
 
@@ -316,7 +317,7 @@ def _others(run: Run) -> list[Chart]:
     """Metrics that no plot above has, such as those of an objective, one plot per first part of their names."""
     shown = ("loss/train", "loss/validation", "grad_norm", "lr")
     shown += tuple(f"{name}{suffix}" for name in ("loss/train_max", "grad_norm_max") for suffix in ("", "_step"))
-    known = ("grad_norm/", "throughput/", "data/", "time/", "memory/", "ranks/", "eval/", "moe/")
+    known = ("grad_norm/", "throughput/", "data/", "time/", "memory/", "ranks/", "eval/", "moe/", "loss/validation/")
     groups: dict[str, dict[str, str]] = {}
     for name in run.scalars:
         if name not in shown and not name.startswith(known):

@@ -9,7 +9,7 @@ from html import escape
 from typing import Any
 
 from titanlite.config.check import format_value
-from titanlite.config.load import get_settings
+from titanlite.config.settings import find_setting
 from titanlite.report.headline import format_bytes, format_count
 from titanlite.report.read import Run
 
@@ -100,10 +100,9 @@ def render_config(run: Run) -> str:
     """Settings that differ from their defaults, and all of them."""
     if not run.config:
         return '<p class="none">There is no config.toml.</p>'
-    settings = get_settings()
     rows, changed = [], []
     for key, value in run.config.items():
-        known = settings.get(key)
+        known = find_setting(key)
         default = None if known is None else known.default
         differs = known is None or value != default
         shown = "" if not differs else "unknown to this version" if known is None else f"default {_show(default)}"

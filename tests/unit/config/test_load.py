@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 from titanlite.config import JobConfig, load_config, save_resolved
-from titanlite.config.check import check_values, get_value
-from titanlite.config.load import Setting, get_settings, walk_schema
+from titanlite.config.check import check_values
+from titanlite.config.settings import Setting, get_settings, get_value, walk_schema
 from titanlite.errors import ConfigError
 
 # Tests share a busy machine: nothing here is timed. 50 examples of 12 ms each keep a property under a second.

@@ -88,7 +88,7 @@ def test_text(preview: Callable[..., tuple[int, str, str]], tmp_path: Path) -> N
     (tmp_path / "a.txt").write_text("what is the answer " * 200)
     arguments = ["--data.dataset=text", f"--data.path={tmp_path / 'a.txt'}", "--samples=1"]
     code, out, err = preview(chats(2), *arguments)
-    assert (code, err) == (0, "") and "documents  1, " in out and "sample 1: sequence " in out
+    assert (code, err) == (0, "") and "documents  1, " in out and f"sample 1: {tmp_path}/a.txt" in out
 
 
 def test_json_rows_may_be_strings(preview: Callable[..., tuple[int, str, str]]) -> None:
@@ -100,7 +100,7 @@ def test_json_rows_may_be_strings(preview: Callable[..., tuple[int, str, str]]) 
 def test_stream(preview: Callable[..., tuple[int, str, str]]) -> None:
     rows = [*chats(9), {"messages": []}]
     code, out, err = preview(rows, "--data.streaming=true", "--data.bad_rows=skip", "--samples=1")
-    assert (code, err) == (0, "") and "a stream of " in out and "\nsequence 1: " in out and "[[x" in out
+    assert (code, err) == (0, "") and "a stream of " in out and "\nsample 1: " in out and "[[x" in out
     assert "left out so far: 1 rows skipped: empty field" in out
     code, _, err = preview(rows, "--data.streaming=true")
     assert code == 2 and "rows.jsonl, line 10: field 'messages' holds no message" in err

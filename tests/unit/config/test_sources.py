@@ -1,0 +1,162 @@
+"""Data from several places: `[data.sources.NAME]` in files and overrides, what a source has from `[data]`, mistakes."""
+
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from titanlite.config import JobConfig, load_config, save_resolved
+from titanlite.config.sources import get_source_key, get_sources
+from titanlite.errors import ConfigError
+
+HEAD = '[model]\nflavor = "debug"\n[data]\ndataset = "examples"\ntrain_on = "all"\n'
+TWO = f"""{HEAD}
+[data.sources.math]
+path = "math.jsonl"
+weight = 3
+[data.sources.chat_2]
+path = "chats.jsonl"
+weight = 1.5
+train_on = "assistant"
+validation_path = "held_out.jsonl"
+"""
+
+Load = Callable[..., JobConfig]
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Load:
+    def run(text: str, *overrides: str) -> JobConfig:
+        file = tmp_path / "job.toml"
+        file.write_text(text)
+        return load_config(["--config", str(file), *overrides])
+
+    return run
+
+
+def problem(load: Load, text: str, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(text, *overrides)
+    return str(caught.value)
+
+
+def test_a_source_has_its_own_settings_and_the_rest_of_the_section(load: Load) -> None:
+    job = load(TWO, "--data.too_long=cut")
+    sources = get_sources(job.data)
+    assert list(sources) == ["math", "chat_2"]
+    assert [source.weight for source in job.data.sources.values()] == [3.0, 1.5]
+    assert [source.path for source in sources.values()] == ["math.jsonl", "chats.jsonl"]
+    assert [source.train_on for source in sources.values()] == ["all", "assistant"]
+    assert [source.validation_path for source in sources.values()] == ["", "held_out.jsonl"]
+    assert {source.too_long for source in sources.values()} == {"cut"}
+    assert not any(source.sources for source in sources.values())
+    assert get_source_key(job.data, "math", "train_on") == "data.train_on"
+    assert get_source_key(job.data, "chat_2", "train_on") == "data.sources.chat_2.train_on"
+
+
+def test_without_sources_the_section_is_the_only_one(load: Load) -> None:
+    data = load(f'{HEAD}path = "a.jsonl"\n').data
+    assert get_sources(data) == {"": data}
+    assert get_source_key(data, "", "path") == "data.path"
+
+
+def test_overrides_change_and_add_sources(load: Load) -> None:
+    job = load(TWO, "--data.sources.math.weight=7", "--data.sources.web.path=w.jsonl", "--data.sources.web.weight", "1")
+    assert {name: source.weight for name, source in job.data.sources.items()} == {"math": 7.0, "chat_2": 1.5, "web": 1}
+    assert get_sources(job.data)["web"].path == "w.jsonl"
+
+
+def test_the_resolved_file_gives_the_same_job(load: Load, tmp_path: Path) -> None:
+    job = load(TWO)
+    save_resolved(job, tmp_path / "resolved.toml")
+    assert load_config(["--config", str(tmp_path / "resolved.toml")]) == job
+    assert tomllib.loads((tmp_path / "resolved.toml").read_text())["data"]["sources"]["math"]["weight"] == 3.0
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ("weight = 3|wieght = 3", "unknown key 'data.sources.math.wieght'; did you mean 'data.sources.math.weight'?"),
+        ("weight = 3|colour = 3", "unknown key 'data.sources.math.colour'. Keys of [data.sources.math]: path, weight,"),
+        ("weight = 3|weight = 'a'", 'data.sources.math.weight = "a" is not a float. Write a number, or leave it out.'),
+        ("weight = 3|weight = 0", "data.sources.math.weight = 0.0 is out of range. Set it to more than 0."),
+        (
+            "weight = 3|",
+            "data.sources.math.weight is not set, but other sources have weights. Set all of them, or none.",
+        ),
+        ('path = "math.jsonl"|', "needs data.sources.math.path, which is empty. Set it to a file, folder or hub id."),
+        ("[data.sources.math]|[data.sources.My-Data]", "Name a source with small letters, digits and underscores"),
+        ("[data.sources.math]|[data.source.math]", "unknown section 'data.source'; did you mean 'data.sources'?"),
+        (
+            "weight = 3|weight = 3\nsplit = 'test'",
+            'data.sources.math.split = "test" is for a dataset of the hub, which this is not.',
+        ),
+        ("weight = 3|weight = 3\nformat = 'preference'", 'data.train_on = "all" does not go with data.sources.math.f'),
+        (
+            'train_on = "all"|path = "a.jsonl"',
+            "data.path has no effect beside data.sources. Set data.sources.math.path.",
+        ),
+        (
+            'dataset = "examples"|dataset = "images"',
+            'data.sources are for data.dataset = "examples" or "text", which is',
+        ),
+        ("weight = 3|weight = 3\nvalidation_share = 1.0", "data.sources.math.validation_share = 1.0 is out of range."),
+        (
+            "weight = 1.5|weight = 1.5\nvalidation_share = 0.5",
+            "has no effect where data.sources.chat_2.validation_path",
+        ),
+        ("[data.sources.math]|[data.sources]\nmath = 3\n[data.sources.x]", "data.sources.math = 3 is not a section."),
+    ],
+)
+def test_mistakes(load: Load, change: str, expected: str) -> None:
+    old, _, new = change.partition("|")
+    assert old in TWO
+    assert expected in problem(load, TWO.replace(old, new, 1))
+
+
+def test_an_empty_table_is_a_source_without_a_path(load: Load) -> None:
+    assert "needs data.sources.math.path, which is empty" in problem(load, f"{HEAD}[data.sources.math]\n")
+
+
+def test_what_is_wrong_in_the_section_is_said_once(load: Load) -> None:
+    text = problem(load, TWO.replace('train_on = "all"', 'text_field = ""'))
+    assert text.count("names no field") == 1
+
+
+def test_overrides_of_tables(load: Load) -> None:
+    assert "'data.sources' is a section. Set its keys one by one: --data.sources.NAME.path=VALUE." in problem(
+        load, TWO, "--data.sources=a"
+    )
+    assert "'data.sources.math' is a section. Set its keys one by one: --data.sources.math.path=VALUE" in problem(
+        load, TWO, "--data.sources.math=a"
+    )
+
+
+def test_streams_need_weights_and_have_no_epochs(load: Load) -> None:
+    bare = TWO.replace("weight = 3\n", "streaming = true\n").replace("weight = 1.5\n", "")
+    assert "data.sources.math.streaming: how many sequences a stream has is not known" in problem(load, bare)
+    text = TWO.replace("weight = 3", "weight = 3\nstreaming = true")
+    assert load(text).data.sources["math"].streaming
+    assert "training.epochs needs data whose end is known, but data.sources.math.streaming is on." in problem(
+        load, text, "--training.epochs=2"
+    )
+
+
+def test_epochs_need_sources_without_weights(load: Load) -> None:
+    assert "training.epochs needs sources without weights" in problem(load, TWO, "--training.epochs=2")
+    bare = TWO.replace("weight = 3\n", "").replace("weight = 1.5\n", "")
+    assert load(bare, "--training.epochs=2").training.epochs == 2
+
+
+def test_a_validation_needs_one_source_with_held_out_rows(load: Load) -> None:
+    text = TWO.replace("weight = 3", "weight = 3\nstreaming = true")
+    assert load(text, "--validation.enable=true").validation.enable
+    none = text.replace('validation_path = "held_out.jsonl"\n', "streaming = true\n")
+    assert "data.sources.math.streaming holds no rows out, but validation.enable is on. Set data.sources.math.v" in (
+        problem(load, none, "--validation.enable=true")
+    )
+    shares = TWO.replace('validation_path = "held_out.jsonl"\n', "")
+    assert "data.validation_share = 0 holds nothing out, but validation.enable is on" in problem(
+        load, shares, "--data.validation_share=0", "--validation.enable=true"
+    ).replace("0.0", "0")

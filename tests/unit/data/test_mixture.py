@@ -1,0 +1,285 @@
+"""Sources that are mixed: shares, orders that depend on (seed, sample) alone, validation by source, what is shown."""
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from titanlite.config.schema import JobConfig, SourceSection
+from titanlite.data import PackedDataset, StreamDataset, TokenizedCorpus, TrainLoader, build_data
+from titanlite.data.dataset import get_permutation
+from titanlite.data.mixture import PERIOD, MixtureDataset, _get_quotas, get_source_seed, get_sources, get_use
+from titanlite.data.prompts import evaluation_prompts
+from titanlite.data.shown import get_shown_documents
+from titanlite.errors import DataError
+
+MakeJob = Callable[..., JobConfig]
+SEQ_LEN = 10
+PINNED_BY_WEIGHT = [3020, 3005, 1079, 3007, 3001, 1078, 3017, 3021, 3009, 1089, 3019, 3023]
+PINNED_BY_SIZE = [1082, 2171, 1009, 1053, 2045, 2059, 2169, 1032, 2145, 2098, 2080, 2119]
+
+
+def make_part(num_sequences: int, first_id: int) -> PackedDataset:
+    """Sequence i has only the token first_id + i; a tenth of them is held out."""
+    tokens = np.repeat(np.arange(first_id, first_id + num_sequences), SEQ_LEN)
+    corpus = TokenizedCorpus(np.append(tokens, 1).astype(np.uint16), 0, first_id + num_sequences, 1)
+    return PackedDataset(corpus, SEQ_LEN, 0.1)
+
+
+def make_mixture(weights: list[float] | None = None) -> MixtureDataset:
+    """90, 180 and 27 training sequences, with the tokens 1000, 2000, 3000 and more."""
+    return MixtureDataset({"a": make_part(100, 1000), "b": make_part(200, 2000), "c": make_part(30, 3000)}, weights)
+
+
+def ids(dataset: MixtureDataset, start: int, stop: int, seed: int = 5) -> list[int]:
+    """The token of each sample."""
+    return dataset.batch(dataset.get_train_indices(seed, start, stop)).tokens[:, 0].tolist()
+
+
+def kinds(samples: list[int]) -> list[int]:
+    return [token // 1000 for token in samples]
+
+
+def test_shares_hold_in_every_period() -> None:
+    dataset = make_mixture([1, 2, 5])
+    assert [source.share for source in dataset.sources] == [1 / 8, 2 / 8, 5 / 8]
+    for period in (0, 3):
+        counts = Counter(kinds(ids(dataset, period * PERIOD, (period + 1) * PERIOD)))
+        assert counts == {1: PERIOD // 8, 2: PERIOD // 4, 3: PERIOD * 5 // 8}
+    # And nearly in every part of one, as in a random order.
+    counts = Counter(kinds(ids(dataset, 1000, 3000)))
+    assert all(abs(counts[kind] / 2000 - share) < 0.05 for kind, share in ((1, 1 / 8), (2, 2 / 8), (3, 5 / 8)))
+
+
+def test_each_source_goes_through_its_own_epochs() -> None:
+    """Whatever the others do: the samples of a source are those that it would give alone, in that order."""
+    dataset = make_mixture([1, 2, 5])
+    found = ids(dataset, 0, 2 * PERIOD + 50)
+    for kind, (name, _, part) in enumerate(dataset.sources, start=1):
+        own = [token for token in found if token // 1000 == kind]
+        alone = part.batch(part.get_train_indices(get_source_seed(5, name), 0, len(own))).tokens[:, 0].tolist()
+        assert own == alone
+        size = part.num_train_sequences
+        assert size is not None and len(own) > 10 * size
+        for epoch in range(3):
+            assert len(set(own[epoch * size : (epoch + 1) * size])) == size
+
+
+def test_without_weights_an_epoch_has_every_sequence_once() -> None:
+    dataset = make_mixture()
+    total = 90 + 180 + 27
+    assert dataset.num_train_sequences == total
+    epochs = [ids(dataset, epoch * total, (epoch + 1) * total) for epoch in range(3)]
+    assert all(len(set(epoch)) == total for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3 and set(epochs[0]) == set(epochs[2])
+    assert len(set(kinds(epochs[0][:40]))) == 3
+
+
+@pytest.mark.parametrize("weights", [None, [3.0, 2.0, 1.0]])
+def test_a_sample_does_not_depend_on_what_was_asked_before(weights: list[float] | None) -> None:
+    whole = ids(make_mixture(weights), 0, 40_000)
+    dataset = make_mixture(weights)
+    for start, stop in ((39_990, 40_000), (PERIOD - 3, PERIOD + 3), (290, 300), (0, 7), (12_345, 12_346), (5, 39_000)):
+        assert ids(dataset, start, stop) == whole[start:stop]
+    assert ids(dataset, 0, 100, seed=6) != whole[:100]
+
+
+def test_the_order_is_pinned() -> None:
+    """A run must find the same samples with later versions."""
+    assert ids(make_mixture([1, 2, 5]), 100, 112) == PINNED_BY_WEIGHT
+    assert ids(make_mixture(), 100, 112) == PINNED_BY_SIZE
+
+
+@given(st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=40))
+def test_quotas_are_the_weights_as_near_as_they_can_be(weights: list[float]) -> None:
+    quotas = _get_quotas(weights)
+    exact = PERIOD * np.array(weights) / np.sum(weights)
+    assert quotas.sum() == PERIOD and quotas.min() >= 1
+    assert np.all(quotas[exact >= 1] > exact[exact >= 1] - 1 - np.count_nonzero(exact < 1))
+    assert np.all(quotas < np.maximum(exact + 1, 1.5))
+
+
+def test_sources_of_one_size_do_not_go_side_by_side() -> None:
+    dataset = MixtureDataset({"a": make_part(100, 1000), "b": make_part(100, 2000)}, [1, 1])
+    found = ids(dataset, 0, 150)
+    orders = [[token % 1000 for token in found if token // 1000 == kind] for kind in (1, 2)]
+    assert orders[0][:20] != orders[1][:20]
+
+
+def test_a_batch_keeps_the_order_of_its_indices() -> None:
+    dataset = make_mixture([1, 1, 1])
+    indices = dataset.get_train_indices(0, 0, 30)
+    batch = dataset.batch(indices)
+    assert kinds(batch.tokens[:, 0].tolist()) != sorted(kinds(batch.tokens[:, 0].tolist()))
+    for row, index in enumerate(indices.tolist()):
+        name, part, place = dataset.locate(index)
+        alone = part.batch([place])
+        assert dataset.names["abc".index(name)] == name
+        for field in ("tokens", "labels", "positions", "document_ids"):
+            assert torch.equal(getattr(batch, field)[row], getattr(alone, field)[0]), field
+    with pytest.raises(IndexError):
+        dataset.batch([3 * 5000])
+
+
+def test_big_sources_do_not_push_each_other_out_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A permutation of ten million sequences takes seconds: one for each source and epoch."""
+    made: list[tuple[int, int, int]] = []
+
+    def permute(seed: int, epoch: int, num_sequences: int) -> np.ndarray:
+        made.append((seed, epoch, num_sequences))
+        return get_permutation(seed, epoch, num_sequences)
+
+    monkeypatch.setattr("titanlite.data.dataset.get_permutation", permute)
+    monkeypatch.setattr("titanlite.data.mixture.get_permutation", permute)
+    dataset = MixtureDataset({name: make_part(900, 1000) for name in "abcdefgh"}, [1] * 8)
+    for step in range(20):
+        dataset.get_train_indices(0, 16 * step, 16 * step + 16)
+    assert len(made) == len(set(made)) == 9
+
+
+def test_forms_of_sources() -> None:
+    class Part(PackedDataset):
+        def __init__(self, form: str) -> None:
+            super().__init__(make_part(20, 0).tokenized, SEQ_LEN)
+            self.form = form
+
+    def form(*forms: str) -> str:
+        return MixtureDataset({f"s{i}": Part(form) for i, form in enumerate(forms)}, None).form
+
+    assert form("text", "text") == "text" and form("text", "messages") == "messages"
+    assert form("preference", "preference") == "preference"
+    with pytest.raises(DataError, match=r"s1 has preference pairs, but s0 \(messages\), s2 \(text\) has none"):
+        form("messages", "preference", "text")
+
+
+def test_use_of_sources() -> None:
+    use = get_use(make_mixture([1, 2, 5]), 800)
+    assert [(part.source, part.num_sequences) for part in use] == [("a", 100), ("b", 200), ("c", 500)]
+    assert [part.epochs for part in use] == pytest.approx([100 / 90, 200 / 180, 500 / 27])
+    (alone,) = get_use(make_part(100, 0), 45)
+    assert alone == ("", 45, 0.5)
+
+
+# --- through the loader
+
+
+def make_loader(dataset: MixtureDataset, dp_rank: int = 0, dp_degree: int = 1) -> TrainLoader:
+    sizes = {"global_batch_size": 4, "local_batch_size": 4 // dp_degree}
+    return TrainLoader(dataset, seed=5, dp_rank=dp_rank, dp_degree=dp_degree, **sizes)
+
+
+def test_validation_takes_each_source_by_itself() -> None:
+    dataset = make_mixture([1, 2, 5])
+    for num_ranks in (1, 2, 4):
+        sets = [make_loader(dataset, rank, num_ranks).validation_sets(3) for rank in range(num_ranks)]
+        assert [[(name, share) for name, share, _ in of_rank] for of_rank in sets] == [
+            [("a", 1 / 8), ("b", 2 / 8), ("c", 5 / 8)]
+        ] * num_ranks
+        seen: dict[str, list[int]] = {"a": [], "b": [], "c": []}
+        for of_rank in sets:
+            for name, _, batches in of_rank:
+                seen[name] += [token for batch in batches for token in batch.tokens[:, 0].tolist()]
+        assert sorted(seen["a"]) == list(range(1090, 1098))  # 10 held out, two batches of 4
+        assert sorted(seen["b"]) == list(range(2180, 2192))  # three batches are wanted
+        assert sorted(seen["c"]) == [3027, 3027, 3028, 3029]  # 3 held out: one batch, filled by repeating
+
+
+def test_shares_of_a_validation_are_of_the_sources_that_have_one() -> None:
+    part = make_part(100, 1000)
+    bare = PackedDataset(make_part(100, 2000).tokenized, SEQ_LEN, 0.0)
+    dataset = MixtureDataset({"a": part, "bare": bare, "c": make_part(30, 3000)}, [1, 5, 3])
+    sets = make_loader(dataset).validation_sets(1)
+    assert [name for name, _, _ in sets] == ["a", "c"]
+    assert sum(share for _, share, _ in sets) == 1 and sets[1].share == pytest.approx(3 * sets[0].share, rel=1e-3)
+
+
+def test_validation_indices_of_all_sources() -> None:
+    dataset = make_mixture([1, 2, 5])
+    found = dataset.batch(dataset.get_validation_indices(0, 34)).tokens[:, 0].tolist()
+    assert found == [*range(1090, 1100), *range(2180, 2200), *range(3027, 3030), 1090]
+
+
+# --- from a configuration
+
+
+@pytest.fixture
+def make_sources(make_job: MakeJob, tmp_path: Path) -> MakeJob:
+    """`make_sources(sources, **settings)`: 40 rows "a N" and 80 rows "b N" in files of their own."""
+
+    def make(weights: tuple[float, float] | None = (3, 1), **settings: object) -> JobConfig:
+        job = make_job([], **{"seq_len": 64, "packing": False, **settings})
+        job.data.path = ""
+        for number, (name, count) in enumerate((("a", 40), ("b", 80))):
+            file = tmp_path / f"{name}.jsonl"
+            rows = [{"prompt": f"{name} {i}:", "completion": " yes"} for i in range(count)]
+            file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+            weight = None if weights is None else float(weights[number])
+            job.data.sources[name] = SourceSection(path=str(file), weight=weight)
+        return job
+
+    return make
+
+
+def get_rows(loader: TrainLoader, start: int, stop: int) -> list[str]:
+    """Source and line of each sample."""
+    indices = loader.dataset.get_train_indices(loader.seed, start, stop).tolist()
+    return [get_shown_documents(loader.dataset, index)[0].place for index in indices]
+
+
+def test_examples(make_sources: MakeJob, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="titanlite")
+    tokenizer, loader = build_data(make_sources(), 0, 1)
+    places = get_rows(loader, 0, 400)
+    assert all(place.startswith((f"a: {tmp_path}/a.jsonl, line ", f"b: {tmp_path}/b.jsonl, line ")) for place in places)
+    assert sum(place.startswith("a") for place in places) == pytest.approx(300, abs=30)
+    assert loader.dataset.fingerprint.startswith("a 75.00%: 36 examples of ")
+    assert "; b 25.00%: 72 examples of " in loader.dataset.fingerprint
+    prompts = evaluation_prompts(loader.dataset, tokenizer)
+    assert Counter(prompt.where.rpartition("/")[2].partition(".")[0] for prompt in prompts) == {"a": 4, "b": 8}
+    assert "data.sources.a: 36 examples to train on" in caplog.text and "data: 75.00% a, 25.00% b" in caplog.text
+
+
+def test_streams_and_examples(make_sources: MakeJob) -> None:
+    """A stream gives what it would give alone, and a run finds its place in it again."""
+    job = make_sources(streaming_block_rows=16)
+    job.data.sources["b"].streaming = True
+    loader = build_data(job, 0, 1)[1]
+    parts = {source.name: source.dataset for source in get_sources(loader.dataset)}
+    assert isinstance(parts["b"], StreamDataset) and loader.dataset.num_train_sequences is None
+    places = get_rows(loader, 0, 300)
+    lines = [int(place.rpartition(" ")[2]) for place in places if place.startswith("b")]
+    assert sorted(lines[:48]) == list(range(1, 49)) and lines[:16] != sorted(lines[:16])
+    again = build_data(job, 0, 1)[1]
+    assert get_rows(again, 250, 300) == places[250:]
+
+
+def test_text(make_job: MakeJob, tmp_path: Path, make_sources: MakeJob) -> None:
+    job = make_sources(seq_len=16)
+    job.data.dataset = "text"
+    for name in ("a", "b"):
+        job.data.sources[name] = SourceSection(path=str(tmp_path / f"{name}.txt"), weight=1)
+        (tmp_path / f"{name}.txt").write_text(f"{name} answer " * 500)
+    tokenizer, loader = build_data(job, 0, 1)
+    texts = [tokenizer.decode(batch.tokens[0]) for step in range(10) for batch in loader.micro_batches(step)]
+    assert {text.strip()[0] for text in texts} >= {"a", "b"} or len(texts) < 10
+    job.data.tokenizer_path = ""
+    with pytest.raises(DataError, match=r"data\.sources need a tokenizer, but data\.tokenizer_path is empty"):
+        build_data(job, 0, 1)
+
+
+def test_a_mistake_names_the_source(make_sources: MakeJob, tmp_path: Path) -> None:
+    job = make_sources()
+    (tmp_path / "b.jsonl").write_text('{"prompt": 1}\n')
+    with pytest.raises(DataError, match=r"^data\.sources\.b: .*b\.jsonl"):
+        build_data(job, 0, 1)
+
+
+def test_another_weight_is_another_order(make_sources: MakeJob) -> None:
+    orders = [build_data(make_sources(weights), 0, 1)[1].fingerprint for weights in ((3, 1), (6, 2), (3, 2), None)]
+    assert orders[0] == orders[1] and len(set(orders)) == 3
