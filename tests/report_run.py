@@ -27,7 +27,7 @@ def write_run(folder: Path, steps: int = 60, *, every: int = 1, loss: float = 8.
     folder.mkdir(parents=True, exist_ok=True)
     save_resolved(job, folder / "config.toml")
     generator = torch.Generator().manual_seed(0)
-    with MetricsLogger(job, folder, 1000, RANKS, torch.device("cpu"), first_moe_layer=1) as metrics:
+    with MetricsLogger(job, folder, 1000, RANKS, torch.device("cpu"), moe_layers=range(1, LAYERS + 1)) as metrics:
         for step in range(every, steps + 1, every):
             counts = torch.randint(1, 100, (LAYERS, EXPERTS), generator=generator)
             counts[0, 3] = 0

@@ -199,8 +199,10 @@ def configure(model: AnyModel, job: JobConfig, device: torch.device) -> None:
     if isinstance(model, TransformersModel):
         model.loss_chunk_tokens = job.training.loss_chunk_tokens
         if model.config.num_experts:
-            name = model.config.architecture
-            logger.info("moe: transformers' %s routes by itself: no balancing is added, no expert load is logged", name)
+            told = "its expert load is logged" if model.counters else model.why_not_counted()
+            logger.info(
+                "moe: transformers' %s routes by itself: no balancing is added; %s", model.config.architecture, told
+            )
         return
     if model.moe_layers():
         backend = resolve_backend(job.moe.grouped_gemm, device, torch.float32)

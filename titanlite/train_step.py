@@ -49,7 +49,8 @@ class StepResult:
         aux_loss: mean of the balance losses over the tokens, padding left out, float32 scalar; 0 without any.
         tokens: tokens of the global batch, padding included.
         unpadded_tokens: those that are no padding, int64 scalar.
-        tokens_per_expert: (layers, E) int64 over the global batch, or None for a dense model.
+        tokens_per_expert: (layers, E) int64 over the global batch, or None where there are no experts, or none that
+            can be counted.
         metrics: means of the objective's metrics, float32 (len(metric_names),).
     """
 
@@ -226,9 +227,9 @@ class TrainStep:
         busy = {"busy_s": get_busy_seconds(phases), "data_s": phases.get("data", 0.0)}
         norms = window.grad_norm_values()
         group_norms = dict(zip(self.grad_groups, result.group_norms.tolist(), strict=True))
-        moe, bias_range, row_errors = None, self.balancer.bias_range(), self.balancer.take_row_errors()
-        if result.tokens_per_expert is not None and bias_range is not None and row_errors is not None:
-            moe = MoEState(result.tokens_per_expert, bias_range, row_errors)
+        moe = None
+        if result.tokens_per_expert is not None:
+            moe = MoEState(result.tokens_per_expert, self.balancer.bias_range(), self.balancer.take_row_errors())
         return StepPoint(
             self.step,
             loss=_mean_of_finite(losses),

@@ -120,7 +120,7 @@ class Trainer(TrainStep):
             degrees.world_size,
             self.device,
             start_step=self.step,
-            first_moe_layer=model_config.num_dense_layers,
+            moe_layers=list(self.model.expert_counters()),
         )
         total, trained = count_parameters(self.model)
         logger.info(

@@ -55,6 +55,8 @@ def apply_expert_parallel(model: AnyModel, mesh: DeviceMesh) -> None:
         for experts in model.expert_modules().values():
             shard_parameters(experts, mesh, {param: Shard(0) for param in experts.parameters()})
             setattr(experts, DISPATCH, dispatch)
+        for counter in model.expert_counters().values():
+            counter.first_expert = mesh.get_local_rank() * counter.tokens_per_expert.numel() // mesh.size()
         use_titanlite_experts(model.transformers_model)
         return
     for moe in model.moe_layers().values():

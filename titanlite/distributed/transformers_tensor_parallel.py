@@ -85,6 +85,8 @@ def apply_transformers_tensor_parallel(model: TransformersModel, mesh: DeviceMes
         model.head_project = None
     for module in experts:
         module.forward = partial(_own_tokens, module.forward, axis=axis)
+    for counter in model.expert_counters().values():
+        counter.tp_share = (axis.rank, axis.size)
     model.loss_copies = mesh.size()
     split = sum(param.numel() for param, placement in placements.items() if isinstance(placement, Shard))
     logger.info(

@@ -8,6 +8,7 @@ from titanlite.config.model import AnyModelConfig, TransformersConfig
 from titanlite.metrics.parameter_groups import outer_parameters
 from titanlite.models.build import AnyModel
 from titanlite.models.lora import is_adapter
+from titanlite.models.moe import is_routed
 
 # Dense (not sparse) bfloat16 tensor-core FLOP/s from the vendors' data sheets. The first entry whose words all occur
 # in the device name wins, so the special cases come first.
@@ -96,12 +97,13 @@ def _saved_flops_per_token(model: AnyModel, config: AnyModelConfig, attention: i
     layers = model.decoder_layers()
     layer_of = {param: i for i, layer in enumerate(layers) for param in layer.parameters()}
     trained_layers = {layer_of[param] for param in layer_of if param.requires_grad}
-    routed = {p for layer in layers for experts in model.experts_in(layer) for p in experts.parameters()}
+    routed = {param for name, param in model.named_parameters() if is_routed(name)}
     embedding, _ = outer_parameters(model)
     saved, reached, unreached_layers = 0, False, set[int]()
+    is_sparse = 0 < config.top_k < config.num_experts
 
     def count(param: torch.nn.Parameter) -> int:
-        active = param.numel() * config.top_k // config.num_experts if param in routed else param.numel()
+        active = param.numel() * config.top_k // config.num_experts if is_sparse and param in routed else param.numel()
         return 2 * active * ((not param.requires_grad) + (not reached))
 
     for name, param in model.named_parameters():

@@ -50,7 +50,7 @@ class MetricsLogger:
         num_ranks: ranks that share the work.
         device: this rank's device.
         start_step: steps done before this process started: 0, or the step of the checkpoint it resumes from.
-        first_moe_layer: layer index of row 0 of `tokens_per_expert`; `num_dense_layers` of the model.
+        moe_layers: the layer's number for each row of `tokens_per_expert`; left out: 0, 1, ...
 
     Raises:
         TitanliteError: when a metrics file cannot be written and `checkpoint.on_save_error` is "stop", here and in
@@ -66,7 +66,7 @@ class MetricsLogger:
         device: torch.device,
         *,
         start_step: int = 0,
-        first_moe_layer: int = 0,
+        moe_layers: Sequence[int] = (),
     ) -> None:
         self._num_steps = job.training.steps
         self._flops_per_token = flops_per_token
@@ -74,7 +74,7 @@ class MetricsLogger:
         self._device = device
         self._last_step = start_step
         self._next_load_step = 0
-        self._first_moe_layer = first_moe_layer
+        self._moe_layers = list(moe_layers)
         self._peak_flops = _get_peak_flops(job, device)
         self._keep_on = job.checkpoint.on_save_error == "continue"
         self._writer: EventWriter | None = None
@@ -108,7 +108,7 @@ class MetricsLogger:
             lists.update(by_rank)
         layers = {} if point.moe is None else describe_moe(point.moe)
         if layers:
-            lists["moe/first_layer"] = self._first_moe_layer
+            lists |= {f"moe/{name}": value for name, value in self._layer_numbers().items()}
         self._write(point.step, values, layers, lists)
         if point.moe is not None:
             self._write_load(point.step, point.moe.tokens_per_expert)
@@ -188,7 +188,8 @@ class MetricsLogger:
             self._writer.add_scalar(name, value, step)
         for name, column in (layers or {}).items():
             for row, value in enumerate(column):
-                self._writer.add_scalar(f"{name}/layer_{self._first_moe_layer + row:02d}", value, step)
+                number = self._moe_layers[row] if self._moe_layers else row
+                self._writer.add_scalar(f"{name}/layer_{number:02d}", value, step)
         self._append(self._writer.file, self._writer.take())
 
     def _write_load(self, step: int, tokens_per_expert: Tensor) -> None:
@@ -199,8 +200,15 @@ class MetricsLogger:
         if step < self._next_load_step:
             return
         self._next_load_step = step + self._num_steps // _LOAD_POINTS
-        line = {"step": step, "first_layer": self._first_moe_layer, "tokens_per_expert": tokens_per_expert.tolist()}
+        line = {"step": step, **self._layer_numbers(), "tokens_per_expert": tokens_per_expert.tolist()}
         self._append(self._load_file, _to_json(line))
+
+    def _layer_numbers(self) -> dict[str, Any]:
+        """Which layers the rows are: the first one and, if others lie between them, all."""
+        layers = self._moe_layers
+        first = layers[0] if layers else 0
+        has_gaps = layers != list(range(first, first + len(layers)))
+        return {"first_layer": first, **({"layers": layers} if has_gaps else {})}
 
     def _append(self, file: AppendedFile, record: bytes = b"") -> None:
         """Write to one of the files what waits for it and `record`, or say once that it cannot be written."""

@@ -16,7 +16,7 @@ from titanlite.config.model import ModelConfig
 from titanlite.materialize.sources import Alias, Source
 from titanlite.models.kv_cache import KVCache, LayerCache
 from titanlite.models.layers import Embedding, FeedForward, Linear, OutputHead, RMSNorm, RotaryEmbedding
-from titanlite.models.moe import Experts, MoE
+from titanlite.models.moe import ExpertCounter, Experts, MoE
 from titanlite.ops import AttentionMask, apply_rope, attention, build_attention_mask
 from titanlite.ops.attention import AttentionBackend
 
@@ -208,6 +208,10 @@ class Decoder(nn.Module):
     def moe_layers(self) -> dict[str, MoE]:
         """MoE modules by name, in layer order."""
         return {name: module for name, module in self.named_modules() if isinstance(module, MoE)}
+
+    def expert_counters(self) -> dict[int, ExpertCounter]:
+        """What counts the rows of each MoE layer, by the layer's number."""
+        return {i: layer.mlp for i, layer in enumerate(self.decoder_layers()) if isinstance(layer.mlp, MoE)}
 
 
 def build_decoder(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Decoder:

@@ -8,7 +8,7 @@ from titanlite.config.model import TransformersConfig
 from titanlite.errors import ConfigError
 
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "top_k_experts", "top_k")
+_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "top_k_experts", "top_k")
 
 
 def transformers_config(hf: Mapping[str, Any], where: str) -> TransformersConfig:

@@ -14,12 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from titanlite.models.moe import dispatch_locally
+from titanlite.models.moe import count_rows, dispatch_locally
 from titanlite.ops import grouped_gemm, local_tensor, moe_experts, permute_tokens, unpermute_sum
 
 NAME = "titanlite"
 DISPATCH = "titanlite_dispatch"
 """Attribute of an experts module that holds its token dispatcher."""
+SENT = "titanlite_sent"
+"""Attribute of an experts module with a token dispatcher: `chosen_rows` and `row_ends` of an `ExpertCounter`."""
 
 
 def use_titanlite_experts(model: Any) -> None:
@@ -47,7 +49,11 @@ def experts_forward(
     With a token dispatcher, put in by `distributed.apply_expert_parallel`, tokens travel to the ranks of their experts.
     """
     dispatch: Any = getattr(self, DISPATCH, dispatch_locally)
-    return dispatch(_HeldExperts(self), hidden_states, top_k_weights, top_k_index)[0]
+    experts = _HeldExperts(self)
+    out, row_ends = dispatch(experts, hidden_states, top_k_weights, top_k_index)
+    if self.training and hasattr(self, DISPATCH):
+        setattr(self, SENT, (count_rows(top_k_index, experts.num_experts), row_ends))
+    return out
 
 
 class _HeldExperts:

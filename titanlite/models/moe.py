@@ -9,7 +9,7 @@ Shapes: B batch, S sequence, T = B * S tokens, D hidden, E experts, k experts pe
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +35,27 @@ class Routing(NamedTuple):
     topk_scores_Tk: torch.Tensor
     topk_expert_ids_Tk: torch.Tensor
     aux_loss: torch.Tensor | None
+
+
+class ExpertCounter(Protocol):
+    """What one layer's experts were given in the latest forward in training mode, on this rank.
+
+    Attributes:
+        tokens_per_expert: (E,) int64, routed rows of this rank's valid tokens.
+        chosen_rows: (E,) int64, rows that this rank's tokens chose of each expert, padding included; None: not known.
+        row_ends: what the dispatcher gave this rank's experts, to compare with what was chosen: int32 end of each
+            expert's rows; None: not known.
+        first_expert: which of all experts is the first one on this rank.
+    """
+
+    @property
+    def tokens_per_expert(self) -> torch.Tensor: ...
+    @property
+    def chosen_rows(self) -> torch.Tensor | None: ...
+    @property
+    def row_ends(self) -> torch.Tensor | None: ...
+    @property
+    def first_expert(self) -> int: ...
 
 
 class Router(nn.Module):
@@ -171,6 +192,17 @@ class Experts(nn.Module):
 TokenDispatcher = Callable[[Experts, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
+def is_routed(name: str) -> bool:
+    """True for parameters of routed experts, by their name in any model; False for those of shared ones."""
+    return ".experts." in name
+
+
+def count_rows(expert_ids_Tk: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """Rows that chose each expert, (E,) int64."""
+    ids_R = expert_ids_Tk.flatten()
+    return ids_R.new_zeros(num_experts).scatter_add_(0, ids_R, torch.ones_like(ids_R))
+
+
 def dispatch_locally(
     experts: Experts, x_TD: torch.Tensor, topk_scores_Tk: torch.Tensor, topk_expert_ids_Tk: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -183,13 +215,11 @@ def dispatch_locally(
 
 
 class MoE(nn.Module):
-    """Mixture-of-experts layer: routed experts plus optional shared experts.
+    """Mixture-of-experts layer: routed experts plus optional shared experts. It is an `ExpertCounter`.
 
     Attributes:
         dispatch: token dispatcher; expert parallelism replaces it.
-        chosen_rows: rows that this rank's tokens chose of each expert in the latest forward in training mode, padding
-            included, (E,) int64. Overwritten, never added to, as the router's counts are.
-        row_ends: what the dispatcher gave this rank's experts in that forward, to compare with what was chosen.
+        chosen_rows, row_ends: as in `ExpertCounter`. Overwritten, never added to, as the router's counts are.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -204,6 +234,16 @@ class MoE(nn.Module):
         self.chosen_rows: torch.Tensor | None = None
         self.row_ends: torch.Tensor | None = None
 
+    @property
+    def tokens_per_expert(self) -> torch.Tensor:
+        """The router's."""
+        return self.gate.tokens_per_expert
+
+    @property
+    def first_expert(self) -> int:
+        """Which of all experts is the first one on this rank."""
+        return self.experts.first_expert
+
     def forward(
         self, x_BSD: torch.Tensor, valid_BS: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -211,10 +251,7 @@ class MoE(nn.Module):
         scores_Tk, expert_ids_Tk, aux_loss = self.gate(x_BSD, valid_BS)
         out_TD, row_ends = self.dispatch(self.experts, x_BSD.flatten(0, 1), scores_Tk, expert_ids_Tk)
         if self.training:
-            ids_R = expert_ids_Tk.flatten()
-            self.chosen_rows = ids_R.new_zeros(self.gate.config.num_experts).scatter_add_(
-                0, ids_R, torch.ones_like(ids_R)
-            )
+            self.chosen_rows = count_rows(expert_ids_Tk, self.gate.config.num_experts)
             self.row_ends = row_ends
         out_BSD = out_TD.view_as(x_BSD)
         if self.shared_experts is not None:

@@ -25,8 +25,10 @@ from titanlite.materialize.sources import Source
 from titanlite.models.decoder import LossSums
 from titanlite.models.hf_cache import TransformersCache
 from titanlite.models.hf_config import load_config_and_class
+from titanlite.models.hf_load import TransformersExpertCounter, build_counters
 from titanlite.models.hf_packing import inside_documents, register_document_masks, restarting_positions
 from titanlite.models.hf_sources import find_sources
+from titanlite.models.moe import is_routed
 from titanlite.ops import IGNORE_INDEX, linear_cross_entropy, local_tensor
 
 _PROBE_TOKENS = 6
@@ -46,6 +48,7 @@ class TransformersModel(nn.Module):
         cross_entropy: `linear_cross_entropy` or, when the vocabulary is split over ranks, the version that reduces.
         loss_copies: ranks that compute the same loss; each gives an equal part of its gradient, unless
         has_split_head: this rank has a part of a plain head's rows, whose gradient is its own.
+        counters: of the rows that each layer's experts are given; none where they cannot be counted.
         state_shapes: global shape of every tensor of a checkpoint, by name, as transformers has them in memory.
     """
 
@@ -61,6 +64,8 @@ class TransformersModel(nn.Module):
         # In plain containers: the modules are registered below `model` once.
         self._layers = tuple(_repeated_layers(model))
         self._experts = _expert_modules(model)
+        self._counters = build_counters(self._experts)
+        self.counters = nn.ModuleList(self._counters.values())
         self.state_shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         self.all_conversions = get_model_conversion_mapping(model)
         self.own_conversions = get_model_conversion_mapping(model, add_legacy=False)
@@ -150,6 +155,10 @@ class TransformersModel(nn.Module):
     ) -> torch.Tensor:
         if positions_BS is not None and self._takes_positions:
             inputs["position_ids"] = positions_BS
+        if self.training:
+            valid_BS = None if document_ids_BS is None else document_ids_BS >= 0
+            for counter in self._counters.values():
+                counter.begin(valid_BS)
         with inside_documents(document_ids_BS):
             return self._transformers_model(input_ids=tokens_BS, use_cache=False, return_dict=True, **inputs).logits
 
@@ -237,8 +246,19 @@ class TransformersModel(nn.Module):
         return list(self._layers)
 
     def moe_layers(self) -> dict[str, Any]:
-        """None: routers of transformers have neither a bias to balance nor counts."""
+        """None: routers of transformers have no bias to balance."""
         return {}
+
+    def expert_counters(self) -> dict[int, TransformersExpertCounter]:
+        """What counts the rows of each MoE layer, by the layer's number; empty where experts cannot be counted."""
+        return dict(self._counters)
+
+    def why_not_counted(self) -> str:
+        """Why there are no `counters`, for the log."""
+        found = sorted({getattr(module, "num_experts", 0) for module in self._experts.values()})
+        if found:
+            return f"no expert load is logged, for its layers have {' or '.join(map(str, found))} experts"
+        return "no expert load is logged, for its experts do not run through transformers' experts interface"
 
     def experts_in(self, layer: nn.Module) -> list[nn.Module]:
         """The modules of `layer` that hold routed experts."""
@@ -350,6 +370,7 @@ def _expert_modules(model: Any) -> dict[str, nn.Module]:
 def _with_sizes(config: TransformersConfig, model: TransformersModel) -> TransformersConfig:
     """The configuration with the numbers of parameters, all and those that work for one token."""
     total = sum(param.numel() for param in model.parameters())
-    routed = sum(param.numel() for module in model.expert_modules().values() for param in module.parameters())
-    idle = routed * max(config.num_experts - config.top_k, 0) // max(config.num_experts, 1)
+    routed = sum(param.numel() for name, param in model.named_parameters() if is_routed(name))
+    # Where the configuration does not say how many are chosen, none is taken for idle.
+    idle = routed * max(config.num_experts - config.top_k, 0) // config.num_experts if config.top_k else 0
     return replace(config, num_params=total, num_active_params=total - idle)

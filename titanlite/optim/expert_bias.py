@@ -12,9 +12,11 @@ from titanlite.models.build import AnyModel
 class ExpertBiasBalancer:
     """Counts routed tokens per layer and expert over a step, and moves every router's `expert_bias` once per step.
 
+    A model of transformers has no such bias; its tokens are counted all the same, if its experts can be.
+
     Args:
         model: with MoE layers or without.
-        update_rate: added to or taken from a bias per step.
+        update_rate: added to or taken from a bias per step; 0 for models that have none.
         sum_over_ranks: sums a tensor on the model's device over all ranks, in place.
 
     Attributes:
@@ -23,37 +25,39 @@ class ExpertBiasBalancer:
     """
 
     def __init__(self, model: AnyModel, update_rate: float, sum_over_ranks: Callable[[torch.Tensor], None]) -> None:
-        self._layers = list(model.moe_layers().values())
-        self._routers = [moe.gate for moe in self._layers]
+        self._counters = list(model.expert_counters().values())
+        self._routers = [moe.gate for moe in model.moe_layers().values()]
         self._update_rate, self._sum_over_ranks = update_rate, sum_over_ranks
-        if self._routers:
+        self._rows_are_known = False
+        if self._counters:
             self.counts = torch.zeros_like(self._stacked())
             self.row_difference = torch.zeros_like(self.counts)
-            self._row_errors = self.counts.new_zeros(2, len(self._routers))
+            self._row_errors = self.counts.new_zeros(2, len(self._counters))
         frozen = sum(not router.weight.requires_grad for router in self._routers)
         if frozen and update_rate:
             logger.info("moe: %d of %d routers are frozen, and so is their expert_bias", frozen, len(self._routers))
 
     def _stacked(self) -> torch.Tensor:
-        return torch.stack([router.tokens_per_expert for router in self._routers])
+        return torch.stack([counter.tokens_per_expert for counter in self._counters])
 
     @torch.no_grad()
     def accumulate(self) -> None:
         """Add the counts of the latest forward; call once per micro-batch, after its backward or its forward.
 
-        The routers overwrite their counts, so recomputation in backward does not count twice.
+        The counters overwrite their counts, so recomputation in backward does not count twice.
         """
-        if self._routers:
+        if self._counters:
             self.counts += self._stacked()
             self._compare_rows()
 
     def _compare_rows(self) -> None:
         """Summed over the ranks, what the routers chose is what the experts were given, unless rows are lost."""
-        chosen = [moe.chosen_rows for moe in self._layers if moe.chosen_rows is not None]
-        ends = [moe.row_ends for moe in self._layers if moe.row_ends is not None]
-        if len(chosen) == len(ends) == len(self._layers):
+        chosen = [counter.chosen_rows for counter in self._counters if counter.chosen_rows is not None]
+        ends = [counter.row_ends for counter in self._counters if counter.row_ends is not None]
+        self._rows_are_known = len(chosen) == len(ends) == len(self._counters)
+        if self._rows_are_known:
             given = torch.diff(torch.stack(ends).to(torch.int64), prepend=ends[0].new_zeros(len(ends), 1))
-            first = self._layers[0].experts.first_expert
+            first = self._counters[0].first_expert
             self.row_difference += torch.stack(chosen)
             self.row_difference[:, first : first + given.shape[1]] -= given
 
@@ -71,7 +75,7 @@ class ExpertBiasBalancer:
 
         Collectives: one sum over all ranks for all layers; every rank must call.
         """
-        if not self._routers:
+        if not self._counters:
             return None
         both = torch.stack([self.counts, self.row_difference])
         with timers.collective():
@@ -90,7 +94,7 @@ class ExpertBiasBalancer:
         return counts
 
     def bias_range(self) -> torch.Tensor | None:
-        """Smallest and largest `expert_bias` of each layer, (2, layers) float32 on the device; None without experts."""
+        """Smallest and largest `expert_bias` of each layer, (2, layers) float32 on the device; None without any."""
         if not self._routers:
             return None
         biases = torch.stack([router.expert_bias for router in self._routers])
@@ -100,9 +104,9 @@ class ExpertBiasBalancer:
         """Rows (token, expert) that were dropped and that came twice, (2, layers) int64, since the last call.
 
         Per step and expert what the routers chose is compared with what the experts were given, on all ranks together.
-        A row that went to a wrong expert counts in both. None without experts.
+        A row that went to a wrong expert counts in both. None without experts, or where no dispatcher tells its rows.
         """
-        if not self._routers:
+        if not self._rows_are_known:
             return None
         errors = self._row_errors.clone()
         self._row_errors.zero_()

@@ -246,6 +246,7 @@ def _layer_map(run: Run) -> Chart:
         "columns": width and stretches,
         "rows": width,
         "first_row": run.first_layer,
+        "layers": run.layers,
         "steps": steps,
         "values": [[round_to(column[layer], 3) for column in columns] for layer in range(width)],
     }
@@ -272,6 +273,7 @@ def _expert_map(run: Run) -> Chart:
         "columns": shape[0],
         "rows": len(shape),
         "first_row": run.first_layer,
+        "layers": run.layers,
         "range": _LOG2_RANGE,
         "frames": frames,
     }

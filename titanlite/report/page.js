@@ -287,10 +287,11 @@
   }
 
   function drawGrid(box, chart, colorAt, labelAt, columnTicks, columnLabel, textAt, key) {
-    const {columns, rows, first_row: first} = chart.extra;
+    const {columns, rows, first_row: first, layers} = chart.extra;
+    const layer = (r) => String(layers.length ? layers[r] : r + first);
     const height = 42 + rows * Math.max(5, Math.min(22, Math.floor(300 / rows)));
     const f = frame(box, chart, {low: -0.5, high: columns - 0.5, ticks: columnTicks, label: columnLabel, title: key[2]},
-      {low: rows - 0.5, high: -0.5, label: (v) => String(v + first),
+      {low: rows - 0.5, high: -0.5, label: layer,
         ticks: ticks(0, Math.max(rows - 1, 1), Math.min(rows, 8)).filter((t) => Number.isInteger(t) && t < rows)}, height);
     const image = svg("image", {x: f.inner.left, y: f.inner.top, width: f.inner.width, height: f.inner.height,
       preserveAspectRatio: "none", class: "cells", href: picture(columns, rows, colorAt)});
@@ -305,7 +306,7 @@
       const c = Math.round(f.xs.invert(event.clientX - at.left)), r = Math.round(f.ys.invert(event.clientY - at.top));
       tip.hidden = !(c >= 0 && c < columns && r >= 0 && r < rows);
       if (tip.hidden) return;
-      tip.replaceChildren(html("div", {class: "at"}, labelAt(c)), row(null, `layer ${r + first}`, textAt(r, c)));
+      tip.replaceChildren(html("div", {class: "at"}, labelAt(c)), row(null, `layer ${layer(r)}`, textAt(r, c)));
       tip.style.left = `${Math.max(0, Math.min(f.xs(c) + 10, f.width - tip.offsetWidth - 4))}px`;
       tip.style.top = `${Math.max(0, f.ys(r) - tip.offsetHeight - 6)}px`;
     });

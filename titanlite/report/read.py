@@ -51,6 +51,7 @@ class Run:
         scalars: by metric name.
         lists: metrics with one value per MoE layer or per rank, by name.
         first_layer: layer of the first value of lists per layer.
+        layers: layers of all of them, if others lie between.
         slow_reasons: why the slowest rank was slow, (step, reason).
         examples: generations of the last evaluation.
         loads: tokens per expert, (step, rows), oldest first.
@@ -62,6 +63,7 @@ class Run:
     scalars: dict[str, Series] = field(default_factory=dict)
     lists: dict[str, Series] = field(default_factory=dict)
     first_layer: int = 0
+    layers: list[int] = field(default_factory=list)
     slow_reasons: list[tuple[int, str]] = field(default_factory=list)
     examples: list[Mapping[str, Any]] = field(default_factory=list)
     examples_step: int = 0
@@ -177,6 +179,8 @@ def _add(run: Run, line: Mapping[str, Any]) -> None:
             run.slow_reasons.append((step, str(value)))
         elif name == "moe/first_layer":
             run.first_layer = int(value)
+        elif name == "moe/layers":
+            run.layers = [int(number) for number in value]
         elif isinstance(value, list):
             series = run.lists.get(name)
             if series is None:

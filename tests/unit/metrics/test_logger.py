@@ -73,7 +73,7 @@ def read_events(folder: Path) -> EventAccumulator:
 
 
 def test_values_reach_tensorboard_and_jsonl_under_the_same_names(job: JobConfig, tmp_path: Path):
-    with build(job, tmp_path, first_moe_layer=3) as metrics:
+    with build(job, tmp_path, moe_layers=[3, 4]) as metrics:
         norms = {"experts": 0.5, "router": 0.76}
         log(metrics, 10, moe=moe(), group_norms=norms, extra={"loss/aux": 0.125})
         metrics.log_validation(10, 2.25)

@@ -1,0 +1,226 @@
+"""The expert load of transformers' models: the native one's, a plain count from the router's logits, and its gaps."""
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tiny_transformers import TEXT_MODELS, VOCAB_SIZE
+from torch import nn
+
+from titanlite.config import JobConfig
+from titanlite.config.model import ModelConfig
+from titanlite.config.schema import ActivationCheckpointSection
+from titanlite.distributed.activation_checkpoint import checkpoint_layers
+from titanlite.materialize import materialize
+from titanlite.models.decoder import Decoder
+from titanlite.models.families import family_of
+from titanlite.models.hf_config import transformers_config
+from titanlite.models.hf_experts import use_titanlite_experts
+from titanlite.models.hf_load import build_counters
+from titanlite.models.transformers_model import TransformersModel, build_transformers
+from titanlite.optim import ExpertBiasBalancer
+from titanlite.run_setup import configure
+
+# Packed documents and padding at the ends of rows.
+DOCUMENTS = torch.tensor([[0] * 9 + [1] * 7 + [-1] * 4, [0] * 18 + [-1] * 2])
+TRUE = torch.tensor(True)
+
+
+def build(config: Any) -> TransformersModel:
+    """Of a configuration of transformers, with random weights."""
+    model = build_transformers(transformers_config(config.to_dict(), "test"))
+    materialize(model, "cpu", seed=1)
+    return model
+
+
+def loads_of(model: Any) -> torch.Tensor:
+    return torch.stack([counter.tokens_per_expert for counter in model.expert_counters().values()])
+
+
+def draw(vocab_size: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens, labels = torch.randint(14, vocab_size, (2, *DOCUMENTS.shape), generator=torch.Generator().manual_seed(seed))
+    return tokens, labels.masked_fill(DOCUMENTS < 0, -100)
+
+
+def one_rank(counts: torch.Tensor) -> None:
+    """The sum over a single rank."""
+
+
+def native_and_other(tiny: Any, family: str, **changes: Any) -> tuple[Decoder, TransformersModel]:
+    """titanlite's decoder and transformers' class with the same values."""
+    config: ModelConfig = tiny.config(family, **changes)
+    ours: Decoder = tiny.ours(config)
+    other = build_transformers(
+        transformers_config({"model_type": config.family, **family_of(config).to_hf(config)}, "test")
+    )
+    materialize(other, "cpu")
+    key = family_of(config).expert_bias_key
+    values = {name.replace("expert_bias", key or "expert_bias"): value for name, value in ours.state_dict().items()}
+    if key is None:
+        values = {name: value for name, value in values.items() if not name.endswith("expert_bias")}
+    other.transformers_model.load_state_dict(values)
+    return ours.train(), other.train()
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("qwen3_moe", {}),
+        ("dots1", {"num_expert_groups": 2, "num_limited_groups": 1}),
+        ("dots1", {"num_dense_layers": 2}),
+    ],
+)
+def test_counts_are_those_of_the_native_decoder(tiny: Any, family: str, changes: dict[str, Any], mode: Any) -> None:
+    """Over two micro-batches, recomputed in backward or not; what is evaluated between counts nothing."""
+    models = native_and_other(tiny, family, **changes)
+    found = []
+    for model in models:
+        checkpoint_layers(model, ActivationCheckpointSection(mode=mode))
+        balancer = ExpertBiasBalancer(model, 0.0, one_rank)
+        for seed in (0, 1):
+            tokens, labels = draw(model.config.vocab_size, seed)
+            model(tokens, labels, None, DOCUMENTS).cross_entropy.backward()
+            model.eval()
+            with torch.no_grad():
+                model(tokens[:1], labels[:1], None, DOCUMENTS[:1])
+            model.train()
+            balancer.accumulate()
+        found.append(balancer.step(TRUE))
+        assert not balancer.counts.any()
+    native, other = models
+    assert list(other.expert_counters()) == list(native.expert_counters())
+    rows = 2 * int((DOCUMENTS >= 0).sum()) * native.config.top_k
+    assert found[1] is not None and found[1].sum(dim=1).tolist() == [rows] * len(native.expert_counters())
+    assert torch.equal(found[1], found[0])
+
+
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm", "titanlite"])
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_counts_are_those_of_the_logits(name: str, implementation: str) -> None:
+    """Whatever computes the experts; without documents nothing is padding."""
+    model = build(TEXT_MODELS[name]())
+    inner = model.transformers_model
+    use_titanlite_experts(inner) if implementation == "titanlite" else inner.set_experts_implementation(implementation)
+    logits: list[torch.Tensor] = []
+    for layer in inner.model.layers:
+        router = layer.mlp.gate if name == "mixtral" else layer.mlp.router
+        router.register_forward_hook(lambda module, args, out: logits.append(out[0].detach()))
+    tokens, labels = draw(VOCAB_SIZE)
+    for ids in (None, DOCUMENTS):
+        if ids is not None:
+            model(tokens, labels, None, ids)  # looks at how the model works
+        logits.clear()
+        model(tokens, labels, None, ids).cross_entropy.backward()
+        valid = slice(None) if ids is None else (ids >= 0).flatten()
+        chosen = [scores[valid].topk(2).indices.flatten() for scores in logits[-2:]]
+        expected = torch.stack([ids.bincount(minlength=4) for ids in chosen])
+        assert torch.equal(loads_of(model), expected)
+        assert expected.sum() < 2 * 2 * DOCUMENTS.numel() or ids is None
+
+
+def test_what_a_class_leaves_out_counts_nothing() -> None:
+    """Some classes call some of their experts only where there are images; counts of before must not stay."""
+    model = build(TEXT_MODELS["mixtral"]())
+    tokens, labels = draw(VOCAB_SIZE)
+    model(tokens, labels)
+    assert loads_of(model).sum(dim=1).tolist() == [2 * tokens.numel()] * 2
+    model.transformers_model.model.layers[1].mlp = nn.Identity()
+    model(tokens, labels)
+    assert loads_of(model).sum(dim=1).tolist() == [2 * tokens.numel(), 0]
+
+
+def test_ids_beyond_the_last_expert_are_not_counted() -> None:
+    model = build(TEXT_MODELS["mixtral"]())
+    experts = next(iter(model.expert_modules().values()))
+    use_titanlite_experts(model.transformers_model)
+    ids = torch.tensor([[0, 4], [4, 4], [3, 0]])
+    experts(torch.randn(3, 32), ids, torch.rand(3, 2))
+    assert loads_of(model)[0].tolist() == [2, 0, 0, 1]
+
+
+def test_tp_ranks_count_a_part_each() -> None:
+    model = build(TEXT_MODELS["mixtral"]())
+    tokens, labels = draw(VOCAB_SIZE)
+    model(tokens, labels, None, DOCUMENTS)
+    whole = loads_of(model).clone()
+    parts = []
+    for rank in range(3):  # 40 tokens do not go round
+        for counter in model.expert_counters().values():
+            counter.tp_share = (rank, 3)
+        model(tokens, labels, None, DOCUMENTS)
+        parts.append(loads_of(model).clone())
+    assert torch.equal(torch.stack(parts).sum(dim=0), whole)
+    assert all(part.any() for part in parts)
+
+
+def test_layers_have_their_numbers() -> None:
+    sizes = TEXT_MODELS["mixtral"]().to_dict()
+    common = {key: sizes[key] for key in ("hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size")}
+    config = transformers.Qwen3MoeConfig(**common, num_hidden_layers=4, decoder_sparse_step=2, num_experts=4)
+    assert list(build(config).expert_counters()) == [1, 3]
+    assert list(build(TEXT_MODELS["deepseek_v3"]()).expert_counters()) == [1]
+
+
+def llama4() -> Any:
+    return transformers.Llama4TextConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=32,
+        intermediate_size=48,
+        intermediate_size_mlp=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_local_experts=4,
+        interleave_moe_layer_step=1,
+        pad_token_id=0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (
+            TEXT_MODELS["mixtral"],
+            "MixtralForCausalLM routes by itself: no balancing is added; its expert load is logged",
+        ),
+        (llama4, "no expert load is logged, for its experts do not run through transformers' experts interface"),
+    ],
+)
+def test_a_model_that_cannot_be_counted_says_so(config: Any, said: str, caplog: Any) -> None:
+    model = build_transformers(transformers_config(config().to_dict(), "test"))
+    with caplog.at_level(logging.INFO):
+        configure(model, JobConfig(), torch.device("cpu"))
+    assert said in caplog.text
+    materialize(model, "cpu")
+    balancer = ExpertBiasBalancer(model, 0.0, one_rank)
+    tokens, labels = draw(VOCAB_SIZE)
+    model(tokens, labels)
+    balancer.accumulate()
+    assert (balancer.step(TRUE) is None) == (not model.expert_counters()) == ("no expert load" in said)
+    # There is no bias, and without a dispatcher no row can get lost.
+    assert balancer.bias_range() is None and balancer.take_row_errors() is None
+
+
+def test_layers_with_other_numbers_of_experts_are_not_counted() -> None:
+    """One table has all counts, and a row that is filled up with zeros would show experts that are idle."""
+    model = build(TEXT_MODELS["mixtral"]())
+    one, other = model.expert_modules().values()
+    other.num_experts = 8  # type: ignore[assignment]
+    assert build_counters({"layers.0.mlp": one, "layers.1.mlp": other}) == {}
+    assert "for its layers have 4 or 8 experts" in model.why_not_counted()
+
+
+@pytest.mark.parametrize(("config", "idle"), [(llama4, 3), (TEXT_MODELS["mixtral"], 2), (TEXT_MODELS["glm4_moe"], 2)])
+def test_active_parameters_have_no_idle_experts(config: Any, idle: int) -> None:
+    model = build_transformers(transformers_config(config().to_dict(), "test"))
+    sizes = {name: param.numel() for name, param in model.named_parameters()}
+    routed = sum(size for name, size in sizes.items() if name.endswith(("experts.gate_up_proj", "experts.down_proj")))
+    assert routed and model.config.num_params == sum(sizes.values())
+    assert model.config.num_active_params == model.config.num_params - routed * idle // 4
+    unknown = replace(model.config, top_k=0)
+    assert build_transformers(unknown).config.num_active_params == model.config.num_params
