@@ -28,6 +28,7 @@ from titanlite.materialize import Compute, Plan, materialize
 from titanlite.materialize.plan import clean_name
 from titanlite.materialize.sources import Read
 from titanlite.models.transformers_model import TransformersModel, build_transformers
+from titanlite.optim import ExpertBiasBalancer
 from titanlite.preflight import Checked, check
 from titanlite.trainer import Trainer
 
@@ -86,7 +87,8 @@ def test_sharded_loading_equals_from_pretrained_bit_for_bit(
         seen = {}
         for name, case in cases.items():
             model, plan = load(jobs[name], case.folder)
-            kinds = {type(entry.source) for entry in plan.entries}
+            # The counters' buffers are titanlite's own.
+            kinds = {type(entry.source) for entry in plan.entries if not entry.names[0].startswith("counters.")}
             kinds |= {Read for entry in plan.entries if entry.info.persistent and not isinstance(entry.source, Read)}
             model.eval()
             with torch.no_grad():
@@ -192,15 +194,33 @@ def plain_steps(model: Any, rows: Rows, steps: int = STEPS) -> tuple[list[float]
     return losses, gradients
 
 
+def plain_load(model: Any, rows: Rows) -> list[list[int]]:
+    """Rows that each layer's experts are given, one document after the other; no padding, no titanlite."""
+    experts = [module for module in model.modules() if hasattr(module, "is_transposed") and hasattr(module, "has_gate")]
+    counts = [torch.zeros(module.num_experts, dtype=torch.int64) for module in experts]
+
+    def add(module: Any, args: tuple[torch.Tensor, ...]) -> None:
+        counts[experts.index(module)] += args[1].flatten().bincount(minlength=module.num_experts)
+
+    handles = [module.register_forward_pre_hook(add) for module in experts]
+    with torch.no_grad():
+        for row in range(4):
+            for tokens, _ in rows.documents_of(row):
+                model(input_ids=tokens.unsqueeze(0), use_cache=False)
+    for handle in handles:
+        handle.remove()
+    return [count.tolist() for count in counts]
+
+
 @pytest.mark.slow
 def test_training_equals_a_plain_loop_over_single_documents(
     run_ranks: Callable[..., list[Any]], cases: dict[str, Case], rows: Rows
 ) -> None:
-    """Losses and gradients of packed rows on every mesh equal transformers' own, document by document."""
+    """Losses, gradients and expert load of packed rows on every mesh equal transformers' own, document by document."""
     jobs = {mesh: check_folder(cases[name].folder, 4, *overrides) for mesh, (name, overrides) in MESHES.items()}
 
-    def rank_main() -> dict[str, tuple[list[float], float, dict[str, torch.Tensor]]]:
-        seen = {}
+    def rank_main() -> tuple[dict[str, tuple[list[float], float, dict[str, torch.Tensor]]], dict[str, Any]]:
+        seen, loads = {}, {}
         for mesh, job in jobs.items():
             model, _ = load(job, cases[MESHES[mesh][0]].folder)
             dims = ParallelDims.build(job.degrees, "cpu")
@@ -208,11 +228,16 @@ def test_training_equals_a_plain_loop_over_single_documents(
             mine = slice(dims.dp_rank * share, (dims.dp_rank + 1) * share)
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=EPS)
             losses, gradients, norm = [], {}, 0.0
-            for _ in range(STEPS):
+            balancer = ExpertBiasBalancer(model, 0.0, torch.distributed.all_reduce)
+            for step in range(STEPS):
                 optimizer.zero_grad()
                 sums = model(rows.tokens[mine], rows.labels[mine], None, rows.documents[mine])
                 loss = (sums.cross_entropy + sums.aux) / (rows.labels != -100).sum()
                 loss.backward()
+                balancer.accumulate()
+                if step == 0 and (counts := balancer.step(torch.tensor(True))) is not None:
+                    errors = balancer.take_row_errors()
+                    loads[mesh] = (counts.tolist(), None if errors is None else errors.tolist())
                 total = loss.detach().clone()
                 torch.distributed.all_reduce(total)
                 losses.append(total.item() / job.degrees.tp)
@@ -225,9 +250,16 @@ def test_training_equals_a_plain_loop_over_single_documents(
                 }
                 optimizer.step()
             seen[mesh] = (losses, norm, gradients if dims.dp_rank == 0 else {})
-        return seen
+        return seen, loads
 
-    seen = run_ranks(4, rank_main, timeout_s=300)
+    seen, all_loads = zip(*run_ranks(4, rank_main, timeout_s=300), strict=True)
+    for loads in all_loads:
+        assert set(loads) == {mesh for mesh, (name, _) in MESHES.items() if jobs[mesh].model_config.num_experts}
+        for mesh, (counts, row_errors) in loads.items():
+            assert counts == plain_load(cases[MESHES[mesh][0]].reference, rows), mesh
+            layers = len(counts)
+            # Without a dispatcher of titanlite's no row can get lost, and nothing is said of it.
+            assert row_errors == ([[0] * layers] * 2 if jobs[mesh].degrees.ep > 1 else None), mesh
     expectations = {
         name: plain_steps(copy.deepcopy(cases[name].reference).train(), rows) for name, _ in MESHES.values()
     }
@@ -367,6 +399,52 @@ def test_trainer_trains_saves_and_resumes(
     loaded, info = AutoModelForCausalLM.from_pretrained(folders[1], dtype=torch.bfloat16, output_loading_info=True)
     assert {key: value for key, value in info.items() if value} == {}
     assert type(loaded).__name__ == "Qwen3MoeForCausalLM"
+
+
+@pytest.mark.slow
+def test_the_expert_load_of_a_run_is_that_of_the_native_model(
+    run_ranks: Callable[..., list[Any]], checked: Callable[..., Checked], tmp_path: Path, monkeypatch: Any
+) -> None:
+    """With several micro-batches, recomputation, validation and evaluation on 4 ranks; in the files, too."""
+    monkeypatch.setattr(titanlite.trainer, "_SAMPLE_TOKENS", 2)
+    shared = [
+        *("--training.steps=2", "--moe.expert_bias_update_rate=0", "--checkpoint.enable=false"),
+        *("--validation.enable=true", "--validation.freq=1", "--validation.steps=2"),
+    ]
+    runs = {
+        "native": (Degrees(), []),
+        "one": (Degrees(), ["--model.implementation=transformers"]),
+        "many": (
+            Degrees(dp_shard=2, tp=2, ep=2),
+            ["--model.implementation=transformers", "--activation_checkpoint.mode=full"],
+        ),
+    }
+    loads, points = {}, {}
+    for name, (degrees, overrides) in runs.items():
+        job = checked(degrees, *shared, *overrides, f"--job.dump_folder={tmp_path / name}")
+
+        def rank_main(job: Checked = job) -> None:
+            Trainer(job.job, job.model_config, job.degrees).train()
+
+        run_ranks(degrees.world_size, rank_main)
+        lines = [
+            [json.loads(line) for line in (tmp_path / name / file).read_text().splitlines()]
+            for file in ("expert_load.jsonl", "metrics.jsonl")
+        ]
+        loads[name], points[name] = lines[0], [point for point in lines[1] if "loss/train" in point]
+    # The same seed gives the same weights, and three losses in other orders of summation.
+    assert points["many"][0]["loss/train"] == pytest.approx(points["native"][0]["loss/train"], rel=BOUND)
+    assert [line["step"] for line in loads["native"]] == [1, 2]
+    assert loads["one"] == loads["many"] == loads["native"]
+    of_native = {key for key in points["native"][0] if key.startswith("moe/")}
+    bias, rows = (
+        {f"moe/{name}" for name in names}
+        for names in (("expert_bias_min", "expert_bias_max"), ("dropped_rows", "duplicated_rows"))
+    )
+    assert {key for key in points["many"][0] if key.startswith("moe/")} == of_native - bias
+    assert {key for key in points["one"][0] if key.startswith("moe/")} == of_native - bias - rows
+    for key in of_native - bias:
+        assert points["many"][-1][key] == points["native"][-1][key], key
 
 
 @pytest.mark.slow

@@ -52,6 +52,11 @@ def _grouped_mm_wgrad(x: torch.Tensor, dy: torch.Tensor, *rest: Any) -> int:
     return 2 * x.shape[0] * x.shape[1] * dy.shape[1]
 
 
+def _torch_grouped_mm(a: torch.Tensor, b: torch.Tensor, *rest: Any) -> int:
+    """Rows (R, K) through matrices (E, K, N), or as in their gradient (M, R) and (R, N), group by group."""
+    return 2 * a.shape[0] * a.shape[1] * b.shape[-1]
+
+
 def _moe_experts_forward(
     x: Any, gate_up: torch.Tensor, down: Any, row_weight: Any, token: torch.Tensor, *rest: Any
 ) -> int:
@@ -98,6 +103,7 @@ _OWN: dict[Any, Callable[..., int]] = {
     _own.moe_experts_backward.default: _moe_experts_backward,
     _own.host_attention.default: _host_attention,
     _own.host_attention_backward.default: _host_attention_backward,
+    _aten._grouped_mm.default: _torch_grouped_mm,
     _aten._scaled_dot_product_flash_attention.default: _sdpa,
     _aten._scaled_dot_product_flash_attention_backward.default: _sdpa_backward,
     _aten.addmm_.default: lambda out, a, b, *rest: 2 * a.shape[0] * a.shape[1] * b.shape[1],  # torch knows addmm only

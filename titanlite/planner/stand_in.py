@@ -24,6 +24,7 @@ from titanlite.materialize import Plan, build_plan
 from titanlite.materialize.execute import exchange, sharded_like
 from titanlite.models.build import AnyModel
 from titanlite.objectives import DPO, AdaptersOff, NextToken, ObjectiveSums
+from titanlite.ops import grouped_gemm
 from titanlite.ops.planned import plan_for_device
 from titanlite.optim import build_optimizer, step_if_finite
 from titanlite.planner.tracker import GRADIENTS, StepRecorder, fixed_scalars
@@ -89,6 +90,7 @@ def without_data(trainer: StandInTrainer, device_type: DeviceType) -> Iterator[N
     """Tensors made here have no data, operators compute sizes only, and kernels are chosen as on `device_type`."""
     with ExitStack() as stack:
         stack.enter_context(balanced_routing())
+        stack.enter_context(_own_grouped_gemm())
         if device_type == "cuda":
             stack.enter_context(plan_for_device("cuda"))
             stack.enter_context(_cuda_kernels())
@@ -193,6 +195,24 @@ class _NoReference:
 
     def __call__(self, model: AnyModel, batch: Batch) -> torch.Tensor:
         return torch.zeros(batch.tokens.shape[0], 2, dtype=torch.float64)
+
+
+@contextmanager
+def _own_grouped_gemm() -> Iterator[None]:
+    """The grouped GEMM of transformers' experts, torch's, as titanlite's, whose sizes are known in every dtype.
+
+    Without data torch takes two-byte floats alone, though its kernels take others.
+    """
+
+    def multiply(x: torch.Tensor, weight: torch.Tensor, *, offs: torch.Tensor, **rest: Any) -> torch.Tensor:
+        return grouped_gemm(x, weight, offs)
+
+    composed = F.grouped_mm
+    F.grouped_mm = multiply  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        F.grouped_mm = composed
 
 
 @contextmanager
