@@ -19,6 +19,7 @@ from titanlite.metrics.events import get_rank
 from titanlite.models.build import AnyModel, build_model
 from titanlite.models.families import family_of
 from titanlite.models.lora import apply_lora
+from titanlite.models.moe import is_routed
 from titanlite.models.transformers_model import TransformersModel
 from titanlite.notices import read_restart
 from titanlite.ops.grouped_gemm import resolve_backend, triton_problem
@@ -198,7 +199,7 @@ def configure(model: AnyModel, job: JobConfig, device: torch.device) -> None:
     """Hand the settings that are no sizes to the modules that use them."""
     if isinstance(model, TransformersModel):
         model.loss_chunk_tokens = job.training.loss_chunk_tokens
-        if model.config.num_experts:
+        if model.config.num_experts or any(is_routed(name) for name, _ in model.named_parameters()):
             told = "its expert load is logged" if model.counters else model.why_not_counted()
             logger.info(
                 "moe: transformers' %s routes by itself: no balancing is added; %s", model.config.architecture, told

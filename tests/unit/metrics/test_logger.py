@@ -148,6 +148,20 @@ def test_padding_counts_as_work_but_not_as_tokens(job: JobConfig, tmp_path: Path
     assert line["ranks/tokens_per_s"] == [500.0, 500.0, 250.0, 500.0]
 
 
+def test_rows_have_the_numbers_of_their_layers(job: JobConfig, tmp_path: Path):
+    """Where dense layers lie between, all are written. What a model cannot say of its experts is left out."""
+    with build(job, tmp_path, moe_layers=[1, 3]) as metrics:
+        log(metrics, 10, moe=MoEState(COUNTS, None, None))
+    (line,) = read_lines(tmp_path)
+    assert (line["moe/first_layer"], line["moe/layers"]) == (1, [1, 3])
+    of_layers = {"moe/load_max_over_mean", "moe/load_entropy", "moe/idle_experts"}
+    assert {name for name in line if name.startswith("moe/")} == of_layers | {"moe/first_layer", "moe/layers"}
+    tags = {tag for tag in read_events(tmp_path / "tb").Tags()["scalars"] if tag.startswith("moe/")}
+    assert tags == {f"{name}/layer_{number}" for name in of_layers for number in ("01", "03")}
+    load = json.loads((tmp_path / "expert_load.jsonl").read_text())
+    assert load == {"step": 10, "first_layer": 1, "layers": [1, 3], "tokens_per_expert": COUNTS.tolist()}
+
+
 def test_expert_load_is_kept_at_about_a_hundred_points(job: JobConfig, tmp_path: Path):
     job.training.steps = 1000
     job.metrics.enable_tensorboard = False

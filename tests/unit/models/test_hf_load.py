@@ -17,7 +17,7 @@ from titanlite.distributed.activation_checkpoint import checkpoint_layers
 from titanlite.materialize import materialize
 from titanlite.models.decoder import Decoder
 from titanlite.models.families import family_of
-from titanlite.models.hf_config import transformers_config
+from titanlite.models.hf_config import _TOP_K, _number, transformers_config
 from titanlite.models.hf_experts import use_titanlite_experts
 from titanlite.models.hf_load import build_counters
 from titanlite.models.transformers_model import TransformersModel, build_transformers
@@ -213,6 +213,11 @@ def test_layers_with_other_numbers_of_experts_are_not_counted() -> None:
     other.num_experts = 8  # type: ignore[assignment]
     assert build_counters({"layers.0.mlp": one, "layers.1.mlp": other}) == {}
     assert "for its layers have 4 or 8 experts" in model.why_not_counted()
+
+
+def test_all_names_of_top_k_are_known() -> None:
+    config = transformers.AriaTextConfig(moe_num_experts=8, moe_topk=3)
+    assert _number(config, *_TOP_K) == 3
 
 
 @pytest.mark.parametrize(("config", "idle"), [(llama4, 3), (TEXT_MODELS["mixtral"], 2), (TEXT_MODELS["glm4_moe"], 2)])

@@ -5,9 +5,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanlite.config import load_config
 from titanlite.planner.estimate import get_memory
+from titanlite.planner.flops import count_flops
 from titanlite.planner.sweep import derive
 from titanlite.planner.trace import StepTrace, trace_step
 from titanlite.planner.tracker import ACTIVATIONS, TEMPORARIES
@@ -95,6 +99,39 @@ def test_no_scores_are_kept_on_a_gpu(checked):
             other = replace(job, job=replace(job.job, model=replace(job.job.model, attention_backend=backend)))
             assert get_memory(traced(other)).working[ACTIVATIONS] <= kept[length]
     assert kept[512] == pytest.approx(2 * kept[256], rel=0.01)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("overrides", [(), (MODE + "full",), (EP + "2",)])
+def test_experts_of_transformers_have_the_flops_of_the_native_ones(checked, overrides, dtype):
+    """On torch's grouped GEMM, and with experts split over ranks on titanlite's."""
+    options = (f"--training.mixed_precision_param={dtype}", "--moe.aux_loss_coeff=0", *overrides)
+    native, other = (
+        traced(checked(2, 2, f"--model.implementation={name}", *options)) for name in ("native", "transformers")
+    )
+    assert other.flops.done == native.flops.done
+    assert other.model_flops_per_token == native.model_flops_per_token
+    # The native router computes in float32.
+    assert (other.flops.high > 0) == (dtype == "float32")
+
+
+def test_torchs_grouped_gemm_is_counted():
+    class Recorder(TorchDispatchMode):
+        total = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            found = count_flops(func, args, kwargs or {}, out)
+            self.total += 0 if found is None else found.done
+            return out
+
+    x = torch.randn(24, 16, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(3, 16, 8, dtype=torch.bfloat16, requires_grad=True)
+    with Recorder() as recorder:
+        out = F.grouped_mm(x, weight, offs=torch.tensor([8, 8, 24], dtype=torch.int32))
+        assert recorder.total == 2 * 24 * 16 * 8
+        out.backward(torch.ones_like(out))
+    assert recorder.total == 3 * 2 * 24 * 16 * 8
 
 
 def test_other_replicas_are_derived(checked):

@@ -86,6 +86,17 @@ def test_full_rows_have_no_plot_of_padding(tmp_path: Path):
     assert "padding" not in charts_of(render(tmp_path))
 
 
+def test_rows_of_layers_with_gaps_have_their_numbers(page: str, tmp_path: Path):
+    assert charts_of(page)["expert_load"]["extra"]["layers"] == []
+    write_run(tmp_path, steps=5)
+    text = (tmp_path / "metrics.jsonl").read_text()
+    changed = text.replace('"moe/first_layer": 1', '"moe/first_layer": 1, "moe/layers": [1, 3, 5]')
+    (tmp_path / "metrics.jsonl").write_text(changed)
+    charts = charts_of(render(tmp_path))
+    assert charts["expert_load"]["extra"]["layers"] == charts["layer_load"]["extra"]["layers"] == [1, 3, 5]
+    assert [name for name in charts if name.startswith("other_")] == ["other_0"], "no plot of the numbers"
+
+
 def test_expert_load_map_holds_every_cell(page: str):
     grid = charts_of(page)["expert_load"]["extra"]
     assert (grid["rows"], grid["columns"], grid["first_row"], len(grid["frames"])) == (LAYERS, EXPERTS, 1, 60)
