@@ -21,6 +21,7 @@ from titanlite.logger import logger
 from titanlite.materialize import SourceProvider, build_plan
 from titanlite.models.build import build_model
 from titanlite.models.families import resolve_model_config
+from titanlite.optim import muon_matrices
 from titanlite.planner.advise import advise
 from titanlite.planner.assumed import AssumedCheckpoint
 from titanlite.planner.estimate import Estimate, build_estimate
@@ -155,7 +156,7 @@ def exact_plan(
     with fake_ranks(checked.degrees.world_size, rank):
         dims = ParallelDims.build(checked.degrees, "cpu")
         model = build_on_meta(checked.job, checked.model_config, dims, device)
-        return build_run_plan(build_plan(model, sources), fold=fold)
+        return build_run_plan(build_plan(model, sources), muon_matrices(model, checked.job.optimizer), fold=fold)
 
 
 def _plan(checked: Checked, known: argparse.Namespace, hardware: Hardware, source: str) -> int:

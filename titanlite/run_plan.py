@@ -5,7 +5,7 @@ A real run writes it to `plan.json` in its folder; `python -m titanlite plan` sh
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,8 @@ from titanlite.run_files import replace_file
 from titanlite.tables import fold_names, format_memory, texts_between_numbers
 
 PLAN_FILE = "plan.json"
-_MOMENTS = 2  # of AdamW, in the dtype of the parameter
-_STEP_BYTES = 4  # its count of steps, one float32 per parameter
+_MOMENTS, _MUON_MOMENTS = 2, 1  # of AdamW and Muon, in the dtype of the parameter
+_STEP_BYTES = 4  # AdamW's count of steps, one float32 per parameter
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class RunPlan:
     Attributes:
         weights: of parameters.
         gradients: of those that are trained, once all are there.
-        optimizer: AdamW's states, once there was a step.
+        optimizer: its states, once there was a step.
         buffers: of buffers.
         read_bytes: what this rank reads of a checkpoint itself, bytes on disk; optimizer states not counted.
     """
@@ -83,32 +83,36 @@ class RunPlan:
         }
 
 
-def build_run_plan(plan: Plan, *, fold: bool = True) -> RunPlan:
-    """The figures of this rank. No communication; what lies in files is taken from their headers, read already."""
+def build_run_plan(plan: Plan, muon: Container[torch.Tensor] = (), *, fold: bool = True) -> RunPlan:
+    """The figures of this rank. No communication; what lies in files is taken from their headers, read already.
+
+    `muon` are the parameters that Muon steps, and not AdamW.
+    """
     params = [entry for entry in plan.entries if entry.info.kind == "parameter"]
     trained = [entry for entry in params if entry.tensor.requires_grad]
-    gradients = _bytes_of(trained)
+    of_muon = [entry for entry in trained if entry.tensor in muon]
+    of_adamw = [entry for entry in trained if entry.tensor not in muon]
     rank = dist.get_rank()
     return RunPlan(
         rank=rank,
         world_size=dist.get_world_size(),
         tensors=tuple(_group(plan.entries, fold)),
         weights=_bytes_of(params),
-        gradients=gradients,
-        optimizer=_MOMENTS * gradients + _STEP_BYTES * len(trained),
+        gradients=_bytes_of(trained),
+        optimizer=_MUON_MOMENTS * _bytes_of(of_muon) + _MOMENTS * _bytes_of(of_adamw) + _STEP_BYTES * len(of_adamw),
         buffers=plan.local_bytes - _bytes_of(params),
         read_bytes=PlannedReads(plan).of_rank(rank).read,
     )
 
 
-def save_run_plan(plan: Plan, folder: Path) -> None:
+def save_run_plan(plan: Plan, muon: Container[torch.Tensor], folder: Path) -> None:
     """Write the plan of rank 0 to `plan.json` in `folder`, and log its sums; on rank 0. No communication.
 
     It only describes the run, so that a file that cannot be written is a warning.
     """
     if dist.get_rank() != 0:
         return
-    run_plan = build_run_plan(plan)
+    run_plan = build_run_plan(plan, muon)
     try:
         replace_file(folder / PLAN_FILE, json.dumps(run_plan.to_json(), indent=1) + "\n")
     except OSError as error:

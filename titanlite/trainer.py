@@ -16,7 +16,7 @@ from titanlite.checkpoint import Checkpointer, Progress, Rewind, check_space, de
 from titanlite.config import AnyModelConfig, JobConfig
 from titanlite.config.parallelism import Degrees
 from titanlite.data import Batch, build_data
-from titanlite.distributed import ParallelDims, all_reduce_sum, init_distributed
+from titanlite.distributed import ParallelDims, all_reduce_sum, all_to_all_single, init_distributed
 from titanlite.environment import save_environment
 from titanlite.evaluate import build_evaluator
 from titanlite.faults import (
@@ -37,7 +37,7 @@ from titanlite.metrics import MetricsLogger, build_profiler, record_event, start
 from titanlite.model_card import render_model_card
 from titanlite.models.build import AnyModel
 from titanlite.objectives import build_objective
-from titanlite.optim import build_optimizer, count_parameters, lr_factor
+from titanlite.optim import build_optimizer, count_parameters, lr_factor, muon_matrices
 from titanlite.results import Results
 from titanlite.run_plan import save_run_plan
 from titanlite.run_setup import (
@@ -98,7 +98,7 @@ class Trainer(TrainStep):
         torch.manual_seed(job.training.seed + self.dims.dp_rank)  # dropout: ranks with other data drop other elements
         # Of a checkpoint, or the modules' own: random.
         self.model, self.plan = self.build_sharded(model_config, self.checkpointer.weight_sources)
-        optimizer = build_optimizer(self.model, job.optimizer)
+        optimizer = build_optimizer(self.model, job.optimizer, all_to_all_single)
         self.checkpointer.load_state(self.plan, optimizer, self.device)
         objective = build_objective(job, self.loader.dataset.form)
         super().__init__(job, self.dims, self.device, self.model, optimizer, objective, self.step)
@@ -128,8 +128,9 @@ class Trainer(TrainStep):
             *(model_config.family, total / 1e6, "" if trained == total else f", {trained / 1e6:.3f} M of them trained"),
             self.plan.local_bytes / 2**20,
         )
-        save_run_plan(self.plan, self.dump_folder)
-        check_space(job, self.plan, self.checkpointer.folder, self.step)
+        matrices = muon_matrices(self.model, job.optimizer)
+        save_run_plan(self.plan, matrices, self.dump_folder)
+        check_space(job, self.plan, matrices, self.checkpointer.folder, self.step)
         facts = {"model": model_config.family, "parameters": total, "trained": trained, "mesh": str(degrees)}
         save_environment(self.dump_folder, self.device, facts)
         where = f"{degrees.world_size} ranks on {self.device.type}, {degrees}"

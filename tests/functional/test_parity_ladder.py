@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+import titanlite.optim.matrix_exchange
 from titanlite.config.parallelism import Degrees
 from titanlite.data import build_data
 
@@ -22,6 +23,7 @@ RELATIVE_TOLERANCE = 1e-5  # 30 times what was measured
 # by at most 5e-9 / 1e-5 of it: 5 steps * 5e-3 * 5e-4 = 1.25e-5.
 WEIGHT_TOLERANCE = 1.25e-5
 
+MUON = "--optimizer.name=Muon"
 FAMILIES = {
     "qwen3_moe": ["--moe.expert_bias_update_rate=0.01"],
     "qwen3_tied": ["--model.name=qwen3"],
@@ -40,6 +42,9 @@ FAMILIES = {
         "--moe.z_loss_coeff=0.001",
     ],
 }
+FAMILIES |= {f"muon_{name}": [*FAMILIES[name], MUON] for name in ("qwen3_moe", "uneven", "few_experts", "dots1")}
+# A weight of 1 whatever the scores leaves the router a gradient of rounding errors, and Muon makes them a full step.
+FAMILIES["muon_few_experts"] += ["--model.overrides.norm_topk_prob=false"]
 FULL_AC = "--activation_checkpoint.mode=full"
 SELECTIVE_AC = "--activation_checkpoint.mode=selective"
 
@@ -133,6 +138,24 @@ def test_selective_checkpointing_changes_nothing(compare, mesh, option):
 @pytest.mark.parametrize("mesh", ["DDP4", "HSDP2x2xEP2", "HSDP2xTP2xEP2"])
 def test_replication_beside_other_axes_trains_like_one_process(compare, mesh):
     compare(mesh, "qwen3_moe", accumulate=mesh == "HSDP2x2xEP2")
+
+
+@pytest.mark.parametrize(
+    ("mesh", "family"),
+    [
+        *((mesh, "qwen3_moe") for mesh in [*LADDER, "DDP4", "HSDP2x2xEP2", "HSDP2xTP2xEP2"]),
+        *((mesh, family) for mesh in ("FSDP4", "EP2xFSDP2", "TP2xEP2") for family in ("uneven", "few_experts")),
+        ("TP2xEP4", "dots1"),
+    ],
+)
+def test_matrices_are_put_together_for_muon(compare, mesh, family):
+    compare(mesh, f"muon_{family}", accumulate=mesh == "TP2xEP2")
+
+
+@pytest.mark.parametrize("mesh", ["TP2xEP2", "HSDP2x2"])
+def test_muon_takes_a_few_matrices_at_a_time(compare, mesh, monkeypatch):
+    monkeypatch.setattr(titanlite.optim.matrix_exchange, "_ELEMENTS_AT_ONCE", 1000)  # before the ranks are forked
+    compare(mesh, "muon_qwen3_moe")
 
 
 @pytest.mark.parametrize("reshard", ["always", "never"])

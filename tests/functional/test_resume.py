@@ -15,11 +15,13 @@ import titanlite.trainer
 from titanlite.checkpoint.commit import check_folder
 from titanlite.checkpoint.space import count_bytes
 from titanlite.config.parallelism import Degrees
+from titanlite.optim import muon_matrices
 from titanlite.preflight import Checked
 from titanlite.trainer import Trainer
 
 HALF, ALL = 3, 6
 DOTS1 = ["--model.name=dots1"]
+MUON = ["--optimizer.name=Muon", "--training.divergence_check_freq=1"]  # replicas must stay the same to the last bit
 SCHEDULE = [f"--training.steps={ALL}", "--lr_scheduler.warmup_steps=4", f"--checkpoint.interval={HALF}"]
 
 
@@ -83,8 +85,20 @@ def contents(folder: Path, step: int) -> dict[str, str]:
         ("EP2xFSDP2", ["--checkpoint.async_mode=async"]),
         ("TP2xFSDP2", ["--checkpoint.export_dtype=bfloat16"]),
         ("FSDP4", ["--training.dtype=bfloat16", "--optimizer.implementation=foreach"]),
+        ("TP2xEP2", MUON),
+        ("HSDP2xTP2xEP2", MUON),
     ],
-    ids=["FSDP4", "TP2xEP2", "HSDP2xTP2xEP2", "dots1", "async", "bfloat16 export", "bfloat16 training"],
+    ids=[
+        "FSDP4",
+        "TP2xEP2",
+        "HSDP2xTP2xEP2",
+        "dots1",
+        "async",
+        "bfloat16 export",
+        "bfloat16 training",
+        "Muon",
+        "HSDP Muon",
+    ],
 )
 def test_resumed_run_is_the_uninterrupted_run_bit_for_bit(train, halfway, meshes, mesh, overrides):
     """Weights, optimizer states, expert biases, generators and data order: the last checkpoints are the same bytes."""
@@ -103,6 +117,20 @@ def test_the_middle_is_not_the_end(halfway, meshes):
     middle, end = contents(whole, HALF), contents(whole, ALL)
     for name in ("model.safetensors", "titanlite/optimizer.safetensors", "titanlite/expert_bias.safetensors"):
         assert middle[name] != end[name], name
+
+
+def test_resumed_with_another_optimizer_its_states_are_refused(train, halfway, meshes):
+    _, resumed = halfway(meshes["FSDP4"])
+    with pytest.raises(
+        AssertionError, match=r"gate\.weight: has exp_avg, exp_avg_sq, step, but optimizer\.name needs mo"
+    ):
+        train(meshes["FSDP4"], resumed, "--optimizer.name=Muon")
+
+
+def test_momentum_of_muon_moves_to_another_mesh(train, halfway, meshes):
+    whole, resumed = halfway(meshes["TP2xEP2"], *MUON)
+    train(meshes["EP2xFSDP2"], resumed, *MUON)
+    assert losses(resumed, 1) == pytest.approx(losses(whole, HALF + 1), rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -227,15 +255,16 @@ def test_initial_load_path_begins_at_step_0_with_those_weights(run_ranks, halfwa
         ["--checkpoint.export_dtype=bfloat16"],
         ["--optimizer.freeze=*experts*"],
         ["--training.dtype=bfloat16"],
+        ["--optimizer.name=Muon"],
     ],
-    ids=["float32", "bfloat16 export", "frozen experts", "bfloat16"],
+    ids=["float32", "bfloat16 export", "frozen experts", "bfloat16", "Muon"],
 )
 def test_checkpoints_are_as_large_as_was_said(run_ranks, checked, overrides):
     job = checked(Degrees(dp_shard=2), *overrides, "--training.steps=1", "--lr_scheduler.warmup_steps=1")
 
     def rank_main() -> int:
         trainer = Trainer(job.job, job.model_config, job.degrees)
-        said = count_bytes(trainer.plan, trainer.job)
+        said = count_bytes(trainer.plan, trainer.job, muon_matrices(trainer.model, trainer.job.optimizer))
         trainer.train()
         return said
 

@@ -193,14 +193,20 @@ def poison_step(monkeypatch: pytest.MonkeyPatch, step: int, value: float) -> Non
 
 
 @pytest.mark.parametrize(
-    ("mesh", "implementation", "value"),
-    [("TP2xEP2", "fused", math.nan), ("FSDP4", "foreach", math.inf), ("HSDP2x2", "for-loop", -math.inf)],
+    ("mesh", "implementation", "value", "name"),
+    [
+        ("TP2xEP2", "fused", math.nan, "AdamW"),
+        ("FSDP4", "foreach", math.inf, "AdamW"),
+        ("HSDP2x2", "for-loop", -math.inf, "AdamW"),
+        ("HSDP2xTP2xEP2", "fused", math.nan, "Muon"),
+        ("FSDP4", "foreach", math.inf, "Muon"),
+    ],
 )
 def test_step_with_a_non_finite_gradient_changes_nothing_on_any_rank(
-    run_ranks, checked, meshes, monkeypatch, mesh, implementation, value
+    run_ranks, checked, meshes, monkeypatch, mesh, implementation, value, name
 ):
     skip = ["--training.on_nonfinite=skip", "--training.max_nonfinite_steps=1000"]
-    job = checked(meshes[mesh], f"--optimizer.implementation={implementation}", *skip)
+    job = checked(meshes[mesh], f"--optimizer.name={name}", f"--optimizer.implementation={implementation}", *skip)
     poison_step(monkeypatch, 2, value)
 
     def rank_main():

@@ -2,6 +2,7 @@
 
 import math
 import shutil
+from collections.abc import Container
 from pathlib import Path
 
 import torch
@@ -13,11 +14,13 @@ from titanlite.logger import logger
 from titanlite.materialize import Plan
 from titanlite.models.lora import is_adapter
 
-_MOMENTS = 2  # of AdamW, in the parameter's dtype
+_MOMENTS, _MUON_MOMENTS = 2, 1  # of AdamW and Muon, in the parameter's dtype
 
 
-def count_bytes(plan: Plan, job: JobConfig) -> int:
+def count_bytes(plan: Plan, job: JobConfig, muon: Container[torch.Tensor]) -> int:
     """Bytes of a checkpoint: the model in `checkpoint.export_dtype`, its exact weights if that loses bits, the moments.
+
+    `muon` are the parameters that Muon steps, and not AdamW.
 
     With adapters, of these alone. Headers, tokenizer and other small files are not counted.
     """
@@ -28,7 +31,8 @@ def count_bytes(plan: Plan, job: JobConfig) -> int:
             continue
         own = entry.dtype.itemsize
         export = getattr(torch, job.checkpoint.export_dtype).itemsize if is_param and not job.lora.rank else own
-        moments = _MOMENTS * own if is_param and entry.tensor.requires_grad else 0
+        moments = (_MUON_MOMENTS if entry.tensor in muon else _MOMENTS) * own
+        moments = moments if is_param and entry.tensor.requires_grad else 0
         total += math.prod(entry.info.shape) * (export + (own if export < own else 0) + moments)
     return total
 
@@ -49,11 +53,11 @@ def count_coming(job: JobConfig, present: int, step: int) -> int:
     return min(coming, max(section.keep_latest_k - present, 0) + 1 + always)
 
 
-def check_space(job: JobConfig, plan: Plan, folder: Path, step: int) -> None:
+def check_space(job: JobConfig, plan: Plan, muon: Container[torch.Tensor], folder: Path, step: int) -> None:
     """Say on rank 0 how large a checkpoint will be, and warn if those that will be kept have no room in `folder`."""
     if not job.checkpoint.enable or dist.get_rank() != 0:
         return
-    size, coming = count_bytes(plan, job), count_coming(job, len(list_steps(folder)), step)
+    size, coming = count_bytes(plan, job, muon), count_coming(job, len(list_steps(folder)), step)
     try:
         free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
     except OSError:

@@ -263,9 +263,16 @@ def _match(
             problems.append(f"{key}: has shape {tensor.shape}, the parameter {tuple(param.shape)}.")
         else:
             found.append((param, name, key))
-    if states:
-        covered = {key.partition(".")[2] for key in states}
-        problems += [f"{fqn}: the optimizer has no state for it." for fqn in params if fqn not in covered]
+    covered: dict[str, set[str]] = {}
+    for key in states:
+        name, _, fqn = key.partition(".")
+        covered.setdefault(fqn, set()).add(name)
+    problems += [f"{fqn}: the optimizer has no state for it." for fqn in params if states and fqn not in covered]
+    needed = {id(param): group["state_names"] for group in optimizer.param_groups for param in group["params"]}
+    for fqn, names in covered.items():
+        if fqn in params and names != set(needed[id(params[fqn])]):
+            stored, wanted = (", ".join(sorted(some)) for some in (names, needed[id(params[fqn])]))
+            problems.append(f"{fqn}: has {stored}, but optimizer.name needs {wanted}. Set the one that was used.")
     raise_problems(CheckpointError, where, problems)
     # In the order of the model and not of the files, the same on all ranks.
     position = {id(param): i for i, param in enumerate(params.values())}

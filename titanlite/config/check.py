@@ -18,6 +18,7 @@ from titanlite.config.schema import (
     EvaluationSection,
     JobConfig,
     LoRASection,
+    OptimizerSection,
 )
 from titanlite.config.settings import get_value
 from titanlite.config.sources import get_source_key, get_sources
@@ -95,7 +96,7 @@ _RULES: tuple[tuple[Callable[[float], bool], str, tuple[str, ...]], ...] = (
     (
         lambda value: 0 <= value < 1,
         "0 or more and less than 1",
-        ("optimizer.beta1", "optimizer.beta2", "lora.dropout", "data.validation_share"),
+        ("optimizer.beta1", "optimizer.beta2", "optimizer.momentum", "lora.dropout", "data.validation_share"),
     ),
     (lambda value: 0 <= value < 0.5, "0 or more and less than 0.5", ("dpo.label_smoothing",)),
     (lambda value: 0 < value <= 1, "more than 0 and at most 1", ("lr_scheduler.decay_ratio",)),
@@ -304,6 +305,22 @@ def _check_fine_tuning(job: JobConfig) -> list[str]:
             parse(key, get_value(job, key))
         except ConfigError as error:
             problems.append(str(error))
+    optimizer = job.optimizer
+    if optimizer.name != "Muon" and optimizer.momentum != OptimizerSection().momentum:
+        problems.append(
+            f"optimizer.momentum = {format_value(optimizer.momentum)} is Muon's, and optimizer.name is "
+            + f"{format_value(optimizer.name)}. Set that, or leave the momentum out."
+        )
+    if optimizer.name == "Muon" and job.lora.rank:
+        problems.append(
+            'optimizer.name = "Muon" makes steps of whole matrices orthogonal, which adapters (lora.rank) are not. Set '
+            + 'it to "AdamW".'
+        )
+    if optimizer.name == "Muon" and job.training.enable_cpu_offload:
+        problems.append(
+            'optimizer.name = "Muon" multiplies matrices, for which the host of training.enable_cpu_offload is too '
+            + 'slow. Set one of them to another value: "AdamW", or false.'
+        )
     lora, default = job.lora, LoRASection()
     if lora.rank == 0:
         problems += [

@@ -117,11 +117,16 @@ class TrainingSection:
 
 @dataclass
 class OptimizerSection:
-    name: Literal["AdamW"] = setting("AdamW", "Optimizer (arXiv:1711.05101).")
+    name: Literal["AdamW", "Muon"] = setting(
+        "AdamW",
+        "'AdamW' (arXiv:1711.05101); 'Muon' (arXiv:2502.16982): orthogonal momentum steps for the matrices of layers, "
+        "experts and routers included, AdamW for all else, with the same learning rate and weight decay.",
+    )
     lr: float = setting(3e-4, "Peak learning rate.")
     beta1: float = setting(0.9, "Decay of the first moment.")
     beta2: float = setting(0.95, "Decay of the second moment.")
     eps: float = setting(1e-8, "Added to the root of the second moment.")
+    momentum: float = setting(0.95, "Of Muon's matrices, of Nesterov's kind.")
     weight_decay: float = setting(0.1, "Decoupled weight decay of matrices; norms and biases are not decayed.")
     implementation: Literal["fused", "foreach", "for-loop"] = setting("fused", "Kernel of the optimizer step.")
     freeze: str = setting(

@@ -1,7 +1,7 @@
 """Parallelism, applied to single-device models from outside, on the meta device."""
 
 from titanlite.distributed.clip_grad import clip_grad_norm, clip_grad_norms
-from titanlite.distributed.collectives import all_reduce_sum
+from titanlite.distributed.collectives import all_reduce_sum, all_to_all_single
 from titanlite.distributed.fsdp import base_dtype, mixed_precision_dtypes, sum_over_replicas
 from titanlite.distributed.parallel_dims import ParallelDims
 from titanlite.distributed.parallelize import parallelize
@@ -11,6 +11,7 @@ from titanlite.distributed.replicated_grads import reduce_replicated_grads
 __all__ = [
     "ParallelDims",
     "all_reduce_sum",
+    "all_to_all_single",
     "base_dtype",
     "clip_grad_norm",
     "clip_grad_norms",

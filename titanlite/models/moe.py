@@ -9,7 +9,7 @@ Shapes: B batch, S sequence, T = B * S tokens, D hidden, E experts, k experts pe
 """
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -156,6 +156,9 @@ class Experts(nn.Module):
     Attributes:
         first_expert: which of all experts is the first one here; 0 unless expert parallelism splits them.
     """
+
+    stacked_matrices: ClassVar[dict[str, int]] = {"gate_up_proj": 2}
+    """Parameters whose rows are those of several matrices, one after the other, for optimizers that tell them apart."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

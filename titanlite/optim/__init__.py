@@ -4,7 +4,7 @@ from titanlite.optim.expert_bias import ExpertBiasBalancer
 from titanlite.optim.lr_schedule import build_lr_scheduler, lr_factor
 from titanlite.optim.nonfinite import FiniteGuard, NonFiniteSteps
 from titanlite.optim.optimizer import build_optimizer, step_if_finite
-from titanlite.optim.parameters import count_parameters, freeze_parameters, lr_multipliers
+from titanlite.optim.parameters import count_parameters, freeze_parameters, lr_multipliers, muon_matrices
 
 __all__ = [
     "ExpertBiasBalancer",
@@ -16,5 +16,6 @@ __all__ = [
     "freeze_parameters",
     "lr_factor",
     "lr_multipliers",
+    "muon_matrices",
     "step_if_finite",
 ]

@@ -1,70 +1,67 @@
-"""AdamW (arXiv:1711.05101) over parameters that may live on two meshes, stepped only if the gradients are finite."""
+"""The optimizer that the configuration describes, stepped only if the gradients are finite."""
 
 from collections import defaultdict
-from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from titanlite.config.schema import OptimizerSection
 from titanlite.logger import logger
-from titanlite.materialize.layout import local_of
-from titanlite.optim.parameters import lr_multipliers
+from titanlite.optim.adamw import LocalAdamW
+from titanlite.optim.matrix_exchange import AllToAll
+from titanlite.optim.muon import Muon
+from titanlite.optim.parameters import lr_multipliers, muon_matrices
 
 _LEAST_BFLOAT16_LR = 1e-3
 
 
-class LocalAdamW(torch.optim.AdamW):
-    """torch's AdamW, computed on this rank's shards; parameters and states stay the DTensors that they are.
+def build_optimizer(
+    model: nn.Module, section: OptimizerSection, all_to_all: AllToAll = dist.all_to_all_single
+) -> LocalAdamW | Muon:
+    """The optimizer of the parameters that are trained, with decay on matrices only: not on norms, on other vectors, or
+    on biases, also where those of all experts are one matrix.
 
-    The update of an element needs nothing of other elements, so DTensor has nothing to add. It refuses two meshes in a
-    fused call, and to find the layout of the first one's results takes it longer than ten updates of a small model.
-    """
-
-    def _init_group(self, group: dict[str, Any], *lists: list[torch.Tensor]) -> bool:
-        """Fill `lists` with the tensors of a group, in the order of the update's arguments; private to torch."""
-        has_complex = super()._init_group(group, *lists)
-        for tensors in lists:
-            tensors[:] = [local_of(tensor) for tensor in tensors]
-        return has_complex
-
-
-def build_optimizer(model: nn.Module, section: OptimizerSection) -> torch.optim.Optimizer:
-    """AdamW of the parameters that are trained, with decay on matrices only: not on norms, on other vectors, or on
-    biases, also where those of all experts are one matrix.
+    `all_to_all` exchanges the matrices of Muon that are split over ranks. Every rank must call alike; no collective.
 
     Raises:
         ConfigError: `section.lr_multipliers` names nothing that is trained.
     """
-    multipliers = lr_multipliers(model, section)
-    groups: defaultdict[tuple[bool, float], list[nn.Parameter]] = defaultdict(list)
+    multipliers, matrices = lr_multipliers(model, section), muon_matrices(model, section)
+    groups: defaultdict[tuple[bool, bool, float], list[nn.Parameter]] = defaultdict(list)
     for name, param in model.named_parameters():
         if param.requires_grad:
-            groups[param.dim() >= 2 and not name.endswith("bias"), multipliers.get(param, 1.0)].append(param)
+            decays = param.dim() >= 2 and not name.endswith("bias")
+            groups[param in matrices, decays, multipliers.get(param, 1.0)].append(param)
     if section.lr < _LEAST_BFLOAT16_LR and any(p.dtype == torch.bfloat16 for params in groups.values() for p in params):
         logger.warning(
             "optimizer: a weight in bfloat16 changes by 1/256 of its size or not at all; with optimizer.lr = %g most "
             "never will. Set training.dtype = 'float32'.",
             section.lr,
         )
-    options: dict[str, Any] = {
-        "fused": section.implementation == "fused",
-        "foreach": section.implementation == "foreach",
-    }
-    return LocalAdamW(
+    of_muon, of_adamw = (
         [
             {
                 "params": params,
                 "weight_decay": section.weight_decay if decay else 0.0,
                 "lr": section.lr * multiplier,
             }
-            for (decay, multiplier), params in groups.items()
-        ],
+            for (in_muon, decay, multiplier), params in groups.items()
+            if in_muon == which
+        ]
+        for which in (True, False)
+    )
+    adamw = LocalAdamW(
+        of_adamw or [{"params": []}],
         lr=section.lr,
         betas=(section.beta1, section.beta2),
         eps=section.eps,
-        **options,
+        fused=section.implementation == "fused",
+        foreach=section.implementation == "foreach",
     )
+    if section.name == "AdamW":
+        return adamw
+    return Muon(of_muon or [{"params": []}], adamw, momentum=section.momentum, stacked=matrices, all_to_all=all_to_all)
 
 
 def step_if_finite(optimizer: torch.optim.Optimizer, finite: torch.Tensor) -> None:

@@ -1,6 +1,7 @@
 """Which parameters are trained, and how fast: patterns over their names."""
 
 from fnmatch import fnmatchcase
+from typing import cast
 
 import torch
 from torch import nn
@@ -9,6 +10,7 @@ from titanlite.config.patterns import parse_multipliers, split_patterns
 from titanlite.config.schema import OptimizerSection
 from titanlite.errors import ConfigError, raise_problems
 from titanlite.materialize.plan import clean_name
+from titanlite.models.build import AnyModel
 
 
 def freeze_parameters(model: nn.Module, section: OptimizerSection) -> None:
@@ -49,6 +51,27 @@ def lr_multipliers(model: nn.Module, section: OptimizerSection) -> dict[nn.Param
             problems.append(f"'{pattern}' matches frozen parameters only. Remove it.")
         found.update((param, factor) for param in matched if param.requires_grad)
     raise_problems(ConfigError, "optimizer.lr_multipliers", problems)
+    return found
+
+
+def muon_matrices(model: nn.Module, section: OptimizerSection) -> dict[nn.Parameter, int]:
+    """The trained parameters that Muon steps, each with the number of matrices stacked in its rows; none for AdamW.
+
+    These are the matrices of decoder layers and of their experts, routers included. Embedding, output head, norms,
+    biases and what lies outside of layers (a vision tower) are AdamW's (arXiv:2502.16982, 2.1).
+    """
+    if section.name != "Muon":
+        return {}
+    model = cast(AnyModel, model)
+    found: dict[nn.Parameter, int] = {}
+    for layer in model.decoder_layers():
+        experts = {id(param) for module in model.experts_in(layer) for param in module.parameters()}
+        for module in layer.modules():
+            stacked = getattr(module, "stacked_matrices", {})
+            for name, param in module.named_parameters(recurse=False):
+                is_matrix = param.dim() == 2 and not name.endswith("bias")
+                if param.requires_grad and (is_matrix if id(param) not in experts else param.dim() == 3):
+                    found[param] = stacked.get(name, 1)
     return found
 
 

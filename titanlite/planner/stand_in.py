@@ -18,7 +18,7 @@ from titanlite.config import AnyModelConfig, JobConfig
 from titanlite.config.parallelism import Degrees
 from titanlite.data import Batch
 from titanlite.data.images import ImageBatch
-from titanlite.distributed import ParallelDims
+from titanlite.distributed import ParallelDims, all_to_all_single
 from titanlite.distributed.expert_parallel import balanced_routing
 from titanlite.materialize import Plan, build_plan
 from titanlite.materialize.execute import exchange, sharded_like
@@ -45,7 +45,14 @@ class StandInTrainer(TrainStep):
         self.plan = build_plan(model)
         with FakeTensorMode() as self.fake:
             _allocate(self.plan, model)
-            super().__init__(job, dims, device, model, build_optimizer(model, job.optimizer), _build_objective(job))
+            super().__init__(
+                job,
+                dims,
+                device,
+                model,
+                build_optimizer(model, job.optimizer, all_to_all_single),
+                _build_objective(job),
+            )
             with fixed_scalars():
                 self._make_optimizer_states()
 

@@ -1,0 +1,200 @@
+"""Muon on one process against a float64 loop and torch's own, its parameters, and matrices that lie in pieces."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from titanlite.config import JobConfig
+from titanlite.config.check import check_values
+from titanlite.config.schema import OptimizerSection
+from titanlite.materialize import materialize
+from titanlite.models.decoder import build_decoder
+from titanlite.models.families import families
+from titanlite.optim import build_optimizer, muon_matrices, step_if_finite
+from titanlite.optim.adamw import LocalAdamW
+from titanlite.optim.muon import Muon, orthogonalize
+
+SHAPES = {"wide": (8, 20), "tall": (20, 8), "square": (9, 9), "experts": (3, 6, 10), "stacked": (2, 12, 5)}
+
+
+def orthogonalized(x):
+    """The iteration of the authors, one matrix at a time, in float64."""
+    x = x.double() / (x.double().norm() + 1e-7)
+    x = x.T if x.shape[0] > x.shape[1] else x
+    for _ in range(5):
+        a = x @ x.T
+        x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+    return x
+
+
+def expected_steps(start, grads, lr, decay, momentum):
+    param, buffer = start.double(), torch.zeros_like(start, dtype=torch.float64)
+    for grad in grads:
+        buffer = momentum * buffer + grad.double()
+        step = orthogonalized(grad.double() + momentum * buffer)
+        step = step if step.shape == param.shape else step.T
+        param = param - lr * decay * param - lr * 0.2 * max(param.shape) ** 0.5 * step
+    return param
+
+
+def make(lr=0.02, weight_decay=0.1, momentum=0.9):
+    torch.manual_seed(0)
+    params = {name: nn.Parameter(torch.randn(shape)) for name, shape in SHAPES.items()}
+    vector = nn.Parameter(torch.randn(7))
+    adamw = LocalAdamW([{"params": [vector], "weight_decay": 0.0}], lr=lr, fused=True)
+    groups = [{"params": list(params.values()), "lr": lr, "weight_decay": weight_decay}]
+    stacked = {params["stacked"]: 2}
+    return params, vector, Muon(groups, adamw, momentum=momentum, stacked=stacked, all_to_all=None)
+
+
+def set_gradients(optimizer, seed):
+    generator = torch.Generator().manual_seed(seed)
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            param.grad = torch.randn(param.shape, generator=generator)
+
+
+@pytest.mark.parametrize("shape", [(3, 64, 32), (2, 16, 200), (1, 30, 30)])
+def test_singular_values_become_about_one(shape):
+    torch.manual_seed(0)
+    x = torch.randn(shape)
+    found = orthogonalize(x)
+    values = torch.linalg.svdvals(found)
+    assert values.max() < 1.25 and values.median() > 0.7
+    for matrix, start in zip(found, x, strict=True):
+        torch.testing.assert_close(matrix.double(), orthogonalized_like(start), rtol=0, atol=1e-5)
+    assert torch.equal(orthogonalize(torch.zeros(shape)), torch.zeros(shape))
+
+
+def orthogonalized_like(start):
+    found = orthogonalized(start)
+    return found if found.shape == start.shape else found.T
+
+
+def test_steps_are_those_of_a_float64_loop():
+    params, vector, optimizer = make()
+    starts = {name: param.detach().clone() for name, param in params.items()}
+    before, grads = vector.detach().clone(), []
+    for step in range(4):
+        set_gradients(optimizer, step)
+        grads.append({name: param.grad.clone() for name, param in params.items()})
+        step_if_finite(optimizer, torch.tensor(True))
+    parts = {"experts": 1, "stacked": 2}
+    for name, param in params.items():
+        matrices = parts.get(name, 1)
+
+        def split(tensor, matrices=matrices):
+            return tensor.reshape(-1, tensor.shape[-2] // matrices, tensor.shape[-1])
+
+        history = [split(of_step[name]) for of_step in grads]
+        for i, start in enumerate(split(starts[name])):
+            wanted = expected_steps(start, [of_step[i] for of_step in history], 0.02, 0.1, 0.9)
+            torch.testing.assert_close(split(param.detach())[i].double(), wanted, rtol=0, atol=1e-6)
+    assert (vector.detach() != before).all(), "AdamW moves the rest"
+
+
+def test_it_is_torchs_muon():
+    """Which computes in bfloat16: a step's entries, of 0.2 * lr * sqrt(longer), to 2%."""
+    params, _, optimizer = make(momentum=0.95)
+    own = params["tall"]
+    other = nn.Parameter(own.detach().clone())
+    theirs = torch.optim.Muon([other], lr=0.02, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+    for step in range(3):
+        set_gradients(optimizer, step)
+        other.grad = own.grad.clone()
+        optimizer.step()
+        theirs.step()
+    torch.testing.assert_close(own, other, rtol=0, atol=3 * 0.02 * 0.02)
+
+
+def test_a_step_that_is_not_finite_and_a_missing_gradient_change_nothing():
+    params, _, optimizer = make()
+    set_gradients(optimizer, 0)
+    params["square"].grad = None
+    step_if_finite(optimizer, torch.tensor(True))
+    assert params["square"] not in optimizer.state and "momentum_buffer" in optimizer.state[params["wide"]]
+    before = [param.detach().clone() for group in optimizer.param_groups for param in group["params"]]
+    states = [value.clone() for state in optimizer.state.values() for value in state.values()]
+    set_gradients(optimizer, 1)
+    params["wide"].grad[0, 0] = torch.nan
+    step_if_finite(optimizer, torch.tensor(False))
+    after = [param.detach() for group in optimizer.param_groups for param in group["params"]]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    kept = [
+        value for param, state in optimizer.state.items() if param is not params["square"] for value in state.values()
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(states, kept, strict=True))
+
+
+def test_schedulers_set_the_rates_of_both():
+    _, _, optimizer = make()
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.0)
+    before = [param.detach().clone() for group in optimizer.param_groups for param in group["params"]]
+    set_gradients(optimizer, 0)
+    optimizer.step()
+    scheduler.step()
+    after = [param.detach() for group in optimizer.param_groups for param in group["params"]]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3", "dots1"])
+def test_matrices_of_layers_are_muons(family):
+    model = build_decoder(replace(families()[family].presets["debug"], attention_bias=True))
+    materialize(model, torch.device("cpu"), [], seed=0)
+    section = OptimizerSection(name="Muon", weight_decay=0.1, lr_multipliers="*.down_proj*=0.5")
+    matrices = muon_matrices(model, section)
+    for name, param in model.named_parameters():
+        wanted = ".layers." in name and param.dim() >= 2
+        assert (param in matrices) == wanted, name
+        if wanted:
+            assert matrices[param] == (2 if name.endswith("experts.gate_up_proj") else 1), name
+    optimizer = build_optimizer(model, section)
+    group_of = {param: group for group in optimizer.param_groups for param in group["params"]}
+    assert group_of.keys() == set(model.parameters())
+    for name, param in model.named_parameters():
+        group = group_of[param]
+        assert group["state_names"] == (
+            ("momentum_buffer",) if param in matrices else ("step", "exp_avg", "exp_avg_sq")
+        )
+        assert group["weight_decay"] == (0.1 if param.dim() >= 2 else 0.0), name
+        assert group["lr"] == section.lr * (0.5 if "down_proj" in name else 1.0), name
+    assert muon_matrices(model, OptimizerSection()) == {}
+
+
+def test_everything_else_may_be_frozen():
+    model = build_decoder(families()["qwen3"].presets["debug"])
+    materialize(model, torch.device("cpu"), [], seed=0)
+    matrices = muon_matrices(model, OptimizerSection(name="Muon"))
+    for param in model.parameters():
+        param.requires_grad_(param in matrices)
+    optimizer = build_optimizer(model, OptimizerSection(name="Muon"))
+    for param in matrices:
+        param.grad = torch.ones_like(param)
+    step_if_finite(optimizer, torch.tensor(True))
+    assert optimizer.state.keys() == matrices.keys()
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "value", "text"),
+    [
+        ("lora", "rank", 4, "which adapters (lora.rank) are not"),
+        ("training", "enable_cpu_offload", True, "too slow"),
+        ("optimizer", "momentum", 1.0, "optimizer.momentum = 1.0 is out of range"),
+    ],
+)
+def test_what_does_not_go_with_muon_is_refused(section, name, value, text):
+    job = JobConfig()
+    job.model.flavor, job.optimizer.name = "debug", "Muon"
+    assert check_values(job) == []
+    setattr(getattr(job, section), name, value)
+    assert any(text in problem for problem in check_values(job))
+
+
+def test_momentum_is_muons():
+    job = JobConfig()
+    job.model.flavor, job.optimizer.momentum = "debug", 0.9
+    assert check_values(job) == [
+        'optimizer.momentum = 0.9 is Muon\'s, and optimizer.name is "AdamW". Set that, or leave the momentum out.'
+    ]

@@ -1,0 +1,116 @@
+"""Muon (https://kellerjordan.github.io/posts/muon, arXiv:2502.16982): momentum steps made orthogonal, for the matrices
+of decoder layers; AdamW for all else.
+
+Shape suffixes: N matrices of R rows and C columns.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from titanlite.materialize.layout import local_of
+from titanlite.ops.planned import kernel_device
+from titanlite.optim.adamw import LocalAdamW
+from titanlite.optim.matrix_exchange import AllToAll, MatrixExchange
+
+MOMENTUM = "momentum_buffer"
+
+# Iterations of an odd polynomial a x + b x^3 + c x^5 that drive every singular value to about 1 (0.7 to 1.2).
+_STEPS = 5
+_A, _B, _C = 3.4445, -4.7750, 2.0315
+# An orthogonal step of R x C has entries of 1 / sqrt(max(R, C)) in the quadratic mean; AdamW's have about 0.2, so that
+# learning rate and weight decay are those of AdamW (arXiv:2502.16982, eq. 4).
+_RMS = 0.2
+
+
+def orthogonalize(x_NRC: torch.Tensor) -> torch.Tensor:
+    """About U V^T of every matrix U S V^T, by Newton-Schulz iterations in the dtype of `x_NRC`; zeros stay zeros."""
+    x_NRC = x_NRC / (torch.linalg.matrix_norm(x_NRC, keepdim=True) + 1e-7)
+    is_tall = x_NRC.shape[-2] > x_NRC.shape[-1]
+    if is_tall:
+        x_NRC = x_NRC.mT
+    for _ in range(_STEPS):
+        gram_NRR = x_NRC @ x_NRC.mT
+        poly_NRR = torch.baddbmm(gram_NRR, gram_NRR, gram_NRR, beta=_B, alpha=_C)
+        x_NRC = torch.baddbmm(x_NRC, poly_NRR, x_NRC, beta=_A)
+    return x_NRC.mT if is_tall else x_NRC
+
+
+class Muon(torch.optim.Optimizer):
+    """One optimizer of two: Muon for the matrices in `groups`, and `adamw` for its own parameters.
+
+    `param_groups` and `state` hold those of both. A matrix that is split over ranks is put together on one of them
+    (`MatrixExchange`), so the step is that of one process on any mesh, up to rounding.
+
+    Args:
+        groups: as of every optimizer, with `params`, `lr` and `weight_decay`.
+        adamw: for the rest; it shares `state`.
+        momentum: of Nesterov's kind.
+        stacked: for some parameters, of how many matrices each of theirs consists: gate and up projection are two.
+        all_to_all: see `MatrixExchange`.
+    """
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        adamw: LocalAdamW,
+        *,
+        momentum: float,
+        stacked: dict[nn.Parameter, int],
+        all_to_all: AllToAll,
+    ) -> None:
+        super().__init__(
+            groups, {"state_names": (MOMENTUM,), "lr": 0.0, "weight_decay": 0.0, "fused": adamw.defaults["fused"]}
+        )
+        self._own_groups, self._adamw, self._momentum = list(self.param_groups), adamw, momentum
+        self.param_groups += adamw.param_groups  # the same dictionaries: a scheduler sets the rates of both
+        adamw.state = self.state
+        self._params = [(param, group) for group in self._own_groups for param in group["params"]]
+        self._stacked = [stacked.get(param, 1) for param, _ in self._params]
+        self._exchange = MatrixExchange([param for param, _ in self._params], self._stacked, all_to_all)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Step all parameters that have a gradient. With `found_inf` = 1 nothing changes.
+
+        Collectives: those of `MatrixExchange.apply` for each of its buckets; every rank must call.
+        """
+        found_inf: torch.Tensor | None = getattr(self, "found_inf", None)
+        self._adamw.found_inf = found_inf  # type: ignore[attr-defined]
+        self._adamw.step()
+        keep = None if found_inf is None else found_inf.to(torch.bool)
+        for bucket, numbers in enumerate(self._exchange.buckets):
+            steps = {number: self._take_momentum(self._params[number][0], keep) for number in numbers}
+            self._exchange.apply(bucket, steps, orthogonalize)
+            for number, step in steps.items():
+                self._move(number, step, keep)
+
+    def _take_momentum(self, param: nn.Parameter, keep: torch.Tensor | None) -> torch.Tensor:
+        """Update the momentum; returns this rank's part of the step before it is made orthogonal."""
+        local = local_of(param)
+        dtype = _get_dtype(local)
+        if param.grad is None:  # the other ranks have none, either, but take part
+            return torch.zeros_like(local, dtype=dtype)
+        state, grad = self.state[param], local_of(param.grad)
+        if MOMENTUM not in state:
+            state[MOMENTUM] = torch.zeros_like(param)
+        buffer = local_of(state[MOMENTUM])
+        new = torch.add(grad, buffer, alpha=self._momentum)
+        buffer.copy_(new if keep is None else torch.where(keep, buffer, new))
+        return torch.add(grad, new, alpha=self._momentum).to(dtype)
+
+    def _move(self, number: int, step: torch.Tensor, keep: torch.Tensor | None) -> None:
+        """Weight decay, and the orthogonal step, of this rank's part of a parameter that has a gradient."""
+        param, group = self._params[number]
+        if param.grad is None:
+            return
+        local, lr = local_of(param), group["lr"]
+        longer = max(param.shape[-2] // self._stacked[number], param.shape[-1])
+        moved = torch.add(local * (1 - lr * group["weight_decay"]), step, alpha=-lr * _RMS * longer**0.5)
+        local.copy_(moved if keep is None else torch.where(keep, local, moved))
+
+
+def _get_dtype(local: torch.Tensor) -> torch.dtype:
+    """bfloat16 on CUDA, where it takes half the time to compute and to send and is as good; else the parameter's."""
+    return torch.bfloat16 if kernel_device(local.device) == "cuda" else local.dtype
