@@ -1,7 +1,7 @@
 """Which samples of the data order each step of a run takes, over resumes and rewinds."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True)
@@ -13,12 +13,14 @@ class Stretch:
         samples: of the data order that lie before that step.
         global_batch_size: samples of each step.
         data: description of the data order, in words.
+        offsets: of the sources of a mixture, see `MixtureDataset.offsets`; empty in files of older versions.
     """
 
     step: int
     samples: int
     global_batch_size: int
     data: str
+    offsets: Mapping[str, int] = field(default_factory=dict)
 
     def samples_before(self, step: int) -> int:
         """Samples of the data order that lie before the step that follows `step` steps."""

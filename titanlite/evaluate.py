@@ -18,7 +18,7 @@ from titanlite.config import AnyModelConfig, JobConfig
 from titanlite.config.assets import assets_folder
 from titanlite.data import (
     EvaluationPrompt,
-    SequenceDataset,
+    TrainDataset,
     count_ids,
     evaluation_prompts,
     read_evaluation_prompts,
@@ -200,7 +200,7 @@ class Evaluator:
         return float(score)
 
 
-def build_evaluation_prompts(job: JobConfig, dataset: SequenceDataset, tokenizer: Any) -> Sequence[EvaluationPrompt]:
+def build_evaluation_prompts(job: JobConfig, dataset: TrainDataset, tokenizer: Any) -> Sequence[EvaluationPrompt]:
     """Prompts with reference answers, the same on all ranks: of `evaluation.path`, or the held-out ones of `dataset`.
 
     Raises:
@@ -220,7 +220,7 @@ def build_evaluation_prompts(job: JobConfig, dataset: SequenceDataset, tokenizer
 
 def build_evaluator(
     job: JobConfig,
-    dataset: SequenceDataset,
+    dataset: TrainDataset,
     tokenizer: Any,
     model_config: AnyModelConfig,
     dims: ParallelDims,

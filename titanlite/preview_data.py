@@ -5,6 +5,7 @@ With `--step N`, what it did train on in one step: `titanlite.preview_step`.
 
 import argparse
 import logging
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -12,13 +13,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from titanlite.config import load_config
+from titanlite.config.assets import find_missing_files
 from titanlite.data import PackedDataset, SequenceDataset, TrainLoader, build_data
 from titanlite.data.example_dataset import ExampleDataset
 from titanlite.data.mixture import get_sources
 from titanlite.data.report import get_first_skipped, get_left_out, get_num_split, get_trained_share, get_warnings
 from titanlite.data.shown import Painter, escape, get_shown_documents
 from titanlite.data.stream import StreamDataset
-from titanlite.errors import ConfigError, TitanliteError
+from titanlite.errors import ConfigError, TitanliteError, raise_problems
 from titanlite.logger import logger
 from titanlite.preflight import check
 from titanlite.preview_step import StepRequest, show_step
@@ -64,6 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         job = load_config(rest)
         if known.step is None:
             _refuse_without_step(known)
+            raise_problems(ConfigError, "configuration", find_missing_files(job))
             checked = check(job, 1 if known.world_size is None else known.world_size, weights=False)
             tokenizer, loader = build_data(checked.job, 0, checked.degrees.dp)
             show_data(loader, Painter(tokenizer, color=color, max_tokens=known.tokens or 0), known.samples)
@@ -92,9 +95,12 @@ def show_data(loader: TrainLoader, show: Painter, num_samples: int) -> None:
         DataError: a row of a stream cannot be used, and the settings say that this is an error.
     """
     dataset = loader.dataset
-    for source in get_sources(dataset):
+    sources = get_sources(dataset)
+    trained = [source.share * count_trained(source.dataset) for source in sources]
+    for source, tokens in zip(sources, trained, strict=True):
         if source.name:
-            print(f"{source.name}: {source.share:.2%} of the sequences")
+            share = f", {tokens / sum(trained):.1%} of the trained tokens" if math.isfinite(sum(trained)) else ""
+            print(f"{source.name}: {source.share:.2%} of the sequences{share}")
         show_source(source.dataset)
     size, total = loader.global_batch_size, dataset.num_train_sequences
     epoch = "" if total is None else f"{total / size:.1f} to an epoch, "
@@ -105,6 +111,13 @@ def show_data(loader: TrainLoader, show: Painter, num_samples: int) -> None:
         if isinstance(source.dataset, StreamDataset):
             for what, count in source.dataset.left_out.items():
                 print(f"\n  left out so far{f' of {source.name}' if source.name else ''}: {count} {what}")
+
+
+def count_trained(dataset: SequenceDataset) -> float:
+    """Trained tokens of a sequence, in the mean; nan where that is not known before they are made."""
+    if isinstance(dataset, ExampleDataset):
+        return dataset.train.num_trained / dataset.num_train_sequences
+    return dataset.seq_len if isinstance(dataset, PackedDataset) else math.nan
 
 
 def show_source(dataset: SequenceDataset) -> None:
@@ -164,7 +177,10 @@ def show_samples(loader: TrainLoader, show: Painter, num_samples: int) -> None:
     while number < num_samples and sample != loader.dataset.num_train_sequences:
         (index,) = loader.dataset.get_train_indices(loader.seed, sample, sample + 1).tolist()
         sample += 1
-        for document in get_shown_documents(loader.dataset, index):
+        documents = get_shown_documents(loader.dataset, index)
+        if loader.mixture:
+            documents = documents[: 1 + (documents[0].side != "")]  # or all would be of the first sequence's source
+        for document in documents:
             number += document.side != "rejected"  # beside the chosen one, of the same example
             if number > num_samples:
                 break

@@ -11,7 +11,7 @@ from pathlib import Path
 from titanlite.checkpoint import Progress, Rewind, find_progress
 from titanlite.config import JobConfig
 from titanlite.data import StreamDataset, TrainLoader, build_data
-from titanlite.data.mixture import get_sources
+from titanlite.data.mixture import MixtureDataset, get_sources
 from titanlite.data.shown import Painter, get_shown_documents
 from titanlite.data_order import Stretch, add_stretch, find_stretch
 from titanlite.errors import CheckpointError, ConfigError, DataError
@@ -77,8 +77,10 @@ def show_step(job: JobConfig, world_size: int | None, request: StepRequest) -> N
     if run is not None:
         progress = run.progress
         jumps = [(rewind.spike_step - 1, rewind.samples) for rewind in run.rewinds]
-        loader.start_from(progress.step, progress.samples, jumps, progress.stretches)
+        loader.start_from(progress.step, progress.samples, jumps, progress.stretches, progress.taken)
     stretch = _find_stretch(run, loader, request)
+    if isinstance(loader.dataset, MixtureDataset):
+        loader.dataset.offsets = dict(stretch.offsets)
     chosen = _choose(loader, request, stretch)
     _show_where(job, loader, run, request, stretch)
     show = Painter(tokenizer, color=request.color, max_tokens=request.max_tokens)

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from titanlite.config import JobConfig
+from titanlite.logger import logger
 
 
 @dataclass
@@ -43,9 +44,15 @@ class Results:
         self.validation = Series(**(saved or {}).get("validation", {}))
         self.evaluation = Series(**(saved or {}).get("evaluation", {}))
 
-    def add_validation(self, step: int, loss: float) -> bool:
-        """Take a validation loss; True if the checkpoint of this step is the one to keep as the best."""
-        improved = _add(self.validation, "validation loss", step, loss, -1.0, self._validation.early_stopping_min_delta)
+    def add_validation(self, step: int, loss: float, mixture: str = "") -> bool:
+        """Take a validation loss; True if the checkpoint of this step is the one to keep as the best.
+
+        Losses of one `mixture` of sources, in words, say nothing about those of another: with it all begins anew.
+        """
+        series, name = self.validation, f"validation loss ({mixture})" if mixture else "validation loss"
+        if series.name not in ("", name):
+            logger.info("validation: the best %s was %s; from here on it is the %s", series.name, series.best, name)
+        improved = _add(series, name, step, loss, -1.0, self._validation.early_stopping_min_delta)
         return improved and self._save_best == "validation"
 
     def add_evaluation(self, step: int, name: str, score: float) -> bool:

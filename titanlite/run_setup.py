@@ -31,11 +31,14 @@ _MANY_EPOCHS = 10  # of a pretrained model's new data
 
 def check_data_order(start: Progress, loader: TrainLoader) -> None:
     """Say so if a resumed run would train on other data, or in another order, than the run that it goes on with."""
-    if start.data != loader.fingerprint:
-        logger.warning(
-            "data: the checkpoint was trained on %s, this run has %s; it goes on at sample %d of the new order.",
-            *(start.data, loader.fingerprint, start.samples),
-        )
+    if start.data == loader.fingerprint or get_rank() != 0:
+        return
+    taken = loader.get_taken(start.step)
+    places = ", ".join(f"{name} at {count}" for name, count in taken.items())
+    logger.warning(
+        "data: the checkpoint was trained on %s, this run has %s; it goes on at sample %d of the new order%s.",
+        *(start.data, loader.fingerprint, start.samples, f", of the sources {places}" if places else ""),
+    )
 
 
 def resolve_steps(job: JobConfig, loader: TrainLoader) -> JobConfig:
@@ -50,17 +53,21 @@ def resolve_steps(job: JobConfig, loader: TrainLoader) -> JobConfig:
         logger.info("training: %s", length)
     else:
         logger.info("training: %s, %.3g epochs", length, steps * size / num_sequences)
-    for use in get_use(loader.dataset, steps * size):
+    uses = get_use(loader.dataset, steps * size)
+    for use in uses:
         if use.source:
             epochs = "" if use.epochs is None else f", {use.epochs:.3g} epochs"
             logger.info("training: of %s %s sequences%s", use.source, f"{use.num_sequences:,}", epochs)
-        if job.checkpoint.initial_load_path and use.epochs and use.epochs > _MANY_EPOCHS and get_rank() == 0:
-            logger.warning(
-                "training: a pretrained model sees the data%s %.0f times, which it learns by heart. Set "
-                "training.epochs%s, or lower training.steps, if that is not meant.",
-                *(f" of {use.source}" if use.source else "", use.epochs),
-                f" or a smaller data.sources.{use.source}.weight" if use.source else "",
-            )
+    many = [use for use in uses if use.epochs is not None and use.epochs > _MANY_EPOCHS]
+    if job.checkpoint.initial_load_path and many and get_rank() == 0:
+        has_weights = num_sequences is None
+        sources = f" of {', '.join(use.source for use in many)}" if has_weights else ""
+        logger.warning(
+            "training: a pretrained model sees the data%s %.0f times, which it learns by heart. Set %s, or lower "
+            "training.steps, if that is not meant.",
+            *(sources, max(use.epochs or 0 for use in many)),
+            f"data.sources.{many[0].source}.weight to less" if has_weights else "training.epochs",
+        )
     return job
 
 

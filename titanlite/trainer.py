@@ -105,7 +105,7 @@ class Trainer(TrainStep):
         if start is not None:
             check_data_order(start, self.loader)
             jumps = [(rewind.spike_step - 1, rewind.samples) for rewind in self.rewinds]
-            self.loader.start_from(start.step, start.samples, jumps, start.stretches)
+            self.loader.start_from(start.step, start.samples, jumps, start.stretches, start.taken)
         self.results = Results(job, None if start is None else start.results)
         self.evaluator = build_evaluator(job, self.loader.dataset, self.tokenizer, model_config, self.dims, self.device)
         self.divergence = DivergenceCheck(job, self.plan, self.optimizer, self.dims.dp_rank, self.step)
@@ -206,13 +206,13 @@ class Trainer(TrainStep):
 
     @torch.no_grad()
     def validate(self) -> tuple[float, dict[str, float]]:
-        """Mean loss over the held-out batches of each source, and of all by their shares (first).
+        """Mean loss over the held-out batches of all sources, as in training by their shares; and of each.
 
         Collective: every rank must call.
         """
         self.model.eval()
-        whole, losses = 0.0, {}
-        for source, share, batches in self.loader.validation_sets(self.job.validation.steps):
+        losses, loss_of_all, units_of_all = {}, 0.0, 0.0
+        for source, weight, batches in self.loader.validation_sets(self.job.validation.steps):
             loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
             units = torch.zeros((), dtype=torch.int64, device=self.device)
             for batch in batches:
@@ -220,10 +220,12 @@ class Trainer(TrainStep):
                 batch = batch.to(self.device)
                 loss_sum += self.objective(self.model, batch).loss
                 units += self.objective.count(batch)
-            losses[source] = (self.sum_over_data(loss_sum) / self.sum_over_data(units)).item()
-            whole += share * losses[source]
+            loss, count = self.sum_over_data(loss_sum).item(), self.sum_over_data(units).item()
+            losses[source] = loss / count
+            loss_of_all += weight * loss
+            units_of_all += weight * count
         self.model.train()
-        return whole, losses
+        return loss_of_all / units_of_all, losses
 
     def assess(self, last: bool) -> bool:
         """Validate and evaluate where that is due; True if this step is the best. Collective: every rank must call."""
@@ -233,7 +235,7 @@ class Trainer(TrainStep):
             loss, losses = self.validate()
             loss = on_first_rank(lambda: loss)  # decides when to stop and what to keep: to the last bit on all ranks
             self.metrics.log_validation(self.step, loss, losses if len(losses) > 1 else {})
-            is_best = self.results.add_validation(self.step, loss)
+            is_best = self.results.add_validation(self.step, loss, self.loader.mixture)
         if self.evaluator is not None and self.evaluator.is_due(self.step, last or self.results.exhausted):
             is_best |= self.evaluate()
         return is_best
@@ -305,6 +307,7 @@ class Trainer(TrainStep):
             results=self.results.state(),
             rewinds=self.rewinds,
             stretches=self.loader.stretches,
+            taken=self.loader.get_taken(self.step),
         )
         family, count = self.model.config.family, sum(param.numel() for param in self.model.parameters())
         card = render_model_card(self.job, family=family, num_parameters=count, progress=progress, results=self.results)

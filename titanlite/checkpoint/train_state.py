@@ -63,6 +63,7 @@ class Progress:
         results: of validations and evaluations, see `titanlite.results`; empty in checkpoints of older versions.
         rewinds: returns to a checkpoint of before a loss spike, in order; likewise.
         stretches: which samples each step took, and what later ones are to take; likewise.
+        taken: sequences that each source of a mixture gave, by name; likewise.
     """
 
     step: int
@@ -73,6 +74,7 @@ class Progress:
     results: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     rewinds: Sequence[Rewind] = ()
     stretches: Sequence[Stretch] = ()
+    taken: Mapping[str, int] = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
         """Write train_state.json of the checkpoint `folder`."""
@@ -88,8 +90,8 @@ class Progress:
         if table.pop("format", None) != 1:
             raise CheckpointError(f"{where}: {STATE_FILE} is of a format that this version does not know.")
         kinds = {"step": int, "samples": int, "data": str, "world_size": int, "versions": dict, "results": dict}
-        kinds |= {"rewinds": list, "stretches": list}
-        for name, kind in (("results", dict), ("rewinds", list), ("stretches", list)):
+        kinds |= {"rewinds": list, "stretches": list, "taken": dict}
+        for name, kind in (("results", dict), ("rewinds", list), ("stretches", list), ("taken", dict)):
             table.setdefault(name, kind())
         if (
             table.keys() != kinds.keys()
@@ -97,6 +99,7 @@ class Progress:
             or not all(_is_series(table["results"][kind]) for kind in table["results"])
             or not all(_is_rewind(rewind) for rewind in table["rewinds"])
             or not all(_is_stretch(stretch) for stretch in table["stretches"])
+            or not all(isinstance(count, int) for count in table["taken"].values())
         ):
             raise CheckpointError(
                 f"{where}: {STATE_FILE} is damaged. Resume from an earlier step: checkpoint.load_step."
@@ -112,9 +115,10 @@ def _is_rewind(table: Any) -> bool:
 
 
 def _is_stretch(table: Any) -> bool:
-    kinds = {"step": int, "samples": int, "global_batch_size": int, "data": str}
-    if not isinstance(table, dict) or table.keys() != kinds.keys():
+    kinds = {"step": int, "samples": int, "global_batch_size": int, "data": str, "offsets": dict}
+    if not isinstance(table, dict) or {"offsets", *table} != kinds.keys():
         return False
+    table.setdefault("offsets", {})
     return all(isinstance(table[name], kind) for name, kind in kinds.items())
 
 

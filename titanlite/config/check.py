@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import fields
+from difflib import get_close_matches
 from pathlib import Path
 
 from titanlite.config.assets import is_hub_id
@@ -158,6 +159,7 @@ def _check_data(job: JobConfig) -> list[str]:
     sources = get_sources(data)
     problems = [problem for name, source in sources.items() for problem in _check_source(job, name, source)]
     problems = list(dict.fromkeys(problems))  # what several sources have from [data] is one problem
+    problems = problems or _check_unused(data)
     streams = [get_source_key(data, name, "streaming") for name, source in sources.items() if source.streaming]
     if job.training.epochs and streams:
         key = streams[0]
@@ -183,7 +185,7 @@ def _check_sources(data: DataSection) -> list[str]:
         return [f"data.{key} has no effect beside data.sources. Set data.sources.{first}.{key}." for key in misplaced]
     weights = {f"data.sources.{name}.weight": source.weight for name, source in data.sources.items()}
     problems = [
-        f"{key} = {format_value(weight)} is out of range. Set it to more than 0."
+        f"{key} = {format_value(weight)} is out of range. Set it to more than 0, or remove it."
         for key, weight in weights.items()
         if weight is not None and not 0 < weight < math.inf
     ]
@@ -243,6 +245,9 @@ def _check_source(job: JobConfig, name: str, source: DataSection) -> list[str]:
         return get_source_key(job.data, name, setting)
 
     path = f"data.sources.{name}.path" if name else "data.path"
+    nearest = get_close_matches(name, [other for other in job.data.sources if other != name], 1)
+    if name and not source.path and nearest:
+        return [f"data.sources.{name} has no path; did you mean data.sources.{nearest[0]}? Else set {path}."]
     if source.dataset == "text" and not source.path:
         return [f'data.dataset = "text" needs {path}, which is empty. Set it to a text file or a folder.']
     if source.dataset == "images" and not source.path:
@@ -264,7 +269,10 @@ def _check_source(job: JobConfig, name: str, source: DataSection) -> list[str]:
                 + f'{format_value(source.format)}. Set {get_key("format")} = "text", or leave '
                 + f"{get_key('text_field')} out."
             ]
-        return _check_examples(job.data, name, source)
+        own = {
+            key: text for key, text in _find_unused(job.data, name, source).items() if not name or ".sources." in key
+        }
+        return list(own.values())
     given = [
         get_key(field.name)
         for field in fields(source)
@@ -276,8 +284,21 @@ def _check_source(job: JobConfig, name: str, source: DataSection) -> list[str]:
     return []
 
 
-def _check_examples(data: DataSection, name: str, source: DataSection) -> list[str]:
-    """Settings of examples that would be ignored; what a source has from `[data]` may be meant for another."""
+def _check_unused(data: DataSection) -> list[str]:
+    """Settings of `[data]` that have an effect on none of several sources."""
+    if not data.sources or data.dataset != "examples":
+        return []
+    found = [_find_unused(data, name, source) for name, source in get_sources(data).items()]
+    problems = {key: text.replace("which this is not", "which no source is") for key, text in found[0].items()}
+    for name, unused in zip(sorted(data.sources), found, strict=True):
+        # One that has a value of its own does not need that of [data].
+        own = {key for key in problems if get_source_key(data, name, key.removeprefix("data.")) != key}
+        problems = {key: text for key, text in problems.items() if key in unused or key in own}
+    return list(problems.values())
+
+
+def _find_unused(data: DataSection, name: str, source: DataSection) -> dict[str, str]:
+    """Settings of a source of examples that are ignored, by key, in words; a key may be that of `[data]`."""
     default = DataSection()
     ignored = []
     for path, settings in ((source.path, ("split", "subset")), (source.validation_path, ("validation_split",))):
@@ -285,12 +306,12 @@ def _check_examples(data: DataSection, name: str, source: DataSection) -> list[s
             ignored += [(setting, "is for a dataset of the hub") for setting in settings]
     if not source.streaming:
         ignored.append(("streaming_block_rows", "is for data.streaming"))
-    keys = {setting: get_source_key(data, name, setting) for setting, _ in ignored}
-    return [
-        f"{keys[setting]} = {format_value(getattr(source, setting))} {why}, which this is not. Leave it out."
-        for setting, why in ignored
-        if getattr(source, setting) != getattr(default, setting) and (not name or keys[setting] != f"data.{setting}")
-    ]
+    found = {}
+    for setting, why in ignored:
+        key, value = get_source_key(data, name, setting), getattr(source, setting)
+        if value != getattr(default, setting):
+            found[key] = f"{key} = {format_value(value)} {why}, which this is not. Leave it out."
+    return found
 
 
 def _check_fine_tuning(job: JobConfig) -> list[str]:

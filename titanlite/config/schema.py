@@ -13,6 +13,7 @@ from titanlite.config.model import ModelConfig
 Format = Literal["auto", "messages", "prompt_completion", "text", "preference"]
 TrainOn = Literal["assistant", "all"]
 TooLong = Literal["error", "cut", "drop", "split"]
+BadRows = Literal["error", "skip"]
 
 
 def setting(default: Any, doc: str) -> Any:
@@ -319,6 +320,7 @@ class SourceSection:
     text_field: str | None = setting(None, "As data.text_field.")
     train_on: TrainOn | None = setting(None, "As data.train_on.")
     too_long: TooLong | None = setting(None, "As data.too_long.")
+    bad_rows: BadRows | None = setting(None, "As data.bad_rows.")
     streaming: bool | None = setting(None, "As data.streaming.")
 
 
@@ -366,7 +368,7 @@ class DataSection:
         "Examples longer than training.seq_len: refuse the data, cut their end off, leave them out, or split them into "
         "several (documents of form 'text' only).",
     )
-    bad_rows: Literal["error", "skip"] = setting(
+    bad_rows: BadRows = setting(
         "error", "Rows that cannot be used: refuse the data, or leave them out and report how many and why."
     )
     packing: bool = setting(True, "Put several examples into one sequence; they do not see each other.")

@@ -12,7 +12,7 @@ def get_sources(data: DataSection) -> dict[str, DataSection]:
     """
     if not data.sources:
         return {"": data}
-    return {name: replace(data, sources={}, **_get_given(source)) for name, source in data.sources.items()}
+    return {name: replace(data, sources={}, **_get_given(source)) for name, source in sorted(data.sources.items())}
 
 
 def get_source_key(data: DataSection, source: str, name: str) -> str:

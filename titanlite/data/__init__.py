@@ -5,7 +5,7 @@ Importing this package does not import transformers (0.5 to 1 s): only the funct
 
 from titanlite.data.build import build_data, build_example_dataset, resolve_tokenizer_path
 from titanlite.data.corpus import Corpus, build_corpus
-from titanlite.data.dataset import IGNORE_INDEX, Batch, PackedDataset, SequenceDataset
+from titanlite.data.dataset import IGNORE_INDEX, Batch, PackedDataset, SequenceDataset, TrainDataset
 from titanlite.data.example_dataset import ExampleDataset
 from titanlite.data.loader import TrainLoader
 from titanlite.data.prompts import EvaluationPrompt, evaluation_prompts, read_evaluation_prompts
@@ -23,6 +23,7 @@ __all__ = [
     "SequenceDataset",
     "StreamDataset",
     "TokenizedCorpus",
+    "TrainDataset",
     "TrainLoader",
     "build_corpus",
     "build_data",

@@ -8,9 +8,9 @@ from titanlite.config.parallelism import resolve_global_batch_size
 from titanlite.config.schema import DataSection, JobConfig
 from titanlite.config.sources import get_sources
 from titanlite.data.corpus import build_corpus
-from titanlite.data.dataset import PackedDataset, SequenceDataset
+from titanlite.data.dataset import PackedDataset, SequenceDataset, TrainDataset
 from titanlite.data.loader import TrainLoader
-from titanlite.data.mixture import MixtureDataset, get_source_seed
+from titanlite.data.mixture import MixtureDataset, get_source_seed, name_source
 from titanlite.data.tokenizer import build_tokenizer, load_tokenizer
 from titanlite.data.tokens import build_tokens
 from titanlite.errors import DataError
@@ -51,39 +51,44 @@ def build_data(job: JobConfig, dp_rank: int, dp_degree: int) -> tuple["PreTraine
         dp_rank=dp_rank,
         dp_degree=dp_degree,
     )
+    if loader.mixture:
+        logger.info("data: %s", loader.mixture)
     if job.validation.enable:
         loader.say_if_fewer(job.validation.steps)
     return tokenizer, loader
 
 
 def _build_source(
-    data: DataSection, seq_len: int, seed: int, where: str = "data"
+    data: DataSection,
+    seq_len: int,
+    seed: int,
+    where: str = "data",
+    tokenizer: "PreTrainedTokenizerFast | None" = None,
 ) -> tuple["PreTrainedTokenizerFast", SequenceDataset]:
     """The tokenizer and the sequences of what `data.path` names; `where` is the section, for the log."""
     if data.dataset != "examples":
-        return _build_packed(data, seq_len, where)
+        return _build_packed(data, seq_len, where, tokenizer)
     if data.streaming:
-        return _build_stream(data, seq_len, seed, where)
-    return build_example_dataset(data, seq_len, where)
+        return _build_stream(data, seq_len, seed, where, tokenizer)
+    return build_example_dataset(data, seq_len, where, tokenizer)
 
 
-def _build_mixture(data: DataSection, seq_len: int, seed: int) -> tuple["PreTrainedTokenizerFast", SequenceDataset]:
+def _build_mixture(data: DataSection, seq_len: int, seed: int) -> tuple["PreTrainedTokenizerFast", TrainDataset]:
     if not data.tokenizer_path:  # one that is trained would know the first source only
         raise DataError(
             "data: data.sources need a tokenizer, but data.tokenizer_path is empty and model.hf_assets_path has no "
             "tokenizer.json. Set one of them to its folder."
         )
-    built = {}
+    tokenizer = load_tokenizer(data.tokenizer_path) if data.dataset == "text" else _load_example_tokenizer(data)
+    parts = {}
     for name, source in get_sources(data).items():
-        where = f"data.sources.{name}"
         try:
-            built[name] = _build_source(source, seq_len, get_source_seed(seed, name), where)
+            where = f"data.sources.{name}"
+            _, parts[name] = _build_source(source, seq_len, get_source_seed(seed, name), where, tokenizer)
         except DataError as error:
-            raise DataError(f"{where}: {str(error).removeprefix('data: ')}") from None
-    weights = [source.weight for source in data.sources.values() if source.weight is not None]
-    dataset = MixtureDataset({name: part for name, (_, part) in built.items()}, weights or None)
-    logger.info("data: %s", ", ".join(f"{source.share:.2%} {source.name}" for source in dataset.sources))
-    return next(iter(built.values()))[0], dataset
+            raise name_source(error, name) from None
+    weights = {name: source.weight for name, source in data.sources.items() if source.weight is not None}
+    return tokenizer, MixtureDataset(parts, weights or None)
 
 
 def resolve_tokenizer_path(job: JobConfig) -> DataSection:
@@ -97,9 +102,11 @@ def resolve_tokenizer_path(job: JobConfig) -> DataSection:
     return data
 
 
-def _build_packed(data: DataSection, seq_len: int, where: str) -> tuple["PreTrainedTokenizerFast", SequenceDataset]:
+def _build_packed(
+    data: DataSection, seq_len: int, where: str, tokenizer: "PreTrainedTokenizerFast | None"
+) -> tuple["PreTrainedTokenizerFast", SequenceDataset]:
     corpus = build_corpus(data)
-    tokenizer = build_tokenizer(data, corpus)
+    tokenizer = build_tokenizer(data, corpus) if tokenizer is None else tokenizer
     dataset = PackedDataset(build_tokens(data, corpus, tokenizer), seq_len, data.validation_share)
     logger.info(
         "%s: %d tokens, vocabulary %d, in %d documents; sequences of %d tokens: %d to train on, %d held out",
@@ -110,11 +117,11 @@ def _build_packed(data: DataSection, seq_len: int, where: str) -> tuple["PreTrai
 
 
 def build_example_dataset(
-    data: DataSection, seq_len: int, where: str = "data"
+    data: DataSection, seq_len: int, where: str = "data", tokenizer: "PreTrainedTokenizerFast | None" = None
 ) -> tuple["PreTrainedTokenizerFast", "ExampleDataset"]:
     """The tokenizer, with `data.chat_template` if that is set, and the examples of `data.path`, ready for batches.
 
-    `where` is the section that they are from, for the log.
+    `where` is the section that they are from, for the log. The tokenizer is loaded unless it is given.
 
     Raises:
         DataError: there is no tokenizer or template, a row is bad, or an example too long, and the settings say so.
@@ -125,7 +132,7 @@ def build_example_dataset(
     from titanlite.data.report import describe, get_warnings
     from titanlite.data.rows import build_rows
 
-    tokenizer, pad_token_id = _load_example_tokenizer(data)
+    tokenizer = _load_example_tokenizer(data) if tokenizer is None else tokenizer
     rows = build_rows(data.path, data.pattern, data.subset, data.split)
     examples = build_examples(data, rows, tokenizer)
     train = fit_examples(examples, seq_len, data.too_long)
@@ -135,7 +142,7 @@ def build_example_dataset(
     else:
         sources = (train,)
         train, held_out = hold_out(train, data.validation_share)
-    dataset = ExampleDataset(train, held_out, sources, seq_len, pad_token_id, packing=data.packing)
+    dataset = ExampleDataset(train, held_out, sources, seq_len, _get_padding(tokenizer), packing=data.packing)
     logger.info("%s: %s", where, describe(dataset))
     for warning in get_warnings(dataset):
         logger.warning("%s: %s", where, warning)
@@ -143,15 +150,15 @@ def build_example_dataset(
 
 
 def _build_stream(
-    data: DataSection, seq_len: int, seed: int, where: str
+    data: DataSection, seq_len: int, seed: int, where: str, tokenizer: "PreTrainedTokenizerFast | None"
 ) -> tuple["PreTrainedTokenizerFast", SequenceDataset]:
     from titanlite.data.rows import build_rows
     from titanlite.data.stream import StreamDataset
 
-    tokenizer, pad_token_id = _load_example_tokenizer(data)
+    tokenizer = _load_example_tokenizer(data) if tokenizer is None else tokenizer
     rows = build_rows(data.path, data.pattern, data.subset, data.split, streaming=True)
     held_out = _build_held_out(data, seq_len, tokenizer) if data.validation_path else None
-    dataset = StreamDataset(data, rows, tokenizer, held_out, seq_len, pad_token_id, seed)
+    dataset = StreamDataset(data, rows, tokenizer, held_out, seq_len, _get_padding(tokenizer), seed)
     logger.info("%s: %s; %d held out", where, dataset.fingerprint, dataset.num_validation_sequences)
     return tokenizer, dataset
 
@@ -165,8 +172,8 @@ def _build_held_out(data: DataSection, seq_len: int, tokenizer: "PreTrainedToken
     return fit_examples(build_examples(data, rows, tokenizer), seq_len, data.too_long)
 
 
-def _load_example_tokenizer(data: DataSection) -> tuple["PreTrainedTokenizerFast", int]:
-    """The tokenizer with its chat template, and the id to pad with."""
+def _load_example_tokenizer(data: DataSection) -> "PreTrainedTokenizerFast":
+    """The tokenizer with its chat template."""
     if not data.tokenizer_path:
         raise DataError(
             'data: dataset = "examples" needs a tokenizer, but data.tokenizer_path is empty and model.hf_assets_path '
@@ -175,8 +182,12 @@ def _load_example_tokenizer(data: DataSection) -> tuple["PreTrainedTokenizerFast
     tokenizer = load_tokenizer(data.tokenizer_path)
     if data.chat_template:
         tokenizer.chat_template = _read_template(data.chat_template)
+    return tokenizer
+
+
+def _get_padding(tokenizer: "PreTrainedTokenizerFast") -> int:
     padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    return tokenizer, cast(int, padding)
+    return cast(int, padding)
 
 
 def _read_template(path: str) -> str:

@@ -61,11 +61,10 @@ def copy_to(device: torch.device | str, tensor: Tensor) -> Tensor:
     return tensor.to(device)
 
 
-class SequenceDataset(Protocol):
+class TrainDataset(Protocol):
     """What a loader needs: numbered sequences, and an order that is a function of (seed, sample) and nothing else."""
 
     seq_len: int
-    num_validation_sequences: int
 
     @property
     def num_train_sequences(self) -> int | None:
@@ -91,12 +90,18 @@ class SequenceDataset(Protocol):
         """Sequence indices (stop - start,) int64 of the training samples [start, stop)."""
         ...
 
-    def get_validation_indices(self, start: int, stop: int) -> np.ndarray:
-        """Sequence indices (stop - start,) int64 of the validation samples [start, stop), repeating past the last."""
-        ...
-
     def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
         """The sequences `indices` (B,), as CPU tensors in that order."""
+        ...
+
+
+class SequenceDataset(TrainDataset, Protocol):
+    """The same with held-out sequences: the data of one source."""
+
+    num_validation_sequences: int
+
+    def get_validation_indices(self, start: int, stop: int) -> np.ndarray:
+        """Sequence indices (stop - start,) int64 of the validation samples [start, stop), repeating past the last."""
         ...
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from titanlite.data.chat import ANSWER, TRAINED, ChatRenderer, Piece, Tokens
 from titanlite.data.forms import Chat, Form, Plain, parse_row
 from titanlite.data.readers import RowError
-from titanlite.data.tokenizer import get_prefix
+from titanlite.data.tokenizer import get_prefix, serialize
 from titanlite.data.tokens import get_plain_encoder
 
 if TYPE_CHECKING:
@@ -66,10 +66,9 @@ class ExampleEncoder:
         self.renderer = ChatRenderer(tokenizer, train_all=train_all)
         self.train_all = train_all
         self.eos_token_id = cast(int, tokenizer.eos_token_id)
-        serialized = tokenizer.backend_tokenizer.to_str()
+        serialized = serialize(tokenizer)
         self._plain = get_plain_encoder(serialized)
-        self._special = get_plain_encoder(serialized)
-        self._special.encode_special_tokens = False
+        self._special = get_plain_encoder(serialized, special_is_text=False)
         self._adds_space = any(sign in serialized for sign in ('"Metaspace"', '"Prepend"', '"add_prefix_space":true'))
         self._prefix = get_prefix(tokenizer)
 

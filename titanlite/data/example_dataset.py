@@ -230,7 +230,7 @@ class ExampleDataset:
         return self.train.num_tokens / (self.num_train_sequences * self.seq_len)
 
     def _describe(self) -> str:
-        parts = [self.packing, self.train.selected.tobytes(), self.train.lengths.tobytes(), self.train.examples.key]
+        parts = [self.packing, self.train.selected.tobytes(), self.train.lengths.tobytes(), self.train.examples.content]
         digest = sha256()
         for part in parts:
             digest.update(part if isinstance(part, bytes) else str(part).encode())

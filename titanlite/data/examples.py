@@ -18,7 +18,7 @@ from titanlite.data.encode import Document, ExampleEncoder
 from titanlite.data.forms import FORMS, Form, detect_form
 from titanlite.data.readers import RowError
 from titanlite.data.rows import Row, Rows, describe_place
-from titanlite.data.tokenizer import count_ids
+from titanlite.data.tokenizer import count_ids, serialize
 from titanlite.errors import DataError, raise_problems
 from titanlite.logger import logger
 
@@ -70,7 +70,7 @@ class TokenizedExamples:
         offsets: (num_documents + 1,) int64, where documents begin.
         num_trained: (num_documents,) int64, trained tokens of each document that are labels.
         places: (num_examples,) int64, the row of each example; examples of one row follow each other.
-        key: digest of rows, tokenizer, template and options.
+        content: digest of rows, tokenizer, template and options, wherever the rows are.
     """
 
     tokens: np.ndarray
@@ -79,7 +79,7 @@ class TokenizedExamples:
     num_trained: np.ndarray
     places: np.ndarray
     header: ExampleHeader
-    key: str
+    content: str
 
     def describe_place(self, example: int) -> str:
         """The file and line, or row, of an example."""
@@ -103,26 +103,28 @@ def build_examples(data: DataSection, rows: Rows, tokenizer: "PreTrainedTokenize
         DataError: a row cannot be used and `data.bad_rows` is 'error' (all bad rows among the same 512 are named); no
             row can be used; a file cannot be read; the tokenizer has no chat template; the cache cannot be written.
     """
-    key = _get_key(data, rows, tokenizer)
+    content = _get_content(data, rows, tokenizer)
+    # Names of files are part of the key, because errors are reported by them.
+    key = sha256(json.dumps([content, rows.names]).encode()).hexdigest()[:32]
     path = get_cache_folder(data) / "examples" / f"{key}.tokens"
     dtype = "uint16" if count_ids(tokenizer) <= 2**16 else "uint32"
 
     def build() -> None:
         _Builder(data, rows, tokenizer, dtype).write(path)
 
-    examples, elapsed_s = load_or_build(path, lambda: _load(path, key), build)
+    examples, elapsed_s = load_or_build(path, lambda: _load(path, content), build)
     if elapsed_s:
         header = examples.header
         logger.info("data: tokenized %d rows, %d tokens, in %.1f s", header.num_rows, header.num_tokens, elapsed_s)
     return examples
 
 
-def _get_key(data: DataSection, rows: Rows, tokenizer: "PreTrainedTokenizerFast") -> str:
-    """Of all that the tokens depend on; names of files are part of it, because errors are reported by them."""
+def _get_content(data: DataSection, rows: Rows, tokenizer: "PreTrainedTokenizerFast") -> str:
+    """A digest of all that the tokens depend on."""
     settings = [
-        *(FORMAT_VERSION, metadata.version("transformers"), data.format, data.train_on, data.bad_rows, rows.names),
+        *(FORMAT_VERSION, metadata.version("transformers"), data.format, data.train_on, data.bad_rows),
         *(tokenizer.eos_token_id, tokenizer.special_tokens_map, tokenizer.chat_template),
-        *(rows.get_digest(get_cache_folder(data)), tokenizer.backend_tokenizer.to_str()),
+        *(rows.get_digest(get_cache_folder(data)), serialize(tokenizer)),
         *get_text_settings(data),
     ]
     return sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:32]
@@ -268,7 +270,7 @@ def _unknown_form(content: dict[str, Any]) -> RowError:
     return RowError("missing field", text)
 
 
-def _load(path: Path, key: str) -> TokenizedExamples | None:
+def _load(path: Path, content: str) -> TokenizedExamples | None:
     """Map the arrays; None if a file is missing, cut off, or contradicts its header."""
     try:
         header = json.loads(path.with_suffix(".json").read_bytes())
@@ -291,4 +293,4 @@ def _load(path: Path, key: str) -> TokenizedExamples | None:
         return None
     tokens = np.memmap(path, dtype=header.dtype, mode="r")
     flags = np.memmap(path.with_suffix(".flags"), dtype=np.uint8, mode="r")
-    return TokenizedExamples(tokens, flags, offsets, num_trained, places, header, key)
+    return TokenizedExamples(tokens, flags, offsets, num_trained, places, header, content)

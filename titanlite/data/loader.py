@@ -4,14 +4,14 @@ There is no background thread. A micro-batch of 16 Ki tokens takes under 1 ms fr
 starts its GPU work before the next step asks for data.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
 
-from titanlite.data.dataset import Batch, SequenceDataset
-from titanlite.data.mixture import Source, get_sources
+from titanlite.data.dataset import Batch, SequenceDataset, TrainDataset
+from titanlite.data.mixture import MixtureDataset, Source, get_sources
 from titanlite.data_order import Stretch, add_stretch, find_stretch
 from titanlite.errors import ConfigError, raise_problems
 from titanlite.logger import logger
@@ -22,12 +22,12 @@ class ValidationSet(NamedTuple):
 
     Attributes:
         source: its name; empty where there is but one.
-        share: of the validation loss; all sets together have 1.
+        weight: what a sequence counts in the validation loss, so that sources have their shares of the sequences.
         batches: micro-batches of this rank, CPU tensors.
     """
 
     source: str
-    share: float
+    weight: float
     batches: Iterator[Batch]
 
 
@@ -46,7 +46,7 @@ class TrainLoader:
 
     def __init__(
         self,
-        dataset: SequenceDataset,
+        dataset: TrainDataset,
         *,
         seed: int,
         global_batch_size: int,
@@ -82,18 +82,40 @@ class TrainLoader:
         """What determines the data order, in words: equal for equal orders."""
         return f"{self.dataset.fingerprint}, seed {self.seed}"
 
+    @property
+    def mixture(self) -> str:
+        """The shares of the sources in words, where there are several."""
+        sources = get_sources(self.dataset)
+        return ", ".join(f"{source.share:.2%} {source.name}" for source in sources) if sources[0].name else ""
+
     def start_from(
-        self, step: int, samples: int, jumps: Iterable[tuple[int, int]] = (), before: Sequence[Stretch] = ()
+        self,
+        step: int,
+        samples: int,
+        jumps: Iterable[tuple[int, int]] = (),
+        before: Sequence[Stretch] = (),
+        taken: Mapping[str, int] | None = None,
     ) -> None:
         """Let step `step` begin after the first `samples` samples of the data order.
 
         A run may go on with another global batch size than the one that it began with. Each of `jumps` is another
         (step, samples): from that step on, what lies before those samples is left out. `before` says what the steps
-        before `step` took, as far as it is known; it only goes into `stretches`.
+        before `step` took, as far as it is known; it only goes into `stretches`. `taken` are the sequences that the
+        steps before took of each source of a mixture, which may have been another one.
         """
-        self.stretches = list(before)
+        self.stretches, offsets = list(before), {}
+        if isinstance(self.dataset, MixtureDataset):
+            self.dataset.go_on(self.seed, samples, taken or {})
+            offsets = self.dataset.offsets
         for start in ((step, samples), *(jump for jump in jumps if jump[0] >= step)):
-            self.stretches = add_stretch(self.stretches, Stretch(*start, self.global_batch_size, self.fingerprint))
+            stretch = Stretch(*start, self.global_batch_size, self.fingerprint, offsets)
+            self.stretches = add_stretch(self.stretches, stretch)
+
+    def get_taken(self, step: int) -> dict[str, int]:
+        """How many sequences of each source of a mixture the steps before `step` took, or left out."""
+        if not isinstance(self.dataset, MixtureDataset):
+            return {}
+        return self.dataset.get_taken(self.seed, self.samples_before(step))
 
     def samples_before(self, step: int) -> int:
         """Samples of the data order that the steps before `step` trained on, or left out."""
@@ -125,10 +147,10 @@ class TrainLoader:
         it is filled by repeating.
         """
         held_out = self._held_out(num_steps)
-        whole = sum(source.share for source, _ in held_out)
+        weights = [source.share / num_batches for source, num_batches in held_out]
         return [
-            ValidationSet(source.name, source.share / whole, self._validate_on(source.dataset, num_batches))
-            for source, num_batches in held_out
+            ValidationSet(source.name, weight / weights[0], self._validate_on(source.dataset, num_batches))
+            for (source, num_batches), weight in zip(held_out, weights, strict=True)
         ]
 
     def validation_batches(self, num_steps: int) -> Iterator[Batch]:
@@ -157,7 +179,7 @@ class TrainLoader:
             start = step * self.global_batch_size
             yield from self._split(dataset, dataset.get_validation_indices(start, start + self.global_batch_size))
 
-    def _split(self, dataset: SequenceDataset, global_indices: np.ndarray) -> list[Batch]:
+    def _split(self, dataset: TrainDataset, global_indices: np.ndarray) -> list[Batch]:
         """This rank's share of a global batch, one Batch per micro-batch."""
         indices = global_indices.reshape(self.num_micro_batches, self.dp_degree, self.local_batch_size)
         return [dataset.batch(micro_batch) for micro_batch in indices[:, self.dp_rank]]

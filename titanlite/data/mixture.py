@@ -6,20 +6,24 @@ counting them from the first one, and a run resumes at any sample. With weights,
 source goes through epochs of its own. Without, quotas are the sizes of the sources: a period is an epoch of them all.
 """
 
+import re
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import lru_cache
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
 
-from titanlite.data.dataset import Batch, SequenceDataset, get_permutation
+from titanlite.config.schema import SourceSection
+from titanlite.data.dataset import Batch, SequenceDataset, TrainDataset, get_permutation
 from titanlite.errors import DataError
 
 PERIOD = 1 << 14  # samples, where there are weights: shares are multiples of 1/16384
+
+_T = TypeVar("_T")
 
 
 class Source(NamedTuple):
@@ -53,20 +57,31 @@ class MixtureDataset:
 
     Args:
         sources: by name, with the same `seq_len`, and streams with the seed `get_source_seed(seed, name)`.
-        weights: of each source, more than 0; None: as many sequences of each as it has.
+        weights: by name, more than 0; None: as many sequences of each source as it has.
+
+    Attributes:
+        offsets: sequences that a source is ahead of where its share alone would have it, by name, where there are any:
+            in a run that began with another mixture (`go_on`).
 
     Raises:
         DataError: some sources have preference pairs and others have not; without weights, a source has no known end.
     """
 
-    def __init__(self, sources: Mapping[str, SequenceDataset], weights: Sequence[float] | None) -> None:
-        self.names, self.parts = list(sources), list(sources.values())
+    def __init__(self, sources: Mapping[str, SequenceDataset], weights: Mapping[str, float] | None) -> None:
+        self.names = sorted(sources)  # in whichever order a file has them
+        self.parts = [sources[name] for name in self.names]
         self.seq_len = self.parts[0].seq_len
         self.form = _get_form(sources)
-        self.num_validation_sequences = sum(part.num_validation_sequences for part in self.parts)
-        self._order = _Order(_get_sizes(sources) if weights is None else _get_quotas(weights))
+        sizes = [part.num_train_sequences for part in self.parts]
+        if weights is None and len(sizes) == 1:
+            weights = dict.fromkeys(self.names, 1.0)  # a stream may be the only one
+        if weights is None:
+            self._order = _Order(_check_sizes(self.names, sizes))
+        else:
+            self._order = _Order(_get_quotas([weights[name] for name in self.names]))
         # Sequences of an epoch of all sources; None with weights, with which each has epochs of its own.
         self.num_train_sequences = self._order.length if weights is None else None
+        self.offsets: dict[str, int] = {}
 
     @property
     def vocab_size(self) -> int:
@@ -75,10 +90,10 @@ class MixtureDataset:
 
     @property
     def fingerprint(self) -> str:
-        """The fingerprints of the sources, with their shares where these are chosen."""
-        shares = [f" {source.share:.2%}" if self.num_train_sequences is None else "" for source in self.sources]
-        parts = zip(self.sources, shares, strict=True)
-        return "; ".join(f"{source.name}{share}: {source.dataset.fingerprint}" for source, share in parts)
+        """The fingerprints of the sources, with their quotas where these are chosen."""
+        quotas = [f" {quota}/{PERIOD}" if self.num_train_sequences is None else "" for quota in self._order.quotas]
+        parts = zip(self.names, quotas, self.parts, strict=True)
+        return "; ".join(f"{name}{quota}: {part.fingerprint}" for name, quota, part in parts)
 
     @property
     def sources(self) -> list[Source]:
@@ -86,29 +101,26 @@ class MixtureDataset:
         shares = (self._order.quotas / self._order.length).tolist()
         return [Source(*item) for item in zip(self.names, shares, self.parts, strict=True)]
 
+    def get_taken(self, seed: int, samples: int) -> dict[str, int]:
+        """How many sequences of each source lie before the training samples from `samples` on."""
+        counts = self._order.count_before(seed, samples).tolist()
+        return {name: self.offsets.get(name, 0) + n for name, n in zip(self.names, counts, strict=True)}
+
+    def go_on(self, seed: int, samples: int, taken: Mapping[str, int]) -> None:
+        """Let each source be, at sample `samples`, behind as many of its sequences as `taken` says; new ones begin."""
+        self.offsets = {}
+        here = self.get_taken(seed, samples)
+        self.offsets = {name: n for name in self.names if (n := taken.get(name, 0) - here[name])}
+
     def get_train_indices(self, seed: int, start: int, stop: int) -> np.ndarray:
         """Sequence indices (stop - start,) int64 of the training samples [start, stop), counted from the first step."""
         indices = np.empty(stop - start, dtype=np.int64)
         for places, number, first in self._order.get_runs(seed, start, stop):
-            part, part_seed = self.parts[number], get_source_seed(seed, self.names[number])
-            of_part = part.get_train_indices(part_seed, first, first + len(places))
+            name = self.names[number]
+            first += self.offsets.get(name, 0)
+            part_seed, last = get_source_seed(seed, name), first + len(places)
+            of_part = self._ask(number, lambda part, a=first, b=last, s=part_seed: part.get_train_indices(s, a, b))
             indices[places - start] = of_part * len(self.parts) + number
-        return indices
-
-    def get_validation_indices(self, start: int, stop: int) -> np.ndarray:
-        """Sequence indices (stop - start,) int64 of the validation samples [start, stop), one source after the other.
-
-        Past the last they repeat. A loader takes the held-out sequences of each source by themselves.
-        """
-        ends = np.cumsum([part.num_validation_sequences for part in self.parts])
-        samples = np.arange(start, stop, dtype=np.int64) % ends[-1]
-        numbers = np.searchsorted(ends, samples, side="right")
-        indices = np.empty_like(samples)
-        for number, (part, end) in enumerate(zip(self.parts, ends.tolist(), strict=True)):
-            which = numbers == number
-            first = end - part.num_validation_sequences
-            found = [part.get_validation_indices(place, place + 1)[0] for place in (samples[which] - first).tolist()]
-            indices[which] = np.array(found, dtype=np.int64) * len(self.parts) + number
         return indices
 
     def locate(self, index: int) -> tuple[str, SequenceDataset, int]:
@@ -121,21 +133,38 @@ class MixtureDataset:
 
         Raises:
             IndexError: an index is negative, or the source has no such sequence.
+            DataError: a source cannot read them; it is named.
         """
         places_B, numbers_B = np.divmod(np.asarray(indices, dtype=np.int64), len(self.parts))
         order = np.argsort(numbers_B, kind="stable")
-        batches = [self.parts[number].batch(places_B[numbers_B == number]) for number in np.unique(numbers_B)]
+        batches = []
+        for number in np.unique(numbers_B).tolist():
+            places = places_B[numbers_B == number]
+            batches.append(self._ask(number, lambda part, places=places: part.batch(places)))
         back = torch.from_numpy(np.argsort(order, kind="stable"))
         names = [field.name for field in fields(Batch)]
         return Batch(**{name: torch.cat([getattr(batch, name) for batch in batches])[back] for name in names})
 
+    def _ask(self, number: int, question: Callable[[SequenceDataset], _T]) -> _T:
+        try:
+            return question(self.parts[number])
+        except DataError as error:
+            raise name_source(error, self.names[number]) from None
 
-def get_sources(dataset: SequenceDataset) -> list[Source]:
+
+def name_source(error: DataError, name: str) -> DataError:
+    """`error` of source `name`, with the keys that it has in the configuration."""
+    own = "|".join(field.name for field in fields(SourceSection))
+    text = re.sub(rf"\bdata\.({own})\b", rf"data.sources.{name}.\1", str(error).removeprefix("data: "))
+    return DataError(f"data.sources.{name}: {text}")
+
+
+def get_sources(dataset: TrainDataset) -> list[Source]:
     """The sources of a mixture, or the one that `dataset` is."""
-    return dataset.sources if isinstance(dataset, MixtureDataset) else [Source("", 1.0, dataset)]
+    return dataset.sources if isinstance(dataset, MixtureDataset) else [Source("", 1.0, cast(SequenceDataset, dataset))]
 
 
-def get_use(dataset: SequenceDataset, num_samples: int) -> list[Use]:
+def get_use(dataset: TrainDataset, num_samples: int) -> list[Use]:
     """How much of each source the first `num_samples` samples take, to within a period."""
     found = []
     for name, share, part in get_sources(dataset):
@@ -145,8 +174,13 @@ def get_use(dataset: SequenceDataset, num_samples: int) -> list[Use]:
 
 
 def _get_form(sources: Mapping[str, SequenceDataset]) -> str:
-    forms = {name: part.form for name, part in sources.items()}
+    forms = {name: part.form for name, part in sorted(sources.items())}
     pairs = [name for name, form in forms.items() if form == "preference"]
+    if pairs and (unknown := [name for name, form in forms.items() if form == "auto"]):
+        raise DataError(
+            f"data.sources: {', '.join(pairs)} has preference pairs; what a stream has is not known before it is read. "
+            f'Set data.sources.{unknown[0]}.format = "preference".'
+        )
     if pairs and len(pairs) < len(forms):
         others = ", ".join(f"{name} ({form})" for name, form in forms.items() if name not in pairs)
         raise DataError(
@@ -162,9 +196,26 @@ class _Order:
 
     def __init__(self, quotas: np.ndarray) -> None:
         self.quotas, self.length = quotas, int(quotas.sum())
-        places = np.repeat(np.arange(len(quotas), dtype=np.int32), quotas)
-        # A step can straddle two periods.
-        self._get_period = lru_cache(maxsize=2)(lambda seed, period: places[get_permutation(seed, period, self.length)])
+        places = np.repeat(np.arange(len(quotas), dtype=np.int16), quotas)
+
+        @lru_cache(maxsize=2)  # a step can straddle two periods
+        def get_period(seed: int, period: int) -> tuple[np.ndarray, np.ndarray]:
+            """The source of each sample, and how often each source comes before every `PERIOD`th."""
+            sources = places[get_permutation(seed, period, self.length)]
+            starts = range(0, self.length, PERIOD)
+            counts = [np.bincount(sources[start : start + PERIOD], minlength=len(quotas)) for start in starts]
+            return sources, np.cumsum([np.zeros_like(quotas), *counts[:-1]], axis=0)
+
+        self._get_period = get_period
+
+    def count_before(self, seed: int, sample: int) -> np.ndarray:
+        """How many samples before `sample` are of each source, (S,) int64."""
+        period, place = divmod(sample, self.length)
+        if place == 0:
+            return period * self.quotas
+        sources, counts = self._get_period(seed, period)
+        piece, start = place // PERIOD, place // PERIOD * PERIOD
+        return period * self.quotas + counts[piece] + np.bincount(sources[start:place], minlength=len(self.quotas))
 
     def get_runs(self, seed: int, start: int, stop: int) -> Iterator[tuple[np.ndarray, int, int]]:
         """Where each source is in the samples [start, stop): (samples (n,) int64, source, number of the first there).
@@ -174,16 +225,16 @@ class _Order:
         firsts = range(start - start % self.length + self.length, stop, self.length)
         for low, high in pairwise([start, *firsts, stop]):
             period, place = divmod(low, self.length)
-            sources = self._get_period(seed, period)
-            before, here = sources[:place], sources[place : place + high - low]
+            here = self._get_period(seed, period)[0][place : place + high - low]
+            before = self.count_before(seed, low)
             for number in np.unique(here).tolist():
-                first = period * int(self.quotas[number]) + int(np.count_nonzero(before == number))
-                yield low + np.flatnonzero(here == number), number, first
+                yield low + np.flatnonzero(here == number), number, int(before[number])
 
 
 def _get_quotas(weights: Sequence[float]) -> np.ndarray:
     """The weights as int64 that add up to `PERIOD`: largest remainders, and at least 1 each."""
-    exact = PERIOD * np.asarray(weights, dtype=np.float64) / np.sum(weights)
+    shares = np.asarray(weights, dtype=np.float64) / np.max(weights)  # first: the sum of huge ones is infinite
+    exact = PERIOD * shares / shares.sum()
     quotas = np.floor(exact).astype(np.int64)
     quotas[np.argsort(quotas - exact, kind="stable")[: PERIOD - int(quotas.sum())]] += 1
     for number in np.flatnonzero(quotas == 0):
@@ -192,8 +243,8 @@ def _get_quotas(weights: Sequence[float]) -> np.ndarray:
     return quotas
 
 
-def _get_sizes(sources: Mapping[str, SequenceDataset]) -> np.ndarray:
-    for name, part in sources.items():
-        if part.num_train_sequences is None:
+def _check_sizes(names: Sequence[str], sizes: Sequence[int | None]) -> np.ndarray:
+    for name, size in zip(names, sizes, strict=True):
+        if size is None:
             raise DataError(f"data.sources.{name}: the size of a stream is not known. Set the weight of every source.")
-    return np.array([part.num_train_sequences for part in sources.values()], dtype=np.int64)
+    return np.array(sizes, dtype=np.int64)

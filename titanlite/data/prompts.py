@@ -9,7 +9,7 @@ import numpy as np
 
 from titanlite.config.schema import DataSection
 from titanlite.data.chat import ANSWER
-from titanlite.data.dataset import SequenceDataset
+from titanlite.data.dataset import TrainDataset
 from titanlite.data.example_dataset import ExampleDataset
 from titanlite.data.mixture import get_sources
 from titanlite.data.stream import StreamDataset
@@ -36,7 +36,7 @@ class EvaluationPrompt(NamedTuple):
 
 
 def evaluation_prompts(
-    dataset: SequenceDataset, tokenizer: "PreTrainedTokenizerFast", max_prompts: int | None = None
+    dataset: TrainDataset, tokenizer: "PreTrainedTokenizerFast", max_prompts: int | None = None
 ) -> list[EvaluationPrompt]:
     """The held-out examples, each as the prompt up to its last answer; of preference pairs, the chosen side.
 

@@ -1,5 +1,6 @@
 """Rows of examples from files or from the Hugging Face hub, each with the place that an error can name."""
 
+import os
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -46,6 +47,10 @@ class Rows(Protocol):
         """What tells these rows from others without reading them all."""
         ...
 
+    def get_identity(self) -> tuple[str, ...]:
+        """As the stamp, but the same wherever the files are; a name and more for each."""
+        ...
+
     def iterate_from(self, start: int, cache_folder: Path | None = None) -> Iterator[Row]:
         """The rows from the one with the index `start` on, bad ones counted too.
 
@@ -90,11 +95,16 @@ class LocalRows:
         return digest.hexdigest()
 
     def get_stamp(self) -> str:
+        return str([(str(file), stat.st_size, stat.st_mtime_ns) for file, stat in self._get_stats()])
+
+    def get_identity(self) -> tuple[str, ...]:
+        return tuple(f"{file.name} of {stat.st_size} bytes" for file, stat in self._get_stats())
+
+    def _get_stats(self) -> list[tuple[Path, os.stat_result]]:
         try:
-            stats = [(str(file), file.stat()) for file in self.files]
+            return [(file, file.stat()) for file in self.files]
         except OSError as error:
             raise DataError(f"data: cannot read the files: {error}. Check data.path and its permissions.") from None
-        return str([(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats])
 
     def iterate_from(self, start: int, cache_folder: Path | None = None) -> Iterator[Row]:
         for index, file in enumerate(self.files):
@@ -191,6 +201,9 @@ class HubRows:
 
     def get_stamp(self) -> str:
         return self._revision
+
+    def get_identity(self) -> tuple[str, ...]:
+        return (f"{self.names[0]}, {self._revision}",)
 
     @cached_property
     def _revision(self) -> str:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from titanlite.data.chat import TRAINED
-from titanlite.data.dataset import PackedDataset, SequenceDataset
+from titanlite.data.dataset import PackedDataset, TrainDataset
 from titanlite.data.example_dataset import ExampleDataset, ExampleSet
 from titanlite.data.images import ImageDataset
-from titanlite.data.mixture import MixtureDataset
+from titanlite.data.mixture import MixtureDataset, name_source
 from titanlite.data.stream import StreamDataset
 from titanlite.errors import DataError
 
@@ -45,7 +45,7 @@ class ShownDocument:
         return sum(self.trained)
 
 
-def get_shown_documents(dataset: SequenceDataset, index: int) -> list[ShownDocument]:
+def get_shown_documents(dataset: TrainDataset, index: int) -> list[ShownDocument]:
     """The documents of sequence `index`, in order, without padding.
 
     The first call for a corpus reads all of its tokens, a stream reads on as far as needed.
@@ -55,7 +55,10 @@ def get_shown_documents(dataset: SequenceDataset, index: int) -> list[ShownDocum
     """
     if isinstance(dataset, MixtureDataset):
         name, part, place = dataset.locate(index)
-        return [replace(found, place=f"{name}: {found.place}") for found in get_shown_documents(part, place)]
+        try:
+            return [replace(found, place=f"{name}: {found.place}") for found in get_shown_documents(part, place)]
+        except DataError as error:
+            raise name_source(error, name) from None
     if isinstance(dataset, PackedDataset):
         return list(_get_from_corpus(dataset, index))
     if isinstance(dataset, ExampleDataset | StreamDataset):

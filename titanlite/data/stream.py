@@ -33,7 +33,7 @@ from titanlite.data.examples import SKIP_REMEDY, get_text_settings, make_encoder
 from titanlite.data.rows import Row, Rows
 from titanlite.data.stream_ahead import StreamAhead
 from titanlite.data.stream_blocks import EncodedBlock, encode_block, name_folder, share_block
-from titanlite.data.tokenizer import count_ids
+from titanlite.data.tokenizer import count_ids, serialize
 from titanlite.errors import DataError, raise_problems
 from titanlite.logger import logger
 
@@ -113,7 +113,11 @@ class StreamDataset:
         self._held_out_rows = [] if held_out is None else pack_examples(held_out, seq_len, packing=data.packing)
         self.num_validation_sequences = len(self._held_out_rows)
         self.left_out: Counter[str] = Counter()
-        self._key = _get_key(data, rows, tokenizer, seq_len)
+        self._key = _get_key(data, (rows.names, rows.get_stamp()), tokenizer, seq_len)
+        identity = rows.get_identity()
+        digest = _get_key(data, identity, tokenizer, seq_len)[:8]
+        # A digest of rows and settings, in words.
+        self.fingerprint = f"a stream of {', '.join(identity[:4])} (digest {digest}), sequences of {seq_len}"
         self._counts_file = get_cache_folder(data) / "streams" / f"{self._key}.json"
         self._blocks_folder = self._counts_file.with_name(name_folder(self._key, rows.names))
         self._known = _load_counts(self._counts_file)  # (first row, rows, sequences) of each block, in order
@@ -127,11 +131,6 @@ class StreamDataset:
     def form(self) -> str:
         """As configured: what 'auto' finds is not known before the first row, and must not be pairs."""
         return self.data.format
-
-    @property
-    def fingerprint(self) -> str:
-        """A digest of rows and settings, in words."""
-        return f"a stream of {', '.join(self.rows.names[:4])} (digest {self._key[:8]}), sequences of {self.seq_len}"
 
     def get_train_indices(self, seed: int, start: int, stop: int) -> np.ndarray:
         """Sequence indices (stop - start,) int64 of the training samples [start, stop), in the order of the stream.
@@ -257,11 +256,11 @@ class StreamDataset:
         self.left_out += left_out.counts
 
 
-def _get_key(data: DataSection, rows: Rows, tokenizer: "PreTrainedTokenizerFast", seq_len: int) -> str:
+def _get_key(data: DataSection, rows: Sequence[object], tokenizer: "PreTrainedTokenizerFast", seq_len: int) -> str:
     settings = [
         *(_FORMAT_VERSION, metadata.version("transformers"), data.format, data.train_on, data.bad_rows, data.too_long),
-        *(data.packing, data.streaming_block_rows, seq_len, rows.names, rows.get_stamp(), tokenizer.eos_token_id),
-        *(tokenizer.special_tokens_map, tokenizer.chat_template, tokenizer.backend_tokenizer.to_str()),
+        *(data.packing, data.streaming_block_rows, seq_len, *rows, tokenizer.eos_token_id),
+        *(tokenizer.special_tokens_map, tokenizer.chat_template, serialize(tokenizer)),
         *get_text_settings(data),
     ]
     return sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:32]

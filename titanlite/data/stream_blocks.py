@@ -109,7 +109,7 @@ def _load(path: Path) -> EncodedBlock | None:
             arrays = {name: stored[name] for name in _ARRAYS}
     except (OSError, BadZipFile, ValueError, KeyError, TypeError, EOFError):
         return None
-    return EncodedBlock(TokenizedExamples(header=header, key="", **arrays), problems)
+    return EncodedBlock(TokenizedExamples(header=header, content="", **arrays), problems)
 
 
 def _join(found: list[tuple[Row, Example]], form: Form, names: tuple[str, ...]) -> TokenizedExamples:
@@ -135,5 +135,5 @@ def _join(found: list[tuple[Row, Example]], form: Form, names: tuple[str, ...]) 
         num_trained=np.array([document.num_trained for document in documents]),
         places=np.array([get_place(row) for row, _ in found]),
         header=header,
-        key="",
+        content="",
     )

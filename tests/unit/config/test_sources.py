@@ -44,11 +44,11 @@ def problem(load: Load, text: str, *overrides: str) -> str:
 def test_a_source_has_its_own_settings_and_the_rest_of_the_section(load: Load) -> None:
     job = load(TWO, "--data.too_long=cut")
     sources = get_sources(job.data)
-    assert list(sources) == ["math", "chat_2"]
+    assert list(sources) == ["chat_2", "math"], "in the order of their names"
     assert [source.weight for source in job.data.sources.values()] == [3.0, 1.5]
-    assert [source.path for source in sources.values()] == ["math.jsonl", "chats.jsonl"]
-    assert [source.train_on for source in sources.values()] == ["all", "assistant"]
-    assert [source.validation_path for source in sources.values()] == ["", "held_out.jsonl"]
+    assert [source.path for source in sources.values()] == ["chats.jsonl", "math.jsonl"]
+    assert [source.train_on for source in sources.values()] == ["assistant", "all"]
+    assert [source.validation_path for source in sources.values()] == ["held_out.jsonl", ""]
     assert {source.too_long for source in sources.values()} == {"cut"}
     assert not any(source.sources for source in sources.values())
     assert get_source_key(job.data, "math", "train_on") == "data.train_on"
@@ -80,7 +80,10 @@ def test_the_resolved_file_gives_the_same_job(load: Load, tmp_path: Path) -> Non
         ("weight = 3|wieght = 3", "unknown key 'data.sources.math.wieght'; did you mean 'data.sources.math.weight'?"),
         ("weight = 3|colour = 3", "unknown key 'data.sources.math.colour'. Keys of [data.sources.math]: path, weight,"),
         ("weight = 3|weight = 'a'", 'data.sources.math.weight = "a" is not a float. Write a number, or leave it out.'),
-        ("weight = 3|weight = 0", "data.sources.math.weight = 0.0 is out of range. Set it to more than 0."),
+        (
+            "weight = 3|weight = 0",
+            "data.sources.math.weight = 0.0 is out of range. Set it to more than 0, or remove it.",
+        ),
         (
             "weight = 3|",
             "data.sources.math.weight is not set, but other sources have weights. Set all of them, or none.",
@@ -153,10 +156,30 @@ def test_a_validation_needs_one_source_with_held_out_rows(load: Load) -> None:
     text = TWO.replace("weight = 3", "weight = 3\nstreaming = true")
     assert load(text, "--validation.enable=true").validation.enable
     none = text.replace('validation_path = "held_out.jsonl"\n', "streaming = true\n")
-    assert "data.sources.math.streaming holds no rows out, but validation.enable is on. Set data.sources.math.v" in (
+    assert "data.sources.chat_2.streaming holds no rows out, but validation.enable is on. Set data.sources.math.v" in (
         problem(load, none, "--validation.enable=true")
     )
     shares = TWO.replace('validation_path = "held_out.jsonl"\n', "")
     assert "data.validation_share = 0 holds nothing out, but validation.enable is on" in problem(
         load, shares, "--data.validation_share=0", "--validation.enable=true"
     ).replace("0.0", "0")
+
+
+def test_a_misspelt_source_is_named(load: Load) -> None:
+    text = problem(load, TWO, "--data.sources.mth.weight=2")
+    assert "data.sources.mth has no path; did you mean data.sources.math? Else set data.sources.mth.path." in text
+
+
+def test_a_list_of_sources_is_refused_with_the_right_form(load: Load) -> None:
+    text = problem(load, f'{HEAD}[[data.sources]]\npath = "a.jsonl"\n')
+    assert "is not a section. Write [data.sources.NAME] and its keys below." in text and text.count("data.path") == 0
+
+
+def test_what_no_source_uses_is_refused(load: Load) -> None:
+    """And what one of them uses is not."""
+    head = TWO.replace('train_on = "all"', 'split = "test"')
+    assert 'data.split = "test" is for a dataset of the hub, which no source is. Leave it out.' in problem(load, head)
+    assert load(head.replace('"math.jsonl"', '"owner/math"')).data.split == "test"
+    rows = TWO.replace('train_on = "all"', "streaming_block_rows = 7")
+    assert "data.streaming_block_rows = 7 is for data.streaming, which no source is." in problem(load, rows)
+    assert load(rows.replace("weight = 3", "weight = 3\nstreaming = true")).data.streaming_block_rows == 7

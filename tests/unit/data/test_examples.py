@@ -244,10 +244,10 @@ def test_second_build_maps_the_files_of_the_first(make_job: MakeJob, monkeypatch
         again = build(make_job(rows, bad_rows="skip", too_long="cut", seq_len=32))  # lengths are no part of the key
     assert again.train.examples.header == first.train.examples.header
     assert again.train.examples.header.skipped["missing field"].count == 1
-    keys = {first.train.examples.key}
+    keys = {first.train.examples.content}
     for changes in ({"train_on": "all"}, {"format": "prompt_completion"}, {"template": THINKING}):
-        keys.add(build(make_job(rows, bad_rows="skip", **changes)).train.examples.key)
-    keys.add(build(make_job(rows[1:], bad_rows="skip")).train.examples.key)
+        keys.add(build(make_job(rows, bad_rows="skip", **changes)).train.examples.content)
+    keys.add(build(make_job(rows[1:], bad_rows="skip")).train.examples.content)
     assert len(keys) == 5
 
 

@@ -2,13 +2,13 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from titanlite.config.schema import JobConfig, SourceSection
@@ -32,9 +32,10 @@ def make_part(num_sequences: int, first_id: int) -> PackedDataset:
     return PackedDataset(corpus, SEQ_LEN, 0.1)
 
 
-def make_mixture(weights: list[float] | None = None) -> MixtureDataset:
+def make_mixture(weights: Sequence[float] | None = None) -> MixtureDataset:
     """90, 180 and 27 training sequences, with the tokens 1000, 2000, 3000 and more."""
-    return MixtureDataset({"a": make_part(100, 1000), "b": make_part(200, 2000), "c": make_part(30, 3000)}, weights)
+    parts = {"c": make_part(30, 3000), "a": make_part(100, 1000), "b": make_part(200, 2000)}
+    return MixtureDataset(parts, weights and dict(zip("abc", weights, strict=True)))
 
 
 def ids(dataset: MixtureDataset, start: int, stop: int, seed: int = 5) -> list[int]:
@@ -97,16 +98,17 @@ def test_the_order_is_pinned() -> None:
 
 
 @given(st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=40))
+@example([1e308, 1e308])
 def test_quotas_are_the_weights_as_near_as_they_can_be(weights: list[float]) -> None:
     quotas = _get_quotas(weights)
-    exact = PERIOD * np.array(weights) / np.sum(weights)
+    exact = PERIOD * (np.array(weights) / max(weights)) / np.sum(np.array(weights) / max(weights))
     assert quotas.sum() == PERIOD and quotas.min() >= 1
     assert np.all(quotas[exact >= 1] > exact[exact >= 1] - 1 - np.count_nonzero(exact < 1))
     assert np.all(quotas < np.maximum(exact + 1, 1.5))
 
 
 def test_sources_of_one_size_do_not_go_side_by_side() -> None:
-    dataset = MixtureDataset({"a": make_part(100, 1000), "b": make_part(100, 2000)}, [1, 1])
+    dataset = MixtureDataset({"a": make_part(100, 1000), "b": make_part(100, 2000)}, {"a": 1, "b": 1})
     found = ids(dataset, 0, 150)
     orders = [[token % 1000 for token in found if token // 1000 == kind] for kind in (1, 2)]
     assert orders[0][:20] != orders[1][:20]
@@ -137,7 +139,7 @@ def test_big_sources_do_not_push_each_other_out_of_the_cache(monkeypatch: pytest
 
     monkeypatch.setattr("titanlite.data.dataset.get_permutation", permute)
     monkeypatch.setattr("titanlite.data.mixture.get_permutation", permute)
-    dataset = MixtureDataset({name: make_part(900, 1000) for name in "abcdefgh"}, [1] * 8)
+    dataset = MixtureDataset({name: make_part(900, 1000) for name in "abcdefgh"}, dict.fromkeys("abcdefgh", 1.0))
     for step in range(20):
         dataset.get_train_indices(0, 16 * step, 16 * step + 16)
     assert len(made) == len(set(made)) == 9
@@ -178,9 +180,9 @@ def test_validation_takes_each_source_by_itself() -> None:
     dataset = make_mixture([1, 2, 5])
     for num_ranks in (1, 2, 4):
         sets = [make_loader(dataset, rank, num_ranks).validation_sets(3) for rank in range(num_ranks)]
-        assert [[(name, share) for name, share, _ in of_rank] for of_rank in sets] == [
-            [("a", 1 / 8), ("b", 2 / 8), ("c", 5 / 8)]
-        ] * num_ranks
+        # 2, 3 and 1 batches: what a sequence counts makes up for it.
+        weights = [pytest.approx([1, (2 / 3) / (1 / 2), (5 / 1) / (1 / 2)])] * num_ranks
+        assert [[weight for _, weight, _ in of_rank] for of_rank in sets] == weights
         seen: dict[str, list[int]] = {"a": [], "b": [], "c": []}
         for of_rank in sets:
             for name, _, batches in of_rank:
@@ -193,16 +195,44 @@ def test_validation_takes_each_source_by_itself() -> None:
 def test_shares_of_a_validation_are_of_the_sources_that_have_one() -> None:
     part = make_part(100, 1000)
     bare = PackedDataset(make_part(100, 2000).tokenized, SEQ_LEN, 0.0)
-    dataset = MixtureDataset({"a": part, "bare": bare, "c": make_part(30, 3000)}, [1, 5, 3])
+    dataset = MixtureDataset({"a": part, "bare": bare, "c": make_part(30, 3000)}, {"a": 1, "bare": 5, "c": 3})
     sets = make_loader(dataset).validation_sets(1)
     assert [name for name, _, _ in sets] == ["a", "c"]
-    assert sum(share for _, share, _ in sets) == 1 and sets[1].share == pytest.approx(3 * sets[0].share, rel=1e-3)
+    assert [weight for _, weight, _ in sets] == [1.0, pytest.approx(3, rel=1e-3)]
 
 
-def test_validation_indices_of_all_sources() -> None:
-    dataset = make_mixture([1, 2, 5])
-    found = dataset.batch(dataset.get_validation_indices(0, 34)).tokens[:, 0].tolist()
-    assert found == [*range(1090, 1100), *range(2180, 2200), *range(3027, 3030), 1090]
+@pytest.mark.parametrize("weights", [None, [1, 2, 5]])
+def test_a_run_that_goes_on_with_another_mixture_goes_on_in_every_source(weights: list[float] | None) -> None:
+    """No sequence comes again before its source has given all others, and none is left out."""
+    before = make_loader(make_mixture([3, 2, 1]))
+    seen = [ids(before.dataset, 4 * step, 4 * step + 4) for step in range(25)]
+    taken = before.get_taken(25)
+    assert sum(taken.values()) == 100
+    after = make_loader(make_mixture(weights))
+    after.start_from(25, 100, before=before.stretches, taken=taken)
+    assert len(after.stretches) == 2 and after.stretches[0].offsets == {}
+    seen += [ids(after.dataset, 4 * step, 4 * step + 4) for step in range(25, 60)]
+    tokens = [token for step in seen for token in step]
+    for kind, (name, _, part) in enumerate(get_sources(after.dataset), start=1):
+        own = [token for token in tokens if token // 1000 == kind]
+        alone = part.batch(part.get_train_indices(get_source_seed(5, name), 0, len(own))).tokens[:, 0].tolist()
+        assert own == alone and len(own) > 15
+    # Resumed once more, with the same mixture, it is the same order: one stretch, with the same offsets.
+    again = make_loader(make_mixture(weights))
+    again.start_from(40, 160, before=after.stretches, taken=after.get_taken(40))
+    assert again.stretches == after.stretches
+    assert ids(again.dataset, 160, 240) == tokens[160:240]
+
+
+def test_a_source_that_is_new_begins_with_its_first_sequence() -> None:
+    dataset = make_mixture([1, 1, 1])
+    dataset.go_on(5, 600, {"a": 123, "gone": 45})
+    assert dataset.get_taken(5, 600) == {"a": 123, "b": 0, "c": 0}
+    found = ids(dataset, 600, 700)
+    assert [token for token in found if token // 1000 == 2][:3] == [
+        dataset.parts[1].batch(dataset.parts[1].get_train_indices(get_source_seed(5, "b"), i, i + 1)).tokens[0, 0]
+        for i in range(3)
+    ]
 
 
 # --- from a configuration
@@ -238,8 +268,8 @@ def test_examples(make_sources: MakeJob, tmp_path: Path, caplog: pytest.LogCaptu
     places = get_rows(loader, 0, 400)
     assert all(place.startswith((f"a: {tmp_path}/a.jsonl, line ", f"b: {tmp_path}/b.jsonl, line ")) for place in places)
     assert sum(place.startswith("a") for place in places) == pytest.approx(300, abs=30)
-    assert loader.dataset.fingerprint.startswith("a 75.00%: 36 examples of ")
-    assert "; b 25.00%: 72 examples of " in loader.dataset.fingerprint
+    assert loader.dataset.fingerprint.startswith("a 12288/16384: 36 examples of ")
+    assert "; b 4096/16384: 72 examples of " in loader.dataset.fingerprint
     prompts = evaluation_prompts(loader.dataset, tokenizer)
     assert Counter(prompt.where.rpartition("/")[2].partition(".")[0] for prompt in prompts) == {"a": 4, "b": 8}
     assert "data.sources.a: 36 examples to train on" in caplog.text and "data: 75.00% a, 25.00% b" in caplog.text
@@ -277,6 +307,42 @@ def test_a_mistake_names_the_source(make_sources: MakeJob, tmp_path: Path) -> No
     job = make_sources()
     (tmp_path / "b.jsonl").write_text('{"prompt": 1}\n')
     with pytest.raises(DataError, match=r"^data\.sources\.b: .*b\.jsonl"):
+        build_data(job, 0, 1)
+    (tmp_path / "b.jsonl").write_text('{"prompt": "b", "completion": "%s"}\n' % (" long" * 99))
+    with pytest.raises(DataError, match=r'Raise training\.seq_len, or set data\.sources\.b\.too_long to "cut"'):
+        build_data(job, 0, 1)
+    job.data.sources["b"].streaming, job.data.sources["b"].bad_rows = True, "error"
+    with pytest.raises(DataError, match=r"^data\.sources\.b: .*set data\.sources\.b\.too_long"):
+        get_rows(build_data(job, 0, 1)[1], 0, 40)
+
+
+def test_a_stream_may_be_the_only_source(make_sources: MakeJob) -> None:
+    job = make_sources(None)
+    del job.data.sources["a"]
+    job.data.sources["b"].streaming = True
+    dataset = build_data(job, 0, 1)[1].dataset
+    assert [source.share for source in get_sources(dataset)] == [1.0]
+
+
+def test_the_folder_is_no_part_of_the_order(make_sources: MakeJob, tmp_path: Path) -> None:
+    """Machines may have the data in different places."""
+    job = make_sources()
+    job.data.sources["b"].streaming = True
+    here = build_data(job, 0, 1)[1].fingerprint
+    (tmp_path / "moved").mkdir()
+    for name in ("a", "b"):
+        job.data.sources[name].path = str((tmp_path / f"{name}.jsonl").rename(tmp_path / f"moved/{name}.jsonl"))
+    assert build_data(job, 0, 1)[1].fingerprint == here
+    with (tmp_path / "moved/b.jsonl").open("a") as file:
+        file.write('{"prompt": "one", "completion": "more"}\n')
+    assert build_data(job, 0, 1)[1].fingerprint != here
+
+
+def test_streams_of_unknown_form_beside_pairs(make_sources: MakeJob, tmp_path: Path) -> None:
+    job = make_sources()
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n' * 9)
+    job.data.sources["b"].streaming = True
+    with pytest.raises(DataError, match=r'Set data\.sources\.b\.format = "preference"'):
         build_data(job, 0, 1)
 
 

@@ -1,3 +1,4 @@
+import copy
 import json
 import subprocess
 import sys
@@ -49,6 +50,7 @@ def test_every_document_begins_with_what_the_tokenizer_puts_before_a_text(
     """Llama's begin-of-text token; where it is the end-of-text token too, the document before has left it."""
     monkeypatch.setattr(tokens_module, "_PIECE_CHARS", 50)  # documents of several pieces
     plain = _build(data, tokenizer).tokens.tolist()
+    tokenizer = copy.deepcopy(tokenizer)
     tokenizer.add_special_tokens({"bos_token": begin})
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single=f"{begin} $A", special_tokens=[(begin, tokenizer.bos_token_id)]
