@@ -51,7 +51,8 @@ class Results:
         """
         series, name = self.validation, f"validation loss ({mixture})" if mixture else "validation loss"
         if series.name not in ("", name):
-            logger.info("validation: the best %s was %s; from here on it is the %s", series.name, series.best, name)
+            best = "no number" if series.best is None else f"{series.best:.4f}"
+            logger.info("validation: the best %s was %s; from here on it is the %s", series.name, best, name)
         improved = _add(series, name, step, loss, -1.0, self._validation.early_stopping_min_delta)
         return improved and self._save_best == "validation"
 

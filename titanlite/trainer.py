@@ -171,7 +171,7 @@ class Trainer(TrainStep):
         with self.checkpointer, self.metrics, build_profiler(job, self.dump_folder) as profiler:
             self.stopping = self.checkpointer.agree(stop.is_requested())  # while everything was loaded
             if self.step == 0 and not self.stopping:
-                self.evaluate()  # what the model could do before
+                self.assess(before=True)  # what the model could do before
             window = Window()
             while self.step < job.training.steps and not (self.stopping or self.results.exhausted or self.rewind):
                 self.enter("data")
@@ -196,7 +196,7 @@ class Trainer(TrainStep):
                 if self.divergence.is_due(self.step):
                     samples = self.loader.samples_before(self.step)
                     self.divergence.check(self.step, self.loader.fingerprint, samples, micro_batches)
-                is_best = self.assess(last)
+                is_best = self.assess(last=last)
                 self.stopping = self.checkpointer.agree(stop.is_requested())
                 if self.checkpointer.is_due(self.step) or is_best:
                     self.save()
@@ -227,10 +227,10 @@ class Trainer(TrainStep):
         self.model.train()
         return loss_of_all / units_of_all, losses
 
-    def assess(self, last: bool) -> bool:
+    def assess(self, *, before: bool = False, last: bool = False) -> bool:
         """Validate and evaluate where that is due; True if this step is the best. Collective: every rank must call."""
         validation, is_best = self.job.validation, False
-        if validation.enable and (self.step % validation.freq == 0 or last):
+        if validation.enable and (self.step % validation.freq == 0 or before or last):
             self.raise_if_not_finite()
             loss, losses = self.validate()
             loss = on_first_rank(lambda: loss)  # decides when to stop and what to keep: to the last bit on all ranks

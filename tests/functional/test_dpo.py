@@ -50,6 +50,7 @@ class PairLoader:
     fingerprint = "pairs by hand"
     stretches: Sequence[Stretch] = ()
     global_batch_size = ROWS
+    mixture = ""
 
     def __init__(self, dp_rank: int, dp_degree: int, local_batch_size: int) -> None:
         self._dp_rank, self._dp_degree, self._local = dp_rank, dp_degree, local_batch_size
@@ -70,7 +71,10 @@ class PairLoader:
     def samples_before(self, step: int) -> int:
         return step * ROWS
 
-    def start_from(self, step: int, samples: int, jumps: object = (), before: object = ()) -> None:
+    def get_taken(self, step: int) -> dict[str, int]:
+        return {}
+
+    def start_from(self, step: int, samples: int, jumps: object, before: object, taken: object) -> None:
         assert samples == step * ROWS
 
 

@@ -67,7 +67,7 @@ def test_log_is_one_plain_line_per_step_from_one_rank(run):
     assert [step for step, _ in trained] == [1, 2, 3, 4]
     # Random logits cost half of their variance more than equal ones: 0.10 to 0.14 here, by the text of this Python.
     assert trained[0][1] == pytest.approx(math.log(512) + 0.12, abs=0.1), "an untrained model knows nothing"
-    assert done.stdout.count("validation loss") == 2
+    assert done.stdout.count("validation loss") == 3
     assert "dp_replicate 1 x dp_shard 2 x tp 2, ep 2, 4 ranks on cpu" in done.stdout
     for noise in ("Warning", "warning", "Traceback", "[rank"):
         assert noise not in done.output, done.output
@@ -83,8 +83,8 @@ def test_metrics_file_has_every_step(run):
         assert len(point["moe/load_max_over_mean"]) == 2 and min(point["moe/load_max_over_mean"]) >= 1
     assert training[-1]["loss/train"] < training[0]["loss/train"] - 0.1
     validation = [point for point in points if "loss/validation" in point]
-    assert [point["step"] for point in validation] == [2, 4]
-    assert validation[1]["loss/validation"] < validation[0]["loss/validation"]
+    assert [point["step"] for point in validation] == [0, 2, 4]
+    assert validation[2]["loss/validation"] < validation[1]["loss/validation"] < validation[0]["loss/validation"]
 
 
 def test_tensorboard_shows_the_same_numbers(run):

@@ -34,6 +34,7 @@ class Prompt:
 PROMPTS = [Prompt(list(range(2 + i, 5 + 3 * i)), f" answer {i}\n", f"rows.jsonl, line {i + 1}") for i in range(9)]
 EVALUATION = ["--evaluation.enable=true", "--evaluation.freq=2", "--evaluation.max_new_tokens=4"]
 VALIDATION = ["--validation.enable=true", "--validation.freq=1", "--validation.steps=1"]
+BEFORE = 0.5  # of the first validation, before the first step: better than what follows, and no candidate
 BASE = ["--training.steps=4", "--lr_scheduler.warmup_steps=1", "--checkpoint.interval=0"]
 
 
@@ -54,7 +55,7 @@ def train(run_ranks: Callable[..., list[Any]], checked: Callable[..., Checked], 
         def rank_main() -> None:
             trainer = Trainer(job.job, job.model_config, job.degrees)
             if losses is not None:
-                trainer.validate = lambda: (losses[trainer.step - 1], {})  # type: ignore[method-assign]
+                trainer.validate = lambda: ((BEFORE, *losses)[trainer.step], {})  # type: ignore[method-assign]
             trainer.train()
 
         run_ranks(degrees.world_size, rank_main)
@@ -160,7 +161,7 @@ def test_early_stopping_ends_the_run_and_a_resume_does_not_go_on(train, tmp_path
     losses = [3.0, 2.0, 2.1, 2.2, 2.3, 2.4, 1.0, 1.0, 1.0]
     arguments = [*VALIDATION, *EVALUATION, "--training.steps=9", "--validation.early_stopping_patience=3"]
     folder = train(Degrees(), *arguments, losses=losses)
-    assert points(folder, "loss/validation") == dict(enumerate(losses[:5], start=1))
+    assert points(folder, "loss/validation") == dict(enumerate([BEFORE, *losses[:5]]))
     assert list_steps(folder / "checkpoint") == [5]
     assert points(folder, "eval/exact_match").keys() == {0, 2, 4, 5}, "and it ends with an evaluation"
     train(Degrees(), *arguments, losses=losses)
@@ -174,7 +175,7 @@ def test_patience_is_counted_across_a_resume(train):
     arguments = [*VALIDATION, "--validation.early_stopping_patience=3"]
     folder = train(Degrees(), *arguments, "--training.steps=3", losses=losses)
     train(Degrees(), *arguments, "--training.steps=9", losses=losses)
-    assert points(folder, "loss/validation").keys() == {1, 2, 3, 4, 5}
+    assert points(folder, "loss/validation").keys() == {0, 1, 2, 3, 4, 5}
 
 
 # --- the best checkpoint
@@ -198,7 +199,7 @@ def test_the_best_checkpoint_stays_beside_the_latest(train, meshes, mode):
     state = json.loads((folder / "step-6/titanlite/train_state.json").read_text())["results"]["validation"]
     assert (state["best"], state["best_step"], state["last"]) == (1.5, 5, 1.9)
     assert (
-        "| validation loss | 3.0000 | 1.9000 (step 6) | 1.5000 (step 5) |" in (folder / "step-6/README.md").read_text()
+        "| validation loss | 0.5000 | 1.9000 (step 6) | 1.5000 (step 5) |" in (folder / "step-6/README.md").read_text()
     )
 
 
@@ -245,7 +246,7 @@ def test_upload_of_the_final_or_the_best_model(run_ranks, checked, monkeypatch, 
 
     def rank_main() -> list[tuple[Path, str]]:
         trainer = Trainer(job.job, job.model_config, job.degrees)
-        trainer.validate = lambda: (losses[trainer.step - 1], {})  # type: ignore[method-assign]
+        trainer.validate = lambda: ((BEFORE, *losses)[trainer.step], {})  # type: ignore[method-assign]
         trainer.train()
         return sent
 

@@ -397,7 +397,7 @@ class DataSection:
 @dataclass
 class ValidationSection:
     enable: bool = setting(False, "Compute the validation loss at intervals on held-out sequences.")
-    freq: int = setting(100, "Steps between validations; one more follows the last step.")
+    freq: int = setting(100, "Steps between validations; one comes before the first step, and one after the last.")
     steps: int = setting(10, "Batches per validation.")
     early_stopping_patience: int = setting(
         0, "Stop training after so many validations in a row without an improvement of the loss; 0: never."
