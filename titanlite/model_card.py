@@ -7,12 +7,11 @@ by their last part only: a card is made to be published.
 import json
 import math
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 from titanlite.checkpoint import Progress
 from titanlite.config import JobConfig
-from titanlite.config.assets import is_hub_id
+from titanlite.config.assets import BaseModel, base_model_of, is_hub_id, public_name
 from titanlite.config.check import format_value
 from titanlite.config.settings import get_sections_of, get_value
 from titanlite.config.sources import get_sources
@@ -21,34 +20,8 @@ from titanlite.results import Results, Series
 # These say where and how a run took place, not what the model is.
 _LEFT_OUT = ("job", "metrics", "profiling", "comm")
 _LEFT_OUT_KEYS = ("checkpoint.folder", "data.cache_folder", "checkpoint.push_to_hub")
-# How the hub's library names the folders of its cache.
-_HUB_CACHE = re.compile(r"models--([^/]+)--([^/]+)/snapshots/([0-9a-f]+)")
 _LICENSE = re.compile(r"(license|license_name|license_link):\s*(\S.*)")
 _QUOTES = "\"'"
-
-
-@dataclass(frozen=True)
-class BaseModel:
-    """The model that training began with.
-
-    Attributes:
-        name: hub id, or the last part of a local folder.
-        revision: commit of the hub, or "".
-        on_hub: True if `name` is a hub id.
-    """
-
-    name: str
-    revision: str = ""
-    on_hub: bool = False
-
-
-def base_model_of(path: str) -> BaseModel | None:
-    """What `checkpoint.initial_load_path`, by now a local folder, was; None for random weights."""
-    if not path:
-        return None
-    if match := _HUB_CACHE.search(Path(path).as_posix()):
-        return BaseModel(f"{match[1]}/{match[2]}", match[3], on_hub=True)
-    return BaseModel(Path(path).name)
 
 
 def render_model_card(job: JobConfig, *, family: str, num_parameters: int, progress: Progress, results: Results) -> str:
@@ -67,7 +40,7 @@ def render_model_card(job: JobConfig, *, family: str, num_parameters: int, progr
     lines = ["---", *header, "---", "", "# Model card", ""]
     origin = "trained from random weights" if base is None else f"trained from {_link(base)}"
     lines += [f"A `{family}` model with {num_parameters / 1e6:,.1f} M parameters, {origin} with titanlite.", ""]
-    paths = "".join(f", `{_public(path)}`" for path in _get_paths(job))
+    paths = "".join(f", `{public_name(path)}`" for path in _get_paths(job))
     lines += ["## Data", "", f"- dataset: `{job.data.dataset}`{paths}", f"- fingerprint: {progress.data}", ""]
     lines += ["## Results", "", f"After {progress.step} of {job.training.steps} steps.", "", *_results(results), ""]
     lines += [
@@ -127,7 +100,7 @@ def _model_index(name: str, job: JobConfig, results: Results) -> list[str]:
         return []
     lines = ["model-index:", f"- name: {json.dumps(name)}", "  results:"]
     for kind, series, paths, value in rows:
-        dataset = json.dumps(", ".join(map(_public, paths)) or job.data.dataset)
+        dataset = json.dumps(", ".join(map(public_name, paths)) or job.data.dataset)
         lines += ["  - task:", "      type: text-generation", "    dataset:"]
         lines += [f"      type: {dataset}", f"      name: {dataset}", "    metrics:"]
         lines += [
@@ -168,21 +141,8 @@ def _settings(job: JobConfig) -> list[str]:
         for setting in settings:
             value = get_value(job, setting.key)
             if setting.key not in _LEFT_OUT_KEYS and value is not None and value != setting.default:
-                shown = _public(value) if isinstance(value, str) else value
+                shown = public_name(value) if isinstance(value, str) else value
                 changed.append(f"{setting.name} = {format_value(shown)}")
         if changed:
             lines += ["" if lines else None, f"[{section}]", *changed]  # type: ignore[list-item]
     return [line for line in lines if line is not None]
-
-
-def _public(text: str) -> str:
-    """`text`, but of a path on this machine the last part, and of the hub's cache the id."""
-    base = base_model_of(text)
-    if base is not None and base.on_hub:
-        return f"{base.name}@{base.revision}"
-    return Path(text).name if _is_path(text) else text
-
-
-def _is_path(text: str) -> bool:
-    """True for what names a place on this machine, and not a repository, a pattern or a mode."""
-    return text.startswith(("/", "~", "./", "../")) or (not is_hub_id(text) and "/" in text)

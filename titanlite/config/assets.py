@@ -1,8 +1,11 @@
-"""From what the configuration calls a model to a local folder: a path, or a repository of the Hugging Face hub."""
+"""From what the configuration calls a model to a local folder: a path, or a repository of the Hugging Face hub.
+
+And back, from a local path to the name that others may see.
+"""
 
 import os
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from titanlite.config.schema import JobConfig
@@ -10,10 +13,36 @@ from titanlite.config.sources import get_sources
 from titanlite.errors import ConfigError
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
+# How the hub's library names the folders of its cache.
+_HUB_CACHE = re.compile(r"models--([^/]+)--([^/]+)/snapshots/([0-9a-f]+)")
 _DESCRIPTION = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt", "README.md"]
 _WEIGHTS = ["*.safetensors"]
 # Copies of the weights in other layouts, and whatever lies in folders of its own.
 _IGNORED = ["consolidated*", "*/*"]
+
+
+@dataclass(frozen=True)
+class BaseModel:
+    """The model that training began with.
+
+    Attributes:
+        name: hub id, or the last part of a local folder.
+        revision: commit of the hub, or "".
+        on_hub: True if `name` is a hub id.
+    """
+
+    name: str
+    revision: str = ""
+    on_hub: bool = False
+
+
+def base_model_of(path: str) -> BaseModel | None:
+    """What `checkpoint.initial_load_path`, by now a local folder, was; None for random weights."""
+    if not path:
+        return None
+    if match := _HUB_CACHE.search(Path(path).as_posix()):
+        return BaseModel(f"{match[1]}/{match[2]}", match[3], on_hub=True)
+    return BaseModel(Path(path).name)
 
 
 def is_hub_id(name: str) -> bool:
@@ -135,3 +164,16 @@ def _get_remedy(error: Exception) -> str:
     if status is None:  # the hub was not reached, or not asked
         return "Correct the name, give a local folder, or set HF_HOME to a cache that has it."
     return "Correct the name, or give a local folder."
+
+
+def public_name(text: str) -> str:
+    """`text`, but of a path on this machine the last part, and of the hub's cache the id: what may be published."""
+    base = base_model_of(text)
+    if base is not None and base.on_hub:
+        return f"{base.name}@{base.revision}"
+    return Path(text).name if _is_path(text) else text
+
+
+def _is_path(text: str) -> bool:
+    """True for what names a place on this machine, and not a repository, a pattern or a mode."""
+    return text.startswith(("/", "~", "./", "../")) or (not is_hub_id(text) and "/" in text)
