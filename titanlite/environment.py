@@ -23,8 +23,10 @@ FILE_NAME = "environment.json"
 _GIT_TIMEOUT_S = 5.0
 
 
-def save_environment(folder: Path, device: torch.device, facts: Mapping[str, Any]) -> None:
+def save_environment(folder: Path, device: torch.device, facts: Mapping[str, Any]) -> dict[str, Any]:
     """Write `environment.json` into the run's folder, on rank 0; a resumed run overwrites it. A full disk is a warning.
+
+    Returns what is in it; on other ranks nothing.
 
     Args:
         folder: the run's folder.
@@ -37,7 +39,7 @@ def save_environment(folder: Path, device: torch.device, facts: Mapping[str, Any
     ranks: list[tuple[str, str]] = [here] * dist.get_world_size()
     dist.all_gather_object(ranks, here)
     if dist.get_rank() > 0:
-        return
+        return {}
     machines: dict[str, dict[str, Any]] = {}
     for rank, (host, name) in enumerate(ranks):
         machine = machines.setdefault(host, {"ranks": [], "devices": {}})
@@ -58,6 +60,7 @@ def save_environment(folder: Path, device: torch.device, facts: Mapping[str, Any
         replace_file(folder / FILE_NAME, json.dumps(found, indent=1) + "\n")
     except OSError as error:
         logger.warning("cannot write %s: %s.", folder / FILE_NAME, error.strerror or error)
+    return found
 
 
 def _describe_device(device: torch.device) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from titanlite.config import AnyModelConfig, JobConfig, load_config
-from titanlite.config.assets import find_missing_files, resolve_assets
+from titanlite.config.assets import find_missing_files, find_missing_packages, resolve_assets
 from titanlite.config.parallelism import Degrees, check_parallelism, resolve_degrees
 from titanlite.errors import ConfigError, TitanliteError, raise_problems
 from titanlite.models.families import find_other_model, resolve_model_config
@@ -82,7 +82,8 @@ def _world_sizes(text: str) -> tuple[int, ...]:
 
 
 def _check_all(job: JobConfig, world_sizes: tuple[int, ...], *, weights: bool) -> None:
-    raise_problems(ConfigError, "configuration", find_missing_files(job))  # before anything large is downloaded
+    problems = find_missing_packages(job) + find_missing_files(job)
+    raise_problems(ConfigError, "configuration", problems)  # before anything large is downloaded
     for world_size in world_sizes:
         try:
             check(job, world_size, weights=weights)

@@ -18,11 +18,12 @@ with lean_imports():
 
     from titanlite import heartbeat, stop
     from titanlite.config import load_config
+    from titanlite.config.assets import find_missing_packages
     from titanlite.distributed import end_distributed
-    from titanlite.errors import NOTICE_FOLDER, TitanliteError
+    from titanlite.errors import NOTICE_FOLDER, ConfigError, TitanliteError, raise_problems
     from titanlite.faults import explain_refusal, explain_uncompiled
     from titanlite.logger import setup_logger
-    from titanlite.metrics import explain_out_of_memory, record_event
+    from titanlite.metrics import explain_out_of_memory, finish_wandb, record_event
     from titanlite.notices import claim, first_sentence, note_error, note_lost_peer
     from titanlite.preflight import Checked, check
     from titanlite.trainer import Trainer
@@ -50,7 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         stop.install()
         heartbeat.start()
-        checked = check(load_config(sys.argv[1:] if argv is None else argv), int(os.environ.get("WORLD_SIZE", "1")))
+        job = load_config(sys.argv[1:] if argv is None else argv)
+        raise_problems(ConfigError, "configuration", find_missing_packages(job))
+        checked = check(job, int(os.environ.get("WORLD_SIZE", "1")))
         job = checked.job
         heartbeat.configure(job.comm.timeout_seconds, job.job.stop_grace_seconds, job.job.dump_folder)
         with explain_out_of_memory(job):
@@ -81,6 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Not after an error: others may be in collectives, for whose timeout it would wait.
     if code == 0 and dist.is_initialized():
         end_distributed()
+    finish_wandb(code)
     return code
 
 

@@ -132,7 +132,7 @@ class Trainer(TrainStep):
         save_run_plan(self.plan, matrices, self.dump_folder)
         check_space(job, self.plan, matrices, self.checkpointer.folder, self.step)
         facts = {"model": model_config.family, "parameters": total, "trained": trained, "mesh": str(degrees)}
-        save_environment(self.dump_folder, self.device, facts)
+        self.metrics.log_environment(save_environment(self.dump_folder, self.device, facts))
         where = f"{degrees.world_size} ranks on {self.device.type}, {degrees}"
         record_start(self.step, where, resumed=start is not None, rewound=bool(rewinds))
         self.objective.prepare(self.coming_batches(), self.initial_model, self.device)

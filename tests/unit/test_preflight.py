@@ -173,3 +173,13 @@ def test_a_flavor_must_be_the_model_whose_weights_are_loaded(path, tmp_path, cha
     text = str(error.value)
     assert "model.flavor = 'debug' is not the model" in text and different in text
     assert "Leave model.name and model.flavor out: then its config.json counts." in text
+
+
+def test_a_package_that_a_setting_needs(path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert main(["--world-size=1", "--config", path]) == 0
+    assert main(["--world-size=1", "--config", path, "--metrics.enable_wandb=true"]) == 2
+    assert capsys.readouterr().err == (
+        f"titanlite: error: configuration: metrics.enable_wandb is on, but {sys.executable} has no package 'wandb'. "
+        f"Install it, `{sys.executable} -m pip install wandb`, or set metrics.enable_wandb = false.\n"
+    )

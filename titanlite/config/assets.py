@@ -3,8 +3,10 @@
 And back, from a local path to the name that others may see.
 """
 
+import importlib.util
 import os
 import re
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -103,6 +105,16 @@ def find_missing_files(job: JobConfig) -> list[str]:
         f"{key}: {name} does not exist. Relative paths begin at the current folder, {Path.cwd()}."
         for key, name, may_be_on_hub in paths
         if name and not Path(os.path.expanduser(name)).exists() and not (may_be_on_hub and is_hub_id(name))
+    ]
+
+
+def find_missing_packages(job: JobConfig) -> list[str]:
+    """A problem for each package that is needed for a setting alone, and is not installed."""
+    if not job.metrics.enable_wandb or importlib.util.find_spec("wandb") is not None:
+        return []
+    return [
+        f"metrics.enable_wandb is on, but {sys.executable} has no package 'wandb'. Install it, "
+        f"`{sys.executable} -m pip install wandb`, or set metrics.enable_wandb = false."
     ]
 
 

@@ -284,6 +284,8 @@ class MetricsSection:
     log_freq: int = setting(10, "Steps between log lines and metric points.")
     enable_tensorboard: bool = setting(True, "Write TensorBoard events to job.dump_folder/save_tb_folder.")
     save_tb_folder: str = setting("tb", "Folder of the TensorBoard events, inside job.dump_folder.")
+    enable_wandb: bool = setting(False, "Send metrics and configuration to Weights & Biases (pip install wandb).")
+    wandb_project: str = setting("titanlite", "Project there; WANDB_PROJECT goes before it.")
     grad_norm_groups: bool = setting(
         True, "Log the gradient norm of each group of parameters too: embedding, attention, experts, router, ..."
     )

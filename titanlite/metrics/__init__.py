@@ -1,4 +1,4 @@
-"""Metrics of a run: model FLOPs, TensorBoard, `metrics.jsonl` and the console."""
+"""Metrics of a run: model FLOPs, TensorBoard, Weights & Biases, `metrics.jsonl` and the console."""
 
 from titanlite.metrics.events import open_events, record_event
 from titanlite.metrics.flops import num_parameters, peak_flops, train_flops_per_token
@@ -10,6 +10,7 @@ from titanlite.metrics.parameter_groups import group_parameters
 from titanlite.metrics.point import Largest, StepPoint, find_largest
 from titanlite.metrics.profiler import build_profiler
 from titanlite.metrics.ranks import gather_ranks, get_busy_seconds, get_memory
+from titanlite.metrics.wandb import finish_wandb
 
 __all__ = [
     "Largest",
@@ -20,6 +21,7 @@ __all__ = [
     "expert_load_image",
     "explain_out_of_memory",
     "find_largest",
+    "finish_wandb",
     "gather_ranks",
     "get_busy_seconds",
     "get_memory",

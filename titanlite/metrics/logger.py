@@ -1,4 +1,4 @@
-"""`MetricsLogger`: one call per log step writes TensorBoard, `metrics.jsonl` and the console, on rank 0 only."""
+"""`MetricsLogger`: one call per log step writes TensorBoard, W&B, `metrics.jsonl` and the console, on rank 0 only."""
 
 import json
 import math
@@ -23,6 +23,7 @@ from titanlite.metrics.moe import describe_moe
 from titanlite.metrics.point import StepPoint
 from titanlite.metrics.ranks import describe_ranks
 from titanlite.metrics.tensorboard import EventWriter
+from titanlite.metrics.wandb import WandbRun, open_wandb
 from titanlite.run_files import AppendedFile
 
 EXPERT_LOAD_FILE = "expert_load.jsonl"
@@ -31,13 +32,13 @@ _SHOWN_CHARS = 80
 
 
 class MetricsLogger:
-    """Writes the metrics of a run into `dump_folder`; a context manager. On ranks other than 0 every call does nothing.
+    """Writes the metrics of a run into `dump_folder`, and to W&B. On ranks other than 0 every call does nothing.
 
     `metrics.jsonl` holds one JSON object per point: `step`, `time` (Unix seconds) and the values under the names that
     TensorBoard shows; of values per MoE layer it has one list, TensorBoard one name per layer. Values that are not
     finite are null there. `expert_load.jsonl` has the tokens of every expert at about 100 points of a run. A resumed
     run appends; where a step occurs twice, the later line counts (TensorBoard hides the earlier points by itself).
-    docs/observability.md explains every name.
+    A context manager. docs/observability.md explains every name.
 
     With `checkpoint.on_save_error = "continue"` what cannot be written is a warning, once until all is written again,
     and waits in memory for the next point.
@@ -78,6 +79,7 @@ class MetricsLogger:
         self._peak_flops = _get_peak_flops(job, device)
         self._keep_on = job.checkpoint.on_save_error == "continue"
         self._writer: EventWriter | None = None
+        self._wandb: WandbRun | None = None
         self._bar: ProgressBar | None = None
         self._enabled = get_rank() == 0
         if not self._enabled:
@@ -89,8 +91,15 @@ class MetricsLogger:
         if job.metrics.enable_tensorboard:
             self._writer = EventWriter(Path(dump_folder) / job.metrics.save_tb_folder, start_step)
             self._append(self._writer.file, self._writer.take())
+        if job.metrics.enable_wandb:
+            self._wandb = open_wandb(job, Path(dump_folder))
         if job.metrics.enable_progress_bar and can_show_bar():
             self._start_bar()
+
+    def log_environment(self, found: Mapping[str, Any]) -> None:
+        """Tell W&B what the run runs on, without the command, which has paths."""
+        if self._wandb is not None:
+            self._wandb.configure({"environment": {name: found[name] for name in found if name != "command"}})
 
     def log_step(self, point: StepPoint) -> None:
         """Write one point of training. Call at log steps; no collective, and it copies the MoE layers' state."""
@@ -174,7 +183,7 @@ class MetricsLogger:
         layers: Mapping[str, Sequence[float]] | None = None,
         extra: Mapping[str, Any] | None = None,
     ) -> None:
-        """One line of `metrics.jsonl`, and the same in TensorBoard but for `extra`."""
+        """One line of `metrics.jsonl`, and the same in TensorBoard and W&B but for `extra`."""
         line: dict[str, Any] = {"step": step, "time": round(time.time(), 3)}
         line.update({name: _or_none(value) for name, value in values.items()})
         line.update({name: [_or_none(value) for value in column] for name, column in (layers or {}).items()})
@@ -182,14 +191,17 @@ class MetricsLogger:
         self._append(self._file, _to_json(line))
         if self._load_file.num_waiting:
             self._append(self._load_file)
-        if self._writer is None:
-            return
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
+        scalars = dict(values)
         for name, column in (layers or {}).items():
             for row, value in enumerate(column):
                 number = self._moe_layers[row] if self._moe_layers else row
-                self._writer.add_scalar(f"{name}/layer_{number:02d}", value, step)
+                scalars[f"{name}/layer_{number:02d}"] = value
+        if self._wandb is not None:
+            self._wandb.log(step, scalars)
+        if self._writer is None:
+            return
+        for name, value in scalars.items():
+            self._writer.add_scalar(name, value, step)
         self._append(self._writer.file, self._writer.take())
 
     def _write_load(self, step: int, tokens_per_expert: Tensor) -> None:
