@@ -109,10 +109,12 @@ def test_experts_of_transformers_have_the_flops_of_the_native_ones(checked, over
     native, other = (
         traced(checked(2, 2, f"--model.implementation={name}", *options)) for name in ("native", "transformers")
     )
-    assert other.flops.done == native.flops.done
+    # transformers 5.17 makes the angles of 32 positions by a float32 matmul with the 16 frequencies, 5.23 does not.
+    angles = other.flops.done - native.flops.done
+    assert angles in (0, 2 * 32 * 16)
     assert other.model_flops_per_token == native.model_flops_per_token
     # The native router computes in float32.
-    assert (other.flops.high > 0) == (dtype == "float32")
+    assert (other.flops.high > angles) == (dtype == "float32")
 
 
 def test_torchs_grouped_gemm_is_counted():
