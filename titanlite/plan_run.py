@@ -165,7 +165,9 @@ def _plan(checked: Checked, known: argparse.Namespace, hardware: Hardware, sourc
     run_plan = exact_plan(checked, planned_sources(checked, source), known.rank, fold=not known.all)
     print(f"{model_config.family}, {degrees}, {hardware.name}\n")
     print(render_tensors(run_plan) + "\n", flush=True)
-    trace = trace_step(job, model_config, degrees, rank=known.rank, every_layer=known.every_layer)
+    # Which rank owns which matrix does not repeat from layer to layer.
+    every_layer = known.every_layer or job.optimizer.name == "Muon"
+    trace = trace_step(job, model_config, degrees, rank=known.rank, every_layer=every_layer)
     estimate = build_estimate(job, degrees, trace, hardware, known.rank)
     print(render_memory(run_plan, estimate, hardware) + "\n")
     print(render_reads(run_plan, source and _name_of(checked, source)) + "\n")
@@ -196,6 +198,10 @@ def _sweep(job: JobConfig, known: argparse.Namespace, hardware: Hardware) -> int
         print("\r\x1b[K", end="", file=sys.stderr, flush=True)
     print(render_sweep(found, hardware))
     print(f"{found.traced} combinations traced, the others derived, in {started.describe()}")
+    if job.optimizer.name == "Muon":
+        print(
+            "Muon: its exchange of matrices is taken from few layers and the traced number of replicas; plan one of them"
+        )
     if known.json is not None:
         _write(known.json, {"world_size": known.world_size, "hardware": vars(hardware), **sweep_to_json(found)})
     return 0 if found.fitting else 1
@@ -212,6 +218,8 @@ def _assumptions(checked: Checked, estimate: Estimate) -> list[str]:
     job, notes = checked.job, []
     if checked.model_config.num_experts:
         notes.append("routing is balanced: each expert gets equally many tokens, each rank sends equally many rows")
+    if job.optimizer.name == "Muon":
+        notes.append("Muon: FLOPs and exchange are this rank's; another may own a few matrices more")
     if job.compile.enable:
         notes.append("compile.enable: traced uncompiled, which keeps as much or more")
     if job.training.enable_cpu_offload:

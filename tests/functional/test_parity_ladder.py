@@ -42,7 +42,10 @@ FAMILIES = {
         "--moe.z_loss_coeff=0.001",
     ],
 }
-FAMILIES |= {f"muon_{name}": [*FAMILIES[name], MUON] for name in ("qwen3_moe", "uneven", "few_experts", "dots1")}
+FAMILIES |= {
+    f"muon_{name}": [*FAMILIES[name], MUON]
+    for name in ("qwen3_moe", "uneven", "few_experts", "dots1", "llama", "qwen3_tied")
+}
 # A weight of 1 whatever the scores leaves the router a gradient of rounding errors, and Muon makes them a full step.
 FAMILIES["muon_few_experts"] += ["--model.overrides.norm_topk_prob=false"]
 FULL_AC = "--activation_checkpoint.mode=full"
@@ -146,6 +149,8 @@ def test_replication_beside_other_axes_trains_like_one_process(compare, mesh):
         *((mesh, "qwen3_moe") for mesh in [*LADDER, "DDP4", "HSDP2x2xEP2", "HSDP2xTP2xEP2"]),
         *((mesh, family) for mesh in ("FSDP4", "EP2xFSDP2", "TP2xEP2") for family in ("uneven", "few_experts")),
         ("TP2xEP4", "dots1"),
+        ("HSDP2x2", "llama"),
+        ("TP2xFSDP2", "qwen3_tied"),
     ],
 )
 def test_matrices_are_put_together_for_muon(compare, mesh, family):

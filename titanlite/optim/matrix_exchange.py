@@ -5,8 +5,8 @@ the ranks share the matrices of several parameters among themselves, by their co
 rank, as an expert's mostly does, stays there. Replicas of a mesh do the same work, each for itself.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -14,12 +14,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from titanlite import timers
 from titanlite.materialize.layout import Region, region_at, region_of
 
 AllToAll = Callable[..., object]
 """`torch.distributed.all_to_all_single(out, x, output_splits, input_splits, group=group)`, or what stands for it."""
 
-# Elements of whole matrices that a rank has at once, in the mean over all ranks.
+# Elements of its shards that a rank handles at once, in the mean over the ranks that share a parameter.
 _ELEMENTS_AT_ONCE = 1 << 25
 
 
@@ -27,7 +28,7 @@ _ELEMENTS_AT_ONCE = 1 << 25
 class _Owned:
     """A matrix that this rank puts together: where the piece of each rank belongs in it.
 
-    `ranks` are all that may own it. In another replica, other ranks own the same matrices: what is computed together
+    `ranks` are all that hold a piece. In another replica, other ranks own the same matrices: what is computed together
     there must be what is computed together here, or rounding would tell the replicas apart.
     """
 
@@ -56,52 +57,61 @@ class MatrixExchange:
         all_to_all: the collective.
 
     Attributes:
-        buckets: numbers of the parameters that are changed together; in this order.
+        buckets: numbers of the parameters that are changed together; in this order. Those whose matrices lie whole on
+            their ranks are in buckets of their own, which need no collective.
     """
 
     def __init__(self, params: Sequence[torch.Tensor], stacked: Sequence[int], all_to_all: AllToAll) -> None:
         self._params, self._stacked, self._all_to_all = list(params), list(stacked), all_to_all
-        world_size = dist.get_world_size() if dist.is_initialized() else 1
-        self._whole: set[int] = set()
-        self.buckets: list[list[int]] = [[]]
-        total = 0
-        for number, param in enumerate(self._params):
-            if self.buckets[-1] and total + param.numel() > _ELEMENTS_AT_ONCE * world_size:
-                self.buckets.append([])
-                total = 0
-            self.buckets[-1].append(number)
-            total += param.numel()
-        loads: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
-        self._routes = [self._find_route(bucket, loads) for bucket in self.buckets]
+        known: dict[object, list[tuple[int, Region]]] = {}  # layers are alike, and ranks may be thousands
+        holders: list[list[tuple[int, Region]]] = []
+        for param in self._params:
+            layout = (param.device_mesh, param.placements) if isinstance(param, DTensor) else None
+            if (layout, param.shape) not in known:
+                known[layout, param.shape] = _get_holders(param)
+            holders.append(known[layout, param.shape])
+        is_split = [_are_split(param, of_param) for param, of_param in zip(self._params, holders, strict=True)]
+        self._loads = _make_loads()
+        self.buckets: list[list[int]] = []
+        self._routes: list[_Route | None] = []
+        for which in (False, True):
+            numbers = [number for number in range(len(self._params)) if is_split[number] == which]
+            # Of a replica, and not of this rank: the same for all.
+            sizes = [self._params[number].numel() / len(holders[number]) for number in numbers]
+            for bucket in _fill_buckets(numbers, sizes):
+                self.buckets.append(bucket)
+                self._routes.append(self._find_route(bucket, holders) if which else None)
 
-    def _find_route(self, bucket: list[int], loads: defaultdict[tuple[int, ...], list[int]]) -> _Route | None:
-        """None if every matrix of the bucket lies whole on its ranks; the same on all ranks, then."""
-        route, is_split = _Route(), False
+    def _find_route(self, bucket: list[int], holders: list[list[tuple[int, Region]]]) -> _Route:
+        """Share the matrices of a bucket: the costliest first, each for the rank that has the least to do yet.
+
+        Only among the ranks that hold a piece, who all know of each other's matrices: nothing need be agreed on.
+        """
+        me, found = dist.get_rank(), []
+        known: dict[int, dict[tuple[int, ...], tuple[tuple[int, Region], ...]]] = {}
         for number in bucket:
-            param = self._params[number]
-            holders = _get_holders(param)
-            if not _are_split(param, holders):
-                self._whole.add(number)
-                continue
-            is_split = True
-            ranks = tuple(rank for rank, _ in holders)
-            load = loads[ranks] or [0] * len(ranks)
-            loads[ranks] = load
-            for matrix in _get_matrices(param, self._stacked[number]):
-                shape = matrix.lengths[-2], matrix.lengths[-1]
-                place = load.index(min(load))
-                load[place] += min(shape) * shape[0] * shape[1]
-                owner, pieces = ranks[place], []
-                for rank, region in holders:
-                    piece = _overlap(matrix, region)
-                    if piece is None:
-                        continue
-                    pieces.append((rank, _inside(piece, matrix)[-2:]))
-                    if rank == dist.get_rank():
-                        route.sent[owner].append((number, _inside(piece, region)))
-                if owner == dist.get_rank():
-                    route.owned.append(_Owned(shape, ranks, tuple(pieces)))
-        return route if is_split else None
+            param, layout = self._params[number], id(holders[number])
+            if layout not in known:
+                known[layout] = _group_by_outer(holders[number], me)
+            by_outer = known[layout]
+            for matrix in _get_matrices(param, self._stacked[number], by_outer):
+                rows, columns = matrix.lengths[-2:]
+                found.append((min(rows, columns) * rows * columns, number, matrix, by_outer[matrix.starts[:-2]]))
+        route, loads = _Route(), _make_loads()
+        for cost, number, matrix, holding in sorted(found, key=lambda item: -item[0]):  # stable: alike on all ranks
+            ranks = tuple(rank for rank, _ in holding)
+            load, total = loads[ranks], self._loads[ranks]  # all wait for each bucket, so that comes first
+            owner = min(ranks, key=lambda rank: (load[rank], total[rank]))
+            load[owner] += cost
+            total[owner] += cost
+            for rank, region in holding:
+                if rank == me and (piece := _overlap(matrix, region)) is not None:
+                    route.sent[owner].append((number, _inside(piece, region)))
+            if owner == me:
+                pieces = [(rank, _overlap(matrix, region)) for rank, region in holding]
+                places = tuple((rank, _inside(piece, matrix)[-2:]) for rank, piece in pieces if piece is not None)
+                route.owned.append(_Owned((matrix.lengths[-2], matrix.lengths[-1]), ranks, places))
+        return route
 
     def apply(
         self, bucket: int, tensors: dict[int, torch.Tensor], change: Callable[[torch.Tensor], torch.Tensor]
@@ -113,16 +123,17 @@ class MatrixExchange:
             tensors: plain tensors of one dtype and device, contiguous, for every parameter of the bucket.
             change: (N, R, C) to (N, R, C), matrix by matrix; the same on all ranks.
 
-        Collectives: two all-to-all over all ranks if a matrix of the bucket is split; every rank must call.
+        Collectives: two all-to-all over all ranks if the matrices of the bucket are split; every rank must call.
         """
         route = self._routes[bucket]
-        for number in self.buckets[bucket]:
-            local = tensors[number]
-            if local.numel() and number in self._whole:
-                matrices = local.view(-1, local.shape[-2] // self._stacked[number], local.shape[-1])
-                matrices.copy_(change(matrices))
         if route is not None:
             self._exchange(route, tensors, change)
+            return
+        for number in self.buckets[bucket]:
+            local = tensors[number]
+            if local.numel():
+                matrices = local.view(-1, local.shape[-2] // self._stacked[number], local.shape[-1])
+                matrices.copy_(change(matrices))
 
     def _exchange(
         self, route: _Route, tensors: dict[int, torch.Tensor], change: Callable[[torch.Tensor], torch.Tensor]
@@ -132,13 +143,12 @@ class MatrixExchange:
         mine = [[tensors[number][place] for number, place in route.sent[rank]] for rank in ranks]
         whole = [like.new_empty(owned.shape) for owned in route.owned]
         theirs: list[list[torch.Tensor]] = [[] for _ in ranks]
-        for matrix, owned in zip(whole, route.owned, strict=True):
-            for rank, place in owned.pieces:
-                theirs[rank].append(matrix[place])
-        self._send(like, mine, theirs)
         together: defaultdict[object, list[torch.Tensor]] = defaultdict(list)
         for matrix, owned in zip(whole, route.owned, strict=True):
             together[owned.shape, owned.ranks].append(matrix)
+            for rank, place in owned.pieces:
+                theirs[rank].append(matrix[place])
+        self._send(like, mine, theirs)
         for matrices in together.values():
             for matrix, changed in zip(matrices, change(torch.stack(matrices)), strict=True):
                 matrix.copy_(changed)
@@ -148,11 +158,30 @@ class MatrixExchange:
         """`pieces`, by the rank that they go to, into `places`, by the rank that they come from."""
         sent, received = ([sum(x.numel() for x in of_rank) for of_rank in by_rank] for by_rank in (pieces, places))
         flat = [piece.reshape(-1) for of_rank in pieces for piece in of_rank]
-        out = like.new_empty(sum(received))
-        self._all_to_all(out, torch.cat([like.new_empty(0), *flat]), received, sent, group=dist.group.WORLD)
+        out, packed = like.new_empty(sum(received)), torch.cat([like.new_empty(0), *flat])
+        with timers.collective():
+            self._all_to_all(out, packed, received, sent, group=dist.group.WORLD)
         targets = [place for of_rank in places for place in of_rank]
         for place, values in zip(targets, out.split([place.numel() for place in targets]), strict=True):
             place.copy_(values.view(place.shape))
+
+
+def _make_loads() -> defaultdict[tuple[int, ...], Counter[int]]:
+    """What each rank has to do among the ranks of a tuple."""
+    return defaultdict(Counter)
+
+
+def _fill_buckets(numbers: Sequence[int], sizes: Sequence[float]) -> Iterator[list[int]]:
+    bucket: list[int] = []
+    total = 0.0
+    for number, size in zip(numbers, sizes, strict=True):
+        if bucket and total + size > _ELEMENTS_AT_ONCE:
+            yield bucket
+            bucket, total = [], 0.0
+        bucket.append(number)
+        total += size
+    if bucket:
+        yield bucket
 
 
 def _get_holders(param: torch.Tensor) -> list[tuple[int, Region]]:
@@ -179,18 +208,33 @@ def _are_split(param: torch.Tensor, holders: list[tuple[int, Region]]) -> bool:
     return any(region.numel and region.lengths[-2:] != whole for _, region in holders)
 
 
-def _get_matrices(param: torch.Tensor, stacked: int) -> Iterator[Region]:
-    *outer, rows, columns = param.shape
-    for index in product(*map(range, outer)):
+def _group_by_outer(
+    holders: list[tuple[int, Region]], me: int
+) -> dict[tuple[int, ...], tuple[tuple[int, Region], ...]]:
+    """By the outer indices of the matrices that this rank has a part of: who else has, in the order of `holders`."""
+    groups: defaultdict[tuple[int, ...], list[tuple[int, Region]]] = defaultdict(list)
+    outer = [product(*map(range, region.starts[:-2], _stops(region)[:-2])) for _, region in holders]
+    for (rank, region), indices in zip(holders, outer, strict=True):
+        if region.numel:
+            for index in indices:
+                groups[index].append((rank, region))
+    return {index: tuple(held) for index, held in groups.items() if any(rank == me for rank, _ in held)}
+
+
+def _get_matrices(param: torch.Tensor, stacked: int, outer: Iterable[tuple[int, ...]]) -> Iterator[Region]:
+    rows, columns = param.shape[-2] // stacked, param.shape[-1]
+    for index in outer:
         for part in range(stacked):
-            starts = (*index, part * (rows // stacked), 0)
-            yield Region(starts, (*(1 for _ in index), rows // stacked, columns))
+            yield Region((*index, part * rows, 0), (*(1 for _ in index), rows, columns))
+
+
+def _stops(region: Region) -> tuple[int, ...]:
+    return tuple(start + length for start, length in zip(region.starts, region.lengths, strict=True))
 
 
 def _overlap(a: Region, b: Region) -> Region | None:
     starts = tuple(map(max, a.starts, b.starts))
-    stops = [min(s + n, t + m) for s, n, t, m in zip(a.starts, a.lengths, b.starts, b.lengths, strict=True)]
-    lengths = tuple(stop - start for stop, start in zip(stops, starts, strict=True))
+    lengths = tuple(stop - start for stop, start in zip(map(min, _stops(a), _stops(b)), starts, strict=True))
     return Region(starts, lengths) if min(lengths) > 0 else None
 
 

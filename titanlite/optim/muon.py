@@ -4,6 +4,7 @@ of decoder layers; AdamW for all else.
 Shape suffixes: N matrices of R rows and C columns.
 """
 
+from functools import reduce
 from typing import Any
 
 import torch
@@ -80,19 +81,20 @@ class Muon(torch.optim.Optimizer):
         self._adamw.found_inf = found_inf  # type: ignore[attr-defined]
         self._adamw.step()
         keep = None if found_inf is None else found_inf.to(torch.bool)
+        dtype = _get_dtype([param for param, _ in self._params])
         for bucket, numbers in enumerate(self._exchange.buckets):
-            steps = {number: self._take_momentum(self._params[number][0], keep) for number in numbers}
+            steps = {number: self._take_momentum(self._params[number][0], keep, dtype) for number in numbers}
             self._exchange.apply(bucket, steps, orthogonalize)
             for number, step in steps.items():
                 self._move(number, step, keep)
 
-    def _take_momentum(self, param: nn.Parameter, keep: torch.Tensor | None) -> torch.Tensor:
+    def _take_momentum(self, param: nn.Parameter, keep: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
         """Update the momentum; returns this rank's part of the step before it is made orthogonal."""
         local = local_of(param)
-        dtype = _get_dtype(local)
-        if param.grad is None:  # the other ranks have none, either, but take part
+        if not self._is_stepped(param):  # no other rank has a gradient, either, but all take part
             return torch.zeros_like(local, dtype=dtype)
-        state, grad = self.state[param], local_of(param.grad)
+        state = self.state[param]
+        grad = torch.zeros_like(local) if param.grad is None else local_of(param.grad)
         if MOMENTUM not in state:
             state[MOMENTUM] = torch.zeros_like(param)
         buffer = local_of(state[MOMENTUM])
@@ -100,10 +102,14 @@ class Muon(torch.optim.Optimizer):
         buffer.copy_(new if keep is None else torch.where(keep, buffer, new))
         return torch.add(grad, new, alpha=self._momentum).to(dtype)
 
+    def _is_stepped(self, param: nn.Parameter) -> bool:
+        """With a gradient, now or before: ranks that hold pieces of a matrix agree on that, whoever used it last."""
+        return param.grad is not None or param in self.state
+
     def _move(self, number: int, step: torch.Tensor, keep: torch.Tensor | None) -> None:
-        """Weight decay, and the orthogonal step, of this rank's part of a parameter that has a gradient."""
+        """Weight decay, and the orthogonal step, of this rank's part of a parameter."""
         param, group = self._params[number]
-        if param.grad is None:
+        if not self._is_stepped(param):
             return
         local, lr = local_of(param), group["lr"]
         longer = max(param.shape[-2] // self._stacked[number], param.shape[-1])
@@ -111,6 +117,8 @@ class Muon(torch.optim.Optimizer):
         local.copy_(moved if keep is None else torch.where(keep, local, moved))
 
 
-def _get_dtype(local: torch.Tensor) -> torch.dtype:
-    """bfloat16 on CUDA, where it takes half the time to compute and to send and is as good; else the parameter's."""
-    return torch.bfloat16 if kernel_device(local.device) == "cuda" else local.dtype
+def _get_dtype(params: list[nn.Parameter]) -> torch.dtype:
+    """bfloat16 on CUDA, where it takes half the time to compute and to send and is as good; else the parameters'."""
+    if any(kernel_device(param.device) == "cuda" for param in params):
+        return torch.bfloat16
+    return reduce(torch.promote_types, (param.dtype for param in params), torch.bfloat16)

@@ -1,20 +1,27 @@
 """Muon on one process against a float64 loop and torch's own, its parameters, and matrices that lie in pieces."""
 
+import math
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from titanlite.config import JobConfig
 from titanlite.config.check import check_values
 from titanlite.config.schema import OptimizerSection
+from titanlite.distributed import fake_ranks
 from titanlite.materialize import materialize
 from titanlite.models.decoder import build_decoder
 from titanlite.models.families import families
 from titanlite.optim import build_optimizer, muon_matrices, step_if_finite
 from titanlite.optim.adamw import LocalAdamW
+from titanlite.optim.matrix_exchange import MatrixExchange
 from titanlite.optim.muon import Muon, orthogonalize
+from titanlite.optim.parameters import _get_num_stacked
 
 SHAPES = {"wide": (8, 20), "tall": (20, 8), "square": (9, 9), "experts": (3, 6, 10), "stacked": (2, 12, 5)}
 
@@ -198,3 +205,69 @@ def test_momentum_is_muons():
     assert check_values(job) == [
         'optimizer.momentum = 0.9 is Muon\'s, and optimizer.name is "AdamW". Set that, or leave the momentum out.'
     ]
+
+
+def split_like(make, world_size, experts_over=1):
+    """`make(exchange)` on every rank: 5 matrices of 64 x 32 over all, 8 experts of 2 x 24 x 16 over groups."""
+    found = []
+    for rank in range(world_size):
+        with fake_ranks(world_size, rank):
+            mesh = init_device_mesh("cpu", (world_size,))
+            both = init_device_mesh("cpu", (experts_over, world_size // experts_over))
+            params = [distribute_tensor(torch.empty(64, 32, device="meta"), mesh, [Shard(0)]) for _ in range(5)]
+            experts = torch.empty(8, 48, 16, device="meta")
+            params.append(distribute_tensor(experts, both, [Shard(1), Shard(0)]))
+            found.append(make(MatrixExchange(params, [1, 1, 1, 1, 1, 2], None)))
+    return found
+
+
+def test_work_is_shared_among_the_ranks_that_hold_a_matrix():
+    owned = split_like(
+        lambda exchange: [item.shape for route in exchange._routes if route for item in route.owned], 4, 2
+    )
+    assert Counter(shape for of_rank in owned for shape in of_rank) == {(64, 32): 5, (24, 16): 16}
+    assert sorted(of_rank.count((64, 32)) for of_rank in owned) == [1, 1, 1, 2]
+    assert [of_rank.count((24, 16)) for of_rank in owned] == [4, 4, 4, 4]
+
+
+def test_what_lies_whole_does_not_travel():
+    buckets = split_like(lambda exchange: list(zip(exchange.buckets, exchange._routes, strict=True)), 4)
+    for of_rank in buckets:
+        (whole, none), (split, route) = of_rank
+        assert (whole, none) == ([5], None) and split == [0, 1, 2, 3, 4] and route is not None
+
+
+def test_buckets_are_filled_by_what_a_rank_holds(monkeypatch):
+    monkeypatch.setattr("titanlite.optim.matrix_exchange._ELEMENTS_AT_ONCE", 64 * 32 / 2)  # of four ranks: two matrices
+    for buckets in split_like(lambda exchange: exchange.buckets, 4):
+        assert buckets == [[5], [0, 1], [2, 3], [4]]
+
+
+def test_ranks_agree_on_what_they_send():
+    """What one rank sends another is as much as that one waits for."""
+
+    def sizes(exchange):
+        sent, received = Counter(), Counter()
+        for route in filter(None, exchange._routes):
+            for rank, pieces in route.sent.items():
+                sent[rank] += sum(math.prod(part.stop - part.start for part in place) for _, place in pieces)
+            for item in route.owned:
+                for rank, place in item.pieces:
+                    received[rank] += math.prod(part.stop - part.start for part in place)
+        return sent, received
+
+    found = split_like(sizes, 6, 2)
+    for source, (sent, _) in enumerate(found):
+        for target, (_, received) in enumerate(found):
+            assert sent[target] == received[source], (source, target)
+    assert sum(sum(sent.values()) for sent, _ in found) == 5 * 64 * 32 + 8 * 48 * 16
+
+
+def test_transformers_experts_are_two_matrices_where_they_say_so():
+    class Experts(nn.Module):
+        has_gate, is_concatenated, is_transposed = True, True, False
+
+    assert _get_num_stacked(Experts(), "gate_up_proj") == 2 and _get_num_stacked(Experts(), "down_proj") == 1
+    Experts.is_transposed = True
+    assert _get_num_stacked(Experts(), "gate_up_proj") == 1
+    assert _get_num_stacked(nn.Linear(2, 2), "weight") == 1
