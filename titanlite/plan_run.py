@@ -199,9 +199,7 @@ def _sweep(job: JobConfig, known: argparse.Namespace, hardware: Hardware) -> int
     print(render_sweep(found, hardware))
     print(f"{found.traced} combinations traced, the others derived, in {started.describe()}")
     if job.optimizer.name == "Muon":
-        print(
-            "Muon: its exchange of matrices is taken from few layers and the traced number of replicas; plan one of them"
-        )
+        print("Muon: its exchange is taken from few layers, and from the traced number of replicas. Plan one of them.")
     if known.json is not None:
         _write(known.json, {"world_size": known.world_size, "hardware": vars(hardware), **sweep_to_json(found)})
     return 0 if found.fitting else 1
