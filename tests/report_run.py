@@ -56,7 +56,7 @@ def write_run(folder: Path, steps: int = 60, *, every: int = 1, loss: float = 8.
                 )
             )
             if step % (20 * every) == 0:
-                metrics.log_validation(step, 1.1 * loss / step)
+                metrics.log_validation(step, 1.1 * loss / step, {"math": loss / step, "web": 1.2 * loss / step})
                 example = {"prompt": NASTY, "prediction": "4", "reference": "four", "score": 0.5}
                 metrics.log_evaluation(step, {"eval/exact_match": step / steps, "eval/ended": 1.0}, [example])
     open_events(folder)

@@ -20,7 +20,7 @@ from titanlite.report.read import Run
 
 # Section -> its plots, by name; those that start with other_ follow the last of the first section.
 _SECTIONS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    ("learning", "Learning", ("loss", "lr", "grad_norm", "grad_groups")),
+    ("learning", "Learning", ("loss", "validation", "lr", "grad_norm", "grad_groups")),
     ("speed", "Speed", ("throughput", "mfu", "padding", "time", "busy", "ranks", "memory")),
     ("experts", "Experts", ("expert_load", "layer_load", "entropy", "bias", "lost_rows")),
     ("evaluation", "Evaluation", ("evaluation",)),

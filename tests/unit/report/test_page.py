@@ -56,6 +56,11 @@ def test_every_plot_has_the_values_of_the_run(page: str):
     assert loss["train"][4] == 2.0 and len(loss["train"]) == 60
     assert loss["validation"] == {20: 0.44, 40: 0.22, 60: 0.14667}
     assert loss["largest of a step"][4] == 4.0
+    assert lines_of(charts["validation"]) == {
+        "math": {20: 0.4, 40: 0.2, 60: 0.13333},
+        "web": {20: 0.48, 40: 0.24, 60: 0.16},
+    }
+    assert all(f'id="plot-{name}"' in page for name in charts), "a plot without a place"
     assert list(lines_of(charts["grad_norm"])) == ["Gradient norm"], "no second line of the same values"
     assert [name for name in charts if name.startswith("other_")] == ["other_0"], "no plot of the steps"
     assert lines_of(charts["grad_groups"])["experts"][30] == 1.2
