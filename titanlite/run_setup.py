@@ -10,7 +10,7 @@ import torch.distributed as dist
 from titanlite.checkpoint import Progress
 from titanlite.config import AnyModelConfig, JobConfig, TransformersConfig, save_resolved
 from titanlite.data import TrainLoader
-from titanlite.data.mixture import get_use
+from titanlite.data.mixture import get_sources
 from titanlite.distributed import ParallelDims, base_dtype, mixed_precision_dtypes, parallelize
 from titanlite.errors import ConfigError, DataError
 from titanlite.logger import log_to_folder, logger
@@ -51,24 +51,31 @@ def resolve_steps(job: JobConfig, loader: TrainLoader) -> JobConfig:
     length = f"{steps:,} steps of {size} sequences, {steps * size * job.training.seq_len:,} tokens with padding"
     if num_sequences is None:
         logger.info("training: %s", length)
-    else:
-        logger.info("training: %s, %.3g epochs", length, steps * size / num_sequences)
-    uses = get_use(loader.dataset, steps * size)
-    for use in uses:
-        if use.source:
-            epochs = "" if use.epochs is None else f", {use.epochs:.3g} epochs"
-            logger.info("training: of %s %s sequences%s", use.source, f"{use.num_sequences:,}", epochs)
-    many = [use for use in uses if use.epochs is not None and use.epochs > _MANY_EPOCHS]
-    if job.checkpoint.initial_load_path and many and get_rank() == 0:
-        has_weights = num_sequences is None
-        sources = f" of {', '.join(use.source for use in many)}" if has_weights else ""
+        return job
+    epochs = steps * size / num_sequences
+    logger.info("training: %s, %.3g epochs", length, epochs)
+    _warn_of_many_epochs(job, epochs, "", "training.epochs")
+    return job
+
+
+def describe_sources(job: JobConfig, loader: TrainLoader) -> None:
+    """Say how much of each source of a mixture a run takes to its end, with what it took before it was resumed."""
+    sizes = {source.name: source.dataset.num_train_sequences for source in get_sources(loader.dataset)}
+    for name, count in loader.get_taken(job.training.steps).items():
+        size = sizes[name]
+        epochs = "" if size is None else f", {count / size:.3g} epochs"
+        logger.info("training: of %s %s sequences%s", name, f"{count:,}", epochs)
+        if size is not None and loader.dataset.num_train_sequences is None:  # else all have the same epochs
+            _warn_of_many_epochs(job, count / size, f" of {name}", f"data.sources.{name}.weight to less")
+
+
+def _warn_of_many_epochs(job: JobConfig, epochs: float, source: str, remedy: str) -> None:
+    if job.checkpoint.initial_load_path and epochs > _MANY_EPOCHS and get_rank() == 0:
         logger.warning(
             "training: a pretrained model sees the data%s %.0f times, which it learns by heart. Set %s, or lower "
             "training.steps, if that is not meant.",
-            *(sources, max(use.epochs or 0 for use in many)),
-            f"data.sources.{many[0].source}.weight to less" if has_weights else "training.epochs",
+            *(source, epochs, remedy),
         )
-    return job
 
 
 def record_start(step: int, where: str, *, resumed: bool, rewound: bool) -> None:

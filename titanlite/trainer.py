@@ -45,6 +45,7 @@ from titanlite.run_setup import (
     check_data_order,
     check_device,
     check_vocabulary,
+    describe_sources,
     make_dump_folder,
     record_start,
     resolve_steps,
@@ -106,6 +107,7 @@ class Trainer(TrainStep):
             check_data_order(start, self.loader)
             jumps = [(rewind.spike_step - 1, rewind.samples) for rewind in self.rewinds]
             self.loader.start_from(start.step, start.samples, jumps, start.stretches, start.taken)
+        describe_sources(job, self.loader)
         self.results = Results(job, None if start is None else start.results)
         self.evaluator = build_evaluator(job, self.loader.dataset, self.tokenizer, model_config, self.dims, self.device)
         self.divergence = DivergenceCheck(job, self.plan, self.optimizer, self.dims.dp_rank, self.step)

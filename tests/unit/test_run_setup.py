@@ -3,17 +3,20 @@
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from titanlite import run_setup
 from titanlite.config import JobConfig
-from titanlite.data import TrainLoader
+from titanlite.data import PackedDataset, TokenizedCorpus, TrainLoader
+from titanlite.data.mixture import MixtureDataset
 from titanlite.errors import ConfigError, DataError
 from titanlite.models.families import families
 from titanlite.run_setup import (
     check_device,
     check_vocabulary,
+    describe_sources,
     resolve_steps,
     turn_off_dropout,
     warn_of_ignored_balancing,
@@ -115,6 +118,31 @@ def test_a_pretrained_model_that_sees_its_data_often_is_a_warning(warnings, monk
     job.training.steps = 126
     resolve_steps(job, loader_of(100))
     assert "sees the data 10 times" in warnings[0] and "training.epochs" in warnings[0]
+
+
+def test_sources_of_a_mixture_are_counted_to_the_end_of_the_run(warnings, monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(run_setup.logger, "info", lambda text, *values: said.append(text % values))
+    monkeypatch.setenv("RANK", "0")
+    corpora = {
+        name: TokenizedCorpus(np.ones(10 * size + 1, np.uint16), 0, 2, 1) for name, size in (("a", 30), ("b", 90))
+    }
+    parts = {name: PackedDataset(corpus, 10, 0.0) for name, corpus in corpora.items()}
+    mixture = MixtureDataset(parts, {"a": 3.0, "b": 1.0})
+    loader = TrainLoader(mixture, seed=1, global_batch_size=8, local_batch_size=8, dp_rank=0, dp_degree=1)
+    loader.start_from(2048, 16384, taken={"a": 100, "b": 20})  # 16384 samples, of which the run took other sources
+    job = JobConfig()
+    job.training.steps = 4096
+    describe_sources(job, loader)
+    assert said == [
+        "training: of a 12,388 sequences, 413 epochs",
+        "training: of b 4,116 sequences, 45.7 epochs",
+    ]
+    job.checkpoint.initial_load_path = "model"
+    describe_sources(job, loader)
+    assert "sees the data of a 413 times" in warnings[0] and "Set data.sources.a.weight to less" in warnings[0]
+    describe_sources(job, loader_of(100))
+    assert len(said) == 4 and len(warnings) == 2
 
 
 def test_a_model_without_experts_has_nothing_to_balance(warnings, monkeypatch):

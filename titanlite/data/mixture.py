@@ -39,14 +39,6 @@ class Source(NamedTuple):
     dataset: SequenceDataset
 
 
-class Use(NamedTuple):
-    """How much of a source the first samples of a run take; `epochs` is None where the size is not known."""
-
-    source: str
-    num_sequences: int
-    epochs: float | None
-
-
 def get_source_seed(seed: int, name: str) -> int:
     """The seed of the order of source `name`: sources of one size are not to go side by side."""
     return seed + (zlib.crc32(name.encode()) << 32)
@@ -162,15 +154,6 @@ def name_source(error: DataError, name: str) -> DataError:
 def get_sources(dataset: TrainDataset) -> list[Source]:
     """The sources of a mixture, or the one that `dataset` is."""
     return dataset.sources if isinstance(dataset, MixtureDataset) else [Source("", 1.0, cast(SequenceDataset, dataset))]
-
-
-def get_use(dataset: TrainDataset, num_samples: int) -> list[Use]:
-    """How much of each source the first `num_samples` samples take, to within a period."""
-    found = []
-    for name, share, part in get_sources(dataset):
-        size = part.num_train_sequences
-        found.append(Use(name, round(num_samples * share), None if size is None else num_samples * share / size))
-    return found
 
 
 def _get_form(sources: Mapping[str, SequenceDataset]) -> str:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from titanlite.config.schema import JobConfig, SourceSection
 from titanlite.data import PackedDataset, StreamDataset, TokenizedCorpus, TrainLoader, build_data
 from titanlite.data.dataset import get_permutation
-from titanlite.data.mixture import PERIOD, MixtureDataset, _get_quotas, get_source_seed, get_sources, get_use
+from titanlite.data.mixture import PERIOD, MixtureDataset, _get_quotas, get_source_seed, get_sources
 from titanlite.data.prompts import evaluation_prompts
 from titanlite.data.shown import get_shown_documents
 from titanlite.errors import DataError
@@ -158,14 +158,6 @@ def test_forms_of_sources() -> None:
     assert form("preference", "preference") == "preference"
     with pytest.raises(DataError, match=r"s1 has preference pairs, but s0 \(messages\), s2 \(text\) has none"):
         form("messages", "preference", "text")
-
-
-def test_use_of_sources() -> None:
-    use = get_use(make_mixture([1, 2, 5]), 800)
-    assert [(part.source, part.num_sequences) for part in use] == [("a", 100), ("b", 200), ("c", 500)]
-    assert [part.epochs for part in use] == pytest.approx([100 / 90, 200 / 180, 500 / 27])
-    (alone,) = get_use(make_part(100, 0), 45)
-    assert alone == ("", 45, 0.5)
 
 
 # --- through the loader
