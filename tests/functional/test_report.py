@@ -105,7 +105,7 @@ def test_every_plot_has_data_and_nothing_is_loaded_or_complained_of(open_page, p
     assert points["loss"] == 3 * STEPS + 3, "raw, smoothed, the largest, and three validations"
     assert points["time"] == 6 * STEPS and points["ranks"] == 2 * RANKS
     assert points["expert_load"] == LAYERS * EXPERTS and points["layer_load"] == LAYERS * STEPS
-    assert all(count > 0 for count in points.values()) and len(points) == 16
+    assert all(count > 0 for count in points.values()) and len(points) == 17
     assert opened.document.count('<path class="line') >= 15
     drawn = opened.document.partition("<main>")[2].partition("</main>")[0]
     assert not re.search(r"NaN|Infinity|undefined|\[object", drawn)
