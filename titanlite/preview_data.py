@@ -107,7 +107,7 @@ def show_data(loader: TrainLoader, show: Painter, num_samples: int) -> None:
     print(f"  steps      {epoch}of {size} sequences each, on {loader.dp_degree} data ranks")
     print(f"  order      {loader.fingerprint}", flush=True)  # a stream may take its time for the first sample
     show_samples(loader, show, num_samples)
-    for source in get_sources(dataset):
+    for source in sources:
         if isinstance(source.dataset, StreamDataset):
             for what, count in source.dataset.left_out.items():
                 print(f"\n  left out so far{f' of {source.name}' if source.name else ''}: {count} {what}")

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from titanlite.checkpoint.planned_reads import PlannedReads
+from titanlite.checkpoint.space import count_moments
 from titanlite.logger import logger
 from titanlite.materialize import Plan, TensorEntry
 from titanlite.materialize.sources import Read
@@ -22,7 +23,6 @@ from titanlite.run_files import replace_file
 from titanlite.tables import fold_names, format_memory, texts_between_numbers
 
 PLAN_FILE = "plan.json"
-_MOMENTS, _MUON_MOMENTS = 2, 1  # of AdamW and Muon, in the dtype of the parameter
 _STEP_BYTES = 4  # AdamW's count of steps, one float32 per parameter
 
 
@@ -86,12 +86,11 @@ class RunPlan:
 def build_run_plan(plan: Plan, muon: Container[torch.Tensor] = (), *, fold: bool = True) -> RunPlan:
     """The figures of this rank. No communication; what lies in files is taken from their headers, read already.
 
-    `muon` are the parameters that Muon steps, and not AdamW.
+    `muon` are the parameters that Muon steps, and not AdamW, which counts its steps.
     """
     params = [entry for entry in plan.entries if entry.info.kind == "parameter"]
     trained = [entry for entry in params if entry.tensor.requires_grad]
-    of_muon = [entry for entry in trained if entry.tensor in muon]
-    of_adamw = [entry for entry in trained if entry.tensor not in muon]
+    moments = sum(count_moments(entry.tensor, muon) * entry.local_bytes for entry in trained)
     rank = dist.get_rank()
     return RunPlan(
         rank=rank,
@@ -99,7 +98,7 @@ def build_run_plan(plan: Plan, muon: Container[torch.Tensor] = (), *, fold: bool
         tensors=tuple(_group(plan.entries, fold)),
         weights=_bytes_of(params),
         gradients=_bytes_of(trained),
-        optimizer=_MUON_MOMENTS * _bytes_of(of_muon) + _MOMENTS * _bytes_of(of_adamw) + _STEP_BYTES * len(of_adamw),
+        optimizer=moments + _STEP_BYTES * sum(entry.tensor not in muon for entry in trained),
         buffers=plan.local_bytes - _bytes_of(params),
         read_bytes=PlannedReads(plan).of_rank(rank).read,
     )

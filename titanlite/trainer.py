@@ -104,9 +104,9 @@ class Trainer(TrainStep):
         objective = build_objective(job, self.loader.dataset.form)
         super().__init__(job, self.dims, self.device, self.model, optimizer, objective, self.step)
         if start is not None:
-            check_data_order(start, self.loader)
             jumps = [(rewind.spike_step - 1, rewind.samples) for rewind in self.rewinds]
             self.loader.start_from(start.step, start.samples, jumps, start.stretches, start.taken)
+            check_data_order(start, self.loader)
         describe_sources(job, self.loader)
         self.results = Results(job, None if start is None else start.results)
         self.evaluator = build_evaluator(job, self.loader.dataset, self.tokenizer, model_config, self.dims, self.device)
@@ -173,7 +173,7 @@ class Trainer(TrainStep):
         with self.checkpointer, self.metrics, build_profiler(job, self.dump_folder) as profiler:
             self.stopping = self.checkpointer.agree(stop.is_requested())  # while everything was loaded
             if self.step == 0 and not self.stopping:
-                self.assess(before=True)  # what the model could do before
+                self.assess(last=False)  # what the model could do before
             window = Window()
             while self.step < job.training.steps and not (self.stopping or self.results.exhausted or self.rewind):
                 self.enter("data")
@@ -213,7 +213,8 @@ class Trainer(TrainStep):
         Collective: every rank must call.
         """
         self.model.eval()
-        losses, loss_of_all, units_of_all = {}, 0.0, 0.0
+        losses: dict[str, float] = {}
+        loss_of_all, units_of_all = torch.zeros(2, dtype=torch.float64, device=self.device)
         for source, weight, batches in self.loader.validation_sets(self.job.validation.steps):
             loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
             units = torch.zeros((), dtype=torch.int64, device=self.device)
@@ -222,17 +223,20 @@ class Trainer(TrainStep):
                 batch = batch.to(self.device)
                 loss_sum += self.objective(self.model, batch).loss
                 units += self.objective.count(batch)
-            loss, count = self.sum_over_data(loss_sum).item(), self.sum_over_data(units).item()
-            losses[source] = loss / count
-            loss_of_all += weight * loss
-            units_of_all += weight * count
+            loss_sum, units = self.sum_over_data(loss_sum), self.sum_over_data(units)
+            losses[source] = (loss_sum / units).item()
+            loss_of_all += weight * loss_sum
+            units_of_all += weight * units
         self.model.train()
-        return loss_of_all / units_of_all, losses
+        return (loss_of_all / units_of_all).item(), losses
 
-    def assess(self, *, before: bool = False, last: bool = False) -> bool:
-        """Validate and evaluate where that is due; True if this step is the best. Collective: every rank must call."""
+    def assess(self, *, last: bool) -> bool:
+        """Validate and evaluate where that is due, as it is at step 0; True if this step is the best.
+
+        Collective: every rank must call.
+        """
         validation, is_best = self.job.validation, False
-        if validation.enable and (self.step % validation.freq == 0 or before or last):
+        if validation.enable and (self.step % validation.freq == 0 or last):
             self.raise_if_not_finite()
             loss, losses = self.validate()
             loss = on_first_rank(lambda: loss)  # decides when to stop and what to keep: to the last bit on all ranks

@@ -14,15 +14,17 @@ from titanlite.logger import logger
 from titanlite.materialize import Plan
 from titanlite.models.lora import is_adapter
 
-_MOMENTS, _MUON_MOMENTS = 2, 1  # of AdamW and Muon, in the parameter's dtype
+
+def count_moments(param: torch.Tensor, muon: Container[torch.Tensor]) -> int:
+    """How many moments the optimizer keeps of a trained parameter, in its dtype; `muon` are those that Muon steps."""
+    return 1 if param in muon else 2
 
 
 def count_bytes(plan: Plan, job: JobConfig, muon: Container[torch.Tensor]) -> int:
     """Bytes of a checkpoint: the model in `checkpoint.export_dtype`, its exact weights if that loses bits, the moments.
 
-    `muon` are the parameters that Muon steps, and not AdamW.
-
-    With adapters, of these alone. Headers, tokenizer and other small files are not counted.
+    With adapters, of these alone. Headers, tokenizer and other small files are not counted. `muon` as in
+    `count_moments`.
     """
     total = 0
     for entry in plan.entries:
@@ -31,9 +33,8 @@ def count_bytes(plan: Plan, job: JobConfig, muon: Container[torch.Tensor]) -> in
             continue
         own = entry.dtype.itemsize
         export = getattr(torch, job.checkpoint.export_dtype).itemsize if is_param and not job.lora.rank else own
-        moments = (_MUON_MOMENTS if entry.tensor in muon else _MOMENTS) * own
-        moments = moments if is_param and entry.tensor.requires_grad else 0
-        total += math.prod(entry.info.shape) * (export + (own if export < own else 0) + moments)
+        moments = count_moments(entry.tensor, muon) if is_param and entry.tensor.requires_grad else 0
+        total += math.prod(entry.info.shape) * (export + (own if export < own else 0) + moments * own)
     return total
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from titanlite.config.schema import JobConfig
-from titanlite.config.sources import get_sources
+from titanlite.config.sources import get_source_key, get_sources
 from titanlite.errors import ConfigError
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
@@ -95,11 +95,8 @@ def find_missing_files(job: JobConfig) -> list[str]:
     paths = [("data.tokenizer_path", data.tokenizer_path, False), ("data.chat_template", data.chat_template, False)]
     if data.dataset != "stdlib":
         for name, source in get_sources(data).items():
-            section = f"data.sources.{name}" if name else "data"
-            paths += [
-                (f"{section}.path", source.path, on_hub),
-                (f"{section}.validation_path", source.validation_path, on_hub),
-            ]
+            given = {"path": source.path, "validation_path": source.validation_path}
+            paths += [(get_source_key(data, name, setting), path, on_hub) for setting, path in given.items()]
     paths.append(("evaluation.path", job.evaluation.path, True))
     return [
         f"{key}: {name} does not exist. Relative paths begin at the current folder, {Path.cwd()}."

@@ -21,7 +21,7 @@ from titanlite.config.schema import (
     LoRASection,
     OptimizerSection,
 )
-from titanlite.config.settings import get_value
+from titanlite.config.settings import SOURCES, get_value
 from titanlite.config.sources import get_source_key, get_sources
 from titanlite.errors import ConfigError
 
@@ -244,7 +244,7 @@ def _check_source(job: JobConfig, name: str, source: DataSection) -> list[str]:
     def get_key(setting: str) -> str:
         return get_source_key(job.data, name, setting)
 
-    path = f"data.sources.{name}.path" if name else "data.path"
+    path = get_key("path")
     nearest = get_close_matches(name, [other for other in job.data.sources if other != name], 1)
     if name and not source.path and nearest:
         return [f"data.sources.{name} has no path; did you mean data.sources.{nearest[0]}? Else set {path}."]
@@ -269,10 +269,8 @@ def _check_source(job: JobConfig, name: str, source: DataSection) -> list[str]:
                 + f'{format_value(source.format)}. Set {get_key("format")} = "text", or leave '
                 + f"{get_key('text_field')} out."
             ]
-        own = {
-            key: text for key, text in _find_unused(job.data, name, source).items() if not name or ".sources." in key
-        }
-        return list(own.values())
+        unused = _find_unused(job.data, name, source)
+        return [text for key, text in unused.items() if not name or key.startswith(f"{SOURCES}.")]
     given = [
         get_key(field.name)
         for field in fields(source)
@@ -288,9 +286,10 @@ def _check_unused(data: DataSection) -> list[str]:
     """Settings of `[data]` that have an effect on none of several sources."""
     if not data.sources or data.dataset != "examples":
         return []
-    found = [_find_unused(data, name, source) for name, source in get_sources(data).items()]
-    problems = {key: text.replace("which this is not", "which no source is") for key, text in found[0].items()}
-    for name, unused in zip(sorted(data.sources), found, strict=True):
+    found = {name: _find_unused(data, name, source) for name, source in get_sources(data).items()}
+    first = next(iter(found.values()))
+    problems = {key: text.replace("which this is not", "which no source is") for key, text in first.items()}
+    for name, unused in found.items():
         # One that has a value of its own does not need that of [data].
         own = {key for key in problems if get_source_key(data, name, key.removeprefix("data.")) != key}
         problems = {key: text for key, text in problems.items() if key in unused or key in own}

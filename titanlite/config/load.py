@@ -273,9 +273,10 @@ class _Reader:
                 self.note_source(key)  # even if it is empty: that is a mistake to be named
                 self.read_table(where, cast(dict[str, object], value), key)
             else:
-                shown, header = _shorten(format_value(value)), f"{SOURCES}.NAME" if key == SOURCES else key
-                text = f"{key} = {shown} is not a section. Write [{header}] and its keys below."
-                self.refuse(where, text, key, "data.path", "data.dataset")
+                shown, header, suspects = _shorten(format_value(value)), key, [key]
+                if key == SOURCES:  # without them data.path would be missing
+                    header, suspects = f"{SOURCES}.NAME", [key, "data.path", "data.dataset"]
+                self.refuse(where, f"{key} = {shown} is not a section. Write [{header}] and its keys below.", *suspects)
 
     def read_override(self, where: str, key: str, text: str) -> None:
         """Take one override of the command line."""

@@ -10,7 +10,7 @@ from titanlite.config.sources import get_sources
 from titanlite.data.corpus import build_corpus
 from titanlite.data.dataset import PackedDataset, SequenceDataset, TrainDataset
 from titanlite.data.loader import TrainLoader
-from titanlite.data.mixture import MixtureDataset, get_source_seed, name_source
+from titanlite.data.mixture import MixtureDataset, get_source_seed, naming_source
 from titanlite.data.tokenizer import build_tokenizer, load_tokenizer
 from titanlite.data.tokens import build_tokens
 from titanlite.errors import DataError
@@ -82,11 +82,9 @@ def _build_mixture(data: DataSection, seq_len: int, seed: int) -> tuple["PreTrai
     tokenizer = load_tokenizer(data.tokenizer_path) if data.dataset == "text" else _load_example_tokenizer(data)
     parts = {}
     for name, source in get_sources(data).items():
-        try:
+        with naming_source(name):
             where = f"data.sources.{name}"
             _, parts[name] = _build_source(source, seq_len, get_source_seed(seed, name), where, tokenizer)
-        except DataError as error:
-            raise name_source(error, name) from None
     weights = {name: source.weight for name, source in data.sources.items() if source.weight is not None}
     return tokenizer, MixtureDataset(parts, weights or None)
 

@@ -8,11 +8,12 @@ source goes through epochs of its own. Without, quotas are the sizes of the sour
 
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from functools import lru_cache
 from itertools import pairwise
-from typing import NamedTuple, TypeVar, cast
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -22,8 +23,6 @@ from titanlite.data.dataset import Batch, SequenceDataset, TrainDataset, get_per
 from titanlite.errors import DataError
 
 PERIOD = 1 << 14  # samples, where there are weights: shares are multiples of 1/16384
-
-_T = TypeVar("_T")
 
 
 class Source(NamedTuple):
@@ -111,7 +110,8 @@ class MixtureDataset:
             name = self.names[number]
             first += self.offsets.get(name, 0)
             part_seed, last = get_source_seed(seed, name), first + len(places)
-            of_part = self._ask(number, lambda part, a=first, b=last, s=part_seed: part.get_train_indices(s, a, b))
+            with naming_source(name):
+                of_part = self.parts[number].get_train_indices(part_seed, first, last)
             indices[places - start] = of_part * len(self.parts) + number
         return indices
 
@@ -131,24 +131,22 @@ class MixtureDataset:
         order = np.argsort(numbers_B, kind="stable")
         batches = []
         for number in np.unique(numbers_B).tolist():
-            places = places_B[numbers_B == number]
-            batches.append(self._ask(number, lambda part, places=places: part.batch(places)))
+            with naming_source(self.names[number]):
+                batches.append(self.parts[number].batch(places_B[numbers_B == number]))
         back = torch.from_numpy(np.argsort(order, kind="stable"))
         names = [field.name for field in fields(Batch)]
         return Batch(**{name: torch.cat([getattr(batch, name) for batch in batches])[back] for name in names})
 
-    def _ask(self, number: int, question: Callable[[SequenceDataset], _T]) -> _T:
-        try:
-            return question(self.parts[number])
-        except DataError as error:
-            raise name_source(error, self.names[number]) from None
 
-
-def name_source(error: DataError, name: str) -> DataError:
-    """`error` of source `name`, with the keys that it has in the configuration."""
-    own = "|".join(field.name for field in fields(SourceSection))
-    text = re.sub(rf"\bdata\.({own})\b", rf"data.sources.{name}.\1", str(error).removeprefix("data: "))
-    return DataError(f"data.sources.{name}: {text}")
+@contextmanager
+def naming_source(name: str) -> Iterator[None]:
+    """A `DataError` inside names the source, and settings by the keys that it has for them."""
+    try:
+        yield
+    except DataError as error:
+        own = "|".join(field.name for field in fields(SourceSection))
+        text = re.sub(rf"\bdata\.({own})\b", rf"data.sources.{name}.\1", str(error).removeprefix("data: "))
+        raise DataError(f"data.sources.{name}: {text}") from None
 
 
 def get_sources(dataset: TrainDataset) -> list[Source]:

@@ -11,7 +11,7 @@ from titanlite.data.chat import TRAINED
 from titanlite.data.dataset import PackedDataset, TrainDataset
 from titanlite.data.example_dataset import ExampleDataset, ExampleSet
 from titanlite.data.images import ImageDataset
-from titanlite.data.mixture import MixtureDataset, name_source
+from titanlite.data.mixture import MixtureDataset, naming_source
 from titanlite.data.stream import StreamDataset
 from titanlite.errors import DataError
 
@@ -55,10 +55,8 @@ def get_shown_documents(dataset: TrainDataset, index: int) -> list[ShownDocument
     """
     if isinstance(dataset, MixtureDataset):
         name, part, place = dataset.locate(index)
-        try:
+        with naming_source(name):
             return [replace(found, place=f"{name}: {found.place}") for found in get_shown_documents(part, place)]
-        except DataError as error:
-            raise name_source(error, name) from None
     if isinstance(dataset, PackedDataset):
         return list(_get_from_corpus(dataset, index))
     if isinstance(dataset, ExampleDataset | StreamDataset):

@@ -128,9 +128,7 @@ class MetricsLogger:
         if not self._enabled:
             return
         by_source = by_source or {}
-        self._write(
-            step, {"loss/validation": loss, **{f"loss/validation/{name}": by_source[name] for name in by_source}}
-        )
+        self._write(step, {"loss/validation": loss} | {f"loss/validation/{name}": x for name, x in by_source.items()})
         parts = "".join(f"  {name} {value:.4f}" for name, value in by_source.items())
         logger.info(f"step {step:>5}/{self._num_steps}  validation loss {loss:7.4f}{parts}")
 

@@ -64,10 +64,10 @@ class Muon(torch.optim.Optimizer):
         super().__init__(
             groups, {"state_names": (MOMENTUM,), "lr": 0.0, "weight_decay": 0.0, "fused": adamw.defaults["fused"]}
         )
-        self._own_groups, self._adamw, self._momentum = list(self.param_groups), adamw, momentum
+        self._adamw, self._momentum = adamw, momentum
+        self._params = [(param, group) for group in self.param_groups for param in group["params"]]
         self.param_groups += adamw.param_groups  # the same dictionaries: a scheduler sets the rates of both
         adamw.state = self.state
-        self._params = [(param, group) for group in self._own_groups for param in group["params"]]
         self._stacked = [stacked.get(param, 1) for param, _ in self._params]
         self._exchange = MatrixExchange([param for param, _ in self._params], self._stacked, all_to_all)
 
