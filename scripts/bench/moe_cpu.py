@@ -11,7 +11,8 @@ own, which are all there from the beginning and take turns, step by step: a mach
 as a rented one does, changes it for all ways alike.
 
 titanlite              the trainer's step with the experts split over the ranks (EP), the rest by FSDP2, gathered once
-titanlite_fsdp         the same with all parameters sharded by FSDP2, as in the ways below
+titanlite_mkl          the same without oneDNN: what machines do whose products MKL makes (`titanlite/ops/matmul.py`)
+titanlite_fsdp         as titanlite, but all parameters sharded by FSDP2, as in the ways below
 titanlite_fsdp_packed  the same with document ids, as titanlite's own data has them, and so with an attention mask
 fsdp2                  transformers' model, `fully_shard` on each layer and the root, `clip_grad_norm_`, fused AdamW
 fsdp2_keep             the same with the C library told to keep freed memory, as titanlite does on CPU ranks
@@ -69,6 +70,8 @@ from moe_cpu_ways import (
     run_alone,
 )
 from torch import nn
+
+from titanlite.ops.matmul import prefers_onednn
 
 _LAYER_REPEATS = 5  # runs per way and round
 _LAYER_TOLERANCE = 1e-5  # of the largest element: float32 sums in another order; seen: 1e-6
@@ -319,8 +322,10 @@ def describe(arguments: argparse.Namespace) -> str:
     info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     cpu = next((line.split(":", 1)[1].strip() for line in info.splitlines() if line.startswith("model name")), "?")
     versions = [f"{name} {metadata.version(name)}" for name in ("torch", "transformers")]
+    library = "oneDNN" if prefers_onednn() else "MKL"
     return (
-        f"{cpu}, {len(os.sched_getaffinity(0))} cores, Linux {platform.release()}; python {platform.python_version()}, "
+        f"{cpu}, {len(os.sched_getaffinity(0))} cores, {torch.backends.cpu.get_cpu_capability()}, float32 products of "
+        f"titanlite by {library}, Linux {platform.release()}; python {platform.python_version()}, "
         f"{', '.join(versions)}; layer: {LAYER_TOKENS} tokens, {arguments.rounds} rounds; "
         f"{arguments.steps} steps"
     )

@@ -91,9 +91,9 @@ def make_tokens(step: int, sequences: int) -> torch.Tensor:
 
 
 def build_titanlite(
-    folder: Path, *, packed: bool = False, expert_parallel: bool = False
+    folder: Path, *, packed: bool = False, expert_parallel: bool = False, onednn: bool = True
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """`TrainStep` on a model sharded on meta and read from `folder`."""
+    """`TrainStep` on a model sharded on meta and read from `folder`; float32 products by MKL unless `onednn`."""
     from titanlite.checkpoint import hf_checkpoint
     from titanlite.config import JobConfig
     from titanlite.config.parallelism import Degrees
@@ -109,6 +109,7 @@ def build_titanlite(
     from titanlite.train_step import TrainStep
 
     keep_freed_memory()  # as `init_distributed` does
+    torch.backends.mkldnn.enabled = onednn
     job, config, device, ranks = JobConfig(), model_config_from_hf(folder), torch.device("cpu"), dist.get_world_size()
     job.optimizer.lr, job.optimizer.weight_decay = _LEARNING_RATE, _WEIGHT_DECAY
     job.optimizer.beta1, job.optimizer.beta2 = _BETAS
@@ -176,6 +177,7 @@ def build_fsdp2(folder: Path, *, sharded: bool, keep_memory: bool = False) -> Ca
 # In this order in the tables. "fsdp2" is what losses are compared with.
 STEP_WAYS: Mapping[str, Callable[[Path], Callable[[torch.Tensor], torch.Tensor]]] = {
     "titanlite": partial(build_titanlite, expert_parallel=True),
+    "titanlite_mkl": partial(build_titanlite, expert_parallel=True, onednn=False),
     "titanlite_fsdp": build_titanlite,
     "titanlite_fsdp_packed": partial(build_titanlite, packed=True),
     "fsdp2": partial(build_fsdp2, sharded=False),

@@ -15,6 +15,7 @@ from titanlite.models.layers import FeedForward
 from titanlite.models.lora import adapted_modules
 from titanlite.models.moe import Experts
 from titanlite.models.transformers_model import TransformersModel
+from titanlite.ops.matmul import get_onednn_op
 
 # Results that selective checkpointing keeps, for they are dear to compute; the rest is recomputed.
 _KEPT_OPS = {
@@ -30,6 +31,7 @@ _KEPT_OPS = {
     torch.ops.titanlite.host_attention.default,
     torch.ops.titanlite.grouped_mm.default,
     torch.ops.titanlite.moe_experts_forward.default,
+    get_onednn_op(),
 }
 
 

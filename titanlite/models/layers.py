@@ -15,7 +15,15 @@ from torch import nn
 from titanlite.config.model import ModelConfig
 from titanlite.materialize.recipes import Normal, Ones, Zeros
 from titanlite.materialize.sources import Compute, Init, Source
-from titanlite.ops import inverse_frequencies, linear_cross_entropy, local_tensor, rms_norm, rope_cos_sin, swiglu
+from titanlite.ops import (
+    inverse_frequencies,
+    linear,
+    linear_cross_entropy,
+    local_tensor,
+    rms_norm,
+    rope_cos_sin,
+    swiglu,
+)
 
 
 class Linear(nn.Linear):
@@ -41,7 +49,7 @@ class Linear(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         bias = None if self.bias is None else local_tensor(self.bias) * self.bias_scale
-        return F.linear(x, local_tensor(self.weight), bias)
+        return linear(x, local_tensor(self.weight), bias)
 
 
 class Embedding(nn.Embedding):
@@ -144,7 +152,7 @@ class OutputHead(Linear):
         if select is not None:
             hidden_BSD = select(hidden_BSD)
         if labels_BS is None:
-            return F.linear(hidden_BSD, weight_VD)
+            return linear(hidden_BSD, weight_VD)
         losses = self.cross_entropy(
             hidden_BSD.flatten(0, 1), weight_VD, labels_BS.flatten(), self.chunk_tokens, reduction=reduction
         )

@@ -28,7 +28,7 @@ from titanlite.models.hf_experts import use_titanlite_experts
 from titanlite.models.layers import Linear, OutputHead
 from titanlite.models.moe import Experts
 from titanlite.models.transformers_model import TransformersModel
-from titanlite.ops import grouped_gemm, local_tensor, permute_tokens, swiglu, unpermute_sum
+from titanlite.ops import grouped_gemm, linear, local_tensor, permute_tokens, swiglu, unpermute_sum
 
 _EXPERT_WEIGHTS = ("gate_up_proj", "down_proj")
 
@@ -77,8 +77,8 @@ class LoRALinear(Linear):
         if not self.adapter_enabled:
             return y
         x = F.dropout(x, self.dropout, self.training) if self.dropout else x
-        down = F.linear(x, local_tensor(self.lora_A).to(x.dtype))
-        return y + F.linear(down, local_tensor(self.lora_B).to(x.dtype)) * self.scaling
+        down = linear(x, local_tensor(self.lora_A).to(x.dtype))
+        return y + linear(down, local_tensor(self.lora_B).to(x.dtype)) * self.scaling
 
 
 class LoRATransformersLinear(LoRALinear):

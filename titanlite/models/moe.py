@@ -12,14 +12,13 @@ from collections.abc import Callable
 from typing import ClassVar, NamedTuple, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from titanlite.config.model import ModelConfig
 from titanlite.materialize.recipes import Normal, Zeros
 from titanlite.materialize.sources import Init, Source
 from titanlite.models.layers import FeedForward
-from titanlite.ops import group_by_expert, local_tensor, moe_experts
+from titanlite.ops import group_by_expert, linear, local_tensor, moe_experts
 from titanlite.ops.grouped_gemm import GroupedGemmBackend
 
 
@@ -94,7 +93,7 @@ class Router(nn.Module):
     def forward(self, x_BSD: torch.Tensor, valid_BS: torch.Tensor | None = None) -> Routing:
         """Route every token; tokens where `valid_BS` is False are routed, but neither counted nor balanced."""
         config = self.config
-        logits_BSE = F.linear(x_BSD.float(), local_tensor(self.weight).float())
+        logits_BSE = linear(x_BSD.float(), local_tensor(self.weight).float())
         scores_BSE = logits_BSE.softmax(dim=-1) if config.score_func == "softmax" else logits_BSE.sigmoid()
         scores_TE = scores_BSE.flatten(0, 1)
         choice_TE = (scores_TE + self.expert_bias).detach()

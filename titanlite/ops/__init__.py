@@ -7,6 +7,7 @@ from titanlite.ops.attention import AttentionMask, attention, build_attention_ma
 from titanlite.ops.cross_entropy import IGNORE_INDEX, VocabShard, linear_cross_entropy
 from titanlite.ops.grouped_gemm import grouped_gemm
 from titanlite.ops.local import local_tensor
+from titanlite.ops.matmul import linear
 from titanlite.ops.moe_experts import moe_experts
 from titanlite.ops.permute import group_by_expert, permute_tokens, unpermute_sum
 from titanlite.ops.rms_norm import rms_norm
@@ -27,6 +28,7 @@ __all__ = [
     "grouped_gemm",
     "inverse_frequencies",
     "leave_out_cudnn",
+    "linear",
     "linear_cross_entropy",
     "local_tensor",
     "moe_experts",

@@ -20,6 +20,7 @@ from typing import Any, Literal
 import torch
 from torch.autograd.function import once_differentiable
 
+from titanlite.ops.matmul import add_product_, multiply
 from titanlite.ops.planned import kernel_device
 
 IGNORE_INDEX = -100
@@ -48,7 +49,7 @@ def _use_kernels(x: torch.Tensor) -> bool:
 
 def _project(hidden_CD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
     """Logits (C, V); in float32 or float64, but for the kernels in the dtype of the product."""
-    logits_CV = hidden_CD @ weight_VD.T
+    logits_CV = multiply(hidden_CD, weight_VD.T)
     return logits_CV if _use_kernels(logits_CV) else logits_CV.to(_wide(logits_CV))
 
 
@@ -161,12 +162,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             losses.append(loss_C)
             grad_CV = grad_CV.to(hidden_TD.dtype)
             if dhidden_TD is not None:
-                torch.mm(grad_CV, weight_VD, out=dhidden_TD[rows])
-            if dweight_VD is not None:
-                if accumulate == hidden_TD.dtype:
-                    dweight_VD.addmm_(grad_CV.T, hidden_CD)
-                else:  # sum the chunks in float32, or small gradients drown in bfloat16's 8 bits
-                    dweight_VD += grad_CV.T @ hidden_CD
+                multiply(grad_CV, weight_VD, out=dhidden_TD[rows])
+            if dweight_VD is not None:  # the sum of chunks in float32, or small gradients drown in bfloat16's 8 bits
+                add_product_(dweight_VD, grad_CV.T, hidden_CD)
         ctx.save_for_backward(dhidden_TD, dweight_VD)
         ctx.weight_dtype = weight_VD.dtype
         return torch.cat(losses).sum() if losses else hidden_TD.new_zeros((), dtype=accumulate)
@@ -228,9 +226,9 @@ class _TokenCrossEntropy(torch.autograd.Function):
                 logits_CV.scatter_add_(-1, column_C1, -hit_C.unsqueeze(-1))
             grad_CV = logits_CV.to(hidden_TD.dtype)
             if dhidden_TD is not None:
-                torch.mm(grad_CV, weight_VD, out=dhidden_TD[rows])
+                multiply(grad_CV, weight_VD, out=dhidden_TD[rows])
             if dweight_VD is not None:
-                dweight_VD += grad_CV.T @ hidden_CD
+                add_product_(dweight_VD, grad_CV.T, hidden_CD)
         return dhidden_TD, None if dweight_VD is None else dweight_VD.to(weight_VD.dtype), None, None, None
 
 

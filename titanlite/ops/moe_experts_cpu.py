@@ -2,10 +2,11 @@
 
 The arithmetic is that of the Triton kernels: tokens are gathered slice by slice, `z = [gate | up]` is all that is kept
 for backward, h is computed again there. Two-byte floats are multiplied in float32, which CPUs without instructions for
-them do 16 to 50 times faster; z and the results per row are rounded.
+them do 16 to 50 times faster; z and the results per row are rounded. Where oneDNN multiplies (`matmul.py`), rows of
+zeros fill slices up, so that few numbers of rows occur.
 
 Shapes: T tokens, k experts per token, R = T * k rows grouped by expert, E experts, I expert width, D hidden, C rows of
-a slice.
+a slice, with the zeros.
 """
 
 from collections.abc import Iterator
@@ -14,10 +15,11 @@ import torch
 import torch.nn.functional as F
 
 from titanlite.ops.grouped_gemm import get_compute_dtype, get_groups
+from titanlite.ops.matmul import ROWS, add_product_, multiply, prefers_onednn
 from titanlite.ops.permute import gather_sum
 from titanlite.ops.swiglu import apply_swiglu
 
-_SLICE_BYTES = 512 << 10
+_SLICE_BYTES = 1 << 20
 """Of a slice of z; what else is there of its rows takes as much again, and twice in backward."""
 
 
@@ -35,13 +37,13 @@ def forward(
     compute = get_compute_dtype(x)
     y_RD = _PerRow(x, token, rows)
     z = x.new_empty(token.shape[0] if keep else 0, gate_up.shape[1])
-    for expert, slices in _slices(offsets, gate_up.shape[1] * compute.itemsize):
+    for expert, slices in _slices(token, offsets, gate_up.shape[1], compute):
         up_weight, down_weight = gate_up[expert].to(compute).mT, down[expert].to(compute).mT
         for part in slices:
-            z_C2I = x.index_select(0, token[part]).to(compute) @ up_weight
+            z_C2I = multiply(part.gather(x), up_weight)
             if keep:
-                z[part] = z_C2I
-            y_RD.write(part, apply_swiglu(z_C2I, row_weight[part]) @ down_weight)
+                part.write(z, z_C2I)
+            y_RD.write(part, multiply(apply_swiglu(z_C2I, part.take(row_weight)), down_weight))
     z[int(offsets[-1]) :] = 0.0
     return y_RD.sum_by_token(offsets), z
 
@@ -65,16 +67,16 @@ def backward(
     dgate_up = _PerExpert(gate_up, compute) if need_gate_up else None
     ddown = _PerExpert(down, compute) if need_down else None
     drow_weight = torch.zeros_like(row_weight)
-    for expert, slices in _slices(offsets, gate_up.shape[1] * compute.itemsize):
+    for expert, slices in _slices(token, offsets, gate_up.shape[1], compute):
         up_weight, down_weight = gate_up[expert].to(compute), down[expert].to(compute)
         for part in slices:
-            dy_CD = dout.index_select(0, token[part]).to(compute)
-            dh_CI = dy_CD @ down_weight
-            z_C2I, weight_C1 = z[part].to(compute), row_weight[part].unsqueeze(-1)
+            dy_CD = part.gather(dout)
+            dh_CI = multiply(dy_CD, down_weight)
+            z_C2I, weight_C1 = part.take(z).to(compute), part.take(row_weight).unsqueeze(-1)
             gate_CI, up_CI = z_C2I.chunk(2, dim=-1)
             a_CI = F.silu(gate_CI)
             h_CI = a_CI * up_CI  # without the row's weight, whose gradient is next
-            torch.sum(h_CI * dh_CI, dim=-1, out=drow_weight[part])
+            part.write(drow_weight, torch.sum(h_CI * dh_CI, dim=-1))
             dh_CI.mul_(weight_C1)
             dz_C2I = torch.empty_like(z_C2I)
             dgate_CI, dup_CI = dz_C2I.chunk(2, dim=-1)
@@ -83,9 +85,9 @@ def backward(
             if ddown is not None:
                 ddown.add(expert, dy_CD, h_CI.mul_(weight_C1))
             if dx_RD is not None:
-                dx_RD.write(part, dz_C2I @ up_weight)
+                dx_RD.write(part, multiply(dz_C2I, up_weight))
             if dgate_up is not None:
-                dgate_up.add(expert, dz_C2I, x.index_select(0, token[part]).to(compute))
+                dgate_up.add(expert, dz_C2I, part.gather(x))
     return (
         x.new_empty(0) if dx_RD is None else dx_RD.sum_by_token(offsets),
         x.new_empty(0) if dgate_up is None else dgate_up.finish(),
@@ -94,14 +96,60 @@ def backward(
     )
 
 
-def _slices(offsets: torch.Tensor, bytes_per_row: int) -> Iterator[tuple[int, Iterator[slice]]]:
-    """Each expert that has rows, with slices of them, alike in size."""
-    most = max(1, _SLICE_BYTES // bytes_per_row)
+class _Slice:
+    """Some of an expert's rows, and behind them perhaps rows of zeros, of which only zeros are made."""
+
+    def __init__(self, start: int, end: int, token_R: torch.Tensor, compute: torch.dtype) -> None:
+        self.rows, self.count = slice(start, end), end - start
+        self.tokens = token_R[self.rows]
+        self._compute = compute
+        self._padded = _round_up(self.count) if _is_padded(self.count, compute) else self.count
+
+    def gather(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """The rows' tokens, (C, D), in the dtype of products."""
+        if self._padded == self.count:
+            return x_TD.index_select(0, self.tokens).to(self._compute)
+        x_CD = x_TD.new_empty(self._padded, x_TD.shape[1])
+        torch.index_select(x_TD, 0, self.tokens, out=x_CD[: self.count])
+        return self._fill(x_CD).to(self._compute)
+
+    def take(self, values_R: torch.Tensor) -> torch.Tensor:
+        """The rows of something that has one for each, (C, ...); perhaps a view."""
+        if self._padded == self.count:
+            return values_R[self.rows]
+        values_C = values_R.new_empty(self._padded, *values_R.shape[1:])
+        values_C[: self.count] = values_R[self.rows]
+        return self._fill(values_C)
+
+    def write(self, values_R: torch.Tensor, values_C: torch.Tensor) -> None:
+        """The opposite of `take`."""
+        values_R[self.rows] = values_C[: self.count]
+
+    def _fill(self, values_C: torch.Tensor) -> torch.Tensor:
+        values_C[self.count :] = 0
+        return values_C
+
+
+def _slices(
+    token_R: torch.Tensor, offsets: torch.Tensor, width: int, compute: torch.dtype
+) -> Iterator[tuple[int, Iterator[_Slice]]]:
+    """Each expert that has rows, with slices of them, alike in size; z has `width` columns."""
+    most = max(1, _SLICE_BYTES // (width * compute.itemsize))
     for expert, (start, end) in enumerate(get_groups(offsets)):
         count = -(-(end - start) // most)
         if count:
             size = -(-(end - start) // count)
-            yield expert, (slice(at, min(at + size, end)) for at in range(start, end, size))
+            size = _round_up(size) if _is_padded(size, compute) else size
+            yield expert, (_Slice(at, min(at + size, end), token_R, compute) for at in range(start, end, size))
+
+
+def _is_padded(rows: int, compute: torch.dtype) -> bool:
+    """Not the few rows that a lightly loaded expert has: the zeros would be most of the work."""
+    return rows > ROWS and compute == torch.float32 and prefers_onednn()
+
+
+def _round_up(rows: int) -> int:
+    return -(-rows // ROWS) * ROWS
 
 
 class _PerRow:
@@ -112,11 +160,11 @@ class _PerRow:
         self._is_single = rows_Tk.shape[1] == 1
         self._values = x_TD.new_empty(token_R.shape[0], x_TD.shape[1])
 
-    def write(self, part: slice, y_CD: torch.Tensor) -> None:
+    def write(self, part: _Slice, y_CD: torch.Tensor) -> None:
         if self._is_single:
-            self._values.index_copy_(0, self._token_R[part], y_CD.to(self._values.dtype))
+            self._values.index_copy_(0, part.tokens, y_CD[: part.count].to(self._values.dtype))
         else:
-            self._values[part] = y_CD
+            part.write(self._values, y_CD)
 
     def sum_by_token(self, offsets: torch.Tensor) -> torch.Tensor:
         """(T, D); rows that belong to no expert add nothing."""
@@ -137,9 +185,9 @@ class _PerExpert:
     def add(self, expert: int, left_CN: torch.Tensor, right_CK: torch.Tensor) -> None:
         if expert in self._left:
             self._left.remove(expert)
-            torch.mm(left_CN.T, right_CK, out=self._sums[expert])
+            multiply(left_CN.T, right_CK, out=self._sums[expert])
         else:
-            self._sums[expert].addmm_(left_CN.T, right_CK)
+            add_product_(self._sums[expert], left_CN.T, right_CK)
 
     def finish(self) -> torch.Tensor:
         for expert in self._left:
