@@ -28,6 +28,8 @@ FAMILIES = {
     "qwen3_moe": [],
     "llama": ["--model.name=llama"],
     "dots1": ["--model.name=dots1"],
+    "glm4_moe": ["--model.name=glm4_moe"],
+    "qwen2": ["--model.name=qwen2"],
 }
 UNEVEN_MOE = ["--model.overrides.num_experts=6", "--model.overrides.hidden_size=66"]
 FEW_EXPERTS = ["--model.overrides.num_experts=2", "--model.overrides.top_k=1"]
@@ -61,7 +63,7 @@ def load(job: Checked, folder: Path, dtype: torch.dtype = torch.float32) -> tupl
 
 def _meshes_of(family: list[str], meshes: Any) -> dict[str, Degrees]:
     all_meshes = {"1": Degrees(), **meshes}
-    is_moe = "--model.name=qwen3" not in family and "--model.name=llama" not in family
+    is_moe = not {f"--model.name={name}" for name in ("qwen2", "qwen3", "llama")} & {*family}
     return {name: all_meshes[name] for name in LADDER if is_moe or all_meshes[name].ep == 1}
 
 

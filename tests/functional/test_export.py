@@ -38,6 +38,16 @@ UNEVEN_MOE = ["--model.overrides.num_experts=6", "--model.overrides.hidden_size=
 FEW_EXPERTS = ["--model.overrides.num_experts=2", "--model.overrides.top_k=1"]
 LLAMA = ["--model.name=llama"]
 DOTS1 = ["--model.name=dots1"]
+GLM4_MOE = ["--model.name=glm4_moe"]
+QWEN2 = ["--model.name=qwen2"]
+EVERY = {
+    "qwen2": QWEN2,
+    "qwen3": QWEN3,
+    "qwen3_moe": QWEN3_MOE,
+    "llama": LLAMA,
+    "dots1": DOTS1,
+    "glm4_moe": GLM4_MOE,
+}
 
 
 def build(checked: Checked, *, shard: bool) -> tuple[Decoder, Plan]:
@@ -113,6 +123,8 @@ def assert_same_tensors(hf: Any, plan: Plan, dtype: torch.dtype = torch.float32)
         (LLAMA, "TP2xFSDP2"),
         (DOTS1, "HSDP2x2"),
         (DOTS1, "TP2xEP2"),
+        (GLM4_MOE, "TP2xEP2"),
+        (QWEN2, "TP2xFSDP2"),
     ],
 )
 def test_transformers_loads_what_a_mesh_saved_bit_for_bit(checked, meshes, save, family, mesh):
@@ -121,7 +133,7 @@ def test_transformers_loads_what_a_mesh_saved_bit_for_bit(checked, meshes, save,
     assert_same_tensors(hf, build(job, shard=False)[1])
 
 
-@pytest.mark.parametrize("family", [QWEN3, QWEN3_MOE, LLAMA, DOTS1], ids=["qwen3", "qwen3_moe", "llama", "dots1"])
+@pytest.mark.parametrize("family", EVERY.values(), ids=EVERY)
 def test_files_are_those_that_transformers_writes(checked, save, tmp_path, family):
     """Same keys, same bits: experts one by one, a tied head not at all."""
     folder = save(checked(Degrees(), *family))
@@ -136,7 +148,7 @@ def test_files_are_those_that_transformers_writes(checked, save, tmp_path, famil
         assert (folder / name).is_file()
 
 
-@pytest.mark.parametrize("family", [QWEN3, QWEN3_MOE, LLAMA, DOTS1], ids=["qwen3", "qwen3_moe", "llama", "dots1"])
+@pytest.mark.parametrize("family", EVERY.values(), ids=EVERY)
 def test_loaded_model_has_the_logits_of_titanlite(checked, save, family):
     job = checked(Degrees(), *family)
     hf, (model, _) = load(save(job)), build(job, shard=False)

@@ -24,6 +24,7 @@ FAMILIES = {
     "qwen3 tied": ["--model.name=qwen3"],
     "llama": ["--model.name=llama"],
     "dots1": ["--model.name=dots1"],
+    "glm4_moe": ["--model.name=glm4_moe"],
 }
 DENSE = ("qwen3 tied", "llama")
 NEW = 12

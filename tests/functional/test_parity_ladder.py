@@ -30,6 +30,8 @@ FAMILIES = {
     "qwen3_bias": ["--model.name=qwen3", "--model.overrides.attention_bias=true"],
     "llama": ["--model.name=llama"],
     "dots1": ["--model.name=dots1", "--model.overrides.num_layers=3"],
+    "glm4_moe": ["--model.name=glm4_moe"],
+    "qwen2": ["--model.name=qwen2"],
     "balance_losses": ["--moe.aux_loss_coeff=0.01", "--moe.z_loss_coeff=0.001"],
     # Shards of unequal size on dense and sparse mesh (66 rows, 6 experts, 310 tokens), some of them empty.
     "uneven": ["--model.overrides.num_experts=6", "--model.overrides.hidden_size=66"],
@@ -186,6 +188,15 @@ def test_attention_bias_is_added_once_under_tensor_parallel(compare, reference):
     biases = [weight for name, weight in reference("qwen3_bias").weights.items() if name.endswith("o_proj.bias")]
     assert biases, "the model has no bias"
     assert all(bias.abs().max() > 1e-3 for bias in biases), "the biases did not move, so nothing was tested"
+
+
+@pytest.mark.parametrize(("mesh", "family"), [("TP2xFSDP2", "qwen2"), ("TP2xEP2", "glm4_moe")])
+def test_biases_on_queries_keys_and_values_alone_train_like_one_process(compare, reference, mesh, family):
+    compare(mesh, family)
+    biases = {name: weight for name, weight in reference(family).weights.items() if name.endswith("_proj.bias")}
+    assert {name.split(".")[-2] for name in biases} == {"q_proj", "k_proj", "v_proj"}
+    # That of the keys shifts all scores of a query alike, but for the rotation, and moves little.
+    assert all(bias.abs().max() > 1e-3 for name, bias in biases.items() if "k_proj" not in name)
 
 
 @pytest.mark.parametrize("mesh", ["FSDP4", "EP2xFSDP2", "TP2xFSDP2", "TP2xEP4"])

@@ -32,6 +32,7 @@ from titanlite.models.families.family import QUANTIZATION_PROBLEM, is_readable_q
 from titanlite.models.transformers_model import TransformersModel
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_MTP_KEY = "eh_proj.weight"
 
 
 def weights_of(folder: Path, model: AnyModel, *, exact: bool = False) -> SourceProvider:
@@ -123,12 +124,26 @@ class HFCheckpoint:
             claims += [(name, Unfit(problem)) for problem in problems]
             placed[name] = (info.shape, parts)
             claims.append((name, Read(self.reader, name, info.shape)))
+        ignored = self._mtp_keys()
         claims += [
             (shown(key), Unfit(f"unexpected, {self.name} has it and the model does not."))
             for key in self._stored.tensors
-            if key not in used and not key.endswith(IGNORED_SUFFIXES)
+            if key not in used and key not in ignored and not key.endswith(IGNORED_SUFFIXES)
         ]
         return claims
+
+    def _mtp_keys(self) -> set[str]:
+        """Tensors of layers for multi-token prediction, which combine the last layer's result with an embedding."""
+        keys = self._stored.tensors.keys()
+        layers = [key.removesuffix(_MTP_KEY) for key in keys if self._family.has_mtp and key.endswith(_MTP_KEY)]
+        ignored = {key for key in keys if key.startswith(tuple(layers))} if layers else set()
+        if ignored:
+            logger.warning(
+                "%s: %d tensors of %s, for multi-token prediction, are not read and not saved again: a serving engine "
+                "cannot speculate with them.",
+                *(self.name, len(ignored), ", ".join(shown(layer.removesuffix(".")) for layer in layers)),
+            )
+        return ignored
 
     def _pieces(self, name: str, shape: tuple[int, ...]) -> list[Piece]:
         if MASTER_PREFIX + name in self._stored.tensors:

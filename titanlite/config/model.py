@@ -40,8 +40,10 @@ class ModelConfig:
     rms_norm_eps: float = size("Epsilon of RMSNorm.", 1e-6)
     rope_theta: float = size("Base of the rotary frequencies.", 1000000.0)
     rope_scaling: RopeScaling | None = size("Rotary frequency scaling.", None, override=False)
+    partial_rotary_factor: float = size("Part of each head that rotary embeddings turn.", 1.0, override=False)
     qk_norm: bool = size("RMSNorm on each query and key head.", True)
     attention_bias: bool = size("Bias on q, k, v (and o) projections.", False)
+    attention_output_bias: bool = size("With attention_bias, on the o projection too.", True, override=False)
     tie_word_embeddings: bool = size("lm_head shares the embedding's weight.", False)
     initializer_range: float = size("Standard deviation of the initial weights.", 0.02)
     num_experts: int = size("Experts per MoE layer (E); 0 makes every layer dense.", 0)
@@ -54,6 +56,11 @@ class ModelConfig:
     routed_scaling_factor: float = size("Factor on the routed experts' weights.", 1.0)
     num_expert_groups: int = size("Groups of the group-limited router; 1 means no groups.", 1)
     num_limited_groups: int = size("Groups a token may choose experts from.", 1)
+
+    @property
+    def rotary_dim(self) -> int:
+        """Leading elements of each head that rotary embeddings turn."""
+        return int(self.head_dim * self.partial_rotary_factor)
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ def num_parameters(config: AnyModelConfig) -> tuple[int, int]:
     kv_dim = config.num_kv_heads * config.head_dim
     attention = 2 * d * q_dim + 2 * d * kv_dim
     if config.attention_bias:
-        attention += q_dim + 2 * kv_dim + d
+        attention += q_dim + 2 * kv_dim + (d if config.attention_output_bias else 0)
     if config.qk_norm:
         attention += 2 * config.head_dim
     layer = attention + 2 * d  # and two norms

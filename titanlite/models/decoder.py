@@ -1,4 +1,4 @@
-"""The native decoder: one config-driven transformer for Qwen3, Qwen3-MoE, Llama 3 and DeepSeek-V3-style MoE.
+"""The native decoder: one config-driven transformer for Qwen, Llama 3, Qwen3-MoE and DeepSeek-V3-style MoE.
 
 Single-device code: parallelism is applied from outside (`titanlite.distributed`). Module and parameter names are those
 of the Hugging Face models, so that checkpoint keys need no table.
@@ -43,7 +43,8 @@ class Attention(nn.Module):
         self.q_proj = Linear(hidden, config.num_heads * config.head_dim, bias=bias, std=std)
         self.k_proj = Linear(hidden, config.num_kv_heads * config.head_dim, bias=bias, std=std)
         self.v_proj = Linear(hidden, config.num_kv_heads * config.head_dim, bias=bias, std=std)
-        self.o_proj = Linear(config.num_heads * config.head_dim, hidden, bias=bias, std=std)
+        o_bias = bias and config.attention_output_bias
+        self.o_proj = Linear(config.num_heads * config.head_dim, hidden, bias=o_bias, std=std)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
 

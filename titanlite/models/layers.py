@@ -87,18 +87,18 @@ class RMSNorm(nn.Module):
 
 
 class RotaryEmbedding(nn.Module):
-    """Rotary frequencies `inv_freq` (K / 2,), float32 whatever the model's dtype, computed from the configuration."""
+    """Rotary frequencies `inv_freq` (rotary_dim / 2,), float32 whatever the model's dtype, from the configuration."""
 
     inv_freq: torch.Tensor
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.register_buffer("inv_freq", torch.empty(config.head_dim // 2, dtype=torch.float32), persistent=False)
+        self.register_buffer("inv_freq", torch.empty(config.rotary_dim // 2, dtype=torch.float32), persistent=False)
 
     def declare_sources(self) -> dict[str, Source]:
         def rotary_frequencies() -> torch.Tensor:
-            return inverse_frequencies(self.config.head_dim, self.config.rope_theta, self.config.rope_scaling)
+            return inverse_frequencies(self.config.rotary_dim, self.config.rope_theta, self.config.rope_scaling)
 
         return {"inv_freq": Compute(rotary_frequencies, dtype=torch.float32)}
 

@@ -1,6 +1,6 @@
 """Rotary position embeddings (arXiv:2104.09864) in Hugging Face's half-split layout.
 
-Shapes: B batch, S sequence, H heads, K head width.
+Shapes: B batch, S sequence, H heads, K head width, R <= K elements of a head that are rotated.
 """
 
 import math
@@ -13,13 +13,13 @@ if TYPE_CHECKING:  # operators need nothing but torch and triton
     from titanlite.config.model import RopeScaling
 
 
-def inverse_frequencies(head_dim: int, theta: float, scaling: "RopeScaling | None" = None) -> torch.Tensor:
-    """Rotary frequencies (head_dim / 2,) float32 on CPU, a pure function of the configuration.
+def inverse_frequencies(rotary_dim: int, theta: float, scaling: "RopeScaling | None" = None) -> torch.Tensor:
+    """Rotary frequencies (rotary_dim / 2,) float32 on CPU, a pure function of the configuration.
 
     `linear` divides all frequencies by the factor. `llama3` (Llama 3.1) keeps wavelengths below
     original / high_freq_factor, divides those above original / low_freq_factor, and blends in between.
     """
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device="cpu").to(torch.float32) / head_dim
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64, device="cpu").to(torch.float32) / rotary_dim
     inv_freq = 1.0 / (theta**exponents)
     if scaling is None:
         return inv_freq
@@ -33,35 +33,38 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: "RopeScaling | Non
 
 
 def rope_cos_sin(inv_freq: torch.Tensor, positions_BS: torch.Tensor, dtype: torch.dtype):
-    """Cosines and sines (B, S, 1, K) in `dtype`; angles are computed in float32, for bfloat16 cannot count past 256."""
-    angles_BSK = positions_BS.to(torch.float32)[..., None] * inv_freq.to(torch.float32)
-    angles_BSK = torch.cat([angles_BSK, angles_BSK], dim=-1)[:, :, None, :]
-    return angles_BSK.cos().to(dtype), angles_BSK.sin().to(dtype)
+    """Cosines and sines (B, S, 1, R) in `dtype`; angles are computed in float32, for bfloat16 cannot count past 256."""
+    angles_BSR = positions_BS.to(torch.float32)[..., None] * inv_freq.to(torch.float32)
+    angles_BS1R = torch.cat([angles_BSR, angles_BSR], dim=-1)[:, :, None, :]
+    return angles_BS1R.cos().to(dtype), angles_BS1R.sin().to(dtype)
 
 
-def apply_rope(x_BSHK: torch.Tensor, cos_BS1K: torch.Tensor, sin_BS1K: torch.Tensor) -> torch.Tensor:
-    """Rotate the pairs (x[i], x[i + K/2]) of every head by its position's angle; same shape and dtype.
+def apply_rope(x_BSHK: torch.Tensor, cos_BS1R: torch.Tensor, sin_BS1R: torch.Tensor) -> torch.Tensor:
+    """Rotate the pairs (x[i], x[i + R/2]) of every head by its position's angle; same shape and dtype.
 
     Cosines and sines are those of `rope_cos_sin`, whose halves are alike: so the gradient is rotated back by the same
     angles, and nothing of the size of x is kept for it.
     """
-    return _Rotate.apply(x_BSHK, cos_BS1K, sin_BS1K)
+    return _Rotate.apply(x_BSHK, cos_BS1R, sin_BS1R)
 
 
-def _rotate(x_BSHK: torch.Tensor, cos_BS1K: torch.Tensor, sin_BS1K: torch.Tensor) -> torch.Tensor:
+def _rotate(x_BSHK: torch.Tensor, cos_BS1R: torch.Tensor, sin_BS1R: torch.Tensor) -> torch.Tensor:
+    width = cos_BS1R.shape[-1]
+    if width < x_BSHK.shape[-1]:
+        return torch.cat([_rotate(x_BSHK[..., :width], cos_BS1R, sin_BS1R), x_BSHK[..., width:]], dim=-1)
     half = x_BSHK.shape[-1] // 2
     turned = torch.cat([-x_BSHK[..., half:], x_BSHK[..., :half]], dim=-1)
-    return torch.addcmul(x_BSHK * cos_BS1K, turned, sin_BS1K)
+    return torch.addcmul(x_BSHK * cos_BS1R, turned, sin_BS1R)
 
 
 class _Rotate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_BSHK: torch.Tensor, cos_BS1K: torch.Tensor, sin_BS1K: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(cos_BS1K, sin_BS1K)
-        return _rotate(x_BSHK, cos_BS1K, sin_BS1K)
+    def forward(ctx: Any, x_BSHK: torch.Tensor, cos_BS1R: torch.Tensor, sin_BS1R: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(cos_BS1R, sin_BS1R)
+        return _rotate(x_BSHK, cos_BS1R, sin_BS1R)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_BSHK: torch.Tensor):
-        cos_BS1K, sin_BS1K = ctx.saved_tensors
-        return _rotate(dy_BSHK, cos_BS1K, -sin_BS1K), None, None
+        cos_BS1R, sin_BS1R = ctx.saved_tensors
+        return _rotate(dy_BSHK, cos_BS1R, -sin_BS1R), None, None

@@ -15,8 +15,8 @@ from titanlite.materialize.sources import Read
 from titanlite.models.decoder import build_decoder
 from titanlite.models.families import families
 
-QWEN3, LLAMA, QWEN3_MOE, DOTS1 = (
-    families()[name].presets["debug"] for name in ("qwen3", "llama", "qwen3_moe", "dots1")
+QWEN3, LLAMA, QWEN3_MOE, DOTS1, GLM4_MOE = (
+    families()[name].presets["debug"] for name in ("qwen3", "llama", "qwen3_moe", "dots1", "glm4_moe")
 )
 TIED = dataclasses.replace(QWEN3, tie_word_embeddings=True)
 UNTIED = dataclasses.replace(QWEN3, tie_word_embeddings=False)
@@ -102,6 +102,25 @@ def test_experts(tmp_path, layout):
     got = load(save(tmp_path, layout(weights)), QWEN3_MOE)
     assert_equal(got, weights, but=["expert_bias"])
     assert not any(tensor.any() for name, tensor in got.items() if name.endswith("expert_bias"))
+
+
+def test_layers_for_multi_token_prediction_are_left_out_and_said(tmp_path, caplog):
+    weights = weights_of(GLM4_MOE)
+    stored = split_experts(weights, "e_score_correction_bias")
+    mtp = {
+        "model.layers.3.eh_proj.weight": torch.ones(64, 128),
+        "model.layers.3.embed_tokens.weight": torch.ones(2048, 64),
+        "model.layers.3.mlp.experts.0.gate_proj.weight": torch.ones(32, 64),
+    }
+    with caplog.at_level(logging.WARNING):
+        assert_equal(load(save(tmp_path, stored | mtp), GLM4_MOE), weights)
+    assert "3 tensors of model.layers.3, for multi-token prediction, are not read and not saved again" in caplog.text
+    # Without its projection it is a layer too many, and other families have none.
+    del mtp["model.layers.3.eh_proj.weight"]
+    assert "model.layers.3.embed_tokens.weight" in refusal(save(tmp_path, stored | mtp), GLM4_MOE)
+    other = {"model.layers.3.eh_proj.weight": torch.ones(64, 128)}
+    stored = split_experts(weights_of(DOTS1), "e_score_correction_bias")
+    assert "model.layers.3.eh_proj.weight" in refusal(save(tmp_path, stored | other), DOTS1)
 
 
 def test_every_persistent_tensor_has_a_source_and_nothing_else(tmp_path):

@@ -70,6 +70,24 @@ def test_num_parameters_counts_dense_leading_layers_and_shared_experts():
     assert total - active == 2 * expert
 
 
+@pytest.mark.parametrize("family", families())
+def test_num_parameters_are_those_of_the_built_model(family: str):
+    config = families()[family].presets["debug"]
+    assert num_parameters(config)[0] == sum(param.numel() for param in set(build_decoder(config).parameters()))
+
+
+@pytest.mark.parametrize(
+    ("family", "flavor", "total", "active"),
+    [("glm4_moe", "4.5-Air-106B-A12B", 106e9, 12e9), ("glm4_moe", "4.5-355B-A32B", 355e9, 32e9)],
+)
+def test_published_sizes(family: str, flavor: str, total: float, active: float):
+    config = families()[family].presets[flavor]
+    found, found_active = num_parameters(config)
+    assert found == pytest.approx(total, rel=0.01)
+    # Published without embedding and head.
+    assert found_active - 2 * config.vocab_size * config.hidden_size == pytest.approx(active, rel=0.03)
+
+
 def test_train_flops_per_token_by_hand():
     matrices = num_parameters(TINY_DENSE)[0]  # tied: the one matrix is the output projection, so it multiplies
     assert train_flops_per_token(TINY_DENSE, seq_len=32) == 6 * matrices + 6 * 2 * 2 * 2 * 32

@@ -116,7 +116,74 @@ LLAMA_3_1_8B: dict[str, Any] = {
     "use_cache": True,
     "vocab_size": 128256,
 }
-HUB = {"0.6B": QWEN3_0_6B, "30B-A3B": QWEN3_30B_A3B, "3.1-8B": LLAMA_3_1_8B}
+QWEN2_5_7B: dict[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151643,
+    "hidden_act": "silu",
+    "hidden_size": 3584,
+    "initializer_range": 0.02,
+    "intermediate_size": 18944,
+    "max_position_embeddings": 131072,
+    "max_window_layers": 28,
+    "model_type": "qwen2",
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 131072,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "use_mrope": False,
+    "use_sliding_window": False,
+    "vocab_size": 152064,
+}
+GLM_4_5_AIR: dict[str, Any] = {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "eos_token_id": [151329, 151336, 151338],
+    "first_k_dense_replace": 1,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 10944,
+    "max_position_embeddings": 131072,
+    "model_type": "glm4_moe",
+    "moe_intermediate_size": 1408,
+    "n_group": 1,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 96,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 46,
+    "num_key_value_heads": 8,
+    "num_nextn_predict_layers": 1,
+    "pad_token_id": 151329,
+    "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "routed_scaling_factor": 1.0,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "use_qk_norm": False,
+    "vocab_size": 151552,
+}
+HUB = {
+    "0.6B": QWEN3_0_6B,
+    "30B-A3B": QWEN3_30B_A3B,
+    "3.1-8B": LLAMA_3_1_8B,
+    "2.5-7B": QWEN2_5_7B,
+    "4.5-Air-106B-A12B": GLM_4_5_AIR,
+}
 
 
 def from_hf(hf: dict[str, Any]) -> ModelConfig:
@@ -164,7 +231,7 @@ def test_config_json_round_trip_through_transformers(family, flavor, tmp_path):
     assert type(loaded).model_type == family
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "llama", "dots1"])
+@pytest.mark.parametrize("family", sorted(families()))
 def test_round_trip_of_unusual_sizes(family, tmp_path):
     config = replace(
         families()[family].presets["debug"],
@@ -178,6 +245,19 @@ def test_round_trip_of_unusual_sizes(family, tmp_path):
     )
     AutoConfig.for_model(family, **family_of(config).to_hf(config)).save_pretrained(tmp_path)
     assert model_config_from_hf(tmp_path) == config
+
+
+def test_where_the_rotated_part_of_a_head_may_stand():
+    air = families()["glm4_moe"].presets["4.5-Air-106B-A12B"]
+    hf = {key: value for key, value in GLM_4_5_AIR.items() if key != "partial_rotary_factor"}
+    assert from_hf(hf) == air  # transformers' default
+    table = {"rope_type": "default", "rope_theta": 1000000, "partial_rotary_factor": 0.25}
+    assert from_hf({**hf, "rope_parameters": table}) == replace(air, partial_rotary_factor=0.25)
+
+
+def test_the_layer_for_multi_token_prediction_is_not_promised():
+    # It is not saved, so config.json must not say that it is there.
+    assert family_of(from_hf(GLM_4_5_AIR)).to_hf(from_hf(GLM_4_5_AIR))["num_nextn_predict_layers"] == 0
 
 
 def test_keys_that_may_be_left_out():
@@ -202,6 +282,11 @@ def test_everything_that_is_wrong_is_said_at_once():
         (QWEN3_30B_A3B, {"mlp_only_layers": [0]}, "mlp_only_layers = [0] is not supported"),
         (QWEN3_30B_A3B, {"decoder_sparse_step": 2}, "decoder_sparse_step = 2 is not supported"),
         (QWEN3_30B_A3B, {"num_experts": None}, "num_experts is missing"),
+        (QWEN2_5_7B, {"use_sliding_window": True}, "use_sliding_window = True is not supported"),
+        (QWEN2_5_7B, {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported"),
+        (GLM_4_5_AIR, {"partial_rotary_factor": "half"}, "partial_rotary_factor = 'half' is not a number"),
+        (GLM_4_5_AIR, {"partial_rotary_factor": 0.01}, "partial_rotary_factor (0.01) of head_dim (128) is no even"),
+        (GLM_4_5_AIR, {"partial_rotary_factor": 1.5}, "partial_rotary_factor (1.5) of head_dim (128) is no even"),
         (LLAMA_3_1_8B, {"mlp_bias": True}, "mlp_bias = True is not supported"),
         (LLAMA_3_1_8B, {"attention_dropout": 0.1}, "attention_dropout = 0.1 is not supported"),
         (LLAMA_3_1_8B, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type 'yarn' is not supported"),
@@ -225,7 +310,7 @@ def test_files_that_cannot_be_read(tmp_path):
     path = tmp_path / "config.json"
     for content, text in [
         ("{", "cannot read"),
-        ("[]", "model_type 'None' has no native decoder; there are dots1, llama, qwen3, qwen3_moe."),
+        ("[]", "model_type 'None' has no native decoder; there are dots1, glm4_moe, llama, qwen2, qwen3, qwen3_moe."),
         ('{"model_type": "gpt2"}', "model_type 'gpt2' has no native decoder"),
         ('{"model_type": ["qwen3"]}', "has no native decoder"),
     ]:
@@ -259,7 +344,10 @@ def test_overrides_apply_to_a_config_json(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"name": "qwen3moe"}, "unknown family 'qwen3moe'; did you mean 'qwen3_moe'? There are: dots1, llama, qwen3,"),
+        (
+            {"name": "qwen3moe"},
+            "unknown family 'qwen3moe'; did you mean 'qwen3_moe'? There are: dots1, glm4_moe, llama, qwen2, qwen3,",
+        ),
         ({"flavor": "30B-A3"}, "family 'qwen3_moe' has no flavor '30B-A3'; did you mean '30B-A3B'? There are: "),
         ({"num_layers": 0}, "num_layers = 0 is not positive."),
         ({"num_kv_heads": 3}, "num_heads (4) is not a multiple of num_kv_heads (3)."),

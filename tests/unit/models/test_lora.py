@@ -54,7 +54,7 @@ def one_rank(run_ranks):
     return lambda function: run_ranks(1, function)[0]
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "dots1"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "dots1", "glm4_moe"])
 def test_only_adapters_are_trained(tiny, family):
     config = tiny.config(family)
     model, _ = build(config)

@@ -31,6 +31,12 @@ VARIATIONS = [
     ("dots1", {"num_expert_groups": 1, "num_limited_groups": 1, "top_k": 3}),
     ("dots1", {"num_expert_groups": 2, "num_limited_groups": 1, "top_k": 4, "attention_bias": True}),
     ("dots1", {"num_experts": 9, "num_expert_groups": 3, "num_limited_groups": 2, "top_k": 5}),
+    ("qwen2", {}),
+    ("qwen2", {"tie_word_embeddings": True, "num_kv_heads": 1}),
+    ("glm4_moe", {}),
+    ("glm4_moe", {"qk_norm": False, "num_dense_layers": 0, "num_shared_experts": 2}),
+    ("glm4_moe", {"attention_bias": False, "partial_rotary_factor": 0.25}),
+    ("glm4_moe", {"partial_rotary_factor": 1.0, "norm_topk_prob": False, "top_k": 3}),
 ]
 
 
@@ -78,16 +84,16 @@ def test_random_sizes(tiny, data):
         "num_layers": data.draw(st.integers(1, 2)),
         "num_kv_heads": kv_heads,
         "num_heads": kv_heads * data.draw(st.integers(1, 3)),
-        "head_dim": data.draw(st.sampled_from([4, 8, 10])),
+        "head_dim": data.draw(st.sampled_from([4, 8, 12 if family == "glm4_moe" else 10])),
         "hidden_size": data.draw(st.sampled_from([12, 24, 40])),
         "intermediate_size": data.draw(st.sampled_from([20, 33])),
         "tie_word_embeddings": data.draw(st.booleans()),
-        "attention_bias": data.draw(st.booleans()),
+        "attention_bias": family == "qwen2" or data.draw(st.booleans()),
         "rms_norm_eps": data.draw(st.sampled_from([1e-5, 1e-6])),
         "rope_theta": data.draw(st.sampled_from([1e4, 1e6])),
     }
     if families()[family].presets["debug"].num_experts:
-        groups = data.draw(st.sampled_from([1, 2])) if family == "dots1" else 1
+        groups = data.draw(st.sampled_from([1, 2])) if family in ("dots1", "glm4_moe") else 1
         changes |= {
             "num_experts": groups * data.draw(st.integers(2, 5)),
             "num_expert_groups": groups,
@@ -99,7 +105,7 @@ def test_random_sizes(tiny, data):
     compare(tiny, tiny.config(family, **changes), seq_len=data.draw(st.integers(4, 12)))
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe", "dots1"])
+@pytest.mark.parametrize("family", sorted(families()))
 def test_a_wrong_model_is_noticed(tiny, family):
     # The comparison itself must be able to fail: one part in a thousand in one norm.
     config = tiny.config(family)

@@ -64,6 +64,8 @@ class Family:
         fixed: ModelConfig fields that the family does not configure.
         defaults: ModelConfig fields for keys that a config.json may leave out.
         required: Hugging Face keys that, if present, must have one of these values: the decoder has no other.
+        written: Hugging Face keys with the values that a config.json of titanlite has, whatever was read.
+        has_mtp: checkpoints have layers behind the last one that predict further tokens; those are left out.
         expert_bias_key: name of the router's bias buffer in checkpoints; None if the architecture has none.
     """
 
@@ -74,6 +76,8 @@ class Family:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     required: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    written: Mapping[str, Any] = field(default_factory=dict)
+    has_mtp: bool = False
     expert_bias_key: str | None = None
 
     def from_hf(self, hf: Mapping[str, Any], where: str) -> ModelConfig:
@@ -109,6 +113,7 @@ class Family:
         ]
         try:
             values["rope_theta"], values["rope_scaling"] = _rope(hf)
+            values |= self._partial_rotary(hf)
         except NotNativeError as error:
             lacking.append(str(error))
         except ConfigError as error:
@@ -126,9 +131,23 @@ class Family:
         if config.rope_scaling is not None:
             used = _ROPE_KEYS[config.rope_scaling.rope_type]
             rope |= {"rope_type": config.rope_scaling.rope_type} | {k: getattr(config.rope_scaling, k) for k in used}
-        return hf | {"rope_parameters": rope, "architectures": [self.architecture]}
+        if _PARTIAL in self.defaults:
+            rope[_PARTIAL] = config.partial_rotary_factor
+        return hf | {"rope_parameters": rope, "architectures": [self.architecture], **self.written}
+
+    def _partial_rotary(self, hf: Mapping[str, Any]) -> dict[str, float]:
+        """What the configuration says of the rotated part of a head."""
+        partial = (hf.get("rope_parameters") or hf.get("rope_scaling") or {}).get(_PARTIAL, hf.get(_PARTIAL))
+        if partial is None:
+            return {}
+        if isinstance(partial, bool) or not isinstance(partial, int | float):
+            raise ConfigError(f"{_PARTIAL} = {partial!r} is not a number.")
+        if partial != 1.0 and _PARTIAL not in self.defaults:
+            raise NotNativeError(f"{_PARTIAL} = {partial} is not supported by the native decoder, only 1.0 is.")
+        return {_PARTIAL: float(partial)}
 
 
+_PARTIAL = "partial_rotary_factor"
 _ROPE_KEYS = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
@@ -164,9 +183,6 @@ def _rope(hf: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
         raise NotNativeError(
             f"rope_type '{rope_type}' is not supported by the native decoder, only {', '.join(_ROPE_KEYS)}."
         )
-    partial = table.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0))
-    if partial not in (None, 1.0):
-        raise NotNativeError(f"partial_rotary_factor = {partial} is not supported by the native decoder, only 1.0 is.")
     numbers = {"rope_theta": theta} | {key: table.get(key) for key in _ROPE_KEYS.get(rope_type, ())}
     wrong = [f"{k} = {v!r}" for k, v in numbers.items() if not isinstance(v, int | float) or isinstance(v, bool)]
     if wrong:
@@ -190,6 +206,11 @@ def check_model_config(config: ModelConfig) -> list[str]:
         problems.append(f"num_heads ({config.num_heads}) is not a multiple of num_kv_heads ({config.num_kv_heads}).")
     if config.head_dim % 2:
         problems.append(f"head_dim ({config.head_dim}) is odd; rotary embeddings need pairs.")
+    elif not 0 < config.partial_rotary_factor <= 1 or config.rotary_dim < 2 or config.rotary_dim % 2:
+        problems.append(
+            f"partial_rotary_factor ({config.partial_rotary_factor}) of head_dim ({config.head_dim}) is no even number "
+            "between 2 and head_dim."
+        )
     if config.num_experts > 0:
         groups = config.num_expert_groups
         if config.top_k > config.num_experts:

@@ -1,0 +1,67 @@
+"""GLM-4.5 and 4.6 (arXiv:2508.06471): DeepSeek-V3's router without groups, shared experts, leading dense layers.
+
+Half of each head is rotated; q, k and v have a bias. The layer for multi-token prediction that checkpoints have behind
+the last one is neither trained nor saved, as in transformers.
+"""
+
+from dataclasses import replace
+
+from titanlite.config.model import ModelConfig
+from titanlite.models.families.dots1 import FAMILY as DOTS1
+from titanlite.models.families.family import DEBUG_SIZES, Family
+
+_GLM = ModelConfig(
+    family="glm4_moe",
+    vocab_size=151552,
+    num_heads=96,
+    max_position_embeddings=131072,
+    rms_norm_eps=1e-5,
+    partial_rotary_factor=0.5,
+    attention_bias=True,
+    attention_output_bias=False,
+    num_dense_layers=1,
+    num_shared_experts=1,
+    score_func="sigmoid",
+)
+
+FAMILY = Family(
+    name="glm4_moe",
+    architecture="Glm4MoeForCausalLM",
+    keys={**DOTS1.keys, "qk_norm": "use_qk_norm"},
+    fixed={"score_func": "sigmoid", "attention_output_bias": False},
+    defaults={
+        **DOTS1.defaults,
+        "norm_topk_prob": True,
+        "num_dense_layers": 1,
+        "num_shared_experts": 1,
+        "qk_norm": False,
+        "partial_rotary_factor": 0.5,
+    },
+    written={"num_nextn_predict_layers": 0},
+    has_mtp=True,
+    expert_bias_key="e_score_correction_bias",
+    presets={
+        "debug": replace(
+            _GLM, **DEBUG_SIZES, num_experts=8, top_k=2, moe_intermediate_size=32, routed_scaling_factor=2.5
+        ),
+        "4.5-Air-106B-A12B": replace(
+            _GLM,
+            hidden_size=4096,
+            num_layers=46,
+            intermediate_size=10944,
+            qk_norm=False,
+            num_experts=128,
+            moe_intermediate_size=1408,
+        ),
+        "4.5-355B-A32B": replace(
+            _GLM,
+            hidden_size=5120,
+            num_layers=92,
+            intermediate_size=12288,
+            num_experts=160,
+            moe_intermediate_size=1536,
+            num_dense_layers=3,
+            routed_scaling_factor=2.5,
+        ),
+    },
+)
