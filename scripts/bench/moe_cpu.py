@@ -322,7 +322,7 @@ def describe(arguments: argparse.Namespace) -> str:
     info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     cpu = next((line.split(":", 1)[1].strip() for line in info.splitlines() if line.startswith("model name")), "?")
     versions = [f"{name} {metadata.version(name)}" for name in ("torch", "transformers")]
-    library = "oneDNN" if prefers_onednn() else "MKL"
+    library = "oneDNN" if prefers_onednn() else "torch's BLAS"
     return (
         f"{cpu}, {len(os.sched_getaffinity(0))} cores, {torch.backends.cpu.get_cpu_capability()}, float32 products of "
         f"titanlite by {library}, Linux {platform.release()}; python {platform.python_version()}, "

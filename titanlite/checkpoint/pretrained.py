@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from titanlite.checkpoint.folder import OWN_FOLDER, Stored, read_headers, read_json, read_model_headers
 from titanlite.checkpoint.fp8 import SCALE_SUFFIX, scale_shape
@@ -124,7 +125,7 @@ class HFCheckpoint:
             claims += [(name, Unfit(problem)) for problem in problems]
             placed[name] = (info.shape, parts)
             claims.append((name, Read(self.reader, name, info.shape)))
-        ignored = self._mtp_keys()
+        ignored = self._mtp_keys(used)
         claims += [
             (shown(key), Unfit(f"unexpected, {self.name} has it and the model does not."))
             for key in self._stored.tensors
@@ -132,16 +133,20 @@ class HFCheckpoint:
         ]
         return claims
 
-    def _mtp_keys(self) -> set[str]:
-        """Tensors of layers for multi-token prediction, which combine the last layer's result with an embedding."""
+    def _mtp_keys(self, used: set[str]) -> set[str]:
+        """Tensors of layers for multi-token prediction, which combine the last layer's result with an embedding.
+
+        They lie behind the layers that the model has: nothing of them is `used`.
+        """
         keys = self._stored.tensors.keys()
-        layers = [key.removesuffix(_MTP_KEY) for key in keys if self._family.has_mtp and key.endswith(_MTP_KEY)]
-        ignored = {key for key in keys if key.startswith(tuple(layers))} if layers else set()
-        if ignored:
+        layers = {key.removesuffix(_MTP_KEY) for key in keys if self._family.has_mtp and key.endswith(_MTP_KEY)}
+        layers -= {layer for layer in layers if any(key.startswith(layer) for key in used)}
+        ignored = {key for key in keys if key.startswith(tuple(layers))}
+        if ignored and (not dist.is_initialized() or dist.get_rank() == 0):
             logger.warning(
                 "%s: %d tensors of %s, for multi-token prediction, are not read and not saved again: a serving engine "
                 "cannot speculate with them.",
-                *(self.name, len(ignored), ", ".join(shown(layer.removesuffix(".")) for layer in layers)),
+                *(self.name, len(ignored), ", ".join(shown(layer.removesuffix(".")) for layer in sorted(layers))),
             )
         return ignored
 

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 from torch.autograd.function import once_differentiable
 
-from titanlite.ops.matmul import add_product_, multiply
+from titanlite.ops.matmul import multiply, sum_over_rows
 from titanlite.ops.planned import kernel_device
 
 IGNORE_INDEX = -100
@@ -164,7 +164,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if dhidden_TD is not None:
                 multiply(grad_CV, weight_VD, out=dhidden_TD[rows])
             if dweight_VD is not None:  # the sum of chunks in float32, or small gradients drown in bfloat16's 8 bits
-                add_product_(dweight_VD, grad_CV.T, hidden_CD)
+                sum_over_rows(grad_CV, hidden_CD, dweight_VD, accumulate=True)
         ctx.save_for_backward(dhidden_TD, dweight_VD)
         ctx.weight_dtype = weight_VD.dtype
         return torch.cat(losses).sum() if losses else hidden_TD.new_zeros((), dtype=accumulate)
@@ -228,7 +228,7 @@ class _TokenCrossEntropy(torch.autograd.Function):
             if dhidden_TD is not None:
                 multiply(grad_CV, weight_VD, out=dhidden_TD[rows])
             if dweight_VD is not None:
-                add_product_(dweight_VD, grad_CV.T, hidden_CD)
+                sum_over_rows(grad_CV, hidden_CD, dweight_VD, accumulate=True)
         return dhidden_TD, None if dweight_VD is None else dweight_VD.to(weight_VD.dtype), None, None, None
 
 

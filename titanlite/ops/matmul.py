@@ -4,10 +4,11 @@ torch multiplies float32 matrices on x86 with Intel's MKL, which does without AV
 oneDNN, with which torch multiplies bfloat16, does not. One core of a Zen 5 does 100 GFLOP/s with the one and 220 with
 the other. The operator that torch's compiler has for `F.linear` is the only way to oneDNN that keeps float32.
 
-oneDNN makes code for each shape that it meets, in 0.3 ms, and torch keeps that of 1024 shapes, 0.5 MB each. So it gets
-rows in multiples of `ROWS`, and products of other numbers of rows stay with MKL.
+oneDNN makes code for each shape that it meets, in 0.3 ms, and torch keeps that of the latest 1024 shapes, 0.6 MB each.
+So it gets few numbers of rows, multiples of `ROWS` up to `MOST_ROWS` and multiples of that, and MKL the others. A
+token's result may differ in the last bits with the number of tokens beside it. Compiled layers are left to MKL.
 
-Shapes: M rows, K reduction, N columns.
+Shapes: M rows (tokens), K reduction, N columns.
 """
 
 from functools import cache
@@ -19,35 +20,39 @@ import torch.nn.functional as F
 
 from titanlite.ops.planned import is_planned
 
-ROWS = 32
-"""Products with oneDNN have a multiple of this many rows, and sums over rows too."""
+ROWS, MOST_ROWS = 32, 512
 
-_WORTHWHILE = 1 << 19
+_WORTHWHILE = 1 << 21
 """Multiplications; with fewer, oneDNN does not make up for the 10 us that it takes to find its code."""
 
 
 def linear(x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None) -> torch.Tensor:
     """`x @ weight.T + bias`, (..., N), of x (..., K): `F.linear`, faster on some CPUs."""
-    if not _takes_onednn(x, weight_NK, weight_NK.shape[0]):
+    if not _takes_onednn(x, weight_NK, x.numel() // max(x.shape[-1], 1), weight_NK.numel()):
         return F.linear(x, weight_NK, bias_N)
     y = _Linear.apply(x, weight_NK)
     return y if bias_N is None else y + bias_N
 
 
-def multiply(a_MK: torch.Tensor, b_KN: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """`a @ b`, (M, N), for use inside operators: not differentiable. With oneDNN a transposed `a` is copied."""
-    if not _takes_onednn(a_MK, b_KN, b_KN.shape[1]):
-        return torch.mm(a_MK, b_KN, out=out)
-    product_MN = _multiply(a_MK, b_KN)
-    return product_MN if out is None else out.copy_(product_MN)
+def multiply(x_MK: torch.Tensor, weight_KN: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """`x @ weight`, (M, N), for use inside operators: not differentiable."""
+    if not _takes_onednn(x_MK, weight_KN, x_MK.shape[0], weight_KN.numel()):
+        return torch.mm(x_MK, weight_KN, out=out)
+    y_MN = _multiply(x_MK, weight_KN)
+    return y_MN if out is None else out.copy_(y_MN)
 
 
-def add_product_(sum_MN: torch.Tensor, a_MK: torch.Tensor, b_KN: torch.Tensor) -> None:
-    """`sum += a @ b`, in the dtype of the sum, which may be the wider one."""
-    if sum_MN.dtype != a_MK.dtype or _takes_onednn(a_MK, b_KN, b_KN.shape[1]):
-        sum_MN += multiply(a_MK, b_KN)
+def sum_over_rows(
+    dy_MN: torch.Tensor, x_MK: torch.Tensor, out_NK: torch.Tensor, *, accumulate: bool = False
+) -> torch.Tensor:
+    """Write or add `dy.T @ x`, the gradient of a weight, to `out`, which may have a wider dtype; not differentiable."""
+    if _takes_onednn(dy_MN, x_MK, x_MK.shape[0], out_NK.numel()):
+        product_NK = _multiply(dy_MN.T, x_MK)
+    elif out_NK.dtype == x_MK.dtype:
+        return out_NK.addmm_(dy_MN.T, x_MK) if accumulate else torch.mm(dy_MN.T, x_MK, out=out_NK)
     else:
-        sum_MN.addmm_(a_MK, b_KN)
+        product_NK = dy_MN.T @ x_MK
+    return out_NK.add_(product_NK) if accumulate else out_NK.copy_(product_NK)
 
 
 def prefers_onednn() -> bool:
@@ -75,28 +80,27 @@ def get_onednn_op() -> Any:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x, weight_NK)
+        need_x, need_weight = ctx.needs_input_grad
+        ctx.save_for_backward(x if need_weight else None, weight_NK if need_x else None)
         return _multiply(x, weight_NK.T)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         x, weight_NK = ctx.saved_tensors
-        need_x, need_weight = ctx.needs_input_grad
         # By the function itself, so that gradients of gradients exist as they do for F.linear.
-        dx = _Linear.apply(dy, weight_NK.T) if need_x else None
-        dweight = _Linear.apply(dy.flatten(0, -2).T, x.flatten(0, -2).T) if need_weight else None
+        dx = None if weight_NK is None else _Linear.apply(dy, weight_NK.T)
+        dweight = None if x is None else _Linear.apply(dy.flatten(0, -2).T, x.flatten(0, -2).T)
         return dx, dweight
 
 
-def _takes_onednn(a: torch.Tensor, b: torch.Tensor, columns: int) -> bool:
+def _takes_onednn(one: torch.Tensor, other: torch.Tensor, rows: int, multiplications_per_row: int) -> bool:
     if torch.compiler.is_compiling():
         return False
     return (
-        a.numel() * columns >= _WORTHWHILE
-        and a.dtype == b.dtype == torch.float32
-        and a.device.type == "cpu"
-        and a.numel() // a.shape[-1] % ROWS == 0
-        and a.shape[-1] % ROWS == 0
+        rows * multiplications_per_row >= _WORTHWHILE
+        and one.dtype == other.dtype == torch.float32
+        and one.device.type == "cpu"
+        and rows % (ROWS if rows <= MOST_ROWS else MOST_ROWS) == 0
         and prefers_onednn()
         and not is_planned()
     )

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from titanlite.ops.grouped_gemm import get_compute_dtype, get_groups
-from titanlite.ops.matmul import ROWS, add_product_, multiply, prefers_onednn
+from titanlite.ops.matmul import MOST_ROWS, ROWS, multiply, prefers_onednn, sum_over_rows
 from titanlite.ops.permute import gather_sum
 from titanlite.ops.swiglu import apply_swiglu
 
@@ -135,6 +135,7 @@ def _slices(
 ) -> Iterator[tuple[int, Iterator[_Slice]]]:
     """Each expert that has rows, with slices of them, alike in size; z has `width` columns."""
     most = max(1, _SLICE_BYTES // (width * compute.itemsize))
+    most = min(most, MOST_ROWS) if _is_padded(most, compute) else most
     for expert, (start, end) in enumerate(get_groups(offsets)):
         count = -(-(end - start) // most)
         if count:
@@ -183,11 +184,8 @@ class _PerExpert:
         self._dtype, self._left = weight.dtype, set(range(weight.shape[0]))
 
     def add(self, expert: int, left_CN: torch.Tensor, right_CK: torch.Tensor) -> None:
-        if expert in self._left:
-            self._left.remove(expert)
-            multiply(left_CN.T, right_CK, out=self._sums[expert])
-        else:
-            add_product_(self._sums[expert], left_CN.T, right_CK)
+        sum_over_rows(left_CN, right_CK, self._sums[expert], accumulate=expert not in self._left)
+        self._left.discard(expert)
 
     def finish(self) -> torch.Tensor:
         for expert in self._left:

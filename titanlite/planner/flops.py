@@ -8,6 +8,7 @@ import torch
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from titanlite import ops  # noqa: F401 - defines torch.ops.titanlite.grouped_mm and others
+from titanlite.ops.matmul import get_onednn_op
 
 _aten, _own = torch.ops.aten, torch.ops.titanlite
 
@@ -108,6 +109,7 @@ _OWN: dict[Any, Callable[..., int]] = {
     _aten._scaled_dot_product_flash_attention_backward.default: _sdpa_backward,
     _aten.addmm_.default: lambda out, a, b, *rest: 2 * a.shape[0] * a.shape[1] * b.shape[1],  # torch knows addmm only
     # torch has no formula for the CPU's.
+    get_onednn_op(): lambda x, weight, *rest: 2 * x.numel() * weight.shape[0],
     _aten._scaled_dot_product_flash_attention_for_cpu.default: _sdpa,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _sdpa_backward,
 }

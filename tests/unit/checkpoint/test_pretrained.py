@@ -115,6 +115,9 @@ def test_layers_for_multi_token_prediction_are_left_out_and_said(tmp_path, caplo
     with caplog.at_level(logging.WARNING):
         assert_equal(load(save(tmp_path, stored | mtp), GLM4_MOE), weights)
     assert "3 tensors of model.layers.3, for multi-token prediction, are not read and not saved again" in caplog.text
+    # To a model that has one more layer it is a decoder layer with things too many.
+    refused = refusal(save(tmp_path, stored | mtp), dataclasses.replace(GLM4_MOE, num_layers=4))
+    assert "model.layers.3.eh_proj.weight" in refused
     # Without its projection it is a layer too many, and other families have none.
     del mtp["model.layers.3.eh_proj.weight"]
     assert "model.layers.3.embed_tokens.weight" in refusal(save(tmp_path, stored | mtp), GLM4_MOE)

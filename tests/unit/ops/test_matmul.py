@@ -15,8 +15,9 @@ from titanlite.config.schema import ActivationCheckpointSection
 from titanlite.distributed.activation_checkpoint import checkpoint_operations
 from titanlite.models.layers import FeedForward
 from titanlite.ops import linear, linear_cross_entropy, matmul, moe_experts_cpu
-from titanlite.ops.matmul import add_product_, get_onednn_op, multiply, prefers_onednn
+from titanlite.ops.matmul import get_onednn_op, multiply, prefers_onednn, sum_over_rows
 from titanlite.ops.planned import plan_for_device
+from titanlite.planner.flops import count_flops
 
 BOUND = 2e-6  # relative Frobenius error of float32
 AMD, INTEL = "vendor_id\t: AuthenticAMD\n", "vendor_id\t: GenuineIntel\n"
@@ -102,27 +103,48 @@ def test_gradients_of_gradients(seen):
         assert (one - two).norm() <= 1e-5 * two.norm()
 
 
-def test_views_and_sums(seen):
+def test_only_what_backward_needs_is_kept(seen):
+    def count_kept(x: torch.Tensor, weight: torch.Tensor) -> list[torch.Size]:
+        kept: list[torch.Size] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
+            linear(x, weight)
+        return kept
+
+    x, weight = draw(64, 32), draw(96, 32)
+    assert count_kept(x, weight) == []
+    assert count_kept(x.requires_grad_(), weight) == [weight.shape]  # a frozen weight has no gradient
+    assert count_kept(x.detach(), weight.requires_grad_()) == [x.shape]
+    assert count_kept(x, weight) == [x.shape, weight.shape]
+    assert len(seen) == 4
+
+
+def test_views(seen):
     a, b = draw(96, 64), draw(96, 32)
-    expected = a.double().T @ b.double()
-    assert_close(multiply(a.T, b), expected)
-    out = torch.full((64, 32), torch.nan)
-    assert multiply(a.T, b, out=out).data_ptr() == out.data_ptr()
-    assert_close(out, expected)
-    add_product_(out, a.T, b)
-    assert_close(out, 2 * expected)
-    assert_close(multiply(b.T, a), expected.T)
-    inner = draw(128, 70)[32:, 3:67]  # no dimension is dense
+    inner = draw(160, 70)[32:, 3:67]  # no dimension is dense
     assert_close(multiply(inner, a.T), inner.double() @ a.double().T)
-    assert_close(multiply(a.T, inner), a.double().T @ inner.double())
     assert_close(multiply(a, inner.T), a.double() @ inner.double().T)
-    assert len(seen) == 7
+    out = torch.full((96, 96), torch.nan)
+    assert multiply(a, a.T, out=out).data_ptr() == out.data_ptr()
+    assert_close(out, a.double() @ a.double().T)
+    assert_close(sum_over_rows(inner, draw(128, 32), torch.empty(64, 32)), inner.double().T @ draw(128, 32).double())
+    assert_close(sum_over_rows(a, b, torch.full((64, 32), torch.nan)), a.double().T @ b.double())
+    assert len(seen) == 5
 
 
-def test_a_sum_may_be_wider_than_its_products():
+@pytest.mark.parametrize("rows", [96, 97])
+def test_sums_go_on(seen, rows):
+    a, b = draw(rows, 64), draw(rows, 32)
+    out = torch.ones(64, 32)
+    assert sum_over_rows(a, b, out, accumulate=True).data_ptr() == out.data_ptr()
+    assert_close(out, 1 + a.double().T @ b.double())
+    assert len(seen) == (rows == 96)
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_a_sum_may_be_wider_than_its_products(accumulate):
     total, a, b = torch.ones(4, 5), draw(8, 4, dtype=torch.bfloat16), draw(8, 5, dtype=torch.bfloat16)
-    add_product_(total, a.T, b)
-    assert torch.equal(total, 1 + (a.T @ b).float())
+    sum_over_rows(a, b, total, accumulate=accumulate)
+    assert torch.equal(total, accumulate + (a.T @ b).float())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
@@ -133,12 +155,13 @@ def test_other_dtypes_are_left_to_torch(seen, dtype):
     assert seen == []
 
 
-@pytest.mark.parametrize("rows", [1, 31, 33, 65])
-def test_rows_are_multiples_of_32(seen, rows):
-    x, weight = draw(rows, 32), draw(96, 32)
-    assert torch.equal(linear(x, weight), F.linear(x, weight))
-    multiply(draw(rows, 96).T, x)  # a sum over the rows
-    assert seen == []
+@pytest.mark.parametrize(("rows", "taken"), [(1, 0), (31, 0), (33, 0), (480, 1), (512, 1), (544, 0), (1024, 1)])
+def test_few_numbers_of_rows(seen, rows, taken):
+    x, weight = draw(rows, 30), draw(50, 30)
+    assert_close(linear(x, weight), x.double() @ weight.double().T)
+    assert len(seen) == taken
+    sum_over_rows(draw(rows, 50), x, torch.empty(50, 30))
+    assert len(seen) == 2 * taken
 
 
 def test_left_to_torch_where_it_is_not_worth_it_or_not_wanted(seen, monkeypatch):
@@ -162,6 +185,12 @@ def test_compiled_graphs_have_torchs_own_product(monkeypatch):
     monkeypatch.setattr(matmul, "_multiply", None)  # no dispatch mode may be active while something is compiled
     compiled = torch.compile(linear, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(x, weight), F.linear(x, weight))
+
+
+def test_flops_are_counted():
+    x, weight = draw(2, 64, 32), draw(96, 32)
+    flops = count_flops(get_onednn_op(), (x, weight, None, "none", [], ""), {}, None)
+    assert flops is not None and flops.high == 2 * 128 * 32 * 96
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,11 @@ DEBUG_SIZES: Mapping[str, Any] = {
 # Other names under which transformers versions write the same key.
 KEY_ALIASES: Mapping[str, str] = {"num_experts": "num_local_experts", "n_routed_experts": "num_local_experts"}
 # Features that every config.json may ask for and the decoder lacks.
-UNIVERSALLY_REQUIRED: Mapping[str, tuple[Any, ...]] = {"hidden_act": ("silu",), "attention_dropout": (0, None)}
+UNIVERSALLY_REQUIRED: Mapping[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "attention_dropout": (0, None),
+    "is_causal": (True, None),
+}
 QUANTIZATION_PROBLEM = (
     "quantization_config: of quantized weights only FP8 with a scale per block (quant_method 'fp8' with a "
     "weight_block_size of two numbers) can be read."
@@ -120,6 +124,10 @@ class Family:
             problems.append(str(error))
         raise_problems(ConfigError if problems else NotNativeError, where, [*lacking, *problems])
         config = ModelConfig(**values)
+        if _PARTIAL in self.defaults and config.head_dim % 2 == 0 and config.rotary_dim % 2:
+            raise NotNativeError(
+                f"{where}: {_PARTIAL} rotates {config.rotary_dim} of {config.head_dim}, an odd number."
+            )
         raise_problems(ConfigError, where, check_model_config(config))
         return config
 

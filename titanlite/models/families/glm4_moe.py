@@ -31,6 +31,7 @@ FAMILY = Family(
     fixed={"score_func": "sigmoid", "attention_output_bias": False},
     defaults={
         **DOTS1.defaults,
+        "num_kv_heads": 8,
         "norm_topk_prob": True,
         "num_dense_layers": 1,
         "num_shared_experts": 1,
