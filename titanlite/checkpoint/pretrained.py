@@ -139,7 +139,7 @@ class HFCheckpoint:
         They lie behind the layers that the model has: nothing of them is `used`.
         """
         keys = self._stored.tensors.keys()
-        layers = {key.removesuffix(_MTP_KEY) for key in keys if self._family.has_mtp and key.endswith(_MTP_KEY)}
+        layers = {key.removesuffix(_MTP_KEY) for key in keys if self._family.mtp_key and key.endswith(_MTP_KEY)}
         layers -= {layer for layer in layers if any(key.startswith(layer) for key in used)}
         ignored = {key for key in keys if key.startswith(tuple(layers))}
         if ignored and (not dist.is_initialized() or dist.get_rank() == 0):

@@ -71,6 +71,7 @@ def _is_onednn_faster() -> bool:
         return False
 
 
+@cache
 def get_onednn_op() -> Any:
     """The operator for `x @ weight.T` by oneDNN, not documented (torch 2.11 to 2.13 have it); None without it."""
     packet = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch.backends.mkldnn.is_available() else None
@@ -94,10 +95,9 @@ class _Linear(torch.autograd.Function):
 
 
 def _takes_onednn(one: torch.Tensor, other: torch.Tensor, rows: int, multiplications_per_row: int) -> bool:
-    if torch.compiler.is_compiling():
-        return False
     return (
-        rows * multiplications_per_row >= _WORTHWHILE
+        not torch.compiler.is_compiling()
+        and rows * multiplications_per_row >= _WORTHWHILE
         and one.dtype == other.dtype == torch.float32
         and one.device.type == "cpu"
         and rows % (ROWS if rows <= MOST_ROWS else MOST_ROWS) == 0

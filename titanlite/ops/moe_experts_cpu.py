@@ -99,11 +99,10 @@ def backward(
 class _Slice:
     """Some of an expert's rows, and behind them perhaps rows of zeros, of which only zeros are made."""
 
-    def __init__(self, start: int, end: int, token_R: torch.Tensor, compute: torch.dtype) -> None:
+    def __init__(self, start: int, end: int, token_R: torch.Tensor, compute: torch.dtype, multiple: int) -> None:
         self.rows, self.count = slice(start, end), end - start
         self.tokens = token_R[self.rows]
-        self._compute = compute
-        self._padded = _round_up(self.count) if _is_padded(self.count, compute) else self.count
+        self._compute, self._padded = compute, _round_up(self.count, multiple)
 
     def gather(self, x_TD: torch.Tensor) -> torch.Tensor:
         """The rows' tokens, (C, D), in the dtype of products."""
@@ -134,23 +133,20 @@ def _slices(
     token_R: torch.Tensor, offsets: torch.Tensor, width: int, compute: torch.dtype
 ) -> Iterator[tuple[int, Iterator[_Slice]]]:
     """Each expert that has rows, with slices of them, alike in size; z has `width` columns."""
+    multiple = ROWS if compute == torch.float32 and prefers_onednn() else 1
     most = max(1, _SLICE_BYTES // (width * compute.itemsize))
-    most = min(most, MOST_ROWS) if _is_padded(most, compute) else most
+    most = min(most, MOST_ROWS) if multiple > 1 else most
     for expert, (start, end) in enumerate(get_groups(offsets)):
         count = -(-(end - start) // most)
         if count:
-            size = -(-(end - start) // count)
-            size = _round_up(size) if _is_padded(size, compute) else size
-            yield expert, (_Slice(at, min(at + size, end), token_R, compute) for at in range(start, end, size))
+            size = _round_up(-(-(end - start) // count), multiple)
+            starts = range(start, end, size)
+            yield expert, (_Slice(at, min(at + size, end), token_R, compute, multiple) for at in starts)
 
 
-def _is_padded(rows: int, compute: torch.dtype) -> bool:
+def _round_up(rows: int, multiple: int) -> int:
     """Not the few rows that a lightly loaded expert has: the zeros would be most of the work."""
-    return rows > ROWS and compute == torch.float32 and prefers_onednn()
-
-
-def _round_up(rows: int) -> int:
-    return -(-rows // ROWS) * ROWS
+    return rows if rows <= multiple else -(-rows // multiple) * multiple
 
 
 class _PerRow:

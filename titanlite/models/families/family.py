@@ -68,8 +68,8 @@ class Family:
         fixed: ModelConfig fields that the family does not configure.
         defaults: ModelConfig fields for keys that a config.json may leave out.
         required: Hugging Face keys that, if present, must have one of these values: the decoder has no other.
-        written: Hugging Face keys with the values that a config.json of titanlite has, whatever was read.
-        has_mtp: checkpoints have layers behind the last one that predict further tokens; those are left out.
+        mtp_key: Hugging Face key that counts the layers for multi-token prediction behind the last one; those are
+            left out, and 0 is written. None if the architecture has none.
         expert_bias_key: name of the router's bias buffer in checkpoints; None if the architecture has none.
     """
 
@@ -80,8 +80,7 @@ class Family:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     required: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    written: Mapping[str, Any] = field(default_factory=dict)
-    has_mtp: bool = False
+    mtp_key: str | None = None
     expert_bias_key: str | None = None
 
     def from_hf(self, hf: Mapping[str, Any], where: str) -> ModelConfig:
@@ -116,15 +115,16 @@ class Family:
             f"{theirs} is missing." for ours, theirs in self.keys.items() if ours not in values and ours != "head_dim"
         ]
         try:
-            values["rope_theta"], values["rope_scaling"] = _rope(hf)
-            values |= self._partial_rotary(hf)
+            rope = _rope_table(hf)
+            values["rope_theta"], values["rope_scaling"] = _rope(hf, rope)
+            values |= self._partial_rotary(hf, rope)
         except NotNativeError as error:
             lacking.append(str(error))
         except ConfigError as error:
             problems.append(str(error))
         raise_problems(ConfigError if problems else NotNativeError, where, [*lacking, *problems])
         config = ModelConfig(**values)
-        if _PARTIAL in self.defaults and config.head_dim % 2 == 0 and config.rotary_dim % 2:
+        if config.head_dim % 2 == 0 and config.rotary_dim % 2:
             raise NotNativeError(
                 f"{where}: {_PARTIAL} rotates {config.rotary_dim} of {config.head_dim}, an odd number."
             )
@@ -141,11 +141,13 @@ class Family:
             rope |= {"rope_type": config.rope_scaling.rope_type} | {k: getattr(config.rope_scaling, k) for k in used}
         if _PARTIAL in self.defaults:
             rope[_PARTIAL] = config.partial_rotary_factor
-        return hf | {"rope_parameters": rope, "architectures": [self.architecture], **self.written}
+        if self.mtp_key is not None:
+            hf[self.mtp_key] = 0
+        return hf | {"rope_parameters": rope, "architectures": [self.architecture]}
 
-    def _partial_rotary(self, hf: Mapping[str, Any]) -> dict[str, float]:
-        """What the configuration says of the rotated part of a head."""
-        partial = (hf.get("rope_parameters") or hf.get("rope_scaling") or {}).get(_PARTIAL, hf.get(_PARTIAL))
+    def _partial_rotary(self, hf: Mapping[str, Any], table: Mapping[str, Any]) -> dict[str, float]:
+        """What the configuration says of the rotated part of a head; families with a default for it may have one."""
+        partial = table.get(_PARTIAL, hf.get(_PARTIAL))
         if partial is None:
             return {}
         if isinstance(partial, bool) or not isinstance(partial, int | float):
@@ -172,16 +174,21 @@ def is_readable_quantization(quantization: Any) -> bool:
     return isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)
 
 
-def _rope(hf: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
-    """Base and scaling, from `rope_parameters` or from the older `rope_theta` and `rope_scaling`.
+def _rope_table(hf: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`rope_parameters`, or the older `rope_scaling`."""
+    table = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    if not isinstance(table, Mapping):
+        raise ConfigError(f"rope_parameters or rope_scaling = {table!r} is not a table.")
+    return table
+
+
+def _rope(hf: Mapping[str, Any], table: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
+    """Base and scaling, from `table` or from the older `rope_theta`.
 
     Raises:
         NotNativeError: something the decoder lacks.
         ConfigError: a value that is no number.
     """
-    table = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    if not isinstance(table, Mapping):
-        raise ConfigError(f"rope_parameters or rope_scaling = {table!r} is not a table.")
     theta = next((t for t in (table.get("rope_theta"), hf.get("rope_theta")) if t is not None), None)
     if theta is None and "rope_theta" in hf:
         raise ConfigError("rope_theta = null is not a number.")

@@ -38,8 +38,7 @@ FAMILY = Family(
         "qk_norm": False,
         "partial_rotary_factor": 0.5,
     },
-    written={"num_nextn_predict_layers": 0},
-    has_mtp=True,
+    mtp_key="num_nextn_predict_layers",
     expert_bias_key="e_score_correction_bias",
     presets={
         "debug": replace(

@@ -1,7 +1,11 @@
 """Qwen2 and Qwen2.5 (arXiv:2412.15115): biases on q, k and v, no norm on queries and keys."""
 
+from dataclasses import replace
+
 from titanlite.config.model import ModelConfig
 from titanlite.models.families.family import COMMON_KEYS, DEBUG_SIZES, Family
+
+_QWEN2 = ModelConfig(family="qwen2", qk_norm=False, attention_bias=True, attention_output_bias=False)
 
 
 def _qwen2(
@@ -15,8 +19,8 @@ def _qwen2(
     context: int = 131072,
     tied: bool = False,
 ) -> ModelConfig:
-    return ModelConfig(
-        family="qwen2",
+    return replace(
+        _QWEN2,
         vocab_size=vocab,
         hidden_size=hidden,
         num_layers=layers,
@@ -25,9 +29,6 @@ def _qwen2(
         head_dim=hidden // heads,
         intermediate_size=inner,
         max_position_embeddings=context,
-        qk_norm=False,
-        attention_bias=True,
-        attention_output_bias=False,
         tie_word_embeddings=tied,
     )
 
@@ -40,9 +41,7 @@ FAMILY = Family(
     defaults={"tie_word_embeddings": False, "initializer_range": 0.02},
     required={"use_sliding_window": (False,)},
     presets={
-        "debug": ModelConfig(
-            family="qwen2", **DEBUG_SIZES, qk_norm=False, attention_bias=True, attention_output_bias=False
-        ),
+        "debug": replace(_QWEN2, **DEBUG_SIZES),
         "2.5-0.5B": _qwen2(896, 24, 14, 2, 4864, vocab=151936, context=32768, tied=True),
         "2.5-1.5B": _qwen2(1536, 28, 12, 2, 8960, vocab=151936, tied=True),
         "2.5-7B": _qwen2(3584, 28, 28, 4, 18944),
