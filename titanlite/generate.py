@@ -227,9 +227,9 @@ class _Batch:
                 text.append(token)
 
     def _padded(self, rows: Sequence[Sequence[int]]) -> torch.Tensor:
-        """(B, S) int64, zeros on the right; S is a multiple of tp, over which the sequence is split."""
-        tp = 1 if self.dims is None else self.dims.degrees.tp
-        length = -(-max(map(len, rows)) // tp) * tp
+        """(B, S) int64, zeros on the right; S is a multiple of the ranks over which the sequence is split."""
+        pieces = 1 if self.dims is None else self.dims.degrees.ranks_per_sequence
+        length = -(-max(map(len, rows)) // pieces) * pieces
         return torch.tensor([[*row, *[0] * (length - len(row))] for row in rows], device=self.device)
 
     def _choose(self, logits_BV: torch.Tensor, streams: Sequence[random.Random]) -> torch.Tensor:
@@ -240,10 +240,12 @@ class _Batch:
             top_k=self.sampling.top_k,
             top_p=self.sampling.top_p,
         )
+        # The tp ranks, and then the cp ranks, have the same logits. If a kernel ever rounded otherwise on one of them,
+        # their texts would part, and then the shapes of their collectives.
         if self.dims is not None and self.dims.degrees.tp > 1:
-            # The tp ranks have the same logits. If a kernel ever rounded otherwise on one of them, their texts would
-            # part, and then the shapes of their collectives.
             dist.broadcast(chosen_B, group=self.dims.tp_mesh.get_group(), group_src=0)
+        if self.dims is not None and self.dims.cp_group is not None:
+            dist.broadcast(chosen_B, group=self.dims.cp_group, group_src=0)
         return chosen_B
 
     def _all_ended(self, ended: Sequence[bool]) -> bool:

@@ -47,7 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--step", type=int, metavar="N", help="show what step N trained on, the first one being 1")
     parser.add_argument(
-        "--rank", type=int, help="of that step, only what this data-parallel rank got: rank // tensor_parallel_degree"
+        "--rank",
+        type=int,
+        help="of that step, only what this data-parallel rank got: rank // (context * tensor parallel degree)",
     )
     parser.add_argument(
         "--rewound", type=int, metavar="I", help="the step as it was before rewind I, which left its data out"

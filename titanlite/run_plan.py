@@ -147,7 +147,7 @@ def describe_placement(tensor: torch.Tensor) -> str:
     parts = []
     for name, size, placement in zip(names, tensor.device_mesh.shape, tensor.placements, strict=True):
         if size > 1:
-            dim, name = getattr(placement, "dim", None), "dp_shard" if name == "fsdp" else name
+            dim = getattr(placement, "dim", None)
             parts.append(f"{name} {size}: {'replicate' if dim is None else f'shard {dim}'}")
     return ", ".join(parts) or "whole"
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from titanlite.checkpoint import Progress
-from titanlite.config import AnyModelConfig, JobConfig, TransformersConfig, save_resolved
+from titanlite.config import AnyModelConfig, JobConfig, ModelConfig, TransformersConfig, save_resolved
 from titanlite.data import TrainLoader
 from titanlite.data.mixture import get_sources
 from titanlite.distributed import ParallelDims, base_dtype, mixed_precision_dtypes, parallelize
@@ -25,8 +25,10 @@ from titanlite.notices import read_restart
 from titanlite.ops.grouped_gemm import resolve_backend, triton_problem
 from titanlite.optim import freeze_parameters
 from titanlite.run_files import is_full
+from titanlite.tables import format_memory
 
 _MANY_EPOCHS = 10  # of a pretrained model's new data
+_LARGE_MASK = 2 << 30  # bytes
 
 
 def check_data_order(start: Progress, loader: TrainLoader) -> None:
@@ -207,6 +209,22 @@ def warn_of_ignored_balancing(job: JobConfig, model_config: AnyModelConfig) -> N
     given = [f"moe.{name} = {value}" for name in names if (value := getattr(job.moe, name))]
     if given and model_config.num_experts == 0 and get_rank() == 0:
         logger.warning("moe: the model has no experts to balance: no effect of %s", ", ".join(given))
+
+
+def warn_of_large_mask(job: JobConfig, model_config: AnyModelConfig, device: torch.device) -> None:
+    """Say on rank 0 what the dense mask of long packed sequences takes on a GPU, where there is attention without."""
+    training, is_native = job.training, isinstance(model_config, ModelConfig)
+    if device.type != "cuda" or not is_native or job.model.attention_backend != "sdpa" or get_rank() != 0:
+        return
+    dtype, _ = mixed_precision_dtypes(job, device.type)
+    nbytes = training.local_batch_size * training.seq_len**2 * dtype.itemsize
+    if nbytes >= _LARGE_MASK:
+        other = "'varlen'" if dtype == torch.bfloat16 else "'flex'"
+        logger.warning(
+            "model.attention_backend: 'sdpa' masks %d sequences of %d tokens with %s on every rank, however many ranks "
+            "split them. Set it to %s, which needs no such mask.",
+            *(training.local_batch_size, training.seq_len, format_memory(nbytes), other),
+        )
 
 
 def configure(model: AnyModel, job: JobConfig, device: torch.device) -> None:

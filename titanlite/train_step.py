@@ -154,8 +154,8 @@ class TrainStep:
             losses = objective(self.model, batch)
             self.enter("backward")
             self.scaled_loss(losses, units, num_tokens).backward()
-            # tp ranks hold the same losses, but the balance losses of their own positions.
-            aux_sum = losses.aux * self.dims.degrees.tp
+            # cp and tp ranks hold the same losses, but the balance losses of their own positions.
+            aux_sum = losses.aux * self.dims.degrees.ranks_per_sequence
             sums += torch.cat([torch.stack([losses.loss, aux_sum]).detach(), losses.metrics])
             losses_finite.append((losses.loss + losses.aux).detach().isfinite())
             self.balancer.accumulate()
@@ -206,12 +206,12 @@ class TrainStep:
         return losses.loss / units + losses.aux / num_tokens
 
     def sum_over_data(self, value: torch.Tensor) -> torch.Tensor:
-        """Sum of `value` over the data-parallel ranks; tp ranks of one group hold the same value and count once."""
+        """Sum of `value` over the data-parallel ranks; those that share sequences hold the same and count once."""
         value = value.clone()
         with timers.collective():
             all_reduce_sum(value)
-        tp = self.dims.degrees.tp
-        return value // tp if value.dtype == torch.int64 else value / tp
+        copies = self.dims.degrees.ranks_per_sequence
+        return value // copies if value.dtype == torch.int64 else value / copies
 
     def describe(self, result: StepResult, window: Window, losses: Sequence[float], learning_rate: float) -> StepPoint:
         """The point of a log step, with what every rank measured. Collective: every rank must call. Synchronizes.

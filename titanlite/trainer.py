@@ -50,6 +50,7 @@ from titanlite.run_setup import (
     record_start,
     resolve_steps,
     warn_of_ignored_balancing,
+    warn_of_large_mask,
 )
 from titanlite.train_step import TrainStep, Window
 
@@ -86,6 +87,7 @@ class Trainer(TrainStep):
         self.job = job = resolve_steps(job, self.loader)
         check_vocabulary(self.loader.dataset.vocab_size, model_config)
         warn_of_ignored_balancing(job, model_config)
+        warn_of_large_mask(job, model_config, self.device)
         make_dump_folder(job, self.dump_folder)
         check_shared_folder(self.dump_folder)
 
@@ -96,7 +98,7 @@ class Trainer(TrainStep):
         heartbeat.beat("loading", self.step)
 
         self.rewinds = [*(rewinds or self.checkpointer.read_rewinds())]
-        torch.manual_seed(job.training.seed + self.dims.dp_rank)  # dropout: ranks with other data drop other elements
+        torch.manual_seed(job.training.seed + self.dims.dropout_rank)  # ranks with other tokens drop other elements
         # Of a checkpoint, or the modules' own: random.
         self.model, self.plan = self.build_sharded(model_config, self.checkpointer.weight_sources)
         optimizer = build_optimizer(self.model, job.optimizer, all_to_all_single)

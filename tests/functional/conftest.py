@@ -74,6 +74,13 @@ MESHES: Mapping[str, Degrees] = {
     "DDP4": Degrees(dp_replicate=4),
     "HSDP2x2xEP2": Degrees(dp_replicate=2, dp_shard=2, ep=2),
     "HSDP2xTP2xEP2": Degrees(dp_replicate=2, tp=2, ep=2),
+    # Sequences in pieces. Models have 2 key/value heads: with 4 ranks each goes to two of them.
+    "CP4": Degrees(cp=4),
+    "CP2xFSDP2": Degrees(dp_shard=2, cp=2),
+    "CP2xTP2": Degrees(tp=2, cp=2),
+    "CP2xEP2": Degrees(dp_shard=2, cp=2, ep=2),
+    "CP2xTP2xEP4": Degrees(tp=2, ep=4, cp=2),
+    "HSDP2xCP2": Degrees(dp_replicate=2, cp=2),
 }
 
 
@@ -88,6 +95,7 @@ def degree_overrides(degrees: Degrees) -> list[str]:
     return [
         f"--parallelism.data_parallel_replicate_degree={degrees.dp_replicate}",
         f"--parallelism.data_parallel_shard_degree={degrees.dp_shard}",
+        f"--parallelism.context_parallel_degree={degrees.cp}",
         f"--parallelism.tensor_parallel_degree={degrees.tp}",
         f"--parallelism.expert_parallel_degree={degrees.ep}",
     ]

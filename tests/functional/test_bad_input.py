@@ -48,6 +48,14 @@ WRONG = {
         ["--parallelism.tensor_parallel_degree=4"],
         ["num_kv_heads (2)"],
     ),
+    "pieces of sequences of a class of transformers": (
+        ["--parallelism.context_parallel_degree=2", "--model.implementation=transformers"],
+        ["context_parallel_degree is 2, but Qwen3MoeForCausalLM is transformers' implementation", "Set it to 1"],
+    ),
+    "cp that does not divide the heads": (
+        ["--parallelism.context_parallel_degree=4", "--model.overrides.num_heads=6"],
+        ["context_parallel_degree (4) does not divide the 6 attention heads"],
+    ),
     "batch size": (["--training.global_batch_size=6"], ["global_batch_size (6) is not a multiple", "(4) = 4"]),
     "unknown family": (["--model.name=qwen3_mo"], ["unknown family 'qwen3_mo'; did you mean 'qwen3_moe'?"]),
     "unknown flavor": (["--model.flavor=30B"], ["family 'qwen3_moe' has no flavor '30B'"]),

@@ -92,8 +92,9 @@ def test_gathering_and_reducing_through_gloo(run_ranks, shape, dtype):
         Degrees(dp_shard=4, ep=2),
         Degrees(dp_shard=2, tp=2, ep=2),
         Degrees(dp_replicate=2, dp_shard=2, ep=2),
+        Degrees(tp=2, ep=2, cp=2),
     ],
-    ids=["ep4", "ep2", "tp2-ep2", "hsdp-ep2"],
+    ids=["ep4", "ep2", "tp2-ep2", "hsdp-ep2", "cp2-tp2-ep2"],
 )
 def test_the_groups_of_all_axes_share_memory(run_ranks, degrees):
     """Also those that have a backend for each type of device."""
@@ -102,6 +103,7 @@ def test_the_groups_of_all_axes_share_memory(run_ranks, degrees):
         dims = ParallelDims.build(degrees, "cpu")
         assert dims.sparse is not None
         groups = [group for mesh in (dims.dense, dims.sparse) for group in mesh.get_all_groups()]
+        groups += [] if dims.cp_group is None else [dims.cp_group]
         several = [group for group in groups if group.size() > 1]
         assert len(several) >= 2
         for group in several:

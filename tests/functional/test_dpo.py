@@ -130,9 +130,17 @@ def expected_step(job: Any, step: int) -> tuple[float, dict[str, float], dict[st
         ("FSDP4", QWEN3),
         ("TP2xFSDP2", QWEN3),
         ("TP2xEP2", []),
+        ("CP2xTP2", []),
         ("TP2xEP2", TRANSFORMERS),
     ],
-    ids=["one rank", "FSDP4", "TP2xFSDP2", "TP2xEP2 experts", "TP2xEP2 experts, transformers' class"],
+    ids=[
+        "one rank",
+        "FSDP4",
+        "TP2xFSDP2",
+        "TP2xEP2 experts",
+        "CP2xTP2 experts",
+        "TP2xEP2 experts, transformers' class",
+    ],
 )
 def test_loss_and_gradients_equal_the_formula(run_ranks, checked, meshes, mesh, family):
     degrees = meshes[mesh] if isinstance(mesh, str) else mesh

@@ -116,6 +116,7 @@ def assert_same_tensors(hf: Any, plan: Plan, dtype: torch.dtype = torch.float32)
         (QWEN3_MOE, "HSDP2xTP2xEP2"),
         (QWEN3_MOE, "TP2xEP2"),
         (QWEN3_MOE, "TP2xEP4"),
+        (QWEN3_MOE, "CP2xTP2xEP4"),
         (UNEVEN_MOE, "EP2xFSDP2"),
         (UNEVEN_MOE, "TP2xFSDP2"),
         (FEW_EXPERTS, "FSDP4"),

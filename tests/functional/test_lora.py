@@ -111,6 +111,8 @@ def compare(train_run, overrides_of, meshes, reference_runs):
         ("TP2xFSDP2", "few_experts", []),
         ("TP2xFSDP2", "qwen3", [FULL_AC]),
         ("TP2xEP2", "dots1", []),
+        ("CP2xTP2", "qwen3_moe", ["--activation_checkpoint.mode=selective"]),
+        ("CP2xEP2", "dots1", []),
     ],
 )
 def test_mesh_trains_the_adapters_of_one_process(compare, base_of, mesh, family, overrides):

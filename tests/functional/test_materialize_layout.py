@@ -92,7 +92,7 @@ def test_experts_are_sharded_on_dim_1_where_there_are_more_ranks_than_experts(
     for placements in run_ranks(4, rank_main):
         for names, dims in placements.values():
             found = dict(zip(names, dims, strict=True))
-            fsdp = [dim for name, dim in found.items() if "fsdp" in name]
+            fsdp = [dim for name, dim in found.items() if name in ("dp_shard", "efsdp")]
             assert fsdp == [("Shard", fsdp_dim)], found
             assert [dim for name, dim in found.items() if name == "ep"] == ([("Shard", ep_dim)] if ep_dim == 0 else [])
 

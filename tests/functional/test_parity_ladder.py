@@ -228,6 +228,35 @@ def test_fewer_experts_than_ranks_train_like_one_process(compare, mesh):
     compare(mesh, "few_experts", accumulate=mesh == "EP2xFSDP2")
 
 
+CONTEXT_MESHES = ["CP4", "CP2xFSDP2", "CP2xTP2", "CP2xEP2", "CP2xTP2xEP4", "HSDP2xCP2"]
+
+
+@pytest.mark.parametrize("mesh", CONTEXT_MESHES)
+def test_pieces_of_sequences_train_like_one_process(compare, mesh):
+    compare(mesh, "qwen3_moe")
+
+
+@pytest.mark.parametrize(
+    ("mesh", "family", "overrides"),
+    [
+        ("CP4", "qwen3_moe", [FULL_AC]),
+        ("CP2xTP2xEP4", "qwen3_moe", [SELECTIVE_AC, "--activation_checkpoint.selective_ac_option=op"]),
+        ("CP2xTP2", "balance_losses", [FULL_AC]),
+        ("CP4", "dots1_balance_losses", []),
+        ("CP2xEP2", "glm4_moe", []),
+        ("CP2xFSDP2", "qwen3_tied", [SELECTIVE_AC]),
+        ("CP2xTP2", "qwen3_bias", []),
+        ("HSDP2xCP2", "llama", []),
+        ("CP4", "few_experts", []),
+        ("CP2xEP2", "uneven", []),
+        ("CP2xTP2", "muon_qwen3_moe", []),
+        ("CP4", "muon_uneven", []),
+    ],
+)
+def test_pieces_of_sequences_beside_everything_else_train_like_one_process(compare, mesh, family, overrides):
+    compare(mesh, family, *overrides, accumulate=mesh != "CP4")
+
+
 def test_ladder_measures_something(reference):
     """The loss falls, experts are unevenly used, and the bias moved."""
     one = reference("qwen3_moe")

@@ -172,6 +172,13 @@ def test_plan_of_tensor_and_expert_parallel_with_uneven_shards(checked, run_rank
     assert traces[0].padding != traces[-1].padding  # 155 rows of vocabulary over two ranks
 
 
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_plan_of_pieces_of_sequences(checked, run_ranks, mode):
+    job = checked(Degrees(dp_shard=1, cp=2, tp=2, ep=2), f"--activation_checkpoint.mode={mode}")
+    ranks = run_ranks(4, lambda: measure(job))
+    compare(job, "", ranks, balanced=False)
+
+
 def test_plan_of_bfloat16_states_with_a_frozen_tied_embedding(checked, run_ranks):
     overrides = (
         *("--model.name=qwen3", "--model.overrides.tie_word_embeddings=true", "--training.dtype=bfloat16"),

@@ -87,6 +87,7 @@ def contents(folder: Path, step: int) -> dict[str, str]:
         ("FSDP4", ["--training.dtype=bfloat16", "--optimizer.implementation=foreach"]),
         ("TP2xEP2", MUON),
         ("HSDP2xTP2xEP2", MUON),
+        ("CP2xTP2xEP4", []),
     ],
     ids=[
         "FSDP4",
@@ -98,6 +99,7 @@ def contents(folder: Path, step: int) -> dict[str, str]:
         "bfloat16 training",
         "Muon",
         "HSDP Muon",
+        "CP2xTP2xEP4",
     ],
 )
 def test_resumed_run_is_the_uninterrupted_run_bit_for_bit(train, halfway, meshes, mesh, overrides):
@@ -141,6 +143,8 @@ def test_momentum_of_muon_moves_to_another_mesh(train, halfway, meshes):
         ("HSDP2xTP2xEP2", "EP4"),
         ("FSDP4", Degrees()),
         ("TP2xFSDP2", Degrees(dp_shard=2, ep=2)),
+        ("FSDP4", "CP2xTP2"),
+        ("CP2xEP2", "TP2xFSDP2"),
     ],
     ids=str,
 )

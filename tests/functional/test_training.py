@@ -126,7 +126,7 @@ def test_clip_grad_norm_is_that_of_torch_on_one_process(run_ranks, checked):
     run_ranks(1, rank_main)
 
 
-@pytest.mark.parametrize("mesh", ["FSDP4", "HSDP2xTP2xEP2", "TP2xEP4"])
+@pytest.mark.parametrize("mesh", ["FSDP4", "HSDP2xTP2xEP2", "TP2xEP4", "CP2xTP2xEP4"])
 def test_clip_grad_norm_scales_all_shards_to_the_norm_of_one_process(run_ranks, checked, meshes, mesh):
     job = checked(meshes[mesh])
     one = build_with_gradients(job, shard=False)
@@ -349,6 +349,8 @@ class TestCompile:
             (Degrees(tp=2), "none"),
             (Degrees(dp_shard=2, ep=2), "full"),
             (Degrees(dp_shard=2, tp=2, ep=2), "selective"),
+            *((Degrees(cp=2), mode) for mode in ("none", "selective")),
+            (Degrees(tp=2, ep=4, cp=2), "full"),
         ],
         ids=str,
     )

@@ -20,6 +20,7 @@ from titanlite.run_setup import (
     resolve_steps,
     turn_off_dropout,
     warn_of_ignored_balancing,
+    warn_of_large_mask,
 )
 
 CONFIG = replace(families()["qwen3_moe"].presets["debug"], vocab_size=1000)
@@ -43,6 +44,29 @@ def test_a_tokenizer_far_smaller_than_the_embedding_is_a_warning_of_rank_0(warni
     (text,) = warnings
     assert text.startswith("data: the tokenizer has 499 tokens, the embedding 1000 rows")
     assert text.endswith("model.overrides.vocab_size = 499.")
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "backend", "dtype", "device", "said"),
+    [
+        (32768, "sdpa", "auto", "cuda", "2.00 GiB on every rank, however many ranks split them. Set it to 'varlen'"),
+        (32768, "sdpa", "float32", "cuda", "4.00 GiB on every rank, however many ranks split them. Set it to 'flex'"),
+        (32767, "sdpa", "auto", "cuda", None),
+        (32768, "varlen", "auto", "cuda", None),
+        (32768, "sdpa", "auto", "cpu", None),
+    ],
+)
+def test_a_large_mask_is_a_warning_of_rank_0(warnings, monkeypatch, seq_len, backend, dtype, device, said):
+    job = JobConfig()
+    job.training.seq_len, job.training.local_batch_size = seq_len, 1
+    job.model.attention_backend, job.training.mixed_precision_param = backend, dtype
+    monkeypatch.setenv("RANK", "1")
+    warn_of_large_mask(job, CONFIG, torch.device(device))
+    assert warnings == []
+    monkeypatch.setenv("RANK", "0")
+    warn_of_large_mask(job, CONFIG, torch.device(device))
+    assert len(warnings) == (said is not None)
+    assert said is None or f"1 sequences of {seq_len} tokens with {said}" in warnings[0]
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,7 @@ _RULES: tuple[tuple[Callable[[float], bool], str, tuple[str, ...]], ...] = (
             "training.loss_chunk_tokens",
             "parallelism.data_parallel_replicate_degree",
             "parallelism.tensor_parallel_degree",
+            "parallelism.context_parallel_degree",
             "parallelism.expert_parallel_degree",
             "metrics.log_freq",
             "profiling.profile_freq",

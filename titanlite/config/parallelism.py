@@ -12,16 +12,18 @@ from titanlite.errors import ConfigError
 
 @dataclass(frozen=True)
 class Degrees:
-    """Resolved degrees. Dense mesh: (dp_replicate, dp_shard, tp); sparse mesh: (dp_replicate, efsdp, ep).
+    """Resolved degrees. Dense mesh: (dp_replicate, fsdp = dp_shard * cp, tp); sparse mesh: (dp_replicate, efsdp, ep).
 
-    Both cover the same ranks. Expert parallelism folds over dp_shard and tp: a group of ep neighbouring ranks splits
-    the experts, whatever tp is, for between layers the tp ranks hold different tokens too.
+    Both cover the same ranks. FSDP shards over dp_shard and cp together, for cp ranks have the same parameters, and
+    gradients of other tokens. Expert parallelism folds over dp_shard, cp and tp: a group of ep neighbouring ranks
+    splits the experts, for between layers all of them hold different tokens.
     """
 
     dp_replicate: int = 1
     dp_shard: int = 1
     tp: int = 1
     ep: int = 1
+    cp: int = 1
 
     @property
     def dp(self) -> int:
@@ -29,14 +31,29 @@ class Degrees:
         return self.dp_replicate * self.dp_shard
 
     @property
+    def fsdp(self) -> int:
+        """Ranks that share one copy of the dense parameters, or of what tp leaves of them."""
+        return self.dp_shard * self.cp
+
+    @property
+    def fsdp_axis(self) -> str:
+        """Name of the mesh axis that they lie along."""
+        return "dp_shard" if self.cp == 1 else "dp_shard_cp"
+
+    @property
+    def ranks_per_sequence(self) -> int:
+        """Ranks that read the same sequences and hold other positions of them between layers: a group of cp * tp."""
+        return self.cp * self.tp
+
+    @property
     def efsdp(self) -> int:
         """Ranks that share one copy of an expert shard."""
-        return self.dp_shard * self.tp // self.ep
+        return self.fsdp * self.tp // self.ep
 
     @property
     def world_size(self) -> int:
         """Ranks in all."""
-        return self.dp_replicate * self.dp_shard * self.tp
+        return self.dp_replicate * self.fsdp * self.tp
 
     @property
     def experts_on_own_mesh(self) -> bool:
@@ -48,7 +65,8 @@ class Degrees:
         return 1 if self.efsdp * self.ep > num_experts else 0
 
     def __str__(self) -> str:
-        return f"dp_replicate {self.dp_replicate} x dp_shard {self.dp_shard} x tp {self.tp}, ep {self.ep}"
+        cp = f" x cp {self.cp}" if self.cp > 1 else ""
+        return f"dp_replicate {self.dp_replicate} x dp_shard {self.dp_shard}{cp} x tp {self.tp}, ep {self.ep}"
 
 
 def resolve_degrees(section: ParallelismSection, world_size: int) -> Degrees:
@@ -57,32 +75,35 @@ def resolve_degrees(section: ParallelismSection, world_size: int) -> Degrees:
     Raises:
         ConfigError: they do not, or the experts cannot be split so.
     """
-    replicate, tp, ep = (
+    replicate, cp, tp, ep = (
         section.data_parallel_replicate_degree,
+        section.context_parallel_degree,
         section.tensor_parallel_degree,
         section.expert_parallel_degree,
     )
     shard = section.data_parallel_shard_degree
+    of_cp = f" * cp ({cp})" if cp > 1 else ""
     if world_size < 1:
         raise ConfigError(f"parallelism: a world size of {world_size}; a run has at least 1 rank.")
     if shard == -1:
-        if world_size % (replicate * tp):
+        if world_size % (replicate * cp * tp):
             raise ConfigError(
-                f"parallelism: dp_replicate ({replicate}) * tp ({tp}) = {replicate * tp} does not divide the world "
-                f"size ({world_size}). Change one of the two degrees, or the number of ranks."
+                f"parallelism: dp_replicate ({replicate}){of_cp} * tp ({tp}) = {replicate * cp * tp} does not divide "
+                f"the world size ({world_size}). Change one of these degrees, or the number of ranks."
             )
-        shard = world_size // (replicate * tp)
-    if replicate * shard * tp != world_size:
+        shard = world_size // (replicate * cp * tp)
+    if replicate * shard * cp * tp != world_size:
         raise ConfigError(
-            f"parallelism: dp_replicate ({replicate}) * dp_shard ({shard}) * tp ({tp}) = {replicate * shard * tp}, but "
-            f"the world size is {world_size}. Set data_parallel_shard_degree = -1 to use the rest, or change a degree."
+            f"parallelism: dp_replicate ({replicate}) * dp_shard ({shard}){of_cp} * tp ({tp}) = "
+            f"{replicate * shard * cp * tp}, but the world size is {world_size}. Set data_parallel_shard_degree = -1 "
+            "to use the rest, or change a degree."
         )
-    if (shard * tp) % ep:
+    if (shard * cp * tp) % ep:
         raise ConfigError(
-            f"parallelism: ep ({ep}) does not divide dp_shard ({shard}) * tp ({tp}) = {shard * tp}. Lower "
-            "expert_parallel_degree; expert parallelism folds over those two."
+            f"parallelism: ep ({ep}) does not divide dp_shard ({shard}){of_cp} * tp ({tp}) = {shard * cp * tp}. Lower "
+            "expert_parallel_degree; expert parallelism folds over these ranks."
         )
-    return Degrees(replicate, shard, tp, ep)
+    return Degrees(replicate, shard, tp, ep, cp)
 
 
 def check_parallelism(job: JobConfig, model: AnyModelConfig, degrees: Degrees) -> list[str]:
@@ -99,11 +120,14 @@ def check_parallelism(job: JobConfig, model: AnyModelConfig, degrees: Degrees) -
     for name, size in split.items():
         if size % tp:
             problems.append(f"parallelism: tensor_parallel_degree ({tp}) does not divide {name} ({size}).")
-    if job.training.seq_len % tp:
+    if job.training.seq_len % degrees.ranks_per_sequence:
+        split_by = f"context_parallel_degree ({degrees.cp}) * " if degrees.cp > 1 else ""
         problems.append(
-            f"training.seq_len ({job.training.seq_len}) is not a multiple of tensor_parallel_degree ({tp}): "
+            f"training.seq_len ({job.training.seq_len}) is not a multiple of {split_by}tensor_parallel_degree ({tp}): "
             "activations are sequence-sharded."
         )
+    if not any(size % tp for size in (model.num_heads, model.num_kv_heads)):
+        problems += _check_heads(model.num_heads // tp, model.num_kv_heads // tp, degrees)
     if model.num_experts == 0 and ep > 1:
         problems.append(f"parallelism: expert_parallel_degree is {ep}, but the model has no experts. Set it to 1.")
     elif model.num_experts and model.num_experts % ep:
@@ -123,10 +147,31 @@ def check_parallelism(job: JobConfig, model: AnyModelConfig, degrees: Degrees) -
     return problems + _check_batches(job, model, degrees)
 
 
+def _check_heads(num_heads: int, num_kv_heads: int, degrees: Degrees) -> list[str]:
+    """Whether cp ranks can share the heads that tp leaves each of them."""
+    cp, left = degrees.cp, f" that tensor_parallel_degree ({degrees.tp}) leaves" if degrees.tp > 1 else ""
+    if num_heads % cp:
+        return [
+            f"parallelism: context_parallel_degree ({cp}) does not divide the {num_heads} attention heads{left}: "
+            "inside attention each rank has all positions of some heads."
+        ]
+    if num_kv_heads % cp and cp % num_kv_heads:
+        return [
+            f"parallelism: context_parallel_degree ({cp}) is neither a divisor nor a multiple of the {num_kv_heads} "
+            f"key/value heads{left}."
+        ]
+    return []
+
+
 def _check_transformers(job: JobConfig, model: TransformersConfig, degrees: Degrees) -> list[str]:
     """What a class of transformers cannot do here, and settings that it would ignore."""
     what = f"{model.architecture} is transformers' implementation"
     problems: list[str] = []
+    if degrees.cp > 1:
+        problems.append(
+            f"parallelism: context_parallel_degree is {degrees.cp}, but {what}, whose attention cannot be split so "
+            "here. Set it to 1, or use a native family."
+        )
     if degrees.tp > 1 and not model.has_tp_plan:
         problems.append(
             f"parallelism: tensor_parallel_degree is {degrees.tp}, but {what}, and that class carries no plan for it. "

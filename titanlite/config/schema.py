@@ -194,8 +194,15 @@ class ParallelismSection:
     data_parallel_replicate_degree: int = setting(1, "Replicas of the sharded model (HSDP, or DDP if shard is 1).")
     data_parallel_shard_degree: int = setting(-1, "Ranks that share one copy of the parameters (FSDP2); -1: the rest.")
     tensor_parallel_degree: int = setting(1, "Ranks that split each dense layer, and the sequence between layers.")
+    context_parallel_degree: int = setting(
+        1,
+        "Ranks that split each sequence, for long ones: each holds a piece of it, and inside attention all of it for "
+        "some of the heads (arXiv:2309.14509). FSDP shards over these ranks too.",
+    )
     expert_parallel_degree: int = setting(
-        1, "Ranks that split the experts; folded over data_parallel_shard * tensor_parallel, costs no extra ranks."
+        1,
+        "Ranks that split the experts; folded over data_parallel_shard * context_parallel * tensor_parallel, costs no "
+        "extra ranks.",
     )
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = setting(
         "default", "Free gathered parameters after forward: 'default' for all but the last layer."

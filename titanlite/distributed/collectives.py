@@ -197,6 +197,15 @@ def all_reduce(x: torch.Tensor, group: str) -> torch.Tensor:
     return out
 
 
+@torch.library.custom_op("titanlite::gather_parts", mutates_args=())
+def gather_parts(x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
+    """Concatenate the ranks' equal pieces along `dim`, for what every rank then computes alike.
+
+    The result has one gradient, which all ranks know, and of that each keeps its piece.
+    """
+    return all_gather(x, dim, group)
+
+
 @torch.library.custom_op("titanlite::all_to_all", mutates_args=())
 def all_to_all(x: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group: str) -> torch.Tensor:
     """Send `input_splits[r]` rows of x to each rank r, receive `output_splits[r]`; the gradient goes the way back."""
@@ -206,12 +215,18 @@ def all_to_all(x: torch.Tensor, output_splits: Sequence[int], input_splits: Sequ
     return out
 
 
+def own_part(x: torch.Tensor, dim: int, size: int, rank: int) -> torch.Tensor:
+    """The piece of rank `rank` of `x`, which `size` ranks have alike, split evenly along `dim`; a view."""
+    return x.unflatten(dim, (size, -1)).select(dim, rank)
+
+
 @host_all_gather.register_fake
 @host_reduce_scatter.register_fake
 def _(out: torch.Tensor, x: torch.Tensor, group: str) -> None:
     pass
 
 
+@gather_parts.register_fake
 @all_gather.register_fake
 def _(x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
     shape = list(x.shape)
@@ -253,6 +268,10 @@ all_gather.register_autograd(
 )
 reduce_scatter.register_autograd(
     lambda ctx, grad: (all_gather(grad, ctx.dim, ctx.group), None, None), setup_context=_save_dim
+)
+gather_parts.register_autograd(
+    lambda ctx, grad: (own_part(grad, ctx.dim, _groups[ctx.group].size(), _groups[ctx.group].rank()), None, None),
+    setup_context=_save_dim,
 )
 all_reduce.register_autograd(lambda ctx, grad: (all_reduce(grad, ctx.group), None), setup_context=_save_group)
 all_to_all.register_autograd(

@@ -19,23 +19,27 @@ class ParallelDims:
 
     Attributes:
         degrees: resolved degrees.
-        dense: mesh (dp_replicate, fsdp, tp), for everything but experts.
+        dense: mesh (dp_replicate, dp_shard or dp_shard_cp, tp), for everything but experts.
         sparse: mesh (dp_replicate, efsdp, ep), for experts; neighbouring ranks form an ep group. None where experts are
             split over the same ranks as everything else.
+        cp_group: ranks that hold the pieces of one sequence, in their order; None with cp = 1. It shards no parameter,
+            so it has no axis of its own in a mesh.
     """
 
     degrees: Degrees
     dense: DeviceMesh
     sparse: DeviceMesh | None
+    cp_group: dist.ProcessGroup | None = None
 
     @classmethod
     def build(cls, degrees: Degrees, device_type: str) -> "ParallelDims":
         """Create the meshes. Collective: every rank of the default process group must call."""
         d, sparse = degrees, None
-        dense = _build_mesh(device_type, {"dp_replicate": d.dp_replicate, "fsdp": d.dp_shard, "tp": d.tp}, "fsdp")
+        sizes = {"dp_replicate": d.dp_replicate, d.fsdp_axis: d.fsdp, "tp": d.tp}
+        dense = _build_mesh(device_type, sizes, d.fsdp_axis)
         if d.experts_on_own_mesh:
             sparse = _build_mesh(device_type, {"dp_replicate": d.dp_replicate, "efsdp": d.efsdp, "ep": d.ep}, "efsdp")
-        return cls(d, dense, sparse)
+        return cls(d, dense, sparse, _build_cp_group(d))
 
     @cached_property
     def tp_mesh(self) -> DeviceMesh:
@@ -51,7 +55,8 @@ class ParallelDims:
     @cached_property
     def fsdp_mesh(self) -> DeviceMesh:
         """Mesh for `fully_shard` of dense parameters: one axis, or two for HSDP."""
-        return self.dense["dp_replicate", "fsdp"] if self.degrees.dp_replicate > 1 else self.dense["fsdp"]
+        axis = self.degrees.fsdp_axis
+        return self.dense["dp_replicate", axis] if self.degrees.dp_replicate > 1 else self.dense[axis]
 
     @cached_property
     def expert_fsdp_mesh(self) -> DeviceMesh:
@@ -61,8 +66,25 @@ class ParallelDims:
 
     @property
     def dp_rank(self) -> int:
-        """Which of the `degrees.dp` data streams this rank reads; tp ranks of one group read the same."""
+        """Which of the `degrees.dp` data streams this rank reads; cp and tp ranks of one group read the same."""
+        return dist.get_rank() // self.degrees.ranks_per_sequence
+
+    @property
+    def dropout_rank(self) -> int:
+        """Which random stream dropout draws from here; tp ranks compute parts of a layer from the same tokens."""
         return dist.get_rank() // self.degrees.tp
+
+
+def _build_cp_group(degrees: Degrees) -> dist.ProcessGroup | None:
+    """Group of the ranks that split sequences with this one; of its own also where it has all ranks, as for tokens."""
+    if degrees.cp == 1:
+        return None
+    rank, tp = dist.get_rank(), degrees.tp
+    first = rank - rank // tp % degrees.cp * tp
+    # The other groups are none of this rank's business: making all of them takes a barrier of all ranks for each.
+    group = dist.new_group(list(range(first, first + degrees.cp * tp, tp)), use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup)  # this rank is in it
+    return group
 
 
 def _build_mesh(device_type: str, sizes: dict[str, int], always: str) -> DeviceMesh:

@@ -1,4 +1,4 @@
-"""The one order in which parallelism is applied: tp -> ep -> activation checkpointing and compile -> fsdp."""
+"""The one order in which parallelism is applied: cp -> tp -> ep -> activation checkpointing and compile -> fsdp."""
 
 import inspect
 from typing import Any
@@ -7,6 +7,7 @@ import torch
 
 from titanlite.config.schema import JobConfig
 from titanlite.distributed.activation_checkpoint import checkpoint_layers, checkpoint_operations
+from titanlite.distributed.context_parallel import apply_context_parallel
 from titanlite.distributed.expert_parallel import apply_expert_parallel
 from titanlite.distributed.fsdp import apply_fsdp
 from titanlite.distributed.parallel_dims import ParallelDims
@@ -24,9 +25,13 @@ torch's limit, 8, a layer is an error or runs uncompiled."""
 def parallelize(model: AnyModel, job: JobConfig, dims: ParallelDims, device_type: str) -> None:
     """Shard `model` in place as the configuration says. The model is, and stays, on meta; no data is moved.
 
-    Tensor and expert parallelism come first, for FSDP2 splits the shards that they leave. Its hooks stay outside of
-    what `wrap_layers` does.
+    Tensor and expert parallelism come before FSDP2, which splits the shards that they leave. Its hooks stay outside of
+    what `wrap_layers` does. Context parallelism is first: tensor parallelism splits the pieces of sequences that it
+    leaves.
     """
+    if dims.cp_group is not None:
+        assert isinstance(model, Decoder), "context parallelism of a model of transformers"
+        apply_context_parallel(model, dims.cp_group)
     if dims.degrees.tp > 1:
         if isinstance(model, Decoder):
             apply_tensor_parallel(model, dims.tp_mesh)

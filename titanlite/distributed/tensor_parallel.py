@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
 from titanlite import timers
-from titanlite.distributed.collectives import all_gather, all_reduce, reduce_scatter, register_group
+from titanlite.distributed.collectives import all_gather, all_reduce, own_part, reduce_scatter, register_group
 from titanlite.distributed.shard import ParameterPlacements, shard_parameters
 from titanlite.materialize.layout import region_of
 from titanlite.models.decoder import Attention, Decoder
@@ -46,7 +46,7 @@ def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh) -> None:
             module.register_forward_hook(partial(_scatter_sequence, group=group))
         elif isinstance(module, MoE):
             module.register_forward_pre_hook(partial(_own_positions, mesh=mesh), with_kwargs=True)
-            module.gate.sequence_sum = partial(all_reduce, group=group)
+            module.gate.sequence_sums.append(partial(all_reduce, group=group))
         elif isinstance(module, Embedding):
             start = region_of(module.weight).starts[0]
             module.forward = partial(  # type: ignore[method-assign]
@@ -97,7 +97,7 @@ def _own_positions(module: nn.Module, args, kwargs, *, mesh: DeviceMesh):
     """The MoE layer gets this rank's positions of `valid_BS`, as it gets this rank's positions of x."""
     x_BsD, valid_BS = args
     if valid_BS is not None:
-        valid_BS = valid_BS.chunk(mesh.size(), dim=_SEQUENCE_DIM)[mesh.get_local_rank()]
+        valid_BS = own_part(valid_BS, _SEQUENCE_DIM, mesh.size(), mesh.get_local_rank())
     return (x_BsD, valid_BS), kwargs
 
 

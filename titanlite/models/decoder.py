@@ -33,6 +33,24 @@ class LossSums(NamedTuple):
     aux: torch.Tensor
 
 
+class CoreAttention(nn.Module):
+    """Attention itself, which has no weights: the one place where a token meets the others of its sequence.
+
+    A module, so that context parallelism can put its exchange around it.
+    """
+
+    def forward(
+        self,
+        q_BSHK: torch.Tensor,
+        k_BSGK: torch.Tensor,
+        v_BSGK: torch.Tensor,
+        mask: AttentionMask,
+        cache: LayerCache | None = None,
+    ) -> torch.Tensor:
+        attend = attention if cache is None else cache.attend
+        return attend(q_BSHK, k_BSGK, v_BSGK, mask, scale=q_BSHK.shape[-1] ** -0.5)
+
+
 class Attention(nn.Module):
     """Grouped-query attention (arXiv:2305.13245) with rotary positions and optional RMSNorm on queries and keys."""
 
@@ -47,6 +65,7 @@ class Attention(nn.Module):
         self.o_proj = Linear(config.num_heads * config.head_dim, hidden, bias=o_bias, std=std)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.core_attention = CoreAttention()
 
     def forward(
         self,
@@ -62,8 +81,7 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q_BSHK, k_BSGK = self.q_norm(q_BSHK), self.k_norm(k_BSGK)
         q_BSHK, k_BSGK = apply_rope(q_BSHK, *cos_sin), apply_rope(k_BSGK, *cos_sin)
-        attend = attention if cache is None else cache.attend
-        out_BSHK = attend(q_BSHK, k_BSGK, v_BSGK, mask, scale=self.head_dim**-0.5)
+        out_BSHK = self.core_attention(q_BSHK, k_BSGK, v_BSGK, mask, cache)
         return self.o_proj(out_BSHK.flatten(2))
 
 

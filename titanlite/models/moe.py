@@ -67,7 +67,8 @@ class Router(nn.Module):
         expert_bias: (E,) float32, persistent; moved by `titanlite.optim.ExpertBiasBalancer`, not by gradients.
         tokens_per_expert: (E,) int64, not saved; routed rows of the latest forward in training mode. It is overwritten,
             never added to, so that a second run under activation checkpointing changes nothing.
-        sequence_sum: sums a (B, E) tensor over the ranks that hold other parts of the same sequences.
+        sequence_sums: functions that, one after the other, sum a (B, E) tensor over the ranks that hold other parts of
+            the same sequences.
     """
 
     expert_bias: torch.Tensor
@@ -81,7 +82,7 @@ class Router(nn.Module):
         self.register_buffer("tokens_per_expert", torch.empty(config.num_experts, dtype=torch.int64), persistent=False)
         self.aux_loss_coeff = 0.0
         self.z_loss_coeff = 0.0
-        self.sequence_sum: Callable[[torch.Tensor], torch.Tensor] = lambda x: x
+        self.sequence_sums: list[Callable[[torch.Tensor], torch.Tensor]] = []
 
     def declare_sources(self) -> dict[str, Source]:
         return {
@@ -140,7 +141,9 @@ class Router(nn.Module):
         weight_BS1 = 1.0 if valid_BS is None else valid_BS.unsqueeze(-1).to(scores_BSE.dtype)
         total = scores_BSE.new_zeros(())
         if self.aux_loss_coeff:
-            rows_BE = self.sequence_sum(counts_BE).to(scores_BSE.dtype)
+            for sum_over_ranks in self.sequence_sums:
+                counts_BE = sum_over_ranks(counts_BE)
+            rows_BE = counts_BE.to(scores_BSE.dtype)
             load_BE = rows_BE * self.config.num_experts / rows_BE.sum(dim=-1, keepdim=True).clamp(min=1)
             share_BSE = scores_BSE / scores_BSE.sum(dim=-1, keepdim=True) * weight_BS1
             total = total + self.aux_loss_coeff * (load_BE * share_BSE.sum(dim=1)).sum()

@@ -61,6 +61,7 @@ def candidates(job: JobConfig, model_config: AnyModelConfig, degrees: Degrees) -
     yield {"parallelism.expert_parallel_degree": 2 * degrees.ep, **sharded}
     batch = {"training.global_batch_size": local * degrees.dp} if training.global_batch_size == -1 else {}
     yield {"parallelism.tensor_parallel_degree": 2 * degrees.tp, **sharded, **batch}
+    yield {"parallelism.context_parallel_degree": 2 * degrees.cp, **sharded, **batch}
     if training.dtype == "float32":
         yield {"training.dtype": "bfloat16"}
     if not training.enable_cpu_offload:

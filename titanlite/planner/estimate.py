@@ -121,14 +121,18 @@ def describe_moment(moment: Moment, trace: StepTrace) -> str:
 def axis_ranks(degrees: Degrees, axis: str, rank: int = 0) -> list[int]:
     """Global ranks of the group along `axis` that `rank` is in; the layout of `ParallelDims`."""
     d = degrees
-    if axis in ("efsdp", "ep"):
-        sizes, names = (d.dp_replicate, d.efsdp, d.ep), ("dp_replicate", "efsdp", "ep")
-    else:
-        sizes, names = (d.dp_replicate, d.dp_shard, d.tp), ("dp_replicate", "dp_shard", "tp")
-    if axis not in names:
+    inner = d.world_size // d.dp_replicate
+    sizes_and_strides = {
+        "dp_replicate": (d.dp_replicate, inner),
+        d.fsdp_axis: (d.fsdp, d.tp),
+        "cp": (d.cp, d.tp),
+        "tp": (d.tp, 1),
+        "efsdp": (d.efsdp, d.ep),
+        "ep": (d.ep, 1),
+    }
+    if axis not in sizes_and_strides:
         return list(range(d.world_size))
-    strides = dict(zip(names, (sizes[1] * sizes[2], sizes[2], 1), strict=True))
-    size, stride = sizes[names.index(axis)], strides[axis]
+    size, stride = sizes_and_strides[axis]
     first = rank - rank // stride % size * stride
     return [first + i * stride for i in range(size)]
 

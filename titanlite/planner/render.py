@@ -132,6 +132,7 @@ def render_sweep(found: Sweep, hardware: Hardware) -> str:
         (
             "dp_replicate",
             "dp_shard",
+            "cp",
             "tp",
             "ep",
             "checkpointing",
@@ -143,7 +144,7 @@ def render_sweep(found: Sweep, hardware: Hardware) -> str:
     ]
     for tried in (found.fitting or found.too_large)[:_MOST_SWEPT]:
         d, time = tried.degrees, tried.estimate.time
-        sizes = (str(d.dp_replicate), str(d.dp_shard), str(d.tp), str(d.ep), tried.mode)
+        sizes = (str(d.dp_replicate), str(d.dp_shard), str(d.cp), str(d.tp), str(d.ep), tried.mode)
         memory = format_memory(tried.estimate.memory.total)
         rate = f"{1 / tried.seconds_per_token[0] / d.world_size:,.0f}"
         rows.append((*sizes, memory, _ms(time.overlapped_s), _ms(time.serial_s), rate))

@@ -1,6 +1,6 @@
 """Every legal combination of degrees and checkpointing modes for a number of ranks, ranked by the floor of a step.
 
-Traced once for each (tp, ep, mode), on the mesh with as few replicas as go: what a layer computes, gathers and
+Traced once for each (cp, tp, ep, mode), on the mesh with as few replicas as go: what a layer computes, gathers and
 exchanges depends on those only. For other numbers of replicas follow from it: the bytes of states and gradients, from
 the sizes of the shards; the all-reduce between replicas, of what a reduce-scatter leaves; and the time on the links,
 from the ranks of each group. `tests/unit/planner/test_trace.py` compares such derived figures with traced ones.
@@ -8,10 +8,11 @@ from the ranks of each group. `tests/unit/planner/test_trace.py` compares such d
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
-from titanlite.config import AnyModelConfig, JobConfig
+from titanlite.config import AnyModelConfig, JobConfig, ModelConfig
 from titanlite.config.parallelism import Degrees, check_parallelism, resolve_degrees
 from titanlite.errors import TitanliteError
 from titanlite.planner.advise import with_values
@@ -21,6 +22,8 @@ from titanlite.planner.trace import StepTrace, Traffic, trace_step
 from titanlite.planner.tracker import GRADIENTS
 
 MODES = ("none", "selective", "full")
+_SHORTEST_PIECE = 4096
+"""Tokens of a sequence that a rank keeps at least in combinations with cp: it is for sequences that are long."""
 
 
 @dataclass(frozen=True)
@@ -56,16 +59,16 @@ class Sweep:
 
 
 def derive(trace: StepTrace, traced: Degrees, degrees: Degrees) -> StepTrace:
-    """`trace`, of a step on `traced`, as it would be on `degrees`: same ranks, tp and ep, other replicas and shards."""
+    """`trace`, of a step on `traced`, as it would be on `degrees`, with as many ranks and the same cp, tp and ep."""
     if traced == degrees:
         return trace
-    larger = traced.dp_shard / degrees.dp_shard  # a rank's shards, dense and expert ones alike
+    larger = traced.fsdp / degrees.fsdp  # a rank's shards, dense and expert ones alike
     counts = {traffic: count for traffic, count in trace.counts.items() if traffic.axis != "dp_replicate"}
     nbytes = {traffic: trace.nbytes[traffic] for traffic in counts}
-    for traffic in [t for t in counts if t.kind == "reduce_scatter" and t.axis in ("dp_shard", "efsdp")]:
+    for traffic in [t for t in counts if t.kind == "reduce_scatter" and t.axis in (degrees.fsdp_axis, "efsdp")]:
         if degrees.dp_replicate > 1:
             reduced = Traffic("all_reduce", "dp_replicate", traffic.per_step)
-            ranks = degrees.dp_shard if traffic.axis == "dp_shard" else degrees.efsdp
+            ranks = degrees.efsdp if traffic.axis == "efsdp" else degrees.fsdp
             counts[reduced] = counts.get(reduced, 0) + counts[traffic]
             nbytes[reduced] = nbytes.get(reduced, 0) + nbytes[traffic] // ranks
     for traffic in [t for t in counts if t.per_step and t.axis == "tp"]:  # gradients of replicated parameters, sharded
@@ -84,19 +87,30 @@ def derive(trace: StepTrace, traced: Degrees, degrees: Degrees) -> StepTrace:
     )
 
 
-def _combinations(world_size: int, has_experts: bool) -> Iterator[dict[str, int]]:
+def _combinations(world_size: int, cp_degrees: Sequence[int], has_experts: bool) -> Iterator[dict[str, int]]:
     """Degrees whose product is `world_size`, few replicas first, and all ep that divide what they fold over."""
     divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
-    for replicate in divisors:
-        for tp in (n for n in divisors if world_size // replicate % n == 0):
-            folded = world_size // replicate
+    for replicate, cp in product(divisors, cp_degrees):
+        folded = world_size // replicate
+        for tp in (n for n in divisors if folded % (n * cp) == 0):
             for ep in (n for n in divisors if folded % n == 0 and (has_experts or n == 1)):
                 yield {
                     "parallelism.data_parallel_replicate_degree": replicate,
-                    "parallelism.data_parallel_shard_degree": folded // tp,
+                    "parallelism.data_parallel_shard_degree": folded // (cp * tp),
+                    "parallelism.context_parallel_degree": cp,
                     "parallelism.tensor_parallel_degree": tp,
                     "parallelism.expert_parallel_degree": ep,
                 }
+
+
+def _cp_degrees(job: JobConfig, world_size: int) -> list[int]:
+    """1, what `job` has, and all that leave a rank a long piece of the sequence."""
+    longest = job.training.seq_len // _SHORTEST_PIECE
+    return [
+        n
+        for n in range(1, world_size + 1)
+        if world_size % n == 0 and (n == 1 or n == job.parallelism.context_parallel_degree or n <= longest)
+    ]
 
 
 def _reason(problem: str) -> str:
@@ -114,13 +128,15 @@ def sweep(
 ) -> Sweep:
     """Try all degrees that divide `world_size`, with each mode of activation checkpointing.
 
+    Of context parallelism those alone that leave a rank 4096 tokens of a sequence or more, and what `job` has.
     The tokens of a step stay those of `job` where its global batch size is set; else every data-parallel rank has
     `local_batch_size` sequences.
     """
     refused: Counter[str] = Counter()
     tried: list[Tried] = []
-    bases: dict[tuple[int, int, str], tuple[Degrees, StepTrace]] = {}
-    for values in _combinations(world_size, model_config.num_experts > 0):
+    bases: dict[tuple[int, int, int, str], tuple[Degrees, StepTrace]] = {}
+    cp_degrees = _cp_degrees(job, world_size) if isinstance(model_config, ModelConfig) else [1]
+    for values in _combinations(world_size, cp_degrees, model_config.num_experts > 0):
         changed = with_values(job, values)
         try:
             degrees = resolve_degrees(changed.parallelism, world_size)
@@ -137,7 +153,7 @@ def sweep(
             if problems:
                 refused[_reason(problems[0])] += 1
                 continue
-            key = (degrees.tp, degrees.ep, mode)
+            key = (degrees.cp, degrees.tp, degrees.ep, mode)
             if key not in bases:
                 bases[key] = degrees, trace_step(with_mode, model_config, degrees)
                 progress(len(bases))

@@ -52,7 +52,7 @@ class Traffic(NamedTuple):
 
     Attributes:
         kind: as in `Collective`.
-        axis: mesh axis: "dp_replicate", "dp_shard", "efsdp", "tp", "ep", or "world".
+        axis: "dp_replicate", "dp_shard" (with cp "dp_shard_cp"), "efsdp", "cp", "tp", "ep", or "world".
         per_step: once per step, not per micro-batch.
     """
 
@@ -263,12 +263,14 @@ def _moment(segment: Segment, num_layers: tuple[int, ...]) -> Moment:
 
 
 def axis_names(dims: ParallelDims) -> dict[str, str]:
-    """Name of the process group -> mesh axis; an axis with all ranks may have the group of all ranks."""
+    """Name of the process group -> mesh axis, or "cp"; an axis with all ranks may have the group of all ranks."""
     assert dist.group.WORLD is not None
     names: dict[str, str] = {dist.group.WORLD.group_name: "world"}
     for mesh in [dims.dense] if dims.sparse is None else [dims.sparse, dims.dense]:
         for axis in mesh.mesh_dim_names or ():
-            names[mesh.get_group(axis).group_name] = "dp_shard" if axis == "fsdp" else axis
+            names[mesh.get_group(axis).group_name] = axis
+    if dims.cp_group is not None:
+        names[dims.cp_group.group_name] = "cp"
     return names
 
 

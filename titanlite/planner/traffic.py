@@ -51,11 +51,13 @@ _COLLECTIVES: dict[Any, Callable[[Any, Any], list[Moved]]] = {
     _own.all_gather.default: lambda args, out: [Moved("all_gather", args[2], out)],
     _own.reduce_scatter.default: lambda args, out: [Moved("reduce_scatter", args[2], args[0])],
     _own.all_reduce.default: lambda args, out: [Moved("all_reduce", args[1], args[0])],
+    _own.gather_parts.default: lambda args, out: [Moved("all_gather", args[2], out)],
     _own.all_to_all.default: lambda args, out: [Moved("all_to_all", args[3], args[0])],
 }
 _WITHOUT_BYTES = {_functional.wait_tensor.default, _c10d.barrier.default}
 EXCHANGES = {
     *(_own.all_gather.default, _own.reduce_scatter.default, _own.all_reduce.default, _own.all_to_all.default),
+    _own.gather_parts.default,
     *(_functional.all_gather_into_tensor.default, _functional.reduce_scatter_tensor.default),
     _functional.all_to_all_single.default,
 }

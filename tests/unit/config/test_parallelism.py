@@ -23,10 +23,11 @@ MODEL = ModelConfig(
 )
 
 
-def section(replicate=1, shard=-1, tp=1, ep=1) -> ParallelismSection:
+def section(replicate=1, shard=-1, tp=1, ep=1, cp=1) -> ParallelismSection:
     return ParallelismSection(
         data_parallel_replicate_degree=replicate,
         data_parallel_shard_degree=shard,
+        context_parallel_degree=cp,
         tensor_parallel_degree=tp,
         expert_parallel_degree=ep,
     )
@@ -43,25 +44,28 @@ def problems(model: ModelConfig = MODEL, degrees: Degrees | None = None, **train
 @given(
     replicate=st.integers(1, 4),
     shard=st.integers(1, 8),
+    cp=st.integers(1, 4),
     tp=st.integers(1, 8),
     ep=st.integers(1, 16),
     rest=st.booleans(),
 )
-def test_any_degrees_that_fit_are_resolved(replicate, shard, tp, ep, rest):
-    assume(shard * tp % ep == 0)
-    world_size = replicate * shard * tp
-    degrees = resolve_degrees(section(replicate, -1 if rest else shard, tp, ep), world_size)
-    assert degrees == Degrees(replicate, shard, tp, ep)
+def test_any_degrees_that_fit_are_resolved(replicate, shard, cp, tp, ep, rest):
+    assume(shard * cp * tp % ep == 0)
+    world_size = replicate * shard * cp * tp
+    degrees = resolve_degrees(section(replicate, -1 if rest else shard, tp, ep, cp), world_size)
+    assert degrees == Degrees(replicate, shard, tp, ep, cp)
     assert degrees.world_size == world_size
     assert degrees.dp == replicate * shard
-    assert degrees.efsdp * degrees.ep == shard * tp
+    assert degrees.dp * degrees.ranks_per_sequence == world_size
+    assert degrees.efsdp * degrees.ep == degrees.fsdp * tp == shard * cp * tp
     assert degrees.experts_on_own_mesh == (tp > 1 or ep > 1)
-    assert degrees.expert_shard_dim(shard * tp) == 0
-    assert degrees.expert_shard_dim(shard * tp - 1) == 1
+    assert degrees.expert_shard_dim(shard * cp * tp) == 0
+    assert degrees.expert_shard_dim(shard * cp * tp - 1) == 1
 
 
 def test_text_of_degrees():
     assert str(Degrees(2, 4, 2, 8)) == "dp_replicate 2 x dp_shard 4 x tp 2, ep 8"
+    assert str(Degrees(2, 4, 2, 8, cp=3)) == "dp_replicate 2 x dp_shard 4 x cp 3 x tp 2, ep 8"
 
 
 @pytest.mark.parametrize(
@@ -78,6 +82,9 @@ def test_text_of_degrees():
         (section(tp=8), 4, "dp_replicate (1) * tp (8) = 8 does not divide the world size (4)."),
         (section(ep=3), 4, "ep (3) does not divide dp_shard (4) * tp (1) = 4. Lower expert_parallel_degree;"),
         (section(replicate=2, ep=4), 4, "ep (4) does not divide dp_shard (2) * tp (1) = 2."),
+        (section(cp=3), 4, "dp_replicate (1) * cp (3) * tp (1) = 3 does not divide the world size (4)."),
+        (section(shard=2, cp=4), 4, "* dp_shard (2) * cp (4) * tp (1) = 8, but the world size is 4."),
+        (section(cp=2, ep=3), 4, "ep (3) does not divide dp_shard (2) * cp (2) * tp (1) = 4."),
     ],
 )
 def test_degrees_that_do_not_fit(given, world_size, text):
@@ -107,6 +114,25 @@ def test_a_good_job_has_no_problems():
         ),
         ({}, Degrees(tp=4), {"seq_len": 126}, "training.seq_len (126) is not a multiple of tensor_parallel_degree (4)"),
         (
+            {},
+            Degrees(cp=4, tp=2),
+            {"seq_len": 124},
+            "training.seq_len (124) is not a multiple of context_parallel_degree (4) * tensor_parallel_degree (2)",
+        ),
+        ({}, Degrees(cp=16), {}, "context_parallel_degree (16) does not divide the 8 attention heads: inside"),
+        (
+            {},
+            Degrees(cp=8, tp=2),
+            {},
+            "context_parallel_degree (8) does not divide the 4 attention heads that tensor_parallel_degree (2) leaves:",
+        ),
+        (
+            {"num_heads": 12, "num_kv_heads": 4},
+            Degrees(cp=6),
+            {"seq_len": 126},
+            "context_parallel_degree (6) is neither a divisor nor a multiple of the 4 key/value heads.",
+        ),
+        (
             {"num_experts": 0},
             Degrees(dp_shard=2, ep=2),
             {},
@@ -133,6 +159,10 @@ def test_each_problem_is_named(changes, degrees, training, text):
     found = problems(replace(MODEL, **changes), degrees, **training)
     assert len(found) == 1
     assert text in found[0]
+
+
+def test_pieces_of_sequences_may_be_more_than_key_value_heads():
+    assert problems(degrees=Degrees(cp=8)) == problems(degrees=Degrees(cp=4, tp=2)) == []
 
 
 def test_width_of_dense_layers_does_not_matter_where_there_are_none():

@@ -52,22 +52,26 @@ def test_tokens_do_not_share_a_group_with_parameters(ep: int) -> None:
     """NCCL serves a communicator in order, so that they would wait for each other."""
     with fake_ranks(4):
         dims = ParallelDims.build(Degrees(dp_shard=4, ep=ep), "cpu")
-        others = [dims.dense["fsdp"].get_group(), dist.distributed_c10d.GroupMember.WORLD]
+        others = [dims.dense["dp_shard"].get_group(), dist.distributed_c10d.GroupMember.WORLD]
         assert dims.ep_mesh.size() == ep and dims.ep_mesh.get_group() not in others
 
 
 @pytest.mark.parametrize(
     ("degrees", "dense", "sparse"),
     [
-        (Degrees(dp_shard=4), ("fsdp",), None),
-        (Degrees(dp_replicate=2, dp_shard=2), ("dp_replicate", "fsdp"), None),
-        (Degrees(tp=4), ("fsdp", "tp"), ("efsdp",)),
-        (Degrees(dp_shard=4, ep=4), ("fsdp",), ("efsdp", "ep")),
+        (Degrees(dp_shard=4), ("dp_shard",), None),
+        (Degrees(dp_replicate=2, dp_shard=2), ("dp_replicate", "dp_shard"), None),
+        (Degrees(tp=4), ("dp_shard", "tp"), ("efsdp",)),
+        (Degrees(dp_shard=4, ep=4), ("dp_shard",), ("efsdp", "ep")),
         (
             Degrees(dp_replicate=2, dp_shard=1, tp=2, ep=2),
-            ("dp_replicate", "fsdp", "tp"),
+            ("dp_replicate", "dp_shard", "tp"),
             ("dp_replicate", "efsdp", "ep"),
         ),
+        (Degrees(cp=4), ("dp_shard_cp",), None),
+        (Degrees(tp=2, cp=2), ("dp_shard_cp", "tp"), ("efsdp",)),
+        (Degrees(dp_shard=2, cp=2, ep=2), ("dp_shard_cp",), ("efsdp", "ep")),
+        (Degrees(dp_replicate=2, cp=2), ("dp_replicate", "dp_shard_cp"), None),
     ],
 )
 def test_an_axis_of_one_rank_has_no_group(degrees: Degrees, dense: tuple, sparse: tuple | None) -> None:
@@ -77,13 +81,32 @@ def test_an_axis_of_one_rank_has_no_group(degrees: Degrees, dense: tuple, sparse
             dims = ParallelDims.build(degrees, "cpu")
             assert dims.dense.mesh_dim_names == dense
             assert (dims.sparse and dims.sparse.mesh_dim_names) == sparse
-            assert dims.dp_rank == rank // degrees.tp
+            assert dims.dp_rank == rank // (degrees.cp * degrees.tp)
+            assert dims.dropout_rank == rank // degrees.tp
             assert dims.dense.get_coordinate() == tuple(
                 c
-                for c, axis in zip(_place(rank, degrees), ("dp_replicate", "fsdp", "tp"), strict=True)
+                for c, axis in zip(_place(rank, degrees), ("dp_replicate", degrees.fsdp_axis, "tp"), strict=True)
                 if axis in dense
             )
 
 
+@pytest.mark.parametrize(
+    ("degrees", "groups"),
+    [
+        (Degrees(cp=8), [[0, 1, 2, 3, 4, 5, 6, 7]]),
+        (Degrees(dp_shard=2, cp=2, tp=2), [[0, 2], [1, 3], [4, 6], [5, 7]]),
+        (Degrees(dp_replicate=2, dp_shard=2, cp=2), [[0, 1], [2, 3], [4, 5], [6, 7]]),
+    ],
+)
+def test_pieces_of_sequences_lie_on_neighbours(degrees: Degrees, groups: list[list[int]]) -> None:
+    """Those that read the same data, with the same place among the tp ranks; the group is no other group."""
+    for rank in range(8):
+        with fake_ranks(8, rank):
+            dims = ParallelDims.build(degrees, "cpu")
+            assert dims.cp_group is not None and dims.cp_group is not dist.group.WORLD
+            assert dist.get_process_group_ranks(dims.cp_group) in groups
+            assert dist.get_process_group_ranks(dims.cp_group)[dims.cp_group.rank()] == rank
+
+
 def _place(rank: int, degrees: Degrees) -> tuple[int, int, int]:
-    return rank // (degrees.dp_shard * degrees.tp), rank // degrees.tp % degrees.dp_shard, rank % degrees.tp
+    return rank // (degrees.fsdp * degrees.tp), rank // degrees.tp % degrees.fsdp, rank % degrees.tp

@@ -49,3 +49,8 @@ def test_ranks_of_axes():
     assert axis_ranks(degrees, "ep", 5) == [4, 5, 6, 7]
     assert axis_ranks(degrees, "efsdp", 13) == [9, 13]
     assert axis_ranks(degrees, "world", 13) == list(range(16))
+    degrees = Degrees(dp_replicate=2, dp_shard=2, cp=2, tp=2, ep=4)
+    assert axis_ranks(degrees, "cp", 13) == [13, 15]
+    assert axis_ranks(degrees, "cp", 2) == [0, 2]
+    assert axis_ranks(degrees, "dp_shard_cp", 5) == [1, 3, 5, 7]
+    assert axis_ranks(degrees, "efsdp", 13) == [9, 13]

@@ -18,7 +18,8 @@ from titanlite.planner.tracker import ACTIVATIONS, TEMPORARIES
 from titanlite.preflight import Checked, check
 
 CONFIG = Path(__file__).parents[3] / "configs" / "qwen3_moe.toml"
-TP, EP, REPLICATE = (
+CP, TP, EP, REPLICATE = (
+    "--parallelism.context_parallel_degree=",
     "--parallelism.tensor_parallel_degree=",
     "--parallelism.expert_parallel_degree=",
     "--parallelism.data_parallel_replicate_degree=",
@@ -45,6 +46,7 @@ def traced(checked: Checked, *, every_layer: bool = False) -> StepTrace:
     ("world_size", "num_layers", "overrides"),
     [
         (8, 6, (TP + "2", EP + "4", MODE + "full")),
+        (8, 6, (CP + "2", TP + "2", EP + "2", MODE + "selective")),
         pytest.param(
             4, 13, (MODE + "selective", "--activation_checkpoint.selective_ac_option=2"), marks=pytest.mark.slow
         ),
@@ -136,10 +138,11 @@ def test_torchs_grouped_gemm_is_counted():
     assert recorder.total == 3 * 2 * 24 * 16 * 8
 
 
-def test_other_replicas_are_derived(checked):
-    """A sweep traces one mesh for each (tp, ep) and derives the others."""
-    base = checked(16, 2, TP + "2", EP + "2", MODE + "full")
-    wanted = checked(16, 2, TP + "2", EP + "2", REPLICATE + "2", MODE + "full")
+@pytest.mark.parametrize("cp", [1, 2])
+def test_other_replicas_are_derived(checked, cp):
+    """A sweep traces one mesh for each (cp, tp, ep) and derives the others."""
+    alike = (CP + str(cp), TP + "2", EP + "2", MODE + "full")
+    base, wanted = checked(16, 2, *alike), checked(16, 2, *alike, REPLICATE + "2")
     derived, real = derive(traced(base), base.degrees, wanted.degrees), traced(wanted)
     assert derived.counts == real.counts
     # Shards of unlike sizes are padded, so bytes differ by the padding of 16 and of 8 ranks; and float32 step counts.

@@ -1,0 +1,139 @@
+"""Context parallelism: what a rank holds, and that whole sequences go in and come out.
+
+That training on such meshes is training of one process is in test_parity_ladder.py and the tests of each feature.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from titanlite.config import ModelConfig
+from titanlite.distributed import all_reduce_sum
+from titanlite.distributed.context_parallel import apply_context_parallel
+from titanlite.materialize import materialize
+from titanlite.models.decoder import Decoder, build_decoder
+
+BATCH, SEQ_LEN, HEADS, LAYERS = 2, 16, 4, 2
+
+
+def build(num_kv_heads: int) -> Decoder:
+    """The same weights on every rank, on each call."""
+    model = build_decoder(
+        ModelConfig(
+            vocab_size=50,
+            hidden_size=24,
+            num_layers=LAYERS,
+            num_heads=HEADS,
+            num_kv_heads=num_kv_heads,
+            head_dim=8,
+            intermediate_size=32,
+            num_experts=4,
+            top_k=2,
+            moe_intermediate_size=16,
+            initializer_range=0.2,
+        )
+    )
+    materialize(model, "cpu", seed=3)
+    return model
+
+
+def batch() -> tuple[torch.Tensor, ...]:
+    """Tokens, labels, positions and documents; the second row has two documents and padding."""
+    generator = torch.Generator().manual_seed(1)
+    tokens, labels = (torch.randint(0, 50, (BATCH, SEQ_LEN), generator=generator) for _ in range(2))
+    documents = torch.tensor([[0] * SEQ_LEN, [0] * 5 + [1] * 8 + [-1] * 3])
+    positions = torch.tensor([[*range(SEQ_LEN)], [*range(5), *range(8), *range(3)]])
+    labels[documents < 0] = -100
+    labels[0, 3] = -100
+    return tokens, labels, positions, documents
+
+
+def gradients(model: Decoder, loss: torch.Tensor, *, over_ranks: bool) -> dict[str, torch.Tensor]:
+    """Of every parameter; each rank has those of its own positions, and FSDP would add them up."""
+    model.zero_grad()
+    loss.backward()
+    found = {}
+    for name, param in model.named_parameters():
+        assert param.grad is not None, name
+        found[name] = param.grad.clone()
+        if over_ranks:
+            all_reduce_sum(found[name])
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("num_kv_heads", [4, 2, 1])
+def test_logits_losses_and_gradients_are_those_of_whole_sequences(run_ranks, ranks, num_kv_heads):
+    """Also with a loss that weighs tokens: the gradient of a token's loss reaches the rank that has the token."""
+
+    def rank_main() -> tuple[torch.Tensor, torch.Tensor, float]:
+        whole, split = build(num_kv_heads), build(num_kv_heads)
+        apply_context_parallel(split, dist.group.WORLD)  # type: ignore[arg-type]
+        tokens, labels, positions, documents = batch()
+        with torch.no_grad():
+            logits = split(tokens, None, positions, documents)
+            torch.testing.assert_close(logits, whole(tokens, None, positions, documents))
+            torch.testing.assert_close(split(tokens), whole(tokens), msg="positions 0, 1, 2, ... and no documents")
+        inputs = (tokens, labels, positions, documents)
+        weights = torch.rand(BATCH, SEQ_LEN, generator=torch.Generator().manual_seed(2))
+        of_tokens, expected = (model(*inputs, reduction="none").cross_entropy for model in (split, whole))
+        torch.testing.assert_close(of_tokens, expected)
+        summed, expected_sum = (model(*inputs).cross_entropy for model in (split, whole))
+        torch.testing.assert_close(summed, expected_sum)
+        for ours, theirs in (((of_tokens * weights).sum(), (expected * weights).sum()), (summed, expected_sum)):
+            found, wanted = gradients(split, ours, over_ranks=True), gradients(whole, theirs, over_ranks=False)
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+            assert all(grad.abs().max() > 1e-3 for grad in wanted.values()), "nothing was compared"
+        return logits, of_tokens.detach(), summed.item()
+
+    first, *others = run_ranks(ranks, rank_main)
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first[:2], other[:2], strict=True)) and first[2] == other[2]
+
+
+class Called(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[Any] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("ranks", "num_kv_heads"), [(2, 2), (4, 2)])
+def test_a_rank_holds_its_piece_but_for_attention(run_ranks, ranks, num_kv_heads):
+    def rank_main() -> tuple[dict[str, set[tuple[int, ...]]], int, int]:
+        model = build(num_kv_heads)
+        apply_context_parallel(model, dist.group.WORLD)  # type: ignore[arg-type]
+        shapes: dict[str, set[tuple[int, ...]]] = {}
+
+        def record(kind: str) -> Callable[..., None]:
+            def before(_: Any, args: Any) -> None:
+                shapes.setdefault(kind, set()).update(tuple(x.shape) for x in args[:3] if isinstance(x, torch.Tensor))
+
+            return before
+
+        for layer in model.decoder_layers():
+            layer.register_forward_pre_hook(lambda _, args: shapes.setdefault("layer", set()).add(tuple(args[0].shape)))
+            layer.mlp.register_forward_pre_hook(record("moe"))
+            layer.self_attn.core_attention.register_forward_pre_hook(record("attention"))
+        with Called() as forward:
+            loss = model(*batch()).cross_entropy
+        with Called() as backward:
+            loss.backward()
+        exchange = torch.ops.titanlite.all_to_all.default
+        return shapes, forward.counts[exchange], backward.counts[exchange]
+
+    for shapes, forward, backward in run_ranks(ranks, rank_main):
+        piece, heads = SEQ_LEN // ranks, HEADS // ranks
+        assert shapes["layer"] == {(BATCH, piece, 24)}
+        assert shapes["moe"] == {(BATCH, piece, 24), (BATCH, piece)}
+        kv_heads = max(num_kv_heads // ranks, 1)
+        assert shapes["attention"] == {(BATCH, SEQ_LEN, heads, 8), (BATCH, SEQ_LEN, kv_heads, 8)}
+        assert forward == backward == 2 * LAYERS

@@ -1,0 +1,129 @@
+"""Context parallelism by exchanging heads for positions (DeepSpeed-Ulysses, arXiv:2309.14509), for a decoder on meta.
+
+All ranks of a group are given the same sequences, and each holds S / n positions of every one from the embedding to the
+loss. Norms, projections, feed-forward, routers, experts and output head work on single tokens and need no more. Only
+attention does: around it one all-to-all makes of a piece of the sequence with all heads the whole sequence with some of
+the heads, and another one goes back. So each attention backend, packed documents and the cache work as they do on one
+rank, and the ranks have the same work wherever documents begin.
+
+Parameters stay as they are; FSDP shards them over these ranks too, and so adds up the gradients of all positions.
+Tensor parallelism, applied after it, splits a rank's piece of the sequence and its heads once more.
+
+Shapes: B batch, S sequence, n ranks, s = S / n positions of a rank, H query heads, G key/value heads, h, g those of one
+rank inside attention, K head width, D hidden.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from titanlite.distributed.collectives import all_reduce, all_to_all, gather_parts, own_part, register_group
+from titanlite.models.decoder import CoreAttention, Decoder
+from titanlite.models.layers import Embedding, OutputHead, RotaryEmbedding
+from titanlite.models.moe import MoE
+
+_SEQUENCE_DIM, _HEADS_DIM = 1, 2
+
+
+class _Peers(NamedTuple):
+    """The ranks that hold the pieces of a sequence: their group's name, how many, and which of them this one is."""
+
+    group: str
+    size: int
+    rank: int
+
+
+def apply_context_parallel(model: Decoder, group: dist.ProcessGroup) -> None:
+    """Let the ranks of `group`, in their order, hold one piece each of every sequence that `model` is called with.
+
+    The model is called as before, with whole sequences, the same on all these ranks: tokens, labels, positions and
+    documents. Losses, of sequences or of tokens, and logits are those of whole sequences, alike on all ranks; balance
+    losses are sums over a rank's own positions. No collective is run; the model may be on meta.
+
+    Collectives of a forward: two all-to-alls per layer, and a gather of the losses or logits; backward has the same
+    number of all-to-alls.
+    """
+    peers = _Peers(register_group(group), group.size(), group.rank())
+    for module in model.modules():
+        if isinstance(module, CoreAttention):
+            module.register_forward_pre_hook(partial(_gather_positions, peers=peers))
+            module.register_forward_hook(partial(_gather_heads, peers=peers))
+        elif isinstance(module, Embedding | RotaryEmbedding):
+            module.register_forward_pre_hook(partial(_keep_own_tokens, peers=peers))
+        elif isinstance(module, MoE):
+            module.register_forward_pre_hook(partial(_keep_own_valid, peers=peers))
+            module.gate.sequence_sums.append(partial(all_reduce, group=peers.group))
+        elif isinstance(module, OutputHead):
+            module.register_forward_pre_hook(partial(_keep_own_labels, peers=peers), with_kwargs=True)
+            module.register_forward_hook(partial(_gather_results, peers=peers), with_kwargs=True)
+
+
+def _gather_positions(module: nn.Module, args: Any, *, peers: _Peers) -> Any:
+    """From s positions of all heads to all positions of h and g heads, of queries, keys and values in one exchange."""
+    q_BsHK, k_BsGK, v_BsGK, *rest = args
+    num_kv_heads = k_BsGK.shape[_HEADS_DIM]
+    if num_kv_heads < peers.size:  # several ranks have query heads that read the same one
+        repeats = peers.size // num_kv_heads
+        k_BsGK, v_BsGK = (x.repeat_interleave(repeats, dim=_HEADS_DIM) for x in (k_BsGK, v_BsGK))
+    by_rank = [x.unflatten(_HEADS_DIM, (peers.size, -1)).movedim(_HEADS_DIM, 0) for x in (q_BsHK, k_BsGK, v_BsGK)]
+    heads = [x.shape[-2] for x in by_rank]
+    x_nBsJK = _exchange(torch.cat(by_rank, dim=-2), peers)  # J = h + g + g
+    x_BSJK = x_nBsJK.movedim(0, _SEQUENCE_DIM).flatten(_SEQUENCE_DIM, _SEQUENCE_DIM + 1)
+    return *x_BSJK.split(heads, dim=_HEADS_DIM), *rest
+
+
+def _gather_heads(module: nn.Module, args: Any, out_BShK: torch.Tensor, *, peers: _Peers) -> torch.Tensor:
+    """From all positions of h heads back to s positions of all heads, (B, s, H, K)."""
+    out_nBshK = out_BShK.unflatten(_SEQUENCE_DIM, (peers.size, -1)).movedim(_SEQUENCE_DIM, 0)
+    return _exchange(out_nBshK, peers).movedim(0, _HEADS_DIM).flatten(_HEADS_DIM, _HEADS_DIM + 1)
+
+
+def _exchange(x_n: torch.Tensor, peers: _Peers) -> torch.Tensor:
+    """Send slice r of the first dim to rank r; receive one from each, in the order of the ranks."""
+    ones = [1] * peers.size
+    return all_to_all(x_n, ones, ones, peers.group)
+
+
+def _own(x: torch.Tensor, peers: _Peers) -> torch.Tensor:
+    return own_part(x, _SEQUENCE_DIM, peers.size, peers.rank)
+
+
+def _keep_own_tokens(module: nn.Module, args: Any, *, peers: _Peers) -> Any:
+    """The embedding gets this rank's tokens, the rotary table their positions."""
+    whole_BS, *rest = args
+    return _own(whole_BS, peers), *rest
+
+
+def _keep_own_valid(module: nn.Module, args: Any, *, peers: _Peers) -> Any:
+    """The MoE layer gets this rank's positions of `valid_BS`, as it gets this rank's positions of x."""
+    x_BsD, valid_BS = args
+    return x_BsD, None if valid_BS is None else _own(valid_BS, peers)
+
+
+def _keep_own_labels(module: nn.Module, args: Any, kwargs: Any, *, peers: _Peers) -> Any:
+    """The output head gets the labels of this rank's positions; what it selects, it selects from all positions."""
+    hidden_BsD, *rest = args
+    if rest and rest[0] is not None:
+        rest[0] = _own(rest[0], peers)
+    if (select := kwargs.get("select")) is not None:
+        kwargs = kwargs | {"select": partial(_select_from_all, select=select, peers=peers)}
+    return (hidden_BsD, *rest), kwargs
+
+
+def _select_from_all(
+    hidden_BsD: torch.Tensor, *, select: Callable[[torch.Tensor], torch.Tensor], peers: _Peers
+) -> torch.Tensor:
+    return select(gather_parts(hidden_BsD, _SEQUENCE_DIM, peers.group))
+
+
+def _gather_results(module: nn.Module, args: Any, kwargs: Any, out: torch.Tensor, *, peers: _Peers) -> torch.Tensor:
+    """Logits and token losses of all positions, or the sum of the ranks' losses, to the last bit alike on all ranks."""
+    if kwargs.get("select") is not None:
+        return out
+    if out.dim() == 0:
+        return gather_parts(out.view(1), 0, peers.group).sum()
+    return gather_parts(out, _SEQUENCE_DIM, peers.group)
