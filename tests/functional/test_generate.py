@@ -25,8 +25,15 @@ FAMILIES = {
     "llama": ["--model.name=llama"],
     "dots1": ["--model.name=dots1"],
     "glm4_moe": ["--model.name=glm4_moe"],
+    # The prompts are as long as its pretraining was, and their continuations longer.
+    "yarn": [
+        "--model.name=qwen2",
+        "--model.overrides.rope_scaling.rope_type=yarn",
+        "--model.overrides.rope_scaling.factor=8",
+        "--model.overrides.rope_scaling.original_max_position_embeddings=10",
+    ],
 }
-DENSE = ("qwen3 tied", "llama")
+DENSE = ("qwen3 tied", "llama", "yarn")
 NEW = 12
 # 7 prompts: on 4 data-parallel ranks one rank has only one, and in batches of 1 it joins a forward without any.
 _LENGTHS = (3, 9, 1, 14, 6, 2, 5)

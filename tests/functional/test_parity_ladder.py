@@ -32,6 +32,12 @@ FAMILIES = {
     "dots1": ["--model.name=dots1", "--model.overrides.num_layers=3"],
     "glm4_moe": ["--model.name=glm4_moe"],
     "qwen2": ["--model.name=qwen2"],
+    "yarn": [
+        "--model.name=qwen3",
+        "--model.overrides.rope_scaling.rope_type=yarn",
+        "--model.overrides.rope_scaling.factor=4",
+        "--model.overrides.rope_scaling.original_max_position_embeddings=64",
+    ],
     "balance_losses": ["--moe.aux_loss_coeff=0.01", "--moe.z_loss_coeff=0.001"],
     # Shards of unequal size on dense and sparse mesh (66 rows, 6 experts, 310 tokens), some of them empty.
     "uneven": ["--model.overrides.num_experts=6", "--model.overrides.hidden_size=66"],
@@ -247,6 +253,7 @@ def test_pieces_of_sequences_train_like_one_process(compare, mesh):
         ("CP2xFSDP2", "qwen3_tied", [SELECTIVE_AC]),
         ("CP2xTP2", "qwen3_bias", []),
         ("HSDP2xCP2", "llama", []),
+        ("CP2xFSDP2", "yarn", []),
         ("CP4", "few_experts", []),
         ("CP2xEP2", "uneven", []),
         ("CP2xTP2", "muon_qwen3_moe", []),

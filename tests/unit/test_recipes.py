@@ -24,6 +24,7 @@ EXPECTED = {
     "qwen2.5_vl_7b_sft",
     "qwen3_0.6b_sft",
     "qwen3_235b_a22b_sft",
+    "qwen3_30b_a3b_128k",
     "qwen3_30b_a3b_lora",
     "qwen3_30b_a3b_sft",
     "qwen3_8b_lora",

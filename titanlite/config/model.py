@@ -3,6 +3,7 @@
 Plain data, no torch.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -15,13 +16,49 @@ def size(doc: str, default: Any = None, *, override: bool = True) -> Any:
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Frequency scaling of rotary embeddings. `llama3`: low frequencies are divided by `factor`, high ones kept."""
+    """Frequency scaling of rotary embeddings, for sequences longer than those of pretraining.
 
-    rope_type: Literal["linear", "llama3"] = "linear"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192
+    `linear` (arXiv:2306.15595) divides all frequencies by `factor`. `llama3` and `yarn` (arXiv:2309.00071) divide low
+    ones and keep high ones, each with a transition of its own; `yarn` scales queries and keys, too. Which field belongs
+    to which type is in `ROPE_FIELDS`.
+    """
+
+    rope_type: Literal["linear", "llama3", "yarn"] = size("Which of the scalings.", "linear")
+    factor: float = size("How much longer sequences may be than in pretraining.", 1.0)
+    low_freq_factor: float = size("Wavelengths above original / this are divided (llama3).", 1.0)
+    high_freq_factor: float = size("Wavelengths below original / this are kept (llama3).", 4.0)
+    original_max_position_embeddings: int = size("Longest sequence of pretraining (llama3, yarn).", 8192)
+    beta_fast: float = size("Frequencies with more turns in the original length are kept (yarn).", 32.0)
+    beta_slow: float = size("Frequencies with fewer turns in it are divided (yarn).", 1.0)
+    attention_factor: float | None = size("On queries and keys; unset: 0.1 * ln(factor) + 1 (yarn).")
+    mscale: float | None = size("With mscale_all_dim, and no attention_factor: weighs ln(factor) (yarn).")
+    mscale_all_dim: float | None = size("The same, in the denominator (yarn).")
+    truncate: bool = size("Round the ends of the transition to whole frequencies (yarn).", True)
+
+    @property
+    def attention_scaling(self) -> float:
+        """Factor on queries and keys, with which attention stays as sharp over more tokens; 1 but in yarn."""
+        if self.rope_type != "yarn":
+            return 1.0
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return self._sharpness(self.mscale) / self._sharpness(self.mscale_all_dim)
+        return self._sharpness(1.0)
+
+    def _sharpness(self, weight: float) -> float:
+        return 0.1 * weight * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+
+
+# Fields of `RopeScaling` that each type has, and those of them that a config.json may leave out.
+ROPE_FIELDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "linear": (("factor",), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ()),
+    "yarn": (
+        ("factor", "original_max_position_embeddings"),
+        ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -39,7 +76,7 @@ class ModelConfig:
     max_position_embeddings: int = size("Longest sequence the model is meant for.", 40960)
     rms_norm_eps: float = size("Epsilon of RMSNorm.", 1e-6)
     rope_theta: float = size("Base of the rotary frequencies.", 1000000.0)
-    rope_scaling: RopeScaling | None = size("Rotary frequency scaling.", None, override=False)
+    rope_scaling: RopeScaling | None = size("Rotary frequency scaling.", None, override=False)  # as a table of its own
     partial_rotary_factor: float = size("Part of each head that rotary embeddings turn.", 1.0, override=False)
     qk_norm: bool = size("RMSNorm on each query and key head.", True)
     attention_bias: bool = size("Bias on q, k, v (and o) projections.", False)

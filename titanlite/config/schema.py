@@ -8,7 +8,7 @@ wrong configuration is refused in a fraction of a second, before torch is import
 from dataclasses import dataclass, field, fields, make_dataclass
 from typing import Any, Literal, cast
 
-from titanlite.config.model import ModelConfig
+from titanlite.config.model import ModelConfig, RopeScaling
 
 Format = Literal["auto", "messages", "prompt_completion", "text", "preference"]
 TrainOn = Literal["assistant", "all"]
@@ -39,15 +39,26 @@ class JobSection:
     )
 
 
-# Every size of the architecture may be overridden; None keeps what the flavor or config.json says.
-ModelOverrides = make_dataclass(
-    "ModelOverrides",
-    [
+def _overrides_of(config: type, name: str, *more: tuple[str, Any, Any]) -> type:
+    """A section with every field of `config` that may be overridden; None keeps what is there."""
+    own = [
         (f.name, cast(type, f.type) | None, field(default=None, metadata=f.metadata))
-        for f in fields(ModelConfig)
+        for f in fields(config)
         if f.metadata.get("override", True)
-    ],
-    namespace={"__module__": __name__},
+    ]
+    return make_dataclass(name, [*own, *more], namespace={"__module__": __name__})
+
+
+# Every size of the architecture may be overridden; None keeps what the flavor or config.json says.
+RopeOverrides = _overrides_of(RopeScaling, "RopeOverrides")
+ModelOverrides = _overrides_of(
+    ModelConfig,
+    "ModelOverrides",
+    (
+        "rope_scaling",
+        RopeOverrides,
+        setting(RopeOverrides, "Rotary scaling, for sequences longer than in pretraining."),
+    ),
 )
 
 

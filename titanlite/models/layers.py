@@ -103,7 +103,8 @@ class RotaryEmbedding(nn.Module):
         return {"inv_freq": Compute(rotary_frequencies, dtype=torch.float32)}
 
     def forward(self, positions_BS: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        return rope_cos_sin(self.inv_freq, positions_BS, dtype)
+        scaling = self.config.rope_scaling
+        return rope_cos_sin(self.inv_freq, positions_BS, dtype, 1.0 if scaling is None else scaling.attention_scaling)
 
 
 class FeedForward(nn.Module):

@@ -17,7 +17,9 @@ def inverse_frequencies(rotary_dim: int, theta: float, scaling: "RopeScaling | N
     """Rotary frequencies (rotary_dim / 2,) float32 on CPU, a pure function of the configuration.
 
     `linear` divides all frequencies by the factor. `llama3` (Llama 3.1) keeps wavelengths below
-    original / high_freq_factor, divides those above original / low_freq_factor, and blends in between.
+    original / high_freq_factor, divides those above original / low_freq_factor, and blends in between. `yarn`
+    (arXiv:2309.00071, section 3.2) keeps frequencies that turn more than beta_fast times in the original length,
+    divides those that turn less than beta_slow times, and blends in between, evenly from frequency to frequency.
     """
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64, device="cpu").to(torch.float32) / rotary_dim
     inv_freq = 1.0 / (theta**exponents)
@@ -25,6 +27,9 @@ def inverse_frequencies(rotary_dim: int, theta: float, scaling: "RopeScaling | N
         return inv_freq
     if scaling.rope_type == "linear":
         return inv_freq / scaling.factor
+    if scaling.rope_type == "yarn":
+        divided = _yarn_share(rotary_dim, theta, scaling)
+        return inv_freq * (1.0 - divided) + inv_freq / scaling.factor * divided
     wavelength = 2 * math.pi / inv_freq
     original = scaling.original_max_position_embeddings
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
@@ -32,11 +37,34 @@ def inverse_frequencies(rotary_dim: int, theta: float, scaling: "RopeScaling | N
     return (1.0 - blend) * inv_freq / scaling.factor + blend * inv_freq
 
 
-def rope_cos_sin(inv_freq: torch.Tensor, positions_BS: torch.Tensor, dtype: torch.dtype):
-    """Cosines and sines (B, S, 1, R) in `dtype`; angles are computed in float32, for bfloat16 cannot count past 256."""
+def _yarn_share(rotary_dim: int, theta: float, scaling: "RopeScaling") -> torch.Tensor:
+    """How much of each frequency is divided, (rotary_dim / 2,) float32 between 0 and 1."""
+
+    def place(turns: float) -> float:
+        """Where among the frequencies, as a real number, one turns so often in the original length."""
+        wavelength = scaling.original_max_position_embeddings / turns
+        return rotary_dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(theta))
+
+    first, last = place(scaling.beta_fast), place(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, rotary_dim - 1)
+    width = last - first if last != first else 0.001  # a step then, as transformers has it
+    places = torch.arange(rotary_dim // 2, dtype=torch.float32, device="cpu")
+    return ((places - first) / width).clamp(0.0, 1.0)
+
+
+def rope_cos_sin(inv_freq: torch.Tensor, positions_BS: torch.Tensor, dtype: torch.dtype, scale: float = 1.0):
+    """Cosines and sines (B, S, 1, R) in `dtype`, times `scale`.
+
+    Angles are computed in float32, for bfloat16 cannot count past 256.
+    """
     angles_BSR = positions_BS.to(torch.float32)[..., None] * inv_freq.to(torch.float32)
     angles_BS1R = torch.cat([angles_BSR, angles_BSR], dim=-1)[:, :, None, :]
-    return angles_BS1R.cos().to(dtype), angles_BS1R.sin().to(dtype)
+    cos_BS1R, sin_BS1R = angles_BS1R.cos(), angles_BS1R.sin()
+    if scale != 1.0:
+        cos_BS1R, sin_BS1R = cos_BS1R * scale, sin_BS1R * scale
+    return cos_BS1R.to(dtype), sin_BS1R.to(dtype)
 
 
 def apply_rope(x_BSHK: torch.Tensor, cos_BS1R: torch.Tensor, sin_BS1R: torch.Tensor) -> torch.Tensor:

@@ -217,7 +217,9 @@ def test_keys_outside_sections_and_unknown_sections() -> None:
         "x.toml: 2 problems:",
         "  unknown key 'steps'; did you mean 'training.steps' or 'validation.steps'?",
     ]
-    assert lines[2].startswith("  unknown key 'foo'. Sections: job, model, model.overrides, training, ")
+    assert lines[2].startswith(
+        "  unknown key 'foo'. Sections: job, model, model.overrides, model.overrides.rope_scaling, training, "
+    )
 
 
 def test_long_values_are_cut() -> None:
@@ -360,7 +362,7 @@ def test_help_prints_usage_and_leaves(flag: str, capsys: pytest.CaptureFixture[s
     assert leave.value.code == 0
     output = capsys.readouterr().out
     assert output.startswith("usage: --config FILE [--section.key=value ...]\n")
-    assert "sections: job, model, model.overrides, training, " in output
+    assert "sections: job, model, model.overrides, model.overrides.rope_scaling, training, " in output
 
 
 # Problems together

@@ -247,6 +247,22 @@ def test_round_trip_of_unusual_sizes(family, tmp_path):
     assert model_config_from_hf(tmp_path) == config
 
 
+@pytest.mark.parametrize("family", families())
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        RopeScaling("yarn", factor=4.0, original_max_position_embeddings=512),
+        RopeScaling(
+            "yarn", 4.0, original_max_position_embeddings=512, truncate=False, attention_factor=1.5, mscale=0.7
+        ),
+    ],
+)
+def test_round_trip_of_yarn(family, scaling, tmp_path):
+    config = replace(families()[family].presets["debug"], rope_scaling=scaling)
+    AutoConfig.for_model(family, **family_of(config).to_hf(config)).save_pretrained(tmp_path)
+    assert model_config_from_hf(tmp_path) == config
+
+
 def test_where_the_rotated_part_of_a_head_may_stand():
     air = families()["glm4_moe"].presets["4.5-Air-106B-A12B"]
     hf = {key: value for key, value in GLM_4_5_AIR.items() if key != "partial_rotary_factor"}
@@ -291,7 +307,7 @@ def test_everything_that_is_wrong_is_said_at_once():
         (GLM_4_5_AIR, {"partial_rotary_factor": 1.5}, "partial_rotary_factor (1.5) of head_dim (128) is no even"),
         (LLAMA_3_1_8B, {"mlp_bias": True}, "mlp_bias = True is not supported"),
         (LLAMA_3_1_8B, {"attention_dropout": 0.1}, "attention_dropout = 0.1 is not supported"),
-        (LLAMA_3_1_8B, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type 'yarn' is not supported"),
+        (LLAMA_3_1_8B, {"rope_scaling": {"rope_type": "longrope"}}, "rope_type 'longrope' is not supported"),
         (LLAMA_3_1_8B, {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_type 'dynamic' is not supported"),
     ],
 )
@@ -304,6 +320,22 @@ def test_unsupported_features_are_refused(hf, changes, text):
 def test_old_style_linear_scaling():
     hf = {**LLAMA_3_1_8B, "rope_scaling": {"type": "linear", "factor": 4.0}}
     assert from_hf(hf).rope_scaling == RopeScaling("linear", factor=4.0)
+
+
+def test_where_the_length_of_pretraining_may_stand():
+    """In the table, else on its own; else it is the longest sequence, as for transformers. On its own, it counts."""
+    table = {"rope_type": "yarn", "factor": 4.0}
+    yarn = RopeScaling("yarn", factor=4.0)
+    for hf, length in (
+        ({"rope_scaling": table}, 40960),
+        ({"rope_scaling": {**table, "original_max_position_embeddings": 32768}}, 32768),
+        ({"rope_scaling": {"original_max_position_embeddings": 7, **table}, "original_max_position_embeddings": 9}, 9),
+    ):
+        found = from_hf({**QWEN3_0_6B, **hf})
+        assert found.rope_scaling == replace(yarn, original_max_position_embeddings=length)
+        theirs = AutoConfig.for_model(**{**QWEN3_0_6B, **hf})
+        theirs.standardize_rope_params()
+        assert theirs.rope_parameters["original_max_position_embeddings"] == length
 
 
 def test_files_that_cannot_be_read(tmp_path):
@@ -335,6 +367,46 @@ def test_overrides_change_single_sizes():
     assert resolve_model_config(section()) == preset
     expected = replace(preset, num_layers=7, norm_topk_prob=False, rope_theta=5e4)
     assert resolve_model_config(section(num_layers=7, norm_topk_prob=False, rope_theta=5e4)) == expected
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+
+
+def scaled(base: ModelSection, **values: Any) -> ModelSection:
+    for name, value in values.items():
+        setattr(base.overrides.rope_scaling, name, value)
+    return base
+
+
+def test_overrides_scale_rotary_embeddings(tmp_path):
+    found = resolve_model_config(scaled(section(max_position_embeddings=131072), **YARN))
+    assert found.rope_scaling == RopeScaling(**YARN)
+    assert found.max_position_embeddings == 131072
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_3_1_8B))
+    from_file = section(flavor="", hf_assets_path=str(tmp_path))
+    assert resolve_model_config(scaled(from_file, factor=16.0)).rope_scaling == RopeScaling("llama3", factor=16.0)
+    assert resolve_model_config(scaled(from_file, **YARN)).rope_scaling == RopeScaling(**YARN)
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"factor": 4.0}, "model.overrides.rope_scaling: rope_type is missing. Set it, for example to 'yarn'."),
+        ({"rope_type": "yarn", "factor": 4.0}, "original_max_position_embeddings is missing, which 'yarn' needs."),
+        ({**YARN, "high_freq_factor": 2.0}, "high_freq_factor means nothing for 'yarn'. Leave it out."),
+        ({**YARN, "factor": -1.0}, "rope_scaling.factor = -1.0 is not positive."),
+        ({**YARN, "beta_slow": 40.0}, "rope_scaling.beta_slow (40.0) is not less than rope_scaling.beta_fast (32.0)."),
+        (
+            {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0}
+            | {"original_max_position_embeddings": 8192},
+            "rope_scaling.low_freq_factor (4.0) is not less than rope_scaling.high_freq_factor (4.0).",
+        ),
+    ],
+)
+def test_wrong_rotary_overrides(values, text):
+    with pytest.raises(ConfigError) as error:
+        resolve_model_config(scaled(section(), **values))
+    assert text in str(error.value)
 
 
 def test_overrides_apply_to_a_config_json(tmp_path):
@@ -381,6 +453,11 @@ def test_all_contradictions_at_once():
         (QWEN3_0_6B, {"layer_types": ["sliding_attention"] * 28}),
         (QWEN3_0_6B, {"quantization_config": {"quant_method": "gptq"}}),
         (LLAMA_3_1_8B, {"rope_scaling": {"rope_type": "llama3"}}),
+        (QWEN3_0_6B, {"rope_scaling": {"rope_type": "yarn"}}),
+        (QWEN3_0_6B, {"rope_scaling": {"rope_type": "yarn", "factor": 0.0}}),
+        (QWEN3_0_6B, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 1.0}}),
+        (QWEN3_0_6B, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "truncate": "no"}}),
+        (QWEN3_0_6B, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "mscale": "1"}}),
     ],
 )
 def test_features_that_should_be_refused(hf, changes):

@@ -1,15 +1,20 @@
 """Logits and every parameter gradient equal transformers' own implementation, in float32."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from titanlite.config import RopeScaling
 from titanlite.models.families import check_model_config, families
 
 # Both compute in float32 (6e-8) through 3 layers, in a different order of operations.
 BOUND = 1e-5
 
+# So short a length in pretraining that 17 positions are many.
+YARN = RopeScaling("yarn", factor=4.0, original_max_position_embeddings=16, beta_fast=2.0, beta_slow=0.5)
 VARIATIONS = [
     ("llama", {}),
     ("llama", {"num_kv_heads": 4}),
@@ -37,6 +42,8 @@ VARIATIONS = [
     ("glm4_moe", {"qk_norm": False, "num_dense_layers": 0, "num_shared_experts": 2}),
     ("glm4_moe", {"attention_bias": False, "partial_rotary_factor": 0.25}),
     ("glm4_moe", {"partial_rotary_factor": 1.0, "norm_topk_prob": False, "top_k": 3}),
+    *((family, {"rope_scaling": YARN}) for family in ("llama", "qwen2", "qwen3", "qwen3_moe", "dots1", "glm4_moe")),
+    ("qwen3_moe", {"rope_scaling": replace(YARN, attention_factor=1.5, beta_fast=8.0, truncate=False)}),
 ]
 
 

@@ -7,6 +7,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from titanlite.config import RopeScaling
+from titanlite.config.model import ROPE_FIELDS
 from titanlite.ops import apply_rope, inverse_frequencies, rope_cos_sin
 
 
@@ -19,16 +20,19 @@ from titanlite.ops import apply_rope, inverse_frequencies, rope_cos_sin
         RopeScaling("llama3", factor=32.0),
         RopeScaling("llama3", 4.0, 1.5, 3.0, 512),
         RopeScaling("linear", factor=4.0),
+        RopeScaling("yarn", factor=4.0, original_max_position_embeddings=32768),
+        RopeScaling("yarn", factor=2.5, original_max_position_embeddings=4096, beta_fast=20.0, beta_slow=2.0),
+        RopeScaling("yarn", factor=8.0, original_max_position_embeddings=512, truncate=False, attention_factor=1.25),
+        RopeScaling("yarn", factor=40.0, original_max_position_embeddings=4096, mscale=1.0, mscale_all_dim=0.707),
+        RopeScaling("yarn", factor=40.0, original_max_position_embeddings=4096, mscale=2.0),
+        RopeScaling("yarn", factor=1.0, original_max_position_embeddings=4096),
+        RopeScaling("yarn", factor=4.0, original_max_position_embeddings=8),  # hardly a turn: all are divided
     ],
 )
 def test_scaled_frequencies_equal_transformers(scaling, head_dim, theta):
-    parameters = {"rope_theta": theta, "rope_type": scaling.rope_type, "factor": scaling.factor}
-    if scaling.rope_type == "llama3":
-        parameters |= {
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_max_position_embeddings,
-        }
+    names = [name for kind in ROPE_FIELDS[scaling.rope_type] for name in kind]
+    parameters = {"rope_theta": theta, "rope_type": scaling.rope_type}
+    parameters |= {name: getattr(scaling, name) for name in names}
     config = LlamaConfig(
         hidden_size=head_dim * 2,
         num_attention_heads=2,
@@ -37,7 +41,8 @@ def test_scaled_frequencies_equal_transformers(scaling, head_dim, theta):
         rope_parameters=parameters,
     )
     expected, attention_factor = ROPE_INIT_FUNCTIONS[scaling.rope_type](config, "cpu")
-    assert attention_factor == 1.0
+    assert scaling.attention_scaling == pytest.approx(attention_factor, rel=1e-12)
+    assert (attention_factor == 1.0) == (scaling.rope_type != "yarn" or scaling.factor == 1)
     actual = inverse_frequencies(head_dim, theta, scaling)
     assert actual.dtype == torch.float32
     # The same formula in another order of operations: a few float32 roundings.
@@ -49,6 +54,23 @@ def test_llama3_scaling_keeps_high_and_divides_low_frequencies():
     assert torch.equal(scaled[0], plain[0])
     assert scaled[-1] == plain[-1] / 8
     assert ((scaled <= plain) & (scaled >= plain / 8)).all()
+
+
+def test_yarn_keeps_high_and_divides_low_frequencies():
+    scaling = RopeScaling("yarn", factor=4.0, original_max_position_embeddings=32768)
+    plain, scaled = inverse_frequencies(128, 1e6), inverse_frequencies(128, 1e6, scaling)
+    turns = 32768 * plain / (2 * torch.pi)
+    # A frequency beside the ends may be part of the transition, whose ends are rounded outwards.
+    assert torch.equal(scaled[turns > 1.25 * 32], plain[turns > 1.25 * 32])
+    torch.testing.assert_close(scaled[turns < 0.8], plain[turns < 0.8] / 4)
+    between = (turns < 30) & (turns > 1.1)
+    assert between.sum() > 10 and ((scaled < plain) & (scaled > plain / 4))[between].all()
+
+
+def test_cosines_and_sines_are_scaled():
+    plain = rope_cos_sin(inverse_frequencies(16, 1e4), torch.arange(5)[None], torch.float32)
+    scaled = rope_cos_sin(inverse_frequencies(16, 1e4), torch.arange(5)[None], torch.float32, 1.25)
+    assert all(torch.equal(a, 1.25 * b) for a, b in zip(scaled, plain, strict=True))
 
 
 def test_frequencies_are_real_inside_a_meta_context():

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from titanlite.config.model import AnyModelConfig, ModelConfig
+from titanlite.config.model import ROPE_FIELDS, AnyModelConfig, ModelConfig, RopeScaling
 from titanlite.config.schema import JobConfig, ModelSection
 from titanlite.errors import ConfigError, raise_problems
 from titanlite.models.families.family import Family, NotNativeError, check_model_config
@@ -59,7 +59,7 @@ def resolve_model_config(section: ModelSection) -> AnyModelConfig:
         ConfigError: unknown family or flavor, unreadable config.json, an architecture that neither implements, or sizes
             that contradict one another.
     """
-    overrides = {key: value for key, value in asdict(section.overrides).items() if value is not None}  # type: ignore[call-overload]
+    overrides = _given_overrides(section)
     if not section.hf_assets_path:
         config = _apply_overrides(_preset(section), overrides)
         if section.implementation != "transformers":
@@ -99,7 +99,7 @@ def find_other_model(job: JobConfig, config: AnyModelConfig) -> list[str]:
         theirs = asdict(model_config_from_hf(folder, "checkpoint.initial_load_path"))
     except NotNativeError as error:
         return [f"model.flavor = '{flavor}' is not the model of checkpoint.initial_load_path: {error} {remedy}"]
-    meant = {key for key, value in asdict(job.model.overrides).items() if value is not None}  # type: ignore[call-overload]
+    meant = set(_given_overrides(job.model))
     different = [
         f"{key} is {ours!r}, there {theirs[key]!r}"
         for key, ours in asdict(config).items()
@@ -123,8 +123,37 @@ def _preset(section: ModelSection) -> ModelConfig:
     return family.presets[section.flavor]
 
 
+def _given_overrides(section: ModelSection) -> dict[str, Any]:
+    """What `[model.overrides]` sets; `rope_scaling`, if any of it is set, is the dictionary of what is."""
+    given: dict[str, Any] = asdict(section.overrides)  # type: ignore[call-overload]
+    given["rope_scaling"] = {key: value for key, value in given["rope_scaling"].items() if value is not None} or None
+    return {key: value for key, value in given.items() if value is not None}
+
+
+def _override_rope_scaling(config: ModelConfig, given: Mapping[str, Any]) -> RopeScaling | None:
+    """The scaling of `config` with the values `given`, or a new one if they name another type.
+
+    Raises:
+        ConfigError: values that are missing, or that the type does not have.
+    """
+    now = config.rope_scaling
+    rope_type = given.get("rope_type", None if now is None else now.rope_type)
+    if rope_type is None:
+        raise ConfigError("model.overrides.rope_scaling: rope_type is missing. Set it, for example to 'yarn'.")
+    needed, optional = ROPE_FIELDS[rope_type]
+    base = now if now is not None and now.rope_type == rope_type else None
+    missing = [name for name in needed if name not in given and base is None]
+    foreign = [name for name in given if name not in ("rope_type", *needed, *optional)]
+    problems = [f"{name} is missing, which '{rope_type}' needs. Set it." for name in missing]
+    problems += [f"{name} means nothing for '{rope_type}'. Leave it out." for name in foreign]
+    raise_problems(ConfigError, "model.overrides.rope_scaling", problems)
+    return replace(base or RopeScaling(), **given)
+
+
 def _apply_overrides(config: ModelConfig, overrides: Mapping[str, Any]) -> ModelConfig:
-    expressible = {*families()[config.family].keys, "rope_theta"}
+    expressible = {*families()[config.family].keys, "rope_theta", "rope_scaling"}
+    if "rope_scaling" in overrides:
+        overrides = {**overrides, "rope_scaling": _override_rope_scaling(config, overrides["rope_scaling"])}
     problems = [
         f"overrides.{key} = {value!r}: every {config.family} has {getattr(config, key)!r}, and its Hugging Face model "
         "could not express another value. Leave it out, or choose another family."

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from titanlite.config.model import ModelConfig, RopeScaling
+from titanlite.config.model import ROPE_FIELDS, ModelConfig, RopeScaling
 from titanlite.errors import ConfigError, raise_problems
 
 # ModelConfig field -> Hugging Face key, where all families agree.
@@ -137,8 +137,7 @@ class Family:
         hf |= {key: allowed[0] for key, allowed in self.required.items()}
         rope: dict[str, Any] = {"rope_theta": config.rope_theta, "rope_type": "default"}
         if config.rope_scaling is not None:
-            used = _ROPE_KEYS[config.rope_scaling.rope_type]
-            rope |= {"rope_type": config.rope_scaling.rope_type} | {k: getattr(config.rope_scaling, k) for k in used}
+            rope |= _rope_to_hf(config.rope_scaling)
         if _PARTIAL in self.defaults:
             rope[_PARTIAL] = config.partial_rotary_factor
         if self.mtp_key is not None:
@@ -158,10 +157,7 @@ class Family:
 
 
 _PARTIAL = "partial_rotary_factor"
-_ROPE_KEYS = {
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-}
+_ORIGINAL_LENGTH = "original_max_position_embeddings"
 
 
 def is_readable_quantization(quantization: Any) -> bool:
@@ -194,18 +190,54 @@ def _rope(hf: Mapping[str, Any], table: Mapping[str, Any]) -> tuple[float, RopeS
         raise ConfigError("rope_theta = null is not a number.")
     theta = 10000.0 if theta is None else theta  # transformers' default where a config.json does not say
     rope_type: Any = table.get("rope_type", table.get("type", "default"))
-    if rope_type != "default" and rope_type not in _ROPE_KEYS:
+    if rope_type != "default" and rope_type not in ROPE_FIELDS:
         raise NotNativeError(
-            f"rope_type '{rope_type}' is not supported by the native decoder, only {', '.join(_ROPE_KEYS)}."
+            f"rope_type '{rope_type}' is not supported by the native decoder, only {', '.join(ROPE_FIELDS)}."
         )
-    numbers = {"rope_theta": theta} | {key: table.get(key) for key in _ROPE_KEYS.get(rope_type, ())}
+    needed, optional = ROPE_FIELDS.get(rope_type, ((), ()))
+    values: dict[str, Any] = {key: table.get(key) for key in needed}
+    if _ORIGINAL_LENGTH in needed and hf.get(_ORIGINAL_LENGTH) is not None:
+        values[_ORIGINAL_LENGTH] = hf[_ORIGINAL_LENGTH]  # counts for transformers where both are there
+    if _ORIGINAL_LENGTH in needed and values[_ORIGINAL_LENGTH] is None:
+        values[_ORIGINAL_LENGTH] = hf.get("max_position_embeddings")
+    values |= {key: table[key] for key in optional if table.get(key) is not None}
+    numbers = {"rope_theta": theta} | {key: value for key, value in values.items() if key != "truncate"}
     wrong = [f"{k} = {v!r}" for k, v in numbers.items() if not isinstance(v, int | float) or isinstance(v, bool)]
     if wrong:
         raise ConfigError(f"rotary embedding of type '{rope_type}': {', '.join(wrong)} is not a number.")
-    scaling: dict[str, Any] = {key: numbers[key] for key in _ROPE_KEYS.get(rope_type, ())}
-    if not scaling:
-        return float(theta), None
-    return float(theta), RopeScaling(**{"rope_type": rope_type, **scaling})
+    if not isinstance(values.get("truncate", True), bool):
+        raise ConfigError(f"rotary embedding of type '{rope_type}': truncate = {values['truncate']!r} is not a bool.")
+    return float(theta), RopeScaling(**{"rope_type": rope_type, **values}) if values else None
+
+
+def _rope_to_hf(scaling: RopeScaling) -> dict[str, Any]:
+    """The table that `_rope` reads; what may be left out is, where it says nothing."""
+    needed, optional = ROPE_FIELDS[scaling.rope_type]
+    plain = RopeScaling()
+    said = [key for key in optional if getattr(scaling, key) != getattr(plain, key)]
+    return {"rope_type": scaling.rope_type} | {key: getattr(scaling, key) for key in (*needed, *said)}
+
+
+def _check_rope_scaling(scaling: RopeScaling, theta: float) -> list[str]:
+    """Values with which frequencies would be none."""
+    needed, optional = ROPE_FIELDS[scaling.rope_type]
+    positive = [name for name in (*needed, *optional) if name not in ("mscale", "mscale_all_dim", "truncate")]
+    problems = [
+        f"rope_scaling.{name} = {value} is not positive."
+        for name in positive
+        if (value := getattr(scaling, name)) is not None and value <= 0
+    ]
+    if problems or scaling.rope_type == "linear":
+        return problems
+    low, high = ("low_freq_factor", "high_freq_factor") if scaling.rope_type == "llama3" else ("beta_slow", "beta_fast")
+    if getattr(scaling, low) >= getattr(scaling, high):
+        problems.append(
+            f"rope_scaling.{low} ({getattr(scaling, low)}) is not less than rope_scaling.{high} "
+            f"({getattr(scaling, high)})."
+        )
+    if scaling.rope_type == "yarn" and theta <= 1:
+        problems.append(f"rope_theta = {theta} is not more than 1, which rope_scaling of type 'yarn' needs.")
+    return problems
 
 
 def check_model_config(config: ModelConfig) -> list[str]:
@@ -226,6 +258,8 @@ def check_model_config(config: ModelConfig) -> list[str]:
             f"partial_rotary_factor ({config.partial_rotary_factor}) of head_dim ({config.head_dim}) is no even number "
             "between 2 and head_dim."
         )
+    if config.rope_scaling is not None:
+        problems += _check_rope_scaling(config.rope_scaling, config.rope_theta)
     if config.num_experts > 0:
         groups = config.num_expert_groups
         if config.top_k > config.num_experts:
