@@ -291,7 +291,9 @@ def load_strictly(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("dtype", NAMES, ids=NAMES.get)
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen3_moe", "llama", "dots1", "glm4_moe"])  # qwen3 is tied
+@pytest.mark.parametrize(
+    "family", ["qwen2", "qwen3", "qwen3_moe", "llama", "dots1", "glm4_moe", "deepseek_v3"]
+)  # qwen3 is tied
 def test_an_export_is_the_source_cast(command, hf_model, tmp_path, monkeypatch, family, dtype):
     """Buffers keep their dtype. The source has several files, and so has the float16 copy."""
     split = dtype == torch.float16

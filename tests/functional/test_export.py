@@ -39,6 +39,7 @@ FEW_EXPERTS = ["--model.overrides.num_experts=2", "--model.overrides.top_k=1"]
 LLAMA = ["--model.name=llama"]
 DOTS1 = ["--model.name=dots1"]
 GLM4_MOE = ["--model.name=glm4_moe"]
+DEEPSEEK_V3 = ["--model.name=deepseek_v3"]
 QWEN2 = ["--model.name=qwen2"]
 EVERY = {
     "qwen2": QWEN2,
@@ -47,6 +48,7 @@ EVERY = {
     "llama": LLAMA,
     "dots1": DOTS1,
     "glm4_moe": GLM4_MOE,
+    "deepseek_v3": DEEPSEEK_V3,
 }
 
 
@@ -125,6 +127,7 @@ def assert_same_tensors(hf: Any, plan: Plan, dtype: torch.dtype = torch.float32)
         (DOTS1, "HSDP2x2"),
         (DOTS1, "TP2xEP2"),
         (GLM4_MOE, "TP2xEP2"),
+        (DEEPSEEK_V3, "TP2xEP2"),
         (QWEN2, "TP2xFSDP2"),
     ],
 )

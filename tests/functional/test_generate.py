@@ -25,6 +25,7 @@ FAMILIES = {
     "llama": ["--model.name=llama"],
     "dots1": ["--model.name=dots1"],
     "glm4_moe": ["--model.name=glm4_moe"],
+    "deepseek_v3": ["--model.name=deepseek_v3"],
     # The prompts are as long as its pretraining was, and their continuations longer.
     "yarn": [
         "--model.name=qwen2",

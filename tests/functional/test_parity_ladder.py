@@ -32,6 +32,8 @@ FAMILIES = {
     "dots1": ["--model.name=dots1", "--model.overrides.num_layers=3"],
     "glm4_moe": ["--model.name=glm4_moe"],
     "qwen2": ["--model.name=qwen2"],
+    "deepseek_v3": ["--model.name=deepseek_v3", "--model.overrides.attention_bias=true"],
+    "deepseek_v3_no_q_latent": ["--model.name=deepseek_v3", "--model.overrides.q_lora_rank=0"],
     "yarn": [
         "--model.name=qwen3",
         "--model.overrides.rope_scaling.rope_type=yarn",
@@ -52,7 +54,7 @@ FAMILIES = {
 }
 FAMILIES |= {
     f"muon_{name}": [*FAMILIES[name], MUON]
-    for name in ("qwen3_moe", "uneven", "few_experts", "dots1", "llama", "qwen3_tied")
+    for name in ("qwen3_moe", "uneven", "few_experts", "dots1", "llama", "qwen3_tied", "deepseek_v3")
 }
 # A weight of 1 whatever the scores leaves the router a gradient of rounding errors, and Muon makes them a full step.
 FAMILIES["muon_few_experts"] += ["--model.overrides.norm_topk_prob=false"]
@@ -205,6 +207,23 @@ def test_biases_on_queries_keys_and_values_alone_train_like_one_process(compare,
     assert all(bias.abs().max() > 1e-3 for name, bias in biases.items() if "k_proj" not in name)
 
 
+@pytest.mark.parametrize(
+    ("mesh", "family", "overrides"),
+    [
+        ("FSDP4", "deepseek_v3", [FULL_AC]),
+        ("TP2xFSDP2", "deepseek_v3", [SELECTIVE_AC]),
+        ("TP2xEP4", "deepseek_v3", []),
+        ("TP2xEP2", "deepseek_v3_no_q_latent", []),
+        ("TP2xFSDP2", "muon_deepseek_v3", []),
+    ],
+)
+def test_latent_attention_trains_like_one_process(compare, reference, mesh, family, overrides):
+    compare(mesh, family, *overrides)
+    names = {name.split(".")[-2] for name in reference(family).weights if "self_attn" in name}
+    assert {"kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj"} <= names
+    assert ("q_a_proj" in names) == (family != "deepseek_v3_no_q_latent") == ("q_proj" not in names)
+
+
 @pytest.mark.parametrize("mesh", ["FSDP4", "EP2xFSDP2", "TP2xFSDP2", "TP2xEP4"])
 def test_sigmoid_router_with_groups_and_shared_experts_trains_like_one_process(compare, reference, mesh):
     compare(mesh, "dots1", FULL_AC, accumulate=mesh != "TP2xEP4")
@@ -250,6 +269,8 @@ def test_pieces_of_sequences_train_like_one_process(compare, mesh):
         ("CP2xTP2", "balance_losses", [FULL_AC]),
         ("CP4", "dots1_balance_losses", []),
         ("CP2xEP2", "glm4_moe", []),
+        ("CP4", "deepseek_v3", []),
+        ("CP2xTP2xEP4", "deepseek_v3", [SELECTIVE_AC]),
         ("CP2xFSDP2", "qwen3_tied", [SELECTIVE_AC]),
         ("CP2xTP2", "qwen3_bias", []),
         ("HSDP2xCP2", "llama", []),

@@ -43,10 +43,11 @@ class RopeScaling:
         if self.attention_factor is not None:
             return self.attention_factor
         if self.mscale and self.mscale_all_dim:
-            return self._sharpness(self.mscale) / self._sharpness(self.mscale_all_dim)
-        return self._sharpness(1.0)
+            return self.get_sharpness(self.mscale) / self.get_sharpness(self.mscale_all_dim)
+        return self.get_sharpness(1.0)
 
-    def _sharpness(self, weight: float) -> float:
+    def get_sharpness(self, weight: float) -> float:
+        """YaRN's factor on queries and keys of longer sequences, its logarithm weighed."""
         return 0.1 * weight * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
 
 
@@ -71,7 +72,7 @@ class ModelConfig:
     num_layers: int = size("Decoder layers.", 28)
     num_heads: int = size("Query heads.", 16)
     num_kv_heads: int = size("Key and value heads; num_heads is a multiple.", 8)
-    head_dim: int = size("Width of one head.", 128)
+    head_dim: int = size("Width of one head; with latent attention, of the part of it that is rotated.", 128)
     intermediate_size: int = size("Inner width of dense SwiGLU layers.", 3072)
     max_position_embeddings: int = size("Longest sequence the model is meant for.", 40960)
     rms_norm_eps: float = size("Epsilon of RMSNorm.", 1e-6)
@@ -81,6 +82,11 @@ class ModelConfig:
     qk_norm: bool = size("RMSNorm on each query and key head.", True)
     attention_bias: bool = size("Bias on q, k, v (and o) projections.", False)
     attention_output_bias: bool = size("With attention_bias, on the o projection too.", True, override=False)
+    kv_lora_rank: int = size("Width of the latent of keys and values (MLA, arXiv:2405.04434); 0: grouped heads.", 0)
+    q_lora_rank: int = size("Width of the latent of queries; 0: they have none.", 0)
+    qk_nope_head_dim: int = size("With latent attention, the part of a query or key head that is not rotated.", 0)
+    v_head_dim: int = size("With latent attention, width of a value head.", 0)
+    rope_interleave: bool = size("With latent attention, neighbours are rotated, not halves.", False)
     tie_word_embeddings: bool = size("lm_head shares the embedding's weight.", False)
     initializer_range: float = size("Standard deviation of the initial weights.", 0.02)
     num_experts: int = size("Experts per MoE layer (E); 0 makes every layer dense.", 0)
@@ -98,6 +104,24 @@ class ModelConfig:
     def rotary_dim(self) -> int:
         """Leading elements of each head that rotary embeddings turn."""
         return int(self.head_dim * self.partial_rotary_factor)
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Width of a query or key head."""
+        return self.head_dim + self.qk_nope_head_dim
+
+    @property
+    def value_head_dim(self) -> int:
+        """Width of a value head."""
+        return self.v_head_dim or self.head_dim
+
+    @property
+    def softmax_scale(self) -> float:
+        """Factor on the scores, of all of a head: YaRN's on queries and keys covers what is rotated alone."""
+        scaling, scale = self.rope_scaling, self.qk_head_dim**-0.5
+        if self.kv_lora_rank and scaling is not None and scaling.rope_type == "yarn" and scaling.mscale_all_dim:
+            scale *= scaling.get_sharpness(scaling.mscale_all_dim) ** 2
+        return scale
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from titanlite.config.schema import ActivationCheckpointSection
+from titanlite.models.attention import Attention, LatentAttention
 from titanlite.models.build import AnyModel
-from titanlite.models.decoder import Attention
 from titanlite.models.layers import FeedForward
 from titanlite.models.lora import adapted_modules
 from titanlite.models.moe import Experts
@@ -51,7 +51,7 @@ def checkpoint_operations(model: AnyModel, section: ActivationCheckpointSection)
             return checkpoint(partial(type(module).forward, module), *args, context_fn=_contexts, **options, **kwargs)
 
         for module in model.modules():
-            if isinstance(module, Attention | FeedForward | Experts):
+            if isinstance(module, Attention | LatentAttention | FeedForward | Experts):
                 # A method of the same function for all: a compiled graph is then one for all layers.
                 module.forward = MethodType(forward, module)  # type: ignore[method-assign]
 

@@ -10,7 +10,7 @@ Parameters stay as they are; FSDP shards them over these ranks too, and so adds 
 Tensor parallelism, applied after it, splits a rank's piece of the sequence and its heads once more.
 
 Shapes: B batch, S sequence, n ranks, s = S / n positions of a rank, H query heads, G key/value heads, h, g those of one
-rank inside attention, K head width, D hidden.
+rank inside attention, K width of a query or key head, V of a value head, D hidden.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,8 @@ import torch.distributed as dist
 from torch import nn
 
 from titanlite.distributed.collectives import all_reduce, all_to_all, gather_parts, own_part, register_group
-from titanlite.models.decoder import CoreAttention, Decoder
+from titanlite.models.attention import CoreAttention
+from titanlite.models.decoder import Decoder
 from titanlite.models.layers import Embedding, OutputHead, RotaryEmbedding
 from titanlite.models.moe import MoE
 
@@ -64,22 +65,22 @@ def apply_context_parallel(model: Decoder, group: dist.ProcessGroup) -> None:
 
 def _gather_positions(module: nn.Module, args: Any, *, peers: _Peers) -> Any:
     """From s positions of all heads to all positions of h and g heads, of queries, keys and values in one exchange."""
-    q_BsHK, k_BsGK, v_BsGK, *rest = args
+    q_BsHK, k_BsGK, v_BsGV, *rest = args
     num_kv_heads = k_BsGK.shape[_HEADS_DIM]
     if num_kv_heads < peers.size:  # several ranks have query heads that read the same one
         repeats = peers.size // num_kv_heads
-        k_BsGK, v_BsGK = (x.repeat_interleave(repeats, dim=_HEADS_DIM) for x in (k_BsGK, v_BsGK))
-    by_rank = [x.unflatten(_HEADS_DIM, (peers.size, -1)).movedim(_HEADS_DIM, 0) for x in (q_BsHK, k_BsGK, v_BsGK)]
-    heads = [x.shape[-2] for x in by_rank]
-    x_nBsJK = _exchange(torch.cat(by_rank, dim=-2), peers)  # J = h + g + g
-    x_BSJK = x_nBsJK.movedim(0, _SEQUENCE_DIM).flatten(_SEQUENCE_DIM, _SEQUENCE_DIM + 1)
-    return *x_BSJK.split(heads, dim=_HEADS_DIM), *rest
+        k_BsGK, v_BsGV = (x.repeat_interleave(repeats, dim=_HEADS_DIM) for x in (k_BsGK, v_BsGV))
+    by_rank = [x.unflatten(_HEADS_DIM, (peers.size, -1)).movedim(_HEADS_DIM, 0) for x in (q_BsHK, k_BsGK, v_BsGV)]
+    x_nBsJ = _exchange(torch.cat([x.flatten(-2) for x in by_rank], dim=-1), peers)  # J = h * K + g * K + g * V
+    x_BSJ = x_nBsJ.movedim(0, _SEQUENCE_DIM).flatten(_SEQUENCE_DIM, _SEQUENCE_DIM + 1)
+    pieces = x_BSJ.split([x.shape[-2] * x.shape[-1] for x in by_rank], dim=-1)
+    return *(piece.unflatten(-1, x.shape[-2:]) for piece, x in zip(pieces, by_rank, strict=True)), *rest
 
 
-def _gather_heads(module: nn.Module, args: Any, out_BShK: torch.Tensor, *, peers: _Peers) -> torch.Tensor:
-    """From all positions of h heads back to s positions of all heads, (B, s, H, K)."""
-    out_nBshK = out_BShK.unflatten(_SEQUENCE_DIM, (peers.size, -1)).movedim(_SEQUENCE_DIM, 0)
-    return _exchange(out_nBshK, peers).movedim(0, _HEADS_DIM).flatten(_HEADS_DIM, _HEADS_DIM + 1)
+def _gather_heads(module: nn.Module, args: Any, out_BShV: torch.Tensor, *, peers: _Peers) -> torch.Tensor:
+    """From all positions of h heads back to s positions of all heads, (B, s, H, V)."""
+    out_nBshV = out_BShV.unflatten(_SEQUENCE_DIM, (peers.size, -1)).movedim(_SEQUENCE_DIM, 0)
+    return _exchange(out_nBshV, peers).movedim(0, _HEADS_DIM).flatten(_HEADS_DIM, _HEADS_DIM + 1)
 
 
 def _exchange(x_n: torch.Tensor, peers: _Peers) -> torch.Tensor:

@@ -22,7 +22,8 @@ from titanlite import timers
 from titanlite.distributed.collectives import all_gather, all_reduce, own_part, reduce_scatter, register_group
 from titanlite.distributed.shard import ParameterPlacements, shard_parameters
 from titanlite.materialize.layout import region_of
-from titanlite.models.decoder import Attention, Decoder
+from titanlite.models.attention import Attention, LatentAttention
+from titanlite.models.decoder import Decoder
 from titanlite.models.layers import Embedding, FeedForward, Linear, OutputHead
 from titanlite.models.lora import LoRALinear
 from titanlite.models.moe import Experts, MoE
@@ -39,9 +40,9 @@ def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh) -> None:
     shard_parameters(model, mesh, _placements(model))
     group = register_group(mesh.get_group())
     for module in model.modules():
-        if isinstance(module, Attention):
+        if isinstance(module, Attention | LatentAttention):
             module.o_proj.bias_scale = 1.0 / mesh.size()  # each rank adds its share of the bias, the sum has it once
-        if isinstance(module, Attention | FeedForward):
+        if isinstance(module, Attention | LatentAttention | FeedForward):
             module.register_forward_pre_hook(partial(_gather_sequence, group=group))
             module.register_forward_hook(partial(_scatter_sequence, group=group))
         elif isinstance(module, MoE):
@@ -66,6 +67,10 @@ def _placements(model: Decoder) -> ParameterPlacements:
         split: dict[Linear | Embedding, int] = {}
         if isinstance(module, Attention):
             split = {module.q_proj: 0, module.k_proj: 0, module.v_proj: 0, module.o_proj: 1}
+        elif isinstance(module, LatentAttention):  # every rank makes the latents, and of them its own heads
+            queries = module.q_b_proj if module.q_proj is None else module.q_proj
+            assert queries is not None
+            split = {queries: 0, module.kv_b_proj: 0, module.o_proj: 1}
         elif isinstance(module, FeedForward):
             split = {module.gate_proj: 0, module.up_proj: 0, module.down_proj: 1}
         elif isinstance(module, OutputHead | Embedding):

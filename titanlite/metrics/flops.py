@@ -4,7 +4,7 @@ import re
 
 import torch
 
-from titanlite.config.model import AnyModelConfig, TransformersConfig
+from titanlite.config.model import AnyModelConfig, ModelConfig, TransformersConfig
 from titanlite.metrics.parameter_groups import outer_parameters
 from titanlite.models.build import AnyModel
 from titanlite.models.lora import is_adapter
@@ -47,13 +47,7 @@ def num_parameters(config: AnyModelConfig) -> tuple[int, int]:
     if isinstance(config, TransformersConfig):
         return config.num_params, config.num_active_params
     d = config.hidden_size
-    q_dim = config.num_heads * config.head_dim
-    kv_dim = config.num_kv_heads * config.head_dim
-    attention = 2 * d * q_dim + 2 * d * kv_dim
-    if config.attention_bias:
-        attention += q_dim + 2 * kv_dim + (d if config.attention_output_bias else 0)
-    if config.qk_norm:
-        attention += 2 * config.head_dim
+    attention = _latent_attention_parameters(config) if config.kv_lora_rank else _attention_parameters(config)
     layer = attention + 2 * d  # and two norms
     embedding = config.vocab_size * d
     total = embedding + config.num_layers * layer + d
@@ -68,12 +62,30 @@ def num_parameters(config: AnyModelConfig) -> tuple[int, int]:
     return total, total - idle
 
 
+def _attention_parameters(config: ModelConfig) -> int:
+    d, q_dim, kv_dim = config.hidden_size, config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    count = 2 * d * q_dim + 2 * d * kv_dim
+    if config.attention_bias:
+        count += q_dim + 2 * kv_dim + (d if config.attention_output_bias else 0)
+    return count + (2 * config.head_dim if config.qk_norm else 0)
+
+
+def _latent_attention_parameters(config: ModelConfig) -> int:
+    d, heads, q_latent, kv_latent = config.hidden_size, config.num_heads, config.q_lora_rank, config.kv_lora_rank
+    q_dim, kv_a = heads * config.qk_head_dim, kv_latent + config.head_dim
+    count = d * q_latent + q_latent + q_latent * q_dim if q_latent else d * q_dim
+    count += d * kv_a + kv_latent + kv_latent * heads * (config.qk_nope_head_dim + config.v_head_dim)
+    count += heads * config.v_head_dim * d
+    return count + (q_latent + kv_a + d if config.attention_bias else 0)
+
+
 def train_flops_per_token(config: AnyModelConfig, seq_len: int, model: AnyModel | None = None) -> int:
     """Return the FLOPs of forward and backward per token, recomputation not counted (PaLM, arXiv:2204.02311, app. B).
 
     6 per active parameter that multiplies, which leaves out the embedding table but not the output projection, plus
     attention. Attention is causal-halved: `6 * layers * heads * head_dim * seq_len`, half of the 12 in PaLM and
-    torchtitan, since a causal kernel skips the upper triangle. So MFU reads lower here than there.
+    torchtitan, since a causal kernel skips the upper triangle. So MFU reads lower here than there. Where keys and
+    values have heads of unequal width, head_dim is their mean.
 
     The 6 are 2 for forward, 2 for the gradient of what goes in, 2 for that of the weight. With `model`, sharded or not,
     what its frozen parameters save is left out: a frozen weight has no gradient, and backward ends at the first layer
@@ -83,8 +95,10 @@ def train_flops_per_token(config: AnyModelConfig, seq_len: int, model: AnyModel 
     _, active = num_parameters(config)
     if not config.tie_word_embeddings:
         active -= config.vocab_size * config.hidden_size
-    is_native = not isinstance(config, TransformersConfig)
-    width = config.num_heads * config.head_dim if is_native else config.attention_width
+    if isinstance(config, TransformersConfig):
+        width = config.attention_width
+    else:
+        width = config.num_heads * (config.qk_head_dim + config.value_head_dim) // 2
     every = 6 * active + 6 * config.num_layers * width * seq_len
     return every if model is None else every - _saved_flops_per_token(model, config, width * seq_len)
 

@@ -1,9 +1,9 @@
-"""The native decoder: one config-driven transformer for Qwen, Llama 3, Qwen3-MoE and DeepSeek-V3-style MoE.
+"""The native decoder: one config-driven transformer for Qwen, Llama 3, GLM-4.5, DeepSeek-V3 and their kin.
 
 Single-device code: parallelism is applied from outside (`titanlite.distributed`). Module and parameter names are those
 of the Hugging Face models, so that checkpoint keys need no table.
 
-Shapes: B batch, S sequence, D hidden, H heads, G key/value heads, K head width, V vocabulary.
+Shapes: B batch, S sequence, D hidden, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -14,10 +14,11 @@ from torch import nn
 
 from titanlite.config.model import ModelConfig
 from titanlite.materialize.sources import Alias, Source
+from titanlite.models.attention import build_attention
 from titanlite.models.kv_cache import KVCache, LayerCache
-from titanlite.models.layers import Embedding, FeedForward, Linear, OutputHead, RMSNorm, RotaryEmbedding
+from titanlite.models.layers import Embedding, FeedForward, OutputHead, RMSNorm, RotaryEmbedding
 from titanlite.models.moe import ExpertCounter, Experts, MoE
-from titanlite.ops import AttentionMask, apply_rope, attention, build_attention_mask
+from titanlite.ops import AttentionMask, build_attention_mask
 from titanlite.ops.attention import AttentionBackend
 
 
@@ -33,58 +34,6 @@ class LossSums(NamedTuple):
     aux: torch.Tensor
 
 
-class CoreAttention(nn.Module):
-    """Attention itself, which has no weights: the one place where a token meets the others of its sequence.
-
-    A module, so that context parallelism can put its exchange around it.
-    """
-
-    def forward(
-        self,
-        q_BSHK: torch.Tensor,
-        k_BSGK: torch.Tensor,
-        v_BSGK: torch.Tensor,
-        mask: AttentionMask,
-        cache: LayerCache | None = None,
-    ) -> torch.Tensor:
-        attend = attention if cache is None else cache.attend
-        return attend(q_BSHK, k_BSGK, v_BSGK, mask, scale=q_BSHK.shape[-1] ** -0.5)
-
-
-class Attention(nn.Module):
-    """Grouped-query attention (arXiv:2305.13245) with rotary positions and optional RMSNorm on queries and keys."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.head_dim = config.head_dim
-        hidden, bias, std = config.hidden_size, config.attention_bias, config.initializer_range
-        self.q_proj = Linear(hidden, config.num_heads * config.head_dim, bias=bias, std=std)
-        self.k_proj = Linear(hidden, config.num_kv_heads * config.head_dim, bias=bias, std=std)
-        self.v_proj = Linear(hidden, config.num_kv_heads * config.head_dim, bias=bias, std=std)
-        o_bias = bias and config.attention_output_bias
-        self.o_proj = Linear(config.num_heads * config.head_dim, hidden, bias=o_bias, std=std)
-        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
-        self.core_attention = CoreAttention()
-
-    def forward(
-        self,
-        x_BSD: torch.Tensor,
-        cos_sin: tuple[torch.Tensor, torch.Tensor],
-        mask: AttentionMask,
-        cache: LayerCache | None = None,
-    ) -> torch.Tensor:
-        # The number of heads is read off the projections: a tensor-parallel rank holds some of them.
-        q_BSHK = self.q_proj(x_BSD).unflatten(-1, (-1, self.head_dim))
-        k_BSGK = self.k_proj(x_BSD).unflatten(-1, (-1, self.head_dim))
-        v_BSGK = self.v_proj(x_BSD).unflatten(-1, (-1, self.head_dim))
-        if self.q_norm is not None and self.k_norm is not None:
-            q_BSHK, k_BSGK = self.q_norm(q_BSHK), self.k_norm(k_BSGK)
-        q_BSHK, k_BSGK = apply_rope(q_BSHK, *cos_sin), apply_rope(k_BSGK, *cos_sin)
-        out_BSHK = self.core_attention(q_BSHK, k_BSGK, v_BSGK, mask, cache)
-        return self.o_proj(out_BSHK.flatten(2))
-
-
 class DecoderLayer(nn.Module):
     """Pre-norm block: attention, then a dense or MoE feed-forward, each with a residual."""
 
@@ -92,7 +41,7 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.is_moe = config.num_experts > 0 and layer_index >= config.num_dense_layers
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config)
+        self.self_attn = build_attention(config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = (
             MoE(config)

@@ -7,7 +7,7 @@ After the prompts, the new tokens of all rows lie side by side in one sequence (
 sequence over tp, so that a step of one token per row needs B to be a multiple of tp and not tp tokens per row.
 
 Shapes: B rows, b = B or more with padding, S longest prompt, T = max_len slots, H query heads, G key/value heads,
-K head width, D hidden.
+K and V head widths, D hidden.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ class KVCache:
     """Cache of a whole model for one batch of rows; made by `Decoder.build_cache`, held by the caller.
 
     A rank holds the key/value heads that it computes, in the dtype of its activations: heads / tp, and the rows of its
-    own data-parallel share. Memory: 2 * layers * B * G * T * K elements, allocated once, with the first forward.
+    own data-parallel share. Memory: layers * B * G * T * (K + V) elements, allocated once, with the first forward.
 
     Attributes:
         layers: one `LayerCache` per decoder layer.
@@ -68,7 +68,7 @@ class KVCache:
 
 
 class LayerCache:
-    """Keys and values of one layer, (B, G, T, K) each."""
+    """Keys and values of one layer, (B, G, T, K) and (B, G, T, V); latent attention's are kept expanded."""
 
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache

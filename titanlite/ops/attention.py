@@ -1,6 +1,7 @@
 """Causal attention over packed documents: one mask per forward, shared by all layers, and three backends.
 
-Shapes: B batch, S sequence, T cached keys, H query heads, G key/value heads, R = H / G, K head width.
+Shapes: B batch, S sequence, T cached keys, H query heads, G key/value heads, R = H / G, K width of a query or key head,
+V <= K of a value head.
 """
 
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from titanlite.ops import attention_cpu
-from titanlite.ops.attention_varlen import find_starts, varlen_attention
+from titanlite.ops.attention_varlen import find_starts, pad_values, varlen_attention
 from titanlite.ops.planned import is_planned, kernel_device
 
 AttentionBackend = Literal["sdpa", "flex", "varlen"]
@@ -83,36 +84,37 @@ def build_attention_mask(
 
 
 def attention(
-    q_BSHK: torch.Tensor, k_BSGK: torch.Tensor, v_BSGK: torch.Tensor, mask: AttentionMask, scale: float
+    q_BSHK: torch.Tensor, k_BSGK: torch.Tensor, v_BSGV: torch.Tensor, mask: AttentionMask, scale: float
 ) -> torch.Tensor:
-    """Scaled dot-product attention with grouped key/value heads; returns (B, S, H, K).
+    """Scaled dot-product attention with grouped key/value heads; returns (B, S, H, V).
 
     H must be a multiple of G: query head h reads key/value head h // (H / G).
     """
     if mask.starts_N1 is not None:
-        return varlen_attention(q_BSHK, k_BSGK, v_BSGK, mask.starts_N1, scale)
-    if mask.backend == "sdpa" and kernel_device(q_BSHK.device) == "cpu" and attention_cpu.serves(q_BSHK, v_BSGK):
-        return attention_cpu.host_attention(q_BSHK, k_BSGK, v_BSGK, mask.allowed_B1SS, scale)
-    q_BHSK, k_BGSK, v_BGSK = (x.transpose(1, 2) for x in (q_BSHK, k_BSGK, v_BSGK))
+        return varlen_attention(q_BSHK, k_BSGK, v_BSGV, mask.starts_N1, scale)
+    if mask.backend == "sdpa" and kernel_device(q_BSHK.device) == "cpu" and attention_cpu.serves(q_BSHK, v_BSGV):
+        return attention_cpu.host_attention(q_BSHK, k_BSGK, v_BSGV, mask.allowed_B1SS, scale)
+    q_BHSK, k_BGSK, v_BGSV = (x.transpose(1, 2) for x in (q_BSHK, k_BSGK, v_BSGV))
     grouped = q_BHSK.shape[1] != k_BGSK.shape[1]
     if mask.backend != "sdpa" and mask.block_mask is None:  # planned: they keep what the flash kernel keeps
         flash = torch.ops.aten._scaled_dot_product_flash_attention
-        return flash(q_BHSK, k_BGSK, v_BGSK, 0.0, True, scale=scale)[0].transpose(1, 2)
+        out_BHSK = flash(q_BHSK, k_BGSK, pad_values(q_BHSK, v_BGSV), 0.0, True, scale=scale)[0]
+        return out_BHSK.transpose(1, 2)[..., : v_BSGV.shape[-1]]
     if mask.backend == "flex":
         kernel = _compiled(flex_attention) if q_BHSK.is_cuda and not torch.compiler.is_compiling() else flex_attention
-        out = kernel(q_BHSK, k_BGSK, v_BGSK, block_mask=mask.block_mask, scale=scale, enable_gqa=grouped)
+        out = kernel(q_BHSK, k_BGSK, v_BGSV, block_mask=mask.block_mask, scale=scale, enable_gqa=grouped)
     else:
         no_flash = mask.allowed_B1SS is not None or q_BHSK.dtype == torch.float32
         if grouped and no_flash and kernel_device(q_BHSK.device) == "cuda":
             # On CUDA a mask, or float32, rules out the flash kernel, and grouped heads the memory-efficient one: what
             # is left keeps the float32 scores of every layer. Repeated heads cost little beside that.
             repeats = q_BHSK.shape[1] // k_BGSK.shape[1]
-            k_BGSK, v_BGSK = (x.repeat_interleave(repeats, dim=1) for x in (k_BGSK, v_BGSK))
+            k_BGSK, v_BGSV = (x.repeat_interleave(repeats, dim=1) for x in (k_BGSK, v_BGSV))
             grouped = False
         out = F.scaled_dot_product_attention(
             q_BHSK,
             k_BGSK,
-            v_BGSK,
+            v_BGSV,
             attn_mask=mask.allowed_B1SS,
             is_causal=mask.allowed_B1SS is None,
             scale=scale,
@@ -122,19 +124,19 @@ def attention(
 
 
 def cached_attention(
-    q_BHK: torch.Tensor, k_BGTK: torch.Tensor, v_BGTK: torch.Tensor, visible_BT: torch.Tensor, scale: float
+    q_BHK: torch.Tensor, k_BGTK: torch.Tensor, v_BGTV: torch.Tensor, visible_BT: torch.Tensor, scale: float
 ) -> torch.Tensor:
     """Attention of one new query per row over T cached keys, of which `visible_BT` (bool) says those it may see.
 
-    Returns (B, H, K). H must be a multiple of G, as in `attention`. Cached values must be finite where they are not
+    Returns (B, H, V). H must be a multiple of G, as in `attention`. Cached values must be finite where they are not
     visible too: their weight is 0, and 0 * nan is nan.
     """
     # The heads that read one key/value head take the place of that many queries: the cache is never repeated.
     q_BGRK = q_BHK.unflatten(1, (k_BGTK.shape[1], -1))
-    out_BGRK = F.scaled_dot_product_attention(
-        q_BGRK, k_BGTK, v_BGTK, attn_mask=visible_BT[:, None, None, :], scale=scale
+    out_BGRV = F.scaled_dot_product_attention(
+        q_BGRK, k_BGTK, v_BGTV, attn_mask=visible_BT[:, None, None, :], scale=scale
     )
-    return out_BGRK.flatten(1, 2)
+    return out_BGRV.flatten(1, 2)
 
 
 @cache

@@ -120,6 +120,8 @@ _CAUSAL = {
     _aten._scaled_dot_product_flash_attention_backward.default: 11,
     _aten._scaled_dot_product_flash_attention_for_cpu.default: 4,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: 7,
+    _aten._scaled_dot_product_efficient_attention.default: 6,
+    _aten._scaled_dot_product_efficient_attention_backward.default: 11,
 }
 
 

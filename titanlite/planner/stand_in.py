@@ -247,8 +247,14 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """The kernel that CUDA takes for two-byte floats: flash without a mask, memory-efficient with one."""
+    """The kernel that CUDA takes for two-byte floats: flash without a mask, memory-efficient with one.
+
+    The latter also where values are of another width than queries and keys.
+    """
     aten = torch.ops.aten
+    keep = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    if attn_mask is None and q.shape[-1] != v.shape[-1] and q.shape[1] == k.shape[1]:
+        return aten._scaled_dot_product_efficient_attention(q, k, v, None, keep, dropout_p, is_causal, scale=scale)[0]
     if attn_mask is None:
         return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[0]
     if q.shape[1] != k.shape[1]:
@@ -260,7 +266,6 @@ def _attention(
     if bias.shape[-1] % 16:
         bias = F.pad(bias, (0, 16 - bias.shape[-1] % 16))[..., : attn_mask.shape[-1]]  # rows at aligned addresses
     bias = bias.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-    keep = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     return aten._scaled_dot_product_efficient_attention(q, k, v, bias, keep, dropout_p, False, scale=scale)[0]
 
 

@@ -78,7 +78,11 @@ def test_num_parameters_are_those_of_the_built_model(family: str):
 
 @pytest.mark.parametrize(
     ("family", "flavor", "total", "active"),
-    [("glm4_moe", "4.5-Air-106B-A12B", 106e9, 12e9), ("glm4_moe", "4.5-355B-A32B", 355e9, 32e9)],
+    [
+        ("glm4_moe", "4.5-Air-106B-A12B", 106e9, 12e9),
+        ("glm4_moe", "4.5-355B-A32B", 355e9, 32e9),
+        ("deepseek_v3", "Moonlight-16B-A3B", 15.96e9, 2.24e9),
+    ],
 )
 def test_published_sizes(family: str, flavor: str, total: float, active: float):
     config = families()[family].presets[flavor]
@@ -162,6 +166,16 @@ def test_what_frozen_parameters_save_is_what_backward_leaves_out(
         if "norm" in name:
             saved -= 2 * param.numel() * ((not param.requires_grad) + name.startswith(below))
     assert saved == recorded
+
+
+@pytest.mark.parametrize("changes", [{}, {"q_lora_rank": 0}, {"v_head_dim": 30}])
+def test_flops_of_latent_attention(changes: dict[str, int]):
+    """The recorder's, but for norms, which count as matrices; on the CPU no causal kernel takes such heads."""
+    config = replace(families()["deepseek_v3"].presets["debug"], num_layers=2, vocab_size=64, **changes)
+    norms = 6 * sum(p.numel() for name, p in build_decoder(config).named_parameters() if "norm" in name)
+    width = config.qk_head_dim + config.value_head_dim
+    above_diagonal = 6 * config.num_layers * config.num_heads * width * SEQ_LEN // 2
+    assert recorded_flops(config, "") == train_flops_per_token(config, SEQ_LEN) - norms + above_diagonal
 
 
 def flops_of(section: ModelSection, freeze: str) -> int:

@@ -13,7 +13,7 @@ from titanlite.models.decoder import build_decoder
 from titanlite.models.families import families, family_of
 from titanlite.models.moe import MoE
 
-FAMILIES = ["dots1", "glm4_moe", "llama", "qwen2", "qwen3", "qwen3_moe"]
+FAMILIES = ["deepseek_v3", "dots1", "glm4_moe", "llama", "qwen2", "qwen3", "qwen3_moe"]
 TOTALS = {
     ("qwen3_moe", "30B-A3B"): 30_532_122_624,
     ("qwen3_moe", "235B-A22B"): 235_093_634_560,

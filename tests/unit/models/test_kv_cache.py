@@ -9,7 +9,7 @@ from titanlite.ops import attention, build_attention_mask, cached_attention
 
 LENGTHS = [5, 2, 9]
 STEPS = 4
-FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_moe", "dots1", "glm4_moe"]
+FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_moe", "dots1", "glm4_moe", "deepseek_v3"]
 # Float32 through 3 layers, sums in another order.
 TOLERANCE = {"rtol": 0, "atol": 2e-5}
 

@@ -42,6 +42,11 @@ VARIATIONS = [
     ("glm4_moe", {"qk_norm": False, "num_dense_layers": 0, "num_shared_experts": 2}),
     ("glm4_moe", {"attention_bias": False, "partial_rotary_factor": 0.25}),
     ("glm4_moe", {"partial_rotary_factor": 1.0, "norm_topk_prob": False, "top_k": 3}),
+    ("deepseek_v3", {}),
+    ("deepseek_v3", {"q_lora_rank": 0, "rope_interleave": False, "attention_bias": True}),
+    ("deepseek_v3", {"num_dense_layers": 0, "num_expert_groups": 1, "num_limited_groups": 1, "num_shared_experts": 2}),
+    ("deepseek_v3", {"rope_scaling": None, "v_head_dim": 24, "rms_norm_eps": 1e-4}),
+    ("deepseek_v3", {"rope_scaling": YARN, "attention_bias": True}),
     *((family, {"rope_scaling": YARN}) for family in ("llama", "qwen2", "qwen3", "qwen3_moe", "dots1", "glm4_moe")),
     ("qwen3_moe", {"rope_scaling": replace(YARN, attention_factor=1.5, beta_fast=8.0, truncate=False)}),
 ]
@@ -100,7 +105,7 @@ def test_random_sizes(tiny, data):
         "rope_theta": data.draw(st.sampled_from([1e4, 1e6])),
     }
     if families()[family].presets["debug"].num_experts:
-        groups = data.draw(st.sampled_from([1, 2])) if family in ("dots1", "glm4_moe") else 1
+        groups = data.draw(st.sampled_from([1, 2])) if family in ("deepseek_v3", "dots1", "glm4_moe") else 1
         changes |= {
             "num_experts": groups * data.draw(st.integers(2, 5)),
             "num_expert_groups": groups,
@@ -108,6 +113,16 @@ def test_random_sizes(tiny, data):
             "top_k": data.draw(st.integers(1, 2)),
             "moe_intermediate_size": data.draw(st.sampled_from([5, 16])),
             "norm_topk_prob": data.draw(st.booleans()),
+        }
+    if family == "deepseek_v3":
+        changes |= {
+            "num_kv_heads": changes["num_heads"],
+            "kv_lora_rank": data.draw(st.integers(1, 20)),
+            "q_lora_rank": data.draw(st.sampled_from([0, 7, 16])),
+            "qk_nope_head_dim": data.draw(st.integers(1, 12)),
+            "v_head_dim": data.draw(st.integers(1, 24)),
+            "rope_interleave": data.draw(st.booleans()),
+            "norm_topk_prob": True,
         }
     compare(tiny, tiny.config(family, **changes), seq_len=data.draw(st.integers(4, 12)))
 

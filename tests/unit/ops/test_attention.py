@@ -57,6 +57,26 @@ def test_packed_documents_equal_separate_documents(backend, heads):
         start += length
 
 
+@pytest.mark.parametrize("backend", [None, *BACKENDS])
+@pytest.mark.parametrize("width", [5, 16])
+def test_values_of_another_width_than_keys(backend, width):
+    """As latent attention has them; and their gradients, where the backend has any on the CPU."""
+    q, k, v = (x.requires_grad_(backend != "flex") for x in make_qkv(1, 7, 4, 4))
+    v = v.detach()[..., :width].requires_grad_(backend != "flex")
+    document_ids = None if backend is None else torch.tensor([[0, 0, 0, 1, 1, 1, 1]])
+    allowed = causal(1, 7)
+    if document_ids is not None:
+        allowed &= document_ids[:, :, None] == document_ids[:, None, :]
+    mask = build_attention_mask(document_ids) if backend is None else build_attention_mask(document_ids, backend)
+    out, expected = attention(q, k, v, mask, SCALE), reference(q, k, v, allowed)
+    assert out.shape == (1, 7, 4, width)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+    if backend != "flex":
+        weights = torch.arange(out.numel(), dtype=out.dtype).view(out.shape).sin()
+        found, wanted = (torch.autograd.grad((x * weights).sum(), (q, k, v)) for x in (out, expected))
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-11)
+
+
 @pytest.mark.parametrize("backend", ["sdpa", "flex"])
 def test_a_document_that_comes_back_is_one_document(backend):
     document_ids = torch.tensor([[0, 0, 1, 1, 0]])

@@ -40,6 +40,8 @@ DEBUG_SIZES: Mapping[str, Any] = {
 }
 # Other names under which transformers versions write the same key.
 KEY_ALIASES: Mapping[str, str] = {"num_experts": "num_local_experts", "n_routed_experts": "num_local_experts"}
+# ModelConfig fields whose 0 is written null, as a config.json has what is not there.
+NONE_IS_ZERO = {"q_lora_rank"}
 # Features that every config.json may ask for and the decoder lacks.
 UNIVERSALLY_REQUIRED: Mapping[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
@@ -103,6 +105,8 @@ class Family:
         values: dict[str, Any] = {**self.defaults, **self.fixed, "family": self.name}
         for ours, theirs in self.keys.items():
             value = hf.get(theirs, hf.get(KEY_ALIASES.get(theirs, "")))
+            if value is None and ours in NONE_IS_ZERO and theirs in hf:
+                value = 0
             if value is not None:
                 values[ours] = value
                 kind = _FIELD_KINDS[ours]
@@ -134,6 +138,7 @@ class Family:
     def to_hf(self, config: ModelConfig) -> dict[str, Any]:
         """The Hugging Face configuration of `config`, as keyword arguments of the family's config class."""
         hf = {theirs: getattr(config, ours) for ours, theirs in self.keys.items()}
+        hf |= {self.keys[ours]: None for ours in NONE_IS_ZERO & self.keys.keys() if not getattr(config, ours)}
         hf |= {key: allowed[0] for key, allowed in self.required.items()}
         rope: dict[str, Any] = {"rope_theta": config.rope_theta, "rope_type": "default"}
         if config.rope_scaling is not None:
@@ -258,6 +263,22 @@ def check_model_config(config: ModelConfig) -> list[str]:
             f"partial_rotary_factor ({config.partial_rotary_factor}) of head_dim ({config.head_dim}) is no even number "
             "between 2 and head_dim."
         )
+    if config.kv_lora_rank:
+        problems += [
+            f"{name} = {getattr(config, name)} is not positive."
+            for name in ("qk_nope_head_dim", "v_head_dim")
+            if getattr(config, name) <= 0
+        ]
+        problems += [
+            f"{name} = {getattr(config, name)} is negative."
+            for name in ("kv_lora_rank", "q_lora_rank")
+            if getattr(config, name) < 0
+        ]
+        if config.num_heads != config.num_kv_heads:
+            problems.append(
+                f"num_kv_heads ({config.num_kv_heads}) is not num_heads ({config.num_heads}), which latent attention "
+                "makes keys and values for."
+            )
     if config.rope_scaling is not None:
         problems += _check_rope_scaling(config.rope_scaling, config.rope_theta)
     if config.num_experts > 0:

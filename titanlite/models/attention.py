@@ -1,0 +1,139 @@
+"""Attention of the decoder: with grouped heads, or with latent keys and values (MLA); both end in `CoreAttention`.
+
+Single-device code on local tensors, as all of the model. The number of heads is read off the projections: a
+tensor-parallel rank holds some of them.
+
+Shapes: B batch, S sequence, D hidden, H query heads, G key/value heads, K width of a query or key head, V width of a
+value head, R rotated part of a head, C latent width.
+"""
+
+import torch
+from torch import nn
+
+from titanlite.config.model import ModelConfig
+from titanlite.models.kv_cache import LayerCache
+from titanlite.models.layers import Linear, RMSNorm
+from titanlite.ops import AttentionMask, apply_rope, attention
+
+_LATENT_EPS = 1e-6
+"""Of the norms on latents, whatever the model's: DeepSeek's code and transformers' take their norm's default."""
+
+
+class CoreAttention(nn.Module):
+    """Attention itself, which has no weights: the one place where a token meets the others of its sequence.
+
+    A module, so that context parallelism can put its exchange around it.
+    """
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def forward(
+        self,
+        q_BSHK: torch.Tensor,
+        k_BSGK: torch.Tensor,
+        v_BSGV: torch.Tensor,
+        mask: AttentionMask,
+        cache: LayerCache | None = None,
+    ) -> torch.Tensor:
+        attend = attention if cache is None else cache.attend
+        return attend(q_BSHK, k_BSGK, v_BSGV, mask, scale=self.scale)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention (arXiv:2305.13245) with rotary positions and optional RMSNorm on queries and keys."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        hidden, bias, std = config.hidden_size, config.attention_bias, config.initializer_range
+        self.q_proj = Linear(hidden, config.num_heads * config.head_dim, bias=bias, std=std)
+        self.k_proj = Linear(hidden, config.num_kv_heads * config.head_dim, bias=bias, std=std)
+        self.v_proj = Linear(hidden, config.num_kv_heads * config.head_dim, bias=bias, std=std)
+        o_bias = bias and config.attention_output_bias
+        self.o_proj = Linear(config.num_heads * config.head_dim, hidden, bias=o_bias, std=std)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.core_attention = CoreAttention(config.head_dim**-0.5)
+
+    def forward(
+        self,
+        x_BSD: torch.Tensor,
+        cos_sin: tuple[torch.Tensor, torch.Tensor],
+        mask: AttentionMask,
+        cache: LayerCache | None = None,
+    ) -> torch.Tensor:
+        q_BSHK = self.q_proj(x_BSD).unflatten(-1, (-1, self.head_dim))
+        k_BSGK = self.k_proj(x_BSD).unflatten(-1, (-1, self.head_dim))
+        v_BSGK = self.v_proj(x_BSD).unflatten(-1, (-1, self.head_dim))
+        if self.q_norm is not None and self.k_norm is not None:
+            q_BSHK, k_BSGK = self.q_norm(q_BSHK), self.k_norm(k_BSGK)
+        q_BSHK, k_BSGK = apply_rope(q_BSHK, *cos_sin), apply_rope(k_BSGK, *cos_sin)
+        out_BSHK = self.core_attention(q_BSHK, k_BSGK, v_BSGK, mask, cache)
+        return self.o_proj(out_BSHK.flatten(2))
+
+
+class LatentAttention(nn.Module):
+    """Multi-head latent attention of DeepSeek-V2 and V3 (arXiv:2405.04434, section 2.1).
+
+    Keys and values of all heads are made of one narrow latent, and queries, if `q_lora_rank` says so, of another one.
+    Part of each head has no position; the rotated part of the keys is the same for all heads. In training the latents
+    are expanded: attention then is that of H heads with a key and a value each.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        hidden, bias, std = config.hidden_size, config.attention_bias, config.initializer_range
+        self.plain_dim, self.rotary_dim, self.v_head_dim = config.qk_nope_head_dim, config.head_dim, config.v_head_dim
+        self.latent_dim, self.interleaved = config.kv_lora_rank, config.rope_interleave
+        width = config.num_heads * config.qk_head_dim
+        self.q_proj = None if config.q_lora_rank else Linear(hidden, width, std=std)
+        self.q_a_proj = Linear(hidden, config.q_lora_rank, bias=bias, std=std) if config.q_lora_rank else None
+        self.q_a_layernorm = RMSNorm(config.q_lora_rank, _LATENT_EPS) if config.q_lora_rank else None
+        self.q_b_proj = Linear(config.q_lora_rank, width, std=std) if config.q_lora_rank else None
+        self.kv_a_proj_with_mqa = Linear(hidden, config.kv_lora_rank + self.rotary_dim, bias=bias, std=std)
+        self.kv_a_layernorm = RMSNorm(config.kv_lora_rank, _LATENT_EPS)
+        expanded = config.num_heads * (self.plain_dim + self.v_head_dim)
+        self.kv_b_proj = Linear(config.kv_lora_rank, expanded, std=std)
+        self.o_proj = Linear(config.num_heads * self.v_head_dim, hidden, bias=bias, std=std)
+        self.core_attention = CoreAttention(config.softmax_scale)
+
+    def forward(
+        self,
+        x_BSD: torch.Tensor,
+        cos_sin: tuple[torch.Tensor, torch.Tensor],
+        mask: AttentionMask,
+        cache: LayerCache | None = None,
+    ) -> torch.Tensor:
+        q_BSHK = self._queries(x_BSD).unflatten(-1, (-1, self.plain_dim + self.rotary_dim))
+        q_plain, q_rotary = q_BSHK.split([self.plain_dim, self.rotary_dim], dim=-1)
+        q_BSHK = torch.cat([q_plain, self._rotate(q_rotary, cos_sin)], dim=-1)
+
+        latent_BSC, k_rotary_BSR = self.kv_a_proj_with_mqa(x_BSD).split([self.latent_dim, self.rotary_dim], dim=-1)
+        kv_BSH = self.kv_b_proj(self.kv_a_layernorm(latent_BSC)).unflatten(-1, (-1, self.plain_dim + self.v_head_dim))
+        k_plain, v_BSHV = kv_BSH.split([self.plain_dim, self.v_head_dim], dim=-1)
+        k_rotary_BS1R = self._rotate(k_rotary_BSR.unsqueeze(2), cos_sin)
+        k_BSHK = torch.cat([k_plain, k_rotary_BS1R.expand(-1, -1, k_plain.shape[2], -1)], dim=-1)
+        out_BSHV = self.core_attention(q_BSHK, k_BSHK, v_BSHV, mask, cache)
+        return self.o_proj(out_BSHV.flatten(2))
+
+    def _queries(self, x_BSD: torch.Tensor) -> torch.Tensor:
+        if self.q_proj is not None:
+            return self.q_proj(x_BSD)
+        assert self.q_a_proj is not None and self.q_a_layernorm is not None and self.q_b_proj is not None
+        return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_BSD)))
+
+    def _rotate(self, x_BSHR: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """Rotate pairs of neighbours, if the checkpoint has them so, else those of `apply_rope`.
+
+        The result has the latter's order either way: only products of queries and keys count, and both have it.
+        """
+        if self.interleaved:
+            x_BSHR = x_BSHR.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        return apply_rope(x_BSHR, *cos_sin)
+
+
+def build_attention(config: ModelConfig) -> Attention | LatentAttention:
+    """The kind of attention that `config` describes."""
+    return LatentAttention(config) if config.kv_lora_rank else Attention(config)

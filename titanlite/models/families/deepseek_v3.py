@@ -1,0 +1,118 @@
+"""DeepSeek-V3, V3.1 and R1 (arXiv:2412.19437), and Moonlight (arXiv:2502.16982), which is built like them.
+
+Latent attention; sigmoid scores, a selection bias per expert, group-limited top-k, shared experts, leading dense
+layers. The layer for multi-token prediction behind the last one is neither trained nor saved.
+"""
+
+from titanlite.config.model import ModelConfig, RopeScaling
+from titanlite.models.families.dots1 import FAMILY as DOTS1
+from titanlite.models.families.family import DEBUG_SIZES, Family
+
+FAMILY = Family(
+    name="deepseek_v3",
+    architecture="DeepseekV3ForCausalLM",
+    keys={
+        **DOTS1.keys,
+        "head_dim": "qk_rope_head_dim",
+        "kv_lora_rank": "kv_lora_rank",
+        "q_lora_rank": "q_lora_rank",
+        "qk_nope_head_dim": "qk_nope_head_dim",
+        "v_head_dim": "v_head_dim",
+        "rope_interleave": "rope_interleave",
+    },
+    fixed={"qk_norm": False, "score_func": "sigmoid"},
+    defaults={
+        **DOTS1.defaults,
+        "norm_topk_prob": True,
+        "num_dense_layers": 3,
+        "num_shared_experts": 1,
+        "num_expert_groups": 8,
+        "num_limited_groups": 4,
+        "routed_scaling_factor": 2.5,
+        "rope_interleave": True,
+    },
+    # DeepSeek's own code and serving engines look at these; the decoder has no other.
+    required={"topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",), "moe_layer_freq": (1,)},
+    mtp_key="num_nextn_predict_layers",
+    expert_bias_key="e_score_correction_bias",
+    presets={
+        "debug": ModelConfig(
+            family="deepseek_v3",
+            **{**DEBUG_SIZES, "num_kv_heads": 4, "head_dim": 8},
+            rope_theta=10000.0,
+            rope_scaling=RopeScaling(
+                "yarn", factor=4.0, original_max_position_embeddings=512, mscale=1.0, mscale_all_dim=0.5
+            ),
+            qk_norm=False,
+            kv_lora_rank=24,
+            q_lora_rank=32,
+            qk_nope_head_dim=16,
+            v_head_dim=12,
+            rope_interleave=True,
+            num_experts=8,
+            top_k=2,
+            moe_intermediate_size=32,
+            num_dense_layers=1,
+            num_shared_experts=1,
+            score_func="sigmoid",
+            routed_scaling_factor=2.5,
+            num_expert_groups=4,
+            num_limited_groups=2,
+        ),
+        "V3-671B-A37B": ModelConfig(
+            family="deepseek_v3",
+            vocab_size=129280,
+            hidden_size=7168,
+            num_layers=61,
+            num_heads=128,
+            num_kv_heads=128,
+            head_dim=64,
+            intermediate_size=18432,
+            max_position_embeddings=163840,
+            rope_theta=10000.0,
+            rope_scaling=RopeScaling(
+                "yarn", factor=40.0, original_max_position_embeddings=4096, mscale=1.0, mscale_all_dim=1.0
+            ),
+            qk_norm=False,
+            kv_lora_rank=512,
+            q_lora_rank=1536,
+            qk_nope_head_dim=128,
+            v_head_dim=128,
+            rope_interleave=True,
+            num_experts=256,
+            top_k=8,
+            moe_intermediate_size=2048,
+            num_dense_layers=3,
+            num_shared_experts=1,
+            score_func="sigmoid",
+            routed_scaling_factor=2.5,
+            num_expert_groups=8,
+            num_limited_groups=4,
+        ),
+        "Moonlight-16B-A3B": ModelConfig(
+            family="deepseek_v3",
+            vocab_size=163840,
+            hidden_size=2048,
+            num_layers=27,
+            num_heads=16,
+            num_kv_heads=16,
+            head_dim=64,
+            intermediate_size=11264,
+            max_position_embeddings=8192,
+            rms_norm_eps=1e-5,
+            rope_theta=50000.0,
+            qk_norm=False,
+            kv_lora_rank=512,
+            qk_nope_head_dim=128,
+            v_head_dim=128,
+            rope_interleave=True,
+            num_experts=64,
+            top_k=6,
+            moe_intermediate_size=1408,
+            num_dense_layers=1,
+            num_shared_experts=2,
+            score_func="sigmoid",
+            routed_scaling_factor=2.446,
+        ),
+    },
+)
