@@ -20,6 +20,7 @@ from titanlite.preflight import check
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "configs" / "recipes").glob("*.toml"))
 EXPECTED = {
+    "deepseek_v3_lora",
     "llama3.1_8b_sft",
     "qwen2.5_vl_7b_sft",
     "qwen3_0.6b_sft",
@@ -42,7 +43,7 @@ def hub_without_a_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
         folder = tmp_path / name
         if name.startswith("outputs/"):
             return name
-        assert re.fullmatch(r"(Qwen|meta-llama)/[\w.-]+", name), name
+        assert re.fullmatch(r"(Qwen|meta-llama|deepseek-ai)/[\w.-]+", name), name
         folder.mkdir(parents=True, exist_ok=True)
         if name == "Qwen/Qwen2.5-VL-7B-Instruct":
             text = {
