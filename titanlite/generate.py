@@ -35,7 +35,7 @@ class CachedModel(Protocol):
     """A model that keeps keys and values: `model(tokens, cache=cache)` -> logits (B, V) of each row's next token.
 
     First with the prompts (B, S), padded on the right; then with one new token per row, side by side, (1, B). S, and B
-    by padding, are made multiples of tp.
+    by padding, are made multiples of cp * tp.
     """
 
     def build_cache(self, lengths: Sequence[int], max_len: int, device: torch.device) -> Any:

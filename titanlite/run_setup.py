@@ -14,10 +14,11 @@ from titanlite.data.mixture import get_sources
 from titanlite.distributed import ParallelDims, base_dtype, mixed_precision_dtypes, parallelize
 from titanlite.errors import ConfigError, DataError
 from titanlite.logger import log_to_folder, logger
+from titanlite.materialize.agree import on_first_rank
 from titanlite.metrics import open_events, record_event
 from titanlite.metrics.events import get_rank
 from titanlite.models.build import AnyModel, build_model
-from titanlite.models.families import family_of
+from titanlite.models.families import describe_differences, family_of, model_config_from_hf
 from titanlite.models.lora import apply_lora
 from titanlite.models.moe import is_routed
 from titanlite.models.transformers_model import TransformersModel
@@ -41,6 +42,27 @@ def check_data_order(start: Progress, loader: TrainLoader) -> None:
         "data: the checkpoint was trained on %s, this run has %s; it goes on at sample %d of the new order%s.",
         *(start.data, loader.fingerprint, start.samples, f", of the sources {places}" if places else ""),
     )
+
+
+def check_resumed_model(model_config: AnyModelConfig, folder: Path) -> None:
+    """The model of the checkpoint in `folder` must be this one, in all that its weights compute.
+
+    Tensors of other shapes are refused where they are read; these would fit, and yet be another function.
+
+    Raises:
+        ConfigError: it is another one. The same on all ranks. Collective: every rank must call.
+    """
+
+    def find() -> str:
+        if not isinstance(model_config, ModelConfig) or not (folder / "config.json").is_file():
+            return ""  # adapters alone
+        return describe_differences(model_config, model_config_from_hf(folder, "checkpoint"))
+
+    if text := on_first_rank(find):
+        raise ConfigError(
+            f"model: this run is to resume from {folder}, whose model is another one: {text}. Undo the change, or "
+            f"begin a new run: another job.dump_folder, and checkpoint.initial_load_path = {folder}."
+        )
 
 
 def resolve_steps(job: JobConfig, loader: TrainLoader) -> JobConfig:

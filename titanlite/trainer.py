@@ -44,6 +44,7 @@ from titanlite.run_setup import (
     build_on_meta,
     check_data_order,
     check_device,
+    check_resumed_model,
     check_vocabulary,
     describe_sources,
     make_dump_folder,
@@ -95,6 +96,8 @@ class Trainer(TrainStep):
         self.checkpointer = Checkpointer(job, self.dump_folder, record_event, all_reduce_sum)
         start = self.checkpointer.start
         self.step = 0 if start is None else start.step
+        if start is not None:
+            check_resumed_model(model_config, self.checkpointer.folder / f"step-{start.step}")
         heartbeat.beat("loading", self.step)
 
         self.rewinds = [*(rewinds or self.checkpointer.read_rewinds())]

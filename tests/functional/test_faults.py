@@ -134,6 +134,13 @@ def test_nan_is_named_the_state_of_before_is_saved_and_a_transient_one_changes_n
     assert_same_state(tmp_path / "whole/checkpoint/step-5", tmp_path / "once/checkpoint/step-5")
 
 
+def test_nan_is_named_where_it_came_from_though_attention_gave_it_to_all_ranks(train, meshes):
+    put_in = poison_output("model.layers.0.mlp", step=2, rank=3, once=False)
+    (kind, _, text), _ = train(meshes["CP4"], "spread", "--checkpoint.enable=false", STEPS, before=put_in)
+    assert kind == "TrainingError"
+    assert "first output that is not finite is that of model.layers.0.mlp (micro-batch 1, rank 3), that of " in text
+
+
 def test_skipped_steps_are_counted_and_too_many_in_a_row_end_the_run(train, meshes, tmp_path):
     overrides = ["--training.on_nonfinite=skip", "--training.max_nonfinite_steps=2", "--checkpoint.interval=0"]
 

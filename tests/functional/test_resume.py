@@ -179,6 +179,23 @@ def test_another_global_batch_size_goes_on_behind_the_samples_that_were_seen(
     run_ranks(1, rank_main)
 
 
+@pytest.mark.parametrize(
+    ("override", "text"),
+    [
+        ("--model.overrides.rope_theta=5e4", r"rope_theta is 50000\.0, there 1000000\.0\. Undo the change, or begin a"),
+        ("--model.overrides.top_k=1", r"top_k is 1, there 2\."),
+        ("--model.overrides.num_layers=3", r"num_layers is 3, there 2\."),
+    ],
+)
+def test_resumed_with_another_model_it_is_refused(train, halfway, override, text):
+    """Also where its tensors would fit."""
+    _, resumed = halfway(Degrees(dp_shard=2))
+    with pytest.raises(
+        AssertionError, match=rf"this run is to resume from .*step-\d+, whose model is another one: {text}"
+    ):
+        train(Degrees(dp_shard=2), resumed, override)
+
+
 def test_optimizer_states_are_those_of_the_run(halfway, meshes):
     """The files hold AdamW's moments under the parameters' own names, experts fused, and none is zero."""
     whole, _ = halfway(meshes["TP2xEP2"])

@@ -66,6 +66,32 @@ def test_a_sweep(capsys, tmp_path):
     assert len(data["fitting"]) == 3 * len(rows) > data["traced"]
 
 
+def test_advice_keeps_the_step_as_it_is(capsys):
+    """4 sequences on each of 2 data-parallel ranks are 8, however the ranks are used then."""
+    batch = ("--training.local_batch_size=4", "--memory-gib=0.0014", "--reserved-gib=0")
+    assert main(["plan", *TINY, "--world-size=4", *batch]) == 1
+    out = capsys.readouterr().out
+    for degree in ("tensor_parallel_degree 2 -> 4", "context_parallel_degree 1 -> 2"):
+        found = re.search(rf"{degree}(.*): ", out)
+        assert found is None or found[1] == ", training.global_batch_size -1 -> 8"
+    assert (
+        "context_parallel_degree 1 -> 2" in out and "local_batch_size 4 -> 1, training.global_batch_size -1 -> 8" in out
+    )
+
+
+def test_a_sweep_of_long_sequences(capsys, tmp_path):
+    """Pieces have 4096 tokens or more; but for the degree that the configuration has."""
+    long = ("--training.seq_len=8192", "--model.overrides.max_position_embeddings=8192")
+    for more, expected in (((), {(1, 1), (1, 2), (2, 1)}), (("--parallelism.context_parallel_degree=4",), {(4, 1)})):
+        file = tmp_path / f"{len(more)}.json"
+        assert main(["plan", *TINY, *long, *more, "--world-size=4", "--sweep", f"--json={file}"]) == 0
+        rows = json.loads(file.read_text())["fitting"]
+        found = {(row["cp"], row["tp"]) for row in rows}
+        assert found == {(1, 1), (1, 2), (2, 1)} | expected
+        assert all(row["dp_replicate"] * row["dp_shard"] * row["cp"] * row["tp"] == 4 for row in rows)
+    assert "cp" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -173,6 +174,33 @@ def test_a_flavor_must_be_the_model_whose_weights_are_loaded(path, tmp_path, cha
     text = str(error.value)
     assert "model.flavor = 'debug' is not the model" in text and different in text
     assert "Leave model.name and model.flavor out: then its config.json counts." in text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "different"),
+    [
+        ({}, "rope_scaling.factor is 8.0, there 32.0; rope_scaling.low_freq_factor is 1.0, there 2.0. Leave"),
+        ({"factor": 16.0}, "tmp: rope_scaling.low_freq_factor is 1.0, there 2.0. Leave"),
+        ({"factor": 16.0, "low_freq_factor": 2.0}, ""),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}, ""),
+    ],
+)
+def test_what_an_override_of_the_rotary_scaling_does_not_name_is_compared(path, tmp_path, overrides, different):
+    family = families()["llama"]
+    debug = family.presets["debug"]
+    assert debug.rope_scaling is not None
+    theirs = replace(debug, rope_scaling=replace(debug.rope_scaling, factor=32.0, low_freq_factor=2.0))
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**family.to_hf(theirs), "model_type": "llama"}))
+    given = [f"--model.overrides.rope_scaling.{name}={value}" for name, value in overrides.items()]
+    arguments = [path, "--model.name=llama", f"--checkpoint.initial_load_path={folder}", *given]
+    if not different:
+        assert run_check(*arguments).model_config.family == "llama"
+        return
+    with pytest.raises(ConfigError) as error:
+        run_check(*arguments)
+    assert different in str(error.value)
 
 
 def test_a_package_that_a_setting_needs(path, capsys, monkeypatch):

@@ -225,6 +225,15 @@ def _check_batches(job: JobConfig, model: AnyModelConfig, degrees: Degrees) -> l
             f"training.seq_len ({job.training.seq_len}) exceeds the model's max_position_embeddings "
             f"({model.max_position_embeddings})."
         )
+    scaling = None if isinstance(model, TransformersConfig) else model.rope_scaling
+    if scaling is not None and scaling.rope_type == "yarn":
+        reached = round(scaling.factor * scaling.original_max_position_embeddings)
+        if job.training.seq_len > reached:
+            problems.append(
+                f"training.seq_len ({job.training.seq_len}) exceeds the {reached} tokens that YaRN reaches here, its "
+                f"factor ({scaling.factor}) * original_max_position_embeddings "
+                f"({scaling.original_max_position_embeddings}). Raise model.overrides.rope_scaling.factor."
+            )
     return problems
 
 

@@ -37,7 +37,7 @@ class TrainLoader:
     Step s trains on the samples [s * G, (s + 1) * G) of the endless sample order of `dataset`, G being
     `global_batch_size`, on any mesh. Micro-batch m of rank r holds `local_batch_size` samples of those, starting at
     (m * dp_degree + r) * local_batch_size; over all ranks and micro-batches each sample appears once.
-    Ranks that differ only in tensor or expert parallel coordinates share a `dp_rank` and get the same batches.
+    Ranks that differ only in context, tensor or expert parallel coordinates share a `dp_rank` and get the same batches.
 
     Raises:
         ConfigError: `global_batch_size` is not a positive multiple of `local_batch_size * dp_degree`, a size is below

@@ -31,7 +31,6 @@ _KEPT_OPS = {
     torch.ops.titanlite.host_attention.default,
     torch.ops.titanlite.grouped_mm.default,
     torch.ops.titanlite.moe_experts_forward.default,
-    torch.ops.titanlite.all_to_all.default,
     get_onednn_op(),
 }
 
@@ -41,8 +40,9 @@ def checkpoint_operations(model: AnyModel, section: ActivationCheckpointSection)
 
     These are the regions, not whole layers: selective checkpointing replays a region operation by operation, and the
     hooks of an FSDP unit inside it would do other operations the second time. The collectives of tensor and expert
-    parallelism lie between the regions, so their results are kept; that of context parallelism lies inside of attention
-    and is kept as its products are. Compiled layers are traced with their regions.
+    parallelism lie between the regions, so their results are kept. Those of context parallelism lie inside of attention
+    and are done again: what they send is kept already, and what they bring is as large. Compiled layers are traced with
+    their regions.
     """
     if _is_by_operation(section):
         options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": _keeps_rng(model)}

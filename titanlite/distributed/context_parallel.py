@@ -45,8 +45,8 @@ def apply_context_parallel(model: Decoder, group: dist.ProcessGroup) -> None:
     documents. Losses, of sequences or of tokens, and logits are those of whole sequences, alike on all ranks; balance
     losses are sums over a rank's own positions. No collective is run; the model may be on meta.
 
-    Collectives of a forward: two all-to-alls per layer, and a gather of the losses or logits; backward has the same
-    number of all-to-alls.
+    Collectives of a forward: two all-to-alls per layer, a sum of counts per MoE layer with a balance loss, and a gather
+    of the losses or logits; backward has the same number of all-to-alls.
     """
     peers = _Peers(register_group(group), group.size(), group.rank())
     for module in model.modules():

@@ -1,6 +1,8 @@
 """Where NaN or infinity came from: the step is computed again with a look at every module's output and gradient."""
 
+import itertools
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,13 +30,14 @@ class _Found:
     Attributes:
         losses: micro-batches whose loss was not finite when the step was trained on.
         weights: parameters that hold values that are not finite.
-        outputs: (micro-batch, module) of the first output that is not finite, per micro-batch that has one.
+        outputs: (micro-batch, place in the order of the forward, module) of the first output that is not finite, per
+            micro-batch that has one.
         grads: (micro-batch, parameters), those closest to the loss first, of the first micro-batch that has any.
     """
 
     losses: tuple[int, ...] = ()
     weights: list[str] = field(default_factory=list)
-    outputs: list[tuple[int, str]] = field(default_factory=list)
+    outputs: list[tuple[int, int, str]] = field(default_factory=list)
     grads: tuple[int, list[str]] | None = None
 
 
@@ -80,7 +83,8 @@ def diagnose(
             with _watched(model, whole_layers) as first:
                 loss = scaled_loss(batch)
             if first or not math.isfinite(loss.item()):
-                mine.outputs.append((number, first[0] if first else "the loss"))
+                place, name = first[0] if first else (sys.maxsize, "the loss")
+                mine.outputs.append((number, place, name))
             loss.backward()
             if mine.grads is None:
                 bad = [
@@ -127,9 +131,12 @@ def _describe(gathered: Sequence[_Found]) -> Diagnosis:
     if weights:
         ranks = [rank for rank, f in enumerate(gathered) if f.weights]
         sentences.append(f"Weights are not finite: {_names(weights)}, on ranks {list_ranks(ranks)}.")
-    outputs = [(number, rank, name) for rank, f in enumerate(gathered) for number, name in f.outputs]
+    # Attention hands what is not finite to other ranks: where it came from is the place that is first on any of them.
+    outputs = sorted(
+        (number, place, rank, name) for rank, f in enumerate(gathered) for number, place, name in f.outputs
+    )
     if outputs:
-        places = [f"{name} (micro-batch {number}, rank {rank})" for number, rank, name in sorted(outputs)[:_SHOWN]]
+        places = [f"{name} (micro-batch {number}, rank {rank})" for number, _, rank, name in outputs[:_SHOWN]]
         sentences.append(f"Computed again, the first output that is not finite is {', '.join(places)}.")
     grads = [(rank, f.grads) for rank, f in enumerate(gathered) if f.grads is not None]
     if grads:
@@ -170,14 +177,16 @@ def _floating(output: Any) -> Iterator[torch.Tensor]:
 
 
 @contextmanager
-def _watched(model: nn.Module, whole_layers: bool) -> Iterator[list[str]]:
-    """Names of the modules whose forward gives what is not finite, in the order in which they end."""
-    names: list[str] = []
+def _watched(model: nn.Module, whole_layers: bool) -> Iterator[list[tuple[int, str]]]:
+    """The modules whose forward gives what is not finite: how many had ended before, and the name; the first first."""
+    names: list[tuple[int, str]] = []
+    ended = itertools.count()
 
     def look_at(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, arguments: Any, output: Any) -> None:
+            place = next(ended)
             if not all(_is_finite(tensor) for tensor in _floating(output)):
-                names.append(f"that of {name}" if name else "that of the model")
+                names.append((place, f"that of {name}" if name else "that of the model"))
 
         return hook
 

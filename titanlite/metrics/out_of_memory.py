@@ -15,6 +15,7 @@ from titanlite.errors import ConfigError, TrainingError
 
 FOLDER = "memory"
 _GIB = 2**30
+_LONG = 8192  # tokens of a sequence on a rank
 # Allocations and frees that are kept with their stacks: some steps, and some 100 MB of host memory.
 _ENTRIES = 100_000
 # A private part of torch: looked up, so that a version without it is one clear error and not an AttributeError.
@@ -96,6 +97,9 @@ def _remedies(job: JobConfig) -> str:
     if job.activation_checkpoint.mode != "full":
         found.append(f'set activation_checkpoint.mode = "full" (now "{job.activation_checkpoint.mode}")')
     found.append(f"lower training.seq_len ({training.seq_len})")
+    cp = job.parallelism.context_parallel_degree
+    if job.model.implementation != "transformers" and training.seq_len // cp >= _LONG:
+        found.append(f"split sequences over more ranks (parallelism.context_parallel_degree, {cp})")
     if training.loss_chunk_tokens > 256:
         found.append(f"lower training.loss_chunk_tokens ({training.loss_chunk_tokens})")
     found.append("or train on more ranks (parallelism.data_parallel_shard_degree)")

@@ -3,8 +3,9 @@
 A token's slot in the cache is its position. Rows may have different lengths: prompts are padded on the right, what the
 padding has written lies behind the row's last token, where no query sees it, and is overwritten as the row grows.
 
-After the prompts, the new tokens of all rows lie side by side in one sequence (1, B). Sequence parallelism splits the
-sequence over tp, so that a step of one token per row needs B to be a multiple of tp and not tp tokens per row.
+After the prompts, the new tokens of all rows lie side by side in one sequence (1, B). Context and sequence parallelism
+split the sequence over cp * tp ranks, so that a step of one token per row needs B to be a multiple of that, and not
+that many tokens per row.
 
 Shapes: B rows, b = B or more with padding, S longest prompt, T = max_len slots, H query heads, G key/value heads,
 K and V head widths, D hidden.
@@ -21,8 +22,9 @@ from titanlite.ops import AttentionMask, attention, cached_attention
 class KVCache:
     """Cache of a whole model for one batch of rows; made by `Decoder.build_cache`, held by the caller.
 
-    A rank holds the key/value heads that it computes, in the dtype of its activations: heads / tp, and the rows of its
-    own data-parallel share. Memory: layers * B * G * T * (K + V) elements, allocated once, with the first forward.
+    A rank holds the key/value heads that it computes, in the dtype of its activations: heads / (cp * tp), and the rows
+    of its own data-parallel share. Memory: layers * B * G * T * (K + V) elements, allocated at once in the first
+    forward.
 
     Attributes:
         layers: one `LayerCache` per decoder layer.

@@ -38,15 +38,14 @@ def candidates(job: JobConfig, model_config: AnyModelConfig, degrees: Degrees) -
     """Changes that can save memory, the cheapest for speed first; some may not be legal for the model."""
     training, parallelism = job.training, job.parallelism
     local = training.local_batch_size
+    # The global batch stays, so that the step is the same one.
+    batch = {"training.global_batch_size": local * degrees.dp} if training.global_batch_size == -1 else {}
     if job.activation_checkpoint.mode == "none":
         yield {"activation_checkpoint.mode": "selective"}
     if job.activation_checkpoint.mode != "full":
         yield {"activation_checkpoint.mode": "full"}
     while local > 1:
         local //= 2
-        # The global batch stays, so that the step is the same one.
-        total = training.global_batch_size
-        batch = {} if total != -1 else {"training.global_batch_size": training.local_batch_size * degrees.dp}
         yield {"training.local_batch_size": local, **batch}
     if parallelism.fsdp_reshard_after_forward != "always":
         yield {"parallelism.fsdp_reshard_after_forward": "always"}
@@ -59,7 +58,6 @@ def candidates(job: JobConfig, model_config: AnyModelConfig, degrees: Degrees) -
         }
     sharded = {"parallelism.data_parallel_shard_degree": -1}
     yield {"parallelism.expert_parallel_degree": 2 * degrees.ep, **sharded}
-    batch = {"training.global_batch_size": local * degrees.dp} if training.global_batch_size == -1 else {}
     yield {"parallelism.tensor_parallel_degree": 2 * degrees.tp, **sharded, **batch}
     yield {"parallelism.context_parallel_degree": 2 * degrees.cp, **sharded, **batch}
     if training.dtype == "float32":

@@ -8,7 +8,7 @@ from the ranks of each group. `tests/unit/planner/test_trace.py` compares such d
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -87,12 +87,18 @@ def derive(trace: StepTrace, traced: Degrees, degrees: Degrees) -> StepTrace:
     )
 
 
-def _combinations(world_size: int, cp_degrees: Sequence[int], has_experts: bool) -> Iterator[dict[str, int]]:
+def _combinations(job: JobConfig, model_config: AnyModelConfig, world_size: int) -> Iterator[dict[str, int]]:
     """Degrees whose product is `world_size`, few replicas first, and all ep that divide what they fold over."""
     divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
-    for replicate, cp in product(divisors, cp_degrees):
+    can_split, has_experts = isinstance(model_config, ModelConfig), model_config.num_experts > 0
+
+    def is_tried(cp: int, tp: int) -> bool:
+        long = can_split and job.training.seq_len // (cp * tp) >= _SHORTEST_PIECE
+        return cp == 1 or cp == job.parallelism.context_parallel_degree or long
+
+    for replicate, cp in product(divisors, divisors):
         folded = world_size // replicate
-        for tp in (n for n in divisors if folded % (n * cp) == 0):
+        for tp in (n for n in divisors if folded % (n * cp) == 0 and is_tried(cp, n)):
             for ep in (n for n in divisors if folded % n == 0 and (has_experts or n == 1)):
                 yield {
                     "parallelism.data_parallel_replicate_degree": replicate,
@@ -101,16 +107,6 @@ def _combinations(world_size: int, cp_degrees: Sequence[int], has_experts: bool)
                     "parallelism.tensor_parallel_degree": tp,
                     "parallelism.expert_parallel_degree": ep,
                 }
-
-
-def _cp_degrees(job: JobConfig, world_size: int) -> list[int]:
-    """1, what `job` has, and all that leave a rank a long piece of the sequence."""
-    longest = job.training.seq_len // _SHORTEST_PIECE
-    return [
-        n
-        for n in range(1, world_size + 1)
-        if world_size % n == 0 and (n == 1 or n == job.parallelism.context_parallel_degree or n <= longest)
-    ]
 
 
 def _reason(problem: str) -> str:
@@ -135,8 +131,7 @@ def sweep(
     refused: Counter[str] = Counter()
     tried: list[Tried] = []
     bases: dict[tuple[int, int, int, str], tuple[Degrees, StepTrace]] = {}
-    cp_degrees = _cp_degrees(job, world_size) if isinstance(model_config, ModelConfig) else [1]
-    for values in _combinations(world_size, cp_degrees, model_config.num_experts > 0):
+    for values in _combinations(job, model_config, world_size):
         changed = with_values(job, values)
         try:
             degrees = resolve_degrees(changed.parallelism, world_size)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from titanlite.config import JobConfig, ModelConfig
+from titanlite.config import JobConfig, ModelConfig, RopeScaling
 from titanlite.config.parallelism import Degrees, check_parallelism, resolve_degrees, resolve_global_batch_size
 from titanlite.config.schema import ParallelismSection
 from titanlite.errors import ConfigError
@@ -151,6 +151,12 @@ def test_a_good_job_has_no_problems():
             Degrees(dp_replicate=2, dp_shard=2),
             {"global_batch_size": 6, "local_batch_size": 2},
             "training.global_batch_size (6) is not a multiple of local_batch_size (2) * data-parallel degree (4) = 8.",
+        ),
+        (
+            {"rope_scaling": RopeScaling("yarn", factor=2.0, original_max_position_embeddings=100)},
+            Degrees(),
+            {"seq_len": 201},
+            "training.seq_len (201) exceeds the 200 tokens that YaRN reaches here, its factor (2.0) * original_",
         ),
         ({}, Degrees(), {"seq_len": 513}, "training.seq_len (513) exceeds the model's max_position_embeddings (512)."),
     ],

@@ -77,6 +77,20 @@ def test_without_the_setting_nothing_is_recorded_and_the_message_names_it(job: J
     assert cuda == [] and "local_batch_size" not in str(raised.value), "1 cannot be lowered"
 
 
+def test_long_sequences_can_be_split(job: JobConfig, cuda):
+    text = r"split sequences over more ranks \(parallelism\.context_parallel_degree, "
+    job.training.seq_len = 32768
+    with explain(job, text + r"1\)"):
+        run_out(torch.OutOfMemoryError("CUDA out of memory."))
+    job.parallelism.context_parallel_degree = 4
+    with explain(job, text + r"4\)"):
+        run_out(torch.OutOfMemoryError("CUDA out of memory."))
+    job.parallelism.context_parallel_degree = 8
+    with explain(job, "Lower") as raised:
+        run_out(torch.OutOfMemoryError("CUDA out of memory."))
+    assert "context_parallel_degree" not in str(raised.value), "4096 tokens are few"
+
+
 def test_a_snapshot_that_cannot_be_written_does_not_replace_the_error(job: JobConfig, cuda, tmp_path: Path):
     job.profiling.enable_memory_snapshot = True
     (tmp_path / "run").write_text("a file")

@@ -6,7 +6,9 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from titanlite.config import ModelConfig, RopeScaling
 from titanlite.config.schema import ModelSection
@@ -18,6 +20,7 @@ from titanlite.models.families import (
     model_config_from_hf,
     resolve_model_config,
 )
+from titanlite.ops import inverse_frequencies
 
 PRESETS = [(family.name, flavor) for family in families().values() for flavor in family.presets]
 
@@ -427,6 +430,27 @@ def test_where_the_length_of_pretraining_may_stand():
         assert theirs.rope_parameters["original_max_position_embeddings"] == length
 
 
+@pytest.mark.parametrize(
+    "table",
+    [
+        {"truncate": None},
+        {"truncate": False},
+        {"factor": None},
+        {"factor": None, "original_max_position_embeddings": 32768},
+        {"beta_fast": None, "attention_factor": None, "mscale": 0.0, "mscale_all_dim": 1.0},
+        {"factor": 8, "beta_slow": 2},
+    ],
+)
+def test_unusual_yarn_tables_are_read_as_transformers_reads_them(table):
+    hf = {**QWEN3_0_6B, "rope_scaling": {"rope_type": "yarn", "factor": 4.0, **table}}
+    found = from_hf(hf)
+    assert found.rope_scaling is not None
+    expected, factor = ROPE_INIT_FUNCTIONS["yarn"](AutoConfig.for_model(**deepcopy(hf)), "cpu")
+    actual = inverse_frequencies(found.rotary_dim, found.rope_theta, found.rope_scaling)
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=0)
+    assert found.rope_scaling.attention_scaling == pytest.approx(factor, rel=1e-12)
+
+
 def test_files_that_cannot_be_read(tmp_path):
     with pytest.raises(ConfigError, match=r"there is no .*config\.json\. Give a folder"):
         model_config_from_hf(tmp_path)
@@ -487,6 +511,12 @@ def test_overrides_scale_rotary_embeddings(tmp_path):
         ({"rope_type": "yarn", "factor": 4.0}, "original_max_position_embeddings is missing, which 'yarn' needs."),
         ({**YARN, "high_freq_factor": 2.0}, "high_freq_factor means nothing for 'yarn'. Leave it out."),
         ({**YARN, "factor": -1.0}, "rope_scaling.factor = -1.0 is not positive."),
+        ({**YARN, "factor": 0.5}, "rope_scaling.factor = 0.5 is less than 1"),
+        ({**YARN, "mscale": 0.7}, "mscale has no effect without mscale_all_dim. Set both, or none."),
+        (
+            {**YARN, "mscale": -20.0, "mscale_all_dim": 1.0},
+            "mscale (-20.0) and mscale_all_dim (1.0) make a factor on queries and keys of -1.56, which is not",
+        ),
         ({**YARN, "beta_slow": 40.0}, "rope_scaling.beta_slow (40.0) is not less than rope_scaling.beta_fast (32.0)."),
         (
             {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0}
@@ -547,6 +577,9 @@ def test_all_contradictions_at_once():
         (LLAMA_3_1_8B, {"rope_scaling": {"rope_type": "llama3"}}),
         (QWEN3_0_6B, {"rope_scaling": {"rope_type": "yarn"}}),
         (QWEN3_0_6B, {"rope_scaling": {"rope_type": "yarn", "factor": 0.0}}),
+        (QWEN3_0_6B, {"rope_scaling": {"rope_type": "yarn", "factor": float("nan")}}),
+        (QWEN3_0_6B, {"rope_scaling": {"rope_type": "yarn", "factor": float("inf")}}),
+        (QWEN3_0_6B, {"rope_theta": float("inf")}),
         (QWEN3_0_6B, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 1.0}}),
         (QWEN3_0_6B, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "truncate": "no"}}),
         (QWEN3_0_6B, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "mscale": "1"}}),

@@ -103,6 +103,16 @@ def test_no_scores_are_kept_on_a_gpu(checked):
     assert kept[512] == pytest.approx(2 * kept[256], rel=0.01)
 
 
+@pytest.mark.parametrize("overrides", [(), (CP + "2",), (CP + "2", TP + "2"), (CP + "4", EP + "4")])
+def test_checkpointing_never_keeps_more(checked, overrides):
+    """Also where attention's collectives lie inside of what is recomputed."""
+    none, selective, full = (
+        get_memory(traced(checked(4, 6, "--training.seq_len=256", MODE + mode, *overrides))).total
+        for mode in ("none", "selective", "full")
+    )
+    assert none > selective > full
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("overrides", [(), (MODE + "full",), (EP + "2",)])
 def test_experts_of_transformers_have_the_flops_of_the_native_ones(checked, overrides, dtype):

@@ -8,7 +8,7 @@ import difflib
 import importlib
 import json
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
@@ -23,6 +23,7 @@ __all__ = [
     "Family",
     "NotNativeError",
     "check_model_config",
+    "describe_differences",
     "families",
     "family_of",
     "find_other_model",
@@ -96,19 +97,36 @@ def find_other_model(job: JobConfig, config: AnyModelConfig) -> list[str]:
         return []
     remedy = "Leave model.name and model.flavor out: then its config.json counts."
     try:
-        theirs = asdict(model_config_from_hf(folder, "checkpoint.initial_load_path"))
+        theirs = model_config_from_hf(folder, "checkpoint.initial_load_path")
     except NotNativeError as error:
         return [f"model.flavor = '{flavor}' is not the model of checkpoint.initial_load_path: {error} {remedy}"]
-    meant = set(_given_overrides(job.model))
-    different = [
-        f"{key} is {ours!r}, there {theirs[key]!r}"
-        for key, ours in asdict(config).items()
-        if key not in meant | _WITHOUT_EFFECT_ON_WEIGHTS and theirs[key] != ours
-    ]
-    if not different:
-        return []
-    text = "; ".join(different)
-    return [f"model.flavor = '{flavor}' is not the model in {folder}: {text}. {remedy}"]
+    meant = _given_overrides(job.model)
+    scaling: Mapping[str, Any] = meant.pop("rope_scaling", {})
+    names = {*meant, *(f"rope_scaling.{name}" for name in scaling)}
+    if "rope_type" in scaling:
+        names |= {"rope_scaling", *(f"rope_scaling.{name}" for name in asdict(RopeScaling()))}
+    text = describe_differences(config, theirs, names)
+    return [f"model.flavor = '{flavor}' is not the model in {folder}: {text}. {remedy}"] if text else []
+
+
+def describe_differences(ours: ModelConfig, theirs: ModelConfig, meant: Collection[str] = ()) -> str:
+    """What the same weights would compute otherwise with `theirs`, but for the fields in `meant`; empty: nothing."""
+    here, there = _flatten(ours), _flatten(theirs)
+    return "; ".join(
+        f"{key} is {value!r}, there {there[key]!r}"
+        for key, value in here.items()
+        if key not in {*meant, *_WITHOUT_EFFECT_ON_WEIGHTS} and key in there and there[key] != value
+    )
+
+
+def _flatten(config: ModelConfig) -> dict[str, Any]:
+    """Fields by name, those of the rotary scaling that its type has one by one."""
+    flat, scaling = asdict(config), config.rope_scaling
+    flat["rope_scaling"] = None if scaling is None else scaling.rope_type
+    if scaling is not None:
+        needed, optional = ROPE_FIELDS[scaling.rope_type]
+        flat |= {f"rope_scaling.{name}": getattr(scaling, name) for name in (*needed, *optional)}
+    return flat
 
 
 def _preset(section: ModelSection) -> ModelConfig:
@@ -146,8 +164,11 @@ def _override_rope_scaling(config: ModelConfig, given: Mapping[str, Any]) -> Rop
     foreign = [name for name in given if name not in ("rope_type", *needed, *optional)]
     problems = [f"{name} is missing, which '{rope_type}' needs. Set it." for name in missing]
     problems += [f"{name} means nothing for '{rope_type}'. Leave it out." for name in foreign]
+    scaling = replace(base or RopeScaling(), **given)
+    if scaling.mscale is not None and scaling.mscale_all_dim is None and not foreign:
+        problems.append("mscale has no effect without mscale_all_dim. Set both, or none.")
     raise_problems(ConfigError, "model.overrides.rope_scaling", problems)
-    return replace(base or RopeScaling(), **given)
+    return scaling
 
 
 def _apply_overrides(config: ModelConfig, overrides: Mapping[str, Any]) -> ModelConfig:

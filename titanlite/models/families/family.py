@@ -1,5 +1,6 @@
 """`Family`: the table that ties a model family to its Hugging Face configuration and checkpoint keys."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -205,14 +206,29 @@ def _rope(hf: Mapping[str, Any], table: Mapping[str, Any]) -> tuple[float, RopeS
         values[_ORIGINAL_LENGTH] = hf[_ORIGINAL_LENGTH]  # counts for transformers where both are there
     if _ORIGINAL_LENGTH in needed and values[_ORIGINAL_LENGTH] is None:
         values[_ORIGINAL_LENGTH] = hf.get("max_position_embeddings")
+    if rope_type == "yarn" and values["factor"] is None and "factor" in table:
+        values["factor"] = _get_length_ratio(hf, values[_ORIGINAL_LENGTH])
     values |= {key: table[key] for key in optional if table.get(key) is not None}
+    if "truncate" in optional and "truncate" in table and table["truncate"] is None:
+        values["truncate"] = False  # as transformers takes it
     numbers = {"rope_theta": theta} | {key: value for key, value in values.items() if key != "truncate"}
-    wrong = [f"{k} = {v!r}" for k, v in numbers.items() if not isinstance(v, int | float) or isinstance(v, bool)]
+    wrong = [
+        f"{k} = {v!r}"
+        for k, v in numbers.items()
+        if not isinstance(v, int | float) or isinstance(v, bool) or not math.isfinite(v)
+    ]
     if wrong:
         raise ConfigError(f"rotary embedding of type '{rope_type}': {', '.join(wrong)} is not a number.")
     if not isinstance(values.get("truncate", True), bool):
         raise ConfigError(f"rotary embedding of type '{rope_type}': truncate = {values['truncate']!r} is not a bool.")
     return float(theta), RopeScaling(**{"rope_type": rope_type, **values}) if values else None
+
+
+def _get_length_ratio(hf: Mapping[str, Any], original: Any) -> Any:
+    """The factor that YaRN has where the table says null; None if it cannot be had."""
+    longest = hf.get("max_position_embeddings")
+    lengths = [length for length in (longest, original) if type(length) is int and length > 0]
+    return lengths[0] / lengths[1] if len(lengths) == 2 else None
 
 
 def _rope_to_hf(scaling: RopeScaling) -> dict[str, Any]:
@@ -234,6 +250,13 @@ def _check_rope_scaling(scaling: RopeScaling, theta: float) -> list[str]:
     ]
     if problems or scaling.rope_type == "linear":
         return problems
+    if scaling.rope_type == "yarn" and scaling.factor < 1:
+        problems.append(f"rope_scaling.factor = {scaling.factor} is less than 1: sequences would be shorter.")
+    if scaling.rope_type == "yarn" and scaling.attention_scaling <= 0:
+        problems.append(
+            f"rope_scaling: mscale ({scaling.mscale}) and mscale_all_dim ({scaling.mscale_all_dim}) make a factor on "
+            f"queries and keys of {scaling.attention_scaling:.3g}, which is not positive."
+        )
     low, high = ("low_freq_factor", "high_freq_factor") if scaling.rope_type == "llama3" else ("beta_slow", "beta_fast")
     if getattr(scaling, low) >= getattr(scaling, high):
         problems.append(
