@@ -4,9 +4,30 @@ Latent attention; sigmoid scores, a selection bias per expert, group-limited top
 layers. The layer for multi-token prediction behind the last one is neither trained nor saved.
 """
 
+from dataclasses import replace
+
 from titanlite.config.model import ModelConfig, RopeScaling
 from titanlite.models.families.dots1 import FAMILY as DOTS1
 from titanlite.models.families.family import DEBUG_SIZES, Family
+
+_DEEPSEEK = ModelConfig(
+    family="deepseek_v3",
+    head_dim=64,
+    rope_theta=10000.0,
+    qk_norm=False,
+    kv_lora_rank=512,
+    qk_nope_head_dim=128,
+    v_head_dim=128,
+    rope_interleave=True,
+    score_func="sigmoid",
+)
+
+
+def _yarn(factor: float, original: int, mscale_all_dim: float) -> RopeScaling:
+    return RopeScaling(
+        "yarn", factor, original_max_position_embeddings=original, mscale=1.0, mscale_all_dim=mscale_all_dim
+    )
+
 
 FAMILY = Family(
     name="deepseek_v3",
@@ -36,82 +57,59 @@ FAMILY = Family(
     mtp_key="num_nextn_predict_layers",
     expert_bias_key="e_score_correction_bias",
     presets={
-        "debug": ModelConfig(
-            family="deepseek_v3",
+        "debug": replace(
+            _DEEPSEEK,
             **{**DEBUG_SIZES, "num_kv_heads": 4, "head_dim": 8},
-            rope_theta=10000.0,
-            rope_scaling=RopeScaling(
-                "yarn", factor=4.0, original_max_position_embeddings=512, mscale=1.0, mscale_all_dim=0.5
-            ),
-            qk_norm=False,
+            rope_scaling=_yarn(4.0, 512, 0.5),
             kv_lora_rank=24,
             q_lora_rank=32,
             qk_nope_head_dim=16,
             v_head_dim=12,
-            rope_interleave=True,
             num_experts=8,
             top_k=2,
             moe_intermediate_size=32,
             num_dense_layers=1,
             num_shared_experts=1,
-            score_func="sigmoid",
             routed_scaling_factor=2.5,
             num_expert_groups=4,
             num_limited_groups=2,
         ),
-        "V3-671B-A37B": ModelConfig(
-            family="deepseek_v3",
+        "V3-671B-A37B": replace(
+            _DEEPSEEK,
             vocab_size=129280,
             hidden_size=7168,
             num_layers=61,
             num_heads=128,
             num_kv_heads=128,
-            head_dim=64,
             intermediate_size=18432,
             max_position_embeddings=163840,
-            rope_theta=10000.0,
-            rope_scaling=RopeScaling(
-                "yarn", factor=40.0, original_max_position_embeddings=4096, mscale=1.0, mscale_all_dim=1.0
-            ),
-            qk_norm=False,
-            kv_lora_rank=512,
+            rope_scaling=_yarn(40.0, 4096, 1.0),
             q_lora_rank=1536,
-            qk_nope_head_dim=128,
-            v_head_dim=128,
-            rope_interleave=True,
             num_experts=256,
             top_k=8,
             moe_intermediate_size=2048,
             num_dense_layers=3,
             num_shared_experts=1,
-            score_func="sigmoid",
             routed_scaling_factor=2.5,
             num_expert_groups=8,
             num_limited_groups=4,
         ),
-        "Moonlight-16B-A3B": ModelConfig(
-            family="deepseek_v3",
+        "Moonlight-16B-A3B": replace(
+            _DEEPSEEK,
             vocab_size=163840,
             hidden_size=2048,
             num_layers=27,
             num_heads=16,
             num_kv_heads=16,
-            head_dim=64,
             intermediate_size=11264,
             max_position_embeddings=8192,
             rms_norm_eps=1e-5,
             rope_theta=50000.0,
-            qk_norm=False,
-            kv_lora_rank=512,
-            qk_nope_head_dim=128,
-            v_head_dim=128,
-            rope_interleave=True,
             num_experts=64,
             top_k=6,
             moe_intermediate_size=1408,
             num_dense_layers=1,
             num_shared_experts=2,
-            score_func="sigmoid",
             routed_scaling_factor=2.446,
         ),
     },
