@@ -92,13 +92,21 @@ def export_merged(adapter: Path, out: Path, dtype: torch.dtype, base: Path | Non
     if not name:
         raise CheckpointError(f"export: {adapter} does not name its model. Give it with --base DIR.")
     folder = Path(local_folder("--base" if base is not None else f"export: {adapter}", name, weights=True))
-    export_checkpoint(folder, out, dtype, adapters)
+    trained = adapter / OWN_FOLDER
+    export_checkpoint(folder, out, dtype, adapters, trained if (trained / "config.json").exists() else None)
 
 
-def export_checkpoint(folder: Path, out: Path, dtype: torch.dtype, adapters: MergedAdapters | None = None) -> None:
+def export_checkpoint(
+    folder: Path,
+    out: Path,
+    dtype: torch.dtype,
+    adapters: MergedAdapters | None = None,
+    described_in: Path | None = None,
+) -> None:
     """Write the model in `folder` to `out` with parameters in `dtype`; `out` appears when it is complete.
 
-    With `adapters`, their corrections are added to the weights on the way.
+    With `adapters`, their corrections are added to the weights on the way. `described_in` is the folder whose
+    config.json says what the weights compute, if it is not `folder`.
 
     Raises:
         CheckpointError: `folder` is not a whole model, `out` exists or cannot be written, or the
@@ -115,7 +123,7 @@ def export_checkpoint(folder: Path, out: Path, dtype: torch.dtype, adapters: Mer
         raise_problems(CheckpointError, f"export: {folder}", check_folder(folder))
     if adapters is None and (folder / ADAPTER_FILE).exists():
         raise CheckpointError(f"export: {folder} holds adapters without their model. Add --merge, and --base DIR.")
-    config = any_model_config_from_hf(folder, "export")
+    config = any_model_config_from_hf(described_in or folder, "export")
     model = build_model(config)
     # Where the run had more bits than its files, round once.
     plan = build_plan(model, [weights_of(folder, model, exact=True)])

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from titanlite.checkpoint import Progress
+from titanlite.checkpoint.folder import OWN_FOLDER
 from titanlite.config import AnyModelConfig, JobConfig, ModelConfig, TransformersConfig, save_resolved
 from titanlite.data import TrainLoader
 from titanlite.data.mixture import get_sources
@@ -54,9 +55,11 @@ def check_resumed_model(model_config: AnyModelConfig, folder: Path) -> None:
     """
 
     def find() -> str:
-        if not isinstance(model_config, ModelConfig) or not (folder / "config.json").is_file():
-            return ""  # adapters alone
-        return describe_differences(model_config, model_config_from_hf(folder, "checkpoint"))
+        files = [folder / "config.json", folder / OWN_FOLDER / "config.json"]  # the latter beside adapters
+        path = next((path for path in files if path.is_file()), None)
+        if not isinstance(model_config, ModelConfig) or path is None:
+            return ""
+        return describe_differences(model_config, model_config_from_hf(path, "checkpoint"))
 
     if text := on_first_rank(find):
         raise ConfigError(
@@ -231,6 +234,21 @@ def warn_of_ignored_balancing(job: JobConfig, model_config: AnyModelConfig) -> N
     given = [f"moe.{name} = {value}" for name in names if (value := getattr(job.moe, name))]
     if given and model_config.num_experts == 0 and get_rank() == 0:
         logger.warning("moe: the model has no experts to balance: no effect of %s", ", ".join(given))
+
+
+def warn_of_changed_base(job: JobConfig, model_config: AnyModelConfig) -> None:
+    """Say on rank 0 if adapters are trained on another model than the one that peft would load them onto."""
+    folder = Path(job.checkpoint.initial_load_path)
+    if not job.lora.rank or not isinstance(model_config, ModelConfig) or get_rank() != 0:
+        return
+    if not (folder / "config.json").is_file():
+        return
+    if text := describe_differences(model_config, model_config_from_hf(folder, "checkpoint.initial_load_path")):
+        logger.warning(
+            "lora: the adapters are for another model than %s describes: %s. Merge them (python -m titanlite export "
+            "--merge), or change its config.json before they are loaded onto it.",
+            *(folder, text),
+        )
 
 
 def warn_of_large_mask(job: JobConfig, model_config: AnyModelConfig, device: torch.device) -> None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from titanlite import heartbeat, stop
 from titanlite.checkpoint import Checkpointer, Progress, Rewind, check_space, describe_versions, push_to_hub
+from titanlite.checkpoint.commit import step_folder
 from titanlite.config import AnyModelConfig, JobConfig
 from titanlite.config.parallelism import Degrees
 from titanlite.data import Batch, build_data
@@ -50,6 +51,7 @@ from titanlite.run_setup import (
     make_dump_folder,
     record_start,
     resolve_steps,
+    warn_of_changed_base,
     warn_of_ignored_balancing,
     warn_of_large_mask,
 )
@@ -89,6 +91,7 @@ class Trainer(TrainStep):
         check_vocabulary(self.loader.dataset.vocab_size, model_config)
         warn_of_ignored_balancing(job, model_config)
         warn_of_large_mask(job, model_config, self.device)
+        warn_of_changed_base(job, model_config)
         make_dump_folder(job, self.dump_folder)
         check_shared_folder(self.dump_folder)
 
@@ -97,7 +100,7 @@ class Trainer(TrainStep):
         start = self.checkpointer.start
         self.step = 0 if start is None else start.step
         if start is not None:
-            check_resumed_model(model_config, self.checkpointer.folder / f"step-{start.step}")
+            check_resumed_model(model_config, step_folder(self.checkpointer.folder, start.step))
         heartbeat.beat("loading", self.step)
 
         self.rewinds = [*(rewinds or self.checkpointer.read_rewinds())]

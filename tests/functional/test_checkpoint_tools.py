@@ -244,11 +244,11 @@ def test_a_hostile_header_is_one_line(command, tmp_path):
         command("inspect", tmp_path).assert_refused(str(tmp_path / MODEL), word)
 
 
-@pytest.mark.parametrize("mesh", ["1", "FSDP4", "EP4", "HSDP2x2", "DDP4", "TP2xEP2", "HSDP2xTP2xEP2"])
+@pytest.mark.parametrize("mesh", ["1", "FSDP4", "EP4", "HSDP2x2", "DDP4", "TP2xEP2", "HSDP2xTP2xEP2", "CP2xTP2"])
 def test_every_byte_is_read_once(command, step, config_file, meshes, mesh):
     """Of the model and of the biases beside it; the masters are for resuming only."""
     degrees = {"1": Degrees(), **meshes}[mesh]
-    keys = ("data_parallel_replicate", "data_parallel_shard", "tensor_parallel", "expert_parallel")
+    keys = ("data_parallel_replicate", "data_parallel_shard", "tensor_parallel", "expert_parallel", "context_parallel")
     flags = [f"--parallelism.{key}_degree={value}" for key, value in zip(keys, astuple(degrees), strict=True)]
     ranks, biases, total = degrees.world_size, total_bytes(step / SIDECAR), total_bytes(step / MODEL, step / SIDECAR)
     done = command("inspect", step, "--config", config_file, f"--world-size={ranks}", *flags)
@@ -291,9 +291,7 @@ def load_strictly(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("dtype", NAMES, ids=NAMES.get)
-@pytest.mark.parametrize(
-    "family", ["qwen2", "qwen3", "qwen3_moe", "llama", "dots1", "glm4_moe", "deepseek_v3"]
-)  # qwen3 is tied
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen3_moe", "llama", "dots1", "glm4_moe", "deepseek_v3"])
 def test_an_export_is_the_source_cast(command, hf_model, tmp_path, monkeypatch, family, dtype):
     """Buffers keep their dtype. The source has several files, and so has the float16 copy."""
     split = dtype == torch.float16

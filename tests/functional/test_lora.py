@@ -18,6 +18,7 @@ from titanlite.checkpoint.folder import ADAPTER_FILE
 from titanlite.config.parallelism import Degrees
 from titanlite.data import build_data
 from titanlite.errors import CheckpointError, PlanError
+from titanlite.export_checkpoint import export_merged
 from titanlite.materialize import Init, Normal, materialize
 from titanlite.models.decoder import build_decoder
 from titanlite.models.lora import is_adapter
@@ -259,6 +260,20 @@ def test_resume_on_another_mesh_and_without_adapters(train, run_ranks, checked, 
         return str(error.value)
 
     assert all("adapters without their model. Set lora.rank" in text for text in run_ranks(4, rank_main))
+
+
+def test_adapters_belong_to_the_model_that_they_were_trained_on(train, overrides_of, tmp_path):
+    """What a run overrides is in no file of peft's: resuming with another is refused, merging writes the run's."""
+    overrides = overrides_of("qwen3", "--training.steps=2", "--checkpoint.interval=1")
+    train(Degrees(), tmp_path / "run", *overrides, "--model.overrides.rope_theta=777")
+    step = tmp_path / "run/checkpoint/step-2"
+    shutil.copytree(step.with_name("step-1"), tmp_path / "resumed/checkpoint/step-1")
+    with pytest.raises(AssertionError, match=r"whose model is another one: rope_theta is .*, there 777"):
+        train(Degrees(), tmp_path / "resumed", *overrides)
+    train(Degrees(), tmp_path / "resumed", *overrides, "--model.overrides.rope_theta=777")
+    export_merged(step, tmp_path / "merged", torch.float32)
+    config = json.loads((tmp_path / "merged/config.json").read_text())
+    assert config["rope_parameters"]["rope_theta"] == 777
 
 
 def test_a_run_begins_with_trained_adapters(train, run_ranks, checked, overrides_of, tmp_path):

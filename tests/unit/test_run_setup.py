@@ -1,5 +1,6 @@
 """What is looked at when a run is set up."""
 
+import json
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -12,13 +13,14 @@ from titanlite.config import JobConfig
 from titanlite.data import PackedDataset, TokenizedCorpus, TrainLoader
 from titanlite.data.mixture import MixtureDataset
 from titanlite.errors import ConfigError, DataError
-from titanlite.models.families import families
+from titanlite.models.families import families, family_of
 from titanlite.run_setup import (
     check_device,
     check_vocabulary,
     describe_sources,
     resolve_steps,
     turn_off_dropout,
+    warn_of_changed_base,
     warn_of_ignored_balancing,
     warn_of_large_mask,
 )
@@ -44,6 +46,25 @@ def test_a_tokenizer_far_smaller_than_the_embedding_is_a_warning_of_rank_0(warni
     (text,) = warnings
     assert text.startswith("data: the tokenizer has 499 tokens, the embedding 1000 rows")
     assert text.endswith("model.overrides.vocab_size = 499.")
+
+
+def test_adapters_on_a_changed_base_are_a_warning_of_rank_0(warnings, monkeypatch, tmp_path):
+    table = {**family_of(CONFIG).to_hf(CONFIG), "model_type": CONFIG.family}
+    (tmp_path / "config.json").write_text(json.dumps(table))
+    job = JobConfig()
+    job.checkpoint.initial_load_path, job.lora.rank = str(tmp_path), 4
+    changed = replace(CONFIG, top_k=3)
+    warn_of_changed_base(job, CONFIG)
+    monkeypatch.setenv("RANK", "1")
+    warn_of_changed_base(job, changed)
+    assert warnings == []
+    monkeypatch.setenv("RANK", "0")
+    warn_of_changed_base(job, changed)
+    (text,) = warnings
+    assert f"another model than {tmp_path} describes: top_k is 3, there 2. Merge them" in text
+    job.lora.rank = 0
+    warn_of_changed_base(job, changed)
+    assert len(warnings) == 1
 
 
 @pytest.mark.parametrize(

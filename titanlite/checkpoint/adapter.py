@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 
-from titanlite.checkpoint.folder import ADAPTER_FILE, Stored, read_headers, read_json
+from titanlite.checkpoint.folder import ADAPTER_FILE, OWN_FOLDER, Stored, read_headers, read_json
 from titanlite.checkpoint.reader import Placed, SafetensorsReader
 from titanlite.checkpoint.writer import FileLayout, Item, lay_out
+from titanlite.config import ModelConfig
 from titanlite.config.schema import LoRASection
 from titanlite.errors import CheckpointError, raise_problems
 from titanlite.logger import logger
@@ -27,6 +28,7 @@ from titanlite.materialize.layout import local_of
 from titanlite.materialize.replicas import share_out
 from titanlite.materialize.sources import Read
 from titanlite.models.build import AnyModel
+from titanlite.models.families import family_of
 from titanlite.models.lora import (
     LoRALinear,
     adaptable_experts,
@@ -126,6 +128,16 @@ def write_adapter_config(folder: Path, model: AnyModel, section: LoRASection, ba
         "alpha_pattern": {},
     }
     (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def write_model_config(folder: Path, config: ModelConfig) -> None:
+    """Write the model that adapters were trained on beside them: peft's file has no place for what a run overrides.
+
+    On one rank. `families.model_config_from_hf(folder / OWN_FOLDER)` reads it.
+    """
+    table = {**family_of(config).to_hf(config), "model_type": config.family}
+    (folder / OWN_FOLDER).mkdir(exist_ok=True)
+    (folder / OWN_FOLDER / "config.json").write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
 
 
 def name_of_base(folder: str) -> str:

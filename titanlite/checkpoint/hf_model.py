@@ -35,7 +35,11 @@ _PROCESSOR_FILES = (
     "chat_template.jinja",
 )
 # What a config.json that is the base of ours must not hand down: our own values take their place.
-_REPLACED_KEYS = {"quantization_config", "transformers_version", "torch_dtype", "rope_theta", "rope_scaling"}
+_REPLACED_KEYS = {
+    *("quantization_config", "transformers_version", "torch_dtype"),
+    *("rope_theta", "rope_scaling", "original_max_position_embeddings"),
+    "auto_map",  # names files with code, which are not written
+}
 
 
 def save_hf_model(
@@ -194,6 +198,7 @@ def _transformers_config(config: TransformersConfig, dtype: torch.dtype) -> Any:
     """The configuration that the model was built from, with the dtype of what is saved."""
     hf_config, _ = load_config_and_class(config.hf, config.family)
     hf_config.architectures, hf_config.dtype = [config.architecture], dtype
+    vars(hf_config).pop("auto_map", None)  # names files with code, which are not written
     return hf_config
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from titanlite import __version__
-from titanlite.checkpoint.adapter import adapter_checkpoint, adapter_files, write_adapter_config
+from titanlite.checkpoint.adapter import adapter_checkpoint, adapter_files, write_adapter_config, write_model_config
 from titanlite.checkpoint.best import point_best, read_best, repair_best
 from titanlite.checkpoint.commit import (
     MANIFEST_FILE,
@@ -31,7 +31,7 @@ from titanlite.checkpoint.hf_model import model_files, save_tokenizer, warn_of_s
 from titanlite.checkpoint.pretrained import weights_of
 from titanlite.checkpoint.train_state import Progress, Rewind, load_rewinds, load_state, state_files
 from titanlite.checkpoint.writer import FileLayout
-from titanlite.config import JobConfig
+from titanlite.config import JobConfig, ModelConfig
 from titanlite.config.assets import assets_folder
 from titanlite.errors import CheckpointError, SaveError, TitanliteError, TransientError, raise_problems
 from titanlite.logger import logger
@@ -253,6 +253,8 @@ class Checkpointer:
             def write_rest(path: Path) -> None:
                 if lora.rank:
                     write_adapter_config(path, model, lora, self._section.initial_load_path)
+                    if isinstance(model.config, ModelConfig):
+                        write_model_config(path, model.config)
                     save_tokenizer(tokenizer, path)
                 else:
                     write_hf_files(path, files, model.config, tokenizer, dtype, assets, end_of_turn_ids)

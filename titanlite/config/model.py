@@ -82,7 +82,7 @@ class ModelConfig:
     qk_norm: bool = size("RMSNorm on each query and key head.", True)
     attention_bias: bool = size("Bias on q, k, v (and o) projections.", False)
     attention_output_bias: bool = size("With attention_bias, on the o projection too.", True, override=False)
-    kv_lora_rank: int = size("Width of the latent of keys and values (MLA, arXiv:2405.04434); 0: grouped heads.", 0)
+    kv_lora_rank: int = size("Width of the latent of keys and values (MLA, arXiv:2405.04434).", 0)
     q_lora_rank: int = size("Width of the latent of queries; 0: they have none.", 0)
     qk_nope_head_dim: int = size("With latent attention, the part of a query or key head that is not rotated.", 0)
     v_head_dim: int = size("With latent attention, width of a value head.", 0)
@@ -132,7 +132,7 @@ class TransformersConfig:
         family: `model_type` of its config.json.
         architecture: class that is built.
         hf: the content of config.json.
-        attention_width: query heads * head width.
+        attention_width: query heads * head width; where keys and values differ in width, their mean.
         num_experts: routed experts of the largest MoE layer; 0 for a dense model.
         num_dense_layers: always 0; which layers are MoE is the class's business.
         takes_images: it has a vision tower.

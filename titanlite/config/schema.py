@@ -288,7 +288,7 @@ class ActivationCheckpointSection:
         "none", "'full': recompute every layer in backward; 'selective': see selective_ac_option."
     )
     selective_ac_option: str = setting(
-        "op", "'op': keep the results of matmuls, attention and collectives; a number N: recompute every Nth layer."
+        "op", "'op': keep the results of matmuls and attention, recompute what is between; a number N: every Nth layer."
     )
 
 

@@ -12,9 +12,9 @@ from titanlite.config.schema import ActivationCheckpointSection
 from titanlite.models.attention import Attention, LatentAttention
 from titanlite.models.build import AnyModel
 from titanlite.models.layers import FeedForward
-from titanlite.models.lora import adapted_modules
-from titanlite.models.moe import Experts
+from titanlite.models.lora import LoRAExperts, adapted_modules
 from titanlite.models.transformers_model import TransformersModel
+from titanlite.ops import local_tensor
 from titanlite.ops.matmul import get_onednn_op
 
 # Results that selective checkpointing keeps, for they are dear to compute; the rest is recomputed.
@@ -30,30 +30,46 @@ _KEPT_OPS = {
     torch.ops.torch_attn._varlen_attn.default,
     torch.ops.titanlite.host_attention.default,
     torch.ops.titanlite.grouped_mm.default,
-    torch.ops.titanlite.moe_experts_forward.default,
     get_onednn_op(),
 }
 
 
 def checkpoint_operations(model: AnyModel, section: ActivationCheckpointSection) -> None:
-    """Let attention, feed-forward and experts keep the results in `_KEPT_OPS` alone, if `section` says so.
+    """Let regions of a layer keep the results in `_KEPT_OPS` alone, if `section` says so.
 
-    These are the regions, not whole layers: selective checkpointing replays a region operation by operation, and the
-    hooks of an FSDP unit inside it would do other operations the second time. The collectives of tensor and expert
-    parallelism lie between the regions, so their results are kept. Those of context parallelism lie inside of attention
-    and are done again: what they send is kept already, and what they bring is as large. Compiled layers are traced with
-    their regions.
+    Regions, not whole layers: selective checkpointing replays a region operation by operation, and the hooks of an FSDP
+    unit inside it would do other operations the second time. A region keeps its own result as well if a product makes
+    it, which no backward needs, so regions are chosen where they keep less than without: attention up to its output
+    projection, feed-forward that is wider inside than outside, and experts with adapters; those without are one
+    operator, which keeps what its backward needs.
+
+    The collectives of tensor and expert parallelism lie between the regions, so their results are kept. Those of
+    context parallelism lie inside of attention and are done again: what they send is kept already, and what they bring
+    is as large. Compiled layers are traced with their regions.
     """
-    if _is_by_operation(section):
-        options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": _keeps_rng(model)}
+    if not _is_by_operation(section):
+        return
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": _keeps_rng(model)}
 
-        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:  # torch 2.11 traces no method of a partial
-            return checkpoint(partial(type(module).forward, module), *args, context_fn=_contexts, **options, **kwargs)
+    # torch 2.11 traces no method of a partial.
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(partial(type(module).forward, module), *args, context_fn=_contexts, **options, **kwargs)
 
-        for module in model.modules():
-            if isinstance(module, Attention | LatentAttention | FeedForward | Experts):
-                # A method of the same function for all: a compiled graph is then one for all layers.
-                module.forward = MethodType(forward, module)  # type: ignore[method-assign]
+    def attend(module: Attention | LatentAttention, *args: Any) -> Any:
+        return checkpoint(partial(type(module).attend, module), *args, context_fn=_contexts, **options)
+
+    for module in model.modules():
+        # Methods of the same function for all: a compiled graph is then one for all layers.
+        if isinstance(module, Attention | LatentAttention):
+            module.attend = MethodType(attend, module)  # type: ignore[method-assign]
+        elif isinstance(module, LoRAExperts) or (isinstance(module, FeedForward) and _is_wide(module)):
+            module.forward = MethodType(forward, module)  # type: ignore[method-assign]
+
+
+def _is_wide(module: FeedForward) -> bool:
+    """True if this rank's part of it is wider inside than its result is."""
+    outside, inside = local_tensor(module.down_proj.weight).shape
+    return inside > outside
 
 
 def checkpoint_layers(model: AnyModel, section: ActivationCheckpointSection) -> None:

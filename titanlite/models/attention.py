@@ -64,6 +64,16 @@ class Attention(nn.Module):
         mask: AttentionMask,
         cache: LayerCache | None = None,
     ) -> torch.Tensor:
+        return self.o_proj(self.attend(x_BSD, cos_sin, mask, cache))
+
+    def attend(
+        self,
+        x_BSD: torch.Tensor,
+        cos_sin: tuple[torch.Tensor, torch.Tensor],
+        mask: AttentionMask,
+        cache: LayerCache | None = None,
+    ) -> torch.Tensor:
+        """What each head found, side by side, (B, S, heads of this rank * width): all but the output projection."""
         q_BSHK = self.q_proj(x_BSD).unflatten(-1, (-1, self.head_dim))
         k_BSGK = self.k_proj(x_BSD).unflatten(-1, (-1, self.head_dim))
         v_BSGK = self.v_proj(x_BSD).unflatten(-1, (-1, self.head_dim))
@@ -71,7 +81,7 @@ class Attention(nn.Module):
             q_BSHK, k_BSGK = self.q_norm(q_BSHK), self.k_norm(k_BSGK)
         q_BSHK, k_BSGK = apply_rope(q_BSHK, *cos_sin), apply_rope(k_BSGK, *cos_sin)
         out_BSHK = self.core_attention(q_BSHK, k_BSGK, v_BSGK, mask, cache)
-        return self.o_proj(out_BSHK.flatten(2))
+        return out_BSHK.flatten(2)
 
 
 class LatentAttention(nn.Module):
@@ -106,6 +116,16 @@ class LatentAttention(nn.Module):
         mask: AttentionMask,
         cache: LayerCache | None = None,
     ) -> torch.Tensor:
+        return self.o_proj(self.attend(x_BSD, cos_sin, mask, cache))
+
+    def attend(
+        self,
+        x_BSD: torch.Tensor,
+        cos_sin: tuple[torch.Tensor, torch.Tensor],
+        mask: AttentionMask,
+        cache: LayerCache | None = None,
+    ) -> torch.Tensor:
+        """What each head found, side by side, (B, S, heads of this rank * width): all but the output projection."""
         q_BSHK = self._queries(x_BSD).unflatten(-1, (-1, self.plain_dim + self.rotary_dim))
         q_plain, q_rotary = q_BSHK.split([self.plain_dim, self.rotary_dim], dim=-1)
         q_BSHK = torch.cat([q_plain, self._rotate(q_rotary, cos_sin)], dim=-1)
@@ -116,7 +136,7 @@ class LatentAttention(nn.Module):
         k_rotary_BS1R = self._rotate(k_rotary_BSR.unsqueeze(2), cos_sin)
         k_BSHK = torch.cat([k_plain, k_rotary_BS1R.expand(-1, -1, k_plain.shape[2], -1)], dim=-1)
         out_BSHV = self.core_attention(q_BSHK, k_BSHK, v_BSHV, mask, cache)
-        return self.o_proj(out_BSHV.flatten(2))
+        return out_BSHV.flatten(2)
 
     def _queries(self, x_BSD: torch.Tensor) -> torch.Tensor:
         if self.q_proj is not None:

@@ -36,7 +36,7 @@ def transformers_config(hf: Mapping[str, Any], where: str) -> TransformersConfig
         vocab_size=_number(text, "vocab_size") or 0,
         hidden_size=hidden,
         num_layers=_number(text, "num_hidden_layers") or 0,
-        attention_width=heads * (_number(text, "head_dim") or hidden // heads),
+        attention_width=_get_attention_width(text, heads, hidden // heads),
         max_position_embeddings=_number(text, "max_position_embeddings"),
         num_experts=_number(text, *_NUM_EXPERTS) or 0,
         top_k=_number(text, *_TOP_K) or 0,
@@ -44,6 +44,14 @@ def transformers_config(hf: Mapping[str, Any], where: str) -> TransformersConfig
         takes_images=hasattr(config, "vision_config"),
         has_tp_plan=bool(getattr(cls, "_tp_plan", None) or getattr(text, "base_model_tp_plan", None)),
     )
+
+
+def _get_attention_width(text: Any, heads: int, share: int) -> int:
+    """All heads together; each is as wide as its configuration says, or has its `share` of the hidden width."""
+    plain, rotary, values = (_number(text, f"{name}_head_dim") for name in ("qk_nope", "qk_rope", "v"))
+    if plain and rotary and values:  # latent attention: the mean of keys and values
+        return heads * (plain + rotary + values) // 2
+    return heads * (_number(text, "head_dim") or share)
 
 
 def load_config_and_class(hf: Mapping[str, Any], where: str) -> tuple[Any, type]:

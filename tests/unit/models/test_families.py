@@ -146,6 +146,7 @@ QWEN2_5_7B: dict[str, Any] = {
 }
 DEEPSEEK_V3: dict[str, Any] = {
     "architectures": ["DeepseekV3ForCausalLM"],
+    "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
     "attention_bias": False,
     "attention_dropout": 0.0,
     "aux_loss_alpha": 0.001,
@@ -396,6 +397,13 @@ def test_everything_that_is_wrong_is_said_at_once():
         (DEEPSEEK_V3, {"topk_method": "greedy"}, "topk_method = 'greedy' is not supported"),
         (DEEPSEEK_V3, {"num_key_value_heads": 64}, "num_kv_heads (64) is not num_heads (128), which latent attention"),
         (DEEPSEEK_V3, {"v_head_dim": 0}, "v_head_dim = 0 is not positive"),
+        (DEEPSEEK_V3, {"kv_lora_rank": 0}, "kv_lora_rank = 0 is not positive, as latent attention needs it"),
+        (DEEPSEEK_V3, {"qk_rope_head_dim": None}, "qk_rope_head_dim is missing"),
+        (
+            DEEPSEEK_V3,
+            {"rope_scaling": {"type": "linear", "factor": 4.0, "mscale_all_dim": 1.0}},
+            "mscale_all_dim is supported by the native decoder with rope_type 'yarn' alone",
+        ),
         (DEEPSEEK_V3, {"q_lora_rank": -1}, "q_lora_rank = -1 is negative"),
         (LLAMA_3_1_8B, {"mlp_bias": True}, "mlp_bias = True is not supported"),
         (LLAMA_3_1_8B, {"attention_dropout": 0.1}, "attention_dropout = 0.1 is not supported"),

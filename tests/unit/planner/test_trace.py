@@ -113,6 +113,21 @@ def test_checkpointing_never_keeps_more(checked, overrides):
     assert none > selective > full
 
 
+@pytest.mark.parametrize(
+    ("family", "flavor"),
+    [("qwen3_moe", "30B-A3B"), ("deepseek_v3", "Moonlight-16B-A3B"), ("glm4_moe", "4.5-Air-106B-A12B")],
+)
+def test_checkpointing_never_keeps_more_at_real_sizes(family, flavor):
+    sizes = ["--training.seq_len=4096", "--training.local_batch_size=1", "--training.global_batch_size=-1"]
+    argv = ["--config", str(CONFIG), f"--model.name={family}", f"--model.flavor={flavor}", *sizes]
+    argv += [TP + "1", EP + "8", "--model.attention_backend=varlen", "--model.overrides.num_layers=4"]
+    none, selective, full = (
+        get_memory(traced(check(load_config([*argv, MODE + mode]), 8))).working[ACTIVATIONS]
+        for mode in ("none", "selective", "full")
+    )
+    assert none > selective > full
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("overrides", [(), (MODE + "full",), (EP + "2",)])
 def test_experts_of_transformers_have_the_flops_of_the_native_ones(checked, overrides, dtype):

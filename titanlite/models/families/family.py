@@ -114,15 +114,27 @@ class Family:
                 if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
                     problems.append(f"{theirs} = {value!r} is of the wrong type.")
         values.setdefault("num_kv_heads", values.get("num_heads"))
-        if "head_dim" not in values and {"hidden_size", "num_heads"} <= values.keys() and not problems + lacking:
+        has_own_width = self.keys.get("head_dim") == "head_dim"
+        if (
+            has_own_width
+            and "head_dim" not in values
+            and {"hidden_size", "num_heads"} <= values.keys()
+            and not problems + lacking
+        ):
             values["head_dim"] = values["hidden_size"] // max(values["num_heads"], 1)
         problems += [
-            f"{theirs} is missing." for ours, theirs in self.keys.items() if ours not in values and ours != "head_dim"
+            f"{theirs} is missing."
+            for ours, theirs in self.keys.items()
+            if ours not in values and not (ours == "head_dim" and has_own_width)
         ]
         try:
             rope = _rope_table(hf)
             values["rope_theta"], values["rope_scaling"] = _rope(hf, rope)
             values |= self._partial_rotary(hf, rope)
+            scaling: RopeScaling | None = values["rope_scaling"]
+            is_other = scaling is not None and scaling.rope_type != "yarn"
+            if is_other and "kv_lora_rank" in self.keys and rope.get("mscale_all_dim"):
+                raise NotNativeError("mscale_all_dim is supported by the native decoder with rope_type 'yarn' alone.")
         except NotNativeError as error:
             lacking.append(str(error))
         except ConfigError as error:
@@ -286,17 +298,13 @@ def check_model_config(config: ModelConfig) -> list[str]:
             f"partial_rotary_factor ({config.partial_rotary_factor}) of head_dim ({config.head_dim}) is no even number "
             "between 2 and head_dim."
         )
-    if config.kv_lora_rank:
+    if any((config.kv_lora_rank, config.q_lora_rank, config.qk_nope_head_dim, config.v_head_dim)):
         problems += [
-            f"{name} = {getattr(config, name)} is not positive."
-            for name in ("qk_nope_head_dim", "v_head_dim")
+            f"{name} = {getattr(config, name)} is not positive, as latent attention needs it."
+            for name in ("kv_lora_rank", "qk_nope_head_dim", "v_head_dim")
             if getattr(config, name) <= 0
         ]
-        problems += [
-            f"{name} = {getattr(config, name)} is negative."
-            for name in ("kv_lora_rank", "q_lora_rank")
-            if getattr(config, name) < 0
-        ]
+        problems += [f"q_lora_rank = {config.q_lora_rank} is negative."] if config.q_lora_rank < 0 else []
         if config.num_heads != config.num_kv_heads:
             problems.append(
                 f"num_kv_heads ({config.num_kv_heads}) is not num_heads ({config.num_heads}), which latent attention "
