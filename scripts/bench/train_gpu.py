@@ -230,7 +230,8 @@ class BenchTrainer(TrainStep):
     def choose(self, variant: Variant) -> None:
         """Switch to `variant`; FSDP's hooks are outside of `forward`, so the model need not be built again."""
         for module in self.model.modules():
-            vars(module).pop("forward", None)
+            for wrapped in ("forward", "attend"):
+                vars(module).pop(wrapped, None)
         torch.compiler.reset()
         for moe in self.model.moe_layers().values():
             moe.experts.grouped_gemm_backend = variant.backend  # type: ignore[assignment]
