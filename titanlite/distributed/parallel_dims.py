@@ -82,6 +82,7 @@ def _build_cp_group(degrees: Degrees) -> dist.ProcessGroup | None:
     rank, tp = dist.get_rank(), degrees.tp
     first = rank - rank // tp % degrees.cp * tp
     # The other groups are none of this rank's business: making all of them takes a barrier of all ranks for each.
+    # That works while the default group is bound to no device, or NCCL would split its communicator with all ranks.
     group = dist.new_group(list(range(first, first + degrees.cp * tp, tp)), use_local_synchronization=True)
     assert isinstance(group, dist.ProcessGroup)  # this rank is in it
     return group
