@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from titanlite.config.schema import ActivationCheckpointSection
-from titanlite.models.attention import Attention, LatentAttention
+from titanlite.models.attention import SelfAttention
 from titanlite.models.build import AnyModel
 from titanlite.models.layers import FeedForward
 from titanlite.models.lora import LoRAExperts, adapted_modules
@@ -55,12 +55,12 @@ def checkpoint_operations(model: AnyModel, section: ActivationCheckpointSection)
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return checkpoint(partial(type(module).forward, module), *args, context_fn=_contexts, **options, **kwargs)
 
-    def attend(module: Attention | LatentAttention, *args: Any) -> Any:
+    def attend(module: SelfAttention, *args: Any) -> Any:
         return checkpoint(partial(type(module).attend, module), *args, context_fn=_contexts, **options)
 
     for module in model.modules():
         # Methods of the same function for all: a compiled graph is then one for all layers.
-        if isinstance(module, Attention | LatentAttention):
+        if isinstance(module, SelfAttention):
             module.attend = MethodType(attend, module)  # type: ignore[method-assign]
         elif isinstance(module, LoRAExperts) or (isinstance(module, FeedForward) and _is_wide(module)):
             module.forward = MethodType(forward, module)  # type: ignore[method-assign]

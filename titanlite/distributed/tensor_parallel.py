@@ -22,7 +22,7 @@ from titanlite import timers
 from titanlite.distributed.collectives import all_gather, all_reduce, own_part, reduce_scatter, register_group
 from titanlite.distributed.shard import ParameterPlacements, shard_parameters
 from titanlite.materialize.layout import region_of
-from titanlite.models.attention import Attention, LatentAttention
+from titanlite.models.attention import Attention, LatentAttention, SelfAttention
 from titanlite.models.decoder import Decoder
 from titanlite.models.layers import Embedding, FeedForward, Linear, OutputHead
 from titanlite.models.lora import LoRALinear
@@ -40,9 +40,9 @@ def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh) -> None:
     shard_parameters(model, mesh, _placements(model))
     group = register_group(mesh.get_group())
     for module in model.modules():
-        if isinstance(module, Attention | LatentAttention):
+        if isinstance(module, SelfAttention):
             module.o_proj.bias_scale = 1.0 / mesh.size()  # each rank adds its share of the bias, the sum has it once
-        if isinstance(module, Attention | LatentAttention | FeedForward):
+        if isinstance(module, SelfAttention | FeedForward):
             module.register_forward_pre_hook(partial(_gather_sequence, group=group))
             module.register_forward_hook(partial(_scatter_sequence, group=group))
         elif isinstance(module, MoE):

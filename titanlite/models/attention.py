@@ -41,21 +41,11 @@ class CoreAttention(nn.Module):
         return attend(q_BSHK, k_BSGK, v_BSGV, mask, scale=self.scale)
 
 
-class Attention(nn.Module):
-    """Grouped-query attention (arXiv:2305.13245) with rotary positions and optional RMSNorm on queries and keys."""
+class SelfAttention(nn.Module):
+    """What both kinds of attention have: heads that attend, and the projection of what they found."""
 
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.head_dim = config.head_dim
-        hidden, bias, std = config.hidden_size, config.attention_bias, config.initializer_range
-        self.q_proj = Linear(hidden, config.num_heads * config.head_dim, bias=bias, std=std)
-        self.k_proj = Linear(hidden, config.num_kv_heads * config.head_dim, bias=bias, std=std)
-        self.v_proj = Linear(hidden, config.num_kv_heads * config.head_dim, bias=bias, std=std)
-        o_bias = bias and config.attention_output_bias
-        self.o_proj = Linear(config.num_heads * config.head_dim, hidden, bias=o_bias, std=std)
-        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
-        self.core_attention = CoreAttention(config.head_dim**-0.5)
+    o_proj: Linear
+    core_attention: CoreAttention
 
     def forward(
         self,
@@ -74,6 +64,32 @@ class Attention(nn.Module):
         cache: LayerCache | None = None,
     ) -> torch.Tensor:
         """What each head found, side by side, (B, S, heads of this rank * width): all but the output projection."""
+        raise NotImplementedError
+
+
+class Attention(SelfAttention):
+    """Grouped-query attention (arXiv:2305.13245) with rotary positions and optional RMSNorm on queries and keys."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        hidden, bias, std = config.hidden_size, config.attention_bias, config.initializer_range
+        self.q_proj = Linear(hidden, config.num_heads * config.head_dim, bias=bias, std=std)
+        self.k_proj = Linear(hidden, config.num_kv_heads * config.head_dim, bias=bias, std=std)
+        self.v_proj = Linear(hidden, config.num_kv_heads * config.head_dim, bias=bias, std=std)
+        o_bias = bias and config.attention_output_bias
+        self.o_proj = Linear(config.num_heads * config.head_dim, hidden, bias=o_bias, std=std)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.core_attention = CoreAttention(config.head_dim**-0.5)
+
+    def attend(
+        self,
+        x_BSD: torch.Tensor,
+        cos_sin: tuple[torch.Tensor, torch.Tensor],
+        mask: AttentionMask,
+        cache: LayerCache | None = None,
+    ) -> torch.Tensor:
         q_BSHK = self.q_proj(x_BSD).unflatten(-1, (-1, self.head_dim))
         k_BSGK = self.k_proj(x_BSD).unflatten(-1, (-1, self.head_dim))
         v_BSGK = self.v_proj(x_BSD).unflatten(-1, (-1, self.head_dim))
@@ -84,7 +100,7 @@ class Attention(nn.Module):
         return out_BSHK.flatten(2)
 
 
-class LatentAttention(nn.Module):
+class LatentAttention(SelfAttention):
     """Multi-head latent attention of DeepSeek-V2 and V3 (arXiv:2405.04434, section 2.1).
 
     Keys and values of all heads are made of one narrow latent, and queries, if `q_lora_rank` says so, of another one.
@@ -109,15 +125,6 @@ class LatentAttention(nn.Module):
         self.o_proj = Linear(config.num_heads * self.v_head_dim, hidden, bias=bias, std=std)
         self.core_attention = CoreAttention(config.softmax_scale)
 
-    def forward(
-        self,
-        x_BSD: torch.Tensor,
-        cos_sin: tuple[torch.Tensor, torch.Tensor],
-        mask: AttentionMask,
-        cache: LayerCache | None = None,
-    ) -> torch.Tensor:
-        return self.o_proj(self.attend(x_BSD, cos_sin, mask, cache))
-
     def attend(
         self,
         x_BSD: torch.Tensor,
@@ -125,7 +132,6 @@ class LatentAttention(nn.Module):
         mask: AttentionMask,
         cache: LayerCache | None = None,
     ) -> torch.Tensor:
-        """What each head found, side by side, (B, S, heads of this rank * width): all but the output projection."""
         q_BSHK = self._queries(x_BSD).unflatten(-1, (-1, self.plain_dim + self.rotary_dim))
         q_plain, q_rotary = q_BSHK.split([self.plain_dim, self.rotary_dim], dim=-1)
         q_BSHK = torch.cat([q_plain, self._rotate(q_rotary, cos_sin)], dim=-1)
@@ -154,6 +160,6 @@ class LatentAttention(nn.Module):
         return apply_rope(x_BSHR, *cos_sin)
 
 
-def build_attention(config: ModelConfig) -> Attention | LatentAttention:
+def build_attention(config: ModelConfig) -> SelfAttention:
     """The kind of attention that `config` describes."""
     return LatentAttention(config) if config.kv_lora_rank else Attention(config)

@@ -111,11 +111,11 @@ def find_other_model(job: JobConfig, config: AnyModelConfig) -> list[str]:
 
 def describe_differences(ours: ModelConfig, theirs: ModelConfig, meant: Collection[str] = ()) -> str:
     """What the same weights would compute otherwise with `theirs`, but for the fields in `meant`; empty: nothing."""
-    here, there = _flatten(ours), _flatten(theirs)
+    here, there, left_out = _flatten(ours), _flatten(theirs), {*meant, *_WITHOUT_EFFECT_ON_WEIGHTS}
     return "; ".join(
         f"{key} is {value!r}, there {there[key]!r}"
         for key, value in here.items()
-        if key not in {*meant, *_WITHOUT_EFFECT_ON_WEIGHTS} and key in there and there[key] != value
+        if key not in left_out and key in there and there[key] != value
     )
 
 
@@ -148,7 +148,7 @@ def _given_overrides(section: ModelSection) -> dict[str, Any]:
     return {key: value for key, value in given.items() if value is not None}
 
 
-def _override_rope_scaling(config: ModelConfig, given: Mapping[str, Any]) -> RopeScaling | None:
+def _override_rope_scaling(config: ModelConfig, given: Mapping[str, Any]) -> RopeScaling:
     """The scaling of `config` with the values `given`, or a new one if they name another type.
 
     Raises:
