@@ -86,7 +86,7 @@ def adapter_files(plan: Plan) -> list[FileLayout]:
     entries = [entry for entry in plan.entries if is_adapter(entry.fqn)]
     names = {entry.fqn for entry in entries}
     items = []
-    for entry, share in zip(entries, share_out(entry.tensor for entry in entries), strict=True):
+    for entry, share in zip(entries, share_out((entry.tensor for entry in entries), plan.group), strict=True):
         place = adapter_place(entry.fqn, entry.info.shape, names)
         whole = Region((0,) * len(entry.info.shape), entry.info.shape)
         # A copy only where dims change places: B of experts.

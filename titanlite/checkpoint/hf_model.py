@@ -17,7 +17,8 @@ from titanlite.checkpoint.writer import FileLayout, Item, lay_out
 from titanlite.config import AnyModelConfig, ModelConfig, TransformersConfig
 from titanlite.errors import CheckpointError
 from titanlite.logger import logger
-from titanlite.materialize import Plan
+from titanlite.materialize import Plan, TensorEntry
+from titanlite.materialize.agree import gather_objects
 from titanlite.materialize.layout import local_of
 from titanlite.materialize.replicas import share_out
 from titanlite.models.build import AnyModel
@@ -79,7 +80,8 @@ def model_files(plan: Plan, config: AnyModelConfig, dtype: torch.dtype, *, exact
     What the architecture has no key for goes to a file in the titanlite folder. With `exact`, so do parameters that
     lose bits in `dtype`, once more in their own dtype, for a resumed run to go on from.
 
-    Collectives: for a model of transformers those of `transformers_items`; every rank must call.
+    Collectives: for a model of transformers those of `transformers_items`, with pipeline stages one gather of small
+    objects; every rank must call.
     """
     if isinstance(config, TransformersConfig):
         return _transformers_files(plan, dtype, exact=exact)
@@ -88,11 +90,12 @@ def model_files(plan: Plan, config: AnyModelConfig, dtype: torch.dtype, *, exact
     sidecar: list[Item] = []
     masters: list[Item] = []
     entries = [entry for entry in plan.entries if entry.info.persistent]
-    for entry, share in zip(entries, share_out(entry.tensor for entry in entries), strict=True):
+    used = _find_used([entry for entry in entries if is_sidecar(entry.fqn, family)], plan.group is not None)
+    for entry, share in zip(entries, share_out((entry.tensor for entry in entries), plan.group), strict=True):
         local, region = local_of(entry.tensor), entry.region
         stored = dtype if entry.info.kind == "parameter" else entry.dtype
         if is_sidecar(entry.fqn, family):
-            if bool(local.count_nonzero()):  # a replicated buffer: every rank decides alike
+            if entry.fqn in used:
                 piece = whole(entry.fqn, entry.info.shape)
                 sidecar.append(Item(entry.fqn, stored, piece.region, piece.shape, local, region, share.mine))
             continue
@@ -106,6 +109,12 @@ def model_files(plan: Plan, config: AnyModelConfig, dtype: torch.dtype, *, exact
         *(lay_out(sidecar, f"{OWN_FOLDER}/{SIDECAR_FILE.removesuffix('.safetensors')}") if sidecar else []),
         *(lay_out(masters, f"{OWN_FOLDER}/weights") if masters else []),
     ]
+
+
+def _find_used(buffers: Sequence[TensorEntry], in_stages: bool) -> set[str]:
+    """Names of those that are not all zeros. The ranks that hold one decide alike, and tell other stages."""
+    found = {entry.fqn for entry in buffers if bool(local_of(entry.tensor).count_nonzero())}
+    return set().union(*gather_objects(found)) if in_stages else found
 
 
 def _transformers_files(plan: Plan, dtype: torch.dtype, *, exact: bool) -> list[FileLayout]:

@@ -35,20 +35,15 @@ class RankReads:
 
 
 class PlannedReads:
-    """The reads of a plan, shared out among the replicas as `materialize` will do it.
-
-    Attributes:
-        num_tensors: tensors that come from a checkpoint.
-    """
+    """The reads of a plan, shared out among the replicas as `materialize` will do it."""
 
     def __init__(self, plan: Plan) -> None:
         reads = [(entry.tensor, entry.source) for entry in plan.entries if isinstance(entry.source, Read)]
-        shares = share_out(tensor for tensor, _ in reads)
+        shares = share_out((tensor for tensor, _ in reads), plan.group)
         self._reads = [(share, source) for share, (_, source) in zip(shares, reads, strict=True)]
-        self.num_tensors = len(reads)
 
     def of_rank(self, rank: int) -> RankReads:
-        """What global rank `rank` will hold and read. Adapters that are in memory already count nothing."""
+        """What global rank `rank`, of the plan's stage, will hold and read. Adapters in memory count nothing."""
         held = read = 0
         files: set[Path] = set()
         for share, source in self._reads:

@@ -20,9 +20,9 @@ from titanlite.data_order import Stretch
 from titanlite.errors import CheckpointError, raise_problems
 from titanlite.logger import logger
 from titanlite.materialize import Plan, region_of
-from titanlite.materialize.agree import on_first_rank, raise_together
+from titanlite.materialize.agree import gather_objects, on_first_rank, raise_together
 from titanlite.materialize.execute import empty, read_tensors, sharded_like
-from titanlite.materialize.layout import local_of
+from titanlite.materialize.layout import is_elsewhere, leave_elsewhere, local_of
 from titanlite.materialize.replicas import share_out
 from titanlite.materialize.sources import Read
 from titanlite.run_files import sync
@@ -205,18 +205,43 @@ def _is_series(table: Any) -> bool:
 
 
 def state_files(plan: Plan, optimizer: torch.optim.Optimizer, device: torch.device) -> list[FileLayout]:
-    """Layout of the files with optimizer states and generators. Every rank must call alike; no collective."""
-    states = [
-        (f"{name}.{entry.fqn}", value)
-        for entry in plan.entries
-        for name, value in sorted(optimizer.state.get(entry.tensor, {}).items())
-        if isinstance(value, torch.Tensor)
-    ]
+    """Layout of the files with optimizer states and generators. Every rank must call alike.
+
+    Collectives: with pipeline stages one gather of small objects.
+    """
+    states = [*_named_states(plan, optimizer)]
     items = []
-    for (key, value), share in zip(states, share_out(value for _, value in states), strict=True):
+    for (key, value), share in zip(states, share_out((value for _, value in states), plan.group), strict=True):
         piece = whole(key, tuple(value.shape))
         items.append(Item(key, value.dtype, piece.region, piece.shape, local_of(value), region_of(value), share.mine))
     return [*(lay_out(items, _OPTIMIZER) if items else []), *lay_out(_rng_items(device), _RNG)]
+
+
+def _named_states(plan: Plan, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+    """Key and tensor of every state, in the plan's order; of what other stages hold, tensors on meta marked so.
+
+    Raises:
+        CheckpointError: with pipeline stages, on all ranks; a trained parameter has no state where others have.
+    """
+    names_of = {param: group["state_names"] for group in optimizer.param_groups for param in group["params"]}
+    was_stepped = plan.group is not None and any(gather_objects(bool(optimizer.state)))
+    if was_stepped:  # the other stages count on it
+        trained = [entry for entry in plan.entries if entry.tensor in names_of and not entry.is_elsewhere]
+        missing = [entry.fqn for entry in trained if entry.tensor not in optimizer.state]
+        problems = [f"{fqn}: the optimizer has no state for it, for it had no gradient yet." for fqn in missing]
+        raise_together(CheckpointError, "checkpoint", problems)
+    for entry in plan.entries:
+        states = {name: x for name, x in optimizer.state.get(entry.tensor, {}).items() if isinstance(x, torch.Tensor)}
+        if was_stepped and entry.is_elsewhere:
+            states = {name: _state_elsewhere(entry.tensor, name) for name in names_of.get(entry.tensor, ())}
+        yield from ((f"{name}.{entry.fqn}", value) for name, value in sorted(states.items()))
+
+
+def _state_elsewhere(param: torch.Tensor, name: str) -> torch.Tensor:
+    shape, dtype = ((), torch.float32) if name == "step" else (param.shape, param.dtype)
+    state = torch.empty(shape, dtype=dtype, device="meta")
+    leave_elsewhere(state)
+    return state
 
 
 def load_state(folder: Path, plan: Plan, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
@@ -235,10 +260,11 @@ def load_state(folder: Path, plan: Plan, optimizer: torch.optim.Optimizer, devic
     reader = SafetensorsReader(f"optimizer states of {folder}", placed, stored.file_bytes)
     reads: list[tuple[torch.Tensor, Read]] = []
     for param, name, key in _match(where, states, plan, optimizer):
-        value = _empty_state(param, name, states[key], optimizer)
-        optimizer.state[param][name] = value
+        value = param
+        if not is_elsewhere(param):
+            value = optimizer.state[param][name] = _empty_state(param, name, states[key], optimizer)
         reads.append((value, Read(reader, key, states[key].shape)))
-    read_tensors(reads)
+    read_tensors(reads, plan.group)
     problems: list[str] = []
     try:
         _load_rng(stored.tensors, device)

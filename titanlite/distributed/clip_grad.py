@@ -16,40 +16,47 @@ def _norm_dtype(grads: list[torch.Tensor]) -> torch.dtype:
     return torch.promote_types(grads[0].dtype, torch.float32)
 
 
-def clip_grad_norm(params: Iterable[torch.nn.Parameter], max_norm: float) -> torch.Tensor:
+def clip_grad_norm(
+    params: Iterable[torch.nn.Parameter], max_norm: float, sharing: dist.ProcessGroup | None = None
+) -> torch.Tensor:
     """Scale the gradients in place so that their total 2-norm is at most `max_norm`; return the norm before, float32.
 
     As `clip_grad_norms` with a single group.
     """
-    return clip_grad_norms({"": params}, max_norm)[0]
+    return clip_grad_norms({"": params}, max_norm, sharing)[0]
 
 
 @torch.no_grad()
 def clip_grad_norms(
-    groups: Mapping[str, Iterable[torch.nn.Parameter]], max_norm: float
+    groups: Mapping[str, Iterable[torch.nn.Parameter]],
+    max_norm: float,
+    sharing: dist.ProcessGroup | None = None,
+    device: torch.device | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Clip the gradients of all groups together; return their total 2-norm before, and that of each group (groups,).
 
     `torch.nn.utils.clip_grad_norm_` raises when dense and expert parameters live on different meshes. Here every rank
     sums the squares of its local shards, each divided by the number of ranks that hold the same shard, and one
-    all-reduce over the world gives the totals. `max_norm` = 0 only computes the norms, which are float32.
+    all-reduce over the world gives the totals. `max_norm` = 0 only computes the norms, which are float32. `sharing` are
+    the ranks that have the same parameters as this one, or shards of them: its pipeline stage; None: all. A stage may
+    have no gradients, and takes part on `device`, where those of the others are.
 
     A norm that is not finite leaves the gradients as they are; the caller must not step.
 
     Collectives: one all-reduce over the default process group; every rank must call, with the same groups.
     """
-    world_size = dist.get_world_size()
+    num_sharing = dist.get_world_size(sharing)
     # By replicas and group: kernels over many gradients at once, however many groups there are.
     found: defaultdict[int, list[tuple[int, torch.Tensor]]] = defaultdict(list)
     for index, params in enumerate(groups.values()):
         for param in params:
             if param.grad is not None:
-                found[num_replicas(param.grad, world_size)].append((index, local_of(param.grad)))
+                found[num_replicas(param.grad, num_sharing)].append((index, local_of(param.grad)))
     grads = [grad for entries in found.values() for _, grad in entries]
-    if not grads:
+    if not grads and sharing is None:
         return torch.zeros(()), torch.zeros(len(groups))
     # Squares are summed in float64 on every device: the sum of a large model's squares outgrows float32's 24 bits.
-    squares = torch.zeros(len(groups), dtype=torch.float64, device=grads[0].device)
+    squares = torch.zeros(len(groups), dtype=torch.float64, device=grads[0].device if grads else device)
     for replicas, entries in found.items():
         local = [grad for _, grad in entries]
         norms = torch.stack(torch._foreach_norm(local, 2, dtype=_norm_dtype(local))).to(torch.float64)
@@ -57,7 +64,7 @@ def clip_grad_norms(
     with timers.collective():
         all_reduce_sum(squares)
     norm = squares.sum().sqrt().to(torch.float32)
-    if max_norm > 0:
+    if max_norm > 0 and grads:
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_(grads, torch.where(norm.isfinite(), scale, 1.0))
     return norm, squares.sqrt().to(torch.float32)

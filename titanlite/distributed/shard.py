@@ -6,11 +6,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
+from titanlite.materialize.layout import is_elsewhere
+
 ParameterPlacements = dict[nn.Parameter, Placement]
 
 
 def shard_parameters(model: nn.Module, mesh: DeviceMesh, placements: ParameterPlacements) -> None:
     """Replace each given parameter of `model` by a DTensor on the one-axis `mesh` that holds this rank's part of it.
+    What other ranks hold (`layout.leave_elsewhere`) is left alone.
 
     Splits are in `torch.chunk` sizes. Ties stay tied: a parameter that several modules hold is replaced in all of them
     by the same object. Attributes are carried over. A plain parameter cannot become a DTensor in place (their slots
@@ -22,6 +25,8 @@ def shard_parameters(model: nn.Module, mesh: DeviceMesh, placements: ParameterPl
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
             holders[param].append((module, name))
     for param, placement in placements.items():
+        if is_elsewhere(param):
+            continue
         local = param.detach()
         if isinstance(placement, Shard):
             size = local.shape[placement.dim]

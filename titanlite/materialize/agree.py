@@ -29,6 +29,18 @@ def raise_together(
     raise_problems(error, where, merge_problems(gathered))
 
 
+def gather_objects(value: _T, group: dist.ProcessGroup | None = None) -> list[_T]:
+    """The small objects of all ranks, in their order.
+
+    Collectives: one all-gather over `group` (the default one), if there is one; every rank must call.
+    """
+    if not dist.is_initialized():
+        return [value]
+    gathered = [value] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, value, group=group)
+    return gathered
+
+
 def merge_problems(gathered: Sequence[Sequence[str]]) -> list[str]:
     """The problems of all ranks, each once, with the ranks that have it."""
     ranks_of: defaultdict[str, list[int]] = defaultdict(list)

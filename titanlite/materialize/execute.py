@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -35,6 +36,8 @@ def allocate(plan: Plan, device: torch.device, buffer_device: torch.device | Non
     """
     for entry in plan.entries:
         tensor = entry.tensor
+        if entry.is_elsewhere:
+            continue
         target = buffer_device if entry.info.kind == "buffer" and buffer_device is not None else device
         if tensor.is_meta and not tensor.is_contiguous():
             new = torch.empty_like(tensor, device=target, dtype=entry.dtype, requires_grad=False)
@@ -134,25 +137,27 @@ def fill(plan: Plan, seed: int) -> None:
     # Drawing is host work that releases the interpreter lock; share the cores of a node among its ranks.
     threads = max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     with ThreadPoolExecutor(min(threads, 16)) as pool:
-        jobs = [
-            pool.submit(_fill_one, entry, seed) for entry in plan.entries if isinstance(entry.source, Init | Compute)
-        ]
-        read_tensors([(entry.tensor, entry.source) for entry in plan.entries if isinstance(entry.source, Read)])
+        held = [entry for entry in plan.entries if not entry.is_elsewhere]
+        jobs = [pool.submit(_fill_one, entry, seed) for entry in held if isinstance(entry.source, Init | Compute)]
+        reads = [(entry.tensor, entry.source) for entry in plan.entries if isinstance(entry.source, Read)]
+        read_tensors(reads, plan.group)
         for job in jobs:
             job.result()
 
 
 @torch.no_grad()
-def read_tensors(reads: Sequence[tuple[torch.Tensor, Read]]) -> None:
+def read_tensors(reads: Sequence[tuple[torch.Tensor, Read]], group: dist.ProcessGroup | None = None) -> None:
     """Read each tensor, DTensor or plain, from its source. What several ranks hold, one reads and sends.
+
+    `group` are the ranks that share the tensors; None: all.
 
     Raises:
         CheckpointError: on all ranks; a rank could not read.
 
-    Collectives: one gather of small objects, and broadcasts of replicas, if there is anything to read; every rank must
-    call with the same tensors in the same order.
+    Collectives: one gather of small objects over all ranks, and broadcasts of replicas, if there is anything to read;
+    every rank must call with the same tensors in the same order, also with those that others hold.
     """
-    shares = list(share_out(tensor for tensor, _ in reads))
+    shares = list(share_out((tensor for tensor, _ in reads), group))
     requests: dict[int, tuple[TensorReader, list[ReadRequest]]] = {}
     for share, (tensor, source) in zip(shares, reads, strict=True):
         if share.mine:

@@ -5,6 +5,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 
@@ -45,13 +47,42 @@ def _strides_of(lengths: tuple[int, ...]) -> list[int]:
     return [math.prod(lengths[i + 1 :]) for i in range(len(lengths))]
 
 
+_ELSEWHERE, _SHARING_GROUP = "is_held_elsewhere", "sharing_group"
+
+
+def leave_elsewhere(tensor: torch.Tensor) -> None:
+    """Say of a tensor on meta that other ranks hold all of it: it stays on meta, and this rank's region is empty.
+
+    Names, shapes and sources are those of a model that is here as a whole, so that all ranks know the same plan and the
+    same files.
+    """
+    setattr(tensor, _ELSEWHERE, True)
+
+
+def set_sharing_group(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Say which ranks share what is not left elsewhere: plain tensors are on all of these, DTensors on no others."""
+    setattr(model, _SHARING_GROUP, group)
+
+
+def get_sharing_group(model: nn.Module) -> dist.ProcessGroup | None:
+    """The ranks that `set_sharing_group` named; None: all."""
+    return getattr(model, _SHARING_GROUP, None)
+
+
+def is_elsewhere(tensor: torch.Tensor) -> bool:
+    """True for what `leave_elsewhere` was called with."""
+    return getattr(tensor, _ELSEWHERE, False)
+
+
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The plain tensor with this rank's data; shares memory with `tensor`."""
+    """The plain tensor with this rank's data; shares memory with `tensor`. Empty where others hold it."""
+    if is_elsewhere(tensor):
+        return torch.empty((0,) * tensor.dim(), dtype=tensor.dtype)
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def region_of(tensor: torch.Tensor) -> Region:
-    """Region of the global tensor that this rank holds; the whole of it for a plain tensor.
+    """Region of the global tensor that this rank holds; the whole of it for a plain tensor, none where others hold it.
 
     FSDP2 over a tensor- or expert-parallel parameter splits the shard that is already there. DTensor writes this as a
     `_StridedShard` on the outer mesh axis: it acts after the plain shards to its right, which is how it is read here.
@@ -60,6 +91,8 @@ def region_of(tensor: torch.Tensor) -> Region:
     Raises:
         ValueError: a placement is neither a shard nor a replica (`Partial` has no region).
     """
+    if is_elsewhere(tensor):
+        return Region((0,) * tensor.dim(), (0,) * tensor.dim())
     if not isinstance(tensor, DTensor):
         return Region((0,) * tensor.dim(), tuple(tensor.shape))
     coordinate = tensor.device_mesh.get_coordinate()
@@ -90,7 +123,7 @@ def region_at(tensor: torch.Tensor, coordinate: Sequence[int]) -> Region:
 
 
 def num_replicas(tensor: torch.Tensor, world_size: int) -> int:
-    """Number of ranks that hold each element of `tensor`; `world_size` for a plain tensor."""
+    """Number of ranks that hold each element of `tensor`, of `world_size` that share it; all of them a plain tensor."""
     if not isinstance(tensor, DTensor):
         return world_size
     split = [s for p, s in zip(tensor.placements, tensor.device_mesh.shape, strict=True) if _is_split(p)]

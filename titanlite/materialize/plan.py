@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from titanlite.errors import PlanError, raise_problems
-from titanlite.materialize.layout import Region, region_of
+from titanlite.materialize.layout import Region, get_sharing_group, is_elsewhere, region_of
 from titanlite.materialize.sources import (
     Alias,
     Compute,
@@ -57,6 +58,11 @@ class TensorEntry:
         return self.names[0]
 
     @property
+    def is_elsewhere(self) -> bool:
+        """Other ranks hold all of it; here it stays on meta."""
+        return is_elsewhere(self.tensor)
+
+    @property
     def local_bytes(self) -> int:
         """Bytes of this rank's part."""
         return self.region.numel * self.dtype.itemsize
@@ -64,10 +70,15 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Plan:
-    """All tensors of a model, in the model's order, and the model they belong to."""
+    """All tensors of a model, in the model's order, and the model they belong to.
+
+    Attributes:
+        group: ranks that share what this rank holds, as the model says (`layout.set_sharing_group`); None: all ranks.
+    """
 
     model: nn.Module
     entries: tuple[TensorEntry, ...]
+    group: dist.ProcessGroup | None = None
 
     @property
     def local_bytes(self) -> int:
@@ -83,8 +94,9 @@ class Plan:
         rows = [("tensor", "global shape", "dtype", "on this rank", "source")]
         for entry in self.entries:
             local = ", ".join(f"{s}:{s + n}" for s, n in zip(entry.region.starts, entry.region.lengths, strict=True))
+            local = "elsewhere" if entry.is_elsewhere else f"[{local}]"
             dtype = str(entry.dtype).removeprefix("torch.")
-            rows.append((entry.fqn, str(entry.info.shape), dtype, f"[{local}]", str(entry.source)))
+            rows.append((entry.fqn, str(entry.info.shape), dtype, local, str(entry.source)))
             rows += [(name, "", "", "", str(Alias(entry.fqn))) for name in entry.names[1:]]
         widths = [max(len(row[i]) for row in rows) for i in range(5)]
         lines = ("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows)
@@ -153,7 +165,7 @@ def build_plan(model: nn.Module, sources: Sequence[SourceProvider | Mapping[str,
             region = region_of(found.tensor)
             entries.append(TensorEntry(found.info, tuple(found.names), source, found.tensor, region, dtype))
     raise_problems(PlanError, "materialize", problems)
-    return Plan(model, tuple(entries))
+    return Plan(model, tuple(entries), get_sharing_group(model))
 
 
 def _declarations(model: nn.Module, infos: Mapping[str, TensorInfo], problems: list[str]) -> dict[str, Source]:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from titanlite.materialize.layout import Region, local_of, region_at, region_of
+from titanlite.materialize.layout import Region, is_elsewhere, local_of, region_at, region_of
 
 # Tensors below this are packed into one broadcast of at most as many bytes.
 _BUCKET_BYTES = 4 << 20
@@ -36,11 +36,12 @@ class Share:
     """A tensor with the replica that is in charge of it.
 
     Attributes:
-        tensor: DTensor, or plain and then held by all ranks.
+        tensor: DTensor, or plain and then held by all ranks of `group`.
         mine: this rank is in charge: it reads the tensor, or writes it.
         hops: broadcasts that take this rank's copy to the others, or bring it; empty without replicas.
         key: equal for tensors whose hops are the same ones.
         replica: which replica is in charge: its index along each of `axes`, the replicated axes of the mesh.
+        group: that of `share_out`.
     """
 
     tensor: torch.Tensor
@@ -49,40 +50,48 @@ class Share:
     key: Hashable
     axes: tuple[int, ...]
     replica: tuple[int, ...]
+    group: dist.ProcessGroup | None = None
 
     def place_of(self, rank: int) -> tuple[Region, bool]:
-        """The region of the tensor that global rank `rank` holds, and whether that rank is in charge of it."""
-        if not isinstance(self.tensor, DTensor):
-            return region_of(self.tensor), self.replica in ((), (rank,))
+        """The region of the tensor that global rank `rank` of the group holds, and whether it is in charge of it."""
+        if is_elsewhere(self.tensor) or not isinstance(self.tensor, DTensor):
+            in_charge = not self.replica or rank == _global_rank(self.group, self.replica[0])
+            return region_of(self.tensor), in_charge
         (where,) = (self.tensor.device_mesh.mesh == rank).nonzero().tolist()
         return region_at(self.tensor, where), tuple(where[axis] for axis in self.axes) == self.replica
 
 
-def share_out(tensors: Iterable[torch.Tensor]) -> Iterator[Share]:
+def share_out(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None = None) -> Iterator[Share]:
     """Put one replica in charge of each tensor, in turns, so that all ranks get about equally many bytes.
 
-    Every rank must give the same tensors in the same order, and comes to the same result without communication.
+    Every rank of `group`, those that share the tensors (None: all), must give the same tensors in the same order, and
+    comes to the same result without communication. Of tensors that others hold, no rank of the group is in charge.
     """
     loads: defaultdict[Hashable, list[int]] = defaultdict(list)
     for tensor in tensors:
-        mesh_axes, sizes, coordinate = _replicas(tensor)
+        if is_elsewhere(tensor):
+            yield Share(tensor, False, (), None, (), (), group)
+            continue
+        mesh_axes, sizes, coordinate = _replicas(tensor, group)
         if not sizes:
-            yield Share(tensor, True, (), None, (), ())
+            yield Share(tensor, True, (), None, (), (), group)
             continue
         # Which replicas there are, not which ranks: the same on all ranks of a mesh.
         load = loads[mesh_axes] = loads[mesh_axes] or [0] * math.prod(sizes)
         turn = load.index(min(load))
         load[turn] += tensor.numel() * tensor.dtype.itemsize
         chosen = _unravel(turn, sizes)
-        hops = tuple(_hops(tensor, mesh_axes[1], chosen, coordinate))
-        yield Share(tensor, chosen == coordinate, hops, (mesh_axes, turn), mesh_axes[1], chosen)
+        hops = tuple(_hops(tensor, mesh_axes[1], chosen, coordinate, group))
+        yield Share(tensor, chosen == coordinate, hops, (mesh_axes, turn), mesh_axes[1], chosen, group)
 
 
-def _replicas(tensor: torch.Tensor) -> tuple[tuple[Hashable, tuple[int, ...]], tuple[int, ...], tuple[int, ...]]:
+def _replicas(
+    tensor: torch.Tensor, group: dist.ProcessGroup | None
+) -> tuple[tuple[Hashable, tuple[int, ...]], tuple[int, ...], tuple[int, ...]]:
     """(mesh and its axes over which `tensor` is replicated), their sizes, and this rank's place on them."""
     if not isinstance(tensor, DTensor):
-        world_size = dist.get_world_size() if dist.is_initialized() else 1
-        return (None, (0,)), (world_size,) if world_size > 1 else (), (dist.get_rank() if world_size > 1 else 0,)
+        size = group_size(group)
+        return (None, (0,)), (size,) if size > 1 else (), (dist.get_rank(group) if size > 1 else 0,)
     mesh = tensor.device_mesh
     place = mesh.get_coordinate()
     assert place is not None, "every rank is on every mesh"
@@ -90,12 +99,25 @@ def _replicas(tensor: torch.Tensor) -> tuple[tuple[Hashable, tuple[int, ...]], t
     return (mesh, axes), tuple(mesh.size(i) for i in axes), tuple(place[i] for i in axes)
 
 
+def group_size(group: dist.ProcessGroup | None) -> int:
+    """Ranks of `group`, or of all; 1 without a process group."""
+    return dist.get_world_size(group) if dist.is_initialized() else 1
+
+
+def _global_rank(group: dist.ProcessGroup | None, rank: int) -> int:
+    return rank if group is None else dist.get_global_rank(group, rank)
+
+
 def _hops(
-    tensor: torch.Tensor, axes: Sequence[int], chosen: tuple[int, ...], coordinate: tuple[int, ...]
+    tensor: torch.Tensor,
+    axes: Sequence[int],
+    chosen: tuple[int, ...],
+    coordinate: tuple[int, ...],
+    group: dist.ProcessGroup | None,
 ) -> Iterator[Hop]:
     """One hop per axis. The first reaches the ranks that differ from the chosen one in that axis only, and so on."""
     if not isinstance(tensor, DTensor):
-        yield Hop(None, chosen[0], True)
+        yield Hop(group, _global_rank(group, chosen[0]), True)
         return
     mesh = tensor.device_mesh
     place = list(mesh.get_coordinate() or ())
@@ -117,7 +139,8 @@ def _unravel(index: int, sizes: Sequence[int]) -> tuple[int, ...]:
 def broadcast(shares: Iterable[Share]) -> None:
     """Give every replica what the one in charge holds. Local tensors of up to 4 MiB travel together.
 
-    Collectives: broadcasts over the mesh axes of the replicas; every rank must call with the same shares.
+    Collectives: broadcasts over the mesh axes of the replicas; every rank that shares them must call with the same
+    shares.
     """
     ordered = sorted(((s.key, s) for s in shares if s.hops), key=_order_of_appearance())
     for _, of_key in itertools.groupby(ordered, key=lambda pair: pair[0]):

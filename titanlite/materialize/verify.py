@@ -11,6 +11,7 @@ from titanlite.materialize.agree import list_ranks, merge_problems
 from titanlite.materialize.execute import poison_of
 from titanlite.materialize.layout import Region, local_of, num_replicas
 from titanlite.materialize.plan import Plan, TensorEntry, named_tensors
+from titanlite.materialize.replicas import group_size
 from titanlite.materialize.sources import Keep
 
 # Elements; what looking at a tensor may cost in memory is a few copies of a chunk as int64. On the host they stay in
@@ -38,10 +39,11 @@ def verify(plan: Plan) -> None:
     for entry in plan.entries:
         problems += _entry_problems(entry, current)
     if dist.is_initialized() and dist.get_world_size() > 1:
+        sharing = group_size(plan.group)
         digests = {
             (entry.fqn, entry.region): _digest(local_of(entry.tensor))
             for entry in plan.entries
-            if num_replicas(entry.tensor, dist.get_world_size()) > 1 and not entry.tensor.is_meta
+            if not entry.tensor.is_meta and num_replicas(entry.tensor, sharing) > 1
         }
         gathered: list[_Findings] = [([], {})] * dist.get_world_size()
         dist.all_gather_object(gathered, (problems, digests))
@@ -54,6 +56,8 @@ def _entry_problems(entry: TensorEntry, current: dict[str, torch.Tensor]) -> lis
     untied = [name for name in entry.names if current.get(name) is not tensor]
     if untied:
         return [f"{name}: is no longer the tensor that was planned as {fqn} (replaced or untied)." for name in untied]
+    if entry.is_elsewhere:
+        return [] if tensor.is_meta else [f"{fqn}: has a value here, but other ranks hold it."]
     if tensor.is_meta:
         return [f"{fqn}: still on the meta device."]
     local = local_of(tensor)

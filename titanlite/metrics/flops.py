@@ -108,7 +108,7 @@ def _saved_flops_per_token(model: AnyModel, config: AnyModelConfig, attention: i
 
     Parameters come in the model's order: what is trained lies before what its gradient passes through.
     """
-    layers = model.decoder_layers()
+    layers = model.all_layers()
     layer_of = {param: i for i, layer in enumerate(layers) for param in layer.parameters()}
     trained_layers = {layer_of[param] for param in layer_of if param.requires_grad}
     routed = {param for name, param in model.named_parameters() if is_routed(name)}

@@ -15,6 +15,7 @@ from torch import nn
 from titanlite.config.model import ModelConfig
 from titanlite.materialize.sources import Alias, Source
 from titanlite.models.attention import build_attention
+from titanlite.models.elsewhere import Elsewhere
 from titanlite.models.kv_cache import KVCache, LayerCache
 from titanlite.models.layers import Embedding, FeedForward, OutputHead, RMSNorm, RotaryEmbedding
 from titanlite.models.moe import ExpertCounter, Experts, MoE
@@ -159,8 +160,12 @@ class Decoder(nn.Module):
         """True: keys and values can be kept."""
         return True
 
+    def all_layers(self) -> list[nn.Module]:
+        """The layers of all pipeline stages, in order; `Elsewhere` stands for those of others."""
+        return list(self.model.layers)
+
     def decoder_layers(self) -> list[DecoderLayer]:
-        """The layers, in order."""
+        """The layers that run here, in order."""
         return [layer for layer in self.model.layers if isinstance(layer, DecoderLayer)]
 
     def experts_in(self, layer: nn.Module) -> list[nn.Module]:
@@ -171,15 +176,24 @@ class Decoder(nn.Module):
         """What lies before and behind the layers, for FSDP units of their own; empty where they share a parameter."""
         if self.config.tie_word_embeddings:
             return [], []
-        return [self.model.embed_tokens], [self.model.norm, self.lm_head]
+        before, behind = [self.model.embed_tokens], [self.model.norm, self.lm_head]
+        return [m for m in before if not isinstance(m, Elsewhere)], [m for m in behind if not isinstance(m, Elsewhere)]
 
     def moe_layers(self) -> dict[str, MoE]:
-        """MoE modules by name, in layer order."""
-        return {name: module for name, module in self.named_modules() if isinstance(module, MoE)}
+        """MoE modules that run here by name, in layer order."""
+        return {f"model.layers.{i}.mlp": moe for i, moe in self._moe_by_layer().items()}
+
+    def moe_layer_numbers(self) -> list[int]:
+        """The numbers of the layers with experts, those of all pipeline stages."""
+        return [i for i, layer in enumerate(self.model.layers) if isinstance(layer.mlp, MoE)]
 
     def expert_counters(self) -> dict[int, ExpertCounter]:
-        """What counts the rows of each MoE layer, by the layer's number."""
-        return {i: layer.mlp for i, layer in enumerate(self.decoder_layers()) if isinstance(layer.mlp, MoE)}
+        """What counts the rows of each MoE layer that runs here, by the layer's number."""
+        return dict(self._moe_by_layer())
+
+    def _moe_by_layer(self) -> dict[int, MoE]:
+        here = ((i, layer.mlp) for i, layer in enumerate(self.model.layers) if isinstance(layer, DecoderLayer))
+        return {i: mlp for i, mlp in here if isinstance(mlp, MoE)}
 
 
 def build_decoder(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Decoder:

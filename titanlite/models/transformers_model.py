@@ -245,6 +245,10 @@ class TransformersModel(nn.Module):
         """The repeated layers, those of a vision tower included, in the model's order."""
         return list(self._layers)
 
+    def all_layers(self) -> list[nn.Module]:
+        """As `decoder_layers`: there are no pipeline stages."""
+        return list(self._layers)
+
     def moe_layers(self) -> dict[str, Any]:
         """None: routers of transformers have no bias to balance."""
         return {}
@@ -252,6 +256,10 @@ class TransformersModel(nn.Module):
     def expert_counters(self) -> dict[int, TransformersExpertCounter]:
         """What counts the rows of each MoE layer, by the layer's number; empty where experts cannot be counted."""
         return dict(self._counters)
+
+    def moe_layer_numbers(self) -> list[int]:
+        """The numbers of the layers with experts that are counted."""
+        return list(self._counters)
 
     def why_not_counted(self) -> str:
         """Why there are no `counters`, for the log."""

@@ -18,24 +18,43 @@ class ExpertBiasBalancer:
         model: with MoE layers or without.
         update_rate: added to or taken from a bias per step; 0 for models that have none.
         sum_over_ranks: sums a tensor on the model's device over all ranks, in place.
+        stage_size: ranks that have the same layers, where pipeline stages have different ones.
 
     Attributes:
         counts: (layers, E) int64 on the model's device, this rank's rows since the last `step`.
         row_difference: (layers, E) int64, rows that this rank's tokens chose minus rows that its experts were given.
     """
 
-    def __init__(self, model: AnyModel, update_rate: float, sum_over_ranks: Callable[[torch.Tensor], None]) -> None:
-        self._counters = list(model.expert_counters().values())
+    def __init__(
+        self,
+        model: AnyModel,
+        update_rate: float,
+        sum_over_ranks: Callable[[torch.Tensor], None],
+        stage_size: int | None = None,
+    ) -> None:
+        numbers, counters = model.moe_layer_numbers(), model.expert_counters()
+        self._num_layers = len(numbers)
+        self._counters = list(counters.values())
+        # The layers of a pipeline stage follow one another; of the others this rank has zeros to add.
+        start = numbers.index(next(iter(counters))) if counters else 0
+        self._here = slice(start, start + len(counters))
         self._routers = [moe.gate for moe in model.moe_layers().values()]
-        self._update_rate, self._sum_over_ranks = update_rate, sum_over_ranks
-        self._rows_are_known = False
-        if self._counters:
-            self.counts = torch.zeros_like(self._stacked())
+        self._update_rate, self._sum_over_ranks, self._stage_size = update_rate, sum_over_ranks, stage_size
+        self._rows_are_known = bool(numbers) and not counters  # then other stages know
+        if numbers:
+            self.counts = self._make_counts(model)
             self.row_difference = torch.zeros_like(self.counts)
-            self._row_errors = self.counts.new_zeros(2, len(self._counters))
+            self._row_errors = self.counts.new_zeros(2, self._num_layers)
         frozen = sum(not router.weight.requires_grad for router in self._routers)
         if frozen and update_rate:
             logger.info("moe: %d of %d routers are frozen, and so is their expert_bias", frozen, len(self._routers))
+
+    def _make_counts(self, model: AnyModel) -> torch.Tensor:
+        """Zeros (layers, E); a stage without experts, before the first MoE layer, has a device all the same."""
+        if self._counters:
+            return torch.zeros_like(self._stacked()[:1]).repeat(self._num_layers, 1)
+        device = next(buffer.device for buffer in model.buffers() if not buffer.is_meta)
+        return torch.zeros(self._num_layers, model.config.num_experts, dtype=torch.int64, device=device)
 
     def _stacked(self) -> torch.Tensor:
         return torch.stack([counter.tokens_per_expert for counter in self._counters])
@@ -47,7 +66,7 @@ class ExpertBiasBalancer:
         The counters overwrite their counts, so recomputation in backward does not count twice.
         """
         if self._counters:
-            self.counts += self._stacked()
+            self.counts[self._here] += self._stacked()
             self._compare_rows()
 
     def _compare_rows(self) -> None:
@@ -58,8 +77,8 @@ class ExpertBiasBalancer:
         if self._rows_are_known:
             given = torch.diff(torch.stack(ends).to(torch.int64), prepend=ends[0].new_zeros(len(ends), 1))
             first = self._counters[0].first_expert
-            self.row_difference += torch.stack(chosen)
-            self.row_difference[:, first : first + given.shape[1]] -= given
+            self.row_difference[self._here] += torch.stack(chosen)
+            self.row_difference[self._here, first : first + given.shape[1]] -= given
 
     @torch.no_grad()
     def step(self, finite: torch.Tensor) -> torch.Tensor | None:
@@ -75,7 +94,7 @@ class ExpertBiasBalancer:
 
         Collectives: one sum over all ranks for all layers; every rank must call.
         """
-        if not self._counters:
+        if not self._num_layers:
             return None
         both = torch.stack([self.counts, self.row_difference])
         with timers.collective():
@@ -88,17 +107,26 @@ class ExpertBiasBalancer:
             deficit = counts.sum(dim=1, keepdim=True) - counts * counts.shape[1]
             delta = deficit.sign().to(torch.float32)
             delta = (delta - delta.mean(dim=1, keepdim=True)) * (self._update_rate * finite.to(delta.device))
-            for router, router_delta in zip(self._routers, delta, strict=True):
+            for router, router_delta in zip(self._routers, delta[self._here], strict=True):
                 if router.weight.requires_grad:
                     router.expert_bias += router_delta
         return counts
 
     def bias_range(self) -> torch.Tensor | None:
-        """Smallest and largest `expert_bias` of each layer, (2, layers) float32 on the device; None without any."""
-        if not self._routers:
+        """Smallest and largest `expert_bias` of each layer, (2, layers) float32 on the device; None without any.
+
+        Collectives: with pipeline stages one sum over all ranks; every rank must call.
+        """
+        if not self._routers and (self._stage_size is None or not self._num_layers):
             return None
-        biases = torch.stack([router.expert_bias for router in self._routers])
-        return torch.stack(biases.aminmax(dim=1))
+        ranges = torch.zeros(2, self._num_layers, device=self.counts.device)
+        if self._routers:
+            biases = torch.stack([router.expert_bias for router in self._routers])
+            ranges[:, self._here] = torch.stack(biases.aminmax(dim=1))
+        if self._stage_size is not None:
+            self._sum_over_ranks(ranges)
+            ranges /= self._stage_size
+        return ranges
 
     def take_row_errors(self) -> torch.Tensor | None:
         """Rows (token, expert) that were dropped and that came twice, (2, layers) int64, since the last call.

@@ -49,19 +49,27 @@ class MatrixExchange:
     """Applies a function to every matrix of `params`, whatever part of it this rank holds.
 
     A parameter (..., R, C) is a stack of matrices (R, C); with `stacked` = s, of s matrices (R / s, C) each.
-    Collectives are over all ranks: every rank makes one, of the same parameters in the same order, and calls alike.
+    Collectives are over the ranks of `group`: each makes one of the same parameters in the same order, and calls alike.
 
     Args:
         params: plain tensors or DTensors, two dims or more.
         stacked: s of each of them.
         all_to_all: the collective.
+        group: ranks that hold the parameters; None: all.
 
     Attributes:
         buckets: numbers of the parameters that are changed together; in this order. Those whose matrices lie whole on
             their ranks are in buckets of their own, which need no collective.
     """
 
-    def __init__(self, params: Sequence[torch.Tensor], stacked: Sequence[int], all_to_all: AllToAll) -> None:
+    def __init__(
+        self,
+        params: Sequence[torch.Tensor],
+        stacked: Sequence[int],
+        all_to_all: AllToAll,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._group = group
         self._params, self._stacked, self._all_to_all = list(params), list(stacked), all_to_all
         known: dict[object, list[tuple[int, Region]]] = {}  # layers are alike, and ranks may be thousands
         holders: list[list[tuple[int, Region]]] = []
@@ -123,7 +131,7 @@ class MatrixExchange:
             tensors: plain tensors of one dtype and device, contiguous, for every parameter of the bucket.
             change: (N, R, C) to (N, R, C), matrix by matrix; the same on all ranks.
 
-        Collectives: two all-to-all over all ranks if the matrices of the bucket are split; every rank must call.
+        Collectives: two all-to-all over the group if the matrices of the bucket are split; every rank of it must call.
         """
         route = self._routes[bucket]
         if route is not None:
@@ -138,21 +146,21 @@ class MatrixExchange:
     def _exchange(
         self, route: _Route, tensors: dict[int, torch.Tensor], change: Callable[[torch.Tensor], torch.Tensor]
     ) -> None:
-        ranks = range(dist.get_world_size())
+        ranks = dist.get_process_group_ranks(self._group)
         like = next(iter(tensors.values()))
         mine = [[tensors[number][place] for number, place in route.sent[rank]] for rank in ranks]
         whole = [like.new_empty(owned.shape) for owned in route.owned]
-        theirs: list[list[torch.Tensor]] = [[] for _ in ranks]
+        theirs: dict[int, list[torch.Tensor]] = {rank: [] for rank in ranks}
         together: defaultdict[object, list[torch.Tensor]] = defaultdict(list)
         for matrix, owned in zip(whole, route.owned, strict=True):
             together[owned.shape, owned.ranks].append(matrix)
             for rank, place in owned.pieces:
                 theirs[rank].append(matrix[place])
-        self._send(like, mine, theirs)
+        self._send(like, mine, list(theirs.values()))
         for matrices in together.values():
             for matrix, changed in zip(matrices, change(torch.stack(matrices)), strict=True):
                 matrix.copy_(changed)
-        self._send(like, theirs, mine)
+        self._send(like, list(theirs.values()), mine)
 
     def _send(self, like: torch.Tensor, pieces: list[list[torch.Tensor]], places: list[list[torch.Tensor]]) -> None:
         """`pieces`, by the rank that they go to, into `places`, by the rank that they come from."""
@@ -160,7 +168,7 @@ class MatrixExchange:
         flat = [piece.reshape(-1) for of_rank in pieces for piece in of_rank]
         out, packed = like.new_empty(sum(received)), torch.cat([like.new_empty(0), *flat])
         with timers.collective():
-            self._all_to_all(out, packed, received, sent, group=dist.group.WORLD)
+            self._all_to_all(out, packed, received, sent, group=self._group or dist.group.WORLD)
         targets = [place for of_rank in places for place in of_rank]
         for place, values in zip(targets, out.split([place.numel() for place in targets]), strict=True):
             place.copy_(values.view(place.shape))

@@ -8,9 +8,10 @@ from functools import reduce
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from titanlite.materialize.layout import local_of
+from titanlite.materialize.layout import is_elsewhere, local_of
 from titanlite.ops.planned import kernel_device
 from titanlite.optim.adamw import LocalAdamW
 from titanlite.optim.matrix_exchange import AllToAll, MatrixExchange
@@ -50,6 +51,7 @@ class Muon(torch.optim.Optimizer):
         momentum: of Nesterov's kind.
         stacked: for some parameters, of how many matrices each of theirs consists: gate and up projection are two.
         all_to_all: see `MatrixExchange`.
+        group: likewise.
     """
 
     def __init__(
@@ -60,16 +62,18 @@ class Muon(torch.optim.Optimizer):
         momentum: float,
         stacked: dict[nn.Parameter, int],
         all_to_all: AllToAll,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(
             groups, {"state_names": (MOMENTUM,), "lr": 0.0, "weight_decay": 0.0, "fused": adamw.defaults["fused"]}
         )
         self._adamw, self._momentum = adamw, momentum
-        self._params = [(param, group) for group in self.param_groups for param in group["params"]]
+        all_params = ((param, group) for group in self.param_groups for param in group["params"])
+        self._params = [(param, group) for param, group in all_params if not is_elsewhere(param)]
         self.param_groups += adamw.param_groups  # the same dictionaries: a scheduler sets the rates of both
         adamw.state = self.state
         self._stacked = [stacked.get(param, 1) for param, _ in self._params]
-        self._exchange = MatrixExchange([param for param, _ in self._params], self._stacked, all_to_all)
+        self._exchange = MatrixExchange([param for param, _ in self._params], self._stacked, all_to_all, group)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:

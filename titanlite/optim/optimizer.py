@@ -17,12 +17,16 @@ _LEAST_BFLOAT16_LR = 1e-3
 
 
 def build_optimizer(
-    model: nn.Module, section: OptimizerSection, all_to_all: AllToAll = dist.all_to_all_single
+    model: nn.Module,
+    section: OptimizerSection,
+    all_to_all: AllToAll = dist.all_to_all_single,
+    group: dist.ProcessGroup | None = None,
 ) -> LocalAdamW | Muon:
     """The optimizer of the parameters that are trained, with decay on matrices only: not on norms, on other vectors, or
     on biases, also where those of all experts are one matrix.
 
-    `all_to_all` exchanges the matrices of Muon that are split over ranks. Every rank must call alike; no collective.
+    `all_to_all` exchanges the matrices of Muon that are split over the ranks of `group` (None: all). Every rank must
+    call alike; no collective. What other ranks hold is in the groups too, and is never stepped here.
 
     Raises:
         ConfigError: `section.lr_multipliers` names nothing that is trained.
@@ -61,7 +65,8 @@ def build_optimizer(
     )
     if section.name == "AdamW":
         return adamw
-    return Muon(of_muon or [{"params": []}], adamw, momentum=section.momentum, stacked=matrices, all_to_all=all_to_all)
+    rest = {"momentum": section.momentum, "stacked": matrices, "all_to_all": all_to_all, "group": group}
+    return Muon(of_muon or [{"params": []}], adamw, **rest)
 
 
 def step_if_finite(optimizer: torch.optim.Optimizer, finite: torch.Tensor) -> None:

@@ -64,7 +64,7 @@ def muon_matrices(model: nn.Module, section: OptimizerSection) -> dict[nn.Parame
         return {}
     model = cast(AnyModel, model)
     found: dict[nn.Parameter, int] = {}
-    for layer in model.decoder_layers():
+    for layer in model.all_layers():
         experts = {id(param) for module in model.experts_in(layer) for param in module.parameters()}
         for module in layer.modules():
             if isinstance(module, nn.Embedding):
