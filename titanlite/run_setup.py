@@ -10,6 +10,7 @@ import torch.distributed as dist
 from titanlite.checkpoint import Progress
 from titanlite.checkpoint.folder import OWN_FOLDER
 from titanlite.config import AnyModelConfig, JobConfig, ModelConfig, TransformersConfig, save_resolved
+from titanlite.config.parallelism import Degrees, resolve_global_batch_size
 from titanlite.data import TrainLoader
 from titanlite.data.mixture import get_sources
 from titanlite.distributed import ParallelDims, base_dtype, mixed_precision_dtypes, parallelize
@@ -31,6 +32,7 @@ from titanlite.tables import format_memory
 
 _MANY_EPOCHS = 10  # of a pretrained model's new data
 _LARGE_MASK = 2 << 30  # bytes
+_MUCH_WAITING = 0.5  # of a step
 
 
 def check_data_order(start: Progress, loader: TrainLoader) -> None:
@@ -83,6 +85,26 @@ def resolve_steps(job: JobConfig, loader: TrainLoader) -> JobConfig:
     logger.info("training: %s, %.3g epochs", length, epochs)
     _warn_of_many_epochs(job, epochs, "", "training.epochs")
     return job
+
+
+def describe_pipeline(job: JobConfig, model_config: AnyModelConfig, degrees: Degrees) -> None:
+    """Say which stages there are, and how long they wait for each other; warn on rank 0 if that is most of a step."""
+    if degrees.pp == 1:
+        return
+    sizes = [len(degrees.stage_layers(model_config.num_layers, stage)) for stage in range(degrees.pp)]
+    size, training = resolve_global_batch_size(job.training, degrees.dp), job.training
+    count = size // (training.local_batch_size * degrees.dp)
+    waiting = (degrees.pp - 1) / (count + degrees.pp - 1)
+    logger.info(
+        "pipeline: %d stages of %s layers; micro-batches a step: %d, so that a rank waits for %.0f %% of it",
+        *(degrees.pp, ", ".join(map(str, sizes)), count, 100 * waiting),
+    )
+    if waiting >= _MUCH_WAITING and get_rank() == 0:
+        logger.warning(
+            "pipeline: %.0f %% of a step is waiting. Raise training.global_batch_size (%d), or lower "
+            "training.local_batch_size (%d), so that there are several micro-batches for each of the %d stages.",
+            *(100 * waiting, size, training.local_batch_size, degrees.pp),
+        )
 
 
 def describe_sources(job: JobConfig, loader: TrainLoader) -> None:

@@ -15,8 +15,9 @@ from titanlite.distributed import (
     ParallelDims,
     all_reduce_sum,
     clip_grad_norms,
+    order_turns,
+    prepare_backward,
     reduce_replicated_grads,
-    sum_over_replicas,
 )
 from titanlite.metrics import (
     MoEState,
@@ -129,7 +130,9 @@ class TrainStep:
         self.job, self.dims, self.device = job, dims, device
         self.model, self.optimizer, self.objective, self.step = model, optimizer, objective, step
         self.lr_scheduler = build_lr_scheduler(optimizer, job.lr_scheduler, job.training.steps, step)
-        self.balancer = ExpertBiasBalancer(model, get_bias_update_rate(job, model.config), all_reduce_sum)
+        stage_size = dims.degrees.stage_size if dims.degrees.pp > 1 else None
+        rate = get_bias_update_rate(job, model.config)
+        self.balancer = ExpertBiasBalancer(model, rate, all_reduce_sum, stage_size)
         self.grad_groups = group_parameters(model, whole=not job.metrics.grad_norm_groups)
         most_bad = job.training.max_nonfinite_steps if job.training.on_nonfinite == "skip" else 1
         self.finite_guard = FiniteGuard(device, most_bad)
@@ -141,29 +144,31 @@ class TrainStep:
 
         The loss of every micro-batch is divided by the number of units (tokens with a label, or pairs) in the *global*
         batch, so gradients are sums over ranks and micro-batches, whatever the mesh and however unevenly the units are
-        spread.
+        spread. A backward follows its forward; a pipeline stage runs some forwards ahead (`order_turns`).
         """
-        objective = self.objective
+        objective, count = self.objective, len(micro_batches)
         units, num_tokens = self.count_units(micro_batches)
         losses_finite = []
         sums = torch.zeros(2 + len(objective.metric_names), device=self.device)
-        for number, batch in enumerate(micro_batches, 1):
-            if len(micro_batches) > 1:
-                sum_over_replicas(self.model, self.dims, now=number == len(micro_batches))
-            self.enter("forward")
-            losses = objective(self.model, batch)
-            self.enter("backward")
-            self.scaled_loss(losses, units, num_tokens).backward()
-            # cp and tp ranks hold the same losses, but the balance losses of their own positions.
-            aux_sum = losses.aux * self.dims.degrees.ranks_per_sequence
-            sums += torch.cat([torch.stack([losses.loss, aux_sum]).detach(), losses.metrics])
-            losses_finite.append((losses.loss + losses.aux).detach().isfinite())
-            self.balancer.accumulate()
-        sums = self.sum_over_data(sums)
+        open_losses: dict[int, ObjectiveSums] = {}
+        for phase, number in order_turns(count, self.dims.stages_behind):
+            self.enter(phase)
+            if phase == "forward":
+                open_losses[number] = losses = objective(self.model, micro_batches[number])
+                self.balancer.accumulate()
+                sums += self.sums_here(losses)
+                losses_finite.append((losses.loss + losses.aux).detach().isfinite())
+                continue
+            if count > 1:
+                prepare_backward(self.model, self.job, self.dims, last=number == count - 1)
+            self.scaled_loss(open_losses.pop(number), units, num_tokens).backward()
 
         self.enter("optimizer")
+        sums = self.sum_over_data(sums, in_stages=True)
         reduce_replicated_grads(self.model.parameters(), self.dims)
-        grad_norm, group_norms = clip_grad_norms(self.grad_groups, self.job.training.max_norm)
+        where = torch.device("cpu") if self.job.training.enable_cpu_offload else self.device
+        max_norm = self.job.training.max_norm
+        grad_norm, group_norms = clip_grad_norms(self.grad_groups, max_norm, self.dims.stage_group, where)
         self.step += 1
         finite = grad_norm.to(self.device).isfinite() & sums[:2].isfinite().all()  # both are global
         apply = self.finite_guard.admit(self.step, finite, torch.stack(losses_finite)).to(grad_norm.device)
@@ -205,12 +210,28 @@ class TrainStep:
         """
         return losses.loss / units + losses.aux / num_tokens
 
-    def sum_over_data(self, value: torch.Tensor) -> torch.Tensor:
-        """Sum of `value` over the data-parallel ranks; those that share sequences hold the same and count once."""
+    def sums_here(self, losses: ObjectiveSums) -> torch.Tensor:
+        """What this rank adds to the sums of loss, balance losses and metrics, on the device.
+
+        cp and tp ranks hold the same losses, but the balance losses of their own positions; and pipeline stages those
+        of their own layers, while only the last one has losses.
+        """
+        aux_sum = losses.aux * self.dims.degrees.ranks_per_sequence
+        loss, metrics = losses.loss, losses.metrics
+        if not self.dims.is_last_stage:
+            loss, metrics = torch.zeros_like(loss), torch.zeros_like(metrics)
+        return torch.cat([torch.stack([loss, aux_sum]), metrics]).detach()
+
+    def sum_over_data(self, value: torch.Tensor, *, in_stages: bool = False) -> torch.Tensor:
+        """Sum of `value` over the data-parallel ranks; those that share sequences hold the same and count once.
+
+        So do those of other pipeline stages, unless each has a part of the value (`in_stages`).
+        """
         value = value.clone()
         with timers.collective():
             all_reduce_sum(value)
-        copies = self.dims.degrees.ranks_per_sequence
+        degrees = self.dims.degrees
+        copies = degrees.ranks_per_sequence * (1 if in_stages else degrees.pp)
         return value // copies if value.dtype == torch.int64 else value / copies
 
     def describe(self, result: StepResult, window: Window, losses: Sequence[float], learning_rate: float) -> StepPoint:

@@ -47,6 +47,7 @@ from titanlite.run_setup import (
     check_device,
     check_resumed_model,
     check_vocabulary,
+    describe_pipeline,
     describe_sources,
     make_dump_folder,
     record_start,
@@ -88,6 +89,7 @@ class Trainer(TrainStep):
         with waiting_for_machines():
             self.tokenizer, self.loader = build_data(job, self.dims.dp_rank, degrees.dp)
         self.job = job = resolve_steps(job, self.loader)
+        describe_pipeline(job, model_config, degrees)
         check_vocabulary(self.loader.dataset.vocab_size, model_config)
         warn_of_ignored_balancing(job, model_config)
         warn_of_large_mask(job, model_config, self.device)
@@ -107,7 +109,7 @@ class Trainer(TrainStep):
         torch.manual_seed(job.training.seed + self.dims.dropout_rank)  # ranks with other tokens drop other elements
         # Of a checkpoint, or the modules' own: random.
         self.model, self.plan = self.build_sharded(model_config, self.checkpointer.weight_sources)
-        optimizer = build_optimizer(self.model, job.optimizer, all_to_all_single)
+        optimizer = build_optimizer(self.model, job.optimizer, all_to_all_single, self.dims.stage_group)
         self.checkpointer.load_state(self.plan, optimizer, self.device)
         objective = build_objective(job, self.loader.dataset.form)
         super().__init__(job, self.dims, self.device, self.model, optimizer, objective, self.step)
@@ -118,7 +120,7 @@ class Trainer(TrainStep):
         describe_sources(job, self.loader)
         self.results = Results(job, None if start is None else start.results)
         self.evaluator = build_evaluator(job, self.loader.dataset, self.tokenizer, model_config, self.dims, self.device)
-        self.divergence = DivergenceCheck(job, self.plan, self.optimizer, self.dims.dp_rank, self.step)
+        self.divergence = DivergenceCheck(job, self.plan, self.optimizer, self.dims, self.step)
         self.spikes = SpikeDetector(job.spike)
         self.stopping = False
         self.rewind: Rewind | None = None  # set when this training is to end, and go on from an earlier checkpoint
@@ -130,7 +132,8 @@ class Trainer(TrainStep):
             degrees.world_size,
             self.device,
             start_step=self.step,
-            moe_layers=list(self.model.expert_counters()),
+            moe_layers=self.model.moe_layer_numbers(),
+            stage_size=degrees.stage_size,
         )
         total, trained = count_parameters(self.model)
         logger.info(
@@ -229,9 +232,9 @@ class Trainer(TrainStep):
             for batch in batches:
                 heartbeat.beat("validation")
                 batch = batch.to(self.device)
-                loss_sum += self.objective(self.model, batch).loss
+                loss_sum += self.sums_here(self.objective(self.model, batch))[0]
                 units += self.objective.count(batch)
-            loss_sum, units = self.sum_over_data(loss_sum), self.sum_over_data(units)
+            loss_sum, units = self.sum_over_data(loss_sum, in_stages=True), self.sum_over_data(units)
             losses[source] = (loss_sum / units).item()
             loss_of_all += weight * loss_sum
             units_of_all += weight * units
@@ -283,6 +286,7 @@ class Trainer(TrainStep):
             lambda batch: self.scaled_loss(self.objective(self.model, batch), *units),
             found,
             whole_layers=self.job.compile.enable,
+            stage=self.dims.stage,
         )
         if not found.fatal:
             say_skipped(found, diagnosis, self.step)

@@ -23,6 +23,8 @@ from transformers import AutoConfig, GenerationConfig  # noqa: F401
 from titanlite.config import load_config
 from titanlite.config.parallelism import Degrees
 from titanlite.data import build_data
+from titanlite.materialize.agree import gather_objects
+from titanlite.materialize.layout import is_elsewhere
 from titanlite.materialize.plan import named_tensors
 from titanlite.preflight import Checked, check
 from titanlite.trainer import Trainer
@@ -81,6 +83,14 @@ MESHES: Mapping[str, Degrees] = {
     "CP2xEP2": Degrees(dp_shard=2, cp=2, ep=2),
     "CP2xTP2xEP4": Degrees(tp=2, ep=4, cp=2),
     "HSDP2xCP2": Degrees(dp_replicate=2, cp=2),
+    "PP4": Degrees(dp_shard=1, pp=4),
+    "PP2": Degrees(dp_shard=1, pp=2),
+    "PP2xFSDP2": Degrees(dp_shard=2, pp=2),
+    "PP2xHSDP2": Degrees(dp_replicate=2, pp=2),
+    "PP2xTP2": Degrees(tp=2, pp=2),
+    "PP2xEP2": Degrees(dp_shard=2, ep=2, pp=2),
+    "PP2xTP2xEP2": Degrees(tp=2, ep=2, pp=2),
+    "PP2xCP2": Degrees(cp=2, pp=2),
 }
 
 
@@ -98,6 +108,7 @@ def degree_overrides(degrees: Degrees) -> list[str]:
         f"--parallelism.context_parallel_degree={degrees.cp}",
         f"--parallelism.tensor_parallel_degree={degrees.tp}",
         f"--parallelism.expert_parallel_degree={degrees.ep}",
+        f"--parallelism.pipeline_parallel_degree={degrees.pp}",
     ]
 
 
@@ -182,10 +193,17 @@ class Run:
 
 def full_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Every parameter and buffer under each of its names, gathered. Collective: every rank must call."""
-    found = {}
+    found, elsewhere = {}, []
     for name, tensor, _ in named_tensors(model):
+        if is_elsewhere(tensor):
+            elsewhere.append(name)
+            continue
         tensor = tensor.detach()
         found[name] = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+    if any(gather_objects(bool(elsewhere))):  # in a pipeline, a name is here or elsewhere
+        everything = {name: tensor for of_rank in gather_objects(found) for name, tensor in of_rank.items()}
+        assert everything.keys() == {*found, *elsewhere}
+        found = {name: found.get(name, everything[name]) for name, _, _ in named_tensors(model)}
     return found
 
 

@@ -56,6 +56,18 @@ WRONG = {
         ["--parallelism.context_parallel_degree=4", "--model.overrides.num_heads=6"],
         ["context_parallel_degree (4) does not divide the 6 attention heads"],
     ),
+    "more stages than layers": (
+        ["--parallelism.pipeline_parallel_degree=4", "--model.overrides.num_layers=3"],
+        ["pipeline_parallel_degree (4) is more than the model's 3 layers"],
+    ),
+    "stages of a tied model": (
+        ["--parallelism.pipeline_parallel_degree=2", "--model.overrides.tie_word_embeddings=true"],
+        ["pipeline_parallel_degree is 2, but the model's output head is its embedding (tied)"],
+    ),
+    "stages of a class of transformers": (
+        ["--parallelism.pipeline_parallel_degree=2", "--model.implementation=transformers"],
+        ["pipeline_parallel_degree is 2, but Qwen3MoeForCausalLM is transformers' implementation", "Set it to 1"],
+    ),
     "batch size": (["--training.global_batch_size=6"], ["global_batch_size (6) is not a multiple", "(4) = 4"]),
     "unknown family": (["--model.name=qwen3_mo"], ["unknown family 'qwen3_mo'; did you mean 'qwen3_moe'?"]),
     "unknown flavor": (["--model.flavor=30B"], ["family 'qwen3_moe' has no flavor '30B'"]),

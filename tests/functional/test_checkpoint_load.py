@@ -122,12 +122,13 @@ def test_uneven_shards_and_casts(run_ranks, checked, meshes, gather_full, tmp_pa
 # --- what is read
 
 
-@pytest.mark.parametrize("mesh", ["FSDP4", "HSDP2x2", "DDP4", "TP2xEP2", "HSDP2xTP2xEP2"])
+@pytest.mark.parametrize("mesh", ["FSDP4", "HSDP2x2", "DDP4", "TP2xEP2", "HSDP2xTP2xEP2", "PP2xHSDP2", "PP4"])
 def test_every_byte_is_read_once_in_the_job(run_ranks, checked, meshes, tmp_path, mesh):
     """Also where every rank holds all of it: one rank reads, the others receive, and the work is shared."""
-    save_transformers_model(checked(Degrees()), tmp_path / "hf")
+    four_layers = "--model.overrides.num_layers=4"
+    save_transformers_model(checked(Degrees(), four_layers), tmp_path / "hf")
     size = (tmp_path / "hf/model.safetensors").stat().st_size
-    job = checked(meshes[mesh])
+    job = checked(meshes[mesh], four_layers)
 
     def rank_main() -> int:
         count, preadv = [0], os.preadv

@@ -103,7 +103,7 @@ def test_states_on_the_cpu_are_compared_with_others_on_the_gpu(checked, override
     trainer = Trainer(configuration.job, configuration.model_config, configuration.degrees)
     batches = [batch.to(trainer.device) for batch in trainer.loader.micro_batches(0)]
     trainer.train_step(batches)
-    check = divergence.DivergenceCheck(configuration.job, trainer.plan, trainer.optimizer, 0, 0)
+    check = divergence.DivergenceCheck(configuration.job, trainer.plan, trainer.optimizer, trainer.dims, 0)
     check.check(1, "order", 4, batches)
     trainer.metrics.close()
     dist.destroy_process_group()

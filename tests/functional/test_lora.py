@@ -114,6 +114,8 @@ def compare(train_run, overrides_of, meshes, reference_runs):
         ("TP2xEP2", "dots1", []),
         ("CP2xTP2", "qwen3_moe", ["--activation_checkpoint.mode=selective"]),
         ("CP2xEP2", "dots1", []),
+        ("PP2xTP2xEP2", "qwen3_moe", []),
+        ("PP2xFSDP2", "dots1", [FULL_AC]),
     ],
 )
 def test_mesh_trains_the_adapters_of_one_process(compare, base_of, mesh, family, overrides):

@@ -40,6 +40,7 @@ FAMILIES = {
         "--model.overrides.rope_scaling.factor=4",
         "--model.overrides.rope_scaling.original_max_position_embeddings=64",
     ],
+    "deep": ["--moe.expert_bias_update_rate=0.01", "--model.overrides.num_layers=5"],
     "balance_losses": ["--moe.aux_loss_coeff=0.01", "--moe.z_loss_coeff=0.001"],
     # Shards of unequal size on dense and sparse mesh (66 rows, 6 experts, 310 tokens), some of them empty.
     "uneven": ["--model.overrides.num_experts=6", "--model.overrides.hidden_size=66"],
@@ -52,6 +53,7 @@ FAMILIES = {
         "--moe.z_loss_coeff=0.001",
     ],
 }
+FAMILIES["yarn_untied"] = [*FAMILIES["yarn"], "--model.overrides.tie_word_embeddings=false"]
 FAMILIES |= {
     f"muon_{name}": [*FAMILIES[name], MUON]
     for name in ("qwen3_moe", "uneven", "few_experts", "dots1", "llama", "qwen3_tied", "deepseek_v3")
@@ -65,6 +67,10 @@ SELECTIVE_AC = "--activation_checkpoint.mode=selective"
 def batch_sizes(degrees: Degrees, accumulate: bool) -> str:
     """8 sequences a step on every mesh: one micro-batch, or two."""
     return f"--training.local_batch_size={8 // degrees.dp // (2 if accumulate else 1)}"
+
+
+PIPELINES = ["PP4", "PP2xFSDP2", "PP2xHSDP2", "PP2xTP2", "PP2xEP2", "PP2xTP2xEP2", "PP2xCP2"]
+PP_BATCH = "--training.local_batch_size=1"
 
 
 @pytest.fixture(scope="module")
@@ -141,6 +147,60 @@ def test_full_checkpointing_alone_changes_nothing(compare, mesh):
 @pytest.mark.parametrize("mesh", ["EP2xFSDP2"])
 def test_accumulation_alone_changes_nothing(compare, mesh):
     compare(mesh, "qwen3_moe", accumulate=True)
+
+
+@pytest.mark.parametrize("mesh", PIPELINES)
+def test_pipeline_trains_like_one_process(compare, mesh):
+    """4 or 8 micro-batches of one sequence; of 5 layers one stage has one more than another."""
+    compare(mesh, "deep", PP_BATCH)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "family", "overrides"),
+    [
+        ("PP2xFSDP2", "deep", [FULL_AC]),
+        ("PP2xTP2xEP2", "deep", [SELECTIVE_AC]),
+        ("PP2xEP2", "deep", ["--training.local_batch_size=4"]),  # one micro-batch: a stage waits for all others
+        ("PP2xEP2", "deep", ["--training.local_batch_size=2", "--parallelism.pipeline_parallel_layers=1,4"]),
+        ("PP2xFSDP2", "deep", ["--parallelism.fsdp_reshard_after_forward=never"]),
+        ("PP2xTP2", "dots1", []),  # the first stage has the dense layers
+        ("PP2xFSDP2", "dots1", ["--parallelism.pipeline_parallel_layers=1,2"]),  # and no other
+        ("PP2xTP2xEP2", "dots1_balance_losses", []),
+        ("PP2xEP2", "balance_losses", []),
+        ("PP2xCP2", "balance_losses", []),
+        ("PP2xTP2", "llama", []),
+        ("PP2xFSDP2", "uneven", []),
+        ("PP2xFSDP2", "few_experts", []),
+        ("PP2xCP2", "yarn_untied", []),
+        ("PP2xTP2", "deepseek_v3", []),
+        ("PP2xFSDP2", "muon_qwen3_moe", []),
+        ("PP2xTP2xEP2", "muon_dots1", []),
+    ],
+)
+def test_pipeline_beside_everything_else_trains_like_one_process(compare, mesh, family, overrides):
+    compare(mesh, family, PP_BATCH, *overrides)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "family", "overrides"),
+    [
+        ("FSDP4", "deep", []),
+        ("HSDP2x2", "deep", []),
+        ("DDP4", "deep", []),
+        ("TP2xEP4", "deep", [FULL_AC]),
+        ("EP2xFSDP2", "dots1_balance_losses", [SELECTIVE_AC]),
+        ("CP2xTP2", "deep", []),
+        ("TP2xFSDP2", "qwen3_tied", []),
+        ("FSDP4", "uneven", []),
+        ("FSDP4", "few_experts", []),
+        ("EP2xFSDP2", "muon_qwen3_moe", []),
+        ("PP4", "deep", []),
+        ("PP2xHSDP2", "deep", [FULL_AC]),
+        ("PP2xTP2xEP2", "deep", []),
+    ],
+)
+def test_gathered_and_reduced_once_per_step_it_trains_like_one_process(compare, mesh, family, overrides):
+    compare(mesh, family, "--parallelism.fsdp_once_per_step=true", PP_BATCH, *overrides)
 
 
 @pytest.mark.parametrize(("mesh", "option"), [("FSDP4", "op"), ("TP2xEP2", "op"), ("TP2xEP4", "2")])

@@ -18,7 +18,7 @@ from titanlite.config.parallelism import Degrees
 from titanlite.data import build_data
 from titanlite.distributed import clip_grad, collectives, expert_parallel, fsdp_timing, replicated_grads
 from titanlite.materialize import materialize
-from titanlite.materialize.layout import local_of
+from titanlite.materialize.layout import is_elsewhere, local_of
 from titanlite.models.decoder import build_decoder
 from titanlite.plan_run import exact_plan, planned_sources
 from titanlite.planner.estimate import axis_ranks
@@ -38,6 +38,7 @@ _KINDS = {
     "all_reduce_sum": ("all_reduce", 0),
     "all_to_all_single": ("all_to_all", 1),
     "broadcast": ("broadcast", 0),
+    "isend": ("send", 0),
 }
 _NAMES = {"output": 0, "output_tensor": 0, "input": 1, "input_tensor": 1}
 
@@ -104,10 +105,11 @@ def measure(checked: Checked) -> dict[str, Any]:
     with calls_of(trainer) as calls, FlopCounterMode(display=False) as flops:
         trainer.train_step(trainer.loader.micro_batches(0))
     states = [value for state in trainer.optimizer.state.values() for value in state.values()]
-    params = list(trainer.model.parameters())
+    params = [param for param in trainer.model.parameters() if not is_elsewhere(param)]
+    buffers = [buffer for buffer in trainer.model.buffers() if not is_elsewhere(buffer)]
 
     batches = trainer.loader.micro_batches(1)
-    held = [*params, *trainer.model.buffers(), *states, *trainer.finite_guard.state()]
+    held = [*params, *buffers, *states, *trainer.finite_guard.state()]
     held += [value for batch in batches for value in vars(batch).values()]
     held += [trainer.balancer.counts] if hasattr(trainer.balancer, "counts") else []
     recorder = StepRecorder(held)
@@ -118,7 +120,7 @@ def measure(checked: Checked) -> dict[str, Any]:
         "storages": sum(local_of(p).untyped_storage().nbytes() for p in params),
         "gradients": gradients[0],
         "optimizer": sum(local_of(state).nbytes for state in states),
-        "buffers": sum(buffer.nbytes for buffer in trainer.model.buffers()),
+        "buffers": sum(buffer.nbytes for buffer in buffers),
         "read": read,
         "calls": calls,
         "torch_flops": flops.get_total_flops(),
@@ -157,7 +159,8 @@ def compare(checked: Checked, source: str, ranks: list[dict[str, Any]], *, balan
             assert trace.flops.counted == real["flops"]
             # The same operators on tensors with and without data; real routing changes nothing but values.
             peak = max(trace.peaks.values(), key=lambda peak: sum(peak.values()))
-            assert peak == pytest.approx(real["peak"], rel=0.02)
+            # Of each micro-batch there is one byte, whether its loss is finite.
+            assert peak == pytest.approx(real["peak"], rel=0.02, abs=16)
         else:
             exact = {key: value for key, value in called.items() if key[0] != "all_to_all" or key[2] == "count"}
             assert exact == {key: value for key, value in real["calls"].items() if key in exact}
@@ -177,6 +180,26 @@ def test_plan_of_pieces_of_sequences(checked, run_ranks, mode):
     job = checked(Degrees(dp_shard=1, cp=2, tp=2, ep=2), f"--activation_checkpoint.mode={mode}")
     ranks = run_ranks(4, lambda: measure(job))
     compare(job, "", ranks, balanced=False)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "overrides"),
+    [
+        (Degrees(dp_shard=2, pp=2), []),
+        (Degrees(tp=2, ep=2, pp=2), ["--activation_checkpoint.mode=full"]),
+        (Degrees(dp_replicate=2, pp=2), ["--parallelism.fsdp_once_per_step=true"]),
+        (Degrees(dp_shard=2, pp=2), ["--parallelism.fsdp_once_per_step=true"]),
+        (Degrees(dp_replicate=2, dp_shard=2), []),
+        (Degrees(dp_shard=4), ["--parallelism.fsdp_once_per_step=true"]),
+    ],
+    ids=str,
+)
+def test_plan_of_several_micro_batches(checked, run_ranks, degrees, overrides):
+    """Of 4 to 8 sequences one by one; what the last of them does for all, and what pipeline stages hold open."""
+    job = checked(degrees, "--model.overrides.num_layers=6", "--training.local_batch_size=1", *overrides)
+    assert job.job.training.global_batch_size // degrees.dp > 3 or degrees.dp == 4
+    ranks = run_ranks(4, lambda: measure(job))
+    compare(job, "", ranks, balanced=degrees.ep == 1)
 
 
 def test_plan_of_bfloat16_states_with_a_frozen_tied_embedding(checked, run_ranks):

@@ -88,6 +88,9 @@ def contents(folder: Path, step: int) -> dict[str, str]:
         ("TP2xEP2", MUON),
         ("HSDP2xTP2xEP2", MUON),
         ("CP2xTP2xEP4", []),
+        ("PP2xTP2xEP2", ["--training.local_batch_size=1"]),
+        ("PP2xFSDP2", ["--checkpoint.async_mode=async", "--training.local_batch_size=1", *DOTS1]),
+        ("PP2xHSDP2", [*MUON, "--training.local_batch_size=2"]),
     ],
     ids=[
         "FSDP4",
@@ -100,6 +103,9 @@ def contents(folder: Path, step: int) -> dict[str, str]:
         "Muon",
         "HSDP Muon",
         "CP2xTP2xEP4",
+        "pipeline",
+        "pipeline async",
+        "pipeline Muon",
     ],
 )
 def test_resumed_run_is_the_uninterrupted_run_bit_for_bit(train, halfway, meshes, mesh, overrides):
@@ -145,6 +151,9 @@ def test_momentum_of_muon_moves_to_another_mesh(train, halfway, meshes):
         ("TP2xFSDP2", Degrees(dp_shard=2, ep=2)),
         ("FSDP4", "CP2xTP2"),
         ("CP2xEP2", "TP2xFSDP2"),
+        ("FSDP4", "PP2xEP2"),
+        ("PP2xTP2xEP2", "EP2xFSDP2"),
+        ("PP2xFSDP2", Degrees()),
     ],
     ids=str,
 )

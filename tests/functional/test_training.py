@@ -182,12 +182,12 @@ def poison_step(monkeypatch: pytest.MonkeyPatch, step: int, value: float) -> Non
     """Let one gradient element on rank 1 be `value` in optimizer step `step` (1-based)."""
     original, calls = titanlite.train_step.clip_grad_norms, []
 
-    def poisoned(groups: Any, max_norm: float) -> tuple[torch.Tensor, torch.Tensor]:
+    def poisoned(groups: Any, max_norm: float, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
         params = [param for group in groups.values() for param in group]
         calls.append(None)
         if len(calls) == step and torch.distributed.get_rank() == min(1, torch.distributed.get_world_size() - 1):
             local_of(params[3].grad).view(-1)[0] = value
-        return original(groups, max_norm)
+        return original(groups, max_norm, *rest)
 
     monkeypatch.setattr(titanlite.train_step, "clip_grad_norms", poisoned)
 
@@ -351,6 +351,8 @@ class TestCompile:
             (Degrees(dp_shard=2, tp=2, ep=2), "selective"),
             *((Degrees(cp=2), mode) for mode in ("none", "selective")),
             (Degrees(tp=2, ep=4, cp=2), "full"),
+            (Degrees(pp=2), "none"),
+            (Degrees(tp=2, ep=2, pp=2), "selective"),
         ],
         ids=str,
     )
@@ -370,7 +372,11 @@ class TestCompile:
             assert b.losses == pytest.approx(a.losses, rel=1e-5)
             assert b.grad_norms == pytest.approx(a.grad_norms, rel=1e-5)
             assert b.tokens_per_expert == a.tokens_per_expert
-        layers, steps, micro_batches = 2, 2, checked(degrees).job.training.global_batch_size // (2 * degrees.dp)
+        layers, steps, micro_batches = (
+            2 // degrees.pp,
+            2,
+            checked(degrees).job.training.global_batch_size // (2 * degrees.dp),
+        )
         forwards = layers * steps * micro_batches
         if degrees.experts_on_own_mesh:
             assert graphs.made >= 2 and graphs.called >= graphs.made * forwards

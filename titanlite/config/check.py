@@ -69,6 +69,7 @@ _RULES: tuple[tuple[Callable[[float], bool], str, tuple[str, ...]], ...] = (
             "parallelism.data_parallel_replicate_degree",
             "parallelism.tensor_parallel_degree",
             "parallelism.context_parallel_degree",
+            "parallelism.pipeline_parallel_degree",
             "parallelism.expert_parallel_degree",
             "metrics.log_freq",
             "profiling.profile_freq",

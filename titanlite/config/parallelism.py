@@ -5,7 +5,7 @@ All checks of degrees live here, so that the preflight and every rank say the sa
 
 from dataclasses import dataclass
 
-from titanlite.config.model import AnyModelConfig, TransformersConfig
+from titanlite.config.model import AnyModelConfig, ModelConfig, TransformersConfig
 from titanlite.config.schema import JobConfig, ParallelismSection, TrainingSection
 from titanlite.errors import ConfigError
 
@@ -14,9 +14,13 @@ from titanlite.errors import ConfigError
 class Degrees:
     """Resolved degrees. Dense mesh: (dp_replicate, fsdp = dp_shard * cp, tp); sparse mesh: (dp_replicate, efsdp, ep).
 
-    Both cover the same ranks. FSDP shards over dp_shard and cp together, for cp ranks have the same parameters, and
-    gradients of other tokens. Expert parallelism folds over dp_shard, cp and tp: a group of ep neighbouring ranks
-    splits the experts, for between layers all of them hold different tokens.
+    Both cover the same ranks: those of one pipeline stage, which are neighbours. FSDP shards over dp_shard and cp
+    together, for cp ranks have the same parameters, and gradients of other tokens. Expert parallelism folds over
+    dp_shard, cp and tp: a group of ep neighbouring ranks splits the experts, for between layers all of them hold
+    different tokens.
+
+    Attributes:
+        layers: of each pipeline stage, as configured; empty: split evenly.
     """
 
     dp_replicate: int = 1
@@ -24,6 +28,8 @@ class Degrees:
     tp: int = 1
     ep: int = 1
     cp: int = 1
+    pp: int = 1
+    layers: tuple[int, ...] = ()
 
     @property
     def dp(self) -> int:
@@ -51,9 +57,30 @@ class Degrees:
         return self.fsdp * self.tp // self.ep
 
     @property
+    def stage_size(self) -> int:
+        """Ranks of a pipeline stage, which hold one copy of its layers or several."""
+        return self.dp_replicate * self.fsdp * self.tp
+
+    @property
     def world_size(self) -> int:
         """Ranks in all."""
-        return self.dp_replicate * self.fsdp * self.tp
+        return self.pp * self.stage_size
+
+    def stage_of(self, rank: int) -> int:
+        """The pipeline stage of a global rank."""
+        return rank // self.stage_size
+
+    def stage_layers(self, num_layers: int, stage: int) -> range:
+        """The layers of a pipeline stage. What is left over goes to those next to the last: it has the output head,
+        and the first one holds the activations of most micro-batches.
+        """
+        sizes = self.layers
+        if not sizes:
+            even, more = divmod(num_layers, self.pp)
+            first = self.pp - 1 - more
+            sizes = [even + (first <= stage < self.pp - 1) for stage in range(self.pp)]
+        start = sum(sizes[:stage])
+        return range(start, start + sizes[stage])
 
     @property
     def experts_on_own_mesh(self) -> bool:
@@ -66,7 +93,8 @@ class Degrees:
 
     def __str__(self) -> str:
         cp = f" x cp {self.cp}" if self.cp > 1 else ""
-        return f"dp_replicate {self.dp_replicate} x dp_shard {self.dp_shard}{cp} x tp {self.tp}, ep {self.ep}"
+        pp = f"pp {self.pp} x " if self.pp > 1 else ""
+        return f"{pp}dp_replicate {self.dp_replicate} x dp_shard {self.dp_shard}{cp} x tp {self.tp}, ep {self.ep}"
 
 
 def resolve_degrees(section: ParallelismSection, world_size: int) -> Degrees:
@@ -75,27 +103,30 @@ def resolve_degrees(section: ParallelismSection, world_size: int) -> Degrees:
     Raises:
         ConfigError: they do not, or the experts cannot be split so.
     """
-    replicate, cp, tp, ep = (
+    replicate, cp, tp, ep, pp = (
         section.data_parallel_replicate_degree,
         section.context_parallel_degree,
         section.tensor_parallel_degree,
         section.expert_parallel_degree,
+        section.pipeline_parallel_degree,
     )
     shard = section.data_parallel_shard_degree
-    of_cp = f" * cp ({cp})" if cp > 1 else ""
+    of_cp, of_pp = f" * cp ({cp})" if cp > 1 else "", f"pp ({pp}) * " if pp > 1 else ""
     if world_size < 1:
         raise ConfigError(f"parallelism: a world size of {world_size}; a run has at least 1 rank.")
     if shard == -1:
-        if world_size % (replicate * cp * tp):
+        others = pp * replicate * cp * tp
+        if world_size % others:
             raise ConfigError(
-                f"parallelism: dp_replicate ({replicate}){of_cp} * tp ({tp}) = {replicate * cp * tp} does not divide "
+                f"parallelism: {of_pp}dp_replicate ({replicate}){of_cp} * tp ({tp}) = {others} does not divide "
                 f"the world size ({world_size}). Change one of these degrees, or the number of ranks."
             )
-        shard = world_size // (replicate * cp * tp)
-    if replicate * shard * cp * tp != world_size:
+        shard = world_size // others
+    degrees = Degrees(replicate, shard, tp, ep, cp, pp, _parse_layers(section))
+    if degrees.world_size != world_size:
         raise ConfigError(
-            f"parallelism: dp_replicate ({replicate}) * dp_shard ({shard}){of_cp} * tp ({tp}) = "
-            f"{replicate * shard * cp * tp}, but the world size is {world_size}. Set data_parallel_shard_degree = -1 "
+            f"parallelism: {of_pp}dp_replicate ({replicate}) * dp_shard ({shard}){of_cp} * tp ({tp}) = "
+            f"{degrees.world_size}, but the world size is {world_size}. Set data_parallel_shard_degree = -1 "
             "to use the rest, or change a degree."
         )
     if (shard * cp * tp) % ep:
@@ -103,14 +134,35 @@ def resolve_degrees(section: ParallelismSection, world_size: int) -> Degrees:
             f"parallelism: ep ({ep}) does not divide dp_shard ({shard}){of_cp} * tp ({tp}) = {shard * cp * tp}. Lower "
             "expert_parallel_degree; expert parallelism folds over these ranks."
         )
-    return Degrees(replicate, shard, tp, ep, cp)
+    return degrees
+
+
+def _parse_layers(section: ParallelismSection) -> tuple[int, ...]:
+    """`pipeline_parallel_layers` as numbers.
+
+    Raises:
+        ConfigError: they are no numbers, or not one for each stage.
+    """
+    text, pp = section.pipeline_parallel_layers, section.pipeline_parallel_degree
+    words = [word.strip() for word in text.split(",")] if text else []
+    if words and pp == 1:
+        raise ConfigError(
+            f"parallelism.pipeline_parallel_layers = '{text}' has no effect, for pipeline_parallel_degree is 1. Set "
+            "that to the number of stages, or leave this out."
+        )
+    if words and (len(words) != pp or not all(word.isdecimal() for word in words)):
+        raise ConfigError(
+            f"parallelism.pipeline_parallel_layers = '{text}' is not a number of layers for each of the {pp} stages "
+            "that pipeline_parallel_degree makes, with commas between them. Correct it, or leave it out."
+        )
+    return tuple(map(int, words))
 
 
 def check_parallelism(job: JobConfig, model: AnyModelConfig, degrees: Degrees) -> list[str]:
     """Everything that the model's sizes and the batch sizes forbid, one message each."""
     if isinstance(model, TransformersConfig):
         return _check_transformers(job, model, degrees) + _check_batches(job, model, degrees)
-    problems: list[str] = []
+    problems = _check_resharding(job.parallelism)
     tp, ep = degrees.tp, degrees.ep
     split = {"num_heads": model.num_heads, "num_kv_heads": model.num_kv_heads, "vocab_size": model.vocab_size}
     if model.num_experts == 0 or model.num_dense_layers:
@@ -126,6 +178,7 @@ def check_parallelism(job: JobConfig, model: AnyModelConfig, degrees: Degrees) -
             f"training.seq_len ({job.training.seq_len}) is not a multiple of {split_by}tensor_parallel_degree ({tp}): "
             "activations are sequence-sharded."
         )
+    problems += _check_stages(job, model, degrees)
     if not any(size % tp for size in (model.num_heads, model.num_kv_heads)):
         problems += _check_heads(model.num_heads // tp, model.num_kv_heads // tp, degrees)
     if model.num_experts == 0 and ep > 1:
@@ -147,6 +200,38 @@ def check_parallelism(job: JobConfig, model: AnyModelConfig, degrees: Degrees) -
     return problems + _check_batches(job, model, degrees)
 
 
+def _check_resharding(section: ParallelismSection) -> list[str]:
+    if section.fsdp_once_per_step and section.fsdp_reshard_after_forward == "always":
+        return [
+            "parallelism.fsdp_once_per_step keeps gathered parameters for a whole step, and "
+            "fsdp_reshard_after_forward = 'always' frees them after each forward. Leave one of the two out."
+        ]
+    return []
+
+
+def _check_stages(job: JobConfig, model: ModelConfig, degrees: Degrees) -> list[str]:
+    """Whether the layers can be split into pipeline stages."""
+    pp, num_layers = degrees.pp, model.num_layers
+    if pp == 1:
+        return []
+    problems = []
+    if model.tie_word_embeddings:
+        problems.append(
+            f"parallelism: pipeline_parallel_degree is {pp}, but the model's output head is its embedding (tied), and "
+            "the one is in the last stage, the other in the first. Set it to 1."
+        )
+    if not degrees.layers and num_layers < pp:
+        problems.append(
+            f"parallelism: pipeline_parallel_degree ({pp}) is more than the model's {num_layers} layers. Lower it."
+        )
+    elif degrees.layers and (sum(degrees.layers) != num_layers or 0 in degrees.layers):
+        problems.append(
+            f"parallelism.pipeline_parallel_layers: {' + '.join(map(str, degrees.layers))} = {sum(degrees.layers)}, "
+            f"but the model has {num_layers} layers, and each stage needs one or more. Correct it, or leave it out."
+        )
+    return problems
+
+
 def _check_heads(num_heads: int, num_kv_heads: int, degrees: Degrees) -> list[str]:
     """Whether cp ranks can share the heads that tp leaves each of them."""
     cp, left = degrees.cp, f" that tensor_parallel_degree ({degrees.tp}) leaves" if degrees.tp > 1 else ""
@@ -166,11 +251,16 @@ def _check_heads(num_heads: int, num_kv_heads: int, degrees: Degrees) -> list[st
 def _check_transformers(job: JobConfig, model: TransformersConfig, degrees: Degrees) -> list[str]:
     """What a class of transformers cannot do here, and settings that it would ignore."""
     what = f"{model.architecture} is transformers' implementation"
-    problems: list[str] = []
+    problems = _check_resharding(job.parallelism)
     if degrees.cp > 1:
         problems.append(
             f"parallelism: context_parallel_degree is {degrees.cp}, but {what}, whose attention cannot be split so "
             "here. Set it to 1, or use a native family."
+        )
+    if degrees.pp > 1:
+        problems.append(
+            f"parallelism: pipeline_parallel_degree is {degrees.pp}, but {what}, whose forward cannot be cut into "
+            "stages here. Set it to 1, or use a native family."
         )
     if degrees.tp > 1 and not model.has_tp_plan:
         problems.append(

@@ -210,6 +210,15 @@ class ParallelismSection:
         "Ranks that split each sequence, for long ones: each holds a piece of it, and inside attention all of it for "
         "some of the heads (arXiv:2309.14509). FSDP shards over these ranks too.",
     )
+    pipeline_parallel_degree: int = setting(
+        1,
+        "Groups of ranks, stages, that each hold some of the layers, one after the other; the micro-batches of a step "
+        "pass through them (1F1B, arXiv:2104.04473). The other degrees multiply to the ranks of one stage.",
+    )
+    pipeline_parallel_layers: str = setting(
+        "",
+        "Layers of each stage, as '11,13,13,11'; empty: evenly, and what is left over for the stages before the last.",
+    )
     expert_parallel_degree: int = setting(
         1,
         "Ranks that split the experts; folded over data_parallel_shard * context_parallel * tensor_parallel, costs no "
@@ -217,6 +226,11 @@ class ParallelismSection:
     )
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = setting(
         "default", "Free gathered parameters after forward: 'default' for all but the last layer."
+    )
+    fsdp_once_per_step: bool = setting(
+        False,
+        "Gather parameters and reduce gradients once a step, not for each micro-batch: less traffic for more memory, "
+        "that of parameters, and of gradients in mixed_precision_reduce, of all of a rank's layers whole.",
     )
 
 

@@ -2,9 +2,10 @@
 
 from titanlite.distributed.clip_grad import clip_grad_norm, clip_grad_norms
 from titanlite.distributed.collectives import all_reduce_sum, all_to_all_single
-from titanlite.distributed.fsdp import base_dtype, mixed_precision_dtypes, sum_over_replicas
+from titanlite.distributed.fsdp import base_dtype, mixed_precision_dtypes, prepare_backward
 from titanlite.distributed.parallel_dims import ParallelDims
 from titanlite.distributed.parallelize import parallelize
+from titanlite.distributed.pipeline_parallel import order_turns
 from titanlite.distributed.process_group import end_distributed, fake_ranks, init_distributed
 from titanlite.distributed.replicated_grads import reduce_replicated_grads
 
@@ -19,7 +20,8 @@ __all__ = [
     "fake_ranks",
     "init_distributed",
     "mixed_precision_dtypes",
+    "order_turns",
     "parallelize",
+    "prepare_backward",
     "reduce_replicated_grads",
-    "sum_over_replicas",
 ]

@@ -80,8 +80,8 @@ def checkpoint_layers(model: AnyModel, section: ActivationCheckpointSection) -> 
     if section.mode == "none" or _is_by_operation(section):
         return
     every = 1 if section.mode == "full" else int(section.selective_ac_option)
-    keeps_rng = _keeps_rng(model)
-    for layer in model.decoder_layers()[::every]:
+    keeps_rng, here = _keeps_rng(model), set(model.decoder_layers())
+    for layer in here.intersection(model.all_layers()[::every]):
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=keeps_rng)
 
 

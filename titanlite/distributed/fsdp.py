@@ -17,6 +17,7 @@ from torch.distributed.tensor import Shard
 from titanlite.config.schema import JobConfig
 from titanlite.distributed.fsdp_timing import time_collectives
 from titanlite.distributed.parallel_dims import ParallelDims
+from titanlite.materialize.layout import is_elsewhere
 from titanlite.models.build import AnyModel
 from titanlite.models.lora import is_adapter
 from titanlite.models.transformers_model import TransformersModel
@@ -56,16 +57,20 @@ def apply_fsdp(model: AnyModel, job: JobConfig, dims: ParallelDims, device_type:
         "mp_policy": policy,
         "offload_policy": CPUOffloadPolicy() if job.training.enable_cpu_offload else OffloadPolicy(),
     }
-    reshard = job.parallelism.fsdp_reshard_after_forward
+    section = job.parallelism
+    reshard = "never" if section.fsdp_once_per_step else section.fsdp_reshard_after_forward
     layers = model.decoder_layers()
     placement = _expert_placement(model, dims)
     units = {layer: list(model.experts_in(layer)) if dims.degrees.experts_on_own_mesh else [] for layer in layers}
+    ignored = {param for param in model.parameters() if is_elsewhere(param)}
     if _experts_need_no_fsdp(units.values(), job, dims, policy):
-        shared["ignored_params"] = {p for experts in units.values() for m in experts for p in m.parameters()}
+        ignored |= {p for experts in units.values() for m in experts for p in m.parameters()}
         units = {layer: [] for layer in layers}
+    if ignored:
+        shared["ignored_params"] = ignored
     for layer in layers:
         # The last layer's parameters are needed again at once, when backward begins.
-        last = layer is layers[-1]
+        last = layer is layers[-1] and dims.is_last_stage
         reshard_layer = reshard == "always" or (reshard == "default" and not last)
         for experts in units[layer]:
             fully_shard(
@@ -97,21 +102,31 @@ def apply_fsdp(model: AnyModel, job: JobConfig, dims: ParallelDims, device_type:
                 module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
             time_collectives(module, has_replicas=dims.degrees.dp_replicate > 1)
-    if dims.degrees.ep > 1:
+    if dims.degrees.ep > 1 or dims.degrees.pp > 1:
         _prefetch_explicitly([[layer, *units[layer]] for layer in layers])
+    if section.fsdp_once_per_step:
+        _prefetch_nothing_in_backward(module for module in model.modules() if isinstance(module, FSDPModule))
+    elif dims.degrees.pp > 1:
+        _prefetch_nothing_in_backward([layers[0], *units[layers[0]], *embedding])
     for name, param in model.named_parameters(remove_duplicate=False):
         vars(param).update(attributes[name])
 
 
-def sum_over_replicas(model: AnyModel, dims: ParallelDims, *, now: bool) -> None:
-    """Whether the next backward all-reduces gradients over `dp_replicate`: that of a step's last micro-batch alone.
+def prepare_backward(model: AnyModel, job: JobConfig, dims: ParallelDims, *, last: bool) -> None:
+    """Say whether the next backward is that of a step's last micro-batch, which does what is done once per step.
 
-    Without this FSDP does so for each, over the slowest links, and from the second on keeps every unit's sum until
-    backward ends. Between them this rank's gradients are in FSDP's own buffers, not in `grad`.
+    That is the all-reduce of gradients over `dp_replicate`. Without this FSDP does so for each micro-batch, over the
+    slowest links, and from the second on keeps every unit's sum until backward ends. Between them this rank's gradients
+    are in FSDP's own buffers, not in `grad`. With `parallelism.fsdp_once_per_step` it is every reduction of gradients,
+    and gathered parameters are kept until then.
     """
-    if dims.degrees.dp_replicate > 1:
-        module: Any = model  # fully_shard made an FSDPModule of it, which its static type does not show
-        module.set_requires_all_reduce(now)
+    module: Any = model  # fully_shard made an FSDPModule of it, which its static type does not show
+    if job.parallelism.fsdp_once_per_step:
+        module.set_is_last_backward(last)
+        module.set_reshard_after_backward(last)
+        module.set_requires_gradient_sync(last)
+    elif dims.degrees.dp_replicate > 1:
+        module.set_requires_all_reduce(last)
 
 
 def _expert_placement(model: AnyModel, dims: ParallelDims) -> Callable[[nn.Parameter], Shard | None]:
@@ -150,8 +165,18 @@ def _experts_need_no_fsdp(
     return bool(params) and d.efsdp * d.dp_replicate == 1 and not casts and not job.training.enable_cpu_offload
 
 
+def _prefetch_nothing_in_backward(units: Iterable[nn.Module]) -> None:
+    """For what is gathered once per step, and for a pipeline stage's first units. By itself FSDP2 would gather the last
+    unit once more: it lists those of all micro-batches together, and before the first of one comes the last of another.
+    """
+    modules: Any = units  # FSDPModules, which their static type does not show
+    for module in modules:
+        module.set_modules_to_backward_prefetch([module])  # none would be the default
+
+
 def _prefetch_explicitly(units_of_layers: list[list[nn.Module]]) -> None:
-    """Order the all-gathers by hand: the host copy of the split sizes in each MoE layer stops implicit prefetching.
+    """Order the all-gathers by hand. The host copy of the split sizes in each MoE layer stops implicit prefetching, and
+    where forwards run ahead, FSDP2 forgets the order of units after a backward.
 
     Args:
         units_of_layers: of each decoder layer its FSDP units, itself first.

@@ -17,6 +17,9 @@ class ParallelDims:
     An axis with one rank is left out, but for the two that FSDP units are split over: its process group would do
     nothing and yet have threads, which with gloo wake up a hundred times a second.
 
+    With pipeline stages the meshes have an axis "pp" in front, along which no tensor is split: the axes behind it span
+    the ranks of one stage.
+
     Attributes:
         degrees: resolved degrees.
         dense: mesh (dp_replicate, dp_shard or dp_shard_cp, tp), for everything but experts.
@@ -24,22 +27,53 @@ class ParallelDims:
             split over the same ranks as everything else.
         cp_group: ranks that hold the pieces of one sequence, in their order; None with cp = 1. It shards no parameter,
             so it has no axis of its own in a mesh.
+        stage_group: ranks of this pipeline stage; None with pp = 1, where these are all.
+        pp_backward_group: as the group of the axis "pp": the ranks at this one's place in all stages. One serves hidden
+            states, the other gradients.
     """
 
     degrees: Degrees
     dense: DeviceMesh
     sparse: DeviceMesh | None
     cp_group: dist.ProcessGroup | None = None
+    stage_group: dist.ProcessGroup | None = None
+    pp_backward_group: dist.ProcessGroup | None = None
 
     @classmethod
     def build(cls, degrees: Degrees, device_type: str) -> "ParallelDims":
         """Create the meshes. Collective: every rank of the default process group must call."""
         d, sparse = degrees, None
-        sizes = {"dp_replicate": d.dp_replicate, d.fsdp_axis: d.fsdp, "tp": d.tp}
+        sizes = {"pp": d.pp, "dp_replicate": d.dp_replicate, d.fsdp_axis: d.fsdp, "tp": d.tp}
         dense = _build_mesh(device_type, sizes, d.fsdp_axis)
         if d.experts_on_own_mesh:
-            sparse = _build_mesh(device_type, {"dp_replicate": d.dp_replicate, "efsdp": d.efsdp, "ep": d.ep}, "efsdp")
-        return cls(d, dense, sparse, _build_cp_group(d))
+            sizes = {"pp": d.pp, "dp_replicate": d.dp_replicate, "efsdp": d.efsdp, "ep": d.ep}
+            sparse = _build_mesh(device_type, sizes, "efsdp")
+        stage_group = backward_group = None
+        if d.pp > 1:
+            first, size = d.stage_of(dist.get_rank()) * d.stage_size, d.stage_size
+            stage_group = _new_group(range(first, first + size))
+            backward_group = _new_group(range(dist.get_rank() % size, d.world_size, size))
+        return cls(d, dense, sparse, _build_cp_group(d), stage_group, backward_group)
+
+    @property
+    def stage(self) -> int:
+        """Which pipeline stage this rank is in; 0 where there are none."""
+        return self.degrees.stage_of(dist.get_rank())
+
+    @property
+    def stages_behind(self) -> int:
+        """Pipeline stages that hidden states go to from here."""
+        return self.degrees.pp - 1 - self.stage
+
+    @property
+    def is_last_stage(self) -> bool:
+        """True for the ranks that have the losses."""
+        return self.stages_behind == 0
+
+    @cached_property
+    def pp_mesh(self) -> DeviceMesh:
+        """Ranks at this one's place in all stages; only with pp > 1."""
+        return self.dense["pp"]
 
     @cached_property
     def tp_mesh(self) -> DeviceMesh:
@@ -66,8 +100,10 @@ class ParallelDims:
 
     @property
     def dp_rank(self) -> int:
-        """Which of the `degrees.dp` data streams this rank reads; cp and tp ranks of one group read the same."""
-        return dist.get_rank() // self.degrees.ranks_per_sequence
+        """Which of the `degrees.dp` data streams this rank reads; cp and tp ranks of one group read the same, and so do
+        those at the same place of other stages.
+        """
+        return dist.get_rank() % self.degrees.stage_size // self.degrees.ranks_per_sequence
 
     @property
     def dropout_rank(self) -> int:
@@ -81,9 +117,14 @@ def _build_cp_group(degrees: Degrees) -> dist.ProcessGroup | None:
         return None
     rank, tp = dist.get_rank(), degrees.tp
     first = rank - rank // tp % degrees.cp * tp
+    return _new_group(range(first, first + degrees.cp * tp, tp))
+
+
+def _new_group(ranks: range) -> dist.ProcessGroup:
+    """Group of `ranks`, which this rank is one of. Collective over these alone."""
     # The other groups are none of this rank's business: making all of them takes a barrier of all ranks for each.
     # That works while the default group is bound to no device, or NCCL would split its communicator with all ranks.
-    group = dist.new_group(list(range(first, first + degrees.cp * tp, tp)), use_local_synchronization=True)
+    group = dist.new_group(list(ranks), use_local_synchronization=True)
     assert isinstance(group, dist.ProcessGroup)  # this rank is in it
     return group
 

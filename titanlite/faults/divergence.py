@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from titanlite.config import JobConfig
 from titanlite.data import Batch
+from titanlite.distributed import ParallelDims
 from titanlite.errors import DivergenceError, raise_problems
 from titanlite.materialize import Plan
 from titanlite.materialize.agree import list_ranks
@@ -32,13 +33,15 @@ class DivergenceCheck:
         job: the configuration; that ranks have the same one, `titanlite.machines` sees to at the start.
         plan: of the model's tensors.
         optimizer: whose states are compared.
-        dp_rank: ranks with the same one must read the same batches.
+        dims: ranks with the same `dp_rank` must read the same batches, those of a stage may hold the same tensors.
         step: steps done so far.
     """
 
-    def __init__(self, job: JobConfig, plan: Plan, optimizer: torch.optim.Optimizer, dp_rank: int, step: int) -> None:
+    def __init__(
+        self, job: JobConfig, plan: Plan, optimizer: torch.optim.Optimizer, dims: ParallelDims, step: int
+    ) -> None:
         self._freq = job.training.divergence_check_freq
-        self._plan, self._optimizer, self._dp_rank = plan, optimizer, dp_rank
+        self._plan, self._optimizer, self._dims = plan, optimizer, dims
         self._agreed_step = step
 
     def is_due(self, step: int) -> bool:
@@ -73,7 +76,7 @@ class DivergenceCheck:
         mine: dict[Any, Any] = {place: hash(tuple(found)) for place, found in by_place.items()}
         mine["step"], mine["samples of the data order"] = step, samples
         mine["data order"] = data
-        mine["batch of data-parallel rank", self._dp_rank] = batch
+        mine["batch of data-parallel rank", self._dims.dp_rank] = batch
         problems = self._compare(_gather(mine), held, digests)
         if problems:
             since = f"between step {self._agreed_step} and step {step}"
@@ -86,14 +89,16 @@ class DivergenceCheck:
 
     def _held(self) -> Iterator[tuple[str, tuple[_Place, torch.Tensor]]]:
         """(name, (place, tensor)) of everything that another rank must hold, too."""
-        world_size = dist.get_world_size()
+        sharing, stage = self._dims.degrees.stage_size, (("pp", self._dims.stage),)
         for entry in self._plan.entries:
+            if entry.is_elsewhere:
+                continue
             # What is not persistent may belong to this rank, such as the tokens that its experts got.
-            if entry.info.persistent and num_replicas(entry.tensor, world_size) > 1:
-                yield entry.fqn, (_place(entry.tensor), entry.tensor)
+            if entry.info.persistent and num_replicas(entry.tensor, sharing) > 1:
+                yield entry.fqn, (stage + _place(entry.tensor), entry.tensor)
             for name, state in sorted(self._optimizer.state.get(entry.tensor, {}).items()):
-                if isinstance(state, torch.Tensor) and num_replicas(state, world_size) > 1:
-                    yield f"{name} of {entry.fqn}", (_place(state), state)
+                if isinstance(state, torch.Tensor) and num_replicas(state, sharing) > 1:
+                    yield f"{name} of {entry.fqn}", (stage + _place(state), state)
 
     def _compare(
         self, gathered: list[dict[Any, Any]], held: dict[str, tuple[_Place, torch.Tensor]], digests: list[list[int]]

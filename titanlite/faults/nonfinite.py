@@ -28,6 +28,7 @@ class _Found:
     """What one rank sees.
 
     Attributes:
+        stage: its pipeline stage.
         losses: micro-batches whose loss was not finite when the step was trained on.
         weights: parameters that hold values that are not finite.
         outputs: (micro-batch, place in the order of the forward, module) of the first output that is not finite, per
@@ -35,6 +36,7 @@ class _Found:
         grads: (micro-batch, parameters), those closest to the loss first, of the first micro-batch that has any.
     """
 
+    stage: int = 0
     losses: tuple[int, ...] = ()
     weights: list[str] = field(default_factory=list)
     outputs: list[tuple[int, int, str]] = field(default_factory=list)
@@ -61,6 +63,7 @@ def diagnose(
     found: NonFiniteSteps,
     *,
     whole_layers: bool,
+    stage: int = 0,
 ) -> Diagnosis:
     """Compute a step again, on the weights as they are, and say which tensors are not finite, and on which ranks.
 
@@ -72,10 +75,11 @@ def diagnose(
         scaled_loss: what backward is called on, for one micro-batch.
         found: with the micro-batches that were not finite the first time.
         whole_layers: look at whole modules below the root only, because the insides are compiled.
+        stage: this rank's pipeline stage; its forward begins where that of the one before ends.
 
     Collectives: those of forward and backward, and one all-gather of small objects; every rank must call.
     """
-    mine = _Found(losses=found.micro_batches)
+    mine = _Found(stage, found.micro_batches)
     params = list(model.named_parameters())
     mine.weights = [name for name, param in params if not _is_finite(param)]
     with _kept_generators():
@@ -133,16 +137,20 @@ def _describe(gathered: Sequence[_Found]) -> Diagnosis:
         sentences.append(f"Weights are not finite: {_names(weights)}, on ranks {list_ranks(ranks)}.")
     # Attention hands what is not finite to other ranks: where it came from is the place that is first on any of them.
     outputs = sorted(
-        (number, place, rank, name) for rank, f in enumerate(gathered) for number, place, name in f.outputs
+        (number, f.stage, place, rank, name) for rank, f in enumerate(gathered) for number, place, name in f.outputs
     )
+    # Likewise later stages got it from the lowest one.
+    lowest = {number: min(stage for other, stage, *_ in outputs if other == number) for number, *_ in outputs}
+    outputs = [found for found in outputs if found[1] == lowest[found[0]]]
     if outputs:
-        places = [f"{name} (micro-batch {number}, rank {rank})" for number, _, rank, name in outputs[:_SHOWN]]
+        places = [f"{name} (micro-batch {number}, rank {rank})" for number, _, _, rank, name in outputs[:_SHOWN]]
         sentences.append(f"Computed again, the first output that is not finite is {', '.join(places)}.")
-    grads = [(rank, f.grads) for rank, f in enumerate(gathered) if f.grads is not None]
+    closest_to_loss = sorted(gathered, key=lambda f: -f.stage)
+    grads = [f.grads for f in closest_to_loss if f.grads is not None]
     if grads:
-        number = min(number for _, (number, _) in grads)
+        number = min(number for number, _ in grads)
         names: dict[str, None] = {}
-        for _, (at, found) in grads:
+        for at, found in grads:
             names |= dict.fromkeys(found if at == number else [])
         again = "Computed again, g" if not outputs else "G"
         sentences.append(f"{again}radients that are not finite, from micro-batch {number} on: {_names(list(names))}.")

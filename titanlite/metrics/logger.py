@@ -52,6 +52,7 @@ class MetricsLogger:
         device: this rank's device.
         start_step: steps done before this process started: 0, or the step of the checkpoint it resumes from.
         moe_layers: the layer's number for each row of `tokens_per_expert`; left out: 0, 1, ...
+        stage_size: ranks that have the same layers; left out: all.
 
     Raises:
         TitanliteError: when a metrics file cannot be written and `checkpoint.on_save_error` is "stop", here and in
@@ -68,7 +69,9 @@ class MetricsLogger:
         *,
         start_step: int = 0,
         moe_layers: Sequence[int] = (),
+        stage_size: int | None = None,
     ) -> None:
+        self._stage_size = stage_size
         self._num_steps = job.training.steps
         self._flops_per_token = flops_per_token
         self._num_ranks = num_ranks
@@ -112,7 +115,9 @@ class MetricsLogger:
             values["throughput/mfu"] = values["throughput/tflops_per_gpu"] * 1e12 / self._peak_flops
         lists: dict[str, Any] = {f"{name}_step": largest.step for name, largest in point.largest.items()}
         if point.ranks:
-            of_ranks, by_rank = describe_ranks(point.ranks, steps, point.unpadded_tokens / self._num_ranks)
+            of_ranks, by_rank = describe_ranks(
+                point.ranks, steps, point.unpadded_tokens / self._num_ranks, self._stage_size
+            )
             values.update(of_ranks)
             lists.update(by_rank)
         layers = {} if point.moe is None else describe_moe(point.moe)

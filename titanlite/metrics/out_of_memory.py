@@ -92,6 +92,8 @@ def _place(error: BaseException) -> str:
 def _remedies(job: JobConfig) -> str:
     """What to change, with the values of now; what cannot be lowered any more is left out."""
     training, found = job.training, []
+    if job.parallelism.fsdp_once_per_step:
+        found.append("set parallelism.fsdp_once_per_step = false")
     if training.local_batch_size > 1:
         found.append(f"lower training.local_batch_size ({training.local_batch_size})")
     if job.activation_checkpoint.mode != "full":

@@ -63,7 +63,7 @@ class Slowest:
 
     Attributes:
         rank: its number.
-        over_median: its busy time over the median of all ranks.
+        over_median: its busy time over the median of the ranks that have its layers.
         reason: "data" if most of its excess over the median was spent loading data, else "compute".
     """
 
@@ -72,16 +72,26 @@ class Slowest:
     reason: str
 
 
-def find_slowest(busy: Sequence[float], data: Sequence[float]) -> Slowest:
-    """Name the slowest rank from the busy times and the parts of them that were spent on data, in rank order."""
-    rank = max(range(len(busy)), key=lambda r: busy[r])
-    typical = median(busy)
-    excess, data_excess = busy[rank] - typical, data[rank] - median(data)
+def find_slowest(busy: Sequence[float], data: Sequence[float], stage_size: int | None = None) -> Slowest:
+    """Name the slowest rank from the busy times and the parts of them that were spent on data, in rank order.
+
+    Of pipeline stages, of `stage_size` neighbouring ranks each, one may have more to do; its ranks are compared with
+    each other, and the one that exceeds its own stage's median most is the slowest.
+    """
+    size = stage_size or len(busy)
+
+    def typical_of(values: Sequence[float], rank: int) -> float:
+        first = rank - rank % size
+        return median(values[first : first + size])
+
+    rank = max(range(len(busy)), key=lambda r: (busy[r] - typical_of(busy, r), busy[r]))
+    typical = typical_of(busy, rank)
+    excess, data_excess = busy[rank] - typical, data[rank] - typical_of(data, rank)
     return Slowest(rank, busy[rank] / typical if typical else 1.0, "data" if data_excess > 0.5 * excess else "compute")
 
 
 def describe_ranks(
-    ranks: Mapping[str, Sequence[float]], steps: int, tokens_per_rank: float
+    ranks: Mapping[str, Sequence[float]], steps: int, tokens_per_rank: float, stage_size: int | None = None
 ) -> tuple[dict[str, float], dict[str, object]]:
     """Metrics of all ranks together, and lists by rank for `metrics.jsonl`.
 
@@ -89,13 +99,14 @@ def describe_ranks(
         ranks: from `gather_ranks`: `busy_s`, `data_s` of the whole interval, and values of memory.
         steps: optimizer steps in the interval.
         tokens_per_rank: tokens in the interval, padding left out, by number of ranks.
+        stage_size: as in `find_slowest`.
     """
     busy = [value / steps for value in ranks["busy_s"]]
     data = [value / steps for value in ranks["data_s"]]
     values = {name: max(column) for name, column in ranks.items() if name.startswith("memory/")}
     if len(busy) == 1:
         return values, {}
-    slowest = find_slowest(busy, data)
+    slowest = find_slowest(busy, data, stage_size)
     values["ranks/slowest"] = slowest.rank
     values["ranks/slowest_over_median"] = slowest.over_median
     values["ranks/busy_max_s"] = busy[slowest.rank]

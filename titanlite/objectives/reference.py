@@ -105,6 +105,7 @@ class CachedReference:
                 self._pairs[key] = new[key] = (chosen, rejected)
         gathered: list[_Pairs] = [{}] * dist.get_world_size()
         dist.all_gather_object(gathered, new)
+        # Of several pipeline stages the last has the values, and its ranks come last.
         found = {key: value for pairs in gathered for key, value in pairs.items()}
         if found:
             self._pairs |= found

@@ -23,8 +23,10 @@ MODEL = ModelConfig(
 )
 
 
-def section(replicate=1, shard=-1, tp=1, ep=1, cp=1) -> ParallelismSection:
+def section(replicate=1, shard=-1, tp=1, ep=1, cp=1, pp=1, layers="") -> ParallelismSection:
     return ParallelismSection(
+        pipeline_parallel_degree=pp,
+        pipeline_parallel_layers=layers,
         data_parallel_replicate_degree=replicate,
         data_parallel_shard_degree=shard,
         context_parallel_degree=cp,
@@ -47,23 +49,42 @@ def problems(model: ModelConfig = MODEL, degrees: Degrees | None = None, **train
     cp=st.integers(1, 4),
     tp=st.integers(1, 8),
     ep=st.integers(1, 16),
+    pp=st.integers(1, 4),
     rest=st.booleans(),
 )
-def test_any_degrees_that_fit_are_resolved(replicate, shard, cp, tp, ep, rest):
+def test_any_degrees_that_fit_are_resolved(replicate, shard, cp, tp, ep, pp, rest):
     assume(shard * cp * tp % ep == 0)
-    world_size = replicate * shard * cp * tp
-    degrees = resolve_degrees(section(replicate, -1 if rest else shard, tp, ep, cp), world_size)
-    assert degrees == Degrees(replicate, shard, tp, ep, cp)
+    world_size = pp * replicate * shard * cp * tp
+    degrees = resolve_degrees(section(replicate, -1 if rest else shard, tp, ep, cp, pp), world_size)
+    assert degrees == Degrees(replicate, shard, tp, ep, cp, pp)
     assert degrees.world_size == world_size
     assert degrees.dp == replicate * shard
-    assert degrees.dp * degrees.ranks_per_sequence == world_size
+    assert degrees.dp * degrees.ranks_per_sequence == degrees.stage_size == world_size // pp
+    assert [degrees.stage_of(rank) for rank in (0, world_size - 1)] == [0, pp - 1]
     assert degrees.efsdp * degrees.ep == degrees.fsdp * tp == shard * cp * tp
     assert degrees.experts_on_own_mesh == (tp > 1 or ep > 1)
     assert degrees.expert_shard_dim(shard * cp * tp) == 0
     assert degrees.expert_shard_dim(shard * cp * tp - 1) == 1
 
 
+@given(pp=st.integers(1, 16), num_layers=st.integers(1, 100))
+def test_stages_have_all_layers_once_and_about_equally_many(pp, num_layers):
+    assume(num_layers >= pp)
+    stages = [Degrees(pp=pp).stage_layers(num_layers, stage) for stage in range(pp)]
+    assert [layer for stage in stages for layer in stage] == [*range(num_layers)]
+    sizes = [len(stage) for stage in stages]
+    assert min(sizes) >= 1 and max(sizes) <= min(sizes) + 1
+    assert sizes[-1] == min(sizes), "the last has the output head"
+
+
+def test_layers_of_stages_as_they_are_given():
+    degrees = resolve_degrees(section(pp=3, layers=" 1,5, 2"), 6)
+    assert degrees.layers == (1, 5, 2) and degrees.dp_shard == 2
+    assert [degrees.stage_layers(8, stage) for stage in range(3)] == [range(1), range(1, 6), range(6, 8)]
+
+
 def test_text_of_degrees():
+    assert str(Degrees(2, 4, 2, 8, pp=3)) == "pp 3 x dp_replicate 2 x dp_shard 4 x tp 2, ep 8"
     assert str(Degrees(2, 4, 2, 8)) == "dp_replicate 2 x dp_shard 4 x tp 2, ep 8"
     assert str(Degrees(2, 4, 2, 8, cp=3)) == "dp_replicate 2 x dp_shard 4 x cp 3 x tp 2, ep 8"
 
@@ -84,6 +105,18 @@ def test_text_of_degrees():
         (section(replicate=2, ep=4), 4, "ep (4) does not divide dp_shard (2) * tp (1) = 2."),
         (section(cp=3), 4, "dp_replicate (1) * cp (3) * tp (1) = 3 does not divide the world size (4)."),
         (section(shard=2, cp=4), 4, "* dp_shard (2) * cp (4) * tp (1) = 8, but the world size is 4."),
+        (section(pp=3), 4, "pp (3) * dp_replicate (1) * tp (1) = 3 does not divide the world size (4)."),
+        (section(pp=2, shard=4), 4, "pp (2) * dp_replicate (1) * dp_shard (4) * tp (1) = 8, but the world size is 4."),
+        (section(pp=2, ep=4), 4, "ep (4) does not divide dp_shard (2) * tp (1) = 2."),
+        *(
+            (
+                section(pp=2, layers=layers),
+                4,
+                f"pipeline_parallel_layers = '{layers}' is not a number of layers for each",
+            )
+            for layers in ("4", "2,2,2", "2,-2", "2,x")
+        ),
+        (section(layers="28"), 4, "pipeline_parallel_layers = '28' has no effect, for pipeline_parallel_degree is 1."),
         (section(cp=2, ep=3), 4, "ep (3) does not divide dp_shard (2) * cp (2) * tp (1) = 4."),
     ],
 )
@@ -132,6 +165,20 @@ def test_a_good_job_has_no_problems():
             {"seq_len": 126},
             "context_parallel_degree (6) is neither a divisor nor a multiple of the 4 key/value heads.",
         ),
+        ({"tie_word_embeddings": True}, Degrees(pp=2), {}, "is 2, but the model's output head is its embedding (tied)"),
+        ({"num_layers": 4}, Degrees(pp=5), {}, "pipeline_parallel_degree (5) is more than the model's 4 layers. Lower"),
+        (
+            {"num_layers": 4},
+            Degrees(pp=2, layers=(2, 3)),
+            {},
+            "pipeline_parallel_layers: 2 + 3 = 5, but the model has 4 layers, and",
+        ),
+        (
+            {"num_layers": 4},
+            Degrees(pp=2, layers=(4, 0)),
+            {},
+            "4 + 0 = 4, but the model has 4 layers, and each stage needs one or more.",
+        ),
         (
             {"num_experts": 0},
             Degrees(dp_shard=2, ep=2),
@@ -165,6 +212,18 @@ def test_each_problem_is_named(changes, degrees, training, text):
     found = problems(replace(MODEL, **changes), degrees, **training)
     assert len(found) == 1
     assert text in found[0]
+
+
+def test_what_is_kept_for_a_step_cannot_be_freed_before():
+    job = JobConfig()
+    job.training.seq_len = 128
+    job.parallelism.fsdp_once_per_step = True
+    assert check_parallelism(job, MODEL, Degrees()) == []
+    job.parallelism.fsdp_reshard_after_forward = "always"
+    assert check_parallelism(job, MODEL, Degrees()) == [
+        "parallelism.fsdp_once_per_step keeps gathered parameters for a whole step, and fsdp_reshard_after_forward = "
+        "'always' frees them after each forward. Leave one of the two out."
+    ]
 
 
 def test_pieces_of_sequences_may_be_more_than_key_value_heads():

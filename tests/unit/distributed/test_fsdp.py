@@ -72,6 +72,9 @@ def test_tokens_do_not_share_a_group_with_parameters(ep: int) -> None:
         (Degrees(tp=2, cp=2), ("dp_shard_cp", "tp"), ("efsdp",)),
         (Degrees(dp_shard=2, cp=2, ep=2), ("dp_shard_cp",), ("efsdp", "ep")),
         (Degrees(dp_replicate=2, cp=2), ("dp_replicate", "dp_shard_cp"), None),
+        (Degrees(pp=2, dp_shard=2, ep=2), ("pp", "dp_shard"), ("pp", "efsdp", "ep")),
+        (Degrees(pp=2, tp=2), ("pp", "dp_shard", "tp"), ("pp", "efsdp")),
+        (Degrees(pp=4), ("pp", "dp_shard"), None),
     ],
 )
 def test_an_axis_of_one_rank_has_no_group(degrees: Degrees, dense: tuple, sparse: tuple | None) -> None:
@@ -81,11 +84,12 @@ def test_an_axis_of_one_rank_has_no_group(degrees: Degrees, dense: tuple, sparse
             dims = ParallelDims.build(degrees, "cpu")
             assert dims.dense.mesh_dim_names == dense
             assert (dims.sparse and dims.sparse.mesh_dim_names) == sparse
-            assert dims.dp_rank == rank // (degrees.cp * degrees.tp)
+            assert dims.dp_rank == rank % degrees.stage_size // (degrees.cp * degrees.tp)
+            assert dims.stage == rank // degrees.stage_size
             assert dims.dropout_rank == rank // degrees.tp
             assert dims.dense.get_coordinate() == tuple(
                 c
-                for c, axis in zip(_place(rank, degrees), ("dp_replicate", degrees.fsdp_axis, "tp"), strict=True)
+                for c, axis in zip(_place(rank, degrees), ("pp", "dp_replicate", degrees.fsdp_axis, "tp"), strict=True)
                 if axis in dense
             )
 
@@ -108,5 +112,6 @@ def test_pieces_of_sequences_lie_on_neighbours(degrees: Degrees, groups: list[li
             assert dist.get_process_group_ranks(dims.cp_group)[dims.cp_group.rank()] == rank
 
 
-def _place(rank: int, degrees: Degrees) -> tuple[int, int, int]:
-    return rank // (degrees.fsdp * degrees.tp), rank // degrees.tp % degrees.fsdp, rank % degrees.tp
+def _place(rank: int, degrees: Degrees) -> tuple[int, int, int, int]:
+    stage, rank = divmod(rank, degrees.stage_size)
+    return stage, rank // (degrees.fsdp * degrees.tp), rank // degrees.tp % degrees.fsdp, rank % degrees.tp

@@ -27,6 +27,19 @@ def test_the_slowest_rank_is_named_with_the_larger_part_of_its_excess(busy, data
     assert (slowest.rank, slowest.over_median, slowest.reason) == (rank, pytest.approx(ratio), reason)
 
 
+@pytest.mark.parametrize(
+    ("busy", "stage_size", "rank", "ratio"),
+    [
+        ([1.0, 1.1, 2.0, 2.0], 2, 1, 1.1 / 1.05),  # the second stage has twice the layers
+        ([1.0, 1.0, 1.0, 2.0, 2.0, 2.6], 3, 5, 1.3),
+        ([1.0, 2.0, 3.0], 1, 2, 1.0),
+    ],
+)
+def test_a_rank_is_compared_with_those_of_its_stage(busy, stage_size, rank, ratio):
+    slowest = find_slowest(busy, [0.0] * len(busy), stage_size)
+    assert slowest.over_median == pytest.approx(ratio) and (slowest.rank == rank or stage_size == 2)
+
+
 def test_large_runs_are_summed_up_and_one_rank_has_nobody_to_wait_for():
     many = {"busy_s": [1.0] * 129, "data_s": [0.1] * 129, "memory/host_peak_rss_gib": [1.0] * 128 + [3.0]}
     values, lists = describe_ranks(many, 10, 100.0)

@@ -1,0 +1,331 @@
+"""Pipeline parallelism: what a stage holds and runs, and that whole micro-batches go in and come out.
+
+That training on such meshes is training of one process is in test_parity_ladder.py and the tests of each feature.
+"""
+
+import json
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import titanlite.trainer
+from titanlite.config.parallelism import Degrees
+from titanlite.distributed import ParallelDims, parallelize
+from titanlite.errors import TitanliteError, VerifyError
+from titanlite.logger import logger
+from titanlite.materialize import Plan, build_plan, materialize
+from titanlite.materialize.execute import exchange
+from titanlite.materialize.layout import get_sharing_group, is_elsewhere, local_of
+from titanlite.materialize.verify import verify
+from titanlite.models.decoder import Decoder, build_decoder
+from titanlite.models.elsewhere import Elsewhere
+from titanlite.preflight import Checked
+from titanlite.trainer import Trainer
+
+FIVE = "--model.overrides.num_layers=5"
+ONE = "--training.local_batch_size=1"
+
+
+def build(job: Checked) -> tuple[Decoder, Plan]:
+    model, dims = build_decoder(job.model_config), ParallelDims.build(job.degrees, "cpu")
+    parallelize(model, job.job, dims, "cpu")
+    return model, materialize(model, "cpu", seed=3)
+
+
+def inputs(rows: int = 2, length: int = 32) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return tuple(torch.randint(0, 300, (rows, length), generator=generator) for _ in range(2))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("degrees", [Degrees(pp=4), Degrees(pp=2, dp_shard=2), Degrees(pp=2, tp=2, ep=2)], ids=str)
+def test_a_stage_has_memory_for_its_own_layers_alone(run_ranks, checked, degrees):
+    """Every rank plans the whole model; each tensor has memory in one stage, and none is anywhere but on meta else."""
+    job = checked(degrees, FIVE)
+
+    def rank_main() -> tuple[dict[str, bool], int, int, str]:
+        model, plan = build(job)
+        here = {entry.fqn: not entry.is_elsewhere for entry in plan.entries}
+        assert all(entry.tensor.is_meta == entry.is_elsewhere for entry in plan.entries)
+        assert all(local_of(entry.tensor).numel() == entry.region.numel for entry in plan.entries)
+        assert "elsewhere" in str(plan) and get_sharing_group(model) is plan.group
+        nbytes = sum(local_of(entry.tensor).nbytes for entry in plan.entries if entry.info.kind == "parameter")
+        return here, nbytes, sum(param.numel() for param in model.parameters()), plan.entries[0].info.fqn
+
+    ranks = run_ranks(4, rank_main)
+    whole = build_decoder(job.model_config)
+    names = [name for name, _ in [*whole.named_parameters(), *whole.named_buffers()]]
+    for rank, (here, _, numel, first) in enumerate(ranks):
+        assert list(here) == names and first == "model.embed_tokens.weight"
+        assert numel == sum(param.numel() for param in whole.parameters())
+        stage = degrees.stage_of(rank)
+        layers = degrees.stage_layers(5, stage)
+        for name, is_here in here.items():
+            if name.startswith("model.layers."):
+                assert is_here == (int(name.split(".")[2]) in layers), name
+        assert here["model.embed_tokens.weight"] == (stage == 0)
+        assert here["lm_head.weight"] == here["model.norm.weight"] == (stage == degrees.pp - 1)
+        assert here["model.rotary_emb.inv_freq"], "every stage has positions"
+    if degrees.tp == 1:  # else norms are on both
+        held = sum(nbytes for _, nbytes, _, _ in ranks)
+        assert held == 4 * sum(param.numel() for param in whole.parameters())
+
+
+def test_what_is_elsewhere_may_not_be_here_too(run_ranks, checked):
+    job = checked(Degrees(pp=2), FIVE)
+
+    def rank_main() -> str:
+        model, plan = build(job)
+        if dist.get_rank() == 1:
+            weight = model.model.embed_tokens.weight
+            exchange(weight, torch.zeros(weight.shape))
+        with pytest.raises(VerifyError) as raised:
+            verify(plan)
+        return str(raised.value)
+
+    first, second = run_ranks(2, rank_main)
+    assert first == second
+    assert "model.embed_tokens.weight: has a value here, but other ranks hold it. (rank 1)" in first
+
+
+@pytest.mark.parametrize("degrees", [Degrees(pp=4), Degrees(pp=2, tp=2, ep=2), Degrees(pp=2, cp=2)], ids=str)
+def test_results_without_gradients_are_those_of_the_whole_model(run_ranks, checked, degrees):
+    """Logits on all ranks, losses in the last stage; in the others those are zeros."""
+    job = checked(degrees, FIVE)
+    tokens, labels = inputs()
+
+    def rank_main() -> list[torch.Tensor]:
+        model, _ = build(job)
+        with torch.no_grad():
+            found = [model(tokens), model(tokens, labels).cross_entropy, model(tokens, labels, reduction="none")[0]]
+            for _ in range(9):  # more than a stage keeps of what it sent
+                again = model(tokens, labels).cross_entropy
+            assert torch.equal(again, found[1])
+            assert torch.equal(model(tokens), found[0])
+        return found
+
+    whole = build_decoder(job.model_config)
+    materialize(whole, "cpu", seed=3)
+    with torch.no_grad():
+        expected = [whole(tokens), whole(tokens, labels)[0], whole(tokens, labels, reduction="none")[0]]
+    for rank, (logits, *losses) in enumerate(run_ranks(degrees.world_size, rank_main)):
+        torch.testing.assert_close(logits, expected[0])
+        is_last = degrees.stage_of(rank) == degrees.pp - 1
+        torch.testing.assert_close(losses, [loss * is_last for loss in expected[1:]])
+
+
+def test_batches_of_a_validation_follow_one_another(run_ranks, checked):
+    """The first stage is through with all of them while the last one still has the first."""
+    job = checked(Degrees(pp=2), FIVE, ONE)
+
+    def rank_main() -> list[int]:
+        model, _ = build(job)
+        tokens, labels = inputs()
+        begun: list[int] = []
+        store = dist.distributed_c10d._get_default_store()
+        if dist.get_rank() == 1:
+            model.lm_head.register_forward_pre_hook(lambda *_: begun.append(store.add("first stage", 0)))
+            store.wait(["second batch"])
+        with torch.no_grad():
+            for number in range(3):
+                model(tokens, labels)
+                if dist.get_rank() == 0:
+                    store.add("first stage", 1)
+                    if number == 1:
+                        store.set("second batch", "sent")
+        return begun
+
+    _, begun = run_ranks(2, rank_main)
+    assert begun[0] >= 2, "its losses wait for nobody"
+
+
+def test_stages_run_ahead_as_far_as_they_may_and_no_further(run_ranks, checked):
+    """Of 8 micro-batches a stage has those open that the stages behind it have, and one more."""
+    job = checked(Degrees(pp=4), FIVE, ONE)
+
+    def rank_main() -> tuple[list[str], int]:
+        trainer = Trainer(job.job, job.model_config, job.degrees)
+        turns: list[str] = []
+        enter = trainer.enter
+        trainer.enter = lambda phase: (turns.append(phase[0]), enter(phase))  # type: ignore[method-assign,func-returns-value]
+        ran = 0
+
+        def count(*_: Any) -> None:
+            nonlocal ran
+            ran += 1
+
+        for layer in trainer.model.decoder_layers():
+            layer.register_forward_hook(count)
+        trainer.train_step(trainer.loader.micro_batches(0))
+        return turns, ran
+
+    for stage, (turns, ran) in enumerate(run_ranks(4, rank_main)):
+        ahead = 3 - stage
+        assert "".join(turns) == "f" * ahead + "fb" * (8 - ahead) + "b" * ahead + "o"
+        assert ran == 8 * (2 if stage == 2 else 1), "its own layers, once for each micro-batch"
+
+
+@pytest.fixture
+def train(run_ranks, checked, monkeypatch) -> Callable[..., list[Any]]:
+    """Train on forked ranks; (kind, text) of the error that each ended with, or None."""
+    monkeypatch.setattr(titanlite.trainer, "_SAMPLE_TOKENS", 2)
+
+    def run(degrees: Degrees, *overrides: str, before: Callable[[Trainer], None] = lambda trainer: None) -> list[Any]:
+        job = checked(degrees, FIVE, *overrides)
+
+        def rank_main() -> tuple[str, str] | None:
+            trainer = Trainer(job.job, job.model_config, job.degrees)
+            before(trainer)
+            try:
+                trainer.train()
+            except TitanliteError as error:
+                return type(error).__name__, str(error)
+            return None
+
+        return run_ranks(degrees.world_size, rank_main)
+
+    return run
+
+
+def test_nan_is_named_in_the_stage_that_it_came_from(train):
+    """Everything behind it is not finite either: layers of later stages, though each is the first one there."""
+
+    def put_in(trainer: Trainer) -> None:
+        layer = trainer.model.model.layers[1]
+        if isinstance(layer, Elsewhere):
+            return
+        forward = layer.mlp.forward
+
+        def spoiled(*args: Any) -> Any:
+            out, aux = forward(*args)
+            return (out * torch.nan if trainer.step >= 1 else out), aux  # in step 2, and when it is looked into
+
+        layer.mlp.forward = spoiled
+
+    first, *others = train(Degrees(pp=4), ONE, "--training.steps=3", "--checkpoint.enable=false", before=put_in)
+    assert others == [first] * 3 and first is not None and first[0] == "TrainingError"
+    assert "of step 2 is not finite. The loss was not finite in micro-batch 0 and 1" in first[1]
+    assert "on rank 3" in first[1], "the last stage has the losses"
+    assert "first output that is not finite is that of model.layers.1.mlp (micro-batch 0, rank 1), that of " in first[1]
+    assert "(micro-batch 1, rank 1)" in first[1] and "embed_tokens" not in first[1], "what others got is not named"
+    assert "radients that are not finite, from micro-batch 0 on: lm_head.weight, model.norm.weight" in first[1]
+
+
+def test_replicas_of_a_stage_are_compared_and_no_others(train):
+    def put_in(trainer: Trainer) -> None:
+        norm = trainer.model.model.norm
+        if dist.get_rank() == 3 and not isinstance(norm, Elsewhere):
+            with torch.no_grad():
+                local_of(norm.weight)[0] += 1e-3
+
+    quiet = ["--training.steps=3", "--checkpoint.enable=false", "--training.divergence_check_freq=1"]
+    assert train(Degrees(pp=2, dp_replicate=2), *quiet) == [None] * 4
+    for found in train(Degrees(pp=2, dp_replicate=2), *quiet, before=put_in):
+        assert found is not None and found[0] == "DivergenceError"
+        assert "model.norm.weight: replicas differ between ranks 2 and ranks 3." in found[1]
+
+
+def test_load_of_all_experts_is_logged_by_a_stage_that_has_none(train, tmp_path):
+    """dots1's leading dense layers are all of the first stage; its rank 0 writes the metrics of the others."""
+    overrides = [
+        "--model.name=dots1",
+        "--model.overrides.num_dense_layers=2",
+        "--parallelism.pipeline_parallel_layers=2,3",
+    ]
+    rate = "--moe.expert_bias_update_rate=1e-3"
+    assert train(Degrees(pp=2, dp_shard=2), *overrides, ONE, rate, "--training.steps=3") == [None] * 4
+    points = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    for point in (point for point in points if "moe/load_entropy" in point):
+        assert len(point["moe/load_entropy"]) == len(point["moe/expert_bias_max"]) == 3
+        assert all(0 < value <= 1 for value in point["moe/load_entropy"])
+        assert point["moe/dropped_rows"] == point["moe/duplicated_rows"] == [0, 0, 0]
+    assert 0 < max(points[0]["moe/expert_bias_max"]) <= 2e-3, "as the stage has it, however many ranks it has"
+    assert {"grad_norm/embedding", "grad_norm/head", "grad_norm/experts"} <= points[-1].keys()
+
+
+@pytest.mark.parametrize("frozen", ["model.layers.[34]*,model.norm*,lm_head*", "model.embed*,model.layers.[012]*"])
+def test_a_stage_in_which_nothing_is_trained(train_run, frozen):
+    """At the end, where gradients pass through; and at the beginning, where none are wanted. Resumed, too."""
+    overrides = [FIVE, ONE, f"--optimizer.freeze={frozen}"]
+    (one,) = train_run(Degrees(), *overrides, steps=3)
+    for many in train_run(Degrees(pp=2), *overrides, steps=3):
+        assert many.losses == pytest.approx(one.losses, rel=1e-5)
+        assert many.grad_norms == pytest.approx(one.grad_norms, rel=1e-5)
+
+
+def test_a_stage_in_which_nothing_is_trained_is_saved_and_resumed(train, tmp_path):
+    frozen = ["--optimizer.freeze=model.embed*,model.layers.[012]*", ONE, "--checkpoint.interval=2"]
+    assert train(Degrees(pp=2), *frozen, "--training.steps=2") == [None] * 2
+    assert train(Degrees(pp=2, dp_shard=2), *frozen, "--training.steps=4") == [None] * 4
+    points = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [point["step"] for point in points if "loss/train" in point] == [1, 2, 3, 4]
+
+
+def test_stages_and_waiting_are_said(run_ranks, checked):
+    def rank_main(job: Checked) -> list[str]:
+        found: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: found.append(f"{record.levelname} {record.getMessage()}")  # type: ignore[method-assign]
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        Trainer(job.job, job.model_config, job.degrees)
+        return [text for text in found if "pipeline" in text]
+
+    job = checked(Degrees(pp=4), FIVE, ONE)
+    (said, *_) = run_ranks(4, lambda: rank_main(job))
+    assert said == [
+        "INFO pipeline: 4 stages of 1, 1, 2, 1 layers; micro-batches a step: 8, so that a rank waits for 27 % of it"
+    ]
+    job = checked(Degrees(pp=4), FIVE, "--training.local_batch_size=4")
+    (said, other, *_) = run_ranks(4, lambda: rank_main(job))
+    assert said[1].startswith("WARNING pipeline: 60 % of a step is waiting. Raise training.")
+    assert "global_batch_size (8), or lower training.local_batch_size (4), so that there are" in said[1]
+    assert len(other) == 1, "the warning is rank 0's"
+
+
+def test_a_plan_of_any_rank_is_that_of_its_stage(checked):
+    """Without the other ranks; a checkpoint is read by name, whoever has the tensor."""
+    from titanlite.distributed import fake_ranks
+
+    job = checked(Degrees(pp=2, dp_shard=2), FIVE)
+    for rank in range(4):
+        with fake_ranks(4, rank):
+            model, dims = build_decoder(job.model_config), ParallelDims.build(job.degrees, "cpu")
+            assert (dims.stage, dims.dp_rank, dims.stages_behind) == (rank // 2, rank % 2, 1 - rank // 2)
+            parallelize(model, job.job, dims, "cpu")
+            plan = build_plan(model)
+            here = {entry.fqn for entry in plan.entries if not entry.is_elsewhere}
+            assert ("lm_head.weight" in here, "model.embed_tokens.weight" in here) == (rank >= 2, rank < 2)
+            assert sum(map(is_elsewhere, model.parameters())) > 0
+
+
+@pytest.mark.parametrize("every", [2, 3])
+def test_every_nth_layer_is_counted_over_all_stages(run_ranks, checked, every):
+    selective = ["--activation_checkpoint.mode=selective", f"--activation_checkpoint.selective_ac_option={every}"]
+    job = checked(Degrees(pp=4), FIVE, *selective)
+
+    def rank_main() -> list[int]:
+        model, _ = build(job)
+        return [i for i, layer in enumerate(model.model.layers) if "forward" in vars(layer)]
+
+    assert [i for found in run_ranks(4, rank_main) for i in found] == [*range(0, 5, every)]
+
+
+def test_a_trained_parameter_without_a_state_is_one_error_on_all_ranks(train):
+    def put_in(trainer: Trainer) -> None:
+        save = trainer.save
+
+        def forget_and_save() -> None:
+            norm = trainer.model.model.norm
+            if not isinstance(norm, Elsewhere):
+                del trainer.optimizer.state[norm.weight]
+            save()
+
+        trainer.save = forget_and_save  # type: ignore[method-assign]
+
+    for found in train(Degrees(pp=2), ONE, "--training.steps=1", before=put_in):
+        assert found is not None and found[0] == "CheckpointError"
+        assert "model.norm.weight: the optimizer has no state for it, for it had no gradient yet. (rank 1)" in found[1]
