@@ -11,13 +11,14 @@ from titanlite.checkpoint.adapter import read_adapter
 from titanlite.checkpoint.commit import MANIFEST_FILE, check_folder
 from titanlite.checkpoint.folder import ADAPTER_FILE, OWN_FOLDER, Stored, read_headers, read_json, read_model_headers
 from titanlite.checkpoint.header import DTYPES, StoredTensor, shown
-from titanlite.checkpoint.planned_reads import PlannedReads
+from titanlite.checkpoint.planned_reads import PlannedReads, RankReads
 from titanlite.checkpoint.pretrained import weights_of
 from titanlite.checkpoint.train_state import STATE_FILE
 from titanlite.config import load_config
 from titanlite.distributed import ParallelDims, fake_ranks, parallelize
 from titanlite.errors import CheckpointError, TitanliteError
-from titanlite.materialize import build_plan
+from titanlite.materialize import TensorEntry, build_plan
+from titanlite.materialize.sources import Read
 from titanlite.models.build import build_model
 from titanlite.preflight import check
 from titanlite.tables import fold_names, format_count, format_size, format_table, texts_between_numbers
@@ -142,25 +143,28 @@ def show_reads(folder: Path, overrides: Sequence[str], world_size: int) -> None:
         TitanliteError: the configuration is wrong, or the checkpoint does not fit its model; all problems at once.
     """
     checked = check(load_config(list(overrides)), world_size, weights=False)
-    with fake_ranks(world_size):
-        model = build_model(checked.model_config)
-        parallelize(model, checked.job, ParallelDims.build(checked.degrees, "cpu"), "cpu")
-        plan = build_plan(model, [weights_of(folder, model)])
-        reads = PlannedReads(plan)
-        rows = [("rank", "holds", "reads", "receives", "files")]
-        total = 0
-        for rank in range(world_size):
-            of_rank = reads.of_rank(rank)
-            total += of_rank.read
-            if rank < _MOST_RANKS:
-                received = format_size(of_rank.held - of_rank.read)
-                sizes = (format_size(of_rank.held), format_size(of_rank.read), received)
-                rows.append((str(rank), *sizes, str(len(of_rank.files))))
-        print(f"\n{checked.degrees}, {world_size} ranks; bytes as they are on disk:\n")
-        print(format_table(rows))
-        if world_size > _MOST_RANKS:
-            print(f"  ... and {world_size - _MOST_RANKS} ranks more")
-        others = {type(entry.source).__name__.lower() for entry in plan.entries} - {"read"}
-        num_read = reads.num_tensors
-        print(f"\n  all ranks together read {format_size(total)}; {num_read} tensors come from the checkpoint,")
-        print(f"  {len(plan.entries) - num_read} do not ({', '.join(sorted(others)) or 'none'})")
+    degrees, found = checked.degrees, list[RankReads]()
+    entries: tuple[TensorEntry, ...] = ()
+    with fake_ranks(world_size):  # as rank 0, the one that reads headers
+        sources = [weights_of(folder, build_model(checked.model_config))]
+    for first in range(0, world_size, degrees.stage_size):  # each pipeline stage has tensors of its own
+        with fake_ranks(world_size, first):
+            model, dims = build_model(checked.model_config), ParallelDims.build(degrees, "cpu")
+            parallelize(model, checked.job, dims, "cpu")
+            plan = build_plan(model, sources)
+            entries, reads = plan.entries, PlannedReads(plan)
+            found += [reads.of_rank(first + rank) for rank in range(degrees.stage_size)]
+    rows = [("rank", "holds", "reads", "receives", "files")]
+    for rank, of_rank in enumerate(found[:_MOST_RANKS]):
+        received = format_size(of_rank.held - of_rank.read)
+        sizes = (format_size(of_rank.held), format_size(of_rank.read), received)
+        rows.append((str(rank), *sizes, str(len(of_rank.files))))
+    print(f"\n{degrees}, {world_size} ranks; bytes as they are on disk:\n")
+    print(format_table(rows))
+    if world_size > _MOST_RANKS:
+        print(f"  ... and {world_size - _MOST_RANKS} ranks more")
+    others = {type(entry.source).__name__.lower() for entry in entries} - {"read"}
+    num_read = sum(isinstance(entry.source, Read) for entry in entries)
+    total = format_size(sum(of_rank.read for of_rank in found))
+    print(f"\n  all ranks together read {total}; {num_read} tensors come from the checkpoint,")
+    print(f"  {len(entries) - num_read} do not ({', '.join(sorted(others)) or 'none'})")

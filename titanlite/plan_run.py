@@ -31,12 +31,14 @@ from titanlite.planner.render import (
     render_collectives,
     render_memory,
     render_reads,
+    render_stages,
     render_sweep,
     render_tensors,
     render_time,
     sweep_to_json,
     to_json,
 )
+from titanlite.planner.stages import estimate_stages, merge_stages, trace_stages
 from titanlite.planner.sweep import sweep
 from titanlite.planner.trace import trace_step
 from titanlite.preflight import Checked, check
@@ -167,21 +169,28 @@ def _plan(checked: Checked, known: argparse.Namespace, hardware: Hardware, sourc
     print(render_tensors(run_plan) + "\n", flush=True)
     # Which rank owns which matrix does not repeat from layer to layer.
     every_layer = known.every_layer or job.optimizer.name == "Muon"
+
     trace = trace_step(job, model_config, degrees, rank=known.rank, every_layer=every_layer)
-    estimate = build_estimate(job, degrees, trace, hardware, known.rank)
+    estimate = whole = build_estimate(job, degrees, trace, hardware, known.rank)
     print(render_memory(run_plan, estimate, hardware) + "\n")
+    stages: dict[int, Estimate] = {}
+    if degrees.pp > 1:
+        stages = estimate_stages(job, degrees, trace_stages(job, model_config, degrees), hardware)
+        stages[degrees.stage_of(known.rank)] = estimate
+        whole = merge_stages(stages)
+        print(render_stages(stages, hardware) + "\n")
     print(render_reads(run_plan, source and _name_of(checked, source)) + "\n")
     print(render_collectives(estimate, hardware, known.rank) + "\n")
-    print(render_time(estimate, hardware) + "\n")
+    print(render_time(whole, hardware) + "\n")
     advice = None
-    if not estimate.fits(hardware):
-        advice = advise(job, model_config, degrees, estimate, hardware, known.rank)
+    if not whole.fits(hardware):
+        advice = advise(job, model_config, degrees, whole, hardware, known.rank)
         print(render_advice(advice, hardware) + "\n")
     print("\n".join(_assumptions(checked, estimate)))
-    print(f"planned in {started.describe()}, {trace.traced_layers} layers traced")
+    print(f"planned in {started.describe()}, {estimate.trace.traced_layers} layers traced")
     if known.json is not None:
-        _write(known.json, to_json(run_plan, estimate, hardware, advice))
-    return 0 if estimate.fits(hardware) else 1
+        _write(known.json, to_json(run_plan, estimate, hardware, advice, stages))
+    return 0 if whole.fits(hardware) else 1
 
 
 def _sweep(job: JobConfig, known: argparse.Namespace, hardware: Hardware) -> int:
@@ -226,8 +235,12 @@ def _assumptions(checked: Checked, estimate: Estimate) -> list[str]:
         notes.append("images are not traced: add the vision tower's activations, which depend on their sizes")
     if job.training.objective == "dpo":
         notes.append("one pair per row; cached log-probabilities are there already")
-    if estimate.trace.micro_batches > 2:
-        notes.append(f"{estimate.trace.micro_batches} micro-batches: two are traced, the others are like the second")
+    trace = estimate.trace
+    if trace.micro_batches > trace.traced_micro_batches:
+        some = "two are traced, the others are like the second"
+        if trace.traced_micro_batches > 2:
+            some = f"{trace.traced_micro_batches} are traced, the others are like the last but one of these"
+        notes.append(f"{trace.micro_batches} micro-batches: {some}")
     notes.append("time: matrix products at the GPU's peak and links at their rate; no latency, no memory traffic")
     return ["assumed:", *(f"  {note}" for note in notes)]
 

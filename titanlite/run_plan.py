@@ -18,6 +18,7 @@ from titanlite.checkpoint.planned_reads import PlannedReads
 from titanlite.checkpoint.space import count_moments
 from titanlite.logger import logger
 from titanlite.materialize import Plan, TensorEntry
+from titanlite.materialize.layout import is_elsewhere
 from titanlite.materialize.sources import Read
 from titanlite.run_files import replace_file
 from titanlite.tables import fold_names, format_memory, texts_between_numbers
@@ -88,7 +89,7 @@ def build_run_plan(plan: Plan, muon: Container[torch.Tensor] = (), *, fold: bool
 
     `muon` are the parameters that Muon steps, and not AdamW, which counts its steps.
     """
-    params = [entry for entry in plan.entries if entry.info.kind == "parameter"]
+    params = [entry for entry in plan.entries if entry.info.kind == "parameter" and not entry.is_elsewhere]
     trained = [entry for entry in params if entry.tensor.requires_grad]
     moments = sum(count_moments(entry.tensor, muon) * entry.local_bytes for entry in trained)
     rank = dist.get_rank()
@@ -141,6 +142,8 @@ def _group(entries: Iterable[TensorEntry], fold: bool) -> Iterable[PlannedTensor
 
 def describe_placement(tensor: torch.Tensor) -> str:
     """Mesh axes with more than one rank, and what each does to the tensor."""
+    if is_elsewhere(tensor):
+        return "other stages"
     if not isinstance(tensor, DTensor):
         return "replicate"
     names = tensor.device_mesh.mesh_dim_names or ()

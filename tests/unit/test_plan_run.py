@@ -53,6 +53,76 @@ def test_a_plan_that_does_not_fit_says_what_to_change(capsys):
     assert f"total on the GPU       {found[1]} MiB" in capsys.readouterr().out
 
 
+STAGES = (
+    "--parallelism.tensor_parallel_degree=1",
+    "--parallelism.expert_parallel_degree=1",
+    "--training.local_batch_size=1",
+)
+
+
+MODE_FULL = "--activation_checkpoint.mode=full"
+
+
+def plan_of(capsys, *arguments: str) -> tuple[int, str]:
+    code = main(["plan", *TINY, *STAGES, *arguments])
+    return code, capsys.readouterr().out
+
+
+def test_a_pipeline_is_as_full_as_its_fullest_stage(capsys, tmp_path):
+    """Of 2 stages the second has 5 of 6 layers; whichever rank is looked at, the run does not fit."""
+    uneven = ("--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_layers=1,5")
+    uneven += ("--model.overrides.num_layers=6", "--world-size=2", "--reserved-gib=0", "--training.global_batch_size=4")
+    _, out = plan_of(capsys, *uneven)
+    totals = [float(found) for found in re.findall(r"\n  [01]  .* ([\d.]+) MiB  fits", out)]
+    assert len(totals) == 2 and totals[0] < totals[1]
+    room = f"--memory-gib={sum(totals) / 2 / 1024}"
+    floors = []
+    for rank in (0, 1):
+        file = tmp_path / f"{rank}.json"
+        code, out = plan_of(capsys, *uneven, room, f"--rank={rank}", f"--json={file}")
+        data = json.loads(file.read_text())
+        assert code == 1 and "to fit, one of:" in out and "done in layers 1 to 5" in out
+        assert [stage["fits"] for stage in data["stages"]] == [True, False]
+        assert [stage["layers"] for stage in data["stages"]] == [1, 5]
+        assert data["memory"]["total"] == data["stages"][rank]["total"]
+        floors += re.findall(r"floor with .*", out)
+    assert floors[:2] == floors[2:], "the run's, not the rank's"
+    code, out = plan_of(capsys, *uneven, room, "--sweep", f"--json={tmp_path / 'sweep.json'}")
+    rows = json.loads((tmp_path / "sweep.json").read_text())
+    modes = {row["activation_checkpoint"] for row in rows["too_large"]}
+    assert "none" in modes, "not judged by its first stage"
+
+
+def test_more_ranks_are_proposed_for_the_fullest_stage(capsys):
+    uneven = ("--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_layers=1,5")
+    uneven += ("--model.overrides.num_layers=6", "--reserved-gib=0", "--memory-gib=0.0012", MODE_FULL)
+    code, out = plan_of(capsys, *uneven, "--world-size=2")
+    found = re.search(r"or (\d+) ranks, everything else as it is", out)
+    assert code == 1 and found is not None
+    batch = "--training.global_batch_size=-1"
+    assert plan_of(capsys, *uneven, f"--world-size={found[1]}", batch)[0] == 0
+    assert plan_of(capsys, *uneven, f"--world-size={int(found[1]) // 2}", batch)[0] == 1
+
+
+def test_stages_that_differ_are_looked_at(capsys):
+    """9 layers on 8 stages: the 7th has two. Of those with one the first two and the last."""
+    eight = ("--parallelism.pipeline_parallel_degree=8", "--model.overrides.num_layers=9", "--world-size=8")
+    _, out = plan_of(capsys, *eight, "--training.global_batch_size=8")
+    assert re.findall(r"\n  (\d)  +\d  +(\d-\d)", out) == [("0", "0-0"), ("1", "1-1"), ("6", "6-7"), ("7", "8-8")]
+    assert "4 more have as many layers as the one before, and fewer micro-batches open" in out
+
+
+def test_a_sweep_needs_ranks_for_all_stages(capsys):
+    code = main(["plan", *TINY, "--sweep", "--world-size=6", "--parallelism.pipeline_parallel_degree=4"])
+    assert code == 2 and "pipeline_parallel_degree (4) does not divide the world size (6)" in capsys.readouterr().err
+
+
+def test_what_is_kept_for_a_step_is_the_first_to_go(capsys):
+    once = ("--parallelism.fsdp_once_per_step=true", "--world-size=4", "--training.global_batch_size=16")
+    _, out = plan_of(capsys, *once, "--memory-gib=0.002", "--reserved-gib=0")
+    assert "parallelism.fsdp_once_per_step True -> False: " in out
+
+
 def test_a_sweep(capsys, tmp_path):
     heads = ("--model.overrides.num_kv_heads=1", "--model.overrides.num_experts=4")
     code = main(["plan", *TINY, *heads, "--world-size=2", "--sweep", f"--json={tmp_path / 'sweep.json'}"])

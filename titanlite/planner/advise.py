@@ -10,6 +10,7 @@ from titanlite.config.settings import get_value
 from titanlite.errors import TitanliteError
 from titanlite.planner.estimate import Estimate, build_estimate
 from titanlite.planner.hardware import Hardware
+from titanlite.planner.stages import estimate_stages, merge_stages, trace_stages
 from titanlite.planner.trace import trace_step
 
 
@@ -47,7 +48,9 @@ def candidates(job: JobConfig, model_config: AnyModelConfig, degrees: Degrees) -
     while local > 1:
         local //= 2
         yield {"training.local_batch_size": local, **batch}
-    if parallelism.fsdp_reshard_after_forward != "always":
+    if parallelism.fsdp_once_per_step:
+        yield {"parallelism.fsdp_once_per_step": False}
+    elif parallelism.fsdp_reshard_after_forward != "always":
         yield {"parallelism.fsdp_reshard_after_forward": "always"}
     if training.loss_chunk_tokens > 256:
         yield {"training.loss_chunk_tokens": 256}
@@ -60,6 +63,12 @@ def candidates(job: JobConfig, model_config: AnyModelConfig, degrees: Degrees) -
     yield {"parallelism.expert_parallel_degree": 2 * degrees.ep, **sharded}
     yield {"parallelism.tensor_parallel_degree": 2 * degrees.tp, **sharded, **batch}
     yield {"parallelism.context_parallel_degree": 2 * degrees.cp, **sharded, **batch}
+    yield {
+        "parallelism.pipeline_parallel_degree": 2 * degrees.pp,
+        "parallelism.pipeline_parallel_layers": "",
+        **sharded,
+        **batch,
+    }
     if training.dtype == "float32":
         yield {"training.dtype": "bfloat16"}
     if not training.enable_cpu_offload:
@@ -109,6 +118,9 @@ def _estimate(
         degrees = resolve_degrees(changed.parallelism, world_size)
         if check_parallelism(changed, model_config, degrees):
             return None
+        if degrees.pp > 1:
+            traces = trace_stages(changed, model_config, degrees)
+            return merge_stages(estimate_stages(changed, degrees, traces, hardware))
         trace = trace_step(changed, model_config, degrees, rank=rank)
     except TitanliteError:
         return None  # such as patterns that name nothing: not a change to propose

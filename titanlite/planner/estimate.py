@@ -44,21 +44,24 @@ class StepTime:
     Attributes:
         compute_s: FLOPs at the GPU's peak.
         intra_node_s, inter_node_s: bytes on the links inside nodes and between them.
+        waiting: what a pipeline stage waits for others, as a share of the time that it works: (p - 1) / n with p
+            stages and n micro-batches.
     """
 
     compute_s: float
     intra_node_s: float
     inter_node_s: float
+    waiting: float = 0.0
 
     @property
     def overlapped_s(self) -> float:
         """If everything runs beside everything else: the longest of the three."""
-        return max(self.compute_s, self.intra_node_s, self.inter_node_s)
+        return max(self.compute_s, self.intra_node_s, self.inter_node_s) * (1 + self.waiting)
 
     @property
     def serial_s(self) -> float:
         """If nothing does: their sum."""
-        return self.compute_s + self.intra_node_s + self.inter_node_s
+        return (self.compute_s + self.intra_node_s + self.inter_node_s) * (1 + self.waiting)
 
 
 @dataclass(frozen=True)
@@ -115,14 +118,16 @@ def describe_moment(moment: Moment, trace: StepTrace) -> str:
         return outside[moment.phase]
     num = trace.num_layers[moment.kind]
     index = (num - 1 - moment.index if moment.from_end else moment.index) + (trace.num_layers[0] * moment.kind)
-    return f"{moment.phase} of layer {index}"
+    return f"{moment.phase} of layer {trace.first_layer + index}"
 
 
 def axis_ranks(degrees: Degrees, axis: str, rank: int = 0) -> list[int]:
     """Global ranks of the group along `axis` that `rank` is in; the layout of `ParallelDims`."""
     d = degrees
-    inner = d.world_size // d.dp_replicate
+    inner = d.stage_size // d.dp_replicate
     sizes_and_strides = {
+        "pp": (d.pp, d.stage_size),
+        "stage": (d.stage_size, 1),
         "dp_replicate": (d.dp_replicate, inner),
         d.fsdp_axis: (d.fsdp, d.tp),
         "cp": (d.cp, d.tp),
@@ -144,4 +149,5 @@ def step_time(trace: StepTrace, degrees: Degrees, hardware: Hardware, rank: int 
         inside, outside = hardware.collective_s(traffic.kind, axis_ranks(degrees, traffic.axis, rank), nbytes)
         intra, inter = intra + inside, inter + outside
     low = trace.flops.low - trace.flops.skipped
-    return StepTime(low / hardware.flops + trace.flops.high / hardware.float32_flops, intra, inter)
+    compute = low / hardware.flops + trace.flops.high / hardware.float32_flops
+    return StepTime(compute, intra, inter, (degrees.pp - 1) / trace.micro_batches)

@@ -57,6 +57,10 @@ class Hardware:
             return 0.0, 0.0
         per_node = [rank // self.gpus_per_node for rank in ranks]
         beside = per_node.count(per_node[0])
+        if kind == "send":  # to a neighbour along the axis
+            return (
+                (nbytes / self.intra_node_bytes_s, 0.0) if beside == size else (0.0, nbytes / self.inter_node_bytes_s)
+            )
         if kind == "all_to_all":
             inside, outside = nbytes * (beside - 1) / size, nbytes * (size - beside) / size
             return inside / self.intra_node_bytes_s, outside / self.inter_node_bytes_s

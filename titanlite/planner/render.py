@@ -1,6 +1,7 @@
 """The plan as text and as JSON."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from titanlite.planner.advise import Advice
@@ -63,6 +64,29 @@ def render_memory(plan: RunPlan, estimate: Estimate, hardware: Hardware) -> str:
     return "\n".join([f"memory of rank {plan.rank}: {verdict}", *lines])
 
 
+def render_stages(stages: Mapping[int, Estimate], hardware: Hardware) -> str:
+    """Memory and work of pipeline stages; a step takes as long as the slowest."""
+    rows = [("stage", "ranks", "layers", "micro-batches open", "memory", "", "compute")]
+    for stage, estimate in sorted(stages.items()):
+        degrees, trace = estimate.degrees, estimate.trace
+        first = stage * degrees.stage_size
+        ranks = f"{first}-{first + degrees.stage_size - 1}" if degrees.stage_size > 1 else str(first)
+        layers = f"{trace.first_layer}-{trace.first_layer + sum(trace.num_layers) - 1}"
+        ahead = min(degrees.pp - stage, trace.micro_batches)
+        fits = "fits" if estimate.fits(hardware) else "does not fit"
+        memory, compute = format_memory(estimate.memory.total), _ms(estimate.time.compute_s)
+        rows.append((str(stage), ranks, layers, str(ahead), memory, fits, compute))
+    some = next(iter(stages.values()))
+    waiting = some.time.waiting / (1 + some.time.waiting)
+    count = f"{some.degrees.pp} stages, {some.trace.micro_batches} micro-batches"
+    title = f"pipeline: {count} a step, {waiting:.0%} of it waiting"
+    left_out = some.degrees.pp - len(stages)
+    note = (
+        f"\n  {left_out} more have as many layers as the one before, and fewer micro-batches open" if left_out else ""
+    )
+    return f"{title}\n{format_table(rows)}{note}"
+
+
 def render_reads(plan: RunPlan, source: str) -> str:
     """Bytes from the checkpoint."""
     if not source:
@@ -91,13 +115,15 @@ def render_collectives(estimate: Estimate, hardware: Hardware, rank: int) -> str
 
 
 def render_time(estimate: Estimate, hardware: Hardware) -> str:
-    """FLOPs, and the floor of a step."""
+    """FLOPs, and the floor of a step, of the rank that was traced or of its pipeline stage."""
     time, trace = estimate.time, estimate.trace
     ranks = estimate.degrees.world_size
-    done = trace.flops.done * ranks / estimate.tokens
+    done = trace.flops.done * estimate.degrees.stage_size / estimate.tokens
+    first = trace.first_layer
+    where = f" in layers {first} to {first + sum(trace.num_layers) - 1}" if estimate.degrees.pp > 1 else ""
     lines = [
         f"compute: {trace.model_flops_per_token / 1e9:.2f} GFLOP per token (model, as MFU counts), "
-        f"{done / 1e9:.2f} done (recomputation included)",
+        f"{done / 1e9:.2f} done{where} (recomputation included)",
         f"step of {estimate.tokens:,} tokens ({trace.micro_batches} micro-batches): "
         f"compute {_ms(time.compute_s)} at {hardware.flops / 1e12:.0f} TFLOP/s, "
         f"links inside nodes {_ms(time.intra_node_s)}, between nodes {_ms(time.inter_node_s)}",
@@ -159,9 +185,13 @@ def render_sweep(found: Sweep, hardware: Hardware) -> str:
 
 
 def to_json(
-    plan: RunPlan, estimate: Estimate, hardware: Hardware, advice: tuple[list[Advice], Advice | None, int | None] | None
+    plan: RunPlan,
+    estimate: Estimate,
+    hardware: Hardware,
+    advice: tuple[list[Advice], Advice | None, int | None] | None,
+    stages: Mapping[int, Estimate] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """Everything, bytes and seconds. Begins like `plan.json` of a real run."""
+    """Everything, bytes and seconds. Begins like `plan.json` of a real run; all but `stages` is of one rank."""
     memory, time, trace = estimate.memory, estimate.time, estimate.trace
     data = plan.to_json()
     data["memory"] |= {
@@ -189,6 +219,19 @@ def to_json(
         "floor_overlapped_s": time.overlapped_s,
         "floor_serial_s": time.serial_s,
     }
+    if stages:
+        data["stages"] = [
+            {
+                "stage": stage,
+                "first_layer": of_stage.trace.first_layer,
+                "layers": sum(of_stage.trace.num_layers),
+                "total": of_stage.memory.total,
+                "fits": of_stage.fits(hardware),
+                "compute_s": of_stage.time.compute_s,
+                "floor_overlapped_s": of_stage.time.overlapped_s,
+            }
+            for stage, of_stage in sorted(stages.items())
+        ]
     data["hardware"] = vars(hardware)
     if advice is not None:
         found = [*advice[0], *([advice[1]] if advice[1] else [])]

@@ -7,6 +7,7 @@ trainer's. Only the tensors have no data, and the process group has no other ran
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import filterfalse
 from typing import Any, Literal
 
 import torch
@@ -22,8 +23,9 @@ from titanlite.distributed import ParallelDims, all_to_all_single
 from titanlite.distributed.expert_parallel import balanced_routing
 from titanlite.materialize import Plan, build_plan
 from titanlite.materialize.execute import exchange, sharded_like
+from titanlite.materialize.layout import is_elsewhere
 from titanlite.models.build import AnyModel
-from titanlite.objectives import DPO, AdaptersOff, NextToken, ObjectiveSums
+from titanlite.objectives import DPO, AdaptersOff, NextToken
 from titanlite.ops import grouped_gemm
 from titanlite.ops.planned import plan_for_device
 from titanlite.optim import build_optimizer, step_if_finite
@@ -50,7 +52,7 @@ class StandInTrainer(TrainStep):
                 dims,
                 device,
                 model,
-                build_optimizer(model, job.optimizer, all_to_all_single),
+                build_optimizer(model, job.optimizer, all_to_all_single, dims.stage_group),
                 _build_objective(job),
             )
             with fixed_scalars():
@@ -58,15 +60,15 @@ class StandInTrainer(TrainStep):
 
     def _make_optimizer_states(self) -> None:
         """As a first step makes them; DTensor then works on tensors of global size, which are no memory of a run."""
-        for param in self.model.parameters():
+        for param in filterfalse(is_elsewhere, self.model.parameters()):
             param.grad = torch.zeros_like(param) if param.requires_grad else None
         step_if_finite(self.optimizer, torch.ones((), dtype=torch.bool))
         self.optimizer.zero_grad()
 
     def persistent(self) -> Iterator[torch.Tensor]:
         """Every tensor that lives from step to step."""
-        yield from self.model.parameters()
-        yield from self.model.buffers()
+        yield from filterfalse(is_elsewhere, self.model.parameters())
+        yield from filterfalse(is_elsewhere, self.model.buffers())
         yield from self.optimizer_states()
         yield from self.finite_guard.state()
         if hasattr(self.balancer, "counts"):
@@ -109,52 +111,43 @@ def without_data(trainer: StandInTrainer, device_type: DeviceType) -> Iterator[N
 @contextmanager
 def observed(trainer: TrainStep, recorder: StepRecorder) -> Iterator[None]:
     """Tell `recorder` where stretches of a step begin, while `trainer` makes one. Works on real trainers, too."""
-    model, objective, balancer = trainer.model, trainer.objective, trainer.balancer
+    model, enter = trainer.model, trainer.enter
     layers = model.decoder_layers()
-    micro_batch = -1
+    turns = {"forward": -1, "backward": -1}  # the latest micro-batch of each; both go through them in order
     handles = []
 
     def watch(layer: nn.Module, index: int) -> None:
         def before(*_: Any) -> None:
-            recorder.begin(micro_batch, "forward", index)
+            recorder.begin(turns["forward"], "forward", index)
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
             if index == len(layers) - 1:
-                recorder.begin(micro_batch, "head")
+                recorder.begin(turns["forward"], "head")
             hidden = output[0] if isinstance(output, tuple) else output
             if hidden.requires_grad:
-                hidden.register_hook(lambda grad: recorder.begin(micro_batch, "backward", index))
+                hidden.register_hook(lambda grad: recorder.begin(turns["backward"], "backward", index))
 
         handles.append(layer.register_forward_pre_hook(before, prepend=True))
         handles.append(layer.register_forward_hook(after))
 
-    class Observed:
-        metric_names = objective.metric_names
-        prepare, count = objective.prepare, objective.count
-
-        def __call__(self, model: AnyModel, batch: Batch) -> ObjectiveSums:
-            nonlocal micro_batch
-            micro_batch += 1
-            recorder.begin(micro_batch, "forward")
-            losses = objective(model, batch)
-            recorder.begin(micro_batch, "backward")
-            return losses
-
-    def accumulate() -> None:
-        recorder.mark((p.grad for p in model.parameters() if p.grad is not None), GRADIENTS)
-        recorder.begin(-1, "optimizer")
-        type(balancer).accumulate(balancer)
+    def observed_enter(phase: str) -> None:
+        if turns["backward"] >= 0:
+            recorder.mark((p.grad for p in model.parameters() if p.grad is not None), GRADIENTS)
+        if phase in turns:
+            turns[phase] += 1
+            recorder.begin(turns[phase], phase)
+        else:
+            recorder.begin(-1, phase)
+        enter(phase)
 
     for index, layer in enumerate(layers):
         watch(layer, index)
-    trainer.objective = Observed()
-    balancer.accumulate = accumulate  # type: ignore[method-assign]
+    trainer.enter = observed_enter  # type: ignore[method-assign]
     try:
         with recorder:
             yield
     finally:
-        trainer.objective = objective
-        del balancer.accumulate
+        del trainer.enter
         for handle in handles:
             handle.remove()
 
@@ -162,7 +155,7 @@ def observed(trainer: TrainStep, recorder: StepRecorder) -> Iterator[None]:
 def _allocate(plan: Plan, model: AnyModel) -> None:
     """Sizes in place of values: as `materialize.allocate`, on tensors without data."""
     for entry in plan.entries:
-        if not entry.tensor.is_meta:
+        if not entry.tensor.is_meta or entry.is_elsewhere:
             continue
         local = torch.empty(entry.region.lengths, dtype=entry.dtype)
         if entry.info.kind == "parameter":

@@ -14,11 +14,12 @@ from itertools import product
 
 from titanlite.config import AnyModelConfig, JobConfig, ModelConfig
 from titanlite.config.parallelism import Degrees, check_parallelism, resolve_degrees
-from titanlite.errors import TitanliteError
+from titanlite.errors import ConfigError, TitanliteError
 from titanlite.planner.advise import with_values
-from titanlite.planner.estimate import Estimate, build_estimate
+from titanlite.planner.estimate import Estimate
 from titanlite.planner.hardware import Hardware
-from titanlite.planner.trace import StepTrace, Traffic, trace_step
+from titanlite.planner.stages import estimate_stages, merge_stages, trace_stages
+from titanlite.planner.trace import StepTrace, Traffic
 from titanlite.planner.tracker import GRADIENTS
 
 MODES = ("none", "selective", "full")
@@ -58,8 +59,11 @@ class Sweep:
     traced: int
 
 
-def derive(trace: StepTrace, traced: Degrees, degrees: Degrees) -> StepTrace:
-    """`trace`, of a step on `traced`, as it would be on `degrees`, with as many ranks and the same cp, tp and ep."""
+def derive(trace: StepTrace, traced: Degrees, degrees: Degrees, *, once_per_step: bool = False) -> StepTrace:
+    """`trace`, of a step on `traced`, as it would be on `degrees`, with as many ranks and the same cp, tp and ep.
+
+    `once_per_step` is `parallelism.fsdp_once_per_step`.
+    """
     if traced == degrees:
         return trace
     larger = traced.fsdp / degrees.fsdp  # a rank's shards, dense and expert ones alike
@@ -68,9 +72,10 @@ def derive(trace: StepTrace, traced: Degrees, degrees: Degrees) -> StepTrace:
     for traffic in [t for t in counts if t.kind == "reduce_scatter" and t.axis in (degrees.fsdp_axis, "efsdp")]:
         if degrees.dp_replicate > 1:
             reduced = Traffic("all_reduce", "dp_replicate", traffic.per_step)
-            ranks = degrees.efsdp if traffic.axis == "efsdp" else degrees.fsdp
-            counts[reduced] = counts.get(reduced, 0) + counts[traffic]
-            nbytes[reduced] = nbytes.get(reduced, 0) + nbytes[traffic] // ranks
+            often = 1 if once_per_step else trace.micro_batches
+            parts = often * (degrees.efsdp if traffic.axis == "efsdp" else degrees.fsdp)
+            counts[reduced] = counts.get(reduced, 0) + counts[traffic] // often  # of the last micro-batch alone
+            nbytes[reduced] = nbytes.get(reduced, 0) + nbytes[traffic] // parts
     for traffic in [t for t in counts if t.per_step and t.axis == "tp"]:  # gradients of replicated parameters, sharded
         nbytes[traffic] = round(nbytes[traffic] * larger)
     return replace(
@@ -89,6 +94,7 @@ def derive(trace: StepTrace, traced: Degrees, degrees: Degrees) -> StepTrace:
 
 def _combinations(job: JobConfig, model_config: AnyModelConfig, world_size: int) -> Iterator[dict[str, int]]:
     """Degrees whose product is `world_size`, few replicas first, and all ep that divide what they fold over."""
+    world_size //= job.parallelism.pipeline_parallel_degree  # as it is
     divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
     can_split, has_experts = isinstance(model_config, ModelConfig), model_config.num_experts > 0
 
@@ -124,13 +130,23 @@ def sweep(
 ) -> Sweep:
     """Try all degrees that divide `world_size`, with each mode of activation checkpointing.
 
-    Of context parallelism those alone that leave a rank 4096 tokens of a sequence or more, and what `job` has.
+    Of context parallelism those alone that leave a rank 4096 tokens of a sequence or more, and what `job` has. The
+    pipeline stages are those of `job`; memory is that of the fullest, time that of the slowest.
     The tokens of a step stay those of `job` where its global batch size is set; else every data-parallel rank has
     `local_batch_size` sequences.
+
+    Raises:
+        ConfigError: the ranks cannot be split into the stages.
     """
     refused: Counter[str] = Counter()
     tried: list[Tried] = []
-    bases: dict[tuple[int, int, int, str], tuple[Degrees, StepTrace]] = {}
+    pp = job.parallelism.pipeline_parallel_degree
+    if world_size % pp:
+        raise ConfigError(
+            f"parallelism: pipeline_parallel_degree ({pp}) does not divide the world size ({world_size}), and a sweep "
+            "leaves the stages as they are. Change one of the two."
+        )
+    bases: dict[tuple[int, int, int, str], tuple[Degrees, dict[int, StepTrace]]] = {}
     for values in _combinations(job, model_config, world_size):
         changed = with_values(job, values)
         try:
@@ -150,10 +166,13 @@ def sweep(
                 continue
             key = (degrees.cp, degrees.tp, degrees.ep, mode)
             if key not in bases:
-                bases[key] = degrees, trace_step(with_mode, model_config, degrees)
+                bases[key] = degrees, trace_stages(with_mode, model_config, degrees)
                 progress(len(bases))
-            trace = derive(bases[key][1], bases[key][0], degrees)
-            tried.append(Tried(degrees, mode, build_estimate(with_mode, degrees, trace, hardware)))
+            traced, traces = bases[key]
+            once = job.parallelism.fsdp_once_per_step
+            derived = {i: derive(trace, traced, degrees, once_per_step=once) for i, trace in traces.items()}
+            estimate = merge_stages(estimate_stages(with_mode, degrees, derived, hardware))
+            tried.append(Tried(degrees, mode, estimate))
     fitting = [one for one in tried if one.estimate.fits(hardware)]
     too_large = [one for one in tried if not one.estimate.fits(hardware)]
     fitting.sort(key=lambda one: one.seconds_per_token)

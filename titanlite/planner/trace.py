@@ -17,7 +17,7 @@ import torch.distributed as dist
 from titanlite.config import AnyModelConfig, JobConfig, ModelConfig
 from titanlite.config.parallelism import Degrees, resolve_global_batch_size
 from titanlite.distributed import ParallelDims, fake_ranks
-from titanlite.materialize.layout import local_of
+from titanlite.materialize.layout import is_elsewhere, local_of
 from titanlite.metrics import train_flops_per_token
 from titanlite.models.transformers_model import TransformersModel
 from titanlite.planner.flops import Flops
@@ -27,6 +27,7 @@ from titanlite.planner.workspace import cuda_workspace
 
 _K = TypeVar("_K")
 _FEWEST = 2  # layers of a kind: the first and the last
+_FEWEST_WITH_SUMS = 4  # where replicas add up gradients of several micro-batches, the last but one is the fullest
 
 
 class Moment(NamedTuple):
@@ -52,7 +53,8 @@ class Traffic(NamedTuple):
 
     Attributes:
         kind: as in `Collective`.
-        axis: "dp_replicate", "dp_shard" (with cp "dp_shard_cp"), "efsdp", "cp", "tp", "ep", or "world".
+        axis: "dp_replicate", "dp_shard" (with cp "dp_shard_cp"), "efsdp", "cp", "tp", "ep", "pp", "stage" (all ranks of
+            a pipeline stage), or "world".
         per_step: once per step, not per micro-batch.
     """
 
@@ -73,8 +75,10 @@ class StepTrace:
         weights, optimizer, buffers, padding: bytes that are there all the time; padding is what FSDP2 adds to shards
             of uneven size.
         micro_batches: per step.
-        num_layers: layers that the figures are of, by kind.
+        num_layers: layers that the figures are of, by kind; with pipeline stages those of this rank's.
         traced_layers: layers that were really traced.
+        traced_micro_batches: micro-batches that were.
+        first_layer: number of the first of the layers.
     """
 
     peaks: dict[Moment, dict[str, int]]
@@ -89,6 +93,8 @@ class StepTrace:
     micro_batches: int
     num_layers: tuple[int, ...]
     traced_layers: int
+    traced_micro_batches: int
+    first_layer: int = 0
 
     def plus(self, times: int, larger: "StepTrace", smaller: "StepTrace") -> "StepTrace":
         """This trace with `times` the difference of two others added: as many layers more."""
@@ -137,52 +143,72 @@ def trace_step(
     Raises:
         ConfigError: patterns that name nothing, or transformers cannot build the model.
     """
-    layers = _layers_to_trace(job, model_config)
-    if every_layer or not isinstance(model_config, ModelConfig) or layers is None:
-        return _trace(job, model_config, degrees, rank, device_type, documents)
+    stage = degrees.stage_of(rank)
+
+    def trace(by_kind: tuple[int, ...] | None = None) -> StepTrace:
+        """With so many layers of each kind in this rank's stage; None: with all."""
+        if by_kind is None or not isinstance(model_config, ModelConfig):
+            return _trace(job, model_config, degrees, rank, device_type, documents)
+        few_layers = _with_layers(model_config, degrees, stage, by_kind)
+        return _trace(job, *few_layers, rank, device_type, documents)
+
+    layers = _layers_to_trace(job, model_config, degrees, stage)
+    if every_layer or layers is None:
+        return trace()
     wanted, few, period = layers
     more_layers = sum(sum(few) + period for num, num_few in zip(wanted, few, strict=True) if num > num_few)
     if sum(few) + more_layers >= sum(wanted):
-        return _trace(job, model_config, degrees, rank, device_type, documents)
-    found = base = _trace(job, _with_layers(model_config, few), degrees, rank, device_type, documents)
+        return trace()
+    found = base = trace(few)
     traced = sum(few)
     for kind, (num, num_few) in enumerate(zip(wanted, few, strict=True)):
         if num > num_few:
             more = tuple(n + period * (k == kind) for k, n in enumerate(few))
-            larger = _trace(job, _with_layers(model_config, more), degrees, rank, device_type, documents)
-            found = found.plus((num - num_few) // period, larger, base)
+            found = found.plus((num - num_few) // period, trace(more), base)
             traced += sum(more)
     return replace(found, num_layers=wanted, traced_layers=traced)
 
 
 def _layers_to_trace(
-    job: JobConfig, model_config: AnyModelConfig
+    job: JobConfig, model_config: AnyModelConfig, degrees: Degrees, stage: int
 ) -> tuple[tuple[int, ...], tuple[int, ...], int] | None:
     """(layers by kind, how many of them are traced, period with which they repeat); None: they are not all alike."""
     named = (job.optimizer.freeze, job.optimizer.lr_multipliers, job.lora.targets)
     if not isinstance(model_config, ModelConfig) or any(re.search(r"\.[\d\[]", patterns) for patterns in named):
         return None
-    wanted = _layers_by_kind(model_config)
+    wanted = layers_by_kind(model_config, degrees, stage)
     section, period = job.activation_checkpoint, 1
     if section.mode == "selective" and section.selective_ac_option != "op":
         period = int(section.selective_ac_option)
+    fewest = _FEWEST_WITH_SUMS if degrees.dp_replicate > 1 and _count_micro_batches(job, degrees) > 1 else _FEWEST
     few = []
     for num in wanted:
-        least = _FEWEST * period + (num - _FEWEST * period) % period
+        least = fewest * period + (num - fewest * period) % period
         few.append(num if num <= least + period else least)
     return wanted, tuple(few), period
 
 
-def _layers_by_kind(model_config: AnyModelConfig) -> tuple[int, ...]:
-    if isinstance(model_config, ModelConfig) and model_config.num_experts:
-        dense = min(model_config.num_dense_layers, model_config.num_layers)
-        return dense, model_config.num_layers - dense
-    return (model_config.num_layers, 0)
+def layers_by_kind(model_config: AnyModelConfig, degrees: Degrees, stage: int) -> tuple[int, int]:
+    """Leading dense layers of an MoE model, or all of others, and the rest: of one pipeline stage."""
+    if not isinstance(model_config, ModelConfig):
+        return model_config.num_layers, 0
+    here = degrees.stage_layers(model_config.num_layers, stage)
+    dense = sum(layer < model_config.num_dense_layers for layer in here) if model_config.num_experts else len(here)
+    return dense, len(here) - dense
 
 
-def _with_layers(model_config: ModelConfig, by_kind: tuple[int, ...]) -> ModelConfig:
-    dense = by_kind[0] if model_config.num_experts else 0
-    return replace(model_config, num_layers=sum(by_kind), num_dense_layers=dense)
+def _with_layers(
+    model_config: ModelConfig, degrees: Degrees, stage: int, by_kind: tuple[int, ...]
+) -> tuple[ModelConfig, Degrees]:
+    """The model with so many layers in one pipeline stage, and the others as they are."""
+    sizes = [len(degrees.stage_layers(model_config.num_layers, i)) for i in range(degrees.pp)]
+    removed = sizes[stage] - sum(by_kind)
+    sizes[stage] = sum(by_kind)
+    dense = model_config.num_dense_layers
+    if model_config.num_experts:
+        dense -= layers_by_kind(model_config, degrees, stage)[0] - by_kind[0]
+    changed = replace(model_config, num_layers=model_config.num_layers - removed, num_dense_layers=dense)
+    return changed, replace(degrees, layers=tuple(sizes))
 
 
 def _trace(
@@ -196,12 +222,11 @@ def _trace(
     """Trace a step with every layer of `model_config`."""
     job = replace(job, compile=replace(job.compile, enable=False))  # as it is without; compiled code keeps no more
     job = replace(job, training=replace(job.training, enable_cpu_offload=False))
-    total = resolve_global_batch_size(job.training, degrees.dp)
-    micro_batches = total // (job.training.local_batch_size * degrees.dp)
+    micro_batches = _count_micro_batches(job, degrees)
     with fake_ranks(degrees.world_size, rank):
         trainer = StandInTrainer(job, model_config, degrees, device_type)
         with without_data(trainer, device_type):
-            batches = trainer.make_batches(min(micro_batches, 2), documents=documents)
+            batches = trainer.make_batches(_micro_batches_to_trace(micro_batches, trainer), documents=documents)
             if isinstance(trainer.model, TransformersModel):
                 trainer.train_step(batches)  # its first forward looks at how the model works
             workspace = cuda_workspace if device_type == "cuda" else lambda *_: 0
@@ -209,21 +234,39 @@ def _trace(
             with observed(trainer, recorder):
                 trainer.train_step(batches)
             recorder.leave_out(trainer.persistent())
-            num_layers = _layers_by_kind(model_config)
+            num_layers = layers_by_kind(model_config, degrees, degrees.stage_of(rank))
             if not isinstance(model_config, ModelConfig):
                 num_layers = (len(trainer.model.decoder_layers()), 0)
-            return summarize(recorder, trainer, num_layers, micro_batches)
+            return summarize(recorder, trainer, num_layers, micro_batches, len(batches))
+
+
+def _count_micro_batches(job: JobConfig, degrees: Degrees) -> int:
+    return resolve_global_batch_size(job.training, degrees.dp) // (job.training.local_batch_size * degrees.dp)
+
+
+def _micro_batches_to_trace(micro_batches: int, trainer: StandInTrainer) -> int:
+    """The first, one like those that follow, and the last where that differs.
+
+    A pipeline stage holds more and more activations, and what it sent, for as many micro-batches as there are stages.
+    """
+    return min(micro_batches, trainer.dims.degrees.pp + 1 + _last_differs(trainer))
+
+
+def _last_differs(trainer: StandInTrainer) -> bool:
+    """True if the last micro-batch reduces gradients that others do not (`prepare_backward`)."""
+    return trainer.dims.degrees.dp_replicate > 1 or trainer.job.parallelism.fsdp_once_per_step
 
 
 def summarize(
-    recorder: StepRecorder, trainer: StandInTrainer, num_layers: tuple[int, ...], micro_batches: int
+    recorder: StepRecorder, trainer: StandInTrainer, num_layers: tuple[int, ...], micro_batches: int, traced: int
 ) -> StepTrace:
-    """The figures of a recorded step of min(`micro_batches`, 2) micro-batches, as those of all of them."""
+    """The figures of a recorded step of `traced` micro-batches, as those of all `micro_batches`."""
     assert dist.group.WORLD is not None
-    repeats, world = max(micro_batches - 1, 0), dist.group.WORLD.group_name
+    world = dist.group.WORLD.group_name
+    repeated = traced - 1 - _last_differs(trainer)
 
     def times(segment: Segment) -> int:
-        return repeats if segment.micro_batch == 1 else 1
+        return 1 + micro_batches - traced if segment.micro_batch == repeated else 1
 
     axes = axis_names(trainer.dims)
     counts, nbytes = Counter[Traffic](), Counter[Traffic]()
@@ -234,7 +277,7 @@ def summarize(
         nbytes[traffic] += times(call.segment) * call.nbytes
     flops = sum((flops * times(segment) for segment, flops in recorder.flops.items()), Flops())
     model = trainer.model
-    params = [local_of(param) for param in model.parameters()]
+    params = [local_of(param) for param in model.parameters() if not is_elsewhere(param)]
     weights = sum(param.nbytes for param in params)
     return StepTrace(
         peaks={_moment(segment, num_layers): peak for segment, peak in recorder.peaks().items()},
@@ -244,11 +287,13 @@ def summarize(
         model_flops_per_token=train_flops_per_token(model.config, trainer.job.training.seq_len, model),
         weights=weights,
         optimizer=sum(local_of(state).nbytes for state in trainer.optimizer_states()),
-        buffers=sum(buffer.nbytes for buffer in model.buffers()),
+        buffers=sum(buffer.nbytes for buffer in model.buffers() if not is_elsewhere(buffer)),
         padding=sum(param.untyped_storage().nbytes() for param in params) - weights,
         micro_batches=micro_batches,
         num_layers=num_layers,
         traced_layers=sum(num_layers),
+        traced_micro_batches=traced,
+        first_layer=trainer.dims.degrees.stage_layers(len(model.all_layers()), trainer.dims.stage).start,
     )
 
 
@@ -263,7 +308,7 @@ def _moment(segment: Segment, num_layers: tuple[int, ...]) -> Moment:
 
 
 def axis_names(dims: ParallelDims) -> dict[str, str]:
-    """Name of the process group -> mesh axis, or "cp"; an axis with all ranks may have the group of all ranks."""
+    """Name of the process group -> mesh axis, "cp" or "stage"; an axis with all ranks may have the group of them."""
     assert dist.group.WORLD is not None
     names: dict[str, str] = {dist.group.WORLD.group_name: "world"}
     for mesh in [dims.dense] if dims.sparse is None else [dims.sparse, dims.dense]:
@@ -271,6 +316,9 @@ def axis_names(dims: ParallelDims) -> dict[str, str]:
             names[mesh.get_group(axis).group_name] = axis
     if dims.cp_group is not None:
         names[dims.cp_group.group_name] = "cp"
+    if dims.pp_backward_group is not None and dims.stage_group is not None:
+        names[dims.pp_backward_group.group_name] = "pp"
+        names[dims.stage_group.group_name] = "stage"
     return names
 
 

@@ -252,7 +252,7 @@ class StepRecorder(TorchDispatchMode):
         return peaks
 
     def _kinds(self) -> dict[int, str]:
-        """Category of every storage. Activations are what a forward leaves for its backward."""
+        """Category of every storage. Activations are what forwards leave that have no backward yet."""
         kinds = dict(self._category)
         born: dict[int, Segment] = {}
         segment = self._segment
@@ -260,7 +260,7 @@ class StepRecorder(TorchDispatchMode):
             if isinstance(event, Segment):
                 if event.phase == "backward" and segment.phase in ("forward", "head"):
                     for serial, where in born.items():
-                        if where.phase in ("forward", "head") and where.micro_batch == event.micro_batch:
+                        if where.phase in ("forward", "head"):
                             kinds.setdefault(serial, ACTIVATIONS)
                 segment = event
             elif isinstance(event, _Allocated):

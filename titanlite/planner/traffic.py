@@ -15,7 +15,7 @@ class Moved(NamedTuple):
     """One collective.
 
     Attributes:
-        kind: "all_gather", "reduce_scatter", "all_reduce", "all_to_all" or "broadcast".
+        kind: "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast" or "send".
         group: name of the process group.
         tensor: the whole: what is gathered, scattered or reduced; of an all-to-all what this rank sends.
     """
@@ -39,6 +39,7 @@ _COLLECTIVES: dict[Any, Callable[[Any, Any], list[Moved]]] = {
     _c10d._reduce_scatter_base_.default: lambda args, out: [Moved("reduce_scatter", _name(args[2]), args[1])],
     _c10d.allreduce_.default: _of_list("all_reduce"),
     _c10d.broadcast_.default: _of_list("broadcast"),
+    _c10d.send.default: _of_list("send"),
     _c10d.alltoall_base_.default: lambda args, out: [Moved("all_to_all", _name(args[2]), args[1])],
     _functional.all_gather_into_tensor.default: lambda args, out: [Moved("all_gather", _name(args[2]), out)],
     _functional.reduce_scatter_tensor.default: lambda args, out: [Moved("reduce_scatter", _name(args[3]), args[0])],
@@ -54,7 +55,7 @@ _COLLECTIVES: dict[Any, Callable[[Any, Any], list[Moved]]] = {
     _own.gather_parts.default: lambda args, out: [Moved("all_gather", args[2], out)],
     _own.all_to_all.default: lambda args, out: [Moved("all_to_all", args[3], args[0])],
 }
-_WITHOUT_BYTES = {_functional.wait_tensor.default, _c10d.barrier.default}
+_WITHOUT_BYTES = {_functional.wait_tensor.default, _c10d.barrier.default, _c10d.recv_.default}  # sent by others
 EXCHANGES = {
     *(_own.all_gather.default, _own.reduce_scatter.default, _own.all_reduce.default, _own.all_to_all.default),
     _own.gather_parts.default,

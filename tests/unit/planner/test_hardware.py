@@ -50,6 +50,10 @@ def test_ranks_of_axes():
     assert axis_ranks(degrees, "efsdp", 13) == [9, 13]
     assert axis_ranks(degrees, "world", 13) == list(range(16))
     degrees = Degrees(dp_replicate=2, dp_shard=2, cp=2, tp=2, ep=4)
+    stages = Degrees(dp_replicate=2, dp_shard=2, tp=2, ep=2, pp=3)
+    assert axis_ranks(stages, "pp", 13) == [5, 13, 21]
+    assert axis_ranks(stages, "stage", 13) == [*range(8, 16)]
+    assert axis_ranks(stages, "dp_replicate", 13) == [9, 13] and axis_ranks(stages, "tp", 13) == [12, 13]
     assert axis_ranks(degrees, "cp", 13) == [13, 15]
     assert axis_ranks(degrees, "cp", 2) == [0, 2]
     assert axis_ranks(degrees, "dp_shard_cp", 5) == [1, 3, 5, 7]

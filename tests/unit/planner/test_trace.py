@@ -25,6 +25,7 @@ CP, TP, EP, REPLICATE = (
     "--parallelism.data_parallel_replicate_degree=",
 )
 MODE = "--activation_checkpoint.mode="
+PP, ONCE = "--parallelism.pipeline_parallel_degree=", "--parallelism.fsdp_once_per_step=true"
 
 
 @pytest.fixture
@@ -38,8 +39,8 @@ def checked() -> Callable[..., Checked]:
     return build
 
 
-def traced(checked: Checked, *, every_layer: bool = False) -> StepTrace:
-    return trace_step(checked.job, checked.model_config, checked.degrees, every_layer=every_layer)
+def traced(checked: Checked, *, every_layer: bool = False, rank: int = 0) -> StepTrace:
+    return trace_step(checked.job, checked.model_config, checked.degrees, every_layer=every_layer, rank=rank)
 
 
 @pytest.mark.parametrize(
@@ -69,6 +70,64 @@ def test_few_layers_stand_for_all(checked, world_size, num_layers, overrides):
     # The optimizer's own moment holds some bytes per tensor, for norms, which are not extrapolated.
     differ = {moment: (peak, every.peaks[moment]) for moment, peak in few.peaks.items() if every.peaks[moment] != peak}
     assert {moment.phase for moment in differ} <= {"optimizer"}
+
+
+@pytest.mark.parametrize(
+    ("rank", "overrides"),
+    [
+        (0, (EP + "2", MODE + "full")),
+        (3, (TP + "2", MODE + "selective")),
+        (2, ("--model.name=dots1", "--model.overrides.num_dense_layers=3", EP + "2", MODE + "full", ONCE)),
+        (1, (REPLICATE + "2", MODE + "full")),
+    ],
+)
+def test_few_layers_stand_for_all_of_a_stage(checked, rank, overrides):
+    job = checked(4, 13, *overrides, PP + "2", "--training.local_batch_size=1", "--training.global_batch_size=8")
+    few, every = traced(job, rank=rank), traced(job, every_layer=True, rank=rank)
+    assert few.first_layer == every.first_layer == (0 if rank < 2 else 7)
+    assert few.num_layers == every.num_layers and sum(few.num_layers) == (7 if rank < 2 else 6)
+    for name in ("counts", "nbytes", "flops", "model_flops_per_token", "weights", "optimizer", "buffers", "padding"):
+        assert getattr(few, name) == getattr(every, name), name
+    assert get_memory(few) == get_memory(every)
+    sent = {traffic: count for traffic, count in few.counts.items() if traffic.axis == "pp"}
+    assert {(traffic.kind, count) for traffic, count in sent.items()} == {("send", few.micro_batches)}
+
+
+def test_stages_of_a_pipeline_are_the_whole_model(checked):
+    one = traced(checked(2, 8, EP + "2", "--training.global_batch_size=16"))
+    stages = [
+        traced(checked(8, 8, EP + "2", PP + "4", "--training.global_batch_size=16"), rank=rank)
+        for rank in range(0, 8, 2)
+    ]
+    assert {stage.model_flops_per_token for stage in stages} == {one.model_flops_per_token}
+    for name in ("weights", "optimizer"):
+        assert sum(getattr(stage, name) for stage in stages) == getattr(one, name)
+    assert sum(stage.flops.low for stage in stages) == one.flops.low
+    assert one.micro_batches == stages[0].micro_batches == 4
+    kept = [get_memory(stage).working[ACTIVATIONS] for stage in stages]
+    assert kept == sorted(kept, reverse=True), "earlier stages have more micro-batches open"
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_what_is_done_once_per_step_is_counted_once(checked, replicas):
+    """Gathers and reductions, however many micro-batches there are; without, only the sum over replicas."""
+    batch = ("--training.local_batch_size=1", REPLICATE + str(replicas))
+
+    def counts(*overrides: str) -> dict[tuple[str, str], int]:
+        trace = traced(checked(4, 6, *batch, *overrides))
+        assert trace.micro_batches == (6 if "=24" in overrides[0] else 1)
+        return {(traffic.kind, traffic.axis): n for traffic, n in trace.counts.items() if not traffic.per_step}
+
+    single, plain, once = (
+        counts("--training.global_batch_size=4", ONCE),
+        counts("--training.global_batch_size=24"),
+        counts("--training.global_batch_size=24", ONCE),
+    )
+    assert once == single
+    for kind in ("reduce_scatter", "all_gather"):
+        assert plain[kind, "dp_shard"] >= 6 * once[kind, "dp_shard"]
+    if replicas > 1:
+        assert plain["all_reduce", "dp_replicate"] == once["all_reduce", "dp_replicate"] == 8  # 6 layers, 2 ends
 
 
 def test_the_first_micro_batch_holds_what_the_second_does(checked):
@@ -163,12 +222,16 @@ def test_torchs_grouped_gemm_is_counted():
     assert recorder.total == 3 * 2 * 24 * 16 * 8
 
 
-@pytest.mark.parametrize("cp", [1, 2])
-def test_other_replicas_are_derived(checked, cp):
+@pytest.mark.parametrize(
+    ("cp", "more"),
+    [(1, ()), (2, ()), (1, ("--training.global_batch_size=64",)), (1, ("--training.global_batch_size=64", ONCE))],
+)
+def test_other_replicas_are_derived(checked, cp, more):
     """A sweep traces one mesh for each (cp, tp, ep) and derives the others."""
-    alike = (CP + str(cp), TP + "2", EP + "2", MODE + "full")
+    alike = (CP + str(cp), TP + "2", EP + "2", MODE + "full", *more)
     base, wanted = checked(16, 2, *alike), checked(16, 2, *alike, REPLICATE + "2")
-    derived, real = derive(traced(base), base.degrees, wanted.degrees), traced(wanted)
+    once = base.job.parallelism.fsdp_once_per_step
+    derived, real = derive(traced(base), base.degrees, wanted.degrees, once_per_step=once), traced(wanted)
     assert derived.counts == real.counts
     # Shards of unlike sizes are padded, so bytes differ by the padding of 16 and of 8 ranks; and float32 step counts.
     for traffic, nbytes in real.nbytes.items():

@@ -1,0 +1,42 @@
+"""A run with pipeline stages is as full as its fullest stage and as slow as its slowest: which of them are traced."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from titanlite.config import AnyModelConfig, JobConfig
+from titanlite.config.parallelism import Degrees
+from titanlite.planner.estimate import Estimate, build_estimate
+from titanlite.planner.hardware import Hardware
+from titanlite.planner.trace import StepTrace, layers_by_kind, trace_step
+
+
+def stages_to_trace(model_config: AnyModelConfig, degrees: Degrees) -> list[int]:
+    """Of stages that follow one another with as many layers the first, which has most micro-batches open; the first and
+    the last of all, which have the embedding and the output head.
+    """
+    kinds = [layers_by_kind(model_config, degrees, stage) for stage in range(degrees.pp)]
+    first = [0, *(stage for stage in range(1, degrees.pp) if stage == 1 or kinds[stage] != kinds[stage - 1])]
+    return sorted({*first, degrees.pp - 1})
+
+
+def trace_stages(job: JobConfig, model_config: AnyModelConfig, degrees: Degrees) -> dict[int, StepTrace]:
+    """Traces of the first rank of each such stage."""
+    stages = stages_to_trace(model_config, degrees)
+    return {stage: trace_step(job, model_config, degrees, rank=stage * degrees.stage_size) for stage in stages}
+
+
+def estimate_stages(
+    job: JobConfig, degrees: Degrees, traces: Mapping[int, StepTrace], hardware: Hardware
+) -> dict[int, Estimate]:
+    """What the traces mean, by stage."""
+    return {
+        stage: build_estimate(job, degrees, trace, hardware, stage * degrees.stage_size)
+        for stage, trace in traces.items()
+    }
+
+
+def merge_stages(stages: Mapping[int, Estimate]) -> Estimate:
+    """Of the run: the memory of its fullest stage, and all else of the slowest."""
+    fullest = max(stages.values(), key=lambda found: found.memory.total)
+    slowest = max(stages.values(), key=lambda found: (found.time.overlapped_s, found.time.serial_s))
+    return replace(slowest, memory=fullest.memory)
