@@ -1,6 +1,7 @@
 """DPO through real trainers, on one rank and on four: the loss and every gradient of a direct implementation."""
 
 import copy
+import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import titanlite.train_step
 import titanlite.trainer
+from titanlite.checkpoint import save_hf_model
 from titanlite.config.parallelism import Degrees
 from titanlite.data import Batch, build_data
 from titanlite.data.loader import ValidationSet
@@ -235,3 +237,34 @@ def test_training_prefers_what_was_chosen(run_ranks, checked, meshes):
     for losses, accuracy in run_ranks(4, rank_main):
         assert losses[0] == pytest.approx(0.693147, rel=1e-5)
         assert losses[-1] < 0.5 and accuracy > 0.9
+
+
+@pytest.mark.parametrize("with_adapters", [False, True], ids=["cached", "adapters off"])
+def test_stages_of_a_pipeline_have_the_reference_of_one_process(run_ranks, checked, tmp_path, with_adapters):
+    """With adapters off, each forward of training holds one without gradients, which goes through the stages too."""
+    lora = ["--optimizer.lr=1e-3"]
+    if with_adapters:
+        begin = checked(Degrees(), "--model.overrides.num_layers=5")
+
+        def save_base() -> None:
+            model = build_decoder(begin.model_config)
+            plan = materialize(model, "cpu", seed=3)
+            save_hf_model(model, plan, build_data(begin.job, 0, 1)[0], tmp_path / "base", torch.float32)
+
+        run_ranks(1, save_base)
+        base = f"--checkpoint.initial_load_path={tmp_path / 'base'}"
+        lora = ["--lora.rank=4", "--lora.alpha=8", "--optimizer.lr=1e-2", base]
+    validation = ["--validation.enable=true", "--validation.freq=1", "--checkpoint.enable=false"]
+    found = []
+    for degrees in (Degrees(), Degrees(pp=4)):
+        folder = tmp_path / str(degrees.pp)
+        sizes = ["--model.overrides.num_layers=5", "--training.local_batch_size=1", "--training.steps=3"]
+        job = checked(degrees, *DPO, *lora, *validation, *sizes, f"--job.dump_folder={folder}")
+        run_ranks(degrees.world_size, lambda job=job: Trainer(job.job, job.model_config, job.degrees).train())
+        found.append([json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()])
+    one, many = found
+    assert len(one) == len(many) and {"loss/validation", "rewards/margin"} <= {name for point in many for name in point}
+    for point, other in zip(one, many, strict=True):
+        for name in point.keys() & {"loss/train", "loss/validation", "rewards/margin", "rewards/accuracy", "grad_norm"}:
+            assert other[name] == pytest.approx(point[name], rel=1e-4, abs=1e-6), (name, point["step"])
+    assert any(abs(point.get("rewards/margin", 0.0)) > 1e-3 for point in many), "policy and reference are too near"

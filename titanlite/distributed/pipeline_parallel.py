@@ -92,11 +92,11 @@ class StageLink:
         return tokens_BS.shape[0], tokens_BS.shape[1] // self._pieces, self._width
 
     def send_hidden(self, hidden_BsD: torch.Tensor) -> None:
-        """To the stage behind; returns at once."""
+        """To the stage behind; waits only for what that should have taken long ago."""
         self._send(hidden_BsD, self._stage + 1, is_forward=True)
 
     def send_gradient(self, grad_BsD: torch.Tensor) -> None:
-        """To the stage before; returns at once."""
+        """To the stage before; likewise."""
         self._send(grad_BsD, self._stage - 1, is_forward=False)
 
     def receive_hidden(self, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
