@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from titanlite.checkpoint import describe_versions
 from titanlite.logger import logger
+from titanlite.materialize.agree import gather_objects
 from titanlite.run_files import replace_file
 
 FILE_NAME = "environment.json"
@@ -36,8 +37,7 @@ def save_environment(folder: Path, device: torch.device, facts: Mapping[str, Any
     Collectives: one all-gather of small objects over the default process group; every rank must call.
     """
     here = (socket.gethostname(), _describe_device(device))
-    ranks: list[tuple[str, str]] = [here] * dist.get_world_size()
-    dist.all_gather_object(ranks, here)
+    ranks = gather_objects(here)
     if dist.get_rank() > 0:
         return {}
     machines: dict[str, dict[str, Any]] = {}

@@ -26,6 +26,7 @@ from titanlite.checkpoint.folder import read_json
 from titanlite.distributed import ParallelDims, all_reduce_sum
 from titanlite.errors import CheckpointError, ConfigError, raise_problems
 from titanlite.logger import logger
+from titanlite.materialize.agree import gather_objects
 from titanlite.models.transformers_model import TransformersModel
 from titanlite.ops import choose_tokens
 
@@ -146,9 +147,7 @@ def generate(
             numbers = mine[start : start + batch_size]
             found.update(batch.run({i: prompts[i] for i in numbers}, on_token))
     if dims is not None and dist.get_world_size() > 1:
-        gathered: list[dict[int, Continuation]] = [{}] * dist.get_world_size()
-        dist.all_gather_object(gathered, found)
-        found = {i: continuation for part in gathered for i, continuation in part.items()}
+        found = {i: continuation for part in gather_objects(found) for i, continuation in part.items()}
     return [found[i] for i in range(len(prompts))]
 
 

@@ -24,7 +24,7 @@ from titanlite.models.families import resolve_model_config
 from titanlite.optim import muon_matrices
 from titanlite.planner.advise import advise
 from titanlite.planner.assumed import AssumedCheckpoint
-from titanlite.planner.estimate import Estimate, build_estimate
+from titanlite.planner.estimate import Estimate
 from titanlite.planner.hardware import DEFAULT_GPU, GPUS, Hardware, get_hardware
 from titanlite.planner.render import (
     render_advice,
@@ -40,7 +40,6 @@ from titanlite.planner.render import (
 )
 from titanlite.planner.stages import estimate_stages, merge_stages, trace_stages
 from titanlite.planner.sweep import sweep
-from titanlite.planner.trace import trace_step
 from titanlite.preflight import Checked, check
 from titanlite.run_plan import RunPlan, build_run_plan
 from titanlite.run_setup import build_on_meta
@@ -170,14 +169,11 @@ def _plan(checked: Checked, known: argparse.Namespace, hardware: Hardware, sourc
     # Which rank owns which matrix does not repeat from layer to layer.
     every_layer = known.every_layer or job.optimizer.name == "Muon"
 
-    trace = trace_step(job, model_config, degrees, rank=known.rank, every_layer=every_layer)
-    estimate = whole = build_estimate(job, degrees, trace, hardware, known.rank)
+    traces = trace_stages(job, model_config, degrees, rank=known.rank, every_layer=every_layer)
+    stages = estimate_stages(job, degrees, traces, hardware)
+    estimate, whole = stages[degrees.stage_of(known.rank)], merge_stages(stages)
     print(render_memory(run_plan, estimate, hardware) + "\n")
-    stages: dict[int, Estimate] = {}
     if degrees.pp > 1:
-        stages = estimate_stages(job, degrees, trace_stages(job, model_config, degrees), hardware)
-        stages[degrees.stage_of(known.rank)] = estimate
-        whole = merge_stages(stages)
         print(render_stages(stages, hardware) + "\n")
     print(render_reads(run_plan, source and _name_of(checked, source)) + "\n")
     print(render_collectives(estimate, hardware, known.rank) + "\n")

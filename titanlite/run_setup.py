@@ -10,7 +10,7 @@ import torch.distributed as dist
 from titanlite.checkpoint import Progress
 from titanlite.checkpoint.folder import OWN_FOLDER
 from titanlite.config import AnyModelConfig, JobConfig, ModelConfig, TransformersConfig, save_resolved
-from titanlite.config.parallelism import Degrees, resolve_global_batch_size
+from titanlite.config.parallelism import Degrees
 from titanlite.data import TrainLoader
 from titanlite.data.mixture import get_sources
 from titanlite.distributed import ParallelDims, base_dtype, mixed_precision_dtypes, parallelize
@@ -87,14 +87,13 @@ def resolve_steps(job: JobConfig, loader: TrainLoader) -> JobConfig:
     return job
 
 
-def describe_pipeline(job: JobConfig, model_config: AnyModelConfig, degrees: Degrees) -> None:
+def describe_pipeline(loader: TrainLoader, model_config: AnyModelConfig, degrees: Degrees) -> None:
     """Say which stages there are, and how long they wait for each other; warn on rank 0 if that is most of a step."""
     if degrees.pp == 1:
         return
     sizes = [len(degrees.stage_layers(model_config.num_layers, stage)) for stage in range(degrees.pp)]
-    size, training = resolve_global_batch_size(job.training, degrees.dp), job.training
-    count = size // (training.local_batch_size * degrees.dp)
-    waiting = (degrees.pp - 1) / (count + degrees.pp - 1)
+    count, size = loader.num_micro_batches, loader.global_batch_size
+    waiting = degrees.waiting(count)
     logger.info(
         "pipeline: %d stages of %s layers; micro-batches a step: %d, so that a rank waits for %.0f %% of it",
         *(degrees.pp, ", ".join(map(str, sizes)), count, 100 * waiting),
@@ -103,7 +102,7 @@ def describe_pipeline(job: JobConfig, model_config: AnyModelConfig, degrees: Deg
         logger.warning(
             "pipeline: %.0f %% of a step is waiting. Raise training.global_batch_size (%d), or lower "
             "training.local_batch_size (%d), so that there are several micro-batches for each of the %d stages.",
-            *(100 * waiting, size, training.local_batch_size, degrees.pp),
+            *(100 * waiting, size, loader.local_batch_size, degrees.pp),
         )
 
 

@@ -89,7 +89,7 @@ class Trainer(TrainStep):
         with waiting_for_machines():
             self.tokenizer, self.loader = build_data(job, self.dims.dp_rank, degrees.dp)
         self.job = job = resolve_steps(job, self.loader)
-        describe_pipeline(job, model_config, degrees)
+        describe_pipeline(self.loader, model_config, degrees)
         check_vocabulary(self.loader.dataset.vocab_size, model_config)
         warn_of_ignored_balancing(job, model_config)
         warn_of_large_mask(job, model_config, self.device)

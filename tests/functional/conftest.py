@@ -84,7 +84,6 @@ MESHES: Mapping[str, Degrees] = {
     "CP2xTP2xEP4": Degrees(tp=2, ep=4, cp=2),
     "HSDP2xCP2": Degrees(dp_replicate=2, cp=2),
     "PP4": Degrees(dp_shard=1, pp=4),
-    "PP2": Degrees(dp_shard=1, pp=2),
     "PP2xFSDP2": Degrees(dp_shard=2, pp=2),
     "PP2xHSDP2": Degrees(dp_replicate=2, pp=2),
     "PP2xTP2": Degrees(tp=2, pp=2),

@@ -57,6 +57,7 @@ class PairLoader:
 
     def __init__(self, dp_rank: int, dp_degree: int, local_batch_size: int) -> None:
         self._dp_rank, self._dp_degree, self._local = dp_rank, dp_degree, local_batch_size
+        self.local_batch_size, self.num_micro_batches = local_batch_size, ROWS // (local_batch_size * dp_degree)
         self.dataset = SimpleNamespace(vocab_size=VOCAB_SIZE, form="preference", num_train_sequences=None)
 
     def micro_batches(self, step: int) -> list[Batch]:

@@ -62,15 +62,12 @@ FAMILIES |= {
 FAMILIES["muon_few_experts"] += ["--model.overrides.norm_topk_prob=false"]
 FULL_AC = "--activation_checkpoint.mode=full"
 SELECTIVE_AC = "--activation_checkpoint.mode=selective"
+ONE = "--training.local_batch_size=1"
 
 
 def batch_sizes(degrees: Degrees, accumulate: bool) -> str:
     """8 sequences a step on every mesh: one micro-batch, or two."""
     return f"--training.local_batch_size={8 // degrees.dp // (2 if accumulate else 1)}"
-
-
-PIPELINES = ["PP4", "PP2xFSDP2", "PP2xHSDP2", "PP2xTP2", "PP2xEP2", "PP2xTP2xEP2", "PP2xCP2"]
-PP_BATCH = "--training.local_batch_size=1"
 
 
 @pytest.fixture(scope="module")
@@ -149,10 +146,10 @@ def test_accumulation_alone_changes_nothing(compare, mesh):
     compare(mesh, "qwen3_moe", accumulate=True)
 
 
-@pytest.mark.parametrize("mesh", PIPELINES)
+@pytest.mark.parametrize("mesh", ["PP4", "PP2xFSDP2", "PP2xHSDP2", "PP2xTP2", "PP2xEP2", "PP2xTP2xEP2", "PP2xCP2"])
 def test_pipeline_trains_like_one_process(compare, mesh):
     """4 or 8 micro-batches of one sequence; of 5 layers one stage has one more than another."""
-    compare(mesh, "deep", PP_BATCH)
+    compare(mesh, "deep", ONE)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +175,7 @@ def test_pipeline_trains_like_one_process(compare, mesh):
     ],
 )
 def test_pipeline_beside_everything_else_trains_like_one_process(compare, mesh, family, overrides):
-    compare(mesh, family, PP_BATCH, *overrides)
+    compare(mesh, family, ONE, *overrides)
 
 
 @pytest.mark.parametrize(
@@ -200,7 +197,7 @@ def test_pipeline_beside_everything_else_trains_like_one_process(compare, mesh, 
     ],
 )
 def test_gathered_and_reduced_once_per_step_it_trains_like_one_process(compare, mesh, family, overrides):
-    compare(mesh, family, "--parallelism.fsdp_once_per_step=true", PP_BATCH, *overrides)
+    compare(mesh, family, "--parallelism.fsdp_once_per_step=true", ONE, *overrides)
 
 
 @pytest.mark.parametrize(("mesh", "option"), [("FSDP4", "op"), ("TP2xEP2", "op"), ("TP2xEP4", "2")])

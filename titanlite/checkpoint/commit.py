@@ -24,7 +24,7 @@ from titanlite.checkpoint.header import shown
 from titanlite.checkpoint.writer import FileLayout, create_files, header_crcs, merge_crcs, write_items
 from titanlite.errors import CheckpointError, TitanliteError, TransientError
 from titanlite.logger import logger
-from titanlite.materialize.agree import raise_together
+from titanlite.materialize.agree import gather_objects, raise_together
 from titanlite.run_files import sync
 
 MANIFEST_FILE = f"{OWN_FOLDER}/manifest.json"
@@ -70,8 +70,7 @@ def commit_folder(
     try:
         _together(folder, start, group)
         _together(folder, write, group)
-        gathered: list[dict[str, int]] = [{}] * dist.get_world_size(group)
-        dist.all_gather_object(gathered, shares, group=group)
+        gathered = gather_objects(shares, group)
         _together(folder, finish, group)
     except CheckpointError:
         if on_first:

@@ -36,7 +36,7 @@ from titanlite.config.assets import assets_folder
 from titanlite.errors import CheckpointError, SaveError, TitanliteError, TransientError, raise_problems
 from titanlite.logger import logger
 from titanlite.materialize import Plan, SourceProvider
-from titanlite.materialize.agree import new_host_group, on_first_rank
+from titanlite.materialize.agree import gather_objects, new_host_group, on_first_rank
 from titanlite.models.build import AnyModel
 
 _LAST_SAVE_PAUSES_S = (0.0, 2.0, 5.0)
@@ -203,9 +203,7 @@ class Checkpointer:
     def _damages(self, folder: Path) -> list[str]:
         """What the checksums of all files say; every rank reads its share of them."""
         mine = check_folder(folder, checksums=True, share=(dist.get_rank(), dist.get_world_size()))
-        gathered: list[list[str]] = [[]] * dist.get_world_size()
-        dist.all_gather_object(gathered, mine, group=self._group)
-        return [problem for problems in gathered for problem in problems]
+        return [problem for problems in gather_objects(mine, self._group) for problem in problems]
 
     # --- saving
 

@@ -82,6 +82,10 @@ class Degrees:
         start = sum(sizes[:stage])
         return range(start, start + sizes[stage])
 
+    def waiting(self, num_micro_batches: int) -> float:
+        """The share of a step that a rank waits for other pipeline stages: (p - 1) / (n + p - 1)."""
+        return (self.pp - 1) / (num_micro_batches + self.pp - 1)
+
     @property
     def experts_on_own_mesh(self) -> bool:
         """True if experts are sharded over other ranks than dense parameters."""
@@ -178,7 +182,7 @@ def check_parallelism(job: JobConfig, model: AnyModelConfig, degrees: Degrees) -
             f"training.seq_len ({job.training.seq_len}) is not a multiple of {split_by}tensor_parallel_degree ({tp}): "
             "activations are sequence-sharded."
         )
-    problems += _check_stages(job, model, degrees)
+    problems += _check_stages(model, degrees)
     if not any(size % tp for size in (model.num_heads, model.num_kv_heads)):
         problems += _check_heads(model.num_heads // tp, model.num_kv_heads // tp, degrees)
     if model.num_experts == 0 and ep > 1:
@@ -209,7 +213,7 @@ def _check_resharding(section: ParallelismSection) -> list[str]:
     return []
 
 
-def _check_stages(job: JobConfig, model: ModelConfig, degrees: Degrees) -> list[str]:
+def _check_stages(model: ModelConfig, degrees: Degrees) -> list[str]:
     """Whether the layers can be split into pipeline stages."""
     pp, num_layers = degrees.pp, model.num_layers
     if pp == 1:

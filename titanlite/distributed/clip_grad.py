@@ -16,14 +16,12 @@ def _norm_dtype(grads: list[torch.Tensor]) -> torch.dtype:
     return torch.promote_types(grads[0].dtype, torch.float32)
 
 
-def clip_grad_norm(
-    params: Iterable[torch.nn.Parameter], max_norm: float, sharing: dist.ProcessGroup | None = None
-) -> torch.Tensor:
+def clip_grad_norm(params: Iterable[torch.nn.Parameter], max_norm: float) -> torch.Tensor:
     """Scale the gradients in place so that their total 2-norm is at most `max_norm`; return the norm before, float32.
 
     As `clip_grad_norms` with a single group.
     """
-    return clip_grad_norms({"": params}, max_norm, sharing)[0]
+    return clip_grad_norms({"": params}, max_norm)[0]
 
 
 @torch.no_grad()

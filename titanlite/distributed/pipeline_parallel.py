@@ -27,6 +27,8 @@ from titanlite.materialize.layout import set_sharing_group
 from titanlite.models.decoder import Decoder, LossSums
 from titanlite.models.elsewhere import Elsewhere, ElsewhereLayer
 
+_MOST_DIMS = 3  # of logits
+
 Turn = tuple[Literal["forward", "backward"], int]
 
 
@@ -137,9 +139,6 @@ class StageLink:
             out = logits.detach().contiguous() if self._stage == last else logits.new_empty(shape)
             dist.broadcast(out, group=self._forward_group, group_src=last)
         return out
-
-
-_MOST_DIMS = 3
 
 
 class _ReceivingEmbedding(Elsewhere):

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from titanlite.config import JobConfig
@@ -18,7 +17,7 @@ from titanlite.data import Batch
 from titanlite.distributed import ParallelDims
 from titanlite.errors import DivergenceError, raise_problems
 from titanlite.materialize import Plan
-from titanlite.materialize.agree import list_ranks
+from titanlite.materialize.agree import gather_objects, list_ranks
 from titanlite.materialize.layout import local_of, num_replicas
 from titanlite.materialize.verify import bit_digest
 
@@ -77,7 +76,7 @@ class DivergenceCheck:
         mine["step"], mine["samples of the data order"] = step, samples
         mine["data order"] = data
         mine["batch of data-parallel rank", self._dims.dp_rank] = batch
-        problems = self._compare(_gather(mine), held, digests)
+        problems = self._compare(gather_objects(mine), held, digests)
         if problems:
             since = f"between step {self._agreed_step} and step {step}"
             problems[-1] += (
@@ -113,7 +112,8 @@ class DivergenceCheck:
         if any(_is_place(key) for key in differing):
             by_name = {(name, place): tuple(d) for (name, (place, _)), d in zip(held.items(), digests, strict=True)}
             problems += [
-                f"{name}: replicas differ between {ranks}." for (name, _), ranks in _differing(_gather(by_name)).items()
+                f"{name}: replicas differ between {ranks}."
+                for (name, _), ranks in _differing(gather_objects(by_name)).items()
             ]
         return problems
 
@@ -129,12 +129,6 @@ def _place(tensor: torch.Tensor) -> _Place:
 
 def _is_place(key: Any) -> bool:
     return isinstance(key, tuple) and all(isinstance(axis, tuple) for axis in key)
-
-
-def _gather(mine: dict[Any, Any]) -> list[dict[Any, Any]]:
-    gathered: list[dict[Any, Any]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(gathered, mine)
-    return gathered
 
 
 def _differing(gathered: list[dict[Any, Any]]) -> dict[Any, str]:

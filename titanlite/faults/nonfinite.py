@@ -15,7 +15,7 @@ from torch import nn
 from titanlite.data import Batch
 from titanlite.errors import TrainingError, TransientError
 from titanlite.logger import logger
-from titanlite.materialize.agree import list_ranks
+from titanlite.materialize.agree import gather_objects, list_ranks
 from titanlite.materialize.layout import local_of
 from titanlite.metrics.events import record_event
 from titanlite.optim import NonFiniteSteps
@@ -96,9 +96,7 @@ def diagnose(
                 ]
                 mine.grads = (number, bad) if bad else None
             model.zero_grad()
-    gathered = [_Found()] * dist.get_world_size()
-    dist.all_gather_object(gathered, mine)
-    return _describe(gathered)
+    return _describe(gather_objects(mine))
 
 
 def nonfinite_error(found: NonFiniteSteps, diagnosis: Diagnosis, saved: str) -> TrainingError:
@@ -140,7 +138,7 @@ def _describe(gathered: Sequence[_Found]) -> Diagnosis:
         (number, f.stage, place, rank, name) for rank, f in enumerate(gathered) for number, place, name in f.outputs
     )
     # Likewise later stages got it from the lowest one.
-    lowest = {number: min(stage for other, stage, *_ in outputs if other == number) for number, *_ in outputs}
+    lowest = {number: stage for number, stage, *_ in reversed(outputs)}
     outputs = [found for found in outputs if found[1] == lowest[found[0]]]
     if outputs:
         places = [f"{name} (micro-batch {number}, rank {rank})" for number, _, _, rank, name in outputs[:_SHOWN]]

@@ -24,9 +24,7 @@ def raise_together(
     if not (dist.is_initialized() and dist.get_world_size(group) > 1):
         raise_problems(error, where, problems)
         return
-    gathered: list[Sequence[str]] = [()] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, list(problems), group=group)
-    raise_problems(error, where, merge_problems(gathered))
+    raise_problems(error, where, merge_problems(gather_objects(list(problems), group)))
 
 
 def gather_objects(value: _T, group: dist.ProcessGroup | None = None) -> list[_T]:

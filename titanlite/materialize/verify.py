@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from titanlite.errors import VerifyError, raise_problems
-from titanlite.materialize.agree import list_ranks, merge_problems
+from titanlite.materialize.agree import gather_objects, list_ranks, merge_problems
 from titanlite.materialize.execute import poison_of
 from titanlite.materialize.layout import Region, local_of, num_replicas
 from titanlite.materialize.plan import Plan, TensorEntry, named_tensors
@@ -45,8 +45,7 @@ def verify(plan: Plan) -> None:
             for entry in plan.entries
             if not entry.tensor.is_meta and num_replicas(entry.tensor, sharing) > 1
         }
-        gathered: list[_Findings] = [([], {})] * dist.get_world_size()
-        dist.all_gather_object(gathered, (problems, digests))
+        gathered = gather_objects((problems, digests))
         problems = merge_problems([found for found, _ in gathered]) + _differing([found for _, found in gathered])
     raise_problems(VerifyError, "materialize", problems)
 

@@ -247,7 +247,7 @@ class TransformersModel(nn.Module):
 
     def all_layers(self) -> list[nn.Module]:
         """As `decoder_layers`: there are no pipeline stages."""
-        return list(self._layers)
+        return self.decoder_layers()
 
     def moe_layers(self) -> dict[str, Any]:
         """None: routers of transformers have no bias to balance."""

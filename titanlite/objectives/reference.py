@@ -14,7 +14,7 @@ from titanlite.checkpoint.folder import read_headers
 from titanlite.data import Batch
 from titanlite.errors import CheckpointError, TrainingError
 from titanlite.logger import logger
-from titanlite.materialize.agree import on_first_rank
+from titanlite.materialize.agree import gather_objects, on_first_rank
 from titanlite.models.build import AnyModel
 from titanlite.models.lora import adapters_disabled
 from titanlite.objectives.dpo import document_log_probs, num_documents
@@ -103,10 +103,8 @@ class CachedReference:
             for row, pair, key in keys:
                 chosen, rejected = log_probs_BN[row, 2 * pair : 2 * pair + 2].tolist()
                 self._pairs[key] = new[key] = (chosen, rejected)
-        gathered: list[_Pairs] = [{}] * dist.get_world_size()
-        dist.all_gather_object(gathered, new)
         # Of several pipeline stages the last has the values, and its ranks come last.
-        found = {key: value for pairs in gathered for key, value in pairs.items()}
+        found = {key: value for pairs in gather_objects(new) for key, value in pairs.items()}
         if found:
             self._pairs |= found
             on_first_rank(lambda: _save(path, weights, self._pairs))

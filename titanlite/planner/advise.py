@@ -8,10 +8,9 @@ from titanlite.config import AnyModelConfig, JobConfig
 from titanlite.config.parallelism import Degrees, check_parallelism, resolve_degrees
 from titanlite.config.settings import get_value
 from titanlite.errors import TitanliteError
-from titanlite.planner.estimate import Estimate, build_estimate
+from titanlite.planner.estimate import Estimate
 from titanlite.planner.hardware import Hardware
 from titanlite.planner.stages import estimate_stages, merge_stages, trace_stages
-from titanlite.planner.trace import trace_step
 
 
 @dataclass(frozen=True)
@@ -118,13 +117,10 @@ def _estimate(
         degrees = resolve_degrees(changed.parallelism, world_size)
         if check_parallelism(changed, model_config, degrees):
             return None
-        if degrees.pp > 1:
-            traces = trace_stages(changed, model_config, degrees)
-            return merge_stages(estimate_stages(changed, degrees, traces, hardware))
-        trace = trace_step(changed, model_config, degrees, rank=rank)
+        traces = trace_stages(changed, model_config, degrees, rank=rank)
     except TitanliteError:
         return None  # such as patterns that name nothing: not a change to propose
-    return build_estimate(changed, degrees, trace, hardware, rank)
+    return merge_stages(estimate_stages(changed, degrees, traces, hardware))
 
 
 def _describe(job: JobConfig, values: dict[str, Any]) -> str:

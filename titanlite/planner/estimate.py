@@ -44,8 +44,7 @@ class StepTime:
     Attributes:
         compute_s: FLOPs at the GPU's peak.
         intra_node_s, inter_node_s: bytes on the links inside nodes and between them.
-        waiting: what a pipeline stage waits for others, as a share of the time that it works: (p - 1) / n with p
-            stages and n micro-batches.
+        waiting: the share of a step that a pipeline stage waits for others.
     """
 
     compute_s: float
@@ -56,12 +55,12 @@ class StepTime:
     @property
     def overlapped_s(self) -> float:
         """If everything runs beside everything else: the longest of the three."""
-        return max(self.compute_s, self.intra_node_s, self.inter_node_s) * (1 + self.waiting)
+        return max(self.compute_s, self.intra_node_s, self.inter_node_s) / (1 - self.waiting)
 
     @property
     def serial_s(self) -> float:
         """If nothing does: their sum."""
-        return (self.compute_s + self.intra_node_s + self.inter_node_s) * (1 + self.waiting)
+        return (self.compute_s + self.intra_node_s + self.inter_node_s) / (1 - self.waiting)
 
 
 @dataclass(frozen=True)
@@ -150,4 +149,4 @@ def step_time(trace: StepTrace, degrees: Degrees, hardware: Hardware, rank: int 
         intra, inter = intra + inside, inter + outside
     low = trace.flops.low - trace.flops.skipped
     compute = low / hardware.flops + trace.flops.high / hardware.float32_flops
-    return StepTime(compute, intra, inter, (degrees.pp - 1) / trace.micro_batches)
+    return StepTime(compute, intra, inter, degrees.waiting(trace.micro_batches))

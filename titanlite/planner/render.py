@@ -1,7 +1,6 @@
 """The plan as text and as JSON."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 from titanlite.planner.advise import Advice
@@ -77,9 +76,8 @@ def render_stages(stages: Mapping[int, Estimate], hardware: Hardware) -> str:
         memory, compute = format_memory(estimate.memory.total), _ms(estimate.time.compute_s)
         rows.append((str(stage), ranks, layers, str(ahead), memory, fits, compute))
     some = next(iter(stages.values()))
-    waiting = some.time.waiting / (1 + some.time.waiting)
     count = f"{some.degrees.pp} stages, {some.trace.micro_batches} micro-batches"
-    title = f"pipeline: {count} a step, {waiting:.0%} of it waiting"
+    title = f"pipeline: {count} a step, {some.time.waiting:.0%} of it waiting"
     left_out = some.degrees.pp - len(stages)
     note = (
         f"\n  {left_out} more have as many layers as the one before, and fewer micro-batches open" if left_out else ""
@@ -189,7 +187,7 @@ def to_json(
     estimate: Estimate,
     hardware: Hardware,
     advice: tuple[list[Advice], Advice | None, int | None] | None,
-    stages: Mapping[int, Estimate] = MappingProxyType({}),
+    stages: Mapping[int, Estimate],
 ) -> dict[str, Any]:
     """Everything, bytes and seconds. Begins like `plan.json` of a real run; all but `stages` is of one rank."""
     memory, time, trace = estimate.memory, estimate.time, estimate.trace
@@ -219,7 +217,7 @@ def to_json(
         "floor_overlapped_s": time.overlapped_s,
         "floor_serial_s": time.serial_s,
     }
-    if stages:
+    if len(stages) > 1:
         data["stages"] = [
             {
                 "stage": stage,

@@ -19,10 +19,13 @@ def stages_to_trace(model_config: AnyModelConfig, degrees: Degrees) -> list[int]
     return sorted({*first, degrees.pp - 1})
 
 
-def trace_stages(job: JobConfig, model_config: AnyModelConfig, degrees: Degrees) -> dict[int, StepTrace]:
-    """Traces of the first rank of each such stage."""
-    stages = stages_to_trace(model_config, degrees)
-    return {stage: trace_step(job, model_config, degrees, rank=stage * degrees.stage_size) for stage in stages}
+def trace_stages(
+    job: JobConfig, model_config: AnyModelConfig, degrees: Degrees, *, rank: int = 0, every_layer: bool = False
+) -> dict[int, StepTrace]:
+    """Traces by rank: of `rank`, and of the first rank of each such stage that it is not in."""
+    others = [stage * degrees.stage_size for stage in stages_to_trace(model_config, degrees)]
+    ranks = [rank, *(other for other in others if degrees.stage_of(other) != degrees.stage_of(rank))]
+    return {one: trace_step(job, model_config, degrees, rank=one, every_layer=every_layer) for one in ranks}
 
 
 def estimate_stages(
@@ -30,8 +33,7 @@ def estimate_stages(
 ) -> dict[int, Estimate]:
     """What the traces mean, by stage."""
     return {
-        stage: build_estimate(job, degrees, trace, hardware, stage * degrees.stage_size)
-        for stage, trace in traces.items()
+        degrees.stage_of(rank): build_estimate(job, degrees, trace, hardware, rank) for rank, trace in traces.items()
     }
 
 
