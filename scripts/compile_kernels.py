@@ -27,10 +27,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from titanlite.ops import block_formats_launch as blocks
+from titanlite.ops import block_formats_triton, cross_entropy_triton
 from titanlite.ops import cross_entropy_launch as softmax
-from titanlite.ops import cross_entropy_triton
 from titanlite.ops import grouped_gemm_launch as launch
 from titanlite.ops import grouped_gemm_triton as kernels
+from titanlite.ops.block_formats import BLOCK_FORMATS
 
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 # Shared memory that one block can have, in bytes: sm_80 is A100's; the `small` tiles must also fit sm_86 and sm_89.
@@ -95,6 +97,20 @@ def cases(arch: int) -> Iterator[Case]:
     )
     for dtype in ("bf16", "fp32"):
         yield from _softmax(dtype)
+        yield from _decode(dtype)
+
+
+def _decode(dtype: str) -> Iterator[Case]:
+    sizes = ("num_records", "records_per_row", "width")
+    types = {"codes_ptr": "*u8", "factors_ptr": "*fp32", "table_ptr": "*fp32", "out_ptr": f"*{dtype}"}
+    for layout in BLOCK_FORMATS.values():
+        constants = {
+            "BLOCK": layout.block, "CODE_BYTES": layout.code_bytes, "RECORD_BYTES": layout.record_bytes,
+            "RECORDS": blocks.VALUES // layout.block,
+        }  # fmt: skip
+        tile = launch.Tile(1, blocks.VALUES, 1, blocks.WARPS, 3, 1)
+        kernel = block_formats_triton.decode_blocks_kernel
+        yield Case(f"decode {layout.name} {dtype}", kernel, types | dict.fromkeys(sizes, "i32"), constants, tile, sizes)
 
 
 def _softmax(dtype: str) -> Iterator[Case]:

@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 
@@ -245,7 +245,7 @@ def _copy_weights(files: Sequence[FileLayout], values: Mapping[str, "_Values"], 
         with open(out / file.name, "r+b") as handle:
             for item, offset in file.items:
                 handle.seek(offset)
-                for region in _chunks(item.region):
+                for region in item.region.slabs(_CHUNK_ELEMENTS):
                     chunk = values[item.key](region, item.dtype).contiguous()
                     if item.dtype == torch.float16 and not bool(chunk.isfinite().all()):
                         raise CheckpointError(
@@ -254,21 +254,6 @@ def _copy_weights(files: Sequence[FileLayout], values: Mapping[str, "_Values"], 
                     transfer.add(handle.write(bytes_of(chunk.view(-1))))
             handle.flush()
             os.fsync(handle.fileno())
-
-
-def _chunks(region: Region) -> Iterator[Region]:
-    """`region` in slabs along its longest dim, of about 4 Mi elements."""
-    if not region.lengths:
-        yield region
-        return
-    dim = next((i for i, length in enumerate(region.lengths) if length > 1), len(region.lengths) - 1)
-    length = region.lengths[dim]
-    step = max(_CHUNK_ELEMENTS * length // max(region.numel, 1), 1)
-    for start in range(0, length, step):
-        starts, lengths = list(region.starts), list(region.lengths)
-        starts[dim] += start
-        lengths[dim] = min(step, length - start)
-        yield Region(tuple(starts), tuple(lengths))
 
 
 def _copy_rest(folder: Path, out: Path, but: Collection[str] = ()) -> None:

@@ -34,7 +34,7 @@ class PlannedTensor:
     Attributes:
         name: first name, numbers folded: `model.layers.{0-47}.mlp.gate.weight`.
         count: how many tensors.
-        shape, dtype: of each, over all ranks.
+        shape, dtype: of the values of each, over all ranks; with an encoding its name is the dtype.
         placement: how it is split, mesh axes of one rank left out: `dp_shard 4: shard 0, tp 2: replicate`.
         source: where values come from.
         trained: it gets gradients and optimizer states.
@@ -132,12 +132,11 @@ def _group(entries: Iterable[TensorEntry], fold: bool) -> Iterable[PlannedTensor
     groups: defaultdict[Any, list[TensorEntry]] = defaultdict(list)
     for entry in entries:
         name = texts_between_numbers(entry.fqn) if fold else entry.fqn
-        alike = (entry.info.shape, entry.dtype, describe_placement(entry.tensor), _describe_source(entry))
+        alike = (entry.info.shape, entry.form, describe_placement(entry.tensor), _describe_source(entry))
         groups[name, alike, entry.tensor.requires_grad].append(entry)
-    for (_, (shape, dtype, placement, source), trained), held in groups.items():
+    for (_, (shape, form, placement, source), trained), held in groups.items():
         name = fold_names([entry.fqn for entry in held])
-        dtype_name = str(dtype).removeprefix("torch.")
-        yield PlannedTensor(name, len(held), shape, dtype_name, placement, source, trained, _bytes_of(held))
+        yield PlannedTensor(name, len(held), shape, form, placement, source, trained, _bytes_of(held))
 
 
 def describe_placement(tensor: torch.Tensor) -> str:

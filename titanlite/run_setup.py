@@ -11,6 +11,7 @@ from titanlite.checkpoint import Progress
 from titanlite.checkpoint.folder import OWN_FOLDER
 from titanlite.config import AnyModelConfig, JobConfig, ModelConfig, TransformersConfig, save_resolved
 from titanlite.config.parallelism import Degrees
+from titanlite.config.schema import BLOCK_SIZES
 from titanlite.data import TrainLoader
 from titanlite.data.mixture import get_sources
 from titanlite.distributed import ParallelDims, base_dtype, mixed_precision_dtypes, parallelize
@@ -19,6 +20,7 @@ from titanlite.logger import log_to_folder, logger
 from titanlite.materialize.agree import on_first_rank
 from titanlite.metrics import open_events, record_event
 from titanlite.metrics.events import get_rank
+from titanlite.models.block_weights import encode_weights
 from titanlite.models.build import AnyModel, build_model
 from titanlite.models.families import describe_differences, family_of, model_config_from_hf
 from titanlite.models.lora import apply_lora
@@ -227,6 +229,8 @@ def build_on_meta(job: JobConfig, model_config: AnyModelConfig, dims: ParallelDi
     """
     model = build_model(model_config, base_dtype(job, device.type))  # on meta: shapes only
     apply_lora(model, job.lora, getattr(torch, job.training.dtype))
+    if job.lora.base_dtype in BLOCK_SIZES:
+        encode_weights(model, job.lora.base_dtype, mixed_precision_dtypes(job, device.type)[0])
     freeze_parameters(model, job.optimizer)
     if job.training.objective == "dpo":
         turn_off_dropout(model)

@@ -34,6 +34,7 @@ from titanlite.logger import logger
 from titanlite.machines import check_same_settings, check_shared_folder, waiting_for_machines
 from titanlite.materialize import Plan, SourceProvider, materialize
 from titanlite.materialize.agree import on_first_rank
+from titanlite.materialize.layout import num_values
 from titanlite.metrics import MetricsLogger, build_profiler, record_event, start_memory_history, train_flops_per_token
 from titanlite.model_card import render_model_card
 from titanlite.models.build import AnyModel
@@ -327,7 +328,7 @@ class Trainer(TrainStep):
             stretches=self.loader.stretches,
             taken=self.loader.get_taken(self.step),
         )
-        family, count = self.model.config.family, sum(param.numel() for param in self.model.parameters())
+        family, count = self.model.config.family, sum(map(num_values, self.model.parameters()))
         card = render_model_card(self.job, family=family, num_parameters=count, progress=progress, results=self.results)
         ends = [] if self.loader.dataset.form == "text" else get_end_of_turn_ids(self.tokenizer)  # of a chat's answers
         state = self.model, self.plan, self.optimizer, self.tokenizer, progress

@@ -28,6 +28,19 @@ def dequantize(
         first_scale_row: see `scale`.
         block: rows and columns of a block.
     """
+    each_column = torch.arange(raw.shape[1])
+    return raw.to(torch.float32).mul_(factors_at(each_column, first, cols, scale, first_scale_row, block))
+
+
+def factors_at(
+    columns: torch.Tensor,
+    first: np.ndarray,
+    cols: int,
+    scale: torch.Tensor,
+    first_scale_row: int,
+    block: tuple[int, int],
+) -> torch.Tensor:
+    """Factors (N, C), float32, of the elements at `columns` (C,) of each run; other arguments as in `dequantize`."""
     scale_rows = torch.from_numpy(first // cols // block[0] - first_scale_row)
-    scale_cols = torch.arange(int(first[0]) % cols, int(first[0]) % cols + raw.shape[1]) // block[1]
-    return raw.to(torch.float32).mul_(scale.to(torch.float32)[scale_rows][:, scale_cols])
+    scale_cols = (int(first[0]) % cols + columns) // block[1]
+    return scale.to(torch.float32)[scale_rows][:, scale_cols]

@@ -10,18 +10,20 @@ import os
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 
-from titanlite.checkpoint.fp8 import dequantize
+from titanlite.checkpoint.fp8 import dequantize, factors_at
 from titanlite.checkpoint.header import StoredTensor
 from titanlite.checkpoint.runs import Runs, bytes_of, overlap
 from titanlite.checkpoint.transfer import Transfer
 from titanlite.errors import CheckpointError
 from titanlite.materialize import ReadRequest, Region
+from titanlite.materialize.layout import Encoding, rows_of
 
 _DIRECT_BYTES = 8 << 20  # per job; nothing is buffered
 _STAGED_BYTES = 1 << 20
@@ -40,11 +42,17 @@ class Placed:
 
 @dataclass(frozen=True)
 class _Part:
-    """Runs of one stored tensor that go into one shard, given as a flat tensor."""
+    """Runs of one stored tensor that go into one shard, given as a flat tensor; if it is encoded, of whole rows.
+
+    Attributes:
+        width: values in a row of the shard.
+    """
 
     placed: Placed
     runs: Runs
     target: torch.Tensor
+    encoding: Encoding | None = None
+    width: int = 1
 
     @property
     def offset(self) -> int:
@@ -123,7 +131,13 @@ class SafetensorsReader:
             runs = overlap(placed.region, request.region)
             if runs is not None and runs.numel:
                 missing -= runs.numel
-                yield _Part(placed, runs, target.view(-1))
+                width = request.region.lengths[-1] if request.region.lengths else 1
+                if request.encoding is not None and runs.length % width:
+                    raise CheckpointError(
+                        f"checkpoint {self.name}: {placed.stored.key} has parts of rows of {request.name}, which "
+                        f"cannot be kept as {request.encoding.name}."
+                    )
+                yield _Part(placed, runs, target.view(-1), request.encoding, width)
         if missing:
             raise CheckpointError(f"checkpoint {self.name}: {request.name} is not all there, {missing} elements lack.")
 
@@ -217,12 +231,16 @@ def _jobs(parts: Sequence[_Part], files: _Files) -> Generator[_Job, None, None]:
     for whole in parts:
         direct = _is_direct(whole)
         itemsize = whole.placed.stored.dtype.itemsize
-        cols = whole.placed.stored.shape[-1] if whole.placed.scale is not None else 1
+        rows = whole.placed.stored.shape[-1] if whole.placed.scale is not None else 1
         nbytes = _DIRECT_BYTES if direct else _STAGED_BYTES
         if whole.placed.scale is not None:
             nbytes //= 8  # a byte on disk is four of its float32 value, and as many of its factor
-        for runs in whole.runs.split(nbytes // itemsize, max(cols, 1)):
-            part = _Part(whole.placed, runs, whole.target)
+        elif whole.encoding is not None and whole.target.device.type == "cpu":
+            nbytes //= 4  # likewise, where encoding is not done on a GPU
+        if whole.encoding is not None:
+            rows = whole.width
+        for runs in whole.runs.split(nbytes // itemsize, max(rows, 1)):
+            part = replace(whole, runs=runs)
             if not direct:
                 yield partial(staging.read, files, part)
                 continue
@@ -239,9 +257,8 @@ def _jobs(parts: Sequence[_Part], files: _Files) -> Generator[_Job, None, None]:
 
 def _is_direct(part: _Part) -> bool:
     """The bytes on disk are those in memory, and the kernel can put them there."""
-    return (
-        part.placed.scale is None and part.target.device.type == "cpu" and part.target.dtype == part.placed.stored.dtype
-    )
+    as_it_is = part.placed.scale is None and part.encoding is None
+    return as_it_is and part.target.device.type == "cpu" and part.target.dtype == part.placed.stored.dtype
 
 
 def _read_direct(files: _Files, parts: Sequence[_Part]) -> int:
@@ -272,7 +289,7 @@ class _Buffer:
 
 @dataclass
 class _Staging:
-    """Reads that are cast, dequantized, or sent to a GPU."""
+    """Reads that are cast, dequantized, encoded, or sent to a GPU."""
 
     _local: threading.local = field(default_factory=threading.local)
 
@@ -299,35 +316,61 @@ class _Staging:
         for i, first in enumerate(part.runs.stored.tolist()):
             files.read(stored.file, [memory[i * length : (i + 1) * length]], stored.offset + first * itemsize)
         values = raw.view(stored.dtype).view(len(part.runs.stored), part.runs.length)
+        kept = None
         if part.placed.scale is not None:
-            values = self._dequantize(files, part, values)
+            if part.encoding is not None and part.encoding.keeps(stored.dtype, part.placed.block):
+                kept = self._keep(files, part, values)
+            else:
+                values = self._dequantize(files, part, values)
         if buffer.stream is None:
-            _scatter(values, part)
+            _scatter(values, part, kept)
         else:
             with torch.cuda.stream(buffer.stream):
                 # Cast there, where it is free. The buffer is used again at once, so wait; other threads go on.
-                _scatter(values.to(part.target.device, non_blocking=True), part)
+                if kept is not None:
+                    kept = kept.to(part.target.device, non_blocking=True)
+                else:
+                    values = values.to(part.target.device, non_blocking=True)
+                _scatter(values, part, kept)
             buffer.stream.synchronize()
         return part.nbytes
 
+    def _keep(self, files: _Files, part: _Part, codes: torch.Tensor) -> torch.Tensor:
+        """Codes and their factors, encoded as they are."""
+        assert part.encoding is not None
+        codes, first, cols, factors, top, block = self._factors(files, part, codes)
+        starts = torch.arange(0, part.width, block[1])
+        return part.encoding.keep(codes, factors_at(starts, first, cols, factors, top, block))
+
     def _dequantize(self, files: _Files, part: _Part, values: torch.Tensor) -> torch.Tensor:
+        return dequantize(*self._factors(files, part, values))
+
+    def _factors(
+        self, files: _Files, part: _Part, values: torch.Tensor
+    ) -> tuple[torch.Tensor, np.ndarray, int, torch.Tensor, int, tuple[int, int]]:
+        """Runs inside single rows, and what `dequantize` needs with them."""
         scale, block, cols = part.placed.scale, part.placed.block, part.placed.stored.shape[-1]
         assert scale is not None
         first = part.runs.stored
         if part.runs.length > cols:  # whole rows: look at them one by one
-            first = (first[:, None] + cols * torch.arange(part.runs.length // cols).numpy()).reshape(-1)
+            first = (first[:, None] + cols * np.arange(part.runs.length // cols)).reshape(-1)
             values = values.view(-1, cols)
         top, bottom = int(first.min()) // cols // block[0], int(first.max()) // cols // block[0]
         per_row = scale.shape[-1]
         factors = torch.empty(((bottom + 1 - top), per_row), dtype=scale.dtype)
         files.read(scale.file, [bytes_of(factors.view(-1))], scale.offset + top * per_row * scale.dtype.itemsize)
-        return dequantize(values, first, cols, factors, top, block)
+        return values, first, cols, factors, top, block
 
 
-def _scatter(values: torch.Tensor, part: _Part) -> None:
-    """Copy `values`, the runs end to end, to their places in the shard."""
+def _scatter(values: torch.Tensor, part: _Part, kept: torch.Tensor | None = None) -> None:
+    """Copy `values`, runs end to end, to their places in the shard; to an encoded one their rows, or those `kept`."""
     runs, target = part.runs, part.target
-    if runs.is_local_contiguous:
+    if part.encoding is not None:
+        rows = part.encoding.encode(values.reshape(-1, part.width)) if kept is None else kept
+        places, per_run = rows_of(target, rows.shape[-1]), runs.length // part.width
+        for run, local in zip(rows.split(per_run), (runs.local // part.width).tolist(), strict=True):
+            places[local : local + per_run] = run
+    elif runs.is_local_contiguous:
         target[int(runs.local[0]) : int(runs.local[0]) + runs.numel].copy_(values.reshape(-1))
     else:
         for row, local in zip(values.reshape(-1, runs.length), runs.local.tolist(), strict=True):

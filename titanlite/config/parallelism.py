@@ -6,7 +6,7 @@ All checks of degrees live here, so that the preflight and every rank say the sa
 from dataclasses import dataclass
 
 from titanlite.config.model import AnyModelConfig, ModelConfig, TransformersConfig
-from titanlite.config.schema import JobConfig, ParallelismSection, TrainingSection
+from titanlite.config.schema import BLOCK_SIZES, JobConfig, ParallelismSection, TrainingSection
 from titanlite.errors import ConfigError
 
 
@@ -182,7 +182,7 @@ def check_parallelism(job: JobConfig, model: AnyModelConfig, degrees: Degrees) -
             f"training.seq_len ({job.training.seq_len}) is not a multiple of {split_by}tensor_parallel_degree ({tp}): "
             "activations are sequence-sharded."
         )
-    problems += _check_stages(model, degrees)
+    problems += _check_stages(model, degrees) + _check_blocks(job, model, degrees)
     if not any(size % tp for size in (model.num_heads, model.num_kv_heads)):
         problems += _check_heads(model.num_heads // tp, model.num_kv_heads // tp, degrees)
     if model.num_experts == 0 and ep > 1:
@@ -211,6 +211,24 @@ def _check_resharding(section: ParallelismSection) -> list[str]:
             "fsdp_reshard_after_forward = 'always' frees them after each forward. Leave one of the two out."
         ]
     return []
+
+
+def _check_blocks(job: JobConfig, model: ModelConfig, degrees: Degrees) -> list[str]:
+    """Whether tensor parallelism splits the inputs of layers between the blocks of `lora.base_dtype`."""
+    form = job.lora.base_dtype
+    if form not in BLOCK_SIZES or degrees.tp == 1:
+        return []
+    widths = {"num_heads * head width": model.num_heads * model.value_head_dim}
+    if model.num_experts == 0 or model.num_dense_layers:
+        widths["intermediate_size"] = model.intermediate_size
+    if model.num_experts and model.num_shared_experts:
+        widths["num_shared_experts * moe_intermediate_size"] = model.num_shared_experts * model.moe_intermediate_size
+    return [
+        f"lora.base_dtype = '{form}' keeps blocks of {BLOCK_SIZES[form]} values, but {name} ({width}) is not so many "
+        f"for each of tensor_parallel_degree ({degrees.tp}) ranks, or a multiple. Lower tensor_parallel_degree."
+        for name, width in widths.items()
+        if width % (degrees.tp * BLOCK_SIZES[form])
+    ]
 
 
 def _check_stages(model: ModelConfig, degrees: Degrees) -> list[str]:
@@ -279,6 +297,11 @@ def _check_transformers(job: JobConfig, model: TransformersConfig, degrees: Degr
         problems.append(
             f"parallelism: expert_parallel_degree ({degrees.ep}) does not divide the model's num_experts "
             f"({model.num_experts})."
+        )
+    if job.lora.base_dtype in BLOCK_SIZES:
+        problems.append(
+            f"lora.base_dtype = '{job.lora.base_dtype}': {what}, whose layers multiply with plain weights. Set it to "
+            "'bfloat16', or use a native family."
         )
     ignored = {
         "moe.expert_bias_update_rate": job.moe.expert_bias_update_rate,

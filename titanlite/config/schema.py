@@ -153,6 +153,10 @@ class OptimizerSection:
     )
 
 
+BLOCK_SIZES = {"fp8": 128, "nf4": 64}
+"""Values of a row that share a factor, for the values of `lora.base_dtype` that are no dtypes."""
+
+
 @dataclass
 class LoRASection:
     rank: int = setting(
@@ -171,10 +175,12 @@ class LoRASection:
         "same rank, scaling and layers. Empty: adapters that change nothing yet.",
     )
     use_rslora: bool = setting(False, "Scale by alpha / sqrt(rank) instead (arXiv:2312.03732).")
-    base_dtype: Literal["auto", "float32", "bfloat16"] = setting(
+    base_dtype: Literal["auto", "float32", "bfloat16", "fp8", "nf4"] = setting(
         "auto",
         "Dtype in which the frozen weights are kept; training.dtype is that of the adapters. 'auto': the dtype that "
-        "matmuls use (training.mixed_precision_param).",
+        "matmuls use (training.mixed_precision_param). 'fp8' (8.25 bits) and 'nf4' (4.5 bits; QLoRA, "
+        "arXiv:2305.14314): linear layers and experts of decoder layers in blocks that share a factor, everything else "
+        "as with 'auto'.",
     )
 
 

@@ -12,7 +12,8 @@ from titanlite.config.schema import ActivationCheckpointSection
 from titanlite.models.attention import SelfAttention
 from titanlite.models.build import AnyModel
 from titanlite.models.layers import FeedForward
-from titanlite.models.lora import LoRAExperts, adapted_modules
+from titanlite.models.lora import adapted_modules
+from titanlite.models.moe import Experts
 from titanlite.models.transformers_model import TransformersModel
 from titanlite.ops import local_tensor
 from titanlite.ops.matmul import get_onednn_op
@@ -40,8 +41,8 @@ def checkpoint_operations(model: AnyModel, section: ActivationCheckpointSection)
     Regions, not whole layers: selective checkpointing replays a region operation by operation, and the hooks of an FSDP
     unit inside it would do other operations the second time. A region keeps its own result as well if a product makes
     it, which no backward needs, so regions are chosen where they keep less than without: attention up to its output
-    projection, feed-forward that is wider inside than outside, and experts with adapters; those without are one
-    operator, which keeps what its backward needs.
+    projection, feed-forward that is wider inside than outside, and experts with adapters or
+    in few bits; others are one operator, which keeps what its backward needs.
 
     The collectives of tensor and expert parallelism lie between the regions, so their results are kept. Those of
     context parallelism lie inside of attention and are done again: what they send is kept already, and what they bring
@@ -62,13 +63,15 @@ def checkpoint_operations(model: AnyModel, section: ActivationCheckpointSection)
         # Methods of the same function for all: a compiled graph is then one for all layers.
         if isinstance(module, SelfAttention):
             module.attend = MethodType(attend, module)  # type: ignore[method-assign]
-        elif isinstance(module, LoRAExperts) or (isinstance(module, FeedForward) and _is_wide(module)):
+        elif (isinstance(module, Experts) and not module.is_fused) or (
+            isinstance(module, FeedForward) and _is_wide(module)
+        ):
             module.forward = MethodType(forward, module)  # type: ignore[method-assign]
 
 
 def _is_wide(module: FeedForward) -> bool:
     """True if this rank's part of it is wider inside than its result is."""
-    outside, inside = local_tensor(module.down_proj.weight).shape
+    inside, outside = (local_tensor(linear.weight).shape[0] for linear in (module.up_proj, module.down_proj))
     return inside > outside
 
 

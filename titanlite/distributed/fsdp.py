@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-from titanlite.config.schema import JobConfig
+from titanlite.config.schema import BLOCK_SIZES, JobConfig
 from titanlite.distributed.fsdp_timing import time_collectives
 from titanlite.distributed.parallel_dims import ParallelDims
 from titanlite.materialize.layout import is_elsewhere
@@ -33,10 +33,13 @@ def mixed_precision_dtypes(job: JobConfig, device_type: str) -> tuple[torch.dtyp
 
 
 def base_dtype(job: JobConfig, device_type: str) -> torch.dtype:
-    """Dtype in which the model's own weights are kept: `training.dtype`, or with adapters `lora.base_dtype`."""
+    """Dtype in which the model's own weights are kept: `training.dtype`, or with adapters `lora.base_dtype`.
+
+    Of what is kept in blocks, it is the dtype of everything else.
+    """
     if not job.lora.rank:
         return getattr(torch, job.training.dtype)
-    if job.lora.base_dtype == "auto":
+    if job.lora.base_dtype == "auto" or job.lora.base_dtype in BLOCK_SIZES:
         return mixed_precision_dtypes(job, device_type)[0]  # frozen, they need no more bits than matmuls see
     return getattr(torch, job.lora.base_dtype)
 

@@ -16,7 +16,7 @@ from titanlite.data import Batch
 from titanlite.errors import TrainingError, TransientError
 from titanlite.logger import logger
 from titanlite.materialize.agree import gather_objects, list_ranks
-from titanlite.materialize.layout import local_of
+from titanlite.materialize.layout import encoding_of, local_of
 from titanlite.metrics.events import record_event
 from titanlite.optim import NonFiniteSteps
 
@@ -81,7 +81,7 @@ def diagnose(
     """
     mine = _Found(stage, found.micro_batches)
     params = list(model.named_parameters())
-    mine.weights = [name for name, param in params if not _is_finite(param)]
+    mine.weights = [name for name, param in params if not _has_finite_values(param)]
     with _kept_generators():
         for number, batch in enumerate(micro_batches):
             with _watched(model, whole_layers) as first:
@@ -164,6 +164,11 @@ def _names(names: Sequence[str]) -> str:
 
 def _more(count: int) -> str:
     return f" and {count - _SHOWN} more" if count > _SHOWN else ""
+
+
+def _has_finite_values(param: torch.Tensor) -> bool:
+    encoding = encoding_of(param)
+    return _is_finite(param) if encoding is None else not encoding.count_not_finite(local_of(param))
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:

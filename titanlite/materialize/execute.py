@@ -14,12 +14,14 @@ from torch.distributed.tensor import DTensor
 
 from titanlite.errors import CheckpointError, PlanError
 from titanlite.materialize.agree import raise_together
-from titanlite.materialize.layout import local_of, region_of
+from titanlite.materialize.layout import encoding_of, local_of, region_of, write_rows
 from titanlite.materialize.plan import Plan, TensorEntry
+from titanlite.materialize.recipes import Recipe
 from titanlite.materialize.replicas import broadcast, share_out
 from titanlite.materialize.sources import Compute, Init, Read, ReadRequest, TensorReader
 
 _HUGE_PAGE_BYTES = 2 << 20
+_DRAWN_AT_ONCE = 1 << 22  # values that will be encoded
 _MADV_HUGEPAGE = 14
 
 
@@ -43,7 +45,7 @@ def allocate(plan: Plan, device: torch.device, buffer_device: torch.device | Non
             new = torch.empty_like(tensor, device=target, dtype=entry.dtype, requires_grad=False)
             _poison(local_of(new), ends_only=False)
         elif tensor.is_meta:
-            local = empty(entry.region.lengths, entry.dtype, target)
+            local = empty(entry.local_shape, entry.dtype, target)
             # A pass over all memory costs as much as reading it. Where the reader itself proves that its reads cover
             # every element, the ends are enough to notice a tensor that is never read.
             _poison(local, ends_only=isinstance(entry.source, Read) and entry.source.reader.proves_coverage)
@@ -162,7 +164,7 @@ def read_tensors(reads: Sequence[tuple[torch.Tensor, Read]], group: dist.Process
     for share, (tensor, source) in zip(shares, reads, strict=True):
         if share.mine:
             _, of_reader = requests.setdefault(id(source.reader), (source.reader, []))
-            of_reader.append(ReadRequest(source.name, region_of(tensor), local_of(tensor)))
+            of_reader.append(ReadRequest(source.name, region_of(tensor), local_of(tensor), encoding_of(tensor)))
     problems = []
     try:
         for reader, of_reader in requests.values():
@@ -177,7 +179,9 @@ def read_tensors(reads: Sequence[tuple[torch.Tensor, Read]], group: dist.Process
 @torch.no_grad()
 def _fill_one(entry: TensorEntry, seed: int) -> None:
     source, local = entry.source, local_of(entry.tensor)
-    if isinstance(source, Init):
+    if isinstance(source, Init) and entry.encoding is not None:
+        _draw_encoded(entry, source.recipe, seed)
+    elif isinstance(source, Init):
         source.recipe.fill(local, entry.region, entry.info.shape, seed, entry.fqn)
     elif isinstance(source, Compute):
         value = source.function()
@@ -185,4 +189,20 @@ def _fill_one(entry: TensorEntry, seed: int) -> None:
             raise PlanError(
                 f"{entry.fqn}: {source} gave shape {tuple(value.shape)}, the model expects {entry.info.shape}."
             )
-        local.copy_(value[entry.region.slices])
+        value = value[entry.region.slices]
+        if entry.encoding is None:
+            local.copy_(value)
+        else:
+            write_rows(entry.encoding, value.to(local.device), local)
+
+
+def _draw_encoded(entry: TensorEntry, recipe: Recipe, seed: int) -> None:
+    """Draw a tensor a few rows at a time, in float32, and encode them."""
+    region, local = entry.region, local_of(entry.tensor)
+    assert entry.encoding is not None
+    done = 0
+    for part in region.slabs(_DRAWN_AT_ONCE):
+        values = torch.empty(part.lengths, dtype=torch.float32, device=local.device)
+        recipe.fill(values, part, entry.info.shape, seed, entry.fqn)
+        write_rows(entry.encoding, values, local, done)
+        done += math.prod(part.lengths[:-1])

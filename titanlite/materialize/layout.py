@@ -1,8 +1,15 @@
-"""Which part of the global tensor a rank holds."""
+"""Which part of the global tensor a rank holds, and in which form.
+
+A tensor may be kept in another form than its values, by an `Encoding`. Names, global shapes, regions and sources are
+then those of the values, so that recipes, checkpoints and plans need not know the form. The tensor itself is opaque:
+its memory is written by the encoding alone, in whole rows of values, and its dtype says only in what units it is
+counted.
+"""
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,6 +34,20 @@ class Region:
         """Elements in the region."""
         return math.prod(self.lengths)
 
+    def slabs(self, elements: int) -> Iterator["Region"]:
+        """The region in parts of about so many elements, cut along its first dim that has more than one."""
+        if not self.lengths:
+            yield self
+            return
+        dim = next((i for i, length in enumerate(self.lengths) if length > 1), len(self.lengths) - 1)
+        length = self.lengths[dim]
+        step = max(elements * length // max(self.numel, 1), 1)
+        for start in range(0, length, step):
+            starts, lengths = list(self.starts), list(self.lengths)
+            starts[dim] += start
+            lengths[dim] = min(step, length - start)
+            yield Region(tuple(starts), tuple(lengths))
+
     def row_runs(self, shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
         """Runs (first row, number of rows) of the region in the (rows, shape[-1]) view of a tensor of `shape`.
 
@@ -47,7 +68,73 @@ def _strides_of(lengths: tuple[int, ...]) -> list[int]:
     return [math.prod(lengths[i + 1 :]) for i in range(len(lengths))]
 
 
-_ELSEWHERE, _SHARING_GROUP = "is_held_elsewhere", "sharing_group"
+class Encoding(Protocol):
+    """How the rows of one tensor are kept."""
+
+    @property
+    def name(self) -> str:
+        """How plans call the form."""
+        ...
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Global shape of the values."""
+        ...
+
+    def values_in(self, stored: Region) -> Region:
+        """The region of the values that lies in `stored`, a region of the tensor itself."""
+        ...
+
+    def encode(self, values: torch.Tensor) -> torch.Tensor:
+        """Bytes (N, bytes of a row), uint8, of rows of values (N, W)."""
+        ...
+
+    def keeps(self, dtype: torch.dtype, block: tuple[int, int]) -> bool:
+        """True if values that a file has as codes of `dtype`, with a factor for each `block`, are kept as they are."""
+        ...
+
+    def keep(self, codes: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+        """As `encode`, of such codes (N, W) and the factors of each row's blocks, (N, blocks)."""
+        ...
+
+    def count_not_finite(self, local: torch.Tensor) -> int:
+        """How many groups of values with a common factor have one that is NaN or infinite."""
+        ...
+
+
+_ENCODING, _ELSEWHERE, _SHARING_GROUP = "encoding", "is_held_elsewhere", "sharing_group"
+
+
+def set_encoding(tensor: torch.Tensor, encoding: Encoding) -> None:
+    """Say of a tensor on meta that it is kept in another form."""
+    setattr(tensor, _ENCODING, encoding)
+
+
+def encoding_of(tensor: torch.Tensor) -> Encoding | None:
+    """What `set_encoding` was called with; None: the tensor is its values."""
+    return getattr(tensor, _ENCODING, None)
+
+
+def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Global shape of the values."""
+    encoding = encoding_of(tensor)
+    return tuple(tensor.shape) if encoding is None else encoding.shape
+
+
+def num_values(tensor: torch.Tensor) -> int:
+    """How many values `tensor` has, globally."""
+    return math.prod(shape_of(tensor))
+
+
+def write_rows(encoding: Encoding, values: torch.Tensor, local: torch.Tensor, first: int = 0) -> None:
+    """Encode rows of values (..., W) into the contiguous `local`, from its row `first` on."""
+    rows = encoding.encode(values.reshape(-1, values.shape[-1]))
+    rows_of(local, rows.shape[-1])[first : first + len(rows)] = rows
+
+
+def rows_of(local: torch.Tensor, row_bytes: int) -> torch.Tensor:
+    """The memory of a contiguous tensor as rows (N, row_bytes), uint8."""
+    return local.view(torch.uint8).view(-1, row_bytes)
 
 
 def leave_elsewhere(tensor: torch.Tensor) -> None:
@@ -83,6 +170,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def region_of(tensor: torch.Tensor) -> Region:
     """Region of the global tensor that this rank holds; the whole of it for a plain tensor, none where others hold it.
+    Of an encoded tensor: of its values.
 
     FSDP2 over a tensor- or expert-parallel parameter splits the shard that is already there. DTensor writes this as a
     `_StridedShard` on the outer mesh axis: it acts after the plain shards to its right, which is how it is read here.
@@ -91,22 +179,35 @@ def region_of(tensor: torch.Tensor) -> Region:
     Raises:
         ValueError: a placement is neither a shard nor a replica (`Partial` has no region).
     """
+    shape = shape_of(tensor)
+    nothing = Region((0,) * len(shape), (0,) * len(shape))
     if is_elsewhere(tensor):
-        return Region((0,) * tensor.dim(), (0,) * tensor.dim())
+        return nothing
     if not isinstance(tensor, DTensor):
-        return Region((0,) * tensor.dim(), tuple(tensor.shape))
+        return Region(nothing.starts, shape)
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
-        return Region((0,) * tensor.dim(), (0,) * tensor.dim())
-    region = region_at(tensor, coordinate)
+        return nothing
+    stored = _stored_at(tensor, coordinate)
     local_shape = tuple(local_of(tensor).shape)
-    if local_shape != region.lengths:
-        raise ValueError(f"layout {tensor.placements}: local shape {local_shape}, expected {region.lengths}.")
-    return region
+    if local_shape != stored.lengths:
+        raise ValueError(f"layout {tensor.placements}: local shape {local_shape}, expected {stored.lengths}.")
+    return _values_in(tensor, stored)
 
 
 def region_at(tensor: torch.Tensor, coordinate: Sequence[int]) -> Region:
-    """Region of the global tensor that the rank at `coordinate` of the tensor's mesh holds."""
+    """Region of the global tensor that the rank at `coordinate` of the tensor's mesh holds. Of an encoded tensor: of
+    its values.
+    """
+    return _values_in(tensor, _stored_at(tensor, coordinate))
+
+
+def _values_in(tensor: torch.Tensor, stored: Region) -> Region:
+    encoding = encoding_of(tensor)
+    return stored if encoding is None else encoding.values_in(stored)
+
+
+def _stored_at(tensor: torch.Tensor, coordinate: Sequence[int]) -> Region:
     starts, lengths = [0] * tensor.dim(), list(tensor.shape)
     if isinstance(tensor, DTensor):
         splits = [

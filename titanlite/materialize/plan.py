@@ -4,6 +4,7 @@ The plan depends on names, shapes and declarations only, so all ranks make the s
 the same error, which lists all of them.
 """
 
+import math
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,16 @@ import torch.distributed as dist
 from torch import nn
 
 from titanlite.errors import PlanError, raise_problems
-from titanlite.materialize.layout import Region, get_sharing_group, is_elsewhere, region_of
+from titanlite.materialize.layout import (
+    Encoding,
+    Region,
+    encoding_of,
+    get_sharing_group,
+    is_elsewhere,
+    local_of,
+    region_of,
+    shape_of,
+)
 from titanlite.materialize.sources import (
     Alias,
     Compute,
@@ -37,7 +47,7 @@ class TensorEntry:
     """One tensor object of the model.
 
     Attributes:
-        info: first name, kind, global shape and dtype.
+        info: first name, kind, global shape of the values, and dtype.
         names: all names under which the model holds this object; more than one when tied.
         source: where its value comes from.
         tensor: the object itself; it stays the same object when it is materialized.
@@ -63,9 +73,24 @@ class TensorEntry:
         return is_elsewhere(self.tensor)
 
     @property
+    def encoding(self) -> Encoding | None:
+        """The form in which the values are kept, if it is another than the values themselves."""
+        return encoding_of(self.tensor)
+
+    @property
+    def form(self) -> str:
+        """Name of the encoding, or of the dtype."""
+        return str(self.dtype).removeprefix("torch.") if self.encoding is None else self.encoding.name
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of this rank's part, as it is in memory."""
+        return self.region.lengths if self.encoding is None else tuple(local_of(self.tensor).shape)
+
+    @property
     def local_bytes(self) -> int:
         """Bytes of this rank's part."""
-        return self.region.numel * self.dtype.itemsize
+        return math.prod(self.local_shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -95,8 +120,7 @@ class Plan:
         for entry in self.entries:
             local = ", ".join(f"{s}:{s + n}" for s, n in zip(entry.region.starts, entry.region.lengths, strict=True))
             local = "elsewhere" if entry.is_elsewhere else f"[{local}]"
-            dtype = str(entry.dtype).removeprefix("torch.")
-            rows.append((entry.fqn, str(entry.info.shape), dtype, local, str(entry.source)))
+            rows.append((entry.fqn, str(entry.info.shape), entry.form, local, str(entry.source)))
             rows += [(name, "", "", "", str(Alias(entry.fqn))) for name in entry.names[1:]]
         widths = [max(len(row[i]) for row in rows) for i in range(5)]
         lines = ("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows)
@@ -119,7 +143,7 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, TensorI
         for raw, tensor in tensors:
             fqn = clean_name(raw)
             owner = modules[raw.rpartition(".")[0]]
-            info = TensorInfo(fqn, kind, fqn in saved, tuple(tensor.shape), tensor.dtype, owner)  # type: ignore[arg-type]
+            info = TensorInfo(fqn, kind, fqn in saved, shape_of(tensor), tensor.dtype, owner)  # type: ignore[arg-type]
             yield fqn, tensor, info
 
 

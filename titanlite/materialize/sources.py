@@ -18,7 +18,7 @@ from typing import Literal, Protocol
 import torch
 from torch import nn
 
-from titanlite.materialize.layout import Region
+from titanlite.materialize.layout import Encoding, Region, write_rows
 from titanlite.materialize.recipes import Normal, Ones, Recipe, Uniform, Zeros
 
 
@@ -76,11 +76,15 @@ class Keep:
 
 @dataclass(frozen=True)
 class ReadRequest:
-    """One read: `region` of tensor `name` goes into `destination`, a contiguous tensor of the region's shape."""
+    """One read: `region` of tensor `name` goes into `destination`, a contiguous tensor of the region's shape.
+
+    With an encoding it is what that makes of the values, whose shape is the region's.
+    """
 
     name: str
     region: Region
     destination: torch.Tensor
+    encoding: Encoding | None = None
 
 
 class TensorReader(Protocol):
@@ -99,7 +103,7 @@ class TensorReader(Protocol):
         ...
 
     def read(self, requests: Sequence[ReadRequest]) -> None:
-        """Write every requested region into its destination, cast to its dtype."""
+        """Write every requested region into its destination, cast to its dtype or encoded."""
         ...
 
 
@@ -130,7 +134,9 @@ class Unfit:
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What a source may know about a tensor: its name, kind, global shape and dtype, and the module that holds it."""
+    """What a source may know about a tensor: its name, kind, global shape of its values, dtype, and the module that
+    holds it.
+    """
 
     fqn: str
     kind: Literal["parameter", "buffer"]
@@ -189,7 +195,11 @@ class StateDictReader:
 
     def read(self, requests: Sequence[ReadRequest]) -> None:
         for request in requests:
-            request.destination.copy_(self._state_dict[request.name][request.region.slices])
+            values = self._state_dict[request.name][request.region.slices]
+            if request.encoding is None:
+                request.destination.copy_(values)
+            else:
+                write_rows(request.encoding, values.to(request.destination.device), request.destination)
 
 
 class TorchDefaults:

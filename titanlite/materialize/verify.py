@@ -65,7 +65,10 @@ def _entry_problems(entry: TensorEntry, current: dict[str, torch.Tensor]) -> lis
         problems.append(f"{fqn}: its DTensor spec says {tensor.dtype}, its data is {local.dtype}.")
     if local.dtype != entry.dtype:
         problems.append(f"{fqn}: is {local.dtype}, expected {entry.dtype}.")
-    if local.dtype.is_floating_point or local.dtype.is_complex:
+    if entry.encoding is not None:
+        if count := entry.encoding.count_not_finite(local):
+            problems.append(f"{fqn}: not filled, NaN or infinite, in {count} of its blocks ({entry.form}).")
+    elif local.dtype.is_floating_point or local.dtype.is_complex:
         if not _has_finite_sum(local):
             chunks = local.reshape(-1).split(_chunk_of(local)) if local.is_contiguous() else [local]
             num_nan = sum(int(chunk.isnan().sum()) for chunk in chunks)

@@ -5,6 +5,7 @@ import re
 import torch
 
 from titanlite.config.model import AnyModelConfig, ModelConfig, TransformersConfig
+from titanlite.materialize.layout import num_values
 from titanlite.metrics.parameter_groups import outer_parameters
 from titanlite.models.build import AnyModel
 from titanlite.models.lora import is_adapter
@@ -117,7 +118,9 @@ def _saved_flops_per_token(model: AnyModel, config: AnyModelConfig, attention: i
     is_sparse = 0 < config.top_k < config.num_experts
 
     def count(param: torch.nn.Parameter) -> int:
-        active = param.numel() * config.top_k // config.num_experts if is_sparse and param in routed else param.numel()
+        active = num_values(param)
+        if is_sparse and param in routed:
+            active = active * config.top_k // config.num_experts
         return 2 * active * ((not param.requires_grad) + (not reached))
 
     for name, param in model.named_parameters():

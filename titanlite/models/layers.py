@@ -16,6 +16,8 @@ from titanlite.config.model import ModelConfig
 from titanlite.materialize.recipes import Normal, Ones, Zeros
 from titanlite.materialize.sources import Compute, Init, Source
 from titanlite.ops import (
+    BlockFormat,
+    frozen_linear,
     inverse_frequencies,
     linear,
     linear_cross_entropy,
@@ -31,10 +33,12 @@ class Linear(nn.Linear):
 
     Attributes:
         bias_scale: factor on the bias; row-parallel layers, whose outputs are summed over n ranks, set it to 1 / n.
+        block_format: how `weight` is kept if it is frozen and `models.block_weights` encoded it: (out, n, r) records.
     """
 
     weight: nn.Parameter  # pyright: ignore[reportIncompatibleVariableOverride]
     bias_scale: float = 1.0
+    block_format: BlockFormat | None = None
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = False, std: float = 0.02) -> None:
         super().__init__(in_features, out_features, bias=bias)
@@ -49,7 +53,10 @@ class Linear(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         bias = None if self.bias is None else local_tensor(self.bias) * self.bias_scale
-        return linear(x, local_tensor(self.weight), bias)
+        if self.block_format is None:
+            return linear(x, local_tensor(self.weight), bias)
+        y = frozen_linear(x, local_tensor(self.weight), self.block_format)
+        return y if bias is None else y + bias
 
 
 class Embedding(nn.Embedding):

@@ -28,7 +28,7 @@ from titanlite.models.hf_experts import use_titanlite_experts
 from titanlite.models.layers import Linear, OutputHead
 from titanlite.models.moe import Experts
 from titanlite.models.transformers_model import TransformersModel
-from titanlite.ops import grouped_gemm, linear, local_tensor, permute_tokens, swiglu, unpermute_sum
+from titanlite.ops import grouped_gemm, linear, local_tensor
 
 _EXPERT_WEIGHTS = ("gate_up_proj", "down_proj")
 
@@ -112,36 +112,25 @@ class LoRAExperts(Experts):
     def declare_sources(self) -> dict[str, Source]:
         sources = super().declare_sources()
         for name in sorted(self.adapted):
-            sources |= _adapter_sources(name.removesuffix("proj"), getattr(self, name).shape[-1])
+            prefix = name.removesuffix("proj")
+            sources |= _adapter_sources(prefix, getattr(self, f"{prefix}lora_A").shape[-1])
         return sources
 
-    def forward(
-        self,
-        x_TD: torch.Tensor,
-        weight_R: torch.Tensor,
-        token_R: torch.Tensor,
-        rows_Tk: torch.Tensor,
-        offsets_E: torch.Tensor,
-    ) -> torch.Tensor:
-        if not self.adapter_enabled:
-            return super().forward(x_TD, weight_R, token_R, rows_Tk, offsets_E)
-        gate_up_R2I = self._project("gate_up_proj", permute_tokens(x_TD, token_R, rows_Tk), offsets_E)
-        y_RD = self._project("down_proj", swiglu(gate_up_R2I, weight_R), offsets_E)
-        return unpermute_sum(y_RD, token_R, rows_Tk)
+    @property
+    def is_fused(self) -> bool:
+        return super().is_fused and not self.adapter_enabled
 
-    def _project(self, name: str, x: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
-        """One of the two projections of the grouped rows `x`, with its adapter if it has one."""
-
-        def gemm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-            return grouped_gemm(x, weight.to(x.dtype).mT, offsets_E, self.grouped_gemm_backend)
-
-        y = gemm(x, local_tensor(getattr(self, name)))
-        if name not in self.adapted:
+    def project(self, name: str, x: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
+        """As in `Experts`, with the adapter if there is one."""
+        y = super().project(name, x, offsets_E)
+        if name not in self.adapted or not self.adapter_enabled:
             return y
         prefix = name.removesuffix("proj")
         x = F.dropout(x, self.dropout, self.training) if self.dropout else x
-        down = gemm(x, local_tensor(getattr(self, f"{prefix}lora_A")))
-        return y + gemm(down, local_tensor(getattr(self, f"{prefix}lora_B"))) * self.scaling
+        for matrix in ("lora_A", "lora_B"):
+            weight = local_tensor(getattr(self, f"{prefix}{matrix}")).to(x.dtype)
+            x = grouped_gemm(x, weight.mT, offsets_E, self.grouped_gemm_backend)
+        return y + x * self.scaling
 
 
 class LoRATransformersExperts(nn.Module):

@@ -18,7 +18,18 @@ from titanlite.config.model import ModelConfig
 from titanlite.materialize.recipes import Normal, Zeros
 from titanlite.materialize.sources import Init, Source
 from titanlite.models.layers import FeedForward
-from titanlite.ops import group_by_expert, linear, local_tensor, moe_experts
+from titanlite.ops import (
+    BlockFormat,
+    frozen_grouped_gemm,
+    group_by_expert,
+    grouped_gemm,
+    linear,
+    local_tensor,
+    moe_experts,
+    permute_tokens,
+    swiglu,
+    unpermute_sum,
+)
 from titanlite.ops.grouped_gemm import GroupedGemmBackend
 
 
@@ -157,6 +168,8 @@ class Experts(nn.Module):
 
     Attributes:
         first_expert: which of all experts is the first one here; 0 unless expert parallelism splits them.
+        block_format: how the weights are kept if they are frozen and `models.block_weights` encoded them, each row as
+            (n, r) records.
     """
 
     stacked_matrices: ClassVar[dict[str, int]] = {"gate_up_proj": 2}
@@ -170,6 +183,7 @@ class Experts(nn.Module):
         self.std = config.initializer_range
         self.grouped_gemm_backend: GroupedGemmBackend = "auto"
         self.first_expert = 0
+        self.block_format: BlockFormat | None = None
 
     @property
     def num_experts(self) -> int:
@@ -188,8 +202,24 @@ class Experts(nn.Module):
         offsets_E: torch.Tensor,
     ) -> torch.Tensor:
         """Weighted sum of the experts' results per token, (T, D); arguments as in `moe_experts`."""
-        gate_up, down = local_tensor(self.gate_up_proj), local_tensor(self.down_proj)
-        return moe_experts(x_TD, gate_up, down, weight_R, token_R, rows_Tk, offsets_E, self.grouped_gemm_backend)
+        if self.is_fused:
+            gate_up, down = local_tensor(self.gate_up_proj), local_tensor(self.down_proj)
+            return moe_experts(x_TD, gate_up, down, weight_R, token_R, rows_Tk, offsets_E, self.grouped_gemm_backend)
+        gate_up_R2I = self.project("gate_up_proj", permute_tokens(x_TD, token_R, rows_Tk), offsets_E)
+        y_RD = self.project("down_proj", swiglu(gate_up_R2I, weight_R), offsets_E)
+        return unpermute_sum(y_RD, token_R, rows_Tk)
+
+    @property
+    def is_fused(self) -> bool:
+        """One operator computes all; without, `project` computes each of the two projections."""
+        return self.block_format is None
+
+    def project(self, name: str, x: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
+        """The grouped rows `x` times the weight `name`, transposed."""
+        weight = local_tensor(getattr(self, name))
+        if self.block_format is None:
+            return grouped_gemm(x, weight.to(x.dtype).mT, offsets_E, self.grouped_gemm_backend)
+        return frozen_grouped_gemm(x, weight, self.block_format, offsets_E, self.grouped_gemm_backend)
 
 
 # Sends every token to its experts and back: (experts, x (T, D), topk_scores (T, k), topk_expert_ids (T, k)) -> the sums

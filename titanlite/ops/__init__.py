@@ -4,7 +4,9 @@ A function that needs a collective (vocabulary-parallel cross entropy) takes it 
 """
 
 from titanlite.ops.attention import AttentionMask, attention, build_attention_mask, cached_attention, leave_out_cudnn
+from titanlite.ops.block_formats import BLOCK_FORMATS, BlockFormat
 from titanlite.ops.cross_entropy import IGNORE_INDEX, VocabShard, linear_cross_entropy
+from titanlite.ops.frozen import frozen_grouped_gemm, frozen_linear
 from titanlite.ops.grouped_gemm import grouped_gemm
 from titanlite.ops.local import local_tensor
 from titanlite.ops.matmul import linear
@@ -16,14 +18,18 @@ from titanlite.ops.sampling import choose_tokens
 from titanlite.ops.swiglu import swiglu
 
 __all__ = [
+    "BLOCK_FORMATS",
     "IGNORE_INDEX",
     "AttentionMask",
+    "BlockFormat",
     "VocabShard",
     "apply_rope",
     "attention",
     "build_attention_mask",
     "cached_attention",
     "choose_tokens",
+    "frozen_grouped_gemm",
+    "frozen_linear",
     "group_by_expert",
     "grouped_gemm",
     "inverse_frequencies",

@@ -9,6 +9,7 @@ from torch import nn
 from titanlite.config.patterns import parse_multipliers, split_patterns
 from titanlite.config.schema import OptimizerSection
 from titanlite.errors import ConfigError, raise_problems
+from titanlite.materialize.layout import num_values
 from titanlite.materialize.plan import clean_name
 from titanlite.models.build import AnyModel
 
@@ -86,9 +87,9 @@ def _get_num_stacked(module: nn.Module, name: str) -> int:
 
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:
-    """Elements of all parameters, and of those that are trained; of all ranks together, tied ones once."""
+    """Values of all parameters, and of those that are trained; of all ranks together, tied ones once."""
     params = list(model.parameters())
-    return sum(p.numel() for p in params), sum(p.numel() for p in params if p.requires_grad)
+    return sum(map(num_values, params)), sum(num_values(p) for p in params if p.requires_grad)
 
 
 def _matched(model: nn.Module, pattern: str) -> list[torch.nn.Parameter]:

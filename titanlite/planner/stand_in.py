@@ -157,7 +157,7 @@ def _allocate(plan: Plan, model: AnyModel) -> None:
     for entry in plan.entries:
         if not entry.tensor.is_meta or entry.is_elsewhere:
             continue
-        local = torch.empty(entry.region.lengths, dtype=entry.dtype)
+        local = torch.empty(entry.local_shape, dtype=entry.dtype)
         if entry.info.kind == "parameter":
             exchange(entry.tensor, sharded_like(entry.tensor, local))
             continue

@@ -1,0 +1,89 @@
+"""Frozen weights in few bits: the matrices of decoder layers as records of a block format (QLoRA, arXiv:2305.14314).
+
+`encode_weights` exchanges parameters of a model on meta, in place: what was `weight` (out, in) holds records
+(out, n, r) afterwards and says so (`materialize.layout.Encoding`). Its name stays, and so does what a checkpoint, a
+recipe or a plan know of it. Sharding splits rows, or columns in whole records.
+
+A parameter has the dtype of the matmuls, as which FSDP gathers everything without a cast; r counts a record in it.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from titanlite.materialize.layout import Region, set_encoding
+from titanlite.models.build import AnyModel
+from titanlite.models.layers import Linear, OutputHead
+from titanlite.models.moe import Experts
+from titanlite.models.transformers_model import TransformersModel
+from titanlite.ops import BLOCK_FORMATS, BlockFormat
+from titanlite.ops.block_formats import FP8, count_not_finite, encode_blocks, keep_fp8
+
+
+@dataclass(frozen=True)
+class BlockEncoding:
+    """An `Encoding`: each row of a weight is `num_records` records."""
+
+    layout: BlockFormat
+    shape: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """The format's."""
+        return self.layout.name
+
+    def values_in(self, stored: Region) -> Region:
+        """Rows as they are; of the columns those of the records."""
+        *rows, first, _ = stored.starts
+        *heights, count, _ = stored.lengths
+        start = min(first * self.layout.block, self.shape[-1])
+        end = min((first + count) * self.layout.block, self.shape[-1])
+        return Region((*rows, start), (*heights, end - start))
+
+    def encode(self, values: torch.Tensor) -> torch.Tensor:
+        """Records, end to end."""
+        return encode_blocks(values, self.layout).flatten(1)
+
+    def keeps(self, dtype: torch.dtype, block: tuple[int, int]) -> bool:
+        """FP8 with a factor for as many columns."""
+        return self.layout is FP8 and dtype == torch.float8_e4m3fn and block[1] == FP8.block
+
+    def keep(self, codes: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+        """Records, end to end."""
+        return keep_fp8(codes, factors).flatten(1)
+
+    def count_not_finite(self, local: torch.Tensor) -> int:
+        """Of the records."""
+        return count_not_finite(local, self.layout)
+
+
+def encode_weights(model: AnyModel, format_name: str, dtype: torch.dtype) -> None:
+    """Keep the frozen matrices of linear layers and experts of `model` in a block format, in place, on meta.
+
+    Not embedding, output head and routers, nor what `TransformersModel` has. Before sharding.
+
+    Args:
+        model: on meta, frozen but for its adapters.
+        format_name: one of `BLOCK_FORMATS`.
+        dtype: of the parameters that hold the records: that of the matmuls.
+    """
+    assert not isinstance(model, TransformersModel), "refused by the configuration"
+    layout = BLOCK_FORMATS[format_name]
+    for module in model.modules():
+        if isinstance(module, Linear) and not isinstance(module, OutputHead):
+            module.weight = _encoded(module.weight, layout, dtype)
+            module.block_format = layout
+        elif isinstance(module, Experts):
+            module.gate_up_proj = _encoded(module.gate_up_proj, layout, dtype)
+            module.down_proj = _encoded(module.down_proj, layout, dtype)
+            module.block_format = layout
+
+
+def _encoded(weight: nn.Parameter, layout: BlockFormat, dtype: torch.dtype) -> nn.Parameter:
+    assert weight.is_meta and not weight.requires_grad, "encoded after materialization, or trained"
+    shape = (*weight.shape[:-1], layout.num_records(weight.shape[-1]), layout.record_bytes // dtype.itemsize)
+    records = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
+    vars(records).update(vars(weight))
+    set_encoding(records, BlockEncoding(layout, tuple(weight.shape)))
+    return records

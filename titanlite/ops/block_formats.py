@@ -1,0 +1,168 @@
+"""Weights in few bits: runs of values share a factor, and each value is a small code.
+
+- `fp8`: codes are float8_e4m3fn, 128 values share a factor. DeepSeek-V3's weights (arXiv:2412.19437, section 3.3),
+  whose factors serve 128 x 128 values, are kept in it bit for bit.
+- `nf4`: codes are 4-bit NormalFloat (arXiv:2305.14314, section 3 and appendix E), 64 values share their largest
+  magnitude. Two codes are in a byte, the first one in the upper half, as in bitsandbytes.
+
+A record holds the codes of one run and behind them its factor, float32 in the byte order of the machine. Records lie
+along the last dim of a weight and know nothing of their neighbours, so that rows, and columns in whole records, may be
+cut anywhere.
+
+Shapes: N rows, W values per row, n records per row.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from titanlite.config.schema import BLOCK_SIZES
+
+_FACTOR_BYTES = 4
+_LARGEST_FP8 = 448.0
+_NORMAL_FLOAT = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+"""Quantiles of the normal distribution, scaled to -1 and 1, as appendix E prints them."""
+_CHUNK = 1 << 20
+"""Values that torch's operators decode at once; what they need in between is a few times as large."""
+
+
+@dataclass(frozen=True)
+class BlockFormat:
+    """Layout of a record.
+
+    Attributes:
+        name: as in the configuration.
+        block: values in a record.
+        code_bytes: bytes of their codes.
+    """
+
+    name: str
+    block: int
+    code_bytes: int
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of codes and factor."""
+        return self.code_bytes + _FACTOR_BYTES
+
+    def num_records(self, width: int) -> int:
+        """Records of a row of `width` values; what the last one does not need is zeros."""
+        return -(-width // self.block)
+
+
+FP8 = BlockFormat("fp8", BLOCK_SIZES["fp8"], code_bytes=128)
+NF4 = BlockFormat("nf4", BLOCK_SIZES["nf4"], code_bytes=32)
+BLOCK_FORMATS = {layout.name: layout for layout in (FP8, NF4)}
+
+
+def encode_blocks(values_NW: torch.Tensor, layout: BlockFormat) -> torch.Tensor:
+    """Records (N, n, record_bytes), uint8, of floating-point values, on their device. NaN and infinity stay NaN.
+
+    A value that is as far from one code as from the next may get either.
+    """
+    values_NnB = _in_blocks(values_NW.to(torch.float32), layout)
+    largest_Nn1 = values_NnB.abs().amax(dim=-1, keepdim=True)
+    largest_Nn1 = torch.where(largest_Nn1.isfinite(), largest_Nn1, torch.nan)
+    if layout is FP8:
+        # As small as float32 has it with all its bits: zeros need a factor too, and no 0 / 0.
+        factor_Nn1 = (largest_Nn1 / _LARGEST_FP8).clamp(min=torch.finfo(torch.float32).tiny)
+        codes = (values_NnB / factor_Nn1).clamp(-_LARGEST_FP8, _LARGEST_FP8).to(torch.float8_e4m3fn).view(torch.uint8)
+        return _join(codes, factor_Nn1)
+    scaled_NnB = values_NnB / largest_Nn1.clamp(min=torch.finfo(torch.float32).tiny)
+    middles = _table(NF4.name, values_NW.device)
+    middles = (middles[1:] + middles[:-1]) / 2
+    index_NnB = torch.bucketize(scaled_NnB, middles, out_int32=True).to(torch.uint8)
+    return _join(index_NnB[..., 0::2] << 4 | index_NnB[..., 1::2], largest_Nn1)
+
+
+def keep_fp8(codes_NW: torch.Tensor, factors_Nn: torch.Tensor) -> torch.Tensor:
+    """Records of `fp8`, uint8, from codes that are float8_e4m3fn already, and the factor of every 128 of them."""
+    return _join(_in_blocks(codes_NW.view(torch.uint8), FP8), factors_Nn.to(torch.float32).unsqueeze(-1))
+
+
+def _in_blocks(values_NW: torch.Tensor, layout: BlockFormat) -> torch.Tensor:
+    rows, width = values_NW.shape
+    count = layout.num_records(width)
+    return F.pad(values_NW, (0, count * layout.block - width)).view(rows, count, layout.block)
+
+
+def _join(codes: torch.Tensor, factor_Nn1: torch.Tensor) -> torch.Tensor:
+    return torch.cat([codes, factor_Nn1.contiguous().view(torch.uint8)], dim=-1)
+
+
+def count_not_finite(records: torch.Tensor, layout: BlockFormat) -> int:
+    """How many records (..., n, record_bytes in any dtype) stand for a value that is NaN or infinite."""
+    total = 0
+    for part in records.reshape(-1, records.shape[-1]).split(max(_CHUNK // layout.block, 1)):
+        codes, factor = _split(part, layout)
+        bad = ~factor.squeeze(-1).isfinite()
+        if layout is FP8:  # has no infinity, and two NaN
+            bad |= ((codes & 0x7F) == 0x7F).any(dim=-1)
+        total += int(bad.sum())
+    return total
+
+
+def decode_blocks(records: torch.Tensor, layout: BlockFormat, width: int, dtype: torch.dtype) -> torch.Tensor:
+    """Values (..., width) of records (..., n, record_bytes in any dtype): code times factor in float32, rounded once.
+
+    An operator of its own (`titanlite::decode_blocks`), not differentiable.
+    """
+    return decode_blocks_op(records, layout.name, width, dtype)
+
+
+@torch.library.custom_op("titanlite::decode_blocks", mutates_args=())
+def decode_blocks_op(records: torch.Tensor, layout: str, width: int, dtype: torch.dtype) -> torch.Tensor:
+    """`decode_blocks` as a torch operator."""
+    form = BLOCK_FORMATS[layout]
+    values = records.new_empty((*records.shape[:-2], width), dtype=dtype)
+    if not values.numel():
+        return values
+    table = _table(layout, records.device)
+    if records.device.type == "cuda":
+        from titanlite.ops import block_formats_launch as kernels  # nothing else needs triton
+
+        kernels.decode_blocks(records.contiguous().view(torch.uint8), table, values, form)
+        return values
+    records_NnR = records.reshape(-1, *records.shape[-2:])
+    values_NW = values.view(-1, width)
+    step = max(_CHUNK // width, 1)
+    for start in range(0, len(values_NW), step):
+        codes, factor = _split(records_NnR[start : start + step], form)
+        decoded = _decode_codes(codes, table, form).mul_(factor).flatten(1)
+        values_NW[start : start + step] = decoded[:, :width]
+    return values
+
+
+@decode_blocks_op.register_fake
+def _(records: torch.Tensor, layout: str, width: int, dtype: torch.dtype) -> torch.Tensor:
+    return records.new_empty((*records.shape[:-2], width), dtype=dtype)
+
+
+def _split(records: torch.Tensor, layout: BlockFormat) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes (..., code_bytes) uint8 and factors (..., 1) float32."""
+    data = records.contiguous().view(torch.uint8)
+    return data[..., : layout.code_bytes], data[..., layout.code_bytes :].contiguous().view(torch.float32)
+
+
+def _decode_codes(codes: torch.Tensor, table: torch.Tensor, layout: BlockFormat) -> torch.Tensor:
+    """What codes (N, n, code_bytes) stand for before the factor, float32 (N, n, block)."""
+    if layout is FP8:
+        return codes.contiguous().view(torch.float8_e4m3fn).to(torch.float32)
+    pairs = torch.cartesian_prod(table, table)  # what each of the 256 bytes stands for
+    return F.embedding(codes.to(torch.int32), pairs).flatten(-2)
+
+
+def _table(layout: str, device: torch.device) -> torch.Tensor:
+    """What each code stands for, float32: (256,) or (16,)."""
+    with torch.device(device):
+        return _fp8_values() if layout == FP8.name else torch.tensor(_NORMAL_FLOAT, dtype=torch.float32)
+
+
+def _fp8_values() -> torch.Tensor:
+    return torch.arange(256, dtype=torch.int32).to(torch.uint8).view(torch.float8_e4m3fn).to(torch.float32)
