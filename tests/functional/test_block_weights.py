@@ -1,0 +1,296 @@
+"""Frozen weights in few bits, on real trainers: the same bits and the same steps on every mesh, as of plain weights."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from files import file_digest
+from safetensors.torch import load_file, save_file
+from traced_layers import TORCH_COMPILE_WARNINGS
+
+from titanlite.checkpoint import save_hf_model
+from titanlite.config.parallelism import Degrees
+from titanlite.data import build_data
+from titanlite.errors import ConfigError, VerifyError
+from titanlite.materialize import Init, Normal, materialize
+from titanlite.materialize.layout import encoding_of, num_values
+from titanlite.models.decoder import build_decoder
+from titanlite.models.lora import is_adapter
+from titanlite.ops.block_formats import BLOCK_FORMATS, decode_blocks, encode_blocks
+from titanlite.trainer import Trainer
+
+STEPS = 3
+RELATIVE_TOLERANCE = 1e-5  # as in test_parity_ladder.py
+WEIGHT_TOLERANCE = 1.25e-5
+SIZES = {
+    "hidden_size": 128,
+    "head_dim": 64,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 256,
+    "num_experts": 8,
+}
+FEW_EXPERTS = SIZES | {"num_experts": 2, "top_k": 1}
+LATENT = {
+    **SIZES,
+    "num_layers": 3,
+    "head_dim": 32,
+    "kv_lora_rank": 96,  # no multiple of a block
+    "q_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 64,
+}
+MODELS = {
+    "qwen3_moe": ("qwen3_moe", SIZES),
+    "few_experts": ("qwen3_moe", FEW_EXPERTS),
+    "qwen3": ("qwen3", {"hidden_size": 128, "head_dim": 64, "intermediate_size": 256}),
+    "deepseek_v3": ("deepseek_v3", LATENT),
+}
+SELECTIVE = "--activation_checkpoint.mode=selective"
+FULL = "--activation_checkpoint.mode=full"
+
+
+@pytest.fixture(scope="module")
+def base_folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Path]]:
+    return tmp_path_factory.mktemp("bases"), {}
+
+
+@pytest.fixture
+def base_of(run_ranks, checked, base_folders) -> Callable[[str], Path]:
+    """`base_of(model)`: a pretrained model in Hugging Face's format, made once."""
+
+    def get(model_name: str) -> Path:
+        root, made = base_folders
+        if model_name not in made:
+            family, sizes = MODELS[model_name]
+            overrides = [f"--model.overrides.{name}={size}" for name, size in sizes.items()]
+            job = checked(Degrees(), f"--model.name={family}", *overrides)
+
+            def rank_main() -> None:
+                tokenizer, _ = build_data(job.job, 0, 1)
+                model = build_decoder(job.model_config)
+                plan = materialize(model, "cpu", [{"model.layers.*_proj*": Init(Normal(std=0.06))}], seed=3)
+                save_hf_model(model, plan, tokenizer, root / model_name, torch.float32)
+
+            run_ranks(1, rank_main)
+            made[model_name] = root / model_name
+        return made[model_name]
+
+    return get
+
+
+def settings(folder: Path, model_name: str, form: str, *overrides: str) -> list[str]:
+    cleared = ["--model.flavor=", "--model.overrides.vocab_size=none", "--model.overrides.num_layers=none"]
+    lora = ["--lora.rank=4", "--lora.alpha=8", "--moe.expert_bias_update_rate=none", f"--lora.base_dtype={form}"]
+    model = f"--model.name={MODELS[model_name][0]}"
+    batch = "--training.local_batch_size=2"
+    return [*cleared, model, *lora, batch, f"--checkpoint.initial_load_path={folder}", *overrides]
+
+
+@pytest.fixture(scope="module")
+def single_runs() -> dict[Any, Any]:
+    return {}
+
+
+@pytest.fixture
+def run_alone(train_run, base_of, single_runs):
+    """A run of one process, made once for each choice."""
+
+    def run(model_name: str, form: str, *overrides: str) -> Any:
+        key = model_name, form, overrides
+        if key not in single_runs:
+            given = settings(base_of(model_name), model_name, form, *overrides)
+            single_runs[key] = train_run(Degrees(), *given, steps=STEPS)[0]
+        return single_runs[key]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("mesh", "model_name", "form", "overrides"),
+    [
+        ("FSDP4", "qwen3_moe", "nf4", []),
+        ("FSDP4", "qwen3_moe", "fp8", [SELECTIVE]),
+        ("TP2xEP2", "qwen3_moe", "nf4", [FULL]),
+        ("TP2xEP4", "qwen3_moe", "fp8", []),
+        ("TP2xFSDP2", "few_experts", "nf4", []),  # experts split along dim 1
+        ("HSDP2x2", "few_experts", "fp8", []),
+        ("TP2xFSDP2", "qwen3", "nf4", [SELECTIVE]),
+        ("DDP4", "qwen3", "fp8", []),
+        ("TP2xEP2", "deepseek_v3", "nf4", [SELECTIVE]),
+        ("CP2xTP2", "qwen3_moe", "nf4", []),
+        ("PP2xTP2xEP2", "qwen3_moe", "fp8", []),
+        ("PP2xFSDP2", "deepseek_v3", "nf4", ["--parallelism.fsdp_once_per_step=true"]),
+        ("FSDP4", "qwen3_moe", "nf4", ["--lora.targets=q_proj, v_proj"]),  # frozen experts without adapters
+        ("TP2xEP2", "qwen3_moe", "nf4", ["--lora.targets=gate_up_proj", SELECTIVE]),
+    ],
+)
+def test_mesh_trains_as_one_process_does(train_run, run_alone, base_of, meshes, mesh, model_name, form, overrides):
+    targets = [option for option in overrides if option.startswith("--lora.targets")]
+    one = run_alone(model_name, form, *targets)
+    degrees = meshes[mesh]
+    local = f"--training.local_batch_size={max(8 // degrees.dp // 2, 1)}"
+    given = settings(base_of(model_name), model_name, form, local, *overrides)
+    for many in train_run(degrees, *given, steps=STEPS):
+        assert many.digests == one.digests, "initial weights are not bit-identical"
+        assert many.losses == pytest.approx(one.losses, rel=RELATIVE_TOLERANCE)
+        assert many.grad_norms == pytest.approx(one.grad_norms, rel=RELATIVE_TOLERANCE)
+        for name, weight in many.weights.items():
+            tolerance = WEIGHT_TOLERANCE if is_adapter(name) else 0.0
+            if not name.endswith(".tokens_per_expert"):
+                torch.testing.assert_close(weight, one.weights[name], rtol=0, atol=tolerance, equal_nan=True)
+    adapters = [name for name in one.weights if name.endswith("lora_B")]
+    assert adapters and all(one.weights[name].any() for name in adapters), "nothing was learned"
+
+
+def rounded_to(form: str, weight: torch.Tensor) -> torch.Tensor:
+    layout = BLOCK_FORMATS[form]
+    return decode_blocks(encode_blocks(weight, layout), layout, weight.shape[-1], torch.float32)
+
+
+@pytest.mark.parametrize(("model_name", "form"), [("qwen3_moe", "nf4"), ("qwen3_moe", "fp8"), ("deepseek_v3", "nf4")])
+def test_training_is_that_of_the_rounded_weights(train_run, run_alone, base_of, tmp_path, model_name, form):
+    """What is trained on is the rounded model, exactly, and all of it: written in float32, it takes the same steps."""
+    folder = tmp_path / "rounded"
+    shutil.copytree(base_of(model_name), folder)
+    stored = load_file(folder / "model.safetensors")
+    matrices = [name for name in stored if name.endswith(("_proj.weight", "kv_a_proj_with_mqa.weight"))]
+    assert len(matrices) > 40
+    for name in matrices:
+        stored[name] = rounded_to(form, stored[name])
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    (plain,) = train_run(Degrees(), *settings(folder, model_name, "float32"), steps=STEPS)
+    in_blocks = run_alone(model_name, form)
+    assert in_blocks.losses == pytest.approx(plain.losses, rel=1e-6)
+    assert in_blocks.grad_norms == pytest.approx(plain.grad_norms, rel=1e-6)
+    unrounded = run_alone(model_name, "float32")
+    assert in_blocks.losses != pytest.approx(unrounded.losses, rel=1e-4), "nothing was rounded"
+
+
+def write_fp8(folder: Path) -> None:
+    """Rewrite a model in FP8 with a factor for 128 x 128 weights, as DeepSeek-V3 is published."""
+    stored = load_file(folder / "model.safetensors")
+    for key in [key for key in stored if key.endswith("_proj.weight") or ".experts." in key]:
+        weight = stored[key]
+        grid = [-(-size // 128) for size in weight.shape]
+        scale = torch.rand(grid, generator=torch.Generator().manual_seed(len(stored))) * 1e-3 + 2e-4
+        spread = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[: weight.shape[0], : weight.shape[1]]
+        stored[key] = (weight / spread).clamp(-448, 448).to(torch.float8_e4m3fn)
+        stored[key + "_scale_inv"] = scale
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("mesh", ["FSDP4", "TP2xEP2"])
+def test_published_fp8_is_kept_as_it_is(train_run, base_of, meshes, tmp_path, mesh):
+    """Also where shards cut the blocks of 128 rows; nothing is rounded a second time."""
+    folder = tmp_path / "fp8"
+    shutil.copytree(base_of("qwen3_moe"), folder)
+    write_fp8(folder)
+    (dequantized,) = train_run(Degrees(), *settings(folder, "qwen3_moe", "float32"), steps=STEPS)
+    given = settings(folder, "qwen3_moe", "fp8", "--training.local_batch_size=1")
+    kept = train_run(meshes[mesh], *given, steps=STEPS)[0]
+    assert kept.losses == pytest.approx(dequantized.losses, rel=RELATIVE_TOLERANCE)
+    fp8 = BLOCK_FORMATS["fp8"]
+    for name in ("model.layers.1.mlp.experts.down_proj", "model.layers.0.self_attn.q_proj.weight"):
+        plain = dequantized.weights[name]
+        assert torch.equal(decode_blocks(kept.weights[name], fp8, plain.shape[-1], torch.float32), plain), name
+
+
+def test_bfloat16_matmuls_and_memory(run_ranks, checked, base_of, meshes):
+    """Records are gathered as they are, whatever dtype counts them, and take the bytes that they should."""
+    given = settings(base_of("qwen3_moe"), "qwen3_moe", "nf4", "--training.mixed_precision_param=bfloat16")
+    job = checked(meshes["TP2xEP2"], *given)
+
+    def rank_main() -> None:
+        trainer = Trainer(job.job, job.model_config, job.degrees)
+        first = trainer.train_step(trainer.loader.micro_batches(0)).loss.item()
+        for step in (0, 0, 0):
+            last = trainer.train_step(trainer.loader.micro_batches(step)).loss.item()
+        assert last < first
+        encoded = [param for param in trainer.model.parameters() if encoding_of(param) is not None]
+        assert len(encoded) == 2 * (4 + 2)
+        for param in encoded:
+            assert param.dtype == torch.bfloat16
+            assert param.numel() * 2 * 8 == num_values(param) * 4.5
+        for name, param in trainer.model.named_parameters():
+            assert param.requires_grad == is_adapter(name), name
+
+    run_ranks(4, rank_main)
+
+
+def test_what_is_not_finite_in_the_model_is_found_when_it_is_loaded(run_ranks, checked, base_of, tmp_path):
+    folder = base_of("qwen3_moe")
+    broken = tmp_path / "broken"
+    shutil.copytree(folder, broken)
+    stored = load_file(broken / "model.safetensors")
+    stored["model.layers.1.mlp.experts.3.up_proj.weight"][7, 70] = float("inf")
+    save_file(stored, broken / "model.safetensors", metadata={"format": "pt"})
+    job = checked(Degrees(dp_shard=2, ep=2), *settings(broken, "qwen3_moe", "nf4"))
+
+    def rank_main() -> str:
+        with pytest.raises(VerifyError) as error:
+            Trainer(job.job, job.model_config, job.degrees)
+        return str(error.value)
+
+    for text in run_ranks(2, rank_main):
+        assert "model.layers.1.mlp.experts.gate_up_proj: not filled, NaN or infinite, in 1 of its blocks (nf4)" in text
+
+
+@pytest.mark.parametrize("mesh", ["TP2xEP2"])
+def test_resume_is_bit_for_bit(run_ranks, checked, base_of, meshes, tmp_path, mesh):
+    given = settings(base_of("qwen3_moe"), "qwen3_moe", "nf4", "--training.steps=4", "--checkpoint.interval=2")
+
+    def train(folder: Path) -> Path:
+        job = checked(meshes[mesh], f"--job.dump_folder={folder}", *given)
+        run_ranks(4, lambda: Trainer(job.job, job.model_config, job.degrees).train())
+        return folder / "checkpoint/step-4"
+
+    whole = train(tmp_path / "whole")
+    assert {path.name for path in whole.iterdir() if path.suffix == ".safetensors"} == {"adapter_model.safetensors"}
+    shutil.copytree(whole.with_name("step-2"), tmp_path / "again/checkpoint/step-2")
+    again = train(tmp_path / "again")
+    for name in ("adapter_model.safetensors", "titanlite/optimizer.safetensors"):
+        assert file_digest(whole / name) == file_digest(again / name), name
+
+
+@TORCH_COMPILE_WARNINGS[0]
+@TORCH_COMPILE_WARNINGS[1]
+@pytest.mark.parametrize("mode", [FULL, SELECTIVE])
+def test_compiled_layers(run_alone, traced_run, base_of, mode):
+    """Traced as torch.compile traces, without the inductor."""
+    plain = run_alone("qwen3_moe", "nf4")
+    given = settings(base_of("qwen3_moe"), "qwen3_moe", "nf4", mode)
+    (compiled,), graphs = traced_run(Degrees(), *given, steps=STEPS)
+    assert compiled.losses == pytest.approx(plain.losses, rel=RELATIVE_TOLERANCE)
+    assert compiled.grad_norms == pytest.approx(plain.grad_norms, rel=RELATIVE_TOLERANCE)
+    assert graphs.made == 2 < graphs.called, "one for the first layer, whose input has no gradient, one for the others"
+
+
+@pytest.mark.parametrize(
+    ("degrees", "overrides", "said"),
+    [
+        (
+            Degrees(tp=2),
+            ["--lora.base_dtype=fp8", "--model.overrides.head_dim=32"],
+            "lora.base_dtype = 'fp8' keeps blocks of 128 values, but num_heads * head width (128) is not so many for "
+            "each of tensor_parallel_degree (2) ranks, or a multiple. Lower tensor_parallel_degree.",
+        ),
+        (
+            Degrees(),
+            ["--model.implementation=transformers"],
+            "lora.base_dtype = 'nf4': Qwen3MoeForCausalLM is transformers' implementation, whose layers multiply with "
+            "plain weights. Set it to 'bfloat16', or use a native family.",
+        ),
+        (Degrees(), ["--lora.rank=0", "--lora.alpha=16"], 'lora.base_dtype = "nf4" is set, but lora.rank = 0'),
+    ],
+)
+def test_what_cannot_be_kept_in_blocks_is_refused(checked, base_of, degrees, overrides, said):
+    with pytest.raises(ConfigError) as error:
+        checked(degrees, *settings(base_of("qwen3_moe"), "qwen3_moe", "nf4"), *overrides)
+    assert said in str(error.value)

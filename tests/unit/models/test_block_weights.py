@@ -1,0 +1,222 @@
+"""Weights in blocks on one process: every source fills them, in the pieces that shards are."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from titanlite.checkpoint import hf_checkpoint
+from titanlite.checkpoint import reader as reader_module
+from titanlite.checkpoint.header import read_header
+from titanlite.checkpoint.keys import checkpoint_pieces
+from titanlite.config.schema import LoRASection
+from titanlite.errors import CheckpointError
+from titanlite.materialize import (
+    Checkpoint,
+    Init,
+    Normal,
+    ReadRequest,
+    Region,
+    StateDictReader,
+    build_plan,
+    materialize,
+)
+from titanlite.materialize import execute as execute_module
+from titanlite.materialize.layout import encoding_of, num_values, region_of, shape_of
+from titanlite.models.block_weights import BlockEncoding, encode_weights
+from titanlite.models.decoder import build_decoder
+from titanlite.models.families import families, family_of
+from titanlite.models.lora import adapters_disabled, apply_lora, is_adapter
+from titanlite.ops.block_formats import BLOCK_FORMATS, FP8, NF4, decode_blocks, encode_blocks
+
+# Widths that are several blocks, one, and parts of one.
+CONFIG = replace(families()["qwen3_moe"].presets["debug"], num_layers=2, hidden_size=160, moe_intermediate_size=40)
+WIDE = {name: Init(Normal(std=0.05)) for name in ("*_proj.weight", "*.experts.*_proj")}
+FORMATS = list(BLOCK_FORMATS)
+
+
+def build(form=None, dtype=torch.float32, config=CONFIG):
+    model = build_decoder(config, dtype)
+    apply_lora(model, LoRASection(rank=2), dtype)
+    if form is not None:
+        encode_weights(model, form, dtype)
+    return model
+
+
+def values_of(param):
+    """What `param` stands for, in float32."""
+    encoding = encoding_of(param)
+    if encoding is None:
+        return param.detach().float()
+    return decode_blocks(param.detach(), BLOCK_FORMATS[encoding.name], encoding.shape[-1], torch.float32)
+
+
+def rounded(weight, form):
+    layout = BLOCK_FORMATS[form]
+    records = encode_blocks(weight.flatten(0, -2), layout)
+    return decode_blocks(records, layout, weight.shape[-1], torch.float32).view(weight.shape)
+
+
+def is_encoded(name):
+    return name.startswith("model.layers") and "_proj" in name and not is_adapter(name)
+
+
+def as_stored(model, dtype=torch.float32):
+    """The parameters under Hugging Face's keys."""
+    family = family_of(model.config)
+    return {
+        piece.key: param.detach()[piece.region.slices].reshape(piece.shape).to(dtype).contiguous()
+        for name, param in model.named_parameters()
+        for piece in checkpoint_pieces(name, tuple(param.shape), family)
+    }
+
+
+def write_folder(folder, stored, **config):
+    folder.mkdir()
+    save_file(stored, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("form", FORMATS)
+def test_drawn_weights_are_those_of_the_plain_model_rounded(form, dtype, monkeypatch):
+    plain, model = build(), build(form, dtype)
+    materialize(plain, "cpu", [WIDE], seed=5)
+    monkeypatch.setattr(execute_module, "_DRAWN_AT_ONCE", 3000)  # each matrix in several parts
+    plan = materialize(model, "cpu", [WIDE], seed=5)
+    expected = dict(plain.named_parameters())
+    for name, param in model.named_parameters():
+        assert shape_of(param) == expected[name].shape and num_values(param) == expected[name].numel()
+        assert (encoding_of(param) is not None) == is_encoded(name), name
+        assert param.dtype == dtype and param.requires_grad == is_adapter(name)
+        if is_encoded(name):
+            assert torch.equal(values_of(param), rounded(expected[name], form)), name
+    (line,) = [
+        line.split() for line in str(plan).splitlines() if line.startswith("model.layers.1.mlp.experts.down_proj")
+    ]
+    assert " ".join(line) == f"{line[0]} (8, 160, 40) {form} [0:8, 0:160, 0:40] init normal(std=0.05)"
+
+
+@pytest.mark.parametrize("stored_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("form", FORMATS)
+def test_checkpoints_are_encoded_while_they_are_read(form, stored_dtype, tmp_path, monkeypatch):
+    plain = build_decoder(CONFIG)
+    materialize(plain, "cpu", [WIDE], seed=5)
+    write_folder(tmp_path / "base", as_stored(plain, stored_dtype))
+    expected = {name: param.detach().to(stored_dtype).float() for name, param in plain.named_parameters()}
+    monkeypatch.setattr(reader_module, "_STAGED_BYTES", 4096)  # a few rows per job
+    from_files, from_memory = build(form), build(form)
+    materialize(from_files, "cpu", [hf_checkpoint(tmp_path / "base", CONFIG)])
+    buffers = {name: b for name, b in plain.named_buffers() if name.endswith("expert_bias")}
+    materialize(from_memory, "cpu", [Checkpoint(StateDictReader(expected | buffers))])
+    for model in (from_files, from_memory):
+        for name, param in model.named_parameters():
+            if not is_adapter(name):
+                wanted = rounded(expected[name], form) if is_encoded(name) else expected[name]
+                assert torch.equal(values_of(param), wanted), name
+
+
+def fp8_folder(folder, plain, block):
+    """`plain` in FP8 with a factor for each block; what its weights are then, in float32."""
+    stored, expected = {}, {}
+    for key, weight in plain.items():
+        if not key.endswith("_proj.weight"):
+            stored[key] = expected[key] = weight
+            continue
+        grid = [-(-size // length) for size, length in zip(weight.shape, block, strict=True)]
+        factors = torch.rand(grid, generator=torch.Generator().manual_seed(len(stored))) * 1e-3 + 2e-4
+        spread = factors.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+        spread = spread[: weight.shape[0], : weight.shape[1]]
+        stored[key] = (weight / spread).clamp(-448, 448).to(torch.float8_e4m3fn)
+        stored[key + "_scale_inv"] = factors
+        expected[key] = stored[key].float() * spread
+    write_folder(folder, stored, quantization_config={"quant_method": "fp8", "weight_block_size": list(block)})
+    return expected
+
+
+@pytest.mark.parametrize(
+    ("form", "block", "exact"),
+    [("fp8", (128, 128), True), ("fp8", (16, 128), True), ("fp8", (32, 48), False), ("nf4", (128, 128), False)],
+)
+def test_fp8_is_kept_if_it_can_be_and_else_encoded_again(form, block, exact, tmp_path, monkeypatch):
+    plain = build_decoder(CONFIG)
+    materialize(plain, "cpu", [WIDE], seed=5)
+    stored = fp8_folder(tmp_path / "fp8", as_stored(plain), block)
+    monkeypatch.setattr(reader_module, "_STAGED_BYTES", 16384)
+    dequantized, model = build_decoder(CONFIG), build(form)
+    materialize(dequantized, "cpu", [hf_checkpoint(tmp_path / "fp8", CONFIG)])
+    materialize(model, "cpu", [hf_checkpoint(tmp_path / "fp8", CONFIG)])
+    name = "model.layers.1.self_attn.q_proj.weight"
+    assert torch.equal(dict(dequantized.named_parameters())[name], stored[name])
+    expected = {name: param.detach() for name, param in dequantized.named_parameters()}
+    for name, param in model.named_parameters():
+        if is_encoded(name):
+            wanted = expected[name] if exact else rounded(expected[name], form)
+            assert torch.equal(values_of(param), wanted), name
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_parts_are_read_as_shards_are(form, tmp_path):
+    """Rows, and columns in whole blocks, of experts whose rows lie in several stored tensors."""
+    layout = BLOCK_FORMATS[form]
+    config = replace(CONFIG, hidden_size=4 * layout.block)
+    plain = build_decoder(config)
+    materialize(plain, "cpu", [WIDE], seed=5)
+    write_folder(tmp_path / "base", as_stored(plain))
+    model, source = build(form, config=config), hf_checkpoint(tmp_path / "base", config)
+    build_plan(model, [source])
+    assert source.reader is not None
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    param = dict(model.named_parameters())[name]
+    encoding = encoding_of(param)
+    weight = dict(plain.named_parameters())[name].detach()
+    for starts, lengths in [((0, 0, 0), (8, 80, 4)), ((2, 30, 1), (3, 27, 2)), ((7, 79, 3), (1, 1, 1))]:
+        stored = Region((*starts[:2], starts[2], 0), (*lengths[:2], lengths[2], param.shape[-1]))
+        region = encoding.values_in(stored)
+        assert region.lengths == (*lengths[:2], lengths[2] * layout.block)
+        part = torch.full(stored.lengths, float("nan"))
+        source.reader.read([ReadRequest(name, region, part, encoding)])
+        decoded = decode_blocks(part, layout, region.lengths[-1], torch.float32)
+        assert torch.equal(decoded, rounded(weight[region.slices].contiguous(), form))
+
+
+def test_what_holds_parts_of_rows_cannot_be_encoded(tmp_path):
+    tensor = torch.randn(4, 128)
+    save_file({"w": tensor}, tmp_path / "w.safetensors")
+    (stored,) = read_header(tmp_path / "w.safetensors").values()
+    placed = {"w": ((4, 256), [reader_module.Placed(stored, Region((0, 128), (4, 128)))])}
+    reader = reader_module.SafetensorsReader(
+        "folder", placed, {stored.file: (tmp_path / "w.safetensors").stat().st_size}
+    )
+    request = ReadRequest("w", Region((0, 0), (4, 256)), torch.empty(4, 4, 36), BlockEncoding(NF4, (4, 256)))
+    with pytest.raises(CheckpointError, match="w has parts of rows of w, which cannot be kept as nf4"):
+        reader.read([request])
+
+
+def test_regions_of_values():
+    encoding = BlockEncoding(FP8, (10, 300))
+    assert encoding.values_in(Region((2, 0, 0), (3, 3, 33))) == Region((2, 0), (3, 300))
+    assert encoding.values_in(Region((0, 1, 0), (10, 1, 33))) == Region((0, 128), (10, 128))
+    assert encoding.values_in(Region((0, 2, 0), (10, 1, 33))) == Region((0, 256), (10, 44))
+    assert encoding.values_in(Region((10, 0, 0), (0, 3, 33))) == Region((10, 0), (0, 300))
+    model = build("fp8")
+    param = model.model.layers[0].self_attn.q_proj.weight
+    assert region_of(param) == Region((0, 0), (64, 160))
+
+
+def test_experts_in_blocks_give_what_their_rounded_weights_give():
+    """Also with adapters off, and without any adapter on them."""
+    for targets in ("", "q_proj"):
+        model, plain = build_decoder(CONFIG), build_decoder(CONFIG)
+        apply_lora(model, LoRASection(rank=2, targets=targets), torch.float32)
+        encode_weights(model, "nf4", torch.float32)
+        materialize(model, "cpu", [WIDE], seed=5)
+        state = {name: values_of(param) for name, param in model.named_parameters() if not is_adapter(name)}
+        state |= {name: b for name, b in model.named_buffers() if name.endswith("expert_bias")}
+        materialize(plain, "cpu", [Checkpoint(StateDictReader(state))])
+        tokens = torch.arange(48).view(2, 24)
+        torch.testing.assert_close(model(tokens), plain(tokens), rtol=1e-5, atol=1e-5)
+        with adapters_disabled(model):
+            torch.testing.assert_close(model(tokens), plain(tokens), rtol=1e-5, atol=1e-5)
