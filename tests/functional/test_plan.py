@@ -219,7 +219,8 @@ def test_plan_of_bfloat16_states_with_a_frozen_tied_embedding(checked, run_ranks
     assert traces[0].micro_batches == 2
 
 
-def test_plan_of_adapters_on_a_checkpoint(checked, run_ranks, tmp_path):
+@pytest.mark.parametrize("form", ["float32", "fp8", "nf4"])
+def test_plan_of_adapters_on_a_checkpoint(checked, run_ranks, tmp_path, form):
     base = checked(Degrees())
 
     def save_base() -> None:
@@ -230,7 +231,7 @@ def test_plan_of_adapters_on_a_checkpoint(checked, run_ranks, tmp_path):
     run_ranks(1, save_base)
     cleared = ("--model.flavor=", "--model.overrides.vocab_size=none", "--model.overrides.num_layers=none")
     path = f"--checkpoint.initial_load_path={tmp_path / 'base'}"
-    lora = ("--lora.rank=4", "--moe.expert_bias_update_rate=none", path)
+    lora = ("--lora.rank=4", "--moe.expert_bias_update_rate=none", f"--lora.base_dtype={form}", path)
     job = checked(Degrees(dp_replicate=2, dp_shard=2), *cleared, *lora, "--training.global_batch_size=4")
     ranks = run_ranks(4, lambda: measure(job))
     assert sum(real["read"] for real in ranks) > 0

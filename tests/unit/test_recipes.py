@@ -12,8 +12,11 @@ from transformers import Qwen2_5_VLConfig
 from titanlite.config import assets, load_config
 from titanlite.distributed import ParallelDims, base_dtype, fake_ranks, parallelize
 from titanlite.materialize import build_plan
+from titanlite.materialize.layout import encoding_of, num_values
+from titanlite.models.block_weights import encode_weights
 from titanlite.models.build import build_model
 from titanlite.models.lora import apply_lora
+from titanlite.ops import BLOCK_FORMATS
 from titanlite.optim import count_parameters
 from titanlite.preflight import check
 
@@ -27,6 +30,7 @@ EXPECTED = {
     "qwen3_235b_a22b_sft",
     "qwen3_30b_a3b_128k",
     "qwen3_30b_a3b_lora",
+    "qwen3_30b_a3b_qlora",
     "qwen3_30b_a3b_sft",
     "qwen3_8b_lora",
     "qwen3_8b_sft",
@@ -86,6 +90,9 @@ def test_recipe_is_planned_for_its_world_size(path, monkeypatch):
     with fake_ranks(world_size):
         model = build_model(checked.model_config, base_dtype(checked.job, "cuda"))
         apply_lora(model, checked.job.lora, torch.float32)
+        form = checked.job.lora.base_dtype
+        if form in BLOCK_FORMATS:
+            encode_weights(model, form, torch.bfloat16)
         total, trained = count_parameters(model)
         parallelize(model, checked.job, ParallelDims.build(checked.degrees, "cpu"), "cpu")
         plan = build_plan(model)
@@ -93,9 +100,12 @@ def test_recipe_is_planned_for_its_world_size(path, monkeypatch):
     held = sum(entry.region.numel for entry in plan.entries if entry.info.kind == "parameter")
     assert held * world_size == pytest.approx(total, rel=0.02)
 
-    # The memory that the recipe's comment states first: frozen weights in bfloat16, or 16 bytes of each parameter.
+    # The memory that the recipe's comment states first: frozen weights, or 16 bytes of each parameter.
     stated_gb = re.search(r"= ([\d.]+) GB", text)
     if path.stem != "sft_arithmetic":
         assert stated_gb is not None
-        nbytes = 2 * (total - trained) if checked.job.lora.rank else 16 * total
+        nbytes = 16 * total
+        if checked.job.lora.rank:
+            encoded = sum(num_values(p) for p in model.parameters() if encoding_of(p) is not None)
+            nbytes = 2 * (total - trained - encoded) + {"fp8": 8.25, "nf4": 4.5}.get(form, 0) / 8 * encoded
         assert float(stated_gb[1]) == pytest.approx(nbytes / world_size / 1e9, rel=0.01)

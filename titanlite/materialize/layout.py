@@ -179,20 +179,27 @@ def region_of(tensor: torch.Tensor) -> Region:
     Raises:
         ValueError: a placement is neither a shard nor a replica (`Partial` has no region).
     """
-    shape = shape_of(tensor)
-    nothing = Region((0,) * len(shape), (0,) * len(shape))
+    stored = _stored_here(tensor)
+    if isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is not None and not is_elsewhere(tensor):
+        local_shape = tuple(local_of(tensor).shape)
+        if local_shape != stored.lengths:
+            raise ValueError(f"layout {tensor.placements}: local shape {local_shape}, expected {stored.lengths}.")
+    return _values_in(tensor, stored)
+
+
+def local_shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Shape of what this rank holds, as it is in memory. From the layout alone, without an operation on the tensor."""
+    return _stored_here(tensor).lengths
+
+
+def _stored_here(tensor: torch.Tensor) -> Region:
+    nothing = Region((0,) * tensor.dim(), (0,) * tensor.dim())
     if is_elsewhere(tensor):
         return nothing
     if not isinstance(tensor, DTensor):
-        return Region(nothing.starts, shape)
+        return Region(nothing.starts, tuple(tensor.shape))
     coordinate = tensor.device_mesh.get_coordinate()
-    if coordinate is None:
-        return nothing
-    stored = _stored_at(tensor, coordinate)
-    local_shape = tuple(local_of(tensor).shape)
-    if local_shape != stored.lengths:
-        raise ValueError(f"layout {tensor.placements}: local shape {local_shape}, expected {stored.lengths}.")
-    return _values_in(tensor, stored)
+    return nothing if coordinate is None else _stored_at(tensor, coordinate)
 
 
 def region_at(tensor: torch.Tensor, coordinate: Sequence[int]) -> Region:

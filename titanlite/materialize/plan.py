@@ -21,7 +21,7 @@ from titanlite.materialize.layout import (
     encoding_of,
     get_sharing_group,
     is_elsewhere,
-    local_of,
+    local_shape_of,
     region_of,
     shape_of,
 )
@@ -85,7 +85,7 @@ class TensorEntry:
     @property
     def local_shape(self) -> tuple[int, ...]:
         """Shape of this rank's part, as it is in memory."""
-        return self.region.lengths if self.encoding is None else tuple(local_of(self.tensor).shape)
+        return self.region.lengths if self.encoding is None else local_shape_of(self.tensor)
 
     @property
     def local_bytes(self) -> int:
