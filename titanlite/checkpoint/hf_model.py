@@ -80,9 +80,17 @@ def model_files(plan: Plan, config: AnyModelConfig, dtype: torch.dtype, *, exact
     What the architecture has no key for goes to a file in the titanlite folder. With `exact`, so do parameters that
     lose bits in `dtype`, once more in their own dtype, for a resumed run to go on from.
 
+    Raises:
+        CheckpointError: a tensor is kept in another form than its values. The same on all ranks.
+
     Collectives: for a model of transformers those of `transformers_items`, with pipeline stages one gather of small
     objects; every rank must call.
     """
+    if encoded := [f"{entry.fqn} ({entry.form})" for entry in plan.entries if entry.encoding is not None]:
+        raise CheckpointError(
+            f"checkpoint: {encoded[0]} and {len(encoded) - 1} other tensors are kept in few bits, which no model is "
+            "saved in. Save the adapters, and merge them: python -m titanlite export --merge."
+        )
     if isinstance(config, TransformersConfig):
         return _transformers_files(plan, dtype, exact=exact)
     family = family_of(config)

@@ -17,6 +17,8 @@ _decode: Any = decode_blocks_kernel
 
 def decode_blocks(records: torch.Tensor, table: torch.Tensor, out: torch.Tensor, layout: BlockFormat) -> None:
     """Write the values of contiguous uint8 `records` (..., n, record_bytes) to contiguous `out` (..., width)."""
+    if records.data_ptr() % 4:  # a part of a larger buffer, in which a factor is no aligned float32
+        records = records.clone()
     count, at_once = records.numel() // layout.record_bytes, VALUES // layout.block
     with device_of(records):
         _decode[(triton.cdiv(count, at_once),)](

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from titanlite.checkpoint import hf_checkpoint
+from titanlite.checkpoint import hf_checkpoint, save_hf_model
 from titanlite.checkpoint import reader as reader_module
 from titanlite.checkpoint.header import read_header
 from titanlite.checkpoint.keys import checkpoint_pieces
@@ -220,3 +220,11 @@ def test_experts_in_blocks_give_what_their_rounded_weights_give():
         torch.testing.assert_close(model(tokens), plain(tokens), rtol=1e-5, atol=1e-5)
         with adapters_disabled(model):
             torch.testing.assert_close(model(tokens), plain(tokens), rtol=1e-5, atol=1e-5)
+
+
+def test_a_model_in_few_bits_is_not_saved_as_if_it_were_plain(tmp_path):
+    model = build("nf4")
+    plan = materialize(model, "cpu", seed=5)
+    with pytest.raises(CheckpointError, match=r"q_proj.weight \(nf4\) and 11 other tensors are kept in few bits"):
+        save_hf_model(model, plan, None, tmp_path / "out", torch.float32)
+    assert not (tmp_path / "out").exists()

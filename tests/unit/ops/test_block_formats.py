@@ -21,6 +21,9 @@ from titanlite.ops.block_formats import (
 if kernels.INTERPRETED:
     repair()
 ON_GPU = [] if kernels.INTERPRETED else [pytest.mark.gpu]  # part of `pytest -m gpu`
+NEEDS_KERNELS = pytest.mark.skipif(
+    not kernels.INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU or TRITON_INTERPRET=1"
+)
 FORMATS = list(BLOCK_FORMATS.values())
 WIDTHS = [64, 128, 200, 384, 5]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -203,9 +206,7 @@ def test_operator_passes_opcheck():
             torch.library.opcheck(torch.ops.titanlite.decode_blocks.default, (records, layout.name, 100, dtype))
 
 
-@pytest.mark.skipif(
-    not kernels.INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU or TRITON_INTERPRET=1"
-)
+@NEEDS_KERNELS
 @pytest.mark.parametrize("dtype", [pytest.param(dtype, marks=ON_GPU) for dtype in DTYPES])
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("layout", FORMATS, ids=lambda layout: layout.name)
@@ -218,3 +219,15 @@ def test_kernel_equals_the_operators(layout, width, dtype):
     block_formats_launch.decode_blocks(records.to(device), table, actual[:67], layout)
     assert torch.equal(actual[:67].cpu(), expected)
     assert actual[67].isnan().all(), "wrote behind the end"
+
+
+@NEEDS_KERNELS
+@pytest.mark.parametrize("layout", [pytest.param(layout, marks=ON_GPU, id=layout.name) for layout in FORMATS])
+def test_kernel_on_a_part_of_a_buffer_that_is_not_aligned(layout):
+    records = encode_blocks(weights(9, 200), layout)
+    buffer = torch.zeros(2 + records.numel(), dtype=torch.uint8, device="cpu" if kernels.INTERPRETED else "cuda")
+    part = buffer[2:].view(records.shape)
+    part.copy_(records)
+    actual = torch.empty(9, 200, device=buffer.device)
+    block_formats_launch.decode_blocks(part, block_formats._table(layout.name, buffer.device), actual, layout)
+    assert torch.equal(actual.cpu(), decode_blocks(records, layout, 200, torch.float32))
