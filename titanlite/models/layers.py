@@ -55,8 +55,7 @@ class Linear(nn.Linear):
         bias = None if self.bias is None else local_tensor(self.bias) * self.bias_scale
         if self.block_format is None:
             return linear(x, local_tensor(self.weight), bias)
-        y = frozen_linear(x, local_tensor(self.weight), self.block_format)
-        return y if bias is None else y + bias
+        return frozen_linear(x, local_tensor(self.weight), self.block_format, bias)
 
 
 class Embedding(nn.Embedding):

@@ -13,6 +13,7 @@ Shapes: N rows, W values per row, n records per row.
 """
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -62,23 +63,22 @@ BLOCK_FORMATS = {layout.name: layout for layout in (FP8, NF4)}
 
 
 def encode_blocks(values_NW: torch.Tensor, layout: BlockFormat) -> torch.Tensor:
-    """Records (N, n, record_bytes), uint8, of floating-point values, on their device. NaN and infinity stay NaN.
+    """Records (N, n, record_bytes), uint8, of floating-point values, on their device. One with NaN or infinity is NaN.
 
     A value that is as far from one code as from the next may get either.
     """
     values_NnB = _in_blocks(values_NW.to(torch.float32), layout)
     largest_Nn1 = values_NnB.abs().amax(dim=-1, keepdim=True)
     largest_Nn1 = torch.where(largest_Nn1.isfinite(), largest_Nn1, torch.nan)
+    # As small as float32 has it with all its bits: zeros need a factor too, and no 0 / 0.
+    factor_Nn1 = (largest_Nn1 / (_LARGEST_FP8 if layout is FP8 else 1)).clamp(min=torch.finfo(torch.float32).tiny)
     if layout is FP8:
-        # As small as float32 has it with all its bits: zeros need a factor too, and no 0 / 0.
-        factor_Nn1 = (largest_Nn1 / _LARGEST_FP8).clamp(min=torch.finfo(torch.float32).tiny)
         codes = (values_NnB / factor_Nn1).clamp(-_LARGEST_FP8, _LARGEST_FP8).to(torch.float8_e4m3fn).view(torch.uint8)
         return _join(codes, factor_Nn1)
-    scaled_NnB = values_NnB / largest_Nn1.clamp(min=torch.finfo(torch.float32).tiny)
     middles = _table(NF4.name, values_NW.device)
     middles = (middles[1:] + middles[:-1]) / 2
-    index_NnB = torch.bucketize(scaled_NnB, middles, out_int32=True).to(torch.uint8)
-    return _join(index_NnB[..., 0::2] << 4 | index_NnB[..., 1::2], largest_Nn1)
+    index_NnB = torch.bucketize(values_NnB / factor_Nn1, middles, out_int32=True).to(torch.uint8)
+    return _join(index_NnB[..., 0::2] << 4 | index_NnB[..., 1::2], factor_Nn1)
 
 
 def keep_fp8(codes_NW: torch.Tensor, factors_Nn: torch.Tensor) -> torch.Tensor:
@@ -99,6 +99,8 @@ def _join(codes: torch.Tensor, factor_Nn1: torch.Tensor) -> torch.Tensor:
 def count_not_finite(records: torch.Tensor, layout: BlockFormat) -> int:
     """How many records (..., n, record_bytes in any dtype) stand for a value that is NaN or infinite."""
     total = 0
+    if not records.numel():  # of shape (0, 0, 0) where other pipeline stages hold it
+        return 0
     for part in records.reshape(-1, records.shape[-1]).split(max(_CHUNK // layout.block, 1)):
         codes, factor = _split(part, layout)
         bad = ~factor.squeeze(-1).isfinite()
@@ -108,16 +110,21 @@ def count_not_finite(records: torch.Tensor, layout: BlockFormat) -> int:
     return total
 
 
-def decode_blocks(records: torch.Tensor, layout: BlockFormat, width: int, dtype: torch.dtype) -> torch.Tensor:
+def decode_blocks(
+    records: torch.Tensor, layout: BlockFormat, width: int, dtype: torch.dtype, *, in_backward: bool = False
+) -> torch.Tensor:
     """Values (..., width) of records (..., n, record_bytes in any dtype): code times factor in float32, rounded once.
 
-    An operator of its own (`titanlite::decode_blocks`), not differentiable.
+    An operator of its own (`titanlite::decode_blocks`), not differentiable. `in_backward` changes nothing but that a
+    compiler does not take it for the call in forward, whose result it would keep until then.
     """
-    return decode_blocks_op(records, layout.name, width, dtype)
+    return decode_blocks_op(records, layout.name, width, dtype, in_backward)
 
 
 @torch.library.custom_op("titanlite::decode_blocks", mutates_args=())
-def decode_blocks_op(records: torch.Tensor, layout: str, width: int, dtype: torch.dtype) -> torch.Tensor:
+def decode_blocks_op(
+    records: torch.Tensor, layout: str, width: int, dtype: torch.dtype, in_backward: bool
+) -> torch.Tensor:
     """`decode_blocks` as a torch operator."""
     form = BLOCK_FORMATS[layout]
     values = records.new_empty((*records.shape[:-2], width), dtype=dtype)
@@ -140,7 +147,7 @@ def decode_blocks_op(records: torch.Tensor, layout: str, width: int, dtype: torc
 
 
 @decode_blocks_op.register_fake
-def _(records: torch.Tensor, layout: str, width: int, dtype: torch.dtype) -> torch.Tensor:
+def _(records: torch.Tensor, layout: str, width: int, dtype: torch.dtype, in_backward: bool) -> torch.Tensor:
     return records.new_empty((*records.shape[:-2], width), dtype=dtype)
 
 
@@ -158,9 +165,10 @@ def _decode_codes(codes: torch.Tensor, table: torch.Tensor, layout: BlockFormat)
     return F.embedding(codes.to(torch.int32), pairs).flatten(-2)
 
 
+@cache
 def _table(layout: str, device: torch.device) -> torch.Tensor:
-    """What each code stands for, float32: (256,) or (16,)."""
-    with torch.device(device):
+    """What each code stands for, float32: (256,) or (16,). Made once: copying it to a GPU makes the host wait."""
+    with torch.inference_mode(False), torch.device(device):
         return _fp8_values() if layout == FP8.name else torch.tensor(_NORMAL_FLOAT, dtype=torch.float32)
 
 

@@ -1,6 +1,7 @@
 """Products with frozen weights that are kept in a block format: decoded where they are used, and again in backward.
 
-So between forward and backward there is one copy of a weight, in few bits, and what autograd keeps of it is that copy.
+So between forward and backward there is one copy of a weight, in few bits, and what autograd keeps of it is that copy,
+also in compiled code.
 
 Shapes: M rows, E groups, K reduction, N columns, n records per row, r the size of a record in the weight's dtype.
 """
@@ -15,9 +16,14 @@ from titanlite.ops.grouped_gemm import GroupedGemmBackend, grouped_gemm
 from titanlite.ops.matmul import linear
 
 
-def frozen_linear(x: torch.Tensor, records_Nnr: torch.Tensor, layout: BlockFormat) -> torch.Tensor:
-    """`x @ weight.T`, (..., N), of x (..., K) and the weight (N, K) in the records; differentiable in x, once."""
-    return _FrozenLinear.apply(x, records_Nnr, layout)
+def frozen_linear(
+    x: torch.Tensor, records_Nnr: torch.Tensor, layout: BlockFormat, bias_N: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`x @ weight.T + bias`, (..., N), of x (..., K) and the weight (N, K) in the records.
+
+    Differentiable in x, once; the bias is as frozen as the weight.
+    """
+    return _FrozenLinear.apply(x, records_Nnr, layout, bias_N)
 
 
 def frozen_grouped_gemm(
@@ -33,16 +39,19 @@ def frozen_grouped_gemm(
 
 class _FrozenLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, records: torch.Tensor, layout: BlockFormat) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, records: torch.Tensor, layout: BlockFormat, bias: torch.Tensor | None
+    ) -> torch.Tensor:
         ctx.save_for_backward(records)
         ctx.layout, ctx.width = layout, x.shape[-1]
-        return linear(x, decode_blocks(records, layout, x.shape[-1], x.dtype))
+        return linear(x, decode_blocks(records, layout, x.shape[-1], x.dtype), bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (records,) = ctx.saved_tensors
-        return linear(dy, decode_blocks(records, ctx.layout, ctx.width, dy.dtype).mT), None, None
+        weight = decode_blocks(records, ctx.layout, ctx.width, dy.dtype, in_backward=True)
+        return linear(dy, weight.mT), None, None, None
 
 
 class _FrozenGroupedGemm(torch.autograd.Function):
@@ -63,5 +72,5 @@ class _FrozenGroupedGemm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         records, offsets = ctx.saved_tensors
-        weight = decode_blocks(records, ctx.layout, ctx.width, dy.dtype)
-        return grouped_gemm(dy, weight, offsets, ctx.backend), None, None, None, None
+        weight = decode_blocks(records, ctx.layout, ctx.width, dy.dtype, in_backward=True)
+        return grouped_gemm(dy.contiguous(), weight, offsets, ctx.backend), None, None, None, None

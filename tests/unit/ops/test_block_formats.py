@@ -4,6 +4,9 @@ import math
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch._dynamo.backends.common import aot_autograd
+from traced_layers import TORCH_COMPILE_WARNINGS
 from triton_interpreter import repair
 
 from titanlite.ops import block_formats, block_formats_launch, frozen_grouped_gemm, frozen_linear, grouped_gemm
@@ -117,6 +120,7 @@ def test_what_is_not_finite_stays_so_and_is_counted(layout, bad):
     records = encode_blocks(values, layout)
     assert count_not_finite(records, layout) == 2
     assert count_not_finite(records.view(torch.float32), layout) == 2, "in another unit"
+    assert count_not_finite(records.new_empty(0, 0, 0), layout) == 0, "other pipeline stages hold it"
     decoded = decode_blocks(records, layout, values.shape[1], torch.float32)
     assert decoded[1, layout.block : 2 * layout.block].isnan().any() and decoded[0].isfinite().all()
 
@@ -199,11 +203,56 @@ def test_what_autograd_keeps_is_the_records(layout):
     assert [t.data_ptr() for t in kept] == [records.data_ptr()]
 
 
+@TORCH_COMPILE_WARNINGS[0]
+@TORCH_COMPILE_WARNINGS[1]
+@pytest.mark.parametrize("layout", FORMATS, ids=lambda layout: layout.name)
+def test_what_compiled_code_keeps_is_the_records(layout):
+    """By the partitioner of torch's compiler, which keeps results of operators that it does not know."""
+    kept, decoded = [], []
+
+    def look(into):
+        def compiler(graph, inputs):
+            (output,) = (node for node in graph.graph.nodes if node.op == "output")
+            leaves = torch.utils._pytree.tree_leaves(output.args)
+            into.extend(tuple(leaf.meta["val"].shape) for leaf in leaves if isinstance(leaf, torch.fx.Node))
+            decoded.append(sum("decode_blocks" in str(node.target) for node in graph.graph.nodes))
+            return make_boxed_func(graph.forward)
+
+        return compiler
+
+    backend = aot_autograd(
+        fw_compiler=look(kept), bw_compiler=look([]), partition_fn=min_cut_rematerialization_partition
+    )
+    linear_records = encode_blocks(weights(512, 256), layout)
+    expert_records = encode_blocks(weights(2 * 64, 512), layout).unflatten(0, (2, 64))
+    offsets = torch.tensor([10, 32], dtype=torch.int32)
+
+    def compute(x):
+        y = torch.nn.functional.silu(frozen_linear(x, linear_records, layout))
+        return frozen_grouped_gemm(y, expert_records, layout, offsets, "auto")
+
+    torch._dynamo.reset()
+    x = weights(32, 256, std=1.0).requires_grad_()
+    torch.compile(compute, backend=backend, fullgraph=True)(x).sum().backward()
+    actual, x.grad = x.grad, None
+    compute(x).sum().backward()
+    torch.testing.assert_close(actual, x.grad)
+    assert decoded == [2, 2], "in forward, and again in backward"
+    assert not {(512, 256), (256, 512), (2, 64, 512), (2, 512, 64)}.intersection(kept)
+
+
+def test_bias_is_added_as_without_blocks():
+    records, bias = encode_blocks(weights(40, 192), NF4), weights(40, seed=4, std=1.0).to(torch.bfloat16)
+    x = weights(7, 192, std=1.0).to(torch.bfloat16)
+    weight = decode_blocks(records, NF4, 192, torch.bfloat16)
+    assert torch.equal(frozen_linear(x, records, NF4, bias), torch.nn.functional.linear(x, weight, bias))
+
+
 def test_operator_passes_opcheck():
     for layout in FORMATS:
         records = encode_blocks(weights(3, 100), layout)
         for dtype in DTYPES:
-            torch.library.opcheck(torch.ops.titanlite.decode_blocks.default, (records, layout.name, 100, dtype))
+            torch.library.opcheck(torch.ops.titanlite.decode_blocks.default, (records, layout.name, 100, dtype, False))
 
 
 @NEEDS_KERNELS
