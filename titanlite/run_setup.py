@@ -230,7 +230,7 @@ def build_on_meta(job: JobConfig, model_config: AnyModelConfig, dims: ParallelDi
     model = build_model(model_config, base_dtype(job, device.type))  # on meta: shapes only
     apply_lora(model, job.lora, getattr(torch, job.training.dtype))
     if job.lora.base_dtype in BLOCK_SIZES:
-        encode_weights(model, job.lora.base_dtype, mixed_precision_dtypes(job, device.type)[0])
+        encode_weights(model, job.lora.base_dtype)
     freeze_parameters(model, job.optimizer)
     if job.training.objective == "dpo":
         turn_off_dropout(model)

@@ -20,12 +20,15 @@ from traced_layers import Graphs
 # Saving imports these; here it costs 2 s once, in every forked rank it would cost them again.
 from transformers import AutoConfig, GenerationConfig  # noqa: F401
 
+from titanlite.checkpoint import save_hf_model
 from titanlite.config import load_config
 from titanlite.config.parallelism import Degrees
 from titanlite.data import build_data
+from titanlite.materialize import Init, Normal, materialize
 from titanlite.materialize.agree import gather_objects
 from titanlite.materialize.layout import is_elsewhere
 from titanlite.materialize.plan import named_tensors
+from titanlite.models.decoder import build_decoder
 from titanlite.preflight import Checked, check
 from titanlite.trainer import Trainer
 
@@ -174,6 +177,33 @@ def checked(config_file: Path, tmp_path: Path) -> Callable[..., Checked]:
         return check(load_config(argv), degrees.world_size)
 
     return build
+
+
+@pytest.fixture(scope="module")
+def base_folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("bases")
+
+
+@pytest.fixture
+def pretrained(run_ranks: Callable[..., list[Any]], checked: Callable[..., Checked], base_folders: Path):
+    """`pretrained(name, std, *overrides)`: the folder of a native model in Hugging Face's format, with its tokenizer,
+    made once for each test file. `std` is that of the projections."""
+
+    def get(name: str, std: float, *overrides: str) -> Path:
+        folder = base_folders / name
+        if not folder.exists():
+            job = checked(Degrees(), *overrides)
+
+            def rank_main() -> None:
+                tokenizer, _ = build_data(job.job, 0, 1)
+                model = build_decoder(job.model_config)
+                plan = materialize(model, "cpu", [{"model.layers.*_proj*": Init(Normal(std=std))}], seed=3)
+                save_hf_model(model, plan, tokenizer, folder, torch.float32)
+
+            run_ranks(1, rank_main)
+        return folder
+
+    return get
 
 
 @dataclass

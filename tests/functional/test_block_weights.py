@@ -1,6 +1,5 @@
 """Frozen weights in few bits, on real trainers: the same bits and the same steps on every mesh, as of plain weights."""
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,16 +8,13 @@ from typing import Any
 import pytest
 import torch
 from files import file_digest
+from fp8_folder import write_fp8
 from safetensors.torch import load_file, save_file
 from traced_layers import TORCH_COMPILE_WARNINGS
 
-from titanlite.checkpoint import save_hf_model
 from titanlite.config.parallelism import Degrees
-from titanlite.data import build_data
 from titanlite.errors import ConfigError, VerifyError
-from titanlite.materialize import Init, Normal, materialize
 from titanlite.materialize.layout import encoding_of, num_values
-from titanlite.models.decoder import build_decoder
 from titanlite.models.lora import is_adapter
 from titanlite.ops.block_formats import BLOCK_FORMATS, decode_blocks, encode_blocks
 from titanlite.trainer import Trainer
@@ -53,31 +49,14 @@ SELECTIVE = "--activation_checkpoint.mode=selective"
 FULL = "--activation_checkpoint.mode=full"
 
 
-@pytest.fixture(scope="module")
-def base_folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Path]]:
-    return tmp_path_factory.mktemp("bases"), {}
-
-
 @pytest.fixture
-def base_of(run_ranks, checked, base_folders) -> Callable[[str], Path]:
-    """`base_of(model)`: a pretrained model in Hugging Face's format, made once."""
+def base_of(pretrained) -> Callable[[str], Path]:
+    """`base_of(model_name)`: a pretrained model."""
 
     def get(model_name: str) -> Path:
-        root, made = base_folders
-        if model_name not in made:
-            family, sizes = MODELS[model_name]
-            overrides = [f"--model.overrides.{name}={size}" for name, size in sizes.items()]
-            job = checked(Degrees(), f"--model.name={family}", *overrides)
-
-            def rank_main() -> None:
-                tokenizer, _ = build_data(job.job, 0, 1)
-                model = build_decoder(job.model_config)
-                plan = materialize(model, "cpu", [{"model.layers.*_proj*": Init(Normal(std=0.06))}], seed=3)
-                save_hf_model(model, plan, tokenizer, root / model_name, torch.float32)
-
-            run_ranks(1, rank_main)
-            made[model_name] = root / model_name
-        return made[model_name]
+        family, sizes = MODELS[model_name]
+        overrides = [f"--model.overrides.{name}={size}" for name, size in sizes.items()]
+        return pretrained(model_name, 0.06, f"--model.name={family}", *overrides)
 
     return get
 
@@ -170,28 +149,12 @@ def test_training_is_that_of_the_rounded_weights(train_run, run_alone, base_of, 
     assert in_blocks.losses != pytest.approx(unrounded.losses, rel=1e-4), "nothing was rounded"
 
 
-def write_fp8(folder: Path) -> None:
-    """Rewrite a model in FP8 with a factor for 128 x 128 weights, as DeepSeek-V3 is published."""
-    stored = load_file(folder / "model.safetensors")
-    for key in [key for key in stored if key.endswith("_proj.weight") or ".experts." in key]:
-        weight = stored[key]
-        grid = [-(-size // 128) for size in weight.shape]
-        scale = torch.rand(grid, generator=torch.Generator().manual_seed(len(stored))) * 1e-3 + 2e-4
-        spread = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[: weight.shape[0], : weight.shape[1]]
-        stored[key] = (weight / spread).clamp(-448, 448).to(torch.float8_e4m3fn)
-        stored[key + "_scale_inv"] = scale
-    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
-    (folder / "config.json").write_text(json.dumps(config))
-
-
 @pytest.mark.parametrize("mesh", ["FSDP4", "TP2xEP2"])
 def test_published_fp8_is_kept_as_it_is(train_run, base_of, meshes, tmp_path, mesh):
     """Also where shards cut the blocks of 128 rows; nothing is rounded a second time."""
     folder = tmp_path / "fp8"
     shutil.copytree(base_of("qwen3_moe"), folder)
-    write_fp8(folder)
+    write_fp8(folder, (128, 128))
     (dequantized,) = train_run(Degrees(), *settings(folder, "qwen3_moe", "float32"), steps=STEPS)
     given = settings(folder, "qwen3_moe", "fp8", "--training.local_batch_size=1")
     kept = train_run(meshes[mesh], *given, steps=STEPS)[0]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from fp8_folder import write_fp8
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -205,27 +206,6 @@ def test_no_rank_ever_holds_more_than_its_shards(run_ranks, checked, meshes, tmp
 # --- FP8
 
 
-def quantize(folder: Path, block: int = 16) -> dict[str, torch.Tensor]:
-    """Rewrite the checkpoint in block-scaled FP8, as DeepSeek-V3's is; return what it must be read as, in float32."""
-    tensors, expected, stored = load_file(folder / "model.safetensors"), {}, {}
-    for key, tensor in tensors.items():
-        if "norm" in key or "embed" in key or "lm_head" in key or key.endswith("gate.weight") or tensor.dim() < 2:
-            stored[key], expected[key] = tensor, tensor.float()
-            continue
-        rows, cols = tensor.shape
-        grid = -(-rows // block), -(-cols // block)
-        scale = torch.rand(grid, generator=torch.Generator().manual_seed(len(stored))) + 0.01
-        spread = scale.repeat_interleave(block, 0).repeat_interleave(block, 1)[:rows, :cols]
-        stored[key] = (tensor.float() / spread).to(torch.float8_e4m3fn)
-        stored[key + "_scale_inv"] = scale
-        expected[key] = stored[key].float() * spread
-    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [block, block]}
-    (folder / "config.json").write_text(json.dumps(config))
-    return expected
-
-
 @pytest.mark.parametrize(
     ("mesh", "family"),
     [("FSDP4", "qwen3_moe"), ("TP2xEP2", "qwen3_moe"), ("HSDP2xTP2xEP2", "qwen3_moe"), ("TP2xEP4", "deepseek_v3")],
@@ -235,7 +215,7 @@ def test_block_scaled_fp8_is_dequantized_on_the_way_in(run_ranks, checked, meshe
     overrides = ["--model.overrides.hidden_size=66", "--model.overrides.moe_intermediate_size=40"]
     job = checked(meshes[mesh], f"--model.name={family}", *overrides)
     save_transformers_model(job, tmp_path / "hf")
-    expected = quantize(tmp_path / "hf")
+    expected = write_fp8(tmp_path / "hf", (16, 16))
 
     def rank_main() -> None:
         model, plan = load(job, tmp_path / "hf")

@@ -13,14 +13,10 @@ from safetensors.torch import load_file
 from traced_layers import TORCH_COMPILE_WARNINGS
 
 import titanlite.trainer
-from titanlite.checkpoint import save_hf_model
 from titanlite.checkpoint.folder import ADAPTER_FILE
 from titanlite.config.parallelism import Degrees
-from titanlite.data import build_data
 from titanlite.errors import CheckpointError, PlanError
 from titanlite.export_checkpoint import export_merged
-from titanlite.materialize import Init, Normal, materialize
-from titanlite.models.decoder import build_decoder
 from titanlite.models.lora import is_adapter
 from titanlite.preflight import Checked
 from titanlite.trainer import Trainer
@@ -38,32 +34,10 @@ FAMILIES = {
 FULL_AC = "--activation_checkpoint.mode=full"
 
 
-@pytest.fixture(scope="module")
-def base_folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Path]]:
-    return tmp_path_factory.mktemp("bases"), {}
-
-
 @pytest.fixture
-def base_of(run_ranks, checked, base_folders) -> Callable[[str], Path]:
-    """`base_of(family)`: a pretrained model in Hugging Face's format, made once."""
-
-    def get(family: str) -> Path:
-        root, made = base_folders
-        if family not in made:
-            job = checked(Degrees(), *FAMILIES[family])
-
-            def rank_main() -> None:
-                tokenizer, _ = build_data(job.job, 0, 1)
-                model = build_decoder(job.model_config)
-                # Wider than at a run's beginning, so that experts differ and the loss has something to unlearn.
-                plan = materialize(model, "cpu", [{"model.layers.*_proj*": Init(Normal(std=0.1))}], seed=3)
-                save_hf_model(model, plan, tokenizer, root / family, torch.float32)
-
-            run_ranks(1, rank_main)
-            made[family] = root / family
-        return made[family]
-
-    return get
+def base_of(pretrained) -> Callable[[str], Path]:
+    """`base_of(family)`: a pretrained model, wide enough that experts differ and the loss has something to unlearn."""
+    return lambda family: pretrained(family, 0.1, *FAMILIES[family])
 
 
 @pytest.fixture

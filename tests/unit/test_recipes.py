@@ -92,7 +92,7 @@ def test_recipe_is_planned_for_its_world_size(path, monkeypatch):
         apply_lora(model, checked.job.lora, torch.float32)
         form = checked.job.lora.base_dtype
         if form in BLOCK_FORMATS:
-            encode_weights(model, form, torch.bfloat16)
+            encode_weights(model, form)
         total, trained = count_parameters(model)
         parallelize(model, checked.job, ParallelDims.build(checked.degrees, "cpu"), "cpu")
         plan = build_plan(model)

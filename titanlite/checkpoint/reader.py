@@ -231,15 +231,16 @@ def _jobs(parts: Sequence[_Part], files: _Files) -> Generator[_Job, None, None]:
     for whole in parts:
         direct = _is_direct(whole)
         itemsize = whole.placed.stored.dtype.itemsize
-        rows = whole.placed.stored.shape[-1] if whole.placed.scale is not None else 1
+        row = 1
         nbytes = _DIRECT_BYTES if direct else _STAGED_BYTES
         if whole.placed.scale is not None:
+            row = whole.placed.stored.shape[-1]
             nbytes //= 8  # a byte on disk is four of its float32 value, and as many of its factor
         elif whole.encoding is not None and whole.target.device.type == "cpu":
             nbytes //= 4  # likewise, where encoding is not done on a GPU
         if whole.encoding is not None:
-            rows = whole.width
-        for runs in whole.runs.split(nbytes // itemsize, max(rows, 1)):
+            row = whole.width
+        for runs in whole.runs.split(nbytes // itemsize, max(row, 1)):
             part = replace(whole, runs=runs)
             if not direct:
                 yield partial(staging.read, files, part)
@@ -316,22 +317,18 @@ class _Staging:
         for i, first in enumerate(part.runs.stored.tolist()):
             files.read(stored.file, [memory[i * length : (i + 1) * length]], stored.offset + first * itemsize)
         values = raw.view(stored.dtype).view(len(part.runs.stored), part.runs.length)
-        kept = None
-        if part.placed.scale is not None:
-            if part.encoding is not None and part.encoding.keeps(stored.dtype, part.placed.block):
-                kept = self._keep(files, part, values)
-            else:
-                values = self._dequantize(files, part, values)
+        scaled, encoding = part.placed.scale is not None, part.encoding
+        is_kept = scaled and encoding is not None and encoding.keeps(stored.dtype, part.placed.block)
+        if is_kept:
+            values = self._keep(files, part, values)
+        elif scaled:
+            values = self._dequantize(files, part, values)
         if buffer.stream is None:
-            _scatter(values, part, kept)
+            _scatter(values, part, is_encoded=is_kept)
         else:
             with torch.cuda.stream(buffer.stream):
                 # Cast there, where it is free. The buffer is used again at once, so wait; other threads go on.
-                if kept is not None:
-                    kept = kept.to(part.target.device, non_blocking=True)
-                else:
-                    values = values.to(part.target.device, non_blocking=True)
-                _scatter(values, part, kept)
+                _scatter(values.to(part.target.device, non_blocking=True), part, is_encoded=is_kept)
             buffer.stream.synchronize()
         return part.nbytes
 
@@ -362,11 +359,11 @@ class _Staging:
         return values, first, cols, factors, top, block
 
 
-def _scatter(values: torch.Tensor, part: _Part, kept: torch.Tensor | None = None) -> None:
-    """Copy `values`, runs end to end, to their places in the shard; to an encoded one their rows, or those `kept`."""
+def _scatter(values: torch.Tensor, part: _Part, *, is_encoded: bool) -> None:
+    """Copy `values`, the runs end to end, to their places in the shard; if that is encoded, as rows of its encoding."""
     runs, target = part.runs, part.target
     if part.encoding is not None:
-        rows = part.encoding.encode(values.reshape(-1, part.width)) if kept is None else kept
+        rows = values if is_encoded else part.encoding.encode(values.reshape(-1, part.width))
         places, per_run = rows_of(target, rows.shape[-1]), runs.length // part.width
         for run, local in zip(rows.split(per_run), (runs.local // part.width).tolist(), strict=True):
             places[local : local + per_run] = run

@@ -169,10 +169,7 @@ def check_parallelism(job: JobConfig, model: AnyModelConfig, degrees: Degrees) -
     problems = _check_resharding(job.parallelism)
     tp, ep = degrees.tp, degrees.ep
     split = {"num_heads": model.num_heads, "num_kv_heads": model.num_kv_heads, "vocab_size": model.vocab_size}
-    if model.num_experts == 0 or model.num_dense_layers:
-        split["intermediate_size"] = model.intermediate_size
-    if model.num_experts and model.num_shared_experts:
-        split["num_shared_experts * moe_intermediate_size"] = model.num_shared_experts * model.moe_intermediate_size
+    split |= _feed_forward_widths(model)
     for name, size in split.items():
         if size % tp:
             problems.append(f"parallelism: tensor_parallel_degree ({tp}) does not divide {name} ({size}).")
@@ -213,16 +210,22 @@ def _check_resharding(section: ParallelismSection) -> list[str]:
     return []
 
 
+def _feed_forward_widths(model: ModelConfig) -> dict[str, int]:
+    """What tensor parallelism splits of feed-forward layers, those of experts left out."""
+    widths = {}
+    if model.num_experts == 0 or model.num_dense_layers:
+        widths["intermediate_size"] = model.intermediate_size
+    if model.num_experts and model.num_shared_experts:
+        widths["num_shared_experts * moe_intermediate_size"] = model.num_shared_experts * model.moe_intermediate_size
+    return widths
+
+
 def _check_blocks(job: JobConfig, model: ModelConfig, degrees: Degrees) -> list[str]:
     """Whether tensor parallelism splits the inputs of layers between the blocks of `lora.base_dtype`."""
     form = job.lora.base_dtype
     if form not in BLOCK_SIZES or degrees.tp == 1:
         return []
-    widths = {"num_heads * head width": model.num_heads * model.value_head_dim}
-    if model.num_experts == 0 or model.num_dense_layers:
-        widths["intermediate_size"] = model.intermediate_size
-    if model.num_experts and model.num_shared_experts:
-        widths["num_shared_experts * moe_intermediate_size"] = model.num_shared_experts * model.moe_intermediate_size
+    widths = {"num_heads * head width": model.num_heads * model.value_head_dim, **_feed_forward_widths(model)}
     return [
         f"lora.base_dtype = '{form}' keeps blocks of {BLOCK_SIZES[form]} values, but {name} ({width}) is not so many "
         f"for each of tensor_parallel_degree ({degrees.tp}) ranks, or a multiple. Lower tensor_parallel_degree."

@@ -4,7 +4,7 @@
 (out, n, r) afterwards and says so (`materialize.layout.Encoding`). Its name stays, and so does what a checkpoint, a
 recipe or a plan know of it. Sharding splits rows, or columns in whole records.
 
-A parameter has the dtype of the matmuls, as which FSDP gathers everything without a cast; r counts a record in it.
+A parameter keeps its dtype, that of the matmuls, as which FSDP gathers without a cast; r counts a record in it.
 """
 
 from dataclasses import dataclass
@@ -58,32 +58,31 @@ class BlockEncoding:
         return count_not_finite(local, self.layout)
 
 
-def encode_weights(model: AnyModel, format_name: str, dtype: torch.dtype) -> None:
+def encode_weights(model: AnyModel, format_name: str) -> None:
     """Keep the frozen matrices of linear layers and experts of `model` in a block format, in place, on meta.
 
     Not embedding, output head and routers, nor what `TransformersModel` has. Before sharding.
 
     Args:
-        model: on meta, frozen but for its adapters.
+        model: on meta, frozen but for its adapters, in the dtype of the matmuls.
         format_name: one of `BLOCK_FORMATS`.
-        dtype: of the parameters that hold the records: that of the matmuls.
     """
     assert not isinstance(model, TransformersModel), "refused by the configuration"
     layout = BLOCK_FORMATS[format_name]
     for module in model.modules():
         if isinstance(module, Linear) and not isinstance(module, OutputHead):
-            module.weight = _encoded(module.weight, layout, dtype)
+            module.weight = _encoded(module.weight, layout)
             module.block_format = layout
         elif isinstance(module, Experts):
-            module.gate_up_proj = _encoded(module.gate_up_proj, layout, dtype)
-            module.down_proj = _encoded(module.down_proj, layout, dtype)
+            module.gate_up_proj = _encoded(module.gate_up_proj, layout)
+            module.down_proj = _encoded(module.down_proj, layout)
             module.block_format = layout
 
 
-def _encoded(weight: nn.Parameter, layout: BlockFormat, dtype: torch.dtype) -> nn.Parameter:
+def _encoded(weight: nn.Parameter, layout: BlockFormat) -> nn.Parameter:
     assert weight.is_meta and not weight.requires_grad, "encoded after materialization, or trained"
-    shape = (*weight.shape[:-1], layout.num_records(weight.shape[-1]), layout.record_bytes // dtype.itemsize)
-    records = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
+    shape = (*weight.shape[:-1], layout.num_records(weight.shape[-1]), layout.record_bytes // weight.dtype.itemsize)
+    records = nn.Parameter(torch.empty(shape, dtype=weight.dtype, device="meta"), requires_grad=False)
     vars(records).update(vars(weight))
     set_encoding(records, BlockEncoding(layout, tuple(weight.shape)))
     return records

@@ -130,10 +130,10 @@ def decode_blocks_op(
     values = records.new_empty((*records.shape[:-2], width), dtype=dtype)
     if not values.numel():
         return values
-    table = _table(layout, records.device)
     if records.device.type == "cuda":
         from titanlite.ops import block_formats_launch as kernels  # nothing else needs triton
 
+        table = _table(layout, records.device)
         kernels.decode_blocks(records.contiguous().view(torch.uint8), table, values, form)
         return values
     records_NnR = records.reshape(-1, *records.shape[-2:])
@@ -141,7 +141,7 @@ def decode_blocks_op(
     step = max(_CHUNK // width, 1)
     for start in range(0, len(values_NW), step):
         codes, factor = _split(records_NnR[start : start + step], form)
-        decoded = _decode_codes(codes, table, form).mul_(factor).flatten(1)
+        decoded = _decode_codes(codes, form).mul_(factor).flatten(1)
         values_NW[start : start + step] = decoded[:, :width]
     return values
 
@@ -157,12 +157,11 @@ def _split(records: torch.Tensor, layout: BlockFormat) -> tuple[torch.Tensor, to
     return data[..., : layout.code_bytes], data[..., layout.code_bytes :].contiguous().view(torch.float32)
 
 
-def _decode_codes(codes: torch.Tensor, table: torch.Tensor, layout: BlockFormat) -> torch.Tensor:
+def _decode_codes(codes: torch.Tensor, layout: BlockFormat) -> torch.Tensor:
     """What codes (N, n, code_bytes) stand for before the factor, float32 (N, n, block)."""
     if layout is FP8:
         return codes.contiguous().view(torch.float8_e4m3fn).to(torch.float32)
-    pairs = torch.cartesian_prod(table, table)  # what each of the 256 bytes stands for
-    return F.embedding(codes.to(torch.int32), pairs).flatten(-2)
+    return F.embedding(codes.to(torch.int32), _nf4_pairs(codes.device)).flatten(-2)
 
 
 @cache
@@ -170,6 +169,14 @@ def _table(layout: str, device: torch.device) -> torch.Tensor:
     """What each code stands for, float32: (256,) or (16,). Made once: copying it to a GPU makes the host wait."""
     with torch.inference_mode(False), torch.device(device):
         return _fp8_values() if layout == FP8.name else torch.tensor(_NORMAL_FLOAT, dtype=torch.float32)
+
+
+@cache
+def _nf4_pairs(device: torch.device) -> torch.Tensor:
+    """What the two codes in each of the 256 bytes stand for, float32 (256, 2)."""
+    table = _table(NF4.name, device)
+    with torch.inference_mode(False):
+        return torch.cartesian_prod(table, table)
 
 
 def _fp8_values() -> torch.Tensor:

@@ -1,10 +1,10 @@
 """Weights in blocks on one process: every source fills them, in the pieces that shards are."""
 
-import json
 from dataclasses import replace
 
 import pytest
 import torch
+from fp8_folder import write_fp8
 from safetensors.torch import save_file
 
 from titanlite.checkpoint import hf_checkpoint, save_hf_model
@@ -41,7 +41,7 @@ def build(form=None, dtype=torch.float32, config=CONFIG):
     model = build_decoder(config, dtype)
     apply_lora(model, LoRASection(rank=2), dtype)
     if form is not None:
-        encode_weights(model, form, dtype)
+        encode_weights(model, form)
     return model
 
 
@@ -73,10 +73,10 @@ def as_stored(model, dtype=torch.float32):
     }
 
 
-def write_folder(folder, stored, **config):
+def write_folder(folder, stored):
     folder.mkdir()
     save_file(stored, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text("{}")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -118,24 +118,6 @@ def test_checkpoints_are_encoded_while_they_are_read(form, stored_dtype, tmp_pat
                 assert torch.equal(values_of(param), wanted), name
 
 
-def fp8_folder(folder, plain, block):
-    """`plain` in FP8 with a factor for each block; what its weights are then, in float32."""
-    stored, expected = {}, {}
-    for key, weight in plain.items():
-        if not key.endswith("_proj.weight"):
-            stored[key] = expected[key] = weight
-            continue
-        grid = [-(-size // length) for size, length in zip(weight.shape, block, strict=True)]
-        factors = torch.rand(grid, generator=torch.Generator().manual_seed(len(stored))) * 1e-3 + 2e-4
-        spread = factors.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
-        spread = spread[: weight.shape[0], : weight.shape[1]]
-        stored[key] = (weight / spread).clamp(-448, 448).to(torch.float8_e4m3fn)
-        stored[key + "_scale_inv"] = factors
-        expected[key] = stored[key].float() * spread
-    write_folder(folder, stored, quantization_config={"quant_method": "fp8", "weight_block_size": list(block)})
-    return expected
-
-
 @pytest.mark.parametrize(
     ("form", "block", "exact"),
     [("fp8", (128, 128), True), ("fp8", (16, 128), True), ("fp8", (32, 48), False), ("nf4", (128, 128), False)],
@@ -143,7 +125,8 @@ def fp8_folder(folder, plain, block):
 def test_fp8_is_kept_if_it_can_be_and_else_encoded_again(form, block, exact, tmp_path, monkeypatch):
     plain = build_decoder(CONFIG)
     materialize(plain, "cpu", [WIDE], seed=5)
-    stored = fp8_folder(tmp_path / "fp8", as_stored(plain), block)
+    write_folder(tmp_path / "fp8", as_stored(plain))
+    stored = write_fp8(tmp_path / "fp8", block)
     monkeypatch.setattr(reader_module, "_STAGED_BYTES", 16384)
     dequantized, model = build_decoder(CONFIG), build(form)
     materialize(dequantized, "cpu", [hf_checkpoint(tmp_path / "fp8", CONFIG)])
@@ -211,7 +194,7 @@ def test_experts_in_blocks_give_what_their_rounded_weights_give():
     for targets in ("", "q_proj"):
         model, plain = build_decoder(CONFIG), build_decoder(CONFIG)
         apply_lora(model, LoRASection(rank=2, targets=targets), torch.float32)
-        encode_weights(model, "nf4", torch.float32)
+        encode_weights(model, "nf4")
         materialize(model, "cpu", [WIDE], seed=5)
         state = {name: values_of(param) for name, param in model.named_parameters() if not is_adapter(name)}
         state |= {name: b for name, b in model.named_buffers() if name.endswith("expert_bias")}
