@@ -93,12 +93,15 @@ def describe_pipeline(loader: TrainLoader, model_config: AnyModelConfig, degrees
     """Say which stages there are, and how long they wait for each other; warn on rank 0 if that is most of a step."""
     if degrees.pp == 1:
         return
-    sizes = [len(degrees.stage_layers(model_config.num_layers, stage)) for stage in range(degrees.pp)]
+    stages = [degrees.stage_parts(model_config.num_layers, stage) for stage in range(degrees.pp)]
+    sizes, chunks = [sum(map(len, parts)) for parts in stages], ""
+    if degrees.chunks > 1:
+        chunks = f" in {degrees.chunks} chunks"
     count, size = loader.num_micro_batches, loader.global_batch_size
     waiting = degrees.waiting(count)
     logger.info(
-        "pipeline: %d stages of %s layers; micro-batches a step: %d, so that a rank waits for %.0f %% of it",
-        *(degrees.pp, ", ".join(map(str, sizes)), count, 100 * waiting),
+        "pipeline: %d stages of %s layers%s; micro-batches a step: %d, so that a rank waits for %.0f %% of it",
+        *(degrees.pp, ", ".join(map(str, sizes)), chunks, count, 100 * waiting),
     )
     if waiting >= _MUCH_WAITING and get_rank() == 0:
         logger.warning(

@@ -2,8 +2,9 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import torch
 
@@ -15,6 +16,8 @@ from titanlite.distributed import (
     ParallelDims,
     all_reduce_sum,
     clip_grad_norms,
+    only_chunk,
+    order_forwards,
     order_turns,
     prepare_backward,
     reduce_replicated_grads,
@@ -131,8 +134,9 @@ class TrainStep:
         self.model, self.optimizer, self.objective, self.step = model, optimizer, objective, step
         self.lr_scheduler = build_lr_scheduler(optimizer, job.lr_scheduler, job.training.steps, step)
         stage_size = dims.degrees.stage_size if dims.degrees.pp > 1 else None
+        chunks = dims.degrees.stage_parts(len(model.all_layers()), dims.stage) if dims.degrees.pp > 1 else None
         rate = get_bias_update_rate(job, model.config)
-        self.balancer = ExpertBiasBalancer(model, rate, all_reduce_sum, stage_size)
+        self.balancer = ExpertBiasBalancer(model, rate, all_reduce_sum, stage_size, chunks)
         self.grad_groups = group_parameters(model, whole=not job.metrics.grad_norm_groups)
         most_bad = job.training.max_nonfinite_steps if job.training.on_nonfinite == "skip" else 1
         self.finite_guard = FiniteGuard(device, most_bad)
@@ -144,24 +148,26 @@ class TrainStep:
 
         The loss of every micro-batch is divided by the number of units (tokens with a label, or pairs) in the *global*
         batch, so gradients are sums over ranks and micro-batches, whatever the mesh and however unevenly the units are
-        spread. A backward follows its forward; a pipeline stage runs some forwards ahead (`order_turns`).
+        spread. A backward follows its forward; a pipeline stage runs some forwards ahead, and maybe its layers in
+        several chunks (`order_turns`).
         """
         objective, count = self.objective, len(micro_batches)
         units, num_tokens = self.count_units(micro_batches)
-        losses_finite = []
+        losses_finite = torch.ones(count, dtype=torch.bool, device=self.device)
         sums = torch.zeros(2 + len(objective.metric_names), device=self.device)
-        open_losses: dict[int, ObjectiveSums] = {}
-        for phase, number in order_turns(count, self.dims.stages_behind):
-            self.enter(phase)
+        open_losses: dict[tuple[int, int], ObjectiveSums] = {}
+        for phase, number, chunk in order_turns(count, self.dims.degrees, self.dims.stage):
+            self.enter(phase, number)
             if phase == "forward":
-                open_losses[number] = losses = objective(self.model, micro_batches[number])
-                self.balancer.accumulate()
-                sums += self.sums_here(losses)
-                losses_finite.append((losses.loss + losses.aux).detach().isfinite())
+                with only_chunk(self.model, chunk):
+                    open_losses[number, chunk] = losses = objective(self.model, micro_batches[number])
+                self.balancer.accumulate(chunk)
+                sums += self.sums_here(losses, chunk)
+                losses_finite[number] &= (losses.loss + losses.aux).detach().isfinite()
                 continue
             if count > 1:
-                prepare_backward(self.model, self.job, self.dims, last=number == count - 1)
-            self.scaled_loss(open_losses.pop(number), units, num_tokens).backward()
+                prepare_backward(self.model, self.job, self.dims, last=number == count - 1, chunk=chunk)
+            self.scaled_loss(open_losses.pop((number, chunk)), units, num_tokens).backward()
 
         self.enter("optimizer")
         sums = self.sum_over_data(sums, in_stages=True)
@@ -171,7 +177,7 @@ class TrainStep:
         grad_norm, group_norms = clip_grad_norms(self.grad_groups, max_norm, self.dims.stage_group, where)
         self.step += 1
         finite = grad_norm.to(self.device).isfinite() & sums[:2].isfinite().all()  # both are global
-        apply = self.finite_guard.admit(self.step, finite, torch.stack(losses_finite)).to(grad_norm.device)
+        apply = self.finite_guard.admit(self.step, finite, losses_finite).to(grad_norm.device)
         step_if_finite(self.optimizer, apply)
         self.lr_scheduler.step()
         self.optimizer.zero_grad()
@@ -191,8 +197,23 @@ class TrainStep:
             metrics=means[2:],
         )
 
-    def enter(self, phase: str) -> None:
-        """Say what this rank does from now on: for the time split, and for whoever looks after ranks that hang."""
+    def run_forwards(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, int, ObjectiveSums]]:
+        """Losses without backward: of each batch, and each chunk of this rank's pipeline stage.
+
+        Collectives: those of forwards; every rank must go through all of equally many batches.
+        """
+        batches, degrees = iter(batches), self.dims.degrees
+        while group := [batch.to(self.device) for batch in islice(batches, degrees.pp)]:
+            for number, chunk in order_forwards(len(group), degrees):
+                with only_chunk(self.model, chunk):
+                    losses = self.objective(self.model, group[number])
+                yield group[number], chunk, losses
+
+    def enter(self, phase: str, micro_batch: int | None = None) -> None:
+        """Say what this rank does from now on: for the time split, and for whoever looks after ranks that hang.
+
+        Forwards and backwards are of a micro-batch.
+        """
         self.timer.start(phase)
         heartbeat.beat(phase, self.step + 1)
 
@@ -210,15 +231,15 @@ class TrainStep:
         """
         return losses.loss / units + losses.aux / num_tokens
 
-    def sums_here(self, losses: ObjectiveSums) -> torch.Tensor:
+    def sums_here(self, losses: ObjectiveSums, chunk: int) -> torch.Tensor:
         """What this rank adds to the sums of loss, balance losses and metrics, on the device.
 
-        cp and tp ranks hold the same losses, but the balance losses of their own positions; and pipeline stages those
-        of their own layers, while only the last one has losses.
+        cp and tp ranks hold the same losses, but the balance losses of their own positions; and each chunk of a
+        pipeline stage those of its own layers, while only the last one of all has losses.
         """
         aux_sum = losses.aux * self.dims.degrees.ranks_per_sequence
         loss, metrics = losses.loss, losses.metrics
-        if not self.dims.is_last_stage:
+        if not self.dims.is_last_part(chunk):
             loss, metrics = torch.zeros_like(loss), torch.zeros_like(metrics)
         return torch.cat([torch.stack([loss, aux_sum]), metrics]).detach()
 

@@ -230,11 +230,10 @@ class Trainer(TrainStep):
         for source, weight, batches in self.loader.validation_sets(self.job.validation.steps):
             loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
             units = torch.zeros((), dtype=torch.int64, device=self.device)
-            for batch in batches:
+            for batch, chunk, of_batch in self.run_forwards(batches):
                 heartbeat.beat("validation")
-                batch = batch.to(self.device)
-                loss_sum += self.sums_here(self.objective(self.model, batch))[0]
-                units += self.objective.count(batch)
+                loss_sum += self.sums_here(of_batch, chunk)[0]
+                units += self.objective.count(batch) if chunk == 0 else 0
             loss_sum, units = self.sum_over_data(loss_sum, in_stages=True), self.sum_over_data(units)
             losses[source] = (loss_sum / units).item()
             loss_of_all += weight * loss_sum

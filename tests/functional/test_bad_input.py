@@ -60,6 +60,15 @@ WRONG = {
         ["--parallelism.pipeline_parallel_degree=4", "--model.overrides.num_layers=3"],
         ["pipeline_parallel_degree (4) is more than the model's 3 layers"],
     ),
+    "chunks without groups of micro-batches": (
+        [
+            "--parallelism.pipeline_parallel_degree=4",
+            "--parallelism.pipeline_parallel_chunks=2",
+            "--model.overrides.num_layers=8",
+            "--training.global_batch_size=6",
+        ],
+        ["go through the 4 stages in groups of 4, but a step has", "Set training.global_batch_size to"],
+    ),
     "stages of a tied model": (
         ["--parallelism.pipeline_parallel_degree=2", "--model.overrides.tie_word_embeddings=true"],
         ["pipeline_parallel_degree is 2, but the model's output head is its embedding (tied)"],

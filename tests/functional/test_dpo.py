@@ -240,8 +240,12 @@ def test_training_prefers_what_was_chosen(run_ranks, checked, meshes):
         assert losses[-1] < 0.5 and accuracy > 0.9
 
 
-@pytest.mark.parametrize("with_adapters", [False, True], ids=["cached", "adapters off"])
-def test_stages_of_a_pipeline_have_the_reference_of_one_process(run_ranks, checked, tmp_path, with_adapters):
+@pytest.mark.parametrize(
+    ("with_adapters", "stages"),
+    [(False, Degrees(pp=4)), (True, Degrees(pp=4)), (True, Degrees(pp=2, chunks=2))],
+    ids=["cached", "adapters off", "adapters off, chunks"],
+)
+def test_stages_of_a_pipeline_have_the_reference_of_one_process(run_ranks, checked, tmp_path, with_adapters, stages):
     """With adapters off, each forward of training holds one without gradients, which goes through the stages too."""
     lora = ["--optimizer.lr=1e-3"]
     if with_adapters:
@@ -257,9 +261,10 @@ def test_stages_of_a_pipeline_have_the_reference_of_one_process(run_ranks, check
         lora = ["--lora.rank=4", "--lora.alpha=8", "--optimizer.lr=1e-2", base]
     validation = ["--validation.enable=true", "--validation.freq=1", "--checkpoint.enable=false"]
     found = []
-    for degrees in (Degrees(), Degrees(pp=4)):
+    for degrees in (Degrees(), stages):
         folder = tmp_path / str(degrees.pp)
         sizes = ["--model.overrides.num_layers=5", "--training.local_batch_size=1", "--training.steps=3"]
+        sizes += [f"--parallelism.pipeline_parallel_chunks={degrees.chunks}"]
         job = checked(degrees, *DPO, *lora, *validation, *sizes, f"--job.dump_folder={folder}")
         run_ranks(degrees.world_size, lambda job=job: Trainer(job.job, job.model_config, job.degrees).train())
         found.append([json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()])

@@ -34,6 +34,7 @@ FAMILIES = {
         "--model.overrides.rope_scaling.original_max_position_embeddings=10",
     ],
 }
+FAMILIES["deep"] = ["--model.overrides.num_layers=4"]  # for chunks of stages
 DENSE = ("qwen3 tied", "llama", "yarn")
 TIED = ("qwen3 tied", "yarn")  # for which there are no pipeline stages
 NEW = 12
@@ -88,10 +89,10 @@ def references(config_file: Path, tmp_path_factory: pytest.TempPathFactory) -> M
 
 @pytest.fixture
 def load(checked: Callable[..., Checked], references: Mapping[str, Reference]) -> Callable[..., Any]:
-    """`load(family, degrees)` on every rank -> (model, dims)."""
+    """`load(family, degrees, *overrides)` on every rank -> (model, dims)."""
 
-    def build(family: str, degrees: Degrees) -> tuple[Decoder, ParallelDims]:
-        job = checked(degrees, *FAMILIES[family])
+    def build(family: str, degrees: Degrees, *overrides: str) -> tuple[Decoder, ParallelDims]:
+        job = checked(degrees, *FAMILIES[family], *overrides)
         model = build_decoder(job.model_config)
         dims = ParallelDims.build(job.degrees, "cpu")
         parallelize(model, job.job, dims, "cpu")
@@ -134,6 +135,16 @@ def test_tokens_are_those_of_transformers(run_ranks, references, load, meshes, m
         for family, (together, alone) in found.items():
             assert together == references[family].tokens, f"{mesh} {family}"
             assert alone == references[family].tokens, f"{mesh} {family}, one prompt at a time"
+
+
+def test_tokens_that_go_round_the_stages_are_those_of_transformers(run_ranks, references, load, meshes):
+    degrees = meshes["PP2xFSDP2"]
+
+    def rank_main() -> list[list[int]]:
+        model, dims = load("deep", degrees, "--parallelism.pipeline_parallel_chunks=2", "--training.local_batch_size=1")
+        return tokens_of(generate(model, PROMPTS, max_new_tokens=NEW, device=CPU, dims=dims))
+
+    assert run_ranks(degrees.world_size, rank_main) == [references["deep"].tokens] * 4
 
 
 def test_the_reference_is_no_constant(references):

@@ -41,6 +41,9 @@ FAMILIES = {
         "--model.overrides.rope_scaling.original_max_position_embeddings=64",
     ],
     "deep": ["--moe.expert_bias_update_rate=0.01", "--model.overrides.num_layers=5"],
+    # Slowly: 8 layers at the others' learning rate make of rounding errors what the tolerance does not let pass.
+    "deeper": ["--moe.expert_bias_update_rate=0.01", "--model.overrides.num_layers=8", "--optimizer.lr=1e-3"],
+    "deep_dots1": ["--model.name=dots1", "--model.overrides.num_layers=5", "--moe.aux_loss_coeff=0.01"],
     "balance_losses": ["--moe.aux_loss_coeff=0.01", "--moe.z_loss_coeff=0.001"],
     # Shards of unequal size on dense and sparse mesh (66 rows, 6 experts, 310 tokens), some of them empty.
     "uneven": ["--model.overrides.num_experts=6", "--model.overrides.hidden_size=66"],
@@ -56,13 +59,14 @@ FAMILIES = {
 FAMILIES["yarn_untied"] = [*FAMILIES["yarn"], "--model.overrides.tie_word_embeddings=false"]
 FAMILIES |= {
     f"muon_{name}": [*FAMILIES[name], MUON]
-    for name in ("qwen3_moe", "uneven", "few_experts", "dots1", "llama", "qwen3_tied", "deepseek_v3")
+    for name in ("qwen3_moe", "uneven", "few_experts", "dots1", "deep_dots1", "llama", "qwen3_tied", "deepseek_v3")
 }
 # A weight of 1 whatever the scores leaves the router a gradient of rounding errors, and Muon makes them a full step.
 FAMILIES["muon_few_experts"] += ["--model.overrides.norm_topk_prob=false"]
 FULL_AC = "--activation_checkpoint.mode=full"
 SELECTIVE_AC = "--activation_checkpoint.mode=selective"
 ONE = "--training.local_batch_size=1"
+ONCE = "--parallelism.fsdp_once_per_step=true"
 
 
 def batch_sizes(degrees: Degrees, accumulate: bool) -> str:
@@ -197,7 +201,29 @@ def test_pipeline_beside_everything_else_trains_like_one_process(compare, mesh, 
     ],
 )
 def test_gathered_and_reduced_once_per_step_it_trains_like_one_process(compare, mesh, family, overrides):
-    compare(mesh, family, "--parallelism.fsdp_once_per_step=true", ONE, *overrides)
+    compare(mesh, family, ONCE, ONE, *overrides)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "family", "chunks", "overrides"),
+    [
+        ("PP4", "deeper", 2, []),
+        ("PP4", "deeper", 2, [ONCE, FULL_AC]),
+        ("PP2xFSDP2", "deep", 2, []),
+        ("PP2xFSDP2", "deep", 2, [ONCE]),
+        ("PP2xHSDP2", "deep", 2, [SELECTIVE_AC]),
+        ("PP2xHSDP2", "deeper", 4, [ONCE, FULL_AC]),
+        ("PP2xFSDP2", "deep", 2, ["--training.local_batch_size=2"]),  # as many micro-batches as stages
+        ("PP2xFSDP2", "deeper", 3, ["--parallelism.pipeline_parallel_layers=1,2,2,1,1,1"]),
+        ("PP2xFSDP2", "deep", 2, ["--parallelism.fsdp_reshard_after_forward=never"]),
+        ("PP2xTP2", "deep_dots1", 2, ["--parallelism.pipeline_parallel_layers=1,2,1,1"]),  # a chunk without experts
+        ("PP2xTP2xEP2", "deep", 2, [FULL_AC]),
+        ("PP2xEP2", "muon_deep_dots1", 2, [ONCE]),
+        ("PP2xCP2", "deep", 2, []),
+    ],
+)
+def test_chunks_of_stages_train_like_one_process(compare, mesh, family, chunks, overrides):
+    compare(mesh, family, f"--parallelism.pipeline_parallel_chunks={chunks}", ONE, *overrides)
 
 
 @pytest.mark.parametrize(("mesh", "option"), [("FSDP4", "op"), ("TP2xEP2", "op"), ("TP2xEP4", "2")])

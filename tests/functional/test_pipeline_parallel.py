@@ -6,6 +6,7 @@ That training on such meshes is training of one process is in test_parity_ladder
 import json
 import logging
 from collections.abc import Callable
+from fnmatch import fnmatch
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import torch.distributed as dist
 
 import titanlite.trainer
 from titanlite.config.parallelism import Degrees
-from titanlite.distributed import ParallelDims, parallelize
+from titanlite.distributed import ParallelDims, only_chunk, parallelize
 from titanlite.errors import TitanliteError, VerifyError
 from titanlite.logger import logger
 from titanlite.materialize import Plan, build_plan, materialize
@@ -28,6 +29,7 @@ from titanlite.trainer import Trainer
 
 FIVE = "--model.overrides.num_layers=5"
 ONE = "--training.local_batch_size=1"
+CHUNKS = "--parallelism.pipeline_parallel_chunks=2"
 
 
 def build(job: Checked) -> tuple[Decoder, Plan]:
@@ -62,7 +64,7 @@ def test_a_stage_has_memory_for_its_own_layers_alone(run_ranks, checked, degrees
         assert list(here) == names and first == "model.embed_tokens.weight"
         assert numel == sum(param.numel() for param in whole.parameters())
         stage = degrees.stage_of(rank)
-        layers = degrees.stage_layers(5, stage)
+        layers = degrees.stage_parts(5, stage)[0]
         for name, is_here in here.items():
             if name.startswith("model.layers."):
                 assert is_here == (int(name.split(".")[2]) in layers), name
@@ -91,10 +93,12 @@ def test_what_is_elsewhere_may_not_be_here_too(run_ranks, checked):
     assert "model.embed_tokens.weight: has a value here, but other ranks hold it. (rank 1)" in first
 
 
+@pytest.mark.parametrize("chunks", [1, 2])
 @pytest.mark.parametrize("degrees", [Degrees(pp=4), Degrees(pp=2, tp=2, ep=2), Degrees(pp=2, cp=2)], ids=str)
-def test_results_without_gradients_are_those_of_the_whole_model(run_ranks, checked, degrees):
+def test_results_without_gradients_are_those_of_the_whole_model(run_ranks, checked, degrees, chunks):
     """Logits on all ranks, losses in the last stage; in the others those are zeros."""
-    job = checked(degrees, FIVE)
+    eight = ["--model.overrides.num_layers=8", "--training.global_batch_size=16"]
+    job = checked(degrees, FIVE, *([*eight, CHUNKS, ONE] if chunks == 2 else []))
     tokens, labels = inputs()
 
     def rank_main() -> list[torch.Tensor]:
@@ -142,6 +146,65 @@ def test_batches_of_a_validation_follow_one_another(run_ranks, checked):
     assert begun[0] >= 2, "its losses wait for nobody"
 
 
+@pytest.mark.parametrize("frozen", ["", "model.embed*,model.layers.[01]*"])
+def test_a_forward_of_all_chunks_has_the_gradients_of_the_whole_model(run_ranks, checked, frozen):
+    """Outside of a training step: hidden states go round the stages within it, and so do gradients."""
+    degrees, batch = Degrees(pp=2, chunks=2), inputs()
+    job = checked(degrees, FIVE, CHUNKS, ONE)
+
+    def gradients(model: Decoder) -> dict[str, torch.Tensor]:
+        for pattern in filter(None, frozen.split(",")):
+            for name, param in model.named_parameters():
+                param.requires_grad_(param.requires_grad and not fnmatch(name, pattern))
+        losses = model(*batch)
+        (losses.cross_entropy + losses.aux).backward()
+        return {name: local_of(param.grad) for name, param in model.named_parameters() if param.grad is not None}
+
+    def rank_main() -> dict[str, torch.Tensor]:
+        return gradients(build(job)[0])
+
+    whole = build_decoder(job.model_config)
+    materialize(whole, "cpu", seed=3)
+    expected = gradients(whole)
+    first, last = run_ranks(2, rank_main)
+    assert first.keys() | last.keys() == expected.keys() and not first.keys() & last.keys()
+    torch.testing.assert_close({**first, **last}, dict(expected))
+
+
+def test_only_a_chunk_is_run_while_it_is_said_so(run_ranks, checked):
+    """Its layers, and what is before the first and behind the last of all; the model's parts keep their names."""
+    job = checked(Degrees(pp=2), FIVE, CHUNKS, ONE)
+
+    def rank_main() -> list[list[str]]:
+        model, _ = build(job)
+        names, ran = [name for name, _ in model.named_modules()], [[], []]
+        watched = [*model.model.layers, model.model.embed_tokens, model.model.norm, model.lm_head]
+        for name, module in model.named_modules():
+            if module in watched and not isinstance(module, Elsewhere):
+                module.register_forward_hook(lambda *_, name=name: ran[-1].append(name))
+        tokens, labels = inputs()
+        with torch.no_grad():
+            for chunk in (0, 1):
+                with only_chunk(model, chunk):
+                    ran.append([])
+                    assert model(tokens, labels).cross_entropy.dim() == 0
+                    assert [name for name, _ in model.named_modules()] == names
+            with pytest.raises(KeyError), only_chunk(model, 0):
+                raise KeyError
+            ran.append([])
+            model(tokens, labels)
+        return ran[2:]
+
+    first, last = run_ranks(2, rank_main)
+    layers = [f"model.layers.{number}" for number in range(5)]  # 1 and 1, then 2 and 1
+    assert first == [["model.embed_tokens", layers[0]], layers[2:4], ["model.embed_tokens", layers[0], *layers[2:4]]]
+    assert last == [
+        [layers[1]],
+        [layers[4], "model.norm", "lm_head"],
+        [layers[1], layers[4], "model.norm", "lm_head"],
+    ]
+
+
 def test_stages_run_ahead_as_far_as_they_may_and_no_further(run_ranks, checked):
     """Of 8 micro-batches a stage has those open that the stages behind it have, and one more."""
     job = checked(Degrees(pp=4), FIVE, ONE)
@@ -150,7 +213,7 @@ def test_stages_run_ahead_as_far_as_they_may_and_no_further(run_ranks, checked):
         trainer = Trainer(job.job, job.model_config, job.degrees)
         turns: list[str] = []
         enter = trainer.enter
-        trainer.enter = lambda phase: (turns.append(phase[0]), enter(phase))  # type: ignore[method-assign,func-returns-value]
+        trainer.enter = lambda phase, number=None: (turns.append(phase[0]), enter(phase, number))  # type: ignore[method-assign,func-returns-value]
         ran = 0
 
         def count(*_: Any) -> None:
@@ -166,6 +229,19 @@ def test_stages_run_ahead_as_far_as_they_may_and_no_further(run_ranks, checked):
         ahead = 3 - stage
         assert "".join(turns) == "f" * ahead + "fb" * (8 - ahead) + "b" * ahead + "o"
         assert ran == 8 * (2 if stage == 2 else 1), "its own layers, once for each micro-batch"
+
+
+def test_validation_of_chunks_is_that_of_one_process(run_ranks, checked):
+    """In groups of as many batches as there are stages; with balance losses, which chunks add to nothing here."""
+    options = ["--validation.enable=true", "--validation.steps=3", ONE, "--moe.aux_loss_coeff=0.01"]
+    found = []
+    for degrees, chunks in ((Degrees(), []), (Degrees(pp=2, dp_shard=2), [CHUNKS])):
+        job = checked(degrees, FIVE, *options, *chunks)
+        found.append(
+            run_ranks(degrees.world_size, lambda job=job: Trainer(job.job, job.model_config, job.degrees).validate()[0])
+        )
+    (one,), many = found
+    assert many == pytest.approx([one] * 4, rel=1e-6)
 
 
 @pytest.fixture
@@ -190,8 +266,13 @@ def train(run_ranks, checked, monkeypatch) -> Callable[..., list[Any]]:
     return run
 
 
-def test_nan_is_named_in_the_stage_that_it_came_from(train):
-    """Everything behind it is not finite either: layers of later stages, though each is the first one there."""
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_nan_is_named_in_the_stage_that_it_came_from(train, chunks):
+    """Everything behind it is not finite either: layers of later stages, though each is the first one there.
+
+    With chunks these are also the later layers of earlier stages.
+    """
+    stages, last = (4, 3) if chunks == 1 else (2, 1)
 
     def put_in(trainer: Trainer) -> None:
         layer = trainer.model.model.layers[1]
@@ -205,10 +286,12 @@ def test_nan_is_named_in_the_stage_that_it_came_from(train):
 
         layer.mlp.forward = spoiled
 
-    first, *others = train(Degrees(pp=4), ONE, "--training.steps=3", "--checkpoint.enable=false", before=put_in)
-    assert others == [first] * 3 and first is not None and first[0] == "TrainingError"
+    overrides = [ONE, "--training.steps=3", "--checkpoint.enable=false"]
+    overrides += [CHUNKS] if chunks == 2 else []
+    first, *others = train(Degrees(pp=stages), *overrides, before=put_in)
+    assert others == [first] * last and first is not None and first[0] == "TrainingError"
     assert "of step 2 is not finite. The loss was not finite in micro-batch 0 and 1" in first[1]
-    assert "on rank 3" in first[1], "the last stage has the losses"
+    assert f"on rank {last}" in first[1], "the last stage has the losses"
     assert "first output that is not finite is that of model.layers.1.mlp (micro-batch 0, rank 1), that of " in first[1]
     assert "(micro-batch 1, rank 1)" in first[1] and "embed_tokens" not in first[1], "what others got is not named"
     assert "radients that are not finite, from micro-batch 0 on: lm_head.weight, model.norm.weight" in first[1]
@@ -246,12 +329,20 @@ def test_load_of_all_experts_is_logged_by_a_stage_that_has_none(train, tmp_path)
     assert {"grad_norm/embedding", "grad_norm/head", "grad_norm/experts"} <= points[-1].keys()
 
 
-@pytest.mark.parametrize("frozen", ["model.layers.[34]*,model.norm*,lm_head*", "model.embed*,model.layers.[012]*"])
-def test_a_stage_in_which_nothing_is_trained(train_run, frozen):
-    """At the end, where gradients pass through; and at the beginning, where none are wanted. Resumed, too."""
+@pytest.mark.parametrize(
+    ("frozen", "chunks"),
+    [
+        ("model.layers.[34]*,model.norm*,lm_head*", []),
+        ("model.embed*,model.layers.[012]*", []),
+        ("model.layers.[14]*,model.norm*,lm_head*", [CHUNKS]),
+        ("model.embed*,model.layers.[012]*", [CHUNKS]),
+    ],
+)
+def test_a_stage_in_which_nothing_is_trained(train_run, frozen, chunks):
+    """At the end, where gradients pass through; and at the beginning, where none are wanted. Or chunks of it."""
     overrides = [FIVE, ONE, f"--optimizer.freeze={frozen}"]
     (one,) = train_run(Degrees(), *overrides, steps=3)
-    for many in train_run(Degrees(pp=2), *overrides, steps=3):
+    for many in train_run(Degrees(pp=2), *overrides, *chunks, steps=3):
         assert many.losses == pytest.approx(one.losses, rel=1e-5)
         assert many.grad_norms == pytest.approx(one.grad_norms, rel=1e-5)
 
@@ -279,6 +370,11 @@ def test_stages_and_waiting_are_said(run_ranks, checked):
     assert said == [
         "INFO pipeline: 4 stages of 1, 1, 2, 1 layers; micro-batches a step: 8, so that a rank waits for 27 % of it"
     ]
+    job = checked(Degrees(pp=2), FIVE, ONE, CHUNKS)
+    ((said,), _) = run_ranks(2, lambda: rank_main(job))
+    assert said.endswith(
+        "2 stages of 3, 2 layers in 2 chunks; micro-batches a step: 8, so that a rank waits for 6 % of it"
+    )
     job = checked(Degrees(pp=4), FIVE, "--training.local_batch_size=4")
     (said, other, *_) = run_ranks(4, lambda: rank_main(job))
     assert said[1].startswith("WARNING pipeline: 60 % of a step is waiting. Raise training.")
@@ -294,7 +390,7 @@ def test_a_plan_of_any_rank_is_that_of_its_stage(checked):
     for rank in range(4):
         with fake_ranks(4, rank):
             model, dims = build_decoder(job.model_config), ParallelDims.build(job.degrees, "cpu")
-            assert (dims.stage, dims.dp_rank, dims.stages_behind) == (rank // 2, rank % 2, 1 - rank // 2)
+            assert (dims.stage, dims.dp_rank, dims.is_last_stage) == (rank // 2, rank % 2, rank >= 2)
             parallelize(model, job.job, dims, "cpu")
             plan = build_plan(model)
             here = {entry.fqn for entry in plan.entries if not entry.is_elsewhere}

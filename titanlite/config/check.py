@@ -70,6 +70,7 @@ _RULES: tuple[tuple[Callable[[float], bool], str, tuple[str, ...]], ...] = (
             "parallelism.tensor_parallel_degree",
             "parallelism.context_parallel_degree",
             "parallelism.pipeline_parallel_degree",
+            "parallelism.pipeline_parallel_chunks",
             "parallelism.expert_parallel_degree",
             "metrics.log_freq",
             "profiling.profile_freq",

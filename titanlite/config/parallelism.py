@@ -20,7 +20,8 @@ class Degrees:
     different tokens.
 
     Attributes:
-        layers: of each pipeline stage, as configured; empty: split evenly.
+        chunks: of layers in each pipeline stage. Chunk c of stage s is part c * pp + s of the model.
+        layers: of each part of the model, as configured; empty: split evenly.
     """
 
     dp_replicate: int = 1
@@ -29,6 +30,7 @@ class Degrees:
     ep: int = 1
     cp: int = 1
     pp: int = 1
+    chunks: int = 1
     layers: tuple[int, ...] = ()
 
     @property
@@ -70,21 +72,35 @@ class Degrees:
         """The pipeline stage of a global rank."""
         return rank // self.stage_size
 
-    def stage_layers(self, num_layers: int, stage: int) -> range:
-        """The layers of a pipeline stage. What is left over goes to those next to the last: it has the output head,
-        and the first one holds the activations of most micro-batches.
+    def part_sizes(self, num_layers: int) -> list[int]:
+        """Layers of each part of the model, in its order. What is left over goes to those next to the last: it has the
+        output head, and the first stage holds the activations of most micro-batches.
         """
-        sizes = self.layers
-        if not sizes:
-            even, more = divmod(num_layers, self.pp)
-            first = self.pp - 1 - more
-            sizes = [even + (first <= stage < self.pp - 1) for stage in range(self.pp)]
-        start = sum(sizes[:stage])
-        return range(start, start + sizes[stage])
+        if self.layers:
+            return list(self.layers)
+        count = self.pp * self.chunks
+        even, more = divmod(num_layers, count)
+        return [even + (count - 1 - more <= part < count - 1) for part in range(count)]
+
+    def stage_parts(self, num_layers: int, stage: int) -> list[range]:
+        """The layers of a pipeline stage, those of each of its chunks."""
+        sizes = self.part_sizes(num_layers)
+        starts = [sum(sizes[:part]) for part in range(stage, len(sizes), self.pp)]
+        return [range(start, start + size) for start, size in zip(starts, sizes[stage :: self.pp], strict=True)]
+
+    def turns_ahead(self, stage: int) -> int:
+        """How many forwards, each of a chunk, a stage is ahead of its backwards at most, where there are so many.
+
+        With several chunks micro-batches go in groups of as many as there are stages through the first chunk of all,
+        then through the next one; and a stage is twice as far ahead of the one behind, for which the forward and the
+        backward of its next turn come from different stages.
+        """
+        behind = self.pp - 1 - stage
+        return behind if self.chunks == 1 else 2 * behind + (self.chunks - 1) * self.pp
 
     def waiting(self, num_micro_batches: int) -> float:
-        """The share of a step that a rank waits for other pipeline stages: (p - 1) / (n + p - 1)."""
-        return (self.pp - 1) / (num_micro_batches + self.pp - 1)
+        """The share of a step that a rank waits for other pipeline stages: (p - 1) / (v * n + p - 1)."""
+        return (self.pp - 1) / (self.chunks * num_micro_batches + self.pp - 1)
 
     @property
     def experts_on_own_mesh(self) -> bool:
@@ -97,7 +113,8 @@ class Degrees:
 
     def __str__(self) -> str:
         cp = f" x cp {self.cp}" if self.cp > 1 else ""
-        pp = f"pp {self.pp} x " if self.pp > 1 else ""
+        chunks = f" ({self.chunks} chunks)" if self.chunks > 1 else ""
+        pp = f"pp {self.pp}{chunks} x " if self.pp > 1 else ""
         return f"{pp}dp_replicate {self.dp_replicate} x dp_shard {self.dp_shard}{cp} x tp {self.tp}, ep {self.ep}"
 
 
@@ -126,7 +143,7 @@ def resolve_degrees(section: ParallelismSection, world_size: int) -> Degrees:
                 f"the world size ({world_size}). Change one of these degrees, or the number of ranks."
             )
         shard = world_size // others
-    degrees = Degrees(replicate, shard, tp, ep, cp, pp, _parse_layers(section))
+    degrees = Degrees(replicate, shard, tp, ep, cp, pp, section.pipeline_parallel_chunks, _parse_layers(section))
     if degrees.world_size != world_size:
         raise ConfigError(
             f"parallelism: {of_pp}dp_replicate ({replicate}) * dp_shard ({shard}){of_cp} * tp ({tp}) = "
@@ -145,19 +162,28 @@ def _parse_layers(section: ParallelismSection) -> tuple[int, ...]:
     """`pipeline_parallel_layers` as numbers.
 
     Raises:
-        ConfigError: they are no numbers, or not one for each stage.
+        ConfigError: they are no numbers, or not one for each chunk of each stage; or there is one stage only.
     """
-    text, pp = section.pipeline_parallel_layers, section.pipeline_parallel_degree
+    text, pp, chunks = (
+        section.pipeline_parallel_layers,
+        section.pipeline_parallel_degree,
+        section.pipeline_parallel_chunks,
+    )
     words = [word.strip() for word in text.split(",")] if text else []
-    if words and pp == 1:
+    useless = {"layers": f"'{text}'"} if words else {"chunks": chunks} if chunks > 1 else {}
+    if useless and pp == 1:
+        ((name, value),) = useless.items()
         raise ConfigError(
-            f"parallelism.pipeline_parallel_layers = '{text}' has no effect, for pipeline_parallel_degree is 1. Set "
+            f"parallelism.pipeline_parallel_{name} = {value} has no effect, for pipeline_parallel_degree is 1. Set "
             "that to the number of stages, or leave this out."
         )
-    if words and (len(words) != pp or not all(word.isdecimal() for word in words)):
+    if words and (len(words) != pp * chunks or not all(word.isdecimal() for word in words)):
+        each = f"each of the {pp} stages that pipeline_parallel_degree makes"
+        if chunks > 1:
+            each = f"each of the {pp} * {chunks} chunks that pipeline_parallel_degree and pipeline_parallel_chunks make"
         raise ConfigError(
-            f"parallelism.pipeline_parallel_layers = '{text}' is not a number of layers for each of the {pp} stages "
-            "that pipeline_parallel_degree makes, with commas between them. Correct it, or leave it out."
+            f"parallelism.pipeline_parallel_layers = '{text}' is not a number of layers for {each}, with commas "
+            "between them. Correct it, or leave it out."
         )
     return tuple(map(int, words))
 
@@ -236,7 +262,7 @@ def _check_blocks(job: JobConfig, model: ModelConfig, degrees: Degrees) -> list[
 
 def _check_stages(model: ModelConfig, degrees: Degrees) -> list[str]:
     """Whether the layers can be split into pipeline stages."""
-    pp, num_layers = degrees.pp, model.num_layers
+    pp, chunks, num_layers = degrees.pp, degrees.chunks, model.num_layers
     if pp == 1:
         return []
     problems = []
@@ -245,14 +271,17 @@ def _check_stages(model: ModelConfig, degrees: Degrees) -> list[str]:
             f"parallelism: pipeline_parallel_degree is {pp}, but the model's output head is its embedding (tied), and "
             "the one is in the last stage, the other in the first. Set it to 1."
         )
-    if not degrees.layers and num_layers < pp:
+    if not degrees.layers and num_layers < pp * chunks:
+        times, remedy = (f" * pipeline_parallel_chunks ({chunks})", "one of them") if chunks > 1 else ("", "it")
         problems.append(
-            f"parallelism: pipeline_parallel_degree ({pp}) is more than the model's {num_layers} layers. Lower it."
+            f"parallelism: pipeline_parallel_degree ({pp}){times} is more than the model's {num_layers} layers. Lower "
+            f"{remedy}."
         )
     elif degrees.layers and (sum(degrees.layers) != num_layers or 0 in degrees.layers):
         problems.append(
             f"parallelism.pipeline_parallel_layers: {' + '.join(map(str, degrees.layers))} = {sum(degrees.layers)}, "
-            f"but the model has {num_layers} layers, and each stage needs one or more. Correct it, or leave it out."
+            f"but the model has {num_layers} layers, and each {'chunk' if chunks > 1 else 'stage'} needs one or more. "
+            "Correct it, or leave it out."
         )
     return problems
 
@@ -340,6 +369,13 @@ def _check_batches(job: JobConfig, model: AnyModelConfig, degrees: Degrees) -> l
             f"training.global_batch_size ({total}) is not a multiple of local_batch_size ({local}) * data-parallel "
             f"degree ({degrees.dp}) = {local * degrees.dp}."
         )
+    elif degrees.chunks > 1 and (count := count_micro_batches(job.training, degrees.dp)) % degrees.pp:
+        nearest = -(-count // degrees.pp) * degrees.pp * local * degrees.dp
+        problems.append(
+            f"parallelism: with pipeline_parallel_chunks ({degrees.chunks}) micro-batches go through the "
+            f"{degrees.pp} stages in groups of {degrees.pp}, but a step has {count}. Set training.global_batch_size to "
+            f"{nearest}, or pipeline_parallel_chunks to 1."
+        )
     if model.max_position_embeddings is not None and job.training.seq_len > model.max_position_embeddings:
         problems.append(
             f"training.seq_len ({job.training.seq_len}) exceeds the model's max_position_embeddings "
@@ -361,3 +397,8 @@ def resolve_global_batch_size(training: TrainingSection, dp_degree: int) -> int:
     """Sequences per optimizer step."""
     total = training.global_batch_size
     return training.local_batch_size * dp_degree if total == -1 else total
+
+
+def count_micro_batches(training: TrainingSection, dp_degree: int) -> int:
+    """Micro-batches of a data-parallel rank in an optimizer step."""
+    return resolve_global_batch_size(training, dp_degree) // (training.local_batch_size * dp_degree)

@@ -221,9 +221,15 @@ class ParallelismSection:
         "Groups of ranks, stages, that each hold some of the layers, one after the other; the micro-batches of a step "
         "pass through them (1F1B, arXiv:2104.04473). The other degrees multiply to the ranks of one stage.",
     )
+    pipeline_parallel_chunks: int = setting(
+        1,
+        "Chunks of layers in each stage (virtual stages, interleaved 1F1B): micro-batches go round the stages so many "
+        "times, and a rank waits for others that much less. Micro-batches must be a multiple of the stages.",
+    )
     pipeline_parallel_layers: str = setting(
         "",
-        "Layers of each stage, as '11,13,13,11'; empty: evenly, and what is left over for the stages before the last.",
+        "Layers of each stage, as '11,13,13,11'; with chunks of the first chunk of each stage, then of the second, and "
+        "so on. Empty: evenly, and what is left over for those before the last.",
     )
     expert_parallel_degree: int = setting(
         1,

@@ -6,7 +6,7 @@ loss is divided by the global number of valid tokens, so that dense and expert g
 """
 
 from collections.abc import Callable, Iterable
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any
 
 import torch
@@ -106,30 +106,50 @@ def apply_fsdp(model: AnyModel, job: JobConfig, dims: ParallelDims, device_type:
             module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
             time_collectives(module, has_replicas=dims.degrees.dp_replicate > 1)
     if dims.degrees.ep > 1 or dims.degrees.pp > 1:
-        _prefetch_explicitly([[layer, *units[layer]] for layer in layers])
+        chunks = [[[layer, *units[layer]] for layer in chunk] for chunk in _layers_by_chunk(model, dims)]
+        for chunk in chunks:
+            _prefetch_explicitly(chunk)
+        if dims.degrees.pp > 1 and not section.fsdp_once_per_step:
+            _prefetch_nothing_in_backward([*(unit for chunk in chunks for unit in chunk[0]), *embedding])
     if section.fsdp_once_per_step:
         _prefetch_nothing_in_backward(module for module in model.modules() if isinstance(module, FSDPModule))
-    elif dims.degrees.pp > 1:
-        _prefetch_nothing_in_backward([layers[0], *units[layers[0]], *embedding])
     for name, param in model.named_parameters(remove_duplicate=False):
         vars(param).update(attributes[name])
 
 
-def prepare_backward(model: AnyModel, job: JobConfig, dims: ParallelDims, *, last: bool) -> None:
+def prepare_backward(model: AnyModel, job: JobConfig, dims: ParallelDims, *, last: bool, chunk: int = 0) -> None:
     """Say whether the next backward is that of a step's last micro-batch, which does what is done once per step.
+
+    With several chunks in a pipeline stage it is that of one of them; a backward also ends what others left open, so
+    they are told that theirs is not yet.
 
     That is the all-reduce of gradients over `dp_replicate`. Without this FSDP does so for each micro-batch, over the
     slowest links, and from the second on keeps every unit's sum until backward ends. Between them this rank's gradients
     are in FSDP's own buffers, not in `grad`. With `parallelism.fsdp_once_per_step` it is every reduction of gradients,
     and gathered parameters are kept until then.
     """
-    module: Any = model  # fully_shard made an FSDPModule of it, which its static type does not show
+    # fully_shard made FSDPModules of them, which their static types do not show.
+    root: Any = model
+    modules: list[Any] = [model]
+    if dims.degrees.chunks > 1:
+        embedding, head = model.outer_units()
+        modules = [*_layers_by_chunk(model, dims)[chunk], *(embedding if chunk == 0 else [])]
+        modules += head if dims.is_last_part(chunk) else []
     if job.parallelism.fsdp_once_per_step:
-        module.set_is_last_backward(last)
-        module.set_reshard_after_backward(last)
-        module.set_requires_gradient_sync(last)
+        root.set_is_last_backward(last)
+        for module, value in [(root, False), *((module, last) for module in modules)]:
+            module.set_reshard_after_backward(value)
+            module.set_requires_gradient_sync(value)
     elif dims.degrees.dp_replicate > 1:
-        module.set_requires_all_reduce(last)
+        for module, value in [(root, False), *((module, last) for module in modules)]:
+            module.set_requires_all_reduce(value)
+
+
+def _layers_by_chunk(model: AnyModel, dims: ParallelDims) -> list[list[nn.Module]]:
+    """The layers that run here, those of each chunk of this pipeline stage."""
+    layers = iter(model.decoder_layers())
+    parts = dims.degrees.stage_parts(len(model.all_layers()), dims.stage)
+    return [list(islice(layers, len(part))) for part in parts]
 
 
 def _expert_placement(model: AnyModel, dims: ParallelDims) -> Callable[[nn.Parameter], Shard | None]:

@@ -30,6 +30,8 @@ class ParallelDims:
         stage_group: ranks of this pipeline stage; None with pp = 1, where these are all.
         pp_backward_group: as the group of the axis "pp": the ranks at this one's place in all stages. One serves hidden
             states, the other gradients.
+        pp_round_groups: the same ranks twice more, for hidden states and gradients between the last stage and the
+            first, where micro-batches go round several times.
     """
 
     degrees: Degrees
@@ -38,6 +40,7 @@ class ParallelDims:
     cp_group: dist.ProcessGroup | None = None
     stage_group: dist.ProcessGroup | None = None
     pp_backward_group: dist.ProcessGroup | None = None
+    pp_round_groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
 
     @classmethod
     def build(cls, degrees: Degrees, device_type: str) -> "ParallelDims":
@@ -48,12 +51,14 @@ class ParallelDims:
         if d.experts_on_own_mesh:
             sizes = {"pp": d.pp, "dp_replicate": d.dp_replicate, "efsdp": d.efsdp, "ep": d.ep}
             sparse = _build_mesh(device_type, sizes, "efsdp")
-        stage_group = backward_group = None
+        stage_group = backward_group = round_groups = None
         if d.pp > 1:
             first, size = d.stage_of(dist.get_rank()) * d.stage_size, d.stage_size
             stage_group = _new_group(range(first, first + size))
-            backward_group = _new_group(range(dist.get_rank() % size, d.world_size, size))
-        return cls(d, dense, sparse, _build_cp_group(d), stage_group, backward_group)
+            through = range(dist.get_rank() % size, d.world_size, size)
+            backward_group = _new_group(through)
+            round_groups = (_new_group(through), _new_group(through)) if d.chunks > 1 else None
+        return cls(d, dense, sparse, _build_cp_group(d), stage_group, backward_group, round_groups)
 
     @property
     def stage(self) -> int:
@@ -61,14 +66,13 @@ class ParallelDims:
         return self.degrees.stage_of(dist.get_rank())
 
     @property
-    def stages_behind(self) -> int:
-        """Pipeline stages that hidden states go to from here."""
-        return self.degrees.pp - 1 - self.stage
-
-    @property
     def is_last_stage(self) -> bool:
         """True for the ranks that have the losses."""
-        return self.stages_behind == 0
+        return self.stage == self.degrees.pp - 1
+
+    def is_last_part(self, chunk: int) -> bool:
+        """True if a forward of this rank's `chunk` ends with the losses."""
+        return self.is_last_stage and chunk == self.degrees.chunks - 1
 
     @cached_property
     def pp_mesh(self) -> DeviceMesh:

@@ -5,48 +5,78 @@ head and with it the losses; the others get hidden states and hand hidden states
 meta, under its name (`models.elsewhere`), so the model is cut before it has a byte, and the calls of its modules are
 those of a whole one: where a module is elsewhere, its place receives, sends, or does nothing.
 
-The order of forwards and backwards is that of 1F1B (PipeDream-Flush, arXiv:2006.09503, arXiv:2104.04473): a stage runs
-at most as many micro-batches ahead as there are stages behind it, and then one backward after every forward. With n
-micro-batches and p stages a rank waits for (p - 1) / (n + p - 1) of the time.
+The order of forwards and backwards is that of 1F1B (PipeDream-Flush, arXiv:2006.09503): a stage runs at most as many
+micro-batches ahead as there are stages behind it, and then one backward after every forward. With n micro-batches and p
+stages a rank waits for (p - 1) / (n + p - 1) of the time.
+
+With v chunks of layers in each stage (interleaved 1F1B, arXiv:2104.04473) micro-batches go round the stages v times.
+A forward then is one of a chunk, a v-th of a stage's, and so is what a rank waits for: (p - 1) / (v n + p - 1). While
+`only_chunk` is open, the model is that chunk alone; else a forward runs all of them, and waits for the others between.
 
 Shapes: B batch, S sequence, s = S / (cp * tp) positions of a rank, D hidden.
 """
 
 from collections import deque
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from titanlite import timers
+from titanlite.config.parallelism import Degrees
 from titanlite.distributed.parallel_dims import ParallelDims
 from titanlite.materialize.layout import set_sharing_group
 from titanlite.models.decoder import Decoder, LossSums
-from titanlite.models.elsewhere import Elsewhere, ElsewhereLayer
+from titanlite.models.elsewhere import BetweenChunks, Elsewhere, ElsewhereLayer
 
 _MOST_DIMS = 3  # of logits
+_CHUNKS = "chunk_attributes"
 
-Turn = tuple[Literal["forward", "backward"], int]
+Phase = Literal["forward", "backward"]
 
 
-def order_turns(num_micro_batches: int, stages_behind: int) -> Iterator[Turn]:
-    """What a stage does one after the other: ("forward" or "backward", number of the micro-batch)."""
-    ahead = min(stages_behind, num_micro_batches)
-    for number in range(num_micro_batches + ahead):
-        if number < num_micro_batches:
-            yield "forward", number
+class Turn(NamedTuple):
+    """What a stage does next: the forward or backward of one of its chunks, for one micro-batch."""
+
+    phase: Phase
+    micro_batch: int
+    chunk: int
+
+
+def order_turns(num_micro_batches: int, degrees: Degrees, stage: int) -> Iterator[Turn]:
+    """What a stage does one after the other in an optimizer step.
+
+    With several chunks `num_micro_batches` must be a multiple of the stages.
+    """
+    forwards = order_forwards(num_micro_batches, degrees)
+    ahead = min(degrees.turns_ahead(stage), len(forwards))
+    for number in range(len(forwards) + ahead):
+        if number < len(forwards):
+            yield Turn("forward", *forwards[number])
         if number >= ahead:
-            yield "backward", number - ahead
+            micro_batch, chunk = forwards[number - ahead]
+            yield Turn("backward", micro_batch, degrees.chunks - 1 - chunk)
+
+
+def order_forwards(num_micro_batches: int, degrees: Degrees) -> list[tuple[int, int]]:
+    """(micro-batch, chunk) of all forwards, in the order in which every stage runs them."""
+    return [
+        (micro_batch, chunk)
+        for start in range(0, num_micro_batches, degrees.pp)
+        for chunk in range(degrees.chunks)
+        for micro_batch in range(start, min(start + degrees.pp, num_micro_batches))
+    ]
 
 
 def apply_pipeline_parallel(model: Decoder, dims: ParallelDims, dtype: torch.dtype) -> None:
     """Leave to the other stages what this one does not have of `model`, in place, on meta; no collective is run.
 
-    The losses of all stages but the last are zeros, whose backward waits for the gradient of what the stage sent;
-    balance losses are those of the stage's own layers. Logits are those of the last stage on all of them.
+    The losses of all parts of the model but the last are zeros, whose backward waits for the gradient of what was sent;
+    balance losses are those of the layers that were run. Logits are those of the last stage on all of them.
 
     Collectives: a forward receives from the stage before and sends to the stage behind; backward the other way round.
     Forwards and backwards must be run in the order of `order_turns`, with the same micro-batches on all stages.
@@ -56,24 +86,55 @@ def apply_pipeline_parallel(model: Decoder, dims: ParallelDims, dtype: torch.dty
         dims: with the mesh axis "pp".
         dtype: of hidden states.
     """
-    degrees, stage = dims.degrees, dims.stage
-    link = StageLink(dims, model.config.hidden_size, dtype)
-    layers, here = model.model.layers, degrees.stage_layers(len(model.model.layers), stage)
-    for number, layer in enumerate(layers):
-        if number not in here:
-            layers[number] = ElsewhereLayer(layer)
+    backbone, stage = model.model, dims.stage
+    layers, link = backbone.layers, StageLink(dims, model.config.hidden_size, dtype)
+    parts = dims.degrees.stage_parts(len(layers), stage)
+    chunks: list[dict[nn.Module, dict[str, Any]]] = [
+        {backbone: {"layers": [layers[number] for number in part]}} for part in parts
+    ]
+    here = {number for part in parts for number in part}
+    for number in set(range(len(layers))) - here:
+        is_between = number - 1 in here and number < parts[-1].start
+        layers[number] = _RoundTrip(layers[number], link) if is_between else ElsewhereLayer(layers[number])
     if stage > 0:
-        model.model.embed_tokens = _ReceivingEmbedding(model.model.embed_tokens, link)  # pyright: ignore[reportAttributeAccessIssue]
+        backbone.embed_tokens = _ReceivingEmbedding(backbone.embed_tokens, link)  # pyright: ignore[reportAttributeAccessIssue]
+    else:
+        for chunk in chunks[1:]:
+            chunk[backbone]["embed_tokens"] = partial(_receive, link=link)
     if not dims.is_last_stage:
-        model.model.norm = Elsewhere(model.model.norm)  # pyright: ignore[reportAttributeAccessIssue]
+        backbone.norm = Elsewhere(backbone.norm)  # pyright: ignore[reportAttributeAccessIssue]
         model.lm_head = _SendingHead(model.lm_head, link)  # pyright: ignore[reportAttributeAccessIssue]
+    else:
+        for chunk in chunks[:-1]:
+            chunk[backbone]["norm"] = _hand_on
+            chunk[model] = {"lm_head": partial(_send, link=link)}
+    vars(model)[_CHUNKS] = chunks
     model.register_forward_hook(partial(_share_logits, link=link))
     assert dims.stage_group is not None
     set_sharing_group(model, dims.stage_group)
 
 
+@contextmanager
+def only_chunk(model: nn.Module, chunk: int) -> Iterator[None]:
+    """Let forwards of `model` be those of one chunk of this stage's layers; without stages there is one, all layers.
+
+    Modules, parameters and their names stay those of the whole model: other attributes stand before the modules that
+    the forward would call.
+    """
+    chunks: list[dict[nn.Module, dict[str, Any]]] = vars(model).get(_CHUNKS, [{}])
+    attributes = chunks[chunk] if len(chunks) > 1 else {}
+    for module, values in attributes.items():
+        vars(module).update(values)
+    try:
+        yield
+    finally:
+        for module, values in attributes.items():
+            for name in values:
+                del vars(module)[name]
+
+
 class StageLink:
-    """What a rank sends to, and gets from, the ranks at its place in the stages before and behind.
+    """What a rank sends to, and gets from, the ranks at its place in the stages before and behind; in a ring.
 
     What was sent is kept until the other side must have it, by the order of turns: a hidden state until the backward of
     its micro-batch, a gradient until the one after the next.
@@ -81,13 +142,19 @@ class StageLink:
 
     def __init__(self, dims: ParallelDims, width: int, dtype: torch.dtype) -> None:
         # Two groups: NCCL serves one in order, and a hidden state that waits for its receiver would hold up a gradient.
-        self._forward_group = dims.pp_mesh.get_group()
-        assert dims.pp_backward_group is not None
-        self._backward_group: dist.ProcessGroup = dims.pp_backward_group
-        self._stage, self._num_stages = dims.stage, dims.degrees.pp
-        self._width, self._dtype, self._pieces = width, dtype, dims.degrees.ranks_per_sequence
-        self._sent: dict[bool, deque[tuple[dist.Work | None, torch.Tensor]]] = {True: deque(), False: deque()}
-        self._most_sent = {True: dims.stages_behind + 1, False: 2}
+        # Two more between the last stage and the first: of two stages, these are also the first and the second.
+        forward, backward = dims.pp_mesh.get_group(), dims.pp_backward_group
+        assert backward is not None
+        round_forward, round_backward = dims.pp_round_groups or (forward, backward)
+        stage, count = dims.stage, dims.degrees.pp
+        behind, before = (stage + 1) % count, (stage - 1) % count
+        into, out_of = (round_forward, round_backward) if stage == 0 else (forward, backward)
+        self._hidden_in, self._gradient_out = _Channel(into, before, dtype), _Channel(out_of, before, dtype, 2)
+        into, out_of = (round_backward, round_forward) if dims.is_last_stage else (backward, forward)
+        most_open = dims.degrees.turns_ahead(stage) + 1
+        self._gradient_in, self._hidden_out = _Channel(into, behind, dtype), _Channel(out_of, behind, dtype, most_open)
+        self._all_group, self._last, self._is_last = forward, count - 1, dims.is_last_stage
+        self._width, self._pieces = width, dims.degrees.ranks_per_sequence
 
     def shape_of(self, tokens_BS: torch.Tensor) -> tuple[int, int, int]:
         """(B, s, D) of the hidden states of these tokens."""
@@ -95,50 +162,58 @@ class StageLink:
 
     def send_hidden(self, hidden_BsD: torch.Tensor) -> None:
         """To the stage behind; waits only for what that should have taken long ago."""
-        self._send(hidden_BsD, self._stage + 1, is_forward=True)
+        self._hidden_out.send(hidden_BsD)
 
     def send_gradient(self, grad_BsD: torch.Tensor) -> None:
         """To the stage before; likewise."""
-        self._send(grad_BsD, self._stage - 1, is_forward=False)
+        self._gradient_out.send(grad_BsD)
 
     def receive_hidden(self, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
         """From the stage before."""
-        return self._receive(shape, device, self._stage - 1, self._forward_group)
+        return self._hidden_in.receive(shape, device)
 
     def receive_gradient(self, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
         """From the stage behind."""
-        return self._receive(shape, device, self._stage + 1, self._backward_group)
-
-    def _send(self, x: torch.Tensor, stage: int, *, is_forward: bool) -> None:
-        x, sent = x.detach().contiguous(), self._sent[is_forward]
-        if len(sent) >= self._most_sent[is_forward]:
-            work, _ = sent.popleft()
-            if work is not None:
-                work.wait()
-        group = self._forward_group if is_forward else self._backward_group
-        sent.append((dist.isend(x, group=group, group_dst=stage), x))
-
-    def _receive(
-        self, shape: tuple[int, ...], device: torch.device, stage: int, group: dist.ProcessGroup
-    ) -> torch.Tensor:
-        x = torch.empty(shape, dtype=self._dtype, device=device)
-        with timers.collective():
-            work = dist.irecv(x, group=group, group_src=stage)
-            if work is not None:
-                work.wait()
-        return x
+        return self._gradient_in.receive(shape, device)
 
     def share(self, logits: torch.Tensor) -> torch.Tensor:
         """Those of the last stage on all stages, which may not know their shape."""
-        last = self._num_stages - 1
         sizes = [*logits.shape, *(-1 for _ in range(_MOST_DIMS - logits.dim()))]
         header = torch.tensor(sizes, dtype=torch.int64, device=logits.device)
         with timers.collective():
-            dist.broadcast(header, group=self._forward_group, group_src=last)
+            dist.broadcast(header, group=self._all_group, group_src=self._last)
             shape = [size for size in header.tolist() if size >= 0]  # synchronization point
-            out = logits.detach().contiguous() if self._stage == last else logits.new_empty(shape)
-            dist.broadcast(out, group=self._forward_group, group_src=last)
+            out = logits.detach().contiguous() if self._is_last else logits.new_empty(shape)
+            dist.broadcast(out, group=self._all_group, group_src=self._last)
         return out
+
+
+class _Channel:
+    """One way between this rank and another; what is sent first is received first.
+
+    Args:
+        most_sent: how many tensors that were sent are kept; before one more is, the oldest must have been received.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, stage: int, dtype: torch.dtype, most_sent: int = 0) -> None:
+        self._group, self._stage, self._dtype, self._most_sent = group, stage, dtype, most_sent
+        self._sent: deque[tuple[dist.Work | None, torch.Tensor]] = deque()
+
+    def send(self, x: torch.Tensor) -> None:
+        x = x.detach().contiguous()
+        if len(self._sent) >= self._most_sent:
+            work, _ = self._sent.popleft()
+            if work is not None:
+                work.wait()
+        self._sent.append((dist.isend(x, group=self._group, group_dst=self._stage), x))
+
+    def receive(self, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+        x = torch.empty(shape, dtype=self._dtype, device=device)
+        with timers.collective():
+            work = dist.irecv(x, group=self._group, group_src=self._stage)
+            if work is not None:
+                work.wait()
+        return x
 
 
 class _ReceivingEmbedding(Elsewhere):
@@ -149,9 +224,7 @@ class _ReceivingEmbedding(Elsewhere):
         self.link = link
 
     def forward(self, tokens_BS: torch.Tensor) -> torch.Tensor:
-        # Of something that requires a gradient, or autograd would not ask for that of the result.
-        anchor = torch.empty(0, device=tokens_BS.device, requires_grad=torch.is_grad_enabled())
-        return _Receive.apply(anchor, self.link, self.link.shape_of(tokens_BS))  # type: ignore[no-any-return]
+        return _receive(tokens_BS, link=self.link)
 
 
 class _SendingHead(Elsewhere):
@@ -168,13 +241,48 @@ class _SendingHead(Elsewhere):
         reduction: str = "sum",
         select: Any = None,
     ) -> torch.Tensor:
-        if labels_BS is None:
-            self.link.send_hidden(hidden_BsD)
-            return hidden_BsD
-        shape = tuple(labels_BS.shape) if reduction == "none" else ()
-        # Also where all of the stage is frozen: the stage behind sends a gradient, and waits for its receiver.
-        anchor = torch.empty(0, device=hidden_BsD.device, requires_grad=torch.is_grad_enabled())
-        return _Send.apply(hidden_BsD, anchor, self.link, shape)  # type: ignore[no-any-return]
+        return _send(hidden_BsD, labels_BS, reduction, link=self.link)
+
+
+class _RoundTrip(BetweenChunks):
+    """In place of all layers between two chunks: hidden states go through the other stages."""
+
+    def __init__(self, module: nn.Module, link: StageLink) -> None:
+        super().__init__(module)
+        self.link = link
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+        """The hidden states of the stage before, when those that come in have gone through all others."""
+        return _SendAndReceive.apply(x, _anchor(x), self.link), None
+
+
+def _anchor(x: torch.Tensor) -> torch.Tensor:
+    """Something that requires a gradient, or autograd would not ask for that of what is received.
+
+    Also where all of a stage is frozen: the stage behind sends a gradient, and waits for its receiver.
+    """
+    return torch.empty(0, device=x.device, requires_grad=torch.is_grad_enabled())
+
+
+def _receive(tokens_BS: torch.Tensor, *, link: StageLink) -> torch.Tensor:
+    """In place of the embedding."""
+    return _Receive.apply(_anchor(tokens_BS), link, link.shape_of(tokens_BS))  # type: ignore[no-any-return]
+
+
+def _send(
+    hidden_BsD: torch.Tensor, labels_BS: torch.Tensor | None = None, reduction: str = "sum", *, link: StageLink
+) -> torch.Tensor:
+    """In place of the output head."""
+    if labels_BS is None:
+        link.send_hidden(hidden_BsD)
+        return hidden_BsD
+    shape = tuple(labels_BS.shape) if reduction == "none" else ()
+    return _Send.apply(hidden_BsD, _anchor(hidden_BsD), link, shape)  # type: ignore[no-any-return]
+
+
+def _hand_on(hidden_BsD: torch.Tensor) -> torch.Tensor:
+    """In place of the norm before an output head that only sends."""
+    return hidden_BsD
 
 
 class _Receive(torch.autograd.Function):
@@ -206,6 +314,21 @@ class _Send(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         # `grad`, that of the zeros, says nothing: the last stage scaled the loss.
         return ctx.link.receive_gradient(ctx.shape, ctx.device), None, None, None
+
+
+class _SendAndReceive(torch.autograd.Function):
+    """Hidden states go to the stage behind, and those of the stage before come in; gradients the other way round."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_BsD: torch.Tensor, anchor: torch.Tensor, link: StageLink) -> torch.Tensor:
+        ctx.link = link
+        link.send_hidden(hidden_BsD)
+        return link.receive_hidden(tuple(hidden_BsD.shape), hidden_BsD.device)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.link.send_gradient(grad)
+        return ctx.link.receive_gradient(tuple(grad.shape), grad.device), None, None
 
 
 def _share_logits(module: nn.Module, args: Any, out: Any, *, link: StageLink) -> Any:

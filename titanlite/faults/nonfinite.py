@@ -18,6 +18,7 @@ from titanlite.logger import logger
 from titanlite.materialize.agree import gather_objects, list_ranks
 from titanlite.materialize.layout import encoding_of, local_of
 from titanlite.metrics.events import record_event
+from titanlite.models.elsewhere import BetweenChunks
 from titanlite.optim import NonFiniteSteps
 
 _SHOWN = 3
@@ -31,16 +32,16 @@ class _Found:
         stage: its pipeline stage.
         losses: micro-batches whose loss was not finite when the step was trained on.
         weights: parameters that hold values that are not finite.
-        outputs: (micro-batch, place in the order of the forward, module) of the first output that is not finite, per
-            micro-batch that has one.
-        grads: (micro-batch, parameters), those closest to the loss first, of the first micro-batch that has any.
+        outputs: (micro-batch, chunk, place in the order of the forward, module) of the first output that is not finite,
+            per micro-batch that has one; the chunk is that of a pipeline stage with several.
+        grads: (micro-batch, parameters) of the first micro-batch that has any, each with its place in the model.
     """
 
     stage: int = 0
     losses: tuple[int, ...] = ()
     weights: list[str] = field(default_factory=list)
-    outputs: list[tuple[int, int, str]] = field(default_factory=list)
-    grads: tuple[int, list[str]] | None = None
+    outputs: list[tuple[int, int, int, str]] = field(default_factory=list)
+    grads: tuple[int, list[tuple[int, str]]] | None = None
 
 
 @dataclass(frozen=True)
@@ -87,12 +88,14 @@ def diagnose(
             with _watched(model, whole_layers) as first:
                 loss = scaled_loss(batch)
             if first or not math.isfinite(loss.item()):
-                place, name = first[0] if first else (sys.maxsize, "the loss")
-                mine.outputs.append((number, place, name))
+                chunk, place, name = first[0] if first else (sys.maxsize, sys.maxsize, "the loss")
+                mine.outputs.append((number, chunk, place, name))
             loss.backward()
             if mine.grads is None:
                 bad = [
-                    name for name, param in reversed(params) if param.grad is not None and not _is_finite(param.grad)
+                    (place, name)
+                    for place, (name, param) in enumerate(params)
+                    if param.grad is not None and not _is_finite(param.grad)
                 ]
                 mine.grads = (number, bad) if bad else None
             model.zero_grad()
@@ -135,23 +138,23 @@ def _describe(gathered: Sequence[_Found]) -> Diagnosis:
         sentences.append(f"Weights are not finite: {_names(weights)}, on ranks {list_ranks(ranks)}.")
     # Attention hands what is not finite to other ranks: where it came from is the place that is first on any of them.
     outputs = sorted(
-        (number, f.stage, place, rank, name) for rank, f in enumerate(gathered) for number, place, name in f.outputs
+        (number, (chunk, f.stage), place, rank, name)
+        for rank, f in enumerate(gathered)
+        for number, chunk, place, name in f.outputs
     )
-    # Likewise later stages got it from the lowest one.
-    lowest = {number: stage for number, stage, *_ in reversed(outputs)}
+    # Likewise later parts of the model got it from the lowest one.
+    lowest = {number: part for number, part, *_ in reversed(outputs)}
     outputs = [found for found in outputs if found[1] == lowest[found[0]]]
     if outputs:
         places = [f"{name} (micro-batch {number}, rank {rank})" for number, _, _, rank, name in outputs[:_SHOWN]]
         sentences.append(f"Computed again, the first output that is not finite is {', '.join(places)}.")
-    closest_to_loss = sorted(gathered, key=lambda f: -f.stage)
-    grads = [f.grads for f in closest_to_loss if f.grads is not None]
+    grads = [f.grads for f in gathered if f.grads is not None]
     if grads:
         number = min(number for number, _ in grads)
-        names: dict[str, None] = {}
-        for at, found in grads:
-            names |= dict.fromkeys(found if at == number else [])
+        closest_to_loss = sorted({param for at, found in grads if at == number for param in found}, reverse=True)
         again = "Computed again, g" if not outputs else "G"
-        sentences.append(f"{again}radients that are not finite, from micro-batch {number} on: {_names(list(names))}.")
+        names = _names([name for _, name in closest_to_loss])
+        sentences.append(f"{again}radients that are not finite, from micro-batch {number} on: {names}.")
     repeats = bool(weights or outputs or grads)
     if not repeats:
         sentences.append("Computed again, the step is finite on all ranks.")
@@ -188,16 +191,21 @@ def _floating(output: Any) -> Iterator[torch.Tensor]:
 
 
 @contextmanager
-def _watched(model: nn.Module, whole_layers: bool) -> Iterator[list[tuple[int, str]]]:
-    """The modules whose forward gives what is not finite: how many had ended before, and the name; the first first."""
-    names: list[tuple[int, str]] = []
-    ended = itertools.count()
+def _watched(model: nn.Module, whole_layers: bool) -> Iterator[list[tuple[int, int, str]]]:
+    """The modules whose forward gives what is not finite: in which chunk, how many had ended before, and the name.
+
+    The first first.
+    """
+    names: list[tuple[int, int, str]] = []
+    ended, chunk = itertools.count(), 0
 
     def look_at(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, arguments: Any, output: Any) -> None:
+            nonlocal chunk
+            chunk += isinstance(module, BetweenChunks)
             place = next(ended)
             if not all(_is_finite(tensor) for tensor in _floating(output)):
-                names.append((place, f"that of {name}" if name else "that of the model"))
+                names.append((chunk, place, f"that of {name}" if name else "that of the model"))
 
         return hook
 

@@ -39,3 +39,7 @@ class ElsewhereLayer(Elsewhere):
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
         """The hidden states as they are, without balance losses."""
         return x, None
+
+
+class BetweenChunks(ElsewhereLayer):
+    """Stands for the first of the layers that other stages have between two chunks of this one."""

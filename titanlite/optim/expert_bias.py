@@ -1,12 +1,13 @@
 """Aux-loss-free load balancing (arXiv:2408.15664): experts that got too few tokens become easier to choose."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from titanlite import timers
 from titanlite.logger import logger
 from titanlite.models.build import AnyModel
+from titanlite.models.moe import ExpertCounter
 
 
 class ExpertBiasBalancer:
@@ -19,6 +20,7 @@ class ExpertBiasBalancer:
         update_rate: added to or taken from a bias per step; 0 for models that have none.
         sum_over_ranks: sums a tensor on the model's device over all ranks, in place.
         stage_size: ranks that have the same layers, where pipeline stages have different ones.
+        chunks: the layers that a forward runs; those of a pipeline stage, where each of its forwards runs some of them.
 
     Attributes:
         counts: (layers, E) int64 on the model's device, this rank's rows since the last `step`.
@@ -31,13 +33,17 @@ class ExpertBiasBalancer:
         update_rate: float,
         sum_over_ranks: Callable[[torch.Tensor], None],
         stage_size: int | None = None,
+        chunks: Sequence[range] | None = None,
     ) -> None:
         numbers, counters = model.moe_layer_numbers(), model.expert_counters()
         self._num_layers = len(numbers)
-        self._counters = list(counters.values())
-        # The layers of a pipeline stage follow one another; of the others this rank has zeros to add.
-        start = numbers.index(next(iter(counters))) if counters else 0
-        self._here = slice(start, start + len(counters))
+        # The layers of a chunk follow one another; of those of other pipeline stages this rank has zeros to add.
+        of_chunks = (
+            [counters] if chunks is None else [{i: counters[i] for i in chunk if i in counters} for chunk in chunks]
+        )
+        starts = [numbers.index(next(iter(found))) if found else 0 for found in of_chunks]
+        self._here = [slice(start, start + len(found)) for start, found in zip(starts, of_chunks, strict=True)]
+        self._counters = [list(found.values()) for found in of_chunks]
         self._routers = [moe.gate for moe in model.moe_layers().values()]
         self._update_rate, self._sum_over_ranks, self._stage_size = update_rate, sum_over_ranks, stage_size
         self._rows_are_known = bool(numbers) and not counters  # then other stages know
@@ -51,34 +57,36 @@ class ExpertBiasBalancer:
 
     def _make_counts(self, model: AnyModel) -> torch.Tensor:
         """Zeros (layers, E); a stage without experts, before the first MoE layer, has a device all the same."""
-        if self._counters:
-            return torch.zeros_like(self._stacked()[:1]).repeat(self._num_layers, 1)
+        for counters in filter(None, self._counters):
+            return torch.zeros_like(counters[0].tokens_per_expert).repeat(self._num_layers, 1)
         device = next(buffer.device for buffer in model.buffers() if not buffer.is_meta)
         return torch.zeros(self._num_layers, model.config.num_experts, dtype=torch.int64, device=device)
 
-    def _stacked(self) -> torch.Tensor:
-        return torch.stack([counter.tokens_per_expert for counter in self._counters])
-
     @torch.no_grad()
-    def accumulate(self) -> None:
-        """Add the counts of the latest forward; call once per micro-batch, after its backward or its forward.
+    def accumulate(self, chunk: int = 0) -> None:
+        """Add the counts of the latest forward, of that chunk; call once for each, after it or after its backward.
 
         The counters overwrite their counts, so recomputation in backward does not count twice.
         """
-        if self._counters:
-            self.counts[self._here] += self._stacked()
-            self._compare_rows()
+        counters, here = self._counters[chunk], self._here[chunk]
+        if counters:
+            self.counts[here] += torch.stack([counter.tokens_per_expert for counter in counters])
+            self._compare_rows(counters, here)
 
-    def _compare_rows(self) -> None:
+    def _compare_rows(self, counters: list[ExpertCounter], here: slice) -> None:
         """Summed over the ranks, what the routers chose is what the experts were given, unless rows are lost."""
-        chosen = [counter.chosen_rows for counter in self._counters if counter.chosen_rows is not None]
-        ends = [counter.row_ends for counter in self._counters if counter.row_ends is not None]
-        self._rows_are_known = len(chosen) == len(ends) == len(self._counters)
+        chosen = [counter.chosen_rows for counter in counters if counter.chosen_rows is not None]
+        ends = [counter.row_ends for counter in counters if counter.row_ends is not None]
+        self._rows_are_known = len(chosen) == len(ends) == len(counters)
         if self._rows_are_known:
             given = torch.diff(torch.stack(ends).to(torch.int64), prepend=ends[0].new_zeros(len(ends), 1))
-            first = self._counters[0].first_expert
-            self.row_difference[self._here] += torch.stack(chosen)
-            self.row_difference[self._here, first : first + given.shape[1]] -= given
+            first = counters[0].first_expert
+            self.row_difference[here] += torch.stack(chosen)
+            self.row_difference[here, first : first + given.shape[1]] -= given
+
+    def _of_layers_here(self, of_all: torch.Tensor) -> torch.Tensor:
+        """What `of_all` (layers, ...) says of the layers that run here, in their order."""
+        return torch.cat([of_all[here] for here in self._here])
 
     @torch.no_grad()
     def step(self, finite: torch.Tensor) -> torch.Tensor | None:
@@ -107,7 +115,7 @@ class ExpertBiasBalancer:
             deficit = counts.sum(dim=1, keepdim=True) - counts * counts.shape[1]
             delta = deficit.sign().to(torch.float32)
             delta = (delta - delta.mean(dim=1, keepdim=True)) * (self._update_rate * finite.to(delta.device))
-            for router, router_delta in zip(self._routers, delta[self._here], strict=True):
+            for router, router_delta in zip(self._routers, self._of_layers_here(delta), strict=True):
                 if router.weight.requires_grad:
                     router.expert_bias += router_delta
         return counts
@@ -122,7 +130,9 @@ class ExpertBiasBalancer:
         ranges = torch.zeros(2, self._num_layers, device=self.counts.device)
         if self._routers:
             biases = torch.stack([router.expert_bias for router in self._routers])
-            ranges[:, self._here] = torch.stack(biases.aminmax(dim=1))
+            found = torch.stack(biases.aminmax(dim=1)).split([here.stop - here.start for here in self._here], dim=1)
+            for here, values in zip(self._here, found, strict=True):
+                ranges[:, here] = values
         if self._stage_size is not None:
             self._sum_over_ranks(ranges)
             ranges /= self._stage_size

@@ -62,9 +62,12 @@ def candidates(job: JobConfig, model_config: AnyModelConfig, degrees: Degrees) -
     yield {"parallelism.expert_parallel_degree": 2 * degrees.ep, **sharded}
     yield {"parallelism.tensor_parallel_degree": 2 * degrees.tp, **sharded, **batch}
     yield {"parallelism.context_parallel_degree": 2 * degrees.cp, **sharded, **batch}
+    if degrees.chunks > 1:
+        yield {"parallelism.pipeline_parallel_layers": "", "parallelism.pipeline_parallel_chunks": 1}
     yield {
         "parallelism.pipeline_parallel_degree": 2 * degrees.pp,
         "parallelism.pipeline_parallel_layers": "",
+        "parallelism.pipeline_parallel_chunks": 1,
         **sharded,
         **batch,
     }
@@ -101,7 +104,9 @@ def advise(
     ranks = degrees.world_size
     for _ in range(6):
         ranks *= 2
-        values = {"parallelism.data_parallel_shard_degree": -1, "training.global_batch_size": -1}
+        # Chunks want several micro-batches: as many as now.
+        size = job.training.global_batch_size * ranks // degrees.world_size if degrees.chunks > 1 else -1
+        values = {"parallelism.data_parallel_shard_degree": -1, "training.global_batch_size": size}
         more = _estimate(job, model_config, ranks, values, hardware, rank)
         if more is not None and more.fits(hardware):
             return single, together, ranks

@@ -117,7 +117,7 @@ def describe_moment(moment: Moment, trace: StepTrace) -> str:
         return outside[moment.phase]
     num = trace.num_layers[moment.kind]
     index = (num - 1 - moment.index if moment.from_end else moment.index) + (trace.num_layers[0] * moment.kind)
-    return f"{moment.phase} of layer {trace.first_layer + index}"
+    return f"{moment.phase} of layer {[number for part in trace.layers for number in part][index]}"
 
 
 def axis_ranks(degrees: Degrees, axis: str, rank: int = 0) -> list[int]:

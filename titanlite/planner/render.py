@@ -70,13 +70,14 @@ def render_stages(stages: Mapping[int, Estimate], hardware: Hardware) -> str:
         degrees, trace = estimate.degrees, estimate.trace
         first = stage * degrees.stage_size
         ranks = f"{first}-{first + degrees.stage_size - 1}" if degrees.stage_size > 1 else str(first)
-        layers = f"{trace.first_layer}-{trace.first_layer + sum(trace.num_layers) - 1}"
-        ahead = min(degrees.pp - stage, trace.micro_batches)
+        layers = ", ".join(f"{part.start}-{part.stop - 1}" for part in trace.layers)
+        turns_open = min(degrees.turns_ahead(stage) + 1, trace.micro_batches * degrees.chunks)
         fits = "fits" if estimate.fits(hardware) else "does not fit"
         memory, compute = format_memory(estimate.memory.total), _ms(estimate.time.compute_s)
-        rows.append((str(stage), ranks, layers, str(ahead), memory, fits, compute))
+        rows.append((str(stage), ranks, layers, f"{turns_open / degrees.chunks:.3g}", memory, fits, compute))
     some = next(iter(stages.values()))
-    count = f"{some.degrees.pp} stages, {some.trace.micro_batches} micro-batches"
+    chunks = f" of {some.degrees.chunks} chunks" if some.degrees.chunks > 1 else ""
+    count = f"{some.degrees.pp} stages{chunks}, {some.trace.micro_batches} micro-batches"
     title = f"pipeline: {count} a step, {some.time.waiting:.0%} of it waiting"
     left_out = some.degrees.pp - len(stages)
     note = (
@@ -117,8 +118,8 @@ def render_time(estimate: Estimate, hardware: Hardware) -> str:
     time, trace = estimate.time, estimate.trace
     ranks = estimate.degrees.world_size
     done = trace.flops.done * estimate.degrees.stage_size / estimate.tokens
-    first = trace.first_layer
-    where = f" in layers {first} to {first + sum(trace.num_layers) - 1}" if estimate.degrees.pp > 1 else ""
+    parts = " and ".join(f"{part.start} to {part.stop - 1}" for part in trace.layers)
+    where = f" in layers {parts}" if estimate.degrees.pp > 1 else ""
     lines = [
         f"compute: {trace.model_flops_per_token / 1e9:.2f} GFLOP per token (model, as MFU counts), "
         f"{done / 1e9:.2f} done{where} (recomputation included)",
@@ -221,8 +222,9 @@ def to_json(
         data["stages"] = [
             {
                 "stage": stage,
-                "first_layer": of_stage.trace.first_layer,
+                "first_layer": of_stage.trace.layers[0].start,
                 "layers": sum(of_stage.trace.num_layers),
+                "chunks": [[part.start, part.stop] for part in of_stage.trace.layers],
                 "total": of_stage.memory.total,
                 "fits": of_stage.fits(hardware),
                 "compute_s": of_stage.time.compute_s,

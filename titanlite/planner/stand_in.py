@@ -113,7 +113,7 @@ def observed(trainer: TrainStep, recorder: StepRecorder) -> Iterator[None]:
     """Tell `recorder` where stretches of a step begin, while `trainer` makes one. Works on real trainers, too."""
     model, enter = trainer.model, trainer.enter
     layers = model.decoder_layers()
-    turns = {"forward": -1, "backward": -1}  # the latest micro-batch of each; both go through them in order
+    turns = {"forward": -1, "backward": -1}  # the latest micro-batch of each
     handles = []
 
     def watch(layer: nn.Module, index: int) -> None:
@@ -130,15 +130,13 @@ def observed(trainer: TrainStep, recorder: StepRecorder) -> Iterator[None]:
         handles.append(layer.register_forward_pre_hook(before, prepend=True))
         handles.append(layer.register_forward_hook(after))
 
-    def observed_enter(phase: str) -> None:
+    def observed_enter(phase: str, micro_batch: int | None = None) -> None:
         if turns["backward"] >= 0:
             recorder.mark((p.grad for p in model.parameters() if p.grad is not None), GRADIENTS)
-        if phase in turns:
-            turns[phase] += 1
-            recorder.begin(turns[phase], phase)
-        else:
-            recorder.begin(-1, phase)
-        enter(phase)
+        if micro_batch is not None:
+            turns[phase] = micro_batch
+        recorder.begin(-1 if micro_batch is None else micro_batch, phase)
+        enter(phase, micro_batch)
 
     for index, layer in enumerate(layers):
         watch(layer, index)

@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeVar
 import torch.distributed as dist
 
 from titanlite.config import AnyModelConfig, JobConfig, ModelConfig
-from titanlite.config.parallelism import Degrees, resolve_global_batch_size
+from titanlite.config.parallelism import Degrees, count_micro_batches
 from titanlite.distributed import ParallelDims, fake_ranks
 from titanlite.materialize.layout import is_elsewhere, local_of
 from titanlite.metrics import train_flops_per_token
@@ -78,7 +78,7 @@ class StepTrace:
         num_layers: layers that the figures are of, by kind; with pipeline stages those of this rank's.
         traced_layers: layers that were really traced.
         traced_micro_batches: micro-batches that were.
-        first_layer: number of the first of the layers.
+        layers: their numbers; those of each chunk, where a pipeline stage has several.
     """
 
     peaks: dict[Moment, dict[str, int]]
@@ -94,7 +94,7 @@ class StepTrace:
     num_layers: tuple[int, ...]
     traced_layers: int
     traced_micro_batches: int
-    first_layer: int = 0
+    layers: tuple[range, ...]
 
     def plus(self, times: int, larger: "StepTrace", smaller: "StepTrace") -> "StepTrace":
         """This trace with `times` the difference of two others added: as many layers more."""
@@ -166,7 +166,8 @@ def trace_step(
             more = tuple(n + period * (k == kind) for k, n in enumerate(few))
             found = found.plus((num - num_few) // period, trace(more), base)
             traced += sum(more)
-    return replace(found, num_layers=wanted, traced_layers=traced)
+    parts = degrees.stage_parts(model_config.num_layers, stage)
+    return replace(found, num_layers=wanted, layers=tuple(parts), traced_layers=traced)
 
 
 def _layers_to_trace(
@@ -176,11 +177,15 @@ def _layers_to_trace(
     named = (job.optimizer.freeze, job.optimizer.lr_multipliers, job.lora.targets)
     if not isinstance(model_config, ModelConfig) or any(re.search(r"\.[\d\[]", patterns) for patterns in named):
         return None
+    if degrees.chunks > 1:  # each would need a first and a last layer; they are small
+        return None
     wanted = layers_by_kind(model_config, degrees, stage)
     section, period = job.activation_checkpoint, 1
     if section.mode == "selective" and section.selective_ac_option != "op":
         period = int(section.selective_ac_option)
-    fewest = _FEWEST_WITH_SUMS if degrees.dp_replicate > 1 and _count_micro_batches(job, degrees) > 1 else _FEWEST
+    fewest = (
+        _FEWEST_WITH_SUMS if degrees.dp_replicate > 1 and count_micro_batches(job.training, degrees.dp) > 1 else _FEWEST
+    )
     few = []
     for num in wanted:
         least = fewest * period + (num - fewest * period) % period
@@ -192,7 +197,7 @@ def layers_by_kind(model_config: AnyModelConfig, degrees: Degrees, stage: int) -
     """Leading dense layers of an MoE model, or all of others, and the rest: of one pipeline stage."""
     if not isinstance(model_config, ModelConfig):
         return model_config.num_layers, 0
-    here = degrees.stage_layers(model_config.num_layers, stage)
+    here = [number for part in degrees.stage_parts(model_config.num_layers, stage) for number in part]
     dense = sum(layer < model_config.num_dense_layers for layer in here) if model_config.num_experts else len(here)
     return dense, len(here) - dense
 
@@ -200,8 +205,8 @@ def layers_by_kind(model_config: AnyModelConfig, degrees: Degrees, stage: int) -
 def _with_layers(
     model_config: ModelConfig, degrees: Degrees, stage: int, by_kind: tuple[int, ...]
 ) -> tuple[ModelConfig, Degrees]:
-    """The model with so many layers in one pipeline stage, and the others as they are."""
-    sizes = [len(degrees.stage_layers(model_config.num_layers, i)) for i in range(degrees.pp)]
+    """The model with so many layers in one pipeline stage, of one chunk, and the others as they are."""
+    sizes = degrees.part_sizes(model_config.num_layers)
     removed = sizes[stage] - sum(by_kind)
     sizes[stage] = sum(by_kind)
     dense = model_config.num_dense_layers
@@ -222,7 +227,7 @@ def _trace(
     """Trace a step with every layer of `model_config`."""
     job = replace(job, compile=replace(job.compile, enable=False))  # as it is without; compiled code keeps no more
     job = replace(job, training=replace(job.training, enable_cpu_offload=False))
-    micro_batches = _count_micro_batches(job, degrees)
+    micro_batches = count_micro_batches(job.training, degrees.dp)
     with fake_ranks(degrees.world_size, rank):
         trainer = StandInTrainer(job, model_config, degrees, device_type)
         with without_data(trainer, device_type):
@@ -240,16 +245,25 @@ def _trace(
             return summarize(recorder, trainer, num_layers, micro_batches, len(batches))
 
 
-def _count_micro_batches(job: JobConfig, degrees: Degrees) -> int:
-    return resolve_global_batch_size(job.training, degrees.dp) // (job.training.local_batch_size * degrees.dp)
-
-
 def _micro_batches_to_trace(micro_batches: int, trainer: StandInTrainer) -> int:
     """The first, one like those that follow, and the last where that differs.
 
-    A pipeline stage holds more and more activations, and what it sent, for as many micro-batches as there are stages.
+    A pipeline stage holds more and more activations, and what it sent, for as many micro-batches as there are stages;
+    one of several chunks, whose micro-batches come in groups of that many, during the first two groups.
     """
-    return min(micro_batches, trainer.dims.degrees.pp + 1 + _last_differs(trainer))
+    degrees = trainer.dims.degrees
+    if degrees.chunks > 1:
+        return min(micro_batches, 3 * degrees.pp)
+    return min(micro_batches, degrees.pp + 1 + _last_differs(trainer))
+
+
+def _repeated_micro_batches(trainer: StandInTrainer, traced: int) -> range:
+    """Those that the micro-batches that were not traced are like."""
+    degrees = trainer.dims.degrees
+    if degrees.chunks > 1:
+        return range(traced - 2 * degrees.pp, traced - degrees.pp)
+    repeated = traced - 1 - _last_differs(trainer)
+    return range(repeated, repeated + 1)
 
 
 def _last_differs(trainer: StandInTrainer) -> bool:
@@ -263,10 +277,10 @@ def summarize(
     """The figures of a recorded step of `traced` micro-batches, as those of all `micro_batches`."""
     assert dist.group.WORLD is not None
     world = dist.group.WORLD.group_name
-    repeated = traced - 1 - _last_differs(trainer)
+    repeated = _repeated_micro_batches(trainer, traced)
 
     def times(segment: Segment) -> int:
-        return 1 + micro_batches - traced if segment.micro_batch == repeated else 1
+        return 1 + (micro_batches - traced) // len(repeated) if segment.micro_batch in repeated else 1
 
     axes = axis_names(trainer.dims)
     counts, nbytes = Counter[Traffic](), Counter[Traffic]()
@@ -293,7 +307,7 @@ def summarize(
         num_layers=num_layers,
         traced_layers=sum(num_layers),
         traced_micro_batches=traced,
-        first_layer=trainer.dims.degrees.stage_layers(len(model.all_layers()), trainer.dims.stage).start,
+        layers=tuple(trainer.dims.degrees.stage_parts(len(model.all_layers()), trainer.dims.stage)),
     )
 
 
@@ -317,7 +331,7 @@ def axis_names(dims: ParallelDims) -> dict[str, str]:
     if dims.cp_group is not None:
         names[dims.cp_group.group_name] = "cp"
     if dims.pp_backward_group is not None and dims.stage_group is not None:
-        names[dims.pp_backward_group.group_name] = "pp"
+        names |= {group.group_name: "pp" for group in (dims.pp_backward_group, *(dims.pp_round_groups or ()))}
         names[dims.stage_group.group_name] = "stage"
     return names
 

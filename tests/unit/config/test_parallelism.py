@@ -23,9 +23,10 @@ MODEL = ModelConfig(
 )
 
 
-def section(replicate=1, shard=-1, tp=1, ep=1, cp=1, pp=1, layers="") -> ParallelismSection:
+def section(replicate=1, shard=-1, tp=1, ep=1, cp=1, pp=1, layers="", chunks=1) -> ParallelismSection:
     return ParallelismSection(
         pipeline_parallel_degree=pp,
+        pipeline_parallel_chunks=chunks,
         pipeline_parallel_layers=layers,
         data_parallel_replicate_degree=replicate,
         data_parallel_shard_degree=shard,
@@ -67,12 +68,13 @@ def test_any_degrees_that_fit_are_resolved(replicate, shard, cp, tp, ep, pp, res
     assert degrees.expert_shard_dim(shard * cp * tp - 1) == 1
 
 
-@given(pp=st.integers(1, 16), num_layers=st.integers(1, 100))
-def test_stages_have_all_layers_once_and_about_equally_many(pp, num_layers):
-    assume(num_layers >= pp)
-    stages = [Degrees(pp=pp).stage_layers(num_layers, stage) for stage in range(pp)]
-    assert [layer for stage in stages for layer in stage] == [*range(num_layers)]
-    sizes = [len(stage) for stage in stages]
+@given(pp=st.integers(1, 16), chunks=st.integers(1, 4), num_layers=st.integers(1, 100))
+def test_stages_have_all_layers_once_and_about_equally_many(pp, chunks, num_layers):
+    assume(num_layers >= pp * chunks)
+    stages = [Degrees(pp=pp, chunks=chunks).stage_parts(num_layers, stage) for stage in range(pp)]
+    parts = [stages[stage][chunk] for chunk in range(chunks) for stage in range(pp)]
+    assert [layer for part in parts for layer in part] == [*range(num_layers)]
+    sizes = [len(part) for part in parts]
     assert min(sizes) >= 1 and max(sizes) <= min(sizes) + 1
     assert sizes[-1] == min(sizes), "the last has the output head"
 
@@ -80,10 +82,23 @@ def test_stages_have_all_layers_once_and_about_equally_many(pp, num_layers):
 def test_layers_of_stages_as_they_are_given():
     degrees = resolve_degrees(section(pp=3, layers=" 1,5, 2"), 6)
     assert degrees.layers == (1, 5, 2) and degrees.dp_shard == 2
-    assert [degrees.stage_layers(8, stage) for stage in range(3)] == [range(1), range(1, 6), range(6, 8)]
+    assert [degrees.stage_parts(8, stage) for stage in range(3)] == [[range(1)], [range(1, 6)], [range(6, 8)]]
+
+
+def test_layers_of_chunks_as_they_are_given():
+    degrees = resolve_degrees(section(pp=2, chunks=2, layers="1,5,2,3"), 4)
+    assert degrees.stage_parts(11, 0) == [range(1), range(6, 8)]
+    assert degrees.stage_parts(11, 1) == [range(1, 6), range(8, 11)]
+
+
+def test_a_stage_is_ahead_of_those_behind_it():
+    assert [Degrees(pp=4).turns_ahead(stage) for stage in range(4)] == [3, 2, 1, 0]
+    assert [Degrees(pp=4, chunks=2).turns_ahead(stage) for stage in range(4)] == [10, 8, 6, 4]
+    assert Degrees(pp=4, chunks=2).waiting(8) == 3 / 19
 
 
 def test_text_of_degrees():
+    assert str(Degrees(2, 4, 2, 8, pp=3, chunks=2)).startswith("pp 3 (2 chunks) x dp_replicate 2 x ")
     assert str(Degrees(2, 4, 2, 8, pp=3)) == "pp 3 x dp_replicate 2 x dp_shard 4 x tp 2, ep 8"
     assert str(Degrees(2, 4, 2, 8)) == "dp_replicate 2 x dp_shard 4 x tp 2, ep 8"
     assert str(Degrees(2, 4, 2, 8, cp=3)) == "dp_replicate 2 x dp_shard 4 x cp 3 x tp 2, ep 8"
@@ -116,6 +131,8 @@ def test_text_of_degrees():
             )
             for layers in ("4", "2,2,2", "2,-2", "2,x")
         ),
+        (section(chunks=2), 4, "pipeline_parallel_chunks = 2 has no effect, for pipeline_parallel_degree is 1."),
+        (section(pp=2, chunks=2, layers="2,2"), 4, "is not a number of layers for each of the 2 * 2 chunks that"),
         (section(layers="28"), 4, "pipeline_parallel_layers = '28' has no effect, for pipeline_parallel_degree is 1."),
         (section(cp=2, ep=3), 4, "ep (3) does not divide dp_shard (2) * cp (2) * tp (1) = 4."),
     ],
@@ -167,6 +184,24 @@ def test_a_good_job_has_no_problems():
         ),
         ({"tie_word_embeddings": True}, Degrees(pp=2), {}, "is 2, but the model's output head is its embedding (tied)"),
         ({"num_layers": 4}, Degrees(pp=5), {}, "pipeline_parallel_degree (5) is more than the model's 4 layers. Lower"),
+        (
+            {"num_layers": 4},
+            Degrees(pp=2, chunks=3),
+            {"global_batch_size": 2, "local_batch_size": 1},
+            "pipeline_parallel_degree (2) * pipeline_parallel_chunks (3) is more than the model's 4 layers. Lower one",
+        ),
+        (
+            {"num_layers": 4},
+            Degrees(pp=2, chunks=2, layers=(1, 3, 0, 0)),
+            {"global_batch_size": 2, "local_batch_size": 1},
+            "1 + 3 + 0 + 0 = 4, but the model has 4 layers, and each chunk needs one or more.",
+        ),
+        (
+            {"num_layers": 4},
+            Degrees(dp_shard=2, pp=2, chunks=2),
+            {"global_batch_size": 12, "local_batch_size": 2},
+            "in groups of 2, but a step has 3. Set training.global_batch_size to 16, or pipeline_parallel_chunks to 1.",
+        ),
         (
             {"num_layers": 4},
             Degrees(pp=2, layers=(2, 3)),

@@ -13,7 +13,7 @@ from titanlite.config import load_config
 from titanlite.planner.estimate import get_memory
 from titanlite.planner.flops import count_flops
 from titanlite.planner.sweep import derive
-from titanlite.planner.trace import StepTrace, trace_step
+from titanlite.planner.trace import StepTrace, Traffic, trace_step
 from titanlite.planner.tracker import ACTIVATIONS, TEMPORARIES
 from titanlite.preflight import Checked, check
 
@@ -84,7 +84,7 @@ def test_few_layers_stand_for_all(checked, world_size, num_layers, overrides):
 def test_few_layers_stand_for_all_of_a_stage(checked, rank, overrides):
     job = checked(4, 13, *overrides, PP + "2", "--training.local_batch_size=1", "--training.global_batch_size=8")
     few, every = traced(job, rank=rank), traced(job, every_layer=True, rank=rank)
-    assert few.first_layer == every.first_layer == (0 if rank < 2 else 7)
+    assert few.layers == every.layers == (range(7) if rank < 2 else range(7, 13),)
     assert few.num_layers == every.num_layers and sum(few.num_layers) == (7 if rank < 2 else 6)
     for name in ("counts", "nbytes", "flops", "model_flops_per_token", "weights", "optimizer", "buffers", "padding"):
         assert getattr(few, name) == getattr(every, name), name
@@ -128,6 +128,31 @@ def test_what_is_done_once_per_step_is_counted_once(checked, replicas):
         assert plain[kind, "dp_shard"] >= 6 * once[kind, "dp_shard"]
     if replicas > 1:
         assert plain["all_reduce", "dp_replicate"] == once["all_reduce", "dp_replicate"] == 8  # 6 layers, 2 ends
+
+
+@pytest.mark.parametrize("mode", [(), (ONCE,), (REPLICATE + "2",), (REPLICATE + "2", ONCE)], ids=" ".join)
+@pytest.mark.parametrize("rank", [0, 2], ids=["first stage", "last stage"])
+def test_chunks_send_more_and_gather_and_reduce_no_more(checked, mode, rank):
+    """8 micro-batches in 2 stages of 6 layers, as one chunk, and as 2 and 3."""
+
+    def trace(chunks: int) -> StepTrace:
+        sizes = ("--training.local_batch_size=1", "--training.global_batch_size=16", MODE + "full", PP + "2")
+        reshard = "--parallelism.fsdp_reshard_after_forward=default"
+        job = checked(4, 12, *sizes, reshard, f"--parallelism.pipeline_parallel_chunks={chunks}", *mode)
+        return traced(job, rank=rank)
+
+    def counts(trace: StepTrace, *, sent: bool) -> dict[Traffic, int]:
+        return {traffic: count for traffic, count in trace.counts.items() if (traffic.kind == "send") == sent}
+
+    one, *several = traces = [trace(chunks) for chunks in (1, 2, 3)]
+    for found in several:
+        assert counts(found, sent=False) == counts(one, sent=False)
+        assert (found.flops, found.weights, found.optimizer) == (one.flops, one.weights, one.optimizer)
+    # Between two parts of the model one hidden state and one gradient.
+    assert [sum(counts(found, sent=True).values()) for found in traces] == [8, 8 * 3, 8 * 5]
+    assert [len(found.layers) for found in traces] == [1, 2, 3] and {found.micro_batches for found in traces} == {8}
+    kept = [get_memory(found).working[ACTIVATIONS] for found in traces]
+    assert kept[0] < kept[1], "more turns are open"
 
 
 def test_the_first_micro_batch_holds_what_the_second_does(checked):
