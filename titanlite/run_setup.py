@@ -1,6 +1,7 @@
 """What the trainer does before and around building: checks that need the device or the data, settings for modules."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import torch.distributed as dist
 
 from titanlite.checkpoint import Progress
 from titanlite.checkpoint.folder import OWN_FOLDER
-from titanlite.config import AnyModelConfig, JobConfig, ModelConfig, TransformersConfig, save_resolved
+from titanlite.config import AnyModelConfig, JobConfig, ModelConfig, TransformersConfig, describe_changes, save_resolved
 from titanlite.config.parallelism import Degrees
 from titanlite.config.schema import BLOCK_SIZES
 from titanlite.data import TrainLoader
@@ -131,13 +132,18 @@ def _warn_of_many_epochs(job: JobConfig, epochs: float, source: str, remedy: str
         )
 
 
-def record_start(step: int, where: str, *, resumed: bool, rewound: bool) -> None:
+def record_start(step: int, where: str, *, resumed: bool, rewound: bool, changes: Sequence[str] = ()) -> None:
     """Record that training begins after `step`: one event, of the kind that says most. On rank 0.
 
-    A rewind is recorded where it is decided. If the ranks started again, it is also logged why.
+    A rewind is recorded where it is decided. If the ranks started again, it is also logged why; and of a run that is
+    resumed, which settings changed.
     """
     if rewound:
         return
+    if resumed and changes:
+        text = f"settings changed since the last start: {', '.join(changes)}"
+        logger.info("resume: %s", text)
+        where = f"{where}; {text}"
     restart = read_restart()
     if restart is None:
         record_event("resume" if resumed else "start", where, step)
@@ -147,17 +153,21 @@ def record_start(step: int, where: str, *, resumed: bool, rewound: bool) -> None
     record_event("restart", f"{text}; {where}", step)
 
 
-def make_dump_folder(job: JobConfig, folder: Path) -> None:
+def make_dump_folder(job: JobConfig, folder: Path) -> list[str]:
     """Make the run's folder and save the resolved configuration in it, on rank 0. Log and events go there from now on.
+
+    Returns the settings that are others than when a run last began there; on other ranks none.
 
     Raises:
         ConfigError: on all ranks, if rank 0 cannot write there; a full disk is only a warning if
             `checkpoint.on_save_error` is "continue". Collective: every rank must call.
     """
     failure: list[str | None] = [None]
+    changes: list[str] = []
     if dist.get_rank() == 0:
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            changes = describe_changes(job, folder / "config.toml")
             save_resolved(job, folder / "config.toml")
         except OSError as error:
             if is_full(error) and job.checkpoint.on_save_error == "continue":
@@ -169,6 +179,7 @@ def make_dump_folder(job: JobConfig, folder: Path) -> None:
         raise ConfigError(f"job.dump_folder: cannot write to {folder}: {failure[0]}. Choose another folder.")
     log_to_folder(folder)
     open_events(folder)
+    return changes
 
 
 def check_device(job: JobConfig, device: torch.device) -> None:

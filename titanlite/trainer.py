@@ -95,7 +95,7 @@ class Trainer(TrainStep):
         warn_of_ignored_balancing(job, model_config)
         warn_of_large_mask(job, model_config, self.device)
         warn_of_changed_base(job, model_config)
-        make_dump_folder(job, self.dump_folder)
+        changes = make_dump_folder(job, self.dump_folder)
         check_shared_folder(self.dump_folder)
 
         # Finds what to resume, if anything.
@@ -148,7 +148,7 @@ class Trainer(TrainStep):
         facts = {"model": model_config.family, "parameters": total, "trained": trained, "mesh": str(degrees)}
         self.metrics.log_environment(save_environment(self.dump_folder, self.device, facts))
         where = f"{degrees.world_size} ranks on {self.device.type}, {degrees}"
-        record_start(self.step, where, resumed=start is not None, rewound=bool(rewinds))
+        record_start(self.step, where, resumed=start is not None, rewound=bool(rewinds), changes=changes)
         self.objective.prepare(self.coming_batches(), self.initial_model, self.device)
 
     def build_sharded(

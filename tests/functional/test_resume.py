@@ -263,6 +263,17 @@ def test_longer_training_goes_on_from_the_last_checkpoint(train, halfway, meshes
     assert steps == list(range(1, ALL + 3))
 
 
+def test_settings_that_changed_are_said_when_a_run_resumes(train, halfway, meshes, tmp_path):
+    """Since the last start, not since the first; the folder that is copied tells nothing of its settings."""
+    _, resumed = halfway(meshes["FSDP4"])
+    for steps, lr in ((HALF + 1, "1e-3"), (HALF + 2, "2e-3"), (HALF + 2, "2e-3")):
+        train(meshes["FSDP4"], resumed, f"--training.steps={steps}", f"--optimizer.lr={lr}")
+    lines = [json.loads(line) for line in (resumed / "events.jsonl").read_text().splitlines()]
+    told = [line["text"].partition("; ")[2] for line in lines if line["kind"] == "resume"]
+    changes = f"training.steps {HALF + 1} -> {HALF + 2}, optimizer.lr 0.001 -> 0.002"
+    assert told == ["", f"settings changed since the last start: {changes}", ""]
+
+
 def test_initial_load_path_begins_at_step_0_with_those_weights(run_ranks, halfway, checked, meshes, tmp_path):
     """Weights and expert biases of another run, but a fresh optimizer."""
     whole, _ = halfway(meshes["FSDP4"])

@@ -96,6 +96,27 @@ def save_resolved(job: JobConfig, path: str | Path) -> None:
     replace_file(Path(path), "\n".join(lines))
 
 
+def describe_changes(job: JobConfig, path: str | Path) -> list[str]:
+    """The settings of `job` that were others when `save_resolved` wrote `path`, as `optimizer.lr 0.003 -> 0.001`.
+
+    None if there is no such file, or one that this version cannot read.
+    """
+    try:
+        before = load_config(["--config", str(path)])
+    except ConfigError:
+        return []
+    old, new = (
+        {setting.key: get_value(one, setting.key) for settings in get_sections_of(one).values() for setting in settings}
+        for one in (before, job)
+    )
+    both = {key: (old.get(key), new.get(key)) for key in old | new}
+    return [
+        f"{key} {' -> '.join('unset' if value is None else format_value(value) for value in pair)}"
+        for key, pair in both.items()
+        if pair[0] != pair[1]
+    ]
+
+
 class _BadValueError(Exception):
     """A value does not fit its setting; the text is the problem without its place."""
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
-from titanlite.config import JobConfig, load_config, save_resolved
+from titanlite.config import JobConfig, describe_changes, load_config, save_resolved
 from titanlite.config.check import check_values
 from titanlite.config.settings import Setting, get_settings, get_value, walk_schema
 from titanlite.errors import ConfigError
@@ -474,6 +474,26 @@ def test_saved_configuration_loads_equal(base: str, chosen: list[tuple[Setting, 
     path = Path(base).parent / "new" / "resolved.toml"
     save_resolved(job, path)
     assert load_config(["--config", str(path)]) == job
+
+
+def test_changes_since_a_configuration_was_saved(folder: Path) -> None:
+    path = folder / "resolved.toml"
+    arguments = ["--config=base.toml", "--model.overrides.num_layers=4"]
+    arguments += ["--data.dataset=text", "--data.sources.a.path=x"]
+    job = load_config(arguments)
+    assert describe_changes(job, path) == [], "there is no such file"
+    save_resolved(job, path)
+    assert describe_changes(job, path) == []
+    arguments += ["--optimizer.lr=1e-5", "--model.overrides.num_layers=none", "--data.sources.a.path=y"]
+    other = load_config([*arguments, "--data.sources.b.path=z"])
+    assert {*describe_changes(other, path)} == {
+        f"optimizer.lr {job.optimizer.lr} -> 1e-05",
+        "model.overrides.num_layers 4 -> unset",
+        'data.sources.a.path "x" -> "y"',
+        'data.sources.b.path unset -> "z"',
+    }
+    path.write_text("[training]\nunheard_of = 1\n", encoding="utf-8")
+    assert describe_changes(other, path) == [], "of another version"
 
 
 def test_saved_configuration_is_complete(folder: Path) -> None:
