@@ -130,8 +130,9 @@ def test_what_is_done_once_per_step_is_counted_once(checked, replicas):
         assert plain["all_reduce", "dp_replicate"] == once["all_reduce", "dp_replicate"] == 8  # 6 layers, 2 ends
 
 
-@pytest.mark.parametrize("mode", [(), (ONCE,), (REPLICATE + "2",), (REPLICATE + "2", ONCE)], ids=" ".join)
-@pytest.mark.parametrize("rank", [0, 2], ids=["first stage", "last stage"])
+@pytest.mark.parametrize(
+    ("rank", "mode"), [(0, ()), (2, (ONCE,)), (2, (REPLICATE + "2",)), (0, (REPLICATE + "2", ONCE))]
+)
 def test_chunks_send_more_and_gather_and_reduce_no_more(checked, mode, rank):
     """8 micro-batches in 2 stages of 6 layers, as one chunk, and as 2 and 3."""
 
