@@ -11,6 +11,11 @@ from pathlib import Path
 import pytest
 
 from titanlite.__main__ import main
+from titanlite.config import JobConfig, load_config
+from titanlite.planner.advise import candidates, with_values
+from titanlite.planner.estimate import get_memory
+from titanlite.planner.trace import trace_step
+from titanlite.preflight import check
 
 ROOT = Path(__file__).parents[2]
 TINY = (
@@ -121,6 +126,21 @@ def test_what_is_kept_for_a_step_is_the_first_to_go(capsys):
     once = ("--parallelism.fsdp_once_per_step=true", "--world-size=4", "--training.global_batch_size=16")
     _, out = plan_of(capsys, *once, "--memory-gib=0.002", "--reserved-gib=0")
     assert "parallelism.fsdp_once_per_step True -> False: " in out
+
+
+@pytest.mark.parametrize(("base", "proposed"), [("auto", ["fp8", "nf4"]), ("fp8", ["nf4"]), ("nf4", [])])
+def test_frozen_weights_in_fewer_bits_are_proposed_to_adapters(base, proposed):
+    sizes = ("--model.overrides.hidden_size=128", "--model.overrides.moe_intermediate_size=128")
+    lora = ("--lora.rank=4", f"--lora.base_dtype={base}", "--checkpoint.initial_load_path=/published")
+    job = check(load_config([*TINY, *STAGES, *sizes, *lora]), 1)
+
+    def total(changed: JobConfig) -> int:
+        return get_memory(trace_step(changed, job.model_config, job.degrees)).total
+
+    changes = [change for change in candidates(job.job, job.model_config, job.degrees) if "lora.base_dtype" in change]
+    assert changes == [{"lora.base_dtype": form} for form in proposed]
+    totals = [total(job.job), *(total(with_values(job.job, change)) for change in changes)]
+    assert totals == sorted(set(totals), reverse=True)
 
 
 def test_a_sweep(capsys, tmp_path):

@@ -6,6 +6,7 @@ from typing import Any
 
 from titanlite.config import AnyModelConfig, JobConfig
 from titanlite.config.parallelism import Degrees, check_parallelism, resolve_degrees
+from titanlite.config.schema import BLOCK_SIZES
 from titanlite.config.settings import get_value
 from titanlite.errors import TitanliteError
 from titanlite.planner.estimate import Estimate
@@ -71,6 +72,10 @@ def candidates(job: JobConfig, model_config: AnyModelConfig, degrees: Degrees) -
         **sharded,
         **batch,
     }
+    formats = list(BLOCK_SIZES)  # the larger first
+    if job.lora.rank:
+        now = job.lora.base_dtype
+        yield from ({"lora.base_dtype": form} for form in formats[formats.index(now) + 1 if now in formats else 0 :])
     if training.dtype == "float32":
         yield {"training.dtype": "bfloat16"}
     if not training.enable_cpu_offload:
