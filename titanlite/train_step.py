@@ -142,6 +142,7 @@ class TrainStep:
         self.finite_guard = FiniteGuard(device, most_bad)
         self.timer = timers.StepTimer(device)
         timers.activate(self.timer)
+        self._all_chunks = self._ending = tuple(range(dims.degrees.chunks))
 
     def train_step(self, micro_batches: list[Batch]) -> StepResult:
         """One optimizer step over this rank's micro-batches. Collective: every rank must call.
@@ -166,8 +167,9 @@ class TrainStep:
                 losses_finite[number] &= (losses.loss + losses.aux).detach().isfinite()
                 continue
             if count > 1:
-                prepare_backward(self.model, self.job, self.dims, last=number == count - 1, chunk=chunk)
+                self.end_backwards_of((chunk,) if number == count - 1 else ())
             self.scaled_loss(open_losses.pop((number, chunk)), units, num_tokens).backward()
+        self.end_backwards_of(self._all_chunks)  # each backward by itself, until the next step
 
         self.enter("optimizer")
         sums = self.sum_over_data(sums, in_stages=True)
@@ -208,6 +210,12 @@ class TrainStep:
                 with only_chunk(self.model, chunk):
                     losses = self.objective(self.model, group[number])
                 yield group[number], chunk, losses
+
+    def end_backwards_of(self, chunks: tuple[int, ...]) -> None:
+        """Let the next backwards be a step's last ones of these chunks, and not yet of the others."""
+        if chunks != self._ending:
+            prepare_backward(self.model, self.job, self.dims, chunks)
+            self._ending = chunks
 
     def enter(self, phase: str, micro_batch: int | None = None) -> None:
         """Say what this rank does from now on: for the time split, and for whoever looks after ranks that hang.

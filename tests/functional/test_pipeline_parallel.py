@@ -5,6 +5,7 @@ That training on such meshes is training of one process is in test_parity_ladder
 
 import json
 import logging
+import math
 from collections.abc import Callable
 from fnmatch import fnmatch
 from typing import Any
@@ -295,6 +296,46 @@ def test_nan_is_named_in_the_stage_that_it_came_from(train, chunks):
     assert "first output that is not finite is that of model.layers.1.mlp (micro-batch 0, rank 1), that of " in first[1]
     assert "(micro-batch 1, rank 1)" in first[1] and "embed_tokens" not in first[1], "what others got is not named"
     assert "radients that are not finite, from micro-batch 0 on: lm_head.weight, model.norm.weight" in first[1]
+
+
+@pytest.mark.parametrize(
+    ("degrees", "options"),
+    [
+        (Degrees(pp=2, dp_replicate=2), []),
+        (Degrees(pp=2, dp_shard=2), ["--parallelism.fsdp_once_per_step=true"]),
+    ],
+    ids=["replicas", "once"],
+)
+def test_steps_behind_one_that_was_looked_into_are_those_without_chunks(run_ranks, checked, degrees, options):
+    """Looking runs backwards of all chunks, whose gradients are dropped, not left for the next step in FSDP's buffers.
+
+    In bfloat16, for FSDP uses buffers of its own where gradients are reduced in another dtype.
+    """
+    options = [*options, "--training.mixed_precision_param=bfloat16", "--training.on_nonfinite=skip"]
+    found = []
+    for chunks in ([], [CHUNKS]):
+        job = checked(degrees, FIVE, ONE, *options, *chunks, "--checkpoint.enable=false")
+
+        def rank_main(job: Checked = job) -> list[float]:
+            trainer = Trainer(job.job, job.model_config, job.degrees)
+            layer, norms = trainer.model.model.layers[1], []
+            if not isinstance(layer, Elsewhere):
+                forward = layer.mlp.forward
+
+                def spoiled(*args: Any) -> Any:
+                    out, aux = forward(*args)
+                    return (out * torch.nan if trainer.step == 1 else out), aux
+
+                layer.mlp.forward = spoiled
+            for step in range(4):
+                norms.append(trainer.train_step(trainer.loader.micro_batches(step)).grad_norm.item())
+                trainer.raise_if_not_finite()
+            return norms
+
+        found.append(run_ranks(degrees.world_size, rank_main)[0])
+    plain, chunked = found
+    assert [math.isnan(norm) for norm in plain] == [False, True, False, False]
+    assert chunked == pytest.approx(plain, rel=2e-3, nan_ok=True)
 
 
 def test_replicas_of_a_stage_are_compared_and_no_others(train):

@@ -5,7 +5,7 @@ than by expert parallelism. Gradients are summed, never averaged: the
 loss is divided by the global number of valid tokens, so that dense and expert gradients scale alike.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from itertools import islice, pairwise
 from typing import Any
 
@@ -117,31 +117,33 @@ def apply_fsdp(model: AnyModel, job: JobConfig, dims: ParallelDims, device_type:
         vars(param).update(attributes[name])
 
 
-def prepare_backward(model: AnyModel, job: JobConfig, dims: ParallelDims, *, last: bool, chunk: int = 0) -> None:
-    """Say whether the next backward is that of a step's last micro-batch, which does what is done once per step.
+def prepare_backward(model: AnyModel, job: JobConfig, dims: ParallelDims, ending: Collection[int]) -> None:
+    """Say for which chunks of a pipeline stage backwards do, from the next one on, what is done once per step.
 
-    With several chunks in a pipeline stage it is that of one of them; a backward also ends what others left open, so
+    With all chunks, as it is when a model was made, every backward does so. A step says it before the backward of its
+    last micro-batch. Where that is of one chunk, others may have gradients open, which a backward would end, too:
     they are told that theirs is not yet.
 
-    That is the all-reduce of gradients over `dp_replicate`. Without this FSDP does so for each micro-batch, over the
-    slowest links, and from the second on keeps every unit's sum until backward ends. Between them this rank's gradients
-    are in FSDP's own buffers, not in `grad`. With `parallelism.fsdp_once_per_step` it is every reduction of gradients,
-    and gathered parameters are kept until then.
+    What is done once is the all-reduce of gradients over `dp_replicate`. Without this FSDP does so for each
+    micro-batch, over the slowest links, and from the second on keeps every unit's sum until backward ends. Between them
+    this rank's gradients are in FSDP's own buffers, not in `grad`. With `parallelism.fsdp_once_per_step` it is every
+    reduction of gradients, and gathered parameters are kept until then.
     """
     # fully_shard made FSDPModules of them, which their static types do not show.
     root: Any = model
-    modules: list[Any] = [model]
-    if dims.degrees.chunks > 1:
+    modules: list[Any] = [model] if len(ending) == dims.degrees.chunks else []
+    if not modules and ending:
         embedding, head = model.outer_units()
-        modules = [*_layers_by_chunk(model, dims)[chunk], *(embedding if chunk == 0 else [])]
-        modules += head if dims.is_last_part(chunk) else []
+        for chunk, layers in enumerate(_layers_by_chunk(model, dims)):
+            if chunk in ending:
+                modules += [*layers, *(embedding if chunk == 0 else []), *(head if dims.is_last_part(chunk) else [])]
     if job.parallelism.fsdp_once_per_step:
-        root.set_is_last_backward(last)
-        for module, value in [(root, False), *((module, last) for module in modules)]:
+        root.set_is_last_backward(bool(ending))
+        for module, value in [(root, False), *((module, True) for module in modules)]:
             module.set_reshard_after_backward(value)
             module.set_requires_gradient_sync(value)
     elif dims.degrees.dp_replicate > 1:
-        for module, value in [(root, False), *((module, last) for module in modules)]:
+        for module, value in [(root, False), *((module, True) for module in modules)]:
             module.set_requires_all_reduce(value)
 
 

@@ -33,6 +33,7 @@ from titanlite.materialize.layout import set_sharing_group
 from titanlite.models.decoder import Decoder, LossSums
 from titanlite.models.elsewhere import BetweenChunks, Elsewhere, ElsewhereLayer
 
+MOST_SENT = 2
 _MOST_DIMS = 3  # of logits
 _CHUNKS = "chunk_attributes"
 
@@ -136,8 +137,8 @@ def only_chunk(model: nn.Module, chunk: int) -> Iterator[None]:
 class StageLink:
     """What a rank sends to, and gets from, the ranks at its place in the stages before and behind; in a ring.
 
-    What was sent is kept until the other side must have it, by the order of turns: a hidden state until the backward of
-    its micro-batch, a gradient until the one after the next.
+    Of what was sent the latest two tensors are kept each way, until the other side has them: with one, a stage would
+    wait for a receiver that waits for it. Two suffice for every order of turns that there is (tests simulate them).
     """
 
     def __init__(self, dims: ParallelDims, width: int, dtype: torch.dtype) -> None:
@@ -149,10 +150,9 @@ class StageLink:
         stage, count = dims.stage, dims.degrees.pp
         behind, before = (stage + 1) % count, (stage - 1) % count
         into, out_of = (round_forward, round_backward) if stage == 0 else (forward, backward)
-        self._hidden_in, self._gradient_out = _Channel(into, before, dtype), _Channel(out_of, before, dtype, 2)
+        self._hidden_in, self._gradient_out = _Channel(into, before, dtype), _Channel(out_of, before, dtype)
         into, out_of = (round_backward, round_forward) if dims.is_last_stage else (backward, forward)
-        most_open = dims.degrees.turns_ahead(stage) + 1
-        self._gradient_in, self._hidden_out = _Channel(into, behind, dtype), _Channel(out_of, behind, dtype, most_open)
+        self._gradient_in, self._hidden_out = _Channel(into, behind, dtype), _Channel(out_of, behind, dtype)
         self._all_group, self._last, self._is_last = forward, count - 1, dims.is_last_stage
         self._width, self._pieces = width, dims.degrees.ranks_per_sequence
 
@@ -191,17 +191,16 @@ class StageLink:
 class _Channel:
     """One way between this rank and another; what is sent first is received first.
 
-    Args:
-        most_sent: how many tensors that were sent are kept; before one more is, the oldest must have been received.
+    Of what was sent `MOST_SENT` tensors are kept; before one more is, the oldest must have been received.
     """
 
-    def __init__(self, group: dist.ProcessGroup, stage: int, dtype: torch.dtype, most_sent: int = 0) -> None:
-        self._group, self._stage, self._dtype, self._most_sent = group, stage, dtype, most_sent
+    def __init__(self, group: dist.ProcessGroup, stage: int, dtype: torch.dtype) -> None:
+        self._group, self._stage, self._dtype = group, stage, dtype
         self._sent: deque[tuple[dist.Work | None, torch.Tensor]] = deque()
 
     def send(self, x: torch.Tensor) -> None:
         x = x.detach().contiguous()
-        if len(self._sent) >= self._most_sent:
+        if len(self._sent) >= MOST_SENT:
             work, _ = self._sent.popleft()
             if work is not None:
                 work.wait()
