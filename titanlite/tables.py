@@ -40,12 +40,20 @@ def texts_between_numbers(name: str) -> tuple[str, ...]:
 
 
 def fold_names(names: Sequence[str]) -> str:
-    """`layers.{0-47}.mlp` for names that differ only in the numbers of layers and experts."""
+    """`layers.{0-10,47-58}.mlp` for names that differ only in the numbers of layers and experts."""
     between = texts_between_numbers(names[0])
     folded = between[0]
     if len(between) > 1:
         columns = zip(*(_NUMBER.findall(name) for name in names), strict=True)
         for column, text in zip(columns, between[1:], strict=True):
-            low, high = min(column, key=int), max(column, key=int)
-            folded += (low if low == high else f"{{{low}-{high}}}") + text
+            # A number that all share stays as it is written: `cpu.00000` is the name of a tensor.
+            folded += (column[0] if len(set(column)) == 1 else f"{{{_runs(sorted(set(map(int, column))))}}}") + text
     return folded
+
+
+def _runs(numbers: Sequence[int]) -> str:
+    """`0-10,47` for ascending numbers."""
+    all_numbers = set(numbers)
+    starts = [number for number in numbers if number - 1 not in all_numbers]
+    ends = [number for number in numbers if number + 1 not in all_numbers]
+    return ",".join(f"{start}" if start == end else f"{start}-{end}" for start, end in zip(starts, ends, strict=True))

@@ -7,14 +7,14 @@ from titanlite.config import AnyModelConfig, JobConfig
 from titanlite.config.parallelism import Degrees
 from titanlite.planner.estimate import Estimate, build_estimate
 from titanlite.planner.hardware import Hardware
-from titanlite.planner.trace import StepTrace, layers_by_kind, trace_step
+from titanlite.planner.trace import StepTrace, layers_of_chunks, trace_step
 
 
 def stages_to_trace(model_config: AnyModelConfig, degrees: Degrees) -> list[int]:
-    """Of stages that follow one another with as many layers the first, which has most micro-batches open; the first and
-    the last of all, which have the embedding and the output head.
+    """Of stages that follow one another with as many layers in each chunk the first, which has most micro-batches open;
+    the first and the last of all, which have the embedding and the output head.
     """
-    kinds = [layers_by_kind(model_config, degrees, stage) for stage in range(degrees.pp)]
+    kinds = [layers_of_chunks(model_config, degrees, stage) for stage in range(degrees.pp)]
     first = [0, *(stage for stage in range(1, degrees.pp) if stage == 1 or kinds[stage] != kinds[stage - 1])]
     return sorted({*first, degrees.pp - 1})
 

@@ -195,11 +195,18 @@ def _layers_to_trace(
 
 def layers_by_kind(model_config: AnyModelConfig, degrees: Degrees, stage: int) -> tuple[int, int]:
     """Leading dense layers of an MoE model, or all of others, and the rest: of one pipeline stage."""
+    dense, rest = zip(*layers_of_chunks(model_config, degrees, stage), strict=True)
+    return sum(dense), sum(rest)
+
+
+def layers_of_chunks(model_config: AnyModelConfig, degrees: Degrees, stage: int) -> list[tuple[int, int]]:
+    """The same of each chunk of that stage."""
     if not isinstance(model_config, ModelConfig):
-        return model_config.num_layers, 0
-    here = [number for part in degrees.stage_parts(model_config.num_layers, stage) for number in part]
-    dense = sum(layer < model_config.num_dense_layers for layer in here) if model_config.num_experts else len(here)
-    return dense, len(here) - dense
+        return [(model_config.num_layers, 0)]
+    num_dense = model_config.num_dense_layers if model_config.num_experts else model_config.num_layers
+    parts = degrees.stage_parts(model_config.num_layers, stage)
+    dense = [sum(layer < num_dense for layer in part) for part in parts]
+    return [(num, len(part) - num) for num, part in zip(dense, parts, strict=True)]
 
 
 def _with_layers(
@@ -248,7 +255,7 @@ def _trace(
 def _micro_batches_to_trace(micro_batches: int, trainer: StandInTrainer) -> int:
     """The first, one like those that follow, and the last where that differs.
 
-    A pipeline stage holds more and more activations, and what it sent, for as many micro-batches as there are stages;
+    A pipeline stage holds more and more activations, of as many micro-batches as there are stages;
     one of several chunks, whose micro-batches come in groups of that many, during the first two groups.
     """
     degrees = trainer.dims.degrees

@@ -10,8 +10,10 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanlite.config import load_config
+from titanlite.config.parallelism import Degrees
 from titanlite.planner.estimate import get_memory
 from titanlite.planner.flops import count_flops
+from titanlite.planner.stages import stages_to_trace
 from titanlite.planner.sweep import derive
 from titanlite.planner.trace import StepTrace, Traffic, trace_step
 from titanlite.planner.tracker import ACTIVATIONS, TEMPORARIES
@@ -106,6 +108,20 @@ def test_stages_of_a_pipeline_are_the_whole_model(checked):
     assert one.micro_batches == stages[0].micro_batches == 4
     kept = [get_memory(stage).working[ACTIVATIONS] for stage in stages]
     assert kept == sorted(kept, reverse=True), "earlier stages have more micro-batches open"
+
+
+@pytest.mark.parametrize(
+    ("chunks", "layers", "traced"),
+    [
+        (1, (2, 2, 2, 2), [0, 1, 3]),
+        (1, (2, 2, 3, 1), [0, 1, 2, 3]),
+        (2, (3, 1, 5, 3, 3, 5, 1, 5), [0, 1, 2, 3]),  # 6 layers in stages 1 and 2 both, of other chunks
+        (2, (1, 2, 2, 1, 1, 2, 2, 1), [0, 1, 3]),
+    ],
+)
+def test_stages_are_alike_if_their_chunks_are(checked, chunks, layers, traced):
+    config = checked(1, sum(layers)).model_config
+    assert stages_to_trace(config, Degrees(pp=4, chunks=chunks, layers=layers)) == traced
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
