@@ -36,6 +36,7 @@ from titanlite.tables import format_memory
 _MANY_EPOCHS = 10  # of a pretrained model's new data
 _LARGE_MASK = 2 << 30  # bytes
 _MUCH_WAITING = 0.5  # of a step
+_CONFIG, _NEXT_CONFIG = "config.toml", "config.next.toml"  # of the run in a folder, and of one that is being built
 
 
 def check_data_order(start: Progress, loader: TrainLoader) -> None:
@@ -132,12 +133,16 @@ def _warn_of_many_epochs(job: JobConfig, epochs: float, source: str, remedy: str
         )
 
 
-def record_start(step: int, where: str, *, resumed: bool, rewound: bool, changes: Sequence[str] = ()) -> None:
-    """Record that training begins after `step`: one event, of the kind that says most. On rank 0.
+def record_start(
+    folder: Path, step: int, where: str, *, resumed: bool, rewound: bool, changes: Sequence[str] = ()
+) -> None:
+    """Record that training begins after `step`: its settings, and one event, of the kind that says most. On rank 0.
 
     A rewind is recorded where it is decided. If the ranks started again, it is also logged why; and of a run that is
     resumed, which settings changed.
     """
+    if dist.get_rank() == 0 and (folder / _NEXT_CONFIG).exists():
+        (folder / _NEXT_CONFIG).replace(folder / _CONFIG)
     if rewound:
         return
     if resumed and changes:
@@ -156,7 +161,8 @@ def record_start(step: int, where: str, *, resumed: bool, rewound: bool, changes
 def make_dump_folder(job: JobConfig, folder: Path) -> list[str]:
     """Make the run's folder and save the resolved configuration in it, on rank 0. Log and events go there from now on.
 
-    Returns the settings that are others than when a run last began there; on other ranks none.
+    It has its usual name from `record_start` on: a start that is refused before changes nothing of what is known of
+    the run that is there. Returns the settings that are others than those of that run; on other ranks none.
 
     Raises:
         ConfigError: on all ranks, if rank 0 cannot write there; a full disk is only a warning if
@@ -167,11 +173,11 @@ def make_dump_folder(job: JobConfig, folder: Path) -> list[str]:
     if dist.get_rank() == 0:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            changes = describe_changes(job, folder / "config.toml")
-            save_resolved(job, folder / "config.toml")
+            changes = describe_changes(job, folder / _CONFIG)
+            save_resolved(job, folder / _NEXT_CONFIG)
         except OSError as error:
             if is_full(error) and job.checkpoint.on_save_error == "continue":
-                logger.warning("cannot write %s: %s.", folder / "config.toml", error.strerror)
+                logger.warning("cannot write %s: %s.", folder / _CONFIG, error.strerror)
             else:
                 failure[0] = str(error)
     dist.broadcast_object_list(failure, src=0)

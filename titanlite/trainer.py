@@ -148,7 +148,9 @@ class Trainer(TrainStep):
         facts = {"model": model_config.family, "parameters": total, "trained": trained, "mesh": str(degrees)}
         self.metrics.log_environment(save_environment(self.dump_folder, self.device, facts))
         where = f"{degrees.world_size} ranks on {self.device.type}, {degrees}"
-        record_start(self.step, where, resumed=start is not None, rewound=bool(rewinds), changes=changes)
+        record_start(
+            self.dump_folder, self.step, where, resumed=start is not None, rewound=bool(rewinds), changes=changes
+        )
         self.objective.prepare(self.coming_batches(), self.initial_model, self.device)
 
     def build_sharded(

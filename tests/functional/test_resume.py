@@ -264,9 +264,15 @@ def test_longer_training_goes_on_from_the_last_checkpoint(train, halfway, meshes
 
 
 def test_settings_that_changed_are_said_when_a_run_resumes(train, halfway, meshes, tmp_path):
-    """Since the last start, not since the first; the folder that is copied tells nothing of its settings."""
+    """Since the last start, not since the first; the folder that is copied tells nothing of its settings.
+
+    One that ended before it trained is none.
+    """
     _, resumed = halfway(meshes["FSDP4"])
     for steps, lr in ((HALF + 1, "1e-3"), (HALF + 2, "2e-3"), (HALF + 2, "2e-3")):
+        refused = ["--training.steps=99", "--model.overrides.num_layers=4"]
+        with pytest.raises(AssertionError, match="num_layers is 4, there 2"):
+            train(meshes["FSDP4"], resumed, *refused)
         train(meshes["FSDP4"], resumed, f"--training.steps={steps}", f"--optimizer.lr={lr}")
     lines = [json.loads(line) for line in (resumed / "events.jsonl").read_text().splitlines()]
     told = [line["text"].partition("; ")[2] for line in lines if line["kind"] == "resume"]
