@@ -17,8 +17,9 @@ import torch
 
 from titanlite.checkpoint.adapter import ADAPTER_CONFIG
 from titanlite.checkpoint.commit import MANIFEST_FILE, check_folder
+from titanlite.checkpoint.description import write_hf_files
 from titanlite.checkpoint.folder import ADAPTER_FILE, OWN_FOLDER
-from titanlite.checkpoint.hf_model import warn_of_sidecar, write_hf_files
+from titanlite.checkpoint.hf_model import warn_of_sidecar
 from titanlite.checkpoint.keys import SIDECAR_FILE, checkpoint_pieces, is_sidecar, whole
 from titanlite.checkpoint.merge import MergedAdapters
 from titanlite.checkpoint.pretrained import weights_of

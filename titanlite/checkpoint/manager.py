@@ -27,7 +27,8 @@ from titanlite.checkpoint.commit import (
     set_aside,
     step_folder,
 )
-from titanlite.checkpoint.hf_model import model_files, save_tokenizer, warn_of_sidecar, write_hf_files
+from titanlite.checkpoint.description import save_tokenizer, write_hf_files
+from titanlite.checkpoint.hf_model import model_files, warn_of_sidecar
 from titanlite.checkpoint.pretrained import weights_of
 from titanlite.checkpoint.train_state import Progress, Rewind, load_rewinds, load_state, state_files
 from titanlite.checkpoint.writer import FileLayout

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from titanlite.checkpoint.hf_model import write_hf_files
+from titanlite.checkpoint.description import write_hf_files
 from titanlite.config import ModelConfig, RopeScaling
 from titanlite.models.families import families, model_config_from_hf
 from titanlite.models.hf_config import transformers_config
