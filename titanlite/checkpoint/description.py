@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from titanlite.config import AnyModelConfig, ModelConfig, TransformersConfig
 from titanlite.errors import CheckpointError
 from titanlite.models.families import family_of
 from titanlite.models.families.family import KEY_ALIASES
-from titanlite.models.hf_config import load_config_and_class
+from titanlite.models.hf_config import load_config_and_class, save_config
 
 # What an image-and-text model needs beside a tokenizer.
 _PROCESSOR_FILES = (
@@ -30,6 +30,8 @@ _REPLACED_KEYS = {
     *("rope_theta", "rope_scaling", "original_max_position_embeddings"),
     "auto_map",  # names files with code, which are not written
 }
+# What transformers 5 notes in tokenizer_config.json about how it loaded the tokenizer; true of that machine only.
+_HOW_LOADED = ("is_local", "local_files_only", "name_or_path", "trust_remote_code", "backend")
 
 
 def write_hf_files(
@@ -59,7 +61,7 @@ def write_hf_files(
         hf_config = _transformers_config(config, dtype)
     else:
         hf_config = _native_config(config, tokenizer, dtype, assets)
-    hf_config.save_pretrained(folder)
+    save_config(hf_config, folder, config.hf if isinstance(config, TransformersConfig) else None)
     if assets is not None and (assets / "generation_config.json").exists():
         shutil.copyfile(assets / "generation_config.json", folder / "generation_config.json")
     else:
@@ -87,7 +89,7 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> None:
     """Save a transformers tokenizer, if there is one. On one rank."""
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
-        _name_tokenizer_class(folder / "tokenizer_config.json")
+        _rewrite_tokenizer_config(folder / "tokenizer_config.json")
 
 
 def _transformers_config(config: TransformersConfig, dtype: torch.dtype) -> Any:
@@ -102,33 +104,35 @@ def _native_config(config: ModelConfig, tokenizer: Any, dtype: torch.dtype, asse
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
-    base = dict(_base_config(assets, config))
+    original = _read_original(assets, config)
+    replaced = {"model_type", "architectures", "dtype", *_REPLACED_KEYS, *KEY_ALIASES.values()}
+    base = {key: value for key, value in original.items() if key not in replaced}
     if tokenizer is not None:
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             base.setdefault(name, getattr(tokenizer, name))
+    ours = family_of(config).to_hf(config, original)
     try:
-        return AutoConfig.for_model(
-            config.family, **{**base, **family_of(config).to_hf(config), "dtype": str(dtype).removeprefix("torch.")}
-        )
+        return AutoConfig.for_model(config.family, **{**base, **ours, "dtype": str(dtype).removeprefix("torch.")})
     except (TypeError, ValueError, StrictDataclassError) as error:
         reason = " ".join(str(error).split())
         raise CheckpointError(f"checkpoint: transformers refuses what {assets}/config.json says: {reason}") from None
 
 
-def _base_config(assets: Path | None, config: ModelConfig) -> Iterator[tuple[str, Any]]:
-    """What the original config.json says about things that titanlite has no setting for."""
+def _read_original(assets: Path | None, config: ModelConfig) -> dict[str, Any]:
+    """The config.json of the model that training began with, if it is of the same family; empty: there is none."""
     path = None if assets is None else assets / "config.json"
     if path is None or not path.exists():
-        return
-    replaced = {"model_type", "architectures", "dtype", *_REPLACED_KEYS, *KEY_ALIASES.values()}
+        return {}
     original = json.loads(path.read_text(encoding="utf-8"))
-    if original.get("model_type") == config.family:
-        yield from ((key, value) for key, value in original.items() if key not in replaced)
+    return original if original.get("model_type") == config.family else {}
 
 
-def _name_tokenizer_class(path: Path) -> None:
-    """Transformers 5 writes a class name that transformers 4, and so many versions of vLLM, does not know."""
+def _rewrite_tokenizer_config(path: Path) -> None:
+    """Turn what only transformers 5 understands into what 4 does too, and with it many versions of vLLM."""
     table = json.loads(path.read_text(encoding="utf-8"))
     if table.get("tokenizer_class") == "TokenizersBackend":
         table["tokenizer_class"] = "PreTrainedTokenizerFast"
-        path.write_text(json.dumps(table, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    if isinstance(table.get("extra_special_tokens"), list):  # 4 expects a table there, and raises otherwise
+        table["additional_special_tokens"] = table.pop("extra_special_tokens")
+    table = {key: value for key, value in table.items() if key not in _HOW_LOADED}
+    path.write_text(json.dumps(table, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -2,10 +2,12 @@
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from titanlite.config.model import TransformersConfig
 from titanlite.errors import ConfigError
+from titanlite.logger import logger
 
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "top_k_experts", "top_k")
@@ -94,6 +96,82 @@ def load_config_and_class(hf: Mapping[str, Any], where: str) -> tuple[Any, type]
             f"{where}: transformers {version} has no class that generates text for model_type '{model_type}'."
         )
     return config, (named or classes)[0]
+
+
+def save_config(config: Any, folder: Path, original: Mapping[str, Any] | None = None) -> None:
+    """Write transformers' `config` as config.json, readable by transformers 4.57 and 5, and by llama.cpp.
+
+    Transformers 5 keeps rotary embeddings in `rope_parameters` and renames some keys; older readers take their defaults
+    for keys that are missing. The older keys are written next to the new ones: as in `original`, the content of the
+    config.json that the model came from, otherwise derived.
+    """
+    config.save_pretrained(folder)
+    path = folder / "config.json"
+    table = json.loads(path.read_text(encoding="utf-8"))
+    both = _with_older_keys(table, original or {})
+    read, expected = (type(config).from_dict(json.loads(json.dumps(form))).to_dict() for form in (both, table))
+    if _is_part(expected, read):
+        path.write_text(json.dumps(both, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    else:
+        logger.warning("config.json: transformers 4 will not read the rotary embeddings; 5 would misread its keys.")
+
+
+def _with_older_keys(table: Mapping[str, Any], original: Mapping[str, Any]) -> dict[str, Any]:
+    """`table` with the keys that transformers 4.57 reads; its nested configurations likewise."""
+    both = dict(table)
+    for key, value in table.items():
+        if isinstance(value, dict) and key.endswith("_config"):
+            both[key] = _with_older_keys(value, original[key] if isinstance(original.get(key), dict) else {})
+    rope = table.get("rope_parameters")
+    derived = _older_rope(rope, table.get("model_type", "")) if isinstance(rope, dict) else {}
+    if "num_local_experts" in table:
+        derived["num_experts"] = table["num_local_experts"]
+    is_older = not original.get("rope_parameters")
+    kept = {key: value for key, value in original.items() if is_older and key in _OLDER_KEYS}
+    return {**derived, **kept, **both}
+
+
+def _older_rope(rope: Mapping[str, Any], model_type: str) -> dict[str, Any]:
+    """The separate keys that `rope_parameters` has replaced."""
+    older: dict[str, Any] = {}
+    if any(isinstance(value, dict) for value in rope.values()):
+        if model_type not in _LOCAL_THETA:
+            return {}  # transformers 4 has no such model
+        older[_LOCAL_THETA[model_type]] = (rope.get("sliding_attention") or {}).get("rope_theta")
+        rope = rope.get("full_attention") or {}
+    scaling = {key: value for key, value in rope.items() if key not in ("rope_theta", "partial_rotary_factor")}
+    if model_type in ("phi3", "phi4_multimodal"):  # count the entries
+        scaling = {"type" if key == "rope_type" else key: value for key, value in scaling.items() if key in _PHI3}
+    theta, partial = _OLDER_NAMES.get(model_type, ("rope_theta", "partial_rotary_factor"))
+    older |= {theta: rope.get("rope_theta"), "rope_scaling": scaling if len(scaling) > 1 else None}
+    if "partial_rotary_factor" in rope:
+        older[partial] = rope["partial_rotary_factor"]
+    older.pop("", None)
+    return older
+
+
+def _is_part(expected: Any, read: Any) -> bool:
+    """True if `read` has all that `expected` has; it may have more."""
+    if isinstance(expected, dict) and isinstance(read, dict):
+        return all(key in read and _is_part(value, read[key]) for key, value in expected.items())
+    return expected == read
+
+
+# Names of the base and of the rotated part in transformers 4 where they are not the common ones; and, for models with
+# tables for full and for sliding attention, of the base of the latter.
+_NEOX, _MODERNBERT = ("rotary_emb_base", "rotary_pct"), ("global_rope_theta", "")
+_OLDER_NAMES = {"gpt_neox": _NEOX, "gpt_neox_japanese": _NEOX, "modernbert-decoder": _MODERNBERT}
+_LOCAL_THETA = {
+    **dict.fromkeys(("gemma3_text", "gemma3n_text"), "rope_local_base_freq"),
+    "modernbert-decoder": "local_rope_theta",
+    "olmo3": "",  # the same for all layers
+}
+_PHI3 = ("rope_type", "short_factor", "long_factor")
+# What a config.json may have in the older form, which transformers 5 does not write.
+_OLDER_KEYS = {
+    *("rope_theta", "rope_scaling", "partial_rotary_factor", "num_experts"),
+    *("rope_local_base_freq", "rotary_emb_base", "rotary_pct", "global_rope_theta", "local_rope_theta"),
+}
 
 
 def _number(config: Any, *names: str) -> int | None:

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from titanlite.checkpoint.description import write_hf_files
+from tests.tiny_transformers import ALL_MODELS
+from titanlite.checkpoint.description import save_tokenizer, write_hf_files
 from titanlite.config import ModelConfig, RopeScaling
 from titanlite.models.families import families, model_config_from_hf
 from titanlite.models.hf_config import transformers_config
@@ -54,3 +55,186 @@ def test_code_that_is_not_written_is_not_named(tmp_path):
 )
 def test_attention_width_of_transformers_classes(model_type, width):
     assert transformers_config({"model_type": model_type}, "config.json").attention_width == width
+
+
+ROPES = {
+    "default": None,
+    "linear": RopeScaling("linear", factor=2.0),
+    "llama3": RopeScaling("llama3", factor=8.0, original_max_position_embeddings=512),
+    "yarn": replace(YARN, beta_fast=20.0),
+}
+
+
+@pytest.mark.parametrize("family", sorted(families()))
+@pytest.mark.parametrize("scaling", ROPES)
+def test_older_readers_find_every_key_under_its_older_name(tmp_path, family, scaling):
+    """Transformers 4 does not know `rope_parameters` and takes its defaults; ours reads both forms."""
+    config = replace(families()[family].presets["debug"], rope_theta=12345.0, rope_scaling=ROPES[scaling])
+    if family == "glm4_moe":
+        config = replace(config, partial_rotary_factor=0.25)
+    written = write(config, {}, tmp_path)
+    newer = {"rope_parameters": written.pop("rope_parameters")}
+    newer |= {"num_local_experts": written.pop("num_local_experts")} if "num_local_experts" in written else {}
+    (tmp_path / "older.json").write_text(json.dumps(written))
+    assert model_config_from_hf(tmp_path / "older.json") == config
+    older = {"model_type", "rope_theta", "rope_scaling", "partial_rotary_factor", "num_experts"}
+    rest = {key: value for key, value in written.items() if key == "model_type" or key not in older}
+    (tmp_path / "newer.json").write_text(json.dumps(rest | newer))
+    assert model_config_from_hf(tmp_path / "newer.json") == config
+
+
+# What config.json has in a published folder, beside what every model of transformers has: the keys that change what is
+# computed, in transformers, vLLM, SGLang or llama.cpp.
+_COMMON = (
+    *("architectures", "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "hidden_act", "rms_norm_eps", "max_position_embeddings"),
+    *("rope_theta", "rope_scaling", "rope_parameters", "tie_word_embeddings", "attention_dropout"),
+    *("initializer_range", "use_cache", "dtype"),
+)
+_MOE = ("num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
+_SHARED = (
+    *_MOE,
+    *("n_routed_experts", "n_shared_experts", "first_k_dense_replace", "n_group", "topk_group"),
+    "routed_scaling_factor",
+)
+_ROUTER = ("scoring_func", "topk_method", "moe_layer_freq")
+PUBLISHED = {
+    "llama": ("attention_bias", "mlp_bias", "head_dim"),
+    "qwen2": ("use_sliding_window", "sliding_window", "max_window_layers"),
+    "qwen3": ("use_sliding_window", "sliding_window", "max_window_layers", "head_dim", "attention_bias"),
+    "qwen3_moe": (
+        *_MOE,
+        *("num_experts", "head_dim", "attention_bias", "decoder_sparse_step", "mlp_only_layers"),
+        *("use_sliding_window", "sliding_window", "router_aux_loss_coef", "output_router_logits"),
+    ),
+    "dots1": (*_SHARED, *_ROUTER, "attention_bias", "sliding_window", "max_window_layers"),
+    "glm4_moe": (
+        *_SHARED,
+        *("head_dim", "attention_bias", "partial_rotary_factor", "use_qk_norm", "num_nextn_predict_layers"),
+    ),
+    "deepseek_v3": (
+        *_SHARED,
+        *_ROUTER,
+        *("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "attention_bias"),
+        "num_nextn_predict_layers",
+    ),
+}
+
+
+@pytest.mark.parametrize("family", sorted(families()))
+def test_a_flavor_is_written_with_the_keys_of_a_published_folder(tmp_path, family):
+    config = families()[family].presets["debug"]
+    written = write(config, {}, tmp_path)
+    assert not {*_COMMON, *PUBLISHED[family]} - written.keys()
+    assert families()[family].from_hf(written, "config.json") == config
+    if "scoring_func" in written:
+        assert (written["scoring_func"], written["topk_method"], written["moe_layer_freq"]) == (
+            "sigmoid",
+            "noaux_tc",
+            1,
+        )
+
+
+@pytest.mark.parametrize("family", sorted(families()))
+@pytest.mark.parametrize("form", ["rope_scaling", "rope_parameters"])
+def test_the_rotary_table_keeps_what_the_folder_said(tmp_path, family, form):
+    table = {
+        "type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 1024,
+        "beta_fast": 32,
+        "finetuned": True,
+    }
+    table |= {"low_freq_factor": 2.0}  # of another type: without effect, and not ours to remove
+    config = replace(families()[family].presets["debug"], rope_scaling=YARN)
+    written = write(config, {form: table}, tmp_path)
+    for name in ("rope_scaling", "rope_parameters"):
+        assert {**written[name], **table} == written[name]
+    assert model_config_from_hf(tmp_path / "out") == config
+
+
+def test_a_rotary_table_of_another_type_leaves_nothing(tmp_path):
+    """The run overrode it: an entry of the folder's would describe what is no longer there."""
+    config = replace(families()["qwen3"].presets["debug"], rope_scaling=ROPES["linear"])
+    table = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512, "finetuned": True}
+    written = write(config, {"rope_parameters": table}, tmp_path)
+    assert written["rope_scaling"] == {"rope_type": "linear", "factor": 2.0}
+
+
+OLDER = {
+    "gemma3_text": {
+        "rope_theta": 3e5,
+        "rope_local_base_freq": 7e3,
+        "rope_scaling": {"rope_type": "linear", "factor": 2},
+    },
+    "gpt_neox": {"rotary_emb_base": 3e4, "rotary_pct": 0.5, "rope_scaling": None},
+    "phi": {"rope_theta": 3e4, "partial_rotary_factor": 0.25, "rope_scaling": None},
+    "phi3": {
+        "rope_theta": 3e4,
+        "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4},
+        "original_max_position_embeddings": 32,
+    },
+    "gpt_oss": {
+        "rope_theta": 3e4,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 2.0,
+            "original_max_position_embeddings": 32,
+            "truncate": False,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+        },
+    },
+    "mixtral": {"rope_theta": 3e4, "rope_scaling": None},
+}
+
+
+@pytest.mark.parametrize("form", ["older", "newer"])
+@pytest.mark.parametrize("model_type", OLDER)
+def test_models_of_transformers_are_written_in_both_forms(tmp_path, model_type, form):
+    """From a folder of transformers 4 as from one of 5; read by 5 as if the older keys were not there."""
+    from transformers import AutoConfig
+
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "max_position_embeddings": 64}
+    hf = {"model_type": model_type, **sizes, **OLDER[model_type]}
+    read = AutoConfig.for_model(**json.loads(json.dumps(hf)))
+    if form == "newer":
+        read.save_pretrained(tmp_path / "newer")
+        hf = json.loads((tmp_path / "newer" / "config.json").read_text())
+        assert "rope_theta" not in hf
+    out = tmp_path / "out"
+    out.mkdir()
+    write_hf_files(out, [], transformers_config(hf, "config.json"), None, torch.float32, None)
+    written = json.loads((out / "config.json").read_text())
+    assert written["rope_parameters"] == read.rope_parameters == AutoConfig.from_pretrained(out).rope_parameters
+    found = {key: written[key] for key in OLDER[model_type]}
+    if found["rope_scaling"] is not None and OLDER[model_type]["rope_scaling"].keys() <= found["rope_scaling"].keys():
+        found["rope_scaling"] = {key: found["rope_scaling"][key] for key in OLDER[model_type]["rope_scaling"]}
+    assert found == OLDER[model_type]
+
+
+def test_nested_configurations_have_both_forms_too(tmp_path):
+    hf = json.loads(ALL_MODELS["qwen2_5_vl"]().to_json_string())
+    write_hf_files(tmp_path, [], transformers_config(hf, "config.json"), None, torch.float32, None)
+    text = json.loads((tmp_path / "config.json").read_text())["text_config"]
+    assert text["rope_theta"] == 1e4 and text["rope_scaling"]["mrope_section"] == [1, 1, 2]
+
+
+def test_the_tokenizer_of_a_saved_model_is_what_both_versions_read(tmp_path):
+    """Transformers 4 raises for a list of extra tokens, and a note of how a file was loaded is true once."""
+    from tokenizers import Tokenizer, models
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    inner = Tokenizer(models.WordLevel({"<eos>": 0, "<turn>": 1, "a": 2}, unk_token="<eos>"))
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner, eos_token="<eos>", unk_token="<eos>", additional_special_tokens=["<turn>"]
+    )
+    for folder in (tmp_path / "first", tmp_path / "again"):
+        folder.mkdir()
+        save_tokenizer(tokenizer, folder)
+        table = json.loads((folder / "tokenizer_config.json").read_text())
+        assert table["additional_special_tokens"] == ["<turn>"] and table["eos_token"] == "<eos>"
+        assert table["tokenizer_class"] == "PreTrainedTokenizerFast"
+        assert not {"extra_special_tokens", "is_local", "local_files_only", "name_or_path"} & table.keys()
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        assert tokenizer.extra_special_tokens == ["<turn>"] and tokenizer("<turn>a")["input_ids"] == [1, 2]

@@ -30,7 +30,13 @@ FAMILY = Family(
         "num_limited_groups": 1,
         "routed_scaling_factor": 1.0,
     },
-    required={"sliding_window": (None,)},
+    required={
+        "sliding_window": (None,),
+        # Serving engines and llama.cpp look at these; transformers' class has no other. Early folders name the method.
+        "scoring_func": ("sigmoid", "noaux_tc"),
+        "topk_method": ("noaux_tc",),
+        "moe_layer_freq": (1,),
+    },
     expert_bias_key="e_score_correction_bias",
     presets={
         "debug": ModelConfig(

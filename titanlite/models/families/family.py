@@ -148,14 +148,16 @@ class Family:
         raise_problems(ConfigError, where, check_model_config(config))
         return config
 
-    def to_hf(self, config: ModelConfig) -> dict[str, Any]:
-        """The Hugging Face configuration of `config`, as keyword arguments of the family's config class."""
+    def to_hf(self, config: ModelConfig, original: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """The Hugging Face configuration of `config`, as keyword arguments of the family's config class.
+
+        The rotary table keeps the entries of `original`, the config.json that the model came from, that mean nothing
+        here, such as other names for the same thing.
+        """
         hf = {theirs: getattr(config, ours) for ours, theirs in self.keys.items()}
         hf |= {self.keys[ours]: None for ours in NONE_IS_ZERO & self.keys.keys() if not getattr(config, ours)}
         hf |= {key: allowed[0] for key, allowed in self.required.items()}
-        rope: dict[str, Any] = {"rope_theta": config.rope_theta, "rope_type": "default"}
-        if config.rope_scaling is not None:
-            rope |= _rope_to_hf(config.rope_scaling)
+        rope = {"rope_theta": config.rope_theta, **_rope_to_hf(config.rope_scaling, _rope_table(original or {}))}
         if _PARTIAL in self.defaults:
             rope[_PARTIAL] = config.partial_rotary_factor
         if self.mtp_key is not None:
@@ -243,12 +245,17 @@ def _get_length_ratio(hf: Mapping[str, Any], original: Any) -> Any:
     return lengths[0] / lengths[1] if len(lengths) == 2 else None
 
 
-def _rope_to_hf(scaling: RopeScaling) -> dict[str, Any]:
-    """The table that `_rope` reads; what may be left out is, where it says nothing."""
-    needed, optional = ROPE_FIELDS[scaling.rope_type]
+def _rope_to_hf(scaling: RopeScaling | None, original: Mapping[str, Any]) -> dict[str, Any]:
+    """The table that `_rope` reads, without what may be left out and says nothing, unless `original` says it."""
+    rope_type = "default" if scaling is None else scaling.rope_type
+    kept = original if original.get("rope_type", original.get("type", "default")) == rope_type else {}
+    kept = {key: value for key, value in kept.items() if key not in ("rope_theta", _PARTIAL)}
+    if scaling is None:
+        return kept | {"rope_type": rope_type}
+    needed, optional = ROPE_FIELDS[rope_type]
     plain = RopeScaling()
-    said = [key for key in optional if getattr(scaling, key) != getattr(plain, key)]
-    return {"rope_type": scaling.rope_type} | {key: getattr(scaling, key) for key in (*needed, *said)}
+    said = [key for key in optional if key in kept or getattr(scaling, key) != getattr(plain, key)]
+    return kept | {"rope_type": rope_type} | {key: getattr(scaling, key) for key in (*needed, *said)}
 
 
 def _check_rope_scaling(scaling: RopeScaling, theta: float) -> list[str]:
