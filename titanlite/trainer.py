@@ -19,6 +19,7 @@ from titanlite.config.parallelism import Degrees
 from titanlite.data import Batch, build_data
 from titanlite.distributed import ParallelDims, all_reduce_sum, all_to_all_single, init_distributed
 from titanlite.environment import save_environment
+from titanlite.errors import DataError
 from titanlite.evaluate import build_evaluator
 from titanlite.faults import (
     DivergenceCheck,
@@ -222,9 +223,12 @@ class Trainer(TrainStep):
 
     @torch.no_grad()
     def validate(self) -> tuple[float, dict[str, float]]:
-        """Mean loss over the held-out batches of all sources, as in training by their shares; and of each.
+        """Mean loss over the held-out sequences of all sources, as in training by their shares; and of each.
 
         Collective: every rank must call.
+
+        Raises:
+            DataError: on all ranks; a source's sequences have nothing to predict.
         """
         self.model.eval()
         losses: dict[str, float] = {}
@@ -237,6 +241,11 @@ class Trainer(TrainStep):
                 loss_sum += self.sums_here(of_batch, chunk)[0]
                 units += self.objective.count(batch) if chunk == 0 else 0
             loss_sum, units = self.sum_over_data(loss_sum, in_stages=True), self.sum_over_data(units)
+            if not units.item():
+                raise DataError(
+                    f"validation: the held-out sequences{f' of {source}' if source else ''} have no label. Hold out "
+                    "other data, or set validation.enable = false."
+                )
             losses[source] = (loss_sum / units).item()
             loss_of_all += weight * loss_sum
             units_of_all += weight * units

@@ -1,5 +1,6 @@
 """Fixtures of the functional tests: small text, checked configurations, and real trainers on gloo ranks."""
 
+import json
 import os
 import random
 import sys
@@ -14,11 +15,12 @@ from typing import Any
 import pytest
 import torch
 from processes import run_to_end
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.distributed.tensor import DTensor
 from traced_layers import Graphs
 
 # Saving imports these; here it costs 2 s once, in every forked rank it would cost them again.
-from transformers import AutoConfig, GenerationConfig  # noqa: F401
+from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerFast  # noqa: F401
 
 from titanlite.checkpoint import save_hf_model
 from titanlite.config import load_config
@@ -65,6 +67,12 @@ path = "{text}"
 bpe_vocab_size = {vocab_size}
 cache_folder = "{cache}"
 """
+
+_CHAT_TEMPLATE = """{%- for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
 
 # The ladder: name -> (degrees, ranks that read different data).
 MESHES: Mapping[str, Degrees] = {
@@ -165,6 +173,38 @@ def config_file(tmp_path_factory: pytest.TempPathFactory, text_folder: Path, cac
     tokenizer, loader = build_data(load_config(["--config", str(path)]), 0, 1)
     assert len(tokenizer) == loader.dataset.tokenized.vocab_size == VOCAB_SIZE
     return path
+
+
+@pytest.fixture(scope="session")
+def examples(tmp_path_factory: pytest.TempPathFactory, cache_folder: Path) -> list[str]:
+    """Overrides for 60 chats of one to three turns, with a tokenizer that fits the model's vocabulary."""
+    folder = tmp_path_factory.mktemp("examples")
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(["user assistant what is one and two"] * 4, trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")
+    tokenizer.chat_template = _CHAT_TEMPLATE
+    tokenizer.save_pretrained(folder)
+    rng = random.Random(0)
+    lines = []
+    for i in range(60):
+        turns = [["what", "one", "and", "two", "is"][: rng.randint(1, 5)] for _ in range(2 * rng.randint(1, 3))]
+        roles = ["user", "assistant"] * 3
+        messages = [{"role": r, "content": f"{i} {' '.join(t)}"} for r, t in zip(roles, turns, strict=False)]
+        lines.append(json.dumps({"messages": messages}) + "\n")
+    (folder / "chats.jsonl").write_text("".join(lines))
+    return [
+        *("--data.dataset=examples", f"--data.path={folder / 'chats.jsonl'}", f"--data.tokenizer_path={folder}"),
+        *("--training.seq_len=128", f"--data.cache_folder={cache_folder}"),
+    ]
 
 
 @pytest.fixture

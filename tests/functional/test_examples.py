@@ -1,7 +1,6 @@
 """Fine-tuning data in a real trainer: packing changes nothing but speed, and order does not depend on the mesh."""
 
 import json
-import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,52 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer
 
 import titanlite.trainer
 from titanlite.config.parallelism import Degrees
+from titanlite.data import load_tokenizer
 from titanlite.ops import IGNORE_INDEX
 from titanlite.preflight import Checked
 from titanlite.trainer import Trainer
-
-_TEMPLATE = """{%- for message in messages %}<|im_start|>{{ message.role }}
-{{ message.content }}<|im_end|>
-{% endfor %}
-{%- if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
-
-
-@pytest.fixture(scope="module")
-def examples(tmp_path_factory: pytest.TempPathFactory, cache_folder: Path) -> list[str]:
-    """Overrides for 60 chats of one to three turns, with a tokenizer that fits the model's vocabulary."""
-    folder = tmp_path_factory.mktemp("examples")
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    trainer = trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=special,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    backend.train_from_iterator(["user assistant what is one and two"] * 4, trainer)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")
-    tokenizer.chat_template = _TEMPLATE
-    tokenizer.save_pretrained(folder)
-    rng = random.Random(0)
-    lines = []
-    for i in range(60):
-        turns = [["what", "one", "and", "two", "is"][: rng.randint(1, 5)] for _ in range(2 * rng.randint(1, 3))]
-        roles = ["user", "assistant"] * 3
-        messages = [{"role": r, "content": f"{i} {' '.join(t)}"} for r, t in zip(roles, turns, strict=False)]
-        lines.append(json.dumps({"messages": messages}) + "\n")
-    (folder / "chats.jsonl").write_text("".join(lines))
-    return [
-        *("--data.dataset=examples", f"--data.path={folder / 'chats.jsonl'}", f"--data.tokenizer_path={folder}"),
-        *("--training.seq_len=128", f"--data.cache_folder={cache_folder}"),
-    ]
 
 
 def test_packed_and_unpacked_give_the_same_loss_and_gradients(
@@ -150,8 +111,8 @@ def test_resumed_on_another_world_size_the_stream_is_the_same(
         assert found[1] == pytest.approx(np.array(found[0]), rel=1e-4)
         assert of_chats != pytest.approx(of_more, rel=1e-3)
         assert min(of_chats, of_more) < of_all < max(of_chats, of_more)
-    saved = PreTrainedTokenizerFast.from_pretrained(tmp_path / "resumed/checkpoint/step-4")
-    assert saved.chat_template == _TEMPLATE
+    saved = AutoTokenizer.from_pretrained(tmp_path / "resumed/checkpoint/step-4")
+    assert saved.chat_template == load_tokenizer(examples[2].partition("=")[2]).chat_template
     generation = json.loads((tmp_path / "resumed/checkpoint/step-4/generation_config.json").read_text())
     end_of_turn = saved.convert_tokens_to_ids("<|im_end|>")
     eos = generation["eos_token_id"]

@@ -444,7 +444,11 @@ class DataSection:
 class ValidationSection:
     enable: bool = setting(False, "Compute the validation loss at intervals on held-out sequences.")
     freq: int = setting(100, "Steps between validations; one comes before the first step, and one after the last.")
-    steps: int = setting(10, "Batches per validation.")
+    steps: int = setting(
+        0,
+        "Most global batches per validation, of each source; 0: every held-out sequence once, on any mesh and with any "
+        "batch size.",
+    )
     early_stopping_patience: int = setting(
         0, "Stop training after so many validations in a row without an improvement of the loss; 0: never."
     )

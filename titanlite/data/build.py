@@ -54,7 +54,7 @@ def build_data(job: JobConfig, dp_rank: int, dp_degree: int) -> tuple["PreTraine
     if loader.mixture:
         logger.info("data: %s", loader.mixture)
     if job.validation.enable:
-        loader.say_if_fewer(job.validation.steps)
+        loader.log_validation_size(job.validation.steps, job.validation.freq)
     return tokenizer, loader
 
 

@@ -5,7 +5,7 @@ Shape suffixes: B sequences in a batch, L tokens per sequence.
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Protocol
 
@@ -48,6 +48,14 @@ class Batch:
     def to(self, device: torch.device | str) -> "Batch":
         """A copy of the batch on `device`; tensors that are already there are shared."""
         return Batch(**{field.name: copy_to(device, getattr(self, field.name)) for field in fields(self)})
+
+    def with_rows(self, count: int) -> "Batch":
+        """A batch of the same shape whose rows from `count` on are padding: no label, no document."""
+        if count >= len(self.tokens):
+            return self
+        fill = {"labels": IGNORE_INDEX, "positions": 0, "document_ids": -1}
+        kept = (torch.arange(len(self.tokens), device=self.tokens.device) < count).unsqueeze(1)
+        return replace(self, **{name: getattr(self, name).where(kept, value) for name, value in fill.items()})
 
 
 def copy_to(device: torch.device | str, tensor: Tensor) -> Tensor:

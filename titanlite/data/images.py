@@ -48,6 +48,11 @@ class ImageBatch:
         inputs = {name: copy_to(device, value) for name, value in self.inputs.items()}
         return replace(self, tokens=copy_to(device, self.tokens), labels=copy_to(device, self.labels), inputs=inputs)
 
+    def with_rows(self, count: int) -> "ImageBatch":
+        """The same batch without labels from row `count` on. Images stay: every rank must run the vision tower."""
+        kept = torch.arange(len(self.labels), device=self.labels.device) < count
+        return replace(self, labels=self.labels.where(kept.unsqueeze(1), IGNORE_INDEX))
+
 
 @dataclass(frozen=True)
 class ImageRow:

@@ -4,6 +4,7 @@ There is no background thread. A micro-batch of 16 Ki tokens takes under 1 ms fr
 starts its GPU work before the next step asks for data.
 """
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
@@ -140,44 +141,51 @@ class TrainLoader:
         return place // self.local_batch_size, micro_batch
 
     def validation_sets(self, num_steps: int) -> list[ValidationSet]:
-        """The held-out sequences of each source that has any, `num_steps` global batches of each, as micro-batches.
+        """Every held-out sequence of each source that has any, once; at most `num_steps` global batches, 0 for all.
 
-        The same at every validation, the same global sets on any mesh, and equally many batches on every rank.
-        Held-out sequences are not repeated to fill `num_steps`: only where not even one global batch can be filled,
-        it is filled by repeating.
+        The same at every validation and on any mesh. All ranks get equally many micro-batches of equal shape: what is
+        missing are rows without labels.
         """
         held_out = self._held_out(num_steps)
-        weights = [source.share / num_batches for source, num_batches in held_out]
+        weights = [source.share / count for source, count in held_out]
         return [
-            ValidationSet(source.name, weight / weights[0], self._validate_on(source.dataset, num_batches))
-            for (source, num_batches), weight in zip(held_out, weights, strict=True)
+            ValidationSet(source.name, weight / weights[0], self._validate_on(source.dataset, count))
+            for (source, count), weight in zip(held_out, weights, strict=True)
         ]
 
     def validation_batches(self, num_steps: int) -> Iterator[Batch]:
         """The micro-batches of this rank in all `validation_sets`, one after the other; CPU tensors."""
         return chain.from_iterable(held_out.batches for held_out in self.validation_sets(num_steps))
 
-    def say_if_fewer(self, num_steps: int) -> None:
-        """Log it where held-out sequences fill fewer global batches than the `num_steps` that are wanted."""
-        for source, num_batches in self._held_out(num_steps):
-            if num_batches < num_steps:
+    def log_validation_size(self, num_steps: int, freq: int) -> None:
+        """Log which held-out sequences a validation leaves out, and warn if it is longer than `freq` training steps."""
+        held_out = self._held_out(num_steps)
+        for source, count in held_out:
+            if count < source.dataset.num_validation_sequences:
                 logger.info(
-                    "data: %d held-out sequences%s fill %d of validation.steps = %d batches of %d",
-                    *(source.dataset.num_validation_sequences, f" of {source.name}" if source.name else ""),
-                    *(num_batches, num_steps, self.global_batch_size),
+                    "data: each validation takes the first %d of %d held-out sequences%s: validation.steps = %d",
+                    *(count, source.dataset.num_validation_sequences, f" of {source.name}" if source.name else ""),
+                    num_steps,
                 )
+        num_batches = sum(-(-count // self.global_batch_size) for _, count in held_out)
+        if num_batches > freq:
+            logger.warning(
+                "data: a validation runs %d batches, after every %d that are trained on (validation.freq). To bound "
+                "that, set validation.steps, or raise validation.freq.",
+                *(num_batches, freq),
+            )
 
     def _held_out(self, num_steps: int) -> list[tuple[Source, int]]:
-        """The sources with held-out sequences, each with the global batches that they fill."""
-        sources = get_sources(self.dataset)
-        found = [source for source in sources if source.dataset.num_validation_sequences] or sources[:1]
-        size = self.global_batch_size
-        return [(source, max(1, min(num_steps, source.dataset.num_validation_sequences // size))) for source in found]
+        """The sources with held-out sequences, each with the number of them that a validation takes."""
+        most = num_steps * self.global_batch_size or sys.maxsize
+        counts = [(source, source.dataset.num_validation_sequences) for source in get_sources(self.dataset)]
+        return [(source, min(most, count)) for source, count in counts if count]
 
-    def _validate_on(self, dataset: SequenceDataset, num_batches: int) -> Iterator[Batch]:
-        for step in range(num_batches):
-            start = step * self.global_batch_size
-            yield from self._split(dataset, dataset.get_validation_indices(start, start + self.global_batch_size))
+    def _validate_on(self, dataset: SequenceDataset, count: int) -> Iterator[Batch]:
+        size = self.local_batch_size
+        for start in range(self.dp_rank * size, count + self.dp_rank * size, self.dp_degree * size):
+            indices = dataset.get_validation_indices(start, start + size)
+            yield dataset.batch(indices).with_rows(max(0, count - start))
 
     def _split(self, dataset: TrainDataset, global_indices: np.ndarray) -> list[Batch]:
         """This rank's share of a global batch, one Batch per micro-batch."""

@@ -50,7 +50,7 @@ def make_job(**values: Any) -> JobConfig:
         ("profiling.profile_freq", [1], [0]),
         ("data.bpe_vocab_size", [257], [256]),
         ("validation.freq", [1], [0]),
-        ("validation.steps", [1], [0]),
+        ("validation.steps", [0], [-1]),
         ("comm.timeout_seconds", [1], [0]),
         ("lora.rank", [0], [-1]),
     ],

@@ -86,3 +86,12 @@ def test_all_bad_rows_come_at_once(processor: Any, tmp_path: Path) -> None:
 def test_a_folder_without_a_processor_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="cannot load the processor"):
         load_processor(str(tmp_path))
+
+
+def test_rows_that_fill_a_batch_keep_their_images_and_no_label(processor: Any, tmp_path: Path) -> None:
+    dataset = ImageDataset(read_image_rows(write(tmp_path, *[chat("red.png")] * 3)), processor, 20)
+    batch = dataset.batch([0, 1])
+    padded = batch.with_rows(1)
+    assert torch.equal(padded.labels[0], batch.labels[0]) and (padded.labels[1] == -100).all()
+    assert torch.equal(padded.tokens, batch.tokens) and padded.inputs.keys() == batch.inputs.keys()
+    assert (batch.with_rows(0).labels == -100).all() and torch.equal(batch.with_rows(2).labels, batch.labels)

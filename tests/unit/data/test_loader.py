@@ -6,6 +6,7 @@ import torch
 from titanlite.data import Batch, PackedDataset, TrainLoader
 from titanlite.data_order import Stretch, find_stretch
 from titanlite.errors import ConfigError
+from titanlite.ops import IGNORE_INDEX
 
 MakeDataset = Callable[..., PackedDataset]
 MESHES = [(1, 1), (1, 3), (1, 12), (2, 1), (2, 6), (3, 2), (4, 3), (12, 1)]  # (dp_degree, local_batch_size), G = 12
@@ -69,29 +70,40 @@ def test_batches_are_a_pure_function_of_seed_and_step(make_dataset: MakeDataset)
 
 
 @pytest.mark.parametrize(("dp_degree", "local_batch_size"), MESHES)
-def test_validation_is_the_same_set_on_any_mesh(
-    make_dataset: MakeDataset, dp_degree: int, local_batch_size: int
+@pytest.mark.parametrize("num_steps", [0, 1, 4, 10])
+def test_validation_takes_every_held_out_row_once_on_any_mesh(
+    make_dataset: MakeDataset, dp_degree: int, local_batch_size: int, num_steps: int
 ) -> None:
-    dataset = make_dataset(num_tokens=5001)  # 500 sequences, 50 held out: 4 batches of 12
-    expected = _rows([dataset.batch(range(450, 450 + 48))])
-    seen, lengths = [], set()
+    dataset = make_dataset(num_tokens=5001)  # 500 sequences, 50 held out: 4 batches of 12, and 2 more
+    count = min(num_steps * 12, 50) or 50
+    expected = _rows([dataset.batch(range(450, 450 + count))])
+    num_labels = int((dataset.batch(range(450, 450 + count)).labels != IGNORE_INDEX).sum())
+    seen, lengths, found_labels = [], set(), 0
     for dp_rank in range(dp_degree):
         loader = _make_loader(dataset, dp_degree, local_batch_size, dp_rank)
-        batches = list(loader.validation_batches(10))
+        batches = list(loader.validation_batches(num_steps))
         loader.micro_batches(2)
-        assert all(torch.equal(a.labels, b.labels) for a, b in zip(batches, loader.validation_batches(10), strict=True))
+        again = loader.validation_batches(num_steps)
+        assert all(torch.equal(a.labels, b.labels) for a, b in zip(batches, again, strict=True))
         lengths.add(len(batches))
-        seen += _rows(batches)
+        assert {batch.tokens.shape for batch in batches} == {(local_batch_size, 10)}
+        found_labels += sum(int((batch.labels != IGNORE_INDEX).sum()) for batch in batches)
+        for batch in batches:
+            is_row = batch.document_ids[:, 0] >= 0
+            assert (batch.labels[~is_row] == IGNORE_INDEX).all() and (batch.document_ids[~is_row] == -1).all()
+            seen += [row for row, real in zip(_rows([batch]), is_row.tolist(), strict=True) if real]
     assert sorted(seen) == sorted(expected)
-    assert len(lengths) == 1  # otherwise ranks would wait for each other in a collective
+    assert found_labels == num_labels
+    assert lengths == {-(-count // (dp_degree * local_batch_size))}, "or ranks would wait for others in a collective"
 
 
-def test_validation_steps(make_dataset: MakeDataset) -> None:
+@pytest.mark.parametrize("size", [1, 7, 60])
+def test_validation_does_not_depend_on_the_batch_size(make_dataset: MakeDataset, size: int) -> None:
     dataset = make_dataset(num_tokens=5001)
-    assert [len(list(_make_loader(dataset, 1, 12).validation_batches(n))) for n in (1, 4, 9)] == [1, 4, 4]
-    loader = _make_loader(dataset, 1, 60, global_batch_size=60)  # more than the 50 held out: repeated
-    (batch,) = loader.validation_batches(3)
-    assert _rows([batch]) == _rows([dataset.batch([*range(450, 500), *range(450, 460)])])
+    batches = list(_make_loader(dataset, 1, size, global_batch_size=size).validation_batches(0))
+    labels = sum(int(batch.labels.where(batch.labels != IGNORE_INDEX, 0).sum()) for batch in batches)
+    expected = dataset.batch(range(450, 500)).labels
+    assert labels == int(expected.where(expected != IGNORE_INDEX, 0).sum())
 
 
 def test_sizes_that_do_not_fit(make_dataset: MakeDataset) -> None:

@@ -172,16 +172,17 @@ def test_validation_takes_each_source_by_itself() -> None:
     dataset = make_mixture([1, 2, 5])
     for num_ranks in (1, 2, 4):
         sets = [make_loader(dataset, rank, num_ranks).validation_sets(3) for rank in range(num_ranks)]
-        # 2, 3 and 1 batches: what a sequence counts makes up for it.
-        weights = [pytest.approx([1, (2 / 3) / (1 / 2), (5 / 1) / (1 / 2)])] * num_ranks
+        # 10, 12 and 3 sequences: what a sequence counts makes up for it.
+        weights = [pytest.approx([1, (2 / 12) / (1 / 10), (5 / 3) / (1 / 10)])] * num_ranks
         assert [[weight for _, weight, _ in of_rank] for of_rank in sets] == weights
         seen: dict[str, list[int]] = {"a": [], "b": [], "c": []}
         for of_rank in sets:
             for name, _, batches in of_rank:
-                seen[name] += [token for batch in batches for token in batch.tokens[:, 0].tolist()]
-        assert sorted(seen["a"]) == list(range(1090, 1098))  # 10 held out, two batches of 4
+                for batch in batches:
+                    seen[name] += batch.tokens[batch.document_ids[:, 0] >= 0, 0].tolist()
+        assert sorted(seen["a"]) == list(range(1090, 1100))  # 10 held out, in two batches of 4 and a half
         assert sorted(seen["b"]) == list(range(2180, 2192))  # three batches are wanted
-        assert sorted(seen["c"]) == [3027, 3027, 3028, 3029]  # 3 held out: one batch, filled by repeating
+        assert sorted(seen["c"]) == [3027, 3028, 3029]
 
 
 def test_shares_of_a_validation_are_of_the_sources_that_have_one() -> None:
@@ -190,7 +191,7 @@ def test_shares_of_a_validation_are_of_the_sources_that_have_one() -> None:
     dataset = MixtureDataset({"a": part, "bare": bare, "c": make_part(30, 3000)}, {"a": 1, "bare": 5, "c": 3})
     sets = make_loader(dataset).validation_sets(1)
     assert [name for name, _, _ in sets] == ["a", "c"]
-    assert [weight for _, weight, _ in sets] == [1.0, pytest.approx(3, rel=1e-3)]
+    assert [weight for _, weight, _ in sets] == [1.0, pytest.approx(3 * 4 / 3, rel=1e-3)], "of 4 and of 3 sequences"
 
 
 @pytest.mark.parametrize("weights", [None, [1, 2, 5]])

@@ -1,0 +1,114 @@
+"""The validation loss: that of every held-out sequence once, whatever the mesh, the batch size and the packing."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from titanlite.config.parallelism import Degrees
+from titanlite.materialize.layout import is_elsewhere
+from titanlite.ops import local_tensor
+from titanlite.preflight import Checked
+from titanlite.trainer import Trainer
+
+BOUND = 1e-6  # of the same float32 losses, added up in another order
+VALIDATION = ["--validation.enable=true"]
+FIVE = ["--model.overrides.num_layers=5"]
+PIPELINE = "--parallelism.pipeline_parallel_chunks=2"
+TRANSFORMERS = ["--model.implementation=transformers", "--moe.expert_bias_update_rate=none"]
+
+
+def build(job: Checked) -> Trainer:
+    """A trainer, with weights that are not those it began with: DPO's loss would be the same for all pairs."""
+    trainer = Trainer(job.job, job.model_config, job.degrees)
+    for module in trainer.model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # the reference's forward left some layers gathered
+    with torch.no_grad():
+        for name, param in trainer.model.named_parameters():
+            if "_proj" in name and not is_elsewhere(param):
+                local_tensor(param).mul_(3.0)
+    return trainer
+
+
+@pytest.fixture
+def validate(run_ranks: Callable[..., list[Any]], checked: Callable[..., Checked]) -> Callable[..., float]:
+    """`validate(degrees, *overrides)`: the loss, which all ranks have found alike."""
+
+    def run(degrees: Degrees, *overrides: str) -> float:
+        job = checked(degrees, *VALIDATION, *overrides)
+        losses = run_ranks(degrees.world_size, lambda: build(job).validate()[0])
+        assert len(set(losses)) == 1
+        return losses[0]
+
+    return run
+
+
+@pytest.fixture
+def one_by_one(run_ranks: Callable[..., list[Any]], checked: Callable[..., Checked]) -> Callable[..., float]:
+    """`one_by_one(*overrides)`: the mean over all held-out sequences, in a forward each."""
+
+    def run(*overrides: str) -> float:
+        job = checked(Degrees(), *VALIDATION, *overrides)
+
+        def rank_main() -> float:
+            trainer = build(job)
+            trainer.model.eval()
+            dataset, loss, units = trainer.loader.dataset, 0.0, 0
+            with torch.no_grad():
+                for index in dataset.get_validation_indices(0, dataset.num_validation_sequences):
+                    batch = dataset.batch([index])
+                    loss += trainer.objective(trainer.model, batch).loss.item()
+                    units += int(trainer.objective.count(batch))
+            return loss / units
+
+        return run_ranks(1, rank_main)[0]
+
+    return run
+
+
+MESHES = [
+    (Degrees(), ["--training.local_batch_size=3"]),
+    ("FSDP4", ["--training.local_batch_size=5"]),  # more rows than are held out in the last round, on some ranks
+    ("CP2xTP2", ["--training.local_batch_size=4"]),
+    ("TP2xEP4", ["--training.local_batch_size=7"]),
+    ("PP2xFSDP2", ["--training.local_batch_size=2"]),
+    (Degrees(pp=2, dp_shard=2), ["--training.local_batch_size=2", PIPELINE, *FIVE, "--training.global_batch_size=8"]),
+]
+ANY_BATCH = "--training.global_batch_size=-1"
+
+
+@pytest.mark.parametrize("kind", ["decoder", "transformers"])
+def test_text(validate, one_by_one, meshes, kind):
+    model = [] if kind == "decoder" else TRANSFORMERS
+    expected = {deep: one_by_one(*model, *(FIVE if deep else [])) for deep in {False, kind == "decoder"}}
+    for mesh, overrides in MESHES if kind == "decoder" else MESHES[1:2]:
+        degrees = meshes[mesh] if isinstance(mesh, str) else mesh
+        found = validate(degrees, *model, ANY_BATCH, *overrides)
+        assert found == pytest.approx(expected[FIVE[0] in overrides], rel=BOUND), mesh
+
+
+@pytest.mark.parametrize("packing", ["true", "false"])
+def test_chats(validate, one_by_one, meshes, examples, packing):
+    expected = one_by_one(*examples, "--data.packing=false")
+    for degrees, size in ((Degrees(), 4), (meshes["FSDP4"], 1), (meshes["CP2xFSDP2"], 5)):
+        found = validate(
+            degrees, *examples, f"--data.packing={packing}", ANY_BATCH, f"--training.local_batch_size={size}"
+        )
+        assert found == pytest.approx(expected, rel=BOUND)
+
+
+def test_pairs_count_once(validate, one_by_one, meshes, examples, tmp_path: Path):
+    """What is padding is no pair."""
+    rows = [{"prompt": f"what is {i}", "chosen": "one " * (1 + i % 4), "rejected": "two"} for i in range(40)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = [*examples, f"--data.path={tmp_path / 'pairs.jsonl'}", "--training.objective=dpo", "--data.packing=false"]
+    data += ["--dpo.label_smoothing=0.1", "--data.validation_share=0.17"]
+    expected = one_by_one(*data)
+    for mesh, size in (("FSDP4", 3), ("PP2xFSDP2", 2)):
+        found = validate(meshes[mesh], *data, ANY_BATCH, f"--training.local_batch_size={size}")
+        assert found == pytest.approx(expected, rel=BOUND)
