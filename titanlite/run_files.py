@@ -1,13 +1,97 @@
-"""Files in a run's folder that survive a full disk: what cannot be appended waits, what cannot be replaced stays."""
+"""Files of a user: regular ones only, and those of a run survive a full disk.
+
+Opening a pipe waits for its other end, and reading a device may never end. What cannot be appended waits, what cannot
+be replaced stays.
+"""
 
 import errno
+import json
 import os
+import stat
 from collections import deque
 from contextlib import suppress
 from pathlib import Path
+from typing import IO, Any
 
 _MOST_BYTES = 16 << 20
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_MOST_JSON_BYTES = 256 << 20  # the largest tokenizer.json of a public model has 34 MB
+_KINDS = {
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+}
+
+
+def check_regular(path: str | Path) -> os.stat_result:
+    """The status of a regular file; a link to one is one.
+
+    Raises:
+        OSError: there is none, or `path` is a folder, a pipe, a device or a socket; `strerror` says which.
+    """
+    return _check_status(os.stat(path), path)
+
+
+def _check_status(status: os.stat_result, path: str | Path) -> os.stat_result:
+    if stat.S_ISDIR(status.st_mode):
+        raise IsADirectoryError(errno.EISDIR, "it is a folder", str(path))
+    if not stat.S_ISREG(status.st_mode):
+        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
+        raise OSError(errno.EINVAL, f"it is {kind}, not a regular file", str(path))
+    return status
+
+
+def open_regular(path: str | Path, mode: str = "rb", **options: Any) -> IO[Any]:
+    """`open`, of a regular file only: neither waits for the other end of a pipe, nor touches a device.
+
+    Raises:
+        OSError: as `check_regular`, or it cannot be opened.
+    """
+
+    def opener(name: str, flags: int) -> int:
+        with suppress(FileNotFoundError):
+            check_regular(name)  # opening a device may do something
+        descriptor = os.open(name, flags | os.O_NONBLOCK | os.O_NOCTTY, 0o666)
+        try:
+            _check_status(os.fstat(descriptor), name)
+        except OSError:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+    return open(path, mode, opener=opener, **options)
+
+
+def read_regular(path: str | Path, most_bytes: int | None = None) -> bytes:
+    """The content of a regular file.
+
+    Raises:
+        OSError: as `open_regular`, or it has more than `most_bytes`.
+    """
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if most_bytes is not None and size > most_bytes:
+            raise OSError(errno.EINVAL, f"it has {size} bytes, more than the {most_bytes} that are read", str(path))
+        return file.read()
+
+
+def parse_json(text: str | bytes) -> Any:
+    """`json.loads`, where nesting that is too deep is a ValueError like any other fault."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def read_json(path: str | Path) -> Any:
+    """The content of a JSON file in UTF-8, of at most 256 MiB.
+
+    Raises:
+        OSError: as `read_regular`.
+        ValueError: it is no UTF-8 or no JSON, or nested too deeply.
+    """
+    return parse_json(read_regular(path, _MOST_JSON_BYTES).decode("utf-8"))
 
 
 class AppendedFile:
@@ -48,7 +132,7 @@ class AppendedFile:
 
     def _write(self, data: bytes) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("ab", buffering=0) as file:
+        with open_regular(self.path, "ab", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
             rest = memoryview(data)
             try:
@@ -64,8 +148,10 @@ def replace_file(path: Path, text: str) -> None:
     """Write `text` to `path`; if that fails, what was there before is there still.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: it cannot be written, or `path` is there and no regular file.
     """
+    with suppress(FileNotFoundError):
+        check_regular(path)  # to replace /dev/null would be an accident
     temporary = path.with_name(f".{path.name}.new")
     try:
         temporary.write_text(text, encoding="utf-8", newline="\n")

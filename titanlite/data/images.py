@@ -22,6 +22,7 @@ from torch import Tensor
 from titanlite.data.dataset import ShuffledOrder, copy_to, get_num_held_out
 from titanlite.data.tokenizer import count_ids
 from titanlite.errors import DataError, raise_problems
+from titanlite.models.hf_objects import load_from_folder
 from titanlite.ops import IGNORE_INDEX
 
 
@@ -195,13 +196,11 @@ def load_processor(folder: str) -> Any:
     Raises:
         DataError: there is none, or it has no chat template.
     """
-    from transformers import AutoProcessor
-
     try:
-        processor = AutoProcessor.from_pretrained(folder)
-    except (OSError, ValueError, ImportError, AttributeError, KeyError) as error:
+        processor = load_from_folder("AutoProcessor", folder)
+    except Exception as error:  # transformers checks little of what it reads
         reason = " ".join(str(error).split())
-        raise DataError(f"data: cannot load the processor of {folder}: {reason}") from None
+        raise DataError(f"data: cannot load the processor of {folder}: {reason}") from error
     if not hasattr(processor, "tokenizer") or not hasattr(processor, "image_processor"):
         raise DataError(f"data: {folder} has no processor for images, only {type(processor).__name__}.")
     if not (getattr(processor, "chat_template", None) or processor.tokenizer.chat_template):

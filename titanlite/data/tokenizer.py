@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import tokenizers
@@ -20,6 +20,7 @@ from titanlite.data.cache import get_cache_folder, load_or_build, write_atomic
 from titanlite.data.corpus import Corpus, split_text
 from titanlite.errors import DataError
 from titanlite.logger import logger
+from titanlite.models.hf_objects import load_from_folder, load_tokenizer_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -30,6 +31,8 @@ _MAX_TRAINING_BYTES = 24 * 2**20
 _TRAINING_PIECE_CHARS = 64 * 2**10
 # Names that tokenizer.json files without a tokenizer_config.json use for the end of a text.
 _KNOWN_END_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "</s>", "<eos>")
+# A tokenizer is written out id by id, those included that no token has: one with the id 4,294,967,294 for an hour.
+_MOST_IDS_PER_TOKEN, _MOST_SPARE_IDS = 16, 2**16
 _RECIPE_VERSION = 1  # raise it when the training below changes, or old cached tokenizers will be taken for new ones
 
 
@@ -144,6 +147,21 @@ def _wrap(tokenizer: Tokenizer) -> "PreTrainedTokenizerFast":
     )
 
 
+def _try_out(tokenizer: Any) -> None:
+    """Use what transformers stores unchecked and would fail on in the middle of the data.
+
+    Raises:
+        Exception: of any kind.
+    """
+    if isinstance(tokenizer.model_max_length, str | list | dict):
+        raise TypeError(f"model_max_length is {tokenizer.model_max_length!r}, not a number")
+    if not isinstance(tokenizer.chat_template, str | dict | None):
+        raise TypeError(f"chat_template is {tokenizer.chat_template!r}, not a text")
+    if not isinstance(tokenizer.eos_token_id, int | None):
+        raise TypeError(f"eos_token is {tokenizer.eos_token!r}, not one token")
+    tokenizer.decode(tokenizer("a")["input_ids"])
+
+
 def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerFast":
     """Load a folder with tokenizer.json (and tokenizer_config.json), or one tokenizer.json; never from the network.
 
@@ -156,20 +174,17 @@ def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerFast":
     """
     path = Path(path).expanduser()
     file = path / "tokenizer.json" if path.is_dir() else path
-    if not file.is_file():
+    if not file.exists() or file.is_dir():
         raise DataError(
             f"data: tokenizer_path {path}: {file} does not exist. Set data.tokenizer_path to a folder with "
             "tokenizer.json, or empty it to train a byte-level BPE."
         )
-    # Imported here for the reason given in _wrap.
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
     try:
         if path.is_dir() and (path / "tokenizer_config.json").is_file():
-            # trust_remote_code=None would ask on the terminal and hang every rank.
-            tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+            tokenizer = load_from_folder("AutoTokenizer", path)
         else:
-            tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(file), clean_up_tokenization_spaces=False)
+            tokenizer = load_tokenizer_file(file)
+        _try_out(tokenizer)
     except Exception as error:  # the tokenizers library raises nothing more specific for a malformed file
         raise DataError(
             f"data: tokenizer_path {path}: transformers cannot load it ({type(error).__name__}: {error}). "
@@ -179,6 +194,12 @@ def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerFast":
         raise DataError(
             f"data: tokenizer_path {path}: {type(tokenizer).__name__} does not use tokenizer.json. "
             "Convert it with transformers and save it again."
+        )
+    num_ids, num_tokens = count_ids(tokenizer), len(tokenizer.get_vocab())
+    if num_ids > _MOST_IDS_PER_TOKEN * num_tokens + _MOST_SPARE_IDS:
+        raise DataError(
+            f"data: tokenizer_path {path}: tokenizer.json has the id {num_ids - 1}, but only {num_tokens} tokens. "
+            "Number its tokens without such a gap."
         )
     if tokenizer.eos_token_id is None:
         vocabulary = tokenizer.get_vocab()

@@ -1,6 +1,5 @@
 """The configuration of a model that transformers implements, from the content of its config.json."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 from titanlite.config.model import TransformersConfig
 from titanlite.errors import ConfigError
 from titanlite.logger import logger
+from titanlite.models.hf_objects import build_config
 
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "top_k_experts", "top_k")
@@ -83,7 +83,7 @@ def load_config_and_class(hf: Mapping[str, Any], where: str) -> tuple[Any, type]
             "Correct it, or install a newer transformers."
         )
     try:
-        config = CONFIG_MAPPING[model_type].from_dict(json.loads(json.dumps(dict(hf))))
+        config = build_config(hf)
     except (TypeError, ValueError, KeyError, AttributeError, StrictDataclassError) as error:
         raise ConfigError(f"{where}: transformers refuses it: {' '.join(str(error).split())}") from None
     classes: list[type] = []

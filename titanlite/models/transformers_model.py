@@ -26,6 +26,7 @@ from titanlite.models.decoder import LossSums
 from titanlite.models.hf_cache import TransformersCache
 from titanlite.models.hf_config import load_config_and_class
 from titanlite.models.hf_load import TransformersExpertCounter, build_counters
+from titanlite.models.hf_objects import build_from_config
 from titanlite.models.hf_packing import inside_documents, register_document_masks, restarting_positions
 from titanlite.models.hf_sources import find_sources
 from titanlite.models.moe import is_routed
@@ -301,7 +302,7 @@ def build_transformers(config: TransformersConfig, dtype: torch.dtype = torch.fl
     hf_config, cls = load_config_and_class(config.hf, config.family)
     try:
         with torch.device("meta"), _quiet():
-            model: Any = cls._from_config(hf_config, dtype=dtype)
+            model: Any = build_from_config(cls, hf_config, dtype)
     except (TypeError, ValueError, KeyError, ImportError) as error:
         raise ConfigError(f"model: transformers cannot build {config.architecture}: {error}") from None
     _keep_in_float32(model, dtype)

@@ -218,3 +218,53 @@ def test_ids_with_holes_are_counted_to_the_last_one(bpe: Tokenizer) -> None:
     vocab = {"a": 0, "b": 7, "<eos>": 40}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(vocab, unk_token="a")), eos_token="<eos>")
     assert (len(tokenizer), count_ids(tokenizer)) == (3, 41)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"model_max_length": "x"}, "model_max_length is 'x', not a number"),
+        ({"model_max_length": {"a": 1}}, "model_max_length is {'a': 1}, not a number"),
+        ({"chat_template": 5}, "chat_template is 5"),
+        ({"eos_token": 5}, ""),
+        ({"eos_token": ["a", "b"]}, ""),
+        ({"pad_token": {"x": 1}}, ""),
+        ({"extra_special_tokens": 7}, ""),
+        ({"padding_side": 3}, ""),
+        ({"model_input_names": 3}, ""),
+    ],
+)
+def test_settings_of_a_wrong_type_are_named(
+    built: PreTrainedTokenizerFast, tmp_path: Path, settings: dict[str, object], says: str
+) -> None:
+    """Or transformers makes something of them that works."""
+    built.save_pretrained(tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+    try:
+        tokenizer = load_tokenizer(tmp_path)
+    except DataError as error:
+        assert says in str(error) and str(tmp_path) in str(error)
+    else:
+        assert not says and tokenizer.decode(tokenizer("a b")["input_ids"])
+
+
+@pytest.mark.parametrize("nested", [200, 5_000])
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "config.json", "special_tokens_map.json"])
+def test_deeply_nested_files_of_a_folder_are_named(
+    built: PreTrainedTokenizerFast, tmp_path: Path, name: str, nested: int
+) -> None:
+    built.save_pretrained(tmp_path)
+    (tmp_path / name).write_text('{"a": ' + "[" * nested + "]" * nested + "}")
+    try:
+        load_tokenizer(tmp_path)
+    except DataError as error:
+        assert str(tmp_path) in str(error)
+
+
+def test_an_id_far_beyond_the_tokens_is_refused_before_it_is_written_out(bpe: Tokenizer, tmp_path: Path) -> None:
+    table = json.loads(bpe.to_str())
+    table["model"]["vocab"]["far"] = 4_294_967_294
+    (tmp_path / "tokenizer.json").write_text(json.dumps(table))
+    with pytest.raises(DataError, match=r"tokenizer\.json has the id 4294967294, but only \d+ tokens\. Number"):
+        load_tokenizer(tmp_path)

@@ -1,0 +1,139 @@
+"""Nothing of a model's folder is run, and there is one place that asks transformers for anything."""
+
+import ast
+import json
+import os
+import pty
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_transformers import save_tiny_processor
+
+import titanlite
+from titanlite.data.images import load_processor
+from titanlite.data.tokenizer import load_tokenizer
+from titanlite.errors import DataError
+from titanlite.models.hf_config import load_config_and_class
+from titanlite.models.transformers_model import build_from_config
+
+PACKAGE = Path(titanlite.__file__).parent
+DOOR = "models/hf_objects.py"
+# What makes objects of files, or of what files say.
+INTO_TRANSFORMERS = {
+    *("from_pretrained", "from_config", "_from_config", "get_class_from_dynamic_module", "pipeline", "from_dict"),
+    *("get_cached_module_file", "load_dataset_builder", "trust_remote_code", "for_model", "from_json_file"),
+}
+# An object of titanlite's own values, of a class that transformers has.
+EXEMPT = {("checkpoint/hf_model.py", "for_model")}
+
+
+def test_only_one_module_has_transformers_load_anything() -> None:
+    found = set()
+    for path in PACKAGE.rglob("*.py"):
+        name = path.relative_to(PACKAGE).as_posix()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            called = node.attr if isinstance(node, ast.Attribute) else node.arg if isinstance(node, ast.keyword) else ""
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                called = node.func.id
+            if called in INTO_TRANSFORMERS:
+                found.add((name, called))
+    assert {name for name, called in found if (name, called) not in EXEMPT} == {DOOR}
+    assert (DOOR, "from_pretrained") in found, "the walk finds calls"
+
+
+def add_code(folder: Path, file: str, table: dict[str, Any]) -> None:
+    """What the file says, and code beside it that leaves `ran` where it runs."""
+    path = folder / file
+    known = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(known | table))
+    (folder / "mine.py").write_text(
+        f"open({str(folder / 'ran')!r}, 'w').close()\n"
+        "from transformers import PreTrainedConfig, CLIPImageProcessor, LlavaProcessor, PreTrainedTokenizerFast\n"
+        "class Config(PreTrainedConfig): model_type = 'mine'\n"
+        "class Images(CLIPImageProcessor): pass\nclass All(LlavaProcessor): pass\n"
+        "class Tokens(PreTrainedTokenizerFast): pass\n"
+    )
+
+
+def by_config_alone(folder: Path) -> None:
+    """Transformers finds the processor's class by config.json, and forgets on this way that no code may run."""
+    (folder / "processor_config.json").unlink()
+    tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
+    tokenizer.pop("processor_class")
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    (folder / "config.json").write_text(json.dumps({"model_type": "llava"}))
+    images = {"image_processor_type": "Images", "auto_map": {"AutoImageProcessor": "mine.Images"}}
+    add_code(folder, "preprocessor_config.json", images)
+
+
+ATTACKS: dict[str, Callable[[Path], None]] = {
+    "processor": lambda folder: add_code(
+        folder, "processor_config.json", {"processor_class": "All", "auto_map": {"AutoProcessor": "mine.All"}}
+    ),
+    "image processor": by_config_alone,
+    "tokenizer": lambda folder: add_code(
+        folder,
+        "tokenizer_config.json",
+        {"tokenizer_class": "Tokens", "auto_map": {"AutoTokenizer": [None, "mine.Tokens"]}},
+    ),
+    "configuration": lambda folder: (
+        add_code(folder, "config.json", {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}),
+        add_code(folder, "tokenizer_config.json", {"tokenizer_class": None, "processor_class": None}),
+        (folder / "processor_config.json").unlink(),
+    ),
+}
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+@pytest.mark.parametrize("load", [load_processor, load_tokenizer])
+def test_code_of_a_folder_is_not_run_whatever_the_terminal_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attack: str, load: Callable[[str], Any]
+) -> None:
+    save_tiny_processor(tmp_path)
+    ATTACKS[attack](tmp_path)
+    keyboard, terminal = pty.openpty()
+    os.write(keyboard, b"y\n" * 20)
+    with os.fdopen(terminal) as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        try:
+            load(str(tmp_path))
+        except DataError as error:
+            assert "code" in str(error) or "image_processor" in str(error)
+        assert sys.stdin is stdin
+        monkeypatch.undo()
+    os.close(keyboard)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("key", ["_attn_implementation", "attn_implementation", "_experts_implementation"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_config_does_not_choose_kernels_of_the_hub(key: str, nested: bool) -> None:
+    """Transformers would download the repository and import it."""
+    hf: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64}
+    hf |= {"num_key_value_heads": 1, "head_dim": 16, "intermediate_size": 32, "pad_token_id": 0, "eos_token_id": 1}
+    if nested:
+        hf = {"model_type": "gemma3", "text_config": hf | {key: "evil/kernel"}}
+    else:
+        hf |= {"model_type": "olmo2", key: "evil/kernel"}
+    import torch
+
+    config, cls = load_config_and_class(hf, "config.json")
+    with torch.device("meta"):
+        model = build_from_config(cls, config, torch.float32)
+    assert "evil" not in str(config) and model.config._attn_implementation in ("sdpa", "eager")
+
+
+def test_special_and_huge_files_are_refused_before_they_are_opened(tmp_path: Path) -> None:
+    save_tiny_processor(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    os.mkfifo(tmp_path / "chat_template.jinja")
+    for load in (load_tokenizer, load_processor):
+        with pytest.raises(DataError, match=r"it is a named pipe, not a regular file: .*chat_template\.jinja"):
+            load(str(tmp_path))
+    (tmp_path / "chat_template.jinja").unlink()
+    os.truncate(tmp_path / "tokenizer.json", (256 << 20) + 1)
+    with pytest.raises(DataError, match=r"tokenizer\.json has 268435457 bytes, more than the 268435456"):
+        load_tokenizer(tmp_path / "tokenizer.json")

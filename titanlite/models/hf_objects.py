@@ -1,0 +1,98 @@
+"""The one door to objects that transformers makes from a folder or a config.json, which a stranger may have written.
+
+No code that comes with a model is run or downloaded, nobody is asked on the terminal whether it shall be, nothing is
+unpickled, and the network is not used. `tests/unit/models/test_hf_objects.py` finds any other way into transformers.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from titanlite.run_files import check_regular
+
+_TEXT_FILES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".vocab")
+_MOST_TEXT_BYTES = 256 << 20  # the largest tokenizer.json of a public model has 34 MB
+# Other values name kernels on the hub, `owner/repository`, whose code transformers downloads and runs.
+_IMPLEMENTATIONS = {f"{hidden}{what}_implementation" for hidden in ("", "_") for what in ("attn", "experts")}
+_OWN_IMPLEMENTATIONS = (None, "eager", "sdpa")
+
+
+def load_from_folder(name: str, folder: str | Path) -> Any:
+    """What the class `name` of transformers, such as AutoTokenizer, makes of the files in a local folder.
+
+    Raises:
+        OSError: a file of the folder is no regular one, or has more than 256 MiB of text.
+        Exception: of any kind, what transformers raises, for it checks little; for a folder whose classes are code of
+            its own, a ValueError that names `trust_remote_code`.
+    """
+    import transformers
+
+    _check_files(Path(folder))
+    options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
+    if name.startswith("AutoModel"):
+        options["use_safetensors"] = True
+    with _no_terminal():
+        return getattr(transformers, name).from_pretrained(str(folder), **options)
+
+
+def load_tokenizer_file(file: Path) -> Any:
+    """The tokenizer of a single tokenizer.json; raises as `load_from_folder`."""
+    from transformers import PreTrainedTokenizerFast
+
+    _check_file(file)
+    return PreTrainedTokenizerFast(tokenizer_file=str(file), clean_up_tokenization_spaces=False)
+
+
+def build_config(hf: Mapping[str, Any]) -> Any:
+    """The configuration object of `hf`, the content of a config.json whose model_type transformers knows.
+
+    Raises:
+        Exception: of any kind, what transformers raises.
+    """
+    from transformers import CONFIG_MAPPING
+
+    return CONFIG_MAPPING[hf["model_type"]].from_dict(_without_kernels(json.loads(json.dumps(dict(hf)))))
+
+
+def build_from_config(cls: Any, config: Any, dtype: Any) -> Any:
+    """A model of the class `cls` from a configuration of `build_config`."""
+    return cls._from_config(config, dtype=dtype)
+
+
+def _without_kernels(value: Any) -> Any:
+    """`value` without what names kernels to compute attention or experts with; that is not for a file to say."""
+    if isinstance(value, dict):
+        return {
+            key: _without_kernels(item)
+            for key, item in value.items()
+            if key not in _IMPLEMENTATIONS or item in _OWN_IMPLEMENTATIONS
+        }
+    return [_without_kernels(item) for item in value] if isinstance(value, list) else value
+
+
+def _check_files(folder: Path) -> None:
+    for path in (*folder.glob("*"), *folder.glob("*/*")):  # of some models the parts have folders of their own
+        if path.suffix in _TEXT_FILES and not path.is_dir():
+            _check_file(path)
+
+
+def _check_file(path: Path) -> None:
+    size = check_regular(path).st_size
+    if size > _MOST_TEXT_BYTES:
+        raise OSError(f"{path} has {size} bytes, more than the {_MOST_TEXT_BYTES} that are read")
+
+
+@contextmanager
+def _no_terminal() -> Iterator[None]:
+    """Transformers passes `trust_remote_code` on to most of what it loads, and asks on the terminal for the rest."""
+    terminal = sys.stdin
+    with open(os.devnull, encoding="utf-8") as nothing:
+        sys.stdin = nothing
+        try:
+            yield
+        finally:
+            sys.stdin = terminal
