@@ -8,7 +8,7 @@ The loss is on the assistant's messages. Everything is looked at once before tra
 Shape suffixes: B sequences in a batch, L tokens per sequence.
 """
 
-import json
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
@@ -20,10 +20,16 @@ import torch
 from torch import Tensor
 
 from titanlite.data.dataset import ShuffledOrder, copy_to, get_num_held_out
+from titanlite.data.readers import READERS, RowError, first_line
 from titanlite.data.tokenizer import count_ids
 from titanlite.errors import DataError, raise_problems
 from titanlite.models.hf_objects import load_from_folder
 from titanlite.ops import IGNORE_INDEX
+from titanlite.run_files import open_regular
+
+# Pillow knows 40 more; one of them, PostScript, starts a program.
+_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")
+_MOST_PIXELS = 2**26  # 200 MB decoded; processors take several times that, and shrink it to some megapixels
 
 
 @dataclass(frozen=True)
@@ -171,8 +177,6 @@ class ImageDataset:
     def _encode(
         self, row: ImageRow, num_messages: int, images: list[Any], *, add_generation_prompt: bool = False
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        from jinja2.exceptions import TemplateError
-
         messages = row.messages[:num_messages]
         count = sum(part.get("type") == "image" for m in messages for part in _parts_of(m))
         try:
@@ -180,8 +184,8 @@ class ImageDataset:
                 messages, tokenize=False, add_generation_prompt=add_generation_prompt
             )
             found = self._processor(text=[text], images=images[:count] or None, return_tensors="pt")
-        except (TemplateError, ValueError, TypeError, KeyError, IndexError) as error:
-            raise DataError(f"{row.place}: the model's processor refuses it: {' '.join(str(error).split())}") from None
+        except Exception as error:  # of a template, a tokenizer, or a processor of images
+            raise DataError(f"{row.place}: the model's processor refuses it: {first_line(error)}") from error
         extra = {name: value for name, value in found.items() if name not in ("input_ids", "attention_mask")}
         return found["input_ids"][0], extra
 
@@ -219,14 +223,49 @@ def load_image(place: str, path: Path) -> Any:
     except ImportError:
         raise DataError("data: images are decoded by Pillow, which is not installed. pip install pillow") from None
     try:
-        with Image.open(path) as image:
-            return image.convert("RGB")  # decodes all of it
+        with open_regular(path) as file, warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the limit here is lower
+            with Image.open(file, formats=_FORMATS) as image:
+                _limit_pixels(image)
+                return _to_rgb(image)
     except FileNotFoundError:
         raise DataError(f"{place}: there is no image {path}. Correct the path.") from None
     except UnidentifiedImageError:
-        raise DataError(f"{place}: {path} is no image that can be decoded. Replace it or remove the row.") from None
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise DataError(f"{place}: {path} does not decode: {error}. Replace it or remove the row.") from None
+        raise DataError(
+            f"{place}: {path} is no image that can be decoded ({', '.join(_FORMATS)}). Convert it or remove the row."
+        ) from None
+    except OSError as error:
+        if error.filename is None:  # of a decoder
+            raise DataError(f"{place}: {path} does not decode: {error}. Replace it or remove the row.") from None
+        raise DataError(f"{place}: cannot read {path}: {error.strerror}. Correct the path.") from None
+    except Exception as error:  # a decoder raises anything on a damaged file
+        reason = first_line(error).rstrip(".")
+        raise DataError(f"{place}: {path} does not decode: {reason}. Replace it or remove the row.") from error
+
+
+def _limit_pixels(image: Any) -> None:
+    """Before anything is decoded: a JPEG with too many pixels is decoded to a half, a quarter or an eighth of its size.
+
+    Raises:
+        ValueError: it cannot be, or is still too large.
+    """
+    width, height = image.size
+    scale = next((scale for scale in (1, 2, 4) if width * height <= _MOST_PIXELS * scale**2), 8)
+    if scale > 1:
+        image.draft(None, (width // scale, height // scale))  # a no-op in other formats
+    if image.width * image.height > _MOST_PIXELS:
+        raise ValueError(f"it has {width} x {height} pixels, more than {_MOST_PIXELS}; shrink it")
+
+
+def _to_rgb(image: Any) -> Any:
+    """The first frame, decoded."""
+    from PIL import Image
+
+    if image.mode.startswith("I;16"):  # Pillow would show all above 255 of 65535 as white
+        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
+    if image.mode in ("I", "F"):
+        raise ValueError(f"its pixels are numbers of 32 bits (mode {image.mode}) without a known range; convert it")
+    return image.convert("RGB")
 
 
 def read_image_rows(path: Path) -> list[ImageRow]:
@@ -235,30 +274,25 @@ def read_image_rows(path: Path) -> list[ImageRow]:
     Raises:
         DataError: the file cannot be read; or lists all rows that are no chats with images, with their lines.
     """
+    rows, problems = [], []
     try:
-        lines = path.read_bytes().split(b"\n")
+        for number, row in READERS[".jsonl"].read(path, 0, ()):
+            place = f"{path}, line {number}"
+            if isinstance(row, RowError):
+                problems.append(f"{place}: {row}")
+                continue
+            try:
+                rows.append(_parse(place, row, path.parent))
+            except DataError as error:
+                problems.append(str(error))
     except OSError as error:
         raise DataError(f"data.path: cannot read {path}: {error.strerror}. Set it to a .jsonl file.") from None
-    rows, problems = [], []
-    for number, line in enumerate(lines, start=1):
-        place = f"{path}, line {number}"
-        try:
-            if line.strip():
-                rows.append(_parse(place, line, path.parent))
-        except DataError as error:
-            problems.append(str(error))
     raise_problems(DataError, "data", problems)
     return rows
 
 
-def _parse(place: str, line: bytes, folder: Path) -> ImageRow:
-    try:
-        row = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise DataError(f"{place}: is not UTF-8 (byte {error.start}). Convert the file.") from None
-    except ValueError as error:
-        raise DataError(f"{place}: is no JSON: {error}.") from None
-    messages = row.get("messages") if isinstance(row, dict) else None
+def _parse(place: str, row: dict[str, Any], folder: Path) -> ImageRow:
+    messages = row.get("messages")
     if not isinstance(messages, list) or not messages:
         raise DataError(f"{place}: has no list of messages under the key 'messages'.")
     images = []

@@ -1,15 +1,23 @@
 """Chats with images: what is trained, and what is refused with its file and line."""
 
 import json
+import random
+import resource
+import struct
+import subprocess
+import warnings
+import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
 from tiny_transformers import save_tiny_processor
 
-from titanlite.data.images import ImageDataset, load_processor, read_image_rows
+from titanlite.data.images import ImageDataset, load_image, load_processor, read_image_rows
 from titanlite.errors import DataError
 
 
@@ -58,8 +66,8 @@ def test_loss_is_on_answers_and_inputs_follow_the_rows(processor: Any, tmp_path:
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        (b"{", r"chats\.jsonl, line 2: is no JSON"),
-        (b'{"messages": "\xff"}', r"chats\.jsonl, line 2: is not UTF-8 \(byte 14\)"),
+        (b"{", r"chats\.jsonl, line 2: not valid JSON"),
+        (b'{"messages": "\xff"}', r"chats\.jsonl, line 2: byte \d+ of the file is not UTF-8"),
         ({"text": "a"}, r"line 2: has no list of messages"),
         ({"messages": [{"role": "user"}]}, r"line 2: messages\[0\]\.content is neither text nor a list"),
         ({"messages": ["hello"]}, r"line 2: messages\[0\] is not an object"),
@@ -95,3 +103,116 @@ def test_rows_that_fill_a_batch_keep_their_images_and_no_label(processor: Any, t
     assert torch.equal(padded.labels[0], batch.labels[0]) and (padded.labels[1] == -100).all()
     assert torch.equal(padded.tokens, batch.tokens) and padded.inputs.keys() == batch.inputs.keys()
     assert (batch.with_rows(0).labels == -100).all() and torch.equal(batch.with_rows(2).labels, batch.labels)
+
+
+def save(folder: Path, name: str, **options: Any) -> Callable[[Image.Image], Path]:
+    def write_one(image: Image.Image) -> Path:
+        image.save(folder / name, **options)
+        return folder / name
+
+    return write_one
+
+
+def pixels_of(path: Path) -> Any:
+    return np.asarray(load_image("row", path))
+
+
+def test_what_is_no_picture_is_not_given_to_programs_that_could_show_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a program was started"))
+    postscript = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n9 9 moveto showpage\n%%EOF\n"
+    others = {"x.png": postscript, "y.jpg": b"%PDF-1.4\n%%EOF\n", "z.gif": b"P6 9 9 255 " + bytes(243)}
+    for name, content in others.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(DataError, match=rf"row: .*{name} is no image that can be decoded \(BMP, .*, WEBP\)"):
+            load_image("row", tmp_path / name)
+
+
+def write_huge_png(path: Path, side: int) -> None:
+    """Some kilobytes that say they are `side` x `side` pixels."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    size = struct.pack(">IIBBBBB", side, side, 8, 0, 0, 0, 0)
+    data = zlib.compress(bytes(2**20))
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", size) + chunk(b"IDAT", data) + chunk(b"IEND", b""))
+
+
+@pytest.mark.parametrize("side", [8193, 13000, 60000])
+def test_too_many_pixels_are_refused_before_they_are_decoded(tmp_path: Path, side: int) -> None:
+    write_huge_png(tmp_path / "x.png", side)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(DataError, match=rf"row: .*x\.png does not decode: .*({side} x {side}|exceeds limit)"):
+        load_image("row", tmp_path / "x.png")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20_000, "KiB"
+
+
+def test_a_large_jpeg_is_decoded_smaller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("titanlite.data.images._MOST_PIXELS", 1000)
+    path = save(tmp_path, "x.jpg")(Image.new("RGB", (128, 64), "red"))
+    assert load_image("row", path).size == (32, 16)
+    with pytest.raises(DataError, match="256 x 512 pixels, more than 1000; shrink it"):
+        load_image("row", save(tmp_path, "y.jpg")(Image.new("L", (256, 512))))
+
+
+@pytest.mark.parametrize("ending", ["png", "tiff"])
+def test_sixteen_bits_keep_their_shades(tmp_path: Path, ending: str) -> None:
+    shades = np.array([[0, 300, 32768, 65535]], dtype=np.uint16)
+    path = save(tmp_path, f"x.{ending}")(Image.fromarray(shades))
+    assert pixels_of(path)[0].tolist() == [[value] * 3 for value in (0, 1, 128, 255)]
+    for values in (shades.astype(np.int32) * 9, shades.astype(np.float32)):
+        with pytest.raises(DataError, match=r"numbers of 32 bits \(mode [IF]\) without a known range"):
+            load_image("row", save(tmp_path, "x.tiff")(Image.fromarray(values)))
+
+
+def test_color_spaces_and_animations_give_one_rgb_picture(tmp_path: Path) -> None:
+    red, blue = Image.new("RGB", (8, 8), "red"), Image.new("RGB", (8, 8), "blue")
+    pictures = [save(tmp_path, "cmyk.jpg", quality=100)(red.convert("CMYK"))]
+    for name in ("a.gif", "a.png", "a.webp", "a.tiff"):
+        pictures.append(save(tmp_path, name, save_all=True, append_images=[blue], lossless=True)(red))
+    for path in pictures:
+        assert np.abs(pixels_of(path).astype(int) - [255, 0, 0]).max() <= 2, path.name
+
+
+@pytest.mark.parametrize("ending", ["bmp", "gif", "jpg", "png", "tiff", "webp"])
+def test_damaged_pictures_are_the_errors_of_their_rows(tmp_path: Path, ending: str) -> None:
+    """Cut off anywhere, and with any bytes changed, a picture decodes or is named."""
+    noise = np.random.default_rng(0).integers(0, 256, (24, 24, 3), dtype=np.uint8)
+    whole = save(tmp_path, f"x.{ending}")(Image.fromarray(noise)).read_bytes()
+    draw = random.Random(0)
+    refused = 0
+    for i in range(60):
+        content = bytearray(whole[: draw.randrange(len(whole))] if i % 2 else whole)
+        for _ in range(0 if i % 2 else 8):
+            content[draw.randrange(min(len(content), 200))] = draw.randrange(256)
+        (tmp_path / "y").write_bytes(content)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                load_image("row", tmp_path / "y")
+        except DataError as error:
+            refused += str(error).startswith(f"row: {tmp_path / 'y'} ")
+    assert refused >= 25
+
+
+@pytest.mark.parametrize("error", [RecursionError("deep"), MemoryError(), struct.error("short"), AttributeError("x")])
+def test_whatever_a_decoder_raises_is_the_row_s_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    path = save(tmp_path, "x.png")(Image.new("RGB", (8, 8)))
+    monkeypatch.setattr(Image.Image, "convert", fail)
+    with pytest.raises(DataError, match=rf"row: .*x\.png does not decode: {str(error) or type(error).__name__}"):
+        load_image("row", path)
+
+
+def test_deeply_nested_rows_are_named(processor: Any, tmp_path: Path) -> None:
+    depths = (400, 900, 5000, 200_000)
+    rows = [b'{"messages": ' + b"[" * depth + b"]" * depth + b"}" for depth in depths]
+    nested = [b'{"a": ' * depth + b"1" + b"}" * depth for depth in depths]
+    with pytest.raises(DataError, match=r"8 problems:(.|\n)*line 8: "):
+        read_image_rows(write(tmp_path, *rows, *nested))
