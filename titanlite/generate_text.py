@@ -33,6 +33,7 @@ from titanlite.materialize.agree import on_first_rank
 from titanlite.models.build import AnyModel, build_model
 from titanlite.models.families import any_model_config_from_hf
 from titanlite.ops import leave_out_cudnn
+from titanlite.run_files import parse_json, read_regular
 
 _TIMEOUT_S = 600
 _SHOWN_CHARS = 60
@@ -193,7 +194,7 @@ def _load_tokenizer(folder: Path, asked: Path | None) -> Any:
         raise ConfigError(f"generate: --model {folder} is no folder. Give a folder with config.json, or a hub id.")
     if not (folder / "config.json").exists() and (steps := _steps_below(folder)):
         raise ConfigError(f"generate: --model {folder} holds checkpoints. Give one of them: {', '.join(steps)}.")
-    if not (place / "tokenizer.json").is_file() and not place.is_file():
+    if not (place / "tokenizer.json").exists() and not place.exists():
         raise DataError(f"generate: {place} has no tokenizer.json. Give a folder that has one with --tokenizer DIR.")
     return load_tokenizer(place)
 
@@ -247,7 +248,7 @@ def _read_prompts(path: Path) -> list[Any]:
     """Texts, or lists of messages."""
     where = f"generate: --prompts-file {path}"
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = read_regular(path).decode("utf-8").split("\n")
     except OSError as error:
         raise DataError(f"{where}: cannot be read: {error.strerror}.") from None
     except UnicodeDecodeError as error:
@@ -258,7 +259,7 @@ def _read_prompts(path: Path) -> list[Any]:
     prompts = []
     for number, line in numbered:
         try:
-            row = json.loads(line)
+            row = parse_json(line)
         except ValueError as error:
             raise DataError(f"{where}, line {number}: is no JSON: {error}.") from None
         prompt = row.get("messages", row.get("prompt")) if isinstance(row, dict) else None

@@ -16,11 +16,13 @@ from titanlite.config.check import format_value
 from titanlite.config.settings import get_sections_of, get_value
 from titanlite.config.sources import get_sources
 from titanlite.results import Results, Series
+from titanlite.run_files import read_regular
 
 # These say where and how a run took place, not what the model is.
 _LEFT_OUT = ("job", "metrics", "profiling", "comm")
 _LEFT_OUT_KEYS = ("checkpoint.folder", "data.cache_folder", "checkpoint.push_to_hub")
 _LICENSE = re.compile(r"(license|license_name|license_link):\s*(\S.*)")
+_MOST_CARD_BYTES = 16 << 20
 _QUOTES = "\"'"
 
 
@@ -76,7 +78,7 @@ def _license(folder: str) -> list[str]:
     """What the card of the model in `folder` says about its license; a model trained from it is bound by that."""
     path = Path(folder, "README.md")
     try:
-        text = path.read_text(encoding="utf-8") if folder and path.is_file() else ""
+        text = read_regular(path, _MOST_CARD_BYTES).decode("utf-8") if folder and path.is_file() else ""
     except (OSError, UnicodeDecodeError):
         return []
     parts = text.split("---\n", 2)

@@ -30,11 +30,12 @@ from titanlite.models.transformers_model import TransformersModel
 from titanlite.notices import read_restart
 from titanlite.ops.grouped_gemm import resolve_backend, triton_problem
 from titanlite.optim import freeze_parameters
-from titanlite.run_files import is_full
+from titanlite.run_files import check_regular, is_full
 from titanlite.tables import format_memory
 
 _MANY_EPOCHS = 10  # of a pretrained model's new data
 _LARGE_MASK = 2 << 30  # bytes
+_WRITTEN = (".jsonl", ".json", ".toml", ".txt")  # files of the run
 _MUCH_WAITING = 0.5  # of a step
 _CONFIG, _NEXT_CONFIG = "config.toml", "config.next.toml"  # of the run in a folder, and of one that is being built
 
@@ -173,6 +174,9 @@ def make_dump_folder(job: JobConfig, folder: Path) -> list[str]:
     if dist.get_rank() == 0:
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            for path in folder.iterdir():
+                if path.suffix in _WRITTEN and path.exists():
+                    check_regular(path)
             changes = describe_changes(job, folder / _CONFIG)
             save_resolved(job, folder / _NEXT_CONFIG)
         except OSError as error:

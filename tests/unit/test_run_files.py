@@ -1,14 +1,135 @@
 import errno
 import os
+import re
+import signal
+import socket
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from titanlite import run_files
-from titanlite.config.schema import JobConfig
-from titanlite.errors import ConfigError
-from titanlite.run_files import AppendedFile, is_full, replace_file
+from titanlite.config import load_config
+from titanlite.config.assets import find_missing_files
+from titanlite.config.schema import DataSection, JobConfig
+from titanlite.data.build import _read_template
+from titanlite.data.corpus import build_text_corpus
+from titanlite.data.images import load_image, read_image_rows
+from titanlite.data.readers import READERS
+from titanlite.data.rows import LocalRows
+from titanlite.data.tokenizer import load_tokenizer
+from titanlite.errors import ConfigError, TitanliteError
+from titanlite.generate_text import _read_prompts
+from titanlite.models.families import any_model_config_from_hf
+from titanlite.report.read import read_run
+from titanlite.run_files import AppendedFile, is_full, open_regular, parse_json, read_regular, replace_file
 from titanlite.run_setup import make_dump_folder
+
+
+def make_socket(path: Path) -> None:
+    here = Path.cwd()
+    os.chdir(path.parent)  # its name may have 108 bytes at most
+    with socket.socket(socket.AF_UNIX) as one:
+        one.bind(path.name)
+    os.chdir(here)
+
+
+SPECIAL: dict[str, Callable[[Path], None]] = {
+    "a named pipe": os.mkfifo,
+    "a device": lambda path: path.symlink_to("/dev/zero"),
+    "a socket": make_socket,
+}
+
+
+def read_log(path: Path) -> None:
+    (path.parent / "metrics.jsonl").write_text('{"step": 1, "loss/train": 1.0}\n')
+    raise TitanliteError(str(read_run(path.parent).problems))
+
+
+# Where the package opens what a user names, and the name that the file must have there.
+OPENED: dict[str, Callable[[Path], Any]] = {
+    "config.toml": lambda path: load_config(["--config", str(path)]),
+    "config.json": lambda path: any_model_config_from_hf(path.parent, "model"),
+    "tokenizer.json": lambda path: load_tokenizer(path),
+    "template.jinja": lambda path: _read_template(str(path)),
+    "prompts.txt": _read_prompts,
+    "prompts.jsonl": _read_prompts,
+    "images.jsonl": read_image_rows,
+    "corpus.txt": lambda path: dict(build_text_corpus(path.parent)),
+    "image.png": lambda path: load_image("row 1", path),
+    "metrics.jsonl": lambda path: read_run(path.parent),
+    **dict.fromkeys(("log.txt", "events.jsonl", "expert_load.jsonl", "plan.json", "environment.json"), read_log),
+    **{f"rows{ending}": lambda path: list(LocalRows((path,))) for ending in READERS},
+    **{f"skipped{ending}": lambda path: list(LocalRows((path,)).iterate_from(3)) for ending in READERS},
+    **{f"digest{ending}": lambda path: LocalRows((path,)).get_digest(path.parent) for ending in READERS},
+}
+
+
+@pytest.fixture
+def impatient() -> Iterator[None]:
+    signal.signal(signal.SIGALRM, lambda *_: pytest.fail("it waits"))
+    signal.alarm(20)
+    yield
+    signal.alarm(0)
+
+
+@pytest.mark.parametrize("kind", SPECIAL)
+@pytest.mark.parametrize("name", OPENED)
+def test_what_is_no_regular_file_is_named_and_not_waited_for(
+    tmp_path: Path, impatient: None, kind: str, name: str
+) -> None:
+    SPECIAL[kind](tmp_path / name)
+    with pytest.raises(TitanliteError) as caught:
+        OPENED[name](tmp_path / name)
+    assert re.search(rf"{re.escape(name)}.*it is {kind}, not a regular file", str(caught.value))
+
+
+@pytest.mark.parametrize("kind", SPECIAL)
+def test_nothing_is_written_to_what_is_no_regular_file(
+    tmp_path: Path, impatient: None, run_ranks: Any, kind: str
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    SPECIAL[kind](path)
+    before = path.lstat()
+    for write in (lambda: AppendedFile(path).append(b"x"), lambda: replace_file(path, "x")):
+        with pytest.raises(OSError, match=f"it is {kind}, not a regular file"):
+            write()
+    assert path.lstat().st_ino == before.st_ino
+
+    def rank_main() -> None:
+        with pytest.raises(ConfigError, match=rf"cannot write to .*it is {kind}, .*metrics\.jsonl"):
+            make_dump_folder(JobConfig(), tmp_path)
+
+    run_ranks(1, rank_main)
+
+
+@pytest.mark.parametrize("kind", SPECIAL)
+def test_special_files_are_found_before_the_start(tmp_path: Path, impatient: None, kind: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    SPECIAL[kind](path)
+    job = JobConfig(data=DataSection(dataset="examples", path=str(path), tokenizer_path=str(tmp_path)))
+    (problem,) = find_missing_files(job)
+    assert (
+        problem == f"data.path: cannot read {path}: it is {kind}, not a regular file. Give a file or a folder of files."
+    )
+
+
+def test_regular_files_links_to_them_and_their_limit(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("text")
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    assert read_regular(tmp_path / "link", 4) == b"text"
+    with pytest.raises(OSError, match="it has 4 bytes, more than the 3 that are read"):
+        read_regular(tmp_path / "link", 3)
+    with pytest.raises(IsADirectoryError, match="it is a folder"):
+        open_regular(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        open_regular(tmp_path / "gone")
+    with open_regular(tmp_path / "new", "w", encoding="utf-8") as file:
+        file.write("new")
+    assert (tmp_path / "new").read_text() == "new"
+    with pytest.raises(ValueError, match="nested too deeply"):
+        parse_json("[" * 200_000)
 
 
 def test_records_wait_in_order_and_none_is_torn(tmp_path: Path, full_disk):

@@ -25,7 +25,7 @@ from titanlite.checkpoint.writer import FileLayout, create_files, header_crcs, m
 from titanlite.errors import CheckpointError, TitanliteError, TransientError
 from titanlite.logger import logger
 from titanlite.materialize.agree import gather_objects, raise_together
-from titanlite.run_files import sync
+from titanlite.run_files import open_regular, sync
 
 MANIFEST_FILE = f"{OWN_FOLDER}/manifest.json"
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
@@ -233,7 +233,7 @@ def _write_manifest(folder: Path, crcs: dict[str, int]) -> None:
 
 def _crc_of(path: Path) -> int:
     crc = 0
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         while chunk := file.read(_CHUNK):
             crc = zlib.crc32(chunk, crc)
     return crc

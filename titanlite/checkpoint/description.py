@@ -15,6 +15,7 @@ from titanlite.errors import CheckpointError
 from titanlite.models.families import family_of
 from titanlite.models.families.family import KEY_ALIASES
 from titanlite.models.hf_config import load_config_and_class, save_config
+from titanlite.run_files import read_regular
 
 # What an image-and-text model needs beside a tokenizer.
 _PROCESSOR_FILES = (
@@ -123,7 +124,7 @@ def _read_original(assets: Path | None, config: ModelConfig) -> dict[str, Any]:
     path = None if assets is None else assets / "config.json"
     if path is None or not path.exists():
         return {}
-    original = json.loads(path.read_text(encoding="utf-8"))
+    original = json.loads(read_regular(path))
     return original if original.get("model_type") == config.family else {}
 
 

@@ -1,6 +1,5 @@
 """A folder of safetensors files: what is in it, found from the headers alone."""
 
-import stat
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 
 from titanlite.checkpoint.header import StoredTensor, Table, parse_json, read_header_and_size, shown
 from titanlite.errors import CheckpointError, raise_problems
+from titanlite.run_files import read_regular
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -95,9 +95,7 @@ def read_json(path: Path, where: str) -> dict[str, Any]:
         CheckpointError: it cannot be read, because of the OSError that is its cause, or is no JSON object.
     """
     try:
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise CheckpointError(f"{where}: {path.name} is not a regular file.")  # a pipe would wait for a writer
-        value = parse_json(path.read_bytes())
+        value = parse_json(read_regular(path))
     except FileNotFoundError:
         raise CheckpointError(f"{where}: there is no {path.name}.") from None
     except OSError as error:

@@ -13,6 +13,7 @@ from pathlib import Path
 from titanlite.config.schema import JobConfig
 from titanlite.config.sources import get_source_key, get_sources
 from titanlite.errors import ConfigError
+from titanlite.run_files import check_regular
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 # How the hub's library names the folders of its cache.
@@ -98,11 +99,20 @@ def find_missing_files(job: JobConfig) -> list[str]:
             given = {"path": source.path, "validation_path": source.validation_path}
             paths += [(get_source_key(data, name, setting), path, on_hub) for setting, path in given.items()]
     paths.append(("evaluation.path", job.evaluation.path, True))
-    return [
-        f"{key}: {name} does not exist. Relative paths begin at the current folder, {Path.cwd()}."
-        for key, name, may_be_on_hub in paths
-        if name and not Path(os.path.expanduser(name)).exists() and not (may_be_on_hub and is_hub_id(name))
-    ]
+    problems = []
+    for key, name, may_be_on_hub in paths:
+        try:
+            if name:
+                check_regular(os.path.expanduser(name))
+        except IsADirectoryError:
+            pass  # where a file is wanted, its reader says so
+        except FileNotFoundError:
+            if not (may_be_on_hub and is_hub_id(name)):
+                here = f"Relative paths begin at the current folder, {Path.cwd()}"
+                problems.append(f"{key}: {name} does not exist. {here}.")
+        except OSError as error:
+            problems.append(f"{key}: cannot read {name}: {error.strerror}. Give a file or a folder of files.")
+    return problems
 
 
 def find_missing_packages(job: JobConfig) -> list[str]:

@@ -29,7 +29,7 @@ from titanlite.config.settings import (
     get_value,
 )
 from titanlite.errors import ConfigError, raise_problems
-from titanlite.run_files import replace_file
+from titanlite.run_files import read_regular, replace_file
 
 USAGE = """\
 usage: --config FILE [--section.key=value ...]
@@ -49,6 +49,7 @@ _FLOAT = re.compile(r"[+-]?([0-9]+(_[0-9]+)*(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]
 _BOOL_HINTS = {"yes": "true", "on": "true", "1": "true", "no": "false", "off": "false", "0": "false"}
 _REMEDIES = {int: "Write a whole number", float: "Write a number", bool: "Write true or false", str: "Put it in quotes"}
 _KIND_NAMES = {int: "an int", float: "a float", bool: "a bool", str: "a str"}
+_MOST_FILE_BYTES = 16 << 20
 _KEY = re.compile(r"[a-z]\w*(?:\.[a-z]\w*)+")
 
 
@@ -263,8 +264,7 @@ class _Reader:
     def read_file(self, path: str) -> dict[str, object] | None:
         """The parsed TOML file, or None with a problem noted."""
         try:
-            with open(path, "rb") as file:
-                return tomllib.load(file)
+            return tomllib.loads(read_regular(path, _MOST_FILE_BYTES).decode("utf-8"))
         except FileNotFoundError:
             folder = Path(path).parent
             nearest = get_close_matches(Path(path).stem, [found.stem for found in folder.glob("*.toml")], 1)
@@ -276,6 +276,8 @@ class _Reader:
             self.refuse(path, f"cannot be read: {error.strerror}. Pass a readable file with --config FILE.")
         except UnicodeDecodeError as error:
             self.refuse(path, f"is not UTF-8 text (byte {error.start}). Save it as UTF-8.")
+        except RecursionError:
+            self.refuse(path, "is nested too deeply. Write values without so many brackets.")
         except ValueError as error:  # TOMLDecodeError, and Python's limit on the digits of an int
             self.refuse(path, f"not valid TOML: {error}. Strings need quotes; booleans are true and false.")
         return None

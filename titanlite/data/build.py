@@ -15,11 +15,15 @@ from titanlite.data.tokenizer import build_tokenizer, load_tokenizer
 from titanlite.data.tokens import build_tokens
 from titanlite.errors import DataError
 from titanlite.logger import logger
+from titanlite.run_files import read_regular
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     from titanlite.data.example_dataset import ExampleDataset, ExampleSet
+
+
+_MOST_TEMPLATE_BYTES = 16 << 20
 
 
 def build_data(job: JobConfig, dp_rank: int, dp_degree: int) -> tuple["PreTrainedTokenizerFast", TrainLoader]:
@@ -190,7 +194,7 @@ def _get_padding(tokenizer: "PreTrainedTokenizerFast") -> int:
 
 def _read_template(path: str) -> str:
     try:
-        return Path(path).expanduser().read_text(encoding="utf-8")
+        return read_regular(Path(path).expanduser(), _MOST_TEMPLATE_BYTES).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"data.chat_template: cannot read {path}: {error}. Set it to a Jinja file in UTF-8.") from None
 

@@ -18,6 +18,7 @@ from typing import IO, TypeVar, cast
 
 from titanlite.config.schema import DataSection
 from titanlite.errors import DataError
+from titanlite.run_files import open_regular
 
 T = TypeVar("T")
 _FORMAT_VERSION = 1  # raise it when what is kept of files changes its meaning
@@ -131,7 +132,7 @@ def stamp_files(files: Sequence[Path]) -> list[tuple[str, int, int, int, int]]:
     """
     stamps = []
     for file in files:
-        with file.open("rb") as stream:  # a network file system asks its server only when a file is opened
+        with open_regular(file) as stream:  # a network file system asks its server only when a file is opened
             s = os.fstat(stream.fileno())
         stamps.append((os.path.abspath(file), s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns))
     return stamps

@@ -16,6 +16,7 @@ from pathlib import Path
 from titanlite.config.schema import DataSection
 from titanlite.data.cache import get_cache_folder, read_once
 from titanlite.errors import DataError
+from titanlite.run_files import check_regular, read_regular
 
 # Installed packages differ from machine to machine, and test data holds deliberately broken files.
 _NOT_STDLIB = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
@@ -102,16 +103,16 @@ class Corpus:
 
 def _read(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_regular(path)
     except OSError as error:
         raise DataError(f"data: cannot read {path}: {error.strerror}. Check data.path and its permissions.") from None
 
 
 def _get_size(path: Path) -> int:
     try:
-        return path.stat().st_size
+        return check_regular(path).st_size
     except OSError:
-        return 1  # a broken link: reading it later raises the error that names it
+        return 1  # a broken link, or a pipe: reading it later raises the error that names it
 
 
 def find_files(root: Path, pattern: str, skipped_folders: frozenset[str] = frozenset()) -> tuple[tuple[str, Path], ...]:

@@ -20,9 +20,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 from titanlite.errors import DataError
+from titanlite.run_files import check_regular, open_regular
 
 if TYPE_CHECKING:
     from pyarrow.parquet import ParquetFile
@@ -131,8 +132,8 @@ def _is_compressed(file: Path) -> bool:
 
 
 @contextmanager
-def _open(file: Path) -> Iterator[BinaryIO]:
-    with file.open("rb", buffering=_BUFFER_BYTES) as stream:
+def _open(file: Path) -> Iterator[IO[bytes]]:
+    with open_regular(file, buffering=_BUFFER_BYTES) as stream:
         if not _is_compressed(file):
             yield stream
             return
@@ -158,7 +159,7 @@ def _is_blank(line: bytes, *, is_first: bool) -> bool:
 
 def _read_json(file: Path) -> _Numbered:
     """A file with one array of rows, or JSON lines under another name."""
-    with file.open("rb") as stream:
+    with open_regular(file) as stream:
         head = stream.read(64).removeprefix(_BYTE_ORDER_MARK).lstrip()
     if not head.startswith(b"["):
         yield from _read_jsonl(file, 0, ())
@@ -215,7 +216,7 @@ def _json_type(value: Any) -> str:
 
 def _read_csv(file: Path) -> _Numbered:
     csv.field_size_limit(2**31 - 1)  # the default of 128 KiB is less than a long document
-    with file.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as stream:
+    with open_regular(file, "r", encoding="utf-8-sig", errors="surrogateescape", newline="") as stream:
         reader = csv.reader(stream, strict=True)
         header: list[str] | None = None
         while True:
@@ -261,6 +262,7 @@ def _open_parquet(file: Path) -> "ParquetFile":
     from pyarrow import ArrowException
     from pyarrow.parquet import ParquetFile
 
+    check_regular(file)
     try:
         parquet = ParquetFile(file)
         Features.from_arrow_schema(parquet.schema_arrow)

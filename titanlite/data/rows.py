@@ -13,6 +13,7 @@ from titanlite.data.cache import read_once
 from titanlite.data.corpus import find_files
 from titanlite.data.readers import READERS, Mark, RowError, drop_none, first_line, get_suffix
 from titanlite.errors import DataError
+from titanlite.run_files import check_regular, open_regular
 
 _SUFFIXES = tuple(READERS)
 _OF_LINES = (".jsonl", ".gz", ".zst", ".csv")
@@ -87,7 +88,7 @@ class LocalRows:
             try:
                 # Lengths first, or the last bytes of one file could be the first ones of the next.
                 digest.update(f"{file.suffix} {file.stat().st_size} ".encode())
-                with file.open("rb") as stream:
+                with open_regular(file) as stream:
                     while chunk := stream.read(_CHUNK_BYTES):
                         digest.update(chunk)
             except OSError as error:
@@ -102,7 +103,7 @@ class LocalRows:
 
     def _get_stats(self) -> list[tuple[Path, os.stat_result]]:
         try:
-            return [(file, file.stat()) for file in self.files]
+            return [(file, check_regular(file)) for file in self.files]
         except OSError as error:
             raise DataError(f"data: cannot read the files: {error}. Check data.path and its permissions.") from None
 

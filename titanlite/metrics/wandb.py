@@ -20,7 +20,7 @@ from titanlite.config.assets import public_name
 from titanlite.config.schema import JobConfig
 from titanlite.config.settings import get_sections_of, get_value
 from titanlite.logger import logger
-from titanlite.run_files import replace_file
+from titanlite.run_files import read_regular, replace_file
 
 ID_FILE = "wandb_id"
 _MOST_BYTES = 16 << 20  # that wait for a process which does not read
@@ -114,7 +114,7 @@ class WandbRun:
 def _get_id(path: Path) -> str:
     """The id in the file, or a new one that is there from now on."""
     with suppress(OSError):
-        return path.read_text(encoding="ascii").strip()
+        return read_regular(path, 1024).decode("ascii").strip()
     name = uuid.uuid4().hex[:12]
     try:
         replace_file(path, name + "\n")

@@ -1,5 +1,6 @@
 """The configuration of a model that transformers implements, from the content of its config.json."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -3,15 +3,16 @@
 A run of 100,000 steps has as many lines, so values go into arrays, one per metric name, and not into dictionaries.
 """
 
-import json
 import tomllib
 from array import array
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from titanlite.errors import TitanliteError
+from titanlite.run_files import check_regular, open_regular, parse_json, read_json, read_regular
 
 METRICS, EXPERT_LOAD, EVENTS = "metrics.jsonl", "expert_load.jsonl", "events.jsonl"
 CONFIG, ENVIRONMENT, PLAN, LOG = "config.toml", "environment.json", "plan.json", "log.txt"
@@ -93,8 +94,12 @@ def read_run(folder: Path) -> Run:
     """
     folder = folder.expanduser().resolve()
     path = folder / METRICS
-    if not path.is_file():
+    if not path.exists():
         raise TitanliteError(f"report: {_why_no_run(folder)}")
+    try:
+        check_regular(path)
+    except OSError as error:
+        raise TitanliteError(f"report: cannot read {path}: {error.strerror}. Give the folder of a run.") from None
     run = read_metrics(path)
     if "loss/train" not in run.scalars:
         raise TitanliteError(
@@ -102,24 +107,34 @@ def read_run(folder: Path) -> Run:
             f"its log for an error{_list(run.problems)}."
         )
     _read_load(run)
-    if (folder / EVENTS).is_file():
-        run.events = [event for event in _read_lines(folder / EVENTS, run.problems) if "kind" in event]
+    run.events = [event for event in _read_lines(folder / EVENTS, run.problems) if "kind" in event]
     run.config = _read_toml(folder / CONFIG, run.problems)
     run.environment = _read_json(folder / ENVIRONMENT, run.problems) or {}
     run.plan = _read_json(folder / PLAN, run.problems)
-    if (folder / LOG).is_file():
-        text = (folder / LOG).read_text(encoding="utf-8", errors="replace")
-        run.warnings = [line for line in text.splitlines() if " WARNING " in line or " ERROR " in line][
-            -_MOST_WARNINGS:
-        ]
+    _read_log(run)
     return run
+
+
+def _read_log(run: Run) -> None:
+    path = run.folder / LOG
+    if not path.exists():
+        return
+    try:
+        with open_regular(path, "r", encoding="utf-8", errors="replace") as file:
+            found = (line.rstrip("\n") for line in file if " WARNING " in line or " ERROR " in line)
+            run.warnings = list(deque(found, _MOST_WARNINGS))
+    except OSError as error:
+        run.problems.append(f"{path.name} cannot be read: {error.strerror}.")
 
 
 def read_metrics(path: Path) -> Run:
     """The run of a `metrics.jsonl`, without what the files beside it say; lines are left out as in `read_run`."""
     run = Run(path.parent)
     for line in _read_lines(path, run.problems):
-        _add(run, line)
+        try:
+            _add(run, line)
+        except (TypeError, ValueError, OverflowError) as error:
+            run.problems.append(f"{path.name}: a line has values of another kind and is left out ({error}).")
     return run
 
 
@@ -143,18 +158,23 @@ def _read_lines(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:
     """The objects of a file of JSON lines, those that are broken named in `problems`."""
     broken: list[int] = []
     number = 0
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for number, text in enumerate(file, 1):
-            if not text.strip():
-                continue
-            try:
-                line = json.loads(text)
-            except ValueError:
-                line = None
-            if isinstance(line, dict):
-                yield line
-            elif text.endswith("\n"):  # else the writer was killed in the middle of it
-                broken.append(number)
+    if not path.exists():
+        return
+    try:
+        with open_regular(path, "r", encoding="utf-8", errors="replace") as file:
+            for number, text in enumerate(file, 1):
+                if not text.strip():
+                    continue
+                try:
+                    line = parse_json(text)
+                except ValueError:
+                    line = None
+                if isinstance(line, dict):
+                    yield line
+                elif text.endswith("\n"):  # else the writer was killed in the middle of it
+                    broken.append(number)
+    except OSError as error:
+        problems.append(f"{path.name} cannot be read: {error.strerror}.")
     if broken:
         shown = ", ".join(map(str, broken[:8])) + (", ..." if len(broken) > 8 else "")
         problems.append(f"{path.name}: {len(broken)} of {number} lines are broken and left out (line {shown}).")
@@ -221,8 +241,6 @@ def _drop_redone(run: Run, line: Mapping[str, Any], step: int) -> None:
 
 
 def _read_load(run: Run) -> None:
-    if not (run.folder / EXPERT_LOAD).is_file():
-        return
     for line in _read_lines(run.folder / EXPERT_LOAD, run.problems):
         step, rows = line.get("step"), line.get("tokens_per_expert")
         if not isinstance(step, int) or not isinstance(rows, list) or not rows:
@@ -230,14 +248,15 @@ def _read_load(run: Run) -> None:
         while run.loads and run.loads[-1][0] >= step:
             run.loads.pop()
         run.loads.append((step, rows))
-        run.first_layer = int(line.get("first_layer", run.first_layer))
+        first = line.get("first_layer")
+        run.first_layer = first if isinstance(first, int) else run.first_layer
 
 
 def _read_json(path: Path, problems: list[str]) -> dict[str, Any] | None:
-    if not path.is_file():
+    if not path.exists():
         return None
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json(path)
     except (OSError, ValueError) as error:
         problems.append(f"{path.name} cannot be read: {error}.")
         return None
@@ -246,14 +265,14 @@ def _read_json(path: Path, problems: list[str]) -> dict[str, Any] | None:
 
 def _read_toml(path: Path, problems: list[str]) -> dict[str, Any]:
     """The settings by dotted key."""
-    if not path.is_file():
+    if not path.exists():
         return {}
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        table = dict(_flatten("", tomllib.loads(read_regular(path).decode("utf-8"))))
+    except (OSError, ValueError, RecursionError) as error:
         problems.append(f"{path.name} cannot be read: {error}.")
         return {}
-    return dict(_flatten("", table))
+    return table
 
 
 def _flatten(prefix: str, table: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

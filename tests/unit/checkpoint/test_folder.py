@@ -253,7 +253,7 @@ def test_index_without_weight_map(tmp_path: Path, table: dict[str, Any]) -> None
 
 def test_index_is_no_file(tmp_path: Path) -> None:
     (tmp_path / INDEX_FILE).mkdir()
-    assert f"{INDEX_FILE} is not a regular file" in _refusal(tmp_path)
+    assert f"cannot read {INDEX_FILE}: it is a folder" in _refusal(tmp_path)
 
 
 def test_index_is_a_named_pipe(tmp_path: Path) -> None:
@@ -480,7 +480,7 @@ def test_read_json_refuses(tmp_path: Path, content: bytes | None, says: str) -> 
 
 def test_read_json_of_what_is_no_file(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
-    with pytest.raises(CheckpointError, match="checkpoint x: folder is not a regular file"):
+    with pytest.raises(CheckpointError, match="checkpoint x: cannot read folder: it is a folder"):
         read_json(tmp_path / "folder", "checkpoint x")
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="checkpoint x: cannot read x: Not a directory"):

@@ -6,7 +6,6 @@ Nothing here imports torch.
 
 import difflib
 import importlib
-import json
 import pkgutil
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, replace
@@ -18,6 +17,7 @@ from titanlite.config.model import ROPE_FIELDS, AnyModelConfig, ModelConfig, Rop
 from titanlite.config.schema import JobConfig, ModelSection
 from titanlite.errors import ConfigError, raise_problems
 from titanlite.models.families.family import Family, NotNativeError, check_model_config
+from titanlite.run_files import read_json
 
 __all__ = [
     "Family",
@@ -228,9 +228,7 @@ def _config_file(folder: Path) -> Path:
 def _read_config(folder: Path, where: str = "model.hf_assets_path") -> dict[str, Any]:
     path = _config_file(folder)
     try:
-        if path.exists() and not path.is_file():
-            raise ConfigError(f"{where}: {path} is not a regular file.")  # a pipe would wait for a writer
-        hf = json.loads(path.read_text(encoding="utf-8"))
+        hf = read_json(path)
     except FileNotFoundError:
         if (folder / "adapter_config.json").exists():
             raise ConfigError(
@@ -239,9 +237,7 @@ def _read_config(folder: Path, where: str = "model.hf_assets_path") -> dict[str,
             ) from None
         raise ConfigError(f"{where}: there is no {path}. Give a folder with a config.json.") from None
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{where}: cannot read {path}: {error}.") from None
-    except RecursionError:
-        raise ConfigError(f"{where}: cannot read {path}: it is nested too deeply.") from None
+        raise ConfigError(f"{where}: cannot read {path}: {getattr(error, 'strerror', None) or error}.") from None
     if not isinstance(hf, dict) or not isinstance(hf.get("model_type"), str):
         found = hf.get("model_type") if isinstance(hf, dict) else None
         raise ConfigError(f"{path}: model_type '{found}' has no native decoder; there are {', '.join(families())}.")
