@@ -7,6 +7,7 @@ that B[e][o, j] is at column j * E + e.
 """
 
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -243,12 +244,17 @@ def read_adapter(folder: Path) -> tuple[Stored, AdapterConfig]:
     stored = read_headers([folder / ADAPTER_FILE], where)
     table = read_json(folder / ADAPTER_CONFIG, where)
     problems = [
-        f"{ADAPTER_CONFIG}: {key} = {table.get(key)!r} is not supported, only {' or '.join(map(repr, allowed))} is."
-        for key, allowed in _REQUIRED.items()
-        if table.get(key, allowed[0]) not in allowed
+        f"{ADAPTER_CONFIG}: {key} = {value!r} is not supported."
+        for key, value in sorted({"peft_type": None, **table}.items())
+        if key not in _HARMLESS and value not in _PLAIN.get(key, _OFF)
     ]
-    rank, alpha, base = table.get("r", 0), table.get("lora_alpha", 0), table.get("base_model_name_or_path")
-    if type(rank) is not int or rank < 1 or type(alpha) not in (int, float):
+    if problems:
+        problems[-1] += (
+            " titanlite has plain LoRA only, W + scaling * B A on an unchanged W. Merge them with peft where they were "
+            "trained (merge_and_unload), if their kind can be merged, and use that model."
+        )
+    rank, alpha, base = table.get("r"), table.get("lora_alpha"), table.get("base_model_name_or_path")
+    if type(rank) is not int or rank < 1 or type(alpha) not in (int, float) or not math.isfinite(alpha):
         problems.append(f"{ADAPTER_CONFIG}: r = {rank!r} and lora_alpha = {alpha!r} are not a rank and a factor.")
     raise_problems(CheckpointError, where, problems)
     scaling = float(alpha) / (rank**0.5 if table.get("use_rslora") else rank)
@@ -259,15 +265,24 @@ def read_adapter(folder: Path) -> tuple[Stored, AdapterConfig]:
     return stored, AdapterConfig(rank, scaling, name, tuple(map(str, parameters)))
 
 
-_REQUIRED: Mapping[str, tuple[Any, ...]] = {
+# Keys of adapter_config.json, as peft 0.21 writes it, that do not change what the stored matrices compute: where they
+# come from, which layers have some, and settings of what other keys switch on.
+_HARMLESS = frozenset(
+    (
+        *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
+        *("target_modules", "target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern"),
+        *("r", "lora_alpha", "lora_dropout", "runtime_config", "megatron_core", "qalora_group_size"),
+        *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),
+    )
+)
+# The values of other keys with which adapters are plain LoRA; of keys that are not known, those that switch off.
+_OFF: tuple[Any, ...] = (None, False, [], {})
+_PLAIN: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
-    "use_dora": (False, None),
-    "fan_in_fan_out": (False,),
-    "rank_pattern": ({}, None),
-    "alpha_pattern": ({}, None),
-    "modules_to_save": (None, []),
-    "lora_bias": (False, None),
+    "use_rslora": (True, *_OFF),
+    # These begin with other A and B. Any other one (pissa, olora, corda, loftq, lora_ga) begins with another W, too.
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal", "mica"),
 }
 
 

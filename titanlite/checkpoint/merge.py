@@ -33,7 +33,7 @@ class MergedAdapters:
         stored, config = read_adapter(folder)
         self.base = config.base
         self.folder, self._scaling, self._stored = folder, config.scaling, stored
-        self._parameters = config.target_parameters
+        self._parameters, self._rank = config.target_parameters, config.rank
         self._pairs: dict[str, tuple[str, str]] = {}
         self._shapes: Mapping[str, tuple[int, ...]] = {}
         self._transposed: frozenset[str] = frozenset()
@@ -66,7 +66,7 @@ class MergedAdapters:
             else:
                 shape = shapes[name]
                 turned = (shape[0], shape[2], shape[1]) if name in self._transposed else shape
-                problem = _misfit(self._stored, key, other, turned)
+                problem = _misfit(self._stored, key, other, turned, self._rank)
                 problems += [problem] if problem else []
                 self._pairs[name] = (key, other)
         paired = {key for pair in self._pairs.values() for key in pair}
@@ -123,9 +123,10 @@ class MergedAdapters:
         return values
 
 
-def _misfit(stored: Stored, key_a: str, key_b: str, shape: tuple[int, ...]) -> str | None:
-    """Why the pair does not fit a weight of `shape`, (out, in) or (E, out, in); None if it does."""
+def _misfit(stored: Stored, key_a: str, key_b: str, shape: tuple[int, ...], rank: int) -> str | None:
+    """Why the pair of `rank` does not fit a weight of `shape`, (out, in) or (E, out, in); None if it does."""
     a, b = stored.tensors[key_a].shape, stored.tensors[key_b].shape
     experts = shape[0] if len(shape) == 3 else 1
-    fits = len(a) == len(b) == 2 and a[0] == b[1] and a[0] % experts == 0 and (b[0], a[1]) == shape[-2:]
-    return None if fits else f"{key_a}: shapes {a} and {b} (lora_B) do not fit the model's weight {shape}."
+    if (a, b) == ((rank * experts, shape[-1]), (shape[-2], rank * experts)):
+        return None
+    return f"{key_a}: shapes {a} and {b} (lora_B) do not fit rank {rank} and the model's weight {shape}."

@@ -123,7 +123,7 @@ def test_what_does_not_fit_is_one_error(tmp_path, run_ranks, capsys):
     for words in (
         "3 problems",
         f"{first}.q_proj.lora_B.weight: missing.",
-        "shapes (4, 7) and (32, 4) (lora_B) do not fit the model's weight (32, 64)",
+        "shapes (4, 7) and (32, 4) (lora_B) do not fit rank 4 and the model's weight (32, 64)",
         "x_proj.lora_A.weight: the model has no weight that it is for.",
     ):
         assert words in text
