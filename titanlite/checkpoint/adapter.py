@@ -253,12 +253,14 @@ def read_adapter(folder: Path) -> tuple[Stored, AdapterConfig]:
             " titanlite has plain LoRA only, W + scaling * B A on an unchanged W. Merge them with peft where they were "
             "trained (merge_and_unload), if their kind can be merged, and use that model."
         )
-    rank, alpha, base = table.get("r"), table.get("lora_alpha"), table.get("base_model_name_or_path")
+    rank: Any = table.get("r")
+    alpha: Any = table.get("lora_alpha")
     if type(rank) is not int or rank < 1 or type(alpha) not in (int, float) or not math.isfinite(alpha):
         problems.append(f"{ADAPTER_CONFIG}: r = {rank!r} and lora_alpha = {alpha!r} are not a rank and a factor.")
     raise_problems(CheckpointError, where, problems)
     scaling = float(alpha) / (rank**0.5 if table.get("use_rslora") else rank)
     parameters, revision = table.get("target_parameters") or [], table.get("revision")
+    base = table.get("base_model_name_or_path")
     name = base if isinstance(base, str) else ""
     if name and isinstance(revision, str) and not Path(name).exists():
         name += f"@{revision}"
