@@ -23,6 +23,8 @@ import torch.distributed as dist
 from torch import nn
 
 from titanlite.checkpoint.folder import read_json
+from titanlite.data.readers import RowError
+from titanlite.data.row_limits import render_chat
 from titanlite.distributed import ParallelDims, all_reduce_sum
 from titanlite.errors import CheckpointError, ConfigError, raise_problems
 from titanlite.logger import logger
@@ -297,8 +299,8 @@ def get_end_of_turn_ids(tokenizer: Any) -> list[int]:
     mark = "an answer"
     messages = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": mark}]
     try:
-        text = str(tokenizer.apply_chat_template(messages, tokenize=False))
-    except (TemplateError, TypeError, KeyError):
+        text = render_chat(tokenizer, messages)
+    except (TemplateError, TypeError, KeyError, RowError):
         return []  # it wants more than every chat has; what ends a text is then in generation_config.json alone
     behind: list[int] = tokenizer.encode(text.rpartition(mark)[2], add_special_tokens=False)
     special = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}

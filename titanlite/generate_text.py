@@ -25,11 +25,13 @@ from titanlite.config.assets import local_folder
 from titanlite.config.parallelism import check_parallelism, resolve_degrees
 from titanlite.config.schema import ParallelismSection, TrainingSection
 from titanlite.data import count_ids, load_tokenizer
+from titanlite.data.row_limits import render_chat
 from titanlite.distributed import ParallelDims, end_distributed, init_distributed, parallelize
 from titanlite.errors import ConfigError, DataError, TitanliteError, raise_problems
 from titanlite.generate import Continuation, Sampling, generate, get_end_of_turn_ids, get_eos_token_ids, name_of
 from titanlite.materialize import materialize
 from titanlite.materialize.agree import on_first_rank
+from titanlite.metrics.out_of_memory import is_out_of_memory
 from titanlite.models.build import AnyModel, build_model
 from titanlite.models.families import any_model_config_from_hf
 from titanlite.ops import leave_out_cudnn
@@ -72,11 +74,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         if _is_first_rank():  # all ranks have the same one
             print(f"titanlite: error: {error}", file=sys.stderr)
         code = 2
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        print(f"titanlite: error: {_out_of_memory(options, error)}", file=sys.stderr)
+        code = 2
     if dist.is_initialized():
         if code == 0:
             dist.barrier()  # a rank that leaves while a peer still answers can tear that one's connections down
         end_distributed()
     return code
+
+
+def _out_of_memory(options: argparse.Namespace, error: Exception) -> str:
+    said = str(error).strip().partition("\n")[0].rstrip(".")
+    return (
+        f"generate: rank {os.environ.get('RANK', '0')} ran out of memory{f' ({said})' if said else ''}. Lower "
+        f"--batch-size ({options.batch_size}) or --max-new-tokens ({options.max_new_tokens}), or split the model over "
+        f"more ranks (--tp {options.tp})."
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -276,13 +292,11 @@ def _encode(tokenizer: Any, prompt: Any, chat: bool) -> list[int]:
         return tokenizer.encode(prompt)
     if not tokenizer.chat_template:
         raise DataError("generate: --chat: the tokenizer has no chat template. Leave --chat out, or add a template.")
-    from jinja2 import TemplateError  # comes with transformers' chat templates
-
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     try:
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    except (TemplateError, TypeError, KeyError, AttributeError) as error:
-        raise DataError(f"generate: --chat: the chat template refuses {_shorten(str(prompt))}: {error}") from None
+        text = render_chat(tokenizer, messages, add_generation_prompt=True)
+    except Exception as error:  # a template is a program
+        raise DataError(f"generate: --chat: the chat template refuses {_shorten(str(prompt))}: {error}") from error
     return tokenizer.encode(text, add_special_tokens=False)  # the template has written them already
 
 

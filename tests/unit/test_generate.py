@@ -9,6 +9,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from titanlite import generate_text
 from titanlite.errors import CheckpointError, ConfigError
 from titanlite.generate import Sampling, generate, get_end_of_turn_ids, get_eos_token_ids
 
@@ -126,3 +127,27 @@ def test_the_model_is_left_in_the_mode_it_was_in(tiny_model):
         generate(tiny_model, [[0]], max_new_tokens=1, device=CPU)
         assert tiny_model.training == training
     assert modes == [False, False]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8 GiB."),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes\nmore"),
+    ],
+)
+def test_out_of_memory_names_what_to_lower(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception
+) -> None:
+    def fail(_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(generate_text, "_run", fail)
+    assert generate_text.main(["--model", "x", "--batch-size", "7"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("titanlite: error: generate: rank 0 ran out of memory") and said.count("\n") == 1
+    assert "--batch-size (7)" in said and str(error).partition("\n")[0].rstrip(".") in said
+    error = RuntimeError("another")
+    with pytest.raises(RuntimeError, match="another"):
+        generate_text.main(["--model", "x"])

@@ -22,6 +22,7 @@ from jinja2.exceptions import TemplateError
 
 from titanlite.data.forms import Chat
 from titanlite.data.readers import RowError
+from titanlite.data.row_limits import check_template
 from titanlite.errors import DataError
 
 if TYPE_CHECKING:
@@ -202,7 +203,9 @@ class ChatRenderer:
                 "file, use the tokenizer of a chat model (data.tokenizer_path), or give prompt and completion as text."
             )
         try:
-            return self.tokenizer.get_chat_template(None, cast(Any, chat.tools))
+            template = self.tokenizer.get_chat_template(None, cast(Any, chat.tools))
+            check_template(template)
+            return template
         except ValueError as error:  # several named templates, none of them the default
             raise DataError(f"data: {error} Set data.chat_template to a Jinja file.") from None
 

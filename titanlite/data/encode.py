@@ -21,6 +21,7 @@ import numpy as np
 from titanlite.data.chat import ANSWER, TRAINED, ChatRenderer, Piece, Tokens
 from titanlite.data.forms import Chat, Form, Plain, parse_row
 from titanlite.data.readers import RowError
+from titanlite.data.row_limits import run_row
 from titanlite.data.tokenizer import get_prefix, serialize
 from titanlite.data.tokens import get_plain_encoder
 
@@ -81,7 +82,7 @@ class ExampleEncoder:
         drafts: list[list[list[_Draft]] | RowError] = []
         for row in rows:
             try:
-                drafts.append(self._draft(row))
+                drafts.append(run_row(self._draft, row))
             except RowError as error:
                 drafts.append(error)
         every = [one for found in drafts if not isinstance(found, RowError) for pair in found for one in pair]

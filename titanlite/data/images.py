@@ -21,6 +21,7 @@ from torch import Tensor
 
 from titanlite.data.dataset import ShuffledOrder, copy_to, get_num_held_out
 from titanlite.data.readers import READERS, RowError, first_line
+from titanlite.data.row_limits import render_chat
 from titanlite.data.tokenizer import count_ids
 from titanlite.errors import DataError, raise_problems
 from titanlite.models.hf_objects import load_from_folder
@@ -180,9 +181,7 @@ class ImageDataset:
         messages = row.messages[:num_messages]
         count = sum(part.get("type") == "image" for m in messages for part in _parts_of(m))
         try:
-            text = self._processor.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=add_generation_prompt
-            )
+            text = render_chat(self._processor, messages, add_generation_prompt=add_generation_prompt)
             found = self._processor(text=[text], images=images[:count] or None, return_tensors="pt")
         except Exception as error:  # of a template, a tokenizer, or a processor of images
             raise DataError(f"{row.place}: the model's processor refuses it: {first_line(error)}") from error

@@ -20,6 +20,7 @@ _LONG = 8192  # tokens of a sequence on a rank
 _ENTRIES = 100_000
 # A private part of torch: looked up, so that a version without it is one clear error and not an AttributeError.
 _RECORD, _DUMP = "_record_memory_history", "_dump_snapshot"
+_DATA_REMEDY = "Give data in smaller rows and files (data.path), or start fewer ranks on this machine."
 _HOST_ALLOCATOR = "DefaultCPUAllocator"
 
 
@@ -54,18 +55,21 @@ def explain_out_of_memory(job: JobConfig) -> Iterator[None]:
     """
     try:
         yield
-    except torch.OutOfMemoryError as error:
-        raise TrainingError(_describe(job, error, _device_memory(), _dump(job))) from error
-    except MemoryError as error:
-        raise TrainingError(_describe(job, error, "", "")) from error
-    except dist.DistBackendError as error:
-        if "out of memory" not in str(error):  # NCCL makes its buffers when a group is first used
+    except Exception as error:
+        if not is_out_of_memory(error):
             raise
-        raise TrainingError(_describe(job, error, _device_memory(), _dump(job))) from error
-    except RuntimeError as error:
-        if _HOST_ALLOCATOR not in str(error):  # torch has no class of its own for the host
-            raise
+        if isinstance(error, torch.OutOfMemoryError | dist.DistBackendError):
+            raise TrainingError(_describe(job, error, _device_memory(), _dump(job))) from error
         raise TrainingError(_describe(job, error, "", "")) from error
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """True if the device or the host has no memory left."""
+    if isinstance(error, dist.DistBackendError):
+        return "out of memory" in str(error)  # NCCL makes its buffers when a group is first used
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and _HOST_ALLOCATOR in str(error)  # torch has no class for the host
 
 
 def _describe(job: JobConfig, error: BaseException, memory: str, snapshot: str) -> str:
@@ -73,9 +77,9 @@ def _describe(job: JobConfig, error: BaseException, memory: str, snapshot: str) 
     what = str(error).strip().splitlines()
     kind = "the GPU" if isinstance(error, torch.OutOfMemoryError | dist.DistBackendError) else "the host"
     said = f" ({what[0].rstrip('.')})" if what else ""
-    return (
-        f"memory: rank {rank} ran out of memory of {kind}{_place(error)}{said}.{memory} {_remedies(job)}{snapshot}"
-    ).strip()
+    place = _place(error)
+    remedies = _DATA_REMEDY if "titanlite/data/" in place else _remedies(job)
+    return f"memory: rank {rank} ran out of memory of {kind}{place}{said}.{memory} {remedies}{snapshot}".strip()
 
 
 def _place(error: BaseException) -> str:

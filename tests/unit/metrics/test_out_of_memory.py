@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from titanlite.config.schema import JobConfig
+from titanlite.data import readers
 from titanlite.errors import ConfigError, TrainingError
 from titanlite.metrics.out_of_memory import explain_out_of_memory, start_memory_history
 
@@ -143,3 +144,16 @@ def test_a_torch_without_the_private_functions_is_a_clear_error(job: JobConfig, 
 def test_this_torch_has_the_private_functions_with_these_arguments():
     inspect.signature(torch.cuda.memory._record_memory_history).bind(max_entries=1)
     inspect.signature(torch.cuda.memory._dump_snapshot).bind("path")
+
+
+def test_data_that_fill_the_memory_get_no_advice_on_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("json.loads", fail)
+    with pytest.raises(TrainingError) as caught, explain_out_of_memory(JobConfig()):
+        readers._load_json(b"{}")
+    assert "_load_json, titanlite/data/readers.py" in str(caught.value)
+    assert "smaller rows and files (data.path)" in str(caught.value) and "activation_checkpoint" not in str(
+        caught.value
+    )
