@@ -1,11 +1,14 @@
 """`python -m titanlite COMMAND ...`: the tools that need no launcher."""
 
+import errno
 import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NoReturn
 
-from titanlite.entry_point import lean_imports, leave
+from titanlite.entry_point import check_limits, lean_imports, leave
+from titanlite.logger import open_console
 
 _Command = Callable[[Sequence[str]], int]
 # What the commands import first: without one of them, this Python is not the one that titanlite was installed for.
@@ -26,6 +29,22 @@ _USAGE = """usage: python -m titanlite COMMAND [arguments]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
+    try:
+        code = _run_command(argv)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EFBIG):
+            raise
+        print(f"titanlite: error: cannot write to standard output: {error.strerror}.", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return code
+
+
+def _run_command(argv: Sequence[str] | None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     name, rest = (given[0], given[1:]) if given else ("", [])
     load = _commands().get(name) if name else None
@@ -39,8 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with lean_imports():
             command = load()
-        code = command(rest)
-        sys.stdout.flush()
+        return command(rest)
     except ModuleNotFoundError as error:
         if error.name in _PACKAGES:
             print(
@@ -50,10 +68,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
             return 2
         raise
-    except BrokenPipeError:  # `| head` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    return code
+
+
+def run() -> NoReturn:
+    """Run the command of this process's arguments, and end it."""
+    open_console(goes_on=sys.argv[1:2] == ["train"])
+    check_limits()
+    leave(main())
 
 
 def _commands() -> dict[str, Callable[[], _Command]]:
@@ -122,4 +143,4 @@ def _commands() -> dict[str, Callable[[], _Command]]:
 
 
 if __name__ == "__main__":
-    leave(main())
+    run()

@@ -16,7 +16,12 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
-from titanlite.entry_point import lean_imports, leave
+from titanlite.entry_point import check_limits, lean_imports, leave
+from titanlite.logger import open_console
+
+if __name__ == "__main__":
+    open_console(goes_on=True)
+    check_limits()
 
 with lean_imports():
     from torch.distributed.elastic.multiprocessing.api import SignalException

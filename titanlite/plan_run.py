@@ -200,7 +200,7 @@ def _sweep(job: JobConfig, known: argparse.Namespace, hardware: Hardware) -> int
     show = progress if sys.stderr.isatty() else lambda traced: None
     found = sweep(job, model_config, known.world_size, hardware, show)
     if sys.stderr.isatty():
-        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+        print(f"\r{' ' * 40}\r", end="", file=sys.stderr, flush=True)
     print(render_sweep(found, hardware))
     print(f"{found.traced} combinations traced, the others derived, in {started.describe()}")
     if job.optimizer.name == "Muon":

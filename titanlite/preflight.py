@@ -17,6 +17,7 @@ from titanlite.config import AnyModelConfig, JobConfig, load_config
 from titanlite.config.assets import find_missing_files, find_missing_packages, resolve_assets
 from titanlite.config.parallelism import Degrees, check_parallelism, resolve_degrees
 from titanlite.errors import ConfigError, TitanliteError, raise_problems
+from titanlite.logger import open_console
 from titanlite.models.families import find_other_model, resolve_model_config
 
 
@@ -115,4 +116,5 @@ def main(argv: Sequence[str] | None = None, *, weights: bool = True) -> int:
 
 
 if __name__ == "__main__":
+    open_console(goes_on=True)
     sys.exit(main())

@@ -21,7 +21,7 @@ from titanlite.data.report import get_first_skipped, get_left_out, get_num_split
 from titanlite.data.shown import Painter, escape, get_shown_documents
 from titanlite.data.stream import StreamDataset
 from titanlite.errors import ConfigError, TitanliteError, raise_problems
-from titanlite.logger import logger
+from titanlite.logger import logger, raw_output
 from titanlite.preflight import check
 from titanlite.preview_step import StepRequest, show_step
 
@@ -188,7 +188,8 @@ def show_samples(loader: TrainLoader, show: Painter, num_samples: int) -> None:
                 break
             side = f" ({document.side})" if document.side else ""
             counts = f"{document.num_tokens} tokens, {document.num_trained} trained"
-            print(f"\nsample {number}{side}: {document.place}, {counts}\n{show(document.ids, document.trained)}")
+            print(f"\nsample {number}{side}: {document.place}, {counts}")
+            print(show(document.ids, document.trained), file=raw_output())  # in colors, and escaped
 
 
 if __name__ == "__main__":

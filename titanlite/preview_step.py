@@ -15,6 +15,7 @@ from titanlite.data.mixture import MixtureDataset, get_sources
 from titanlite.data.shown import Painter, get_shown_documents
 from titanlite.data_order import Stretch, add_stretch, find_stretch
 from titanlite.errors import CheckpointError, ConfigError, DataError
+from titanlite.logger import raw_output
 from titanlite.preflight import check
 from titanlite.tables import format_count
 
@@ -232,7 +233,7 @@ def _show_sequences(
             print(f"  document {place}{side}: {document.place}, {counts}")
             num_documents += 1
             if num_documents <= request.num_shown:
-                print(show(document.ids, document.trained))
+                print(show(document.ids, document.trained), file=raw_output())
     left_out = num_documents - max(request.num_shown, 0)
     if left_out > 0:
         print(f"\nwithout the text of {format_count(left_out, 'document')}: --samples {num_documents} shows all")

@@ -11,7 +11,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NoReturn
 
-from titanlite.entry_point import lean_imports, leave
+from titanlite.entry_point import check_limits, lean_imports, leave
+from titanlite.logger import open_console, setup_logger
+
+if __name__ == "__main__":
+    open_console(goes_on=True)
+    check_limits()
 
 with lean_imports():
     import torch.distributed as dist
@@ -22,7 +27,6 @@ with lean_imports():
     from titanlite.distributed import end_distributed
     from titanlite.errors import NOTICE_FOLDER, ConfigError, TitanliteError, raise_problems
     from titanlite.faults import explain_refusal, explain_uncompiled
-    from titanlite.logger import setup_logger
     from titanlite.metrics import explain_out_of_memory, finish_wandb, record_event
     from titanlite.notices import claim, first_sentence, note_error, note_lost_peer
     from titanlite.preflight import Checked, check

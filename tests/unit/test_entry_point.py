@@ -132,3 +132,34 @@ leave({code}, at_once={at_once})
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout.split()) == (code, ["printed"] if at_once else ["printed", "handled"])
+
+
+def _under(limits: str, command: str) -> subprocess.CompletedProcess[str]:
+    command = f"{limits} && exec {sys.executable} {command}"
+    return subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize(
+    ("limits", "says"),
+    [
+        ("ulimit -Hn 40 -Sn 40", "40 open files (ulimit -n); 128 are needed"),
+        ("ulimit -v 2000000", "1953 MiB of memory (ulimit -v); 4096 are needed"),
+        ("ulimit -d 500000 -n 50", "50 open files (ulimit -n); 128 are needed and 488 MiB of memory (ulimit -d)"),
+    ],
+)
+@pytest.mark.parametrize("module", ["titanlite", "titanlite.train", "titanlite.launch"])
+def test_limits_that_are_too_small_are_one_error(limits: str, says: str, module: str) -> None:
+    done = _under(limits, f"-m {module} inspect x")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"titanlite: error: this shell allows {says}") and done.stderr.count("\n") == 1
+
+
+def test_the_limit_on_open_files_is_raised_as_far_as_it_may_be() -> None:
+    code = "import resource; from titanlite.entry_point import *; check_limits(); print(resource.getrlimit(7)[0])"
+    assert _under("ulimit -n 900; ulimit -Sn 60", f"-c '{code}'").stdout == "900\n"
+
+
+def test_a_full_disk_or_a_reader_that_is_gone_is_no_traceback() -> None:
+    for redirect, code, says in (("> /dev/full", 1, "No space left on device"), ("| true", 0, "")):
+        done = _under("sleep 0", f"-m titanlite --help {redirect}")
+        assert done.returncode == code and "Traceback" not in done.stderr and says in done.stderr

@@ -1,8 +1,12 @@
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from titanlite.logger import log_to_folder, logger, setup_logger
+from titanlite.logger import escape_controls, log_to_folder, logger, setup_logger
 
 
 @pytest.fixture(autouse=True)
@@ -41,3 +45,78 @@ def test_a_file_that_cannot_be_written_costs_one_warning_and_gets_its_lines_late
     assert out.count("cannot write") == 1 and out.splitlines()[-1].endswith(" three")
     written = [line.split(" ", 2)[2] for line in (tmp_path / "run/log.txt").read_text().splitlines()]
     assert written[0].startswith("WARNING cannot write") and written[1:] == ["one", "two", "three"]
+
+
+EVIL = "\x1b[2Ja\x07\x9bb\r\u202ec\u2066d\x7f\u2028e\x00 \u00e9\u4e2d\ttab"
+SAFE = "\\x1b[2Ja\\x07\\x9bb\\r\\u202ec\\u2066d\\x7f\\u2028e\\x00"
+# What speaks, in a process that has nothing but the console between it and the terminal.
+SPEAKERS = {
+    "print": "print({0})",
+    "stderr": "import sys; print({0}, file=sys.stderr)",
+    "lines": "import sys; sys.stdout.writelines([{0}])",
+    "traceback": "raise ValueError({0})",
+    "thread": "import threading; threading.Thread(target=lambda: int({0})).start()",
+    "warning": "import warnings; warnings.warn({0})",
+    "foreign logger": "import logging; logging.basicConfig(); logging.warning({0})",
+    "logger": "from titanlite.logger import logger, setup_logger; setup_logger(); logger.warning({0})",
+    "command": "import sys; from titanlite.__main__ import main; main([{0}])",
+    "usage": "import sys; from titanlite.preflight import main; main(['--world-size', {0}])",
+    "configuration": "from titanlite.preflight import main; main(['--config', {0}])",
+}
+
+
+def run(code: str, *, stdout: str = "", **environment: str) -> subprocess.CompletedProcess[bytes]:
+    script = f"from titanlite.logger import open_console\nopen_console(goes_on={bool(stdout)})\n{code}"
+    command = [sys.executable, "-c", script]
+    if stdout:
+        command = ["bash", "-c", f'exec "$@" {stdout}', "bash", *command]
+    return subprocess.run(command, capture_output=True, check=False, timeout=60, env={**os.environ, **environment})
+
+
+@pytest.mark.parametrize("speaker", SPEAKERS)
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_no_control_character_reaches_the_terminal(speaker: str, encoding: str) -> None:
+    """Neither as bytes nor, where the terminal is ASCII, as an error of encoding."""
+    done = run(SPEAKERS[speaker].format(ascii(EVIL)), PYTHONIOENCODING=encoding)
+    said = (done.stdout + done.stderr).decode(encoding)
+    shown = "\\x1b" if speaker in ("thread", "command", "configuration", "usage") else SAFE
+    assert shown in said and not escape_controls(said.replace("\u00e9", "")).count("\x1b")
+    assert re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", said) is None
+    assert "UnicodeEncodeError" not in said and "Logging error" not in said
+
+
+def test_text_in_any_script_is_left_as_it_is() -> None:
+    text = "tab\t newline\n \u00e9 \u4e2d\u6587 \U0001f468\u200d\U0001f469 \u0645\u0646 na\u00efve"
+    assert escape_controls(text) == text
+    assert run(f"print({text!a})", PYTHONIOENCODING="utf-8").stdout.decode() == text + "\n"
+
+
+def test_progress_bars_still_draw_over_their_line() -> None:
+    code = "import sys\nfor i in range(3): sys.stderr.write(f'\\r{i} %'); sys.stderr.write('\\r    \\r')"
+    assert run(code).stderr == b"\r0 %\r    \r\r1 %\r    \r\r2 %\r    \r"
+    code = "import sys; from titanlite.logger import raw_output; raw_output().write('\\x1b[1mbold')"
+    assert run(code).stdout == b"\x1b[1mbold"
+
+
+@pytest.mark.parametrize("stdout", [">&-", "<&- >&-", "2>&- >&-", ">/dev/full", "| true"])
+def test_a_run_outlives_its_console(tmp_path: Path, stdout: str) -> None:
+    """Closed, full or not read any more: no traceback, and a file that is opened does not get what is printed."""
+    code = f"""
+import os, time
+time.sleep(0.5)
+from titanlite.logger import log_to_folder, logger, setup_logger
+from pathlib import Path
+setup_logger()
+log_to_folder(Path({str(tmp_path)!r}))
+file = open({str(tmp_path / "file")!r}, "w")
+for i in range(3000):
+    logger.info("line %d", i)
+    print("said", flush=True)
+os.write(1, b"from C") if {stdout!r} not in ("| true", ">/dev/full") else None
+file.write("whole"); file.close()
+Path({str(tmp_path / "done")!r}).touch()
+"""
+    done = run(code, stdout=stdout)
+    assert (tmp_path / "file").read_text() == "whole" and (tmp_path / "done").exists()
+    assert len((tmp_path / "log.txt").read_text().splitlines()) == 3000
+    assert b"Traceback" not in done.stderr and b"Logging error" not in done.stderr

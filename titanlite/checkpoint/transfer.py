@@ -6,7 +6,7 @@ import threading
 import time
 from typing import Any, Self
 
-from titanlite.logger import logger
+from titanlite.logger import logger, raw_output
 
 _GB = 1e9
 
@@ -27,7 +27,7 @@ class Transfer:
         self._start = time.perf_counter()
         on_terminal = sys.stdout.isatty() and os.environ.get("RANK", "0") == "0"
         if on_terminal and self._total > 256 << 20:
-            from rich import progress  # only where someone looks
+            from rich import console, progress  # only where someone looks
 
             self._bar = progress.Progress(
                 progress.TextColumn("{task.description}"),
@@ -36,6 +36,7 @@ class Transfer:
                 progress.TransferSpeedColumn(),
                 progress.TimeRemainingColumn(),
                 transient=True,
+                console=console.Console(file=raw_output()),
             )
             self._task = self._bar.add_task(self._text, total=self._total)
             self._bar.start()

@@ -10,7 +10,7 @@ from typing import Self, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from titanlite.logger import logger
+from titanlite.logger import logger, raw_output
 
 _SLOW_RANK = 1.3
 _MUCH_PADDING = 0.1
@@ -66,7 +66,7 @@ def format_line(
 
 def can_show_bar() -> bool:
     """Return whether standard output is a terminal that can redraw a line (not TERM=dumb)."""
-    return sys.stdout.isatty() and Console().is_interactive
+    return sys.stdout.isatty() and Console(file=raw_output()).is_interactive
 
 
 class ProgressBar:
@@ -81,7 +81,7 @@ class ProgressBar:
             TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
             BarColumn(bar_width=16),
             TextColumn("{task.description}"),
-            console=console,
+            console=console or Console(file=raw_output()),
             auto_refresh=False,
         )
         self._task = self._progress.add_task("starting ...", total=num_steps)
