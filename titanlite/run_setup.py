@@ -1,20 +1,26 @@
 """What the trainer does before and around building: checks that need the device or the data, settings for modules."""
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from titanlite.checkpoint import Progress
+from titanlite.checkpoint.description import save_tokenizer
 from titanlite.checkpoint.folder import OWN_FOLDER
 from titanlite.config import AnyModelConfig, JobConfig, ModelConfig, TransformersConfig, describe_changes, save_resolved
 from titanlite.config.parallelism import Degrees
 from titanlite.config.schema import BLOCK_SIZES
 from titanlite.data import TrainLoader
 from titanlite.data.mixture import get_sources
+from titanlite.data.tokenizer import describe_other_ids
 from titanlite.distributed import ParallelDims, base_dtype, mixed_precision_dtypes, parallelize
 from titanlite.errors import ConfigError, DataError
 from titanlite.logger import log_to_folder, logger
@@ -24,6 +30,7 @@ from titanlite.metrics.events import get_rank
 from titanlite.models.block_weights import encode_weights
 from titanlite.models.build import AnyModel, build_model
 from titanlite.models.families import describe_differences, family_of, model_config_from_hf
+from titanlite.models.hf_objects import load_from_folder
 from titanlite.models.lora import apply_lora
 from titanlite.models.moe import is_routed
 from titanlite.models.transformers_model import TransformersModel
@@ -37,6 +44,7 @@ _MANY_EPOCHS = 10  # of a pretrained model's new data
 _LARGE_MASK = 2 << 30  # bytes
 _WRITTEN = (".jsonl", ".json", ".toml", ".txt")  # files of the run
 _MUCH_WAITING = 0.5  # of a step
+_COMPARED_SEQUENCES, _COMPARED_TOKENS = 64, 1 << 16  # at most, by two tokenizers
 _CONFIG, _NEXT_CONFIG = "config.toml", "config.next.toml"  # of the run in a folder, and of one that is being built
 
 
@@ -50,6 +58,50 @@ def check_data_order(start: Progress, loader: TrainLoader) -> None:
         "data: the checkpoint was trained on %s, this run has %s; it goes on at sample %d of the new order%s.",
         *(start.data, loader.fingerprint, start.samples, f", of the sources {places}" if places else ""),
     )
+
+
+def check_saved_tokenizer(
+    job: JobConfig, model_config: AnyModelConfig, tokenizer: Any, loader: TrainLoader, is_new: bool
+) -> None:
+    """Compare the tokenizer with what `AutoTokenizer` will make of it in a saved folder, on the training data.
+
+    Transformers builds the tokenizers of some models anew, in the form of the model's class. Of a model that is not new
+    (`is_new`) the tokenizer cannot be chosen: it gets a warning.
+
+    Raises:
+        DataError: it will read texts otherwise. The same on all ranks. Collective: every rank must call.
+    """
+
+    def find() -> str:
+        hf = model_config.hf if isinstance(model_config, TransformersConfig) else {"model_type": model_config.family}
+        with TemporaryDirectory() as folder:
+            save_tokenizer(tokenizer, Path(folder))
+            (Path(folder) / "config.json").write_text(json.dumps(dict(hf)), encoding="utf-8")
+            try:
+                theirs = load_from_folder("AutoTokenizer", Path(folder))
+            except Exception as error:  # noqa: BLE001 - the tokenizers library raises nothing more specific
+                return f"it raises {type(error).__name__}: {error}"
+        found = describe_other_ids(tokenizer, theirs, map(tokenizer.decode, _take_sequences(job, loader)))
+        return f"its {type(theirs).__name__} reads {found}" if found else ""
+
+    if not job.checkpoint.enable or not (found := on_first_rank(find)):
+        return
+    text = f"data: transformers will not read the tokenizer of this run as it is in a saved {model_config.family}: "
+    if is_new:
+        raise DataError(
+            f"{text}{found}. Empty data.tokenizer_path to train one in the right form, or take one of that class."
+        )
+    if get_rank() == 0:
+        logger.warning("%s%s. Load it with PreTrainedTokenizerFast.from_pretrained.", text, found)
+
+
+def _take_sequences(job: JobConfig, loader: TrainLoader) -> list[list[int]]:
+    """Evenly spaced sequences of token ids; none of images, nor of a stream, which would be read from its start."""
+    dataset, count = loader.dataset, loader.dataset.num_train_sequences
+    if count is None or job.data.dataset == "images":
+        return []
+    num = max(1, min(count, _COMPARED_SEQUENCES, _COMPARED_TOKENS // dataset.seq_len))
+    return [row.tolist() for row in dataset.batch(np.linspace(0, count - 1, num).astype(np.int64)).tokens]
 
 
 def check_resumed_model(model_config: AnyModelConfig, folder: Path) -> None:

@@ -48,6 +48,7 @@ from titanlite.run_setup import (
     check_data_order,
     check_device,
     check_resumed_model,
+    check_saved_tokenizer,
     check_vocabulary,
     describe_pipeline,
     describe_sources,
@@ -105,6 +106,8 @@ class Trainer(TrainStep):
         self.step = 0 if start is None else start.step
         if start is not None:
             check_resumed_model(model_config, step_folder(self.checkpointer.folder, start.step))
+        is_new = start is None and not job.checkpoint.initial_load_path
+        check_saved_tokenizer(job, model_config, self.tokenizer, self.loader, is_new)
         heartbeat.beat("loading", self.step)
 
         self.rewinds = [*(rewinds or self.checkpointer.read_rewinds())]

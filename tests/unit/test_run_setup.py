@@ -2,11 +2,17 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import PreTrainedTokenizerFast
 
 from titanlite import run_setup
 from titanlite.config import JobConfig
@@ -16,6 +22,7 @@ from titanlite.errors import ConfigError, DataError
 from titanlite.models.families import families, family_of
 from titanlite.run_setup import (
     check_device,
+    check_saved_tokenizer,
     check_vocabulary,
     describe_sources,
     resolve_steps,
@@ -204,3 +211,36 @@ def test_a_model_without_experts_has_nothing_to_balance(warnings, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     warn_of_ignored_balancing(job, dense)
     assert len(warnings) == 1
+
+
+class _Sequences:
+    """As many as a data set has, of two tokens each."""
+
+    num_train_sequences, seq_len = 3, 2
+
+    def batch(self, indices):
+        return SimpleNamespace(tokens=torch.tensor([[0, 1]] * len(indices)))
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+def test_a_tokenizer_that_a_saved_folder_would_not_give_back_is_an_error_in_a_new_run(family, warnings):
+    """Qwen2's class builds its own splitting; the others take tokenizer.json as it is."""
+    inner = Tokenizer(BPE({"<|endoftext|>": 0, "1": 1, "2": 2, "12": 3}, [("1", "2")]))
+    inner.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    inner.decoder = ByteLevelDecoder()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|endoftext|>")
+    config, loader = families()[family].presets["debug"], SimpleNamespace(dataset=_Sequences())
+    job = JobConfig()
+    check = partial(check_saved_tokenizer, job, config, tokenizer, loader)
+    job.checkpoint.enable = False
+    check(is_new=True)  # nothing is saved
+    job.checkpoint.enable = True
+    if family == "qwen2":
+        with pytest.raises(
+            DataError, match=r"a saved qwen2: its Qwen2Tokenizer reads \['1', '2', '1'\] instead of \['12', '1', '1'\]"
+        ):
+            check(is_new=True)
+    else:
+        check(is_new=True)
+    check(is_new=False)  # of a run that has begun, it cannot be chosen
+    assert ("Load it with PreTrainedTokenizerFast" in "".join(warnings)) == (family == "qwen2")

@@ -15,6 +15,7 @@ from titanlite.data.tokenizer import build_tokenizer, load_tokenizer
 from titanlite.data.tokens import build_tokens
 from titanlite.errors import DataError
 from titanlite.logger import logger
+from titanlite.models.families import get_model_type
 from titanlite.run_files import read_regular
 
 if TYPE_CHECKING:
@@ -45,8 +46,12 @@ def build_data(job: JobConfig, dp_rank: int, dp_degree: int) -> tuple["PreTraine
         tokenizer, dataset = _build_images(job)
     else:
         data = resolve_tokenizer_path(job)
-        build = _build_mixture if data.sources else _build_source
-        tokenizer, dataset = build(data, training.seq_len, training.seed)
+        if data.sources:
+            tokenizer, dataset = _build_mixture(data, training.seq_len, training.seed)
+        else:
+            own = _load_own_tokenizer(job) if not data.tokenizer_path and data.dataset != "examples" else None
+            model_type = get_model_type(job.model)
+            tokenizer, dataset = _build_source(data, training.seq_len, training.seed, "data", own, model_type)
     loader = TrainLoader(
         dataset,
         seed=training.seed,
@@ -68,10 +73,11 @@ def _build_source(
     seed: int,
     where: str = "data",
     tokenizer: "PreTrainedTokenizerFast | None" = None,
+    model_type: str = "",
 ) -> tuple["PreTrainedTokenizerFast", SequenceDataset]:
     """The tokenizer and the sequences of what `data.path` names; `where` is the section, for the log."""
     if data.dataset != "examples":
-        return _build_packed(data, seq_len, where, tokenizer)
+        return _build_packed(data, seq_len, where, tokenizer, model_type)
     if data.streaming:
         return _build_stream(data, seq_len, seed, where, tokenizer)
     return build_example_dataset(data, seq_len, where, tokenizer)
@@ -104,11 +110,28 @@ def resolve_tokenizer_path(job: JobConfig) -> DataSection:
     return data
 
 
+def _load_own_tokenizer(job: JobConfig) -> "PreTrainedTokenizerFast | None":
+    """The BPE that this run was begun with, from the checkpoint that it goes on with; None: it begins.
+
+    Another version of titanlite or of transformers would train another one.
+    """
+    section = job.checkpoint
+    if not section.enable or section.load_step == 0:
+        return None
+    step = "*" if section.load_step < 0 else str(section.load_step)
+    found = list((Path(job.job.dump_folder) / section.folder).glob(f"step-{step}/tokenizer.json"))
+    if not found:
+        return None
+    newest = max(found, key=lambda path: int(path.parent.name.removeprefix("step-")))
+    logger.info("data: the tokenizer is that of the checkpoint %s", newest.parent)
+    return load_tokenizer(newest)
+
+
 def _build_packed(
-    data: DataSection, seq_len: int, where: str, tokenizer: "PreTrainedTokenizerFast | None"
+    data: DataSection, seq_len: int, where: str, tokenizer: "PreTrainedTokenizerFast | None", model_type: str
 ) -> tuple["PreTrainedTokenizerFast", SequenceDataset]:
     corpus = build_corpus(data)
-    tokenizer = build_tokenizer(data, corpus) if tokenizer is None else tokenizer
+    tokenizer = build_tokenizer(data, corpus, model_type) if tokenizer is None else tokenizer
     dataset = PackedDataset(build_tokens(data, corpus, tokenizer), seq_len, data.validation_share)
     logger.info(
         "%s: %d tokens, vocabulary %d, in %d documents; sequences of %d tokens: %d to train on, %d held out",

@@ -1,12 +1,15 @@
 """Tokenizers: one from a local folder, or a byte-level BPE trained on the corpus the first time it is needed.
 
+Transformers builds the tokenizers of some models anew, with the normalization and the splitting of the model's class
+whatever tokenizer.json says. A BPE is therefore trained in the form of that class.
+
 TOKENIZERS_PARALLELISM is deliberately left alone. Unset, the library uses all cores, and turns that off by itself in a
 process forked after its thread pool has started, where the pool has no threads. Setting it to true would make such
 a process hang (seen with tokenizers 0.23); false makes first use up to twice as slow on 2 cores.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,7 +36,7 @@ _TRAINING_PIECE_CHARS = 64 * 2**10
 _KNOWN_END_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "</s>", "<eos>")
 # A tokenizer is written out id by id, those included that no token has: one with the id 4,294,967,294 for an hour.
 _MOST_IDS_PER_TOKEN, _MOST_SPARE_IDS = 16, 2**16
-_RECIPE_VERSION = 1  # raise it when the training below changes, or old cached tokenizers will be taken for new ones
+_RECIPE_VERSION = 2  # raise it when the training below changes, or old cached tokenizers will be taken for new ones
 
 
 _serialized: WeakKeyDictionary["PreTrainedTokenizerFast", str] = WeakKeyDictionary()
@@ -62,23 +65,44 @@ def get_prefix(tokenizer: "PreTrainedTokenizerFast") -> tuple[int, ...]:
     return ()
 
 
-def train_bpe(corpus: Corpus, vocab_size: int) -> Tokenizer:
-    """Train a byte-level BPE (GPT-2's splitting, no normalization) that encodes any text without loss.
+def get_bpe_form(model_type: str) -> Tokenizer:
+    """An untrained byte-level BPE with the normalization and splitting of transformers' class for `model_type`.
+
+    GPT-2's, without normalization, where the class takes tokenizer.json as it is, or is no byte-level BPE.
+    """
+    # Imported here because transformers takes 0.5 to 1 s, and readers of titanlite.data may not need a tokenizer.
+    from transformers import PreTrainedTokenizerFast
+    from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES, tokenizer_class_from_name
+
+    form = Tokenizer(models.BPE())
+    form.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    form.decoder = decoders.ByteLevel()
+    cls = tokenizer_class_from_name(TOKENIZER_MAPPING_NAMES.get(model_type) or "PreTrainedTokenizerFast")
+    if cls is None or not issubclass(cls, PreTrainedTokenizerFast) or "__init__" not in vars(cls):
+        return form
+    if getattr(cls, "model", None) is not models.BPE:
+        return form
+    theirs = cls().backend_tokenizer
+    if isinstance(theirs.decoder, decoders.ByteLevel):
+        form.normalizer, form.pre_tokenizer, form.decoder = theirs.normalizer, theirs.pre_tokenizer, theirs.decoder
+    return form
+
+
+def train_bpe(corpus: Corpus, vocab_size: int, form: Tokenizer | None = None) -> Tokenizer:
+    """Train a byte-level BPE in `form`, by default GPT-2's; it encodes any text, without loss but for normalization.
 
     Token 0 is '<|endoftext|>', tokens 1 to 256 are the bytes. The result is the same for the same corpus, whatever the
     number of threads: pair counts are sums, and ties go to the pair with the smaller ids. A corpus above 24 MiB is
     thinned to evenly spaced pieces of 64 Ki characters of about that size in all. A small corpus may run out of pairs
     to merge and give fewer tokens than `vocab_size`.
     """
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[END_OF_TEXT],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),  # all 256 bytes, seen or not: no unknown token
         show_progress=False,
     )
+    tokenizer = form or get_bpe_form("")
     tokenizer.train_from_iterator(_get_training_pieces(corpus), trainer)
     return tokenizer
 
@@ -90,9 +114,10 @@ def _get_training_pieces(corpus: Corpus) -> Iterator[str]:
     return (piece for i, piece in enumerate(pieces) if i % stride == 0)
 
 
-def build_tokenizer(data: DataSection, corpus: Corpus) -> "PreTrainedTokenizerFast":
+def build_tokenizer(data: DataSection, corpus: Corpus, model_type: str = "") -> "PreTrainedTokenizerFast":
     """The tokenizer at `data.tokenizer_path`, or a byte-level BPE of `data.bpe_vocab_size` tokens for `corpus`.
 
+    The BPE has the form that transformers reads the tokenizers of `model_type` in, see `get_bpe_form`.
     The BPE is trained once per machine, corpus and size, and cached in `data.cache_folder`; several processes may ask
     at once. The result has an `eos_token_id`, and `save_pretrained(folder)` makes a folder that transformers'
     `AutoTokenizer` loads. The network is never used.
@@ -107,12 +132,13 @@ def build_tokenizer(data: DataSection, corpus: Corpus) -> "PreTrainedTokenizerFa
         raise DataError(
             f"data: bpe_vocab_size ({data.bpe_vocab_size}) is below 257, the 256 bytes and {END_OF_TEXT}. Raise it."
         )
-    recipe = f"{_RECIPE_VERSION} {tokenizers.__version__} {data.bpe_vocab_size} {corpus.digest}"
+    form = get_bpe_form(model_type)
+    recipe = f"{_RECIPE_VERSION} {tokenizers.__version__} {data.bpe_vocab_size} {corpus.digest} {form.to_str()}"
     name = f"bpe-{data.bpe_vocab_size}-{sha256(recipe.encode()).hexdigest()[:16]}.json"
     path = get_cache_folder(data) / "tokenizers" / name
 
     def build() -> None:
-        serialized = train_bpe(corpus, data.bpe_vocab_size).to_str()
+        serialized = train_bpe(corpus, data.bpe_vocab_size, form).to_str()
         with write_atomic(path) as file:
             file.write(serialized.encode("utf-8"))
 
@@ -138,8 +164,7 @@ def _load_cached(path: Path) -> Tokenizer | None:
 
 
 def _wrap(tokenizer: Tokenizer) -> "PreTrainedTokenizerFast":
-    # Imported here because transformers takes 0.5 to 1 s, and readers of titanlite.data may not need a tokenizer.
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast  # imported here for the reason given in get_bpe_form
 
     # Clean-up would drop the space in "a ," when decoding: the round trip would lose text.
     return PreTrainedTokenizerFast(
@@ -166,7 +191,9 @@ def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerFast":
     """Load a folder with tokenizer.json (and tokenizer_config.json), or one tokenizer.json; never from the network.
 
     A folder with tokenizer_config.json loads through `AutoTokenizer`, so training sees the tokens that users of the
-    exported model will see. Without it, the end-of-text token is the first known name in the vocabulary.
+    exported model will see. If it names no class of its own, tokenizer.json counts, though transformers may build the
+    class of the model; a warning says so. Without tokenizer_config.json, the end-of-text token is the first known name
+    in the vocabulary.
 
     Raises:
         DataError: there is no tokenizer.json, transformers cannot load it (code in the folder is never run), or it has
@@ -201,6 +228,8 @@ def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerFast":
             f"data: tokenizer_path {path}: tokenizer.json has the id {num_ids - 1}, but only {num_tokens} tokens. "
             "Number its tokens without such a gap."
         )
+    if path.is_dir() and (path / "tokenizer_config.json").is_file():
+        tokenizer = _take_as_it_is(tokenizer, path)
     if tokenizer.eos_token_id is None:
         vocabulary = tokenizer.get_vocab()
         known = [name for name in _KNOWN_END_OF_TEXT if name in vocabulary]
@@ -210,3 +239,42 @@ def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerFast":
             )
         tokenizer.eos_token = known[0]
     return tokenizer
+
+
+def _take_as_it_is(tokenizer: "PreTrainedTokenizerFast", folder: Path) -> "PreTrainedTokenizerFast":
+    """`tokenizer` of `folder`, or what its tokenizer.json says if its configuration names no class to build instead."""
+    table = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    if table.get("tokenizer_class") not in ("PreTrainedTokenizerFast", "TokenizersBackend"):
+        return tokenizer
+    plain = load_from_folder("PreTrainedTokenizerFast", folder)
+    if not (found := describe_other_ids(plain, tokenizer, ())):
+        return tokenizer
+    logger.warning(
+        "data: %s: transformers' AutoTokenizer builds %s, which reads texts otherwise than tokenizer.json: %s. Here "
+        "tokenizer.json counts; load it elsewhere with PreTrainedTokenizerFast.from_pretrained.",
+        *(folder, type(tokenizer).__name__, found),
+    )
+    return plain
+
+
+# Contractions, digits, composed letters, other scripts, emoji, spaces and line ends: where splittings differ.
+_PROBE = (
+    "It's I'LL 3 1234567 3.14, x=[1];\tA  b   c \n\n  d\r\n cafe\u0301 \u00c5ngstro\u0308m stra\u00dfe "
+    "\u4f60\u597d\u4e16\u754c \ud55c\uad6d\uc5b4 \u0440\u0443\u0441\u0441\u043a\u0438\u0439 "
+    "\U0001f469\u200d\U0001f680!!! --== don't_do-this  \n"
+)
+
+
+def describe_other_ids(ours: "PreTrainedTokenizerFast", theirs: "PreTrainedTokenizerFast", texts: Iterable[str]) -> str:
+    """The first difference of `theirs` on `texts` and on a few hard words; empty: the same ids."""
+    if json.loads(serialize(ours)) == json.loads(serialize(theirs)):
+        return ""
+    if count_ids(theirs) != count_ids(ours):
+        return f"it has {count_ids(theirs)} ids instead of {count_ids(ours)}"
+    for text in (_PROBE, *_PROBE.split(" "), *texts):
+        first, second = (t(text, add_special_tokens=False)["input_ids"] for t in (ours, theirs))
+        if first != second:
+            start = next(i for i, (a, b) in enumerate(zip([*first, None], [*second, None], strict=False)) if a != b)
+            shown = [t.convert_ids_to_tokens(ids[start : start + 3]) for t, ids in ((ours, first), (theirs, second))]
+            return f"{shown[1]} instead of {shown[0]}"
+    return ""

@@ -110,7 +110,7 @@ def save_config(config: Any, folder: Path, original: Mapping[str, Any] | None = 
     path = folder / "config.json"
     table = json.loads(path.read_text(encoding="utf-8"))
     both = _with_older_keys(table, original or {})
-    read, expected = (type(config).from_dict(json.loads(json.dumps(form))).to_dict() for form in (both, table))
+    read, expected = (build_config(form).to_dict() for form in (both, table))
     if _is_part(expected, read):
         path.write_text(json.dumps(both, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     else:

@@ -76,6 +76,34 @@ def test_tokenizer_of_the_pretrained_model_is_used(
     assert job.data.tokenizer_path == ""  # the configuration is left as it was
 
 
+@pytest.mark.parametrize("load_step", [-1, 7, 0])
+def test_a_resumed_run_keeps_the_tokenizer_that_it_was_begun_with(job: JobConfig, tmp_path: Path, load_step) -> None:
+    """Even if this version would train another one: of another form, or of another size."""
+    job.job.dump_folder, job.checkpoint.enable, job.checkpoint.load_step = str(tmp_path / "run"), True, load_step
+    for step, size in ((7, 270), (12, 290)):
+        job.data.bpe_vocab_size = size
+        folder = tmp_path / "run" / job.checkpoint.folder / f"step-{step}"
+        build_tokenizer(job.data, build_corpus(job.data)).save_pretrained(folder)
+    job.data.bpe_vocab_size = 300
+    tokenizer, loader = build_data(job, 0, 1)
+    assert (len(tokenizer), loader.dataset.vocab_size) == ({-1: 290, 7: 270, 0: 300}[load_step],) * 2
+    splits_digits = len(tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("123")) == 3
+    assert splits_digits == (load_step == 0), "qwen3_moe's form, if it is trained"
+    job.checkpoint.enable = False
+    assert len(build_data(job, 0, 1)[0]) == 300
+
+
+def test_the_bpe_has_the_form_of_the_model(job: JobConfig, tmp_path: Path) -> None:
+    def splits_digits() -> bool:
+        return len(build_data(job, 0, 1)[0].backend_tokenizer.pre_tokenizer.pre_tokenize_str("123")) == 3
+
+    job.model.name = "llama"
+    assert not splits_digits()
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    job.model.hf_assets_path = str(tmp_path)
+    assert splits_digits()
+
+
 def test_standard_library(tmp_path: Path) -> None:
     # The real data of the default configuration; 2 to 4 s on 2 cores.
     job = JobConfig(data=DataSection(cache_folder=str(tmp_path), bpe_vocab_size=512))

@@ -14,12 +14,14 @@ from tokenizers.models import WordLevel
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
 import titanlite
+from titanlite.checkpoint.description import save_tokenizer
 from titanlite.config.schema import DataSection
 from titanlite.data import build_corpus, build_tokenizer, count_ids, load_tokenizer
 from titanlite.data import tokenizer as tokenizer_module
 from titanlite.data.corpus import Corpus, build_text_corpus
-from titanlite.data.tokenizer import END_OF_TEXT, train_bpe
+from titanlite.data.tokenizer import END_OF_TEXT, describe_other_ids, train_bpe
 from titanlite.errors import DataError
+from titanlite.models.families import families
 
 ROOT = Path(titanlite.__file__).parents[1]
 TEXT = "def foo(x):  return x , 'e\u0301' \u00e9\r\n\t12345 \U0001f600 <|endoftext|> don 't \x00"
@@ -152,6 +154,56 @@ def test_saved_folder_loads_with_auto_tokenizer(
     assert loaded.encode(TEXT) == built.encode(TEXT)
     assert loaded.decode(loaded.encode(TEXT)) == TEXT
     assert (loaded.eos_token_id, len(loaded)) == (built.eos_token_id, len(built))
+
+
+@pytest.mark.parametrize("model_type", [*families(), "gemma3_text", "gpt_neox", "mistral", "phi", "qwen3_5_text"])
+def test_a_bpe_is_trained_in_the_form_that_the_model_s_class_reads(
+    data: DataSection, tmp_path: Path, model_type: str
+) -> None:
+    """Qwen2's class, for one, takes vocabulary and merges from tokenizer.json, and its own splitting and NFC."""
+    tokenizer = build_tokenizer(data, build_corpus(data), model_type)
+    save_tokenizer(tokenizer, tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    theirs = AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
+    assert describe_other_ids(tokenizer, theirs, [TEXT]) == ""
+    assert theirs.encode(TEXT) == tokenizer.encode(TEXT) and len(theirs) == len(tokenizer) == 300
+    splits_digits = model_type.startswith("qwen")
+    assert (len(tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("123")) == 3) == splits_digits
+
+
+def test_a_bpe_of_another_form_is_found_and_read_as_it_was_trained(
+    built: PreTrainedTokenizerFast, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A folder of Qwen2 whose tokenizer.json has GPT-2's splitting: ours of earlier versions."""
+    save_tokenizer(built, tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    theirs = AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
+    assert " instead of " in describe_other_ids(built, theirs, [])
+    assert load_tokenizer(tmp_path).encode(TEXT) == built.encode(TEXT)
+    assert f"data: {tmp_path}: transformers' AutoTokenizer builds Qwen2Tokenizer" in caplog.text
+
+
+def test_a_class_that_is_named_is_built(built: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    save_tokenizer(built, tmp_path)
+    table = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(table | {"tokenizer_class": "Qwen2Tokenizer"}))
+    loaded = load_tokenizer(tmp_path)
+    assert type(loaded).__name__ == "Qwen2Tokenizer" and describe_other_ids(built, loaded, [])
+
+
+@pytest.mark.parametrize("change", ["an id more", "one word of the corpus"])
+def test_tokenizers_that_differ_on_little_are_found(built: PreTrainedTokenizerFast, change: str) -> None:
+    serialized = json.loads(built.backend_tokenizer.to_str())
+    if change == "an id more":
+        serialized["model"]["vocab"]["unused"] = 300
+    else:
+        serialized["normalizer"] = {"type": "Replace", "pattern": {"String": "zyx"}, "content": "xyz"}
+    theirs = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(serialized)))
+    found = describe_other_ids(built, theirs, ["a b", "see:zyx"])
+    word = "['x', 'y', 'z'] instead of ['z', 'y', 'x']"
+    expected = {"an id more": "it has 301 ids instead of 300", "one word of the corpus": word}
+    assert found == (expected[change])
+    assert change == "an id more" or describe_other_ids(built, theirs, ["a b"]) == ""
 
 
 def test_load_folder_file_and_folder_without_config(built: PreTrainedTokenizerFast, tmp_path: Path) -> None:

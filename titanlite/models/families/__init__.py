@@ -27,6 +27,7 @@ __all__ = [
     "families",
     "family_of",
     "find_other_model",
+    "get_model_type",
     "model_config_from_hf",
     "resolve_model_config",
 ]
@@ -82,6 +83,13 @@ def resolve_model_config(section: ModelSection) -> AnyModelConfig:
             f"({why}). Change its config.json."
         )
     return _transformers_config(_read_config(folder), str(_config_file(folder)), why)
+
+
+def get_model_type(section: ModelSection) -> str:
+    """Hugging Face's name of the family of the model that `[model]` describes."""
+    folder = Path(section.hf_assets_path)
+    has_config = section.hf_assets_path and _config_file(folder).is_file()
+    return str(_read_config(folder)["model_type"]) if has_config else section.name
 
 
 def find_other_model(job: JobConfig, config: AnyModelConfig) -> list[str]:
