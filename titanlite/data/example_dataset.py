@@ -86,9 +86,9 @@ def fit_examples(
     """The examples that fit into `seq_len` tokens, or can be made to.
 
     'cut' keeps the first tokens; of a pair, the shorter side keeps what it has and the longer one the rest, or each
-    gets half. A cut example without a trained token is dropped. Both are counted. 'split' is for documents of plain
-    text: each becomes pieces of `seq_len` tokens and a rest (arXiv:2404.10830). Here the last token of a piece is the
-    first of the next, so that each token is predicted once, as in a whole document.
+    gets half. A cut example without a trained token is dropped, and so is a pair of equal sides. All are counted.
+    'split' is for documents of plain text: each becomes pieces of `seq_len` tokens and a rest (arXiv:2404.10830). Here
+    the last token of a piece is the first of the next, so that each token is predicted once, as in a whole document.
 
     Raises:
         DataError: an example is too long and `too_long` is 'error' (names the rows), or none is left and
@@ -104,11 +104,9 @@ def fit_examples(
     lengths = np.diff(examples.offsets).reshape(-1, size)
     is_long = lengths.sum(1) > seq_len
     selected, starts = np.arange(len(lengths)), np.zeros_like(lengths)
-    if not is_long.any():
-        return ExampleSet(examples, selected, starts, lengths)
-    if too_long == "split":
+    if too_long == "split" and is_long.any():
         return _split(examples, lengths[:, 0], seq_len)
-    if too_long == "error":
+    if too_long == "error" and is_long.any():
         found = np.flatnonzero(is_long)
         problems = [f"{examples.describe_place(i)}: {lengths[i].sum()} tokens" for i in found.tolist()]
         remedy = 'Raise training.seq_len, or set data.too_long to "cut" or "drop".'
@@ -117,25 +115,45 @@ def fit_examples(
         longest = lengths.sum(1).max()
         where = f"data: examples longer than training.seq_len ({seq_len}), the longest of {longest} tokens. {remedy}"
         raise_problems(DataError, where.rstrip("."), problems)
+    kept, dropped = np.ones(len(lengths), dtype=bool), {}
+
+    def drop(which: np.ndarray, reason: str) -> None:
+        kept[which] = False
+        if len(which):
+            dropped[reason] = len(which)
+
     if too_long == "drop":
-        kept = ~is_long
-        dropped = {f"longer than {seq_len} tokens": int(is_long.sum())}
-        num_cut = 0
-    else:
+        drop(np.flatnonzero(is_long), f"longer than {seq_len} tokens")
+    elif is_long.any():
         lengths = lengths.copy()
         lengths[is_long] = _cut_lengths(lengths[is_long], seq_len)
-        kept = np.ones(len(lengths), dtype=bool)
-        for i in np.flatnonzero(is_long):
-            kept[i] = all(_count_trained(examples, int(i), document, lengths[i]) for document in range(size))
-        num_lost = int(np.count_nonzero(~kept))
-        dropped = {f"no trained token among the first {seq_len}": num_lost} if num_lost else {}
-        num_cut = int(np.count_nonzero(is_long & kept))
+        untrained = [
+            i
+            for i in np.flatnonzero(is_long).tolist()
+            if not all(_count_trained(examples, i, document, lengths[i]) for document in range(size))
+        ]
+        drop(np.array(untrained, dtype=np.int64), f"no trained token among the first {seq_len}")
+    if size == 2:
+        equal = np.array([i for i in np.flatnonzero(kept).tolist() if _is_equal(examples, i, lengths[i])], dtype=int)
+        drop(equal[~is_long[equal]], "chosen and rejected have the same tokens")
+        drop(equal[is_long[equal]], f"chosen and rejected are equal when cut to {seq_len} tokens")
+    num_cut = int(np.count_nonzero(is_long & kept))
     if not kept.any() and not may_be_empty:
         raise DataError(
             f"data: none of {len(kept)} examples fits into training.seq_len ({seq_len}): "
             f"{', '.join(f'{count} {reason}' for reason, count in dropped.items())}. Raise training.seq_len."
         )
     return ExampleSet(examples, selected[kept], starts[kept], lengths[kept], num_cut=num_cut, dropped=dropped)
+
+
+def _is_equal(examples: TokenizedExamples, pair: int, lengths: np.ndarray) -> bool:
+    """True if what is used of both sides of a pair is equal, or would be if the shorter one were not cut first."""
+    places, used = list(examples.get_documents(pair)), int(lengths.min())
+    whole = places[lengths.argmin()]
+    if lengths[0] != lengths[1] and whole.stop - whole.start == used:
+        return False
+    chosen, rejected = (examples.tokens[place][:used] for place in places)
+    return np.array_equal(chosen, rejected)
 
 
 def _split(examples: TokenizedExamples, lengths: np.ndarray, seq_len: int) -> ExampleSet:

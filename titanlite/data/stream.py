@@ -262,6 +262,7 @@ def _get_key(data: DataSection, rows: Sequence[object], tokenizer: "PreTrainedTo
         *(data.packing, data.streaming_block_rows, seq_len, *rows, tokenizer.eos_token_id),
         *(tokenizer.special_tokens_map, tokenizer.chat_template, serialize(tokenizer)),
         *get_text_settings(data),
+        *(["equal pairs dropped"] if data.format == "preference" else []),  # other keys stay as they were
     ]
     return sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
