@@ -134,6 +134,10 @@ def generate(
         if value < 1:
             problems.append(f"{name} = {value} is out of range. Set it to 1 or more.")
     raise_problems(ConfigError, "generate", problems)
+    limit = get_rope_limit(model)
+    if limit is not None and any(len(prompt) + max_new_tokens > limit for prompt in prompts):
+        batch_size = 1  # or the longest text of a batch would choose the frequencies of all
+        logger.info("generate: one prompt at a time: beyond %d tokens rotary frequencies depend on the longest", limit)
     # Neighbours in length share a batch: least padding, and the data-parallel ranks have alike work.
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     dp, dp_rank = (1, 0) if dims is None else (dims.degrees.dp, dims.dp_rank)
@@ -151,6 +155,11 @@ def generate(
     if dims is not None and dist.get_world_size() > 1:
         found = {i: continuation for part in gather_objects(found) for i, continuation in part.items()}
     return [found[i] for i in range(len(prompts))]
+
+
+def get_rope_limit(model: nn.Module) -> int | None:
+    """`TransformersConfig.rope_limit` of `model`; None of other ones."""
+    return model.config.rope_limit if isinstance(model, TransformersModel) else None
 
 
 def name_of(model: nn.Module) -> str:
@@ -189,7 +198,10 @@ class _Batch:
         watched = 0 if on_token is not None and 0 in prompts and self._is_first_rank() else None
         new: list[list[int]] = [[] for _ in rows]
         ended = [not prompts] * len(rows)
-        steps = self._cached_steps(rows) if self.cached else self._full_steps(rows)
+        longest, limit = max(map(len, rows)), get_rope_limit(self.model)
+        # Keys that were kept are of other frequencies once the text passes the limit.
+        stale = limit is not None and longest <= limit < longest + self.max_new_tokens
+        steps = self._cached_steps(rows) if self.cached and not stale else self._full_steps(rows)
         logits_BV = next(steps)
         for number in range(1, self.max_new_tokens + 1):
             chosen_B = self._choose(logits_BV, streams)

@@ -19,6 +19,7 @@ from titanlite.config.parallelism import Degrees, check_parallelism, resolve_deg
 from titanlite.errors import ConfigError, TitanliteError, raise_problems
 from titanlite.logger import open_console
 from titanlite.models.families import find_other_model, resolve_model_config
+from titanlite.models.hf_config import check_rope
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ def check(job: JobConfig, world_size: int, *, weights: bool = True) -> Checked:
     except ConfigError as error:
         problems.append(str(error))
     if model_config is not None and degrees is not None:
-        problems += check_parallelism(job, model_config, degrees)
+        problems += check_parallelism(job, model_config, degrees) + check_rope(job, model_config)
     raise_problems(ConfigError, "configuration", problems)
     assert model_config is not None and degrees is not None
     return Checked(job, model_config, degrees)

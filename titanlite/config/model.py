@@ -137,6 +137,8 @@ class TransformersConfig:
         num_dense_layers: always 0; which layers are MoE is the class's business.
         takes_images: it has a vision tower.
         has_tp_plan: its class says how it is split by tensor parallelism.
+        rope_limit: tokens from which on the rotary frequencies of all positions depend on the longest one of a forward;
+            None if they never do.
         num_params, num_active_params: of the built model, and for one token; 0 before it is built.
         why: why it is not the native decoder, for the log.
     """
@@ -154,6 +156,7 @@ class TransformersConfig:
     tie_word_embeddings: bool
     takes_images: bool = False
     has_tp_plan: bool = False
+    rope_limit: int | None = None
     num_dense_layers: int = 0
     num_params: int = 0
     num_active_params: int = 0

@@ -5,7 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from titanlite.config.model import TransformersConfig
+from titanlite.config.model import AnyModelConfig, TransformersConfig
+from titanlite.config.schema import JobConfig
+from titanlite.config.sources import get_sources
 from titanlite.errors import ConfigError
 from titanlite.logger import logger
 from titanlite.models.hf_objects import build_config
@@ -46,7 +48,42 @@ def transformers_config(hf: Mapping[str, Any], where: str) -> TransformersConfig
         tie_word_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
         takes_images=hasattr(config, "vision_config"),
         has_tp_plan=bool(getattr(cls, "_tp_plan", None) or getattr(text, "base_model_tp_plan", None)),
+        rope_limit=_get_rope_limit(text),
     )
+
+
+def _get_rope_limit(text: Any) -> int | None:
+    """The fewest tokens from which on one of the rotary embeddings looks at the longest position of a forward."""
+    rope = getattr(text, "rope_parameters", None) or {}
+    tables = [
+        rope,
+        *(table for table in rope.values() if isinstance(table, dict)),
+    ]  # one, or one for each kind of layer
+    limits = []
+    for table in tables:
+        kind, longest = table.get("rope_type") or "", getattr(text, "max_position_embeddings", None)
+        if kind == "longrope":
+            limits.append(table.get("original_max_position_embeddings") or longest)
+        elif "dynamic" in kind:
+            limits.append(longest)
+    return min(limits) if limits else None
+
+
+def check_rope(job: JobConfig, model: AnyModelConfig) -> list[str]:
+    """Training data with which rotary frequencies would depend on the neighbours of a document."""
+    limit = model.rope_limit if isinstance(model, TransformersConfig) else None
+    if limit is None or job.training.seq_len <= limit:
+        return []
+    alone = job.training.local_batch_size == 1 and job.data.dataset == "examples"
+    alone = alone and job.training.objective != "dpo"  # whose pairs share a row
+    if alone and not any(source.packing for source in get_sources(job.data).values()):
+        return []
+    return [
+        f"training.seq_len ({job.training.seq_len}): beyond {limit} tokens (original_max_position_embeddings) the "
+        f"rotary frequencies of {model.family} follow the longest document of a forward, so documents would depend on "
+        f"their neighbours. Set training.seq_len = {limit}; examples that are no pairs can also be trained one by one, "
+        "with data.packing = false and training.local_batch_size = 1."
+    ]
 
 
 def _get_attention_width(text: Any, heads: int, share: int) -> int:

@@ -8,6 +8,7 @@ and what the router chose. Everything that the interface describes is served: ga
 expert parallelism's ids beyond the last expert, and a norm behind the experts.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from titanlite.models.moe import count_rows, dispatch_locally
 from titanlite.ops import grouped_gemm, local_tensor, moe_experts, permute_tokens, unpermute_sum
 
 NAME = "titanlite"
+_ALIGNED = 8
 DISPATCH = "titanlite_dispatch"
 """Attribute of an experts module that holds its token dispatcher."""
 SENT = "titanlite_sent"
@@ -32,6 +34,16 @@ def use_titanlite_experts(model: Any) -> None:
     """
     register_experts()
     model.set_experts_implementation(NAME)
+
+
+def replace_unaligned_experts(model: Any, experts: Iterable[Any]) -> None:
+    """Let `experts` run on titanlite's grouped GEMM if a width is no multiple of 8 elements, 16 bytes in bfloat16.
+
+    torch's, which transformers calls, wants rows of so many bytes.
+    """
+    shapes = [param.shape for module in experts for name, param in module.named_parameters() if name.endswith("_proj")]
+    if any(size % _ALIGNED for shape in shapes for size in shape[-2:]):
+        use_titanlite_experts(model)
 
 
 def register_experts() -> None:

@@ -12,6 +12,7 @@ from functools import wraps
 from typing import Any
 
 import torch
+from torch import nn
 
 _IMPLEMENTATIONS = ("sdpa", "eager")
 _documents: ContextVar[torch.Tensor | None] = ContextVar("documents", default=None)
@@ -63,3 +64,16 @@ def restarting_positions(document_ids_BS: torch.Tensor, positions_BS: torch.Tens
     starts_BS[:, 1:] = document_ids_BS[:, 1:] != document_ids_BS[:, :-1]
     restarting_BS = index_S - torch.where(starts_BS, index_S, 0).cummax(dim=1).values
     return restarting_BS if positions_BS is None else torch.where(document_ids_BS >= 0, positions_BS, restarting_BS)
+
+
+def forget_longest_forward(model: nn.Module) -> None:
+    """Let `dynamic` rotary embeddings of transformers begin anew: they keep the frequencies of the longest forward."""
+    for module in model.modules():
+        if not hasattr(module, "original_max_seq_len"):
+            continue
+        for name in [name for name in vars(module) if name.endswith("max_seq_len_cached")]:
+            prefix = name.removesuffix("max_seq_len_cached")
+            original: Any = getattr(module, f"{prefix}original_inv_freq", None)
+            if original is not None and getattr(module, name) > module.original_max_seq_len:
+                setattr(module, f"{prefix}inv_freq", original.to(getattr(module, f"{prefix}inv_freq").device))
+                setattr(module, name, module.original_max_seq_len)

@@ -7,7 +7,6 @@ Shapes: B batch, S sequence, D hidden, V vocabulary.
 """
 
 import inspect
-import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -25,9 +24,15 @@ from titanlite.materialize.sources import Source
 from titanlite.models.decoder import LossSums
 from titanlite.models.hf_cache import TransformersCache
 from titanlite.models.hf_config import load_config_and_class
+from titanlite.models.hf_experts import replace_unaligned_experts
 from titanlite.models.hf_load import TransformersExpertCounter, build_counters
 from titanlite.models.hf_objects import build_from_config
-from titanlite.models.hf_packing import inside_documents, register_document_masks, restarting_positions
+from titanlite.models.hf_packing import (
+    forget_longest_forward,
+    inside_documents,
+    register_document_masks,
+    restarting_positions,
+)
 from titanlite.models.hf_sources import find_sources
 from titanlite.models.moe import is_routed
 from titanlite.ops import IGNORE_INDEX, linear_cross_entropy, local_tensor
@@ -128,6 +133,8 @@ class TransformersModel(nn.Module):
                     "same tokens give other logits. Give it rows of one document each."
                 )
             positions_BS = restarting_positions(document_ids_BS, positions_BS)
+            if self.config.rope_limit is not None:  # padding is not to be the longest run of the row
+                positions_BS = positions_BS.where(document_ids_BS >= 0, 0)
         if labels_BS is None:
             return self._logits(tokens_BS, positions_BS, document_ids_BS, **inputs)
         if not self._has_plain_head:
@@ -160,10 +167,14 @@ class TransformersModel(nn.Module):
             valid_BS = None if document_ids_BS is None else document_ids_BS >= 0
             for counter in self._counters.values():
                 counter.begin(valid_BS)
+        if self.config.rope_limit is not None:
+            forget_longest_forward(self._transformers_model)
         with inside_documents(document_ids_BS):
             return self._transformers_model(input_ids=tokens_BS, use_cache=False, return_dict=True, **inputs).logits
 
     def _next_logits(self, tokens: torch.Tensor, cache: TransformersCache) -> torch.Tensor:
+        if self.config.rope_limit is not None:
+            forget_longest_forward(self._transformers_model)
         inputs = cache.inputs(tokens)
         if not self._takes_positions:
             del inputs["position_ids"]
@@ -308,6 +319,7 @@ def build_transformers(config: TransformersConfig, dtype: torch.dtype = torch.fl
     _keep_in_float32(model, dtype)
     for target, source in model.all_tied_weights_keys.items():
         _tie(model, target, source)
+    replace_unaligned_experts(model, _expert_modules(model).values())
     return TransformersModel(model, config)
 
 
@@ -351,9 +363,8 @@ def _plain_tokens(config: Any, count: int) -> list[int]:
         for name, value in values.items()
         if name.endswith(("_token_id", "_token_index")) and isinstance(value, int)
     }
-    vocab_size = config.get_text_config().vocab_size
-    plain = (7 * i % vocab_size for i in itertools.count(3))
-    return list(itertools.islice((token for token in plain if token not in special), count))
+    plain = sorted({*range(config.get_text_config().vocab_size)} - special) or [0]
+    return [plain[(2 * i + 1) * len(plain) // (2 * count)] for i in range(count)]  # others, if there are so many
 
 
 def _repeated_layers(model: Any) -> list[nn.Module]:

@@ -1,0 +1,132 @@
+"""Kinds of models of transformers that need care: rotary frequencies, widths of experts, sizes of vocabularies."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tiny_transformers import ALL_MODELS
+
+from titanlite.checkpoint.pretrained import weights_of
+from titanlite.config import load_config
+from titanlite.errors import ConfigError
+from titanlite.generate import generate
+from titanlite.materialize import materialize
+from titanlite.models.hf_config import transformers_config
+from titanlite.models.transformers_model import TransformersModel, _plain_tokens, build_transformers
+from titanlite.preflight import check
+
+LIMIT, LONGEST = 8, 48
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "rope_theta": 1e4}
+ROPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "phi3 longrope": ("phi3", {**LONGROPE, "original_max_position_embeddings": LIMIT}),
+    "llama longrope": ("llama", {**LONGROPE, "original_max_position_embeddings": LIMIT, "factor": 6.0}),
+    "llama dynamic": ("llama", {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}),
+}
+
+
+def make(folder: Path, rope: str) -> TransformersModel:
+    name, table = ROPES[rope]
+    config = ALL_MODELS[name]()
+    longest = LIMIT if table["rope_type"] == "dynamic" else LONGEST
+    values = {**config.to_dict(), "rope_parameters": table, "max_position_embeddings": longest}
+    if name == "phi3":
+        values["original_max_position_embeddings"] = LIMIT
+    torch.manual_seed(0)
+    theirs = transformers.AutoModelForCausalLM.from_config(type(config).from_dict(values))
+    for param in theirs.parameters():
+        param.data.add_(torch.randn_like(param) * 0.1)
+    theirs.save_pretrained(folder)
+    hf = json.loads((folder / "config.json").read_text())
+    ours = build_transformers(transformers_config(hf, "test"))
+    materialize(ours, "cpu", [weights_of(folder, ours)])
+    assert ours.config.rope_limit == LIMIT
+    return ours.eval()
+
+
+@pytest.mark.parametrize("rope", ROPES)
+@pytest.mark.parametrize("new", [2, 12])
+def test_a_prompt_does_not_depend_on_its_neighbours(tmp_path: Path, rope: str, new: int) -> None:
+    """Each text is that of its tokens alone, in whatever order and company they come."""
+    model = make(tmp_path, rope)
+    lengths = (3, 20, 7, 30, 9) if new > 2 else (3, 20, 5)
+    prompts = [torch.randint(3, 128, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in lengths]
+    together = generate(model, prompts, max_new_tokens=new, device=torch.device("cpu"), batch_size=4)
+    alone = []
+    for prompt in reversed(prompts):
+        fresh = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+        text = list(prompt)
+        crosses = len(prompt) <= LIMIT < len(prompt) + new
+        if crosses or rope != "llama dynamic":
+            for _ in range(new):
+                again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval() if crosses else fresh
+                with torch.no_grad():
+                    text.append(int(again(torch.tensor([text]), use_cache=False).logits[0, -1].argmax()))
+        else:
+            out = fresh.generate(torch.tensor([text]), max_new_tokens=new, do_sample=False, eos_token_id=-1)
+            text = out[0].tolist()
+        alone.insert(0, text[len(prompt) :])
+    assert [continuation.tokens for continuation in together] == alone
+
+
+@pytest.mark.parametrize("rope", [name for name in ROPES if "longrope" in name])
+def test_padding_chooses_no_frequencies(tmp_path: Path, rope: str) -> None:
+    """A short document in a long row has the logits that it has alone."""
+    model = make(tmp_path, rope)
+    tokens, ids = torch.full((1, 24), 5), torch.full((1, 24), -1)
+    tokens[0, :6], ids[0, :6] = torch.arange(20, 26), 0
+    with torch.no_grad():
+        padded = model(tokens, None, torch.arange(24).unsqueeze(0), ids)[0, :6]
+        alone = model(tokens[:, :6])[0]
+        long = model(tokens)[0, :6]
+    assert (padded - alone).norm() <= 1e-5 * alone.norm() < 1e-2 * (long - alone).norm()
+
+
+def test_training_beyond_the_original_length_is_refused(tmp_path: Path) -> None:
+    make(tmp_path / "model", "phi3 longrope")
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "run.toml").write_text("")
+    base = [
+        *("--config", f"{tmp_path}/run.toml"),
+        *(f"--model.hf_assets_path={tmp_path}/model", "--data.dataset=examples", f"--data.path={tmp_path}/rows.jsonl"),
+        f"--data.tokenizer_path={tmp_path}/model",
+    ]
+
+    def run(*overrides: str) -> None:
+        check(load_config([*base, *overrides]), 1)
+
+    run(f"--training.seq_len={LIMIT}")
+    message = r"training.seq_len \(16\): beyond 8 tokens .* Set training.seq_len = 8; examples .* data.packing = false"
+    for overrides in ((), ("--data.packing=false",), ("--training.local_batch_size=1",)):
+        with pytest.raises(ConfigError, match=message):
+            run("--training.seq_len=16", "--training.local_batch_size=2", *overrides)
+    run("--training.seq_len=16", "--data.packing=false", "--training.local_batch_size=1")
+
+
+@pytest.mark.parametrize("width", [2, 6, 12, 7, 9, 16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_of_any_width_give_a_loss_and_gradients(width: int, dtype: torch.dtype) -> None:
+    config = ALL_MODELS["mixtral"]().to_dict() | {"intermediate_size": width}
+    model = build_transformers(transformers_config(config, "test"), dtype)
+    materialize(model, "cpu", seed=1)
+    tokens = torch.arange(20).view(2, 10)
+    losses = model(tokens, tokens.roll(-1, 1))
+    losses.cross_entropy.backward()
+    model.transformers_model.set_experts_implementation("eager")
+    with torch.no_grad():
+        expected = model(tokens, tokens.roll(-1, 1)).cross_entropy
+    assert losses.cross_entropy.item() == pytest.approx(expected.item(), rel=1e-5 if dtype == torch.float32 else 2e-2)
+    grads = [param.grad for name, param in model.named_parameters() if "experts" in name]
+    assert grads and all(grad is not None and grad.isfinite().all() and grad.any() for grad in grads)
+
+
+@pytest.mark.parametrize("vocab_size", [*range(1, 30), 49, 128, 151936, 7 * 21000])
+def test_tokens_of_a_probe_end_and_differ(vocab_size: int) -> None:
+    config = ALL_MODELS["qwen2_5_vl"]()
+    config.get_text_config().vocab_size = vocab_size
+    tokens = _plain_tokens(config, 13)
+    assert len(tokens) == 13 and all(0 <= token < vocab_size for token in tokens)
+    if vocab_size > 40:
+        assert len(set(tokens)) == 13 and not {0, 1, 2, 10, 11, 12, 13} & set(tokens)
