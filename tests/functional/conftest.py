@@ -5,7 +5,7 @@ import os
 import random
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import sha256
@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from launches import Launch
 from processes import run_to_end
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.distributed.tensor import DTensor
@@ -205,6 +206,20 @@ def examples(tmp_path_factory: pytest.TempPathFactory, cache_folder: Path) -> li
         *("--data.dataset=examples", f"--data.path={folder / 'chats.jsonl'}", f"--data.tokenizer_path={folder}"),
         *("--training.seq_len=128", f"--data.cache_folder={cache_folder}"),
     ]
+
+
+@pytest.fixture
+def launch(config_file: Path, tmp_path: Path) -> Iterator[Callable[..., Launch]]:
+    """`launch(folder name, *overrides, options=, variables=)` -> a `Launch`, killed at the end if it is left."""
+    started: list[Launch] = []
+
+    def start(name: str, *overrides: str, **more: Any) -> Launch:
+        started.append(Launch(config_file, tmp_path / name, *overrides, **more))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.kill()
 
 
 @pytest.fixture
