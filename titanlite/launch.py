@@ -34,8 +34,14 @@ with lean_imports():
     from titanlite.agent import Agent
     from titanlite.errors import NOTICE_FOLDER
     from titanlite.guard import Failure, Guard
-    from titanlite.network import find_free_port
-    from titanlite.rendezvous import RENDEZVOUS_ERRORS, describe_failure, prepare_rendezvous
+    from titanlite.network import STORE_FILE, find_free_port
+    from titanlite.rendezvous import (
+        RENDEZVOUS_ERRORS,
+        describe_failure,
+        is_one_machine,
+        prepare_rendezvous,
+        use_local_rendezvous,
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,7 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             api.LocalElasticAgent = partial(Agent, guard, folder)  # type: ignore[misc]  what `run` makes its agent with
             for number in stop.SIGNALS:
                 signal.signal(number, partial(_stop, folder))
-            run(prepare_rendezvous(options))
+            os.environ.pop(STORE_FILE, None)  # of a run that has started this one
+            run(use_local_rendezvous(options) if is_one_machine(options) else prepare_rendezvous(options))
     except ChildFailedError as error:
         rank, first = error.get_first_failure()
         failure = guard.failure if guard is not None else None

@@ -21,6 +21,8 @@ _ANY_PORT = 9
 _FIRST_PORT, _LAST_PORT = 10_000, 65_535  # below, services have numbers of their own
 _FEWEST_PORTS = 1000  # among fewer, two runs would choose the same one too often
 _CONNECTION_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+# Environment variable with the file where the ranks of one machine meet, each start in a new one.
+STORE_FILE = "TITANLITE_STORE_FILE"
 PORT_TAKEN = "failed to listen"  # in torch's error where a store cannot open its port
 
 

@@ -1,27 +1,91 @@
-"""How the launchers of several machines find each other: torchrun's options, completed, and its errors in one line."""
+"""How launchers and ranks find each other: torchrun's options, completed, and its errors in one line.
+
+On one machine nothing listens: `LocalRendezvous`. Several machines meet at a port, which has no authentication.
+"""
 
 import argparse
 import os
 import socket
 import sys
 import time
+import uuid
+from pathlib import Path
 
-from torch.distributed import DistError
+from torch.distributed import DistError, HashStore
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
     RendezvousConnectionError,
     RendezvousError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
     RendezvousTimeoutError,
+    rendezvous_handler_registry,
 )
 
-from titanlite.errors import ConfigError
-from titanlite.network import PORT_TAKEN, find_local_address, is_free, is_this_machine
+from titanlite.errors import NOTICE_FOLDER, ConfigError
+from titanlite.network import PORT_TAKEN, STORE_FILE, find_free_port, find_local_address, is_free, is_this_machine
 
 DEFAULT_PORT = 29400
 _JOIN_TIMEOUT_S = 600  # torchrun's own
 _PAUSE_S = 0.5
 
+_LOCAL = "titanlite-local"
+
 RENDEZVOUS_ERRORS = (RendezvousError, DistError, ConfigError)
+
+
+class LocalRendezvous(RendezvousHandler):
+    """The rendezvous of one machine: the launcher's own memory for torchrun, and a file for the ranks.
+
+    torchrun's own opens a port on all interfaces, and unpickles what anybody who reaches it has put there; so do the
+    ranks. Each start of the ranks has a new file: in the old one are addresses of ranks that are gone.
+
+    Args:
+        parameters: of torchrun.
+    """
+
+    def __init__(self, parameters: RendezvousParameters) -> None:
+        self._run_id, self._starts = parameters.run_id, 0
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Return at once; the ranks that start next inherit the variable with their file."""
+        self._starts += 1
+        os.environ[STORE_FILE] = str(Path(os.environ[NOTICE_FOLDER], f"store-{self._starts}"))
+        # Nobody listens there; for programs of users that expect the variables.
+        return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo("127.0.0.1", find_free_port()))
+
+    def get_backend(self) -> str:
+        return _LOCAL
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def shutdown(self) -> bool:
+        return True
+
+
+def is_one_machine(options: argparse.Namespace) -> bool:
+    """True unless ranks of other machines belong to the run, or may."""
+    return options.standalone or options.nnodes in ("1", "1:1")
+
+
+def use_local_rendezvous(options: argparse.Namespace) -> argparse.Namespace:
+    """Change torchrun's `options` for one machine in place, so that nothing listens."""
+    rendezvous_handler_registry.register(_LOCAL, LocalRendezvous)
+    options.standalone, options.rdzv_backend, options.rdzv_id = False, _LOCAL, str(uuid.uuid4())
+    options.rdzv_endpoint = "localhost"  # not used; without one torchrun warns of its default master_addr
+    return options
 
 
 def prepare_rendezvous(options: argparse.Namespace) -> argparse.Namespace:
@@ -32,7 +96,7 @@ def prepare_rendezvous(options: argparse.Namespace) -> argparse.Namespace:
     Raises:
         ConfigError: the host of the rendezvous cannot be resolved, or is not reached within the join timeout.
     """
-    if options.standalone or options.nnodes == "1":
+    if is_one_machine(options):
         return options
     host, port = get_endpoint(options)
     elastic = options.rdzv_backend == "c10d"

@@ -3,17 +3,20 @@
 import argparse
 import os
 import socket
+from pathlib import Path
 
 import pytest
-from torch.distributed import DistNetworkError, TCPStore
+from torch.distributed import DistNetworkError, HashStore, TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
     RendezvousConnectionError,
     RendezvousTimeoutError,
 )
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from titanlite import network, rendezvous
-from titanlite.errors import ConfigError
+from titanlite.errors import NOTICE_FOLDER, ConfigError
 from titanlite.network import find_free_port, find_interface, find_local_address, is_this_machine
 from titanlite.rendezvous import describe_failure, get_endpoint, prepare_rendezvous
 
@@ -97,6 +100,29 @@ def test_one_machine_is_left_alone(capsys):
         before = dict(vars(one))
         assert vars(prepare_rendezvous(one)) == before
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("changed", [{"standalone": True}, {"nnodes": "1"}, {"nnodes": "1:1"}])
+def test_one_machine_meets_without_a_port_and_each_start_of_its_ranks_in_a_new_file(changed, tmp_path, monkeypatch):
+    os.environ[NOTICE_FOLDER] = str(tmp_path)
+    assert rendezvous.is_one_machine(options(**changed)) and not rendezvous.is_one_machine(options(nnodes="1:2"))
+    monkeypatch.setattr(rendezvous, "is_free", pytest.fail)
+    ready = rendezvous.use_local_rendezvous(options(**changed))
+    assert not ready.standalone, "or torchrun would take its own"
+    handler = get_rendezvous_handler(RendezvousParameters(ready.rdzv_backend, ready.rdzv_endpoint, ready.rdzv_id, 1, 1))
+    files = []
+    for _ in range(2):
+        info = handler.next_rendezvous()
+        assert (info.rank, info.world_size, type(info.store)) == (0, 1, HashStore)
+        assert not is_listening(info.bootstrap_store_info.master_port)
+        files.append(os.environ[network.STORE_FILE])
+    assert len(set(files)) == 2 and {Path(file).parent for file in files} == {tmp_path}
+    assert handler.num_nodes_waiting() == 0 and not handler.is_closed() and handler.shutdown()
+
+
+def is_listening(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def test_other_machines_do_not_host_the_store_and_are_known_by_their_address(monkeypatch, capsys):

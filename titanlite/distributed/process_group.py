@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,10 +17,11 @@ from titanlite.distributed.collectives import forget_groups, limit_waiting
 from titanlite.distributed.flight_recorder import enable_flight_recorder
 from titanlite.distributed.host_memory import keep_freed_memory
 from titanlite.errors import ConfigError, TransientError
-from titanlite.network import PORT_TAKEN, find_interface
+from titanlite.network import PORT_TAKEN, STORE_FILE, find_interface
 from titanlite.ops import leave_out_cudnn
 
 _MOST_FILES = 1 << 16
+_INTERFACES, _LOOPBACK = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo"
 
 
 def _explain(error: RuntimeError) -> Exception:
@@ -45,11 +47,36 @@ def _explain(error: RuntimeError) -> Exception:
     return error
 
 
+def _stay_on_this_machine() -> None:
+    """Name the loopback interface to gloo and NCCL if all ranks are here, unless the user has named another.
+
+    What listens elsewhere can be reached by everybody, without authentication.
+    """
+    world_size = os.environ.get("WORLD_SIZE", "1")
+    alone = world_size in ("1", os.environ.get("LOCAL_WORLD_SIZE"))
+    for name in _INTERFACES:
+        if alone:
+            os.environ.setdefault(name, _LOOPBACK)
+        elif os.environ.get(name) == _LOOPBACK:  # left by a run on one machine that started this one
+            del os.environ[name]
+
+
 def _choose_interface() -> None:
     """Name gloo the interface that leads to the other machines, if there are any and the user has not."""
     several = os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]) != os.environ["WORLD_SIZE"]
     if several and "GLOO_SOCKET_IFNAME" not in os.environ:
         os.environ["GLOO_SOCKET_IFNAME"] = find_interface(os.environ["MASTER_ADDR"])
+
+
+def _meet_in_file(timeout: timedelta) -> dict[str, Any]:
+    """Arguments for `init_process_group`, if the launcher named a file where the ranks of this machine meet."""
+    path = os.environ.get(STORE_FILE)
+    if path is None:
+        return {}
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.FileStore(path, world_size)
+    store.set_timeout(timeout)
+    return {"store": store, "rank": rank, "world_size": world_size}
 
 
 def _allow_many_files() -> None:
@@ -118,7 +145,8 @@ def init_distributed(timeout_s: int, dump_folder: Path | None = None) -> torch.d
     has not ended the ranks before.
 
     With several machines, gloo takes the network interface that leads to the first one, unless GLOO_SOCKET_IFNAME
-    is set; NCCL finds its own.
+    is set; NCCL finds its own. The ranks of one machine meet in a file and talk over the loopback interface: nothing
+    listens where others could reach it.
 
     Raises:
         ConfigError: GLOO_SOCKET_IFNAME names no interface of this machine; `run_train.sh` saw GPUs, torch sees none.
@@ -141,10 +169,11 @@ def init_distributed(timeout_s: int, dump_folder: Path | None = None) -> torch.d
         return device
     if "nccl" in backend and dump_folder is not None:
         enable_flight_recorder(dump_folder)
+    _stay_on_this_machine()
     if "RANK" in os.environ:
         _choose_interface()
         try:
-            dist.init_process_group(backend, timeout=timeout)
+            dist.init_process_group(backend, timeout=timeout, **_meet_in_file(timeout))
         except RuntimeError as error:
             raise _explain(error) from None
     else:

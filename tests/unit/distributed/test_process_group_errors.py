@@ -64,6 +64,24 @@ def test_the_interface_is_chosen_for_several_machines_only_and_not_against_the_u
     process_group.os.environ.pop("GLOO_SOCKET_IFNAME")
 
 
+@pytest.mark.parametrize(
+    ("world_size", "on_this_machine", "expected"),
+    [("4", "4", "lo"), ("1", None, "lo"), (None, None, "lo"), ("4", "2", None), ("4", None, None)],
+)
+def test_ranks_that_are_all_on_one_machine_listen_on_the_loopback_interface(
+    monkeypatch, world_size, on_this_machine, expected
+):
+    """Also those of torchrun, and one process alone; not where nobody knows how many ranks are here."""
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    environment = {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": on_this_machine}
+    for before, after in ((None, expected), ("lo", expected), ("eth7", "eth7")):
+        variables = {name: value for name, value in environment.items() if value is not None}
+        variables |= dict.fromkeys(names, before) if before else {}
+        monkeypatch.setattr(process_group.os, "environ", variables)
+        process_group._stay_on_this_machine()
+        assert [variables.get(name) for name in names] == [after, after]
+
+
 def test_gpus_that_torch_cannot_use_are_an_error_and_not_a_run_on_the_cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("TITANLITE_GPUS", "8")
