@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from titanlite.entry_point import check_limits, lean_imports, leave
 from titanlite.logger import open_console
+from titanlite.notices import end_with_launcher
 
 _Command = Callable[[Sequence[str]], int]
 # What the commands import first: without one of them, this Python is not the one that titanlite was installed for.
@@ -143,4 +144,5 @@ def _commands() -> dict[str, Callable[[], _Command]]:
 
 
 if __name__ == "__main__":
+    end_with_launcher()
     run()

@@ -10,7 +10,6 @@ import logging
 import os
 import signal
 import sys
-import tempfile
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -35,6 +34,7 @@ with lean_imports():
     from titanlite.errors import NOTICE_FOLDER
     from titanlite.guard import Failure, Guard
     from titanlite.network import STORE_FILE, find_free_port
+    from titanlite.notices import TORCH_LOGS, shared_folder
     from titanlite.rendezvous import (
         RENDEZVOUS_ERRORS,
         describe_failure,
@@ -57,8 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse_args(["--signals-to-handle=SIGHUP,SIGQUIT", *(sys.argv[1:] if argv is None else argv)])
     guard: Guard | None = None
     try:
-        with tempfile.TemporaryDirectory(prefix="titanlite-") as folder:
+        with shared_folder() as folder:
             os.environ[NOTICE_FOLDER] = folder
+            options.log_dir = options.log_dir or str(Path(folder, TORCH_LOGS))  # else a new one in /tmp at each start
             # A store for the ranks of each start. torch 2.13 would give the keys of the last start, with addresses of
             # ranks that are gone, to the next one.
             os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"

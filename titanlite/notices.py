@@ -1,9 +1,16 @@
 """Notes between a launcher and its ranks, in the folder that they share: why ranks ended, and why they start again."""
 
+import ctypes
+import fcntl
 import json
 import os
+import shutil
+import signal
+import tempfile
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -12,7 +19,11 @@ from titanlite.errors import NOTICE_FOLDER
 ENDING = "ending"  # the launcher ends all ranks: nobody shall wait for anything
 _RESTART, _ERROR = "restart", "error"
 _SHOWN_CHARS = 200
-_KEPT = ("stop", "abort", _RESTART)  # the others are about one start of the ranks
+TORCH_LOGS = "torchelastic"  # folder for what torchrun writes about each start
+_LAUNCHER = "launcher"  # locked as long as the launcher lives
+_KEPT = ("stop", "abort", _RESTART, _LAUNCHER, TORCH_LOGS)  # the others are about one start of the ranks
+_FOLDER_PREFIX = "titanlite-launch-"
+_PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 
 @dataclass(frozen=True)
@@ -28,6 +39,57 @@ class Restart:
     why: str
     count: int
     most: int
+
+
+@contextmanager
+def shared_folder() -> Iterator[str]:
+    """In the launcher: make a folder (mode 0700) for it and its ranks, and remove it at the end.
+
+    Folders of launchers of this user that were killed are removed, too: nobody holds the lock in them.
+    """
+    for path in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*"):
+        if _is_abandoned(path):
+            shutil.rmtree(path, ignore_errors=True)
+    folder = tempfile.mkdtemp(prefix=_FOLDER_PREFIX)
+    lock = os.open(Path(folder, f".{_LAUNCHER}"), os.O_CREAT | os.O_RDWR, 0o600)
+    try:
+        with suppress(OSError):  # no locks there: such folders are left
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        Path(folder, f".{_LAUNCHER}").rename(Path(folder, _LAUNCHER))  # locked from when it can be found
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def _is_abandoned(folder: Path) -> bool:
+    """True if `folder` is of a launcher of this user that is gone."""
+    try:
+        lock = os.open(folder / _LAUNCHER, os.O_RDWR | os.O_NOFOLLOW)
+    except OSError:
+        return False  # another user's, or not one that a launcher has finished making
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return os.fstat(lock).st_uid == os.getuid()
+    except OSError:
+        return False
+    finally:
+        os.close(lock)
+
+
+def end_with_launcher() -> None:
+    """In a rank, before anything that takes time: let the kernel kill this process when its launcher ends.
+
+    Does nothing in a process that no launcher has started. It must be the main thread of the launcher that starts
+    ranks: the signal comes when the thread ends that has.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    folder = os.environ.get(NOTICE_FOLDER)
+    # A launcher that was killed before has let go of its lock by now, and one that ended has removed its folder.
+    if folder is not None and (_is_abandoned(Path(folder)) or not Path(folder).is_dir()):
+        os._exit(128 + signal.SIGKILL)
 
 
 def forget_last_start(folder: str | Path) -> None:

@@ -13,8 +13,10 @@ from typing import NoReturn
 
 from titanlite.entry_point import check_limits, lean_imports, leave
 from titanlite.logger import open_console, setup_logger
+from titanlite.notices import end_with_launcher
 
 if __name__ == "__main__":
+    end_with_launcher()
     open_console(goes_on=True)
     check_limits()
 
