@@ -133,19 +133,28 @@ class Guard:
         _say(f"{text}\n  All {num_ranks} ranks of this machine were ended.")
 
     def _is_over_grace(self, beats: Mapping[int, Beat]) -> bool:
-        """True if the run was asked to stop and has not done so in the time that its configuration gives it."""
-        if not stop.asked(self._folder) or not beats:
+        """True if the run was asked to stop and has not done so in time.
+
+        Training has the time that the configuration gives it. Before, there is nothing to save.
+        """
+        if not stop.asked(self._folder):
             return False
         if self._stop_seen is None:
             self._stop_seen = time.monotonic()
-        grace_s = max(beat.grace_s for beat in beats.values())
-        if not grace_s or time.monotonic() - self._stop_seen < grace_s:
-            return False
-        latest = max(beats.values(), key=lambda beat: beat.time_s)
-        text = (
-            f"job.stop_grace_seconds ({grace_s:g} s) are over and the ranks are still in step {latest.step} "
-            f"({latest.phase}); they were ended without a save. The same command goes on from the last checkpoint."
-        )
+        waited_s = time.monotonic() - self._stop_seen
+        if not any(beat.trains for beat in beats.values()):
+            if waited_s < stop.BEFORE_TRAINING_S:
+                return False
+            text = "the run was asked to stop before the first step of training; it was ended, and nothing is lost."
+        else:
+            grace_s = max(beat.grace_s for beat in beats.values())
+            if not grace_s or waited_s < grace_s:
+                return False
+            latest = max(beats.values(), key=lambda beat: beat.time_s)
+            text = (
+                f"job.stop_grace_seconds ({grace_s:g} s) are over and the ranks are still in step {latest.step} "
+                f"({latest.phase}); they were ended without a save. The same command goes on from the last checkpoint."
+            )
         _say(text)
         self.failure = Failure(text, 128 + signal.SIGTERM, said=True)
         return True

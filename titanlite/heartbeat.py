@@ -36,6 +36,7 @@ class Beat:
         stopped_limit_s: seconds after which a rank hangs that is stopped by a signal, in any phase; 0: not known yet.
         grace_s: seconds from SIGTERM to the end of the run; 0 if it may take as long as it needs.
         dump_folder: of the run; empty as long as the configuration is not read.
+        trains: True once it has begun a training step in this start.
     """
 
     rank: int
@@ -47,6 +48,7 @@ class Beat:
     stopped_limit_s: float = 0.0
     grace_s: float = 0.0
     dump_folder: str = ""
+    trains: bool = False
 
 
 class _Heart:
@@ -109,6 +111,7 @@ def beat(phase: str, step: int | None = None) -> None:
         step=heart.beat.step if step is None else step,
         time_s=time.monotonic(),
         limit_s=heart.beat.stopped_limit_s if limited else 0.0,
+        trains=heart.beat.trains or phase in _OF_A_STEP,
     )
     if heart.file is not None:
         os.pwrite(heart.file, json.dumps(asdict(heart.beat)).encode().ljust(_RECORD_BYTES), 0)

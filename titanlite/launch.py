@@ -29,7 +29,7 @@ with lean_imports():
     from torch.distributed.launcher import api
     from torch.distributed.run import parse_args, run
 
-    from titanlite import stop
+    from titanlite import heartbeat, stop
     from titanlite.agent import Agent
     from titanlite.errors import NOTICE_FOLDER
     from titanlite.guard import Failure, Guard
@@ -97,11 +97,10 @@ def _stop(folder: str, number: int, frame: FrameType | None) -> None:
     name = signal.Signals(number)
     if not stop.request(folder) or not _has_ranks():
         raise SignalException(name.name, sigval=name)
-    print(
-        f"titanlite: {name.name}: finishing this step and saving; send it again to end at once.",
-        file=sys.stderr,
-        flush=True,
-    )
+    what = f"ending within {stop.BEFORE_TRAINING_S:g} s, for training has not begun"
+    if any(beat.trains for beat in heartbeat.read(folder).values()):
+        what = "finishing this step and saving"
+    print(f"titanlite: {name.name}: {what}; send it again to end at once.", file=sys.stderr, flush=True)
 
 
 def _has_ranks() -> bool:

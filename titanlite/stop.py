@@ -1,22 +1,27 @@
 """Asked to stop: SIGTERM and SIGINT end a run after the step that it is in, with a checkpoint.
 
 A launcher (`titanlite.launch`) gets the signal and leaves a note in the folder that it shares with its ranks; they look
-for it after each step. A rank without a launcher takes the signal itself.
+for it after each step. A rank without a launcher takes the signal itself. A run that has not begun to train has nothing
+to save: if it does not end by itself within a few seconds, it is ended, whatever it loads or loops in.
 
 Signals reach a thread through a pipe: Python's own handlers wait until the main thread returns from C, and a rank that
 waits in a collective for a peer that is gone never does.
 """
 
 import os
+import select
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
 
+from titanlite import heartbeat
 from titanlite.errors import NOTICE_FOLDER
 from titanlite.notices import ENDING
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+BEFORE_TRAINING_S = 8.0  # from the first signal to the end of a run that has not begun to train
 _STOP, _ABORT = "stop", "abort"
 # The launcher ends the other ranks with SIGTERM when one has failed; then there is no note within this time.
 _NOTE_WAIT_S = 2.0
@@ -64,9 +69,20 @@ def _watch(reader: int) -> None:
             if _requested.is_set():
                 os._exit(128 + number)
             _requested.set()
+            if not heartbeat.current().trains:
+                _end_before_training(reader, number)
             continue
         end = time.monotonic() + _NOTE_WAIT_S
         while not any(Path(folder, note).exists() for note in (_STOP, ENDING)) and time.monotonic() < end:
             time.sleep(0.02)
         if Path(folder, ENDING).exists() or not Path(folder, _STOP).exists() or Path(folder, _ABORT).exists():
             os._exit(128 + number)
+
+
+def _end_before_training(reader: int, number: int) -> None:
+    """Return if training begins meanwhile, or with the next signal."""
+    if select.select([reader], [], [], BEFORE_TRAINING_S)[0] or heartbeat.current().trains:
+        return
+    sys.stderr.write(f"titanlite: {signal.Signals(number).name} before the first step: ended, nothing was trained.\n")
+    sys.stderr.flush()
+    os._exit(128 + number)

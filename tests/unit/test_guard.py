@@ -1,12 +1,14 @@
 """The launcher's side: who failed first, who hangs, and whether ranks start again."""
 
 import faulthandler
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -152,6 +154,22 @@ def test_run_that_does_not_stop_in_its_grace_is_ended(start, tmp_path, capfd):
     assert not guard.wants_restart(0, 3)
 
 
+def test_run_that_was_asked_to_stop_before_it_trains_is_ended(start, tmp_path, capfd, monkeypatch):
+    """Also while it is in a loop, or has not come far enough to say what it does."""
+    monkeypatch.setattr(stop, "BEFORE_TRAINING_S", 0.5)
+    for beats in (True, False):
+        guard, folder = Guard(str(tmp_path / "notices")), tmp_path / "notices"
+        pids = {0: start(0, "loop", timeout_s=100)}
+        heartbeat.beat_path(folder, 0).unlink()
+        if beats:
+            heartbeat.beat_path(folder, 0).write_text(json.dumps(asdict(Beat(0, pids[0], 7, "loading"))))
+        stop.request(str(folder))
+        failure = watch(guard, pids)
+        assert failure.code == 128 + signal.SIGTERM and is_gone(pids[0])
+        assert "asked to stop before the first step of training; it was ended" in capfd.readouterr().err
+        assert not guard.wants_restart(0, 3)
+
+
 @pytest.mark.parametrize(
     ("failure", "restarts", "stopped", "expected"),
     [
@@ -200,7 +218,7 @@ def test_only_phases_of_training_have_a_limit_and_not_in_the_first_step_after_lo
     heartbeat.start()
     try:
         heartbeat.configure(30, 0, "run")
-        limits, done = [], []
+        limits, done, trains = [], [], []
         for phase, step in (
             *(("loading", 0), ("data", 1), ("forward", None), ("data", 2), ("forward", None), ("saving", None)),
             *(("data", 3), ("diagnosing", None), ("loading", 1), ("data", 2), ("data", 3)),  # a rewind to step 1
@@ -208,6 +226,7 @@ def test_only_phases_of_training_have_a_limit_and_not_in_the_first_step_after_lo
             heartbeat.beat(phase, step)
             beat = heartbeat.read(tmp_path)[7]
             limits.append((beat.step, beat.phase, beat.limit_s))
+            trains.append(beat.trains)
             done.append(heartbeat.steps_done())
     finally:
         faulthandler.unregister(heartbeat.STACK_SIGNAL)
@@ -220,6 +239,7 @@ def test_only_phases_of_training_have_a_limit_and_not_in_the_first_step_after_lo
         *((3, "data", 30), (3, "diagnosing", 0), (1, "loading", 0), (2, "data", 0), (3, "data", 30)),
     ]
     assert done == [0, 0, 0, 1, 1, 2, 2, 3, 1, 1, 2]
+    assert trains == [False] + 10 * [True], "from the first step on, also after a return to a checkpoint"
 
 
 def test_a_collective_made_of_others_keeps_its_name(tmp_path):

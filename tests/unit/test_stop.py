@@ -16,9 +16,13 @@ ROOT = Path(__file__).parents[2]
 # A rank that stops in good order says so; a stuck one waits for something that never comes, as for a peer that is gone.
 RANK = """
 import sys, threading, time
-from titanlite import stop
+from titanlite import heartbeat, stop
+stop.BEFORE_TRAINING_S = 0.3
 stop.install()
+heartbeat.beat("forward" if sys.argv[1] == "trains" else "loading", 1)
 print("ready", flush=True)
+if sys.argv[1] == "trains":
+    time.sleep(1)
 if sys.argv[1] == "stuck":
     threading.Event().wait()
 while not stop.is_requested():
@@ -90,7 +94,7 @@ def test_one_signal_ends_a_rank_in_good_order(number):
 
 
 def test_second_signal_ends_it_at_once():
-    process = start_rank(linger_s=60)
+    process = start_rank("trains", linger_s=60)
     process.send_signal(signal.SIGTERM)
     assert process.stdout.readline() == "stops\n"
     process.send_signal(signal.SIGINT)
@@ -111,3 +115,15 @@ def test_rank_of_a_launcher_ends_at_once_without_a_note_or_when_told_so(requests
         stop.request(str(tmp_path))
     process.send_signal(signal.SIGTERM)
     assert end_of(process) == ("", 128 + signal.SIGTERM)
+
+
+def test_one_signal_ends_a_rank_that_has_not_begun_to_train_whatever_it_is_in():
+    process = start_rank("stuck")
+    process.send_signal(signal.SIGTERM)
+    assert end_of(process) == ("", 128 + signal.SIGTERM)
+
+
+def test_a_step_is_finished_however_long_it_takes():
+    process = start_rank("trains")
+    process.send_signal(signal.SIGTERM)
+    assert end_of(process) == ("stops\n", 0)
