@@ -8,6 +8,8 @@ from collections.abc import Iterable
 
 # Environment variable with a folder where the ranks of one launch agree who prints an error that all of them have.
 NOTICE_FOLDER = "TITANLITE_NOTICE_FOLDER"
+# Environment variable with the endpoint and the id where the machines of a run meet, if any of them may be lost.
+RENDEZVOUS = "TITANLITE_RENDEZVOUS"
 # Exit codes of ranks that a launcher does not start again: a new start would end in the same way.
 NEVER_RESTARTED = (2,)
 _MOST_LISTED = 32

@@ -31,7 +31,7 @@ with lean_imports():
 
     from titanlite import heartbeat, stop
     from titanlite.agent import Agent
-    from titanlite.errors import NOTICE_FOLDER
+    from titanlite.errors import NOTICE_FOLDER, RENDEZVOUS
     from titanlite.guard import Failure, Guard
     from titanlite.network import STORE_FILE, find_free_port
     from titanlite.notices import TORCH_LOGS, shared_folder
@@ -69,7 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             api.LocalElasticAgent = partial(Agent, guard, folder)  # type: ignore[misc]  what `run` makes its agent with
             for number in stop.SIGNALS:
                 signal.signal(number, partial(_stop, folder))
-            os.environ.pop(STORE_FILE, None)  # of a run that has started this one
+            for name in (STORE_FILE, RENDEZVOUS):  # of a run that has started this one
+                os.environ.pop(name, None)
             run(use_local_rendezvous(options) if is_one_machine(options) else prepare_rendezvous(options))
     except ChildFailedError as error:
         rank, first = error.get_first_failure()

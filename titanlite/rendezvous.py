@@ -24,7 +24,7 @@ from torch.distributed.elastic.rendezvous.api import (
     rendezvous_handler_registry,
 )
 
-from titanlite.errors import NOTICE_FOLDER, ConfigError
+from titanlite.errors import NOTICE_FOLDER, RENDEZVOUS, ConfigError
 from titanlite.network import PORT_TAKEN, STORE_FILE, find_free_port, find_local_address, is_free, is_this_machine
 
 DEFAULT_PORT = 29400
@@ -112,6 +112,7 @@ def prepare_rendezvous(options: argparse.Namespace) -> argparse.Namespace:
             is_host = int(here and is_free(port))  # of several launchers on one machine, the first has the store
             options.rdzv_conf = ",".join(filter(None, [options.rdzv_conf, f"is_host={is_host}"]))
         name = f", rendezvous '{options.rdzv_id}'"
+        os.environ[RENDEZVOUS] = f"{options.rdzv_endpoint}/{options.rdzv_id}"
     else:
         name = ""
     _say(f"waiting for {options.nnodes.replace(':', ' to ')} machines at {host}:{port}{name} ...")

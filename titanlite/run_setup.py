@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,8 @@ from titanlite.data import TrainLoader
 from titanlite.data.mixture import get_sources
 from titanlite.data.tokenizer import describe_other_ids
 from titanlite.distributed import ParallelDims, base_dtype, mixed_precision_dtypes, parallelize
-from titanlite.errors import ConfigError, DataError
+from titanlite.errors import RENDEZVOUS, ConfigError, DataError
+from titanlite.folder_lock import LOCK_WAIT_S, FolderHeldError, FolderLock
 from titanlite.logger import log_to_folder, logger
 from titanlite.materialize.agree import on_first_rank
 from titanlite.metrics import open_events, record_event
@@ -209,6 +211,50 @@ def record_start(
     text = f"restart {restart.count} of {restart.most}, because {restart.why}; training goes on from step {step}"
     logger.info(text)
     record_event("restart", f"{text}; {where}", step)
+
+
+def hold_folders(job: JobConfig, folder: Path) -> list[FolderLock | None]:
+    """Make the run's folder, and let no other run write there as long as the result lives; empty on other ranks than 0.
+
+    The same for the checkpoints, should they be elsewhere. On file systems without locks it is only a warning.
+
+    Raises:
+        ConfigError: on all ranks; another run holds it, and which, or rank 0 cannot write there. Collective: every rank
+            must call.
+    """
+    locks: list[FolderLock | None] = []
+    wait_s = min(LOCK_WAIT_S, job.comm.timeout_seconds / 2)  # the other ranks wait in a collective
+
+    def take() -> None:
+        checkpoints = folder / job.checkpoint.folder
+        inside = not job.checkpoint.enable or checkpoints.resolve().is_relative_to(folder.resolve())
+        for each in (folder,) if inside else (folder, checkpoints):
+            try:
+                each.mkdir(parents=True, exist_ok=True)
+                locks.append(FolderLock.take(each, os.environ.get(RENDEZVOUS, ""), wait_s))
+            except FolderHeldError as error:
+                holder = error.holder
+                raise ConfigError(
+                    f"job.dump_folder: another run writes into {each}: process {holder.pid} on {holder.host}, since "
+                    f"{holder.since}. Wait for its end, or end it, or set another job.dump_folder. Remove {error.path} "
+                    "if that machine is gone."
+                ) from None
+            except OSError as error:
+                if not is_full(error):
+                    raise ConfigError(
+                        f"job.dump_folder: cannot write to {each}: {error.strerror}. Choose another folder."
+                    ) from None
+                logger.warning("job.dump_folder: %s cannot be locked: %s.", each, error.strerror)
+            else:
+                if locks[-1] is None:
+                    logger.warning(
+                        "job.dump_folder: the file system of %s has no locks. Start no other run with this folder "
+                        "meanwhile: each would remove the other's checkpoints.",
+                        each,
+                    )
+
+    on_first_rank(take)
+    return locks
 
 
 def make_dump_folder(job: JobConfig, folder: Path) -> list[str]:

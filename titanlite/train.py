@@ -101,6 +101,7 @@ def train(checked: Checked) -> Trainer:
     """
     job = checked.job
     trainer = Trainer(job, checked.model_config, checked.degrees)
+    _locks = trainer.locks  # not let go between two trainers
     trainer.train()
     while trainer.rewind is not None:  # as a resume, but that some data is left out
         rewinds, dims = [*trainer.rewinds, trainer.rewind], trainer.dims

@@ -52,6 +52,7 @@ from titanlite.run_setup import (
     check_vocabulary,
     describe_pipeline,
     describe_sources,
+    hold_folders,
     make_dump_folder,
     record_start,
     resolve_steps,
@@ -84,6 +85,7 @@ class Trainer(TrainStep):
             logger.info("job: %s", job.job.description)
         self.device = init_distributed(job.comm.timeout_seconds, self.dump_folder)
         check_same_settings(job)
+        self.locks = hold_folders(job, self.dump_folder)  # before anything there is read or cleaned
         check_device(job, self.device)
         start_memory_history(job, self.device)
         self.dims = dims or ParallelDims.build(degrees, self.device.type)  # groups of an earlier trainer serve again

@@ -1,0 +1,103 @@
+"""One run at a time writes into a folder."""
+
+import errno
+import fcntl
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from titanlite.config.schema import JobConfig
+from titanlite.errors import ConfigError
+from titanlite.folder_lock import FolderHeldError, FolderLock, Holder
+from titanlite.run_setup import hold_folders
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from titanlite.folder_lock import FolderLock
+lock = FolderLock.take(Path(sys.argv[1]))
+print("holds", flush=True)
+time.sleep(100)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process that holds `tmp_path`."""
+    command = [sys.executable, "-c", HOLD, str(tmp_path)]
+    with subprocess.Popen(command, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "holds\n"
+        yield process
+        process.kill()
+
+
+def test_one_process_at_a_time_writes_into_a_folder(tmp_path: Path, holder):
+    with pytest.raises(FolderHeldError) as caught:
+        FolderLock.take(tmp_path, wait_s=0)
+    assert (caught.value.holder.pid, caught.value.holder.host) == (holder.pid, os.uname().nodename)
+    with pytest.raises(FolderHeldError):  # one machine more or less makes no difference on this one
+        FolderLock.take(tmp_path, rendezvous="node0:29400/run7", wait_s=0)
+    job = JobConfig()
+    job.comm.timeout_seconds = 1
+    text = rf"another run writes into .*: process {holder.pid} on .*, since 20\d\d-.* Remove .*/\.run\.lock if that"
+    with pytest.raises(ConfigError, match=text):
+        hold_folders(job, tmp_path)
+    holder.kill()
+    lock = FolderLock.take(tmp_path)
+    assert lock is not None and FolderLock.take(tmp_path / ".") is lock, "the same process has it already"
+    del lock
+    fd = os.open(tmp_path / ".run.lock", os.O_RDWR)
+    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # nobody has it
+    os.close(fd)
+
+
+def test_checkpoints_elsewhere_are_held_too(tmp_path: Path, holder):
+    job = JobConfig()
+    job.comm.timeout_seconds, job.checkpoint.folder = 1, str(tmp_path)
+    with pytest.raises(ConfigError, match=f"another run writes into {tmp_path}: process {holder.pid}"):
+        hold_folders(job, tmp_path / "run")
+    job.checkpoint.enable = False
+    assert hold_folders(job, tmp_path / "run") != []
+
+
+def test_a_machine_that_is_gone_loses_its_folder_to_those_of_the_same_rendezvous(tmp_path: Path, holder):
+    """A file server keeps the lock of a machine without power."""
+    path = tmp_path / ".run.lock"
+    path.write_text(json.dumps(asdict(Holder(12, "node1", "noon", "node0:29400/run7"))))
+    with pytest.raises(FolderHeldError) as caught:
+        FolderLock.take(tmp_path, rendezvous="node0:29400/run8", wait_s=0)
+    assert caught.value.holder.host == "node1"
+    assert FolderLock.take(tmp_path, rendezvous="node0:29400/run7", wait_s=0) is not None
+    assert json.loads(path.read_text())["pid"] == os.getpid()
+
+
+def test_a_lock_whose_file_was_removed_holds_nothing(tmp_path: Path, holder):
+    (tmp_path / ".run.lock").unlink()  # as the message says of a machine that is gone
+    assert FolderLock.take(tmp_path, wait_s=0) is not None
+
+
+def test_a_file_system_without_locks_is_a_warning(tmp_path: Path, monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr("titanlite.run_setup.logger.warning", lambda text, *values: said.append(text % values))
+
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    assert hold_folders(JobConfig(), tmp_path) == [None]
+    assert said == [
+        f"job.dump_folder: the file system of {tmp_path} has no locks. Start no other run with this folder meanwhile: "
+        "each would remove the other's checkpoints."
+    ]
+
+
+def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"cannot write to .*/file/run: .* Choose another folder\."):
+        hold_folders(JobConfig(), tmp_path / "file/run")
