@@ -20,7 +20,10 @@ WAIT_S = 240  # for what takes 10 s on idle cores
 ORPHANS_END_S = 2
 TWO_STARTS_EVERY = 5
 
-pytestmark = pytest.mark.skipif(KILLS == 0, reason="by hand: TITANLITE_KILLS is not set")
+pytestmark = [
+    pytest.mark.skipif(KILLS == 0, reason="by hand: TITANLITE_KILLS is not set"),
+    pytest.mark.timeout(0),  # hours on busy cores
+]
 
 
 def wait_for(what: str, condition: Callable[[], object], timeout_s: float = WAIT_S) -> None:
@@ -77,6 +80,7 @@ def test_a_launcher_that_is_killed_takes_its_ranks_along_and_the_next_one_goes_o
         killed = time.monotonic()
         wait_for("end of the ranks", lambda: not processes_of(dump), ORPHANS_END_S)
         orphans_s.append(round(time.monotonic() - killed, 2))
+        print(f"{mode}: kill {kill + 1} after step {run.steps()[-1]}, ranks gone after {orphans_s[-1]} s", flush=True)
         run.process.wait()
         if saved := list_steps(checkpoints):
             assert check_folder(step_folder(checkpoints, saved[-1]), checksums=True) == []

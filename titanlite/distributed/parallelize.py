@@ -17,6 +17,7 @@ from titanlite.distributed.transformers_tensor_parallel import apply_transformer
 from titanlite.logger import logger
 from titanlite.models.build import AnyModel
 from titanlite.models.decoder import Decoder
+from titanlite.ops.compiled import compile_function
 
 _MOST_GRAPHS = 64
 """Of all layers together. Dense and MoE layers, training and evaluation, masks and shapes have graphs of their own; at
@@ -67,7 +68,7 @@ def wrap_layers(model: AnyModel, job: JobConfig, *, experts_on_own_mesh: bool) -
         options = _let_many_graphs()
         for layer in model.decoder_layers():
             in_parts = experts_on_own_mesh and bool(model.experts_in(layer))
-            layer.forward = torch.compile(layer.forward, fullgraph=not in_parts, **options)
+            layer.forward = compile_function(layer.forward, fullgraph=not in_parts, **options)
     checkpoint_layers(model, job.activation_checkpoint)
 
 

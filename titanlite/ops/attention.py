@@ -14,6 +14,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from titanlite.ops import attention_cpu
 from titanlite.ops.attention_varlen import find_starts, pad_values, varlen_attention
+from titanlite.ops.compiled import compile_function
 from titanlite.ops.planned import is_planned, kernel_device
 
 AttentionBackend = Literal["sdpa", "flex", "varlen"]
@@ -142,4 +143,4 @@ def cached_attention(
 @cache
 def _compiled(function: Any) -> Any:
     """`function` compiled at first use: uncompiled, flex_attention and its mask would build all S x S scores."""
-    return torch.compile(function, dynamic=False)
+    return compile_function(function, dynamic=False)

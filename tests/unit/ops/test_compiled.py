@@ -1,0 +1,81 @@
+"""Where torch.compile keeps what it loads and runs."""
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+import torch
+
+from titanlite.config import JobConfig
+from titanlite.distributed.parallelize import wrap_layers
+from titanlite.errors import ConfigError
+from titanlite.ops import compiled
+from titanlite.ops.attention import _compiled
+
+NAME = "TORCHINDUCTOR_CACHE_DIR"
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv(NAME, "")  # put back at the end, whatever a test does
+    monkeypatch.delenv(NAME)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+def test_the_cache_is_in_the_users_own_folder_and_private(home):
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    compiled.secure_cache()
+    folder = home / "titanlite/torchinductor"
+    assert cache_dir() == str(folder) and stat.S_IMODE(folder.stat().st_mode) == 0o700
+    folder.chmod(0o777)  # an earlier umask
+    compiled.secure_cache()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("chosen", [True, False])
+def test_a_folder_of_another_user_is_refused(home, tmp_path, monkeypatch, chosen):
+    if chosen:
+        monkeypatch.setenv(NAME, str(tmp_path / "chosen"))
+    compiled.secure_cache()
+    owner = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: owner + 1)
+    with pytest.raises(ConfigError, match=rf"loads libraries from .*, which belongs to user {owner} and not to user"):
+        compiled.secure_cache()
+
+
+def test_a_folder_that_others_can_write_to_or_that_cannot_be_made_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv(NAME, str(tmp_path / "chosen"))
+    (tmp_path / "chosen").mkdir()
+    (tmp_path / "chosen").chmod(0o775)
+    with pytest.raises(ConfigError, match=r"where others can write \(mode 775\)\. `chmod go-w` it\."):
+        compiled.secure_cache()
+    (tmp_path / "chosen").chmod(0o755)
+    compiled.secure_cache()
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(NAME, str(tmp_path / "file/cache"))
+    with pytest.raises(ConfigError, match=rf"cannot use the cache folder .*/file/cache: .* Set {NAME} to a folder"):
+        compiled.secure_cache()
+
+
+def test_all_that_compiles_has_looked_before(tmp_path, monkeypatch):
+    monkeypatch.setenv(NAME, str(tmp_path / "chosen"))
+    (tmp_path / "chosen").mkdir()
+    (tmp_path / "chosen").chmod(0o777)
+    _compiled.cache_clear()
+    with pytest.raises(ConfigError, match="where others can write"):
+        _compiled(torch.sin)
+    job = JobConfig()
+    job.compile.enable = True
+
+    class Model:
+        def decoder_layers(self) -> list[torch.nn.Module]:
+            return [torch.nn.Linear(2, 2)]
+
+    with pytest.raises(ConfigError, match="where others can write"):
+        wrap_layers(Model(), job, experts_on_own_mesh=False)
+    package = Path(compiled.__file__).parents[1]
+    calls = [p.name for p in package.rglob("*.py") if "torch.compile(" in p.read_text(encoding="utf-8")]
+    assert calls == ["compiled.py"], "the only place that calls it"
