@@ -1,7 +1,8 @@
 """Launchers and ranks forked from one process that has imported everything: a restart costs milliseconds, not seconds.
 
 `RankServer` runs it; torchrun starts `stub` where it would start Python (PYTHON_EXEC). A stub hands its arguments,
-environment and outputs over a socket, ends as the forked process does, and takes it along when it is killed itself.
+environment and outputs over a socket, ends as the forked process does, and takes it along when it is killed itself, or
+when the launcher is that started it.
 This file is a script, too: `python rank_server.py SOCKET FOLDER`.
 """
 
@@ -20,8 +21,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+PIDS = "TEST_PIDS"  # environment variable
 STUB = """#!{python} -IS
-import array, json, os, signal, socket, sys
+import array, ctypes, json, os, signal, socket, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # a rank's own `end_with_launcher` would be about the server
 link = socket.socket(socket.AF_UNIX)
 link.connect({address!r})
 request = json.dumps([sys.argv[1:], dict(os.environ)]).encode()
@@ -100,27 +103,36 @@ class RankServer:
         command = [sys.executable, str(Path(__file__)), self.address, str(folder)]
         self.process = subprocess.Popen(command, env=environment, cwd=root)
 
-    def launch(self, *arguments: str) -> Launched:
-        """`python -m titanlite.launch ARGUMENTS`, with its output and that of its ranks in one pipe."""
+    def launch(self, *arguments: str, pids: Path | None = None) -> Launched:
+        """`python -m titanlite.launch ARGUMENTS`, with its output and that of its ranks in one pipe.
+
+        `pids` is a folder for `launcher.pid` and those of the ranks, should several be launched.
+        """
         deadline = time.monotonic() + 120
         while not Path(self.address).exists():
             assert self.process.poll() is None and time.monotonic() < deadline, "the server does not start"
             time.sleep(0.05)
         process = subprocess.Popen(
             [str(self.stub), "-m", "titanlite.launch", *arguments],
-            env={**os.environ, "PYTHON_EXEC": str(self.stub), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"},
+            env={
+                **os.environ,
+                "PYTHON_EXEC": str(self.stub),
+                "PYTHONUNBUFFERED": "1",
+                "OMP_NUM_THREADS": "1",
+                PIDS: str(pids or self.folder),
+            },
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
         return Launched(process)
 
-    def rank_pid(self, rank: int) -> int:
+    def rank_pid(self, rank: int, pids: Path | None = None) -> int:
         """Of a rank that lives; between two starts there is none for a moment."""
         deadline = time.monotonic() + 120
         while time.monotonic() < deadline:
             with suppress(OSError, ValueError):
-                pid = int((self.folder / f"rank-{rank}.pid").read_text())
+                pid = int(((pids or self.folder) / f"rank-{rank}.pid").read_text())
                 os.kill(pid, 0)
                 return pid
             time.sleep(0.02)
@@ -169,13 +181,15 @@ def _child(arguments: list[str], environment: dict[str, str], fds: list[int], fo
     os.environ.clear()
     os.environ.update(environment)
     module, rest = arguments[arguments.index("-m") + 1], arguments[arguments.index("-m") + 2 :]
+    pids = Path(os.environ[PIDS])
     if module == "titanlite.launch":
         import titanlite.launch
 
+        (pids / "launcher.pid").write_text(str(os.getpid()))
         return titanlite.launch.main(rest)
     import titanlite.train
 
-    (folder / f"rank-{os.environ['RANK']}.pid").write_text(str(os.getpid()))
+    (pids / f"rank-{os.environ['RANK']}.pid").write_text(str(os.getpid()))
     _let_nan_in(folder)
     if (folder / "misbehave.py").exists():  # what a test wants to happen in ranks
         exec((folder / "misbehave.py").read_text(), {"rank": int(os.environ["RANK"])})
