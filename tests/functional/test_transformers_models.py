@@ -469,13 +469,23 @@ def test_a_file_of_chats_with_images_trains(
         2,
         "--data.dataset=images",
         f"--data.path={tmp_path / 'chats.jsonl'}",
+        "--data.validation_share=0.375",
         f"--job.dump_folder={tmp_path / 'run'}",
         *("--training.steps=40", "--training.local_batch_size=2", "--optimizer.lr=1e-2"),
         *("--lr_scheduler.warmup_steps=0", "--metrics.log_freq=1", "--metrics.enable_tensorboard=false"),
     )
 
     def rank_main() -> None:
-        Trainer(job.job, job.model_config, job.degrees).train()
+        trainer = Trainer(job.job, job.model_config, job.degrees)
+        validated, dataset = trainer.validate()[0], trainer.loader.dataset
+        assert dataset.num_validation_sequences == 3, "which fill no batch of two ranks"
+        trainer.model.eval()
+        with torch.no_grad():
+            rows = [dataset.batch([index]) for index in dataset.get_validation_indices(0, 3)]
+            loss = sum(trainer.objective(trainer.model, row).loss.item() for row in rows)
+        assert validated == pytest.approx(loss / sum(int(trainer.objective.count(row)) for row in rows), rel=1e-6)
+        trainer.model.train()
+        trainer.train()
 
     run_ranks(2, rank_main)
     points = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
