@@ -3,7 +3,7 @@
 import argparse
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
 
 from titanlite.checkpoint import Progress
@@ -20,6 +20,7 @@ from titanlite.errors import CheckpointError, TitanliteError
 from titanlite.materialize import TensorEntry, build_plan
 from titanlite.materialize.sources import Read
 from titanlite.models.build import build_model
+from titanlite.models.families import any_model_config_from_hf
 from titanlite.preflight import check
 from titanlite.tables import fold_names, format_count, format_size, format_table, texts_between_numbers
 
@@ -58,11 +59,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def show_folder(folder: Path, *, checksums: bool, every: bool) -> bool:
-    """Print tensors, sizes and the manifest check of `folder`; return True if the manifest finds damage."""
+    """Print tensors, sizes and the manifest check of `folder`; return True if it is damaged, or ties other values."""
     has_manifest = (folder / MANIFEST_FILE).exists()
     problems = check_folder(folder, checksums=checksums) if has_manifest else []
+    untied: list[str] = []
     try:
         lines, tensors = _describe(folder)
+        untied = _find_untied(folder, {tensor.key for tensor in tensors})
     except CheckpointError as error:
         if not problems:
             raise
@@ -74,10 +77,23 @@ def show_folder(folder: Path, *, checksums: bool, every: bool) -> bool:
         print("\n    ".join([f"  manifest   {verdict}", *problems]))
     else:
         print(f"  manifest   none; {MANIFEST_FILE} is written by titanlite only")
+    if untied:
+        print("\n    ".join(["  ties       broken", *untied]))
     if tensors:
         print()
         print(format_table(_rows(folder, tensors, every)))
-    return bool(problems)
+    return bool(problems or untied)
+
+
+def _find_untied(folder: Path, keys: Container[str]) -> list[str]:
+    """A problem for each tensor that config.json ties to another one, and that is stored with other values."""
+    if "lm_head.weight" not in keys or not (folder / "config.json").is_file():
+        return []
+    config = any_model_config_from_hf(folder, "inspect")
+    if not config.tie_word_embeddings:
+        return []
+    untied = weights_of(folder, build_model(config)).untied
+    return [f"{name}: {text}" for name, text in untied.items()]
 
 
 def _describe(folder: Path) -> tuple[list[str], list[StoredTensor]]:

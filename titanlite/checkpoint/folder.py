@@ -15,6 +15,8 @@ ADAPTER_FILE = "adapter_model.safetensors"
 # What titanlite adds to a Hugging Face model lies in a folder of its own: vLLM reads every *.safetensors that lies
 # beside a model without an index, and people copy folders with a glob.
 OWN_FOLDER = "titanlite"
+# In that folder: all weights under their run-time names, where they could not be saved in the model's own form.
+UNFINISHED_FILES = "model*.safetensors"
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -56,6 +58,11 @@ def read_model_headers(folder: Path) -> Stored:
         raise CheckpointError(
             f"{where}: has {ADAPTER_FILE}, adapters without their model. Set lora.rank to train them on, or merge "
             f"them: python -m titanlite export {folder} OUT --merge."
+        )
+    if any((folder / OWN_FOLDER).glob(UNFINISHED_FILES)):
+        raise CheckpointError(
+            f"{where}: its weights are in {OWN_FOLDER} alone, since they could not be saved in the model's own form. "
+            f"Finish it: python -m titanlite export {folder} OUT."
         )
     pickles = sorted(name for name in names if name.endswith(_PICKLE_SUFFIXES))
     if pickles:

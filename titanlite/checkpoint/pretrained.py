@@ -7,7 +7,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from titanlite.checkpoint.folder import OWN_FOLDER, Stored, read_headers, read_json, read_model_headers
+from titanlite.checkpoint.folder import (
+    OWN_FOLDER,
+    UNFINISHED_FILES,
+    Stored,
+    read_headers,
+    read_json,
+    read_model_headers,
+)
 from titanlite.checkpoint.fp8 import SCALE_SUFFIX, scale_shape
 from titanlite.checkpoint.header import StoredTensor, shown
 from titanlite.checkpoint.keys import (
@@ -20,11 +27,12 @@ from titanlite.checkpoint.keys import (
     whole,
 )
 from titanlite.checkpoint.reader import Placed, SafetensorsReader
+from titanlite.checkpoint.ties import explain_untied, is_equal
 from titanlite.checkpoint.transformers_checkpoint import TransformersCheckpoint
 from titanlite.config import ModelConfig
 from titanlite.errors import CheckpointError
 from titanlite.logger import logger
-from titanlite.materialize import Source, SourceProvider, TensorInfo, Unfit
+from titanlite.materialize import Source, TensorInfo, Unfit
 from titanlite.materialize.agree import on_first_rank
 from titanlite.materialize.sources import Read
 from titanlite.models.build import AnyModel
@@ -34,18 +42,22 @@ from titanlite.models.transformers_model import TransformersModel
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _MTP_KEY = "eh_proj.weight"
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_FLAG, _OVERRIDE = "tie_word_embeddings", ", or in training model.overrides.tie_word_embeddings = false"
 
 
-def weights_of(folder: Path, model: AnyModel, *, exact: bool = False) -> SourceProvider:
+def weights_of(folder: Path, model: AnyModel, *, exact: bool = False) -> "HFCheckpoint | TransformersCheckpoint":
     """The weights of the Hugging Face model in `folder`, as a source for `materialize(model)`.
 
     Raises:
         CheckpointError: as `hf_checkpoint`.
 
-    Collectives: one broadcast; every rank must call.
+    Collectives: two broadcasts; every rank must call. Of tied tensors that are stored twice rank 0 reads both.
     """
     if isinstance(model, TransformersModel):
-        return TransformersCheckpoint(str(folder), _read_stored(folder, exact)[0], model)
+        checkpoint = TransformersCheckpoint(str(folder), _read_stored(folder, exact)[0], model)
+        checkpoint.untied = on_first_rank(checkpoint.find_untied)
+        return checkpoint
     return hf_checkpoint(folder, model.config, exact=exact)
 
 
@@ -59,24 +71,26 @@ def hf_checkpoint(folder: Path, config: ModelConfig, *, exact: bool = False) -> 
     Raises:
         CheckpointError: on all ranks; there is no model there, or files are missing or damaged.
 
-    Collectives: one broadcast; every rank must call.
+    Collectives: two broadcasts; every rank must call. Of a tied head that is stored too rank 0 reads both.
     """
 
     stored, quantization = _read_stored(folder, exact)
-    if config.tie_word_embeddings and {"lm_head.weight", "model.embed_tokens.weight"} <= stored.tensors.keys():
-        logger.warning("checkpoint: lm_head.weight of %s is not read, the model ties it to the embedding.", folder)
     rows, cols = (quantization or {}).get("weight_block_size", (128, 128))
-    return HFCheckpoint(str(folder), stored, family_of(config), (rows, cols))
+    checkpoint = HFCheckpoint(str(folder), stored, family_of(config), (rows, cols))
+    if config.tie_word_embeddings and {_HEAD, _EMBEDDING} <= stored.tensors.keys():
+        checkpoint.untied = on_first_rank(checkpoint.find_untied)
+    return checkpoint
 
 
 def _read_stored(folder: Path, exact: bool) -> tuple[Stored, dict[str, Any] | None]:
     """What is in `folder`, as rank 0 sees it, and its quantization_config."""
 
     def read() -> tuple[Stored, dict[str, Any] | None]:
-        stored = read_model_headers(folder)
+        unfinished = sorted((folder / OWN_FOLDER).glob(UNFINISHED_FILES)) if exact else []
+        stored = read_headers(unfinished, f"checkpoint {folder}") if unfinished else read_model_headers(folder)
         own = [folder / OWN_FOLDER / SIDECAR_FILE, *sorted((folder / OWN_FOLDER).glob("weights*.safetensors"))]
         own = [path for path in own if path.exists() and (exact or path.name == SIDECAR_FILE)]
-        if own:
+        if own and not unfinished:
             extra = read_headers(own, f"checkpoint {folder}")
             stored = Stored(stored.tensors | extra.tensors, stored.file_bytes | extra.file_bytes)
         has_config = (folder / "config.json").exists()
@@ -100,6 +114,7 @@ class HFCheckpoint:
     def __init__(self, folder: str, stored: Stored, family: Family, block: tuple[int, int] = (128, 128)) -> None:
         self.name = f"checkpoint {folder}"
         self._folder, self._stored, self._family, self._block = folder, stored, family, block
+        self.untied: Mapping[str, str] = {}  # what is wrong with tied tensors that are stored twice
         self.reader: SafetensorsReader | None = None
 
     def __call__(self, tensors: Mapping[str, TensorInfo]) -> Iterable[tuple[str, Source | Unfit]]:
@@ -125,6 +140,7 @@ class HFCheckpoint:
             claims += [(name, Unfit(problem)) for problem in problems]
             placed[name] = (info.shape, parts)
             claims.append((name, Read(self.reader, name, info.shape)))
+        claims += [(name, Unfit(problem)) for name, problem in self.untied.items()]
         ignored = self._mtp_keys(used)
         claims += [
             (shown(key), Unfit(f"unexpected, {self.name} has it and the model does not."))
@@ -132,6 +148,16 @@ class HFCheckpoint:
             if key not in used and key not in ignored and not key.endswith(IGNORED_SUFFIXES)
         ]
         return claims
+
+    def find_untied(self) -> dict[str, str]:
+        """What is wrong with a stored head that the model ties to the embedding: other values. By name."""
+        places: dict[str, tuple[tuple[int, ...], Sequence[Placed]]] = {}
+        for key in (_HEAD, _EMBEDDING):
+            shape = self._stored.tensors[key].shape
+            places[key] = shape, [self._place(whole(key, shape), set(), [])]
+        reader = SafetensorsReader(self._folder, places, self._stored.file_bytes)
+        reads = [Read(reader, key, shape) for key, (shape, _) in places.items()]
+        return {} if is_equal(*reads) else {_HEAD: explain_untied(self.name, _EMBEDDING, _FLAG, _OVERRIDE)}
 
     def _mtp_keys(self, used: set[str]) -> set[str]:
         """Tensors of layers for multi-token prediction, which combine the last layer's result with an embedding.

@@ -15,10 +15,12 @@ from titanlite.checkpoint.folder import Stored
 from titanlite.checkpoint.header import StoredTensor, shown
 from titanlite.checkpoint.keys import IGNORED_SUFFIXES, MASTER_PREFIX, whole
 from titanlite.checkpoint.reader import Placed, SafetensorsReader
+from titanlite.checkpoint.ties import explain_untied, find_flag, is_equal
 from titanlite.checkpoint.writer import Item
 from titanlite.logger import logger
 from titanlite.materialize import Alias, ReadRequest, Region, Source, TensorEntry, TensorInfo, Unfit
 from titanlite.materialize.layout import local_of
+from titanlite.materialize.plan import named_tensors
 from titanlite.materialize.sources import Read
 from titanlite.models.transformers_model import TransformersModel
 
@@ -36,19 +38,12 @@ class TransformersCheckpoint:
 
     def __init__(self, folder: str, stored: Stored, model: TransformersModel) -> None:
         self.name = f"checkpoint {folder}"
+        self.untied: Mapping[str, str] = {}  # what is wrong with tied tensors that are stored twice
         self._folder, self._stored, self._model = folder, stored, model
         self.reader: SafetensorsReader | None = None
 
     def __call__(self, tensors: Mapping[str, TensorInfo]) -> Iterable[tuple[str, Source | Unfit]]:
-        self._claims: dict[str, Source | Unfit] = {}
-        self._placed: dict[str, tuple[tuple[int, ...], Sequence[Placed]]] = {}
-        self._whole: dict[str, Group] = {}
-        self.reader = SafetensorsReader(self._folder, self._placed, self._stored.file_bytes)
-        converting = ConvertingReader(self._folder, self._stored, self._model, self._whole)
-        keys = [key for key in self._stored.tensors if not key.startswith(MASTER_PREFIX)]
-        groups, unexpected = loading_groups(keys, self._model)
-        for group in groups:
-            self._claim(group, tensors, converting)
+        unexpected = self._claim_stored(tensors)
         for name, info in tensors.items():
             master = self._stored.tensors.get(MASTER_PREFIX + name)
             if master is not None:  # the model's own files have it too, with fewer bits
@@ -65,6 +60,32 @@ class TransformersCheckpoint:
                 if key.startswith(MASTER_PREFIX) and key.removeprefix(MASTER_PREFIX) not in tensors
             ),
         ]
+
+    def _claim_stored(self, tensors: Mapping[str, TensorInfo]) -> list[str]:
+        """Claim all that is stored for `tensors`; what is left over."""
+        self._claims: dict[str, Source | Unfit] = {}
+        self._placed: dict[str, tuple[tuple[int, ...], Sequence[Placed]]] = {}
+        self._whole: dict[str, Group] = {}
+        self.reader = SafetensorsReader(self._folder, self._placed, self._stored.file_bytes)
+        converting = ConvertingReader(self._folder, self._stored, self._model, self._whole)
+        keys = [key for key in self._stored.tensors if not key.startswith(MASTER_PREFIX)]
+        groups, unexpected = loading_groups(keys, self._model) if keys else ([], [])
+        for group in groups:
+            self._claim(group, tensors, converting)
+        return unexpected
+
+    def find_untied(self) -> dict[str, str]:
+        """What is wrong with tensors that are stored, and that the model ties to others with other values; by name."""
+        ties = {n: s.target for n, s in self._model.declare_sources().items() if isinstance(s, Alias)}
+        if not ties:
+            return {}
+        self._claim_stored({name: info for name, _, info in named_tensors(self._model)})
+        found = {}
+        for name, target in ties.items():
+            both = self._claims.get(name), self._claims.get(target)
+            if isinstance(both[0], Read) and isinstance(both[1], Read) and not is_equal(both[0], both[1]):
+                found[name] = explain_untied(self.name, target, find_flag(self._model.config, name))
+        return found
 
     def _claim(self, group: Group, tensors: Mapping[str, TensorInfo], converting: "ConvertingReader") -> None:
         wrong = [key for key in group.keys if _is_float8(self._stored.tensors[key].dtype)]
@@ -118,7 +139,8 @@ class TransformersCheckpoint:
         for name, source in self._model.declare_sources().items():
             if isinstance(source, Alias) and name in self._claims and source.target in self._claims:
                 del self._claims[name]
-                logger.warning("%s: %s is not read, the model ties it to %s.", self.name, name, source.target)
+                if name in self.untied:
+                    self._claims[name] = Unfit(self.untied[name])
 
     def _allow_absent(self, tensors: Mapping[str, TensorInfo]) -> None:
         """What the class says a checkpoint may lack comes from its own initialization."""

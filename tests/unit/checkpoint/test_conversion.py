@@ -219,14 +219,40 @@ def test_other_layouts_are_read_and_written_back(run_ranks, llama, tmp_path, kin
 
 
 def test_a_tied_tensor_that_is_stored_twice_is_read_once(tmp_path, caplog, monkeypatch):
-    """The tie is the configuration's; the values of the second copy are not looked at, and a warning says so."""
+    """Without a word, if both are equal, whatever their dtypes."""
     monkeypatch.setattr("titanlite.checkpoint.transformers_checkpoint.logger.propagate", True)
     save_tiny("qwen3", tmp_path / "qwen3")
     embedding = "model.embed_tokens.weight"
-    folder = edited(tmp_path / "qwen3", tmp_path / "twice", lambda t: t.update({"lm_head.weight": t[embedding] + 1}))
+    folder = edited(
+        tmp_path / "qwen3", tmp_path / "twice", lambda t: t.update({"lm_head.weight": t[embedding].double()})
+    )
     model = build(folder)
     materialize(model, "cpu", [weights_of(folder, model)])
-    assert "lm_head.weight is not read" in caplog.text
+    assert caplog.text == ""
     inner = model.transformers_model
     assert inner.lm_head.weight is inner.model.embed_tokens.weight
     assert torch.equal(inner.lm_head.weight, load_file(folder / "model.safetensors")[embedding])
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3_text"])
+def test_tied_tensors_that_are_stored_with_other_values_are_refused(tmp_path, name):
+    """As transformers keeps both, one of them would be lost. What the message says to do helps."""
+    reference = save_tiny(name, tmp_path / "plain")
+    embedding = "model.embed_tokens.weight"
+    folder = edited(tmp_path / "plain", tmp_path / "other", lambda t: t.update({"lm_head.weight": t[embedding] + 1}))
+    model = build(folder)
+    with pytest.raises(PlanError) as raised:
+        materialize(model, "cpu", [weights_of(folder, model)])
+    assert str(raised.value) == (
+        f"materialize: lm_head.weight: checkpoint {folder} has it with other values than {embedding}, to which "
+        "config.json ties it; transformers takes the values, and one of them would be lost here. Set "
+        "tie_word_embeddings = false in its config.json."
+    )
+    assert all(param.is_meta for param in model.parameters()), "nothing was allocated"
+    table = {**json.loads((folder / "config.json").read_text()), "tie_word_embeddings": False}
+    (folder / "config.json").write_text(json.dumps(table))
+    model = build(folder)
+    materialize(model, "cpu", [weights_of(folder, model)])
+    inner = model.transformers_model
+    assert torch.equal(inner.lm_head.weight, inner.model.embed_tokens.weight + 1)
+    assert torch.equal(inner.model.embed_tokens.weight, reference.model.embed_tokens.weight)

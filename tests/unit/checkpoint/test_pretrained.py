@@ -3,17 +3,22 @@
 import dataclasses
 import json
 import logging
+import os
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from titanlite.checkpoint import hf_checkpoint
+from titanlite import export_checkpoint, inspect_checkpoint
+from titanlite.checkpoint import hf_checkpoint, ties
 from titanlite.errors import CheckpointError, PlanError
+from titanlite.generate_text import load_model
 from titanlite.materialize import Init, ReadRequest, Region, build_plan, materialize
 from titanlite.materialize.sources import Read
 from titanlite.models.decoder import build_decoder
-from titanlite.models.families import families
+from titanlite.models.families import any_model_config_from_hf, families, family_of
 
 QWEN3, LLAMA, QWEN3_MOE, DOTS1, GLM4_MOE = (
     families()[name].presets["debug"] for name in ("qwen3", "llama", "qwen3_moe", "dots1", "glm4_moe")
@@ -305,14 +310,82 @@ def test_tied_model_without_a_head_in_the_file(tmp_path, warnings_said):
     assert warnings_said() == []
 
 
-def test_tied_model_with_a_head_in_the_file(tmp_path, warnings_said):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_tied_model_with_the_same_head_in_the_file(tmp_path, warnings_said, dtype):
     weights = weights_of(TIED)
-    other = torch.zeros_like(weights["model.embed_tokens.weight"])
-    got = load(save(tmp_path, weights | {"lm_head.weight": other}), TIED)
+    got = load(
+        save(tmp_path, weights | {"lm_head.weight": weights["model.embed_tokens.weight"].to(dtype, copy=True)}), TIED
+    )
     assert torch.equal(got["lm_head.weight"], weights["model.embed_tokens.weight"])
-    assert warnings_said() == [
-        f"checkpoint: lm_head.weight of {tmp_path} is not read, the model ties it to the embedding."
-    ]
+    assert warnings_said() == []
+
+
+@pytest.mark.parametrize("row", [0, 1000, -1])
+def test_tied_model_with_another_head_in_the_file(tmp_path, monkeypatch, row):
+    """It would be dropped, and transformers takes it. One value is enough, in whichever chunk it lies."""
+    monkeypatch.setattr(ties, "_CHUNK_ELEMENTS", 10_000)
+    weights = weights_of(TIED)
+    other = weights["model.embed_tokens.weight"].clone()
+    other[row, 63] += 1e-3
+    folder = save(tmp_path, weights | {"lm_head.weight": other})
+    assert refusal(folder, TIED) == (
+        f"materialize: lm_head.weight: checkpoint {folder} has it with other values than model.embed_tokens.weight, to "
+        "which config.json ties it; transformers takes the values, and one of them would be lost here. Set "
+        "tie_word_embeddings = false in its config.json, or in training model.overrides.tie_word_embeddings = false."
+    )
+    got = load(folder, replace(TIED, tie_word_embeddings=False))
+    assert torch.equal(got["lm_head.weight"], other)
+
+
+@pytest.mark.parametrize("tool", ["generate", "export", "merge", "inspect"])
+def test_every_tool_refuses_another_head_of_a_tied_model(tmp_path, capsys, tool):
+    """And what the message says to change in config.json helps there."""
+    weights = weights_of(TIED)
+    folder = save(tmp_path / "base", weights | {"lm_head.weight": weights["model.embed_tokens.weight"] + 1})
+    table = {**family_of(TIED).to_hf(TIED), "model_type": TIED.family}
+    adapters = tmp_path / "adapters"
+    adapters.mkdir()
+    pair = {"lora_A": torch.ones(2, 64), "lora_B": torch.zeros(64, 2)}
+    name = "base_model.model.model.layers.0.self_attn.q_proj.{}.weight"
+    save_file({name.format(key): value for key, value in pair.items()}, adapters / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "base_model_name_or_path": str(folder)}
+    (adapters / "adapter_config.json").write_text(json.dumps(config))
+
+    def use(out: Path) -> int:
+        if tool == "export":
+            return export_checkpoint.main([str(folder), str(out)])
+        if tool == "merge":
+            return export_checkpoint.main([str(adapters), str(out), "--merge"])
+        if tool == "inspect":
+            return inspect_checkpoint.main([str(folder)])
+        try:
+            load_model(folder, any_model_config_from_hf(folder, "generate"), "float32", torch.device("cpu"))
+        except PlanError as error:
+            print(error)
+            return 2
+        return 0
+
+    (folder / "config.json").write_text(json.dumps(table))
+    assert use(tmp_path / "first") == (1 if tool == "inspect" else 2)
+    printed = "".join(capsys.readouterr())
+    assert "has it with other values than model.embed_tokens.weight" in printed
+    assert "Set tie_word_embeddings = false in its config.json" in printed
+    (folder / "config.json").write_text(json.dumps({**table, "tie_word_embeddings": False}))
+    assert use(tmp_path / "second") == 0
+
+
+def test_rank_0_alone_reads_what_is_compared(tmp_path, run_ranks):
+    weights = weights_of(TIED)
+    folder = save(tmp_path, weights | {"lm_head.weight": weights["model.embed_tokens.weight"].clone()})
+
+    def rank_main() -> int:
+        calls, original = [], os.preadv
+        os.preadv = lambda *arguments: calls.append(arguments) or original(*arguments)
+        hf_checkpoint(folder, TIED)
+        return len(calls)
+
+    of_first, of_second = run_ranks(2, rank_main)
+    assert of_first > 0 and of_second == 0
 
 
 def test_tied_model_with_only_a_head_in_the_file(tmp_path, warnings_said):
