@@ -1,6 +1,8 @@
 """Files that tests compare."""
 
 import hashlib
+import json
+import zlib
 from pathlib import Path
 
 
@@ -14,3 +16,11 @@ def file_digest(path: Path) -> str:
 def folder_digests(folder: Path) -> dict[str, str]:
     """Of every file below `folder`, by its path there."""
     return {str(path.relative_to(folder)): file_digest(path) for path in folder.rglob("*") if path.is_file()}
+
+
+def write_manifest(folder: Path) -> None:
+    """Make a checkpoint of what lies in `folder`, without the code under test."""
+    contents = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    files = {name: {"bytes": len(data), "crc32": f"{zlib.crc32(data):08x}"} for name, data in contents.items()}
+    (folder / "titanlite").mkdir(exist_ok=True)
+    (folder / "titanlite/manifest.json").write_text(json.dumps({"format": 1, "files": files}))

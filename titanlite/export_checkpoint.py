@@ -7,6 +7,7 @@ model, and the adapters of two layers.
 import argparse
 import json
 import os
+import secrets
 import shutil
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -17,9 +18,9 @@ import torch
 
 from titanlite.checkpoint.adapter import ADAPTER_CONFIG
 from titanlite.checkpoint.commit import MANIFEST_FILE, check_folder
-from titanlite.checkpoint.description import write_hf_files
+from titanlite.checkpoint.description import describe_model
 from titanlite.checkpoint.folder import ADAPTER_FILE, OWN_FOLDER
-from titanlite.checkpoint.hf_model import warn_of_sidecar
+from titanlite.checkpoint.hf_model import index_of, warn_of_sidecar
 from titanlite.checkpoint.keys import SIDECAR_FILE, checkpoint_pieces, is_sidecar, whole
 from titanlite.checkpoint.merge import MergedAdapters
 from titanlite.checkpoint.pretrained import weights_of
@@ -125,6 +126,7 @@ def export_checkpoint(
     if adapters is None and (folder / ADAPTER_FILE).exists():
         raise CheckpointError(f"export: {folder} holds adapters without their model. Add --merge, and --base DIR.")
     config = any_model_config_from_hf(described_in or folder, "export")
+    rest = describe_model(config, None, dtype, folder)
     model = build_model(config)
     # Where the run had more bits than its files, round once.
     plan = build_plan(model, [weights_of(folder, model, exact=True)])
@@ -136,14 +138,14 @@ def export_checkpoint(
     else:
         assert isinstance(config, ModelConfig)
         files, values = _lay_out(plan, config, dtype, adapters)
-    temporary = out.with_name(f".{out.name}.tmp")
+    temporary = out.with_name(f".{out.name}.{secrets.token_hex(4)}.tmp")
     try:
-        shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         create_files(temporary, files)
         with Transfer(f"writing {out}", sum(file.nbytes for file in files)) as transfer:
             _copy_weights(files, values, temporary, transfer)
-        write_hf_files(temporary, files, config, None, dtype, folder)
+        for name, content in (rest | index_of(files)).items():
+            (temporary / name).write_bytes(content)
         if adapters is not None:  # the run's tokenizer may have another chat template than the model's
             _copy_rest(adapters.folder, temporary, _ADAPTER_ONLY)
         _copy_rest(folder, temporary)

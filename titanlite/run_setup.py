@@ -315,23 +315,54 @@ def check_device(job: JobConfig, device: torch.device) -> None:
         raise ConfigError(f"moe.grouped_gemm: {error}") from None
 
 
-def check_vocabulary(vocab_size: int, model_config: AnyModelConfig) -> None:
-    """Every token id must have a row in the embedding. Many more rows than ids are a warning.
+def check_vocabulary(job: JobConfig, vocab_size: int, num_ids: int, model_config: AnyModelConfig) -> None:
+    """Every token id of the data must have a row in the embedding. Ids without one, and many more rows, are warnings.
+
+    Args:
+        job: the configuration.
+        vocab_size: one more than the largest id that the data may have.
+        num_ids: the same of the tokenizer.
+        model_config: the model.
 
     Raises:
-        DataError: the tokenizer has more tokens than the model. The same on all ranks.
+        DataError: the data has more tokens than the model. The same on all ranks.
     """
-    if vocab_size > model_config.vocab_size:
-        raise DataError(
-            f"data: the tokenizer has {vocab_size} tokens, but the model's vocab_size is {model_config.vocab_size}. "
-            f"Set model.overrides.vocab_size = {vocab_size}, lower data.bpe_vocab_size, or use the model's tokenizer."
-        )
+    rows = model_config.vocab_size
+    if max(vocab_size, num_ids) > rows:
+        text = f"data: the tokenizer has {max(vocab_size, num_ids)} tokens, but the model's vocab_size is {rows}. "
+        text += _get_resizing(job, max(vocab_size, num_ids), model_config)
+        if vocab_size > rows:
+            raise DataError(text)
+        if get_rank() == 0:
+            logger.warning(
+                "%s The data has none of the tokens from %d on, so the run begins; with one of them the saved model "
+                "would fail.",
+                *(text, rows),
+            )
     if 2 * vocab_size < model_config.vocab_size and get_rank() == 0:
         logger.warning(
             "data: the tokenizer has %d tokens, the embedding %d rows, of which most will never be trained. Set "
             "data.tokenizer_path to the model's own tokenizer, or model.overrides.vocab_size = %d.",
             *(vocab_size, model_config.vocab_size, vocab_size),
         )
+
+
+def _get_resizing(job: JobConfig, vocab_size: int, model_config: AnyModelConfig) -> str:
+    """How the embedding gets `vocab_size` rows: by a setting, or in the files that its weights come from."""
+    folder = job.checkpoint.initial_load_path
+    if not folder and isinstance(model_config, ModelConfig):
+        others = "lower data.bpe_vocab_size" if not job.data.tokenizer_path else "use the model's own tokenizer"
+        return f"Set model.overrides.vocab_size = {vocab_size}, or {others}."
+    if not folder:
+        return f"Set vocab_size = {vocab_size} in its config.json, or use the model's own tokenizer."
+    takes_images = isinstance(model_config, TransformersConfig) and model_config.takes_images
+    return (
+        "Use the model's own tokenizer, or give its embedding rows for the new tokens: "
+        f'python -c "from transformers import AutoModelFor{"ImageTextToText" if takes_images else "CausalLM"} as M; '
+        f"m = M.from_pretrained('{folder}', dtype='auto'); m.resize_token_embeddings({vocab_size}); "
+        "m.save_pretrained('resized')\", and set checkpoint.initial_load_path = resized and data.tokenizer_path to the "
+        "folder with the tokenizer."
+    )
 
 
 def get_bias_update_rate(job: JobConfig, model_config: AnyModelConfig) -> float:

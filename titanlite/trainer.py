@@ -4,8 +4,9 @@ config -> mesh -> build (meta) -> parallelize (meta) -> plan -> allocate -> fill
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,9 +15,10 @@ import torch.distributed as dist
 from titanlite import heartbeat, stop
 from titanlite.checkpoint import Checkpointer, Progress, Rewind, check_space, describe_versions, push_to_hub
 from titanlite.checkpoint.commit import step_folder
+from titanlite.checkpoint.hf_model import check_layout
 from titanlite.config import AnyModelConfig, JobConfig
 from titanlite.config.parallelism import Degrees
-from titanlite.data import Batch, build_data
+from titanlite.data import Batch, build_data, count_ids
 from titanlite.distributed import ParallelDims, all_reduce_sum, all_to_all_single, init_distributed
 from titanlite.environment import save_environment
 from titanlite.errors import DataError
@@ -95,7 +97,7 @@ class Trainer(TrainStep):
             self.tokenizer, self.loader = build_data(job, self.dims.dp_rank, degrees.dp)
         self.job = job = resolve_steps(job, self.loader)
         describe_pipeline(self.loader, model_config, degrees)
-        check_vocabulary(self.loader.dataset.vocab_size, model_config)
+        check_vocabulary(job, self.loader.dataset.vocab_size, count_ids(self.tokenizer), model_config)
         warn_of_ignored_balancing(job, model_config)
         warn_of_large_mask(job, model_config, self.device)
         warn_of_changed_base(job, model_config)
@@ -115,7 +117,7 @@ class Trainer(TrainStep):
         self.rewinds = [*(rewinds or self.checkpointer.read_rewinds())]
         torch.manual_seed(job.training.seed + self.dims.dropout_rank)  # ranks with other tokens drop other elements
         # Of a checkpoint, or the modules' own: random.
-        self.model, self.plan = self.build_sharded(model_config, self.checkpointer.weight_sources)
+        self.model, self.plan = self.build(model_config)
         optimizer = build_optimizer(self.model, job.optimizer, all_to_all_single, self.dims.stage_group)
         self.checkpointer.load_state(self.plan, optimizer, self.device)
         objective = build_objective(job, self.loader.dataset.form)
@@ -159,23 +161,28 @@ class Trainer(TrainStep):
         )
         self.objective.prepare(self.coming_batches(), self.initial_model, self.device)
 
-    def build_sharded(
-        self, model_config: AnyModelConfig, weight_sources: Callable[[AnyModel], list[SourceProvider]]
-    ) -> tuple[AnyModel, Plan]:
-        """The sharded model with values from its sources, and its plan. Collective: every rank must call."""
-        job = self.job
-        model = build_on_meta(job, model_config, self.dims, self.device)
-        weights_device = torch.device("cpu") if job.training.enable_cpu_offload else self.device
-        plan = materialize(  # every tensor written once
-            model, weights_device, weight_sources(model), seed=job.training.seed, buffer_device=self.device
-        )
+    def build(self, model_config: AnyModelConfig) -> tuple[AnyModel, Plan]:
+        """The sharded model to train, and its plan, once it is known that it can be saved. Collective."""
+        model = build_on_meta(self.job, model_config, self.dims, self.device)
+        ends = [] if self.loader.dataset.form == "text" else get_end_of_turn_ids(self.tokenizer)  # of a chat's answers
+        self.checkpointer.prepare(model, self.tokenizer, ends)
+        plan = self.fill(model, self.checkpointer.weight_sources(model))
+        if self.job.checkpoint.enable and not self.job.lora.rank:
+            check_layout(plan)
         return model, plan
+
+    def fill(self, model: AnyModel, sources: list[SourceProvider]) -> Plan:
+        """Give the sharded `model` its values, every tensor once; the plan. Collective: every rank must call."""
+        device = torch.device("cpu") if self.job.training.enable_cpu_offload else self.device
+        return materialize(model, device, sources, seed=self.job.training.seed, buffer_device=self.device)
 
     def initial_model(self) -> AnyModel:
         """A model with the weights that this run began with. Collective: every rank must call."""
         if self.step == 0:
             return self.model
-        return self.build_sharded(self.model.config, self.checkpointer.initial_sources)[0]
+        model = build_on_meta(self.job, self.model.config, self.dims, self.device)
+        self.fill(model, self.checkpointer.initial_sources(model))
+        return model
 
     def coming_batches(self) -> Iterator[Batch]:
         """Every micro-batch that this rank will train or validate on, on the host."""
@@ -344,10 +351,9 @@ class Trainer(TrainStep):
             taken=self.loader.get_taken(self.step),
         )
         family, count = self.model.config.family, sum(map(num_values, self.model.parameters()))
-        card = render_model_card(self.job, family=family, num_parameters=count, progress=progress, results=self.results)
-        ends = [] if self.loader.dataset.form == "text" else get_end_of_turn_ids(self.tokenizer)  # of a chat's answers
-        state = self.model, self.plan, self.optimizer, self.tokenizer, progress
-        self.checkpointer.save(*state, self.device, card, ends)
+        about = {"family": family, "num_parameters": count, "progress": progress, "results": self.results}
+        card = partial(render_model_card, self.job, **about)
+        self.checkpointer.save(self.model, self.plan, self.optimizer, progress, self.device, card)
 
     def finish(self) -> None:
         """Save, show a sample, say where everything is, and upload. Collective: every rank must call."""

@@ -281,7 +281,10 @@ def _no_tokenizer(tokenizer: Any) -> None:
 
 @pytest.mark.parametrize(
     ("sabotage", "words"),
-    [(_disk_full_on_rank_2, ["No space left", "(rank 2)"]), (_no_tokenizer, ["write the tokenizer", "(rank 0)"])],
+    [
+        (_disk_full_on_rank_2, ["No space left", "(rank 2)"]),
+        (_no_tokenizer, ["the tokenizer (data.tokenizer_path) cannot", "write the tokenizer"]),
+    ],
 )
 def test_failed_save_leaves_the_older_folder_and_nothing_else(run_ranks, checked, meshes, save, sabotage, words):
     job = checked(meshes["TP2xEP2"])

@@ -1,6 +1,7 @@
 """What is looked at when a run is set up."""
 
 import json
+import re
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -13,13 +14,15 @@ from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
+from safetensors.torch import load_file
+from tiny_transformers import VOCAB_SIZE, save_tiny
 
 from titanlite import run_setup
 from titanlite.config import JobConfig
 from titanlite.data import PackedDataset, TokenizedCorpus, TrainLoader
 from titanlite.data.mixture import MixtureDataset
 from titanlite.errors import ConfigError, DataError
-from titanlite.models.families import families, family_of
+from titanlite.models.families import any_model_config_from_hf, families, family_of
 from titanlite.run_setup import (
     check_device,
     check_saved_tokenizer,
@@ -43,13 +46,13 @@ def warnings(monkeypatch) -> list[str]:
 
 
 def test_a_tokenizer_far_smaller_than_the_embedding_is_a_warning_of_rank_0(warnings, monkeypatch):
-    check_vocabulary(500, CONFIG)
+    check_vocabulary(JobConfig(), 500, 500, CONFIG)
     assert warnings == []
     monkeypatch.setenv("RANK", "1")
-    check_vocabulary(499, CONFIG)
+    check_vocabulary(JobConfig(), 499, 499, CONFIG)
     assert warnings == []
     monkeypatch.setenv("RANK", "0")
-    check_vocabulary(499, CONFIG)
+    check_vocabulary(JobConfig(), 499, 499, CONFIG)
     (text,) = warnings
     assert text.startswith("data: the tokenizer has 499 tokens, the embedding 1000 rows")
     assert text.endswith("model.overrides.vocab_size = 499.")
@@ -113,8 +116,38 @@ def test_attention_that_a_device_does_not_have(backend, dtype, device, text):
 
 
 def test_a_token_without_a_row_is_an_error():
-    with pytest.raises(DataError, match=r"has 1001 tokens, but the model's vocab_size is 1000"):
-        check_vocabulary(1001, CONFIG)
+    text = r"has 1001 tokens, but the model's vocab_size is 1000\. Set model.overrides.vocab_size = 1001, or lower"
+    with pytest.raises(DataError, match=text):
+        check_vocabulary(JobConfig(), 1001, 1001, CONFIG)
+
+
+def test_a_larger_tokenizer_is_never_saved_in_silence(warnings):
+    """Also if the data does not use its new tokens: whoever has the model may."""
+    check_vocabulary(JobConfig(), 990, 1000, CONFIG)
+    assert warnings == []
+    check_vocabulary(JobConfig(), 990, 1003, CONFIG)
+    (text,) = warnings
+    assert "the tokenizer has 1003 tokens, but the model's vocab_size is 1000." in text
+    assert "none of the tokens from 1000 on" in text
+
+
+@pytest.mark.parametrize("family", ["native", "transformers"])
+def test_what_is_said_to_resize_a_pretrained_embedding_does_it(tmp_path, monkeypatch, family):
+    """Run as it stands; afterwards the tokenizer fits, and the old rows are as they were."""
+    name = {"native": "qwen3", "transformers": "gemma3_text"}[family]
+    reference = save_tiny(name, tmp_path / "base")
+    job = JobConfig()
+    job.checkpoint.initial_load_path = str(tmp_path / "base")
+    config = any_model_config_from_hf(tmp_path / "base", "test")
+    with pytest.raises(DataError) as raised:
+        check_vocabulary(job, VOCAB_SIZE + 5, VOCAB_SIZE + 5, config)
+    (code,) = re.findall(r'python -c "(.*)", and set checkpoint.initial_load_path = resized', str(raised.value))
+    monkeypatch.chdir(tmp_path)
+    exec(code, {})
+    resized = any_model_config_from_hf(tmp_path / "resized", "test")
+    check_vocabulary(job, VOCAB_SIZE + 5, VOCAB_SIZE + 5, resized)
+    stored = load_file(tmp_path / "resized/model.safetensors")["model.embed_tokens.weight"]
+    assert torch.equal(stored[:VOCAB_SIZE], reference.model.embed_tokens.weight) and len(stored) == VOCAB_SIZE + 5
 
 
 def test_dpo_turns_off_dropout_wherever_it_is(monkeypatch):

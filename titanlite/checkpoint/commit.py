@@ -1,34 +1,45 @@
 """A checkpoint folder appears complete or not at all, and says itself what belongs to it.
 
-Ranks write into a hidden temporary folder; the manifest with the size and CRC-32 of every file comes last; everything
-is flushed to the disk; one rename makes the folder visible. A process may be killed at any moment of this.
+Ranks write into a hidden temporary folder of their own; the manifest with the size and CRC-32 of every file that was to
+be written comes last; everything is flushed to the disk; one rename makes the folder visible. A process may be killed
+at any moment of this.
 """
 
 import errno
+import fcntl
 import itertools
 import json
 import os
 import re
+import secrets
 import shutil
 import socket
 import stat
+import time
 import traceback
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch.distributed as dist
 
-from titanlite.checkpoint.folder import OWN_FOLDER, read_json
+from titanlite.checkpoint.folder import ADAPTER_FILE, OWN_FOLDER, UNFINISHED_FILES, read_json
 from titanlite.checkpoint.header import shown
 from titanlite.checkpoint.writer import FileLayout, create_files, header_crcs, merge_crcs, write_items
-from titanlite.errors import CheckpointError, TitanliteError, TransientError
+from titanlite.errors import CheckpointError, TitanliteError, TransientError, raise_problems
 from titanlite.logger import logger
-from titanlite.materialize.agree import gather_objects, raise_together
-from titanlite.run_files import open_regular, sync
+from titanlite.materialize.agree import gather_objects, on_first_rank, raise_together
+from titanlite.run_files import is_full, open_regular, sync
 
 MANIFEST_FILE = f"{OWN_FOLDER}/manifest.json"
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
+# A hidden folder of a process that writes, replaces or removes a checkpoint; those of older versions have no token.
+_HIDDEN = re.compile(r"\.(step-\d+)(?:\.([\w-]+~[0-9a-f]{8}))?\.(tmp|old|gone)")
+_ABANDONED_S = 2 * 3600.0  # without a change; for folders of other machines, whose locks may not be seen here
+_WEIGHTS = ("model*.safetensors", ADAPTER_FILE, f"{OWN_FOLDER}/{UNFINISHED_FILES}")
+_NUMBERED = re.compile(r"(.+)-\d{5}-of-(\d{5})\.safetensors")
 _CHUNK = 8 << 20
 # What a folder itself is to blame for. Others, such as a stale mount or a disk that does not answer, say nothing of it.
 _OF_DAMAGED_FOLDERS = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)
@@ -37,24 +48,34 @@ _OF_DAMAGED_FOLDERS = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, e
 def commit_folder(
     folder: Path,
     files: Sequence[FileLayout],
-    write_rest: Callable[[Path], None],
+    rest: Mapping[str, bytes],
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Write `files` and what `write_rest(temporary folder)` adds on rank 0, and let `folder` appear, or be replaced.
+    """Write `files`, and `rest` on rank 0, and let `folder` appear with exactly these, or be replaced.
+
+    Args:
+        folder: where to.
+        files: layout of the safetensors files, the same on all ranks.
+        rest: content of all other files by name; that of rank 0 counts.
+        group: the ranks.
 
     Raises:
         CheckpointError: on all ranks of `group`, if any of them could not write; an older `folder` is untouched.
 
-    Collectives: three small ones over `group`; every rank must call, and all must see the same file system.
+    Collectives: four small ones over `group`; every rank must call, and all must see the same file system.
     """
-    temporary = folder.with_name(f".{folder.name}.tmp")
+    temporary = _hidden(folder, on_first_rank(_new_token, group), "tmp")
     on_first = dist.get_rank(group) == 0
     shares: dict[str, int] = {}
+    lock = -1
 
     def start() -> None:
+        nonlocal lock
         if on_first:
-            shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
+            lock = os.open(temporary, os.O_RDONLY)
+            with suppress(OSError):  # some network file systems know no locks
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             create_files(temporary, files)
 
     def write() -> None:
@@ -62,8 +83,12 @@ def commit_folder(
 
     def finish() -> None:
         if on_first:
-            write_rest(temporary)
-            _write_manifest(temporary, merge_crcs([header_crcs(files), *(gathered)]))
+            _write_rest(temporary, rest)
+            crcs = merge_crcs([header_crcs(files), *(gathered)])
+            written = {file.name: (file.nbytes, crcs[file.name]) for file in files}
+            written |= {name: (len(content), zlib.crc32(content)) for name, content in rest.items()}
+            _check_written(temporary, written)
+            _write_manifest(temporary, written)
             _flush(temporary)
             _appear(temporary, folder)
 
@@ -76,6 +101,22 @@ def commit_folder(
         if on_first:
             shutil.rmtree(temporary, ignore_errors=True)
         raise
+    finally:
+        if lock >= 0:
+            os.close(lock)
+
+
+def _new_token() -> str:
+    """A part of a hidden folder's name that no other process has: the machine, and random digits."""
+    return f"{_machine()}~{secrets.token_hex(4)}"
+
+
+def _machine() -> str:
+    return re.sub(r"[^\w-]", "-", socket.gethostname())[:64] or "machine"
+
+
+def _hidden(folder: Path, token: str, kind: str) -> Path:
+    return folder.with_name(f".{folder.name}.{token}.{kind}")
 
 
 def _together(folder: Path, action: Callable[[], None], group: dist.ProcessGroup | None) -> None:
@@ -83,20 +124,46 @@ def _together(folder: Path, action: Callable[[], None], group: dist.ProcessGroup
     problems = []
     try:
         action()
-    except (OSError, TitanliteError) as error:
+    except FileNotFoundError as error:
+        problems.append(f"{error}. Another process removed it: let one run at a time have a job.dump_folder.")
+    except OSError as error:
+        remedy = "Free space there" if is_full(error) else "Make it writable"
+        problems.append(f"{error}. {remedy}, or set another job.dump_folder.")
+    except TitanliteError as error:
         problems.append(str(error))
     except Exception as error:  # noqa: BLE001 - a bug; its traceback is for the log
         logger.error("%s", traceback.format_exc())
-        problems.append(f"{type(error).__name__}: {error}")
-    where = f"checkpoint: cannot save to {folder}; free space or change job.dump_folder"
-    raise_together(CheckpointError, where, problems, group)
+        problems.append(f"{type(error).__name__}: {error}. This is an error of titanlite, see its traceback above.")
+    raise_together(CheckpointError, f"checkpoint: cannot save to {folder}", problems, group)
+
+
+def _write_rest(folder: Path, rest: Mapping[str, bytes]) -> None:
+    for name, content in rest.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+
+
+def _check_written(folder: Path, written: Mapping[str, tuple[int, int]]) -> None:
+    """Compare the files in `folder` with their sizes and checksums in `written`, by size.
+
+    Raises:
+        CheckpointError: one is missing or has another size: another process is changing the folder.
+    """
+    problems = []
+    for name, (nbytes, _) in written.items():
+        path = folder / name
+        size = path.stat().st_size if path.is_file() else None
+        if size != nbytes:
+            found = "is missing" if size is None else f"has {size} bytes"
+            problems.append(f"{name}: {found}, but {nbytes} bytes were written; another process changed it.")
+    raise_problems(CheckpointError, folder.name, problems)
 
 
 def check_folder(folder: Path, *, checksums: bool = False, share: tuple[int, int] = (0, 1)) -> list[str]:
     """What is wrong with the checkpoint in `folder`, by its manifest: files gone, of another size, or with other bytes.
 
-    Sizes cost a system call per file; `checksums` reads every byte. With `share` = (i, n) only every nth file is looked
-    at, from the ith on.
+    A manifest without weights, or with a part of them, is wrong too. Sizes cost a system call per file; `checksums`
+    reads every byte. With `share` = (i, n) only every nth file is looked at, from the ith on.
 
     Raises:
         TransientError: the file system does not answer, which says nothing of the checkpoint.
@@ -110,7 +177,7 @@ def check_folder(folder: Path, *, checksums: bool = False, share: tuple[int, int
     files = manifest.get("files")
     if manifest.get("format") != 1 or not isinstance(files, dict) or not files:
         return [f"{folder}: {MANIFEST_FILE} lists no files, or is of a format that this version does not know."]
-    problems = []
+    problems = _find_unlisted(files) if share[0] == 0 else []
     for name, entry in list(files.items())[share[0] :: share[1]]:
         path = folder / name
         if os.path.isabs(name) or ".." in Path(name).parts:
@@ -136,6 +203,22 @@ def check_folder(folder: Path, *, checksums: bool = False, share: tuple[int, int
         except ValueError:
             problems.append(f"{shown(name)}: is not the name of a file.")
     return problems
+
+
+def _find_unlisted(names: Iterable[str]) -> list[str]:
+    """A problem if the files `names` have no weights among them, or if numbered ones are not all there."""
+    weights = [name for name in names if any(fnmatchcase(name, pattern) for pattern in _WEIGHTS)]
+    if not weights:
+        return [f"{MANIFEST_FILE} lists no weights: a process that was disturbed has saved it."]
+    counts: dict[tuple[str, int], int] = {}
+    for match in filter(None, map(_NUMBERED.fullmatch, names)):
+        key = match[1], int(match[2])
+        counts[key] = counts.get(key, 0) + 1
+    return [
+        f"{MANIFEST_FILE} lists {count} of {of} files {shown(stem)}-*.safetensors."
+        for (stem, of), count in counts.items()
+        if count != of
+    ]
 
 
 def _raise_unless_damaged(folder: Path, name: str, error: OSError) -> None:
@@ -191,13 +274,44 @@ def set_aside_from(folder: Path, step: int, kind: str) -> None:
 
 
 def clean_up(folder: Path) -> None:
-    """Remove what a process that was killed while saving or removing left behind. One process at a time."""
+    """Remove what a process that was killed while saving or removing left behind. One process at a time.
+
+    What a process that is alive writes or replaces stays.
+    """
     for path in sorted(folder.glob(".step-*")) if folder.is_dir() else ():
-        name, _, kind = path.name[1:].rpartition(".")
-        if kind == "old" and not (folder / name).exists() and not check_folder(path):
-            path.rename(folder / name)  # killed between the two renames of a replacement
-        elif kind in ("tmp", "old", "gone"):
+        match = _HIDDEN.fullmatch(path.name)
+        if match is None or _is_in_use(path, match[2]):
+            continue
+        if match[3] == "old" and not (folder / match[1]).exists() and not check_folder(path):
+            path.rename(folder / match[1])  # killed between the two renames of a replacement
+        else:
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_in_use(path: Path, token: str | None) -> bool:
+    """True if the process whose hidden folder `path` is may be alive: it holds a lock on the one that it writes.
+
+    Where locks are not known, or may not be seen from this machine, it is if the folder changed lately.
+    """
+    writing = path.with_suffix(".tmp")
+    if token is None or not writing.exists():
+        return False
+    try:
+        descriptor = os.open(writing, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        finally:
+            os.close(descriptor)
+        if token.rpartition("~")[0] == _machine():
+            return False
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    try:
+        return time.time() - max(p.stat().st_mtime for p in (writing, *writing.rglob("*"))) < _ABANDONED_S
+    except OSError:
+        return True  # it changes right now
 
 
 def remove_old(
@@ -212,20 +326,13 @@ def remove_old(
     for step in steps[:-keep_latest] if keep_latest else ():
         if step != best and not (keep_every and step % keep_every == 0):
             path = step_folder(folder, step)
-            hidden = path.with_name(f".{path.name}.gone")
+            hidden = _hidden(path, _new_token(), "gone")
             path.rename(hidden)  # never half a folder under a name that a resume would look at
             shutil.rmtree(hidden, ignore_errors=True)
 
 
-def _write_manifest(folder: Path, crcs: dict[str, int]) -> None:
-    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-    files = {
-        name: {
-            "bytes": (folder / name).stat().st_size,
-            "crc32": f"{crcs[name] if name in crcs else _crc_of(folder / name):08x}",
-        }
-        for name in names
-    }
+def _write_manifest(folder: Path, written: Mapping[str, tuple[int, int]]) -> None:
+    files = {name: {"bytes": nbytes, "crc32": f"{crc:08x}"} for name, (nbytes, crc) in sorted(written.items())}
     path = folder / MANIFEST_FILE
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps({"format": 1, "files": files}, indent=1) + "\n", encoding="ascii")
@@ -245,12 +352,11 @@ def _flush(folder: Path) -> None:
 
 
 def _appear(temporary: Path, folder: Path) -> None:
-    old = folder.with_name(f".{folder.name}.old")
+    old = temporary.with_suffix(".old")
     if folder.exists() and check_folder(folder):
         aside = set_aside(folder, "incomplete")  # whatever it is, it is not this run's to remove
         logger.warning("checkpoint: %s was there, but is not complete; it is kept as %s", folder, aside.name)
     elif folder.exists():
-        shutil.rmtree(old, ignore_errors=True)
         folder.rename(old)
     try:
         temporary.rename(folder)

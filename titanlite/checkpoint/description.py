@@ -1,21 +1,33 @@
-"""Everything of a saved model beside its tensors: index, configuration, generation settings and tokenizer."""
+"""Everything of a saved model beside its tensors: configuration, generation settings and tokenizer.
 
+It is built and checked once, before anything is trained; saving only writes it.
+"""
+
+import copy
 import json
+import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
-from titanlite.checkpoint.folder import INDEX_FILE, read_json
-from titanlite.checkpoint.writer import FileLayout
+from titanlite.checkpoint.adapter import write_adapter_config, write_model_config
+from titanlite.checkpoint.folder import read_json
 from titanlite.config import AnyModelConfig, ModelConfig, TransformersConfig
-from titanlite.errors import CheckpointError
+from titanlite.config.schema import LoRASection
+from titanlite.errors import CheckpointError, TitanliteError, raise_problems
+from titanlite.models.build import AnyModel
 from titanlite.models.families import family_of
 from titanlite.models.families.family import KEY_ALIASES
 from titanlite.models.hf_config import load_config_and_class, save_config
-from titanlite.run_files import read_regular
+
+_GENERATION = "generation_config.json"
+_MOST_REFUSED, _SHOWN_CHARS = 8, 80
 
 # What an image-and-text model needs beside a tokenizer.
 _PROCESSOR_FILES = (
@@ -31,49 +43,216 @@ _REPLACED_KEYS = {
     *("rope_theta", "rope_scaling", "original_max_position_embeddings"),
     "auto_map",  # names files with code, which are not written
 }
+
+
 # What transformers 5 notes in tokenizer_config.json about how it loaded the tokenizer; true of that machine only.
 _HOW_LOADED = ("is_local", "local_files_only", "name_or_path", "trust_remote_code", "backend")
 
 
-def write_hf_files(
-    folder: Path,
-    files: list[FileLayout],
+def describe_model(
     config: AnyModelConfig,
     tokenizer: Any,
     dtype: torch.dtype,
     assets: Path | None,
     end_of_turn_ids: Sequence[int] = (),
-) -> None:
-    """Write index, configuration and tokenizer beside the weights. On one rank.
+) -> dict[str, bytes]:
+    """Build what stands beside the weights, and check that transformers takes it: content by file name. On one rank.
 
-    `end_of_turn_ids` end a text as well, beside what the model's own generation_config.json says.
+    Args:
+        config: the model.
+        tokenizer: a transformers tokenizer, or None to leave it out.
+        dtype: dtype of the parameters on disk.
+        assets: folder of the model that training began with; what it says beyond the architecture is kept.
+        end_of_turn_ids: end a text as well, beside what the model's own generation_config.json says.
+
+    Raises:
+        CheckpointError: transformers refuses something; names it, its value, and the file that it is from.
     """
+
+    def write(folder: Path) -> None:
+        _write_config(folder, config, tokenizer, dtype, assets)
+        if end_of_turn_ids:
+            _add_end_of_turn(folder / _GENERATION, end_of_turn_ids)
+        save_tokenizer(tokenizer, folder)
+        if assets is not None and isinstance(config, TransformersConfig):
+            for name in _PROCESSOR_FILES:
+                if (assets / name).exists() and not (folder / name).exists():
+                    shutil.copyfile(assets / name, folder / name)
+
+    return render(write)
+
+
+def describe_adapters(model: AnyModel, tokenizer: Any, lora: LoRASection, base: str) -> dict[str, bytes]:
+    """Build what stands beside the adapters of `model`, on the model in the folder `base`. On one rank.
+
+    The description of the model that they will be merged into is built and checked, too.
+
+    Raises:
+        CheckpointError: as `describe_model`.
+    """
+    assets = Path(base) if (Path(base) / "config.json").is_file() else None
+    render(lambda folder: _write_config(folder, model.config, None, torch.float32, assets))
+
+    def write(folder: Path) -> None:
+        write_adapter_config(folder, model, lora, base)
+        if isinstance(model.config, ModelConfig):
+            write_model_config(folder, model.config)
+        save_tokenizer(tokenizer, folder)
+
+    return render(write)
+
+
+def render(write: Callable[[Path], None]) -> dict[str, bytes]:
+    """The content, by file name, of what `write` writes into an empty folder.
+
+    Raises:
+        CheckpointError: whatever it raises, so that it can be raised on all ranks.
+    """
+    with _explained("what stands beside the weights"), TemporaryDirectory(prefix="titanlite-") as name:
+        write(Path(name))
+        files = sorted(path for path in Path(name).rglob("*") if path.is_file())
+        return {str(path.relative_to(name)): path.read_bytes() for path in files}
+
+
+@contextmanager
+def _explained(what: str) -> Generator[None]:
+    """Turn any exception into an error that says that `what` cannot be saved: foreign code raises all kinds of them."""
+    try:
+        yield
+    except TitanliteError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"checkpoint: {what} cannot be saved: {_text_of(error)}. Correct it.") from error
+
+
+def save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """Save a transformers tokenizer, if there is one. On one rank."""
+    if tokenizer is not None:
+        with _explained("the tokenizer (data.tokenizer_path)"):
+            tokenizer.save_pretrained(folder)
+            _rewrite_tokenizer_config(folder / "tokenizer_config.json")
+
+
+def _write_config(
+    folder: Path, config: AnyModelConfig, tokenizer: Any, dtype: torch.dtype, assets: Path | None
+) -> None:
+    """Write config.json and generation_config.json."""
     from transformers import GenerationConfig  # costs a second, and only saving needs it
 
-    models = [file for file in files if "/" not in file.name]
-    if len(models) > 1:
-        places = sorted((item.key, file.name) for file in models for item, _ in file.items)
-        index = {
-            "metadata": {"total_size": sum(item.nbytes for file in models for item, _ in file.items)},
-            "weight_map": dict(places),
-        }
-        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+    source = "of the model" if assets is None else f"from {assets}"
     if isinstance(config, TransformersConfig):
         hf_config = _transformers_config(config, dtype)
     else:
         hf_config = _native_config(config, tokenizer, dtype, assets)
-    save_config(hf_config, folder, config.hf if isinstance(config, TransformersConfig) else None)
-    if assets is not None and (assets / "generation_config.json").exists():
-        shutil.copyfile(assets / "generation_config.json", folder / "generation_config.json")
-    else:
-        GenerationConfig.from_model_config(hf_config).save_pretrained(folder)
-    if end_of_turn_ids:
-        _add_end_of_turn(folder / "generation_config.json", end_of_turn_ids)
-    save_tokenizer(tokenizer, folder)
-    if assets is not None and isinstance(config, TransformersConfig):
-        for name in _PROCESSOR_FILES:
-            if (assets / name).exists() and not (folder / name).exists():
-                shutil.copyfile(assets / name, folder / name)
+    with _explained(f"config.json ({source})"):
+        save_config(hf_config, folder, config.hf if isinstance(config, TransformersConfig) else None)
+    with _explained(f"{_GENERATION} ({source})"):
+        if assets is not None and (assets / _GENERATION).exists():
+            GenerationConfig.from_dict(read_json(assets / _GENERATION, str(assets)))
+            shutil.copyfile(assets / _GENERATION, folder / _GENERATION)
+        else:
+            GenerationConfig.from_model_config(hf_config).save_pretrained(folder)
+
+
+def _native_config(config: ModelConfig, tokenizer: Any, dtype: torch.dtype, assets: Path | None) -> Any:
+    """Transformers' configuration of the model, which it has accepted.
+
+    Raises:
+        CheckpointError: it refuses values; names each with the file that it is from.
+    """
+    values, origins = _values_of(config, tokenizer, assets)
+    values["dtype"] = str(dtype).removeprefix("torch.")
+    is_given = assets is not None  # families' own values need no look at the model's class, which costs seconds
+    problems: list[str] = []
+    while True:
+        try:
+            hf_config = _build(config.family, values, is_given)
+            break
+        except Exception as error:  # noqa: BLE001 - transformers refuses values with all kinds of them
+            refused = _find_refused(config.family, values, is_given, error)
+            named = ", ".join(f"{key} = {_shorten(values[key])} ({origins.get(key, '[model]')})" for key in refused)
+            problems.append(f"{named + ': ' if named else ''}{_text_of(error)}. Correct it there.")
+            if not refused or len(problems) == _MOST_REFUSED:
+                raise_problems(CheckpointError, _REFUSED.format(version("transformers")), problems)
+            values = {key: value for key, value in values.items() if key not in refused}
+    raise_problems(CheckpointError, _REFUSED.format(version("transformers")), problems)
+    return hf_config
+
+
+_REFUSED = "checkpoint: transformers {} refuses the config.json to be saved"
+
+
+def _build(family: str, values: Mapping[str, Any], is_given: bool) -> Any:
+    """Transformers' configuration from `values`; if they are of a file, its class is built from it on meta, too."""
+    from transformers import AutoConfig
+
+    hf_config = AutoConfig.for_model(family, **copy.deepcopy(dict(values)))
+    if hasattr(hf_config, "validate"):  # not of all classes
+        hf_config.validate()
+    if is_given:
+        loaded, cls = load_config_and_class(json.loads(hf_config.to_json_string()), "config.json")
+        with torch.device("meta"):
+            cls._from_config(loaded)  # type: ignore[attr-defined]
+    return hf_config
+
+
+def _find_refused(family: str, values: Mapping[str, Any], is_given: bool, error: Exception) -> list[str]:
+    """The keys that transformers raises `error` for: without them, it raises none, or another one."""
+    named = re.match(r"Validation error for field '(\w+)'", str(error))
+    if named and named[1] in values:
+        return [named[1]]
+    found = []
+    for key in values:
+        try:
+            _build(family, {name: value for name, value in values.items() if name != key}, is_given)
+        except Exception as other:  # noqa: BLE001 - as above
+            if str(other) == str(error):
+                continue
+        found.append(key)
+    return found
+
+
+def _values_of(
+    config: ModelConfig, tokenizer: Any, assets: Path | None
+) -> tuple[dict[str, Any], dict[str, str | Path]]:
+    """What config.json is to say, and which file or setting the keys are from that are not `[model]`'s own.
+
+    The original config.json counts where titanlite has no setting for a key.
+    """
+    path = None if assets is None else assets / "config.json"
+    original = read_json(path, str(assets)) if path is not None and path.exists() else {}
+    if original.get("model_type") != config.family:
+        original = {}
+    ours = family_of(config).to_hf(config, original)
+    replaced = {"model_type", "architectures", "dtype", *_REPLACED_KEYS, *KEY_ALIASES.values()}
+    base = {key: value for key, value in original.items() if key not in replaced}
+    if (
+        count := original.get("num_hidden_layers")
+    ) != config.num_layers:  # what there is for each layer is derived anew
+        base = {key: v for key, v in base.items() if not (isinstance(v, list) and len(v) == count)}
+        if "max_window_layers" in base:
+            base["max_window_layers"] = config.num_layers
+    origins: dict[str, str | Path] = {
+        key: path for key in base if path is not None and (key not in ours or ours[key] == base[key])
+    }
+    if tokenizer is not None:
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            if name not in base:
+                base[name], origins[name] = getattr(tokenizer, name), "the tokenizer"
+    return {**base, **ours}, origins
+
+
+def _text_of(error: Exception) -> str:
+    """Class and text of `error` in one line; of transformers' strict classes, the text of what was wrong."""
+    text = re.sub(r"<class '(\w+)'>", r"\1", " ".join(str(error).split()).partition(". Errors: ")[0]).rstrip(".")
+    strict = re.fullmatch(r"(?:Class v|V)alidation error for \w+ '\w+': (.*)", text)
+    return strict[1] if strict else f"{type(error).__name__}: {text}"
+
+
+def _shorten(value: Any) -> str:
+    """`value` as a JSON file has it, at most a line."""
+    text = json.dumps(value, default=repr)
+    return text if len(text) <= _SHOWN_CHARS else f"{text[: _SHOWN_CHARS - 3]}..."
 
 
 def _add_end_of_turn(path: Path, ids: Sequence[int]) -> None:
@@ -86,46 +265,12 @@ def _add_end_of_turn(path: Path, ids: Sequence[int]) -> None:
         path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def save_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Save a transformers tokenizer, if there is one. On one rank."""
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
-        _rewrite_tokenizer_config(folder / "tokenizer_config.json")
-
-
 def _transformers_config(config: TransformersConfig, dtype: torch.dtype) -> Any:
     """The configuration that the model was built from, with the dtype of what is saved."""
     hf_config, _ = load_config_and_class(config.hf, config.family)
     hf_config.architectures, hf_config.dtype = [config.architecture], dtype
     vars(hf_config).pop("auto_map", None)  # names files with code, which are not written
     return hf_config
-
-
-def _native_config(config: ModelConfig, tokenizer: Any, dtype: torch.dtype, assets: Path | None) -> Any:
-    from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig
-
-    original = _read_original(assets, config)
-    replaced = {"model_type", "architectures", "dtype", *_REPLACED_KEYS, *KEY_ALIASES.values()}
-    base = {key: value for key, value in original.items() if key not in replaced}
-    if tokenizer is not None:
-        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            base.setdefault(name, getattr(tokenizer, name))
-    ours = family_of(config).to_hf(config, original)
-    try:
-        return AutoConfig.for_model(config.family, **{**base, **ours, "dtype": str(dtype).removeprefix("torch.")})
-    except (TypeError, ValueError, StrictDataclassError) as error:
-        reason = " ".join(str(error).split())
-        raise CheckpointError(f"checkpoint: transformers refuses what {assets}/config.json says: {reason}") from None
-
-
-def _read_original(assets: Path | None, config: ModelConfig) -> dict[str, Any]:
-    """The config.json of the model that training began with, if it is of the same family; empty: there is none."""
-    path = None if assets is None else assets / "config.json"
-    if path is None or not path.exists():
-        return {}
-    original = json.loads(read_regular(path))
-    return original if original.get("model_type") == config.family else {}
 
 
 def _rewrite_tokenizer_config(path: Path) -> None:

@@ -1,5 +1,7 @@
 """Save the sharded model as a Hugging Face folder that `from_pretrained` loads as it stands."""
 
+import json
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,16 +10,16 @@ import torch
 import torch.distributed as dist
 
 from titanlite.checkpoint.commit import commit_folder
-from titanlite.checkpoint.description import write_hf_files
-from titanlite.checkpoint.folder import OWN_FOLDER
+from titanlite.checkpoint.description import describe_model
+from titanlite.checkpoint.folder import INDEX_FILE, OWN_FOLDER, UNFINISHED_FILES
 from titanlite.checkpoint.keys import MASTER_PREFIX, SIDECAR_FILE, checkpoint_pieces, is_sidecar, whole
-from titanlite.checkpoint.transformers_checkpoint import saved_entries, transformers_items
+from titanlite.checkpoint.transformers_checkpoint import saved_entries, stored_forms, transformers_items
 from titanlite.checkpoint.writer import FileLayout, Item, lay_out
 from titanlite.config import AnyModelConfig, ModelConfig, TransformersConfig
-from titanlite.errors import CheckpointError
+from titanlite.errors import CheckpointError, raise_problems
 from titanlite.logger import logger
 from titanlite.materialize import Plan, TensorEntry
-from titanlite.materialize.agree import gather_objects
+from titanlite.materialize.agree import gather_objects, on_first_rank
 from titanlite.materialize.layout import local_of
 from titanlite.materialize.replicas import share_out
 from titanlite.models.build import AnyModel
@@ -47,13 +49,65 @@ def save_hf_model(
             beyond the architecture is kept.
 
     Raises:
-        CheckpointError: on all ranks, if any rank could not write; `folder` is untouched.
+        CheckpointError: on all ranks, if transformers refuses the configuration or any rank could not write; `folder`
+            is untouched.
 
-    Collectives: three small ones; every rank must call, and all ranks must see the same file system.
+    Collectives: five small ones; every rank must call, and all ranks must see the same file system.
     """
+    rest: dict[str, bytes] = {}
+    on_first_rank(lambda: rest.update(describe_model(model.config, tokenizer, dtype, assets)))
     files = model_files(plan, model.config, dtype)
-    commit_folder(folder, files, lambda path: write_hf_files(path, files, model.config, tokenizer, dtype, assets))
+    commit_folder(folder, files, rest | index_of(files))
     warn_of_sidecar(model.config, files)
+
+
+def index_of(files: Sequence[FileLayout]) -> dict[str, bytes]:
+    """The index of the model's `files` by its file name, if there are several."""
+    models = [file for file in files if "/" not in file.name]
+    if len(models) < 2:
+        return {}
+    places = sorted((item.key, file.name) for file in models for item, _ in file.items)
+    size = sum(item.nbytes for file in models for item, _ in file.items)
+    index = {"metadata": {"total_size": size}, "weight_map": dict(places)}
+    return {INDEX_FILE: (json.dumps(index, indent=2) + "\n").encode()}
+
+
+def check_layout(plan: Plan) -> None:
+    """Find out before training whether the model's tensors have a place in its files.
+
+    Raises:
+        CheckpointError: they have none. The same on all ranks.
+    """
+    _refuse_encoded(plan)
+    if isinstance(plan.model, TransformersModel):
+        architecture = plan.model.config.architecture
+        try:
+            forms, _ = stored_forms(saved_entries(plan.entries, plan.model), plan.model)
+        except Exception as error:  # of transformers' conversions, which raise all kinds of them
+            raise CheckpointError(
+                f"checkpoint: the tensors of {architecture} cannot be saved as transformers has them in files: "
+                f"{type(error).__name__}: {error}. Install another version of transformers, or train adapters "
+                "(lora.rank)."
+            ) from error
+        counts = Counter(form.key for form in forms)
+        raise_problems(
+            CheckpointError,
+            f"checkpoint: the tensors of {architecture} cannot be saved",
+            [f"{key}: {count} tensors would have this name." for key, count in counts.items() if count > 1],
+        )
+
+
+def unfinished_files(plan: Plan) -> list[FileLayout]:
+    """Layout of all tensors under their run-time names and in their own dtypes, whatever the model's form on disk.
+
+    A resume reads them, and `python -m titanlite export` makes the model of them. No collective.
+    """
+    entries = [entry for entry in plan.entries if entry.info.persistent]
+    items = []
+    for entry, share in zip(entries, share_out((entry.tensor for entry in entries), plan.group), strict=True):
+        piece, local = whole(MASTER_PREFIX + entry.fqn, entry.info.shape), local_of(entry.tensor)
+        items.append(Item(piece.key, entry.dtype, piece.region, piece.shape, local, entry.region, share.mine))
+    return lay_out(items, f"{OWN_FOLDER}/{UNFINISHED_FILES.removesuffix('*.safetensors')}")
 
 
 def model_files(plan: Plan, config: AnyModelConfig, dtype: torch.dtype, *, exact: bool = False) -> list[FileLayout]:
@@ -68,11 +122,7 @@ def model_files(plan: Plan, config: AnyModelConfig, dtype: torch.dtype, *, exact
     Collectives: for a model of transformers those of `transformers_items`, with pipeline stages one gather of small
     objects; every rank must call.
     """
-    if encoded := [f"{entry.fqn} ({entry.form})" for entry in plan.entries if entry.encoding is not None]:
-        raise CheckpointError(
-            f"checkpoint: {encoded[0]} and {len(encoded) - 1} other tensors are kept in few bits, which no model is "
-            "saved in. Save the adapters, and merge them: python -m titanlite export --merge."
-        )
+    _refuse_encoded(plan)
     if isinstance(config, TransformersConfig):
         return _transformers_files(plan, dtype, exact=exact)
     family = family_of(config)
@@ -99,6 +149,14 @@ def model_files(plan: Plan, config: AnyModelConfig, dtype: torch.dtype, *, exact
         *(lay_out(sidecar, f"{OWN_FOLDER}/{SIDECAR_FILE.removesuffix('.safetensors')}") if sidecar else []),
         *(lay_out(masters, f"{OWN_FOLDER}/weights") if masters else []),
     ]
+
+
+def _refuse_encoded(plan: Plan) -> None:
+    if encoded := [f"{entry.fqn} ({entry.form})" for entry in plan.entries if entry.encoding is not None]:
+        raise CheckpointError(
+            f"checkpoint: {encoded[0]} and {len(encoded) - 1} other tensors are kept in few bits, which no model is "
+            "saved in. Save the adapters, and merge them: python -m titanlite export --merge."
+        )
 
 
 def _find_used(buffers: Sequence[TensorEntry], in_stages: bool) -> set[str]:

@@ -1,6 +1,5 @@
 """`Checkpointer`: which checkpoint a run begins from, when it saves, and what it keeps."""
 
-import dataclasses
 import time
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from titanlite import __version__
-from titanlite.checkpoint.adapter import adapter_checkpoint, adapter_files, write_adapter_config, write_model_config
+from titanlite.checkpoint.adapter import adapter_checkpoint, adapter_files
 from titanlite.checkpoint.best import point_best, read_best, repair_best
 from titanlite.checkpoint.commit import (
     MANIFEST_FILE,
@@ -27,12 +26,21 @@ from titanlite.checkpoint.commit import (
     set_aside,
     step_folder,
 )
-from titanlite.checkpoint.description import save_tokenizer, write_hf_files
-from titanlite.checkpoint.hf_model import model_files, warn_of_sidecar
+from titanlite.checkpoint.description import describe_adapters, describe_model
+from titanlite.checkpoint.hf_model import index_of, model_files, unfinished_files, warn_of_sidecar
+from titanlite.checkpoint.parts import CARD, MODEL, PROGRESS, STATES, Parts
 from titanlite.checkpoint.pretrained import weights_of
-from titanlite.checkpoint.train_state import Progress, Rewind, load_rewinds, load_state, state_files
-from titanlite.checkpoint.writer import FileLayout
-from titanlite.config import JobConfig, ModelConfig
+from titanlite.checkpoint.train_state import (
+    STATE_FILE,
+    Progress,
+    Rewind,
+    find_missing_state,
+    load_rewinds,
+    load_state,
+    state_files,
+)
+from titanlite.checkpoint.writer import snapshot
+from titanlite.config import JobConfig
 from titanlite.config.assets import assets_folder
 from titanlite.errors import CheckpointError, SaveError, TitanliteError, TransientError, raise_problems
 from titanlite.logger import logger
@@ -79,6 +87,7 @@ class Checkpointer:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-writer")
         self._pending: Future[None] | None = None
         self._host_buffers: dict[int, torch.Tensor] = {}
+        self._description: dict[str, bytes] = {}
         self._saved_step = -1
         self.start = self._find() if self._section.enable else None
 
@@ -164,15 +173,16 @@ class Checkpointer:
         for step in reversed(list_steps(self.folder)):
             if step in refused:
                 continue
-            problems = check_folder(step_folder(self.folder, step))
+            folder = step_folder(self.folder, step)
+            problems = check_folder(folder) or find_missing_state(folder)
             if not problems:
                 complete.append(step)
                 if asked < 0:
                     break
             elif step == asked:
-                raise_problems(CheckpointError, f"checkpoint {step_folder(self.folder, step)}", problems)
+                raise_problems(CheckpointError, f"checkpoint {folder}", problems)
             elif asked < 0:
-                self._pass_over(step_folder(self.folder, step), problems)
+                self._pass_over(folder, problems)
         newest = complete[0] if complete else None
         if asked > 0 and asked not in complete:
             there = ", ".join(map(str, reversed(complete))) or "none"
@@ -217,21 +227,39 @@ class Checkpointer:
         """True if the checkpoint of `step` is there: this run wrote it last, or resumed from it."""
         return self._saved_step == step
 
+    def prepare(self, model: AnyModel, tokenizer: Any, end_of_turn_ids: Sequence[int] = ()) -> None:
+        """Build all that checkpoints have beside tensors, before anything is trained; saving writes it as it is.
+
+        `model` may be on meta. `end_of_turn_ids` stop the generations of what is saved.
+
+        Raises:
+            CheckpointError: on all ranks; something of it cannot be built, or transformers refuses it.
+        """
+
+        def build() -> None:  # kept where it was built: a tokenizer is too much to send
+            section, lora = self._section, self._job.lora
+            if lora.rank:
+                self._description = describe_adapters(model, tokenizer, lora, section.initial_load_path)
+            else:
+                dtype, assets = getattr(torch, section.export_dtype), assets_folder(self._job)
+                self._description = describe_model(model.config, tokenizer, dtype, assets, end_of_turn_ids)
+
+        if self._section.enable:
+            on_first_rank(build, self._group)
+
     def save(
         self,
         model: AnyModel,
         plan: Plan,
         optimizer: torch.optim.Optimizer,
-        tokenizer: Any,
         progress: Progress,
         device: torch.device,
-        card: str,
-        end_of_turn_ids: Sequence[int] = (),
+        card: Callable[[], str],
     ) -> None:
         """Save `step-N`; once per step. In asynchronous mode training goes on as soon as the shards are copied.
 
-        `card` becomes its README.md, `end_of_turn_ids` stop its generations. If the step is the best by
-        `progress.results`, the link `best` leads to it then.
+        `card` renders its README.md, on rank 0. If the step is the best by `progress.results`, the link `best` leads to
+        it then. What cannot be built is left out or kept in another form, and a warning says how to go on.
 
         Raises:
             CheckpointError: on all ranks; this save failed, or the one before it that ran in the background, and
@@ -241,39 +269,35 @@ class Checkpointer:
             return
         self.wait()
         with self._going_on(progress.step):
-            began = time.perf_counter()
-            dtype = getattr(torch, self._section.export_dtype)
-            lora = self._job.lora
-            files = adapter_files(plan) if lora.rank else model_files(plan, model.config, dtype, exact=True)
-            files += state_files(plan, optimizer, device)
+            began, parts = time.perf_counter(), Parts(self._group)
             folder = step_folder(self.folder, progress.step)
-            assets = assets_folder(self._job)
-
-            def write_rest(path: Path) -> None:
-                if lora.rank:
-                    write_adapter_config(path, model, lora, self._section.initial_load_path)
-                    if isinstance(model.config, ModelConfig):
-                        write_model_config(path, model.config)
-                    save_tokenizer(tokenizer, path)
-                else:
-                    write_hf_files(path, files, model.config, tokenizer, dtype, assets, end_of_turn_ids)
-                (path / "README.md").write_text(card, encoding="utf-8")
-                progress.write(path)
+            dtype = getattr(torch, self._section.export_dtype)
+            if self._job.lora.rank:
+                files = adapter_files(plan)
+            else:
+                in_form = parts.attempt(MODEL, lambda: model_files(plan, model.config, dtype, exact=True))
+                files = unfinished_files(plan) if in_form is None else in_form
+                warn_of_sidecar(model.config, files)
+            files += parts.attempt(STATES, lambda: state_files(plan, optimizer, device)) or []
+            rest = self._description | index_of(files)
+            rest |= parts.attempt_here(CARD, lambda: {"README.md": card().encode()})
+            rest |= parts.attempt_here(PROGRESS, lambda: {STATE_FILE: progress.to_json()})
 
             def write() -> None:
-                commit_folder(folder, files, write_rest, self._group)
+                commit_folder(folder, files, rest, self._group)
                 self._record("save", f"checkpoint {folder.name}", progress.step)
                 if dist.get_rank() == 0:
+                    if text := parts.explain(folder):
+                        logger.error("%s", text)
+                        self._record("save failed", text, progress.step)
                     self._tidy(progress)
 
-            if not lora.rank:
-                warn_of_sidecar(model.config, files)
             if self._section.async_mode == "disabled":
                 write()
                 self._saved_step = progress.step
                 return
             self._saved_step = progress.step
-            files = self._snapshot(files)
+            files, self._host_buffers = snapshot(files, self._host_buffers)
             self._pending = self._pool.submit(write)
             logger.info(
                 "checkpoint: step %d copied in %.2f s, written in the background",
@@ -356,7 +380,7 @@ class Checkpointer:
                 return
         raise SaveError(
             f"checkpoint: the last checkpoint could not be written to {self.folder}, in {len(_LAST_SAVE_PAUSES_S)} "
-            "attempts (see above). Free space there; the same command goes on from the checkpoint before."
+            "attempts. Mend what is said above; the same command goes on from the checkpoint before."
         )
 
     def agree(self, stop: bool) -> bool:
@@ -373,36 +397,6 @@ class Checkpointer:
         if failed:
             self.wait()
         return stop
-
-    def _snapshot(self, files: Sequence[FileLayout]) -> list[FileLayout]:
-        """The same layout over copies of this rank's shards in host memory, which is kept for the next time."""
-        copies: dict[int, torch.Tensor] = {}
-        kept, self._host_buffers = self._host_buffers, {}
-
-        def copy_of(local: torch.Tensor) -> torch.Tensor:
-            # By address: `local_of` makes a new tensor object of the same memory each time.
-            key = local.data_ptr() if local.numel() else 0
-            if key not in copies:
-                buffer = kept.get(key)
-                if buffer is None or buffer.shape != local.shape or buffer.dtype != local.dtype:
-                    buffer = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
-                self._host_buffers[key] = buffer
-                copies[key] = buffer.copy_(local, non_blocking=local.is_cuda)
-            return copies[key]
-
-        snapshot = [
-            dataclasses.replace(
-                file,
-                items=tuple(
-                    (dataclasses.replace(item, local=copy_of(item.local)) if item.mine else item, offset)
-                    for item, offset in file.items
-                ),
-            )
-            for file in files
-        ]
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        return snapshot
 
 
 def describe_versions() -> dict[str, str]:

@@ -76,11 +76,9 @@ class Progress:
     stretches: Sequence[Stretch] = ()
     taken: Mapping[str, int] = field(default_factory=dict)
 
-    def write(self, folder: Path) -> None:
-        """Write train_state.json of the checkpoint `folder`."""
-        path = folder / STATE_FILE
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(json.dumps({"format": 1, **asdict(self)}, indent=1) + "\n", encoding="utf-8")
+    def to_json(self) -> bytes:
+        """The content of train_state.json."""
+        return (json.dumps({"format": 1, **asdict(self)}, indent=1) + "\n").encode()
 
     @classmethod
     def read(cls, folder: Path) -> "Progress":
@@ -188,6 +186,12 @@ def find_progress(folder: Path, load_step: int = -1) -> tuple[Progress, Sequence
         if load_step > 0:
             raise_problems(CheckpointError, f"checkpoint.load_step = {load_step}", problems)
     return None
+
+
+def find_missing_state(folder: Path) -> list[str]:
+    """A problem for each file without which a run cannot resume from the checkpoint in `folder`."""
+    needed = (STATE_FILE, f"{_RNG}.safetensors")
+    return [f"{name}: missing, a run cannot resume without it." for name in needed if not (folder / name).exists()]
 
 
 _SERIES = {"name": str, "last_step": int, "best_step": int, "stale": int}

@@ -12,7 +12,7 @@ import sys
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -279,3 +279,35 @@ def merge_crcs(shares: Iterable[Mapping[str, int]]) -> dict[str, int]:
         for name, crc in share.items():
             merged[name] = merged.get(name, 0) ^ crc
     return merged
+
+
+def snapshot(
+    files: Sequence[FileLayout], kept: Mapping[int, torch.Tensor]
+) -> tuple[list[FileLayout], dict[int, torch.Tensor]]:
+    """The same layout over copies of this rank's shards in host memory, and the memory to give as `kept` next time."""
+    copies: dict[int, torch.Tensor] = {}
+    buffers: dict[int, torch.Tensor] = {}
+
+    def copy_of(local: torch.Tensor) -> torch.Tensor:
+        # By address: `local_of` makes a new tensor object of the same memory each time.
+        key = local.data_ptr() if local.numel() else 0
+        if key not in copies:
+            buffer = kept.get(key)
+            if buffer is None or buffer.shape != local.shape or buffer.dtype != local.dtype:
+                buffer = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
+            buffers[key] = buffer
+            copies[key] = buffer.copy_(local, non_blocking=local.is_cuda)
+        return copies[key]
+
+    copied = [
+        replace(
+            file,
+            items=tuple(
+                (replace(item, local=copy_of(item.local)) if item.mine else item, offset) for item, offset in file.items
+            ),
+        )
+        for file in files
+    ]
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return copied, buffers

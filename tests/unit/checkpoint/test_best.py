@@ -4,6 +4,7 @@ import logging
 import os
 
 import pytest
+from files import write_manifest
 
 from titanlite.checkpoint.best import point_best, read_best, repair_best
 from titanlite.checkpoint.commit import remove_old, step_folder
@@ -12,13 +13,11 @@ from titanlite.checkpoint.commit import remove_old, step_folder
 @pytest.fixture
 def run(tmp_path, request):
     """A folder with complete checkpoints of steps 1 to 5."""
-    from titanlite.checkpoint.commit import _write_manifest
-
     for step in range(1, 6):
         folder = step_folder(tmp_path, step)
         folder.mkdir()
         (folder / "model.safetensors").write_bytes(b"x" * step)
-        _write_manifest(folder, {})
+        write_manifest(folder)
     return tmp_path
 
 

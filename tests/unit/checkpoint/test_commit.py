@@ -1,9 +1,11 @@
 """A checkpoint folder is complete or not there; what is wrong with one is said; what a killed process left goes."""
 
 import errno
+import fcntl
 import json
 import os
 import shutil
+import time
 import zlib
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from titanlite.checkpoint import writer
+from titanlite.checkpoint import commit, writer
 from titanlite.checkpoint.commit import (
     MANIFEST_FILE,
     check_folder,
@@ -41,13 +43,17 @@ def files_of(value: float, size: int = 100, file_bytes: int | None = None):
     return lay_out(items, "model", file_bytes)
 
 
-def write_config(text: str = "{}"):
-    def write_rest(folder: Path) -> None:
-        (folder / "config.json").write_text(text)
-        (folder / "titanlite").mkdir(exist_ok=True)
-        (folder / "titanlite" / "state.json").write_text("[]")
+def rest_of(text: str = "{}") -> dict[str, bytes]:
+    return {"config.json": text.encode(), "titanlite/state.json": b"[]"}
 
-    return write_rest
+
+def fail(error: Exception):
+    """A function that raises `error`, whatever it is given."""
+
+    def raise_error(*_: object, **__: object) -> None:
+        raise error
+
+    return raise_error
 
 
 def complete_folder(folder: Path, text: str = "some bytes") -> Path:
@@ -79,7 +85,7 @@ def names_in(folder: Path) -> set[str]:
 def test_folder_with_everything_that_belongs_to_it(tmp_path, process_group):
     folder = tmp_path / "checkpoint" / "step-1"  # the parent does not exist either
     files = files_of(1.0, file_bytes=400)
-    commit_folder(folder, files, write_config())
+    commit_folder(folder, files, rest_of())
     assert names_in(folder.parent) == {"step-1"}
     listed = manifest(folder)["files"]
     assert listed.keys() == {*(file.name for file in files), "config.json", "titanlite/state.json"}
@@ -93,9 +99,9 @@ def test_folder_with_everything_that_belongs_to_it(tmp_path, process_group):
 
 def test_older_folder_is_replaced_as_a_whole(tmp_path, process_group):
     folder = tmp_path / "step-1"
-    commit_folder(folder, files_of(1.0, file_bytes=400), write_config('{"old": 1}'))
+    commit_folder(folder, files_of(1.0, file_bytes=400), rest_of('{"old": 1}'))
     (folder / "of the user").touch()
-    commit_folder(folder, files_of(5.0), write_config('{"new": 1}'))
+    commit_folder(folder, files_of(5.0), rest_of('{"new": 1}'))
     assert names_in(tmp_path) == {"step-1"}
     assert names_in(folder) == {"model.safetensors", "config.json", "titanlite"}
     assert load_file(folder / "model.safetensors")["a"][0] == 5.0
@@ -106,26 +112,40 @@ def test_remains_of_a_killed_save_are_no_obstacle(tmp_path, process_group):
     for name in (".step-1.tmp", ".step-1.old"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.safetensors").write_bytes(b"half")
-    commit_folder(tmp_path / "step-1", files_of(1.0), write_config())
-    commit_folder(tmp_path / "step-1", files_of(2.0), write_config())
+    commit_folder(tmp_path / "step-1", files_of(1.0), rest_of())
+    commit_folder(tmp_path / "step-1", files_of(2.0), rest_of())
     assert load_file(tmp_path / "step-1" / "model.safetensors")["a"][0] == 2.0
-    assert not (tmp_path / ".step-1.tmp").exists()
-    assert not (tmp_path / ".step-1.old").exists()
+    assert names_in(tmp_path) == {"step-1", ".step-1.tmp", ".step-1.old"}  # of others; `clean_up` removes them
+    clean_up(tmp_path)
+    assert names_in(tmp_path) == {"step-1"}
 
 
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), ValueError("no"), RuntimeError("no")])
-def test_what_goes_wrong_in_the_rest_leaves_the_older_folder(tmp_path, process_group, error):
+REMEDIES = {
+    "full": (
+        OSError(28, "No space left on device"),
+        "[Errno 28] No space left on device. Free space there, or set another job.dump_folder.",
+    ),
+    "not writable": (
+        PermissionError(13, "Permission denied"),
+        "[Errno 13] Permission denied. Make it writable, or set another job.dump_folder.",
+    ),
+    "removed": (
+        FileNotFoundError(2, "No such file or directory"),
+        "[Errno 2] No such file or directory. Another process removed it: let one run at a time have a "
+        "job.dump_folder.",
+    ),
+    "a bug": (ValueError("no"), "ValueError: no. This is an error of titanlite, see its traceback above."),
+}
+
+
+@pytest.mark.parametrize(("error", "text"), REMEDIES.values(), ids=REMEDIES)
+def test_what_goes_wrong_in_the_rest_leaves_the_older_folder(tmp_path, process_group, monkeypatch, error, text):
+    """And only a full disk is told to free space."""
     folder = complete_folder(tmp_path / "step-1")
-
-    def fail(path: Path) -> None:
-        (path / "config.json").write_text("{}")
-        raise error
-
+    monkeypatch.setattr(Path, "write_bytes", fail(error))
     with pytest.raises(CheckpointError) as raised:
-        commit_folder(folder, files_of(1.0), fail)
-    where = f"checkpoint: cannot save to {folder}; free space or change job.dump_folder"
-    kind = "" if isinstance(error, OSError) else f"{type(error).__name__}: "  # a bug; its traceback is in the log
-    assert str(raised.value) == f"{where}: {kind}{error}"
+        commit_folder(folder, files_of(1.0), rest_of())
+    assert str(raised.value) == f"checkpoint: cannot save to {folder}: {text}"
     assert names_in(tmp_path) == {"step-1"}
     assert check_folder(folder, checksums=True) == []
     assert (folder / "model.safetensors").read_text() == "some bytes"
@@ -139,7 +159,7 @@ def test_full_disk_leaves_the_older_folder(tmp_path, process_group, monkeypatch)
     for owner, name in ((writer, "reserve"), (os, "pwritev"), (os, "fsync")):
         with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="No space left on device"):
             patch.setattr(owner, name, full)
-            commit_folder(folder, files_of(1.0), write_config())
+            commit_folder(folder, files_of(1.0), rest_of())
         assert names_in(tmp_path) == {"step-1"}, name
         assert check_folder(folder, checksums=True) == [], name
 
@@ -149,21 +169,21 @@ def test_rename_that_fails_leaves_the_older_folder(tmp_path, process_group, monk
     original = Path.rename
 
     def rename(path: Path, target: Path) -> Path:
-        if path.name == ".step-1.tmp":
+        if path.suffix == ".tmp":
             raise OSError(5, "Input/output error")
         return original(path, target)
 
     with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="Input/output error"):
         patch.setattr(Path, "rename", rename)
-        commit_folder(folder, files_of(1.0), write_config())
+        commit_folder(folder, files_of(1.0), rest_of())
     assert check_folder(folder, checksums=True) == []
     assert names_in(tmp_path) == {"step-1"}
 
 
 def test_place_that_cannot_be_written(tmp_path, process_group):
     (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match=r"cannot save to .*file/step-1; free space or change job\.dump_folder: "):
-        commit_folder(tmp_path / "file" / "step-1", files_of(1.0), write_config())
+    with pytest.raises(CheckpointError, match=r"cannot save to .*file/step-1: .*Make it writable, or set"):
+        commit_folder(tmp_path / "file" / "step-1", files_of(1.0), rest_of())
 
 
 def test_nothing_appears_before_everything_is_on_the_disk(tmp_path, process_group, monkeypatch):
@@ -175,10 +195,65 @@ def test_nothing_appears_before_everything_is_on_the_disk(tmp_path, process_grou
         original(descriptor)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    commit_folder(folder, files_of(1.0), write_config())
+    commit_folder(folder, files_of(1.0), rest_of())
     before = {name for name, visible in synced if not visible}
-    assert before == {"model.safetensors", "config.json", "state.json", "manifest.json", "titanlite", ".step-1.tmp"}
+    (temporary,) = (name for name in before if name.endswith(".tmp"))
+    assert before == {"model.safetensors", "config.json", "state.json", "manifest.json", "titanlite", temporary}
     assert [name for name, visible in synced if visible] == [tmp_path.name]  # the rename itself
+
+
+@pytest.mark.parametrize("spoil", ["remove", "cut", "replace"])
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_what_another_process_changed_does_not_appear(tmp_path, process_group, monkeypatch, spoil, name):
+    """Listing what lies in the folder made checkpoints without a model, whose checksums were right."""
+    folder = complete_folder(tmp_path / "step-1")
+    original = Path.write_bytes
+
+    def write_bytes(path: Path, content: bytes) -> int:
+        written = original(path, content)
+        if path.name == "state.json":  # the last one
+            victim = path.parents[1] / name
+            victim.unlink()
+            if spoil == "cut":
+                original(victim, b"{")
+            if spoil == "replace":
+                victim.mkdir()
+        return written
+
+    monkeypatch.setattr(Path, "write_bytes", write_bytes)
+    with pytest.raises(CheckpointError, match=rf"{name}: (is missing|has 1 bytes), but \d+ bytes were written"):
+        commit_folder(folder, files_of(1.0), rest_of())
+    assert names_in(tmp_path) == {"step-1"} and check_folder(folder, checksums=True) == []
+
+
+def test_what_another_process_adds_is_not_listed(tmp_path, process_group, monkeypatch):
+    original = Path.write_bytes
+
+    def write_bytes(path: Path, content: bytes) -> int:
+        (path.parent / "of another").touch()
+        return original(path, content)
+
+    monkeypatch.setattr(Path, "write_bytes", write_bytes)
+    commit_folder(tmp_path / "step-1", files_of(1.0), rest_of())
+    assert manifest(tmp_path / "step-1")["files"].keys() == {"model.safetensors", *rest_of()}
+
+
+def test_two_processes_write_into_folders_of_their_own(tmp_path, process_group, monkeypatch):
+    """The second saves the same step, from its beginning to its end, while the first writes."""
+    original, inner = commit._write_rest, []
+
+    def write_rest(folder: Path, rest: dict[str, bytes]) -> None:
+        original(folder, rest)
+        if not inner:
+            inner.append(folder)
+            clean_up(tmp_path)  # as the second process does when it starts
+            commit_folder(tmp_path / "step-1", files_of(2.0), rest_of('{"second": 1}'))
+
+    monkeypatch.setattr(commit, "_write_rest", write_rest)
+    commit_folder(tmp_path / "step-1", files_of(1.0), rest_of('{"first": 1}'))
+    assert names_in(tmp_path) == {"step-1"}
+    assert check_folder(tmp_path / "step-1", checksums=True) == []
+    assert load_file(tmp_path / "step-1" / "model.safetensors")["a"][0] == 1.0  # who comes last
 
 
 # ---- check_folder ----
@@ -219,9 +294,9 @@ def test_flipped_bit_is_found_with_checksums_only(tmp_path):
 
 
 def test_checksum_of_a_file_larger_than_a_chunk(tmp_path, process_group):
-    commit_folder(tmp_path / "x", [], lambda folder: (folder / "big").write_bytes(b"ab" * (9 << 20)) and None)
+    commit_folder(tmp_path / "x", [], {"model.safetensors": b"ab" * (9 << 20)})
     assert check_folder(tmp_path / "x", checksums=True) == []
-    with open(tmp_path / "x" / "big", "r+b") as file:
+    with open(tmp_path / "x" / "model.safetensors", "r+b") as file:
         file.seek(-1, os.SEEK_END)
         file.write(b"c")
     assert len(check_folder(tmp_path / "x", checksums=True)) == 1
@@ -366,6 +441,57 @@ def test_clean_up_removes_what_killed_processes_left(tmp_path):
     clean_up(tmp_path / "nowhere")
 
 
+def hidden_folder(folder: Path, kind: str, machine: str = "") -> Path:
+    return complete_folder(folder / f".step-7.{machine or commit._machine()}~0123abcd.{kind}")
+
+
+@pytest.mark.parametrize("kind", ["tmp", "old"])
+def test_clean_up_leaves_what_a_live_process_writes(tmp_path, kind):
+    """Which holds a lock on its temporary folder; one that was killed holds none."""
+    writing, path = hidden_folder(tmp_path, "tmp"), tmp_path
+    path = writing if kind == "tmp" else hidden_folder(tmp_path, "old")
+    descriptor = os.open(writing, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    clean_up(tmp_path)
+    assert path.exists() and writing.exists() and not (tmp_path / "step-7").exists()
+    os.close(descriptor)  # as the end of a process does
+    clean_up(tmp_path)
+    assert names_in(tmp_path) == (set() if kind == "tmp" else {"step-7"})
+
+
+@pytest.mark.parametrize("age_s", [60, 3 * 3600])
+def test_clean_up_leaves_what_another_machine_changed_lately(tmp_path, age_s):
+    """Its locks may not be seen from here."""
+    path = hidden_folder(tmp_path, "tmp", "elsewhere")
+    for changed in (path, *path.rglob("*")):
+        os.utime(changed, (time.time() - age_s,) * 2)
+    clean_up(tmp_path)
+    assert path.exists() == (age_s < 3600)
+
+
+@pytest.mark.parametrize(
+    ("names", "problem"),
+    [
+        ({"config.json"}, "titanlite/manifest.json lists no weights: a process that was disturbed has saved it."),
+        ({"titanlite/optimizer.safetensors", "titanlite/weights.safetensors"}, "lists no weights"),
+        ({"model-00001-of-00002.safetensors"}, "lists 1 of 2 files model-*.safetensors."),
+        ({"model.safetensors", "titanlite/weights-00002-of-00003.safetensors"}, "lists 1 of 3 files titanlite/weights"),
+        ({"adapter_model.safetensors"}, ""),
+        ({"titanlite/model.safetensors"}, ""),
+    ],
+)
+def test_manifest_without_a_whole_model(tmp_path, names, problem):
+    """What lay in a folder that two processes wrote into, with the right checksums."""
+    folder = tmp_path / "step-1"
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+    (folder / "titanlite").mkdir(exist_ok=True)
+    write_manifest(folder, {"format": 1, "files": {name: {"bytes": 0, "crc32": "00000000"} for name in names}})
+    found = check_folder(folder, checksums=True)
+    assert [problem in text for text in found] == ([True] if problem else [])
+
+
 def test_clean_up_restores_what_a_replacement_had_set_aside(tmp_path):
     complete_folder(tmp_path / ".step-5.old", "the older one")
     complete_folder(tmp_path / ".step-5.tmp", "the newer one")
@@ -407,7 +533,8 @@ def test_remove_old_never_leaves_half_a_folder_under_its_name(tmp_path, monkeypa
     monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)  # killed here
     remove_old(tmp_path, 1, 0)
     assert list_steps(tmp_path) == [2]
-    assert names_in(tmp_path) == {"step-2", ".step-1.gone"}
+    hidden = names_in(tmp_path) - {"step-2"}
+    assert [(name.split(".")[1], name.split(".")[-1]) for name in hidden] == [("step-1", "gone")]
 
 
 def test_remove_old_counts_complete_checkpoints_only(tmp_path):

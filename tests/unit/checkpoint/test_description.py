@@ -8,12 +8,17 @@ import pytest
 import torch
 
 from tests.tiny_transformers import ALL_MODELS
-from titanlite.checkpoint.description import save_tokenizer, write_hf_files
-from titanlite.config import ModelConfig, RopeScaling
+from titanlite.checkpoint.description import describe_adapters, describe_model, save_tokenizer
+from titanlite.config import AnyModelConfig, ModelConfig, RopeScaling
+from titanlite.config.schema import LoRASection
+from titanlite.errors import CheckpointError
+from titanlite.models.decoder import build_decoder
 from titanlite.models.families import families, model_config_from_hf
 from titanlite.models.hf_config import transformers_config
+from titanlite.models.lora import apply_lora
 
 YARN = RopeScaling("yarn", factor=4.0, original_max_position_embeddings=1024)
+QWEN3 = families()["qwen3"].presets["debug"]
 
 
 def write(config: ModelConfig, original: dict, folder: Path) -> dict:
@@ -22,8 +27,13 @@ def write(config: ModelConfig, original: dict, folder: Path) -> dict:
     assets.mkdir()
     out.mkdir()
     (assets / "config.json").write_text(json.dumps({**original, "model_type": config.family}))
-    write_hf_files(out, [], config, None, torch.float32, assets)
+    describe_into(out, config, assets)
     return json.loads((out / "config.json").read_text())
+
+
+def describe_into(folder: Path, config: AnyModelConfig, assets: Path | None = None) -> None:
+    for name, content in describe_model(config, None, torch.float32, assets).items():
+        (folder / name).write_bytes(content)
 
 
 @pytest.mark.parametrize("family", sorted(families()))
@@ -45,9 +55,86 @@ def test_code_that_is_not_written_is_not_named(tmp_path):
     hf = {**original, "model_type": "gemma3_text", "hidden_size": 64, "num_attention_heads": 2, "head_dim": 32}
     out = tmp_path / "transformers"
     out.mkdir()
-    write_hf_files(out, [], transformers_config(hf, "config.json"), None, torch.float32, None)
+    describe_into(out, transformers_config(hf, "config.json"))
     written = json.loads((out / "config.json").read_text())
     assert "auto_map" not in written and written["head_dim"] == 32
+
+
+REFUSED = {
+    "a word for a flag": ("qwen3", {"use_cache": "yes"}, 'use_cache = "yes"'),
+    "a word for a number": ("qwen2", {"bos_token_id": "1"}, 'bos_token_id = "1"'),
+    "nothing for a number": ("qwen3", {"max_window_layers": None}, "max_window_layers = null"),
+    "no dictionary": ("llama", {"id2label": [1]}, "id2label = [1]"),
+    "no dictionary of labels": ("qwen3_moe", {"num_labels": "x"}, 'num_labels = "x"'),
+    "no row of the embedding": ("llama", {"pad_token_id": 10**9}, "pad_token_id = 1000000000"),
+    "layers that are not there": ("qwen3", {"layer_types": ["full_attention"] * 9}, 'layer_types = ["full_attention"'),
+    "widths that do not go together": ("llama", {"hidden_size": 90}, "hidden_size = 90"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_transformers_refuses_is_named_with_value_and_file(tmp_path, kind):
+    """Before it is known whether training is worth anything: this is built before the first step."""
+    family, keys, named = REFUSED[kind]
+    config = families()[family].presets["debug"]
+    hf = {**families()[family].to_hf(config), "model_type": family, **keys}
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    config = replace(config, hidden_size=hf["hidden_size"])
+    with pytest.raises(CheckpointError) as raised:
+        describe_model(config, None, torch.float32, tmp_path)
+    text = str(raised.value)
+    assert "refuses the config.json to be saved: " in text and named in text
+    assert f"({tmp_path}/config.json)" in text and "tokenizer" not in text and "space" not in text
+
+
+def test_all_that_transformers_refuses_is_said_at_once(tmp_path):
+    with pytest.raises(CheckpointError, match=r"(?s)3 problems:.*use_cache.*attention_dropout.*bos_token_id"):
+        write(QWEN3, {"use_cache": "yes", "attention_dropout": None, "bos_token_id": "1"}, tmp_path)
+
+
+def test_sizes_that_are_not_of_a_file_are_the_settings():
+    config = replace(families()["llama"].presets["debug"], hidden_size=90)
+    with pytest.raises(CheckpointError, match=r"hidden_size = 90 \(\[model\]\), num_attention_heads = 4 \(\[model\]\)"):
+        describe_model(config, None, torch.float32, None)
+
+
+def test_a_tokenizer_that_cannot_be_saved_is_named(tmp_path):
+    class Tokenizer:
+        bos_token_id = eos_token_id = pad_token_id = None
+
+        def save_pretrained(self, folder: Path) -> None:
+            raise RuntimeError("no such token")
+
+    with pytest.raises(
+        CheckpointError, match=r"the tokenizer \(data.tokenizer_path\) cannot be saved: RuntimeError: no"
+    ):
+        describe_model(QWEN3, Tokenizer(), torch.float32, None)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"max_new_tokens": }'])
+def test_generation_settings_that_cannot_be_read(tmp_path, content):
+    (tmp_path / "generation_config.json").write_text(content)
+    with pytest.raises(CheckpointError, match=rf"^{tmp_path}: generation_config.json "):
+        describe_model(QWEN3, None, torch.float32, tmp_path, [3])
+
+
+def test_what_there_is_for_each_layer_is_derived_anew(tmp_path):
+    original = {"num_hidden_layers": 5, "layer_types": ["full_attention"] * 5, "max_window_layers": 5, "x": [1] * 4}
+    written = write(QWEN3, original, tmp_path)
+    assert written["layer_types"] == ["full_attention"] * QWEN3.num_layers
+    assert written["max_window_layers"] == QWEN3.num_layers and written["x"] == [1] * 4
+
+
+def test_the_base_of_adapters_is_checked_too(tmp_path):
+    """They are merged into it when training is over."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "use_cache": "yes"}))
+    model, section = build_decoder(QWEN3), LoRASection(rank=2)
+    with pytest.raises(CheckpointError, match="use_cache"):
+        describe_adapters(model, None, section, str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    apply_lora(model, section, torch.float32)
+    described = describe_adapters(model, None, section, str(tmp_path))
+    assert described.keys() == {"adapter_config.json", "titanlite/config.json"}
 
 
 @pytest.mark.parametrize(
@@ -204,7 +291,7 @@ def test_models_of_transformers_are_written_in_both_forms(tmp_path, model_type, 
         assert "rope_theta" not in hf
     out = tmp_path / "out"
     out.mkdir()
-    write_hf_files(out, [], transformers_config(hf, "config.json"), None, torch.float32, None)
+    describe_into(out, transformers_config(hf, "config.json"))
     written = json.loads((out / "config.json").read_text())
     assert written["rope_parameters"] == read.rope_parameters == AutoConfig.from_pretrained(out).rope_parameters
     found = {key: written[key] for key in OLDER[model_type]}
@@ -215,7 +302,7 @@ def test_models_of_transformers_are_written_in_both_forms(tmp_path, model_type, 
 
 def test_nested_configurations_have_both_forms_too(tmp_path):
     hf = json.loads(ALL_MODELS["qwen2_5_vl"]().to_json_string())
-    write_hf_files(tmp_path, [], transformers_config(hf, "config.json"), None, torch.float32, None)
+    describe_into(tmp_path, transformers_config(hf, "config.json"))
     text = json.loads((tmp_path / "config.json").read_text())["text_config"]
     assert text["rope_theta"] == 1e4 and text["rope_scaling"]["mrope_section"] == [1, 1, 2]
 

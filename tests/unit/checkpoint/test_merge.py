@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from titanlite.checkpoint.adapter import adapter_files, write_adapter_config
 from titanlite.checkpoint.commit import commit_folder
+from titanlite.checkpoint.description import render
 from titanlite.checkpoint.hf_model import save_hf_model
 from titanlite.config.schema import LoRASection
 from titanlite.export_checkpoint import main
@@ -44,7 +45,7 @@ def make(folder, family, section, run_ranks, base_dtype=torch.float32):
         commit_folder(
             folder / "adapter",
             adapter_files(plan),
-            lambda path: write_adapter_config(path, model, section, str(folder / "base")),
+            render(lambda path: write_adapter_config(path, model, section, str(folder / "base"))),
         )
 
     run_ranks(1, rank_main)

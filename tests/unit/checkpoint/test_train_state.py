@@ -13,10 +13,14 @@ from titanlite.logger import logger
 from titanlite.results import Results
 
 
-def make(folder, **results):
-    progress = Progress(7, 56, "data", 4, {"torch": "2"}, results)
-    progress.write(folder)
+def write(progress, folder):
+    (folder / STATE_FILE).parent.mkdir(exist_ok=True)
+    (folder / STATE_FILE).write_bytes(progress.to_json())
     return progress
+
+
+def make(folder, **results):
+    return write(Progress(7, 56, "data", 4, {"torch": "2"}, results), folder)
 
 
 @pytest.fixture
@@ -34,7 +38,7 @@ def test_round_trip(tmp_path, series):
 
 def test_what_each_step_took_is_kept(tmp_path):
     stretches = (Stretch(0, 0, 8, "data"), Stretch(5, 40, 4, "data"))
-    Progress(7, 48, "data", 4, {}, stretches=stretches).write(tmp_path)
+    write(Progress(7, 48, "data", 4, {}, stretches=stretches), tmp_path)
     assert Progress.read(tmp_path).stretches == stretches
     table = json.loads((tmp_path / STATE_FILE).read_text())
     for damage in ({"samples": "40"}, {"more": 1}):

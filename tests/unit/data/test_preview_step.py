@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from files import write_manifest
 from unit.data.templates import CHATML
 
 from titanlite.__main__ import main
 from titanlite.checkpoint import Progress, Rewind, save_rewinds
-from titanlite.checkpoint.commit import _write_manifest
+from titanlite.checkpoint.train_state import STATE_FILE
 from titanlite.config import load_config
 from titanlite.config.schema import JobConfig
 from titanlite.data import TrainLoader, build_data
@@ -79,8 +80,11 @@ class Preview:
         if samples is None:
             samples = stretches[-1].samples_before(step)
         data = self.loader.fingerprint
-        Progress(step, samples, data, world_size, {}, rewinds=rewinds, stretches=stretches).write(folder)
-        _write_manifest(folder, {})
+        progress = Progress(step, samples, data, world_size, {}, rewinds=rewinds, stretches=stretches)
+        (folder / "titanlite").mkdir()
+        (folder / STATE_FILE).write_bytes(progress.to_json())
+        (folder / "model.safetensors").touch()
+        write_manifest(folder)
 
     def stretch(self, step: int, samples: int, size: int = 8, data: str = "") -> Stretch:
         return Stretch(step, samples, size, data or self.loader.fingerprint)

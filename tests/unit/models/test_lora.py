@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 
 from titanlite.checkpoint.adapter import adapter_checkpoint, adapter_files, write_adapter_config
 from titanlite.checkpoint.commit import commit_folder
+from titanlite.checkpoint.description import render
 from titanlite.config.schema import LoRASection
 from titanlite.errors import CheckpointError, ConfigError, PlanError
 from titanlite.materialize import materialize
@@ -45,7 +46,7 @@ def save(folder, model, plan, section, base="base"):
     def rest(path):
         write_adapter_config(path, model, section, str(base))
 
-    commit_folder(folder, adapter_files(plan), rest)
+    commit_folder(folder, adapter_files(plan), render(rest))
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from tiny_transformers import VOCAB_SIZE, save_tiny
 
 from titanlite.checkpoint.adapter import adapter_checkpoint, adapter_files, write_adapter_config
 from titanlite.checkpoint.commit import commit_folder
+from titanlite.checkpoint.description import render
 from titanlite.checkpoint.pretrained import weights_of
 from titanlite.config.schema import LoRASection
 from titanlite.errors import ConfigError
@@ -72,7 +73,8 @@ def test_peft_computes_the_same_from_what_was_saved(
     model.eval()
 
     def save() -> None:  # no backward here: with a CUDA build, ranks forked after one cannot run another
-        commit_folder(folder, adapter_files(plan), lambda path: write_adapter_config(path, model, section, "base"))
+        rest = render(lambda path: write_adapter_config(path, model, section, "base"))
+        commit_folder(folder, adapter_files(plan), rest)
 
     run_ranks(1, save)
     again, _ = load(tmp_path / "base", section, hf, adapter_checkpoint(folder, section))

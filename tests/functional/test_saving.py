@@ -1,0 +1,145 @@
+"""Nothing that was trained is lost: what cannot be saved is known before the first step, and parts that fail leave the
+rest."""
+
+import json
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from files import folder_digests, write_manifest
+from transformers import AutoModelForCausalLM
+
+import titanlite.trainer
+from titanlite import export_checkpoint
+from titanlite.checkpoint import manager
+from titanlite.config.parallelism import Degrees
+from titanlite.errors import CheckpointError
+from titanlite.logger import logger
+from titanlite.preflight import Checked
+from titanlite.trainer import Trainer
+
+FSDP2 = Degrees(dp_shard=2)
+SMALL = ["--model.overrides.num_layers=1", "--training.steps=2", "--checkpoint.interval=1"]
+
+
+def fail_on(rank: int, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, which raises on `rank` after all ranks have gone through it."""
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        if dist.get_rank() == rank:
+            raise RuntimeError("no memory for it")
+        return result
+
+    return failing
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_that_cannot_be_laid_out_keeps_its_state_and_is_finished_by_export(
+    run_ranks, checked, gather_full, tmp_path, monkeypatch, mode, dtype
+):
+    job = checked(FSDP2, *SMALL, f"--checkpoint.async_mode={mode}", f"--checkpoint.export_dtype={dtype}")
+    folder = tmp_path / "run/checkpoint/step-2"
+
+    def broken() -> tuple[list[str], dict[str, torch.Tensor]]:
+        said: list[str] = []
+        monkeypatch.setattr(logger, "error", lambda text, *values: said.append(text % values))
+        monkeypatch.setattr(manager, "model_files", fail_on(1, manager.model_files))
+        trainer = Trainer(job.job, job.model_config, job.degrees)
+        trainer.train()
+        return [text for text in said if "was saved without" in text], gather_full(trainer.model)
+
+    (said, weights), (of_second, _) = run_ranks(2, broken)
+    assert of_second == [] and said[-1] == (
+        f"checkpoint: {folder} was saved without the model's own form (RuntimeError: no memory for it). All weights "
+        f"are kept, and a resume reads them. Finish the model with: python -m titanlite export {folder} OUT."
+    )
+    assert not list(folder.glob("*.safetensors")) and (folder / "config.json").is_file()
+
+    def resumed() -> dict[str, torch.Tensor]:
+        trainer = Trainer(job.job, job.model_config, job.degrees)
+        assert trainer.step == 2 and trainer.optimizer.state
+        return gather_full(trainer.model)
+
+    again = run_ranks(2, resumed)[0]
+    changed = [name for name, value in weights.items() if not torch.equal(again[name], value)]
+    assert all(name.endswith("tokens_per_expert") for name in changed), changed  # of a step, and not saved
+    assert export_checkpoint.main([str(folder), str(tmp_path / "out"), "--dtype=float32"]) == 0
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    exported = model.state_dict()
+    assert all(torch.equal(exported[name], weights[name]) for name, _ in model.named_parameters())
+
+
+def test_every_other_part_that_fails_leaves_the_rest(run_ranks, checked, tmp_path, monkeypatch):
+    """And what a run cannot resume from is passed over."""
+    job = checked(FSDP2, *SMALL, "--checkpoint.keep_latest_k=0")
+
+    def rank_main() -> int:
+        trainer = Trainer(job.job, job.model_config, job.degrees)
+        with monkeypatch.context() as patch:
+            patch.setattr(titanlite.trainer, "render_model_card", fail_on(0, titanlite.trainer.render_model_card))
+            trainer.train_step(trainer.loader.micro_batches(0))
+            trainer.save()
+        with monkeypatch.context() as patch:
+            patch.setattr(manager, "state_files", fail_on(1, manager.state_files))
+            trainer.train_step(trainer.loader.micro_batches(1))
+            trainer.save()
+        return Trainer(job.job, job.model_config, job.degrees).step
+
+    assert run_ranks(2, rank_main) == [1, 1]
+    folder = tmp_path / "run/checkpoint"
+    assert sorted(path.name for path in folder.iterdir()) == ["step-1", "step-2.damaged"]
+    assert not (folder / "step-1/README.md").exists()
+    for step in ("step-1", "step-2.damaged"):
+        assert AutoModelForCausalLM.from_pretrained(folder / step).config.model_type == "qwen3_moe"
+
+
+@pytest.mark.parametrize("left", ["no weights", "no weights, sharded", "no state"])
+def test_a_folder_without_a_model_is_passed_over_though_its_checksums_are_right(run_ranks, checked, tmp_path, left):
+    job = checked(FSDP2, *SMALL, "--checkpoint.keep_latest_k=0")
+    folder = tmp_path / "run/checkpoint"
+
+    def save() -> None:
+        Trainer(job.job, job.model_config, job.degrees).train()
+
+    run_ranks(2, save)
+    gone = "titanlite/train_state.json" if left == "no state" else "model.safetensors"
+    if left == "no weights, sharded":
+        shutil.copy(folder / "step-2/model.safetensors", folder / "step-2/model-00001-of-00002.safetensors")
+    (folder / "step-2" / gone).unlink()
+    (folder / "step-2/titanlite/manifest.json").unlink()
+    write_manifest(folder / "step-2")
+    before = folder_digests(folder / "step-1")
+
+    def resume() -> int:
+        return Trainer(job.job, job.model_config, job.degrees).step
+
+    assert run_ranks(2, resume) == [1, 1]
+    assert sorted(path.name for path in folder.iterdir()) == ["step-1", "step-2.damaged"]
+    assert folder_digests(folder / "step-1") == before
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_what_cannot_be_saved_is_refused_on_all_ranks_before_the_first_step(
+    run_ranks, checked, pretrained, tmp_path, rank
+):
+    """With LoRA too, whose adapters are merged into it later."""
+    folder = shutil.copytree(pretrained("base", 0.1, *SMALL), tmp_path / "base")
+    table = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**table, "use_cache": "yes"}))
+    overrides = [*SMALL, f"--checkpoint.initial_load_path={folder}", f"--lora.rank={rank}"]
+    overrides += ["--moe.expert_bias_update_rate=0"] if rank else []
+    job: Checked = checked(FSDP2, *overrides)
+
+    def rank_main() -> str:
+        with pytest.raises(CheckpointError) as raised:
+            Trainer(job.job, job.model_config, job.degrees)
+        return str(raised.value)
+
+    first, second = run_ranks(2, rank_main)
+    assert first == second and f'refuses the config.json to be saved: use_cache = "yes" ({folder}/config.json)' in first
+    assert not (tmp_path / "run/checkpoint").exists()

@@ -1,0 +1,64 @@
+"""A save of which a part fails keeps the rest: the state of a run is worth more than a file beside it."""
+
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from titanlite.logger import logger
+from titanlite.materialize.agree import gather_objects
+
+_T = TypeVar("_T")
+MODEL, STATES, CARD, PROGRESS = "the model's own form", "optimizer states", "README.md", "train_state.json"
+_REMEDIES = {
+    MODEL: "All weights are kept, and a resume reads them. Finish the model with: python -m titanlite export {} OUT.",
+    STATES: "A run cannot resume from it. Begin one with checkpoint.initial_load_path = {}.",
+    PROGRESS: "A run cannot resume from it. Begin one with checkpoint.initial_load_path = {}.",
+    CARD: "Nothing else is missing in {}.",
+}
+
+
+class Parts:
+    """What is built for one save, and which parts of it failed.
+
+    Args:
+        group: ranks that save together.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group, self._failed = group, dict[str, str]()
+
+    def attempt(self, part: str, build: Callable[[], _T]) -> _T | None:
+        """What `build` returns, or None on all ranks if it fails on any. Collective: every rank must call."""
+        result, problem = None, ""
+        try:
+            result = build()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other parts are saved
+            problem = self._describe(error)
+        problems = [found for found in gather_objects(problem, self._group) if found]
+        if problems:
+            self._failed[part] = problems[0]
+        return None if problems else result
+
+    def attempt_here(self, part: str, build: Callable[[], dict[str, bytes]]) -> dict[str, bytes]:
+        """The files that `build` returns, on rank 0; elsewhere, or if it fails, none."""
+        if dist.get_rank(self._group) == 0:
+            try:
+                return build()
+            except Exception as error:  # noqa: BLE001 - as above
+                self._failed[part] = self._describe(error)
+        return {}
+
+    def explain(self, folder: Path) -> str:
+        """What failed of the checkpoint in `folder`, and how to go on; empty if nothing did."""
+        if not self._failed:
+            return ""
+        failed = "; ".join(f"{part} ({problem})" for part, problem in self._failed.items())
+        remedies = dict.fromkeys(_REMEDIES[part].format(folder) for part in self._failed)
+        return f"checkpoint: {folder} was saved without {failed}. {' '.join(remedies)}"
+
+    def _describe(self, error: Exception) -> str:
+        logger.error("%s", "".join(traceback.format_exception(error)))
+        return f"{type(error).__name__}: {' '.join(str(error).split())}"
