@@ -5,7 +5,6 @@ It is built and checked once, before anything is trained; saving only writes it.
 
 import copy
 import json
-import re
 import shutil
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,10 +23,17 @@ from titanlite.errors import CheckpointError, TitanliteError, raise_problems
 from titanlite.models.build import AnyModel
 from titanlite.models.families import family_of
 from titanlite.models.families.family import KEY_ALIASES
-from titanlite.models.hf_config import load_config_and_class, save_config
+from titanlite.models.hf_config import (
+    find_refused,
+    format_json,
+    format_refusal,
+    load_config_and_class,
+    save_config,
+)
+from titanlite.models.hf_objects import build_from_config
 
 _GENERATION = "generation_config.json"
-_MOST_REFUSED, _SHOWN_CHARS = 8, 80
+_MOST_REFUSED = 8
 
 # What an image-and-text model needs beside a tokenizer.
 _PROCESSOR_FILES = (
@@ -122,7 +128,7 @@ def _explained(what: str) -> Generator[None]:
     except TitanliteError:
         raise
     except Exception as error:
-        raise CheckpointError(f"checkpoint: {what} cannot be saved: {_text_of(error)}. Correct it.") from error
+        raise CheckpointError(f"checkpoint: {what} cannot be saved: {format_refusal(error)}. Correct it.") from error
 
 
 def save_tokenizer(tokenizer: Any, folder: Path) -> None:
@@ -169,9 +175,9 @@ def _native_config(config: ModelConfig, tokenizer: Any, dtype: torch.dtype, asse
             hf_config = _build(config.family, values, is_given)
             break
         except Exception as error:  # noqa: BLE001 - transformers refuses values with all kinds of them
-            refused = _find_refused(config.family, values, is_given, error)
-            named = ", ".join(f"{key} = {_shorten(values[key])} ({origins.get(key, '[model]')})" for key in refused)
-            problems.append(f"{named + ': ' if named else ''}{_text_of(error)}. Correct it there.")
+            refused = find_refused(lambda some: _build(config.family, some, is_given), values, error)
+            named = ", ".join(f"{key} = {format_json(values[key])} ({origins.get(key, '[model]')})" for key in refused)
+            problems.append(f"{named + ': ' if named else ''}{format_refusal(error)}. Correct it there.")
             if not refused or len(problems) == _MOST_REFUSED:
                 raise_problems(CheckpointError, _REFUSED.format(version("transformers")), problems)
             values = {key: value for key, value in values.items() if key not in refused}
@@ -192,24 +198,8 @@ def _build(family: str, values: Mapping[str, Any], is_given: bool) -> Any:
     if is_given:
         loaded, cls = load_config_and_class(json.loads(hf_config.to_json_string()), "config.json")
         with torch.device("meta"):
-            cls._from_config(loaded)  # type: ignore[attr-defined]
+            build_from_config(cls, loaded, loaded.dtype)
     return hf_config
-
-
-def _find_refused(family: str, values: Mapping[str, Any], is_given: bool, error: Exception) -> list[str]:
-    """The keys that transformers raises `error` for: without them, it raises none, or another one."""
-    named = re.match(r"Validation error for field '(\w+)'", str(error))
-    if named and named[1] in values:
-        return [named[1]]
-    found = []
-    for key in values:
-        try:
-            _build(family, {name: value for name, value in values.items() if name != key}, is_given)
-        except Exception as other:  # noqa: BLE001 - as above
-            if str(other) == str(error):
-                continue
-        found.append(key)
-    return found
 
 
 def _values_of(
@@ -240,19 +230,6 @@ def _values_of(
             if name not in base:
                 base[name], origins[name] = getattr(tokenizer, name), "the tokenizer"
     return {**base, **ours}, origins
-
-
-def _text_of(error: Exception) -> str:
-    """Class and text of `error` in one line; of transformers' strict classes, the text of what was wrong."""
-    text = re.sub(r"<class '(\w+)'>", r"\1", " ".join(str(error).split()).partition(". Errors: ")[0]).rstrip(".")
-    strict = re.fullmatch(r"(?:Class v|V)alidation error for \w+ '\w+': (.*)", text)
-    return strict[1] if strict else f"{type(error).__name__}: {text}"
-
-
-def _shorten(value: Any) -> str:
-    """`value` as a JSON file has it, at most a line."""
-    text = json.dumps(value, default=repr)
-    return text if len(text) <= _SHOWN_CHARS else f"{text[: _SHOWN_CHARS - 3]}..."
 
 
 def _add_end_of_turn(path: Path, ids: Sequence[int]) -> None:

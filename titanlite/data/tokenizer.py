@@ -23,7 +23,9 @@ from titanlite.data.cache import get_cache_folder, load_or_build, write_atomic
 from titanlite.data.corpus import Corpus, split_text
 from titanlite.errors import DataError
 from titanlite.logger import logger
+from titanlite.models.hf_config import load_config_and_class
 from titanlite.models.hf_objects import load_from_folder, load_tokenizer_file
+from titanlite.run_files import read_regular
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -213,6 +215,8 @@ def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerFast":
             tokenizer = load_tokenizer_file(file)
         _try_out(tokenizer)
     except Exception as error:  # the tokenizers library raises nothing more specific for a malformed file
+        if path.is_dir() and (path / "config.json").is_file():  # which transformers reads too, and may be to blame
+            load_config_and_class(json.loads(read_regular(path / "config.json")), f"{path / 'config.json'}")
         raise DataError(
             f"data: tokenizer_path {path}: transformers cannot load it ({type(error).__name__}: {error}). "
             "Check the files, or empty data.tokenizer_path to train a byte-level BPE."

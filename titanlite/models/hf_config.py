@@ -1,7 +1,8 @@
 """The configuration of a model that transformers implements, from the content of its config.json."""
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from titanlite.errors import ConfigError
 from titanlite.logger import logger
 from titanlite.models.hf_objects import build_config
 
+_SHOWN_CHARS = 80
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "top_k_experts", "top_k")
 
@@ -103,7 +105,6 @@ def load_config_and_class(hf: Mapping[str, Any], where: str) -> tuple[Any, type]
     Raises:
         ConfigError: there is none, or transformers refuses the configuration.
     """
-    from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers import __version__ as version
 
@@ -120,10 +121,16 @@ def load_config_and_class(hf: Mapping[str, Any], where: str) -> tuple[Any, type]
             f"{where}: model_type '{model_type}' has neither a native decoder nor a class in transformers {version}. "
             "Correct it, or install a newer transformers."
         )
+
+    def build(table: Mapping[str, Any]) -> Any:
+        return build_config({**table, "model_type": model_type})
+
     try:
-        config = build_config(hf)
-    except (TypeError, ValueError, KeyError, AttributeError, StrictDataclassError) as error:
-        raise ConfigError(f"{where}: transformers refuses it: {' '.join(str(error).split())}") from None
+        config = build(hf)
+    except Exception as error:  # noqa: BLE001 - transformers refuses values with all kinds of them
+        named = ", ".join(f"{key} = {format_json(hf[key])}" for key in find_refused(build, hf, error))
+        text = f"{named}: {format_refusal(error)}" if named else format_refusal(error)
+        raise ConfigError(f"{where}: transformers refuses it: {text}. Correct it there.") from None
     classes: list[type] = []
     for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
         found: Any = auto._model_mapping.get(type(config), None)  # type: ignore[attr-defined]
@@ -134,6 +141,36 @@ def load_config_and_class(hf: Mapping[str, Any], where: str) -> tuple[Any, type]
             f"{where}: transformers {version} has no class that generates text for model_type '{model_type}'."
         )
     return config, (named or classes)[0]
+
+
+def find_refused(build: Callable[[Mapping[str, Any]], Any], values: Mapping[str, Any], error: Exception) -> list[str]:
+    """The keys of `values` that `build` raises `error` for: without one of them, it raises none, or another one."""
+    named = re.match(r"Validation error for field '(\w+)'", str(error))
+    if named and named[1] in values:
+        return [named[1]]
+    found = []
+    for key in values:
+        try:
+            build({name: value for name, value in values.items() if name != key})
+        except Exception as other:  # noqa: BLE001 - of transformers, all kinds of them
+            if str(other) == str(error):
+                continue
+        found.append(key)
+    return found
+
+
+def format_refusal(error: Exception) -> str:
+    """Class and text of `error` in one line; of transformers' strict classes, the text of what was wrong."""
+    text = " ".join(str(error).split()).partition(". Errors: ")[0]
+    text = re.sub(r"<class '(\w+)'>", r"\1", text).rstrip(".")
+    strict = re.fullmatch(r"(?:Class v|V)alidation error for \w+ '\w+': (.*)", text)
+    return strict[1] if strict else f"{type(error).__name__}: {text}"
+
+
+def format_json(value: Any) -> str:
+    """`value` as a JSON file has it, at most a line."""
+    text = json.dumps(value, default=repr)
+    return text if len(text) <= _SHOWN_CHARS else f"{text[: _SHOWN_CHARS - 3]}..."
 
 
 def save_config(config: Any, folder: Path, original: Mapping[str, Any] | None = None) -> None:
