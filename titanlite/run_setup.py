@@ -21,7 +21,7 @@ from titanlite.config.parallelism import Degrees
 from titanlite.config.schema import BLOCK_SIZES
 from titanlite.data import TrainLoader
 from titanlite.data.mixture import get_sources
-from titanlite.data.tokenizer import describe_other_ids
+from titanlite.data.tokenizer import describe_other_ids, describe_resizing
 from titanlite.distributed import ParallelDims, base_dtype, mixed_precision_dtypes, parallelize
 from titanlite.errors import RENDEZVOUS, ConfigError, DataError
 from titanlite.folder_lock import LOCK_WAIT_S, FolderHeldError, FolderLock
@@ -330,7 +330,7 @@ def check_vocabulary(job: JobConfig, vocab_size: int, num_ids: int, model_config
     rows = model_config.vocab_size
     if max(vocab_size, num_ids) > rows:
         text = f"data: the tokenizer has {max(vocab_size, num_ids)} tokens, but the model's vocab_size is {rows}. "
-        text += _get_resizing(job, max(vocab_size, num_ids), model_config)
+        text += describe_resizing(job, max(vocab_size, num_ids), model_config)
         if vocab_size > rows:
             raise DataError(text)
         if get_rank() == 0:
@@ -345,24 +345,6 @@ def check_vocabulary(job: JobConfig, vocab_size: int, num_ids: int, model_config
             "data.tokenizer_path to the model's own tokenizer, or model.overrides.vocab_size = %d.",
             *(vocab_size, model_config.vocab_size, vocab_size),
         )
-
-
-def _get_resizing(job: JobConfig, vocab_size: int, model_config: AnyModelConfig) -> str:
-    """How the embedding gets `vocab_size` rows: by a setting, or in the files that its weights come from."""
-    folder = job.checkpoint.initial_load_path
-    if not folder and isinstance(model_config, ModelConfig):
-        others = "lower data.bpe_vocab_size" if not job.data.tokenizer_path else "use the model's own tokenizer"
-        return f"Set model.overrides.vocab_size = {vocab_size}, or {others}."
-    if not folder:
-        return f"Set vocab_size = {vocab_size} in its config.json, or use the model's own tokenizer."
-    takes_images = isinstance(model_config, TransformersConfig) and model_config.takes_images
-    return (
-        "Use the model's own tokenizer, or give its embedding rows for the new tokens: "
-        f'python -c "from transformers import AutoModelFor{"ImageTextToText" if takes_images else "CausalLM"} as M; '
-        f"m = M.from_pretrained('{folder}', dtype='auto'); m.resize_token_embeddings({vocab_size}); "
-        "m.save_pretrained('resized')\", and set checkpoint.initial_load_path = resized and data.tokenizer_path to the "
-        "folder with the tokenizer."
-    )
 
 
 def get_bias_update_rate(job: JobConfig, model_config: AnyModelConfig) -> float:

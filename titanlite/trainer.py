@@ -167,8 +167,7 @@ class Trainer(TrainStep):
         ends = [] if self.loader.dataset.form == "text" else get_end_of_turn_ids(self.tokenizer)  # of a chat's answers
         self.checkpointer.prepare(model, self.tokenizer, ends)
         plan = self.fill(model, self.checkpointer.weight_sources(model))
-        if self.job.checkpoint.enable and not self.job.lora.rank:
-            check_layout(plan)
+        check_layout(self.job, plan)
         return model, plan
 
     def fill(self, model: AnyModel, sources: list[SourceProvider]) -> Plan:
@@ -350,9 +349,8 @@ class Trainer(TrainStep):
             stretches=self.loader.stretches,
             taken=self.loader.get_taken(self.step),
         )
-        family, count = self.model.config.family, sum(map(num_values, self.model.parameters()))
-        about = {"family": family, "num_parameters": count, "progress": progress, "results": self.results}
-        card = partial(render_model_card, self.job, **about)
+        count, about = sum(map(num_values, self.model.parameters())), {"progress": progress, "results": self.results}
+        card = partial(render_model_card, self.job, family=self.model.config.family, num_parameters=count, **about)
         self.checkpointer.save(self.model, self.plan, self.optimizer, progress, self.device, card)
 
     def finish(self) -> None:

@@ -9,13 +9,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
+from tiny_transformers import VOCAB_SIZE, save_tiny
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
-from safetensors.torch import load_file
-from tiny_transformers import VOCAB_SIZE, save_tiny
 
 from titanlite import run_setup
 from titanlite.config import JobConfig

@@ -15,7 +15,7 @@ from titanlite.checkpoint.folder import INDEX_FILE, OWN_FOLDER, UNFINISHED_FILES
 from titanlite.checkpoint.keys import MASTER_PREFIX, SIDECAR_FILE, checkpoint_pieces, is_sidecar, whole
 from titanlite.checkpoint.transformers_checkpoint import saved_entries, stored_forms, transformers_items
 from titanlite.checkpoint.writer import FileLayout, Item, lay_out
-from titanlite.config import AnyModelConfig, ModelConfig, TransformersConfig
+from titanlite.config import AnyModelConfig, JobConfig, ModelConfig, TransformersConfig
 from titanlite.errors import CheckpointError, raise_problems
 from titanlite.logger import logger
 from titanlite.materialize import Plan, TensorEntry
@@ -72,12 +72,14 @@ def index_of(files: Sequence[FileLayout]) -> dict[str, bytes]:
     return {INDEX_FILE: (json.dumps(index, indent=2) + "\n").encode()}
 
 
-def check_layout(plan: Plan) -> None:
+def check_layout(job: JobConfig, plan: Plan) -> None:
     """Find out before training whether the model's tensors have a place in its files.
 
     Raises:
         CheckpointError: they have none. The same on all ranks.
     """
+    if not job.checkpoint.enable or job.lora.rank:
+        return
     _refuse_encoded(plan)
     if isinstance(plan.model, TransformersModel):
         architecture = plan.model.config.architecture

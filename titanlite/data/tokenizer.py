@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 import tokenizers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from titanlite.config import AnyModelConfig, JobConfig, ModelConfig, TransformersConfig
 from titanlite.config.schema import DataSection
 from titanlite.data.cache import get_cache_folder, load_or_build, write_atomic
 from titanlite.data.corpus import Corpus, split_text
@@ -282,3 +283,21 @@ def describe_other_ids(ours: "PreTrainedTokenizerFast", theirs: "PreTrainedToken
             shown = [t.convert_ids_to_tokens(ids[start : start + 3]) for t, ids in ((ours, first), (theirs, second))]
             return f"{shown[1]} instead of {shown[0]}"
     return ""
+
+
+def describe_resizing(job: JobConfig, vocab_size: int, model_config: AnyModelConfig) -> str:
+    """How the embedding gets `vocab_size` rows: by a setting, or in the files that its weights come from."""
+    folder = job.checkpoint.initial_load_path
+    if not folder and isinstance(model_config, ModelConfig):
+        others = "lower data.bpe_vocab_size" if not job.data.tokenizer_path else "use the model's own tokenizer"
+        return f"Set model.overrides.vocab_size = {vocab_size}, or {others}."
+    if not folder:
+        return f"Set vocab_size = {vocab_size} in its config.json, or use the model's own tokenizer."
+    takes_images = isinstance(model_config, TransformersConfig) and model_config.takes_images
+    return (
+        "Use the model's own tokenizer, or give its embedding rows for the new tokens: "
+        f'python -c "from transformers import AutoModelFor{"ImageTextToText" if takes_images else "CausalLM"} as M; '
+        f"m = M.from_pretrained('{folder}', dtype='auto'); m.resize_token_embeddings({vocab_size}); "
+        "m.save_pretrained('resized')\", and set checkpoint.initial_load_path = resized and data.tokenizer_path to the "
+        "folder with the tokenizer."
+    )
