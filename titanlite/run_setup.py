@@ -316,13 +316,9 @@ def check_device(job: JobConfig, device: torch.device) -> None:
 
 
 def check_vocabulary(job: JobConfig, vocab_size: int, num_ids: int, model_config: AnyModelConfig) -> None:
-    """Every token id of the data must have a row in the embedding. Ids without one, and many more rows, are warnings.
+    """Every token id of the data, below `vocab_size`, must have a row in the embedding.
 
-    Args:
-        job: the configuration.
-        vocab_size: one more than the largest id that the data may have.
-        num_ids: the same of the tokenizer.
-        model_config: the model.
+    Ids of the tokenizer, below `num_ids`, without one are a warning; so are many more rows.
 
     Raises:
         DataError: the data has more tokens than the model. The same on all ranks.

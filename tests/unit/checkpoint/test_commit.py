@@ -562,5 +562,5 @@ def test_a_file_system_that_does_not_answer_is_no_damage(tmp_path, number, monke
     assert check_folder(folder) == []
 
     monkeypatch.setattr(Path, "stat", failing)
-    with pytest.raises(TransientError, match=f"cannot read titanlite/manifest.json: {os.strerror(number)}"):
+    with pytest.raises(TransientError, match=f"cannot read model.safetensors: {os.strerror(number)}"):
         check_folder(folder)
