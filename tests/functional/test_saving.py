@@ -16,7 +16,7 @@ import titanlite.trainer
 from titanlite import export_checkpoint
 from titanlite.checkpoint import manager
 from titanlite.config.parallelism import Degrees
-from titanlite.errors import CheckpointError
+from titanlite.errors import CheckpointError, ConfigError
 from titanlite.logger import logger
 from titanlite.preflight import Checked
 from titanlite.trainer import Trainer
@@ -123,23 +123,25 @@ def test_a_folder_without_a_model_is_passed_over_though_its_checksums_are_right(
     assert folder_digests(folder / "step-1") == before
 
 
-@pytest.mark.parametrize("rank", [0, 4])
+@pytest.mark.parametrize(("rank", "own"), [(0, True), (4, True), (0, False)])
 def test_what_cannot_be_saved_is_refused_on_all_ranks_before_the_first_step(
-    run_ranks, checked, pretrained, tmp_path, rank
+    run_ranks, checked, pretrained, tmp_path, rank, own
 ):
-    """With LoRA too, whose adapters are merged into it later."""
-    folder = shutil.copytree(pretrained("base", 0.1, *SMALL), tmp_path / "base")
+    """With LoRA too, whose adapters are merged into it later; and the tokenizer of the folder is not blamed."""
+    base = pretrained("base", 0.1, *SMALL)
+    folder = shutil.copytree(base, tmp_path / "base")
     table = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**table, "use_cache": "yes"}))
     overrides = [*SMALL, f"--checkpoint.initial_load_path={folder}", f"--lora.rank={rank}"]
     overrides += ["--moe.expert_bias_update_rate=0"] if rank else []
-    job: Checked = checked(FSDP2, *overrides)
+    job: Checked = checked(FSDP2, *overrides, f"--data.tokenizer_path={base if own else folder}")
 
     def rank_main() -> str:
-        with pytest.raises(CheckpointError) as raised:
+        with pytest.raises((CheckpointError, ConfigError)) as raised:
             Trainer(job.job, job.model_config, job.degrees)
         return str(raised.value)
 
     first, second = run_ranks(2, rank_main)
-    assert first == second and f'refuses the config.json to be saved: use_cache = "yes" ({folder}/config.json)' in first
+    assert first == second and 'use_cache = "yes"' in first and f"{folder}/config.json" in first
+    assert ("refuses the config.json to be saved" in first) == own and "tokenizer" not in first
     assert not (tmp_path / "run/checkpoint").exists()
