@@ -264,7 +264,7 @@ def _read_prompts(path: Path) -> list[Any]:
     """Texts, or lists of messages."""
     where = f"generate: --prompts-file {path}"
     try:
-        lines = read_regular(path).decode("utf-8").split("\n")
+        lines = read_regular(path, 2**30).decode("utf-8").split("\n")
     except OSError as error:
         raise DataError(f"{where}: cannot be read: {error.strerror}.") from None
     except UnicodeDecodeError as error:

@@ -22,6 +22,8 @@ from io import BufferedReader
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
+from titanlite.data import row_limits
+from titanlite.data.row_limits import LimitedLines, RowError, skip_line, too_long
 from titanlite.errors import DataError
 from titanlite.run_files import check_regular, open_regular
 
@@ -31,15 +33,8 @@ if TYPE_CHECKING:
 _BUFFER_BYTES = 2**16  # with the default of 8 KiB, skipping lines of 3 KB takes twice as long
 _MARK_BYTES = 2**26  # skipped in 0.02 s; the index of a file of 1 TB is then 400 KB
 _BATCH_ROWS = 256  # of Parquet, in memory at once as Python objects
+_MOST_ARRAY_BYTES = 2**30  # of a .json file with an array, which is read at once
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # as some editors write
-
-
-class RowError(Exception):
-    """One row cannot be used. `reason` is a few words to count by, the text says what is wrong and what to do."""
-
-    def __init__(self, reason: str, text: str) -> None:
-        super().__init__(text)
-        self.reason = reason
 
 
 _Numbered = Iterator[tuple[int, dict[str, Any] | RowError]]
@@ -78,7 +73,7 @@ def _index_jsonl(file: Path) -> list[Mark]:
             marks.append(Mark(num_rows, num_lines, num_bytes))
         num_rows += not _is_blank(line, is_first=num_lines == 0)
         num_lines += 1
-        num_bytes += len(line)
+        num_bytes += _length(line)
     return [*marks, Mark(num_rows, num_lines, num_bytes)]
 
 
@@ -91,6 +86,8 @@ def _read_jsonl(file: Path, start: int, marks: Sequence[Mark]) -> _Numbered:
             pass
         elif num_to_skip:
             num_to_skip -= 1
+        elif isinstance(line, int):
+            yield number, too_long("line", line)
         else:
             text = line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line
             try:
@@ -101,11 +98,11 @@ def _read_jsonl(file: Path, start: int, marks: Sequence[Mark]) -> _Numbered:
                 byte = num_bytes + len(line) - len(text) + error.start
                 reason = f"byte {byte} of the {what} is not UTF-8 ({error.reason}). Convert the file."
                 yield number, RowError("not UTF-8", reason)
-        num_bytes += len(line)
+        num_bytes += _length(line)
 
 
-def _read_lines(file: Path, begin: Mark) -> Iterator[bytes]:
-    """The lines of a file from `begin` on, decompressed.
+def _read_lines(file: Path, begin: Mark) -> Iterator[bytes | int]:
+    """The lines of a file from `begin` on, decompressed; of one longer than 64 MiB only its length in bytes.
 
     Raises:
         DataError: the file is damaged or cut off, or cannot be decompressed here.
@@ -115,8 +112,8 @@ def _read_lines(file: Path, begin: Mark) -> Iterator[bytes]:
         try:
             if begin.num_bytes:
                 stream.seek(begin.num_bytes)
-            for line in stream:
-                yield line
+            while line := stream.readline(row_limits.MOST_LINE_BYTES + 1):
+                yield line if len(line) <= row_limits.MOST_LINE_BYTES else len(line) + skip_line(stream, line)
                 number += 1
         except (EOFError, zlib.error, OSError) as error:
             if getattr(error, "errno", None) is not None or not _is_compressed(file):
@@ -153,7 +150,13 @@ def _open(file: Path) -> Iterator[IO[bytes]]:
             yield lines
 
 
-def _is_blank(line: bytes, *, is_first: bool) -> bool:
+def _length(line: bytes | int) -> int:
+    return line if isinstance(line, int) else len(line)
+
+
+def _is_blank(line: bytes | int, *, is_first: bool) -> bool:
+    if isinstance(line, int):
+        return False
     return line.isspace() or (is_first and not line.removeprefix(_BYTE_ORDER_MARK).strip())
 
 
@@ -163,6 +166,10 @@ def _read_json(file: Path) -> _Numbered:
         head = stream.read(64).removeprefix(_BYTE_ORDER_MARK).lstrip()
     if not head.startswith(b"["):
         yield from _read_jsonl(file, 0, ())
+        return
+    if (size := file.stat().st_size) > _MOST_ARRAY_BYTES:
+        text = f"the file is one JSON array of {size} bytes, more than {_MOST_ARRAY_BYTES}. Write JSON lines (.jsonl)."
+        yield 0, RowError("too long", text)
         return
     try:
         rows = _load_json(file.read_bytes().removeprefix(_BYTE_ORDER_MARK))
@@ -195,6 +202,9 @@ def _load_json(content: bytes) -> Any:
         raise RowError("invalid JSON", text) from None
     except (ValueError, RecursionError) as error:
         raise RowError("invalid JSON", f"not valid JSON ({error}). Write one JSON object per line.") from None
+    except MemoryError:
+        text = f"there is no memory for what its {len(content)} bytes stand for. Split it, or take it out."
+        raise RowError("too long", text) from None
     if b"\\ud" in content or b"\\uD" in content:
         try:
             json.dumps(value, ensure_ascii=False).encode("utf-8")
@@ -215,16 +225,20 @@ def _json_type(value: Any) -> str:
 
 
 def _read_csv(file: Path) -> _Numbered:
-    csv.field_size_limit(2**31 - 1)  # the default of 128 KiB is less than a long document
+    csv.field_size_limit(row_limits.MOST_LINE_BYTES)  # the default of 128 KiB is less than a long document
     with open_regular(file, "r", encoding="utf-8-sig", errors="surrogateescape", newline="") as stream:
-        reader = csv.reader(stream, strict=True)
+        lines = LimitedLines(stream)
+        reader = csv.reader(lines, strict=True)
         header: list[str] | None = None
         while True:
-            number = reader.line_num + 1
+            number = reader.line_num + lines.num_skipped + 1
             try:
                 cells = next(reader)
             except StopIteration:
                 return
+            except RowError as error:
+                yield number, error
+                continue
             except csv.Error as error:
                 yield number, RowError("invalid CSV", f"not valid CSV ({error}). Quote fields that hold quotes.")
                 continue
@@ -306,18 +320,22 @@ def _convert(batch: Any) -> list[dict[str, Any] | RowError]:
     from datasets.table import table_cast
     from pyarrow import ArrowException, Table
 
+    if batch.nbytes > row_limits.MOST_LINE_BYTES:
+        if batch.num_rows == 1:
+            return [too_long("row", batch.nbytes)]
+        return [row for i in range(batch.num_rows) for row in _convert(batch.slice(i, 1))]
     features = Features.from_arrow_schema(batch.schema)
     try:
         table = table_cast(Table.from_batches([batch]), features.arrow_schema)
         columns = features.decode_batch(table.to_pydict())
-    except (ArrowException, ValueError) as error:
+        return [drop_none({name: column[i] for name, column in columns.items()}) for i in range(batch.num_rows)]
+    except (ArrowException, ValueError, RecursionError) as error:
         if batch.num_rows > 1:  # the others of the batch may be good
             return [row for i in range(batch.num_rows) for row in _convert(batch.slice(i, 1))]
         if isinstance(error, UnicodeDecodeError):
             text = f"a text of the row is not UTF-8 ({error.reason}). Write the file again."
             return [RowError("not UTF-8", text)]
         return [RowError("invalid Parquet", f"the row cannot be read ({first_line(error)}). Write the file again.")]
-    return [drop_none({name: column[i] for name, column in columns.items()}) for i in range(batch.num_rows)]
 
 
 def drop_none(value: Any) -> Any:

@@ -1,4 +1,6 @@
-"""Limits of a single row: what a stranger's template or row costs is that row's error, and not the run's end.
+"""Limits of a single row: what a stranger's row or template costs is that row's error, and not the run's end.
+
+A line has at most 64 MiB: one of a gigabyte, or of a bomb of gzip, costs its time and no memory.
 
 A template is a program. One that loops is interrupted in whatever thread renders it: a watchdog, one thread per
 process, raises in it. That interrupts Python, as templates are, and not one call of C; powers, which can keep the
@@ -11,13 +13,55 @@ import threading
 import time
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, TypeVar
-
-from titanlite.data.readers import RowError
+from typing import IO, Any, TypeVar
 
 T = TypeVar("T")
+MOST_LINE_BYTES = 2**26  # of text or of a row of Parquet; 30 books. More would be a bomb, or no lines of JSON
 ROW_LIMIT_S = 60.0
 _LOOK_S = 0.5
+_PART = 2**16  # what of a long line is in memory
+
+
+class RowError(Exception):
+    """One row cannot be used. `reason` is a few words to count by, the text says what is wrong and what to do."""
+
+    def __init__(self, reason: str, text: str) -> None:
+        super().__init__(text)
+        self.reason = reason
+
+
+def skip_line(stream: IO[Any], line: Any) -> int:
+    """Read on to the end of a line that begins with `line`; how long the rest is."""
+    newline, num = line[-1:], 0
+    while newline not in (b"\n", "\n") and (part := stream.readline(_PART)):
+        newline, num = part[-1:], num + len(part)
+    return num
+
+
+def too_long(what: str, num_bytes: int) -> RowError:
+    """The error of a line or a row."""
+    text = f"the {what} has {num_bytes} bytes, more than the {MOST_LINE_BYTES} of a row. Split it, or take it out."
+    return RowError("too long", text)
+
+
+class LimitedLines:
+    """The lines of a stream; one that is too long is a `RowError`, after which the next one can be had."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self.num_skipped = 0
+        self._stream = stream
+
+    def __iter__(self) -> "LimitedLines":
+        return self
+
+    def __next__(self) -> str:
+        line = self._stream.readline(MOST_LINE_BYTES + 1)
+        if not line:
+            raise StopIteration
+        if len(line) > MOST_LINE_BYTES:
+            self.num_skipped += 1
+            raise too_long("line", len(line) + skip_line(self._stream, line))
+        return line
 
 
 class _TimeUpError(Exception):

@@ -4,6 +4,8 @@ import errno
 import gzip
 import json
 import random
+import re
+import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,9 +20,9 @@ from hypothesis import strategies as st
 from pyarrow.parquet import ParquetFile, write_table
 
 from titanlite.config.schema import JobConfig
-from titanlite.data import build_data, readers
+from titanlite.data import build_data, readers, row_limits
 from titanlite.data.readers import RowError
-from titanlite.data.rows import Row, Rows, build_rows
+from titanlite.data.rows import LocalRows, Row, Rows, build_rows
 from titanlite.errors import DataError
 
 MakeJob = Callable[..., JobConfig]
@@ -258,3 +260,76 @@ def test_a_pyarrow_without_zstd_is_named(tmp_path: Path, monkeypatch: pytest.Mon
         ):
             list(build_rows(str(file)))
     assert len(list(build_rows(str(file)))) == 1
+
+
+@pytest.fixture
+def short_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_limits, "MOST_LINE_BYTES", 5000)
+    monkeypatch.setattr(readers, "_MOST_ARRAY_BYTES", 20_000)
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".csv", ".parquet"])
+def test_a_row_that_is_too_long_is_named_and_the_next_are_read(tmp_path: Path, short_lines: None, ending: str) -> None:
+    texts = ["first", "x" * 9000, "y" * 70_000, "last"]
+    path = tmp_path / f"rows{ending}"
+    if ending == ".csv":
+        path.write_text("\n".join(["text", *texts, ""]))
+    elif ending == ".parquet":
+        write_table(pa.table({"text": texts}), path)
+    else:
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+        opened = pa.output_stream(path, compression={"gz": "gzip", "zst": "zstd"}.get(ending[7:]))
+        with opened as stream:
+            stream.write(lines)
+    rows = list(LocalRows((path,)))
+    first = 2 if ending == ".csv" else 1
+    assert [row.number for row in rows] == [first, first + 1, first + 2, first + 3]
+    assert [row.content for row in rows if isinstance(row.content, dict)] == [{"text": "first"}, {"text": "last"}]
+    assert re.search(r"the (line|row) has 90\d\d bytes, more than the 5000 of a row\. Split it", str(rows[1].content))
+    assert re.search(r"has 700\d\d bytes", str(rows[2].content))
+    for start in range(5):
+        assert [row.number for row in LocalRows((path,)).iterate_from(start, tmp_path / "cache")] == [
+            row.number for row in rows[start:]
+        ]
+
+
+def test_a_field_over_many_lines_has_the_limit_too(tmp_path: Path, short_lines: None) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text('text\na\n"' + "x\n" * 4000 + '"\nb\n')
+    rows = list(LocalRows((path,)))
+    assert rows[0].content == {"text": "a"}
+    assert any("field larger than field limit" in str(row.content) for row in rows)
+
+
+def test_a_large_array_is_not_read_at_once(tmp_path: Path, short_lines: None) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps([{"text": "x" * 100}] * 300))
+    (row,) = LocalRows((path,))
+    assert "the file is one JSON array of" in str(row.content) and "Write JSON lines (.jsonl)" in str(row.content)
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".jsonl.gz", ".jsonl.zst"])
+def test_a_bomb_costs_time_and_no_memory(tmp_path: Path, ending: str) -> None:
+    """One line of 300 MB, between two rows."""
+    path = tmp_path / f"rows{ending}"
+    with pa.output_stream(path, compression={"gz": "gzip", "zst": "zstd"}.get(ending[7:])) as stream:
+        stream.write(b'{"text": "a"}\n')
+        for _ in range(300):
+            stream.write(b" " * 10**6)
+        stream.write(b'\n{"text": "b"}\n')
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    rows = [row.content for row in LocalRows((path,))]
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert (rows[0], rows[2]) == ({"text": "a"}, {"text": "b"}) and "300000001 bytes" in str(rows[1])
+    assert grown < 200_000, "KiB"
+
+
+def test_rows_without_memory_and_deep_ones_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: str) -> None:
+        raise MemoryError
+
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"a": ' + b"[" * 100_000 + b"\n")
+    assert "not valid JSON" in str(next(iter(LocalRows((path,)))).content)
+    monkeypatch.setattr(readers.json, "loads", fail)
+    assert "there is no memory for what its 100006 bytes stand for" in str(next(iter(LocalRows((path,)))).content)

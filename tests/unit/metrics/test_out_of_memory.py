@@ -147,13 +147,13 @@ def test_this_torch_has_the_private_functions_with_these_arguments():
 
 
 def test_data_that_fill_the_memory_get_no_advice_on_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("json.loads", fail)
+    monkeypatch.setattr(readers, "open_regular", fail)
     with pytest.raises(TrainingError) as caught, explain_out_of_memory(JobConfig()):
-        readers._load_json(b"{}")
-    assert "_load_json, titanlite/data/readers.py" in str(caught.value)
+        next(readers.READERS[".csv"].read(Path("x.csv"), 0, ()))
+    assert "_read_csv, titanlite/data/readers.py" in str(caught.value)
     assert "smaller rows and files (data.path)" in str(caught.value) and "activation_checkpoint" not in str(
         caught.value
     )
