@@ -257,14 +257,14 @@ def _limit_pixels(image: Any) -> None:
 
 
 def _to_rgb(image: Any) -> Any:
-    """The first frame, decoded."""
-    from PIL import Image
+    """The first frame, decoded, and turned as its EXIF data say, as transformers turns it at inference."""
+    from PIL import Image, ImageOps
 
     if image.mode.startswith("I;16"):  # Pillow would show all above 255 of 65535 as white
         return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
     if image.mode in ("I", "F"):
         raise ValueError(f"its pixels are numbers of 32 bits (mode {image.mode}) without a known range; convert it")
-    return image.convert("RGB")
+    return ImageOps.exif_transpose(image).convert("RGB")
 
 
 def read_image_rows(path: Path) -> list[ImageRow]:

@@ -16,6 +16,7 @@ import pytest
 import torch
 from PIL import Image
 from tiny_transformers import save_tiny_processor
+from transformers.image_utils import load_image as transformers_load_image
 
 from titanlite.data.images import ImageDataset, load_image, load_processor, read_image_rows
 from titanlite.errors import DataError
@@ -174,6 +175,14 @@ def test_color_spaces_and_animations_give_one_rgb_picture(tmp_path: Path) -> Non
         pictures.append(save(tmp_path, name, save_all=True, append_images=[blue], lossless=True)(red))
     for path in pictures:
         assert np.abs(pixels_of(path).astype(int) - [255, 0, 0]).max() <= 2, path.name
+
+
+def test_a_photograph_stands_upright_as_at_inference(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turn it by 90 degrees
+    photograph = Image.new("RGB", (16, 8), "red")
+    path = save(tmp_path, "x.png", exif=exif)(photograph)
+    assert load_image("row", path).size == (8, 16) == transformers_load_image(str(path)).size
 
 
 @pytest.mark.parametrize("ending", ["bmp", "gif", "jpg", "png", "tiff", "webp"])
