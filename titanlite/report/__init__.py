@@ -8,6 +8,7 @@ from pathlib import Path
 from titanlite.errors import TitanliteError
 from titanlite.report.page import render_page
 from titanlite.report.read import read_run
+from titanlite.run_files import replace_file
 
 _MOST_RUNS = 4
 
@@ -36,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         runs = [read_run(folder) for folder in (known.run, *known.compare)]
         page = render_page(runs)
         try:
-            output.write_text(page, encoding="utf-8")
+            replace_file(output, page)
         except OSError as error:
             raise TitanliteError(
                 f"report: cannot write {output}: {error.strerror or error}. Choose another file with --output."

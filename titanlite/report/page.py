@@ -8,7 +8,7 @@ import base64
 import hashlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from html import escape
 from importlib.resources import files
@@ -16,7 +16,7 @@ from importlib.resources import files
 from titanlite.report import tables
 from titanlite.report.charts import Chart, build_charts
 from titanlite.report.headline import compare_headlines, describe_end, get_headline
-from titanlite.report.read import Run
+from titanlite.report.read import CONFIG, ENVIRONMENT, PLAN, Run
 
 # Section -> its plots, by name; those that start with other_ follow the last of the first section.
 _SECTIONS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
@@ -108,12 +108,21 @@ def _sections(runs: Sequence[Run], charts: Sequence[Chart]) -> list[tuple[str, s
         found.append((name, title, body))
     return [
         *found,
-        ("plan", "Plan", tables.render_plan(run)),
-        ("configuration", "Configuration", tables.render_config(run)),
-        ("environment", "Environment", tables.render_environment(run)),
+        ("plan", "Plan", _render(run, PLAN, tables.render_plan)),
+        ("configuration", "Configuration", _render(run, CONFIG, tables.render_config)),
+        ("environment", "Environment", _render(run, ENVIRONMENT, tables.render_environment)),
         ("warnings", "Warnings", tables.render_warnings(run)),
         ("events", "Events", tables.render_events(run)),
     ]
+
+
+def _render(run: Run, name: str, render: Callable[[Run], str]) -> str:
+    """A section from a file with values of any kind."""
+    try:
+        return render(run)
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        run.problems.append(f"{name} is left out, for it has values of another kind ({error}).")
+        return ""
 
 
 def _figure(chart: Chart) -> str:

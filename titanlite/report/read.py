@@ -18,6 +18,7 @@ METRICS, EXPERT_LOAD, EVENTS = "metrics.jsonl", "expert_load.jsonl", "events.jso
 CONFIG, ENVIRONMENT, PLAN, LOG = "config.toml", "environment.json", "plan.json", "log.txt"
 _MOST_WARNINGS = 200
 _NAN = float("nan")
+_LAST_TIME_S = 2**36  # in the year 4147; the clock's functions refuse others
 
 
 @dataclass
@@ -107,7 +108,7 @@ def read_run(folder: Path) -> Run:
             f"its log for an error{_list(run.problems)}."
         )
     _read_load(run)
-    run.events = [event for event in _read_lines(folder / EVENTS, run.problems) if "kind" in event]
+    run.events = [event for event in _read_lines(folder / EVENTS, run.problems) if _is_event(event)]
     run.config = _read_toml(folder / CONFIG, run.problems)
     run.environment = _read_json(folder / ENVIRONMENT, run.problems) or {}
     run.plan = _read_json(folder / PLAN, run.problems)
@@ -243,13 +244,26 @@ def _drop_redone(run: Run, line: Mapping[str, Any], step: int) -> None:
 def _read_load(run: Run) -> None:
     for line in _read_lines(run.folder / EXPERT_LOAD, run.problems):
         step, rows = line.get("step"), line.get("tokens_per_expert")
-        if not isinstance(step, int) or not isinstance(rows, list) or not rows:
+        if not isinstance(step, int) or not _are_counts(rows):
             continue
         while run.loads and run.loads[-1][0] >= step:
             run.loads.pop()
         run.loads.append((step, rows))
         first = line.get("first_layer")
         run.first_layer = first if isinstance(first, int) else run.first_layer
+
+
+def _is_event(event: Mapping[str, Any]) -> bool:
+    time = event.get("time", 0)
+    return "kind" in event and isinstance(time, int | float) and 0 <= time < _LAST_TIME_S
+
+
+def _are_counts(rows: Any) -> bool:
+    return (
+        isinstance(rows, list)
+        and len(rows) > 0
+        and all(isinstance(row, list) and row and all(type(count) is int for count in row) for row in rows)
+    )
 
 
 def _read_json(path: Path, problems: list[str]) -> dict[str, Any] | None:

@@ -97,6 +97,12 @@ def test_what_is_beyond_a_limit_is_a_row_error(folder: Path, template: str, says
         render_chat(with_template(folder, template), CHAT)
 
 
+def test_training_does_not_render_a_template_with_a_power(folder: Path) -> None:
+    template = "{% for m in messages %}{{ m.content }}<eos>{% endfor %}{{ '' if tools else 0 * 9 ** 9 ** 2 }}"
+    (found,) = ExampleEncoder(with_template(folder, template), "messages", train_all=False).encode([{"messages": CHAT}])
+    assert isinstance(found, RowError) and "line 1 of the chat template has a power" in str(found)
+
+
 def test_unpacked_arguments_are_no_power() -> None:
     check_template("{{ f(**x) }}{{ f(1, **x) }}{# 2 ** 3 #}{{ '2 ** 3' }} 2 ** 3")
 

@@ -12,6 +12,8 @@ from report_run import EXPERTS, LAYERS, NASTY, write_run
 
 from titanlite.__main__ import main
 from titanlite.report.headline import format_count, format_duration
+from titanlite.report.page import render_page
+from titanlite.report.read import read_run
 
 
 def render(folder: Path, *arguments: str) -> str:
@@ -237,3 +239,37 @@ def test_durations_and_counts_read_well():
     texts = [format_duration(s) for s in (3.21, 42, 60, 185, 7443, 270_000)]
     assert texts == ["3.2 s", "42 s", "1 min", "3 min 5 s", "2 h 4 min", "3 d 3 h"]
     assert [format_count(x) for x in (1.26, 12345.4, 1_234_567, 2.5e9)] == ["1.3", "12,345", "1.23 M", "2.50 B"]
+
+
+VALUES = [None, "x", [], {}, [None], ["x"], True, 1e308, -1, 2**70, [[1, [2]]], {"a": {"b": 1}}, float("nan")]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=str)
+def test_values_of_any_kind_in_a_run_s_files_give_a_page(tmp_path: Path, value: object) -> None:
+    """The files may be damaged, or a stranger's."""
+    point = {"time": 1000.0, "loss/train": 3.0, "lr": 1e-3, "throughput/tokens_per_s": 1.0, "time/step_s": 0.1}
+    keys = ("step", "time", "loss/train", "moe/first_layer", "moe/layers", "eval/examples", "moe/load_max_over_mean")
+    lines = [point | {"step": 1}, *(point | {"step": 2, key: value} for key in keys), point | {"step": 3}]
+    plan = dict.fromkeys(("tensors", "read_bytes", "memory", "rank"), value)
+    files = {
+        "metrics.jsonl": lines,
+        "events.jsonl": [dict.fromkeys(("kind", "time", "step", "text"), value), {"kind": "start", "time": value}],
+        "expert_load.jsonl": [{"step": 1, "tokens_per_expert": rows} for rows in (value, [value], [[value]])],
+        "plan.json": [plan],
+        "environment.json": [dict.fromkeys(("git", "packages", "gpus", "machine", "versions"), value)],
+    }
+    for name, content in files.items():
+        (tmp_path / name).write_text("".join(json.dumps(line) + "\n" for line in content))
+    (tmp_path / "config.toml").write_text(f"[a]\nb = {'[' * 3000}\n")
+    page = render_page([read_run(tmp_path)])
+    assert "<main>" in page and "config.toml cannot be read" in page
+    plan["tensors"] = [dict.fromkeys(("name", "shape", "local_bytes", "count"), value)]
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    assert "<main>" in render_page([read_run(tmp_path)])
+
+
+def test_a_page_replaces_no_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time": 1.0, "loss/train": 1.0}\n')
+    (tmp_path / "null").symlink_to("/dev/null")
+    assert main(["report", str(tmp_path), "--output", str(tmp_path / "null")]) == 2
+    assert "it is a device, not a regular file" in capsys.readouterr().err and (tmp_path / "null").is_symlink()
