@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from titanlite.errors import TitanliteError
 from titanlite.run_files import check_regular, open_regular, parse_json, read_json, read_regular
@@ -258,7 +258,7 @@ def _is_event(event: Mapping[str, Any]) -> bool:
     return "kind" in event and isinstance(time, int | float) and 0 <= time < _LAST_TIME_S
 
 
-def _are_counts(rows: Any) -> bool:
+def _are_counts(rows: Any) -> TypeGuard[list[list[int]]]:
     return (
         isinstance(rows, list)
         and len(rows) > 0
