@@ -100,7 +100,10 @@ def open_console(*, goes_on: bool) -> None:
 
 def raw_output() -> TextIO:
     """Standard output for what draws on the terminal: colors and bars, and no text that was not escaped."""
-    return getattr(sys.stdout, "raw_stream", sys.stdout)
+    stream = sys.stdout
+    while (inner := getattr(stream, "raw_stream", None)) is not None:  # a bar may be in between
+        stream = inner
+    return stream
 
 
 class _RankFormatter(logging.Formatter):

@@ -10,6 +10,7 @@ from typing import Self, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from titanlite.logger import Console as EscapingConsole
 from titanlite.logger import logger, raw_output
 
 _SLOW_RANK = 1.3
@@ -89,7 +90,9 @@ class ProgressBar:
 
     def __enter__(self) -> Self:
         stdout = sys.stdout
+        self._streams = sys.stdout, sys.stderr
         self._progress.start()
+        sys.stdout, sys.stderr = (EscapingConsole(stream, goes_on=True) for stream in (sys.stdout, sys.stderr))  # type: ignore[assignment]
         # The bar replaces sys.stdout by a proxy that prints above it; handlers made earlier hold the old stream.
         for handler in logger.handlers:
             if isinstance(handler, logging.StreamHandler) and handler.stream is stdout:
@@ -102,6 +105,7 @@ class ProgressBar:
             handler.setStream(stream)
         self._handler_streams.clear()
         self._progress.stop()
+        sys.stdout, sys.stderr = self._streams
 
     def show(self, step: int, values: Mapping[str, float]) -> None:
         """Redraw the bar with the values of one log step, keyed by metric name."""

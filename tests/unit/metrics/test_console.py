@@ -80,3 +80,13 @@ def test_bar_fits_a_terminal_of_100_columns_and_log_lines_scroll_above_it(monkey
     bars = [line for line in lines if "step 50/300" in line]
     assert any("loss 4.8123 lr 1.0e-03 grad norm 0.91 12,345 tok/s MFU 41% 0:08:20" in line for line in bars)
     assert any(line.rstrip().endswith("a line of the log") and "step" not in line for line in lines)
+
+
+def test_text_above_the_bar_is_spelled_out_too():
+    file, before = io.StringIO(), (sys.stdout, sys.stderr)
+    with ProgressBar(3, Console(file=file, force_terminal=True, width=80)) as bar:
+        print("evil \x1b[31m\x9b text")
+        print("also \x1b[31m there", file=sys.stderr)
+        bar.show(1, VALUES)
+    assert "evil \\x1b[31m\\x9b text" in file.getvalue() and "also \\x1b[31m there" in file.getvalue()
+    assert (sys.stdout, sys.stderr) == before
