@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -106,7 +107,8 @@ class RankServer:
     def launch(self, *arguments: str, pids: Path | None = None) -> Launched:
         """`python -m titanlite.launch ARGUMENTS`, with its output and that of its ranks in one pipe.
 
-        `pids` is a folder for `launcher.pid` and those of the ranks, should several be launched.
+        `pids` is a folder for `launcher.pid` and those of the ranks, should several be launched; temporary folders
+        are in the folder around it.
         """
         deadline = time.monotonic() + 120
         while not Path(self.address).exists():
@@ -120,6 +122,7 @@ class RankServer:
                 "PYTHONUNBUFFERED": "1",
                 "OMP_NUM_THREADS": "1",
                 PIDS: str(pids or self.folder),
+                **({"TMPDIR": str(pids.parent)} if pids else {}),
             },
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -180,6 +183,7 @@ def _child(arguments: list[str], environment: dict[str, str], fds: list[int], fo
     os.dup2(fds[1], 2)
     os.environ.clear()
     os.environ.update(environment)
+    tempfile.tempdir = None  # the server's own
     module, rest = arguments[arguments.index("-m") + 1], arguments[arguments.index("-m") + 2 :]
     pids = Path(os.environ[PIDS])
     if module == "titanlite.launch":
