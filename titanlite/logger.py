@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -167,6 +168,13 @@ def setup_logger() -> None:
         logger.addHandler(_FileHandler())
     logger.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING)
     logger.propagate = False
+
+
+@cache
+def warn_once(text: str) -> None:
+    """Log a warning, on rank 0 and once per process, however often it is found."""
+    if os.environ.get("RANK", "0") == "0":
+        logger.warning("%s", text)
 
 
 def log_to_folder(folder: Path) -> None:

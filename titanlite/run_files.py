@@ -8,7 +8,7 @@ import errno
 import json
 import os
 import stat
-from collections import deque
+from collections import Counter, deque
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
@@ -77,11 +77,20 @@ def read_regular(path: str | Path, most_bytes: int | None = None) -> bytes:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """`json.loads`, where nesting that is too deep is a ValueError like any other fault."""
+    """`json.loads`, where nesting that is too deep, and a name that an object has twice, are ValueErrors."""
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_unique)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object whose names differ; of two equal ones some readers take the first, others the last."""
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        counts = Counter(name for name, _ in pairs)
+        raise ValueError(f"it has {', '.join(ascii(name) for name, count in counts.items() if count > 1)} twice")
+    return table
 
 
 def read_json(path: str | Path) -> Any:

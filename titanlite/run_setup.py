@@ -359,6 +359,12 @@ def build_on_meta(job: JobConfig, model_config: AnyModelConfig, dims: ParallelDi
         ConfigError: patterns that name nothing, or transformers cannot build the model. The same on all ranks.
     """
     model = build_model(model_config, base_dtype(job, device.type))  # on meta: shapes only
+    if isinstance(model_config, ModelConfig) and model_config.pad_token_id is not None:
+        logger.info(
+            "model: looking up token %d has no gradient, as in transformers: it is pad_token_id in config.json. "
+            "Remove it there to train that row.",
+            model_config.pad_token_id,
+        )
     apply_lora(model, job.lora, getattr(torch, job.training.dtype))
     if job.lora.base_dtype in BLOCK_SIZES:
         encode_weights(model, job.lora.base_dtype)

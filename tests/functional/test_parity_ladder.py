@@ -8,14 +8,18 @@ and of up to 2e-6 in the weights.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 import titanlite.optim.matrix_exchange
+from tests.functional.conftest import full_tensors
 from titanlite.config.parallelism import Degrees
 from titanlite.data import build_data
+from titanlite.trainer import Trainer
 
 STEPS = 5
 RELATIVE_TOLERANCE = 1e-5  # 30 times what was measured
@@ -366,6 +370,25 @@ def test_pieces_of_sequences_train_like_one_process(compare, mesh):
 )
 def test_pieces_of_sequences_beside_everything_else_train_like_one_process(compare, mesh, family, overrides):
     compare(mesh, family, *overrides, accumulate=mesh != "CP4")
+
+
+def test_the_row_of_the_padding_is_trained_on_no_mesh(checked, run_ranks, meshes):
+    """`pad_token_id` of a frequent token, in the second half of the rows: its embedding begins and stays at 0."""
+    for degrees in (Degrees(), meshes["TP2xFSDP2"]):
+        job = checked(degrees, *FAMILIES["qwen3_bias"], "--model.overrides.tie_word_embeddings=false")
+        _, loader = build_data(job.job, 0, 1)
+        tokens = torch.cat([batch.tokens.flatten() for batch in loader.micro_batches(0)])
+        padding = int(tokens[tokens >= job.model_config.vocab_size // 2].mode().values)
+        config = replace(job.model_config, pad_token_id=padding)
+        weight = run_ranks(degrees.world_size, partial(embedding_after_two_steps, job.job, config, job.degrees))[0]
+        assert not weight[padding].any() and weight[padding - 1].any()
+
+
+def embedding_after_two_steps(job, config, degrees):
+    trainer = Trainer(job, config, degrees)
+    for step in range(2):
+        trainer.train_step(trainer.loader.micro_batches(step))
+    return full_tensors(trainer.model)["model.embed_tokens.weight"]
 
 
 def test_ladder_measures_something(reference):

@@ -111,6 +111,8 @@ def read_json(path: Path, where: str) -> dict[str, Any]:
         raise CheckpointError(f"{where}: {path.name} {error}.") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{where}: {path.name} is not a JSON object.")
+    if isinstance(value, Table) and value.twice is not None:
+        raise CheckpointError(f"{where}: {path.name} has the name '{shown(value.twice)}' twice.")
     return value
 
 

@@ -88,6 +88,12 @@ class ModelConfig:
     v_head_dim: int = size("With latent attention, width of a value head.", 0)
     rope_interleave: bool = size("With latent attention, neighbours are rotated, not halves.", False)
     tie_word_embeddings: bool = size("lm_head shares the embedding's weight.", False)
+    # Not part of a model's identity: saved configurations name the tokenizer's padding, whatever a run did with it.
+    pad_token_id: int | None = field(
+        default=None,
+        compare=False,
+        metadata={"doc": "Row of the embedding without a gradient, as in transformers.", "override": False},
+    )
     initializer_range: float = size("Standard deviation of the initial weights.", 0.02)
     num_experts: int = size("Experts per MoE layer (E); 0 makes every layer dense.", 0)
     top_k: int = size("Experts per token.", 8)

@@ -118,7 +118,10 @@ def _vocab_parallel_embedding(module: Embedding, tokens_BS: torch.Tensor, *, sta
     weight_VD = local_tensor(module.weight)
     local_BS = tokens_BS - start
     mine_BS = (local_BS >= 0) & (local_BS < weight_VD.shape[0])
-    x_BSD = F.embedding(local_BS.where(mine_BS, 0), weight_VD) * mine_BS.unsqueeze(-1)
+    padding = None if module.padding_idx is None else module.padding_idx - start
+    if padding is not None and not 0 <= padding < weight_VD.shape[0]:
+        padding = None
+    x_BSD = F.embedding(local_BS.where(mine_BS, 0), weight_VD, padding) * mine_BS.unsqueeze(-1)
     return reduce_scatter(x_BSD, _SEQUENCE_DIM, group)
 
 

@@ -73,7 +73,9 @@ class Backbone(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, std=config.initializer_range)
+        self.embed_tokens = Embedding(
+            config.vocab_size, config.hidden_size, std=config.initializer_range, padding_idx=config.pad_token_id
+        )
         self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary_emb = RotaryEmbedding(config)

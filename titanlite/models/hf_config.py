@@ -9,8 +9,9 @@ from typing import Any
 from titanlite.config.model import AnyModelConfig, TransformersConfig
 from titanlite.config.schema import JobConfig
 from titanlite.config.sources import get_sources
-from titanlite.errors import ConfigError
+from titanlite.errors import ConfigError, raise_problems
 from titanlite.logger import logger
+from titanlite.models.families.limits import find_absurd
 from titanlite.models.hf_objects import build_config
 
 _SHOWN_CHARS = 80
@@ -121,6 +122,7 @@ def load_config_and_class(hf: Mapping[str, Any], where: str) -> tuple[Any, type]
             f"{where}: model_type '{model_type}' has neither a native decoder nor a class in transformers {version}. "
             "Correct it, or install a newer transformers."
         )
+    raise_problems(ConfigError, where, list(find_absurd(hf)))
 
     def build(table: Mapping[str, Any]) -> Any:
         return build_config({**table, "model_type": model_type})

@@ -59,22 +59,25 @@ class Linear(nn.Linear):
 
 
 class Embedding(nn.Embedding):
-    """Token embedding, weight (V, D), initialized N(0, std)."""
+    """Token embedding, weight (V, D), initialized N(0, std).
+
+    The lookup of `padding_idx`, if there is one, has no gradient, and from scratch its row is 0, as in transformers.
+    """
 
     weight: nn.Parameter  # pyright: ignore[reportIncompatibleVariableOverride]
 
-    def __init__(self, vocab_size: int, hidden_size: int, *, std: float) -> None:
-        super().__init__(vocab_size, hidden_size)
+    def __init__(self, vocab_size: int, hidden_size: int, *, std: float, padding_idx: int | None = None) -> None:
+        super().__init__(vocab_size, hidden_size, padding_idx)
         self.std = std
 
     def reset_parameters(self) -> None:
         """Nothing: values come from `declare_sources`."""
 
     def declare_sources(self) -> dict[str, Source]:
-        return {"weight": Init(Normal(std=self.std))}
+        return {"weight": Init(Normal(std=self.std, zero_row=self.padding_idx))}
 
     def forward(self, tokens_BS: torch.Tensor) -> torch.Tensor:
-        return F.embedding(tokens_BS, local_tensor(self.weight))
+        return F.embedding(tokens_BS, local_tensor(self.weight), self.padding_idx)
 
 
 class RMSNorm(nn.Module):

@@ -22,6 +22,7 @@ from titanlite.config.model import TransformersConfig
 from titanlite.errors import ConfigError
 from titanlite.materialize.sources import Source
 from titanlite.models.decoder import LossSums
+from titanlite.models.families.limits import MOST_PARAMETERS
 from titanlite.models.hf_cache import TransformersCache
 from titanlite.models.hf_config import load_config_and_class
 from titanlite.models.hf_experts import replace_unaligned_experts
@@ -314,8 +315,16 @@ def build_transformers(config: TransformersConfig, dtype: torch.dtype = torch.fl
     try:
         with torch.device("meta"), _quiet():
             model: Any = build_from_config(cls, hf_config, dtype)
-    except (TypeError, ValueError, KeyError, ImportError) as error:
-        raise ConfigError(f"model: transformers cannot build {config.architecture}: {error}") from None
+    except Exception as error:  # noqa: BLE001 - its classes divide by sizes, and multiply them
+        text = (str(error).splitlines() or [""])[0]
+        raise ConfigError(
+            f"model: transformers cannot build {config.architecture}: {type(error).__name__}: {text}"
+        ) from None
+    if (total := sum(param.numel() for param in model.parameters())) > MOST_PARAMETERS:
+        raise ConfigError(
+            f"model: {config.architecture} would have {total:.3g} parameters, more than {MOST_PARAMETERS:.3g}. Correct "
+            "the sizes in its config.json."
+        )
     _keep_in_float32(model, dtype)
     for target, source in model.all_tied_weights_keys.items():
         _tie(model, target, source)

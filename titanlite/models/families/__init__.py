@@ -34,7 +34,8 @@ __all__ = [
     "resolve_model_config",
 ]
 
-_WITHOUT_EFFECT_ON_WEIGHTS = {"initializer_range", "max_position_embeddings"}
+# Saved configurations name the tokenizer's padding, whether or not the run that saved them gave it a gradient.
+_WITHOUT_EFFECT_ON_WEIGHTS = {"initializer_range", "max_position_embeddings", "pad_token_id"}
 
 
 @cache
@@ -192,7 +193,7 @@ def _apply_overrides(config: ModelConfig, overrides: Mapping[str, Any]) -> Model
         if key not in expressible and value != getattr(config, key)
     ]
     config = replace(config, **overrides)
-    raise_problems(ConfigError, "model", [*problems, *check_model_config(config)])
+    raise_problems(ConfigError, "model", [*problems, *families()[config.family].check(config)])
     return config
 
 

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from titanlite.config.model import ModelConfig, RopeScaling
 from titanlite.models.families.dots1 import FAMILY as DOTS1
-from titanlite.models.families.family import DEBUG_SIZES, Family
+from titanlite.models.families.family import DEBUG_SIZES, GROUP_RULES, Family
+from titanlite.models.families.keys import COMMON_DECLARED, HEADS, MOE_DECLARED, Key
 
 _DEEPSEEK = ModelConfig(
     family="deepseek_v3",
@@ -42,16 +43,30 @@ FAMILY = Family(
         "rope_interleave": "rope_interleave",
     },
     fixed={"qk_norm": False, "score_func": "sigmoid"},
-    defaults={
-        **DOTS1.defaults,
-        "norm_topk_prob": True,
-        "num_dense_layers": 3,
-        "num_shared_experts": 1,
-        "num_expert_groups": 8,
-        "num_limited_groups": 4,
-        "routed_scaling_factor": 2.5,
-        "rope_interleave": True,
+    declared={
+        **COMMON_DECLARED,
+        **MOE_DECLARED,
+        "num_key_value_heads": Key("int | None", 128, HEADS),
+        "n_routed_experts": Key("int"),
+        "n_shared_experts": Key("int", 1),
+        "num_experts_per_tok": Key("int | None", 8),
+        "first_k_dense_replace": Key("int | None", 3),
+        "n_group": Key("int | None", 8),
+        "topk_group": Key("int | None", 4),
+        "norm_topk_prob": Key("bool | None", True, False),
+        "routed_scaling_factor": Key("float", 2.5),
+        "kv_lora_rank": Key("int"),
+        "q_lora_rank": Key("int | None", null=None),
+        "qk_nope_head_dim": Key("int"),
+        "qk_rope_head_dim": Key("int"),
+        "v_head_dim": Key("int | None"),
+        "rope_interleave": Key("bool | None", True, False),
+        "attention_dropout": Key("float | int | None", 0.0),
+        "pretraining_tp": Key("int | None"),
+        "num_mtp_layers": Key("int"),
+        "num_nextn_predict_layers": Key("int | None"),
     },
+    rules=GROUP_RULES,
     # DeepSeek's own code and serving engines look at these; the decoder has no other.
     required={"topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",), "moe_layer_freq": (1,)},
     mtp_key="num_nextn_predict_layers",

@@ -4,7 +4,8 @@ Sigmoid scores, a selection bias per expert, group-limited top-k, shared experts
 """
 
 from titanlite.config.model import ModelConfig
-from titanlite.models.families.family import COMMON_KEYS, DEBUG_SIZES, MOE_KEYS, Family
+from titanlite.models.families.family import COMMON_KEYS, DEBUG_SIZES, GROUP_RULES, MOE_KEYS, Family
+from titanlite.models.families.keys import COMMON_DECLARED, MOE_DECLARED, Key
 
 FAMILY = Family(
     name="dots1",
@@ -20,16 +21,22 @@ FAMILY = Family(
         "routed_scaling_factor": "routed_scaling_factor",
     },
     fixed={"qk_norm": True, "score_func": "sigmoid"},
-    defaults={
-        "attention_bias": False,
-        "tie_word_embeddings": False,
-        "initializer_range": 0.02,
-        "norm_topk_prob": False,
-        "num_dense_layers": 0,
-        "num_expert_groups": 1,
-        "num_limited_groups": 1,
-        "routed_scaling_factor": 1.0,
+    declared={
+        **COMMON_DECLARED,
+        **MOE_DECLARED,
+        "n_routed_experts": Key("int | None"),
+        "n_shared_experts": Key("int | None"),
+        "num_experts_per_tok": Key("int | None"),
+        "first_k_dense_replace": Key("int | None", 0),
+        "n_group": Key("int | None", 1),
+        "topk_group": Key("int | None", 1),
+        "norm_topk_prob": Key("bool | None", False, False),
+        "routed_scaling_factor": Key("float", 1.0),
+        "attention_dropout": Key("float | int | None", 0.0),
+        "sliding_window": Key("int | None", 4096),
+        "max_window_layers": Key("int | None", 62),
     },
+    rules=GROUP_RULES,
     required={
         "sliding_window": (None,),
         # Serving engines and llama.cpp look at these; transformers' class has no other. Early folders name the method.

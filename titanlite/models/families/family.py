@@ -1,13 +1,24 @@
 """`Family`: the table that ties a model family to its Hugging Face configuration and checkpoint keys."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from titanlite.config.model import ModelConfig, RopeScaling
+from titanlite.config.model import ModelConfig
 from titanlite.errors import ConfigError, raise_problems
+from titanlite.logger import warn_once
+from titanlite.models.families.keys import (
+    COMMON_DECLARED,
+    MISSING,
+    Key,
+    find_contradictions,
+    find_infinite,
+    find_other_loss,
+    get_padding_row,
+    show,
+)
 from titanlite.models.families.limits import check_model_config
-from titanlite.models.families.rope import PARTIAL, NotNativeError, read_rope, rope_table, rope_to_hf
+from titanlite.models.families.rope import PARTIAL, NotNativeError, Rope, read_rope, rope_table, rope_to_hf
 
 # ModelConfig field -> Hugging Face key, where all families agree.
 COMMON_KEYS: Mapping[str, str] = {
@@ -44,12 +55,25 @@ DEBUG_SIZES: Mapping[str, Any] = {
 KEY_ALIASES: Mapping[str, str] = {"num_experts": "num_local_experts", "n_routed_experts": "num_local_experts"}
 # ModelConfig fields whose 0 is written null, as a config.json has what is not there.
 NONE_IS_ZERO = {"q_lora_rank"}
-# Features that every config.json may ask for and the decoder lacks.
+# What every config.json may ask for and the decoder does not have.
 UNIVERSALLY_REQUIRED: Mapping[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
-    "attention_dropout": (0, None),
-    "is_causal": (True, None),
+    "attention_dropout": (0, 0.0, None),
+    "is_causal": (True,),
+    "per_layer_config": (None,),
 }
+# Of families whose router chooses groups first, by the best two scores of each, even where there is one group.
+GROUP_RULES: Sequence[tuple[Callable[[ModelConfig], bool], str]] = (
+    (
+        lambda config: config.num_experts >= 2 * config.num_expert_groups,
+        "num_experts ({num_experts}) is less than 2 for each of num_expert_groups ({num_expert_groups}), which "
+        "transformers' router needs.",
+    ),
+    (
+        lambda config: config.num_shared_experts > 0,
+        "num_shared_experts ({num_shared_experts}) is not positive, which transformers' class demands.",
+    ),
+)
 QUANTIZATION_PROBLEM = (
     "quantization_config: of quantized weights only FP8 with a scale per block (quant_method 'fp8' with a "
     "weight_block_size of two numbers) can be read."
@@ -66,8 +90,12 @@ class Family:
         keys: ModelConfig field -> Hugging Face config key.
         presets: sizes by flavor.
         fixed: ModelConfig fields that the family does not configure.
-        defaults: ModelConfig fields for keys that a config.json may leave out.
-        required: Hugging Face keys that, if present, must have one of these values: the decoder has no other.
+        declared: every key that transformers' class declares, with its kind, its default, and what null means.
+        partial_rotary: the same for `partial_rotary_factor`, which may stand in the rotary table; with a default of 1.0
+            the family does not support another value.
+        required: Hugging Face keys that, if present, must have one of these values: the decoder has no other. The first
+            one is written.
+        rules: what must hold for a configuration of this family, and the text of the problem if it does not.
         mtp_key: Hugging Face key that counts the layers for multi-token prediction behind the last one; those are
             left out, and 0 is written. None if the architecture has none.
         expert_bias_key: name of the router's bias buffer in checkpoints; None if the architecture has none.
@@ -78,70 +106,58 @@ class Family:
     keys: Mapping[str, str]
     presets: Mapping[str, ModelConfig]
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+    declared: Mapping[str, Key] = field(default_factory=lambda: COMMON_DECLARED)
+    partial_rotary: Key = field(default=Key("float | int | None", 1.0, 1.0))
     required: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    rules: Sequence[tuple[Callable[[ModelConfig], bool], str]] = ()
     mtp_key: str | None = None
     expert_bias_key: str | None = None
 
     def from_hf(self, hf: Mapping[str, Any], where: str) -> ModelConfig:
         """Sizes from a Hugging Face configuration; `where` names it in errors.
 
+        Warns of entries of the rotary table that have no effect, and of a balance loss that transformers would add.
+
         Raises:
             NotNativeError: it asks for something that the decoder cannot express.
-            ConfigError: a key is missing or of a wrong type.
+            ConfigError: a key is missing, of a wrong kind, or contradicts another one.
         """
-        lacking: list[str] = []
-        problems: list[str] = []
-        for key, allowed in {**UNIVERSALLY_REQUIRED, **self.required}.items():
-            if key in hf and hf[key] not in allowed:
-                wanted = " or ".join(repr(value) for value in allowed)
-                lacking.append(f"{key} = {hf[key]!r} is not supported by the native decoder, only {wanted} is.")
-        if not is_readable_quantization(hf.get("quantization_config")):
-            lacking.append(QUANTIZATION_PROBLEM)
-        if set(hf.get("layer_types") or []) - {"full_attention"}:
-            lacking.append("layer_types has other entries than 'full_attention', which the native decoder lacks.")
-        values: dict[str, Any] = {**self.defaults, **self.fixed, "family": self.name}
-        for ours, theirs in self.keys.items():
-            value = hf.get(theirs, hf.get(KEY_ALIASES.get(theirs, "")))
-            if value is None and ours in NONE_IS_ZERO and theirs in hf:
-                value = 0
-            if value is not None:
-                values[ours] = value
-                kind = _FIELD_KINDS[ours]
-                if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-                    problems.append(f"{theirs} = {value!r} is of the wrong type.")
-        values.setdefault("num_kv_heads", values.get("num_heads"))
-        has_own_width = self.keys.get("head_dim") == "head_dim"
-        if (
-            has_own_width
-            and "head_dim" not in values
-            and {"hidden_size", "num_heads"} <= values.keys()
-            and not problems + lacking
-        ):
-            values["head_dim"] = values["hidden_size"] // max(values["num_heads"], 1)
-        problems += [
-            f"{theirs} is missing."
-            for ours, theirs in self.keys.items()
-            if ours not in values and not (ours == "head_dim" and has_own_width)
-        ]
+        problems = self._find_wrong_kinds(hf)
+        lacking = self._find_lacking(hf)
+        values: dict[str, Any] = {**self.fixed, "family": self.name}
+        if not problems:
+            problems += find_contradictions(hf)
+            values["pad_token_id"] = get_padding_row(hf)
+            values |= {ours: self._read(theirs, hf) for ours, theirs in self.keys.items()}
+            problems += [
+                f"{self.keys[name]} = 0 is not positive; null leaves it out."
+                for name in NONE_IS_ZERO & values.keys()
+                if values[name] == 0
+            ]
+            values |= {name: 0 for name in NONE_IS_ZERO & values.keys() if values[name] is None}
+        rope = Rope()
         try:
-            rope = rope_table(hf)
-            values["rope_theta"], values["rope_scaling"] = read_rope(hf, rope)
-            values |= self._partial_rotary(hf, rope)
-            scaling: RopeScaling | None = values["rope_scaling"]
-            is_other = scaling is not None and scaling.rope_type != "yarn"
-            if is_other and "kv_lora_rank" in self.keys and rope.get("mscale_all_dim"):
-                raise NotNativeError("mscale_all_dim is supported by the native decoder with rope_type 'yarn' alone.")
+            rope = read_rope(hf, self.partial_rotary, is_latent="kv_lora_rank" in self.keys)
         except NotNativeError as error:
             lacking.append(str(error))
         except ConfigError as error:
             problems.append(str(error))
         raise_problems(ConfigError if problems else NotNativeError, where, [*lacking, *problems])
+        values |= {"rope_theta": rope.theta, "rope_scaling": rope.scaling, PARTIAL: rope.partial}
         config = ModelConfig(**values)
         if config.head_dim % 2 == 0 and config.rotary_dim % 2:
             raise NotNativeError(f"{where}: {PARTIAL} rotates {config.rotary_dim} of {config.head_dim}, an odd number.")
-        raise_problems(ConfigError, where, check_model_config(config))
+        raise_problems(ConfigError, where, self.check(config))
+        for text in [*rope.without_effect, *find_other_loss(hf)]:
+            warn_once(f"{where}: {text}")
         return config
+
+    def check(self, config: ModelConfig) -> list[str]:
+        """Contradictions inside `config`, and what transformers' class of this family refuses; one message each."""
+        problems = check_model_config(config)
+        if problems:
+            return problems
+        return [text.format(**vars(config)) for holds, text in self.rules if not holds(config)]
 
     def to_hf(self, config: ModelConfig, original: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """The Hugging Face configuration of `config`, as keyword arguments of the family's config class.
@@ -153,22 +169,65 @@ class Family:
         hf |= {self.keys[ours]: None for ours in NONE_IS_ZERO & self.keys.keys() if not getattr(config, ours)}
         hf |= {key: allowed[0] for key, allowed in self.required.items()}
         rope = {"rope_theta": config.rope_theta, **rope_to_hf(config.rope_scaling, rope_table(original or {}))}
-        if PARTIAL in self.defaults:
+        if self.partial_rotary.default != 1.0 or PARTIAL in (original or {}):
             rope[PARTIAL] = config.partial_rotary_factor
         if self.mtp_key is not None:
             hf[self.mtp_key] = 0
+        if config.pad_token_id is not None:
+            hf["pad_token_id"] = config.pad_token_id
         return hf | {"rope_parameters": rope, "architectures": [self.architecture]}
 
-    def _partial_rotary(self, hf: Mapping[str, Any], table: Mapping[str, Any]) -> dict[str, float]:
-        """What the configuration says of the rotated part of a head; families with a default for it may have one."""
-        partial = table.get(PARTIAL, hf.get(PARTIAL))
-        if partial is None:
-            return {}
-        if isinstance(partial, bool) or not isinstance(partial, int | float):
-            raise ConfigError(f"{PARTIAL} = {partial!r} is not a number.")
-        if partial != 1.0 and PARTIAL not in self.defaults:
-            raise NotNativeError(f"{PARTIAL} = {partial} is not supported by the native decoder, only 1.0 is.")
-        return {PARTIAL: float(partial)}
+    def _read(self, key: str, hf: Mapping[str, Any]) -> Any:
+        """The value of `key`, which may stand under its other name."""
+        alias = KEY_ALIASES.get(key, "")
+        return self.declared[key].read(key, {key: hf[alias], **hf} if alias in hf else hf)
+
+    def _find_wrong_kinds(self, hf: Mapping[str, Any]) -> list[str]:
+        """Keys whose values transformers refuses, or cannot compute with."""
+        problems = list(find_infinite(hf))
+        for key, declared in self.declared.items():
+            is_read, alias = key in self.keys.values(), KEY_ALIASES.get(key, "")
+            if key in hf:
+                problem = declared.find_problem(key, hf[key])
+                if problem is None and is_read and hf[key] is None and declared.null is MISSING:
+                    problem = f"{key} = null: transformers' model cannot compute with it. Give its value."
+                problems += [problem] if problem else []
+            elif is_read and declared.default is MISSING and alias not in hf:
+                problems.append(f"{key} is missing.")
+            if key in hf and alias in hf and hf[key] != hf[alias]:
+                problems.append(f"{key} = {show(hf[key])}, but {alias} = {show(hf[alias])}. Give one.")
+        return problems
+
+    def _find_lacking(self, hf: Mapping[str, Any]) -> list[str]:
+        """What the decoder does not have, one message each."""
+        lacking = []
+        for key, allowed in {**UNIVERSALLY_REQUIRED, **self.required}.items():
+            value = hf.get(key, allowed[0])
+            if key not in hf and key in self.declared and self.declared[key].default is not MISSING:
+                value = self.declared[key].default
+            if any(type(value) is type(one) and value == one for one in allowed):
+                continue
+            if key == "sliding_window" and self._has_full_attention(hf):
+                continue
+            wanted = " or ".join(repr(one) for one in allowed)
+            default = "" if key in hf else ", which transformers takes where the key is missing,"
+            lacking.append(f"{key} = {value!a}{default} is not supported by the native decoder, only {wanted} is.")
+        if not is_readable_quantization(hf.get("quantization_config")):
+            lacking.append(QUANTIZATION_PROBLEM)
+        types = hf.get("layer_types")
+        if isinstance(types, list) and any(kind != "full_attention" for kind in types):
+            lacking.append("layer_types has other entries than 'full_attention', which the native decoder lacks.")
+        return lacking
+
+    def _has_full_attention(self, hf: Mapping[str, Any]) -> bool:
+        """True if a sliding window that `hf` has is used by none of its layers."""
+        first = self.declared.get("max_window_layers")
+        if first is None:
+            return False
+        if hf.get("layer_types") is not None:
+            return True  # looked at by themselves
+        first, count = hf.get("max_window_layers", first.default), hf.get("num_hidden_layers")
+        return type(first) is int and type(count) is int and first >= count
 
 
 def is_readable_quantization(quantization: Any) -> bool:
@@ -179,9 +238,3 @@ def is_readable_quantization(quantization: Any) -> bool:
         return False
     block = quantization.get("weight_block_size", [128, 128])
     return isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)
-
-
-_FIELD_KINDS: Mapping[str, Any] = {
-    f.name: {int: int, float: (int, float), bool: bool, str: str}.get(f.type, object)  # type: ignore[call-overload]
-    for f in fields(ModelConfig)
-}

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from titanlite.config.model import ModelConfig
 from titanlite.models.families.dots1 import FAMILY as DOTS1
-from titanlite.models.families.family import DEBUG_SIZES, Family
+from titanlite.models.families.family import DEBUG_SIZES, GROUP_RULES, Family
+from titanlite.models.families.keys import COMMON_DECLARED, MOE_DECLARED, Key
 
 _GLM = ModelConfig(
     family="glm4_moe",
@@ -29,15 +30,23 @@ FAMILY = Family(
     architecture="Glm4MoeForCausalLM",
     keys={**DOTS1.keys, "qk_norm": "use_qk_norm"},
     fixed={"score_func": "sigmoid", "attention_output_bias": False},
-    defaults={
-        **DOTS1.defaults,
-        "num_kv_heads": 8,
-        "norm_topk_prob": True,
-        "num_dense_layers": 1,
-        "num_shared_experts": 1,
-        "qk_norm": False,
-        "partial_rotary_factor": 0.5,
+    declared={
+        **COMMON_DECLARED,
+        **MOE_DECLARED,
+        "num_key_value_heads": Key("int", 8),
+        "n_routed_experts": Key("int"),
+        "n_shared_experts": Key("int", 1),
+        "first_k_dense_replace": Key("int", 1),
+        "n_group": Key("int", 1),
+        "topk_group": Key("int", 1),
+        "norm_topk_prob": Key("bool", True),
+        "routed_scaling_factor": Key("float", 1.0),
+        "use_qk_norm": Key("bool", False),
+        "num_mtp_layers": Key("int"),
+        "num_nextn_predict_layers": Key("int | None"),
     },
+    partial_rotary=Key("float | int | None", 0.5, 1.0),
+    rules=GROUP_RULES,
     mtp_key="num_nextn_predict_layers",
     expert_bias_key="e_score_correction_bias",
     presets={

@@ -1,12 +1,22 @@
-"""Contradictions inside a `ModelConfig`."""
+"""Contradictions inside a `ModelConfig`, and sizes that no machine could hold, of any model."""
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from titanlite.config.model import ModelConfig
+from titanlite.models.families.keys import show
 from titanlite.models.families.rope import check_rope_scaling
 
 
 def check_model_config(config: ModelConfig) -> list[str]:
     """Contradictions inside `config`, one message each."""
-    problems = []
+    problems = [
+        f"{name} = {getattr(config, name)} is more than {most}."
+        for name, most in _MOST.items()
+        if not getattr(config, name) <= most  # nan too
+    ]
     for name in _POSITIVE + (_POSITIVE_MOE if config.num_experts else ()):
         if getattr(config, name) <= 0:
             problems.append(f"{name} = {getattr(config, name)} is not positive.")
@@ -34,6 +44,8 @@ def check_model_config(config: ModelConfig) -> list[str]:
                 f"num_kv_heads ({config.num_kv_heads}) is not num_heads ({config.num_heads}), which latent attention "
                 "makes keys and values for."
             )
+    if config.pad_token_id is not None and not 0 <= config.pad_token_id < config.vocab_size:
+        problems.append(f"pad_token_id ({config.pad_token_id}) is not less than vocab_size ({config.vocab_size}).")
     if config.rope_scaling is not None:
         problems += check_rope_scaling(config.rope_scaling, config.rope_theta)
     if config.num_experts > 0:
@@ -49,7 +61,62 @@ def check_model_config(config: ModelConfig) -> list[str]:
                 f"top_k ({config.top_k}) is more than the experts in {config.num_limited_groups} of {groups} groups "
                 f"({config.num_experts // groups * config.num_limited_groups})."
             )
-    return problems
+    return problems or _find_too_large(config)
+
+
+def _find_too_large(config: ModelConfig) -> list[str]:
+    """Tensors and totals whose sizes are each possible, but not their product; one message each."""
+    heads = ("num_heads", "num_kv_heads") if not config.kv_lora_rank else ("num_heads",)
+    width = config.qk_head_dim + config.qk_nope_head_dim + config.v_head_dim
+    tensors = [("vocab_size", "hidden_size"), ("intermediate_size", "hidden_size")]
+    if config.num_experts:
+        tensors.append(("num_experts", "moe_intermediate_size", "hidden_size"))
+        tensors.append(("num_shared_experts", "moe_intermediate_size", "hidden_size"))
+    counts = {" * ".join(names): math.prod(getattr(config, name) for name in names) for names in tensors}
+    counts |= {
+        f"{name} * the width of a head * hidden_size": getattr(config, name) * width * config.hidden_size
+        for name in heads
+    }
+    found = [
+        f"{text} = {count:.3g}: no tensor may have more than {MOST_ELEMENTS:.3g} elements."
+        for text, count in counts.items()
+        if count > MOST_ELEMENTS
+    ]
+    total = config.num_layers * sum(counts.values())
+    if not found and total > MOST_PARAMETERS:
+        found.append(
+            f"num_layers = {config.num_layers} layers of these sizes have about {total:.3g} parameters, more than "
+            f"{MOST_PARAMETERS:.3g}."
+        )
+    return found
+
+
+# A hundred times what the largest models have; beyond, sizes overflow, and layers take minutes to be described.
+MOST_ELEMENTS, MOST_PARAMETERS = 2**40, 2**50
+_MOST: Mapping[str, float] = {
+    "vocab_size": 2**24,
+    "hidden_size": 2**20,
+    "num_layers": 4096,
+    "num_heads": 2**16,
+    "num_kv_heads": 2**16,
+    "head_dim": 2**16,
+    "intermediate_size": 2**24,
+    "max_position_embeddings": 2**31,
+    "kv_lora_rank": 2**20,
+    "q_lora_rank": 2**20,
+    "qk_nope_head_dim": 2**16,
+    "v_head_dim": 2**16,
+    "num_experts": 2**16,
+    "top_k": 2**16,
+    "moe_intermediate_size": 2**24,
+    "num_shared_experts": 2**10,
+    "num_dense_layers": 2**31,
+    # The norm of nothing: hidden states would vanish beside the epsilon.
+    "rms_norm_eps": 1.0,
+    "initializer_range": 1.0,
+    "rope_theta": 1e15,
+    "routed_scaling_factor": 1e6,
+}
 
 
 _POSITIVE = (
@@ -65,3 +132,39 @@ _POSITIVE = (
     "rope_theta",
 )
 _POSITIVE_MOE = ("top_k", "moe_intermediate_size")
+
+
+def find_absurd(hf: Mapping[str, Any], path: str = "") -> Iterator[str]:
+    """Sizes in `hf` that no model has, before transformers makes lists of such lengths; numbers that are not finite.
+
+    Lists may hold infinities: some state-space models bound their time steps by them.
+    """
+    for key, value in hf.items():
+        name = f"{path}{key}"
+        if isinstance(value, Mapping):
+            yield from find_absurd(value, f"{name}.")
+        if isinstance(value, float) and not math.isfinite(value):
+            yield f"{name} = {show(value)} is not a finite number."
+        for number in value if isinstance(value, list) else [value]:
+            most = next((most for pattern, most in _MOST_OF if re.search(pattern, str(key))), None)
+            if type(number) is int and most is not None and abs(number) > most:
+                yield f"{name} = {show(number)} is more than {most}."
+    layers, experts = (
+        max((value for key, value in hf.items() if type(value) is int and re.search(pattern, str(key))), default=0)
+        for pattern in (_LAYERS, _EXPERTS)
+    )
+    if layers <= 4096 and experts <= 2**16 and layers * experts > _MOST_EXPERTS:
+        yield f"{path}{layers} layers of {experts} experts have {layers * experts} in all, more than {_MOST_EXPERTS}."
+
+
+_LAYERS, _EXPERTS = r"^(?!max_|first_)\w*layers?$|^depths?$", r"experts$"
+_MOST_EXPERTS = 2**20
+# What transformers makes modules, lists or tables of, then widths, whose products torch bounds.
+_MOST_OF = (
+    (_LAYERS, 4096),
+    (_EXPERTS, 2**16),
+    (r"^num_labels$", 2**16),
+    (r"^max_position_embeddings$|^n_positions$|^n_ctx$|^max_\w*_positions$", 2**27),
+    (r"vocab|size|dim|heads|rank|^d_|_d$|channels|groups|width", 2**24),
+    (r"^num_|^n_|_freq$|_step$|_interval$|window|length", 2**31),
+)

@@ -2,6 +2,7 @@
 
 from titanlite.config.model import ModelConfig, RopeScaling
 from titanlite.models.families.family import COMMON_KEYS, DEBUG_SIZES, Family
+from titanlite.models.families.keys import COMMON_DECLARED, HEADS, SHARE, Key
 
 
 def _llama3(
@@ -30,7 +31,20 @@ FAMILY = Family(
     architecture="LlamaForCausalLM",
     keys=COMMON_KEYS,
     fixed={"qk_norm": False},
-    defaults={"attention_bias": False, "tie_word_embeddings": False, "initializer_range": 0.02},
+    declared={
+        **COMMON_DECLARED,
+        "num_key_value_heads": Key("int | None", HEADS, HEADS),
+        "head_dim": Key("int | None", SHARE, SHARE),
+        "attention_dropout": Key("int | float | None", 0.0),
+        "mlp_bias": Key("bool"),
+        "pretraining_tp": Key("int | None"),
+    },
+    rules=(
+        (
+            lambda config: config.hidden_size % config.num_heads == 0,
+            "hidden_size ({hidden_size}) is no multiple of num_heads ({num_heads}), as transformers demands.",
+        ),
+    ),
     required={"mlp_bias": (False,)},
     presets={
         "debug": ModelConfig(

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from titanlite.config.model import ModelConfig
 from titanlite.models.families.family import COMMON_KEYS, DEBUG_SIZES, Family
+from titanlite.models.families.keys import COMMON_DECLARED, WINDOW_DECLARED
 
 _QWEN2 = ModelConfig(family="qwen2", qk_norm=False, attention_bias=True, attention_output_bias=False)
 
@@ -38,7 +39,7 @@ FAMILY = Family(
     architecture="Qwen2ForCausalLM",
     keys={ours: theirs for ours, theirs in COMMON_KEYS.items() if ours != "attention_bias"},
     fixed={"qk_norm": False, "attention_bias": True, "attention_output_bias": False},
-    defaults={"tie_word_embeddings": False, "initializer_range": 0.02},
+    declared={**COMMON_DECLARED, **WINDOW_DECLARED},
     required={"use_sliding_window": (False,)},
     presets={
         "debug": replace(_QWEN2, **DEBUG_SIZES),

@@ -2,6 +2,7 @@
 
 from titanlite.config.model import ModelConfig
 from titanlite.models.families.family import COMMON_KEYS, DEBUG_SIZES, Family
+from titanlite.models.families.keys import COMMON_DECLARED, WINDOW_DECLARED, Key
 
 
 def _qwen3(hidden: int, layers: int, heads: int, inner: int, *, tied: bool) -> ModelConfig:
@@ -20,7 +21,7 @@ FAMILY = Family(
     architecture="Qwen3ForCausalLM",
     keys=COMMON_KEYS,
     fixed={"qk_norm": True},
-    defaults={"head_dim": 128, "attention_bias": False, "tie_word_embeddings": False, "initializer_range": 0.02},
+    declared={**COMMON_DECLARED, **WINDOW_DECLARED, "head_dim": Key("int", 128)},
     required={"use_sliding_window": (False,)},
     presets={
         "debug": ModelConfig(

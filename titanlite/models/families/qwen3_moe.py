@@ -2,18 +2,24 @@
 
 from titanlite.config.model import ModelConfig
 from titanlite.models.families.family import COMMON_KEYS, DEBUG_SIZES, MOE_KEYS, Family
+from titanlite.models.families.keys import COMMON_DECLARED, MOE_DECLARED, Key
 
 FAMILY = Family(
     name="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
     keys={**COMMON_KEYS, **MOE_KEYS, "num_experts": "num_experts"},
     fixed={"qk_norm": True, "score_func": "softmax"},
-    defaults={
-        "head_dim": 128,
-        "attention_bias": False,
-        "tie_word_embeddings": False,
-        "initializer_range": 0.02,
-        "norm_topk_prob": False,
+    declared={
+        **COMMON_DECLARED,
+        **MOE_DECLARED,
+        "num_key_value_heads": Key("int", 4),
+        "num_experts": Key("int"),
+        "norm_topk_prob": Key("bool", False),
+        "router_aux_loss_coef": Key("float"),
+        "decoder_sparse_step": Key("int"),
+        "mlp_only_layers": Key("list[int] | None"),
+        "use_sliding_window": Key("bool", False),
+        "sliding_window": Key("int | None", 4096),
     },
     required={"use_sliding_window": (False,), "decoder_sparse_step": (1,), "mlp_only_layers": ([], None)},
     presets={

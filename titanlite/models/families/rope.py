@@ -1,66 +1,142 @@
 """Rotary embeddings in a Hugging Face config.json: base, scaling, and the rotated part of a head."""
 
-import math
+import difflib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from titanlite.config.model import ROPE_FIELDS, RopeScaling
 from titanlite.errors import ConfigError
+from titanlite.models.families.keys import MISSING, Key, show
 
 PARTIAL = "partial_rotary_factor"
 _ORIGINAL_LENGTH = "original_max_position_embeddings"
+_TYPE, _OLD_TYPE = "rope_type", "type"
+_NEWER, _OLDER = "rope_parameters", "rope_scaling"
+# Labels under which transformers 5 nests one table for each kind of layer.
+_MOST = 1e10
+_LAYER_KINDS = ("full_attention", "sliding_attention", "chunked_attention", "linear_attention")
 
 
 class NotNativeError(ConfigError):
     """A sound config.json that asks for something that the native decoder lacks; transformers may have it."""
 
 
+@dataclass(frozen=True)
+class Rope:
+    """Rotary embeddings as transformers 5 understands a config.json.
+
+    Attributes:
+        theta: base of the frequencies.
+        scaling: scaling of the frequencies, if any.
+        partial: part of each head that is rotated.
+        without_effect: sentences about the entries of the table that transformers passes over.
+    """
+
+    theta: float = 10000.0  # transformers' default
+    scaling: RopeScaling | None = None
+    partial: float = 1.0
+    without_effect: tuple[str, ...] = ()
+
+
 def rope_table(hf: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`rope_parameters`, or the older `rope_scaling`."""
-    table = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    if not isinstance(table, Mapping):
-        raise ConfigError(f"rope_parameters or rope_scaling = {table!r} is not a table.")
-    return table
+    """The older `rope_scaling`, which counts where it has entries, or `rope_parameters`."""
+    for name in (_OLDER, _NEWER):
+        if hf.get(name) is not None and not isinstance(hf[name], Mapping):
+            raise ConfigError(f"{name} = {show(hf[name])} is not a table.")
+    return hf.get(_OLDER) or hf.get(_NEWER) or {}
 
 
-def read_rope(hf: Mapping[str, Any], table: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
-    """Base and scaling, from `table` or from the older `rope_theta`.
+def read_rope(hf: Mapping[str, Any], partial: Key, *, is_latent: bool) -> Rope:
+    """The rotary embeddings of `hf`, whichever form it has.
+
+    Args:
+        hf: a configuration.
+        partial: what the family says of `partial_rotary_factor`; only one with another default than 1 supports it.
+        is_latent: the family has latent attention, whose softmax scale YaRN changes.
 
     Raises:
         NotNativeError: something the decoder lacks.
-        ConfigError: a value that is no number.
+        ConfigError: a value of a wrong kind, or two forms that contradict each other.
     """
-    theta = next((t for t in (table.get("rope_theta"), hf.get("rope_theta")) if t is not None), None)
-    if theta is None and "rope_theta" in hf:
-        raise ConfigError("rope_theta = null is not a number.")
-    theta = 10000.0 if theta is None else theta  # transformers' default where a config.json does not say
-    rope_type: Any = table.get("rope_type", table.get("type", "default"))
+    table = rope_table(hf)
+    rope = _read_table(hf, table, partial, is_latent)
+    if hf.get(_OLDER) and hf.get(_NEWER):
+        other = _read_table(hf, hf[_NEWER], partial, is_latent)
+        ours, theirs = ((one.theta, one.scaling, one.partial) for one in (rope, other))
+        if ours != theirs:
+            raise ConfigError(
+                f"{_OLDER} = {show(table)} and {_NEWER} = {show(hf[_NEWER])} contradict each other, or a key next to "
+                "them. Keep one of them."
+            )
+    return rope
+
+
+def _read_table(hf: Mapping[str, Any], table: Mapping[str, Any], partial: Key, is_latent: bool) -> Rope:
+    name = next((name for name in (_OLDER, _NEWER) if hf.get(name) is table), _NEWER)
+    nested = [key for key, value in table.items() if isinstance(value, Mapping) or key in _LAYER_KINDS]
+    if nested:
+        raise NotNativeError(
+            f"{name}: {', '.join(map(show, nested))}: the native decoder has one table for all layers, not several."
+        )
+    rope_type: Any = table.get(_TYPE, table.get(_OLD_TYPE, "default"))
+    if not isinstance(rope_type, str):
+        raise ConfigError(f"{name}: {_TYPE} = {show(rope_type)} is not a text.")
     if rope_type != "default" and rope_type not in ROPE_FIELDS:
         raise NotNativeError(
-            f"rope_type '{rope_type}' is not supported by the native decoder, only {', '.join(ROPE_FIELDS)}."
+            f"rope_type {rope_type!a} is not supported by the native decoder, only {', '.join(ROPE_FIELDS)}."
         )
-    needed, optional = ROPE_FIELDS.get(rope_type, ((), ()))
+    theta = _get_number(hf, table, name, "rope_theta", Rope.theta)
+    scaling = _read_scaling(hf, table, rope_type)
+    if scaling is not None and is_latent and table.get("mscale_all_dim"):
+        if scaling.rope_type != "yarn":
+            raise NotNativeError("mscale_all_dim is supported by the native decoder with rope_type 'yarn' alone.")
+        if table.get("factor") is None:
+            raise ConfigError(f"{name}: factor = null: with mscale_all_dim transformers needs its value.")
+    rotated = _get_number(hf, table, name, PARTIAL, MISSING)
+    if rotated is MISSING:
+        rotated = partial.read(PARTIAL, hf)
+    if rotated != 1.0 and partial.default == 1.0:
+        raise NotNativeError(f"{PARTIAL} = {rotated} is not supported by the native decoder, only 1.0 is.")
+    return Rope(float(theta), scaling, float(rotated), tuple(_find_without_effect(table, name, rope_type)))
+
+
+def _get_number(hf: Mapping[str, Any], table: Mapping[str, Any], name: str, key: str, default: Any) -> Any:
+    """The number `key` of the table, or that next to it; null next to it says nothing if it is not needed."""
+    for source, prefix, may_be_null in ((table, f"{name}: ", False), (hf, "", key in table or default is MISSING)):
+        value = source.get(key, MISSING)
+        if value is not MISSING and not _is_number(value) and not (value is None and may_be_null):
+            raise ConfigError(f"{prefix}{key} = {show(value)} is not a number.")
+    value = table.get(key, hf.get(key))
+    return default if value is None else value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _read_scaling(hf: Mapping[str, Any], table: Mapping[str, Any], rope_type: str) -> RopeScaling | None:
+    if rope_type == "default":
+        return None
+    needed, optional = ROPE_FIELDS[rope_type]
     values: dict[str, Any] = {key: table.get(key) for key in needed}
-    if _ORIGINAL_LENGTH in needed and hf.get(_ORIGINAL_LENGTH) is not None:
-        values[_ORIGINAL_LENGTH] = hf[_ORIGINAL_LENGTH]  # counts for transformers where both are there
-    if _ORIGINAL_LENGTH in needed and values[_ORIGINAL_LENGTH] is None:
-        values[_ORIGINAL_LENGTH] = hf.get("max_position_embeddings")
+    if _ORIGINAL_LENGTH in needed:  # next to the table it counts for more than in it
+        values[_ORIGINAL_LENGTH] = hf.get(
+            _ORIGINAL_LENGTH, table.get(_ORIGINAL_LENGTH, hf.get("max_position_embeddings"))
+        )
     if rope_type == "yarn" and values["factor"] is None and "factor" in table:
         values["factor"] = _get_length_ratio(hf, values[_ORIGINAL_LENGTH])
     values |= {key: table[key] for key in optional if table.get(key) is not None}
     if "truncate" in optional and "truncate" in table and table["truncate"] is None:
         values["truncate"] = False  # as transformers takes it
-    numbers = {"rope_theta": theta} | {key: value for key, value in values.items() if key != "truncate"}
-    wrong = [
-        f"{k} = {v!r}"
-        for k, v in numbers.items()
-        if not isinstance(v, int | float) or isinstance(v, bool) or not math.isfinite(v)
-    ]
+    wrong = [f"{key} = {show(value)}" for key, value in values.items() if key != "truncate" and not _is_number(value)]
     if wrong:
         raise ConfigError(f"rotary embedding of type '{rope_type}': {', '.join(wrong)} is not a number.")
     if not isinstance(values.get("truncate", True), bool):
-        raise ConfigError(f"rotary embedding of type '{rope_type}': truncate = {values['truncate']!r} is not a bool.")
-    return float(theta), RopeScaling(**{"rope_type": rope_type, **values}) if values else None
+        raise ConfigError(
+            f"rotary embedding of type '{rope_type}': truncate = {show(values['truncate'])} is not a bool."
+        )
+    return RopeScaling(**{"rope_type": rope_type, **values})
 
 
 def _get_length_ratio(hf: Mapping[str, Any], original: Any) -> Any:
@@ -68,6 +144,24 @@ def _get_length_ratio(hf: Mapping[str, Any], original: Any) -> Any:
     longest = hf.get("max_position_embeddings")
     lengths = [length for length in (longest, original) if type(length) is int and length > 0]
     return lengths[0] / lengths[1] if len(lengths) == 2 else None
+
+
+def _find_without_effect(table: Mapping[str, Any], name: str, rope_type: str) -> list[str]:
+    """Sentences about the entries that transformers passes over: of another type, or of none."""
+    needed, optional = ROPE_FIELDS.get(rope_type, ((), ()))
+    known = {_TYPE, _OLD_TYPE, "rope_theta", PARTIAL, *needed, *optional}
+    found, extra = [], []
+    if table.get(_OLD_TYPE, rope_type) != rope_type:
+        found.append(f"{name}: type = {show(table[_OLD_TYPE])} has no effect next to rope_type = '{rope_type}'.")
+    for key in sorted(table.keys() - known):
+        types = [kind for kind, fields in ROPE_FIELDS.items() if key in fields[0] + fields[1]]
+        close = difflib.get_close_matches(key, known, n=1, cutoff=0.7)
+        hint = f" (only for {', '.join(types)})" if types else f" (did you mean '{close[0]}'?)" if close else ""
+        extra.append(f"{show(key)}{hint}")
+    if extra:
+        why = "" if _TYPE in table or _OLD_TYPE in table else ": there is no rope_type, so nothing is scaled"
+        found.append(f"{name}: {', '.join(extra)} has no effect for rope_type '{rope_type}'{why}.")
+    return found
 
 
 def rope_to_hf(scaling: RopeScaling | None, original: Mapping[str, Any]) -> dict[str, Any]:
@@ -91,6 +185,11 @@ def check_rope_scaling(scaling: RopeScaling, theta: float) -> list[str]:
         f"rope_scaling.{name} = {value} is not positive."
         for name in positive
         if (value := getattr(scaling, name)) is not None and value <= 0
+    ]
+    problems += [
+        f"rope_scaling.{name} = {value} is not between {-_MOST} and {_MOST}."
+        for name, value in vars(scaling).items()
+        if isinstance(value, int | float) and not -_MOST <= value <= _MOST  # nan too
     ]
     if problems or scaling.rope_type == "linear":
         return problems
