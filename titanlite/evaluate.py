@@ -117,6 +117,7 @@ class Evaluator:
         model_config: AnyModelConfig,
         dims: ParallelDims,
         device: torch.device,
+        end_ids: Sequence[int] = (),
     ) -> None:
         self._section, self._tokenizer, self._dims, self._device = job.evaluation, tokenizer, dims, device
         self.name, self._scorer = get_scorer(self._section.scorer)
@@ -141,7 +142,7 @@ class Evaluator:
         )
         self._vocab_size = min(count_ids(tokenizer), model_config.vocab_size)
         self._eos_token_ids = sorted(
-            {*get_eos_token_ids(tokenizer, assets_folder(job)), *get_end_of_turn_ids(tokenizer)}
+            {*get_eos_token_ids(tokenizer, assets_folder(job)), *(end_ids or get_end_of_turn_ids(tokenizer))}
         )
 
     def is_due(self, step: int, last: bool) -> bool:
@@ -234,4 +235,5 @@ def build_evaluator(
     if not job.evaluation.enable:
         return None
     prompts = build_evaluation_prompts(job, dataset, tokenizer)
-    return Evaluator(job, prompts, tokenizer, model_config, dims, device)
+    ends = get_end_of_turn_ids(tokenizer, dataset)
+    return Evaluator(job, prompts, tokenizer, model_config, dims, device, ends)

@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import nn
 
 from titanlite.checkpoint.folder import read_json
-from titanlite.data.readers import RowError
-from titanlite.data.row_limits import render_chat
+from titanlite.data.dataset import TrainDataset
+from titanlite.data.mixture import get_stop_token_ids
 from titanlite.distributed import ParallelDims, all_reduce_sum
 from titanlite.errors import CheckpointError, ConfigError, raise_problems
 from titanlite.logger import logger
@@ -299,24 +299,18 @@ def get_eos_token_ids(tokenizer: Any, folder: Path | None = None) -> list[int]:
     return sorted(found)
 
 
-def get_end_of_turn_ids(tokenizer: Any) -> list[int]:
-    """The special token that the tokenizer's chat template writes behind an assistant's message, if it has one.
+def get_end_of_turn_ids(tokenizer: Any, dataset: TrainDataset | None = None) -> list[int]:
+    """Tokens that answers of chats end with: those that the answers of `dataset` end with, if it knows any.
 
-    A base model's `eos_token_id` often is another one, and a model that was tuned on chats ends its turns with this.
+    Otherwise the special token that ends an answer of the tokenizer's chat template, if it has one. A base model's
+    `eos_token_id` often is another one.
     """
-    if not getattr(tokenizer, "chat_template", None):
-        return []
-    from jinja2 import TemplateError  # comes with transformers' chat templates
+    if collected := get_stop_token_ids(dataset):
+        return collected
+    from titanlite.data.chat import get_end_token
 
-    mark = "an answer"
-    messages = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": mark}]
-    try:
-        text = render_chat(tokenizer, messages)
-    except (TemplateError, TypeError, KeyError, RowError):
-        return []  # it wants more than every chat has; what ends a text is then in generation_config.json alone
-    behind: list[int] = tokenizer.encode(text.rpartition(mark)[2], add_special_tokens=False)
-    special = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
-    return behind[:1] if behind and behind[0] in special else []
+    token = get_end_token(tokenizer)
+    return [] if token is None else [token]
 
 
 def generate_sample(

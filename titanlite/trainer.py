@@ -164,7 +164,8 @@ class Trainer(TrainStep):
     def build(self, model_config: AnyModelConfig) -> tuple[AnyModel, Plan]:
         """The sharded model to train, and its plan, once it is known that it can be saved. Collective."""
         model = build_on_meta(self.job, model_config, self.dims, self.device)
-        ends = [] if self.loader.dataset.form == "text" else get_end_of_turn_ids(self.tokenizer)  # of a chat's answers
+        dataset = self.loader.dataset
+        ends = [] if dataset.form == "text" else get_end_of_turn_ids(self.tokenizer, dataset)
         self.checkpointer.prepare(model, self.tokenizer, ends)
         plan = self.fill(model, self.checkpointer.weight_sources(model))
         check_layout(self.job, plan)

@@ -14,6 +14,7 @@ Format = Literal["auto", "messages", "prompt_completion", "text", "preference"]
 TrainOn = Literal["assistant", "all"]
 TooLong = Literal["error", "cut", "drop", "split"]
 BadRows = Literal["error", "skip"]
+DroppedParts = Literal["error", "warn"]
 
 
 def setting(default: Any, doc: str) -> Any:
@@ -427,6 +428,21 @@ class DataSection:
     )
     chat_template: str = setting(
         "", "Jinja file with a chat template to use, and save, in place of the tokenizer's own."
+    )
+    chat_template_kwargs: str = setting(
+        "",
+        "Arguments of the chat template for all rows, as a JSON object or a TOML table ({enable_thinking = false}); "
+        "those of a row go before them. Saved with every checkpoint.",
+    )
+    chat_date: str = setting(
+        "",
+        "What a chat template takes for today (YYYY-MM-DD). Empty: the day on which the run began, also where it is "
+        "resumed.",
+    )
+    dropped_parts: DroppedParts = setting(
+        "error",
+        "Parts of a chat that its template does not show, such as a tool, an argument of a call or a thought: refuse "
+        "the row, or count them and warn.",
     )
     tokenizer_path: str = setting(
         "",

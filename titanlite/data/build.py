@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from titanlite.config.parallelism import resolve_global_batch_size
 from titanlite.config.schema import DataSection, JobConfig
@@ -204,10 +204,27 @@ def _load_example_tokenizer(data: DataSection) -> "PreTrainedTokenizerFast":
             'data: dataset = "examples" needs a tokenizer, but data.tokenizer_path is empty and model.hf_assets_path '
             "has no tokenizer.json. Set one of them to the folder of the model to fine-tune."
         )
+    from titanlite.data.chat_template import set_arguments
+
     tokenizer = load_tokenizer(data.tokenizer_path)
     if data.chat_template:
         tokenizer.chat_template = _read_template(data.chat_template)
+    if arguments := get_template_arguments(data):
+        if not tokenizer.chat_template:
+            raise DataError("data.chat_template_kwargs: the tokenizer has no chat template. Set data.chat_template.")
+        tokenizer.chat_template = set_arguments(tokenizer.chat_template, arguments)
     return tokenizer
+
+
+def get_template_arguments(data: DataSection) -> dict[str, Any]:
+    """The arguments of the chat template in `data.chat_template_kwargs`."""
+    from titanlite.data.forms import parse_object
+    from titanlite.data.readers import RowError
+
+    try:
+        return parse_object(data.chat_template_kwargs or {}, "data.chat_template_kwargs")
+    except RowError as error:
+        raise DataError(str(error)) from None
 
 
 def _get_padding(tokenizer: "PreTrainedTokenizerFast") -> int:

@@ -1,266 +1,332 @@
 """Chats through the tokenizer's own template, and which part of the text is an answer.
 
-An answer is what the model writes at inference: everything after the prompt that the template makes of the messages
-before it, with the generation prompt, up to the end-of-turn token. A template is a program; what it does with a
-message can be known only by running it. So each turn is rendered twice, as prompt and as done, and compared with the
-whole conversation:
+**One turn is trained as inference will produce it.** Its prompt is `apply_chat_template(messages before it,
+add_generation_prompt=True)`; the trained text is what the finished turn shows after that prompt, up to and including
+the token that ends it. A template is a program: what it does with a message is known only by running it. So the turn
+is rendered with other texts in its place, and the texts are compared:
 
-1. A template with `{% generation %}` marks says itself what the assistant wrote.
-2. Else, where every done turn is a beginning of the whole, one example holds all answers.
-3. A template that rewrites history (Qwen3 leaves out the thoughts of earlier turns) never shows the model the whole
-   conversation with all answers in it: one example per answer, each as the model meets it.
-4. Where a done turn does not begin with its prompt, the model would learn to answer a prompt that it never gets: an
-   error.
+- **Start**: the prompt. A closed empty thought that the generation prompt adds and the finished turn does not show
+  belongs to the prompt; any other difference is an error, because inference would never ask for this answer.
+- **End**: the first special token that the finished turn, and the same turn followed by a message, show alike. Where
+  there is none, the first token of the message that follows.
+- **Loss**: a part (a call, an argument, a tool) whose replacement does not change the text is an error.
+
+What replacements show is kept per kind of message, so that most rows are rendered twice: as prompt and finished.
 """
 
-import json
 import re
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
-from jinja2.exceptions import TemplateError
-
-from titanlite.data.forms import Chat
+from titanlite.data.chat_frame import Frame, FrameFinder
+from titanlite.data.chat_parts import PROBES, Part, get_common_start, get_parts, get_shape, get_tool_parts
+from titanlite.data.chat_template import REMEDY, ChatTemplate, Marks, Messages
+from titanlite.data.forms import Chat, set_arguments_as_text
 from titanlite.data.readers import RowError
-from titanlite.data.row_limits import check_template
 from titanlite.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-# Bits of a token: the loss is taken on it, and it is part of an answer. They differ where all tokens are trained.
-TRAINED, ANSWER = 1, 2
+# Bits of a token: the loss is taken on it; it is part of an answer; it ends an answer.
+TRAINED, ANSWER, END = 1, 2, 4
+# Kinds of `ChatRenderer.counts` that are worth a warning; the last begins several.
+NO_END = "answers without an end"
+SPELLED = "texts that spell special tokens of the chat template"
+DROPPED = "parts dropped by the template: "
 
-_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-# What a template can raise: its own raise_exception, and what its expressions do with a value they did not expect.
-_TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
-_REMEDY = "Correct the row, or give another template with data.chat_template."
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Text that is tokenized by itself, with `flags` for each of its tokens."""
-
-    text: str
-    flags: int
+_LONG = 500  # characters of an answer that is more than marks
+_INDEX = re.compile(r"\[.*?\]|, .*")
 
 
 @dataclass(frozen=True)
-class Tokens:
-    """Text that is tokenized already: ids and flags of each token."""
+class Turn:
+    """One answer as inference produces it: the model gets `prompt` and writes `body` and `end`.
 
-    ids: list[int]
-    flags: list[int]
+    `marks` are the places in `body` that the template marks with {% generation %}; None: all of it.
+    """
+
+    prompt: str
+    body: str
+    end: str
+    marks: tuple[tuple[int, int], ...] | None = None
+
+    @cached_property
+    def text(self) -> str:
+        """Prompt and answer."""
+        return self.prompt + self.body + self.end
 
 
-Rendered = list[Piece] | Tokens
+@dataclass(frozen=True)
+class Conversation:
+    """The turns to train on. `joined` is True if each turn's prompt begins with the turn before.
+
+    `whole` is the finished conversation.
+    """
+
+    turns: list[Turn]
+    joined: bool
+    whole: str
 
 
 class ChatRenderer:
-    """Renders chats with the template of `tokenizer`; `train_all` trains every token and not only the answers.
+    """Renders chats with the template of `tokenizer`.
 
-    `num_open_turns` counts answers without a special token at their end.
+    Args:
+        train_all: every token is trained, not only the answers.
+        warn_of_dropped: parts that the template drops are counted instead of refused.
+        date: what templates take for today, as ISO text; empty: today.
+
+    `counts` are numbers of chats or answers by what is worth saying about them.
     """
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerFast", *, train_all: bool) -> None:
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerFast",
+        *,
+        train_all: bool = False,
+        warn_of_dropped: bool = False,
+        date: str = "",
+    ) -> None:
         self.tokenizer = tokenizer
+        self._template = ChatTemplate(tokenizer, date)
         self.train_all = train_all
-        self.num_open_turns = 0
-        special = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
-        # Longest first, so that <|end|> is not found inside <|im_end|>.
-        ends = "|".join(re.escape(token) for token in sorted(special, key=lambda token: (-len(token), token)) if token)
-        self._turn_end = re.compile(rf"(?:{ends})(?=\s*\Z)") if ends else None
+        self.warn_of_dropped = warn_of_dropped
+        self.counts: Counter[str] = Counter()
+        self._finder = FrameFinder(tokenizer)
+        self._frames: dict[object, Frame] = {}
+        self._lost: dict[object, tuple[int, ...]] = {}
+        self._as_text: dict[object, bool] = {}
 
-    def render(self, chat: Chat) -> list[Rendered]:
-        """The examples of one chat: one, or one per answer if the template rewrites history.
+    def render_prompt(self, chat: Chat) -> str:
+        """The text that the model gets at inference to answer all messages of `chat`.
 
         Raises:
             DataError: the tokenizer has no chat template.
-            RowError: the template fails, drops a message, or shows answers after another prompt than at inference; or
+            RowError: the template fails.
+        """
+        chat = self._prepare(chat)
+        return self._apply(chat, chat.messages, prompt=True)[0]
+
+    def render(self, chat: Chat) -> Conversation:
+        """The answers of one chat, each as inference produces it.
+
+        Raises:
+            DataError: the tokenizer has no chat template.
+            RowError: the template fails, drops a part, or shows an answer after another prompt than at inference; or
                 the chat has no answer.
         """
-        turns = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
-        answers = [i for i in turns if i >= chat.answers_from and i not in chat.untrained]
+        answers = [
+            i
+            for i, message in enumerate(chat.messages)
+            if message["role"] == "assistant" and i >= chat.answers_from and i not in chat.untrained
+        ]
         if not answers and not self.train_all:
             raise RowError("no trained token", "there is no message of the assistant to train on. Remove the row.")
         if answers and answers[0] == 0:
-            text = "the first message is the assistant's, so it answers nothing. Put a user's message before it."
+            text = (
+                "the first message is the assistant's, so it answers nothing. Put a user's message before it, or give "
+                'it "weight": 0.'
+            )
             raise RowError("no prompt", text)
-        template = self._get_template(chat)
-        whole = self._apply(chat, len(chat.messages))
-        self._check_tools(chat, template, whole)
-        _check_messages(chat, whole)
-        if _GENERATION.search(template):
-            return [self._render_marked(chat, whole, turns, answers)]
-
-        spans: list[tuple[int, str]] = []  # (characters of the prompt, prompt and answer)
+        chat = self._prepare(chat)
+        shapes = [get_shape(message) for message in chat.messages]
+        keys = [self._get_key(chat, shapes, i, i in answers) for i in range(len(shapes))]
+        turns = []
+        done = ""
         for i in answers:
-            prompt = self._apply(chat, i, add_generation_prompt=True)
-            done = whole if i + 1 == len(chat.messages) else self._apply(chat, i + 1)
-            if not done.startswith(prompt):
-                raise _wrong_prompt(i, prompt, done)
-            answer = done[len(prompt) :]
-            self._check_answer(chat.messages[i], i, answer)
-            spans.append((len(prompt), prompt + self._cut_answer(answer)))
-        if all(whole.startswith(done) for _, done in spans):
-            return [self._split(whole, [(start, len(done)) for start, done in spans])]
-        if self.train_all:  # the whole conversation as the template shows it; only its last answer is one to compare
-            last = [(start, len(done)) for start, done in spans if whole.startswith(done)]
-            return [self._split(whole, last[-1:])]
-        return [self._split(done, [(start, len(done))]) for start, done in spans]
+            turn, done = self._find_turn(chat, i, keys[i])
+            turns.append(turn)
+        whole = done if answers and answers[-1] == len(shapes) - 1 else self._apply(chat, chat.messages)[0]
+        self._check_parts(chat, keys, answers)
+        joined = all(after.prompt.startswith(turn.text) for turn, after in pairwise(turns))
+        return Conversation(turns, joined, whole)
 
-    def _split(self, text: str, spans: list[tuple[int, int]]) -> list[Piece]:
-        """Pieces of `text`, answers in `spans` (characters, in order). What follows the last answer is kept."""
-        other = TRAINED if self.train_all else 0
-        pieces, place = [], 0
-        for start, stop in spans:
-            pieces += [Piece(text[place:start], other), Piece(text[start:stop], TRAINED | ANSWER)]
-            place = stop
-        pieces.append(Piece(text[place:], other))
-        return [piece for piece in pieces if piece.text]
+    def count_spelled(self, text: str) -> None:
+        """Count a text that spells special tokens of the template: a chat that was rendered before, most likely."""
+        self.counts.update([SPELLED] if any(token in text for token in self._spelled) else [])
 
-    def _cut_answer(self, answer: str) -> str:
-        """`answer` up to its end-of-turn token: the newline behind it is the template's, the model stops before."""
-        found = self._turn_end.search(answer) if self._turn_end else None
-        if found is None:
-            self.num_open_turns += 1
-            return answer
-        return answer[: found.end()]
+    @cached_property
+    def _spelled(self) -> list[str]:
+        """Special tokens that the template spells; without one, all but those that begin and end any text."""
+        template = str(self.tokenizer.chat_template or "")
+        plain = {self.tokenizer.bos_token, self.tokenizer.eos_token, self.tokenizer.unk_token, self.tokenizer.pad_token}
+        tokens = {match.group() for match in self._finder.special.finditer(template)} or self._finder.special_tokens
+        return sorted(tokens - plain)
 
-    def _check_answer(self, message: dict[str, Any], index: int, answer: str) -> None:
-        if not answer.strip():
-            text = f"the chat template shows nothing of messages[{index}], an answer of the assistant. {_REMEDY}"
+    def take_counts(self) -> dict[str, int]:
+        """`counts` since the last call."""
+        taken, self.counts = dict(self.counts), Counter()
+        return taken
+
+    def _prepare(self, chat: Chat) -> Chat:
+        """`chat`, with the arguments of calls to be given as JSON text if the template takes nothing else."""
+        first = next((message for message in chat.messages if message.get("tool_calls")), None)
+        if first is None:
+            return chat
+        key = (get_shape(first), bool(chat.tools), str(chat.template_kwargs))
+        if key not in self._as_text:
+            self._as_text[key] = self._needs_text(chat)
+        if not self._as_text[key]:
+            return chat
+        self.counts["chats with tool arguments as JSON text"] += 1
+        return replace(chat, arguments_as_text=True)
+
+    def _needs_text(self, chat: Chat) -> bool:
+        """Whether the template fails with objects as arguments, or writes one as Python would, and takes JSON text."""
+        calls = [call for message in chat.messages for call in message.get("tool_calls", ())]
+        try:
+            text = self._apply(chat, chat.messages)[0]
+            if not any(str(call["function"]["arguments"]) in text for call in calls if call["function"]["arguments"]):
+                return False
+        except RowError:
+            pass
+        try:
+            self._apply(replace(chat, arguments_as_text=True), chat.messages)
+        except RowError:
+            return False
+        return True
+
+    def _get_key(self, chat: Chat, shapes: list[tuple[Any, ...]], i: int, trained: bool) -> object:
+        """What decides on how the template shows messages[i]: its kind, its neighbours' and what is behind them."""
+        roles = [shape[0] for shape in shapes]
+        later = frozenset(roles[i + 1 :])
+        around = shapes[max(0, i - 1) : i + 2] if not trained else shapes[max(0, i - 1) : i + 1]
+        return (
+            *(i == 0, *around, later if not trained else None, roles[0], "user" in roles[:i], trained),
+            *(len(chat.tools or ()), str(chat.template_kwargs)),
+        )
+
+    def _find_turn(self, chat: Chat, i: int, key: object) -> tuple[Turn, str]:
+        """The answer messages[i], and the text of the conversation up to and including it."""
+        prompt = self._apply(chat, chat.messages[:i], prompt=True)[0]
+        done, marks = self._apply(chat, chat.messages[: i + 1])
+        frame = self._frames.get(key)
+        start = None if frame is None else frame.get_start(prompt, done)
+        if frame is None or start is None:
+            found = self._finder.probe(lambda messages: self._apply(chat, messages)[0], chat.messages[: i + 1], prompt)
+            if found is None and not self._finder.mark.sub("", done[get_common_start(prompt, done) :]).strip():
+                raise _shows_nothing(chat, i)
+            if found is None:
+                raise self._wrong_prompt(chat, i, prompt, done)
+            frame, start = found
+            self._frames[key] = frame
+        if not done.endswith(frame.tail) or len(done) - len(frame.tail) < start:
+            raise self._wrong_prompt(chat, i, prompt, done)
+        stop = len(done) - len(frame.tail)
+        body = done[start:stop] + frame.glue
+        if len(body) < _LONG and not self._finder.mark.sub("", body).strip():
+            raise _shows_nothing(chat, i)
+        inside = None
+        if marks is not None:
+            inside = tuple((max(a, start) - start, min(b, stop) - start) for a, b in marks if a < stop and b > start)
+            if not inside:
+                text = f"the template's {{% generation %}} marks leave no token of messages[{i}]. {REMEDY}"
+                raise RowError("no trained token", text)
+        self._count(frame)
+        return Turn(prompt, body, frame.end, inside), done
+
+    def _count(self, frame: Frame) -> None:
+        if not frame.end:
+            self.counts[NO_END] += 1
+        elif not frame.tail.startswith(frame.end):
+            self.counts["answers that end with the first token of the next message"] += 1
+        if frame.more:
+            self.counts["answers after an empty thought that only the prompt shows"] += 1
+
+    def _check_parts(self, chat: Chat, keys: list[object], answers: list[int]) -> None:
+        """Every template ignores what it does not know; what the row says must not get lost in silence.
+
+        Raises:
+            RowError: names the first part that the text does not show, unless such parts are only counted.
+        """
+        turns = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
+        lost = list(self._find_lost_tools(chat, turns))
+        for i, key in enumerate(keys):
+            stop = i + 1 if i in answers else next((turn for turn in turns if turn > i), len(keys))
+            if key not in self._lost:
+                self._lost[key] = self._find_lost(chat, i, stop, trained=i in answers)
+            if self._lost[key]:
+                parts = list(get_parts(chat.messages[i]))
+                lost += [f"messages[{i}]{parts[k].name}" for k in self._lost[key]]
+        if lost and not self.warn_of_dropped:
+            text = f"the chat template drops {lost[0]}. {REMEDY}{self._template.describe_arguments(chat.tools)}"
             raise RowError("dropped by the template", text)
-        for key in ("reasoning_content", "thinking", "reasoning"):
-            thought = message.get(key)
-            if isinstance(thought, str) and thought.strip() not in answer:
-                text = f"the chat template drops messages[{index}].{key}. {_REMEDY}"
-                raise RowError("dropped by the template", text)
+        for name in lost:
+            self.counts[f"{DROPPED}{_INDEX.sub('', name)}"] += 1
 
-    def _render_marked(self, chat: Chat, whole: str, turns: list[int], answers: list[int]) -> Tokens:
-        """By the template's own marks; of those, the turns in `answers` only."""
+    def _find_lost(self, chat: Chat, i: int, stop: int, *, trained: bool) -> tuple[int, ...]:
+        """Numbers of the parts of messages[i] that the first `stop` messages as text do not show.
+
+        Thoughts of turns that are not trained may be dropped, as they are at inference.
+        """
+
+        def show(message: dict[str, Any]) -> str:
+            messages = [*chat.messages[:i], message, *chat.messages[i + 1 : stop]]
+            return self._apply(chat, messages, prompt=stop < len(chat.messages) and not trained)[0]
+
+        parts = [(k, part) for k, part in enumerate(get_parts(chat.messages[i])) if trained or not part.is_thought]
+        return tuple(k for k, part in parts if self._is_lost(part, show, chat.messages[i]))
+
+    def _find_lost_tools(self, chat: Chat, turns: list[int]) -> Iterator[str]:
+        stop = turns[0] if turns else len(chat.messages)
+
+        def show(tool: dict[str, Any], k: int) -> str:
+            tools = [*(chat.tools or ())]
+            tools[k] = tool
+            return self._apply(replace(chat, tools=tools), chat.messages[:stop], prompt=bool(turns))[0]
+
+        for k, tool in enumerate(chat.tools or ()):
+            parts = list(get_tool_parts(tool))
+            key = (k, len(chat.tools or ()), tuple(part.name for part in parts), str(chat.template_kwargs))
+            if key not in self._lost:
+                self._lost[key] = tuple(
+                    n for n, part in enumerate(parts) if self._is_lost(part, partial(show, k=k), tool)
+                )
+            for n in self._lost[key]:
+                yield f"the tools: tools[{k}]{parts[n].name}"
+
+    def _is_lost(self, part: Part, show: Callable[[dict[str, Any]], str], given: dict[str, Any]) -> bool:
         try:
-            encoded = cast(
-                Any,
-                self.tokenizer.apply_chat_template(
-                    chat.messages,
-                    tools=cast(Any, chat.tools),
-                    tokenize=True,
-                    return_dict=True,
-                    return_assistant_tokens_mask=True,
-                    tokenizer_kwargs={"return_offsets_mapping": True, "verbose": False},
-                    **chat.template_kwargs,
-                ),
-            )
-        except _TEMPLATE_ERRORS as error:
-            raise _template_failed(error) from None
-        ids, marks = list(encoded["input_ids"]), list(encoded["assistant_masks"])
-        if chat.answers_from:
-            prompt = self._apply(chat, chat.answers_from, add_generation_prompt=True)
-            if not whole.startswith(prompt):
-                raise _wrong_prompt(chat.answers_from, prompt, whole)
-            starts = [start for start, _ in encoded["offset_mapping"]]
-            marks = [mark if start >= len(prompt) else 0 for mark, start in zip(marks, starts, strict=True)]
-        if chat.untrained.intersection(turns):
-            marks = _drop_runs(marks, [i for i in turns if i >= chat.answers_from], answers)
-        if not any(marks) and not self.train_all:
-            text = f"the template's {{% generation %}} marks leave no token of the assistant. {_REMEDY}"
-            raise RowError("no trained token", text)
-        other = TRAINED if self.train_all else 0
-        return Tokens(ids, [TRAINED | ANSWER if mark else other for mark in marks])
+            text = show(given)
+            return all(text == show(part.replace(probe)) for probe in PROBES)
+        except RowError:
+            return False  # a template that refuses another value looks at it
 
-    def _check_tools(self, chat: Chat, template: str, whole: str) -> None:
-        """The template must show tools: what a row says must not get lost in silence."""
-        if chat.tools is None:
-            return
-        try:
-            bare = self.tokenizer.apply_chat_template(
-                chat.messages, chat_template=template, tokenize=False, **chat.template_kwargs
-            )
-        except _TEMPLATE_ERRORS:
-            return  # a template that cannot do without tools shows them
-        if bare == whole:
-            raise RowError("dropped by the template", f"the chat template drops the tools. {_REMEDY}")
+    def _apply(self, chat: Chat, messages: Messages, *, prompt: bool = False) -> tuple[str, Marks | None]:
+        """`messages` as text with the tools and arguments of `chat`."""
+        if chat.arguments_as_text:
+            messages = [set_arguments_as_text(message) for message in messages]
+        return self._template.render(messages, chat.tools, chat.template_kwargs, prompt=prompt)
 
-    def _apply(self, chat: Chat, num_messages: int, *, add_generation_prompt: bool = False) -> str:
-        """The first `num_messages` messages as text."""
-        try:
-            text = self.tokenizer.apply_chat_template(
-                chat.messages[:num_messages],
-                tools=cast(Any, chat.tools),
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                **chat.template_kwargs,
-            )
-        except _TEMPLATE_ERRORS as error:
-            raise _template_failed(error) from None
-        return cast(str, text)
-
-    def _get_template(self, chat: Chat) -> str:
-        if not self.tokenizer.chat_template:
-            raise DataError(
-                "data: the rows are chats, but the tokenizer has no chat template. Set data.chat_template to a Jinja "
-                "file, use the tokenizer of a chat model (data.tokenizer_path), or give prompt and completion as text."
-            )
-        try:
-            template = self.tokenizer.get_chat_template(None, cast(Any, chat.tools))
-            check_template(template)
-            return template
-        except ValueError as error:  # several named templates, none of them the default
-            raise DataError(f"data: {error} Set data.chat_template to a Jinja file.") from None
+    def _wrong_prompt(self, chat: Chat, index: int, prompt: str, done: str) -> RowError:
+        same = self._finder.cut_mark(get_common_start(prompt, done), prompt, done)
+        text = (
+            f"the chat template shows messages[{index}] after another prompt than at inference: "
+            f"{prompt[same:][:40]!r} there, {done[same:][:40]!r} here. Give the answer the thought that the prompt "
+            f"opens, or set data.chat_template to a template that shows both alike."
+            f"{self._template.describe_arguments(chat.tools)}"
+        )
+        return RowError("prompt differs", text)
 
 
-def _template_failed(error: Exception) -> RowError:
-    said = str(error).strip().rstrip(".") or type(error).__name__
-    return RowError("template failed", f"the chat template fails: {said}. {_REMEDY}")
+def get_end_token(tokenizer: "PreTrainedTokenizerFast") -> int | None:
+    """The special token that ends an answer of the tokenizer's chat template; None if there is none."""
+    chat = Chat([{"role": "user", "content": PROBES[0]}, {"role": "assistant", "content": PROBES[1]}])
+    try:
+        turn = ChatRenderer(tokenizer).render(chat).turns[0]
+    except (DataError, RowError):
+        return None  # it has no template, or one that wants more than every chat has
+    ids: list[int] = tokenizer.encode(turn.end, add_special_tokens=False)
+    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    return ids[-1] if ids and ids[-1] in special else None
 
 
-def _wrong_prompt(index: int, prompt: str, done: str) -> RowError:
-    same = next((i for i, (a, b) in enumerate(zip(prompt, done, strict=False)) if a != b), min(len(prompt), len(done)))
-    text = (
-        f"the chat template shows messages[{index}] after another prompt than at inference: {prompt[same:][:40]!r} "
-        f"there, {done[same:][:40]!r} here. Set data.chat_template to a template that shows both alike, or that marks "
-        "the assistant's text with {% generation %}."
-    )
-    return RowError("prompt differs", text)
-
-
-def _drop_runs(marks: list[int], turns: list[int], answers: list[int]) -> list[int]:
-    """`marks` without the runs of those `turns` that are not among `answers`."""
-    starts = [i for i, mark in enumerate(marks) if mark and (i == 0 or not marks[i - 1])]
-    if len(starts) != len(turns):
-        text = f"the template marks {len(starts)} texts of the assistant in {len(turns)} messages. Remove the weights."
-        raise RowError("weights do not fit", text)
-    kept = list(marks)
-    for start, turn in zip(starts, turns, strict=True):
-        i = start
-        while turn not in answers and i < len(marks) and marks[i]:
-            kept[i] = 0
-            i += 1
-    return kept
-
-
-def _count_tools(chat: Chat, name: str) -> int:
-    """How often the tools alone show `name`, at least."""
-    return sum((tool.get("function") or tool).get("name") == name for tool in chat.tools or ())
-
-
-def _check_messages(chat: Chat, whole: str) -> None:
-    """Every template ignores what it does not know; what the row says must not get lost in silence.
-
-    Raises:
-        RowError: names the first message or call that the text does not show.
-    """
-    for index, message in enumerate(chat.messages):
-        content = message.get("content", "").strip()
-        if message["role"] != "assistant" and content not in whole:
-            # Some templates write what a tool returned as JSON.
-            if any(json.dumps(content, ensure_ascii=ascii)[1:-1] in whole for ascii in (True, False)):
-                continue
-            text = f"the chat template drops messages[{index}], of the role '{message['role']}'. {_REMEDY}"
-            raise RowError("dropped by the template", text)
-        for call in message.get("tool_calls", ()):
-            name = call["function"]["name"]
-            if whole.count(name) <= _count_tools(chat, name):
-                text = f"the chat template drops messages[{index}].tool_calls, a call of '{name}'. {_REMEDY}"
-                raise RowError("dropped by the template", text)
+def _shows_nothing(chat: Chat, i: int) -> RowError:
+    parts = [part.name for part in get_parts(chat.messages[i]) if part.name.startswith(".tool_calls")]
+    text = f"drops messages[{i}]{parts[0]}" if parts else f"shows nothing of messages[{i}], an answer of the assistant"
+    return RowError("dropped by the template", f"the chat template {text}. {REMEDY}")

@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from titanlite.data.chat import ANSWER, TRAINED, ChatRenderer, Piece, Tokens
+from titanlite.data.chat import ANSWER, END, TRAINED, ChatRenderer, Conversation, Turn
 from titanlite.data.forms import Chat, Form, Plain, parse_row
 from titanlite.data.readers import RowError
-from titanlite.data.row_limits import run_row
 from titanlite.data.tokenizer import get_prefix, serialize
 from titanlite.data.tokens import get_plain_encoder
 
@@ -44,13 +43,28 @@ class Document:
 
 
 @dataclass(frozen=True)
-class _Draft:
-    """What becomes one document: text pieces or ids, with ids in front and behind."""
+class _Piece:
+    """Text that is tokenized by itself, with `flags` for its tokens; with `marks`, only those there are trained."""
 
-    pieces: list[Piece] | Tokens
+    text: str
+    flags: int
+    marks: tuple[tuple[int, int], ...] | None = None
+
+
+@dataclass(frozen=True)
+class _Draft:
+    """What becomes one document: pieces of text, with ids in front and behind.
+
+    Of several turns in one document, the tokens before the last answer must be those of `prompt`, as at inference;
+    else each turn becomes a document of its own, as in `apart`.
+    """
+
+    pieces: list[_Piece]
     prefix: tuple[int, ...] = ()
     suffix: tuple[int, ...] = ()
     plain: bool = False
+    prompt: str = ""
+    apart: "tuple[_Draft, ...]" = ()
 
 
 Example = tuple[Document, ...]  # one document, or chosen and rejected
@@ -60,12 +74,19 @@ class ExampleEncoder:
     """Encodes rows of one form; one row can become several examples, an example is one document or a pair of them."""
 
     def __init__(
-        self, tokenizer: "PreTrainedTokenizerFast", form: Form, *, train_all: bool, text_field: str = "text"
+        self,
+        tokenizer: "PreTrainedTokenizerFast",
+        form: Form,
+        *,
+        train_all: bool = False,
+        text_field: str = "text",
+        renderer: ChatRenderer | None = None,
     ) -> None:
         self.form: Form = form
         self.text_field = text_field
-        self.renderer = ChatRenderer(tokenizer, train_all=train_all)
-        self.train_all = train_all
+        self.renderer = renderer or ChatRenderer(tokenizer, train_all=train_all)
+        self.train_all = self.renderer.train_all
+        self.stop_token_ids: set[int] = set()
         self.eos_token_id = cast(int, tokenizer.eos_token_id)
         serialized = serialize(tokenizer)
         self._plain = get_plain_encoder(serialized)
@@ -79,77 +100,120 @@ class ExampleEncoder:
         Raises:
             DataError: the tokenizer has no chat template.
         """
-        drafts: list[list[list[_Draft]] | RowError] = []
+        drafts: list[list[_Draft] | RowError] = []
         for row in rows:
             try:
-                drafts.append(run_row(self._draft, row))
+                drafts.append([self._draft(parsed) for parsed in parse_row(row, self.form, self.text_field)])
             except RowError as error:
                 drafts.append(error)
-        every = [one for found in drafts if not isinstance(found, RowError) for pair in found for one in pair]
-        documents = iter(self._tokenize(every))
+        documents = iter(self._tokenize([one for found in drafts if not isinstance(found, RowError) for one in found]))
         for found in drafts:
             if isinstance(found, RowError):
                 yield found
                 continue
-            examples = [tuple(next(documents) for _ in pair) for pair in found]
-            if all(document.num_trained for example in examples for document in example):
-                yield examples
-            else:
-                yield RowError(
-                    "no trained token", "no token of the row is trained. Remove it, or look at the template."
-                )
+            yield self._join([next(documents) for _ in found])
 
-    def _draft(self, row: dict[str, Any]) -> list[list[_Draft]]:
-        """Examples of one row; each is a list of documents."""
-        parsed = parse_row(row, self.form, self.text_field)
-        sides = [self._draft_one(one) for one in parsed]
-        if len(sides) == 1:
-            return [[draft] for draft in sides[0]]
-        if any(len(side) != 1 for side in sides):
+    def _join(self, sides: list[list[Document]]) -> list[Example] | RowError:
+        """The examples of one row: of its document or documents, or of the two sides of a pair."""
+        if not all(document.num_trained for side in sides for document in side):
+            return RowError("no trained token", "no token of the row is trained. Remove it, or look at the template.")
+        if len(sides) > 1 and any(len(side) != 1 for side in sides):
             text = (
                 "chosen or rejected has several answers, and the chat template rewrites earlier ones, so no single "
                 "text shows them all. Move all but the last answer into the prompt."
             )
-            raise RowError("several answers", text)
-        return [[side[0] for side in sides]]
+            return RowError("several answers", text)
+        for document in (document for side in sides for document in side):
+            ends = (document.flags & END) != 0
+            self.stop_token_ids.update(document.ids[ends & ~np.append(ends[1:], False)].tolist())
+        if len(sides) > 1:
+            return [tuple(side[0] for side in sides)]
+        if len(sides[0]) > 1:
+            self.renderer.counts["chats that become one example per answer"] += 1
+        return [(document,) for document in sides[0]]
 
-    def _draft_one(self, parsed: Chat | Plain) -> list[_Draft]:
+    def _draft(self, parsed: Chat | Plain) -> _Draft:
         if isinstance(parsed, Chat):
-            return [_Draft(rendered) for rendered in self.renderer.render(parsed)]
+            return self._draft_chat(self.renderer.render(parsed))
         other = TRAINED if self.train_all else 0
         if parsed.prompt is None:
-            pieces = [Piece(parsed.text, TRAINED)]
+            self.renderer.count_spelled(parsed.text)
+            pieces = [_Piece(parsed.text, TRAINED)]
         else:
-            pieces = [Piece(parsed.prompt, other), Piece(parsed.text, TRAINED | ANSWER)]
+            pieces = [_Piece(parsed.prompt, other), _Piece(parsed.text, TRAINED | ANSWER)]
         suffix = (self.eos_token_id,)
-        return [_Draft([piece for piece in pieces if piece.text], self._prefix, suffix, plain=parsed.prompt is None)]
+        return _Draft([piece for piece in pieces if piece.text], self._prefix, suffix, plain=parsed.prompt is None)
 
-    def _tokenize(self, drafts: list[_Draft]) -> list[Document]:
-        pieces = [(piece.text, draft.plain) for draft in drafts for piece in _get_pieces(draft)]
-        ids = iter(self._encode_batch(pieces))
-        documents = []
+    def _draft_chat(self, chat: Conversation) -> _Draft:
+        turns, other = chat.turns, TRAINED if self.train_all else 0
+        if self.train_all and not chat.joined:  # all of the text; only the last answer is one to compare
+            turns = turns[-1:] if chat.whole.startswith(turns[-1].text) else []
+        if not turns:
+            return _Draft([_Piece(chat.whole, other)])
+        apart = tuple(_Draft([_Piece(turn.prompt, other), *_get_answer(turn)]) for turn in turns)
+        if not chat.joined and not self.train_all:
+            return _Draft([], apart=apart)
+        pieces, place, last = [], 0, turns[-1].text
+        for turn in turns:
+            pieces += [_Piece(last[place : len(turn.prompt)], other), *_get_answer(turn)]
+            place = len(turn.text)
+        if chat.whole.startswith(last):
+            pieces.append(_Piece(chat.whole[place:], other))
+        pieces = [piece for piece in pieces if piece.text]
+        several = len(turns) > 1 and not self.train_all
+        return _Draft(pieces, prompt=turns[-1].prompt if several else "", apart=apart if several else ())
+
+    def _tokenize(self, drafts: list[_Draft]) -> list[list[Document]]:
+        """The documents of each draft."""
+        texts = [(piece.text, draft.plain) for draft in drafts for piece in draft.pieces]
+        texts += [(draft.prompt, False) for draft in drafts if draft.prompt]
+        ids = iter(self._encode_batch(texts))
+        joined = [self._make_document(draft, [next(ids) for _ in draft.pieces]) for draft in drafts if draft.pieces]
+        documents = iter(joined)
+        found: list[list[Document]] = []
+        apart: list[_Draft] = []
         for draft in drafts:
-            if isinstance(draft.pieces, Tokens):
-                documents.append(_make_document(draft.pieces.ids, draft.pieces.flags))
-                continue
-            parts = [next(ids) for _ in draft.pieces]
-            if self._adds_space and len(parts) > 1:
-                parts = self._encode_whole([piece.text for piece in draft.pieces]) or parts
-            prefix = draft.prefix
-            if prefix and tuple(parts[0][: len(prefix)]) == prefix:
-                prefix = ()  # the text spells the begin-of-text token itself
-            tokens = list(prefix)
-            flags = [TRAINED if self.train_all or draft.plain else 0] * len(prefix)
-            for part, piece in zip(parts, draft.pieces, strict=True):
-                tokens += part
-                flags += [piece.flags] * len(part)
-            suffix = draft.suffix
-            if suffix and tuple(tokens[-len(suffix) :]) == suffix:
-                suffix = ()  # the text spells the end-of-text token itself
-            tokens += suffix
-            flags += [draft.pieces[-1].flags] * len(suffix)
-            documents.append(_make_document(tokens, flags))
-        return documents
+            document = next(documents) if draft.pieces else None
+            prompt = next(ids) if draft.prompt else []
+            fits = document is not None and document.ids[: len(prompt)].tolist() == prompt
+            found.append([document] if fits and document is not None else [])
+            apart += [] if fits else draft.apart
+        if apart:
+            rest = iter(self._tokenize(apart))
+            for draft, documents_of_draft in zip(drafts, found, strict=True):
+                if not documents_of_draft:
+                    documents_of_draft += [next(rest)[0] for _ in draft.apart]
+        return found
+
+    def _make_document(self, draft: _Draft, parts: list[list[int]]) -> Document:
+        if self._adds_space and len(parts) > 1:
+            parts = self._encode_whole([piece.text for piece in draft.pieces]) or parts
+        prefix, suffix = draft.prefix, draft.suffix
+        if prefix and tuple(parts[0][: len(prefix)]) == prefix:
+            prefix = ()  # the text spells the begin-of-text token itself
+        tokens = list(prefix)
+        flags = [TRAINED if self.train_all or draft.plain else 0] * len(prefix)
+        for part, piece in zip(parts, draft.pieces, strict=True):
+            tokens += part
+            flags += self._get_flags(piece, part)
+        if suffix and tuple(tokens[-len(suffix) :]) == suffix:
+            suffix = ()  # the text spells the end-of-text token itself
+        tokens += suffix
+        last = draft.pieces[-1].flags
+        flags += [last | END if last & ANSWER else last] * len(suffix)
+        return Document(np.array(tokens, dtype=np.int64), np.array(flags, dtype=np.uint8))
+
+    def _get_flags(self, piece: _Piece, ids: list[int]) -> list[int]:
+        if piece.marks is None or self.train_all:
+            return [piece.flags] * len(ids)
+        offsets = self._special.encode(piece.text, add_special_tokens=False).offsets
+        if len(offsets) != len(ids):  # tokens of the whole text, cut; then the answer has no tokens of its own
+            return [piece.flags] * len(ids)
+        inside = [
+            any(start < stop_mark and stop > start_mark for start_mark, stop_mark in piece.marks)
+            for start, stop in offsets
+        ]
+        return [piece.flags if found else piece.flags & ~TRAINED for found in inside]
 
     def _encode_batch(self, texts: list[tuple[str, bool]]) -> list[list[int]]:
         found: list[list[int]] = [[] for _ in texts]
@@ -173,9 +237,6 @@ class ExampleEncoder:
         return [whole[start:stop] for start, stop in zip(cuts, [*cuts[1:], len(whole)], strict=True)]
 
 
-def _get_pieces(draft: _Draft) -> list[Piece]:
-    return [] if isinstance(draft.pieces, Tokens) else draft.pieces
-
-
-def _make_document(ids: list[int], flags: list[int]) -> Document:
-    return Document(np.array(ids, dtype=np.int64), np.array(flags, dtype=np.uint8))
+def _get_answer(turn: Turn) -> list[_Piece]:
+    pieces = [_Piece(turn.body, TRAINED | ANSWER, turn.marks), _Piece(turn.end, TRAINED | ANSWER | END)]
+    return [piece for piece in pieces if piece.text]

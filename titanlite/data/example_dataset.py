@@ -238,6 +238,11 @@ class ExampleDataset:
         return max(*sizes, self.pad_token_id + 1)
 
     @property
+    def stop_token_ids(self) -> set[int]:
+        """Tokens that answers end with."""
+        return {token for source in self.sources for token in source.examples.header.stop_token_ids}
+
+    @property
     def form(self) -> Form:
         """The form of the training rows; pairs ('preference') are two documents each and not meant to be imitated."""
         return self.train.examples.header.form

@@ -14,6 +14,8 @@ import numpy as np
 
 from titanlite.config.schema import DataSection
 from titanlite.data.cache import get_cache_folder, load_or_build, write_atomic
+from titanlite.data.chat import ChatRenderer
+from titanlite.data.chat_template import set_date
 from titanlite.data.encode import Document, ExampleEncoder
 from titanlite.data.forms import FORMS, Form, detect_form
 from titanlite.data.readers import RowError
@@ -25,7 +27,7 @@ from titanlite.logger import logger
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-FORMAT_VERSION = 2  # raise it when rendering or encoding change, or old cached examples will be taken for new ones
+FORMAT_VERSION = 3  # raise it when rendering or encoding change, or old cached examples will be taken for new ones
 _BATCH_ROWS = 512  # texts and encodings of this many rows are in memory at once
 _FILE_SHIFT = 40  # a place is file << 40 | number
 SKIP_REMEDY = 'To leave such rows out and count them, set data.bad_rows = "skip".'
@@ -44,7 +46,8 @@ class ExampleHeader:
     """What the json file beside the tokens says about them.
 
     `documents_per_example` is 2 for preference pairs. `vocab_size` is one more than the largest id among the tokens.
-    `num_open_turns` counts answers that end without a special token.
+    `counts` are numbers of chats or answers by what is worth saying about them; `stop_token_ids` the tokens that
+    answers end with.
     """
 
     version: int
@@ -55,8 +58,9 @@ class ExampleHeader:
     num_tokens: int
     vocab_size: int
     num_rows: int
-    num_open_turns: int
+    stop_token_ids: tuple[int, ...]
     names: tuple[str, ...]
+    counts: dict[str, int] = field(default_factory=dict)
     skipped: dict[str, Skipped] = field(default_factory=dict)
 
 
@@ -123,11 +127,16 @@ def _get_content(data: DataSection, rows: Rows, tokenizer: "PreTrainedTokenizerF
     """A digest of all that the tokens depend on."""
     settings = [
         *(FORMAT_VERSION, metadata.version("transformers"), data.format, data.train_on, data.bad_rows),
-        *(tokenizer.eos_token_id, tokenizer.special_tokens_map, tokenizer.chat_template),
+        *(tokenizer.eos_token_id, tokenizer.special_tokens_map, *get_chat_settings(data, tokenizer)),
         *(rows.get_digest(get_cache_folder(data)), serialize(tokenizer)),
         *get_text_settings(data),
     ]
     return sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+def get_chat_settings(data: DataSection, tokenizer: "PreTrainedTokenizerFast") -> list[object]:
+    """What of the template and its settings is part of a key: the date only where the template shows one."""
+    return [set_date(tokenizer.chat_template, data.chat_date), data.dropped_parts]
 
 
 def get_text_settings(data: DataSection) -> list[str]:
@@ -155,29 +164,29 @@ class _Builder:
                 stack.enter_context(write_atomic(path.with_suffix(suffix)))
                 for suffix in (".tokens", ".flags", ".index")
             )
-            form = None
-            num_open_turns = 0
-            for row, example, encoder in self._examples():
-                form, num_open_turns = encoder.form, encoder.renderer.num_open_turns
+            encoder = None
+            for row, example, used in self._examples():
+                encoder = used
                 self.places.append(get_place(row))
                 for document in example:
                     tokens.write(document.ids.astype(self.dtype).tobytes())
                     flags.write(document.flags.tobytes())
                     self._count(document)
-            if form is None:
+            if encoder is None:
                 raise self._nothing()
             for column in (self.offsets, self.num_trained, self.places):
                 index.write(np.array(column, dtype=np.int64).tobytes())
         header = ExampleHeader(
             version=FORMAT_VERSION,
-            form=form,
+            form=encoder.form,
             dtype=self.dtype,
             documents_per_example=len(self.num_trained) // len(self.places),
             num_examples=len(self.places),
             num_tokens=self.num_tokens,
             vocab_size=self.max_id + 1,
             num_rows=self.num_rows,
-            num_open_turns=num_open_turns,
+            stop_token_ids=tuple(sorted(encoder.stop_token_ids)),
+            counts=dict(encoder.renderer.counts),
             names=self.rows.names,
             skipped=self.skipped,
         )
@@ -247,8 +256,18 @@ def make_encoder(data: DataSection, tokenizer: "PreTrainedTokenizerFast", batch:
             'data: train_on = "all" does not go with preference pairs: the prompt is the same on both sides. '
             'Set data.train_on = "assistant".'
         )
-    train_all = data.train_on == "all"
-    return ExampleEncoder(tokenizer, cast(Form, form), train_all=train_all, text_field=data.text_field)
+    renderer = make_renderer(data, tokenizer, train_all=data.train_on == "all")
+    return ExampleEncoder(tokenizer, cast(Form, form), text_field=data.text_field, renderer=renderer)
+
+
+def make_renderer(data: DataSection, tokenizer: "PreTrainedTokenizerFast", *, train_all: bool = False) -> ChatRenderer:
+    """Renders chats as the run's settings say."""
+    return ChatRenderer(
+        tokenizer,
+        train_all=train_all,
+        warn_of_dropped=data.dropped_parts == "warn",
+        date=data.chat_date,
+    )
 
 
 def encode_rows(
@@ -275,7 +294,9 @@ def _load(path: Path, content: str) -> TokenizedExamples | None:
     try:
         header = json.loads(path.with_suffix(".json").read_bytes())
         skipped = {reason: Skipped(**entry) for reason, entry in header.pop("skipped").items()}
-        header = ExampleHeader(**header | {"skipped": skipped, "names": tuple(header["names"])})
+        header = ExampleHeader(
+            **header | {"skipped": skipped} | {name: tuple(header[name]) for name in ("names", "stop_token_ids")}
+        )
         num_documents = header.num_examples * header.documents_per_example
         index = np.fromfile(path.with_suffix(".index"), dtype=np.int64)
         sizes = (path.stat().st_size, path.with_suffix(".flags").stat().st_size, len(index))

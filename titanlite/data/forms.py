@@ -24,7 +24,7 @@ FORMS: tuple[str, ...] = get_args(Form)
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "function_call": "assistant"}
-_REASONING = ("reasoning_content", "thinking", "reasoning")
+REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ class Chat:
     tools: list[dict[str, Any]] | None = None
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     untrained: frozenset[int] = frozenset()  # messages with "weight": 0
+    arguments_as_text: bool = False  # of calls, for templates that take nothing else
 
 
 @dataclass(frozen=True)
@@ -217,7 +218,7 @@ def _from_sharegpt(given: dict[str, Any], where: str) -> dict[str, Any]:
     message: dict[str, Any] = {key: value for key, value in given.items() if key not in ("from", "value")}
     message["role"] = _SHAREGPT_ROLES.get(said, said) if isinstance(said, str) else said
     if said == "function_call":
-        call = _parse_object(given.get("value"), f"{where}.value")
+        call = parse_object(given.get("value"), f"{where}.value")
         message["tool_calls"] = [{"type": "function", "function": call}]
     else:
         message["content"] = given.get("value")
@@ -235,10 +236,12 @@ def _check_message(message: dict[str, Any], where: str) -> dict[str, Any]:
         message["tool_calls"] = _check_tool_calls(message["tool_calls"], f"{where}.tool_calls")
         if not message["tool_calls"]:
             del message["tool_calls"]
-    says_otherwise = role == "assistant" and ("tool_calls" in message or any(message.get(key) for key in _REASONING))
+    says_otherwise = role == "assistant" and ("tool_calls" in message or any(message.get(key) for key in REASONING))
     if "content" in message:
         message["content"] = _flatten(message["content"], f"{where}.content")
-    elif not says_otherwise:
+    elif says_otherwise:
+        message["content"] = ""  # templates test the text, and would print a missing one as None
+    else:
         raise RowError("missing field", f"{where} has no 'content'. Write text.")
     if role == "assistant" and not says_otherwise and not message["content"].strip():
         raise RowError("empty field", f"{where} is an empty message of the assistant. Remove it, or write an answer.")
@@ -274,13 +277,30 @@ def _check_tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
                 "missing field", f'{where}[{index}] has no function name. Write {{"function": {{"name": ...}}}}.'
             )
         # OpenAI gives the arguments as JSON text; templates print them with tojson, and text would be quoted twice.
-        arguments = _parse_object(function.get("arguments", {}), f"{where}[{index}].arguments")
+        arguments = parse_object(function.get("arguments", {}), f"{where}[{index}].arguments")
         call = {"type": "function"} | {key: value for key, value in call.items() if key not in ("name", "arguments")}
         checked.append(call | {"function": function | {"arguments": arguments}})
     return checked
 
 
-def _parse_object(value: Any, where: str) -> dict[str, Any]:
+def set_arguments_as_text(message: dict[str, Any]) -> dict[str, Any]:
+    """`message` with the arguments of its calls as JSON text, for templates that take nothing else."""
+    if "tool_calls" not in message:
+        return message
+    calls = [
+        call
+        | {"function": call["function"] | {"arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False)}}
+        for call in message["tool_calls"]
+    ]
+    return message | {"tool_calls": calls}
+
+
+def parse_object(value: Any, where: str) -> dict[str, Any]:
+    """`value`, out of JSON where it is text.
+
+    Raises:
+        RowError: it is no object; names `where`.
+    """
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -307,4 +327,4 @@ def _get_tools(row: dict[str, Any]) -> list[dict[str, Any]] | None:
 
 def _get_template_kwargs(row: dict[str, Any]) -> dict[str, Any]:
     value = row.get("chat_template_kwargs")
-    return {} if value is None or value == "" else _parse_object(value, "field 'chat_template_kwargs'")
+    return {} if value is None or value == "" else parse_object(value, "field 'chat_template_kwargs'")

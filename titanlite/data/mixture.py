@@ -154,6 +154,12 @@ def get_sources(dataset: TrainDataset) -> list[Source]:
     return dataset.sources if isinstance(dataset, MixtureDataset) else [Source("", 1.0, cast(SequenceDataset, dataset))]
 
 
+def get_stop_token_ids(dataset: TrainDataset | None) -> list[int]:
+    """Tokens that the answers of all sources end with, as far as they are known."""
+    parts = [] if dataset is None else [source.dataset for source in get_sources(dataset)]
+    return sorted({token for part in parts for token in getattr(part, "stop_token_ids", ())})
+
+
 def _get_form(sources: Mapping[str, SequenceDataset]) -> str:
     forms = {name: part.form for name, part in sorted(sources.items())}
     pairs = [name for name, form in forms.items() if form == "preference"]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from titanlite.config.schema import DataSection
-from titanlite.data.chat import ANSWER
+from titanlite.data.chat import ANSWER, END
 from titanlite.data.dataset import TrainDataset
 from titanlite.data.example_dataset import ExampleDataset
 from titanlite.data.mixture import get_sources
@@ -96,7 +96,9 @@ def _prompts(
         if not is_answer.any():
             continue
         stop = int(np.flatnonzero(is_answer)[-1]) + 1
-        before = np.flatnonzero(~is_answer[:stop])
+        # An answer may follow another one directly, behind the token that ends it.
+        ends = (examples.flags[place] & END) != 0
+        before = np.flatnonzero(~is_answer[: stop - 1] | (ends[: stop - 1] & ~ends[1:stop]))
         start = int(before[-1]) + 1 if len(before) else 0
         ids = examples.tokens[place]
         reference = tokenizer.decode(ids[start:stop].tolist(), skip_special_tokens=True)

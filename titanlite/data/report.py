@@ -1,7 +1,9 @@
 """What became of the rows, in words: how many examples and tokens, what is trained, what was left out and why."""
 
 from collections import Counter
+from collections.abc import Mapping
 
+from titanlite.data.chat import DROPPED, NO_END, SPELLED
 from titanlite.data.example_dataset import ExampleDataset
 
 
@@ -50,12 +52,16 @@ def describe(dataset: ExampleDataset) -> str:
 
 def get_warnings(dataset: ExampleDataset) -> list[str]:
     """What is no error but most likely not meant."""
-    warnings = []
-    for source in dataset.sources:
-        header = source.examples.header
-        if header.num_open_turns:
-            warnings.append(
-                f"{header.num_open_turns} answers in {header.names[0]} end without a special token, so the model will "
-                "not learn to stop. Use a chat template that closes the assistant's turn with one."
-            )
-    return warnings
+    headers = [source.examples.header for source in dataset.sources]
+    return [f"{header.names[0]}: {text}" for header in headers for text in get_chat_warnings(header.counts)]
+
+
+def get_chat_warnings(counts: Mapping[str, int]) -> list[str]:
+    """What is no error but most likely not meant, of `ExampleHeader.counts`."""
+    remedies = {
+        NO_END: "the model will not learn to stop. Use a chat template that closes the assistant's turn with a token.",
+        SPELLED: "they are trained as letters. Give such chats as messages, or as prompt and completion.",
+    }
+    found = [f"{count} {what}: {remedies[what]}" for what, count in counts.items() if what in remedies]
+    dropped = [f"{count} {what}" for what, count in counts.items() if what.startswith(DROPPED)]
+    return found + [f"{text}. Use a chat template that shows them." for text in dropped]

@@ -29,7 +29,8 @@ from titanlite.data.cache import get_cache_folder, write_atomic
 from titanlite.data.dataset import Batch, get_permutation
 from titanlite.data.encode import ExampleEncoder
 from titanlite.data.example_dataset import ExampleSet, fit_examples, get_documents, make_batch, pack_examples
-from titanlite.data.examples import SKIP_REMEDY, get_text_settings, make_encoder
+from titanlite.data.examples import SKIP_REMEDY, get_chat_settings, get_text_settings, make_encoder
+from titanlite.data.report import get_chat_warnings
 from titanlite.data.rows import Row, Rows
 from titanlite.data.stream_ahead import StreamAhead
 from titanlite.data.stream_blocks import EncodedBlock, encode_block, name_folder, share_block
@@ -40,7 +41,7 @@ from titanlite.logger import logger
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-_FORMAT_VERSION = 2  # raise it when the division into blocks or their packing changes
+_FORMAT_VERSION = 3  # raise it when the division into blocks or their packing changes
 
 _get_order = lru_cache(maxsize=16)(get_permutation)  # blocks are small, and there may be several streams
 
@@ -113,6 +114,8 @@ class StreamDataset:
         self._held_out_rows = [] if held_out is None else pack_examples(held_out, seq_len, packing=data.packing)
         self.num_validation_sequences = len(self._held_out_rows)
         self.left_out: Counter[str] = Counter()
+        self.chat_counts: Counter[str] = Counter()  # as in ExampleHeader.counts
+        self.stop_token_ids = set(() if held_out is None else held_out.examples.header.stop_token_ids)
         self._key = _get_key(data, (rows.names, rows.get_stamp()), tokenizer, seq_len)
         identity = rows.get_identity()
         digest = _get_key(data, identity, tokenizer, seq_len)[:8]
@@ -180,7 +183,7 @@ class StreamDataset:
         if number not in self._blocks:
             before = self._known[number - 1] if number else (0, 0, 0)
             block = self._ahead.take(number, self._get_next_start(before[0], before[1]))
-            self._report(block.left_out)  # not before: a block that is made ahead may never be used
+            self._report(block)  # not before: a block that is made ahead may never be used
             if number == len(self._known):
                 self._add(block)
             elif block.num_sequences != self._known[number][2]:
@@ -248,8 +251,16 @@ class StreamDataset:
             left_out.add("examples cut", f"to {self.seq_len} tokens", fitting.num_cut)
         return fitting if len(fitting.selected) else None
 
-    def _report(self, left_out: _LeftOut) -> None:
-        """Count what a block leaves out; each reason is logged once."""
+    def _report(self, block: _Block) -> None:
+        """Count what a block leaves out, and keep the tokens that end its answers; each reason is logged once."""
+        left_out = block.left_out
+        if block.content is not None:
+            header = block.content.examples.header
+            self.stop_token_ids.update(header.stop_token_ids)
+            for what in header.counts.keys() - self.chat_counts.keys():
+                for warning in get_chat_warnings({what: header.counts[what]}):
+                    logger.warning("data: %s, counted from here on", warning)
+            self.chat_counts.update(header.counts)
         for name, text in left_out.first.items():
             if name not in self.left_out and self.data.bad_rows != "error":
                 logger.warning("data: %s, counted from here on%s", name, f"; the first: {text}" if text else "")
@@ -260,7 +271,7 @@ def _get_key(data: DataSection, rows: Sequence[object], tokenizer: "PreTrainedTo
     settings = [
         *(_FORMAT_VERSION, metadata.version("transformers"), data.format, data.train_on, data.bad_rows, data.too_long),
         *(data.packing, data.streaming_block_rows, seq_len, *rows, tokenizer.eos_token_id),
-        *(tokenizer.special_tokens_map, tokenizer.chat_template, serialize(tokenizer)),
+        *(tokenizer.special_tokens_map, *get_chat_settings(data, tokenizer), serialize(tokenizer)),
         *get_text_settings(data),
         *(["equal pairs dropped"] if data.format == "preference" else []),  # other keys stay as they were
     ]

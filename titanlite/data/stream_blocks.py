@@ -19,7 +19,6 @@ import numpy as np
 from titanlite.data.cache import load_or_make, stamp_files
 from titanlite.data.encode import Example, ExampleEncoder
 from titanlite.data.examples import FORMAT_VERSION, ExampleHeader, TokenizedExamples, encode_rows, get_place
-from titanlite.data.forms import Form
 from titanlite.data.readers import RowError
 from titanlite.data.rows import Row, describe_place
 
@@ -47,7 +46,7 @@ def encode_block(encoder: ExampleEncoder | None, batch: list[Row], names: tuple[
             problems.append((result.reason, f"{describe_place(names, row.file, row.number)}: {result}"))
         else:
             found += [(row, example) for example in result]
-    examples = _join(found, encoder.form, names) if found and encoder is not None else None
+    examples = _join(found, encoder, names) if found and encoder is not None else None
     return EncodedBlock(examples, problems)
 
 
@@ -105,27 +104,30 @@ def _load(path: Path) -> EncodedBlock | None:
             problems = [(reason, text) for reason, text in content["problems"]]
             if content["header"] is None:
                 return EncodedBlock(None, problems)
-            header = ExampleHeader(**content["header"] | {"names": tuple(content["header"]["names"])})
+            header = ExampleHeader(
+                **{name: tuple(v) if isinstance(v, list) else v for name, v in content["header"].items()}
+            )
             arrays = {name: stored[name] for name in _ARRAYS}
     except (OSError, BadZipFile, ValueError, KeyError, TypeError, EOFError):
         return None
     return EncodedBlock(TokenizedExamples(header=header, content="", **arrays), problems)
 
 
-def _join(found: list[tuple[Row, Example]], form: Form, names: tuple[str, ...]) -> TokenizedExamples:
+def _join(found: list[tuple[Row, Example]], encoder: ExampleEncoder, names: tuple[str, ...]) -> TokenizedExamples:
     """The same arrays as a tokenized file has."""
     documents = [document for _, example in found for document in example]
     offsets = np.cumsum([0, *(len(document.ids) for document in documents)])
     header = ExampleHeader(
         version=0,
-        form=form,
+        form=encoder.form,
         dtype="uint32",
         documents_per_example=len(documents) // len(found),
         num_examples=len(found),
         num_tokens=int(offsets[-1]),
         vocab_size=max(int(document.ids.max()) for document in documents) + 1,
         num_rows=len(found),
-        num_open_turns=0,
+        stop_token_ids=tuple(sorted(encoder.stop_token_ids)),
+        counts=encoder.renderer.take_counts(),
         names=names,
     )
     return TokenizedExamples(

@@ -9,7 +9,7 @@ from tokenizers import decoders, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 from unit.data.templates import CHATML, GEMMA, LLAMA3, MARKED, MISTRAL, OPEN_THOUGHT, THINKING
 
-from titanlite.data.chat import ANSWER, TRAINED
+from titanlite.data.chat import ANSWER, NO_END, TRAINED
 from titanlite.data.encode import Document, ExampleEncoder
 from titanlite.data.forms import Form
 from titanlite.data.readers import RowError
@@ -147,17 +147,15 @@ def test_generation_marks(make_tokenizer: MakeTokenizer) -> None:
     assert marked(tokenizer, row) == [f"{start}two<|im_end|>{middle}[[four<|im_end|>]]\n"]
 
 
-def test_generation_marks_are_not_overruled(make_tokenizer: MakeTokenizer) -> None:
-    """With a prompt that no finished turn begins with, marks are the way out."""
-    row = say("one", "two")
-    with pytest.raises(
-        RowError, match=r"messages\[1\] after another prompt than at inference: '<think>.n' there, 'two"
-    ):
-        encode(make_tokenizer(OPEN_THOUGHT), row)
-    template = OPEN_THOUGHT.replace(
-        "{{ message.content }}", "{% generation %}{{ message.content }}{% endgeneration %}", 1
+def test_prompt_that_opens_a_thought_which_the_answer_lacks(make_tokenizer: MakeTokenizer) -> None:
+    """An error, also where marks say what is to be trained: inference would never ask for this answer."""
+    marked_too = OPEN_THOUGHT.replace(
+        "{{ message.content }}", "{% generation %}{{ message.content }}{% endgeneration %}"
     )
-    assert len(encode(make_tokenizer(template), row)) == 1
+    for template in (OPEN_THOUGHT, marked_too):
+        text = r"messages\[1\] after another prompt than at inference: '<think>.n' there, 'two"
+        with pytest.raises(RowError, match=text):
+            encode(make_tokenizer(template), say("one", "two"))
 
 
 def test_train_on_all(make_tokenizer: MakeTokenizer) -> None:
@@ -313,6 +311,14 @@ def test_no_chat_template(make_tokenizer: MakeTokenizer) -> None:
 
 
 def test_template_without_an_end_of_turn(make_tokenizer: MakeTokenizer) -> None:
-    encoder = ExampleEncoder(make_tokenizer(CHATML.replace("<|im_end|>", "")), "messages", train_all=False)
+    """The next message's first token ends the turn; where there is no such token either, this is counted."""
+    tokenizer = make_tokenizer(CHATML.replace("<|im_end|>", ""))
+    encoder = ExampleEncoder(tokenizer, "messages", train_all=False)
     list(encoder.encode([say("one", "two")]))
-    assert encoder.renderer.num_open_turns == 1
+    assert encoder.stop_token_ids == {tokenizer.convert_tokens_to_ids("<|im_start|>")}
+    single = (
+        "{{ raise_exception('one turn') if messages | length > 2 }}{% for m in messages %}{{ m.content }} {% endfor %}"
+    )
+    encoder = ExampleEncoder(make_tokenizer(single), "messages", train_all=False)
+    list(encoder.encode([say("one", "two")]))
+    assert encoder.renderer.counts[NO_END] == 1 and not encoder.stop_token_ids

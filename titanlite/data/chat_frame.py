@@ -1,0 +1,185 @@
+"""What a chat template writes around an answer, found by putting other texts in the answer's place."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from titanlite.data.chat_parts import PROBES, get_common_end, get_common_start, get_parts, probe_message
+from titanlite.data.chat_template import Messages
+from titanlite.data.readers import RowError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+Show = Callable[[Messages], str]  # a finished conversation as text
+
+_FOLLOWING = "\u00e6"
+_MARK = re.compile(r"<[^<>\s]{1,60}>|\[/?[A-Z_]+\]")
+_CLOSED = (
+    r"\s*(?:(?:<[^<>]*>|\[[^\[\]]*\])\s*(?:thought|analysis)?\s*)?"
+    r"(?:</[^<>]*(?:think|thought|reason)[^<>]*>|\[/THINK\]|<channel\|>|<\|END_THINKING\|>)\s*"
+)
+_CLOSED_THOUGHT, _ENDING_THOUGHT = (re.compile(pattern, re.IGNORECASE) for pattern in (_CLOSED, rf"{_CLOSED}\Z"))
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What the template writes around an answer of one kind.
+
+    Attributes:
+        more: what the end of the prompt has, and the finished turn does not show: a closed empty thought.
+        left: what is left of that in the finished turn.
+        tail: what the finished turn ends with, from the end-of-turn token on.
+        glue: white space between answer and end where the finished turn itself shows no end.
+        end: the token that ends the turn; empty if there is none.
+    """
+
+    more: str = ""
+    left: str = ""
+    tail: str = ""
+    glue: str = ""
+    end: str = ""
+
+    def get_start(self, prompt: str, done: str) -> int | None:
+        """Where the answer starts in `done`, or None if the frame is not that of these texts."""
+        if not done.endswith(self.tail):
+            return None
+        if done.startswith(prompt):
+            return len(prompt)
+        if not self.more or not prompt.endswith(self.more):
+            return None
+        start = prompt[: -len(self.more)] + self.left
+        return len(start) if done.startswith(start) else None
+
+
+class FrameFinder:
+    """Finds the frames of answers in the template's text, with the special tokens of `tokenizer`."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerFast") -> None:
+        self._tokenizer = tokenizer
+        added = tokenizer.added_tokens_decoder.values()
+        self.special_tokens = {*tokenizer.all_special_tokens, *(token.content for token in added if token.special)}
+        self.special = _any_of(self.special_tokens)
+        self.mark = re.compile(
+            f"{_any_of({token.content for token in added} | self.special_tokens).pattern}|{_MARK.pattern}"
+        )
+
+    def probe(self, show: Show, messages: Messages, prompt: str) -> tuple[Frame, int] | None:
+        """What the template writes around the last of `messages`, and where this answer starts in their text.
+
+        Found by putting other texts in its place. None if the finished turn shows another prompt
+        or nothing of the answer.
+
+        Raises:
+            RowError: the template fails.
+        """
+        finished = [[*messages[:-1], probe_message(messages[-1], probe)] for probe in PROBES]
+        done = [show(chat) for chat in finished]
+        if done[0] == done[1]:
+            return None
+        found = self._find_start(show, messages, prompt, done)
+        if found is None:
+            return None
+        more, left, start = found
+        tail = get_common_end(*done)
+        body = done[0][start : len(done[0]) - len(tail)]
+        follows = _get_following(show, finished)
+        alike = len(tail) if follows is None else get_common_start(tail, follows)
+        ends = [match for match in self.special.finditer(tail) if match.end() <= alike]
+        end = self._choose_end(show, messages, prompt, ends, body + tail[:alike])
+        end = end or self.special.search(tail)  # of no message but the last one
+        if end is not None:
+            return Frame(more, left, tail[end.start() :], "", end.group()), start
+        rest = (follows or "")[alike:].partition(_FOLLOWING)[0]  # what the next message says ends nothing
+        glue = rest[: len(rest) - len(rest.lstrip())]
+        return Frame(more, left, tail[alike:], glue, self._get_first_token(rest.lstrip())), start
+
+    def _find_start(self, show: Show, messages: Messages, prompt: str, done: list[str]) -> tuple[str, str, int] | None:
+        """`more` and `left` of a frame, and the start of the answer in both texts of `done`.
+
+        None if the finished turn shows another prompt, and not only in its history.
+        """
+        if done[0].startswith(prompt):
+            return "", "", len(prompt)
+        same = self.cut_mark(get_common_start(*done, prompt), prompt, done[0])
+        more = prompt[same:]
+        if _CLOSED_THOUGHT.fullmatch(more):
+            place = next((k for k in range(same, len(prompt)) if done[0].startswith(prompt[k:], same)), len(prompt))
+            return more, prompt[place:], same + len(prompt) - place
+        if _begins_with_thought(show, messages, same, done):
+            return more, "", same
+        # The history is another one: the answer starts after the same role mark.
+        for shown in (prompt, _ENDING_THOUGHT.sub("", prompt)):
+            marks = list(self.special.finditer(shown))
+            role = shown[marks[-1].start() :] if marks else ""
+            place = done[0].rfind(role, same, get_common_start(*done)) if role else -1
+            if place >= 0:
+                return "", "", place + len(role)
+        # A role mark that the finished turn leaves out because the turn before is the assistant's, too.
+        plain = [{"role": "user", "content": PROBES[0]}, {"role": "assistant", "content": PROBES[1]}]
+        shown = show(plain) if len(messages) > 2 else ""
+        if shown[: max(0, shown.rfind(PROBES[1]))].endswith(_ENDING_THOUGHT.sub("", more)):
+            return "", "", same
+        return None
+
+    def _choose_end(
+        self, show: Show, messages: Messages, prompt: str, ends: list["re.Match[str]"], answer: str
+    ) -> "re.Match[str] | None":
+        """The first of the special tokens `ends` that ends every turn; one that stands inside of answers does not."""
+        if messages[-1].get("tool_calls") and ends:  # those of a call may end each call of several
+            try:
+                plain = self.probe(show, [*messages[:-1], {"role": "assistant", "content": PROBES[0]}], prompt)
+            except RowError:
+                plain = None
+            for match in ends if plain is not None else ():
+                if plain is not None and match.group() == plain[0].end:
+                    return match
+        return next((match for match in ends if answer.count(match.group()) == 1), None)
+
+    def _get_first_token(self, text: str) -> str:
+        if not text:
+            return ""
+        encoding = self._tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
+        return next((text[start:stop] for start, stop in encoding.offsets if stop > start), "")
+
+    def cut_mark(self, length: int, *texts: str) -> int:
+        """`length`, or less where that is inside of a mark in one of `texts`."""
+        for text in texts:
+            window = max(0, length - 80)
+            for match in self.mark.finditer(text, window):
+                if match.start() < length < match.end():
+                    length = match.start()
+        return length
+
+
+def _get_following(show: Show, finished: list[Messages]) -> str | None:
+    """The end that the `finished` conversations have in common when a message follows; None if none can."""
+    calls = finished[0][-1].get("tool_calls")
+    user = {"role": "user", "content": _FOLLOWING}
+    result = {"role": "tool", "content": _FOLLOWING}
+    if calls:
+        result |= {"name": calls[0]["function"]["name"], "tool_call_id": calls[0].get("id", "")}
+    for message in (result, user) if calls else (user,):
+        try:
+            texts = [show([*messages, message]) for messages in finished]
+        except RowError:
+            continue
+        return get_common_end(*texts)
+    return None
+
+
+def _begins_with_thought(show: Show, messages: Messages, start: int, done: list[str]) -> bool:
+    """Whether the thought of the last message follows at `start`, behind what the prompt opens."""
+    place = get_common_start(*done)
+    thought = next((part for part in get_parts(messages[-1]) if part.is_thought), None)
+    if thought is None or done[0][start:place].strip():
+        return False
+    texts = [show([*messages[:-1], thought.replace(probe)]) for probe in PROBES]
+    return get_common_start(*texts) == place
+
+
+def _any_of(tokens: set[str]) -> "re.Pattern[str]":
+    # Longest first, so that <|end|> is not found inside <|im_end|>.
+    longest_first = sorted(tokens - {""}, key=lambda token: (-len(token), token))
+    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")

@@ -1,0 +1,133 @@
+"""The tokenizer's chat template: the only place that renders one.
+
+A template is a program of others. Everything that it can raise becomes a `RowError`, and what it takes for today is
+one date for the whole run, or the text of a row would depend on when it is rendered.
+"""
+
+import re
+from datetime import date as Date
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, cast
+
+from jinja2 import meta
+from jinja2.exceptions import TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from titanlite.data.readers import RowError
+from titanlite.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+Messages = list[dict[str, Any]]
+Marks = list[tuple[int, int]]  # places in a text that the template marks with {% generation %}
+
+REMEDY = "Correct the row, or give another template with data.chat_template."
+_GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
+_TODAY = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
+# What a template can raise: its own raise_exception, and what its expressions do with a value they did not expect.
+_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+_KNOWN = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now", "date_string"}
+
+
+class ChatTemplate:
+    """The template of `tokenizer`; `date` is its today as ISO text, empty for the real one."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerFast", date: str = "") -> None:
+        self._tokenizer = tokenizer
+        self._date = date
+        self._texts: dict[bool, str] = {}
+
+    def render(
+        self, messages: Messages, tools: Messages | None, arguments: dict[str, Any], *, prompt: bool = False
+    ) -> tuple[str, Marks | None]:
+        """`messages` as text, with the generation prompt if `prompt`; and the marks of a template that has any.
+
+        Raises:
+            DataError: the tokenizer has no chat template.
+            RowError: the template fails.
+        """
+        template = self.get_text(tools)
+        options: dict[str, Any] = {"tools": tools, "chat_template": template, "add_generation_prompt": prompt}
+        try:
+            if prompt or not _GENERATION.search(template):
+                text = self._tokenizer.apply_chat_template(messages, tokenize=False, **options, **arguments)
+                return cast(str, text), None
+            from transformers.utils.chat_template_utils import render_jinja_template
+
+            special: dict[str, Any] = self._tokenizer.special_tokens_map
+            texts, marks = render_jinja_template(
+                [messages], return_assistant_tokens_mask=True, **options, **special | arguments
+            )
+            return texts[0], cast(Any, marks)[0]
+        except _ERRORS as error:
+            said = str(error).strip().rstrip(".") or type(error).__name__
+            text = f"the chat template fails: {said}. {REMEDY}{self.describe_arguments(tools)}"
+            raise RowError("template failed", text) from None
+
+    def get_text(self, tools: Messages | None) -> str:
+        """The Jinja text for rows with or without tools, its dates written out.
+
+        Raises:
+            DataError: there is none, or it is not known which one of several.
+        """
+        has_tools = tools is not None
+        if has_tools not in self._texts:
+            if not self._tokenizer.chat_template:
+                raise DataError(
+                    "data: the rows are chats, but the tokenizer has no chat template. Set data.chat_template to a "
+                    "Jinja file, use the tokenizer of a chat model (data.tokenizer_path), or give prompt and "
+                    "completion as text."
+                )
+            try:
+                template = self._tokenizer.get_chat_template(None, cast(Any, tools))
+            except ValueError as error:  # several named templates, none of them the default
+                raise DataError(f"data: {error} Set data.chat_template to a Jinja file.") from None
+            self._texts[has_tools] = set_date(template, self._date)
+        return self._texts[has_tools]
+
+    def describe_arguments(self, tools: Messages | None) -> str:
+        """A remedy that names the arguments which the template reads; empty if there are none."""
+        names = _list_arguments(self.get_text(tools)) - set(self._tokenizer.special_tokens_map)
+        if not names:
+            return ""
+        named = ", ".join(sorted(names))
+        return f" The template reads {named}: set them with data.chat_template_kwargs, or in the row."
+
+
+def set_date(template: Any, date: str) -> Any:
+    """`template`, or each of several by name, with `date` written out where it asks for today's."""
+    if isinstance(template, dict):
+        return {name: set_date(text, date) for name, text in template.items()}
+    if not date or not template:
+        return template
+    return _TODAY.sub(lambda match: repr(Date.fromisoformat(date).strftime(match.group(2))), template)
+
+
+def set_arguments(template: Any, arguments: dict[str, Any]) -> Any:
+    """`template`, or each of several by name, with values for arguments that are not given when it is rendered.
+
+    They are part of its text, so that whatever renders a saved template takes the same ones.
+    """
+    if isinstance(template, dict):
+        return {name: set_arguments(text, arguments) for name, text in template.items()}
+    given = [
+        f"{{% if {name} is not defined %}}{{% set {name} = {_to_jinja(value)} %}}{{% endif %}}"
+        for name, value in sorted(arguments.items())
+    ]
+    return "".join([*given, template])
+
+
+def _to_jinja(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_to_jinja(key)}: {_to_jinja(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_to_jinja, value)) + "]"
+    return "none" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+@lru_cache(maxsize=8)
+def _list_arguments(template: str) -> frozenset[str]:
+    environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
+    found = meta.find_undeclared_variables(environment.parse(_GENERATION.sub("", template)))
+    return frozenset(found - _KNOWN - set(environment.globals))
