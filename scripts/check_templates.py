@@ -13,6 +13,7 @@ and which must not be trained; it looks at the tokens alone, and shares nothing 
 """
 
 import argparse
+import json
 import re
 import sys
 from collections import Counter
@@ -86,8 +87,6 @@ class Chat:
         return self
 
     def _call(self, k: int, i: int, name: str, place: list[str], *, as_text: bool = False) -> dict[str, Any]:
-        import json
-
         argument = f"{name}arg"
         place += [name, argument, value := make_word()]
         arguments: Any = {argument: value}
@@ -185,7 +184,7 @@ def make_tokenizer(template: str) -> PreTrainedTokenizerFast:
 
 def render_sample(template: str) -> str:
     """A conversation as text, for special tokens that a template puts together; empty if it takes no such one."""
-    bare = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
+    bare: Any = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
     turn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     try:
         return bare.apply_chat_template([*turn, *turn], chat_template=template, tokenize=False)
@@ -193,7 +192,7 @@ def render_sample(template: str) -> str:
         return ""
 
 
-def judge(tokenizer: PreTrainedTokenizerFast, chat: Chat) -> tuple[str, str]:
+def judge(tokenizer: Any, chat: Chat) -> tuple[str, str]:
     """The class of what becomes of `chat`, and why."""
     renderer = ChatRenderer(tokenizer, date=DATE)
     (found,) = ExampleEncoder(tokenizer, "messages", renderer=renderer).encode([chat.row])
@@ -221,7 +220,7 @@ def judge(tokenizer: PreTrainedTokenizerFast, chat: Chat) -> tuple[str, str]:
 
 
 def judge_edges(
-    tokenizer: PreTrainedTokenizerFast, chat: Chat, turns: list[int], answers: list[tuple[list[int], list[int]]]
+    tokenizer: Any, chat: Chat, turns: list[int], answers: list[tuple[list[int], list[int]]]
 ) -> tuple[str, str]:
     """Prompts and ends against `apply_chat_template` and the whole text."""
     special = {*tokenizer.all_special_ids, *(i for i, t in tokenizer.added_tokens_decoder.items() if t.special)}
@@ -270,7 +269,7 @@ def judge_edges(
     return "right", ""
 
 
-def show(tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, Any]], chat: Chat) -> str:
+def show(tokenizer: Any, messages: list[dict[str, Any]], chat: Chat) -> str:
     """The messages as text, or nothing where the template takes no such conversation."""
     kwargs = chat.row.get("chat_template_kwargs", {})
     try:
@@ -281,8 +280,6 @@ def show(tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, Any]], cha
 
 def parse(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Messages as a server gives them to the template: arguments are objects, content is text."""
-    import json
-
     found = []
     for message in messages:
         message = {key: value for key, value in message.items() if key != "weight"}
@@ -298,8 +295,6 @@ def parse(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def parse_text(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """As `parse`, with arguments as JSON text."""
-    import json
-
     found = parse(messages)
     for message in found:
         for call in message.get("tool_calls", []):

@@ -23,9 +23,11 @@ from titanlite.checkpoint.pretrained import weights_of
 from titanlite.config import AnyModelConfig, JobConfig
 from titanlite.config.assets import local_folder
 from titanlite.config.parallelism import check_parallelism, resolve_degrees
+from titanlite.config.patterns import parse_object
 from titanlite.config.schema import ParallelismSection, TrainingSection
 from titanlite.data import count_ids, load_tokenizer
-from titanlite.data.row_limits import render_chat
+from titanlite.data.readers import RowError
+from titanlite.data.row_limits import run_row
 from titanlite.distributed import ParallelDims, end_distributed, init_distributed, parallelize
 from titanlite.errors import ConfigError, DataError, TitanliteError, raise_problems
 from titanlite.generate import Continuation, Sampling, generate, get_end_of_turn_ids, get_eos_token_ids, name_of
@@ -106,6 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--prompt", action="append", default=[], metavar="TEXT", help="may be given several times")
     add("--prompts-file", type=Path, metavar="FILE", help="a prompt per line; .jsonl: objects with prompt or messages")
     add("--chat", action="store_true", help="render prompts as messages of a user, by the tokenizer's chat template")
+    add("--chat-template-kwargs", default="", metavar="JSON", help="arguments of the chat template, as an object")
     add("--tokenizer", type=Path, metavar="DIR", help="default: that of --model")
     add("--max-new-tokens", type=int, default=128, metavar="N")
     add("--temperature", type=float, default=0.0, help="0 (default): always the most likely token")
@@ -228,7 +231,8 @@ def _prepare(options: argparse.Namespace, folder: Path, tokenizer: Any, device: 
     prompts = [*options.prompt, *([] if options.prompts_file is None else _read_prompts(options.prompts_file))]
     if not prompts:
         raise ConfigError("generate: there is no prompt. Give --prompt TEXT or --prompts-file FILE.")
-    ids = [_encode(tokenizer, prompt, options.chat) for prompt in prompts]
+    arguments = parse_object("generate: --chat-template-kwargs", options.chat_template_kwargs)
+    ids = [_encode(tokenizer, prompt, options.chat, arguments) for prompt in prompts]
     limit = config.max_position_embeddings
     problems = []
     for number, tokens in enumerate(ids, start=1):
@@ -245,7 +249,7 @@ def _prepare(options: argparse.Namespace, folder: Path, tokenizer: Any, device: 
                 "model's own tokenizer."
             )
     raise_problems(ConfigError, "generate", problems)
-    shown = [prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False) for prompt in prompts]
+    shown = list(map(_show, prompts))
     dtype = _dtype(options.dtype, folder, device)
     ends = {*get_eos_token_ids(tokenizer, folder), *(get_end_of_turn_ids(tokenizer) if options.chat else ())}
     return Request(folder, config, dtype, shown, ids, sorted(ends), count_ids(tokenizer))
@@ -261,7 +265,7 @@ def _dtype(asked: str, folder: Path, device: torch.device) -> str:
 
 
 def _read_prompts(path: Path) -> list[Any]:
-    """Texts, or lists of messages."""
+    """Texts, or rows with messages."""
     where = f"generate: --prompts-file {path}"
     try:
         lines = read_regular(path, 2**30).decode("utf-8").split("\n")
@@ -281,23 +285,29 @@ def _read_prompts(path: Path) -> list[Any]:
         prompt = row.get("messages", row.get("prompt")) if isinstance(row, dict) else None
         if not isinstance(prompt, str) and not (isinstance(prompt, list) and prompt):
             raise DataError(f"{where}, line {number}: has neither prompt (a string) nor messages (a list).")
-        prompts.append(prompt)
+        prompts.append(prompt if isinstance(prompt, str) else row | {"messages": prompt})
     return prompts
 
 
-def _encode(tokenizer: Any, prompt: Any, chat: bool) -> list[int]:
+def _encode(tokenizer: Any, prompt: Any, chat: bool, arguments: dict[str, Any] | None = None) -> list[int]:
     if not chat:
         if not isinstance(prompt, str):
             raise ConfigError("generate: messages need a chat template to become text. Add --chat.")
         return tokenizer.encode(prompt)
     if not tokenizer.chat_template:
         raise DataError("generate: --chat: the tokenizer has no chat template. Leave --chat out, or add a template.")
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    from titanlite.data.encode import encode_prompt
+
+    row = prompt if isinstance(prompt, dict) else {"messages": [{"role": "user", "content": prompt}]}
     try:
-        text = render_chat(tokenizer, messages, add_generation_prompt=True)
-    except Exception as error:  # a template is a program
-        raise DataError(f"generate: --chat: the chat template refuses {_shorten(str(prompt))}: {error}") from error
-    return tokenizer.encode(text, add_special_tokens=False)  # the template has written them already
+        return run_row(encode_prompt, tokenizer, {"chat_template_kwargs": arguments or {}} | row)
+    except RowError as error:
+        shown = _shorten(str(row["messages"]))
+        raise DataError(f"generate: --chat: the chat template refuses {shown}: {error}") from None
+
+
+def _show(prompt: Any) -> str:
+    return prompt if isinstance(prompt, str) else json.dumps(prompt.get("messages"), ensure_ascii=False)
 
 
 def _text_of(tokenizer: Any, prompt: list[int], new: list[int]) -> str:

@@ -24,6 +24,7 @@ from titanlite.errors import ConfigError, TitanliteError, raise_problems
 from titanlite.logger import logger, raw_output
 from titanlite.preflight import check
 from titanlite.preview_step import StepRequest, show_step
+from titanlite.run_setup import with_chat_date
 
 _STEP_TOKENS = 512  # of a document's text: a step may have hundreds of long ones
 _BAR = 40
@@ -70,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             _refuse_without_step(known)
             raise_problems(ConfigError, "configuration", find_missing_files(job))
             checked = check(job, 1 if known.world_size is None else known.world_size, weights=False)
-            tokenizer, loader = build_data(checked.job, 0, checked.degrees.dp)
+            tokenizer, loader = build_data(with_chat_date(checked.job), 0, checked.degrees.dp)
             show_data(loader, Painter(tokenizer, color=color, max_tokens=known.tokens or 0), known.samples)
         else:
             max_tokens = _STEP_TOKENS if known.tokens is None else known.tokens

@@ -17,6 +17,7 @@ from titanlite.data_order import Stretch, add_stretch, find_stretch
 from titanlite.errors import CheckpointError, ConfigError, DataError
 from titanlite.logger import raw_output
 from titanlite.preflight import check
+from titanlite.run_setup import with_chat_date
 from titanlite.tables import format_count
 
 _Chosen = list[tuple[int, str]]
@@ -74,7 +75,7 @@ def show_step(job: JobConfig, world_size: int | None, request: StepRequest) -> N
             f"data: --rank {request.rank} is none of the {format_count(dp, 'data-parallel rank')} of a world size of "
             f"{checked.degrees.world_size}. Give 0 to {dp - 1}, or another --world-size."
         )
-    tokenizer, loader = build_data(checked.job, 0, dp)
+    tokenizer, loader = build_data(with_chat_date(checked.job), 0, dp)
     if run is not None:
         progress = run.progress
         jumps = [(rewind.spike_step - 1, rewind.samples) for rewind in run.rewinds]

@@ -5,6 +5,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from titanlite.checkpoint import Progress
 from titanlite.checkpoint.description import save_tokenizer
 from titanlite.checkpoint.folder import OWN_FOLDER
+from titanlite.checkpoint.train_state import find_progress
 from titanlite.config import AnyModelConfig, JobConfig, ModelConfig, TransformersConfig, describe_changes, save_resolved
 from titanlite.config.parallelism import Degrees
 from titanlite.config.schema import BLOCK_SIZES
@@ -255,6 +257,25 @@ def hold_folders(job: JobConfig, folder: Path) -> list[FolderLock | None]:
 
     on_first_rank(take)
     return locks
+
+
+def get_chat_date(job: JobConfig) -> str:
+    """What chat templates take for today, as ISO text: as set, as in the checkpoint to resume from, or today."""
+    if job.data.chat_date or not job.checkpoint.enable:
+        return job.data.chat_date or date.today().isoformat()
+    found = find_progress(Path(job.job.dump_folder) / job.checkpoint.folder, job.checkpoint.load_step)
+    return (found and found[0].chat_date) or date.today().isoformat()
+
+
+def with_chat_date(job: JobConfig) -> JobConfig:
+    """`job` with the date of `get_chat_date`, where the data are chats."""
+    has_chats = job.data.dataset in ("examples", "images")
+    return replace(job, data=replace(job.data, chat_date=get_chat_date(job))) if has_chats else job
+
+
+def resolve_chat_date(job: JobConfig) -> JobConfig:
+    """As `with_chat_date`, the same on all ranks. Collective: every rank must call."""
+    return on_first_rank(lambda: with_chat_date(job))
 
 
 def make_dump_folder(job: JobConfig, folder: Path) -> list[str]:

@@ -57,6 +57,7 @@ from titanlite.run_setup import (
     hold_folders,
     make_dump_folder,
     record_start,
+    resolve_chat_date,
     resolve_steps,
     warn_of_changed_base,
     warn_of_ignored_balancing,
@@ -93,6 +94,7 @@ class Trainer(TrainStep):
         self.dims = dims or ParallelDims.build(degrees, self.device.type)  # groups of an earlier trainer serve again
         logger.info("mesh: %s, %d ranks on %s", degrees, degrees.world_size, self.device.type)
 
+        job = resolve_chat_date(job)
         with waiting_for_machines():
             self.tokenizer, self.loader = build_data(job, self.dims.dp_rank, degrees.dp)
         self.job = job = resolve_steps(job, self.loader)
@@ -349,6 +351,7 @@ class Trainer(TrainStep):
             rewinds=self.rewinds,
             stretches=self.loader.stretches,
             taken=self.loader.get_taken(self.step),
+            chat_date=self.job.data.chat_date,
         )
         count, about = sum(map(num_values, self.model.parameters())), {"progress": progress, "results": self.results}
         card = partial(render_model_card, self.job, family=self.model.config.family, num_parameters=count, **about)

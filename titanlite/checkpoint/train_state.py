@@ -64,6 +64,7 @@ class Progress:
         rewinds: returns to a checkpoint of before a loss spike, in order; likewise.
         stretches: which samples each step took, and what later ones are to take; likewise.
         taken: sequences that each source of a mixture gave, by name; likewise.
+        chat_date: what chat templates take for today, as ISO text; likewise.
     """
 
     step: int
@@ -75,6 +76,7 @@ class Progress:
     rewinds: Sequence[Rewind] = ()
     stretches: Sequence[Stretch] = ()
     taken: Mapping[str, int] = field(default_factory=dict)
+    chat_date: str = ""
 
     def to_json(self) -> bytes:
         """The content of train_state.json."""
@@ -88,8 +90,9 @@ class Progress:
         if table.pop("format", None) != 1:
             raise CheckpointError(f"{where}: {STATE_FILE} is of a format that this version does not know.")
         kinds = {"step": int, "samples": int, "data": str, "world_size": int, "versions": dict, "results": dict}
-        kinds |= {"rewinds": list, "stretches": list, "taken": dict}
-        for name, kind in (("results", dict), ("rewinds", list), ("stretches", list), ("taken", dict)):
+        later = {"results": dict, "rewinds": list, "stretches": list, "taken": dict, "chat_date": str}
+        kinds |= later
+        for name, kind in later.items():
             table.setdefault(name, kind())
         if (
             table.keys() != kinds.keys()

@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from titanlite.config.assets import is_hub_id
-from titanlite.config.patterns import parse_multipliers, split_patterns
+from titanlite.config.patterns import parse_date, parse_multipliers, parse_object, split_patterns
 from titanlite.config.schema import (
     ActivationCheckpointSection,
     DataSection,
@@ -29,7 +29,8 @@ _ESCAPES = {"\\": "\\\\", '"': '\\"', "\b": "\\b", "\t": "\\t", "\n": "\\n", "\f
 
 _OF_EXAMPLES = (
     *("split", "subset", "validation_path", "validation_split", "format", "text_field", "train_on", "too_long"),
-    *("bad_rows", "packing", "chat_template", "streaming", "streaming_block_rows"),
+    *("bad_rows", "packing", "chat_template", "chat_template_kwargs", "chat_date", "dropped_parts", "streaming"),
+    "streaming_block_rows",
 )
 
 # Every test is written so that nan fails it.
@@ -323,6 +324,8 @@ def _check_fine_tuning(job: JobConfig) -> list[str]:
         (split_patterns, "optimizer.freeze"),
         (parse_multipliers, "optimizer.lr_multipliers"),
         (split_patterns, "lora.targets"),
+        (parse_object, "data.chat_template_kwargs"),
+        (parse_date, "data.chat_date"),
     ):
         try:
             parse(key, get_value(job, key))

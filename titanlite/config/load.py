@@ -5,6 +5,7 @@ parsers read YAML 1.1 before they know the type (`off` becomes False, `12:30` be
 stop at the first error, without the file's name.
 """
 
+import json
 import math
 import re
 import sys
@@ -20,6 +21,7 @@ from titanlite.config.check import check_values, format_value
 from titanlite.config.schema import JobConfig, SourceSection
 from titanlite.config.settings import (
     SOURCES,
+    TEMPLATE_ARGUMENTS,
     Setting,
     find_section,
     find_setting,
@@ -289,7 +291,8 @@ class _Reader:
             if "." in name:
                 self.refuse(where, f"key {name!r} has a dot inside its quotes. Write it without quotes.", key)
             elif (setting := find_setting(key)) is not None:
-                self.accept(where, setting, value)
+                is_table = key == TEMPLATE_ARGUMENTS and isinstance(value, dict)
+                self.accept(where, setting, json.dumps(value) if is_table else value)
             elif find_section(key) is None:
                 self.refuse_unknown(where, key, "section" if isinstance(value, dict) else "key")
             elif isinstance(value, dict):

@@ -1,8 +1,14 @@
-"""Settings that list shell patterns over names of parameters or modules: `"*.mlp.gate.*, lm_head*"`, `"lm_head*=2"`."""
+"""Settings whose text has a grammar of its own.
 
+Shell patterns over names of parameters or modules (`"*.mlp.gate.*, lm_head*"`, `"lm_head*=2"`), JSON objects, dates.
+"""
+
+import json
 import math
 from collections.abc import Iterable
+from datetime import date
 from fnmatch import fnmatchcase
+from typing import Any
 
 from titanlite.errors import ConfigError, raise_problems
 
@@ -50,3 +56,30 @@ def match_names(pattern: str, names: Iterable[str]) -> list[str]:
     So `q_proj` and `self_attn.q_proj` match `model.layers.0.self_attn.q_proj`, as in PEFT's target_modules.
     """
     return [name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")]
+
+
+def parse_object(key: str, text: Any) -> dict[str, Any]:
+    """The JSON object that setting `key` has as text; empty text is an empty one.
+
+    Raises:
+        ConfigError: the text is something else.
+    """
+    try:
+        found = json.loads(text or "{}") if isinstance(text, str) else text
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise ConfigError(f'{key} = "{text}" is no JSON object. Write one, for example {{"enable_thinking": false}}.')
+    return found
+
+
+def parse_date(key: str, text: str) -> date | None:
+    """The date that setting `key` has as ISO text; None if it is empty.
+
+    Raises:
+        ConfigError: the text is something else.
+    """
+    try:
+        return date.fromisoformat(text) if text else None
+    except ValueError:
+        raise ConfigError(f'{key} = "{text}" is no date. Write it as YYYY-MM-DD.') from None

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple, Union, cast, get_args, get_origin, 
 
 from titanlite.config.schema import JobConfig, SourceSection
 
+TEMPLATE_ARGUMENTS = "data.chat_template_kwargs"  # JSON text, or a table of anything
 SOURCES = "data.sources"  # tables below have names of the user's
 _SOURCE = re.compile(rf"{re.escape(SOURCES)}\.([a-z]\w*)(?:\.(\w+))?", re.ASCII)
 _KINDS = (int, float, bool, str)

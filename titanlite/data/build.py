@@ -2,9 +2,10 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from titanlite.config.parallelism import resolve_global_batch_size
+from titanlite.config.patterns import parse_object
 from titanlite.config.schema import DataSection, JobConfig
 from titanlite.config.sources import get_sources
 from titanlite.data.corpus import build_corpus
@@ -209,22 +210,11 @@ def _load_example_tokenizer(data: DataSection) -> "PreTrainedTokenizerFast":
     tokenizer = load_tokenizer(data.tokenizer_path)
     if data.chat_template:
         tokenizer.chat_template = _read_template(data.chat_template)
-    if arguments := get_template_arguments(data):
+    if arguments := parse_object("data.chat_template_kwargs", data.chat_template_kwargs):
         if not tokenizer.chat_template:
             raise DataError("data.chat_template_kwargs: the tokenizer has no chat template. Set data.chat_template.")
         tokenizer.chat_template = set_arguments(tokenizer.chat_template, arguments)
     return tokenizer
-
-
-def get_template_arguments(data: DataSection) -> dict[str, Any]:
-    """The arguments of the chat template in `data.chat_template_kwargs`."""
-    from titanlite.data.forms import parse_object
-    from titanlite.data.readers import RowError
-
-    try:
-        return parse_object(data.chat_template_kwargs or {}, "data.chat_template_kwargs")
-    except RowError as error:
-        raise DataError(str(error)) from None
 
 
 def _get_padding(tokenizer: "PreTrainedTokenizerFast") -> int:

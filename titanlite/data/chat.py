@@ -27,6 +27,7 @@ from titanlite.data.chat_parts import PROBES, Part, get_common_start, get_parts,
 from titanlite.data.chat_template import REMEDY, ChatTemplate, Marks, Messages
 from titanlite.data.forms import Chat, set_arguments_as_text
 from titanlite.data.readers import RowError
+from titanlite.data.row_limits import run_row
 from titanlite.errors import DataError
 
 if TYPE_CHECKING:
@@ -154,7 +155,8 @@ class ChatRenderer:
     def _spelled(self) -> list[str]:
         """Special tokens that the template spells; without one, all but those that begin and end any text."""
         template = str(self.tokenizer.chat_template or "")
-        plain = {self.tokenizer.bos_token, self.tokenizer.eos_token, self.tokenizer.unk_token, self.tokenizer.pad_token}
+        named: dict[str, Any] = self.tokenizer.special_tokens_map
+        plain = {named.get(name) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
         tokens = {match.group() for match in self._finder.special.finditer(template)} or self._finder.special_tokens
         return sorted(tokens - plain)
 
@@ -318,7 +320,7 @@ def get_end_token(tokenizer: "PreTrainedTokenizerFast") -> int | None:
     """The special token that ends an answer of the tokenizer's chat template; None if there is none."""
     chat = Chat([{"role": "user", "content": PROBES[0]}, {"role": "assistant", "content": PROBES[1]}])
     try:
-        turn = ChatRenderer(tokenizer).render(chat).turns[0]
+        turn = run_row(ChatRenderer(tokenizer).render, chat).turns[0]
     except (DataError, RowError):
         return None  # it has no template, or one that wants more than every chat has
     ids: list[int] = tokenizer.encode(turn.end, add_special_tokens=False)

@@ -14,6 +14,7 @@ from jinja2.exceptions import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from titanlite.data.readers import RowError
+from titanlite.data.row_limits import check_template
 from titanlite.errors import DataError
 
 if TYPE_CHECKING:
@@ -83,6 +84,7 @@ class ChatTemplate:
                 template = self._tokenizer.get_chat_template(None, cast(Any, tools))
             except ValueError as error:  # several named templates, none of them the default
                 raise DataError(f"data: {error} Set data.chat_template to a Jinja file.") from None
+            check_template(template)
             self._texts[has_tools] = set_date(template, self._date)
         return self._texts[has_tools]
 

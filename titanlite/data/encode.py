@@ -21,6 +21,7 @@ import numpy as np
 from titanlite.data.chat import ANSWER, END, TRAINED, ChatRenderer, Conversation, Turn
 from titanlite.data.forms import Chat, Form, Plain, parse_row
 from titanlite.data.readers import RowError
+from titanlite.data.row_limits import run_row
 from titanlite.data.tokenizer import get_prefix, serialize
 from titanlite.data.tokens import get_plain_encoder
 
@@ -70,6 +71,19 @@ class _Draft:
 Example = tuple[Document, ...]  # one document, or chosen and rejected
 
 
+def encode_prompt(tokenizer: "PreTrainedTokenizerFast", row: dict[str, Any]) -> list[int]:
+    """The tokens that a model gets to answer the chat of `row`, of form 'messages': those that it is trained after.
+
+    Raises:
+        DataError: the tokenizer has no chat template.
+        RowError: the row is no chat, or the template refuses it.
+    """
+    (chat,) = parse_row(row, "messages")
+    text = ChatRenderer(tokenizer).render_prompt(cast(Chat, chat))
+    encoder = get_plain_encoder(serialize(tokenizer), special_is_text=False)
+    return encoder.encode(text, add_special_tokens=False).ids
+
+
 class ExampleEncoder:
     """Encodes rows of one form; one row can become several examples, an example is one document or a pair of them."""
 
@@ -103,7 +117,7 @@ class ExampleEncoder:
         drafts: list[list[_Draft] | RowError] = []
         for row in rows:
             try:
-                drafts.append([self._draft(parsed) for parsed in parse_row(row, self.form, self.text_field)])
+                drafts.append(run_row(self._draft_row, row))
             except RowError as error:
                 drafts.append(error)
         documents = iter(self._tokenize([one for found in drafts if not isinstance(found, RowError) for one in found]))
@@ -131,6 +145,9 @@ class ExampleEncoder:
         if len(sides[0]) > 1:
             self.renderer.counts["chats that become one example per answer"] += 1
         return [(document,) for document in sides[0]]
+
+    def _draft_row(self, row: dict[str, Any]) -> list[_Draft]:
+        return [self._draft(parsed) for parsed in parse_row(row, self.form, self.text_field)]
 
     def _draft(self, parsed: Chat | Plain) -> _Draft:
         if isinstance(parsed, Chat):

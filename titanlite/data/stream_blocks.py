@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 from zipfile import BadZipFile
 
 import numpy as np
@@ -104,9 +104,9 @@ def _load(path: Path) -> EncodedBlock | None:
             problems = [(reason, text) for reason, text in content["problems"]]
             if content["header"] is None:
                 return EncodedBlock(None, problems)
-            header = ExampleHeader(
-                **{name: tuple(v) if isinstance(v, list) else v for name, v in content["header"].items()}
-            )
+            table: dict[str, Any] = content["header"]
+            table |= {name: tuple(table[name]) for name in ("names", "stop_token_ids")}
+            header = ExampleHeader(**table)
             arrays = {name: stored[name] for name in _ARRAYS}
     except (OSError, BadZipFile, ValueError, KeyError, TypeError, EOFError):
         return None
