@@ -135,14 +135,13 @@ class ChatRenderer:
             )
             raise RowError("no prompt", text)
         chat = self._prepare(chat)
-        shapes = [get_shape(message) for message in chat.messages]
-        keys = [self._get_key(chat, shapes, i, i in answers) for i in range(len(shapes))]
+        keys = _get_keys(chat, answers)
         turns = []
         done = ""
         for i in answers:
             turn, done = self._find_turn(chat, i, keys[i])
             turns.append(turn)
-        whole = done if answers and answers[-1] == len(shapes) - 1 else self._apply(chat, chat.messages)[0]
+        whole = done if answers and answers[-1] == len(keys) - 1 else self._apply(chat, chat.messages)[0]
         self._check_parts(chat, keys, answers)
         joined = all(after.prompt.startswith(turn.text) for turn, after in pairwise(turns))
         return Conversation(turns, joined, whole)
@@ -192,16 +191,6 @@ class ChatRenderer:
         except RowError:
             return False
         return True
-
-    def _get_key(self, chat: Chat, shapes: list[tuple[Any, ...]], i: int, trained: bool) -> object:
-        """What decides on how the template shows messages[i]: its kind, its neighbours' and what is behind them."""
-        roles = [shape[0] for shape in shapes]
-        later = frozenset(roles[i + 1 :])
-        around = shapes[max(0, i - 1) : i + 2] if not trained else shapes[max(0, i - 1) : i + 1]
-        return (
-            *(i == 0, *around, later if not trained else None, roles[0], "user" in roles[:i], trained),
-            *(len(chat.tools or ()), str(chat.template_kwargs)),
-        )
 
     def _find_turn(self, chat: Chat, i: int, key: object) -> tuple[Turn, str]:
         """The answer messages[i], and the text of the conversation up to and including it."""
@@ -314,6 +303,24 @@ class ChatRenderer:
             f"{self._template.describe_arguments(chat.tools)}"
         )
         return RowError("prompt differs", text)
+
+
+def _get_keys(chat: Chat, answers: list[int]) -> list[object]:
+    """For each message what decides on how the template shows it: its kind, its neighbours' and the roles around.
+
+    An answer is shown as the last message.
+    """
+    shapes = [get_shape(message) for message in chat.messages]
+    roles = [shape[0] for shape in shapes]
+    common = (roles[0], len(chat.tools or ()), str(chat.template_kwargs) if chat.template_kwargs else "")
+    keys: list[object] = []
+    asked = False
+    for i, role in enumerate(roles):
+        trained = i in answers
+        stop, later = (i + 1, None) if trained else (i + 2, frozenset(roles[i + 1 :]))
+        keys.append((i == 0, asked, *shapes[max(0, i - 1) : stop], later, *common))
+        asked = asked or role == "user"
+    return keys
 
 
 def get_end_token(tokenizer: "PreTrainedTokenizerFast") -> int | None:

@@ -37,7 +37,7 @@ class ChatTemplate:
     def __init__(self, tokenizer: "PreTrainedTokenizerFast", date: str = "") -> None:
         self._tokenizer = tokenizer
         self._date = date
-        self._texts: dict[bool, str] = {}
+        self._texts: dict[bool, tuple[str, bool]] = {}  # with and without tools: the text, and whether it has marks
 
     def render(
         self, messages: Messages, tools: Messages | None, arguments: dict[str, Any], *, prompt: bool = False
@@ -48,10 +48,10 @@ class ChatTemplate:
             DataError: the tokenizer has no chat template.
             RowError: the template fails.
         """
-        template = self.get_text(tools)
+        template, has_marks = self._get(tools)
         options: dict[str, Any] = {"tools": tools, "chat_template": template, "add_generation_prompt": prompt}
         try:
-            if prompt or not _GENERATION.search(template):
+            if prompt or not has_marks:
                 text = self._tokenizer.apply_chat_template(messages, tokenize=False, **options, **arguments)
                 return cast(str, text), None
             from transformers.utils.chat_template_utils import render_jinja_template
@@ -66,8 +66,8 @@ class ChatTemplate:
             text = f"the chat template fails: {said}. {REMEDY}{self.describe_arguments(tools)}"
             raise RowError("template failed", text) from None
 
-    def get_text(self, tools: Messages | None) -> str:
-        """The Jinja text for rows with or without tools, its dates written out.
+    def _get(self, tools: Messages | None) -> tuple[str, bool]:
+        """The Jinja text for rows with or without tools, its dates written out, and whether it has marks.
 
         Raises:
             DataError: there is none, or it is not known which one of several.
@@ -85,12 +85,12 @@ class ChatTemplate:
             except ValueError as error:  # several named templates, none of them the default
                 raise DataError(f"data: {error} Set data.chat_template to a Jinja file.") from None
             check_template(template)
-            self._texts[has_tools] = set_date(template, self._date)
+            self._texts[has_tools] = set_date(template, self._date), bool(_GENERATION.search(template))
         return self._texts[has_tools]
 
     def describe_arguments(self, tools: Messages | None) -> str:
         """A remedy that names the arguments which the template reads; empty if there are none."""
-        names = _list_arguments(self.get_text(tools)) - set(self._tokenizer.special_tokens_map)
+        names = _list_arguments(self._get(tools)[0]) - set(self._tokenizer.special_tokens_map)
         if not names:
             return ""
         named = ", ".join(sorted(names))
