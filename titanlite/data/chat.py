@@ -103,6 +103,11 @@ class ChatRenderer:
         self._lost: dict[object, tuple[int, ...]] = {}
         self._as_text: dict[object, bool] = {}
 
+    @property
+    def special_tokens(self) -> set[str]:
+        """Tokens that no text of a chat merges with."""
+        return self._finder.special_tokens
+
     def render_prompt(self, chat: Chat) -> str:
         """The text that the model gets at inference to answer all messages of `chat`.
 
@@ -210,7 +215,7 @@ class ChatRenderer:
             raise self._wrong_prompt(chat, i, prompt, done)
         stop = len(done) - len(frame.tail)
         body = done[start:stop] + frame.glue
-        if len(body) < _LONG and not self._finder.mark.sub("", body).strip():
+        if len(body) < _LONG and not body[:1].isalnum() and not self._finder.mark.sub("", body).strip():
             raise _shows_nothing(chat, i)
         inside = None
         if marks is not None:

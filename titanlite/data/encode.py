@@ -56,18 +56,19 @@ class _Piece:
 class _Draft:
     """What becomes one document: pieces of text, with ids in front and behind.
 
-    Of several turns in one document, the tokens before the last answer must be those of `prompt`, as at inference;
-    else each turn becomes a document of its own, as in `apart`.
+    Of several turns in one document, the tokens before the last answer must be those of its prompt as one text, as at
+    inference: none may reach over the `seams` of the pieces. Otherwise each turn becomes a document, as in `apart`.
     """
 
     pieces: list[_Piece]
     prefix: tuple[int, ...] = ()
     suffix: tuple[int, ...] = ()
     plain: bool = False
-    prompt: str = ""
+    seams: tuple[tuple[str, str], ...] = ()
     apart: "tuple[_Draft, ...]" = ()
 
 
+_SEAM = 24  # characters on each side
 Example = tuple[Document, ...]  # one document, or chosen and rejected
 
 
@@ -105,7 +106,8 @@ class ExampleEncoder:
         serialized = serialize(tokenizer)
         self._plain = get_plain_encoder(serialized)
         self._special = get_plain_encoder(serialized, special_is_text=False)
-        self._adds_space = any(sign in serialized for sign in ('"Metaspace"', '"Prepend"', '"add_prefix_space":true'))
+        alone, *behind = ([*self._encode_batch([(text, False)])[0]] for text in ("a", "\na", ".a", "-a"))
+        self._adds_space = not any(ids[-len(alone) :] == alone for ids in behind)
         self._prefix = get_prefix(tokenizer)
 
     def encode(self, rows: Sequence[dict[str, Any]]) -> Iterator[list[Example] | RowError]:
@@ -177,22 +179,32 @@ class ExampleEncoder:
         if chat.whole.startswith(last):
             pieces.append(_Piece(chat.whole[place:], other))
         pieces = [piece for piece in pieces if piece.text]
-        several = len(turns) > 1 and not self.train_all
-        return _Draft(pieces, prompt=turns[-1].prompt if several else "", apart=apart if several else ())
+        if len(turns) == 1 or self.train_all:
+            return _Draft(pieces)
+        # What ends in a special token is tokenized alike alone; a token of the text sees no farther than some letters.
+        start = len(turns[-1].prompt)
+        places = [p for turn in turns[:-1] for p in (len(turn.prompt), len(turn.text))]
+        ends = self.renderer.special_tokens
+        seams = tuple(
+            (last[max(0, p - _SEAM) : p], last[p : min(start, p + _SEAM)])
+            for k, p in enumerate(places)
+            if k % 2 == 0 or turns[k // 2].end not in ends
+        )
+        return _Draft(pieces, seams=() if self._adds_space else seams, apart=apart)
 
     def _tokenize(self, drafts: list[_Draft]) -> list[list[Document]]:
         """The documents of each draft."""
         texts = [(piece.text, draft.plain) for draft in drafts for piece in draft.pieces]
-        texts += [(draft.prompt, False) for draft in drafts if draft.prompt]
+        seams = [(left, right) for draft in drafts for left, right in draft.seams]
+        texts += [(text, False) for left, right in seams for text in (left, right, left + right)]
         ids = iter(self._encode_batch(texts))
-        joined = [self._make_document(draft, [next(ids) for _ in draft.pieces]) for draft in drafts if draft.pieces]
-        documents = iter(joined)
+        parts = [[next(ids) for _ in draft.pieces] for draft in drafts]
         found: list[list[Document]] = []
         apart: list[_Draft] = []
-        for draft in drafts:
-            document = next(documents) if draft.pieces else None
-            prompt = next(ids) if draft.prompt else []
-            fits = document is not None and document.ids[: len(prompt)].tolist() == prompt
+        for draft, tokens in zip(drafts, parts, strict=True):
+            document = self._make_document(draft, tokens) if tokens else None
+            alike = [next(ids) + next(ids) == next(ids) for _ in draft.seams]
+            fits = document is not None and all(alike)
             found.append([document] if fits and document is not None else [])
             apart += [] if fits else draft.apart
         if apart:
@@ -202,9 +214,12 @@ class ExampleEncoder:
                     documents_of_draft += [next(rest)[0] for _ in draft.apart]
         return found
 
-    def _make_document(self, draft: _Draft, parts: list[list[int]]) -> Document:
+    def _make_document(self, draft: _Draft, parts: list[list[int]]) -> Document | None:
         if self._adds_space and len(parts) > 1:
-            parts = self._encode_whole([piece.text for piece in draft.pieces]) or parts
+            whole = self._encode_whole([piece.text for piece in draft.pieces])
+            if whole is None and draft.apart:
+                return None
+            parts = whole or parts
         prefix, suffix = draft.prefix, draft.suffix
         if prefix and tuple(parts[0][: len(prefix)]) == prefix:
             prefix = ()  # the text spells the begin-of-text token itself

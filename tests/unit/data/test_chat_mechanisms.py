@@ -1,0 +1,213 @@
+"""What chat templates do, one small template for each mechanism, and what the rule makes of it.
+
+The prompt is that of inference; the trained text is what the finished turn shows behind it, up to the token that ends
+it. Tokens are compared, not texts alone.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+from unit.data.templates import CHATML
+
+from titanlite.data.chat import ANSWER, END, NO_END, TRAINED, ChatRenderer
+from titanlite.data.chat_template import set_arguments, set_date
+from titanlite.data.encode import Document, ExampleEncoder, encode_prompt
+from titanlite.data.readers import RowError
+
+MakeTokenizer = Callable[..., PreTrainedTokenizerFast]
+
+HEAD = "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+TURN = HEAD + "{{ m.content }}<|im_end|>\n{% endfor %}"
+ASK = "{% if add_generation_prompt %}<|im_start|>assistant\n%s{% endif %}"
+CALLS = "{% for c in m.tool_calls or [] %}<think>{{ c.function.name }} %s</think>{% endfor %}"
+
+EMPTY_THOUGHT = TURN + ASK.replace("%s", "<think>\n\n</think>\n\n")
+LEFT_OVER = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}</think>{% endif %}{{ m.content }}"
+    "<|im_end|>\n{% endfor %}" + ASK.replace("%s", "<think></think>")
+)
+NEXT_HEADER = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% endfor %}" + ASK.replace("%s", "")
+TOO_WIDE = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}<|im_start|>assistant\n{{ m.content }}"
+    "<|im_end|>\n{% endgeneration %}{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}"
+    "{% endfor %}" + ASK.replace("%s", "")
+)
+REWRITTEN = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content if loop.last or m.role != 'tool' else 'gone' }}"
+    "<|im_end|>\n{% endfor %}" + ASK.replace("%s", "")
+)
+TWO_ENDS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|eot_id|><|im_end|>{% endfor %}"
+    "{% if messages[-1].role == 'assistant' or add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+INNER_END = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}hm<|eot_id|>{% endif %}"
+    "{{ m.content }}<|eot_id|><|im_end|>\n{% endfor %}" + ASK.replace("%s", "")
+)
+OTHER_LAST_END = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{{ '</s>' if loop.last and m.role == 'assistant' else '<|im_end|>' }}{% endfor %}" + ASK.replace("%s", "")
+)
+AS_TEXT = HEAD + "{{ m.content }}" + CALLS.replace("%s", "{{ '' + c.function.arguments }}") + "<|im_end|>\n{% endfor %}"
+AS_REPR = HEAD + "{{ m.content }}" + CALLS.replace("%s", "{{ c.function.arguments }}") + "<|im_end|>\n{% endfor %}"
+
+
+def chat(*texts: str) -> list[dict[str, Any]]:
+    return [{"role": ("user", "assistant")[k % 2], "content": text} for k, text in enumerate(texts)]
+
+
+def encode(tokenizer: PreTrainedTokenizerFast, messages: Any, **more: Any) -> tuple[list[Document], ExampleEncoder]:
+    encoder = ExampleEncoder(tokenizer, "messages", train_all=False)
+    (found,) = encoder.encode([{"messages": messages, **more}])
+    if isinstance(found, RowError):
+        raise found
+    return [document for example in found for document in example], encoder
+
+
+def check(tokenizer: PreTrainedTokenizerFast, messages: Any, *answers: str, end: str, **more: Any) -> list[Document]:
+    """Each answer follows the tokens of its prompt, in full, and ends with `end`, where generation stops."""
+    documents, encoder = encode(tokenizer, messages, **more)
+    places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    found = []
+    for document in documents:
+        ids, flags = document.ids.tolist(), document.flags.tolist()
+        starts = [i for i in range(1, len(ids)) if flags[i] & ANSWER and not flags[i - 1] & ANSWER]
+        for start in starts:
+            stop = next(i for i in range(start, len(ids)) if flags[i] & END) + 1
+            row = {"messages": messages[: places[len(found)]], **more}
+            assert ids[:start] == encode_prompt(tokenizer, row)
+            assert all(flag & TRAINED for flag in flags[start:stop]) and not any(flags[stop : stop + 1])
+            found.append(tokenizer.decode(ids[start:stop]))
+    assert found == [answer + end for answer in answers]
+    assert encoder.stop_token_ids == {tokenizer.convert_tokens_to_ids(end)}
+    return documents
+
+
+@pytest.mark.parametrize("template", [EMPTY_THOUGHT, LEFT_OVER])
+def test_a_closed_empty_thought_belongs_to_the_prompt(make_tokenizer: MakeTokenizer, template: str) -> None:
+    documents = check(make_tokenizer(template), chat("a", "b", "c", "d"), "b", "d", end="<|im_end|>")
+    assert len(documents) == 2  # what the second is asked after shows no empty thought
+
+
+def test_the_next_header_ends_a_turn(make_tokenizer: MakeTokenizer) -> None:
+    (document,) = check(make_tokenizer(NEXT_HEADER), chat("a", "b", "c", "d"), "b", "d", end="<|im_start|>")
+    assert document.flags[-1] & END  # appended, for nothing follows
+
+
+def test_marks_are_cut_to_the_answer(make_tokenizer: MakeTokenizer) -> None:
+    check(make_tokenizer(TOO_WIDE), chat("a", "b", "c", "d"), "b", "d", end="<|im_end|>")
+
+
+def test_history_may_be_rewritten(make_tokenizer: MakeTokenizer) -> None:
+    messages = [*chat("a", "b"), {"role": "tool", "content": "r"}, {"role": "assistant", "content": "d"}]
+    check(make_tokenizer(REWRITTEN), messages, "b", "d", end="<|im_end|>")
+
+
+@pytest.mark.parametrize(
+    ("template", "answer", "end"),
+    [
+        (TWO_ENDS, "b", "<|eot_id|>"),
+        (INNER_END, "hm<|eot_id|>b<|eot_id|>", "<|im_end|>"),
+        (OTHER_LAST_END, "b", "</s>"),
+    ],
+)
+def test_of_two_ends(make_tokenizer: MakeTokenizer, template: str, answer: str, end: str) -> None:
+    """The first one, if it does not stand inside of answers; not the next header that a finished turn shows too."""
+    check(make_tokenizer(template), chat("a", "b"), answer, end=end)
+
+
+def test_an_added_token_proves_no_end(make_tokenizer: MakeTokenizer) -> None:
+    template = CHATML.replace("<|im_end|>\n", "</think><|im_end|>\n")
+    check(make_tokenizer(template), chat("a", "b"), "b</think>", end="<|im_end|>")
+
+
+def test_tokens_that_reach_over_a_seam_part_the_answers(make_tokenizer: MakeTokenizer) -> None:
+    messages = chat("a", "\n\nis the answer", "c", "d")
+    assert len(check(make_tokenizer(CHATML), messages, "\n\nis the answer", "d", end="<|im_end|>")) == 2
+    assert len(check(make_tokenizer(CHATML), chat("a", "b", "c", "d"), "b", "d", end="<|im_end|>")) == 1
+
+
+@pytest.mark.parametrize("template", [AS_TEXT, AS_REPR])
+def test_arguments_are_text_where_the_template_needs_text(make_tokenizer: MakeTokenizer, template: str) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": {"x": "y"}}}
+    messages = [*chat("a"), {"role": "assistant", "content": None, "tool_calls": [call]}]
+    template += ASK.replace("%s", "")
+    check(make_tokenizer(template), messages, '<think>f {"x": "y"}</think>', end="<|im_end|>")
+
+
+LOSSES = {
+    "content": (
+        "{{ [m.content, m.reasoning_content, m.tool_calls] if m.role == 'assistant' }}",
+        r"messages\[0\], of the role 'user'",
+    ),
+    "thought": ("{{ m.content }}", r"messages\[1\]\.reasoning_content"),
+    "name": ("{{ m.content }}{{ m.reasoning_content }}", r"messages\[1\]\.tool_calls, a call of 'f'"),
+    "second call": (
+        "{{ m.content }}{{ m.reasoning_content }}{{ (m.tool_calls or [''])[0] }}",
+        r"messages\[1\]\.tool_calls\[1\], a call of 'g'",
+    ),
+    "argument": (
+        "{{ m.content }}{{ m.reasoning_content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}",
+        r"messages\[1\]\.tool_calls\[0\]\.function\.arguments\['x'\]",
+    ),
+    "tool": ("{{ m.content }}{{ m.reasoning_content }}{{ m.tool_calls }}", r"the tools: tools\[0\]\.name"),
+}
+
+
+@pytest.mark.parametrize("what", LOSSES)
+def test_each_part_that_is_dropped_is_named(make_tokenizer: MakeTokenizer, what: str) -> None:
+    shown, text = LOSSES[what]
+    template = HEAD + "{{ m.role }}" + shown + "<|im_end|>{% endfor %}" + ASK.replace("%s", "assistant")
+    calls = [{"function": {"name": name, "arguments": {"x": name * 3}}} for name in "fg"]
+    answer = {"role": "assistant", "content": "b", "reasoning_content": "t", "tool_calls": calls}
+    row: dict[str, Any] = {"messages": [*chat("a"), answer]}
+    if what == "tool":
+        row["tools"] = [{"function": {"name": "f", "description": "d"}}]
+    with pytest.raises(RowError, match=f"the chat template drops {text}"):
+        encode(make_tokenizer(template), **row)
+    renderer = ChatRenderer(make_tokenizer(template), warn_of_dropped=True)
+    encoder = ExampleEncoder(make_tokenizer(template), "messages", renderer=renderer)
+    (found,) = encoder.encode([row])
+    assert not isinstance(found, RowError) and sum(encoder.renderer.counts.values()) > 0
+
+
+def test_arguments_of_the_run_are_part_of_the_template(make_tokenizer: MakeTokenizer) -> None:
+    """So that whatever renders a saved template takes them; those of a row go before."""
+    template = TURN + ASK.replace("%s", "{{ '<think></think>' if thinking is defined and not thinking }}")
+    off = make_tokenizer(set_arguments(template, {"thinking": False}))
+    check(off, chat("a", "b"), "b", end="<|im_end|>")
+    assert off.decode(encode_prompt(off, {"messages": chat("a")})).endswith("<think></think>")
+    row = {"messages": chat("a"), "chat_template_kwargs": {"thinking": True}}
+    assert not off.decode(encode_prompt(off, row)).endswith("<think></think>")
+
+
+def test_an_error_names_the_arguments_that_the_template_reads(make_tokenizer: MakeTokenizer) -> None:
+    template = TURN + ASK.replace("%s", "{{ '<think>' if thinking }}")
+    with pytest.raises(RowError, match=r"The template reads thinking: set them with data\.chat_template_kwargs"):
+        encode(make_tokenizer(template), chat("a", "b"), chat_template_kwargs={"thinking": True})
+
+
+def test_a_run_has_one_date(make_tokenizer: MakeTokenizer) -> None:
+    template = "{{ strftime_now('%d %b %Y') }}" + TURN + ASK.replace("%s", "")
+    renderer = ChatRenderer(make_tokenizer(template), date="2025-02-03")
+    encoder = ExampleEncoder(make_tokenizer(template), "messages", renderer=renderer)
+    (found,) = encoder.encode([{"messages": chat("a", "b")}])
+    assert not isinstance(found, RowError)
+    assert make_tokenizer(template).decode(found[0][0].ids.tolist()).startswith("03 Feb 2025<|im_start|>")
+    assert set_date(template, "2025-02-03") != set_date(template, "2025-02-04")  # which are part of keys
+
+
+def test_a_greeting_may_come_first_untrained(make_tokenizer: MakeTokenizer) -> None:
+    greeting = {"role": "assistant", "content": "hi"}
+    with pytest.raises(RowError, match=r'or give it "weight": 0'):
+        encode(make_tokenizer(CHATML), [greeting, *chat("a", "b")])
+    (document,), _ = encode(make_tokenizer(CHATML), [greeting | {"weight": 0}, *chat("a", "b")])
+    assert document.num_trained == 2
+
+
+def test_a_turn_without_an_end_is_counted(make_tokenizer: MakeTokenizer) -> None:
+    template = "{% for m in messages %}{{ m.content }} {% endfor %}"
+    _, encoder = encode(make_tokenizer(template), chat("a", "b"))
+    assert encoder.renderer.counts[NO_END] == 1 and not encoder.stop_token_ids
