@@ -94,8 +94,8 @@ class Trainer(TrainStep):
         self.dims = dims or ParallelDims.build(degrees, self.device.type)  # groups of an earlier trainer serve again
         logger.info("mesh: %s, %d ranks on %s", degrees, degrees.world_size, self.device.type)
 
-        job = resolve_chat_date(job)
         with waiting_for_machines():
+            job = resolve_chat_date(job)
             self.tokenizer, self.loader = build_data(job, self.dims.dp_rank, degrees.dp)
         self.job = job = resolve_steps(job, self.loader)
         describe_pipeline(self.loader, model_config, degrees)
