@@ -68,7 +68,7 @@ def _find_too_large(config: ModelConfig) -> list[str]:
     """Tensors and totals whose sizes are each possible, but not their product; one message each."""
     heads = ("num_heads", "num_kv_heads") if not config.kv_lora_rank else ("num_heads",)
     width = config.qk_head_dim + config.qk_nope_head_dim + config.v_head_dim
-    tensors = [("vocab_size", "hidden_size"), ("intermediate_size", "hidden_size")]
+    tensors: list[tuple[str, ...]] = [("vocab_size", "hidden_size"), ("intermediate_size", "hidden_size")]
     if config.num_experts:
         tensors.append(("num_experts", "moe_intermediate_size", "hidden_size"))
         tensors.append(("num_shared_experts", "moe_intermediate_size", "hidden_size"))
