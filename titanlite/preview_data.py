@@ -158,6 +158,11 @@ def show_examples(dataset: ExampleDataset) -> None:
         f"  packing    {dataset.num_train_sequences:,} sequences of {dataset.seq_len}, "
         f"{dataset.packing_efficiency:.1%} full ({how}); {dataset.num_validation_sequences:,} held out"
     )
+    counts = [
+        f"{count:,} {what}" for source in dataset.sources for what, count in source.examples.header.counts.items()
+    ]
+    if counts:
+        print("  chats      " + "\n             ".join(map(escape, counts)))
     print("  left out   " + ("\n             ".join(get_left_out(dataset)) or "nothing"))
     for first in get_first_skipped(dataset):
         print(f"               {escape(first)}")
@@ -190,7 +195,7 @@ def show_samples(loader: TrainLoader, show: Painter, num_samples: int) -> None:
             side = f" ({document.side})" if document.side else ""
             counts = f"{document.num_tokens} tokens, {document.num_trained} trained"
             print(f"\nsample {number}{side}: {document.place}, {counts}")
-            print(show(document.ids, document.trained), file=raw_output())  # in colors, and escaped
+            print(show(document.ids, document.trained, document.ends), file=raw_output())  # in colors, and escaped
 
 
 if __name__ == "__main__":

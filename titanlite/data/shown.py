@@ -1,13 +1,13 @@
 """What is in a sequence, for people: its documents with their places, and text with marks around trained tokens."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from titanlite.data.chat import TRAINED
+from titanlite.data.chat import END, TRAINED
 from titanlite.data.dataset import PackedDataset, TrainDataset
 from titanlite.data.example_dataset import ExampleDataset, ExampleSet
 from titanlite.data.images import ImageDataset
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 _COLOR, _PLAIN = ("\x1b[1;32m", "\x1b[0m"), ("[[", "]]")
+_END_COLOR = ("\x1b[1;33m", "\x1b[0m")
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class ShownDocument:
         ids: its tokens.
         trained: for each of them, whether it is a label.
         num_tokens: how many of them the model reads; one less than there are where the last is a label only.
+        ends: for each of them, whether it ends an answer; empty where that is not known.
     """
 
     place: str
@@ -38,6 +40,7 @@ class ShownDocument:
     ids: list[int]
     trained: list[bool]
     num_tokens: int
+    ends: Sequence[bool] = ()
 
     @property
     def num_trained(self) -> int:
@@ -97,7 +100,8 @@ def _get_from_examples(part: ExampleSet, members: np.ndarray) -> Iterator[ShownD
             ids = part.examples.tokens[used].tolist()
             trained = ((part.examples.flags[used] & TRAINED) != 0).tolist()
             trained[0] = False  # follows nothing, so it is no label
-            yield ShownDocument(place + _from_token(start), side, ids, trained, len(ids))
+            ends = ((part.examples.flags[used] & END) != 0).tolist()
+            yield ShownDocument(place + _from_token(start), side, ids, trained, len(ids), ends)
 
 
 def _from_token(number: int) -> str:
@@ -105,7 +109,9 @@ def _from_token(number: int) -> str:
 
 
 class Painter:
-    """Decodes tokens, with marks around the runs of trained ones; each line is indented by four spaces.
+    """Decodes tokens, with marks around the runs of trained ones and a colour for the ends of answers.
+
+    Each line is indented by four spaces.
 
     Args:
         tokenizer: of the tokens.
@@ -118,25 +124,32 @@ class Painter:
         self.max_tokens = max_tokens
         self.marks = _COLOR if color else _PLAIN
 
-    def __call__(self, ids: list[int], trained: list[bool]) -> str:
+    def __call__(self, ids: list[int], trained: list[bool], ends: Sequence[bool] = ()) -> str:
+        ends = ends if self.marks is _COLOR and ends else [False] * len(ids)
         num_hidden = len(ids) - self.max_tokens if self.max_tokens else 0
         if num_hidden <= 0:
-            return self._paint(ids, trained)
+            return self._paint(ids, trained, ends)
         stop = len(ids) - self.max_tokens // 4
         start = stop - num_hidden
         hidden = f"    ... {num_hidden} tokens, {sum(trained[start:stop])} of them trained ..."
         return "\n".join(
-            [self._paint(ids[:start], trained[:start]), hidden, self._paint(ids[stop:], trained[stop:])]
+            [
+                self._paint(ids[:start], trained[:start], ends[:start]),
+                hidden,
+                self._paint(ids[stop:], trained[stop:], ends[stop:]),
+            ]
         ).rstrip("\n")
 
-    def _paint(self, ids: list[int], trained: list[bool]) -> str:
+    def _paint(self, ids: list[int], trained: list[bool], ends: Sequence[bool]) -> str:
         if not ids:
             return ""
-        cuts = [0, *(i for i in range(1, len(ids)) if trained[i] != trained[i - 1]), len(ids)]
+        kinds = list(zip(trained, ends, strict=True))
+        cuts = [0, *(i for i in range(1, len(ids)) if kinds[i] != kinds[i - 1]), len(ids)]
         text = ""
         for start, stop in pairwise(cuts):
             part = escape(str(self.tokenizer.decode(ids[start:stop])))
-            text += f"{self.marks[0]}{part}{self.marks[1]}" if trained[start] else part
+            before, behind = _END_COLOR if ends[start] else self.marks
+            text += f"{before}{part}{behind}" if trained[start] else part
         return "\n".join(f"    {line}".rstrip() for line in text.split("\n"))
 
 
