@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from titanlite.data.readers import RowError
+from titanlite.run_files import parse_json
 
 Form = Literal["messages", "prompt_completion", "text", "preference"]
 FORMS: tuple[str, ...] = get_args(Form)
@@ -183,9 +184,13 @@ def _unpack(row: dict[str, Any], name: str) -> Any:
     value = row[name]
     if isinstance(value, str) and value.startswith("[{"):
         try:
-            return json.loads(value)
-        except ValueError:
+            return parse_json(value)
+        except json.JSONDecodeError:
             return value  # text that begins like JSON
+        except ValueError as error:
+            raise RowError(
+                "invalid JSON", f"field '{name}' is not valid JSON ({error}). Write each name once."
+            ) from None
     return value
 
 
@@ -303,7 +308,7 @@ def parse_object(value: Any, where: str) -> dict[str, Any]:
     """
     if isinstance(value, str):
         try:
-            value = json.loads(value)
+            value = parse_json(value)
         except ValueError as error:
             raise RowError("invalid JSON", f"{where} is not valid JSON ({error}). Write an object.") from None
     if not isinstance(value, dict):
@@ -315,7 +320,7 @@ def _get_tools(row: dict[str, Any]) -> list[dict[str, Any]] | None:
     tools = row.get("tools")
     if isinstance(tools, str) and tools:
         try:
-            tools = json.loads(tools)
+            tools = parse_json(tools)
         except ValueError as error:
             raise RowError("invalid JSON", f"field 'tools' is not valid JSON ({error}). Write a list.") from None
     if not tools:

@@ -25,7 +25,7 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple
 from titanlite.data import row_limits
 from titanlite.data.row_limits import LimitedLines, RowError, skip_line, too_long
 from titanlite.errors import DataError
-from titanlite.run_files import check_regular, open_regular
+from titanlite.run_files import check_regular, open_regular, parse_json
 
 if TYPE_CHECKING:
     from pyarrow.parquet import ParquetFile
@@ -193,15 +193,16 @@ def _parse_json(line: bytes) -> dict[str, Any]:
 
 def _load_json(content: bytes) -> Any:
     try:
-        value = json.loads(content.decode("utf-8"))
+        value = parse_json(content.decode("utf-8"))
     except UnicodeDecodeError:
         raise
     except json.JSONDecodeError as error:
         line = f"line {error.lineno}, " if error.lineno > 1 else ""
         text = f"not valid JSON ({error.msg}, {line}column {error.colno}). Write one JSON object per line."
         raise RowError("invalid JSON", text) from None
-    except (ValueError, RecursionError) as error:
-        raise RowError("invalid JSON", f"not valid JSON ({error}). Write one JSON object per line.") from None
+    except ValueError as error:
+        text = f"not valid JSON ({error}). Write one JSON object per line, with each name once."
+        raise RowError("invalid JSON", text) from None
     except MemoryError:
         text = f"there is no memory for what its {len(content)} bytes stand for. Split it, or take it out."
         raise RowError("too long", text) from None

@@ -325,11 +325,11 @@ def test_a_bomb_costs_time_and_no_memory(tmp_path: Path, ending: str) -> None:
 
 
 def test_rows_without_memory_and_deep_ones_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(_: str) -> None:
+    def fail(_: str, **__: object) -> None:
         raise MemoryError
 
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'{"a": ' + b"[" * 100_000 + b"\n")
     assert "not valid JSON" in str(next(iter(LocalRows((path,)))).content)
-    monkeypatch.setattr(readers.json, "loads", fail)
+    monkeypatch.setattr(readers, "parse_json", fail)
     assert "there is no memory for what its 100006 bytes stand for" in str(next(iter(LocalRows((path,)))).content)
