@@ -36,6 +36,15 @@ def use_titanlite_experts(model: Any) -> None:
     model.set_experts_implementation(NAME)
 
 
+def find_experts(model: Any) -> dict[str, nn.Module]:
+    """Modules with fused expert weights whose class transformers' experts interface serves, by name."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if hasattr(module, "is_transposed") and hasattr(module, "has_gate") and hasattr(module, "num_experts")
+    }
+
+
 def replace_unaligned_experts(model: Any, experts: Iterable[Any]) -> None:
     """Let `experts` run on titanlite's grouped GEMM if a width is no multiple of 8 elements, 16 bytes in bfloat16.
 

@@ -25,7 +25,7 @@ from titanlite.models.decoder import LossSums
 from titanlite.models.families.limits import MOST_PARAMETERS
 from titanlite.models.hf_cache import TransformersCache
 from titanlite.models.hf_config import load_config_and_class
-from titanlite.models.hf_experts import replace_unaligned_experts
+from titanlite.models.hf_experts import find_experts, replace_unaligned_experts
 from titanlite.models.hf_load import TransformersExpertCounter, build_counters
 from titanlite.models.hf_objects import build_from_config
 from titanlite.models.hf_packing import (
@@ -70,7 +70,7 @@ class TransformersModel(nn.Module):
         self._sources = find_sources(model)
         # In plain containers: the modules are registered below `model` once.
         self._layers = tuple(_repeated_layers(model))
-        self._experts = _expert_modules(model)
+        self._experts = find_experts(model)
         self._counters = build_counters(self._experts)
         self.counters = nn.ModuleList(self._counters.values())
         self.state_shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
@@ -328,7 +328,7 @@ def build_transformers(config: TransformersConfig, dtype: torch.dtype = torch.fl
     _keep_in_float32(model, dtype)
     for target, source in model.all_tied_weights_keys.items():
         _tie(model, target, source)
-    replace_unaligned_experts(model, _expert_modules(model).values())
+    replace_unaligned_experts(model, find_experts(model).values())
     return TransformersModel(model, config)
 
 
@@ -385,15 +385,6 @@ def _repeated_layers(model: Any) -> list[nn.Module]:
             found.append(module)
             inside.update(module.modules())
     return found
-
-
-def _expert_modules(model: Any) -> dict[str, nn.Module]:
-    """Modules with fused expert weights whose class transformers' experts interface serves."""
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if hasattr(module, "is_transposed") and hasattr(module, "has_gate") and hasattr(module, "num_experts")
-    }
 
 
 def _with_sizes(config: TransformersConfig, model: TransformersModel) -> TransformersConfig:
