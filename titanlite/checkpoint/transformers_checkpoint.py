@@ -17,8 +17,10 @@ from titanlite.checkpoint.keys import IGNORED_SUFFIXES, MASTER_PREFIX, whole
 from titanlite.checkpoint.reader import Placed, SafetensorsReader
 from titanlite.checkpoint.ties import explain_untied, find_flag, is_equal
 from titanlite.checkpoint.writer import Item
+from titanlite.errors import CheckpointError
 from titanlite.logger import logger
 from titanlite.materialize import Alias, ReadRequest, Region, Source, TensorEntry, TensorInfo, Unfit
+from titanlite.materialize.agree import raise_together
 from titanlite.materialize.layout import local_of
 from titanlite.materialize.plan import named_tensors
 from titanlite.materialize.sources import Read
@@ -307,16 +309,20 @@ def transformers_items(
     Tensors that are stored transposed or put together from several are gathered and converted whole; the ranks take
     turns to keep and write them, in host memory.
 
+    Raises:
+        CheckpointError: on all ranks; one of them could not be converted.
+
     Args:
         entries: from `saved_entries`.
         mine: by the same names, whether this rank writes its shard.
         dtype: dtype of parameters on disk; buffers keep theirs.
 
-    Collectives: one all-gather for each such tensor; every rank must call.
+    Collectives: one all-gather for each such tensor, and one of small objects if there are any; every rank must call.
     """
     names = {entry.fqn: name for name, entry in entries.items()}
     forms, rename = stored_forms(entries, model)
     converted: dict[str, torch.Tensor] = {}
+    current, problems = "", list[str]()
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     num_converted = 0
     items = []
@@ -326,15 +332,44 @@ def transformers_items(
             local, held, writes = local_of(form.entry.tensor), form.entry.region, mine[names[form.entry.fqn]]
             items.append(Item(form.key, stored, form.region, form.shape, local, held, writes))
             continue
-        if form.key not in converted:
-            values = form.group.convert(lambda name: _gathered(entries[name]), model)
-            converted = {rename(key): value.contiguous() for key, value in values.items()}
+        if form.group.first != current:
+            current = form.group.first
+            converted = _converted(form.group, entries, model, problems)
+            converted = {rename(key): value for key, value in converted.items()}
+        if problems:
+            continue
         piece, local = whole(form.key, form.shape), converted[form.key]
         writes = num_converted % world_size == rank
         num_converted += 1
         local = local if writes else torch.empty_like(local, device="meta")
         items.append(Item(form.key, stored, piece.region, form.shape, local, piece.region, writes))
+    if current:
+        raise_together(CheckpointError, "checkpoint", problems)
     return items
+
+
+def _converted(
+    group: Group, entries: Mapping[str, TensorEntry], model: TransformersModel, problems: list[str]
+) -> dict[str, torch.Tensor]:
+    """The targets of `group`, or none and a further problem: the other ranks are in collectives that wait for this one.
+
+    Collectives: one all-gather for each source, whatever fails between them.
+    """
+    sources: dict[str, torch.Tensor] = {}
+    for name in group.keys:
+        try:
+            tensor = entries[name].tensor.detach()
+            whole_tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            sources[name] = whole_tensor.cpu()
+        except Exception as error:  # noqa: BLE001 - no memory, on this rank alone
+            problems.append(f"{name}: cannot be gathered to be saved: {type(error).__name__}: {error}.")
+    if problems:
+        return {}
+    try:
+        return {key: value.contiguous() for key, value in group.convert(sources.__getitem__, model).items()}
+    except Exception as error:  # noqa: BLE001 - of transformers' conversions
+        problems.append(f"{group.first}: cannot be converted to be saved: {type(error).__name__}: {error}.")
+        return {}
 
 
 def _only_part(traced: Traced) -> TracedPart:
@@ -346,8 +381,3 @@ def _only_part(traced: Traced) -> TracedPart:
     if len(traced.parts) != 1 or traced.parts[0].lengths != traced.shape:
         raise NotTraceable("a stored tensor from several")
     return traced.parts[0]
-
-
-def _gathered(entry: TensorEntry) -> torch.Tensor:
-    tensor = entry.tensor.detach()
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
