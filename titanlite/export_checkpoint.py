@@ -16,10 +16,9 @@ from pathlib import Path
 
 import torch
 
-from titanlite.checkpoint.adapter import ADAPTER_CONFIG
 from titanlite.checkpoint.commit import MANIFEST_FILE, check_folder
 from titanlite.checkpoint.description import describe_model
-from titanlite.checkpoint.folder import ADAPTER_FILE, OWN_FOLDER
+from titanlite.checkpoint.folder import ADAPTER_CONFIG, ADAPTER_FILE, OWN_FOLDER
 from titanlite.checkpoint.hf_model import index_of, warn_of_sidecar
 from titanlite.checkpoint.keys import SIDECAR_FILE, checkpoint_pieces, is_sidecar, whole
 from titanlite.checkpoint.merge import MergedAdapters

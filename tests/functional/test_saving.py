@@ -10,14 +10,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from files import folder_digests, write_manifest
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import titanlite.trainer
 from titanlite import export_checkpoint
 from titanlite.checkpoint import manager
+from titanlite.checkpoint.folder import ADAPTER_FILE, how_to_finish
 from titanlite.config.parallelism import Degrees
 from titanlite.errors import CheckpointError, ConfigError
 from titanlite.logger import logger
+from titanlite.models.lora import is_adapter
 from titanlite.preflight import Checked
 from titanlite.trainer import Trainer
 
@@ -72,6 +75,46 @@ def test_a_model_that_cannot_be_laid_out_keeps_its_state_and_is_finished_by_expo
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     exported = model.state_dict()
     assert all(torch.equal(exported[name], weights[name]) for name, _ in model.named_parameters())
+
+
+def test_adapters_that_cannot_be_laid_out_are_saved_anew_by_the_same_command(
+    run_ranks, checked, pretrained, gather_full, tmp_path, monkeypatch, capsys
+):
+    overrides = [*SMALL, f"--checkpoint.initial_load_path={pretrained('base', 0.1, *SMALL)}", "--lora.rank=2"]
+    job = checked(FSDP2, *overrides, "--moe.expert_bias_update_rate=0")
+    folder = tmp_path / "run/checkpoint/step-2"
+
+    def broken() -> tuple[list[str], dict[str, torch.Tensor]]:
+        said: list[str] = []
+        monkeypatch.setattr(logger, "error", lambda text, *values: said.append(text % values))
+        monkeypatch.setattr(manager, "adapter_files", fail_on(1, manager.adapter_files))
+        trainer = Trainer(job.job, job.model_config, job.degrees)
+        trainer.train()
+        return [text for text in said if "was saved without" in text], gather_full(trainer.model)
+
+    (said, weights), _ = run_ranks(2, broken)
+    assert said[-1] == (
+        f"checkpoint: {folder} was saved without adapter_model.safetensors (RuntimeError: no memory for it). All "
+        f"adapters are kept, and a resume reads them. Run the same command again: it saves {folder} anew."
+    )
+    assert not (folder / ADAPTER_FILE).exists() and (folder / "adapter_config.json").is_file()
+    assert export_checkpoint.main(["--merge", str(folder), str(tmp_path / "out")]) == 2
+    assert "could not be saved. Finish it: run the command that trained it once more" in capsys.readouterr().err
+
+    def resumed() -> dict[str, torch.Tensor]:
+        trainer = Trainer(job.job, job.model_config, job.degrees)
+        assert trainer.step == 2 and trainer.optimizer.state
+        trainer.train()
+        return gather_full(trainer.model)
+
+    again = run_ranks(2, resumed)[0]
+    adapters = {name for name in weights if is_adapter(name)}
+    assert all(torch.equal(again[name], weights[name]) for name in adapters)
+    stored = load_file(folder / ADAPTER_FILE)
+    key = "model.layers.0.self_attn.q_proj.lora_B"
+    assert len(stored) == len(adapters) and torch.equal(stored[f"base_model.model.{key}.weight"], weights[key])
+    assert not how_to_finish(folder)
+    assert export_checkpoint.main(["--merge", str(folder), str(tmp_path / "out"), "--dtype=float32"]) == 0
 
 
 def test_every_other_part_that_fails_leaves_the_rest(run_ranks, checked, tmp_path, monkeypatch):

@@ -16,7 +16,17 @@ from typing import Any
 
 import torch
 
-from titanlite.checkpoint.folder import ADAPTER_FILE, OWN_FOLDER, Stored, read_headers, read_json
+from titanlite.checkpoint.folder import (
+    ADAPTER_CONFIG,
+    ADAPTER_FILE,
+    OWN_FOLDER,
+    UNFINISHED_FILES,
+    Stored,
+    how_to_finish,
+    read_headers,
+    read_json,
+)
+from titanlite.checkpoint.keys import MASTER_PREFIX
 from titanlite.checkpoint.reader import Placed, SafetensorsReader
 from titanlite.checkpoint.writer import FileLayout, Item, lay_out
 from titanlite.config import ModelConfig
@@ -40,7 +50,6 @@ from titanlite.models.lora import (
     scaling_of,
 )
 
-ADAPTER_CONFIG = "adapter_config.json"
 PREFIX = "base_model.model."
 _EXPERT_ADAPTER = re.compile(r"(.*)\.(gate_up|up|down)_(lora_[AB])")
 _HUB_SNAPSHOT = re.compile(r"models--(.+?)--(.+)/snapshots/([0-9a-f]+)/?$")
@@ -196,7 +205,7 @@ def adapter_checkpoint(folder: Path, section: LoRASection, base: str = "", *, ke
     def read() -> Stored:
         if key and not (folder / ADAPTER_FILE).exists():
             raise CheckpointError(f"{key}: {folder} has no {ADAPTER_FILE}. Give a folder of adapters, or leave it out.")
-        stored, config = read_adapter(folder)
+        stored, config = read_adapter(folder, exact=not key)
         found = config.scaling
         if key and config.rank != section.rank:
             raise CheckpointError(
@@ -230,18 +239,24 @@ class AdapterConfig:
     target_parameters: tuple[str, ...]
 
 
-def read_adapter(folder: Path) -> tuple[Stored, AdapterConfig]:
-    """Tensors and configuration of the adapters in `folder`.
+def read_adapter(folder: Path, *, exact: bool = False) -> tuple[Stored, AdapterConfig]:
+    """Tensors and configuration of the adapters in `folder`; with `exact` also where only a resume can read them.
 
     Raises:
         CheckpointError: there are none, they are damaged, or need what titanlite cannot apply.
     """
     where = f"checkpoint {folder}"
-    if not (folder / ADAPTER_FILE).exists():
-        raise CheckpointError(
-            f"{where}: has no {ADAPTER_FILE}, so it is not of a run with adapters. Set lora.rank = 0."
-        )
-    stored = read_headers([folder / ADAPTER_FILE], where)
+    files = [folder / ADAPTER_FILE]
+    if not files[0].exists():
+        how = how_to_finish(folder)
+        if not how or not (folder / ADAPTER_CONFIG).exists():
+            raise CheckpointError(
+                f"{where}: has no {ADAPTER_FILE}, so it is not of a run with adapters. Set lora.rank = 0."
+            )
+        if not exact:
+            raise CheckpointError(f"{where}: has no {ADAPTER_FILE}, which could not be saved. {how}")
+        files = sorted((folder / OWN_FOLDER).glob(UNFINISHED_FILES))
+    stored = read_headers(files, where)
     table = read_json(folder / ADAPTER_CONFIG, where)
     problems = [
         f"{ADAPTER_CONFIG}: {key} = {value!r} is not supported."
@@ -306,6 +321,8 @@ class AdapterCheckpoint:
         used: set[str] = set()
         for name, info in adapters.items():
             place = adapter_place(name, info.shape, adapters)
+            if MASTER_PREFIX + name in self._stored.tensors:
+                place = AdapterPlace(MASTER_PREFIX + name, info.shape, tuple(range(len(info.shape))))
             used.add(place.key)
             tensor = self._stored.tensors.get(place.key)
             if tensor is None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from titanlite import __version__
 from titanlite.checkpoint.adapter import write_adapter_config, write_model_config
 from titanlite.checkpoint.folder import read_json
 from titanlite.config import AnyModelConfig, ModelConfig, TransformersConfig
@@ -129,6 +130,11 @@ def _explained(what: str) -> Generator[None]:
         raise
     except Exception as error:
         raise CheckpointError(f"checkpoint: {what} cannot be saved: {format_refusal(error)}. Correct it.") from error
+
+
+def describe_versions() -> dict[str, str]:
+    """Versions of what a checkpoint is made with."""
+    return {"titanlite": __version__, "torch": torch.__version__, "transformers": version("transformers")}
 
 
 def save_tokenizer(tokenizer: Any, folder: Path) -> None:

@@ -5,13 +5,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titanlite.checkpoint.header import StoredTensor, Table, parse_json, read_header_and_size, shown
+from titanlite.checkpoint.header import StoredTensor, find_twice, parse_json, read_header_and_size, shown
 from titanlite.errors import CheckpointError, raise_problems
 from titanlite.run_files import read_regular
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 ADAPTER_FILE = "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
 # What titanlite adds to a Hugging Face model lies in a folder of its own: vLLM reads every *.safetensors that lies
 # beside a model without an index, and people copy folders with a glob.
 OWN_FOLDER = "titanlite"
@@ -59,10 +60,9 @@ def read_model_headers(folder: Path) -> Stored:
             f"{where}: has {ADAPTER_FILE}, adapters without their model. Set lora.rank to train them on, or merge "
             f"them: python -m titanlite export {folder} OUT --merge."
         )
-    if any((folder / OWN_FOLDER).glob(UNFINISHED_FILES)):
+    if how := how_to_finish(folder):
         raise CheckpointError(
-            f"{where}: its weights are in {OWN_FOLDER} alone, since they could not be saved in the model's own form. "
-            f"Finish it: python -m titanlite export {folder} OUT."
+            f"{where}: its weights are in {OWN_FOLDER} alone, since they could not be saved in their own form. {how}"
         )
     pickles = sorted(name for name in names if name.endswith(_PICKLE_SUFFIXES))
     if pickles:
@@ -71,6 +71,15 @@ def read_model_headers(folder: Path) -> Stored:
             "read, so they never are; convert the model with transformers' save_pretrained."
         )
     raise CheckpointError(f"{where}: has neither {SINGLE_FILE} nor {INDEX_FILE}.")
+
+
+def how_to_finish(folder: Path) -> str:
+    """What to do with a checkpoint whose weights could not be saved in their own form; empty if they were."""
+    if not any((folder / OWN_FOLDER).glob(UNFINISHED_FILES)):
+        return ""
+    if (folder / ADAPTER_CONFIG).exists():
+        return "Finish it: run the command that trained it once more; it goes on from there and saves them anew."
+    return f"Finish it: python -m titanlite export {folder} OUT."
 
 
 def read_headers(files: Iterable[Path], where: str) -> Stored:
@@ -111,8 +120,8 @@ def read_json(path: Path, where: str) -> dict[str, Any]:
         raise CheckpointError(f"{where}: {path.name} {error}.") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{where}: {path.name} is not a JSON object.")
-    if isinstance(value, Table) and value.twice is not None:
-        raise CheckpointError(f"{where}: {path.name} has the name '{shown(value.twice)}' twice.")
+    if (twice := find_twice(value)) is not None:
+        raise CheckpointError(f"{where}: {path.name} has the name '{shown(twice)}' twice.")
     return value
 
 
@@ -121,8 +130,6 @@ def _read_index(path: Path) -> dict[str, str]:
     weight_map = read_json(path, where).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{where}: {path.name} has no weight_map.")
-    if isinstance(weight_map, Table) and weight_map.twice is not None:
-        raise CheckpointError(f"{where}: {path.name} has the name '{shown(weight_map.twice)}' twice.")
     bad = [
         f"{path.name}: {shown(key)} is said to be in {shown(repr(file))}, which is not the name of a safetensors file "
         "in this folder."

@@ -180,6 +180,17 @@ def _table(pairs: list[tuple[str, Any]]) -> Table:
     return table
 
 
+def find_twice(value: Any) -> str | None:
+    """A name that an object in `value`, of `parse_json`, has twice, however deep it lies; or None."""
+    waiting = [value]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, Table) and part.twice is not None:
+            return part.twice
+        waiting += part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
+    return None
+
+
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON")
 

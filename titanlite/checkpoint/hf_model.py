@@ -24,6 +24,7 @@ from titanlite.materialize.layout import local_of
 from titanlite.materialize.replicas import share_out
 from titanlite.models.build import AnyModel
 from titanlite.models.families import family_of
+from titanlite.models.lora import is_adapter
 from titanlite.models.transformers_model import TransformersModel
 
 
@@ -100,11 +101,12 @@ def check_layout(job: JobConfig, plan: Plan) -> None:
 
 
 def unfinished_files(plan: Plan) -> list[FileLayout]:
-    """Layout of all tensors under their run-time names and in their own dtypes, whatever the model's form on disk.
+    """Layout of all tensors, or of all adapters, under their run-time names and in their own dtypes.
 
-    A resume reads them, and `python -m titanlite export` makes the model of them. No collective.
+    Whatever their form on disk is. A resume reads them; `how_to_finish` says how the rest is made. No collective.
     """
     entries = [entry for entry in plan.entries if entry.info.persistent]
+    entries = [entry for entry in entries if is_adapter(entry.fqn)] or entries
     items = []
     for entry, share in zip(entries, share_out((entry.tensor for entry in entries), plan.group), strict=True):
         piece, local = whole(MASTER_PREFIX + entry.fqn, entry.info.shape), local_of(entry.tensor)

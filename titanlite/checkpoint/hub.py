@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from titanlite.checkpoint.folder import OWN_FOLDER, UNFINISHED_FILES
+from titanlite.checkpoint.folder import OWN_FOLDER, how_to_finish
 from titanlite.checkpoint.keys import SIDECAR_FILE
 from titanlite.errors import CheckpointError
 from titanlite.logger import logger
@@ -16,10 +16,9 @@ def push_to_hub(folder: Path, repository: str) -> None:
     Raises:
         CheckpointError: the hub cannot be reached, refuses, or an upload fails. The folder is as it was.
     """
-    if any((folder / OWN_FOLDER).glob(UNFINISHED_FILES)):
+    if how := how_to_finish(folder):
         raise CheckpointError(
-            f"checkpoint.push_to_hub: {folder} is no model yet. Finish it with: python -m titanlite export {folder} "
-            f"OUT, and upload that: hf upload {repository} OUT"
+            f"checkpoint.push_to_hub: {folder} is no model yet. {how} Then upload it: hf upload {repository} OUT"
         )
     from huggingface_hub import HfApi  # half a second, and only this needs it
 

@@ -6,14 +6,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 
-from titanlite import __version__
 from titanlite.checkpoint.adapter import adapter_checkpoint, adapter_files
 from titanlite.checkpoint.best import point_best, read_best, repair_best
 from titanlite.checkpoint.commit import (
@@ -27,8 +25,9 @@ from titanlite.checkpoint.commit import (
     step_folder,
 )
 from titanlite.checkpoint.description import describe_adapters, describe_model
+from titanlite.checkpoint.folder import how_to_finish
 from titanlite.checkpoint.hf_model import index_of, model_files, unfinished_files, warn_of_sidecar
-from titanlite.checkpoint.parts import CARD, MODEL, PROGRESS, STATES, Parts
+from titanlite.checkpoint.parts import ADAPTERS, CARD, MODEL, PROGRESS, STATES, Parts
 from titanlite.checkpoint.pretrained import weights_of
 from titanlite.checkpoint.train_state import (
     STATE_FILE,
@@ -155,15 +154,16 @@ class Checkpointer:
             if newest is not None and newest > step and self._section.load_step >= 0:
                 self._refuse_newer(step, newest)
             logger.info("checkpoint: resuming from %s", folder)
-            self._saved_step = step
-            return on_first_rank(partial(self._begin_from, folder), self._group)
+            progress, is_whole = on_first_rank(partial(self._begin_from, folder), self._group)
+            self._saved_step = step if is_whole else -1  # then the run saves it once more
+            return progress
 
-    def _begin_from(self, folder: Path) -> Progress:
-        """The progress of the checkpoint in `folder`; on rank 0."""
+    def _begin_from(self, folder: Path) -> tuple[Progress, bool]:
+        """The progress of the checkpoint in `folder`, and whether its weights are in their own form; on rank 0."""
         progress = Progress.read(folder)
         if self._section.save_best != "none":
             repair_best(self.folder, self._best_step(progress))
-        return progress
+        return progress, not how_to_finish(folder)
 
     def _choose(self, refused: Sequence[int]) -> tuple[int | None, int | None]:
         """(step to resume from, newest complete step); on rank 0."""
@@ -273,11 +273,11 @@ class Checkpointer:
             folder = step_folder(self.folder, progress.step)
             dtype = getattr(torch, self._section.export_dtype)
             if self._job.lora.rank:
-                files = adapter_files(plan)
+                in_form = parts.attempt(ADAPTERS, lambda: adapter_files(plan))
             else:
                 in_form = parts.attempt(MODEL, lambda: model_files(plan, model.config, dtype, exact=True))
-                files = unfinished_files(plan) if in_form is None else in_form
-                warn_of_sidecar(model.config, files)
+            files = unfinished_files(plan) if in_form is None else in_form
+            warn_of_sidecar(model.config, files)
             files += parts.attempt(STATES, lambda: state_files(plan, optimizer, device)) or []
             rest = self._description | index_of(files)
             rest |= parts.attempt_here(CARD, lambda: {"README.md": card().encode()})
@@ -397,8 +397,3 @@ class Checkpointer:
         if failed:
             self.wait()
         return stop
-
-
-def describe_versions() -> dict[str, str]:
-    """Versions to write into a checkpoint."""
-    return {"titanlite": __version__, "torch": torch.__version__, "transformers": version("transformers")}

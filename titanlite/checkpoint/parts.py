@@ -7,13 +7,16 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from titanlite.checkpoint.folder import ADAPTER_FILE
 from titanlite.logger import logger
 from titanlite.materialize.agree import gather_objects
 
 _T = TypeVar("_T")
-MODEL, STATES, CARD, PROGRESS = "the model's own form", "optimizer states", "README.md", "train_state.json"
+MODEL, ADAPTERS, STATES = "the model's own form", ADAPTER_FILE, "optimizer states"
+CARD, PROGRESS = "README.md", "train_state.json"
 _REMEDIES = {
     MODEL: "All weights are kept, and a resume reads them. Finish the model with: python -m titanlite export {} OUT.",
+    ADAPTERS: "All adapters are kept, and a resume reads them. Run the same command again: it saves {} anew.",
     STATES: "A run cannot resume from it. Begin one with checkpoint.initial_load_path = {}.",
     PROGRESS: "A run cannot resume from it. Begin one with checkpoint.initial_load_path = {}.",
     CARD: "Nothing else is missing in {}.",

@@ -377,6 +377,17 @@ def test_key_twice_in_the_index(sharded: Path) -> None:
     assert "'b'" in text
 
 
+@pytest.mark.parametrize(
+    "text",
+    ['{"a": 1, "a": 2}', '{"x": {"a": 1, "a": 1}}', '{"x": [1, [{"y": {"a": 1, "b": 2, "a": 3}}]]}'],
+)
+def test_a_name_that_a_json_file_has_twice(tmp_path: Path, text: str) -> None:
+    """At any depth: quantization_config has objects too, and which of two counts is the parser's choice."""
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"^here: generation_config.json has the name 'a' twice\.$"):
+        read_json(tmp_path / "generation_config.json", "here")
+
+
 def test_hostile_key_is_shown_escaped(sharded: Path) -> None:
     key = "k\n\x1b[31m\u202e\ud800"
     _save_index(sharded, {"a": FIRST, "b": FIRST, "c": SECOND, key: SECOND})
