@@ -15,6 +15,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer
 
 from titanlite.checkpoint.commit import MANIFEST_FILE, check_folder
 from titanlite.checkpoint.description import describe_model
@@ -31,7 +32,7 @@ from titanlite.checkpoint.writer import FileLayout, Item, create_files, lay_out
 from titanlite.config import ModelConfig
 from titanlite.config.assets import local_folder
 from titanlite.errors import CheckpointError, TitanliteError, raise_problems
-from titanlite.logger import setup_logger
+from titanlite.logger import logger, setup_logger
 from titanlite.materialize import Plan, ReadRequest, Region, TensorEntry, build_plan
 from titanlite.materialize.sources import Read
 from titanlite.models.build import AnyModel, build_model
@@ -148,6 +149,7 @@ def export_checkpoint(
         if adapters is not None:  # the run's tokenizer may have another chat template than the model's
             _copy_rest(adapters.folder, temporary, _ADAPTER_ONLY)
         _copy_rest(folder, temporary)
+        _check_tokenizer(temporary / "tokenizer.json", out, config.vocab_size)
         temporary.rename(out)
     except OSError as error:
         raise CheckpointError(f"export: cannot write {out}: {error}.") from None
@@ -256,6 +258,24 @@ def _copy_weights(files: Sequence[FileLayout], values: Mapping[str, "_Values"], 
                     transfer.add(handle.write(bytes_of(chunk.view(-1))))
             handle.flush()
             os.fsync(handle.fileno())
+
+
+def _check_tokenizer(file: Path, out: Path, rows: int) -> None:
+    """Warn of a tokenizer that knows ids for which the embedding has no row."""
+    if not file.exists():
+        return
+    try:
+        ids = Tokenizer.from_str(file.read_text(encoding="utf-8")).get_vocab().values()
+    except Exception as error:  # noqa: BLE001 - the library raises nothing more specific
+        logger.warning("export: %s: tokenizer.json cannot be read: %s. It is copied as it is.", out, error)
+        return
+    if (num_ids := max(ids, default=-1) + 1) > rows:
+        logger.warning(
+            "export: the tokenizer in %s has %d tokens, but the embedding %d rows: with one of those from %d on the "
+            "model fails. Export with the tokenizer that the model was trained with, or enlarge the model with "
+            "transformers' resize_token_embeddings(%d).",
+            *(out, num_ids, rows, rows, num_ids),
+        )
 
 
 def _copy_rest(folder: Path, out: Path, but: Collection[str] = ()) -> None:
