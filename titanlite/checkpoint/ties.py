@@ -42,19 +42,19 @@ def _read(read: Read, region: Region) -> torch.Tensor:
 
 
 def find_flag(config: TransformersConfig, name: str) -> str:
-    """The key of config.json with which the tensor `name` is not tied, found by building the model; or none."""
-    tables = {"": config.hf, "text_config": config.hf.get("text_config")}
-    for place, table in tables.items():
-        if not isinstance(table, Mapping):
+    """The keys of config.json with which the tensor `name` is not tied, found by building the model; or none."""
+    for places in (("",), ("text_config",), ("", "text_config")):  # of some classes either of both ties
+        hf = dict(config.hf)
+        if "text_config" in places and not isinstance(hf.get("text_config"), Mapping):
             continue
-        untied = {**table, _FLAG: False}
+        for place in places:
+            hf |= {place: {**hf[place], _FLAG: False}} if place else {_FLAG: False}
         try:
-            changed = replace(config, hf={**config.hf, place: untied} if place else untied)
-            model = build_transformers(changed, torch.float32)
+            model = build_transformers(replace(config, hf=hf), torch.float32)
         except ConfigError:
             continue
         if not isinstance(model.declare_sources().get(name), Alias):
-            return f"{place}.{_FLAG}" if place else _FLAG
+            return " and ".join(f"{place}.{_FLAG}" if place else _FLAG for place in places)
     return ""
 
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from tiny_transformers import save_tiny
+from tiny_transformers import ALL_MODELS, save_tiny
 from torch.distributed.fsdp import fully_shard
 from transformers import core_model_loading
 
@@ -20,9 +20,10 @@ from titanlite.checkpoint import save_hf_model
 from titanlite.checkpoint.conversion import Group, NotTraceable, Traced
 from titanlite.checkpoint.hf_model import model_files
 from titanlite.checkpoint.pretrained import weights_of
+from titanlite.checkpoint.ties import find_flag
 from titanlite.checkpoint.transformers_checkpoint import ConvertingReader
 from titanlite.errors import CheckpointError, PlanError
-from titanlite.materialize import Plan, Region, materialize
+from titanlite.materialize import Alias, Plan, Region, materialize
 from titanlite.models.hf_config import transformers_config
 from titanlite.models.transformers_model import TransformersModel, build_transformers
 
@@ -238,6 +239,22 @@ def test_other_layouts_are_read_and_written_back(run_ranks, llama, tmp_path, kin
     stored, saved = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "saved"))
     assert stored.keys() == saved.keys()
     assert [name for name in stored if not torch.equal(stored[name], saved[name])] == []
+
+
+@pytest.mark.parametrize(("top", "inner"), [(True, True), (False, True), (True, False), (None, True)])
+def test_the_flags_that_tie_are_found_in_nested_configurations(top, inner):
+    """Either of both ties; with all that are named set to false, nothing does."""
+    hf = json.loads(ALL_MODELS["qwen2_5_vl"]().to_json_string())
+    hf["text_config"]["tie_word_embeddings"] = inner
+    hf |= {"tie_word_embeddings": top}
+    if top is None:
+        del hf["tie_word_embeddings"]
+    named = find_flag(transformers_config(hf, "config.json"), "lm_head.weight")
+    assert named, "the message would have no remedy"
+    for flag in named.split(" and "):
+        (hf["text_config"] if flag.startswith("text_config.") else hf)["tie_word_embeddings"] = False
+    untied = build_transformers(transformers_config(hf, "config.json"))
+    assert not isinstance(untied.declare_sources()["lm_head.weight"], Alias)
 
 
 def test_a_tied_tensor_that_is_stored_twice_is_read_once(tmp_path, caplog, monkeypatch):
