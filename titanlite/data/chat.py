@@ -14,6 +14,7 @@ is rendered with other texts in its place, and the texts are compared:
 What replacements show is kept per kind of message, so that most rows are rendered twice: as prompt and finished.
 """
 
+import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -23,7 +24,15 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from titanlite.data.chat_frame import Frame, FrameFinder
-from titanlite.data.chat_parts import PROBES, Part, get_common_start, get_parts, get_shape, get_tool_parts
+from titanlite.data.chat_parts import (
+    PROBES,
+    Part,
+    get_common_start,
+    get_parts,
+    get_shape,
+    get_tool_parts,
+    list_python_texts,
+)
 from titanlite.data.chat_template import REMEDY, ChatTemplate, Marks, Messages
 from titanlite.data.forms import Chat, set_arguments_as_text
 from titanlite.data.readers import RowError
@@ -184,18 +193,19 @@ class ChatRenderer:
 
     def _needs_text(self, chat: Chat) -> bool:
         """Whether the template fails with objects as arguments, or writes one as Python would, and takes JSON text."""
-        calls = [call for message in chat.messages for call in message.get("tool_calls", ())]
+        calls = [call["function"]["arguments"] for message in chat.messages for call in message.get("tool_calls", ())]
         try:
             text = self._apply(chat, chat.messages)[0]
-            if not any(str(call["function"]["arguments"]) in text for call in calls if call["function"]["arguments"]):
-                return False
         except RowError:
-            pass
+            text = ""
+        if text and not any(value in text for arguments in calls for value in list_python_texts(arguments)):
+            return False
         try:
-            self._apply(replace(chat, arguments_as_text=True), chat.messages)
+            other = self._apply(replace(chat, arguments_as_text=True), chat.messages)[0]
         except RowError:
             return False
-        return True
+        # Of a template that takes objects, each argument by itself, text may show nothing.
+        return not text or all(json.dumps(arguments, ensure_ascii=False) in other for arguments in calls if arguments)
 
     def _find_turn(self, chat: Chat, i: int, key: object) -> tuple[Turn, str]:
         """The answer messages[i], and the text of the conversation up to and including it."""

@@ -1,5 +1,6 @@
 """Parts of a message, and other values in their place: what a template does with a part shows when it changes."""
 
+import json
 import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -24,16 +25,30 @@ def get_shape(message: dict[str, Any]) -> tuple[Any, ...]:
     """The kind of a message: everything but its words that templates are known to look at."""
     content = message.get("content", "")
     calls = tuple(
-        tuple(type(value) for value in call["function"]["arguments"].values()) for call in message.get("tool_calls", ())
+        tuple((type(value), any(list_python_texts(value))) for value in call["function"]["arguments"].values())
+        for call in message.get("tool_calls", ())
     )
     thoughts = tuple(key for key in REASONING if message.get(key))
     inline = "</think>" in content
     return message["role"], bool(content.strip()), inline, thoughts, calls, len(message)
 
 
+def list_python_texts(value: Any) -> list[str]:
+    """How Python writes the objects and lists in `value`, itself included, as far as JSON writes them otherwise."""
+    if not isinstance(value, dict | list) or not value:
+        return []
+    text = str(value)
+    if text == json.dumps(value, ensure_ascii=False):
+        return []
+    inner = value.values() if isinstance(value, dict) else value
+    return [text, *(found for one in inner for found in list_python_texts(one))]
+
+
 def get_parts(message: dict[str, Any]) -> Iterator[Part]:
     """The parts of a message that a template can drop: content, thought, and names and arguments of calls."""
     content = message.get("content", "")
+    if not isinstance(content, str):  # a list of parts, images among them
+        return
     if found := _THOUGHT.search(content):
         if found.group(1).strip():
             yield Part(".content (its thought)", _put(message, ("content",), _around(content, *found.span(1))), True)
@@ -79,7 +94,9 @@ def probe_message(message: dict[str, Any], probe: str) -> dict[str, Any]:
     """`message` with `probe` in place of everything that it says."""
     other = dict(message)
     content = message.get("content", "")
-    if found := _THOUGHT.search(content):
+    if isinstance(content, list):
+        other["content"] = [part | {"text": probe} if part["type"] == "text" else part for part in content]
+    elif found := _THOUGHT.search(content):
         inner, rest = (probe if text.strip() else text for text in (found.group(1), content[found.end() :]))
         other["content"] = f"{content[: found.start(1)]}{inner}</think>{rest}"
     elif content.strip():

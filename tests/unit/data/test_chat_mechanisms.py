@@ -4,6 +4,7 @@ The prompt is that of inference; the trained text is what the finished turn show
 it. Tokens are compared, not texts alone.
 """
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -127,6 +128,21 @@ def test_tokens_that_reach_over_a_seam_part_the_answers(make_tokenizer: MakeToke
     messages = chat("a", "\n\nis the answer", "c", "d")
     assert len(check(make_tokenizer(CHATML), messages, "\n\nis the answer", "d", end="<|im_end|>")) == 2
     assert len(check(make_tokenizer(CHATML), chat("a", "b", "c", "d"), "b", "d", end="<|im_end|>")) == 1
+
+
+@pytest.mark.parametrize("value", [{"a": True}, [{"b": None}], ["x"], {"c": [False]}])
+def test_a_nested_argument_is_never_written_as_python_would(make_tokenizer: MakeTokenizer, value: Any) -> None:
+    each = "{% if c.function.arguments is string %}{{ c.function.arguments }}{% else %}" + (
+        "{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }}{% endfor %}{% endif %}"
+    )
+    template = HEAD + "{{ m.content }}" + CALLS.replace("%s", each) + "<|im_end|>\n{% endfor %}" + ASK.replace("%s", "")
+    call = {"type": "function", "function": {"name": "f", "arguments": {"k": value}}}
+    plain = {"type": "function", "function": {"name": "f", "arguments": {"k": 5}}}
+    tokenizer = make_tokenizer(template)
+    for one, shown in ((plain, "k=5"), (call, json.dumps({"k": value}))):
+        messages = [*chat("hi"), {"role": "assistant", "content": "", "tool_calls": [one]}]
+        documents, _ = encode(tokenizer, messages)
+        assert f"<think>f {shown}</think>" in tokenizer.decode(documents[0].ids)
 
 
 @pytest.mark.parametrize("template", [AS_TEXT, AS_REPR])
