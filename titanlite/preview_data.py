@@ -112,6 +112,8 @@ def show_data(loader: TrainLoader, show: Painter, num_samples: int) -> None:
     show_samples(loader, show, num_samples)
     for source in sources:
         if isinstance(source.dataset, StreamDataset):
+            for what, count in source.dataset.chat_counts.items():
+                print(f"\n  chats so far{f' of {source.name}' if source.name else ''}: {count:,} {escape(what)}")
             for what, count in source.dataset.left_out.items():
                 print(f"\n  left out so far{f' of {source.name}' if source.name else ''}: {count} {what}")
 
