@@ -234,6 +234,7 @@ def _build_images(job: JobConfig) -> tuple["PreTrainedTokenizerFast", SequenceDa
 
     processor = load_processor(job.data.tokenizer_path or job.model.hf_assets_path)
     rows = read_image_rows(Path(job.data.path).expanduser())
-    dataset = ImageDataset(rows, processor, job.training.seq_len, job.data.validation_share)
+    data = job.data
+    dataset = ImageDataset(rows, processor, job.training.seq_len, data.validation_share, date=data.chat_date)
     logger.info("data: %s", dataset.fingerprint)
     return processor.tokenizer, cast(SequenceDataset, dataset)  # its batches have the fields of a Batch, and inputs

@@ -3,7 +3,8 @@
 A row is `{"messages": [{"role": "user", "content": [{"type": "image", "image": "cat.png"}, {"type": "text", "text":
 "What is it?"}]}, {"role": "assistant", "content": "A cat."}]}`; paths are relative to the file. Every row is one
 sequence with an image at least, for a rank without images would not run the vision tower that the others wait in.
-The loss is on the assistant's messages. Everything is looked at once before training, each image decoded too.
+The loss is on the assistant's messages, found as in chats of text; their history must stay as it was shown before.
+Everything is looked at once before training, each image decoded too.
 
 Shape suffixes: B sequences in a batch, L tokens per sequence.
 """
@@ -19,6 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from titanlite.data.chat_frame import FrameFinder
+from titanlite.data.chat_template import set_date
 from titanlite.data.dataset import ShuffledOrder, copy_to, get_num_held_out
 from titanlite.data.readers import READERS, RowError, first_line
 from titanlite.data.row_limits import render_chat
@@ -78,6 +81,7 @@ class ImageDataset:
         rows: from `read_image_rows`.
         processor: a transformers processor with a chat template.
         seq_len: L.
+        date: what the template takes for today, as ISO text; empty: today.
 
     Raises:
         DataError: lists all rows with an image that does not decode, without a trained token, with more than `seq_len`
@@ -88,12 +92,20 @@ class ImageDataset:
     form = "messages"
 
     def __init__(
-        self, rows: Sequence[ImageRow], processor: Any, seq_len: int, validation_share: float | None = None
+        self,
+        rows: Sequence[ImageRow],
+        processor: Any,
+        seq_len: int,
+        validation_share: float | None = None,
+        *,
+        date: str = "",
     ) -> None:
         if len(rows) < 2 and validation_share != 0:
             raise DataError(f"data: {len(rows)} row(s) with images, but 2 are needed, one to train on, one held out.")
         self.seq_len, self._rows, self._processor = seq_len, rows, processor
-        self._special = set(processor.tokenizer.all_special_ids)
+        self._finder = FrameFinder(processor.tokenizer)
+        template = getattr(processor, "chat_template", None) or processor.tokenizer.chat_template
+        self._options = {"chat_template": set_date(template, date)} if date and isinstance(template, str) else {}
         self._padding = processor.tokenizer.pad_token_id
         if self._padding is None:
             self._padding = processor.tokenizer.eos_token_id or 0
@@ -151,21 +163,26 @@ class ImageDataset:
     def _process(self, row: ImageRow) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Token ids, which of them are trained, and the other inputs."""
         images = [load_image(row.place, path) for path in row.images]
-        ids, extra = self._encode(row, len(row.messages), images)
+        try:
+            answers = [i for i, m in enumerate(row.messages) if m["role"] == "assistant" and m.get("weight") != 0]
+            turns = [self._find_turn(row, i) for i in answers]
+            text = self._show(row.messages)
+        except RowError as error:
+            raise DataError(f"{row.place}: {error}") from None
+        if answers and answers[-1] == len(row.messages) - 1 and turns[-1][1].startswith(text):
+            text = turns[-1][1]  # with an end that the next message would bring
+        ids, extra = self._encode(row, len(row.messages), text, images)
         trained = torch.zeros_like(ids, dtype=torch.bool)
-        for i, message in enumerate(row.messages):
-            if message["role"] == "assistant":
-                before, _ = self._encode(row, i, images, add_generation_prompt=True)
-                done, _ = self._encode(row, i + 1, images)
-                if not (_begins(done, before) and _begins(ids, done)):
-                    raise DataError(
-                        f"{row.place}: the chat template shows messages[{i}] otherwise in the whole chat than "
-                        "after its prompt, so the model would learn what it never meets. Split the row, or use another "
-                        "template."
-                    )
-                ends = [k for k in range(len(before), len(done)) if int(done[k]) in self._special]
-                # What follows the end of the turn is the template's; the model stops before.
-                trained[len(before) : ends[-1] + 1 if ends else len(done)] = True
+        for i, (prompt, turn) in zip(answers, turns, strict=True):
+            before, _ = self._encode(row, i, prompt, images)
+            done, _ = self._encode(row, i + 1, turn, images)
+            if not (_begins(done, before) and _begins(ids, done)):
+                raise DataError(
+                    f"{row.place}: the chat template shows messages[{i}] otherwise in the whole chat than "
+                    "after its prompt, so the model would learn what it never meets. Split the row, or use another "
+                    "template."
+                )
+            trained[len(before) : len(done)] = True
         if not trained[1:].any():
             raise DataError(f"{row.place}: there is no message of the assistant to train on. Remove the row.")
         if len(ids) > self.seq_len:
@@ -175,15 +192,34 @@ class ImageDataset:
             )
         return ids, trained, extra
 
-    def _encode(
-        self, row: ImageRow, num_messages: int, images: list[Any], *, add_generation_prompt: bool = False
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        messages = row.messages[:num_messages]
-        count = sum(part.get("type") == "image" for m in messages for part in _parts_of(m))
+    def _find_turn(self, row: ImageRow, i: int) -> tuple[str, str]:
+        """The prompt of the answer messages[i], and the text up to and including what ends the answer."""
+        messages = row.messages[: i + 1]
+        prompt, done = self._show(messages[:i], prompt=True), self._show(messages)
+        found = self._finder.probe(self._show, messages, prompt)
+        if found is None or not done.endswith(found[0].tail):
+            text = f"the chat template shows messages[{i}] after another prompt than at inference, or not at all."
+            raise RowError("prompt differs", f"{text} Use another template.")
+        frame, _ = found
+        return prompt, done[: len(done) - len(frame.tail)] + frame.glue + frame.end
+
+    def _show(self, messages: list[dict[str, Any]], *, prompt: bool = False) -> str:
         try:
-            text = render_chat(self._processor, messages, add_generation_prompt=add_generation_prompt)
+            return render_chat(self._processor, messages, add_generation_prompt=prompt, **self._options)
+        except RowError:
+            raise
+        except Exception as error:  # a template raises anything
+            text = f"the model's processor refuses it: {first_line(error)}"
+            raise RowError("template failed", text) from error
+
+    def _encode(
+        self, row: ImageRow, num_messages: int, text: str, images: list[Any]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The tokens of `text`, which shows the first `num_messages` messages, and the other inputs."""
+        count = sum(part.get("type") == "image" for m in row.messages[:num_messages] for part in _parts_of(m))
+        try:
             found = self._processor(text=[text], images=images[:count] or None, return_tensors="pt")
-        except Exception as error:  # of a template, a tokenizer, or a processor of images
+        except Exception as error:  # of a tokenizer, or a processor of images
             raise DataError(f"{row.place}: the model's processor refuses it: {first_line(error)}") from error
         extra = {name: value for name, value in found.items() if name not in ("input_ids", "attention_mask")}
         return found["input_ids"][0], extra
@@ -294,6 +330,8 @@ def _parse(place: str, row: dict[str, Any], folder: Path) -> ImageRow:
     messages = row.get("messages")
     if not isinstance(messages, list) or not messages:
         raise DataError(f"{place}: has no list of messages under the key 'messages'.")
+    if given := [name for name in ("tools", "chat_template_kwargs") if row.get(name)]:
+        raise DataError(f"{place}: has '{given[0]}', which chats with images do not take. Remove it.")
     images = []
     for i, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):

@@ -148,22 +148,22 @@ def run_row(function: Callable[..., T], *arguments: Any) -> T:
     raise RowError(reason, f"{text}. Correct the row, or give another template with data.chat_template.")
 
 
-def render_chat(owner: Any, messages: list[Any], *, add_generation_prompt: bool = False) -> str:
-    """One chat as text, by the template of a tokenizer or a processor.
+def render_chat(owner: Any, messages: list[Any], *, add_generation_prompt: bool = False, **options: Any) -> str:
+    """One chat as text, by the template of a tokenizer or a processor; `options` are those of `apply_chat_template`.
 
     Raises:
         RowError: as `run_row` and `check_template`.
         Exception: of any kind, what the template raises.
     """
-    return run_row(_render_chat, owner, messages, add_generation_prompt)
+    return run_row(_render_chat, owner, messages, options | {"add_generation_prompt": add_generation_prompt})
 
 
-def _render_chat(owner: Any, messages: list[Any], add_generation_prompt: bool) -> str:
+def _render_chat(owner: Any, messages: list[Any], options: dict[str, Any]) -> str:
     for one in (owner, getattr(owner, "tokenizer", None)):
         template = getattr(one, "chat_template", None)
         for text in template.values() if isinstance(template, dict) else [template]:
             check_template(text or "")
-    return str(owner.apply_chat_template(messages, add_generation_prompt=add_generation_prompt, tokenize=False))
+    return str(owner.apply_chat_template(messages, tokenize=False, **options))
 
 
 @lru_cache(16)

@@ -1,5 +1,6 @@
 """Chats with images: what is trained, and what is refused with its file and line."""
 
+import copy
 import json
 import random
 import resource
@@ -64,6 +65,52 @@ def test_loss_is_on_answers_and_inputs_follow_the_rows(processor: Any, tmp_path:
     assert dataset.get_validation_indices(0, 2).tolist() == [1, 1]
 
 
+HEADS = (
+    "{% for m in messages %}{{ '<assistant>' if m.role == 'assistant' else '<user>' }} {% if m.content is string %}"
+    "{{ m.content }}{% else %}{% for c in m.content %}{{ '<image>' if c.type == 'image' else c.text }} {% endfor %}"
+    "{% endif %}"
+)
+ASK = "{% endfor %}{% if add_generation_prompt %}<assistant> {% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "end"),
+    [
+        (HEADS + "<eos> <pad> " + ASK, "<eos>"),  # the model stops at the first of two
+        (HEADS + " " + ASK, "<user>"),  # what the next message begins with
+    ],
+)
+def test_answers_end_as_those_of_text_do(processor: Any, tmp_path: Path, template: str, end: str) -> None:
+    changed = copy.copy(processor)
+    changed.chat_template = template
+    more = [{"role": "user", "content": "what"}, {"role": "assistant", "content": [{"type": "text", "text": "w1 w2"}]}]
+    row = chat("red.png")
+    dataset = ImageDataset(
+        read_image_rows(write(tmp_path, row | {"messages": row["messages"] + more})), changed, 30, validation_share=0
+    )
+    _, ids, trained = dataset.get_document(0)
+    shown = processor.tokenizer.convert_ids_to_tokens([one for one, used in zip(ids, trained, strict=True) if used])
+    assert shown == ["red", end, "w1", "w2", end]
+
+
+def test_the_date_of_a_template_is_that_of_the_run(processor: Any, tmp_path: Path) -> None:
+    changed = copy.copy(processor)
+    changed.chat_template = "{{ strftime_now('w%d') }} " + HEADS + "<eos> " + ASK
+    rows = read_image_rows(write(tmp_path, chat("red.png")))
+    for day in ("11", "12"):
+        dataset = ImageDataset(rows, changed, 30, validation_share=0, date=f"2020-01-{day}")
+        assert processor.tokenizer.convert_ids_to_tokens(dataset.get_document(0)[1])[0] == f"w{day}"
+
+
+def test_a_message_of_weight_0_is_no_answer(processor: Any, tmp_path: Path) -> None:
+    messages = chat("red.png")["messages"]
+    row = {"messages": [messages[0], messages[1] | {"weight": 0}, *chat("blue.png", "blue")["messages"]]}
+    dataset = ImageDataset(read_image_rows(write(tmp_path, row)), processor, 30, validation_share=0)
+    _, ids, trained = dataset.get_document(0)
+    shown = processor.tokenizer.convert_ids_to_tokens([one for one, used in zip(ids, trained, strict=True) if used])
+    assert shown == ["blue", "<eos>"]
+
+
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
@@ -74,6 +121,8 @@ def test_loss_is_on_answers_and_inputs_follow_the_rows(processor: Any, tmp_path:
         ({"messages": ["hello"]}, r"line 2: messages\[0\] is not an object"),
         ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, r"line 2: messages\[0\]\.content\[0\]"),
         ({"messages": [{"role": "user", "content": "a"}]}, r"line 2: has no image"),
+        (chat("red.png", tools=[{"name": "f"}]), r"line 2: has 'tools', which chats with images do not take"),
+        (chat("red.png", chat_template_kwargs={"a": 1}), r"line 2: has 'chat_template_kwargs'"),
         (chat("nowhere.png"), r"line 2: there is no image .*nowhere\.png"),
         (chat("text.png"), r"line 2: .*text\.png is no image that can be decoded"),
         (chat("broken.png"), r"line 2: .*broken\.png (does not decode|is no image)"),
