@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from titanlite.report.read import METRICS as METRICS_FILE
 from titanlite.report.read import Series, read_metrics
+from titanlite.run_files import check_regular
 
 METRICS = ("loss/train", "grad_norm", "loss/aux", "loss/validation")
 ROOT = Path(__file__).resolve().parents[1]
@@ -63,6 +64,7 @@ def read_values(run: Path) -> dict[str, dict[int, float]]:
     """
     path = run / METRICS_FILE if run.is_dir() else run
     try:
+        check_regular(path)
         found = read_metrics(path)
     except OSError as error:
         raise CompareError(f"{path}: {error.strerror}. Name the dump folder of a run.") from None

@@ -10,6 +10,7 @@ a process hang (seen with tokenizers 0.23); false makes first use up to twice as
 
 import json
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,7 @@ from titanlite.errors import DataError
 from titanlite.logger import logger
 from titanlite.models.hf_config import load_config_and_class
 from titanlite.models.hf_objects import load_from_folder, load_tokenizer_file
-from titanlite.run_files import read_regular
+from titanlite.run_files import read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -217,7 +218,10 @@ def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerFast":
         _try_out(tokenizer)
     except Exception as error:  # the tokenizers library raises nothing more specific for a malformed file
         if path.is_dir() and (path / "config.json").is_file():  # which transformers reads too, and may be to blame
-            load_config_and_class(json.loads(read_regular(path / "config.json")), f"{path / 'config.json'}")
+            with suppress(OSError, ValueError):  # then it is no JSON, which transformers has said
+                hf = read_json(path / "config.json")
+                if isinstance(hf, dict):
+                    load_config_and_class(hf, f"{path / 'config.json'}")
         raise DataError(
             f"data: tokenizer_path {path}: transformers cannot load it ({type(error).__name__}: {error}). "
             "Check the files, or empty data.tokenizer_path to train a byte-level BPE."

@@ -24,7 +24,7 @@ from titanlite.metrics.point import StepPoint
 from titanlite.metrics.ranks import describe_ranks
 from titanlite.metrics.tensorboard import EventWriter
 from titanlite.metrics.wandb import WandbRun, open_wandb
-from titanlite.run_files import AppendedFile
+from titanlite.run_files import AppendedFile, is_full
 
 EXPERT_LOAD_FILE = "expert_load.jsonl"
 _LOAD_POINTS = 100
@@ -232,9 +232,8 @@ class MetricsLogger:
         except OSError as error:
             text = f"metrics: cannot write {file.path}: {error.strerror or error}. "
             if not self._keep_on:
-                raise TitanliteError(
-                    f"{text}Free space there or choose another folder with job.dump_folder."
-                ) from error
+                space = "Free space there or choose" if is_full(error) else "Choose"
+                raise TitanliteError(f"{text}{space} another folder with job.dump_folder.") from error
             if not self._failing:
                 logger.warning(
                     f"{text}Training goes on, and what could not be written waits for the next point "

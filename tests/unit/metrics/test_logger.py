@@ -262,11 +262,16 @@ def test_tensorboard_can_be_off_and_is_imported_only_when_on(tmp_path: Path):
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_a_full_disk_is_a_clear_error(job: JobConfig, tmp_path: Path):
-    if not os.path.exists("/dev/full"):
-        pytest.skip("needs /dev/full")
-    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
-    message = r"metrics: cannot write .*metrics.jsonl: No space left on device. Free"
+def test_a_full_disk_is_a_clear_error(job: JobConfig, tmp_path: Path, full_disk):
+    message = r"metrics: cannot write .*metrics.jsonl: File too large. Free space there or choose"
+    with pytest.raises(TitanliteError, match=message), build(job, tmp_path) as metrics:
+        full_disk(0)
+        log(metrics, 1)
+
+
+def test_metrics_into_a_device_are_a_clear_error(job: JobConfig, tmp_path: Path):
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/null")
+    message = r"metrics: cannot write .*metrics.jsonl: it is a device, not a regular file. Choose another folder"
     with pytest.raises(TitanliteError, match=message), build(job, tmp_path) as metrics:
         log(metrics, 1)
 
