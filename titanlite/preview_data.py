@@ -8,16 +8,25 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import islice
 
 import numpy as np
 
-from titanlite.config import load_config
+from titanlite.config import load_config, sources
 from titanlite.config.assets import find_missing_files
+from titanlite.config.schema import DataSection
 from titanlite.data import PackedDataset, SequenceDataset, TrainLoader, build_data
+from titanlite.data.chat import END, TRAINED
+from titanlite.data.chat_parts import describe_kind
 from titanlite.data.example_dataset import ExampleDataset
+from titanlite.data.examples import make_encoder
+from titanlite.data.forms import Chat, parse_row
 from titanlite.data.mixture import get_sources
+from titanlite.data.readers import RowError
 from titanlite.data.report import get_first_skipped, get_left_out, get_num_split, get_trained_share, get_warnings
+from titanlite.data.rows import Row, build_rows, describe_place
 from titanlite.data.shown import Painter, escape, get_shown_documents
 from titanlite.data.stream import StreamDataset
 from titanlite.errors import ConfigError, TitanliteError, raise_problems
@@ -29,6 +38,7 @@ from titanlite.run_setup import with_chat_date
 _STEP_TOKENS = 512  # of a document's text: a step may have hundreds of long ones
 _BAR = 40
 _BINS = 8
+_KIND_ROWS = 512
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -71,8 +81,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             _refuse_without_step(known)
             raise_problems(ConfigError, "configuration", find_missing_files(job))
             checked = check(job, 1 if known.world_size is None else known.world_size, weights=False)
-            tokenizer, loader = build_data(with_chat_date(checked.job), 0, checked.degrees.dp)
-            show_data(loader, Painter(tokenizer, color=color, max_tokens=known.tokens or 0), known.samples)
+            job = with_chat_date(checked.job)
+            tokenizer, loader = build_data(job, 0, checked.degrees.dp)
+            painter = Painter(tokenizer, color=color, max_tokens=known.tokens or 0)
+            if job.data.dataset == "examples" and known.samples:
+                for name, data in sources.get_sources(job.data).items():
+                    show_kinds(data, painter, name)
+            show_data(loader, painter, known.samples)
         else:
             max_tokens = _STEP_TOKENS if known.tokens is None else known.tokens
             request = StepRequest(known.step, known.rank, known.rewound, known.samples, max_tokens, color)
@@ -116,6 +131,39 @@ def show_data(loader: TrainLoader, show: Painter, num_samples: int) -> None:
                 print(f"\n  chats so far{f' of {source.name}' if source.name else ''}: {count:,} {escape(what)}")
             for what, count in source.dataset.left_out.items():
                 print(f"\n  left out so far{f' of {source.name}' if source.name else ''}: {count} {what}")
+
+
+def show_kinds(data: DataSection, show: Painter, source: str = "") -> None:
+    """Print the first chat of each kind among the first rows, where these are of several kinds."""
+    rows = build_rows(data.path, data.pattern, data.subset, data.split, streaming=data.streaming)
+    batch = list(islice(rows.iterate_from(0), _KIND_ROWS))
+    encoder = make_encoder(data, show.tokenizer, batch)
+    if encoder is None or encoder.form != "messages":
+        return
+    kinds = [(describe_kind(chat), row) for row, chat in _get_chats(batch)]
+    counts = Counter(kind for kind, _ in kinds)
+    firsts = dict(reversed(kinds))
+    for kind, count in counts.most_common() if len(counts) > 1 else ():
+        row = firsts[kind]
+        place = escape(describe_place(rows.names, row.file, row.number))
+        print(f"kind: {kind}; {count} of the first {len(kinds)} chats{f' of {source}' if source else ''}; {place}")
+        for found in encoder.encode([row.content] if isinstance(row.content, dict) else []):
+            if isinstance(found, RowError):
+                print(f"    {escape(str(found))}\n")
+                continue
+            for (document,) in found:
+                trained, ends = ((document.flags & bit) != 0 for bit in (TRAINED, END))
+                print(show(document.ids.tolist(), trained.tolist(), ends.tolist()), file=raw_output())
+                print()
+
+
+def _get_chats(batch: Sequence[Row]) -> Iterator[tuple[Row, Chat]]:
+    for row in batch:
+        try:
+            parsed = parse_row(row.content, "messages") if isinstance(row.content, dict) else ()
+        except RowError:
+            continue  # named in the report
+        yield from ((row, chat) for chat in parsed if isinstance(chat, Chat))
 
 
 def count_trained(dataset: SequenceDataset) -> float:
