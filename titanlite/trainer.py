@@ -94,8 +94,9 @@ class Trainer(TrainStep):
         self.dims = dims or ParallelDims.build(degrees, self.device.type)  # groups of an earlier trainer serve again
         logger.info("mesh: %s, %d ranks on %s", degrees, degrees.world_size, self.device.type)
 
+        job = resolve_chat_date(job)
         with waiting_for_machines():
-            self.tokenizer, self.loader = build_data(job := resolve_chat_date(job), self.dims.dp_rank, degrees.dp)
+            self.tokenizer, self.loader = build_data(job, self.dims.dp_rank, degrees.dp)
         self.job = job = resolve_steps(job, self.loader)
         describe_pipeline(self.loader, model_config, degrees)
         check_vocabulary(job, self.loader.dataset.vocab_size, count_ids(self.tokenizer), model_config)

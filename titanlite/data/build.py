@@ -119,13 +119,20 @@ def _load_own_tokenizer(job: JobConfig) -> "PreTrainedTokenizerFast | None":
     section = job.checkpoint
     if not section.enable or section.load_step == 0:
         return None
-    step = "*" if section.load_step < 0 else str(section.load_step)
-    found = list((Path(job.job.dump_folder) / section.folder).glob(f"step-{step}/tokenizer.json"))
-    if not found:
-        return None
-    newest = max(found, key=lambda path: int(path.parent.name.removeprefix("step-")))
-    logger.info("data: the tokenizer is that of the checkpoint %s", newest.parent)
-    return load_tokenizer(newest)
+    folder = Path(job.job.dump_folder) / section.folder
+    steps = {path.parent: path.parent.name.removeprefix("step-") for path in folder.glob("step-*/tokenizer.json")}
+    found = {int(step): path for path, step in steps.items() if step.isdecimal()}  # others were set aside
+    wanted = sorted(found, reverse=True) if section.load_step < 0 else [section.load_step]
+    for step in wanted:
+        if step in found:
+            try:
+                tokenizer = load_tokenizer(found[step] / "tokenizer.json")
+            except DataError as error:  # the checkpoint is damaged, and the run goes on with one before
+                logger.warning("%s", error)
+                continue
+            logger.info("data: the tokenizer is that of the checkpoint %s", found[step])
+            return tokenizer
+    return None
 
 
 def _build_packed(

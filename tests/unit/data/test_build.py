@@ -93,6 +93,16 @@ def test_a_resumed_run_keeps_the_tokenizer_that_it_was_begun_with(job: JobConfig
     assert len(build_data(job, 0, 1)[0]) == 300
 
 
+def test_the_tokenizer_of_a_damaged_checkpoint_is_not_taken(job: JobConfig, tmp_path: Path) -> None:
+    job.job.dump_folder, job.checkpoint.enable = str(tmp_path / "run"), True
+    folder = tmp_path / "run" / job.checkpoint.folder
+    for name, size in (("step-7", 270), ("step-9", 280), ("step-12.damaged", 290)):
+        job.data.bpe_vocab_size = size
+        build_tokenizer(job.data, build_corpus(job.data)).save_pretrained(folder / name)
+    (folder / "step-9" / "tokenizer.json").write_text("{")
+    assert len(build_data(job, 0, 1)[0]) == 270
+
+
 def test_the_bpe_has_the_form_of_the_model(job: JobConfig, tmp_path: Path) -> None:
     def splits_digits() -> bool:
         return len(build_data(job, 0, 1)[0].backend_tokenizer.pre_tokenizer.pre_tokenize_str("123")) == 3
