@@ -213,7 +213,7 @@ def _load_tokenizer(folder: Path, asked: Path | None) -> Any:
         raise ConfigError(f"generate: --model {folder} is no folder. Give a folder with config.json, or a hub id.")
     if not (folder / "config.json").exists() and (steps := _steps_below(folder)):
         raise ConfigError(f"generate: --model {folder} holds checkpoints. Give one of them: {', '.join(steps)}.")
-    if not (place / "tokenizer.json").exists() and not place.exists():
+    if not (place / "tokenizer.json" if place.is_dir() else place).exists():
         raise DataError(f"generate: {place} has no tokenizer.json. Give a folder that has one with --tokenizer DIR.")
     return load_tokenizer(place)
 

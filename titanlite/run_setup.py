@@ -411,6 +411,13 @@ def turn_off_dropout(model: torch.nn.Module) -> None:
         logger.info("dpo: dropout of %s is off, as in the reference", ", ".join(map(str, sorted(found))))
 
 
+def warn_of_settings(job: JobConfig, model_config: AnyModelConfig, device: torch.device) -> None:
+    """Warn of settings that do nothing, cost much, or change what a checkpoint goes on with."""
+    warn_of_ignored_balancing(job, model_config)
+    warn_of_large_mask(job, model_config, device)
+    warn_of_changed_base(job, model_config)
+
+
 def warn_of_ignored_balancing(job: JobConfig, model_config: AnyModelConfig) -> None:
     """Say on rank 0 which settings a model without experts ignores. No error: families are compared on one file."""
     names = ("expert_bias_update_rate", "aux_loss_coeff", "z_loss_coeff")

@@ -59,9 +59,7 @@ from titanlite.run_setup import (
     record_start,
     resolve_chat_date,
     resolve_steps,
-    warn_of_changed_base,
-    warn_of_ignored_balancing,
-    warn_of_large_mask,
+    warn_of_settings,
 )
 from titanlite.train_step import TrainStep, Window
 
@@ -100,9 +98,7 @@ class Trainer(TrainStep):
         self.job = job = resolve_steps(job, self.loader)
         describe_pipeline(self.loader, model_config, degrees)
         check_vocabulary(job, self.loader.dataset.vocab_size, count_ids(self.tokenizer), model_config)
-        warn_of_ignored_balancing(job, model_config)
-        warn_of_large_mask(job, model_config, self.device)
-        warn_of_changed_base(job, model_config)
+        warn_of_settings(job, model_config, self.device)
         changes = make_dump_folder(job, self.dump_folder)
         check_shared_folder(self.dump_folder)
 
