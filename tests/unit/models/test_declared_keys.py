@@ -211,6 +211,8 @@ MIXTRAL = {**GEMMA, "model_type": "mixtral", "intermediate_size": 32, "num_key_v
         ({**GEMMA, "hidden_size": 10**18}, "hidden_size = 1000000000000000000 is more than"),
         ({**GEMMA, "num_attention_heads": 0}, "ZeroDivisionError"),
         ({**GEMMA, "rms_norm_eps": float("inf")}, "rms_norm_eps = inf is not a finite number"),
+        ({**GEMMA, "attention_dropout": 1.5}, "attention_dropout = 1.5 is no probability"),
+        ({"model_type": "gpt2", "resid_pdrop": -1}, "resid_pdrop = -1 is no probability"),
         ({**GEMMA, "id2label": [1]}, "transformers refuses it: "),
         ({**GEMMA, "num_labels": 10**10}, "num_labels"),
         ({**MIXTRAL, "num_local_experts": 2**20}, "num_local_experts = 1048576 is more than 65536"),
