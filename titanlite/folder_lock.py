@@ -101,6 +101,15 @@ class FolderLock:
                         return lock
             time.sleep(_PAUSE_S)
 
+    @classmethod
+    def remove_unused(cls) -> None:
+        """Remove the folders that hold nothing but a lock of this process: its run was refused before it wrote."""
+        for path in list(cls._held):
+            with suppress(OSError):
+                if os.listdir(path.parent) == [path.name]:
+                    path.unlink()
+                    path.parent.rmdir()
+
 
 def _is_at(descriptor: int, path: Path) -> bool:
     """True unless somebody has removed the open file, or put another one in its place."""

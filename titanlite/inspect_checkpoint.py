@@ -16,7 +16,7 @@ from titanlite.checkpoint.pretrained import weights_of
 from titanlite.checkpoint.train_state import STATE_FILE
 from titanlite.config import load_config
 from titanlite.distributed import ParallelDims, fake_ranks, parallelize
-from titanlite.errors import CheckpointError, TitanliteError
+from titanlite.errors import CheckpointError, ConfigError, TitanliteError
 from titanlite.materialize import TensorEntry, build_plan
 from titanlite.materialize.sources import Read
 from titanlite.models.build import build_model
@@ -65,7 +65,10 @@ def show_folder(folder: Path, *, checksums: bool, every: bool) -> bool:
     untied: list[str] = []
     try:
         lines, tensors = _describe(folder)
-        untied = _find_untied(folder, {tensor.key for tensor in tensors})
+        try:
+            untied = _find_untied(folder, {tensor.key for tensor in tensors})
+        except ConfigError as error:  # tensors are shown whatever the model is
+            lines.append(f"  ties       not looked at: {error}")
     except CheckpointError as error:
         if not problems:
             raise

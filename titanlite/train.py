@@ -29,6 +29,7 @@ with lean_imports():
     from titanlite.distributed import end_distributed
     from titanlite.errors import NOTICE_FOLDER, ConfigError, TitanliteError, raise_problems
     from titanlite.faults import explain_refusal, explain_uncompiled
+    from titanlite.folder_lock import FolderLock
     from titanlite.metrics import explain_out_of_memory, finish_wandb, record_event
     from titanlite.notices import claim, first_sentence, note_error, note_lost_peer
     from titanlite.preflight import Checked, check
@@ -100,7 +101,11 @@ def train(checked: Checked) -> Trainer:
     Collective: every rank must call.
     """
     job = checked.job
-    trainer = Trainer(job, checked.model_config, checked.degrees)
+    try:
+        trainer = Trainer(job, checked.model_config, checked.degrees)
+    except TitanliteError:
+        FolderLock.remove_unused()
+        raise
     _locks = trainer.locks  # not let go between two trainers
     trainer.train()
     while trainer.rewind is not None:  # as a resume, but that some data is left out

@@ -208,7 +208,7 @@ def test_ranks_refuse_a_vocabulary_that_the_model_lacks_with_one_voice(run_proce
         (["--data.tokenizer_path=/nowhere"], "data: tokenizer_path /nowhere: /nowhere does not exist."),
         (
             ["--training.seq_len=8000", "--model.overrides.max_position_embeddings=8000"],
-            "8580 tokens give 1 sequence(s) of training.seq_len (8000), but 2 are needed",
+            "10707 tokens give 1 sequence(s) of training.seq_len (8000), but 2 are needed",
         ),
         (["--job.dump_folder={file}/run"], "Not a directory"),
     ],

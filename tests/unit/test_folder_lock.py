@@ -82,6 +82,16 @@ def test_a_lock_whose_file_was_removed_holds_nothing(tmp_path: Path, holder):
     assert FolderLock.take(tmp_path, wait_s=0) is not None
 
 
+def test_a_folder_of_which_nothing_was_used_is_removed_by_its_holder_alone(tmp_path: Path, holder):
+    unused, used = tmp_path / "unused", tmp_path / "used"
+    for folder in (unused, used):
+        folder.mkdir()
+    locks = [FolderLock.take(folder) for folder in (unused, used)]
+    (used / "config.toml").touch()
+    FolderLock.remove_unused()
+    assert all(locks) and not unused.exists() and (used / ".run.lock").exists() and (tmp_path / ".run.lock").exists()
+
+
 def test_a_file_system_without_locks_is_a_warning(tmp_path: Path, monkeypatch):
     said: list[str] = []
     monkeypatch.setattr("titanlite.run_setup.logger.warning", lambda text, *values: said.append(text % values))
