@@ -39,6 +39,9 @@ def test_gradients_have_the_size_of_float32_gradients(run_ranks, checked, meshes
         assert rounded.keys() == exact.keys()
         for name, grad in rounded.items():
             # bfloat16 rounds each product and activation to 0.4 %, in both directions; along the exact gradient that
-            # averages out, where a wrong factor (a missing rank: 2, a rounded scale: 1.002) would not.
+            # averages out, where a wrong factor (a missing rank: 2) would not. Of a small tensor less does, where a
+            # token near a tie goes to another expert.
             along = (grad * exact[name]).sum() / exact[name].square().sum()
-            assert along.item() == pytest.approx(1, abs=0.02), name
+            assert along.item() == pytest.approx(1, abs=0.05), name
+        products = sum((grad * exact[name]).sum() for name, grad in rounded.items())
+        assert (products / sum(grad.square().sum() for grad in exact.values())).item() == pytest.approx(1, abs=0.01)
