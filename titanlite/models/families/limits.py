@@ -145,7 +145,12 @@ def find_absurd(hf: Mapping[str, Any], path: str = "") -> Iterator[str]:
             yield from find_absurd(value, f"{name}.")
         if isinstance(value, float) and not math.isfinite(value):
             yield f"{name} = {show(value)} is not a finite number."
-        elif re.search("dropout|pdrop", str(key)) and type(value) in (int, float) and not 0 <= value <= 1:
+        elif (
+            re.search("dropout|pdrop", str(key))
+            and isinstance(value, int | float)
+            and not isinstance(value, bool)
+            and not 0 <= value <= 1
+        ):
             yield f"{name} = {show(value)} is no probability: it is not between 0 and 1."
         for number in value if isinstance(value, list) else [value]:
             most = next((most for pattern, most in _MOST_OF if re.search(pattern, str(key))), None)
