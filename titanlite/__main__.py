@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NoReturn
 
-from titanlite.entry_point import check_limits, lean_imports, leave
-from titanlite.logger import open_console
+from titanlite.base.log import open_console
+from titanlite.base.process import check_limits, lean_imports, leave
 from titanlite.notices import end_with_launcher
 
 _Command = Callable[[Sequence[str]], int]

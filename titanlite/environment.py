@@ -15,10 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from titanlite.base.agree import gather_objects
+from titanlite.base.files import replace_file
+from titanlite.base.log import logger
 from titanlite.checkpoint import describe_versions
-from titanlite.logger import logger
-from titanlite.materialize.agree import gather_objects
-from titanlite.run_files import replace_file
 
 FILE_NAME = "environment.json"
 _GIT_TIMEOUT_S = 5.0

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from titanlite.base.agree import raise_together
+from titanlite.base.errors import ConfigError, DataError, raise_problems
 from titanlite.config import AnyModelConfig, JobConfig
 from titanlite.config.assets import assets_folder
 from titanlite.data import (
@@ -24,9 +26,7 @@ from titanlite.data import (
     read_evaluation_prompts,
 )
 from titanlite.distributed import ParallelDims, all_reduce_sum
-from titanlite.errors import ConfigError, DataError, raise_problems
 from titanlite.generate import generate, get_end_of_turn_ids, get_eos_token_ids
-from titanlite.materialize.agree import raise_together
 
 Scorer = Callable[[str, str], float]
 _EXAMPLES = 2

@@ -17,6 +17,8 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
+from titanlite.base.errors import CheckpointError, TitanliteError, raise_problems
+from titanlite.base.log import logger, setup_logger
 from titanlite.checkpoint.commit import MANIFEST_FILE, check_folder
 from titanlite.checkpoint.description import describe_model
 from titanlite.checkpoint.folder import ADAPTER_CONFIG, ADAPTER_FILE, OWN_FOLDER
@@ -31,8 +33,6 @@ from titanlite.checkpoint.transformers_checkpoint import saved_entries, stored_f
 from titanlite.checkpoint.writer import FileLayout, Item, create_files, lay_out
 from titanlite.config import ModelConfig
 from titanlite.config.assets import local_folder
-from titanlite.errors import CheckpointError, TitanliteError, raise_problems
-from titanlite.logger import logger, setup_logger
 from titanlite.materialize import Plan, ReadRequest, Region, TensorEntry, build_plan
 from titanlite.materialize.sources import Read
 from titanlite.models.build import AnyModel, build_model

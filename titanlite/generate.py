@@ -22,13 +22,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from titanlite.base.agree import gather_objects
+from titanlite.base.errors import CheckpointError, ConfigError, raise_problems
+from titanlite.base.log import logger
 from titanlite.checkpoint.folder import read_json
 from titanlite.data.dataset import TrainDataset
 from titanlite.data.mixture import get_stop_token_ids
 from titanlite.distributed import ParallelDims, all_reduce_sum
-from titanlite.errors import CheckpointError, ConfigError, raise_problems
-from titanlite.logger import logger
-from titanlite.materialize.agree import gather_objects
 from titanlite.models.transformers_model import TransformersModel
 from titanlite.ops import choose_tokens
 

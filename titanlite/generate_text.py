@@ -17,6 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from titanlite.base.agree import on_first_rank
+from titanlite.base.errors import ConfigError, DataError, TitanliteError, raise_problems
+from titanlite.base.files import parse_json, read_regular
 from titanlite.checkpoint.commit import list_steps
 from titanlite.checkpoint.folder import read_json
 from titanlite.checkpoint.pretrained import weights_of
@@ -29,15 +32,12 @@ from titanlite.data import count_ids, load_tokenizer
 from titanlite.data.readers import RowError
 from titanlite.data.row_limits import run_row
 from titanlite.distributed import ParallelDims, end_distributed, init_distributed, parallelize
-from titanlite.errors import ConfigError, DataError, TitanliteError, raise_problems
 from titanlite.generate import Continuation, Sampling, generate, get_end_of_turn_ids, get_eos_token_ids, name_of
 from titanlite.materialize import materialize
-from titanlite.materialize.agree import on_first_rank
 from titanlite.metrics.out_of_memory import is_out_of_memory
 from titanlite.models.build import AnyModel, build_model
 from titanlite.models.families import any_model_config_from_hf
 from titanlite.ops import leave_out_cudnn
-from titanlite.run_files import parse_json, read_regular
 
 _TIMEOUT_S = 600
 _SHOWN_CHARS = 60

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from titanlite import heartbeat, stop
-from titanlite.errors import NEVER_RESTARTED
+from titanlite.base.errors import NEVER_RESTARTED
 from titanlite.heartbeat import Beat
 from titanlite.notices import ENDING, Restart, lost_peers, note_restart, read_error
 from titanlite.stacks import describe, is_stopped, save_stacks

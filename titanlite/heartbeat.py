@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO
 
-from titanlite.errors import NOTICE_FOLDER
+from titanlite.base.errors import NOTICE_FOLDER
 
 STACK_SIGNAL = signal.SIGUSR1
 # What takes no longer than a collective may wait. Loading, saving, generating and looking for the cause of a NaN may,

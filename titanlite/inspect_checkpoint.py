@@ -6,6 +6,8 @@ from collections import defaultdict
 from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
 
+from titanlite.base.errors import CheckpointError, ConfigError, TitanliteError
+from titanlite.base.tables import fold_names, format_count, format_size, format_table, texts_between_numbers
 from titanlite.checkpoint import Progress
 from titanlite.checkpoint.adapter import read_adapter
 from titanlite.checkpoint.commit import MANIFEST_FILE, check_folder
@@ -16,13 +18,11 @@ from titanlite.checkpoint.pretrained import weights_of
 from titanlite.checkpoint.train_state import STATE_FILE
 from titanlite.config import load_config
 from titanlite.distributed import ParallelDims, fake_ranks, parallelize
-from titanlite.errors import CheckpointError, ConfigError, TitanliteError
 from titanlite.materialize import TensorEntry, build_plan
 from titanlite.materialize.sources import Read
 from titanlite.models.build import build_model
 from titanlite.models.families import any_model_config_from_hf
 from titanlite.preflight import check
-from titanlite.tables import fold_names, format_count, format_size, format_table, texts_between_numbers
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MOST_RANKS = 16

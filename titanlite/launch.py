@@ -15,8 +15,8 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
-from titanlite.entry_point import check_limits, lean_imports, leave
-from titanlite.logger import open_console
+from titanlite.base.log import open_console
+from titanlite.base.process import check_limits, lean_imports, leave
 
 if __name__ == "__main__":
     open_console(goes_on=True)
@@ -31,7 +31,7 @@ with lean_imports():
 
     from titanlite import heartbeat, stop
     from titanlite.agent import Agent
-    from titanlite.errors import NOTICE_FOLDER, RENDEZVOUS
+    from titanlite.base.errors import NOTICE_FOLDER, RENDEZVOUS
     from titanlite.guard import Failure, Guard
     from titanlite.network import STORE_FILE, find_free_port
     from titanlite.notices import TORCH_LOGS, shared_folder

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from titanlite.base.agree import new_host_group, raise_together
+from titanlite.base.errors import ConfigError
 from titanlite.config import JobConfig
 from titanlite.config.settings import SOURCES, get_sections_of, get_value
-from titanlite.errors import ConfigError
-from titanlite.materialize.agree import new_host_group, raise_together
 
 # These may lie elsewhere on each machine, with the same in them: a model of the hub is in each machine's cache. Whether
 # the run's folder is the same, `check_shared_folder` finds out.

@@ -9,6 +9,7 @@ import math
 import re
 from pathlib import Path
 
+from titanlite.base.files import read_regular
 from titanlite.checkpoint import Progress
 from titanlite.config import JobConfig
 from titanlite.config.assets import BaseModel, base_model_of, is_hub_id, public_name
@@ -16,7 +17,6 @@ from titanlite.config.check import format_value
 from titanlite.config.settings import get_sections_of, get_value
 from titanlite.config.sources import get_sources
 from titanlite.results import Results, Series
-from titanlite.run_files import read_regular
 
 # These say where and how a run took place, not what the model is.
 _LEFT_OUT = ("job", "metrics", "profiling", "comm")

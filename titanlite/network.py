@@ -12,7 +12,7 @@ import socket
 import struct
 from pathlib import Path
 
-from titanlite.errors import ConfigError
+from titanlite.base.errors import ConfigError
 
 _SIOCGIFADDR = 0x8915
 # Nothing is sent there: connecting a datagram socket only asks the kernel for the route.

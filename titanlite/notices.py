@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from titanlite.errors import NOTICE_FOLDER
+from titanlite.base.errors import NOTICE_FOLDER
 
 ENDING = "ending"  # the launcher ends all ranks: nobody shall wait for anything
 _RESTART, _ERROR = "restart", "error"

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
+from titanlite.base.errors import ConfigError, TitanliteError
+from titanlite.base.log import logger
 from titanlite.checkpoint.pretrained import weights_of
 from titanlite.config import JobConfig, load_config
 from titanlite.config.assets import resolve_assets
 from titanlite.distributed import ParallelDims, fake_ranks
-from titanlite.errors import ConfigError, TitanliteError
-from titanlite.logger import logger
 from titanlite.materialize import SourceProvider, build_plan
 from titanlite.models.build import build_model
 from titanlite.models.families import resolve_model_config

@@ -13,11 +13,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from titanlite.base.errors import ConfigError, TitanliteError, raise_problems
+from titanlite.base.log import open_console
 from titanlite.config import AnyModelConfig, JobConfig, load_config
 from titanlite.config.assets import find_missing_files, find_missing_packages, resolve_assets
 from titanlite.config.parallelism import Degrees, check_parallelism, resolve_degrees
-from titanlite.errors import ConfigError, TitanliteError, raise_problems
-from titanlite.logger import open_console
 from titanlite.models.families import find_other_model, resolve_model_config
 from titanlite.models.hf_config import check_rope
 

@@ -14,6 +14,8 @@ from itertools import islice
 
 import numpy as np
 
+from titanlite.base.errors import ConfigError, TitanliteError, raise_problems
+from titanlite.base.log import logger, raw_output
 from titanlite.config import load_config, sources
 from titanlite.config.assets import find_missing_files
 from titanlite.config.schema import DataSection
@@ -29,8 +31,6 @@ from titanlite.data.report import get_first_skipped, get_left_out, get_num_split
 from titanlite.data.rows import Row, build_rows, describe_place
 from titanlite.data.shown import Painter, escape, get_shown_documents
 from titanlite.data.stream import StreamDataset
-from titanlite.errors import ConfigError, TitanliteError, raise_problems
-from titanlite.logger import logger, raw_output
 from titanlite.preflight import check
 from titanlite.preview_step import StepRequest, show_step
 from titanlite.run_setup import with_chat_date

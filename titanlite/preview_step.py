@@ -8,17 +8,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from titanlite.base.errors import CheckpointError, ConfigError, DataError
+from titanlite.base.log import raw_output
+from titanlite.base.tables import format_count
 from titanlite.checkpoint import Progress, Rewind, find_progress
 from titanlite.config import JobConfig
 from titanlite.data import StreamDataset, TrainLoader, build_data
 from titanlite.data.mixture import MixtureDataset, get_sources
 from titanlite.data.shown import Painter, get_shown_documents
 from titanlite.data_order import Stretch, add_stretch, find_stretch
-from titanlite.errors import CheckpointError, ConfigError, DataError
-from titanlite.logger import raw_output
 from titanlite.preflight import check
 from titanlite.run_setup import with_chat_date
-from titanlite.tables import format_count
 
 _Chosen = list[tuple[int, str]]
 _PLAIN_ORDER = "--checkpoint.load_step=0 shows the plain order of this configuration."

@@ -24,7 +24,7 @@ from torch.distributed.elastic.rendezvous.api import (
     rendezvous_handler_registry,
 )
 
-from titanlite.errors import NOTICE_FOLDER, RENDEZVOUS, ConfigError
+from titanlite.base.errors import NOTICE_FOLDER, RENDEZVOUS, ConfigError
 from titanlite.network import PORT_TAKEN, STORE_FILE, find_free_port, find_local_address, is_free, is_this_machine
 
 DEFAULT_PORT = 29400

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from titanlite.base.log import logger
 from titanlite.config import JobConfig
-from titanlite.logger import logger
 
 
 @dataclass

@@ -14,14 +14,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from titanlite.base.files import replace_file
+from titanlite.base.log import logger
+from titanlite.base.tables import fold_names, format_memory, texts_between_numbers
 from titanlite.checkpoint.planned_reads import PlannedReads
 from titanlite.checkpoint.space import count_moments
-from titanlite.logger import logger
 from titanlite.materialize import Plan, TensorEntry
 from titanlite.materialize.layout import is_elsewhere
 from titanlite.materialize.sources import Read
-from titanlite.run_files import replace_file
-from titanlite.tables import fold_names, format_memory, texts_between_numbers
 
 PLAN_FILE = "plan.json"
 _STEP_BYTES = 4  # AdamW's count of steps, one float32 per parameter

@@ -14,6 +14,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from titanlite.base.agree import on_first_rank
+from titanlite.base.errors import RENDEZVOUS, ConfigError, DataError
+from titanlite.base.files import check_regular, is_full
+from titanlite.base.folder_lock import LOCK_WAIT_S, FolderHeldError, FolderLock
+from titanlite.base.hf_objects import load_from_folder
+from titanlite.base.log import log_to_folder, logger
+from titanlite.base.tables import format_memory
 from titanlite.checkpoint import Progress
 from titanlite.checkpoint.description import save_tokenizer
 from titanlite.checkpoint.folder import OWN_FOLDER
@@ -25,24 +32,17 @@ from titanlite.data import TrainLoader
 from titanlite.data.mixture import get_sources
 from titanlite.data.tokenizer import describe_other_ids, describe_resizing
 from titanlite.distributed import ParallelDims, base_dtype, mixed_precision_dtypes, parallelize
-from titanlite.errors import RENDEZVOUS, ConfigError, DataError
-from titanlite.folder_lock import LOCK_WAIT_S, FolderHeldError, FolderLock
-from titanlite.logger import log_to_folder, logger
-from titanlite.materialize.agree import on_first_rank
 from titanlite.metrics import open_events, record_event
 from titanlite.metrics.events import get_rank
 from titanlite.models.block_weights import encode_weights
 from titanlite.models.build import AnyModel, build_model
 from titanlite.models.families import describe_differences, family_of, model_config_from_hf
-from titanlite.models.hf_objects import load_from_folder
 from titanlite.models.lora import apply_lora
 from titanlite.models.moe import is_routed
 from titanlite.models.transformers_model import TransformersModel
 from titanlite.notices import read_restart
 from titanlite.ops.grouped_gemm import resolve_backend, triton_problem
 from titanlite.optim import freeze_parameters
-from titanlite.run_files import check_regular, is_full
-from titanlite.tables import format_memory
 
 _MANY_EPOCHS = 10  # of a pretrained model's new data
 _LARGE_MASK = 2 << 30  # bytes

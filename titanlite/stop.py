@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from titanlite import heartbeat
-from titanlite.errors import NOTICE_FOLDER
+from titanlite.base.errors import NOTICE_FOLDER
 from titanlite.notices import ENDING
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)

@@ -8,7 +8,8 @@ from itertools import islice
 
 import torch
 
-from titanlite import heartbeat, timers
+from titanlite import heartbeat
+from titanlite.base import timers
 from titanlite.config import JobConfig
 from titanlite.data import Batch
 from titanlite.data.images import ImageBatch

@@ -13,6 +13,9 @@ import torch
 import torch.distributed as dist
 
 from titanlite import heartbeat, stop
+from titanlite.base.agree import on_first_rank
+from titanlite.base.errors import DataError
+from titanlite.base.log import logger
 from titanlite.checkpoint import Checkpointer, Progress, Rewind, check_space, describe_versions, push_to_hub
 from titanlite.checkpoint.commit import step_folder
 from titanlite.checkpoint.hf_model import check_layout
@@ -21,7 +24,6 @@ from titanlite.config.parallelism import Degrees
 from titanlite.data import Batch, build_data, count_ids
 from titanlite.distributed import ParallelDims, all_reduce_sum, all_to_all_single, init_distributed
 from titanlite.environment import save_environment
-from titanlite.errors import DataError
 from titanlite.evaluate import build_evaluator
 from titanlite.faults import (
     DivergenceCheck,
@@ -33,10 +35,8 @@ from titanlite.faults import (
     say_skipped,
 )
 from titanlite.generate import generate_sample, get_end_of_turn_ids
-from titanlite.logger import logger
 from titanlite.machines import check_same_settings, check_shared_folder, waiting_for_machines
 from titanlite.materialize import Plan, SourceProvider, materialize
-from titanlite.materialize.agree import on_first_rank
 from titanlite.materialize.layout import num_values
 from titanlite.metrics import MetricsLogger, build_profiler, record_event, start_memory_history, train_flops_per_token
 from titanlite.model_card import render_model_card

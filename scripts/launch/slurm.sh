@@ -77,7 +77,7 @@ checkpoints="$(PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" "$python" - "$@" <<
 import sys
 
 from titanlite.config import load_config
-from titanlite.errors import TitanliteError
+from titanlite.base.errors import TitanliteError
 
 try:
     job = load_config(sys.argv[1:])

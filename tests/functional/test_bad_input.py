@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from titanlite.errors import NOTICE_FOLDER
+from titanlite.base.errors import NOTICE_FOLDER
 from titanlite.train import main
 
 PREFLIGHT_TIMEOUT_S = 20  # takes a fraction of a second; the rest is for a machine that is busy otherwise

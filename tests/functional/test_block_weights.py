@@ -12,8 +12,8 @@ from fp8_folder import write_fp8
 from safetensors.torch import load_file, save_file
 from traced_layers import TORCH_COMPILE_WARNINGS
 
+from titanlite.base.errors import ConfigError, VerifyError
 from titanlite.config.parallelism import Degrees
-from titanlite.errors import ConfigError, VerifyError
 from titanlite.materialize.layout import encoding_of, num_values
 from titanlite.models.lora import is_adapter
 from titanlite.ops.block_formats import BLOCK_FORMATS, decode_blocks, encode_blocks

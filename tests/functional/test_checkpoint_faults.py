@@ -29,12 +29,12 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, GenerationConfig
 
 import titanlite.train
+from titanlite.base.errors import CheckpointError
+from titanlite.base.log import logger
 from titanlite.checkpoint import commit, pretrained, train_state, writer
 from titanlite.checkpoint.commit import check_folder, list_steps, step_folder
 from titanlite.config import load_config
 from titanlite.config.parallelism import Degrees
-from titanlite.errors import CheckpointError
-from titanlite.logger import logger
 from titanlite.materialize.layout import local_of
 from titanlite.preflight import Checked, check
 from titanlite.trainer import Trainer

@@ -13,11 +13,11 @@ from fp8_folder import write_fp8
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from titanlite.base.errors import CheckpointError, PlanError
 from titanlite.checkpoint import hf_checkpoint, save_hf_model
 from titanlite.config.parallelism import Degrees
 from titanlite.data import build_data
 from titanlite.distributed import ParallelDims, parallelize
-from titanlite.errors import CheckpointError, PlanError
 from titanlite.materialize import Init, Plan, materialize
 from titanlite.models.decoder import Decoder, build_decoder
 from titanlite.models.families import family_of

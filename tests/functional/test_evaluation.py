@@ -13,10 +13,10 @@ import torch
 
 import titanlite.evaluate
 import titanlite.trainer
+from titanlite.base.errors import CheckpointError, ConfigError, DataError
 from titanlite.checkpoint.best import read_best
 from titanlite.checkpoint.commit import check_folder, list_steps
 from titanlite.config.parallelism import Degrees
-from titanlite.errors import CheckpointError, ConfigError, DataError
 from titanlite.preflight import Checked
 from titanlite.trainer import Trainer
 

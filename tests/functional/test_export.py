@@ -14,11 +14,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from titanlite.base.errors import CheckpointError
 from titanlite.checkpoint import save_hf_model, writer
 from titanlite.config.parallelism import Degrees
 from titanlite.data import build_data
 from titanlite.distributed import ParallelDims, parallelize
-from titanlite.errors import CheckpointError
 from titanlite.materialize import Init, Normal, Plan, materialize
 from titanlite.models.decoder import Decoder, build_decoder
 from titanlite.preflight import Checked

@@ -18,10 +18,10 @@ from safetensors.torch import load_file
 
 import titanlite.train
 import titanlite.trainer
+from titanlite.base.errors import DivergenceError, TitanliteError
 from titanlite.checkpoint import Rewind, manager
 from titanlite.checkpoint.commit import check_folder, list_steps
 from titanlite.config.parallelism import Degrees
-from titanlite.errors import DivergenceError, TitanliteError
 from titanlite.faults import DivergenceCheck
 from titanlite.materialize.layout import local_of
 from titanlite.train_step import StepResult

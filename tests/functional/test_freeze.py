@@ -11,8 +11,8 @@ from files import file_digest
 from safetensors.torch import load_file
 
 import titanlite.trainer
+from titanlite.base.errors import ConfigError
 from titanlite.config.parallelism import Degrees
-from titanlite.errors import ConfigError
 from titanlite.metrics import train_flops_per_token
 from titanlite.models.build import build_model
 from titanlite.optim import freeze_parameters

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from titanlite.base.errors import ConfigError
 from titanlite.config.parallelism import Degrees
-from titanlite.errors import ConfigError
 from titanlite.faults import divergence
 from titanlite.generate import Sampling, generate
 from titanlite.ops import choose_tokens, group_by_expert, linear_cross_entropy, permute_tokens

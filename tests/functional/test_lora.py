@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from traced_layers import TORCH_COMPILE_WARNINGS
 
 import titanlite.trainer
+from titanlite.base.errors import CheckpointError, PlanError
 from titanlite.checkpoint.folder import ADAPTER_FILE
 from titanlite.config.parallelism import Degrees
-from titanlite.errors import CheckpointError, PlanError
 from titanlite.export_checkpoint import export_merged
 from titanlite.models.lora import is_adapter
 from titanlite.preflight import Checked

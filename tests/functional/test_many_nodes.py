@@ -20,9 +20,9 @@ from files import file_digest
 from processes import kill_tree
 
 from titanlite import machines
+from titanlite.base.errors import ConfigError
 from titanlite.checkpoint.commit import check_folder, list_steps
 from titanlite.config.parallelism import Degrees
-from titanlite.errors import ConfigError
 from titanlite.machines import check_same_settings, check_shared_folder, waiting_for_machines
 from titanlite.network import find_free_port
 from titanlite.trainer import Trainer

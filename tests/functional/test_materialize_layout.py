@@ -9,9 +9,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from titanlite.base.errors import VerifyError
 from titanlite.config.parallelism import Degrees
 from titanlite.distributed import ParallelDims, fake_ranks, parallelize
-from titanlite.errors import VerifyError
 from titanlite.materialize import Normal, TorchDefaults, allocate, build_plan, fill, materialize, verify
 from titanlite.models.decoder import Decoder, build_decoder
 from titanlite.preflight import Checked

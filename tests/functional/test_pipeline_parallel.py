@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 import titanlite.trainer
+from titanlite.base.errors import TitanliteError, VerifyError
+from titanlite.base.log import logger
 from titanlite.config.parallelism import Degrees
 from titanlite.distributed import ParallelDims, only_chunk, parallelize
-from titanlite.errors import TitanliteError, VerifyError
-from titanlite.logger import logger
 from titanlite.materialize import Plan, build_plan, materialize
 from titanlite.materialize.execute import exchange
 from titanlite.materialize.layout import get_sharing_group, is_elsewhere, local_of

@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM
 
 import titanlite.trainer
 from titanlite import export_checkpoint
+from titanlite.base.errors import ConfigError
+from titanlite.base.log import logger
 from titanlite.checkpoint import manager
 from titanlite.checkpoint.folder import ADAPTER_FILE, how_to_finish
 from titanlite.config.parallelism import Degrees
-from titanlite.errors import ConfigError
-from titanlite.logger import logger
 from titanlite.models.lora import is_adapter
 from titanlite.trainer import Trainer
 

@@ -11,10 +11,10 @@ from traced_layers import TORCH_COMPILE_WARNINGS
 
 import titanlite.train_step
 import titanlite.trainer
+from titanlite.base.errors import TrainingError
 from titanlite.config.parallelism import Degrees
 from titanlite.data import Batch
 from titanlite.distributed import ParallelDims, clip_grad_norm, parallelize, reduce_replicated_grads
-from titanlite.errors import TrainingError
 from titanlite.materialize import materialize
 from titanlite.models.decoder import Decoder, build_decoder
 from titanlite.preflight import Checked

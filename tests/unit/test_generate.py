@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from titanlite import generate_text
-from titanlite.errors import CheckpointError, ConfigError
+from titanlite.base.errors import CheckpointError, ConfigError
 from titanlite.generate import Sampling, generate, get_end_of_turn_ids, get_eos_token_ids
 
 CPU = torch.device("cpu")

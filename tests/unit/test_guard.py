@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from titanlite import heartbeat, stacks, stop
-from titanlite.errors import NOTICE_FOLDER
+from titanlite.base.errors import NOTICE_FOLDER
 from titanlite.guard import Failure, Guard
 from titanlite.heartbeat import Beat
 from titanlite.notices import Restart, claim, forget_last_start, note_error, note_restart, read_restart

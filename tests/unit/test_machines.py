@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch.distributed as dist
 
+from titanlite.base.errors import ConfigError
 from titanlite.config import JobConfig
 from titanlite.config.settings import get_value
-from titanlite.errors import ConfigError
 from titanlite.machines import check_same_settings
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from titanlite.errors import NOTICE_FOLDER
+from titanlite.base.errors import NOTICE_FOLDER
 from titanlite.notices import forget_last_start, shared_folder
 
 ROOT = Path(__file__).parents[2]

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from titanlite.base.errors import ConfigError
 from titanlite.config import load_config
 from titanlite.config.parallelism import Degrees
-from titanlite.errors import ConfigError
 from titanlite.models.families import families
 from titanlite.preflight import check, main
 

@@ -18,10 +18,10 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
 from titanlite import run_setup
+from titanlite.base.errors import ConfigError, DataError
 from titanlite.config import JobConfig
 from titanlite.data import PackedDataset, TokenizedCorpus, TrainLoader
 from titanlite.data.mixture import MixtureDataset
-from titanlite.errors import ConfigError, DataError
 from titanlite.models.families import any_model_config_from_hf, families, family_of
 from titanlite.run_setup import (
     check_device,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from titanlite import stop
-from titanlite.errors import NOTICE_FOLDER
+from titanlite.base.errors import NOTICE_FOLDER
 
 ROOT = Path(__file__).parents[2]
 # A rank that stops in good order says so; a stuck one waits for something that never comes, as for a peer that is gone.

@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 import titanlite.train
-from titanlite.errors import TrainingError
+from titanlite.base.errors import TrainingError
 from titanlite.metrics.events import _state, open_events
 
 

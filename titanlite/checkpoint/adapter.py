@@ -16,6 +16,9 @@ from typing import Any
 
 import torch
 
+from titanlite.base.agree import on_first_rank
+from titanlite.base.errors import CheckpointError, raise_problems
+from titanlite.base.log import logger
 from titanlite.checkpoint.folder import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,
@@ -31,10 +34,7 @@ from titanlite.checkpoint.reader import Placed, SafetensorsReader
 from titanlite.checkpoint.writer import FileLayout, Item, lay_out
 from titanlite.config import ModelConfig
 from titanlite.config.schema import LoRASection
-from titanlite.errors import CheckpointError, raise_problems
-from titanlite.logger import logger
 from titanlite.materialize import Plan, ReadRequest, Region, Source, TensorInfo, Unfit
-from titanlite.materialize.agree import on_first_rank
 from titanlite.materialize.layout import local_of
 from titanlite.materialize.replicas import share_out
 from titanlite.materialize.sources import Read

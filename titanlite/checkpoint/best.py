@@ -7,8 +7,8 @@ leads nowhere, because someone removed the folder, is taken away when a run star
 import os
 from pathlib import Path
 
+from titanlite.base.log import logger
 from titanlite.checkpoint.commit import check_folder, list_steps, step_folder
-from titanlite.logger import logger
 
 LINK = "best"
 

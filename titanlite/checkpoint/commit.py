@@ -25,13 +25,13 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from titanlite.base.agree import gather_objects, on_first_rank, raise_together
+from titanlite.base.errors import CheckpointError, TitanliteError, TransientError, raise_problems
+from titanlite.base.files import is_full, open_regular, sync
+from titanlite.base.log import logger
 from titanlite.checkpoint.folder import ADAPTER_FILE, OWN_FOLDER, UNFINISHED_FILES, read_json
 from titanlite.checkpoint.header import shown
 from titanlite.checkpoint.writer import FileLayout, create_files, header_crcs, merge_crcs, write_items
-from titanlite.errors import CheckpointError, TitanliteError, TransientError, raise_problems
-from titanlite.logger import logger
-from titanlite.materialize.agree import gather_objects, on_first_rank, raise_together
-from titanlite.run_files import is_full, open_regular, sync
 
 MANIFEST_FILE = f"{OWN_FOLDER}/manifest.json"
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")

@@ -16,11 +16,12 @@ from typing import Any
 import torch
 
 from titanlite import __version__
+from titanlite.base.errors import CheckpointError, TitanliteError, raise_problems
+from titanlite.base.hf_objects import build_from_config
 from titanlite.checkpoint.adapter import write_adapter_config, write_model_config
 from titanlite.checkpoint.folder import read_json
 from titanlite.config import AnyModelConfig, ModelConfig, TransformersConfig
 from titanlite.config.schema import LoRASection
-from titanlite.errors import CheckpointError, TitanliteError, raise_problems
 from titanlite.models.build import AnyModel
 from titanlite.models.families import family_of
 from titanlite.models.families.family import KEY_ALIASES
@@ -31,7 +32,6 @@ from titanlite.models.hf_config import (
     load_config_and_class,
     save_config,
 )
-from titanlite.models.hf_objects import build_from_config
 
 _GENERATION = "generation_config.json"
 _MOST_REFUSED = 8

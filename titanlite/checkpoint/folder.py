@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from titanlite.base.errors import CheckpointError, raise_problems
+from titanlite.base.files import read_regular
 from titanlite.checkpoint.header import StoredTensor, find_twice, parse_json, read_header_and_size, shown
-from titanlite.errors import CheckpointError, raise_problems
-from titanlite.run_files import read_regular
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from titanlite.errors import CheckpointError, raise_problems
+from titanlite.base.errors import CheckpointError, raise_problems
 
 # The reference implementation refuses longer headers too.
 MAX_HEADER_BYTES = 100_000_000

@@ -9,6 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from titanlite.base.agree import gather_objects, on_first_rank
+from titanlite.base.errors import CheckpointError, raise_problems
+from titanlite.base.log import logger
 from titanlite.checkpoint.commit import commit_folder
 from titanlite.checkpoint.description import describe_model
 from titanlite.checkpoint.folder import INDEX_FILE, OWN_FOLDER, UNFINISHED_FILES
@@ -16,10 +19,7 @@ from titanlite.checkpoint.keys import MASTER_PREFIX, SIDECAR_FILE, checkpoint_pi
 from titanlite.checkpoint.transformers_checkpoint import saved_entries, stored_forms, transformers_items
 from titanlite.checkpoint.writer import FileLayout, Item, lay_out
 from titanlite.config import AnyModelConfig, JobConfig, ModelConfig, TransformersConfig
-from titanlite.errors import CheckpointError, raise_problems
-from titanlite.logger import logger
 from titanlite.materialize import Plan, TensorEntry
-from titanlite.materialize.agree import gather_objects, on_first_rank
 from titanlite.materialize.layout import local_of
 from titanlite.materialize.replicas import share_out
 from titanlite.models.build import AnyModel

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
+from titanlite.base.errors import CheckpointError
+from titanlite.base.log import logger
 from titanlite.checkpoint.folder import OWN_FOLDER, how_to_finish
 from titanlite.checkpoint.keys import SIDECAR_FILE
-from titanlite.errors import CheckpointError
-from titanlite.logger import logger
 
 
 def push_to_hub(folder: Path, repository: str) -> None:

@@ -12,6 +12,9 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
+from titanlite.base.agree import gather_objects, new_host_group, on_first_rank
+from titanlite.base.errors import CheckpointError, SaveError, TitanliteError, TransientError, raise_problems
+from titanlite.base.log import logger
 from titanlite.checkpoint.adapter import adapter_checkpoint, adapter_files
 from titanlite.checkpoint.best import point_best, read_best, repair_best
 from titanlite.checkpoint.commit import (
@@ -41,10 +44,7 @@ from titanlite.checkpoint.train_state import (
 from titanlite.checkpoint.writer import snapshot
 from titanlite.config import JobConfig
 from titanlite.config.assets import assets_folder
-from titanlite.errors import CheckpointError, SaveError, TitanliteError, TransientError, raise_problems
-from titanlite.logger import logger
 from titanlite.materialize import Plan, SourceProvider
-from titanlite.materialize.agree import gather_objects, new_host_group, on_first_rank
 from titanlite.models.build import AnyModel
 
 _LAST_SAVE_PAUSES_S = (0.0, 2.0, 5.0)

@@ -7,9 +7,9 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from titanlite.base.agree import gather_objects
+from titanlite.base.log import logger
 from titanlite.checkpoint.folder import ADAPTER_FILE
-from titanlite.logger import logger
-from titanlite.materialize.agree import gather_objects
 
 _T = TypeVar("_T")
 MODEL, ADAPTERS, STATES = "the model's own form", ADAPTER_FILE, "optimizer states"

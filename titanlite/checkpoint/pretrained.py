@@ -7,6 +7,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from titanlite.base.agree import on_first_rank
+from titanlite.base.errors import CheckpointError
+from titanlite.base.log import logger
 from titanlite.checkpoint.folder import (
     OWN_FOLDER,
     UNFINISHED_FILES,
@@ -30,10 +33,7 @@ from titanlite.checkpoint.reader import Placed, SafetensorsReader
 from titanlite.checkpoint.ties import explain_untied, is_equal
 from titanlite.checkpoint.transformers_checkpoint import TransformersCheckpoint
 from titanlite.config import ModelConfig
-from titanlite.errors import CheckpointError
-from titanlite.logger import logger
 from titanlite.materialize import Source, TensorInfo, Unfit
-from titanlite.materialize.agree import on_first_rank
 from titanlite.materialize.sources import Read
 from titanlite.models.build import AnyModel
 from titanlite.models.families import Family, family_of

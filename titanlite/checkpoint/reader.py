@@ -17,11 +17,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from titanlite.base.errors import CheckpointError
 from titanlite.checkpoint.fp8 import dequantize, factors_at
 from titanlite.checkpoint.header import StoredTensor
 from titanlite.checkpoint.runs import Runs, bytes_of, overlap
 from titanlite.checkpoint.transfer import Transfer
-from titanlite.errors import CheckpointError
 from titanlite.materialize import ReadRequest, Region
 from titanlite.materialize.layout import Encoding, rows_of
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from titanlite.base.log import logger
 from titanlite.checkpoint.commit import list_steps
 from titanlite.config import JobConfig
-from titanlite.logger import logger
 from titanlite.materialize import Plan
 from titanlite.models.lora import is_adapter
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import torch
 
+from titanlite.base.errors import ConfigError
 from titanlite.checkpoint.reader import SafetensorsReader
 from titanlite.config import TransformersConfig
-from titanlite.errors import ConfigError
 from titanlite.materialize import ReadRequest, Region
 from titanlite.materialize.sources import Alias, Read
 from titanlite.models.transformers_model import build_transformers

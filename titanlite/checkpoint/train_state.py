@@ -10,6 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from titanlite.base.agree import gather_objects, on_first_rank, raise_together
+from titanlite.base.errors import CheckpointError, raise_problems
+from titanlite.base.files import sync
+from titanlite.base.log import logger
 from titanlite.checkpoint.commit import check_folder, list_steps, step_folder
 from titanlite.checkpoint.folder import OWN_FOLDER, read_headers, read_json
 from titanlite.checkpoint.header import StoredTensor
@@ -17,15 +21,11 @@ from titanlite.checkpoint.keys import whole
 from titanlite.checkpoint.reader import Placed, SafetensorsReader
 from titanlite.checkpoint.writer import FileLayout, Item, lay_out
 from titanlite.data_order import Stretch
-from titanlite.errors import CheckpointError, raise_problems
-from titanlite.logger import logger
 from titanlite.materialize import Plan, region_of
-from titanlite.materialize.agree import gather_objects, on_first_rank, raise_together
 from titanlite.materialize.execute import empty, read_tensors, sharded_like
 from titanlite.materialize.layout import is_elsewhere, leave_elsewhere, local_of
 from titanlite.materialize.replicas import share_out
 from titanlite.materialize.sources import Read
-from titanlite.run_files import sync
 
 STATE_FILE = f"{OWN_FOLDER}/train_state.json"
 # In the folder of the checkpoints: what was decided since the latest one, which a run that is killed would forget.

@@ -6,7 +6,7 @@ import threading
 import time
 from typing import Any, Self
 
-from titanlite.logger import logger, raw_output
+from titanlite.base.log import logger, raw_output
 
 _GB = 1e9
 

@@ -10,10 +10,10 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from titanlite.base.errors import ConfigError
+from titanlite.base.files import check_regular
 from titanlite.config.schema import JobConfig
 from titanlite.config.sources import get_source_key, get_sources
-from titanlite.errors import ConfigError
-from titanlite.run_files import check_regular
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 # How the hub's library names the folders of its cache.

@@ -10,6 +10,7 @@ from dataclasses import fields
 from difflib import get_close_matches
 from pathlib import Path
 
+from titanlite.base.errors import ConfigError
 from titanlite.config.assets import is_hub_id
 from titanlite.config.patterns import parse_date, parse_multipliers, parse_object, split_patterns
 from titanlite.config.schema import (
@@ -23,7 +24,6 @@ from titanlite.config.schema import (
 )
 from titanlite.config.settings import SOURCES, get_value
 from titanlite.config.sources import get_source_key, get_sources
-from titanlite.errors import ConfigError
 
 _ESCAPES = {"\\": "\\\\", '"': '\\"', "\b": "\\b", "\t": "\\t", "\n": "\\n", "\f": "\\f", "\r": "\\r"}
 

@@ -17,6 +17,8 @@ from typing import Any, cast
 
 from omegaconf import OmegaConf
 
+from titanlite.base.errors import ConfigError, raise_problems
+from titanlite.base.files import read_regular, replace_file
 from titanlite.config.check import check_values, format_value
 from titanlite.config.schema import JobConfig, SourceSection
 from titanlite.config.settings import (
@@ -30,8 +32,6 @@ from titanlite.config.settings import (
     get_settings,
     get_value,
 )
-from titanlite.errors import ConfigError, raise_problems
-from titanlite.run_files import read_regular, replace_file
 
 USAGE = """\
 usage: --config FILE [--section.key=value ...]

@@ -5,9 +5,9 @@ All checks of degrees live here, so that the preflight and every rank say the sa
 
 from dataclasses import dataclass
 
+from titanlite.base.errors import ConfigError
 from titanlite.config.model import AnyModelConfig, ModelConfig, TransformersConfig
 from titanlite.config.schema import BLOCK_SIZES, JobConfig, ParallelismSection, TrainingSection
-from titanlite.errors import ConfigError
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from datetime import date
 from fnmatch import fnmatchcase
 from typing import Any
 
-from titanlite.errors import ConfigError, raise_problems
+from titanlite.base.errors import ConfigError, raise_problems
 
 
 def split_patterns(key: str, text: str) -> list[str]:

@@ -4,6 +4,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from titanlite.base.errors import DataError
+from titanlite.base.files import read_regular
+from titanlite.base.log import logger
 from titanlite.config.parallelism import resolve_global_batch_size
 from titanlite.config.patterns import parse_object
 from titanlite.config.schema import DataSection, JobConfig
@@ -14,10 +17,7 @@ from titanlite.data.loader import TrainLoader
 from titanlite.data.mixture import MixtureDataset, get_source_seed, naming_source
 from titanlite.data.tokenizer import build_tokenizer, load_tokenizer
 from titanlite.data.tokens import build_tokens
-from titanlite.errors import DataError
-from titanlite.logger import logger
 from titanlite.models.families import get_model_type
-from titanlite.run_files import read_regular
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

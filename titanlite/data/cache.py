@@ -16,9 +16,9 @@ from hashlib import sha256
 from pathlib import Path
 from typing import IO, TypeVar, cast
 
+from titanlite.base.errors import DataError
+from titanlite.base.files import open_regular
 from titanlite.config.schema import DataSection
-from titanlite.errors import DataError
-from titanlite.run_files import open_regular
 
 T = TypeVar("T")
 _FORMAT_VERSION = 1  # raise it when what is kept of files changes its meaning

@@ -23,6 +23,7 @@ from functools import cached_property, partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from titanlite.base.errors import DataError
 from titanlite.data.chat_frame import Frame, FrameFinder
 from titanlite.data.chat_parts import (
     PROBES,
@@ -37,7 +38,6 @@ from titanlite.data.chat_template import REMEDY, ChatTemplate, Marks, Messages
 from titanlite.data.forms import Chat, set_arguments_as_text
 from titanlite.data.readers import RowError
 from titanlite.data.row_limits import run_row
-from titanlite.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

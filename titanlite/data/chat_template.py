@@ -13,9 +13,9 @@ from jinja2 import meta
 from jinja2.exceptions import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from titanlite.base.errors import DataError
 from titanlite.data.readers import RowError
 from titanlite.data.row_limits import check_template
-from titanlite.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -13,10 +13,10 @@ from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
 
+from titanlite.base.errors import DataError
+from titanlite.base.files import check_regular, read_regular
 from titanlite.config.schema import DataSection
 from titanlite.data.cache import get_cache_folder, read_once
-from titanlite.errors import DataError
-from titanlite.run_files import check_regular, read_regular
 
 # Installed packages differ from machine to machine, and test data holds deliberately broken files.
 _NOT_STDLIB = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})

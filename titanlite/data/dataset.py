@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from titanlite.base.errors import DataError
 from titanlite.data.tokens import TokenizedCorpus
-from titanlite.errors import DataError
 from titanlite.ops import IGNORE_INDEX
 
 # Enough to tell one corpus from another.

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from titanlite.base.errors import DataError, raise_problems
+from titanlite.base.log import logger
 from titanlite.config.schema import DataSection
 from titanlite.data.cache import get_cache_folder, load_or_build, write_atomic
 from titanlite.data.chat import ChatRenderer
@@ -21,8 +23,6 @@ from titanlite.data.forms import FORMS, Form, detect_form
 from titanlite.data.readers import RowError
 from titanlite.data.rows import Row, Rows, describe_place
 from titanlite.data.tokenizer import count_ids, serialize
-from titanlite.errors import DataError, raise_problems
-from titanlite.logger import logger
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

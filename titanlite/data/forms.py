@@ -17,8 +17,8 @@ import json
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from titanlite.base.files import parse_json
 from titanlite.data.readers import RowError
-from titanlite.run_files import parse_json
 
 Form = Literal["messages", "prompt_completion", "text", "preference"]
 FORMS: tuple[str, ...] = get_args(Form)

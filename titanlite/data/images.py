@@ -20,16 +20,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from titanlite.base.errors import DataError, raise_problems
+from titanlite.base.files import open_regular
+from titanlite.base.hf_objects import load_from_folder
 from titanlite.data.chat_frame import FrameFinder
 from titanlite.data.chat_template import set_date
 from titanlite.data.dataset import ShuffledOrder, copy_to, get_num_held_out
 from titanlite.data.readers import READERS, RowError, first_line
 from titanlite.data.row_limits import render_chat
 from titanlite.data.tokenizer import count_ids
-from titanlite.errors import DataError, raise_problems
-from titanlite.models.hf_objects import load_from_folder
 from titanlite.ops import IGNORE_INDEX
-from titanlite.run_files import open_regular
 
 # Pillow knows 40 more; one of them, PostScript, starts a program.
 _FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")

@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from titanlite.base.errors import ConfigError, raise_problems
+from titanlite.base.log import logger
 from titanlite.data.dataset import Batch, SequenceDataset, TrainDataset
 from titanlite.data.mixture import MixtureDataset, Source, get_sources
 from titanlite.data_order import Stretch, add_stretch, find_stretch
-from titanlite.errors import ConfigError, raise_problems
-from titanlite.logger import logger
 
 
 class ValidationSet(NamedTuple):

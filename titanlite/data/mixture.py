@@ -18,9 +18,9 @@ from typing import NamedTuple, cast
 import numpy as np
 import torch
 
+from titanlite.base.errors import DataError
 from titanlite.config.schema import SourceSection
 from titanlite.data.dataset import Batch, SequenceDataset, TrainDataset, get_permutation
-from titanlite.errors import DataError
 
 PERIOD = 1 << 14  # samples, where there are weights: shares are multiples of 1/16384
 

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from titanlite.base.errors import DataError
 from titanlite.config.schema import DataSection
 from titanlite.data.chat import ANSWER, END
 from titanlite.data.dataset import TrainDataset
 from titanlite.data.example_dataset import ExampleDataset
 from titanlite.data.mixture import get_sources
 from titanlite.data.stream import StreamDataset
-from titanlite.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

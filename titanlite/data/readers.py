@@ -22,10 +22,10 @@ from io import BufferedReader
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
+from titanlite.base.errors import DataError
+from titanlite.base.files import check_regular, open_regular, parse_json
 from titanlite.data import row_limits
 from titanlite.data.row_limits import LimitedLines, RowError, skip_line, too_long
-from titanlite.errors import DataError
-from titanlite.run_files import check_regular, open_regular, parse_json
 
 if TYPE_CHECKING:
     from pyarrow.parquet import ParquetFile

@@ -8,12 +8,12 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Protocol
 
+from titanlite.base.errors import DataError
+from titanlite.base.files import check_regular, open_regular
 from titanlite.config.assets import is_hub_id
 from titanlite.data.cache import read_once
 from titanlite.data.corpus import find_files
 from titanlite.data.readers import READERS, Mark, RowError, drop_none, first_line, get_suffix
-from titanlite.errors import DataError
-from titanlite.run_files import check_regular, open_regular
 
 _SUFFIXES = tuple(READERS)
 _OF_LINES = (".jsonl", ".gz", ".zst", ".csv")

@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from titanlite.base.errors import DataError, raise_problems
+from titanlite.base.log import logger
 from titanlite.config.schema import DataSection
 from titanlite.data.cache import get_cache_folder, write_atomic
 from titanlite.data.dataset import Batch, get_permutation
@@ -35,8 +37,6 @@ from titanlite.data.rows import Row, Rows
 from titanlite.data.stream_ahead import StreamAhead
 from titanlite.data.stream_blocks import EncodedBlock, encode_block, name_folder, share_block
 from titanlite.data.tokenizer import count_ids, serialize
-from titanlite.errors import DataError, raise_problems
-from titanlite.logger import logger
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

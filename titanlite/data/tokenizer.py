@@ -19,15 +19,15 @@ from weakref import WeakKeyDictionary
 import tokenizers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from titanlite.base.errors import DataError
+from titanlite.base.files import read_json
+from titanlite.base.hf_objects import load_from_folder, load_tokenizer_file
+from titanlite.base.log import logger
 from titanlite.config import AnyModelConfig, JobConfig, ModelConfig, TransformersConfig
 from titanlite.config.schema import DataSection
 from titanlite.data.cache import get_cache_folder, load_or_build, write_atomic
 from titanlite.data.corpus import Corpus, split_text
-from titanlite.errors import DataError
-from titanlite.logger import logger
 from titanlite.models.hf_config import load_config_and_class
-from titanlite.models.hf_objects import load_from_folder, load_tokenizer_file
-from titanlite.run_files import read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 import torch
 import torch.distributed as dist
 
-from titanlite import timers
+from titanlite.base import timers
 from titanlite.distributed.collectives import all_reduce_sum
 from titanlite.materialize.layout import local_of, num_replicas
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from titanlite import timers
+from titanlite.base import timers
 from titanlite.distributed.shared_memory import DEFAULT_TIMEOUT_S, SharedMemory, open_shared_memory, sum_pieces
 
 # torch 2.13 renamed both and warns about the old names; 2.11 has only those.

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
-from titanlite import timers
+from titanlite.base import timers
+from titanlite.base.errors import ConfigError, raise_problems
 from titanlite.distributed.collectives import all_to_all, all_to_all_single, register_group
 from titanlite.distributed.shard import shard_parameters
-from titanlite.errors import ConfigError, raise_problems
 from titanlite.models.build import AnyModel
 from titanlite.models.hf_experts import DISPATCH, use_titanlite_experts
 from titanlite.models.transformers_model import TransformersModel

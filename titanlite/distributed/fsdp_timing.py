@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from titanlite import timers
+from titanlite.base import timers
 from titanlite.distributed.collectives import all_gather_single, reduce_scatter_single
 
 

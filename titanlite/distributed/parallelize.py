@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from titanlite.base.log import logger
 from titanlite.config.schema import JobConfig
 from titanlite.distributed.activation_checkpoint import checkpoint_layers, checkpoint_operations
 from titanlite.distributed.context_parallel import apply_context_parallel
@@ -14,7 +15,6 @@ from titanlite.distributed.parallel_dims import ParallelDims
 from titanlite.distributed.pipeline_parallel import apply_pipeline_parallel
 from titanlite.distributed.tensor_parallel import apply_tensor_parallel
 from titanlite.distributed.transformers_tensor_parallel import apply_transformers_tensor_parallel
-from titanlite.logger import logger
 from titanlite.models.build import AnyModel
 from titanlite.models.decoder import Decoder
 from titanlite.ops.compiled import compile_function

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from titanlite import timers
+from titanlite.base import timers
 from titanlite.config.parallelism import Degrees
 from titanlite.distributed.parallel_dims import ParallelDims
 from titanlite.materialize.layout import set_sharing_group

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import debug
 
+from titanlite.base.errors import ConfigError, TransientError
 from titanlite.distributed.collectives import forget_groups, limit_waiting
 from titanlite.distributed.flight_recorder import enable_flight_recorder
 from titanlite.distributed.host_memory import keep_freed_memory
-from titanlite.errors import ConfigError, TransientError
 from titanlite.network import PORT_TAKEN, STORE_FILE, find_interface
 from titanlite.ops import leave_out_cudnn
 

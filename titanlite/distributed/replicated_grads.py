@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from titanlite import timers
+from titanlite.base import timers
 from titanlite.distributed.collectives import all_reduce_sum
 from titanlite.distributed.parallel_dims import ParallelDims
 from titanlite.materialize.layout import local_of

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from titanlite.logger import logger
+from titanlite.base.log import logger
 
 _REGION_BYTES = 4 << 20
 _KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")

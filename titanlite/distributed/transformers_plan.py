@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from titanlite.errors import ConfigError, raise_problems
+from titanlite.base.errors import ConfigError, raise_problems
 from titanlite.models.transformers_model import TransformersModel
 
 Style = Literal["colwise", "colwise_gather", "rowwise", "rowwise_split", "embedding_rows", "embedding_columns"]

@@ -28,11 +28,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from titanlite.base.log import logger
 from titanlite.distributed.collectives import all_gather, all_reduce, register_group
 from titanlite.distributed.shard import ParameterPlacements, shard_parameters
 from titanlite.distributed.tensor_parallel import vocab_shard
 from titanlite.distributed.transformers_plan import SPLIT_DIM, Style, resolve_tensor_parallel_plan
-from titanlite.logger import logger
 from titanlite.materialize.layout import region_of
 from titanlite.models.lora import LoRALinear
 from titanlite.models.transformers_model import TransformersModel

@@ -2,7 +2,7 @@
 
 import re
 
-from titanlite.errors import ConfigError
+from titanlite.base.errors import ConfigError
 
 _CODE = re.compile(r'^\s*File "(?P<file>[^"]*)", line (?P<line>\d+), in (?P<name>\S+)', re.MULTILINE)
 

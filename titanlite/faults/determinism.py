@@ -7,8 +7,8 @@ import re
 import numpy as np
 import torch
 
+from titanlite.base.errors import ConfigError, raise_problems
 from titanlite.config import JobConfig
-from titanlite.errors import ConfigError, raise_problems
 
 # Read by cuBLAS and NCCL when they start: a workspace of fixed size, and sums over ranks in a fixed order, whatever the
 # message size and the load of the links.

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from titanlite.base.agree import gather_objects, list_ranks
+from titanlite.base.errors import TrainingError, TransientError
+from titanlite.base.log import logger
 from titanlite.data import Batch
-from titanlite.errors import TrainingError, TransientError
-from titanlite.logger import logger
-from titanlite.materialize.agree import gather_objects, list_ranks
 from titanlite.materialize.layout import encoding_of, local_of
 from titanlite.metrics.events import record_event
 from titanlite.models.elsewhere import BetweenChunks

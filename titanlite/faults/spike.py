@@ -13,10 +13,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from titanlite.base.agree import on_first_rank
+from titanlite.base.log import logger
 from titanlite.checkpoint import Rewind, find_complete_before, save_rewinds, set_aside_from
 from titanlite.config.schema import SpikeSection
-from titanlite.logger import logger
-from titanlite.materialize.agree import on_first_rank
 from titanlite.metrics.events import record_event
 
 _MIN_HISTORY = 8

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from titanlite.errors import CheckpointError, PlanError
-from titanlite.materialize.agree import raise_together
+from titanlite.base.agree import raise_together
+from titanlite.base.errors import CheckpointError, PlanError
 from titanlite.materialize.layout import encoding_of, local_of, region_of, write_rows
 from titanlite.materialize.plan import Plan, TensorEntry
 from titanlite.materialize.recipes import Recipe

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from titanlite.errors import PlanError, raise_problems
+from titanlite.base.errors import PlanError, raise_problems
 from titanlite.materialize.layout import (
     Encoding,
     Region,

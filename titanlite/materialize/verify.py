@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from titanlite.errors import VerifyError, raise_problems
-from titanlite.materialize.agree import gather_objects, list_ranks, merge_problems
+from titanlite.base.agree import gather_objects, list_ranks, merge_problems
+from titanlite.base.errors import VerifyError, raise_problems
 from titanlite.materialize.execute import poison_of
 from titanlite.materialize.layout import Region, local_of, num_replicas
 from titanlite.materialize.plan import Plan, TensorEntry, named_tensors

@@ -10,8 +10,8 @@ from typing import Self, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from titanlite.logger import Console as EscapingConsole
-from titanlite.logger import logger, raw_output
+from titanlite.base.log import Console as EscapingConsole
+from titanlite.base.log import logger, raw_output
 
 _SLOW_RANK = 1.3
 _MUCH_PADDING = 0.1

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from titanlite.logger import logger
-from titanlite.run_files import AppendedFile
+from titanlite.base.files import AppendedFile
+from titanlite.base.log import logger
 
 FILE_NAME = "events.jsonl"
 _state: dict[str, AppendedFile] = {}

@@ -12,9 +12,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from titanlite.base.errors import TitanliteError
+from titanlite.base.files import AppendedFile, is_full
+from titanlite.base.log import logger
 from titanlite.config.schema import JobConfig
-from titanlite.errors import TitanliteError
-from titanlite.logger import logger
 from titanlite.metrics.console import ProgressBar, can_show_bar, format_line
 from titanlite.metrics.events import get_rank
 from titanlite.metrics.flops import peak_flops
@@ -24,7 +25,6 @@ from titanlite.metrics.point import StepPoint
 from titanlite.metrics.ranks import describe_ranks
 from titanlite.metrics.tensorboard import EventWriter
 from titanlite.metrics.wandb import WandbRun, open_wandb
-from titanlite.run_files import AppendedFile, is_full
 
 EXPERT_LOAD_FILE = "expert_load.jsonl"
 _LOAD_POINTS = 100

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from titanlite.base.errors import ConfigError, TrainingError
 from titanlite.config.schema import JobConfig
-from titanlite.errors import ConfigError, TrainingError
 
 FOLDER = "memory"
 _GIB = 2**30

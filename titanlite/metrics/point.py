@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from titanlite.base.timers import COMMUNICATION, FSDP_COLLECTIVES
 from titanlite.metrics.moe import MoEState
-from titanlite.timers import COMMUNICATION, FSDP_COLLECTIVES
 
 # Always written, so that a plot has no gaps; the others only where a device has them.
 _PHASES = ("data", "forward", "backward", "optimizer", "other", COMMUNICATION)

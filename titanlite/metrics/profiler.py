@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, schedule
 
+from titanlite.base.log import logger
 from titanlite.config.schema import JobConfig
-from titanlite.logger import logger
 
 
 class _NoProfiler:

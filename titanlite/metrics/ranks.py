@@ -14,7 +14,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from titanlite.timers import COMMUNICATION, FSDP_COLLECTIVES
+from titanlite.base.timers import COMMUNICATION, FSDP_COLLECTIVES
 
 _GIB = 2**30
 _MOST_LISTED = 128

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from titanlite.errors import TitanliteError
-from titanlite.run_files import AppendedFile
+from titanlite.base.errors import TitanliteError
+from titanlite.base.files import AppendedFile
 
 
 class EventWriter:

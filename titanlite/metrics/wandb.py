@@ -16,11 +16,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from titanlite.base.files import read_regular, replace_file
+from titanlite.base.log import logger
 from titanlite.config.assets import public_name
 from titanlite.config.schema import JobConfig
 from titanlite.config.settings import get_sections_of, get_value
-from titanlite.logger import logger
-from titanlite.run_files import read_regular, replace_file
 
 ID_FILE = "wandb_id"
 _MOST_BYTES = 16 << 20  # that wait for a process which does not read

@@ -2,8 +2,8 @@
 
 import torch
 
+from titanlite.base.log import logger
 from titanlite.config.model import AnyModelConfig, TransformersConfig
-from titanlite.logger import logger
 from titanlite.models.decoder import Decoder, build_decoder
 from titanlite.models.transformers_model import TransformersModel, build_transformers
 

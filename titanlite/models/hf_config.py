@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from titanlite.base.errors import ConfigError, raise_problems
+from titanlite.base.hf_objects import build_config
+from titanlite.base.log import logger
 from titanlite.config.model import AnyModelConfig, TransformersConfig
 from titanlite.config.schema import JobConfig
 from titanlite.config.sources import get_sources
-from titanlite.errors import ConfigError, raise_problems
-from titanlite.logger import logger
 from titanlite.models.families.limits import find_absurd
-from titanlite.models.hf_objects import build_config
 
 _SHOWN_CHARS = 80
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")

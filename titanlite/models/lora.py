@@ -17,10 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from titanlite.base.errors import ConfigError, raise_problems
 from titanlite.config.model import ModelConfig
 from titanlite.config.patterns import match_names, split_patterns
 from titanlite.config.schema import LoRASection
-from titanlite.errors import ConfigError, raise_problems
 from titanlite.materialize.recipes import Uniform, Zeros
 from titanlite.materialize.sources import Init, Source
 from titanlite.models.build import AnyModel

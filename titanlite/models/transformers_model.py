@@ -18,8 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from titanlite.base.errors import ConfigError
+from titanlite.base.hf_objects import build_from_config
 from titanlite.config.model import TransformersConfig
-from titanlite.errors import ConfigError
 from titanlite.materialize.sources import Source
 from titanlite.models.decoder import LossSums
 from titanlite.models.families.limits import MOST_PARAMETERS
@@ -27,7 +28,6 @@ from titanlite.models.hf_cache import TransformersCache
 from titanlite.models.hf_config import load_config_and_class
 from titanlite.models.hf_experts import find_experts, replace_unaligned_experts
 from titanlite.models.hf_load import TransformersExpertCounter, build_counters
-from titanlite.models.hf_objects import build_from_config
 from titanlite.models.hf_packing import (
     forget_longest_forward,
     inside_documents,

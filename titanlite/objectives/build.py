@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
+from titanlite.base.errors import DataError
 from titanlite.config import JobConfig
-from titanlite.errors import DataError
 from titanlite.objectives.dpo import DPO
 from titanlite.objectives.objective import NextToken, Objective
 from titanlite.objectives.reference import AdaptersOff, CachedReference, describe_weights

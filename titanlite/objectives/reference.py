@@ -10,11 +10,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from titanlite.base.agree import gather_objects, on_first_rank
+from titanlite.base.errors import CheckpointError, TrainingError
+from titanlite.base.log import logger
 from titanlite.checkpoint.folder import read_headers
 from titanlite.data import Batch
-from titanlite.errors import CheckpointError, TrainingError
-from titanlite.logger import logger
-from titanlite.materialize.agree import gather_objects, on_first_rank
 from titanlite.models.build import AnyModel
 from titanlite.models.lora import adapters_disabled
 from titanlite.objectives.dpo import document_log_probs, num_documents

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from titanlite.errors import ConfigError
+from titanlite.base.errors import ConfigError
 
 _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 _OTHERS_WRITE = 0o022

@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from titanlite import timers
-from titanlite.logger import logger
+from titanlite.base import timers
+from titanlite.base.log import logger
 from titanlite.models.build import AnyModel
 from titanlite.models.moe import ExpertCounter
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from titanlite import timers
+from titanlite.base import timers
 from titanlite.materialize.layout import Region, region_at, region_of
 
 AllToAll = Callable[..., object]

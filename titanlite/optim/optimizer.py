@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from titanlite.base.log import logger
 from titanlite.config.schema import OptimizerSection
-from titanlite.logger import logger
 from titanlite.optim.adamw import LocalAdamW
 from titanlite.optim.matrix_exchange import AllToAll
 from titanlite.optim.muon import Muon

@@ -6,9 +6,9 @@ from typing import cast
 import torch
 from torch import nn
 
+from titanlite.base.errors import ConfigError, raise_problems
 from titanlite.config.patterns import parse_multipliers, split_patterns
 from titanlite.config.schema import OptimizerSection
-from titanlite.errors import ConfigError, raise_problems
 from titanlite.materialize.layout import num_values
 from titanlite.materialize.plan import clean_name
 from titanlite.models.build import AnyModel

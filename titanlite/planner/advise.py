@@ -4,11 +4,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from titanlite.base.errors import TitanliteError
 from titanlite.config import AnyModelConfig, JobConfig
 from titanlite.config.parallelism import Degrees, check_parallelism, resolve_degrees
 from titanlite.config.schema import BLOCK_SIZES
 from titanlite.config.settings import get_value
-from titanlite.errors import TitanliteError
 from titanlite.planner.estimate import Estimate
 from titanlite.planner.hardware import Hardware
 from titanlite.planner.stages import estimate_stages, merge_stages, trace_stages

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from titanlite.errors import CheckpointError
+from titanlite.base.errors import CheckpointError
 from titanlite.materialize import Init, ReadRequest, Region, Source, TensorInfo
 from titanlite.materialize.sources import Read
 

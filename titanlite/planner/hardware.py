@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from titanlite.errors import ConfigError
+from titanlite.base.errors import ConfigError
 from titanlite.metrics.flops import peak_flops
 
 _GIB = 2**30

@@ -3,13 +3,13 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from titanlite.base.tables import format_memory, format_size, format_table
 from titanlite.planner.advise import Advice
 from titanlite.planner.estimate import STAGING_BYTES, Estimate, axis_ranks
 from titanlite.planner.hardware import Hardware
 from titanlite.planner.sweep import Sweep
 from titanlite.planner.tracker import EXCHANGED, GATHERED, GRADIENTS, LOGITS, TEMPORARIES, UNREDUCED
 from titanlite.run_plan import RunPlan
-from titanlite.tables import format_memory, format_size, format_table
 
 _MOST_SWEPT = 15
 _EXPLAINED = {

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
+from titanlite.base.errors import ConfigError, TitanliteError
 from titanlite.config import AnyModelConfig, JobConfig, ModelConfig
 from titanlite.config.parallelism import Degrees, check_parallelism, resolve_degrees
-from titanlite.errors import ConfigError, TitanliteError
 from titanlite.planner.advise import with_values
 from titanlite.planner.estimate import Estimate
 from titanlite.planner.hardware import Hardware

@@ -5,10 +5,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from titanlite.errors import TitanliteError
+from titanlite.base.errors import TitanliteError
+from titanlite.base.files import replace_file
 from titanlite.report.page import render_page
 from titanlite.report.read import read_run
-from titanlite.run_files import replace_file
 
 _MOST_RUNS = 4
 

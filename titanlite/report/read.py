@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from titanlite.errors import TitanliteError
-from titanlite.run_files import check_regular, open_regular, parse_json, read_json, read_regular
+from titanlite.base.errors import TitanliteError
+from titanlite.base.files import check_regular, open_regular, parse_json, read_json, read_regular
 
 METRICS, EXPERT_LOAD, EVENTS = "metrics.jsonl", "expert_load.jsonl", "events.jsonl"
 CONFIG, ENVIRONMENT, PLAN, LOG = "config.toml", "environment.json", "plan.json", "log.txt"

@@ -14,10 +14,10 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora.config import CordaConfig, EvaConfig, LoraGAConfig, LoraRuntimeConfig
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from titanlite.base.errors import CheckpointError
 from titanlite.checkpoint.adapter import adapter_checkpoint, read_adapter
 from titanlite.checkpoint.pretrained import weights_of
 from titanlite.config.schema import LoRASection
-from titanlite.errors import CheckpointError
 from titanlite.export_checkpoint import main
 from titanlite.materialize import materialize
 from titanlite.models.decoder import build_decoder

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from titanlite.base.errors import CheckpointError, TransientError
 from titanlite.checkpoint import commit, writer
 from titanlite.checkpoint.commit import (
     MANIFEST_FILE,
@@ -25,7 +26,6 @@ from titanlite.checkpoint.commit import (
     step_folder,
 )
 from titanlite.checkpoint.writer import Item, lay_out
-from titanlite.errors import CheckpointError, TransientError
 from titanlite.materialize import Region
 
 

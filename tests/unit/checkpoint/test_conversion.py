@@ -16,13 +16,13 @@ from tiny_transformers import ALL_MODELS, save_tiny
 from torch.distributed.fsdp import fully_shard
 from transformers import core_model_loading
 
+from titanlite.base.errors import CheckpointError, PlanError
 from titanlite.checkpoint import save_hf_model
 from titanlite.checkpoint.conversion import Group, NotTraceable, Traced
 from titanlite.checkpoint.hf_model import model_files
 from titanlite.checkpoint.pretrained import weights_of
 from titanlite.checkpoint.ties import find_flag
 from titanlite.checkpoint.transformers_checkpoint import ConvertingReader
-from titanlite.errors import CheckpointError, PlanError
 from titanlite.materialize import Alias, Plan, Region, materialize
 from titanlite.models.hf_config import transformers_config
 from titanlite.models.transformers_model import TransformersModel, build_transformers

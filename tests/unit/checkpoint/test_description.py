@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from tests.tiny_transformers import ALL_MODELS
+from titanlite.base.errors import CheckpointError
 from titanlite.checkpoint.description import describe_adapters, describe_model, save_tokenizer
 from titanlite.config import AnyModelConfig, ModelConfig, RopeScaling
 from titanlite.config.schema import LoRASection
-from titanlite.errors import CheckpointError
 from titanlite.models.decoder import build_decoder
 from titanlite.models.families import families, model_config_from_hf
 from titanlite.models.hf_config import transformers_config

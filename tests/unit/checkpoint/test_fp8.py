@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from titanlite.base.errors import CheckpointError, ConfigError, PlanError
 from titanlite.checkpoint import hf_checkpoint
 from titanlite.checkpoint.fp8 import dequantize, scale_shape
 from titanlite.checkpoint.header import read_header
 from titanlite.checkpoint.reader import Placed, SafetensorsReader
-from titanlite.errors import CheckpointError, ConfigError, PlanError
 from titanlite.materialize import ReadRequest, Region, build_plan, materialize
 from titanlite.models.decoder import build_decoder
 from titanlite.models.families import families

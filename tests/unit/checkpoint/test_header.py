@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
+from titanlite.base.errors import CheckpointError
 from titanlite.checkpoint import header as header_module
 from titanlite.checkpoint.header import DTYPES, MAX_HEADER_BYTES, StoredTensor, encode_header, read_header, shown
-from titanlite.errors import CheckpointError
 
 FIELDS = {"dtype", "shape", "data_offsets"}
 

@@ -3,8 +3,8 @@
 import huggingface_hub
 import pytest
 
+from titanlite.base.errors import CheckpointError
 from titanlite.checkpoint import push_to_hub
-from titanlite.errors import CheckpointError
 
 
 class FakeApi:

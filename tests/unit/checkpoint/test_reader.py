@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from titanlite.base.errors import CheckpointError
 from titanlite.checkpoint.header import DTYPES, StoredTensor, read_header
 from titanlite.checkpoint.reader import Placed, SafetensorsReader, io_threads
-from titanlite.errors import CheckpointError
 from titanlite.materialize import ReadRequest, Region
 
 MIB = 1 << 20

@@ -4,12 +4,12 @@ import json
 
 import pytest
 
+from titanlite.base.errors import CheckpointError
+from titanlite.base.log import logger
 from titanlite.checkpoint import Progress, Rewind, save_rewinds
 from titanlite.checkpoint.train_state import REWINDS_FILE, STATE_FILE, load_rewinds
 from titanlite.config import JobConfig
 from titanlite.data_order import Stretch
-from titanlite.errors import CheckpointError
-from titanlite.logger import logger
 from titanlite.results import Results
 
 

@@ -13,10 +13,10 @@ import huggingface_hub.errors
 import huggingface_hub.utils
 import pytest
 
+from titanlite.base.errors import ConfigError
 from titanlite.config import JobConfig, load_config
 from titanlite.config.assets import local_folder, resolve_assets
 from titanlite.config.schema import CheckpointSection, DataSection, ModelSection
-from titanlite.errors import ConfigError
 from titanlite.models.families import families
 from titanlite.preflight import check
 

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
+from titanlite.base.errors import ConfigError
 from titanlite.config import JobConfig, describe_changes, load_config, save_resolved
 from titanlite.config.check import check_values
 from titanlite.config.settings import Setting, get_settings, get_value, walk_schema
-from titanlite.errors import ConfigError
 
 # Tests share a busy machine: nothing here is timed. 50 examples of 12 ms each keep a property under a second.
 PROPERTY = settings(max_examples=50, suppress_health_check=[HealthCheck.too_slow])

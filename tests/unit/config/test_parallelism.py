@@ -6,10 +6,10 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from titanlite.base.errors import ConfigError
 from titanlite.config import JobConfig, ModelConfig, RopeScaling
 from titanlite.config.parallelism import Degrees, check_parallelism, resolve_degrees, resolve_global_batch_size
 from titanlite.config.schema import ParallelismSection
-from titanlite.errors import ConfigError
 
 MODEL = ModelConfig(
     vocab_size=96,

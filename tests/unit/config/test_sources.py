@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from titanlite.base.errors import ConfigError
 from titanlite.config import JobConfig, load_config, save_resolved
 from titanlite.config.sources import get_source_key, get_sources
-from titanlite.errors import ConfigError
 
 HEAD = '[model]\nflavor = "debug"\n[data]\ndataset = "examples"\ntrain_on = "all"\n'
 TWO = f"""{HEAD}

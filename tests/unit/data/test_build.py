@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 import titanlite
+from titanlite.base.errors import ConfigError, DataError
 from titanlite.config.schema import DataSection, JobConfig
 from titanlite.data import build_corpus, build_data, build_tokenizer
-from titanlite.errors import ConfigError, DataError
 
 
 @pytest.fixture

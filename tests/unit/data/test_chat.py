@@ -9,11 +9,11 @@ from tokenizers import decoders, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 from unit.data.templates import CHATML, GEMMA, LLAMA3, MARKED, MISTRAL, OPEN_THOUGHT, THINKING
 
+from titanlite.base.errors import DataError
 from titanlite.data.chat import ANSWER, NO_END, TRAINED
 from titanlite.data.encode import Document, ExampleEncoder
 from titanlite.data.forms import Form
 from titanlite.data.readers import RowError
-from titanlite.errors import DataError
 
 MakeTokenizer = Callable[..., PreTrainedTokenizerFast]
 

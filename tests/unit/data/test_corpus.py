@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from titanlite.base.errors import DataError
 from titanlite.config.schema import DataSection
 from titanlite.data.corpus import build_corpus, build_stdlib_corpus, build_text_corpus, split_text
-from titanlite.errors import DataError
 
 
 def test_stdlib_of_this_python() -> None:

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from titanlite.base.errors import DataError
 from titanlite.data import IGNORE_INDEX, PackedDataset, TokenizedCorpus
-from titanlite.errors import DataError
 
 MakeDataset = Callable[..., PackedDataset]
 

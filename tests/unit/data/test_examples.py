@@ -12,6 +12,7 @@ import pytest
 import torch
 from unit.data.templates import CHATML, THINKING
 
+from titanlite.base.errors import DataError
 from titanlite.config.check import check_values
 from titanlite.config.schema import DataSection, JobConfig
 from titanlite.data import TrainLoader, build_data
@@ -21,7 +22,6 @@ from titanlite.data.example_dataset import ExampleDataset
 from titanlite.data.prompts import EvaluationPrompt, evaluation_prompts, read_evaluation_prompts
 from titanlite.data.report import describe
 from titanlite.data.rows import LocalRows
-from titanlite.errors import DataError
 from titanlite.ops import IGNORE_INDEX
 
 MakeJob = Callable[..., JobConfig]

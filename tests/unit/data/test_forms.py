@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from titanlite.base.errors import DataError
 from titanlite.config.check import check_values
 from titanlite.config.schema import JobConfig
 from titanlite.data import build_data, examples, stream
 from titanlite.data.prompts import read_evaluation_prompts
-from titanlite.errors import DataError
 
 MakeJob = Callable[..., JobConfig]
 CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}

@@ -19,8 +19,8 @@ from PIL import Image
 from tiny_transformers import save_tiny_processor
 from transformers.image_utils import load_image as transformers_load_image
 
+from titanlite.base.errors import DataError
 from titanlite.data.images import ImageDataset, load_image, load_processor, read_image_rows
-from titanlite.errors import DataError
 
 
 @pytest.fixture(scope="module")

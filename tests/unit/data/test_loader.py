@@ -3,9 +3,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from titanlite.base.errors import ConfigError
 from titanlite.data import Batch, PackedDataset, TrainLoader
 from titanlite.data_order import Stretch, find_stretch
-from titanlite.errors import ConfigError
 from titanlite.ops import IGNORE_INDEX
 
 MakeDataset = Callable[..., PackedDataset]

@@ -11,13 +11,13 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from titanlite.base.errors import DataError
 from titanlite.config.schema import JobConfig, SourceSection
 from titanlite.data import PackedDataset, StreamDataset, TokenizedCorpus, TrainLoader, build_data
 from titanlite.data.dataset import get_permutation
 from titanlite.data.mixture import PERIOD, MixtureDataset, _get_quotas, get_source_seed, get_sources
 from titanlite.data.prompts import evaluation_prompts
 from titanlite.data.shown import get_shown_documents
-from titanlite.errors import DataError
 
 MakeJob = Callable[..., JobConfig]
 SEQ_LEN = 10

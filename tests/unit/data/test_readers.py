@@ -19,11 +19,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow.parquet import ParquetFile, write_table
 
+from titanlite.base.errors import DataError
 from titanlite.config.schema import JobConfig
 from titanlite.data import build_data, readers, row_limits
 from titanlite.data.readers import RowError
 from titanlite.data.rows import LocalRows, Row, Rows, build_rows
-from titanlite.errors import DataError
 
 MakeJob = Callable[..., JobConfig]
 _MARK = b"\xef\xbb\xbf"

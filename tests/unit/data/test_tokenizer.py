@@ -14,13 +14,13 @@ from tokenizers.models import WordLevel
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
 import titanlite
+from titanlite.base.errors import DataError
 from titanlite.checkpoint.description import save_tokenizer
 from titanlite.config.schema import DataSection
 from titanlite.data import build_corpus, build_tokenizer, count_ids, load_tokenizer
 from titanlite.data import tokenizer as tokenizer_module
 from titanlite.data.corpus import Corpus, build_text_corpus
 from titanlite.data.tokenizer import END_OF_TEXT, describe_other_ids, train_bpe
-from titanlite.errors import DataError
 from titanlite.models.families import families
 
 ROOT = Path(titanlite.__file__).parents[1]

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from titanlite.base.errors import NEVER_RESTARTED, ConfigError, TransientError
 from titanlite.distributed import process_group
-from titanlite.errors import NEVER_RESTARTED, ConfigError, TransientError
 
 REFUSED = "Gloo connectFullMesh failed with [pair.cc:152] timed out connecting: Connection refused\nframe #0"
 

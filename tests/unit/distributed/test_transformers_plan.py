@@ -6,8 +6,8 @@ import pytest
 from tiny_transformers import ALL_MODELS
 from torch import nn
 
+from titanlite.base.errors import ConfigError
 from titanlite.distributed.transformers_plan import resolve_tensor_parallel_plan
-from titanlite.errors import ConfigError
 from titanlite.models.hf_config import transformers_config
 from titanlite.models.transformers_model import TransformersModel, build_transformers
 

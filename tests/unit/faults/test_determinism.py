@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from titanlite.base.errors import ConfigError
 from titanlite.config import JobConfig
-from titanlite.errors import ConfigError
 from titanlite.faults import explain_refusal, make_deterministic
 
 

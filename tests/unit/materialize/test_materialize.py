@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from titanlite.errors import PlanError, VerifyError
+from titanlite.base.errors import PlanError, VerifyError
 from titanlite.materialize import (
     Checkpoint,
     Compute,

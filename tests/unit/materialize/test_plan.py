@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from titanlite.errors import PlanError
+from titanlite.base.errors import PlanError
 from titanlite.materialize import (
     Alias,
     Checkpoint,

@@ -4,7 +4,7 @@ import sys
 
 from rich.console import Console
 
-from titanlite.logger import logger
+from titanlite.base.log import logger
 from titanlite.metrics.console import ProgressBar, format_line, format_rate
 
 VALUES = {

@@ -13,9 +13,9 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from titanlite.base.errors import TitanliteError
+from titanlite.base.log import logger
 from titanlite.config.schema import JobConfig
-from titanlite.errors import TitanliteError
-from titanlite.logger import logger
 from titanlite.metrics import Largest, MetricsLogger, MoEState, StepPoint
 from titanlite.metrics import logger as metrics_module
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from titanlite.base.errors import ConfigError, TrainingError
 from titanlite.config.schema import JobConfig
 from titanlite.data import readers
-from titanlite.errors import ConfigError, TrainingError
 from titanlite.metrics.out_of_memory import explain_out_of_memory, start_memory_history
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from titanlite.base.log import logger
 from titanlite.config.schema import JobConfig
-from titanlite.logger import logger
 from titanlite.metrics import build_profiler
 
 # torch's, of a trace of every step.

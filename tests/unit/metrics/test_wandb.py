@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from titanlite.base.log import logger
 from titanlite.config.schema import JobConfig
-from titanlite.logger import logger
 from titanlite.metrics import MetricsLogger, MoEState, StepPoint, finish_wandb
 from titanlite.metrics import wandb as wandb_module
 

@@ -7,12 +7,12 @@ import torch
 from fp8_folder import write_fp8
 from safetensors.torch import save_file
 
+from titanlite.base.errors import CheckpointError
 from titanlite.checkpoint import hf_checkpoint, save_hf_model
 from titanlite.checkpoint import reader as reader_module
 from titanlite.checkpoint.header import read_header
 from titanlite.checkpoint.keys import checkpoint_pieces
 from titanlite.config.schema import LoRASection
-from titanlite.errors import CheckpointError
 from titanlite.materialize import (
     Checkpoint,
     Init,

@@ -16,8 +16,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
+from titanlite.base.errors import ConfigError
 from titanlite.checkpoint.description import describe_model
-from titanlite.errors import ConfigError
 from titanlite.models.families import families, model_config_from_hf
 from titanlite.models.families.rope import NotNativeError
 

@@ -12,8 +12,8 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from tests.unit.models.test_config_mutations import base_of
-from titanlite import logger as logging
-from titanlite.errors import ConfigError
+from titanlite.base import log as logging
+from titanlite.base.errors import ConfigError
 from titanlite.models.families import families, model_config_from_hf
 from titanlite.models.families.keys import HEADS, MISSING, SHARE
 from titanlite.models.families.rope import NotNativeError

@@ -10,9 +10,9 @@ import torch
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from titanlite.base.errors import ConfigError
 from titanlite.config import ModelConfig, RopeScaling
 from titanlite.config.schema import ModelSection
-from titanlite.errors import ConfigError
 from titanlite.models.families import (
     check_model_config,
     families,

@@ -9,12 +9,12 @@ import torch
 from safetensors.torch import load_file
 from tiny_transformers import VOCAB_SIZE, save_tiny
 
+from titanlite.base.errors import ConfigError
 from titanlite.checkpoint.adapter import adapter_checkpoint, adapter_files, write_adapter_config
 from titanlite.checkpoint.commit import commit_folder
 from titanlite.checkpoint.description import render
 from titanlite.checkpoint.pretrained import weights_of
 from titanlite.config.schema import LoRASection
-from titanlite.errors import ConfigError
 from titanlite.export_checkpoint import export_merged
 from titanlite.materialize import Plan, materialize
 from titanlite.models.hf_config import transformers_config

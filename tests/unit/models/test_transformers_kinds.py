@@ -9,9 +9,9 @@ import torch
 import transformers
 from tiny_transformers import ALL_MODELS
 
+from titanlite.base.errors import ConfigError
 from titanlite.checkpoint.pretrained import weights_of
 from titanlite.config import load_config
-from titanlite.errors import ConfigError
 from titanlite.generate import generate
 from titanlite.materialize import materialize
 from titanlite.models.hf_config import transformers_config

@@ -10,9 +10,9 @@ import transformers
 from tiny_transformers import ALL_MODELS, VOCAB_SIZE
 from transformers import initialization
 
+from titanlite.base.errors import ConfigError, PlanError
 from titanlite.config import load_config
 from titanlite.config.model import TransformersConfig
-from titanlite.errors import ConfigError, PlanError
 from titanlite.materialize import Alias, Init, Normal, build_plan, materialize
 from titanlite.models.hf_config import transformers_config
 from titanlite.models.transformers_model import TransformersModel, build_transformers

@@ -4,9 +4,9 @@ import pytest
 import torch
 from preference_pairs import direct_dpo, log_prob, pack, random_pairs
 
+from titanlite.base.errors import CheckpointError, TrainingError
 from titanlite.config.schema import LoRASection
 from titanlite.data import IGNORE_INDEX
-from titanlite.errors import CheckpointError, TrainingError
 from titanlite.materialize import materialize
 from titanlite.models.decoder import build_decoder
 from titanlite.models.lora import apply_lora, is_adapter

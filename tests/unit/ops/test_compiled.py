@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from titanlite.base.errors import ConfigError
 from titanlite.config import JobConfig
 from titanlite.distributed.parallelize import wrap_layers
-from titanlite.errors import ConfigError
 from titanlite.ops import compiled
 from titanlite.ops.attention import _compiled
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from titanlite.base.errors import ConfigError
 from titanlite.config.schema import OptimizerSection
-from titanlite.errors import ConfigError
 from titanlite.models.decoder import build_decoder
 from titanlite.models.families import families
 from titanlite.optim import build_optimizer, count_parameters, freeze_parameters, lr_multipliers

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from titanlite.base.errors import ConfigError
 from titanlite.config.parallelism import Degrees
-from titanlite.errors import ConfigError
 from titanlite.planner.estimate import axis_ranks
 from titanlite.planner.hardware import get_hardware
 

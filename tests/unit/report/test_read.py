@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 from report_run import write_run
 
-from titanlite import environment, logger, metrics
-from titanlite.errors import TitanliteError
+from titanlite import environment, metrics
+from titanlite.base import log as logger
+from titanlite.base.errors import TitanliteError
 from titanlite.metrics import logger as metrics_logger
 from titanlite.report import read
 from titanlite.report.read import read_run

@@ -13,13 +13,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from titanlite.base.errors import ConfigError, raise_problems
+from titanlite.base.files import read_json
 from titanlite.config.model import ROPE_FIELDS, AnyModelConfig, ModelConfig, RopeScaling
 from titanlite.config.schema import JobConfig, ModelSection
-from titanlite.errors import ConfigError, raise_problems
 from titanlite.models.families.family import Family
 from titanlite.models.families.limits import check_model_config
 from titanlite.models.families.rope import NotNativeError
-from titanlite.run_files import read_json
 
 __all__ = [
     "Family",

@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from titanlite.base.errors import ConfigError, raise_problems
+from titanlite.base.log import warn_once
 from titanlite.config.model import ModelConfig
-from titanlite.errors import ConfigError, raise_problems
-from titanlite.logger import warn_once
 from titanlite.models.families.keys import (
     COMMON_DECLARED,
     MISSING,

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from titanlite.base.errors import ConfigError
 from titanlite.config.model import ROPE_FIELDS, RopeScaling
-from titanlite.errors import ConfigError
 from titanlite.models.families.keys import MISSING, Key, show
 
 PARTIAL = "partial_rotary_factor"

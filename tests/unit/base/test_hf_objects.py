@@ -13,9 +13,9 @@ import pytest
 from tiny_transformers import save_tiny_processor
 
 import titanlite
+from titanlite.base.errors import DataError
 from titanlite.data.images import load_processor
 from titanlite.data.tokenizer import load_tokenizer
-from titanlite.errors import DataError
 from titanlite.models.hf_config import load_config_and_class
 from titanlite.models.transformers_model import build_from_config
 

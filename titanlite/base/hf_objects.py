@@ -1,7 +1,7 @@
 """The one door to objects that transformers makes from a folder or a config.json, which a stranger may have written.
 
 No code that comes with a model is run or downloaded, nobody is asked on the terminal whether it shall be, nothing is
-unpickled, and the network is not used. `tests/unit/models/test_hf_objects.py` finds any other way into transformers.
+unpickled, and the network is not used. `tests/unit/base/test_hf_objects.py` finds any other way into transformers.
 """
 
 import json
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from titanlite.run_files import check_regular
+from titanlite.base.files import check_regular
 
 _TEXT_FILES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".vocab")
 _MOST_TEXT_BYTES = 256 << 20  # the largest tokenizer.json of a public model has 34 MB

@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
+from titanlite.base.errors import ConfigError
+from titanlite.base.folder_lock import FolderHeldError, FolderLock, Holder
 from titanlite.config.schema import JobConfig
-from titanlite.errors import ConfigError
-from titanlite.folder_lock import FolderHeldError, FolderLock, Holder
 from titanlite.run_setup import hold_folders
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from titanlite.folder_lock import FolderLock
+from titanlite.base.folder_lock import FolderLock
 lock = FolderLock.take(Path(sys.argv[1]))
 print("holds", flush=True)
 time.sleep(100)
@@ -31,7 +31,7 @@ time.sleep(100)
 def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """Another process that holds `tmp_path`."""
     command = [sys.executable, "-c", HOLD, str(tmp_path)]
-    with subprocess.Popen(command, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, cwd=Path(__file__).parents[3], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "holds\n"
         yield process
         process.kill()

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TextIO
 
-from titanlite.run_files import AppendedFile
+from titanlite.base.files import AppendedFile
 
 logger = logging.getLogger("titanlite")
 LOG_FILE = "log.txt"

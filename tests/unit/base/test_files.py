@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from titanlite import run_files
+from titanlite.base import files as run_files
+from titanlite.base.errors import ConfigError, TitanliteError
+from titanlite.base.files import AppendedFile, is_full, open_regular, parse_json, read_regular, replace_file
 from titanlite.config import load_config
 from titanlite.config.assets import find_missing_files
 from titanlite.config.schema import DataSection, JobConfig
@@ -19,11 +21,9 @@ from titanlite.data.images import load_image, read_image_rows
 from titanlite.data.readers import READERS
 from titanlite.data.rows import LocalRows
 from titanlite.data.tokenizer import load_tokenizer
-from titanlite.errors import ConfigError, TitanliteError
 from titanlite.generate_text import _read_prompts
 from titanlite.models.families import any_model_config_from_hf
 from titanlite.report.read import read_run
-from titanlite.run_files import AppendedFile, is_full, open_regular, parse_json, read_regular, replace_file
 from titanlite.run_setup import make_dump_folder
 
 

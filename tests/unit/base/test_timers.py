@@ -6,8 +6,8 @@ import time
 import pytest
 import torch
 
-from titanlite import timers
-from titanlite.timers import StepTimer
+from titanlite.base import timers
+from titanlite.base.timers import StepTimer
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from titanlite.logger import escape_controls, log_to_folder, logger, setup_logger
+from titanlite.base.log import escape_controls, log_to_folder, logger, setup_logger
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +58,7 @@ SPEAKERS = {
     "thread": "import threading; threading.Thread(target=lambda: int({0})).start()",
     "warning": "import warnings; warnings.warn({0})",
     "foreign logger": "import logging; logging.basicConfig(); logging.warning({0})",
-    "logger": "from titanlite.logger import logger, setup_logger; setup_logger(); logger.warning({0})",
+    "logger": "from titanlite.base.log import logger, setup_logger; setup_logger(); logger.warning({0})",
     "command": "import sys; from titanlite.__main__ import main; main([{0}])",
     "usage": "import sys; from titanlite.preflight import main; main(['--world-size', {0}])",
     "configuration": "from titanlite.preflight import main; main(['--config', {0}])",
@@ -66,7 +66,7 @@ SPEAKERS = {
 
 
 def run(code: str, *, stdout: str = "", **environment: str) -> subprocess.CompletedProcess[bytes]:
-    script = f"from titanlite.logger import open_console\nopen_console(goes_on={bool(stdout)})\n{code}"
+    script = f"from titanlite.base.log import open_console\nopen_console(goes_on={bool(stdout)})\n{code}"
     command = [sys.executable, "-c", script]
     if stdout:
         command = ["bash", "-c", f'exec "$@" {stdout}', "bash", *command]
@@ -94,7 +94,7 @@ def test_text_in_any_script_is_left_as_it_is() -> None:
 def test_progress_bars_still_draw_over_their_line() -> None:
     code = "import sys\nfor i in range(3): sys.stderr.write(f'\\r{i} %'); sys.stderr.write('\\r    \\r')"
     assert run(code).stderr == b"\r0 %\r    \r\r1 %\r    \r\r2 %\r    \r"
-    code = "import sys; from titanlite.logger import raw_output; raw_output().write('\\x1b[1mbold')"
+    code = "import sys; from titanlite.base.log import raw_output; raw_output().write('\\x1b[1mbold')"
     assert run(code).stdout == b"\x1b[1mbold"
 
 
@@ -104,7 +104,7 @@ def test_a_run_outlives_its_console(tmp_path: Path, stdout: str) -> None:
     code = f"""
 import os, time
 time.sleep(0.5)
-from titanlite.logger import log_to_folder, logger, setup_logger
+from titanlite.base.log import log_to_folder, logger, setup_logger
 from pathlib import Path
 setup_logger()
 log_to_folder(Path({str(tmp_path)!r}))

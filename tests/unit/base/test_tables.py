@@ -2,7 +2,7 @@
 
 import pytest
 
-from titanlite.tables import fold_names
+from titanlite.base.tables import fold_names
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from titanlite.errors import TitanliteError, raise_problems
+from titanlite.base.errors import TitanliteError, raise_problems
 
 _T = TypeVar("_T")
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from titanlite.entry_point import lean_imports
+from titanlite.base.process import lean_imports
 
 SCRIPT = """
 import atexit, gc
-from titanlite.entry_point import lean_imports
+from titanlite.base.process import lean_imports
 
 class Cycle:
     def __init__(self, name): self.me, self.name = self, name
@@ -32,7 +32,7 @@ last = Cycle("last")
 # wait for the interpreter exactly until Python would begin to tear itself down.
 RANK = """
 import atexit, functools, os, sys, time
-from titanlite.entry_point import lean_imports, leave
+from titanlite.base.process import lean_imports, leave
 
 rank, folder, code = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 atexit.register(functools.partial(sum, range(50_000_000)))
@@ -103,7 +103,7 @@ def test_a_rank_ends_with_its_own_code_while_the_thread_of_a_group_drops_a_tenso
 def test_a_recorded_process_is_torn_down(variable):
     script = """
 import os
-from titanlite.entry_point import lean_imports, leave
+from titanlite.base.process import lean_imports, leave
 
 class Last:
     def __del__(self, write=os.write): write(1, b"torn down")
@@ -123,7 +123,7 @@ def test_exit_handlers_run_unless_the_end_is_at_once(code, at_once):
     """After an error a handler may wait for a rank that is gone. What was printed is out in any case."""
     script = f"""
 import atexit
-from titanlite.entry_point import lean_imports, leave
+from titanlite.base.process import lean_imports, leave
 
 with lean_imports():
     atexit.register(print, "handled")
@@ -155,7 +155,7 @@ def test_limits_that_are_too_small_are_one_error(limits: str, says: str, module:
 
 
 def test_the_limit_on_open_files_is_raised_as_far_as_it_may_be() -> None:
-    code = "import resource; from titanlite.entry_point import *; check_limits(); print(resource.getrlimit(7)[0])"
+    code = "import resource; from titanlite.base.process import *; check_limits(); print(resource.getrlimit(7)[0])"
     assert _under("ulimit -n 900; ulimit -Sn 60", f"-c '{code}'").stdout == "900\n"
 
 

@@ -1,0 +1,1 @@
+"""Floor of the package: errors, log, files, text for people, agreement of ranks, timers. Imports no other room."""
