@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from titanlite.base.log import open_console
 from titanlite.base.process import check_limits, lean_imports, leave
-from titanlite.notices import end_with_launcher
+from titanlite.launch.notices import end_with_launcher
 
 _Command = Callable[[Sequence[str]], int]
 # What the commands import first: without one of them, this Python is not the one that titanlite was installed for.

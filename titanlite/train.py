@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from titanlite.base.log import open_console, setup_logger
 from titanlite.base.process import check_limits, lean_imports, leave
-from titanlite.notices import end_with_launcher
+from titanlite.launch.notices import end_with_launcher
 
 if __name__ == "__main__":
     end_with_launcher()
@@ -23,15 +23,15 @@ if __name__ == "__main__":
 with lean_imports():
     import torch.distributed as dist
 
-    from titanlite import heartbeat, stop
     from titanlite.base.errors import NOTICE_FOLDER, ConfigError, TitanliteError, raise_problems
     from titanlite.base.folder_lock import FolderLock
     from titanlite.config import load_config
     from titanlite.config.assets import find_missing_packages
     from titanlite.distributed import end_distributed
     from titanlite.faults import explain_refusal, explain_uncompiled
+    from titanlite.launch import heartbeat, stop
+    from titanlite.launch.notices import claim, first_sentence, note_error, note_lost_peer
     from titanlite.metrics import explain_out_of_memory, finish_wandb, record_event
-    from titanlite.notices import claim, first_sentence, note_error, note_lost_peer
     from titanlite.preflight import Checked, check
     from titanlite.trainer import Trainer
 

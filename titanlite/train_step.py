@@ -8,7 +8,6 @@ from itertools import islice
 
 import torch
 
-from titanlite import heartbeat
 from titanlite.base import timers
 from titanlite.config import JobConfig
 from titanlite.data import Batch
@@ -23,6 +22,7 @@ from titanlite.distributed import (
     prepare_backward,
     reduce_replicated_grads,
 )
+from titanlite.launch import heartbeat
 from titanlite.metrics import (
     MoEState,
     StepPoint,

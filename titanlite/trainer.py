@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from titanlite import heartbeat, stop
 from titanlite.base.agree import on_first_rank
 from titanlite.base.errors import DataError
 from titanlite.base.log import logger
@@ -35,7 +34,8 @@ from titanlite.faults import (
     say_skipped,
 )
 from titanlite.generate import generate_sample, get_end_of_turn_ids
-from titanlite.machines import check_same_settings, check_shared_folder, waiting_for_machines
+from titanlite.launch import heartbeat, stop
+from titanlite.launch.machines import check_same_settings, check_shared_folder, waiting_for_machines
 from titanlite.materialize import Plan, SourceProvider, materialize
 from titanlite.materialize.layout import num_values
 from titanlite.metrics import MetricsLogger, build_profiler, record_event, start_memory_history, train_flops_per_token

@@ -15,10 +15,10 @@ from launches import variables_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from titanlite import network
 from titanlite.checkpoint.commit import check_folder, list_steps
 from titanlite.config import load_config
 from titanlite.config.parallelism import resolve_degrees
+from titanlite.launch import network
 
 ROOT = Path(__file__).parents[2]
 STEPS = 4

@@ -19,12 +19,12 @@ import torch.distributed as dist
 from files import file_digest
 from processes import kill_tree
 
-from titanlite import machines
 from titanlite.base.errors import ConfigError
 from titanlite.checkpoint.commit import check_folder, list_steps
 from titanlite.config.parallelism import Degrees
-from titanlite.machines import check_same_settings, check_shared_folder, waiting_for_machines
-from titanlite.network import find_free_port
+from titanlite.launch import machines
+from titanlite.launch.machines import check_same_settings, check_shared_folder, waiting_for_machines
+from titanlite.launch.network import find_free_port
 from titanlite.trainer import Trainer
 
 ROOT = Path(__file__).parents[2]

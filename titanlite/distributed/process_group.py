@@ -17,7 +17,7 @@ from titanlite.base.errors import ConfigError, TransientError
 from titanlite.distributed.collectives import forget_groups, limit_waiting
 from titanlite.distributed.flight_recorder import enable_flight_recorder
 from titanlite.distributed.host_memory import keep_freed_memory
-from titanlite.network import PORT_TAKEN, STORE_FILE, find_interface
+from titanlite.launch.network import PORT_TAKEN, STORE_FILE, find_interface
 from titanlite.ops import leave_out_cudnn
 
 _MOST_FILES = 1 << 16

@@ -29,7 +29,7 @@ class DivergenceCheck:
     """Compares what ranks must have in common, every `training.divergence_check_freq` steps.
 
     Args:
-        job: the configuration; that ranks have the same one, `titanlite.machines` sees to at the start.
+        job: the configuration; that ranks have the same one, `titanlite.launch.machines` sees to at the start.
         plan: of the model's tensors.
         optimizer: whose states are compared.
         dims: ranks with the same `dp_rank` must read the same batches, those of a stage may hold the same tensors.

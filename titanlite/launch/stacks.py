@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from titanlite.heartbeat import STACK_SIGNAL, Beat, stack_path
-from titanlite.notices import lost_path
+from titanlite.launch.heartbeat import STACK_SIGNAL, Beat, stack_path
+from titanlite.launch.notices import lost_path
 
 _ANSWER_S = 2.0
 _FRAME = re.compile(r'  File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>\S+)')

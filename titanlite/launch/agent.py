@@ -1,4 +1,4 @@
-"""torchrun's agent with `titanlite.guard` beside it. Everything here that torch may change is in this file.
+"""torchrun's agent with `titanlite.launch.guard` beside it. Everything here that torch may change is in this file.
 
 The agent's methods with a leading underscore are those that torch documents for subclasses; `_remaining_restarts` is
 not among them, and is read and set here only.
@@ -9,8 +9,8 @@ from typing import Any
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
-from titanlite.guard import Guard
-from titanlite.notices import forget_last_start
+from titanlite.launch.guard import Guard
+from titanlite.launch.notices import forget_last_start
 
 
 # torch's decorators hide the signatures of these methods, hence the ignored reports.

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from titanlite import stop
 from titanlite.base.errors import NOTICE_FOLDER
+from titanlite.launch import stop
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 # A rank that stops in good order says so; a stuck one waits for something that never comes, as for a peer that is gone.
 RANK = """
 import sys, threading, time

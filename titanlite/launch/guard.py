@@ -1,6 +1,6 @@
 """The launcher's watch over its ranks: which one ended first and why, which one hangs, and whether to start again.
 
-Knows processes and the notes in the shared folder, but neither torch nor torchrun: `titanlite.agent` connects them.
+Knows processes and the notes in the shared folder, but neither torch nor torchrun: `titanlite.launch.agent` connects them.
 """
 
 import os
@@ -12,11 +12,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from titanlite import heartbeat, stop
 from titanlite.base.errors import NEVER_RESTARTED
-from titanlite.heartbeat import Beat
-from titanlite.notices import ENDING, Restart, lost_peers, note_restart, read_error
-from titanlite.stacks import describe, is_stopped, save_stacks
+from titanlite.launch import heartbeat, stop
+from titanlite.launch.heartbeat import Beat
+from titanlite.launch.notices import ENDING, Restart, lost_peers, note_restart, read_error
+from titanlite.launch.stacks import describe, is_stopped, save_stacks
 
 _HANG = 124  # exit code, as of timeout(1)
 # When one rank has failed, the others may print what they have to say (the same error), and then end.

@@ -25,7 +25,14 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from titanlite.base.errors import NOTICE_FOLDER, RENDEZVOUS, ConfigError
-from titanlite.network import PORT_TAKEN, STORE_FILE, find_free_port, find_local_address, is_free, is_this_machine
+from titanlite.launch.network import (
+    PORT_TAKEN,
+    STORE_FILE,
+    find_free_port,
+    find_local_address,
+    is_free,
+    is_this_machine,
+)
 
 DEFAULT_PORT = 29400
 _JOIN_TIMEOUT_S = 600  # torchrun's own

@@ -29,13 +29,13 @@ with lean_imports():
     from torch.distributed.launcher import api
     from torch.distributed.run import parse_args, run
 
-    from titanlite import heartbeat, stop
-    from titanlite.agent import Agent
     from titanlite.base.errors import NOTICE_FOLDER, RENDEZVOUS
-    from titanlite.guard import Failure, Guard
-    from titanlite.network import STORE_FILE, find_free_port
-    from titanlite.notices import TORCH_LOGS, shared_folder
-    from titanlite.rendezvous import (
+    from titanlite.launch import heartbeat, stop
+    from titanlite.launch.agent import Agent
+    from titanlite.launch.guard import Failure, Guard
+    from titanlite.launch.network import STORE_FILE, find_free_port
+    from titanlite.launch.notices import TORCH_LOGS, shared_folder
+    from titanlite.launch.rendezvous import (
         RENDEZVOUS_ERRORS,
         describe_failure,
         is_one_machine,

@@ -16,9 +16,9 @@ import threading
 import time
 from pathlib import Path
 
-from titanlite import heartbeat
 from titanlite.base.errors import NOTICE_FOLDER
-from titanlite.notices import ENDING
+from titanlite.launch import heartbeat
+from titanlite.launch.notices import ENDING
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 BEFORE_TRAINING_S = 8.0  # from the first signal to the end of a run that has not begun to train

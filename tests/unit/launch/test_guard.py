@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from titanlite import heartbeat, stacks, stop
 from titanlite.base.errors import NOTICE_FOLDER
-from titanlite.guard import Failure, Guard
-from titanlite.heartbeat import Beat
-from titanlite.notices import Restart, claim, forget_last_start, note_error, note_restart, read_restart
+from titanlite.launch import heartbeat, stacks, stop
+from titanlite.launch.guard import Failure, Guard
+from titanlite.launch.heartbeat import Beat
+from titanlite.launch.notices import Restart, claim, forget_last_start, note_error, note_restart, read_restart
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 # A rank that beats once and then does what it is told.
 RANK = """
 import sys, time
@@ -319,6 +319,6 @@ def test_torchrun_still_has_what_the_agent_uses():
     from torch.distributed.launcher import api
 
     source = inspect.getsource(SimpleElasticAgent)
-    assert "self._remaining_restarts" in source, "titanlite.agent sets it to end the restarts"
+    assert "self._remaining_restarts" in source, "titanlite.launch.agent sets it to end the restarts"
     assert "_monitor_workers" in source and "_start_workers" in source
     assert "LocalElasticAgent(" in inspect.getsource(api.launch_agent), "titanlite.launch exchanges it"

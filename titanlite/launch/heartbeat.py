@@ -1,7 +1,7 @@
 """What each rank is doing, in a small file that its launcher reads: how a rank that hangs is found and named.
 
 A rank writes step, phase and time whenever it begins something new (2 us, no synchronization). The launcher compares
-the times, asks the ranks for their stacks with SIGUSR1, and says who waits for whom: `titanlite.guard`.
+the times, asks the ranks for their stacks with SIGUSR1, and says who waits for whom: `titanlite.launch.guard`.
 """
 
 import faulthandler

@@ -15,10 +15,10 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from titanlite import network, rendezvous
 from titanlite.base.errors import NOTICE_FOLDER, ConfigError
-from titanlite.network import find_free_port, find_interface, find_local_address, is_this_machine
-from titanlite.rendezvous import describe_failure, get_endpoint, prepare_rendezvous
+from titanlite.launch import network, rendezvous
+from titanlite.launch.network import find_free_port, find_interface, find_local_address, is_this_machine
+from titanlite.launch.rendezvous import describe_failure, get_endpoint, prepare_rendezvous
 
 
 def test_a_loopback_rendezvous_stays_on_this_machine():
