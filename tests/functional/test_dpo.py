@@ -22,7 +22,7 @@ from titanlite.checkpoint import save_hf_model
 from titanlite.config.parallelism import Degrees
 from titanlite.data import Batch, build_data
 from titanlite.data.loader import ValidationSet
-from titanlite.data_order import Stretch
+from titanlite.data.order import Stretch
 from titanlite.materialize import materialize
 from titanlite.materialize.layout import is_elsewhere
 from titanlite.materialize.plan import clean_name

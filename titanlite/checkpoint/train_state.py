@@ -20,7 +20,7 @@ from titanlite.checkpoint.header import StoredTensor
 from titanlite.checkpoint.keys import whole
 from titanlite.checkpoint.reader import Placed, SafetensorsReader
 from titanlite.checkpoint.writer import FileLayout, Item, lay_out
-from titanlite.data_order import Stretch
+from titanlite.data.order import Stretch
 from titanlite.materialize import Plan, region_of
 from titanlite.materialize.execute import empty, read_tensors, sharded_like
 from titanlite.materialize.layout import is_elsewhere, leave_elsewhere, local_of

@@ -9,7 +9,7 @@ from titanlite.base.log import logger
 from titanlite.checkpoint import Progress, Rewind, save_rewinds
 from titanlite.checkpoint.train_state import REWINDS_FILE, STATE_FILE, load_rewinds
 from titanlite.config import JobConfig
-from titanlite.data_order import Stretch
+from titanlite.data.order import Stretch
 from titanlite.results import Results
 
 

@@ -5,7 +5,7 @@ import torch
 
 from titanlite.base.errors import ConfigError
 from titanlite.data import Batch, PackedDataset, TrainLoader
-from titanlite.data_order import Stretch, find_stretch
+from titanlite.data.order import Stretch, find_stretch
 from titanlite.ops import IGNORE_INDEX
 
 MakeDataset = Callable[..., PackedDataset]

@@ -15,7 +15,7 @@ from titanlite.checkpoint.train_state import STATE_FILE
 from titanlite.config import load_config
 from titanlite.config.schema import JobConfig
 from titanlite.data import TrainLoader, build_data
-from titanlite.data_order import Stretch
+from titanlite.data.order import Stretch
 
 _CONFIG = """
 [job]

@@ -1,6 +1,6 @@
 """Which samples each step takes."""
 
-from titanlite.data_order import Stretch, add_stretch, find_stretch
+from titanlite.data.order import Stretch, add_stretch, find_stretch
 
 FIRST, SECOND = Stretch(0, 0, 8, "data"), Stretch(5, 40, 4, "data")
 
