@@ -29,7 +29,7 @@ from titanlite.checkpoint.folder import read_json
 from titanlite.data.dataset import TrainDataset
 from titanlite.data.mixture import get_stop_token_ids
 from titanlite.distributed import ParallelDims, all_reduce_sum
-from titanlite.models.transformers_model import TransformersModel
+from titanlite.features.transformers.model import TransformersModel
 from titanlite.ops import choose_tokens
 
 

@@ -59,12 +59,12 @@ from titanlite.config.parallelism import Degrees
 from titanlite.data import Batch
 from titanlite.distributed import ParallelDims, init_distributed, parallelize
 from titanlite.distributed.parallelize import wrap_layers
+from titanlite.features.transformers.experts import use_titanlite_experts
 from titanlite.materialize import materialize
 from titanlite.metrics import train_flops_per_token
 from titanlite.metrics.flops import num_parameters, peak_flops
 from titanlite.models.decoder import build_decoder
 from titanlite.models.families import families, family_of
-from titanlite.models.hf_experts import use_titanlite_experts
 from titanlite.objectives import NextToken
 from titanlite.ops import leave_out_cudnn
 from titanlite.ops.attention import AttentionBackend

@@ -12,9 +12,9 @@ from tiny_transformers import ALL_MODELS, VOCAB_SIZE, save_tiny
 from titanlite.checkpoint.pretrained import weights_of
 from titanlite.config import load_config
 from titanlite.distributed import ParallelDims, parallelize
+from titanlite.features.transformers.config import transformers_config
+from titanlite.features.transformers.model import build_transformers
 from titanlite.materialize import materialize
-from titanlite.models.hf_config import transformers_config
-from titanlite.models.transformers_model import build_transformers
 from titanlite.preflight import check
 
 DOCUMENTS = torch.tensor([[0] * 7 + [1] * 5])

@@ -24,10 +24,10 @@ from titanlite.checkpoint.pretrained import weights_of
 from titanlite.config import TransformersConfig, load_config
 from titanlite.config.parallelism import Degrees
 from titanlite.distributed import ParallelDims, clip_grad_norm, parallelize, reduce_replicated_grads
+from titanlite.features.transformers.model import TransformersModel, build_transformers
 from titanlite.materialize import Compute, Plan, materialize
 from titanlite.materialize.plan import clean_name
 from titanlite.materialize.sources import Read
-from titanlite.models.transformers_model import TransformersModel, build_transformers
 from titanlite.optim import ExpertBiasBalancer
 from titanlite.preflight import Checked, check
 from titanlite.trainer import Trainer

@@ -22,16 +22,16 @@ from titanlite.checkpoint.adapter import write_adapter_config, write_model_confi
 from titanlite.checkpoint.folder import read_json
 from titanlite.config import AnyModelConfig, ModelConfig, TransformersConfig
 from titanlite.config.schema import LoRASection
-from titanlite.models.build import AnyModel
-from titanlite.models.families import family_of
-from titanlite.models.families.family import KEY_ALIASES
-from titanlite.models.hf_config import (
+from titanlite.features.transformers.config import (
     find_refused,
     format_json,
     format_refusal,
     load_config_and_class,
     save_config,
 )
+from titanlite.models.build import AnyModel
+from titanlite.models.families import family_of
+from titanlite.models.families.family import KEY_ALIASES
 
 _GENERATION = "generation_config.json"
 _MOST_REFUSED = 8

@@ -16,16 +16,16 @@ from titanlite.checkpoint.commit import commit_folder
 from titanlite.checkpoint.description import describe_model
 from titanlite.checkpoint.folder import INDEX_FILE, OWN_FOLDER, UNFINISHED_FILES
 from titanlite.checkpoint.keys import MASTER_PREFIX, SIDECAR_FILE, checkpoint_pieces, is_sidecar, whole
-from titanlite.checkpoint.transformers_checkpoint import saved_entries, stored_forms, transformers_items
 from titanlite.checkpoint.writer import FileLayout, Item, lay_out
 from titanlite.config import AnyModelConfig, JobConfig, ModelConfig, TransformersConfig
+from titanlite.features.transformers.checkpoint import saved_entries, stored_forms, transformers_items
+from titanlite.features.transformers.model import TransformersModel
 from titanlite.materialize import Plan, TensorEntry
 from titanlite.materialize.layout import local_of
 from titanlite.materialize.replicas import share_out
 from titanlite.models.build import AnyModel
 from titanlite.models.families import family_of
 from titanlite.models.lora import is_adapter
-from titanlite.models.transformers_model import TransformersModel
 
 
 def save_hf_model(

@@ -31,14 +31,14 @@ from titanlite.checkpoint.keys import (
 )
 from titanlite.checkpoint.reader import Placed, SafetensorsReader
 from titanlite.checkpoint.ties import explain_untied, is_equal
-from titanlite.checkpoint.transformers_checkpoint import TransformersCheckpoint
 from titanlite.config import ModelConfig
+from titanlite.features.transformers.checkpoint import TransformersCheckpoint
+from titanlite.features.transformers.model import TransformersModel
 from titanlite.materialize import Source, TensorInfo, Unfit
 from titanlite.materialize.sources import Read
 from titanlite.models.build import AnyModel
 from titanlite.models.families import Family, family_of
 from titanlite.models.families.family import QUANTIZATION_PROBLEM, is_readable_quantization
-from titanlite.models.transformers_model import TransformersModel
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _MTP_KEY = "eh_proj.weight"

@@ -8,9 +8,9 @@ import torch
 from titanlite.base.errors import ConfigError
 from titanlite.checkpoint.reader import SafetensorsReader
 from titanlite.config import TransformersConfig
+from titanlite.features.transformers.model import build_transformers
 from titanlite.materialize import ReadRequest, Region
 from titanlite.materialize.sources import Alias, Read
-from titanlite.models.transformers_model import build_transformers
 
 _CHUNK_ELEMENTS = 4 << 20
 _FLAG = "tie_word_embeddings"

@@ -19,9 +19,9 @@ from titanlite.base import timers
 from titanlite.base.errors import ConfigError, raise_problems
 from titanlite.distributed.collectives import all_to_all, all_to_all_single, register_group
 from titanlite.distributed.shard import shard_parameters
+from titanlite.features.transformers.experts import DISPATCH, use_titanlite_experts
+from titanlite.features.transformers.model import TransformersModel
 from titanlite.models.build import AnyModel
-from titanlite.models.hf_experts import DISPATCH, use_titanlite_experts
-from titanlite.models.transformers_model import TransformersModel
 from titanlite.ops import group_by_expert, permute_tokens, unpermute_sum
 
 _assume_balanced: ContextVar[bool] = ContextVar("assume_balanced", default=False)

@@ -14,7 +14,7 @@ from titanlite.distributed.fsdp import apply_fsdp, mixed_precision_dtypes
 from titanlite.distributed.parallel_dims import ParallelDims
 from titanlite.distributed.pipeline_parallel import apply_pipeline_parallel
 from titanlite.distributed.tensor_parallel import apply_tensor_parallel
-from titanlite.distributed.transformers_tensor_parallel import apply_transformers_tensor_parallel
+from titanlite.features.transformers.tensor_parallel import apply_transformers_tensor_parallel
 from titanlite.models.build import AnyModel
 from titanlite.models.decoder import Decoder
 from titanlite.ops.compiled import compile_function

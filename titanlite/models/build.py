@@ -4,8 +4,8 @@ import torch
 
 from titanlite.base.log import logger
 from titanlite.config.model import AnyModelConfig, TransformersConfig
+from titanlite.features.transformers.model import TransformersModel, build_transformers
 from titanlite.models.decoder import Decoder, build_decoder
-from titanlite.models.transformers_model import TransformersModel, build_transformers
 
 AnyModel = Decoder | TransformersModel
 

@@ -21,13 +21,13 @@ from titanlite.base.errors import ConfigError, raise_problems
 from titanlite.config.model import ModelConfig
 from titanlite.config.patterns import match_names, split_patterns
 from titanlite.config.schema import LoRASection
+from titanlite.features.transformers.experts import use_titanlite_experts
+from titanlite.features.transformers.model import TransformersModel
 from titanlite.materialize.recipes import Uniform, Zeros
 from titanlite.materialize.sources import Init, Source
 from titanlite.models.build import AnyModel
-from titanlite.models.hf_experts import use_titanlite_experts
 from titanlite.models.layers import Linear, OutputHead
 from titanlite.models.moe import Experts
-from titanlite.models.transformers_model import TransformersModel
 from titanlite.ops import grouped_gemm, linear, local_tensor
 
 _EXPERT_WEIGHTS = ("gate_up_proj", "down_proj")

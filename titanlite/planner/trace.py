@@ -17,9 +17,9 @@ import torch.distributed as dist
 from titanlite.config import AnyModelConfig, JobConfig, ModelConfig
 from titanlite.config.parallelism import Degrees, count_micro_batches
 from titanlite.distributed import ParallelDims, fake_ranks
+from titanlite.features.transformers.model import TransformersModel
 from titanlite.materialize.layout import is_elsewhere, local_of
 from titanlite.metrics import train_flops_per_token
-from titanlite.models.transformers_model import TransformersModel
 from titanlite.planner.flops import Flops
 from titanlite.planner.stand_in import DeviceType, StandInTrainer, observed, without_data
 from titanlite.planner.tracker import Segment, StepRecorder

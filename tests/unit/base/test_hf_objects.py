@@ -16,8 +16,8 @@ import titanlite
 from titanlite.base.errors import DataError
 from titanlite.data.images import load_processor
 from titanlite.data.tokenizer import load_tokenizer
-from titanlite.models.hf_config import load_config_and_class
-from titanlite.models.transformers_model import build_from_config
+from titanlite.features.transformers.config import load_config_and_class
+from titanlite.features.transformers.model import build_from_config
 
 PACKAGE = Path(titanlite.__file__).parent
 DOOR = "models/hf_objects.py"

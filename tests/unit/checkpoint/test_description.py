@@ -12,9 +12,9 @@ from titanlite.base.errors import CheckpointError
 from titanlite.checkpoint.description import describe_adapters, describe_model, save_tokenizer
 from titanlite.config import AnyModelConfig, ModelConfig, RopeScaling
 from titanlite.config.schema import LoRASection
+from titanlite.features.transformers.config import transformers_config
 from titanlite.models.decoder import build_decoder
 from titanlite.models.families import families, model_config_from_hf
-from titanlite.models.hf_config import transformers_config
 from titanlite.models.lora import apply_lora
 
 YARN = RopeScaling("yarn", factor=4.0, original_max_position_embeddings=1024)

@@ -16,10 +16,10 @@ from titanlite.checkpoint.description import render
 from titanlite.checkpoint.pretrained import weights_of
 from titanlite.config.schema import LoRASection
 from titanlite.export_checkpoint import export_merged
+from titanlite.features.transformers.config import transformers_config
+from titanlite.features.transformers.model import TransformersModel, build_transformers
 from titanlite.materialize import Plan, materialize
-from titanlite.models.hf_config import transformers_config
 from titanlite.models.lora import adapted_modules, adapters_disabled, apply_lora, is_adapter
-from titanlite.models.transformers_model import TransformersModel, build_transformers
 
 # Both compute in float32 (6e-8) through 2 layers, in a different order of operations.
 BOUND = 1e-5

@@ -198,7 +198,9 @@ def _apply_overrides(config: ModelConfig, overrides: Mapping[str, Any]) -> Model
 
 
 def _transformers_config(hf: Mapping[str, Any], where: str, why: str) -> AnyModelConfig:
-    from titanlite.models.hf_config import transformers_config  # imports torch, for which native models need not wait
+    from titanlite.features.transformers.config import (
+        transformers_config,  # imports torch, for which native models need not wait
+    )
 
     return replace(transformers_config(hf, where), why=why)
 

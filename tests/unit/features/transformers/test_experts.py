@@ -5,7 +5,7 @@ import torch
 import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from titanlite.models.hf_experts import experts_forward, use_titanlite_experts
+from titanlite.features.transformers.experts import experts_forward, use_titanlite_experts
 from titanlite.ops import group_by_expert
 
 SIZES = {

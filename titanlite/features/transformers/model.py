@@ -21,20 +21,20 @@ from torch import nn
 from titanlite.base.errors import ConfigError
 from titanlite.base.hf_objects import build_from_config
 from titanlite.config.model import TransformersConfig
-from titanlite.materialize.sources import Source
-from titanlite.models.decoder import LossSums
-from titanlite.models.families.limits import MOST_PARAMETERS
-from titanlite.models.hf_cache import TransformersCache
-from titanlite.models.hf_config import load_config_and_class
-from titanlite.models.hf_experts import find_experts, replace_unaligned_experts
-from titanlite.models.hf_load import TransformersExpertCounter, build_counters
-from titanlite.models.hf_packing import (
+from titanlite.features.transformers.cache import TransformersCache
+from titanlite.features.transformers.config import load_config_and_class
+from titanlite.features.transformers.expert_counts import TransformersExpertCounter, build_counters
+from titanlite.features.transformers.experts import find_experts, replace_unaligned_experts
+from titanlite.features.transformers.packing import (
     forget_longest_forward,
     inside_documents,
     register_document_masks,
     restarting_positions,
 )
-from titanlite.models.hf_sources import find_sources
+from titanlite.features.transformers.sources import find_sources
+from titanlite.materialize.sources import Source
+from titanlite.models.decoder import LossSums
+from titanlite.models.families.limits import MOST_PARAMETERS
 from titanlite.models.moe import is_routed
 from titanlite.ops import IGNORE_INDEX, linear_cross_entropy, local_tensor
 

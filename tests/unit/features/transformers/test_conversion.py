@@ -18,14 +18,14 @@ from transformers import core_model_loading
 
 from titanlite.base.errors import CheckpointError, PlanError
 from titanlite.checkpoint import save_hf_model
-from titanlite.checkpoint.conversion import Group, NotTraceable, Traced
 from titanlite.checkpoint.hf_model import model_files
 from titanlite.checkpoint.pretrained import weights_of
 from titanlite.checkpoint.ties import find_flag
-from titanlite.checkpoint.transformers_checkpoint import ConvertingReader
+from titanlite.features.transformers.checkpoint import ConvertingReader
+from titanlite.features.transformers.config import transformers_config
+from titanlite.features.transformers.conversion import Group, NotTraceable, Traced
+from titanlite.features.transformers.model import TransformersModel, build_transformers
 from titanlite.materialize import Alias, Plan, Region, materialize
-from titanlite.models.hf_config import transformers_config
-from titanlite.models.transformers_model import TransformersModel, build_transformers
 
 
 def assembled(traced: Traced, sources: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -259,7 +259,7 @@ def test_the_flags_that_tie_are_found_in_nested_configurations(top, inner):
 
 def test_a_tied_tensor_that_is_stored_twice_is_read_once(tmp_path, caplog, monkeypatch):
     """Without a word, if both are equal, whatever their dtypes."""
-    monkeypatch.setattr("titanlite.checkpoint.transformers_checkpoint.logger.propagate", True)
+    monkeypatch.setattr("titanlite.features.transformers.checkpoint.logger.propagate", True)
     save_tiny("qwen3", tmp_path / "qwen3")
     embedding = "model.embed_tokens.weight"
     folder = edited(

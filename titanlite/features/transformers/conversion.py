@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from titanlite.models.transformers_model import TransformersModel
+from titanlite.features.transformers.model import TransformersModel
 
 
 class NotTraceable(Exception):  # noqa: N818 - no error: the caller has another way

@@ -7,9 +7,9 @@ from tiny_transformers import ALL_MODELS
 from torch import nn
 
 from titanlite.base.errors import ConfigError
-from titanlite.distributed.transformers_plan import resolve_tensor_parallel_plan
-from titanlite.models.hf_config import transformers_config
-from titanlite.models.transformers_model import TransformersModel, build_transformers
+from titanlite.features.transformers.config import transformers_config
+from titanlite.features.transformers.model import TransformersModel, build_transformers
+from titanlite.features.transformers.tensor_parallel_plan import resolve_tensor_parallel_plan
 
 
 def build(name: str, **changes: Any) -> TransformersModel:

@@ -1,6 +1,6 @@
 """titanlite's grouped GEMM for transformers' own mixture-of-experts models.
 
-    from titanlite.models.hf_experts import use_titanlite_experts
+    from titanlite.features.transformers.experts import use_titanlite_experts
     use_titanlite_experts(model)
 
 transformers' experts interface calls a registered function with the module that holds the fused weights, the tokens,

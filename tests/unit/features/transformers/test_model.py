@@ -13,9 +13,9 @@ from transformers import initialization
 from titanlite.base.errors import ConfigError, PlanError
 from titanlite.config import load_config
 from titanlite.config.model import TransformersConfig
+from titanlite.features.transformers.config import transformers_config
+from titanlite.features.transformers.model import TransformersModel, build_transformers
 from titanlite.materialize import Alias, Init, Normal, build_plan, materialize
-from titanlite.models.hf_config import transformers_config
-from titanlite.models.transformers_model import TransformersModel, build_transformers
 from titanlite.preflight import Checked, check
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from torch import nn
 
 from titanlite.base.errors import ConfigError, raise_problems
-from titanlite.models.transformers_model import TransformersModel
+from titanlite.features.transformers.model import TransformersModel
 
 Style = Literal["colwise", "colwise_gather", "rowwise", "rowwise_split", "embedding_rows", "embedding_columns"]
 """How a module is split: its output, left split or gathered; its input, which comes split or is cut here; or its table,

@@ -13,18 +13,25 @@ from torch.distributed.tensor import DTensor
 from titanlite.base.agree import raise_together
 from titanlite.base.errors import CheckpointError
 from titanlite.base.log import logger
-from titanlite.checkpoint.conversion import Group, NotTraceable, Traced, TracedPart, loading_groups, saving_groups
 from titanlite.checkpoint.folder import Stored
 from titanlite.checkpoint.header import StoredTensor, shown
 from titanlite.checkpoint.keys import IGNORED_SUFFIXES, MASTER_PREFIX, whole
 from titanlite.checkpoint.reader import Placed, SafetensorsReader
 from titanlite.checkpoint.ties import explain_untied, find_flag, is_equal
 from titanlite.checkpoint.writer import Item
+from titanlite.features.transformers.conversion import (
+    Group,
+    NotTraceable,
+    Traced,
+    TracedPart,
+    loading_groups,
+    saving_groups,
+)
+from titanlite.features.transformers.model import TransformersModel
 from titanlite.materialize import Alias, ReadRequest, Region, Source, TensorEntry, TensorInfo, Unfit
 from titanlite.materialize.layout import local_of
 from titanlite.materialize.plan import named_tensors
 from titanlite.materialize.sources import Read
-from titanlite.models.transformers_model import TransformersModel
 
 Renaming = Callable[[str], str]
 

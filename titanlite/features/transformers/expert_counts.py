@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from titanlite.features.transformers.experts import SENT
 from titanlite.materialize.recipes import Zeros
 from titanlite.materialize.sources import Init, Source
-from titanlite.models.hf_experts import SENT
 from titanlite.models.moe import count_rows
 
 

@@ -1,0 +1,1 @@
+"""Capabilities that a run can do without: one folder each."""

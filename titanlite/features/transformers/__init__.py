@@ -1,0 +1,1 @@
+"""Models of transformers that no native family covers."""
