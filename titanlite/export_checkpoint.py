@@ -24,7 +24,6 @@ from titanlite.checkpoint.description import describe_model
 from titanlite.checkpoint.folder import ADAPTER_CONFIG, ADAPTER_FILE, OWN_FOLDER
 from titanlite.checkpoint.hf_model import index_of, warn_of_sidecar
 from titanlite.checkpoint.keys import SIDECAR_FILE, checkpoint_pieces, is_sidecar, whole
-from titanlite.checkpoint.merge import MergedAdapters
 from titanlite.checkpoint.pretrained import weights_of
 from titanlite.checkpoint.reader import SafetensorsReader
 from titanlite.checkpoint.runs import bytes_of
@@ -32,13 +31,14 @@ from titanlite.checkpoint.transfer import Transfer
 from titanlite.checkpoint.writer import FileLayout, Item, create_files, lay_out
 from titanlite.config import ModelConfig
 from titanlite.config.assets import local_folder
+from titanlite.features.lora.layers import adaptable_experts
+from titanlite.features.lora.merge import MergedAdapters
 from titanlite.features.transformers.checkpoint import saved_entries, stored_forms
 from titanlite.features.transformers.model import TransformersModel
 from titanlite.materialize import Plan, ReadRequest, Region, TensorEntry, build_plan
 from titanlite.materialize.sources import Read
 from titanlite.models.build import AnyModel, build_model
 from titanlite.models.families import any_model_config_from_hf, family_of
-from titanlite.models.lora import adaptable_experts
 
 _CHUNK_ELEMENTS = 4 << 20
 _WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", ".ckpt", ".pkl"}

@@ -9,7 +9,6 @@ from pathlib import Path
 from titanlite.base.errors import CheckpointError, ConfigError, TitanliteError
 from titanlite.base.tables import fold_names, format_count, format_size, format_table, texts_between_numbers
 from titanlite.checkpoint import Progress
-from titanlite.checkpoint.adapter import read_adapter
 from titanlite.checkpoint.commit import MANIFEST_FILE, check_folder
 from titanlite.checkpoint.folder import ADAPTER_FILE, OWN_FOLDER, Stored, read_headers, read_json, read_model_headers
 from titanlite.checkpoint.header import DTYPES, StoredTensor, shown
@@ -18,6 +17,7 @@ from titanlite.checkpoint.pretrained import weights_of
 from titanlite.checkpoint.train_state import STATE_FILE
 from titanlite.config import load_config
 from titanlite.distributed import ParallelDims, fake_ranks, parallelize
+from titanlite.features.lora.adapter import read_adapter
 from titanlite.materialize import TensorEntry, build_plan
 from titanlite.materialize.sources import Read
 from titanlite.models.build import build_model

@@ -32,6 +32,7 @@ from titanlite.data import TrainLoader
 from titanlite.data.mixture import get_sources
 from titanlite.data.tokenizer import describe_other_ids, describe_resizing
 from titanlite.distributed import ParallelDims, base_dtype, mixed_precision_dtypes, parallelize
+from titanlite.features.lora.layers import apply_lora
 from titanlite.features.transformers.model import TransformersModel
 from titanlite.launch.notices import read_restart
 from titanlite.metrics import open_events, record_event
@@ -39,7 +40,6 @@ from titanlite.metrics.events import get_rank
 from titanlite.models.block_weights import encode_weights
 from titanlite.models.build import AnyModel, build_model
 from titanlite.models.families import describe_differences, family_of, model_config_from_hf
-from titanlite.models.lora import apply_lora
 from titanlite.models.moe import is_routed
 from titanlite.ops.grouped_gemm import resolve_backend, triton_problem
 from titanlite.optim import freeze_parameters

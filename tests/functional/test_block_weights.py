@@ -14,8 +14,8 @@ from traced_layers import TORCH_COMPILE_WARNINGS
 
 from titanlite.base.errors import ConfigError, VerifyError
 from titanlite.config.parallelism import Degrees
+from titanlite.features.lora.layers import is_adapter
 from titanlite.materialize.layout import encoding_of, num_values
-from titanlite.models.lora import is_adapter
 from titanlite.ops.block_formats import BLOCK_FORMATS, decode_blocks, encode_blocks
 from titanlite.trainer import Trainer
 

@@ -20,7 +20,7 @@ from titanlite.base.log import logger
 from titanlite.checkpoint import manager
 from titanlite.checkpoint.folder import ADAPTER_FILE, how_to_finish
 from titanlite.config.parallelism import Degrees
-from titanlite.models.lora import is_adapter
+from titanlite.features.lora.layers import is_adapter
 from titanlite.trainer import Trainer
 
 FSDP2 = Degrees(dp_shard=2)

@@ -18,10 +18,10 @@ import torch
 from titanlite import __version__
 from titanlite.base.errors import CheckpointError, TitanliteError, raise_problems
 from titanlite.base.hf_objects import build_from_config
-from titanlite.checkpoint.adapter import write_adapter_config, write_model_config
 from titanlite.checkpoint.folder import read_json
 from titanlite.config import AnyModelConfig, ModelConfig, TransformersConfig
 from titanlite.config.schema import LoRASection
+from titanlite.features.lora.adapter import write_adapter_config, write_model_config
 from titanlite.features.transformers.config import (
     find_refused,
     format_json,

@@ -18,6 +18,7 @@ from titanlite.checkpoint.folder import INDEX_FILE, OWN_FOLDER, UNFINISHED_FILES
 from titanlite.checkpoint.keys import MASTER_PREFIX, SIDECAR_FILE, checkpoint_pieces, is_sidecar, whole
 from titanlite.checkpoint.writer import FileLayout, Item, lay_out
 from titanlite.config import AnyModelConfig, JobConfig, ModelConfig, TransformersConfig
+from titanlite.features.lora.layers import is_adapter
 from titanlite.features.transformers.checkpoint import saved_entries, stored_forms, transformers_items
 from titanlite.features.transformers.model import TransformersModel
 from titanlite.materialize import Plan, TensorEntry
@@ -25,7 +26,6 @@ from titanlite.materialize.layout import local_of
 from titanlite.materialize.replicas import share_out
 from titanlite.models.build import AnyModel
 from titanlite.models.families import family_of
-from titanlite.models.lora import is_adapter
 
 
 def save_hf_model(

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from titanlite.base.agree import gather_objects, new_host_group, on_first_rank
 from titanlite.base.errors import CheckpointError, SaveError, TitanliteError, TransientError, raise_problems
 from titanlite.base.log import logger
-from titanlite.checkpoint.adapter import adapter_checkpoint, adapter_files
 from titanlite.checkpoint.best import point_best, read_best, repair_best
 from titanlite.checkpoint.commit import (
     MANIFEST_FILE,
@@ -44,6 +43,7 @@ from titanlite.checkpoint.train_state import (
 from titanlite.checkpoint.writer import snapshot
 from titanlite.config import JobConfig
 from titanlite.config.assets import assets_folder
+from titanlite.features.lora.adapter import adapter_checkpoint, adapter_files
 from titanlite.materialize import Plan, SourceProvider
 from titanlite.models.build import AnyModel
 

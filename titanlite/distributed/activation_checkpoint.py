@@ -9,11 +9,11 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from titanlite.config.schema import ActivationCheckpointSection
+from titanlite.features.lora.layers import adapted_modules
 from titanlite.features.transformers.model import TransformersModel
 from titanlite.models.attention import SelfAttention
 from titanlite.models.build import AnyModel
 from titanlite.models.layers import FeedForward
-from titanlite.models.lora import adapted_modules
 from titanlite.models.moe import Experts
 from titanlite.ops import local_tensor
 from titanlite.ops.matmul import get_onednn_op

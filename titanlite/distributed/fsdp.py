@@ -17,10 +17,10 @@ from torch.distributed.tensor import Shard
 from titanlite.config.schema import BLOCK_SIZES, JobConfig
 from titanlite.distributed.fsdp_timing import time_collectives
 from titanlite.distributed.parallel_dims import ParallelDims
+from titanlite.features.lora.layers import is_adapter
 from titanlite.features.transformers.model import TransformersModel
 from titanlite.materialize.layout import is_elsewhere
 from titanlite.models.build import AnyModel
-from titanlite.models.lora import is_adapter
 
 
 def mixed_precision_dtypes(job: JobConfig, device_type: str) -> tuple[torch.dtype, torch.dtype]:

@@ -21,11 +21,11 @@ from torch.distributed.tensor import Replicate, Shard
 from titanlite.base import timers
 from titanlite.distributed.collectives import all_gather, all_reduce, own_part, reduce_scatter, register_group
 from titanlite.distributed.shard import ParameterPlacements, shard_parameters
+from titanlite.features.lora.layers import LoRALinear
 from titanlite.materialize.layout import region_of
 from titanlite.models.attention import Attention, LatentAttention, SelfAttention
 from titanlite.models.decoder import Decoder
 from titanlite.models.layers import Embedding, FeedForward, Linear, OutputHead
-from titanlite.models.lora import LoRALinear
 from titanlite.models.moe import Experts, MoE
 from titanlite.ops import VocabShard, linear_cross_entropy, local_tensor
 

@@ -5,10 +5,10 @@ import re
 import torch
 
 from titanlite.config.model import AnyModelConfig, ModelConfig, TransformersConfig
+from titanlite.features.lora.layers import is_adapter
 from titanlite.materialize.layout import num_values
 from titanlite.metrics.parameter_groups import outer_parameters
 from titanlite.models.build import AnyModel
-from titanlite.models.lora import is_adapter
 from titanlite.models.moe import is_routed
 
 # Dense (not sparse) bfloat16 tensor-core FLOP/s from the vendors' data sheets. The first entry whose words all occur

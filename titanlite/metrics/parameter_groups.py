@@ -5,10 +5,10 @@ from typing import cast
 import torch
 from torch import nn
 
+from titanlite.features.lora.layers import is_adapter
 from titanlite.features.transformers.model import TransformersModel
 from titanlite.materialize.plan import clean_name
 from titanlite.models.build import AnyModel
-from titanlite.models.lora import is_adapter
 
 # The first group with a word that is in a parameter's name gets it; words of titanlite's and transformers' models.
 _WORDS: tuple[tuple[str, tuple[str, ...]], ...] = (

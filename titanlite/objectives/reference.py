@@ -15,8 +15,8 @@ from titanlite.base.errors import CheckpointError, TrainingError
 from titanlite.base.log import logger
 from titanlite.checkpoint.folder import read_headers
 from titanlite.data import Batch
+from titanlite.features.lora.layers import adapters_disabled
 from titanlite.models.build import AnyModel
-from titanlite.models.lora import adapters_disabled
 from titanlite.objectives.dpo import document_log_probs, num_documents
 
 _KEY_BYTES = 16

@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 from titanlite.config.schema import LoRASection, OptimizerSection
+from titanlite.features.lora.layers import apply_lora
 from titanlite.metrics import group_parameters
 from titanlite.models.decoder import build_decoder
 from titanlite.models.families import families
-from titanlite.models.lora import apply_lora
 from titanlite.optim import freeze_parameters
 
 

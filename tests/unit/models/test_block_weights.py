@@ -13,6 +13,7 @@ from titanlite.checkpoint import reader as reader_module
 from titanlite.checkpoint.header import read_header
 from titanlite.checkpoint.keys import checkpoint_pieces
 from titanlite.config.schema import LoRASection
+from titanlite.features.lora.layers import adapters_disabled, apply_lora, is_adapter
 from titanlite.materialize import (
     Checkpoint,
     Init,
@@ -28,7 +29,6 @@ from titanlite.materialize.layout import encoding_of, num_values, region_of, sha
 from titanlite.models.block_weights import BlockEncoding, encode_weights
 from titanlite.models.decoder import build_decoder
 from titanlite.models.families import families, family_of
-from titanlite.models.lora import adapters_disabled, apply_lora, is_adapter
 from titanlite.ops.block_formats import BLOCK_FORMATS, FP8, NF4, decode_blocks, encode_blocks
 
 # Widths that are several blocks, one, and parts of one.

@@ -15,10 +15,10 @@ from traced_layers import TORCH_COMPILE_WARNINGS, Graphs
 from titanlite.config import JobConfig
 from titanlite.config.schema import LoRASection
 from titanlite.distributed.parallelize import wrap_layers
+from titanlite.features.lora.layers import apply_lora
 from titanlite.materialize import materialize
 from titanlite.models.decoder import Decoder, build_decoder
 from titanlite.models.families import families
-from titanlite.models.lora import apply_lora
 
 pytestmark = TORCH_COMPILE_WARNINGS
 

@@ -7,9 +7,9 @@ from preference_pairs import direct_dpo, log_prob, pack, random_pairs
 from titanlite.base.errors import CheckpointError, TrainingError
 from titanlite.config.schema import LoRASection
 from titanlite.data import IGNORE_INDEX
+from titanlite.features.lora.layers import apply_lora, is_adapter
 from titanlite.materialize import materialize
 from titanlite.models.decoder import build_decoder
-from titanlite.models.lora import apply_lora, is_adapter
 from titanlite.objectives import DPO, AdaptersOff, CachedReference, describe_weights
 from titanlite.objectives.dpo import document_log_probs
 

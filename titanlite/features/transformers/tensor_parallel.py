@@ -32,10 +32,10 @@ from titanlite.base.log import logger
 from titanlite.distributed.collectives import all_gather, all_reduce, register_group
 from titanlite.distributed.shard import ParameterPlacements, shard_parameters
 from titanlite.distributed.tensor_parallel import vocab_shard
+from titanlite.features.lora.layers import LoRALinear
 from titanlite.features.transformers.model import TransformersModel
 from titanlite.features.transformers.tensor_parallel_plan import SPLIT_DIM, Style, resolve_tensor_parallel_plan
 from titanlite.materialize.layout import region_of
-from titanlite.models.lora import LoRALinear
 from titanlite.ops import linear_cross_entropy, local_tensor
 
 _Forward = Callable[..., torch.Tensor]

@@ -15,14 +15,14 @@ from peft.tuners.lora.config import CordaConfig, EvaConfig, LoraGAConfig, LoraRu
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from titanlite.base.errors import CheckpointError
-from titanlite.checkpoint.adapter import adapter_checkpoint, read_adapter
 from titanlite.checkpoint.pretrained import weights_of
 from titanlite.config.schema import LoRASection
 from titanlite.export_checkpoint import main
+from titanlite.features.lora.adapter import adapter_checkpoint, read_adapter
+from titanlite.features.lora.layers import apply_lora
 from titanlite.materialize import materialize
 from titanlite.models.decoder import build_decoder
 from titanlite.models.families import model_config_from_hf
-from titanlite.models.lora import apply_lora
 
 BOUND = 1e-5  # float32 through 2 layers in another order of operations
 TARGETS = ["q_proj", "down_proj"]

@@ -34,13 +34,7 @@ from titanlite.checkpoint.reader import Placed, SafetensorsReader
 from titanlite.checkpoint.writer import FileLayout, Item, lay_out
 from titanlite.config import ModelConfig
 from titanlite.config.schema import LoRASection
-from titanlite.materialize import Plan, ReadRequest, Region, Source, TensorInfo, Unfit
-from titanlite.materialize.layout import local_of
-from titanlite.materialize.replicas import share_out
-from titanlite.materialize.sources import Read
-from titanlite.models.build import AnyModel
-from titanlite.models.families import family_of
-from titanlite.models.lora import (
+from titanlite.features.lora.layers import (
     LoRALinear,
     adaptable_experts,
     adaptable_names,
@@ -49,6 +43,12 @@ from titanlite.models.lora import (
     other_modules,
     scaling_of,
 )
+from titanlite.materialize import Plan, ReadRequest, Region, Source, TensorInfo, Unfit
+from titanlite.materialize.layout import local_of
+from titanlite.materialize.replicas import share_out
+from titanlite.materialize.sources import Read
+from titanlite.models.build import AnyModel
+from titanlite.models.families import family_of
 
 PREFIX = "base_model.model."
 _EXPERT_ADAPTER = re.compile(r"(.*)\.(gate_up|up|down)_(lora_[AB])")

@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 
 from titanlite.base.errors import CheckpointError, raise_problems
-from titanlite.checkpoint.adapter import PREFIX, read_adapter
 from titanlite.checkpoint.folder import Stored
 from titanlite.checkpoint.reader import Placed, SafetensorsReader
+from titanlite.features.lora.adapter import PREFIX, read_adapter
 from titanlite.materialize import ReadRequest, Region
 
 _EXPERT_WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")

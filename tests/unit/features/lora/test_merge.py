@@ -8,17 +8,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from titanlite.checkpoint.adapter import adapter_files, write_adapter_config
 from titanlite.checkpoint.commit import commit_folder
 from titanlite.checkpoint.description import render
 from titanlite.checkpoint.hf_model import save_hf_model
 from titanlite.config.schema import LoRASection
 from titanlite.export_checkpoint import main
+from titanlite.features.lora.adapter import adapter_files, write_adapter_config
+from titanlite.features.lora.layers import LoRAExperts, LoRALinear, adapted_modules, apply_lora
 from titanlite.inspect_checkpoint import main as inspect
 from titanlite.materialize import Init, Normal, materialize
 from titanlite.models.decoder import build_decoder
 from titanlite.models.families import families
-from titanlite.models.lora import LoRAExperts, LoRALinear, adapted_modules, apply_lora
 
 SECTION = LoRASection(rank=4, alpha=12.0)
 CASES = [

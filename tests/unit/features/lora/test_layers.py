@@ -8,14 +8,14 @@ import torch
 from safetensors.torch import load_file
 
 from titanlite.base.errors import CheckpointError, ConfigError, PlanError
-from titanlite.checkpoint.adapter import adapter_checkpoint, adapter_files, write_adapter_config
 from titanlite.checkpoint.commit import commit_folder
 from titanlite.checkpoint.description import render
 from titanlite.config.schema import LoRASection
+from titanlite.features.lora.adapter import adapter_checkpoint, adapter_files, write_adapter_config
+from titanlite.features.lora.layers import adapted_modules, adapters_disabled, apply_lora, is_adapter
 from titanlite.materialize import materialize
 from titanlite.models.decoder import build_decoder
 from titanlite.models.families import model_config_from_hf
-from titanlite.models.lora import adapted_modules, adapters_disabled, apply_lora, is_adapter
 
 # Both compute in float32 (6e-8) through 3 layers, in a different order of operations.
 BOUND = 1e-5
@@ -283,7 +283,9 @@ def test_another_base_is_noticed(tiny, tmp_path, one_rank, monkeypatch):
     table = json.loads((folder / "adapter_config.json").read_text())
     assert (table["base_model_name_or_path"], table["revision"]) == ("Qwen/Qwen3-0.6B", "0a1b2c")
     said = []
-    monkeypatch.setattr("titanlite.checkpoint.adapter.logger.warning", lambda text, *values: said.append(text % values))
+    monkeypatch.setattr(
+        "titanlite.features.lora.adapter.logger.warning", lambda text, *values: said.append(text % values)
+    )
     adapter_checkpoint(folder, SECTION, snapshot)
     assert said == []
     adapter_checkpoint(folder, SECTION, str(tmp_path))

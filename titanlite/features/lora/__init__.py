@@ -1,0 +1,1 @@
+"""LoRA adapters (arXiv:2106.09685): layers, files in PEFT's format, merging."""
