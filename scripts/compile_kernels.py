@@ -27,12 +27,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from titanlite.ops import block_formats_launch as blocks
-from titanlite.ops import block_formats_triton, cross_entropy_triton
+from titanlite.features.lowbit import formats_launch as blocks
+from titanlite.features.lowbit import formats_triton as block_formats_triton
+from titanlite.features.lowbit.formats import BLOCK_FORMATS
 from titanlite.ops import cross_entropy_launch as softmax
+from titanlite.ops import cross_entropy_triton
 from titanlite.ops import grouped_gemm_launch as launch
 from titanlite.ops import grouped_gemm_triton as kernels
-from titanlite.ops.block_formats import BLOCK_FORMATS
 
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 # Shared memory that one block can have, in bytes: sm_80 is A100's; the `small` tiles must also fit sm_86 and sm_89.

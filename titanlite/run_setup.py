@@ -33,11 +33,11 @@ from titanlite.data.mixture import get_sources
 from titanlite.data.tokenizer import describe_other_ids, describe_resizing
 from titanlite.distributed import ParallelDims, base_dtype, mixed_precision_dtypes, parallelize
 from titanlite.features.lora.layers import apply_lora
+from titanlite.features.lowbit.weights import encode_weights
 from titanlite.features.transformers.model import TransformersModel
 from titanlite.launch.notices import read_restart
 from titanlite.metrics import open_events, record_event
 from titanlite.metrics.events import get_rank
-from titanlite.models.block_weights import encode_weights
 from titanlite.models.build import AnyModel, build_model
 from titanlite.models.families import describe_differences, family_of, model_config_from_hf
 from titanlite.models.moe import is_routed

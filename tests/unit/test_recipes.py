@@ -12,9 +12,9 @@ from transformers import Qwen2_5_VLConfig
 from titanlite.config import assets, load_config
 from titanlite.distributed import ParallelDims, base_dtype, fake_ranks, parallelize
 from titanlite.features.lora.layers import apply_lora
+from titanlite.features.lowbit.weights import encode_weights
 from titanlite.materialize import build_plan
 from titanlite.materialize.layout import encoding_of, num_values
-from titanlite.models.block_weights import encode_weights
 from titanlite.models.build import build_model
 from titanlite.ops import BLOCK_FORMATS
 from titanlite.optim import count_parameters

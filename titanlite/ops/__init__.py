@@ -3,10 +3,10 @@
 A function that needs a collective (vocabulary-parallel cross entropy) takes it as a callable.
 """
 
+from titanlite.features.lowbit.formats import BLOCK_FORMATS, BlockFormat
+from titanlite.features.lowbit.matmul import frozen_grouped_gemm, frozen_linear
 from titanlite.ops.attention import AttentionMask, attention, build_attention_mask, cached_attention, leave_out_cudnn
-from titanlite.ops.block_formats import BLOCK_FORMATS, BlockFormat
 from titanlite.ops.cross_entropy import IGNORE_INDEX, VocabShard, linear_cross_entropy
-from titanlite.ops.frozen import frozen_grouped_gemm, frozen_linear
 from titanlite.ops.grouped_gemm import grouped_gemm
 from titanlite.ops.local import local_tensor
 from titanlite.ops.matmul import linear

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from titanlite.ops.block_formats import BlockFormat, decode_blocks
+from titanlite.features.lowbit.formats import BlockFormat, decode_blocks
 from titanlite.ops.grouped_gemm import GroupedGemmBackend, grouped_gemm
 from titanlite.ops.matmul import linear
 

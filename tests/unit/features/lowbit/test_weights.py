@@ -14,6 +14,8 @@ from titanlite.checkpoint.header import read_header
 from titanlite.checkpoint.keys import checkpoint_pieces
 from titanlite.config.schema import LoRASection
 from titanlite.features.lora.layers import adapters_disabled, apply_lora, is_adapter
+from titanlite.features.lowbit.formats import BLOCK_FORMATS, FP8, NF4, decode_blocks, encode_blocks
+from titanlite.features.lowbit.weights import BlockEncoding, encode_weights
 from titanlite.materialize import (
     Checkpoint,
     Init,
@@ -26,10 +28,8 @@ from titanlite.materialize import (
 )
 from titanlite.materialize import execute as execute_module
 from titanlite.materialize.layout import encoding_of, num_values, region_of, shape_of
-from titanlite.models.block_weights import BlockEncoding, encode_weights
 from titanlite.models.decoder import build_decoder
 from titanlite.models.families import families, family_of
-from titanlite.ops.block_formats import BLOCK_FORMATS, FP8, NF4, decode_blocks, encode_blocks
 
 # Widths that are several blocks, one, and parts of one.
 CONFIG = replace(families()["qwen3_moe"].presets["debug"], num_layers=2, hidden_size=160, moe_intermediate_size=40)

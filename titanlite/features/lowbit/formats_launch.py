@@ -5,8 +5,8 @@ from typing import Any
 import torch
 import triton
 
-from titanlite.ops.block_formats import BlockFormat
-from titanlite.ops.block_formats_triton import decode_blocks_kernel
+from titanlite.features.lowbit.formats import BlockFormat
+from titanlite.features.lowbit.formats_triton import decode_blocks_kernel
 from titanlite.ops.grouped_gemm_launch import device_of
 
 VALUES, WARPS = 4096, 8  # of one program

@@ -9,9 +9,9 @@ from torch._dynamo.backends.common import aot_autograd
 from traced_layers import TORCH_COMPILE_WARNINGS
 from triton_interpreter import repair
 
-from titanlite.ops import block_formats, block_formats_launch, frozen_grouped_gemm, frozen_linear, grouped_gemm
-from titanlite.ops import grouped_gemm_launch as kernels
-from titanlite.ops.block_formats import (
+from titanlite.features.lowbit import formats as block_formats
+from titanlite.features.lowbit import formats_launch as block_formats_launch
+from titanlite.features.lowbit.formats import (
     BLOCK_FORMATS,
     FP8,
     NF4,
@@ -20,6 +20,8 @@ from titanlite.ops.block_formats import (
     encode_blocks,
     keep_fp8,
 )
+from titanlite.ops import frozen_grouped_gemm, frozen_linear, grouped_gemm
+from titanlite.ops import grouped_gemm_launch as kernels
 
 if kernels.INTERPRETED:
     repair()
