@@ -4,10 +4,10 @@ Next-token prediction is for pretraining and supervised fine-tuning, direct pref
 chosen and a rejected answer.
 """
 
+from titanlite.features.dpo.objective import DPO
+from titanlite.features.dpo.reference import AdaptersOff, CachedReference, describe_weights
 from titanlite.objectives.build import build_objective
-from titanlite.objectives.dpo import DPO
 from titanlite.objectives.objective import NextToken, Objective, ObjectiveSums
-from titanlite.objectives.reference import AdaptersOff, CachedReference, describe_weights
 
 __all__ = [
     "DPO",

@@ -4,9 +4,9 @@ from pathlib import Path
 
 from titanlite.base.errors import DataError
 from titanlite.config import JobConfig
-from titanlite.objectives.dpo import DPO
+from titanlite.features.dpo.objective import DPO
+from titanlite.features.dpo.reference import AdaptersOff, CachedReference, describe_weights
 from titanlite.objectives.objective import NextToken, Objective
-from titanlite.objectives.reference import AdaptersOff, CachedReference, describe_weights
 
 
 def build_objective(job: JobConfig, form: str) -> Objective:

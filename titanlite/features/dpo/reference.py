@@ -15,9 +15,9 @@ from titanlite.base.errors import CheckpointError, TrainingError
 from titanlite.base.log import logger
 from titanlite.checkpoint.folder import read_headers
 from titanlite.data import Batch
+from titanlite.features.dpo.objective import document_log_probs, num_documents
 from titanlite.features.lora.layers import adapters_disabled
 from titanlite.models.build import AnyModel
-from titanlite.objectives.dpo import document_log_probs, num_documents
 
 _KEY_BYTES = 16
 _Pairs = dict[bytes, tuple[float, float]]

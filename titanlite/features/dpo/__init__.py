@@ -1,0 +1,1 @@
+"""Direct preference optimization (arXiv:2305.18290)."""
