@@ -25,10 +25,10 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from titanlite.data.chat import ANSWER, END, TRAINED, ChatRenderer
-from titanlite.data.chat_template import set_date
-from titanlite.data.encode import Document, ExampleEncoder
-from titanlite.data.readers import RowError
+from titanlite.features.sft.chat import ANSWER, END, TRAINED, ChatRenderer
+from titanlite.features.sft.chat_template import set_date
+from titanlite.features.sft.encode import Document, ExampleEncoder
+from titanlite.features.sft.readers import RowError
 
 DATE = "2026-01-02"
 CLASSES = ("right", "refused", "silent", "mask", "no end")

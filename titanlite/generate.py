@@ -305,7 +305,7 @@ def get_end_of_turn_ids(tokenizer: Any, dataset: TrainDataset | None = None) -> 
     Otherwise the special token that ends an answer of the tokenizer's chat template, if it has one. A base model's
     `eos_token_id` often is another one.
     """
-    from titanlite.data.chat import get_end_token
+    from titanlite.features.sft.chat import get_end_token
 
     collected = get_stop_token_ids(dataset)
     if dataset is not None and collected and dataset.num_train_sequences is not None:  # a stream knows only some

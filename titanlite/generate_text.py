@@ -29,9 +29,9 @@ from titanlite.config.parallelism import check_parallelism, resolve_degrees
 from titanlite.config.patterns import parse_object
 from titanlite.config.schema import ParallelismSection, TrainingSection
 from titanlite.data import count_ids, load_tokenizer
-from titanlite.data.readers import RowError
-from titanlite.data.row_limits import run_row
 from titanlite.distributed import ParallelDims, end_distributed, init_distributed, parallelize
+from titanlite.features.sft.readers import RowError
+from titanlite.features.sft.row_limits import run_row
 from titanlite.generate import Continuation, Sampling, generate, get_end_of_turn_ids, get_eos_token_ids, name_of
 from titanlite.materialize import materialize
 from titanlite.metrics.out_of_memory import is_out_of_memory
@@ -296,7 +296,7 @@ def _encode(tokenizer: Any, prompt: Any, chat: bool, arguments: dict[str, Any] |
         return tokenizer.encode(prompt)
     if not tokenizer.chat_template:
         raise DataError("generate: --chat: the tokenizer has no chat template. Leave --chat out, or add a template.")
-    from titanlite.data.encode import encode_prompt
+    from titanlite.features.sft.encode import encode_prompt
 
     row = prompt if isinstance(prompt, dict) else {"messages": [{"role": "user", "content": prompt}]}
     try:

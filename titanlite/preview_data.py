@@ -20,17 +20,23 @@ from titanlite.config import load_config, sources
 from titanlite.config.assets import find_missing_files
 from titanlite.config.schema import DataSection
 from titanlite.data import PackedDataset, SequenceDataset, TrainLoader, build_data
-from titanlite.data.chat import END, TRAINED
-from titanlite.data.chat_parts import describe_kind
-from titanlite.data.example_dataset import ExampleDataset
-from titanlite.data.examples import make_encoder
-from titanlite.data.forms import Chat, parse_row
 from titanlite.data.mixture import get_sources
-from titanlite.data.readers import RowError
-from titanlite.data.report import get_first_skipped, get_left_out, get_num_split, get_trained_share, get_warnings
-from titanlite.data.rows import Row, build_rows, describe_place
 from titanlite.data.shown import Painter, escape, get_shown_documents
 from titanlite.data.stream import StreamDataset
+from titanlite.features.sft.chat import END, TRAINED
+from titanlite.features.sft.chat_parts import describe_kind
+from titanlite.features.sft.dataset import ExampleDataset
+from titanlite.features.sft.examples import make_encoder
+from titanlite.features.sft.forms import Chat, parse_row
+from titanlite.features.sft.readers import RowError
+from titanlite.features.sft.report import (
+    get_first_skipped,
+    get_left_out,
+    get_num_split,
+    get_trained_share,
+    get_warnings,
+)
+from titanlite.features.sft.rows import Row, build_rows, describe_place
 from titanlite.preflight import check
 from titanlite.preview_step import StepRequest, show_step
 from titanlite.run_setup import with_chat_date

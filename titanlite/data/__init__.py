@@ -6,12 +6,12 @@ Importing this package does not import transformers (0.5 to 1 s): only the funct
 from titanlite.data.build import build_data, build_example_dataset, resolve_tokenizer_path
 from titanlite.data.corpus import Corpus, build_corpus
 from titanlite.data.dataset import IGNORE_INDEX, Batch, PackedDataset, SequenceDataset, TrainDataset
-from titanlite.data.example_dataset import ExampleDataset
 from titanlite.data.loader import TrainLoader
 from titanlite.data.prompts import EvaluationPrompt, evaluation_prompts, read_evaluation_prompts
 from titanlite.data.stream import StreamDataset
 from titanlite.data.tokenizer import build_tokenizer, count_ids, load_tokenizer
 from titanlite.data.tokens import TokenizedCorpus, build_tokens
+from titanlite.features.sft.dataset import ExampleDataset
 
 __all__ = [
     "IGNORE_INDEX",

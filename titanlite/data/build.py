@@ -22,7 +22,7 @@ from titanlite.models.families import get_model_type
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-    from titanlite.data.example_dataset import ExampleDataset, ExampleSet
+    from titanlite.features.sft.dataset import ExampleDataset, ExampleSet
 
 
 _MOST_TEMPLATE_BYTES = 16 << 20
@@ -160,10 +160,10 @@ def build_example_dataset(
         DataError: there is no tokenizer or template, a row is bad, or an example too long, and the settings say so.
     """
     # Imported here because the text pipeline needs no jinja2 and no transformers.
-    from titanlite.data.example_dataset import ExampleDataset, fit_examples, hold_out
-    from titanlite.data.examples import build_examples
-    from titanlite.data.report import describe, get_warnings
-    from titanlite.data.rows import build_rows
+    from titanlite.features.sft.dataset import ExampleDataset, fit_examples, hold_out
+    from titanlite.features.sft.examples import build_examples
+    from titanlite.features.sft.report import describe, get_warnings
+    from titanlite.features.sft.rows import build_rows
 
     tokenizer = _load_example_tokenizer(data) if tokenizer is None else tokenizer
     rows = build_rows(data.path, data.pattern, data.subset, data.split)
@@ -185,8 +185,8 @@ def build_example_dataset(
 def _build_stream(
     data: DataSection, seq_len: int, seed: int, where: str, tokenizer: "PreTrainedTokenizerFast | None"
 ) -> tuple["PreTrainedTokenizerFast", SequenceDataset]:
-    from titanlite.data.rows import build_rows
     from titanlite.data.stream import StreamDataset
+    from titanlite.features.sft.rows import build_rows
 
     tokenizer = _load_example_tokenizer(data) if tokenizer is None else tokenizer
     rows = build_rows(data.path, data.pattern, data.subset, data.split, streaming=True)
@@ -197,9 +197,9 @@ def _build_stream(
 
 
 def _build_held_out(data: DataSection, seq_len: int, tokenizer: "PreTrainedTokenizerFast") -> "ExampleSet":
-    from titanlite.data.example_dataset import fit_examples
-    from titanlite.data.examples import build_examples
-    from titanlite.data.rows import build_rows
+    from titanlite.features.sft.dataset import fit_examples
+    from titanlite.features.sft.examples import build_examples
+    from titanlite.features.sft.rows import build_rows
 
     rows = build_rows(data.validation_path, data.pattern, data.subset, data.validation_split)
     return fit_examples(build_examples(data, rows, tokenizer), seq_len, data.too_long)
@@ -212,7 +212,7 @@ def _load_example_tokenizer(data: DataSection) -> "PreTrainedTokenizerFast":
             'data: dataset = "examples" needs a tokenizer, but data.tokenizer_path is empty and model.hf_assets_path '
             "has no tokenizer.json. Set one of them to the folder of the model to fine-tune."
         )
-    from titanlite.data.chat_template import set_arguments
+    from titanlite.features.sft.chat_template import set_arguments
 
     tokenizer = load_tokenizer(data.tokenizer_path)
     if data.chat_template:

@@ -23,12 +23,12 @@ from torch import Tensor
 from titanlite.base.errors import DataError, raise_problems
 from titanlite.base.files import open_regular
 from titanlite.base.hf_objects import load_from_folder
-from titanlite.data.chat_frame import FrameFinder
-from titanlite.data.chat_template import set_date
 from titanlite.data.dataset import ShuffledOrder, copy_to, get_num_held_out
-from titanlite.data.readers import READERS, RowError, first_line
-from titanlite.data.row_limits import render_chat
 from titanlite.data.tokenizer import count_ids
+from titanlite.features.sft.chat_frame import FrameFinder
+from titanlite.features.sft.chat_template import set_date
+from titanlite.features.sft.readers import READERS, RowError, first_line
+from titanlite.features.sft.row_limits import render_chat
 from titanlite.ops import IGNORE_INDEX
 
 # Pillow knows 40 more; one of them, PostScript, starts a program.

@@ -9,16 +9,16 @@ import numpy as np
 
 from titanlite.base.errors import DataError
 from titanlite.config.schema import DataSection
-from titanlite.data.chat import ANSWER, END
 from titanlite.data.dataset import TrainDataset
-from titanlite.data.example_dataset import ExampleDataset
 from titanlite.data.mixture import get_sources
 from titanlite.data.stream import StreamDataset
+from titanlite.features.sft.chat import ANSWER, END
+from titanlite.features.sft.dataset import ExampleDataset
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-    from titanlite.data.examples import TokenizedExamples
+    from titanlite.features.sft.examples import TokenizedExamples
 
 
 class EvaluationPrompt(NamedTuple):
@@ -68,8 +68,8 @@ def read_evaluation_prompts(
     Raises:
         DataError: there are no rows, a row cannot be used, or they are plain text, which has no answers.
     """
-    from titanlite.data.examples import build_examples
-    from titanlite.data.rows import build_rows
+    from titanlite.features.sft.examples import build_examples
+    from titanlite.features.sft.rows import build_rows
 
     try:
         rows = build_rows(path, subset=data.subset, split=split)

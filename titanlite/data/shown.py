@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from titanlite.base.errors import DataError
-from titanlite.data.chat import END, TRAINED
 from titanlite.data.dataset import PackedDataset, TrainDataset
-from titanlite.data.example_dataset import ExampleDataset, ExampleSet
 from titanlite.data.images import ImageDataset
 from titanlite.data.mixture import MixtureDataset, naming_source
 from titanlite.data.stream import StreamDataset
+from titanlite.features.sft.chat import END, TRAINED
+from titanlite.features.sft.dataset import ExampleDataset, ExampleSet
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -17,10 +17,10 @@ from zipfile import BadZipFile
 import numpy as np
 
 from titanlite.data.cache import load_or_make, stamp_files
-from titanlite.data.encode import Example, ExampleEncoder
-from titanlite.data.examples import FORMAT_VERSION, ExampleHeader, TokenizedExamples, encode_rows, get_place
-from titanlite.data.readers import RowError
-from titanlite.data.rows import Row, describe_place
+from titanlite.features.sft.encode import Example, ExampleEncoder
+from titanlite.features.sft.examples import FORMAT_VERSION, ExampleHeader, TokenizedExamples, encode_rows, get_place
+from titanlite.features.sft.readers import RowError
+from titanlite.features.sft.rows import Row, describe_place
 
 _ARRAYS = ("tokens", "flags", "offsets", "num_trained", "places")
 

@@ -12,10 +12,10 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 from unit.data.templates import CHATML
 
-from titanlite.data.chat import ANSWER, END, NO_END, TRAINED, ChatRenderer
-from titanlite.data.chat_template import set_arguments, set_date
-from titanlite.data.encode import Document, ExampleEncoder, encode_prompt
-from titanlite.data.readers import RowError
+from titanlite.features.sft.chat import ANSWER, END, NO_END, TRAINED, ChatRenderer
+from titanlite.features.sft.chat_template import set_arguments, set_date
+from titanlite.features.sft.encode import Document, ExampleEncoder, encode_prompt
+from titanlite.features.sft.readers import RowError
 
 MakeTokenizer = Callable[..., PreTrainedTokenizerFast]
 

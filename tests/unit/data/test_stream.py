@@ -19,9 +19,9 @@ from titanlite.base.errors import DataError
 from titanlite.config.check import check_values
 from titanlite.config.schema import JobConfig
 from titanlite.data import TrainLoader, build_data, stream, stream_blocks
-from titanlite.data.rows import Row
 from titanlite.data.stream import StreamDataset
 from titanlite.data.stream_blocks import EncodedBlock
+from titanlite.features.sft.rows import Row
 
 MakeJob = Callable[..., JobConfig]
 

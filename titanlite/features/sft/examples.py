@@ -16,13 +16,13 @@ from titanlite.base.errors import DataError, raise_problems
 from titanlite.base.log import logger
 from titanlite.config.schema import DataSection
 from titanlite.data.cache import get_cache_folder, load_or_build, write_atomic
-from titanlite.data.chat import ChatRenderer
-from titanlite.data.chat_template import set_date
-from titanlite.data.encode import Document, ExampleEncoder
-from titanlite.data.forms import FORMS, Form, detect_form
-from titanlite.data.readers import RowError
-from titanlite.data.rows import Row, Rows, describe_place
 from titanlite.data.tokenizer import count_ids, serialize
+from titanlite.features.sft.chat import ChatRenderer
+from titanlite.features.sft.chat_template import set_date
+from titanlite.features.sft.encode import Document, ExampleEncoder
+from titanlite.features.sft.forms import FORMS, Form, detect_form
+from titanlite.features.sft.readers import RowError
+from titanlite.features.sft.rows import Row, Rows, describe_place
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -70,7 +70,7 @@ class TokenizedExamples:
 
     Attributes:
         tokens: (num_tokens,) uint16, or uint32 for a vocabulary above 65536.
-        flags: (num_tokens,) uint8, the bits TRAINED and ANSWER of `titanlite.data.chat`.
+        flags: (num_tokens,) uint8, the bits TRAINED and ANSWER of `titanlite.features.sft.chat`.
         offsets: (num_documents + 1,) int64, where documents begin.
         num_trained: (num_documents,) int64, trained tokens of each document that are labels.
         places: (num_examples,) int64, the row of each example; examples of one row follow each other.

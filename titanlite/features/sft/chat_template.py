@@ -14,8 +14,8 @@ from jinja2.exceptions import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from titanlite.base.errors import DataError
-from titanlite.data.readers import RowError
-from titanlite.data.row_limits import check_template
+from titanlite.features.sft.readers import RowError
+from titanlite.features.sft.row_limits import check_template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

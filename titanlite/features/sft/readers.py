@@ -24,8 +24,8 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 from titanlite.base.errors import DataError
 from titanlite.base.files import check_regular, open_regular, parse_json
-from titanlite.data import row_limits
-from titanlite.data.row_limits import LimitedLines, RowError, skip_line, too_long
+from titanlite.features.sft import row_limits
+from titanlite.features.sft.row_limits import LimitedLines, RowError, skip_line, too_long
 
 if TYPE_CHECKING:
     from pyarrow.parquet import ParquetFile

@@ -12,12 +12,12 @@ import pytest
 from tiny_transformers import save_tiny_processor
 
 from titanlite.base.errors import DataError
-from titanlite.data import row_limits
-from titanlite.data.encode import ExampleEncoder
 from titanlite.data.images import ImageDataset, ImageRow, load_processor
-from titanlite.data.readers import RowError
-from titanlite.data.row_limits import check_template, render_chat, run_row
 from titanlite.data.tokenizer import load_tokenizer
+from titanlite.features.sft import row_limits
+from titanlite.features.sft.encode import ExampleEncoder
+from titanlite.features.sft.readers import RowError
+from titanlite.features.sft.row_limits import check_template, render_chat, run_row
 from titanlite.generate import get_end_of_turn_ids
 from titanlite.generate_text import _encode
 

@@ -16,12 +16,12 @@ from titanlite.base.errors import DataError
 from titanlite.config.check import check_values
 from titanlite.config.schema import DataSection, JobConfig
 from titanlite.data import TrainLoader, build_data
-from titanlite.data import examples as examples_module
-from titanlite.data.chat import TRAINED
-from titanlite.data.example_dataset import ExampleDataset
 from titanlite.data.prompts import EvaluationPrompt, evaluation_prompts, read_evaluation_prompts
-from titanlite.data.report import describe
-from titanlite.data.rows import LocalRows
+from titanlite.features.sft import examples as examples_module
+from titanlite.features.sft.chat import TRAINED
+from titanlite.features.sft.dataset import ExampleDataset
+from titanlite.features.sft.report import describe
+from titanlite.features.sft.rows import LocalRows
 from titanlite.ops import IGNORE_INDEX
 
 MakeJob = Callable[..., JobConfig]

@@ -24,8 +24,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from titanlite.base.errors import DataError
-from titanlite.data.chat_frame import Frame, FrameFinder
-from titanlite.data.chat_parts import (
+from titanlite.features.sft.chat_frame import Frame, FrameFinder
+from titanlite.features.sft.chat_parts import (
     PROBES,
     Part,
     get_common_start,
@@ -34,10 +34,10 @@ from titanlite.data.chat_parts import (
     get_tool_parts,
     list_python_texts,
 )
-from titanlite.data.chat_template import REMEDY, ChatTemplate, Marks, Messages
-from titanlite.data.forms import Chat, set_arguments_as_text
-from titanlite.data.readers import RowError
-from titanlite.data.row_limits import run_row
+from titanlite.features.sft.chat_template import REMEDY, ChatTemplate, Marks, Messages
+from titanlite.features.sft.forms import Chat, set_arguments_as_text
+from titanlite.features.sft.readers import RowError
+from titanlite.features.sft.row_limits import run_row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

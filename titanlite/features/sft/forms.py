@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from titanlite.base.files import parse_json
-from titanlite.data.readers import RowError
+from titanlite.features.sft.readers import RowError
 
 Form = Literal["messages", "prompt_completion", "text", "preference"]
 FORMS: tuple[str, ...] = get_args(Form)

@@ -5,9 +5,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from titanlite.data.chat_parts import PROBES, get_common_end, get_common_start, get_parts, probe_message
-from titanlite.data.chat_template import Messages
-from titanlite.data.readers import RowError
+from titanlite.features.sft.chat_parts import PROBES, get_common_end, get_common_start, get_parts, probe_message
+from titanlite.features.sft.chat_template import Messages
+from titanlite.features.sft.readers import RowError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -13,11 +13,11 @@ import torch
 
 from titanlite.base.errors import DataError, raise_problems
 from titanlite.config.schema import TooLong
-from titanlite.data.chat import TRAINED
 from titanlite.data.dataset import Batch, ShuffledOrder, get_num_held_out, get_permutation
-from titanlite.data.examples import TokenizedExamples
-from titanlite.data.forms import Form
-from titanlite.data.packing import pack_best_fit
+from titanlite.features.sft.chat import TRAINED
+from titanlite.features.sft.examples import TokenizedExamples
+from titanlite.features.sft.forms import Form
+from titanlite.features.sft.packing import pack_best_fit
 from titanlite.ops import IGNORE_INDEX
 
 _HOLD_OUT_SEED = 0  # not training.seed: another seed is another order of the same training data

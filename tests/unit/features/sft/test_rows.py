@@ -11,8 +11,8 @@ from datasets import Dataset
 from titanlite.base.errors import DataError
 from titanlite.config.schema import JobConfig
 from titanlite.data import build_data
-from titanlite.data.readers import RowError
-from titanlite.data.rows import HubRows, build_rows
+from titanlite.features.sft.readers import RowError
+from titanlite.features.sft.rows import HubRows, build_rows
 
 MakeJob = Callable[..., JobConfig]
 GOOD = {"prompt": "a", "completion": "b"}

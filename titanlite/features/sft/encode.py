@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from titanlite.data.chat import ANSWER, END, TRAINED, ChatRenderer, Conversation, Turn
-from titanlite.data.forms import Chat, Form, Plain, parse_row
-from titanlite.data.readers import RowError
-from titanlite.data.row_limits import run_row
 from titanlite.data.tokenizer import get_prefix, serialize
 from titanlite.data.tokens import get_plain_encoder
+from titanlite.features.sft.chat import ANSWER, END, TRAINED, ChatRenderer, Conversation, Turn
+from titanlite.features.sft.forms import Chat, Form, Plain, parse_row
+from titanlite.features.sft.readers import RowError
+from titanlite.features.sft.row_limits import run_row
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

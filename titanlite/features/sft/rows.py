@@ -13,7 +13,7 @@ from titanlite.base.files import check_regular, open_regular
 from titanlite.config.assets import is_hub_id
 from titanlite.data.cache import read_once
 from titanlite.data.corpus import find_files
-from titanlite.data.readers import READERS, Mark, RowError, drop_none, first_line, get_suffix
+from titanlite.features.sft.readers import READERS, Mark, RowError, drop_none, first_line, get_suffix
 
 _SUFFIXES = tuple(READERS)
 _OF_LINES = (".jsonl", ".gz", ".zst", ".csv")

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from titanlite.data.forms import REASONING, Chat
+from titanlite.features.sft.forms import REASONING, Chat
 
 # Two words that occur in no text and differ at both ends, so that what two renderings have in common is the template's.
 PROBES = ("Zqxjvq", "Wvkzxw")

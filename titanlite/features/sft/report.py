@@ -3,8 +3,8 @@
 from collections import Counter
 from collections.abc import Mapping
 
-from titanlite.data.chat import DROPPED, NO_END, SPELLED
-from titanlite.data.example_dataset import ExampleDataset
+from titanlite.features.sft.chat import DROPPED, NO_END, SPELLED
+from titanlite.features.sft.dataset import ExampleDataset
 
 
 def get_left_out(dataset: ExampleDataset) -> list[str]:

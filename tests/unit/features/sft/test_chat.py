@@ -10,10 +10,10 @@ from transformers import PreTrainedTokenizerFast
 from unit.data.templates import CHATML, GEMMA, LLAMA3, MARKED, MISTRAL, OPEN_THOUGHT, THINKING
 
 from titanlite.base.errors import DataError
-from titanlite.data.chat import ANSWER, NO_END, TRAINED
-from titanlite.data.encode import Document, ExampleEncoder
-from titanlite.data.forms import Form
-from titanlite.data.readers import RowError
+from titanlite.features.sft.chat import ANSWER, NO_END, TRAINED
+from titanlite.features.sft.encode import Document, ExampleEncoder
+from titanlite.features.sft.forms import Form
+from titanlite.features.sft.readers import RowError
 
 MakeTokenizer = Callable[..., PreTrainedTokenizerFast]
 

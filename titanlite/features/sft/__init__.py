@@ -1,0 +1,1 @@
+"""Supervised fine-tuning: rows of examples, chat templates, packing."""
