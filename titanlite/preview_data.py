@@ -20,9 +20,7 @@ from titanlite.config import load_config, sources
 from titanlite.config.assets import find_missing_files
 from titanlite.config.schema import DataSection
 from titanlite.data import PackedDataset, SequenceDataset, TrainLoader, build_data
-from titanlite.data.mixture import get_sources
 from titanlite.data.shown import Painter, escape, get_shown_documents
-from titanlite.data.stream import StreamDataset
 from titanlite.features.sft.chat import END, TRAINED
 from titanlite.features.sft.chat_parts import describe_kind
 from titanlite.features.sft.dataset import ExampleDataset
@@ -37,6 +35,8 @@ from titanlite.features.sft.report import (
     get_warnings,
 )
 from titanlite.features.sft.rows import Row, build_rows, describe_place
+from titanlite.features.streams.mixture import get_sources
+from titanlite.features.streams.stream import StreamDataset
 from titanlite.preflight import check
 from titanlite.preview_step import StepRequest, show_step
 from titanlite.run_setup import with_chat_date

@@ -29,11 +29,11 @@ from titanlite.config import AnyModelConfig, JobConfig, ModelConfig, Transformer
 from titanlite.config.parallelism import Degrees
 from titanlite.config.schema import BLOCK_SIZES
 from titanlite.data import TrainLoader
-from titanlite.data.mixture import get_sources
 from titanlite.data.tokenizer import describe_other_ids, describe_resizing
 from titanlite.distributed import ParallelDims, base_dtype, mixed_precision_dtypes, parallelize
 from titanlite.features.lora.layers import apply_lora
 from titanlite.features.lowbit.weights import encode_weights
+from titanlite.features.streams.mixture import get_sources
 from titanlite.features.transformers.model import TransformersModel
 from titanlite.launch.notices import read_restart
 from titanlite.metrics import open_events, record_event

@@ -21,7 +21,7 @@ from titanlite import run_setup
 from titanlite.base.errors import ConfigError, DataError
 from titanlite.config import JobConfig
 from titanlite.data import PackedDataset, TokenizedCorpus, TrainLoader
-from titanlite.data.mixture import MixtureDataset
+from titanlite.features.streams.mixture import MixtureDataset
 from titanlite.models.families import any_model_config_from_hf, families, family_of
 from titanlite.run_setup import (
     check_device,

@@ -8,10 +8,10 @@ from titanlite.data.corpus import Corpus, build_corpus
 from titanlite.data.dataset import IGNORE_INDEX, Batch, PackedDataset, SequenceDataset, TrainDataset
 from titanlite.data.loader import TrainLoader
 from titanlite.data.prompts import EvaluationPrompt, evaluation_prompts, read_evaluation_prompts
-from titanlite.data.stream import StreamDataset
 from titanlite.data.tokenizer import build_tokenizer, count_ids, load_tokenizer
 from titanlite.data.tokens import TokenizedCorpus, build_tokens
 from titanlite.features.sft.dataset import ExampleDataset
+from titanlite.features.streams.stream import StreamDataset
 
 __all__ = [
     "IGNORE_INDEX",

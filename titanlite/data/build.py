@@ -14,9 +14,9 @@ from titanlite.config.sources import get_sources
 from titanlite.data.corpus import build_corpus
 from titanlite.data.dataset import PackedDataset, SequenceDataset, TrainDataset
 from titanlite.data.loader import TrainLoader
-from titanlite.data.mixture import MixtureDataset, get_source_seed, naming_source
 from titanlite.data.tokenizer import build_tokenizer, load_tokenizer
 from titanlite.data.tokens import build_tokens
+from titanlite.features.streams.mixture import MixtureDataset, get_source_seed, naming_source
 from titanlite.models.families import get_model_type
 
 if TYPE_CHECKING:
@@ -185,8 +185,8 @@ def build_example_dataset(
 def _build_stream(
     data: DataSection, seq_len: int, seed: int, where: str, tokenizer: "PreTrainedTokenizerFast | None"
 ) -> tuple["PreTrainedTokenizerFast", SequenceDataset]:
-    from titanlite.data.stream import StreamDataset
     from titanlite.features.sft.rows import build_rows
+    from titanlite.features.streams.stream import StreamDataset
 
     tokenizer = _load_example_tokenizer(data) if tokenizer is None else tokenizer
     rows = build_rows(data.path, data.pattern, data.subset, data.split, streaming=True)

@@ -14,8 +14,8 @@ import numpy as np
 from titanlite.base.errors import ConfigError, raise_problems
 from titanlite.base.log import logger
 from titanlite.data.dataset import Batch, SequenceDataset, TrainDataset
-from titanlite.data.mixture import MixtureDataset, Source, get_sources
 from titanlite.data.order import Stretch, add_stretch, find_stretch
+from titanlite.features.streams.mixture import MixtureDataset, Source, get_sources
 
 
 class ValidationSet(NamedTuple):

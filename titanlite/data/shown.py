@@ -10,10 +10,10 @@ import numpy as np
 from titanlite.base.errors import DataError
 from titanlite.data.dataset import PackedDataset, TrainDataset
 from titanlite.data.images import ImageDataset
-from titanlite.data.mixture import MixtureDataset, naming_source
-from titanlite.data.stream import StreamDataset
 from titanlite.features.sft.chat import END, TRAINED
 from titanlite.features.sft.dataset import ExampleDataset, ExampleSet
+from titanlite.features.streams.mixture import MixtureDataset, naming_source
+from titanlite.features.streams.stream import StreamDataset
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -10,9 +10,10 @@ import pytest
 from titanlite.base.errors import DataError
 from titanlite.config.check import check_values
 from titanlite.config.schema import JobConfig
-from titanlite.data import build_data, stream
+from titanlite.data import build_data
 from titanlite.data.prompts import read_evaluation_prompts
 from titanlite.features.sft import examples
+from titanlite.features.streams import stream
 
 MakeJob = Callable[..., JobConfig]
 CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}

@@ -29,14 +29,14 @@ from titanlite.base.log import logger
 from titanlite.config.schema import DataSection
 from titanlite.data.cache import get_cache_folder, write_atomic
 from titanlite.data.dataset import Batch, get_permutation
-from titanlite.data.stream_ahead import StreamAhead
-from titanlite.data.stream_blocks import EncodedBlock, encode_block, name_folder, share_block
 from titanlite.data.tokenizer import count_ids, serialize
 from titanlite.features.sft.dataset import ExampleSet, fit_examples, get_documents, make_batch, pack_examples
 from titanlite.features.sft.encode import ExampleEncoder
 from titanlite.features.sft.examples import SKIP_REMEDY, get_chat_settings, get_text_settings, make_encoder
 from titanlite.features.sft.report import get_chat_warnings
 from titanlite.features.sft.rows import Row, Rows
+from titanlite.features.streams.ahead import StreamAhead
+from titanlite.features.streams.blocks import EncodedBlock, encode_block, name_folder, share_block
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -15,9 +15,9 @@ from titanlite.base.errors import DataError
 from titanlite.config.schema import JobConfig, SourceSection
 from titanlite.data import PackedDataset, StreamDataset, TokenizedCorpus, TrainLoader, build_data
 from titanlite.data.dataset import get_permutation
-from titanlite.data.mixture import PERIOD, MixtureDataset, _get_quotas, get_source_seed, get_sources
 from titanlite.data.prompts import evaluation_prompts
 from titanlite.data.shown import get_shown_documents
+from titanlite.features.streams.mixture import PERIOD, MixtureDataset, _get_quotas, get_source_seed, get_sources
 
 MakeJob = Callable[..., JobConfig]
 SEQ_LEN = 10
@@ -138,7 +138,7 @@ def test_big_sources_do_not_push_each_other_out_of_the_cache(monkeypatch: pytest
         return get_permutation(seed, epoch, num_sequences)
 
     monkeypatch.setattr("titanlite.data.dataset.get_permutation", permute)
-    monkeypatch.setattr("titanlite.data.mixture.get_permutation", permute)
+    monkeypatch.setattr("titanlite.features.streams.mixture.get_permutation", permute)
     dataset = MixtureDataset({name: make_part(900, 1000) for name in "abcdefgh"}, dict.fromkeys("abcdefgh", 1.0))
     for step in range(20):
         dataset.get_train_indices(0, 16 * step, 16 * step + 16)

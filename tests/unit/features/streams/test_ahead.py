@@ -7,7 +7,7 @@ from threading import Event
 
 import pytest
 
-from titanlite.data.stream_ahead import StreamAhead
+from titanlite.features.streams.ahead import StreamAhead
 
 
 @dataclass

@@ -18,10 +18,12 @@ import pytest
 from titanlite.base.errors import DataError
 from titanlite.config.check import check_values
 from titanlite.config.schema import JobConfig
-from titanlite.data import TrainLoader, build_data, stream, stream_blocks
-from titanlite.data.stream import StreamDataset
-from titanlite.data.stream_blocks import EncodedBlock
+from titanlite.data import TrainLoader, build_data
 from titanlite.features.sft.rows import Row
+from titanlite.features.streams import blocks as stream_blocks
+from titanlite.features.streams import stream
+from titanlite.features.streams.blocks import EncodedBlock
+from titanlite.features.streams.stream import StreamDataset
 
 MakeJob = Callable[..., JobConfig]
 

@@ -1,0 +1,1 @@
+"""Datasets tokenized while they are read, and mixtures of datasets."""
