@@ -11,7 +11,6 @@ import torch
 from titanlite.base import timers
 from titanlite.config import JobConfig
 from titanlite.data import Batch
-from titanlite.data.images import ImageBatch
 from titanlite.distributed import (
     ParallelDims,
     all_reduce_sum,
@@ -22,6 +21,7 @@ from titanlite.distributed import (
     prepare_backward,
     reduce_replicated_grads,
 )
+from titanlite.features.images.rows import ImageBatch
 from titanlite.launch import heartbeat
 from titanlite.metrics import (
     MoEState,

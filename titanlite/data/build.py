@@ -237,7 +237,7 @@ def _read_template(path: str) -> str:
 
 
 def _build_images(job: JobConfig) -> tuple["PreTrainedTokenizerFast", SequenceDataset]:
-    from titanlite.data.images import ImageDataset, load_processor, read_image_rows
+    from titanlite.features.images.rows import ImageDataset, load_processor, read_image_rows
 
     processor = load_processor(job.data.tokenizer_path or job.model.hf_assets_path)
     rows = read_image_rows(Path(job.data.path).expanduser())

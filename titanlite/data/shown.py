@@ -9,7 +9,7 @@ import numpy as np
 
 from titanlite.base.errors import DataError
 from titanlite.data.dataset import PackedDataset, TrainDataset
-from titanlite.data.images import ImageDataset
+from titanlite.features.images.rows import ImageDataset
 from titanlite.features.sft.chat import END, TRAINED
 from titanlite.features.sft.dataset import ExampleDataset, ExampleSet
 from titanlite.features.streams.mixture import MixtureDataset, naming_source

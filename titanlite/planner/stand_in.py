@@ -18,9 +18,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from titanlite.config import AnyModelConfig, JobConfig
 from titanlite.config.parallelism import Degrees
 from titanlite.data import Batch
-from titanlite.data.images import ImageBatch
 from titanlite.distributed import ParallelDims, all_to_all_single
 from titanlite.distributed.expert_parallel import balanced_routing
+from titanlite.features.images.rows import ImageBatch
 from titanlite.materialize import Plan, build_plan
 from titanlite.materialize.execute import exchange, sharded_like
 from titanlite.materialize.layout import is_elsewhere

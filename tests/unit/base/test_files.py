@@ -17,8 +17,8 @@ from titanlite.config.assets import find_missing_files
 from titanlite.config.schema import DataSection, JobConfig
 from titanlite.data.build import _read_template
 from titanlite.data.corpus import build_text_corpus
-from titanlite.data.images import load_image, read_image_rows
 from titanlite.data.tokenizer import load_tokenizer
+from titanlite.features.images.rows import load_image, read_image_rows
 from titanlite.features.sft.readers import READERS
 from titanlite.features.sft.rows import LocalRows
 from titanlite.generate_text import _read_prompts

@@ -12,8 +12,8 @@ import pytest
 from tiny_transformers import save_tiny_processor
 
 from titanlite.base.errors import DataError
-from titanlite.data.images import ImageDataset, ImageRow, load_processor
 from titanlite.data.tokenizer import load_tokenizer
+from titanlite.features.images.rows import ImageDataset, ImageRow, load_processor
 from titanlite.features.sft import row_limits
 from titanlite.features.sft.encode import ExampleEncoder
 from titanlite.features.sft.readers import RowError

@@ -1,0 +1,1 @@
+"""Chats with images."""
