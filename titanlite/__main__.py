@@ -121,7 +121,7 @@ def _commands() -> dict[str, Callable[[], _Command]]:
         return main
 
     def generate() -> _Command:
-        from titanlite.generate_text import main
+        from titanlite.features.generate.cli import main
 
         return main
 

@@ -23,7 +23,6 @@ from titanlite.config.parallelism import Degrees
 from titanlite.data import Batch, build_data, count_ids
 from titanlite.distributed import ParallelDims, all_reduce_sum, all_to_all_single, init_distributed
 from titanlite.environment import save_environment
-from titanlite.evaluate import build_evaluator
 from titanlite.faults import (
     DivergenceCheck,
     SpikeDetector,
@@ -33,7 +32,9 @@ from titanlite.faults import (
     nonfinite_error,
     say_skipped,
 )
-from titanlite.generate import generate_sample, get_end_of_turn_ids
+from titanlite.features.generate.evaluate import build_evaluator
+from titanlite.features.generate.generate import generate_sample, get_end_of_turn_ids
+from titanlite.features.generate.results import Results
 from titanlite.launch import heartbeat, stop
 from titanlite.launch.machines import check_same_settings, check_shared_folder, waiting_for_machines
 from titanlite.materialize import Plan, SourceProvider, materialize
@@ -43,7 +44,6 @@ from titanlite.model_card import render_model_card
 from titanlite.models.build import AnyModel
 from titanlite.objectives import build_objective
 from titanlite.optim import build_optimizer, count_parameters, lr_factor, muon_matrices
-from titanlite.results import Results
 from titanlite.run_plan import save_run_plan
 from titanlite.run_setup import (
     build_on_meta,

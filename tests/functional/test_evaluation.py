@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-import titanlite.evaluate
+import titanlite.features.generate.evaluate
 import titanlite.trainer
 from titanlite.base.errors import CheckpointError, ConfigError, DataError
 from titanlite.checkpoint.best import read_best
@@ -41,7 +41,7 @@ BASE = ["--training.steps=4", "--lr_scheduler.warmup_steps=1", "--checkpoint.int
 @pytest.fixture(autouse=True)
 def prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the ranks are forked."""
-    monkeypatch.setattr(titanlite.evaluate, "build_evaluation_prompts", lambda *_: PROMPTS)
+    monkeypatch.setattr(titanlite.features.generate.evaluate, "build_evaluation_prompts", lambda *_: PROMPTS)
     monkeypatch.setattr(titanlite.trainer, "_SAMPLE_TOKENS", 2)
 
 
@@ -89,7 +89,9 @@ def test_it_takes_place_before_at_intervals_and_at_the_end(train, meshes, mesh, 
 
 def test_scores_are_the_same_on_every_mesh_and_counted_once(run_ranks, checked, meshes, monkeypatch):
     """The score of a prompt is a number of its own, so that one left out or counted twice changes the mean."""
-    monkeypatch.setitem(vars(titanlite.evaluate), "exact_match", lambda p, r: len(p) + 100.0 * int(r.split()[1]))
+    monkeypatch.setitem(
+        vars(titanlite.features.generate.evaluate), "exact_match", lambda p, r: len(p) + 100.0 * int(r.split()[1])
+    )
 
     def rank_main(degrees: Degrees) -> tuple[float, float, int, list[str]]:
         job = checked(degrees, *EVALUATION)
@@ -129,7 +131,7 @@ def bad_scorer(prediction: str, reference: str) -> Any:
 
 def test_a_scorer_that_fails_is_one_error_on_all_ranks(run_ranks, checked, meshes, monkeypatch):
     job = checked(meshes["FSDP4"], *EVALUATION)
-    monkeypatch.setattr(titanlite.evaluate, "get_scorer", lambda name: ("bad", bad_scorer))
+    monkeypatch.setattr(titanlite.features.generate.evaluate, "get_scorer", lambda name: ("bad", bad_scorer))
 
     def rank_main() -> str:
         trainer = Trainer(job.job, job.model_config, job.degrees)
@@ -211,7 +213,7 @@ def test_the_best_by_score(train, monkeypatch):
         calls.append(None)
         return [0.9, 0.1, 0.5, 0.2, 0.5][(len(calls) - 1) // len(PROMPTS)]
 
-    monkeypatch.setattr(titanlite.evaluate, "get_scorer", lambda name: ("made_up", score))
+    monkeypatch.setattr(titanlite.features.generate.evaluate, "get_scorer", lambda name: ("made_up", score))
     arguments = [
         *EVALUATION,
         "--evaluation.freq=1",
@@ -314,15 +316,15 @@ def test_settings_that_would_be_ignored_are_refused(checked, overrides, words):
 
 
 def test_scorers():
-    scorers = {name: titanlite.evaluate.get_scorer(name)[1] for name in ("exact_match", "contains")}
+    scorers = {name: titanlite.features.generate.evaluate.get_scorer(name)[1] for name in ("exact_match", "contains")}
     assert [scorers["exact_match"](*pair) for pair in ((" 42\n", "42"), ("42.", "42"), ("", ""))] == [1.0, 0.0, 1.0]
     assert [scorers["contains"](*pair) for pair in (("It is 42.", " 42 "), ("It is 24.", "42"))] == [1.0, 0.0]
-    name, function = titanlite.evaluate.get_scorer("math:pow")
+    name, function = titanlite.features.generate.evaluate.get_scorer("math:pow")
     assert name == "pow" and function is math.pow
     with pytest.raises(ConfigError, match="cannot import no_such_module: ModuleNotFoundError"):
-        titanlite.evaluate.get_scorer("no_such_module:f")
+        titanlite.features.generate.evaluate.get_scorer("no_such_module:f")
     with pytest.raises(ConfigError, match="math has no function 'bleu'"):
-        titanlite.evaluate.get_scorer("math:bleu")
+        titanlite.features.generate.evaluate.get_scorer("math:bleu")
 
 
 def test_console_shows_the_score_and_two_generations(run_ranks, checked, meshes):

@@ -13,7 +13,7 @@ from titanlite.checkpoint import hf_checkpoint
 from titanlite.config import load_config
 from titanlite.config.parallelism import Degrees
 from titanlite.distributed import ParallelDims, parallelize
-from titanlite.generate import Continuation, Sampling, generate
+from titanlite.features.generate.generate import Continuation, Sampling, generate
 from titanlite.materialize import materialize
 from titanlite.models.decoder import Decoder, build_decoder
 from titanlite.models.families import family_of

@@ -12,8 +12,8 @@ from tiny_transformers import ALL_MODELS, save_tiny, save_tiny_llava
 from titanlite.__main__ import main
 from titanlite.distributed import reduce_replicated_grads
 from titanlite.export_checkpoint import export_checkpoint
-from titanlite.generate import generate
-from titanlite.generate_text import load_model
+from titanlite.features.generate.cli import load_model
+from titanlite.features.generate.generate import generate
 from titanlite.materialize.plan import clean_name
 from titanlite.models.families import any_model_config_from_hf
 
@@ -113,7 +113,9 @@ def test_a_model_with_a_state_generates_by_full_forwards_and_says_so(
     reference.save_pretrained(tmp_path)
     model, _ = load_model(tmp_path, any_model_config_from_hf(tmp_path, "test"), "float32", CPU)
     said: list[str] = []
-    monkeypatch.setattr("titanlite.generate.logger.info", lambda text, *values: said.append(text % values))
+    monkeypatch.setattr(
+        "titanlite.features.generate.generate.logger.info", lambda text, *values: said.append(text % values)
+    )
     found = generate(model, PROMPTS, max_new_tokens=NEW_TOKENS, device=CPU)
     assert [continuation.tokens for continuation in found] == greedy(reference)
     assert said == ["generate: MambaForCausalLM keeps no keys and values: every token costs a full forward"]

@@ -60,7 +60,7 @@ class Progress:
         data: description of the data order; a resumed run with another one trains on other data.
         world_size: ranks that wrote the checkpoint.
         versions: of titanlite and torch, for people.
-        results: of validations and evaluations, see `titanlite.results`; empty in checkpoints of older versions.
+        results: of validations and evaluations, see `titanlite.features.generate.results`; empty in checkpoints of older versions.
         rewinds: returns to a checkpoint of before a loss spike, in order; likewise.
         stretches: which samples each step took, and what later ones are to take; likewise.
         taken: sequences that each source of a mixture gave, by name; likewise.
@@ -202,7 +202,7 @@ _SERIES_VALUES = ("first", "last", "best", "reference")
 
 
 def _is_series(table: Any) -> bool:
-    """True for what `titanlite.results` writes: these keys, and values that are numbers or null."""
+    """True for what `titanlite.features.generate.results` writes: these keys, and values that are numbers or null."""
     return (
         isinstance(table, dict)
         and table.keys() == {*_SERIES, *_SERIES_VALUES}

@@ -7,9 +7,9 @@ from titanlite.data.build import build_data, build_example_dataset, resolve_toke
 from titanlite.data.corpus import Corpus, build_corpus
 from titanlite.data.dataset import IGNORE_INDEX, Batch, PackedDataset, SequenceDataset, TrainDataset
 from titanlite.data.loader import TrainLoader
-from titanlite.data.prompts import EvaluationPrompt, evaluation_prompts, read_evaluation_prompts
 from titanlite.data.tokenizer import build_tokenizer, count_ids, load_tokenizer
 from titanlite.data.tokens import TokenizedCorpus, build_tokens
+from titanlite.features.generate.prompts import EvaluationPrompt, evaluation_prompts, read_evaluation_prompts
 from titanlite.features.sft.dataset import ExampleDataset
 from titanlite.features.streams.stream import StreamDataset
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from titanlite.config.model import ModelConfig
-from titanlite.models.kv_cache import LayerCache
+from titanlite.features.generate.kv_cache import LayerCache
 from titanlite.models.layers import Linear, RMSNorm
 from titanlite.ops import AttentionMask, apply_rope, attention
 

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from titanlite.config.model import ModelConfig
+from titanlite.features.generate.kv_cache import KVCache, LayerCache
 from titanlite.materialize.sources import Alias, Source
 from titanlite.models.attention import build_attention
 from titanlite.models.elsewhere import Elsewhere
-from titanlite.models.kv_cache import KVCache, LayerCache
 from titanlite.models.layers import Embedding, FeedForward, OutputHead, RMSNorm, RotaryEmbedding
 from titanlite.models.moe import ExpertCounter, Experts, MoE
 from titanlite.ops import AttentionMask, build_attention_mask

@@ -3,6 +3,7 @@
 A function that needs a collective (vocabulary-parallel cross entropy) takes it as a callable.
 """
 
+from titanlite.features.generate.sampling import choose_tokens
 from titanlite.features.lowbit.formats import BLOCK_FORMATS, BlockFormat
 from titanlite.features.lowbit.matmul import frozen_grouped_gemm, frozen_linear
 from titanlite.ops.attention import AttentionMask, attention, build_attention_mask, cached_attention, leave_out_cudnn
@@ -14,7 +15,6 @@ from titanlite.ops.moe_experts import moe_experts
 from titanlite.ops.permute import group_by_expert, permute_tokens, unpermute_sum
 from titanlite.ops.rms_norm import rms_norm
 from titanlite.ops.rope import apply_rope, inverse_frequencies, rope_cos_sin
-from titanlite.ops.sampling import choose_tokens
 from titanlite.ops.swiglu import swiglu
 
 __all__ = [

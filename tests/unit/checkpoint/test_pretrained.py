@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from titanlite import export_checkpoint, inspect_checkpoint
 from titanlite.base.errors import CheckpointError, PlanError
 from titanlite.checkpoint import hf_checkpoint, ties
-from titanlite.generate_text import load_model
+from titanlite.features.generate.cli import load_model
 from titanlite.materialize import Init, ReadRequest, Region, build_plan, materialize
 from titanlite.materialize.sources import Read
 from titanlite.models.decoder import build_decoder

@@ -10,7 +10,7 @@ from titanlite.checkpoint import Progress, Rewind, save_rewinds
 from titanlite.checkpoint.train_state import REWINDS_FILE, STATE_FILE, load_rewinds
 from titanlite.config import JobConfig
 from titanlite.data.order import Stretch
-from titanlite.results import Results
+from titanlite.features.generate.results import Results
 
 
 def write(progress, folder):

@@ -26,7 +26,7 @@ from titanlite.data import (
     read_evaluation_prompts,
 )
 from titanlite.distributed import ParallelDims, all_reduce_sum
-from titanlite.generate import generate, get_end_of_turn_ids, get_eos_token_ids
+from titanlite.features.generate.generate import generate, get_end_of_turn_ids, get_eos_token_ids
 
 Scorer = Callable[[str, str], float]
 _EXAMPLES = 2

@@ -30,9 +30,16 @@ from titanlite.config.patterns import parse_object
 from titanlite.config.schema import ParallelismSection, TrainingSection
 from titanlite.data import count_ids, load_tokenizer
 from titanlite.distributed import ParallelDims, end_distributed, init_distributed, parallelize
+from titanlite.features.generate.generate import (
+    Continuation,
+    Sampling,
+    generate,
+    get_end_of_turn_ids,
+    get_eos_token_ids,
+    name_of,
+)
 from titanlite.features.sft.readers import RowError
 from titanlite.features.sft.row_limits import run_row
-from titanlite.generate import Continuation, Sampling, generate, get_end_of_turn_ids, get_eos_token_ids, name_of
 from titanlite.materialize import materialize
 from titanlite.metrics.out_of_memory import is_out_of_memory
 from titanlite.models.build import AnyModel, build_model
