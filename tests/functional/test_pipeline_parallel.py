@@ -19,12 +19,12 @@ from titanlite.base.errors import TitanliteError, VerifyError
 from titanlite.base.log import logger
 from titanlite.config.parallelism import Degrees
 from titanlite.distributed import ParallelDims, only_chunk, parallelize
+from titanlite.features.pipeline.remote import Elsewhere
 from titanlite.materialize import Plan, build_plan, materialize
 from titanlite.materialize.execute import exchange
 from titanlite.materialize.layout import get_sharing_group, is_elsewhere, local_of
 from titanlite.materialize.verify import verify
 from titanlite.models.decoder import Decoder, build_decoder
-from titanlite.models.elsewhere import Elsewhere
 from titanlite.preflight import Checked
 from titanlite.trainer import Trainer
 

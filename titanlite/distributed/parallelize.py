@@ -12,8 +12,8 @@ from titanlite.distributed.context_parallel import apply_context_parallel
 from titanlite.distributed.expert_parallel import apply_expert_parallel
 from titanlite.distributed.fsdp import apply_fsdp, mixed_precision_dtypes
 from titanlite.distributed.parallel_dims import ParallelDims
-from titanlite.distributed.pipeline_parallel import apply_pipeline_parallel
 from titanlite.distributed.tensor_parallel import apply_tensor_parallel
+from titanlite.features.pipeline.schedule import apply_pipeline_parallel
 from titanlite.features.transformers.tensor_parallel import apply_transformers_tensor_parallel
 from titanlite.models.build import AnyModel
 from titanlite.models.decoder import Decoder

@@ -14,9 +14,9 @@ from torch import nn
 
 from titanlite.config.model import ModelConfig
 from titanlite.features.generate.kv_cache import KVCache, LayerCache
+from titanlite.features.pipeline.remote import Elsewhere
 from titanlite.materialize.sources import Alias, Source
 from titanlite.models.attention import build_attention
-from titanlite.models.elsewhere import Elsewhere
 from titanlite.models.layers import Embedding, FeedForward, OutputHead, RMSNorm, RotaryEmbedding
 from titanlite.models.moe import ExpertCounter, Experts, MoE
 from titanlite.ops import AttentionMask, build_attention_mask

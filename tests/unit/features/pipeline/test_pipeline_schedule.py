@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from titanlite.config.parallelism import Degrees
 from titanlite.distributed import order_forwards, order_turns
-from titanlite.distributed.pipeline_parallel import MOST_SENT
+from titanlite.features.pipeline.schedule import MOST_SENT
 
 
 def text_of(num_micro_batches: int, degrees: Degrees, stage: int) -> str:

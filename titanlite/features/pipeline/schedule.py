@@ -29,9 +29,9 @@ from torch import nn
 from titanlite.base import timers
 from titanlite.config.parallelism import Degrees
 from titanlite.distributed.parallel_dims import ParallelDims
+from titanlite.features.pipeline.remote import BetweenChunks, Elsewhere, ElsewhereLayer
 from titanlite.materialize.layout import set_sharing_group
 from titanlite.models.decoder import Decoder, LossSums
-from titanlite.models.elsewhere import BetweenChunks, Elsewhere, ElsewhereLayer
 
 MOST_SENT = 2
 _MOST_DIMS = 3  # of logits

@@ -1,0 +1,1 @@
+"""Pipeline parallelism: 1F1B and interleaved 1F1B."""
