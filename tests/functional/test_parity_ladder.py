@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-import titanlite.optim.matrix_exchange
+import titanlite.features.muon.matrix_exchange
 from tests.functional.conftest import full_tensors
 from titanlite.config.parallelism import Degrees
 from titanlite.data import build_data
@@ -256,7 +256,9 @@ def test_matrices_are_put_together_for_muon(compare, mesh, family):
 
 @pytest.mark.parametrize("mesh", ["TP2xEP2", "HSDP2x2"])
 def test_muon_takes_a_few_matrices_at_a_time(compare, mesh, monkeypatch):
-    monkeypatch.setattr(titanlite.optim.matrix_exchange, "_ELEMENTS_AT_ONCE", 1000)  # before the ranks are forked
+    monkeypatch.setattr(
+        titanlite.features.muon.matrix_exchange, "_ELEMENTS_AT_ONCE", 1000
+    )  # before the ranks are forked
     compare(mesh, "muon_qwen3_moe")
 
 

@@ -8,9 +8,9 @@ from torch import nn
 
 from titanlite.base.log import logger
 from titanlite.config.schema import OptimizerSection
+from titanlite.features.muon.matrix_exchange import AllToAll
+from titanlite.features.muon.muon import Muon
 from titanlite.optim.adamw import LocalAdamW
-from titanlite.optim.matrix_exchange import AllToAll
-from titanlite.optim.muon import Muon
 from titanlite.optim.parameters import lr_multipliers, muon_matrices
 
 _LEAST_BFLOAT16_LR = 1e-3

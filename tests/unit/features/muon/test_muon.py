@@ -14,13 +14,13 @@ from titanlite.config import JobConfig
 from titanlite.config.check import check_values
 from titanlite.config.schema import OptimizerSection
 from titanlite.distributed import fake_ranks
+from titanlite.features.muon.matrix_exchange import MatrixExchange
+from titanlite.features.muon.muon import Muon, orthogonalize
 from titanlite.materialize import materialize
 from titanlite.models.decoder import build_decoder
 from titanlite.models.families import families
 from titanlite.optim import build_optimizer, muon_matrices, step_if_finite
 from titanlite.optim.adamw import LocalAdamW
-from titanlite.optim.matrix_exchange import MatrixExchange
-from titanlite.optim.muon import Muon, orthogonalize
 from titanlite.optim.parameters import _get_num_stacked
 
 SHAPES = {"wide": (8, 20), "tall": (20, 8), "square": (9, 9), "experts": (3, 6, 10), "stacked": (2, 12, 5)}
@@ -238,7 +238,9 @@ def test_what_lies_whole_does_not_travel():
 
 
 def test_buckets_are_filled_by_what_a_rank_holds(monkeypatch):
-    monkeypatch.setattr("titanlite.optim.matrix_exchange._ELEMENTS_AT_ONCE", 64 * 32 / 2)  # of four ranks: two matrices
+    monkeypatch.setattr(
+        "titanlite.features.muon.matrix_exchange._ELEMENTS_AT_ONCE", 64 * 32 / 2
+    )  # of four ranks: two matrices
     for buckets in split_like(lambda exchange: exchange.buckets, 4):
         assert buckets == [[5], [0, 1], [2, 3], [4]]
 

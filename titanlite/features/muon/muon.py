@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from titanlite.features.muon.matrix_exchange import AllToAll, MatrixExchange
 from titanlite.materialize.layout import is_elsewhere, local_of
 from titanlite.ops.planned import kernel_device
 from titanlite.optim.adamw import LocalAdamW
-from titanlite.optim.matrix_exchange import AllToAll, MatrixExchange
 
 MOMENTUM = "momentum_buffer"
 
