@@ -99,7 +99,7 @@ def build_titanlite(
     from titanlite.config.parallelism import Degrees
     from titanlite.data import IGNORE_INDEX, Batch
     from titanlite.distributed import ParallelDims, parallelize
-    from titanlite.distributed.host_memory import keep_freed_memory
+    from titanlite.features.cpu.host_memory import keep_freed_memory
     from titanlite.materialize import materialize
     from titanlite.models.decoder import build_decoder
     from titanlite.models.families import model_config_from_hf
@@ -143,7 +143,7 @@ def build_fsdp2(folder: Path, *, sharded: bool, keep_memory: bool = False) -> Ca
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
-    from titanlite.distributed.host_memory import keep_freed_memory
+    from titanlite.features.cpu.host_memory import keep_freed_memory
 
     if keep_memory:
         keep_freed_memory()

@@ -19,7 +19,7 @@ from titanlite.distributed.collectives import (
     forget_groups,
     reduce_scatter_single,
 )
-from titanlite.distributed.shared_memory import sum_pieces
+from titanlite.features.cpu.shared_memory import sum_pieces
 
 RANKS = 4
 LENGTH = 100_000  # of 3 elements: one rank's piece fits in a region of shared memory, that of four does not

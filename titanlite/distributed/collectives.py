@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from titanlite.base import timers
-from titanlite.distributed.shared_memory import DEFAULT_TIMEOUT_S, SharedMemory, open_shared_memory, sum_pieces
+from titanlite.features.cpu.shared_memory import DEFAULT_TIMEOUT_S, SharedMemory, open_shared_memory, sum_pieces
 
 # torch 2.13 renamed both and warns about the old names; 2.11 has only those.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -16,7 +16,7 @@ from torch.distributed.tensor import debug
 from titanlite.base.errors import ConfigError, TransientError
 from titanlite.distributed.collectives import forget_groups, limit_waiting
 from titanlite.distributed.flight_recorder import enable_flight_recorder
-from titanlite.distributed.host_memory import keep_freed_memory
+from titanlite.features.cpu.host_memory import keep_freed_memory
 from titanlite.launch.network import PORT_TAKEN, STORE_FILE, find_interface
 from titanlite.ops import leave_out_cudnn
 

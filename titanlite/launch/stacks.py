@@ -13,7 +13,7 @@ from titanlite.launch.notices import lost_path
 
 _ANSWER_S = 2.0
 _FRAME = re.compile(r'  File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>\S+)')
-_OWN_FILES = ("titanlite/distributed/collectives.py", "titanlite/distributed/shared_memory.py")
+_OWN_FILES = ("titanlite/distributed/collectives.py", "titanlite/features/cpu/shared_memory.py")
 # Functions of torch.distributed and of titanlite's own collectives that wait for other ranks.
 _COLLECTIVES = re.compile(
     "all_reduce|all_gather|reduce_scatter|all_to_all|broadcast|barrier|gather|scatter|wait_tensor|rendezvous|"

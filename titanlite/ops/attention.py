@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from titanlite.ops import attention_cpu
+from titanlite.features.cpu import attention as attention_cpu
 from titanlite.ops.attention_varlen import find_starts, pad_values, varlen_attention
 from titanlite.ops.compiled import compile_function
 from titanlite.ops.planned import is_planned, kernel_device

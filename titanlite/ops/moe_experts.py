@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from titanlite.ops import moe_experts_cpu
+from titanlite.features.cpu import experts as moe_experts_cpu
 from titanlite.ops.grouped_gemm import GroupedGemmBackend, grouped_gemm, resolve_backend
 from titanlite.ops.permute import permute_tokens, unpermute_sum
 from titanlite.ops.planned import kernel_device

@@ -262,7 +262,7 @@ def test_a_sum_is_named_whatever_it_is_made_of(tmp_path):
     inner = [
         ('  File "/x/torch/distributed/distributed_c10d.py", line 10 in all_gather_single\n', "_host_all_reduce"),
         (f'  File "{collectives}", line 130 in host_reduce_scatter\n', "_host_all_reduce"),
-        ('  File "/x/titanlite/distributed/shared_memory.py", line 130 in all_reduce\n', "_host_all_reduce"),
+        ('  File "/x/titanlite/features/cpu/shared_memory.py", line 130 in all_reduce\n', "_host_all_reduce"),
     ]
     for rank, (waiting, name) in enumerate(inner):
         stacks.stack_path(tmp_path, rank).write_text(
@@ -279,8 +279,8 @@ def test_a_collective_through_shared_memory_is_named(tmp_path):
     for rank, name in enumerate(["all_gather", "all_to_all"]):
         stacks.stack_path(tmp_path, rank).write_text(
             "Current thread 0x2 (most recent call first):\n"
-            '  File "/x/titanlite/distributed/shared_memory.py", line 160 in _meet\n'
-            f'  File "/x/titanlite/distributed/shared_memory.py", line 90 in {name}\n'
+            '  File "/x/titanlite/features/cpu/shared_memory.py", line 160 in _meet\n'
+            f'  File "/x/titanlite/features/cpu/shared_memory.py", line 90 in {name}\n'
             '  File "/x/titanlite/distributed/collectives.py", line 60 in all_to_all_single\n'
             '  File "/x/titanlite/distributed/expert_parallel.py", line 100 in dispatch\n'
         )

@@ -7,7 +7,7 @@ import pytest
 
 FAULTS_OF_NEW_TENSORS = """
 import resource, torch
-from titanlite.distributed.host_memory import keep_freed_memory
+from titanlite.features.cpu.host_memory import keep_freed_memory
 
 def faults(keep):
     if keep:

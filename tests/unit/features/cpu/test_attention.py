@@ -4,8 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from titanlite.ops import attention, attention_cpu, build_attention_mask
-from titanlite.ops.attention_cpu import host_attention
+from titanlite.features.cpu import attention as attention_cpu
+from titanlite.features.cpu.attention import host_attention
+from titanlite.ops import attention, build_attention_mask
 
 WIDTH = 8
 SCALE = WIDTH**-0.5

@@ -1,0 +1,1 @@
+"""What makes CPU ranks fast: attention, experts, shared-memory transport."""
