@@ -28,7 +28,7 @@ with lean_imports():
     from titanlite.config import load_config
     from titanlite.config.assets import find_missing_packages
     from titanlite.distributed import end_distributed
-    from titanlite.faults import explain_refusal, explain_uncompiled
+    from titanlite.features.diagnose import explain_refusal, explain_uncompiled
     from titanlite.launch import heartbeat, stop
     from titanlite.launch.notices import claim, first_sentence, note_error, note_lost_peer
     from titanlite.metrics import explain_out_of_memory, finish_wandb, record_event

@@ -23,7 +23,7 @@ from titanlite.config.parallelism import Degrees
 from titanlite.data import Batch, build_data, count_ids
 from titanlite.distributed import ParallelDims, all_reduce_sum, all_to_all_single, init_distributed
 from titanlite.environment import save_environment
-from titanlite.faults import (
+from titanlite.features.diagnose import (
     DivergenceCheck,
     SpikeDetector,
     diagnose,

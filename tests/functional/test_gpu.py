@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from titanlite.base.errors import ConfigError
 from titanlite.config.parallelism import Degrees
-from titanlite.faults import divergence
+from titanlite.features.diagnose import divergence
 from titanlite.features.generate.generate import Sampling, generate
 from titanlite.ops import choose_tokens, group_by_expert, linear_cross_entropy, permute_tokens
 from titanlite.ops import grouped_gemm_launch as kernels

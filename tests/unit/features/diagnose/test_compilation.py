@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from titanlite.faults import explain_uncompiled
+from titanlite.features.diagnose import explain_uncompiled
 
 
 def graph_break(x: torch.Tensor) -> torch.Tensor:

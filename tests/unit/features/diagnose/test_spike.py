@@ -6,7 +6,7 @@ import random
 import pytest
 
 from titanlite.config.schema import SpikeSection
-from titanlite.faults.spike import SpikeDetector
+from titanlite.features.diagnose.spike import SpikeDetector
 
 
 def noisy(count: int, level: float = 3.0, noise: float = 0.05, seed: int = 0) -> list[float]:

@@ -1,0 +1,19 @@
+"""What a run does when something goes wrong while it trains: find the cause, go back, or refuse to go on."""
+
+from titanlite.features.diagnose.compilation import explain_uncompiled
+from titanlite.features.diagnose.determinism import explain_refusal, make_deterministic
+from titanlite.features.diagnose.divergence import DivergenceCheck
+from titanlite.features.diagnose.nonfinite import diagnose, nonfinite_error, say_skipped
+from titanlite.features.diagnose.spike import SpikeDetector, find_rewind
+
+__all__ = [
+    "DivergenceCheck",
+    "SpikeDetector",
+    "diagnose",
+    "explain_refusal",
+    "explain_uncompiled",
+    "find_rewind",
+    "make_deterministic",
+    "nonfinite_error",
+    "say_skipped",
+]
