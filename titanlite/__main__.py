@@ -106,7 +106,7 @@ def _commands() -> dict[str, Callable[[], _Command]]:
         return main
 
     def plan() -> _Command:
-        from titanlite.plan_run import main
+        from titanlite.features.estimate.cli import main
 
         return main
 

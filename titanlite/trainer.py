@@ -32,6 +32,7 @@ from titanlite.features.diagnose import (
     nonfinite_error,
     say_skipped,
 )
+from titanlite.features.estimate.exact import save_run_plan
 from titanlite.features.generate.evaluate import build_evaluator
 from titanlite.features.generate.generate import generate_sample, get_end_of_turn_ids
 from titanlite.features.generate.results import Results
@@ -44,7 +45,6 @@ from titanlite.model_card import render_model_card
 from titanlite.models.build import AnyModel
 from titanlite.objectives import build_objective
 from titanlite.optim import build_optimizer, count_parameters, lr_factor, muon_matrices
-from titanlite.run_plan import save_run_plan
 from titanlite.run_setup import (
     build_on_meta,
     check_data_order,

@@ -17,16 +17,16 @@ from titanlite.checkpoint import reader, save_hf_model
 from titanlite.config.parallelism import Degrees
 from titanlite.data import build_data
 from titanlite.distributed import clip_grad, collectives, expert_parallel, fsdp_timing, replicated_grads
+from titanlite.features.estimate.cli import exact_plan, planned_sources
+from titanlite.features.estimate.estimate import axis_ranks
+from titanlite.features.estimate.exact import PLAN_FILE
+from titanlite.features.estimate.stand_in import observed
+from titanlite.features.estimate.trace import StepTrace, axis_names, trace_step
+from titanlite.features.estimate.tracker import StepRecorder
 from titanlite.materialize import materialize
 from titanlite.materialize.layout import is_elsewhere, local_of
 from titanlite.models.decoder import build_decoder
-from titanlite.plan_run import exact_plan, planned_sources
-from titanlite.planner.estimate import axis_ranks
-from titanlite.planner.stand_in import observed
-from titanlite.planner.trace import StepTrace, axis_names, trace_step
-from titanlite.planner.tracker import StepRecorder
 from titanlite.preflight import Checked
-from titanlite.run_plan import PLAN_FILE
 from titanlite.trainer import Trainer
 
 _KINDS = {

@@ -7,6 +7,7 @@ from tiny_transformers import save_tiny_llava
 
 from titanlite.config.model import ModelConfig
 from titanlite.config.schema import LoRASection, ModelSection, OptimizerSection
+from titanlite.features.estimate.tracker import StepRecorder
 from titanlite.features.lora.layers import apply_lora
 from titanlite.materialize import materialize
 from titanlite.metrics import num_parameters, peak_flops, train_flops_per_token
@@ -14,7 +15,6 @@ from titanlite.models.build import build_model
 from titanlite.models.decoder import build_decoder
 from titanlite.models.families import families, resolve_model_config
 from titanlite.optim import freeze_parameters
-from titanlite.planner.tracker import StepRecorder
 
 QWEN3_30B_A3B = ModelConfig(
     family="qwen3_moe",

@@ -14,11 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from titanlite.config.schema import ActivationCheckpointSection
 from titanlite.distributed.activation_checkpoint import checkpoint_operations
 from titanlite.features.cpu import experts as moe_experts_cpu
+from titanlite.features.estimate.flops import count_flops
 from titanlite.models.layers import FeedForward
 from titanlite.ops import linear, linear_cross_entropy, matmul
 from titanlite.ops.matmul import get_onednn_op, multiply, prefers_onednn, sum_over_rows
 from titanlite.ops.planned import plan_for_device
-from titanlite.planner.flops import count_flops
 
 BOUND = 2e-6  # relative Frobenius error of float32
 AMD, INTEL = "vendor_id\t: AuthenticAMD\n", "vendor_id\t: GenuineIntel\n"

@@ -4,12 +4,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from titanlite.base.tables import format_memory, format_size, format_table
-from titanlite.planner.advise import Advice
-from titanlite.planner.estimate import STAGING_BYTES, Estimate, axis_ranks
-from titanlite.planner.hardware import Hardware
-from titanlite.planner.sweep import Sweep
-from titanlite.planner.tracker import EXCHANGED, GATHERED, GRADIENTS, LOGITS, TEMPORARIES, UNREDUCED
-from titanlite.run_plan import RunPlan
+from titanlite.features.estimate.advise import Advice
+from titanlite.features.estimate.estimate import STAGING_BYTES, Estimate, axis_ranks
+from titanlite.features.estimate.exact import RunPlan
+from titanlite.features.estimate.hardware import Hardware
+from titanlite.features.estimate.sweep import Sweep
+from titanlite.features.estimate.tracker import EXCHANGED, GATHERED, GRADIENTS, LOGITS, TEMPORARIES, UNREDUCED
 
 _MOST_SWEPT = 15
 _EXPLAINED = {

@@ -11,15 +11,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanlite.config import load_config
 from titanlite.config.parallelism import Degrees
-from titanlite.planner.estimate import get_memory
-from titanlite.planner.flops import count_flops
-from titanlite.planner.stages import stages_to_trace
-from titanlite.planner.sweep import derive
-from titanlite.planner.trace import StepTrace, Traffic, trace_step
-from titanlite.planner.tracker import ACTIVATIONS, TEMPORARIES
+from titanlite.features.estimate.estimate import get_memory
+from titanlite.features.estimate.flops import count_flops
+from titanlite.features.estimate.stages import stages_to_trace
+from titanlite.features.estimate.sweep import derive
+from titanlite.features.estimate.trace import StepTrace, Traffic, trace_step
+from titanlite.features.estimate.tracker import ACTIVATIONS, TEMPORARIES
 from titanlite.preflight import Checked, check
 
-CONFIG = Path(__file__).parents[3] / "configs" / "qwen3_moe.toml"
+CONFIG = Path(__file__).parents[4] / "configs" / "qwen3_moe.toml"
 CP, TP, EP, REPLICATE = (
     "--parallelism.context_parallel_degree=",
     "--parallelism.tensor_parallel_degree=",

@@ -18,15 +18,12 @@ from titanlite.checkpoint.pretrained import weights_of
 from titanlite.config import JobConfig, load_config
 from titanlite.config.assets import resolve_assets
 from titanlite.distributed import ParallelDims, fake_ranks
-from titanlite.materialize import SourceProvider, build_plan
-from titanlite.models.build import build_model
-from titanlite.models.families import resolve_model_config
-from titanlite.optim import muon_matrices
-from titanlite.planner.advise import advise
-from titanlite.planner.assumed import AssumedCheckpoint
-from titanlite.planner.estimate import Estimate
-from titanlite.planner.hardware import DEFAULT_GPU, GPUS, Hardware, get_hardware
-from titanlite.planner.render import (
+from titanlite.features.estimate.advise import advise
+from titanlite.features.estimate.assumed import AssumedCheckpoint
+from titanlite.features.estimate.estimate import Estimate
+from titanlite.features.estimate.exact import RunPlan, build_run_plan
+from titanlite.features.estimate.hardware import DEFAULT_GPU, GPUS, Hardware, get_hardware
+from titanlite.features.estimate.render import (
     render_advice,
     render_collectives,
     render_memory,
@@ -38,10 +35,13 @@ from titanlite.planner.render import (
     sweep_to_json,
     to_json,
 )
-from titanlite.planner.stages import estimate_stages, merge_stages, trace_stages
-from titanlite.planner.sweep import sweep
+from titanlite.features.estimate.stages import estimate_stages, merge_stages, trace_stages
+from titanlite.features.estimate.sweep import sweep
+from titanlite.materialize import SourceProvider, build_plan
+from titanlite.models.build import build_model
+from titanlite.models.families import resolve_model_config
+from titanlite.optim import muon_matrices
 from titanlite.preflight import Checked, check
-from titanlite.run_plan import RunPlan, build_run_plan
 from titanlite.run_setup import build_on_meta
 
 _GIBI = 2**30

@@ -75,5 +75,5 @@ def moved_by(func: Any, args: tuple[Any, ...], out: Any) -> list[Moved]:
     if known is not None:
         return known(args, out)
     if func.namespace in ("c10d", "_c10d_functional") and func not in _WITHOUT_BYTES:
-        raise NotImplementedError(f"plan: the collective {func} is not in titanlite.planner.traffic.")
+        raise NotImplementedError(f"plan: the collective {func} is not in titanlite.features.estimate.traffic.")
     return []

@@ -6,8 +6,8 @@ import pytest
 
 from titanlite.base.errors import ConfigError
 from titanlite.config.parallelism import Degrees
-from titanlite.planner.estimate import axis_ranks
-from titanlite.planner.hardware import get_hardware
+from titanlite.features.estimate.estimate import axis_ranks
+from titanlite.features.estimate.hardware import get_hardware
 
 H100 = get_hardware("h100-80gb")
 

@@ -9,9 +9,9 @@ from titanlite.config import AnyModelConfig, JobConfig
 from titanlite.config.parallelism import Degrees, check_parallelism, resolve_degrees
 from titanlite.config.schema import BLOCK_SIZES
 from titanlite.config.settings import get_value
-from titanlite.planner.estimate import Estimate
-from titanlite.planner.hardware import Hardware
-from titanlite.planner.stages import estimate_stages, merge_stages, trace_stages
+from titanlite.features.estimate.estimate import Estimate
+from titanlite.features.estimate.hardware import Hardware
+from titanlite.features.estimate.stages import estimate_stages, merge_stages, trace_stages
 
 
 @dataclass(frozen=True)

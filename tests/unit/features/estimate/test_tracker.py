@@ -9,15 +9,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from titanlite.distributed import collectives
+from titanlite.features.estimate.flops import Flops
+from titanlite.features.estimate.tracker import ACTIVATIONS, LOGITS, TEMPORARIES, Segment, StepRecorder, fixed_scalars
+from titanlite.features.estimate.traffic import moved_by
+from titanlite.features.estimate.workspace import cuda_workspace
 from titanlite.materialize import materialize
 from titanlite.models.decoder import build_decoder
 from titanlite.models.families import families
 from titanlite.ops import moe_experts
 from titanlite.ops.planned import plan_for_device
-from titanlite.planner.flops import Flops
-from titanlite.planner.tracker import ACTIVATIONS, LOGITS, TEMPORARIES, Segment, StepRecorder, fixed_scalars
-from titanlite.planner.traffic import moved_by
-from titanlite.planner.workspace import cuda_workspace
 
 KIB = 1024
 
@@ -144,7 +144,9 @@ def test_scalars_without_data_can_be_read():
 
 
 def test_an_unknown_collective_is_refused():
-    with pytest.raises(NotImplementedError, match=r"c10d.gather_.default is not in titanlite.planner.traffic"):
+    with pytest.raises(
+        NotImplementedError, match=r"c10d.gather_.default is not in titanlite.features.estimate.traffic"
+    ):
         moved_by(torch.ops.c10d.gather_.default, (), None)
 
 

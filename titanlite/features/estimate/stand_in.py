@@ -20,6 +20,7 @@ from titanlite.config.parallelism import Degrees
 from titanlite.data import Batch
 from titanlite.distributed import ParallelDims, all_to_all_single
 from titanlite.distributed.expert_parallel import balanced_routing
+from titanlite.features.estimate.tracker import GRADIENTS, StepRecorder, fixed_scalars
 from titanlite.features.images.rows import ImageBatch
 from titanlite.materialize import Plan, build_plan
 from titanlite.materialize.execute import exchange, sharded_like
@@ -29,7 +30,6 @@ from titanlite.objectives import DPO, AdaptersOff, NextToken
 from titanlite.ops import grouped_gemm
 from titanlite.ops.planned import plan_for_device
 from titanlite.optim import build_optimizer, step_if_finite
-from titanlite.planner.tracker import GRADIENTS, StepRecorder, fixed_scalars
 from titanlite.run_setup import build_on_meta
 from titanlite.train_step import TrainStep
 

@@ -18,8 +18,8 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from titanlite.planner.flops import Flops, count_flops
-from titanlite.planner.traffic import EXCHANGES, moved_by
+from titanlite.features.estimate.flops import Flops, count_flops
+from titanlite.features.estimate.traffic import EXCHANGES, moved_by
 
 GATHERED, UNREDUCED, EXCHANGED = "gathered parameters", "unreduced gradients", "exchanged activations"
 GRADIENTS, ACTIVATIONS, LOGITS, TEMPORARIES = "gradients", "activations", "logits and loss", "temporaries"

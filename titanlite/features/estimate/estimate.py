@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 from titanlite.config import JobConfig
 from titanlite.config.parallelism import Degrees
-from titanlite.planner.hardware import Hardware
-from titanlite.planner.trace import Moment, StepTrace
-from titanlite.planner.tracker import CATEGORIES, GRADIENTS
+from titanlite.features.estimate.hardware import Hardware
+from titanlite.features.estimate.trace import Moment, StepTrace
+from titanlite.features.estimate.tracker import CATEGORIES, GRADIENTS
 
 STAGING_BYTES = 16 << 20  # of checkpoint.reader: at most 16 threads, 1 MiB each on the device, and as much on the host
 

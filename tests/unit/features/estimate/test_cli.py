@@ -12,12 +12,12 @@ import pytest
 
 from titanlite.__main__ import main
 from titanlite.config import JobConfig, load_config
-from titanlite.planner.advise import candidates, with_values
-from titanlite.planner.estimate import get_memory
-from titanlite.planner.trace import trace_step
+from titanlite.features.estimate.advise import candidates, with_values
+from titanlite.features.estimate.estimate import get_memory
+from titanlite.features.estimate.trace import trace_step
 from titanlite.preflight import check
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[4]
 TINY = (
     *("--config", str(ROOT / "configs" / "qwen3_moe.toml"), "--model.flavor=debug", "--model.overrides.num_layers=3"),
     *("--model.overrides.vocab_size=310", "--training.seq_len=64", "--training.local_batch_size=2"),

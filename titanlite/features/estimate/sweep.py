@@ -3,7 +3,7 @@
 Traced once for each (cp, tp, ep, mode), on the mesh with as few replicas as go: what a layer computes, gathers and
 exchanges depends on those only. For other numbers of replicas follow from it: the bytes of states and gradients, from
 the sizes of the shards; the all-reduce between replicas, of what a reduce-scatter leaves; and the time on the links,
-from the ranks of each group. `tests/unit/planner/test_trace.py` compares such derived figures with traced ones.
+from the ranks of each group. `tests/unit/features/estimate/test_trace.py` compares such derived figures with traced ones.
 """
 
 import re
@@ -15,12 +15,12 @@ from itertools import product
 from titanlite.base.errors import ConfigError, TitanliteError
 from titanlite.config import AnyModelConfig, JobConfig, ModelConfig
 from titanlite.config.parallelism import Degrees, check_parallelism, resolve_degrees
-from titanlite.planner.advise import with_values
-from titanlite.planner.estimate import Estimate
-from titanlite.planner.hardware import Hardware
-from titanlite.planner.stages import estimate_stages, merge_stages, trace_stages
-from titanlite.planner.trace import StepTrace, Traffic
-from titanlite.planner.tracker import GRADIENTS
+from titanlite.features.estimate.advise import with_values
+from titanlite.features.estimate.estimate import Estimate
+from titanlite.features.estimate.hardware import Hardware
+from titanlite.features.estimate.stages import estimate_stages, merge_stages, trace_stages
+from titanlite.features.estimate.trace import StepTrace, Traffic
+from titanlite.features.estimate.tracker import GRADIENTS
 
 MODES = ("none", "selective", "full")
 _SHORTEST_PIECE = 4096

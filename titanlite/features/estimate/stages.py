@@ -5,9 +5,9 @@ from dataclasses import replace
 
 from titanlite.config import AnyModelConfig, JobConfig
 from titanlite.config.parallelism import Degrees
-from titanlite.planner.estimate import Estimate, build_estimate
-from titanlite.planner.hardware import Hardware
-from titanlite.planner.trace import StepTrace, layers_of_chunks, trace_step
+from titanlite.features.estimate.estimate import Estimate, build_estimate
+from titanlite.features.estimate.hardware import Hardware
+from titanlite.features.estimate.trace import StepTrace, layers_of_chunks, trace_step
 
 
 def stages_to_trace(model_config: AnyModelConfig, degrees: Degrees) -> list[int]:
