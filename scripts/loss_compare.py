@@ -24,8 +24,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from titanlite.base.files import check_regular
-from titanlite.report.read import METRICS as METRICS_FILE
-from titanlite.report.read import Series, read_metrics
+from titanlite.features.report.read import METRICS as METRICS_FILE
+from titanlite.features.report.read import Series, read_metrics
 
 METRICS = ("loss/train", "grad_norm", "loss/aux", "loss/validation")
 ROOT = Path(__file__).resolve().parents[1]

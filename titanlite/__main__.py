@@ -126,7 +126,7 @@ def _commands() -> dict[str, Callable[[], _Command]]:
         return main
 
     def report() -> _Command:
-        from titanlite.report import main
+        from titanlite.features.report import main
 
         return main
 

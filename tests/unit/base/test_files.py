@@ -20,10 +20,10 @@ from titanlite.data.corpus import build_text_corpus
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.features.generate.cli import _read_prompts
 from titanlite.features.images.rows import load_image, read_image_rows
+from titanlite.features.report.read import read_run
 from titanlite.features.sft.readers import READERS
 from titanlite.features.sft.rows import LocalRows
 from titanlite.models.families import any_model_config_from_hf
-from titanlite.report.read import read_run
 from titanlite.run_setup import make_dump_folder
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from titanlite.config.check import format_value
 from titanlite.config.settings import find_setting
-from titanlite.report.headline import format_bytes, format_count
-from titanlite.report.read import Run
+from titanlite.features.report.headline import format_bytes, format_count
+from titanlite.features.report.read import Run
 
 _MOST_EVENTS = 500
 _MOST_TENSORS = 400

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from titanlite.report.read import Run, Series
-from titanlite.report.series import average, round_to, smooth, thin
+from titanlite.features.report.read import Run, Series
+from titanlite.features.report.series import average, round_to, smooth, thin
 
 _PHASES = ("data", "forward", "backward", "optimizer", "other", "communication")
 _SMOOTH_FROM = 40

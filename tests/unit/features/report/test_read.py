@@ -9,9 +9,9 @@ from report_run import write_run
 from titanlite import environment, metrics
 from titanlite.base import log as logger
 from titanlite.base.errors import TitanliteError
+from titanlite.features.report import read
+from titanlite.features.report.read import read_run
 from titanlite.metrics import logger as metrics_logger
-from titanlite.report import read
-from titanlite.report.read import read_run
 
 
 def write(folder: Path, *lines: dict | str) -> Path:

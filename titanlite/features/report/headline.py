@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import NamedTuple
 
-from titanlite.report.read import Run, Series
+from titanlite.features.report.read import Run, Series
 
 _RECENT = 0.1
 _STARTS, _ENDS = ("start", "resume", "restart", "rewind"), ("end", "stop", "error")

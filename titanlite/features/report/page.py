@@ -13,10 +13,10 @@ from dataclasses import asdict
 from html import escape
 from importlib.resources import files
 
-from titanlite.report import tables
-from titanlite.report.charts import Chart, build_charts
-from titanlite.report.headline import compare_headlines, describe_end, get_headline
-from titanlite.report.read import CONFIG, ENVIRONMENT, PLAN, Run
+from titanlite.features.report import tables
+from titanlite.features.report.charts import Chart, build_charts
+from titanlite.features.report.headline import compare_headlines, describe_end, get_headline
+from titanlite.features.report.read import CONFIG, ENVIRONMENT, PLAN, Run
 
 # Section -> its plots, by name; those that start with other_ follow the last of the first section.
 _SECTIONS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
@@ -33,7 +33,8 @@ def render_page(runs: Sequence[Run]) -> str:
     run, charts = runs[0], build_charts(runs)
     sections = [(name, title, body) for name, title, body in _sections(runs, charts) if body]
     script, style = (
-        files("titanlite.report").joinpath(name).read_text(encoding="utf-8") for name in ("page.js", "page.css")
+        files("titanlite.features.report").joinpath(name).read_text(encoding="utf-8")
+        for name in ("page.js", "page.css")
     )
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"

@@ -11,9 +11,9 @@ import pytest
 from report_run import EXPERTS, LAYERS, NASTY, write_run
 
 from titanlite.__main__ import main
-from titanlite.report.headline import format_count, format_duration
-from titanlite.report.page import render_page
-from titanlite.report.read import read_run
+from titanlite.features.report.headline import format_count, format_duration
+from titanlite.features.report.page import render_page
+from titanlite.features.report.read import read_run
 
 
 def render(folder: Path, *arguments: str) -> str:

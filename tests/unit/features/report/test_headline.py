@@ -4,8 +4,8 @@ from pathlib import Path
 
 from report_run import write_run
 
-from titanlite.report.headline import describe_end
-from titanlite.report.read import read_run
+from titanlite.features.report.headline import describe_end
+from titanlite.features.report.read import read_run
 
 
 def test_a_run_that_ended_with_an_error_says_so_until_it_starts_again(tmp_path: Path):

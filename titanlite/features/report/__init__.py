@@ -7,8 +7,8 @@ from pathlib import Path
 
 from titanlite.base.errors import TitanliteError
 from titanlite.base.files import replace_file
-from titanlite.report.page import render_page
-from titanlite.report.read import read_run
+from titanlite.features.report.page import render_page
+from titanlite.features.report.read import read_run
 
 _MOST_RUNS = 4
 

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from titanlite.report.series import average, round_to, smooth, thin
+from titanlite.features.report.series import average, round_to, smooth, thin
 
 
 def test_thinning_keeps_ends_and_spikes():
