@@ -101,7 +101,7 @@ def _commands() -> dict[str, Callable[[], _Command]]:
         return main
 
     def data() -> _Command:
-        from titanlite.preview_data import main
+        from titanlite.features.tools.preview_data import main
 
         return main
 
@@ -111,12 +111,12 @@ def _commands() -> dict[str, Callable[[], _Command]]:
         return main
 
     def inspect() -> _Command:
-        from titanlite.inspect_checkpoint import main
+        from titanlite.features.tools.inspect import main
 
         return main
 
     def export() -> _Command:
-        from titanlite.export_checkpoint import main
+        from titanlite.features.tools.export import main
 
         return main
 

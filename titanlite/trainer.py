@@ -22,7 +22,6 @@ from titanlite.config import AnyModelConfig, JobConfig
 from titanlite.config.parallelism import Degrees
 from titanlite.data import Batch, build_data, count_ids
 from titanlite.distributed import ParallelDims, all_reduce_sum, all_to_all_single, init_distributed
-from titanlite.environment import save_environment
 from titanlite.features.diagnose import (
     DivergenceCheck,
     SpikeDetector,
@@ -36,12 +35,13 @@ from titanlite.features.estimate.exact import save_run_plan
 from titanlite.features.generate.evaluate import build_evaluator
 from titanlite.features.generate.generate import generate_sample, get_end_of_turn_ids
 from titanlite.features.generate.results import Results
+from titanlite.features.tools.environment import save_environment
+from titanlite.features.tools.model_card import render_model_card
 from titanlite.launch import heartbeat, stop
 from titanlite.launch.machines import check_same_settings, check_shared_folder, waiting_for_machines
 from titanlite.materialize import Plan, SourceProvider, materialize
 from titanlite.materialize.layout import num_values
 from titanlite.metrics import MetricsLogger, build_profiler, record_event, start_memory_history, train_flops_per_token
-from titanlite.model_card import render_model_card
 from titanlite.models.build import AnyModel
 from titanlite.objectives import build_objective
 from titanlite.optim import build_optimizer, count_parameters, lr_factor, muon_matrices

@@ -17,10 +17,12 @@ from files import file_digest
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from titanlite import __main__, __version__, export_checkpoint, inspect_checkpoint, trainer
+from titanlite import __main__, __version__, trainer
 from titanlite.checkpoint import commit, writer
 from titanlite.config import load_config
 from titanlite.config.parallelism import Degrees
+from titanlite.features.tools import export as export_checkpoint
+from titanlite.features.tools import inspect as inspect_checkpoint
 from titanlite.models.families import family_of
 from titanlite.preflight import check
 

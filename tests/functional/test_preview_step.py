@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-import titanlite.preview_step
+import titanlite.features.tools.preview_step
 import titanlite.train
 import titanlite.trainer
 from titanlite.__main__ import main
 from titanlite.config.parallelism import Degrees
 from titanlite.data import Batch
-from titanlite.data.shown import ShownDocument
+from titanlite.features.tools.shown import ShownDocument
 from titanlite.ops import IGNORE_INDEX
 from titanlite.preflight import Checked
 from titanlite.train_step import StepResult
@@ -64,7 +64,7 @@ def shown(
 ) -> Callable[..., Rows]:
     """`shown(step, *arguments)` -> the sequences that the command shows, put together from their documents."""
     found: list[list[ShownDocument]] = []
-    original = titanlite.preview_step.get_shown_documents
+    original = titanlite.features.tools.preview_step.get_shown_documents
 
     def get_shown_documents(dataset: Any, index: int) -> list[ShownDocument]:
         found.append(original(dataset, index))
@@ -81,7 +81,7 @@ def shown(
             assert f": {document.place}, {counts}\n" in out
         return [_join(documents) for documents in found]
 
-    monkeypatch.setattr(titanlite.preview_step, "get_shown_documents", get_shown_documents)
+    monkeypatch.setattr(titanlite.features.tools.preview_step, "get_shown_documents", get_shown_documents)
     return show
 
 

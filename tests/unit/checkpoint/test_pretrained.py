@@ -11,10 +11,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from titanlite import export_checkpoint, inspect_checkpoint
 from titanlite.base.errors import CheckpointError, PlanError
 from titanlite.checkpoint import hf_checkpoint, ties
 from titanlite.features.generate.cli import load_model
+from titanlite.features.tools import export as export_checkpoint
+from titanlite.features.tools import inspect as inspect_checkpoint
 from titanlite.materialize import Init, ReadRequest, Region, build_plan, materialize
 from titanlite.materialize.sources import Read
 from titanlite.models.decoder import build_decoder

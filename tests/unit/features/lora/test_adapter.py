@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from titanlite.base.errors import CheckpointError
 from titanlite.checkpoint.pretrained import weights_of
 from titanlite.config.schema import LoRASection
-from titanlite.export_checkpoint import main
 from titanlite.features.lora.adapter import adapter_checkpoint, read_adapter
 from titanlite.features.lora.layers import apply_lora
+from titanlite.features.tools.export import main
 from titanlite.materialize import materialize
 from titanlite.models.decoder import build_decoder
 from titanlite.models.families import model_config_from_hf

@@ -12,10 +12,10 @@ from titanlite.checkpoint.commit import commit_folder
 from titanlite.checkpoint.description import render
 from titanlite.checkpoint.hf_model import save_hf_model
 from titanlite.config.schema import LoRASection
-from titanlite.export_checkpoint import main
 from titanlite.features.lora.adapter import adapter_files, write_adapter_config
 from titanlite.features.lora.layers import LoRAExperts, LoRALinear, adapted_modules, apply_lora
-from titanlite.inspect_checkpoint import main as inspect
+from titanlite.features.tools.export import main
+from titanlite.features.tools.inspect import main as inspect
 from titanlite.materialize import Init, Normal, materialize
 from titanlite.models.decoder import build_decoder
 from titanlite.models.families import families
@@ -71,7 +71,7 @@ def expected_weights(model, base_dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("family", "targets", "rslora"), CASES, ids=[f"{f}-{t or 'all'}" for f, t, _ in CASES])
 def test_merged_model(tmp_path, run_ranks, monkeypatch, capsys, family, targets, rslora, dtype):
-    monkeypatch.setattr("titanlite.export_checkpoint._CHUNK_ELEMENTS", 500)  # every weight in several parts
+    monkeypatch.setattr("titanlite.features.tools.export._CHUNK_ELEMENTS", 500)  # every weight in several parts
     section = replace(SECTION, targets=targets, use_rslora=rslora)
     model = make(tmp_path, family, section, run_ranks, dtype)
     out = tmp_path / "merged"

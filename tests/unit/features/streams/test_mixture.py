@@ -15,9 +15,9 @@ from titanlite.base.errors import DataError
 from titanlite.config.schema import JobConfig, SourceSection
 from titanlite.data import PackedDataset, StreamDataset, TokenizedCorpus, TrainLoader, build_data
 from titanlite.data.dataset import get_permutation
-from titanlite.data.shown import get_shown_documents
 from titanlite.features.generate.prompts import evaluation_prompts
 from titanlite.features.streams.mixture import PERIOD, MixtureDataset, _get_quotas, get_source_seed, get_sources
+from titanlite.features.tools.shown import get_shown_documents
 
 MakeJob = Callable[..., JobConfig]
 SEQ_LEN = 10

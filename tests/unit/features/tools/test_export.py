@@ -8,7 +8,7 @@ import torch
 from tiny_transformers import VOCAB_SIZE, save_tiny
 from tokenizers import Tokenizer, models
 
-from titanlite.export_checkpoint import export_checkpoint
+from titanlite.features.tools.export import export_checkpoint
 
 
 @pytest.mark.parametrize(("more", "warns"), [(0, False), (3, True)])

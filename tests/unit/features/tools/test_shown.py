@@ -12,7 +12,7 @@ import torch
 from titanlite.base.errors import DataError
 from titanlite.config.schema import DataSection, JobConfig
 from titanlite.data import IGNORE_INDEX, PackedDataset, SequenceDataset, TokenizedCorpus, build_data
-from titanlite.data.shown import Painter, ShownDocument, escape, get_shown_documents
+from titanlite.features.tools.shown import Painter, ShownDocument, escape, get_shown_documents
 
 MakeJob = Callable[..., JobConfig]
 

@@ -48,7 +48,7 @@ def save_environment(folder: Path, device: torch.device, facts: Mapping[str, Any
     found = {
         "started": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
         "command": shlex.join(sys.argv),
-        "commit": _describe_commit(Path(__file__).parents[1]),
+        "commit": _describe_commit(Path(__file__).parents[3]),
         "world_size": len(ranks),
         **facts,
         "versions": {"python": platform.python_version(), **describe_versions(), "cuda": torch.version.cuda},

@@ -1,6 +1,6 @@
 """`python -m titanlite data --config FILE`: what a run would train on, token by token, before it does.
 
-With `--step N`, what it did train on in one step: `titanlite.preview_step`.
+With `--step N`, what it did train on in one step: `titanlite.features.tools.preview_step`.
 """
 
 import argparse
@@ -20,7 +20,6 @@ from titanlite.config import load_config, sources
 from titanlite.config.assets import find_missing_files
 from titanlite.config.schema import DataSection
 from titanlite.data import PackedDataset, SequenceDataset, TrainLoader, build_data
-from titanlite.data.shown import Painter, escape, get_shown_documents
 from titanlite.features.sft.chat import END, TRAINED
 from titanlite.features.sft.chat_parts import describe_kind
 from titanlite.features.sft.dataset import ExampleDataset
@@ -37,8 +36,9 @@ from titanlite.features.sft.report import (
 from titanlite.features.sft.rows import Row, build_rows, describe_place
 from titanlite.features.streams.mixture import get_sources
 from titanlite.features.streams.stream import StreamDataset
+from titanlite.features.tools.preview_step import StepRequest, show_step
+from titanlite.features.tools.shown import Painter, escape, get_shown_documents
 from titanlite.preflight import check
-from titanlite.preview_step import StepRequest, show_step
 from titanlite.run_setup import with_chat_date
 
 _STEP_TOKENS = 512  # of a document's text: a step may have hundreds of long ones
