@@ -77,7 +77,8 @@ def save_model(family: str, folder: Path) -> dict[str, Any]:
 
     from titanlite.checkpoint.hf_model import save_hf_model
     from titanlite.config.schema import DataSection
-    from titanlite.data import build_corpus, build_tokenizer
+    from titanlite.data import build_corpus
+    from titanlite.data.tokenizer import build_tokenizer
     from titanlite.materialize import materialize
     from titanlite.models.build import build_model
 

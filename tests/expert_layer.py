@@ -2,7 +2,8 @@
 
 import torch
 
-from titanlite.ops import group_by_expert, moe_experts
+from titanlite.ops import group_by_expert
+from titanlite.ops.moe_experts import moe_experts
 
 NAMES = ("out", "dx", "dgate_up", "ddown", "dweight")
 

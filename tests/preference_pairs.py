@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from titanlite.data import IGNORE_INDEX, Batch
+from titanlite.data.dataset import IGNORE_INDEX, Batch
 
 
 class Document(NamedTuple):

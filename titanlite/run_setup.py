@@ -28,9 +28,11 @@ from titanlite.checkpoint.train_state import find_progress
 from titanlite.config import AnyModelConfig, JobConfig, ModelConfig, TransformersConfig, describe_changes, save_resolved
 from titanlite.config.parallelism import Degrees
 from titanlite.config.schema import BLOCK_SIZES
-from titanlite.data import TrainLoader
+from titanlite.data.loader import TrainLoader
 from titanlite.data.tokenizer import describe_other_ids, describe_resizing
-from titanlite.distributed import ParallelDims, base_dtype, mixed_precision_dtypes, parallelize
+from titanlite.distributed import ParallelDims
+from titanlite.distributed.fsdp import base_dtype, mixed_precision_dtypes
+from titanlite.distributed.parallelize import parallelize
 from titanlite.features.lora.layers import apply_lora
 from titanlite.features.lowbit.weights import encode_weights
 from titanlite.features.streams.mixture import get_sources
@@ -42,7 +44,7 @@ from titanlite.models.build import AnyModel, build_model
 from titanlite.models.families import describe_differences, family_of, model_config_from_hf
 from titanlite.models.moe import is_routed
 from titanlite.ops.grouped_gemm import resolve_backend, triton_problem
-from titanlite.optim import freeze_parameters
+from titanlite.optim.parameters import freeze_parameters
 
 _MANY_EPOCHS = 10  # of a pretrained model's new data
 _LARGE_MASK = 2 << 30  # bytes

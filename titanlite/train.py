@@ -27,7 +27,7 @@ with lean_imports():
     from titanlite.base.folder_lock import FolderLock
     from titanlite.config import load_config
     from titanlite.config.assets import find_missing_packages
-    from titanlite.distributed import end_distributed
+    from titanlite.distributed.process_group import end_distributed
     from titanlite.features.diagnose import explain_refusal, explain_uncompiled
     from titanlite.launch import heartbeat, stop
     from titanlite.launch.notices import claim, first_sentence, note_error, note_lost_peer

@@ -10,36 +10,22 @@ import torch
 
 from titanlite.base import timers
 from titanlite.config import JobConfig
-from titanlite.data import Batch
-from titanlite.distributed import (
-    ParallelDims,
-    all_reduce_sum,
-    clip_grad_norms,
-    only_chunk,
-    order_forwards,
-    order_turns,
-    prepare_backward,
-    reduce_replicated_grads,
-)
+from titanlite.data.dataset import Batch
+from titanlite.distributed import ParallelDims
+from titanlite.distributed.clip_grad import clip_grad_norms
+from titanlite.distributed.collectives import all_reduce_sum
+from titanlite.distributed.fsdp import prepare_backward
+from titanlite.distributed.replicated_grads import reduce_replicated_grads
 from titanlite.features.images.rows import ImageBatch
+from titanlite.features.pipeline.schedule import only_chunk, order_forwards, order_turns
 from titanlite.launch import heartbeat
-from titanlite.metrics import (
-    MoEState,
-    StepPoint,
-    find_largest,
-    gather_ranks,
-    get_busy_seconds,
-    get_memory,
-    group_parameters,
-)
+from titanlite.metrics import MoEState, StepPoint, find_largest, gather_ranks, get_busy_seconds, get_memory
+from titanlite.metrics.parameter_groups import group_parameters
 from titanlite.models.build import AnyModel
-from titanlite.objectives import Objective, ObjectiveSums
-from titanlite.optim import (
-    ExpertBiasBalancer,
-    FiniteGuard,
-    build_lr_scheduler,
-    step_if_finite,
-)
+from titanlite.objectives.objective import Objective, ObjectiveSums
+from titanlite.optim import FiniteGuard, build_lr_scheduler
+from titanlite.optim.expert_bias import ExpertBiasBalancer
+from titanlite.optim.optimizer import step_if_finite
 from titanlite.run_setup import get_bias_update_rate
 
 

@@ -15,13 +15,20 @@ import torch.distributed as dist
 from titanlite.base.agree import on_first_rank
 from titanlite.base.errors import DataError
 from titanlite.base.log import logger
-from titanlite.checkpoint import Checkpointer, Progress, Rewind, check_space, describe_versions, push_to_hub
+from titanlite.checkpoint import Progress, Rewind
 from titanlite.checkpoint.commit import step_folder
+from titanlite.checkpoint.description import describe_versions
 from titanlite.checkpoint.hf_model import check_layout
+from titanlite.checkpoint.manager import Checkpointer
+from titanlite.checkpoint.space import check_space
 from titanlite.config import AnyModelConfig, JobConfig
 from titanlite.config.parallelism import Degrees
-from titanlite.data import Batch, build_data, count_ids
-from titanlite.distributed import ParallelDims, all_reduce_sum, all_to_all_single, init_distributed
+from titanlite.data.build import build_data
+from titanlite.data.dataset import Batch
+from titanlite.data.tokenizer import count_ids
+from titanlite.distributed import ParallelDims
+from titanlite.distributed.collectives import all_reduce_sum, all_to_all_single
+from titanlite.distributed.process_group import init_distributed
 from titanlite.features.diagnose import (
     DivergenceCheck,
     SpikeDetector,
@@ -36,15 +43,20 @@ from titanlite.features.generate.evaluate import build_evaluator
 from titanlite.features.generate.generate import generate_sample, get_end_of_turn_ids
 from titanlite.features.generate.results import Results
 from titanlite.features.tools.environment import save_environment
+from titanlite.features.tools.hub import push_to_hub
 from titanlite.features.tools.model_card import render_model_card
 from titanlite.launch import heartbeat, stop
 from titanlite.launch.machines import check_same_settings, check_shared_folder, waiting_for_machines
 from titanlite.materialize import Plan, SourceProvider, materialize
 from titanlite.materialize.layout import num_values
-from titanlite.metrics import MetricsLogger, build_profiler, record_event, start_memory_history, train_flops_per_token
+from titanlite.metrics import build_profiler, record_event, start_memory_history
+from titanlite.metrics.flops import train_flops_per_token
+from titanlite.metrics.logger import MetricsLogger
 from titanlite.models.build import AnyModel
-from titanlite.objectives import build_objective
-from titanlite.optim import build_optimizer, count_parameters, lr_factor, muon_matrices
+from titanlite.objectives.build import build_objective
+from titanlite.optim import lr_factor
+from titanlite.optim.optimizer import build_optimizer
+from titanlite.optim.parameters import count_parameters, muon_matrices
 from titanlite.run_setup import (
     build_on_meta,
     check_data_order,

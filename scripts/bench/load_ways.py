@@ -72,10 +72,11 @@ def save_ways(folder: Path, output: Path) -> dict[str, Way]:
 
 def load_titanlite(folder: Path) -> nn.Module:
     """Meta model, sharded on meta, and every shard read straight into place."""
-    from titanlite.checkpoint import hf_checkpoint
+    from titanlite.checkpoint.pretrained import hf_checkpoint
     from titanlite.config import JobConfig
     from titanlite.config.parallelism import Degrees
-    from titanlite.distributed import ParallelDims, parallelize
+    from titanlite.distributed import ParallelDims
+    from titanlite.distributed.parallelize import parallelize
     from titanlite.materialize import materialize
     from titanlite.models.decoder import build_decoder
     from titanlite.models.families import model_config_from_hf
@@ -192,7 +193,7 @@ def read_share(folder: Path, huge: bool = False) -> torch.Tensor:
 
 def save_titanlite(model: Any, output: Path) -> nn.Module:
     """Every rank writes its shards in place."""
-    from titanlite.checkpoint import save_hf_model
+    from titanlite.checkpoint.hf_model import save_hf_model
 
     save_hf_model(model, model._bench_plan, None, output, torch.bfloat16)
     return model

@@ -94,17 +94,18 @@ def build_titanlite(
     folder: Path, *, packed: bool = False, expert_parallel: bool = False, onednn: bool = True
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """`TrainStep` on a model sharded on meta and read from `folder`; float32 products by MKL unless `onednn`."""
-    from titanlite.checkpoint import hf_checkpoint
+    from titanlite.checkpoint.pretrained import hf_checkpoint
     from titanlite.config import JobConfig
     from titanlite.config.parallelism import Degrees
-    from titanlite.data import IGNORE_INDEX, Batch
-    from titanlite.distributed import ParallelDims, parallelize
+    from titanlite.data.dataset import IGNORE_INDEX, Batch
+    from titanlite.distributed import ParallelDims
+    from titanlite.distributed.parallelize import parallelize
     from titanlite.features.cpu.host_memory import keep_freed_memory
     from titanlite.materialize import materialize
     from titanlite.models.decoder import build_decoder
     from titanlite.models.families import model_config_from_hf
-    from titanlite.objectives import NextToken
-    from titanlite.optim import build_optimizer
+    from titanlite.objectives.objective import NextToken
+    from titanlite.optim.optimizer import build_optimizer
     from titanlite.run_setup import configure
     from titanlite.train_step import TrainStep
 

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from titanlite.ops import group_by_expert, moe_experts
+from titanlite.ops import group_by_expert
 from titanlite.ops import grouped_gemm_launch as launch
+from titanlite.ops.moe_experts import moe_experts
 
 _BYTES = 2  # bfloat16
 

@@ -16,7 +16,7 @@ MFU        over the data sheet's rate; dense: over that of cuBLAS (bfloat16 8192
 floor      over the step: matmuls at the measured rate, or the experts' bytes where they take longer, then 44 bytes per
            parameter at the measured bandwidth (cast, gradient, norm, AdamW), nothing overlapped
 peak GiB   of the device's memory during the timed steps
-plan       that peak over the one that `titanlite.features.estimate` traced for the variant without a GPU; not for compiled ones
+plan       that peak over the one that `features.estimate` traced for the variant without a GPU; not for compiled ones
 load       rows of the most loaded expert over the mean, in the worst layer
 causal: one document per row, plain causal attention. documents: packed, as the trainer's own data, with a mask, or
            with model.attention_backend = flex or varlen.
@@ -56,21 +56,20 @@ from torch import nn
 
 from titanlite.config import JobConfig, ModelConfig
 from titanlite.config.parallelism import Degrees
-from titanlite.data import Batch
-from titanlite.distributed import ParallelDims, init_distributed, parallelize
-from titanlite.distributed.parallelize import wrap_layers
+from titanlite.data.dataset import Batch
+from titanlite.distributed import ParallelDims
+from titanlite.distributed.parallelize import parallelize, wrap_layers
+from titanlite.distributed.process_group import init_distributed
 from titanlite.features.estimate.estimate import get_memory
 from titanlite.features.estimate.trace import trace_step
 from titanlite.features.transformers.experts import use_titanlite_experts
 from titanlite.materialize import materialize
-from titanlite.metrics import train_flops_per_token
-from titanlite.metrics.flops import num_parameters, peak_flops
+from titanlite.metrics.flops import num_parameters, peak_flops, train_flops_per_token
 from titanlite.models.decoder import build_decoder
 from titanlite.models.families import families, family_of
-from titanlite.objectives import NextToken
-from titanlite.ops import leave_out_cudnn
-from titanlite.ops.attention import AttentionBackend
-from titanlite.optim import build_optimizer
+from titanlite.objectives.objective import NextToken
+from titanlite.ops.attention import AttentionBackend, leave_out_cudnn
+from titanlite.optim.optimizer import build_optimizer
 from titanlite.run_setup import configure
 from titanlite.train_step import TrainStep
 

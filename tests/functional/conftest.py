@@ -24,10 +24,10 @@ from traced_layers import Graphs
 from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerFast  # noqa: F401
 
 from titanlite.base.agree import gather_objects
-from titanlite.checkpoint import save_hf_model
+from titanlite.checkpoint.hf_model import save_hf_model
 from titanlite.config import load_config
 from titanlite.config.parallelism import Degrees
-from titanlite.data import build_data
+from titanlite.data.build import build_data
 from titanlite.materialize import Init, Normal, materialize
 from titanlite.materialize.layout import is_elsewhere
 from titanlite.materialize.plan import named_tensors

@@ -5,7 +5,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from titanlite.config.parallelism import Degrees
-from titanlite.distributed import reduce_replicated_grads
+from titanlite.distributed.replicated_grads import reduce_replicated_grads
 from titanlite.models.moe import Experts
 from titanlite.trainer import Trainer
 

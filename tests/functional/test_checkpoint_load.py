@@ -14,10 +14,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from titanlite.base.errors import CheckpointError, PlanError
-from titanlite.checkpoint import hf_checkpoint, save_hf_model
+from titanlite.checkpoint.hf_model import save_hf_model
+from titanlite.checkpoint.pretrained import hf_checkpoint
 from titanlite.config.parallelism import Degrees
-from titanlite.data import build_data
-from titanlite.distributed import ParallelDims, parallelize
+from titanlite.data.build import build_data
+from titanlite.distributed import ParallelDims
+from titanlite.distributed.parallelize import parallelize
 from titanlite.materialize import Init, Plan, materialize
 from titanlite.models.decoder import Decoder, build_decoder
 from titanlite.models.families import family_of

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanlite.config import ModelConfig
-from titanlite.distributed import all_reduce_sum
+from titanlite.distributed.collectives import all_reduce_sum
 from titanlite.distributed.context_parallel import apply_context_parallel
 from titanlite.materialize import materialize
 from titanlite.models.decoder import Decoder, build_decoder

@@ -18,9 +18,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import titanlite.train_step
 import titanlite.trainer
-from titanlite.checkpoint import save_hf_model
+from titanlite.checkpoint.hf_model import save_hf_model
 from titanlite.config.parallelism import Degrees
-from titanlite.data import Batch, build_data
+from titanlite.data.build import build_data
+from titanlite.data.dataset import Batch
 from titanlite.data.loader import ValidationSet
 from titanlite.data.order import Stretch
 from titanlite.materialize import materialize

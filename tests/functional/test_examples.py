@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 import titanlite.trainer
 from titanlite.config.parallelism import Degrees
-from titanlite.data import load_tokenizer
+from titanlite.data.tokenizer import load_tokenizer
 from titanlite.ops import IGNORE_INDEX
 from titanlite.preflight import Checked
 from titanlite.trainer import Trainer

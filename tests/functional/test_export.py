@@ -15,10 +15,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from titanlite.base.errors import CheckpointError
-from titanlite.checkpoint import save_hf_model, writer
+from titanlite.checkpoint import writer
+from titanlite.checkpoint.hf_model import save_hf_model
 from titanlite.config.parallelism import Degrees
-from titanlite.data import build_data
-from titanlite.distributed import ParallelDims, parallelize
+from titanlite.data.build import build_data
+from titanlite.distributed import ParallelDims
+from titanlite.distributed.parallelize import parallelize
 from titanlite.materialize import Init, Normal, Plan, materialize
 from titanlite.models.decoder import Decoder, build_decoder
 from titanlite.preflight import Checked

@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 import titanlite.trainer
 from titanlite.base.errors import ConfigError
 from titanlite.config.parallelism import Degrees
-from titanlite.metrics import train_flops_per_token
+from titanlite.metrics.flops import train_flops_per_token
 from titanlite.models.build import build_model
-from titanlite.optim import freeze_parameters
+from titanlite.optim.parameters import freeze_parameters
 from titanlite.trainer import Trainer
 
 STEPS = 3

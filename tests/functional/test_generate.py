@@ -9,10 +9,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from titanlite.checkpoint import hf_checkpoint
+from titanlite.checkpoint.pretrained import hf_checkpoint
 from titanlite.config import load_config
 from titanlite.config.parallelism import Degrees
-from titanlite.distributed import ParallelDims, parallelize
+from titanlite.distributed import ParallelDims
+from titanlite.distributed.parallelize import parallelize
 from titanlite.features.generate.generate import Continuation, Sampling, generate
 from titanlite.materialize import materialize
 from titanlite.models.decoder import Decoder, build_decoder

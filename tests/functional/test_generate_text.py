@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from titanlite import __main__, trainer
 from titanlite.config import load_config
-from titanlite.data import build_data
+from titanlite.data.build import build_data
 from titanlite.models.families import family_of
 from titanlite.preflight import check
 

@@ -12,7 +12,8 @@ from titanlite.base.errors import ConfigError
 from titanlite.config.parallelism import Degrees
 from titanlite.features.diagnose import divergence
 from titanlite.features.generate.generate import Sampling, generate
-from titanlite.ops import choose_tokens, group_by_expert, linear_cross_entropy, permute_tokens
+from titanlite.features.generate.sampling import choose_tokens
+from titanlite.ops import group_by_expert, linear_cross_entropy, permute_tokens
 from titanlite.ops import grouped_gemm_launch as kernels
 from titanlite.trainer import Trainer
 

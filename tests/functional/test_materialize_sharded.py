@@ -10,7 +10,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanlite.base.errors import PlanError
-from titanlite.distributed import ParallelDims, parallelize
+from titanlite.distributed import ParallelDims
+from titanlite.distributed.parallelize import parallelize
 from titanlite.materialize import Alias, Init, Keep, Normal, Ones, Source, Zeros, materialize
 from titanlite.models.decoder import Decoder, build_decoder
 from titanlite.preflight import Checked

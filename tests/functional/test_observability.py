@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import titanlite.trainer
 from titanlite.config.parallelism import Degrees
-from titanlite.data import Batch
+from titanlite.data.dataset import Batch
 from titanlite.trainer import Trainer
 
 SLEEP_S = 0.8

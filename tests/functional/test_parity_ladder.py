@@ -18,7 +18,7 @@ import torch
 import titanlite.features.muon.matrix_exchange
 from tests.functional.conftest import full_tensors
 from titanlite.config.parallelism import Degrees
-from titanlite.data import build_data
+from titanlite.data.build import build_data
 from titanlite.trainer import Trainer
 
 STEPS = 5

@@ -18,8 +18,10 @@ import titanlite.trainer
 from titanlite.base.errors import TitanliteError, VerifyError
 from titanlite.base.log import logger
 from titanlite.config.parallelism import Degrees
-from titanlite.distributed import ParallelDims, only_chunk, parallelize
+from titanlite.distributed import ParallelDims
+from titanlite.distributed.parallelize import parallelize
 from titanlite.features.pipeline.remote import Elsewhere
+from titanlite.features.pipeline.schedule import only_chunk
 from titanlite.materialize import Plan, build_plan, materialize
 from titanlite.materialize.execute import exchange
 from titanlite.materialize.layout import get_sharing_group, is_elsewhere, local_of
@@ -425,7 +427,7 @@ def test_stages_and_waiting_are_said(run_ranks, checked):
 
 def test_a_plan_of_any_rank_is_that_of_its_stage(checked):
     """Without the other ranks; a checkpoint is read by name, whoever has the tensor."""
-    from titanlite.distributed import fake_ranks
+    from titanlite.distributed.process_group import fake_ranks
 
     job = checked(Degrees(pp=2, dp_shard=2), FIVE)
     for rank in range(4):

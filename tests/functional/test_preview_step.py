@@ -12,7 +12,7 @@ import titanlite.train
 import titanlite.trainer
 from titanlite.__main__ import main
 from titanlite.config.parallelism import Degrees
-from titanlite.data import Batch
+from titanlite.data.dataset import Batch
 from titanlite.features.tools.shown import ShownDocument
 from titanlite.ops import IGNORE_INDEX
 from titanlite.preflight import Checked

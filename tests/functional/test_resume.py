@@ -15,7 +15,7 @@ import titanlite.trainer
 from titanlite.checkpoint.commit import check_folder
 from titanlite.checkpoint.space import count_bytes
 from titanlite.config.parallelism import Degrees
-from titanlite.optim import muon_matrices
+from titanlite.optim.parameters import muon_matrices
 from titanlite.preflight import Checked
 from titanlite.trainer import Trainer
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 
 import titanlite.trainer
 from titanlite.config.parallelism import Degrees
-from titanlite.data import IGNORE_INDEX, Batch
+from titanlite.data.dataset import IGNORE_INDEX, Batch
 from titanlite.preflight import Checked
 from titanlite.trainer import Trainer
 

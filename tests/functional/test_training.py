@@ -13,8 +13,11 @@ import titanlite.train_step
 import titanlite.trainer
 from titanlite.base.errors import TrainingError
 from titanlite.config.parallelism import Degrees
-from titanlite.data import Batch
-from titanlite.distributed import ParallelDims, clip_grad_norm, parallelize, reduce_replicated_grads
+from titanlite.data.dataset import Batch
+from titanlite.distributed import ParallelDims
+from titanlite.distributed.clip_grad import clip_grad_norm
+from titanlite.distributed.parallelize import parallelize
+from titanlite.distributed.replicated_grads import reduce_replicated_grads
 from titanlite.materialize import materialize
 from titanlite.models.decoder import Decoder, build_decoder
 from titanlite.preflight import Checked

@@ -11,7 +11,8 @@ from tiny_transformers import ALL_MODELS, VOCAB_SIZE, save_tiny
 
 from titanlite.checkpoint.pretrained import weights_of
 from titanlite.config import load_config
-from titanlite.distributed import ParallelDims, parallelize
+from titanlite.distributed import ParallelDims
+from titanlite.distributed.parallelize import parallelize
 from titanlite.features.transformers.config import transformers_config
 from titanlite.features.transformers.model import build_transformers
 from titanlite.materialize import materialize

@@ -19,16 +19,19 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Replicate
 
 import titanlite.trainer
-from titanlite.checkpoint import save_hf_model
+from titanlite.checkpoint.hf_model import save_hf_model
 from titanlite.checkpoint.pretrained import weights_of
 from titanlite.config import TransformersConfig, load_config
 from titanlite.config.parallelism import Degrees
-from titanlite.distributed import ParallelDims, clip_grad_norm, parallelize, reduce_replicated_grads
+from titanlite.distributed import ParallelDims
+from titanlite.distributed.clip_grad import clip_grad_norm
+from titanlite.distributed.parallelize import parallelize
+from titanlite.distributed.replicated_grads import reduce_replicated_grads
 from titanlite.features.transformers.model import TransformersModel, build_transformers
 from titanlite.materialize import Compute, Plan, materialize
 from titanlite.materialize.plan import clean_name
 from titanlite.materialize.sources import Read
-from titanlite.optim import ExpertBiasBalancer
+from titanlite.optim.expert_bias import ExpertBiasBalancer
 from titanlite.preflight import Checked, check
 from titanlite.trainer import Trainer
 

@@ -10,14 +10,17 @@ import torch
 from transformers import Qwen2_5_VLConfig
 
 from titanlite.config import assets, load_config
-from titanlite.distributed import ParallelDims, base_dtype, fake_ranks, parallelize
+from titanlite.distributed import ParallelDims
+from titanlite.distributed.fsdp import base_dtype
+from titanlite.distributed.parallelize import parallelize
+from titanlite.distributed.process_group import fake_ranks
 from titanlite.features.lora.layers import apply_lora
+from titanlite.features.lowbit.formats import BLOCK_FORMATS
 from titanlite.features.lowbit.weights import encode_weights
 from titanlite.materialize import build_plan
 from titanlite.materialize.layout import encoding_of, num_values
 from titanlite.models.build import build_model
-from titanlite.ops import BLOCK_FORMATS
-from titanlite.optim import count_parameters
+from titanlite.optim.parameters import count_parameters
 from titanlite.preflight import check
 
 ROOT = Path(__file__).parents[2]

@@ -20,7 +20,9 @@ from transformers import PreTrainedTokenizerFast
 from titanlite import run_setup
 from titanlite.base.errors import ConfigError, DataError
 from titanlite.config import JobConfig
-from titanlite.data import PackedDataset, TokenizedCorpus, TrainLoader
+from titanlite.data.dataset import PackedDataset
+from titanlite.data.loader import TrainLoader
+from titanlite.data.tokens import TokenizedCorpus
 from titanlite.features.streams.mixture import MixtureDataset
 from titanlite.models.families import any_model_config_from_hf, families, family_of
 from titanlite.run_setup import (

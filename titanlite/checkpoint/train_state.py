@@ -60,7 +60,7 @@ class Progress:
         data: description of the data order; a resumed run with another one trains on other data.
         world_size: ranks that wrote the checkpoint.
         versions: of titanlite and torch, for people.
-        results: of validations and evaluations, see `titanlite.features.generate.results`; empty in checkpoints of older versions.
+        results: of validations and evaluations, see `features.generate.results`; empty in older checkpoints.
         rewinds: returns to a checkpoint of before a loss spike, in order; likewise.
         stretches: which samples each step took, and what later ones are to take; likewise.
         taken: sequences that each source of a mixture gave, by name; likewise.

@@ -18,7 +18,7 @@ from titanlite.distributed.collectives import forget_groups, limit_waiting
 from titanlite.distributed.flight_recorder import enable_flight_recorder
 from titanlite.features.cpu.host_memory import keep_freed_memory
 from titanlite.launch.network import PORT_TAKEN, STORE_FILE, find_interface
-from titanlite.ops import leave_out_cudnn
+from titanlite.ops.attention import leave_out_cudnn
 
 _MOST_FILES = 1 << 16
 _INTERFACES, _LOOPBACK = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo"

@@ -1,6 +1,6 @@
 """The launcher's watch over its ranks: which one ended first and why, which one hangs, and whether to start again.
 
-Knows processes and the notes in the shared folder, but neither torch nor torchrun: `titanlite.launch.agent` connects them.
+Knows processes and the notes in the shared folder, but neither torch nor torchrun: `launch.agent` connects them.
 """
 
 import os

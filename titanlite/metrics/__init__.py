@@ -1,12 +1,9 @@
 """Metrics of a run: model FLOPs, TensorBoard, Weights & Biases, `metrics.jsonl` and the console."""
 
 from titanlite.metrics.events import open_events, record_event
-from titanlite.metrics.flops import num_parameters, peak_flops, train_flops_per_token
 from titanlite.metrics.heatmap import expert_load_image
-from titanlite.metrics.logger import MetricsLogger
 from titanlite.metrics.moe import MoEState
 from titanlite.metrics.out_of_memory import explain_out_of_memory, start_memory_history
-from titanlite.metrics.parameter_groups import group_parameters
 from titanlite.metrics.point import Largest, StepPoint, find_largest
 from titanlite.metrics.profiler import build_profiler
 from titanlite.metrics.ranks import gather_ranks, get_busy_seconds, get_memory
@@ -14,7 +11,6 @@ from titanlite.metrics.wandb import finish_wandb
 
 __all__ = [
     "Largest",
-    "MetricsLogger",
     "MoEState",
     "StepPoint",
     "build_profiler",
@@ -25,11 +21,7 @@ __all__ = [
     "gather_ranks",
     "get_busy_seconds",
     "get_memory",
-    "group_parameters",
-    "num_parameters",
     "open_events",
-    "peak_flops",
     "record_event",
     "start_memory_history",
-    "train_flops_per_token",
 ]

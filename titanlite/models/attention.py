@@ -13,7 +13,8 @@ from torch import nn
 from titanlite.config.model import ModelConfig
 from titanlite.features.generate.kv_cache import LayerCache
 from titanlite.models.layers import Linear, RMSNorm
-from titanlite.ops import AttentionMask, apply_rope, attention
+from titanlite.ops import apply_rope
+from titanlite.ops.attention import AttentionMask, attention
 
 _LATENT_EPS = 1e-6
 """Of the norms on latents, whatever the model's: DeepSeek's code and transformers' take their norm's default."""

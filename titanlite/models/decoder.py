@@ -19,8 +19,7 @@ from titanlite.materialize.sources import Alias, Source
 from titanlite.models.attention import build_attention
 from titanlite.models.layers import Embedding, FeedForward, OutputHead, RMSNorm, RotaryEmbedding
 from titanlite.models.moe import ExpertCounter, Experts, MoE
-from titanlite.ops import AttentionMask, build_attention_mask
-from titanlite.ops.attention import AttentionBackend
+from titanlite.ops.attention import AttentionBackend, AttentionMask, build_attention_mask
 
 
 class LossSums(NamedTuple):

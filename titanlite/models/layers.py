@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from titanlite.config.model import ModelConfig
+from titanlite.features.lowbit.formats import BlockFormat
+from titanlite.features.lowbit.matmul import frozen_linear
 from titanlite.materialize.recipes import Normal, Ones, Zeros
 from titanlite.materialize.sources import Compute, Init, Source
 from titanlite.ops import (
-    BlockFormat,
-    frozen_linear,
     inverse_frequencies,
     linear,
     linear_cross_entropy,

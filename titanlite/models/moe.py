@@ -15,22 +15,14 @@ import torch
 from torch import nn
 
 from titanlite.config.model import ModelConfig
+from titanlite.features.lowbit.formats import BlockFormat
+from titanlite.features.lowbit.matmul import frozen_grouped_gemm
 from titanlite.materialize.recipes import Normal, Zeros
 from titanlite.materialize.sources import Init, Source
 from titanlite.models.layers import FeedForward
-from titanlite.ops import (
-    BlockFormat,
-    frozen_grouped_gemm,
-    group_by_expert,
-    grouped_gemm,
-    linear,
-    local_tensor,
-    moe_experts,
-    permute_tokens,
-    swiglu,
-    unpermute_sum,
-)
+from titanlite.ops import group_by_expert, grouped_gemm, linear, local_tensor, permute_tokens, swiglu, unpermute_sum
 from titanlite.ops.grouped_gemm import GroupedGemmBackend
+from titanlite.ops.moe_experts import moe_experts
 
 
 class Routing(NamedTuple):
@@ -75,7 +67,7 @@ class Router(nn.Module):
 
     Attributes:
         weight: (E, D).
-        expert_bias: (E,) float32, persistent; moved by `titanlite.optim.ExpertBiasBalancer`, not by gradients.
+        expert_bias: (E,) float32, persistent; moved by `optim.expert_bias.ExpertBiasBalancer`, not by gradients.
         tokens_per_expert: (E,) int64, not saved; routed rows of the latest forward in training mode. It is overwritten,
             never added to, so that a second run under activation checkpointing changes nothing.
         sequence_sums: functions that, one after the other, sum a (B, E) tensor over the ranks that hold other parts of

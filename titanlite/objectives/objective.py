@@ -5,7 +5,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from titanlite.data import IGNORE_INDEX, Batch
+from titanlite.data.dataset import IGNORE_INDEX, Batch
 from titanlite.models.build import AnyModel
 
 

@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 from titanlite.base.errors import CheckpointError, PlanError
-from titanlite.checkpoint import hf_checkpoint, ties
+from titanlite.checkpoint import ties
+from titanlite.checkpoint.pretrained import hf_checkpoint
 from titanlite.features.generate.cli import load_model
 from titanlite.features.tools import export as export_checkpoint
 from titanlite.features.tools import inspect as inspect_checkpoint

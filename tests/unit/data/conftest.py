@@ -10,7 +10,8 @@ from transformers import PreTrainedTokenizerFast
 from unit.data.templates import CHATML, SPECIAL_TOKENS
 
 from titanlite.config.schema import DataSection, JobConfig
-from titanlite.data import PackedDataset, TokenizedCorpus
+from titanlite.data.dataset import PackedDataset
+from titanlite.data.tokens import TokenizedCorpus
 
 EOS = 0
 

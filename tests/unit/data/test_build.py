@@ -7,7 +7,9 @@ import pytest
 import titanlite
 from titanlite.base.errors import ConfigError, DataError
 from titanlite.config.schema import DataSection, JobConfig
-from titanlite.data import build_corpus, build_data, build_tokenizer
+from titanlite.data import build_corpus
+from titanlite.data.build import build_data
+from titanlite.data.tokenizer import build_tokenizer
 
 
 @pytest.fixture

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from titanlite.base.errors import DataError
-from titanlite.data import IGNORE_INDEX, PackedDataset, TokenizedCorpus
+from titanlite.data.dataset import IGNORE_INDEX, PackedDataset
+from titanlite.data.tokens import TokenizedCorpus
 
 MakeDataset = Callable[..., PackedDataset]
 

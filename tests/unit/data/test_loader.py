@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from titanlite.base.errors import ConfigError
-from titanlite.data import Batch, PackedDataset, TrainLoader
+from titanlite.data.dataset import Batch, PackedDataset
+from titanlite.data.loader import TrainLoader
 from titanlite.data.order import Stretch, find_stretch
 from titanlite.ops import IGNORE_INDEX
 

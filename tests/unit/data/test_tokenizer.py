@@ -17,10 +17,17 @@ import titanlite
 from titanlite.base.errors import DataError
 from titanlite.checkpoint.description import save_tokenizer
 from titanlite.config.schema import DataSection
-from titanlite.data import build_corpus, build_tokenizer, count_ids, load_tokenizer
+from titanlite.data import build_corpus
 from titanlite.data import tokenizer as tokenizer_module
 from titanlite.data.corpus import Corpus, build_text_corpus
-from titanlite.data.tokenizer import END_OF_TEXT, describe_other_ids, train_bpe
+from titanlite.data.tokenizer import (
+    END_OF_TEXT,
+    build_tokenizer,
+    count_ids,
+    describe_other_ids,
+    load_tokenizer,
+    train_bpe,
+)
 from titanlite.models.families import families
 
 ROOT = Path(titanlite.__file__).parents[1]

@@ -12,9 +12,10 @@ from transformers import PreTrainedTokenizerFast
 
 import titanlite
 from titanlite.config.schema import DataSection
-from titanlite.data import TokenizedCorpus, build_corpus, build_tokenizer, build_tokens
+from titanlite.data import build_corpus
 from titanlite.data import tokens as tokens_module
-from titanlite.data.tokenizer import END_OF_TEXT
+from titanlite.data.tokenizer import END_OF_TEXT, build_tokenizer
+from titanlite.data.tokens import TokenizedCorpus, build_tokens
 
 
 @pytest.fixture

@@ -7,7 +7,9 @@ from torch.distributed.fsdp import FSDPModule
 from titanlite.config import JobConfig
 from titanlite.config.model import ModelConfig
 from titanlite.config.parallelism import Degrees
-from titanlite.distributed import ParallelDims, fake_ranks, parallelize
+from titanlite.distributed import ParallelDims
+from titanlite.distributed.parallelize import parallelize
+from titanlite.distributed.process_group import fake_ranks
 from titanlite.models.decoder import build_decoder
 
 CONFIG = ModelConfig(

@@ -10,11 +10,11 @@ from titanlite.config.schema import LoRASection, ModelSection, OptimizerSection
 from titanlite.features.estimate.tracker import StepRecorder
 from titanlite.features.lora.layers import apply_lora
 from titanlite.materialize import materialize
-from titanlite.metrics import num_parameters, peak_flops, train_flops_per_token
+from titanlite.metrics.flops import num_parameters, peak_flops, train_flops_per_token
 from titanlite.models.build import build_model
 from titanlite.models.decoder import build_decoder
 from titanlite.models.families import families, resolve_model_config
-from titanlite.optim import freeze_parameters
+from titanlite.optim.parameters import freeze_parameters
 
 QWEN3_30B_A3B = ModelConfig(
     family="qwen3_moe",

@@ -14,8 +14,9 @@ import torch
 
 from titanlite.base.log import logger
 from titanlite.config.schema import JobConfig
-from titanlite.metrics import MetricsLogger, MoEState, StepPoint, finish_wandb
+from titanlite.metrics import MoEState, StepPoint, finish_wandb
 from titanlite.metrics import wandb as wandb_module
+from titanlite.metrics.logger import MetricsLogger
 
 STANDIN = """
 import json, os, time

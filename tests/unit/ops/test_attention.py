@@ -4,7 +4,7 @@ import pytest
 import torch
 import varlen_kernel  # noqa: F401  torch's operator, on the CPU
 
-from titanlite.ops import attention, build_attention_mask, leave_out_cudnn
+from titanlite.ops.attention import attention, build_attention_mask, leave_out_cudnn
 from titanlite.ops.planned import plan_for_device
 
 BACKENDS = ["sdpa", "flex", "varlen"]

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 from triton_interpreter import repair
 
-from titanlite.ops import grouped_gemm, moe_experts
+from titanlite.ops import grouped_gemm
 from titanlite.ops import grouped_gemm_launch as kernels
+from titanlite.ops.moe_experts import moe_experts
 
 if kernels.INTERPRETED:
     repair()

@@ -7,7 +7,7 @@ from titanlite.config import ModelConfig
 from titanlite.materialize import materialize
 from titanlite.models.decoder import build_decoder
 from titanlite.models.families import families
-from titanlite.optim import ExpertBiasBalancer
+from titanlite.optim.expert_bias import ExpertBiasBalancer
 
 TRUE, FALSE = torch.tensor(True), torch.tensor(False)
 

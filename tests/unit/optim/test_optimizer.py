@@ -8,8 +8,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanlite.config.schema import OptimizerSection
-from titanlite.distributed import fake_ranks
-from titanlite.optim import build_optimizer, step_if_finite
+from titanlite.distributed.process_group import fake_ranks
+from titanlite.optim.optimizer import build_optimizer, step_if_finite
 
 IMPLEMENTATIONS = ["fused", "foreach", "for-loop"]
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from titanlite.base.agree import gather_objects, list_ranks
 from titanlite.base.errors import DivergenceError, raise_problems
 from titanlite.config import JobConfig
-from titanlite.data import Batch
+from titanlite.data.dataset import Batch
 from titanlite.distributed import ParallelDims
 from titanlite.materialize import Plan
 from titanlite.materialize.layout import local_of, num_replicas

@@ -15,7 +15,7 @@ from torch import nn
 from titanlite.base.agree import gather_objects, list_ranks
 from titanlite.base.errors import TrainingError, TransientError
 from titanlite.base.log import logger
-from titanlite.data import Batch
+from titanlite.data.dataset import Batch
 from titanlite.features.pipeline.remote import BetweenChunks
 from titanlite.materialize.layout import encoding_of, local_of
 from titanlite.metrics.events import record_event

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from titanlite.data import Batch
+from titanlite.data.dataset import Batch
 from titanlite.models.build import AnyModel
 from titanlite.objectives.objective import ObjectiveSums
 

@@ -14,7 +14,7 @@ from titanlite.base.agree import gather_objects, on_first_rank
 from titanlite.base.errors import CheckpointError, TrainingError
 from titanlite.base.log import logger
 from titanlite.checkpoint.folder import read_headers
-from titanlite.data import Batch
+from titanlite.data.dataset import Batch
 from titanlite.features.dpo.objective import document_log_probs, num_documents
 from titanlite.features.lora.layers import adapters_disabled
 from titanlite.models.build import AnyModel

@@ -17,7 +17,8 @@ from titanlite.base.log import logger
 from titanlite.checkpoint.pretrained import weights_of
 from titanlite.config import JobConfig, load_config
 from titanlite.config.assets import resolve_assets
-from titanlite.distributed import ParallelDims, fake_ranks
+from titanlite.distributed import ParallelDims
+from titanlite.distributed.process_group import fake_ranks
 from titanlite.features.estimate.advise import advise
 from titanlite.features.estimate.assumed import AssumedCheckpoint
 from titanlite.features.estimate.estimate import Estimate
@@ -40,7 +41,7 @@ from titanlite.features.estimate.sweep import sweep
 from titanlite.materialize import SourceProvider, build_plan
 from titanlite.models.build import build_model
 from titanlite.models.families import resolve_model_config
-from titanlite.optim import muon_matrices
+from titanlite.optim.parameters import muon_matrices
 from titanlite.preflight import Checked, check
 from titanlite.run_setup import build_on_meta
 

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from titanlite import ops  # noqa: F401 - defines torch.ops.titanlite.grouped_mm and others
+import titanlite.ops.attention
+import titanlite.ops.moe_experts  # noqa: F401
 from titanlite.ops.matmul import get_onednn_op
 
 _aten, _own = torch.ops.aten, torch.ops.titanlite

@@ -17,19 +17,22 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from titanlite.config import AnyModelConfig, JobConfig
 from titanlite.config.parallelism import Degrees
-from titanlite.data import Batch
-from titanlite.distributed import ParallelDims, all_to_all_single
+from titanlite.data.dataset import Batch
+from titanlite.distributed import ParallelDims
+from titanlite.distributed.collectives import all_to_all_single
 from titanlite.distributed.expert_parallel import balanced_routing
+from titanlite.features.dpo.objective import DPO
+from titanlite.features.dpo.reference import AdaptersOff
 from titanlite.features.estimate.tracker import GRADIENTS, StepRecorder, fixed_scalars
 from titanlite.features.images.rows import ImageBatch
 from titanlite.materialize import Plan, build_plan
 from titanlite.materialize.execute import exchange, sharded_like
 from titanlite.materialize.layout import is_elsewhere
 from titanlite.models.build import AnyModel
-from titanlite.objectives import DPO, AdaptersOff, NextToken
+from titanlite.objectives.objective import NextToken
 from titanlite.ops import grouped_gemm
 from titanlite.ops.planned import plan_for_device
-from titanlite.optim import build_optimizer, step_if_finite
+from titanlite.optim.optimizer import build_optimizer, step_if_finite
 from titanlite.run_setup import build_on_meta
 from titanlite.train_step import TrainStep
 

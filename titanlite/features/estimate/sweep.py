@@ -3,7 +3,7 @@
 Traced once for each (cp, tp, ep, mode), on the mesh with as few replicas as go: what a layer computes, gathers and
 exchanges depends on those only. For other numbers of replicas follow from it: the bytes of states and gradients, from
 the sizes of the shards; the all-reduce between replicas, of what a reduce-scatter leaves; and the time on the links,
-from the ranks of each group. `tests/unit/features/estimate/test_trace.py` compares such derived figures with traced ones.
+from the ranks of each group. `tests/unit/features/estimate/test_trace.py` compares such figures with traced ones.
 """
 
 import re

@@ -16,14 +16,15 @@ import torch.distributed as dist
 
 from titanlite.config import AnyModelConfig, JobConfig, ModelConfig
 from titanlite.config.parallelism import Degrees, count_micro_batches
-from titanlite.distributed import ParallelDims, fake_ranks
+from titanlite.distributed import ParallelDims
+from titanlite.distributed.process_group import fake_ranks
 from titanlite.features.estimate.flops import Flops
 from titanlite.features.estimate.stand_in import DeviceType, StandInTrainer, observed, without_data
 from titanlite.features.estimate.tracker import Segment, StepRecorder
 from titanlite.features.estimate.workspace import cuda_workspace
 from titanlite.features.transformers.model import TransformersModel
 from titanlite.materialize.layout import is_elsewhere, local_of
-from titanlite.metrics import train_flops_per_token
+from titanlite.metrics.flops import train_flops_per_token
 
 _K = TypeVar("_K")
 _FEWEST = 2  # layers of a kind: the first and the last

@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from titanlite import ops  # noqa: F401 - defines torch.ops.titanlite.moe_experts_forward
+import titanlite.ops.attention
+import titanlite.ops.moe_experts  # noqa: F401
 from titanlite.distributed import collectives  # noqa: F401 - defines torch.ops.titanlite.all_gather and others
 
 _aten, _own = torch.ops.aten, torch.ops.titanlite

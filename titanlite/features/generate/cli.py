@@ -28,8 +28,10 @@ from titanlite.config.assets import local_folder
 from titanlite.config.parallelism import check_parallelism, resolve_degrees
 from titanlite.config.patterns import parse_object
 from titanlite.config.schema import ParallelismSection, TrainingSection
-from titanlite.data import count_ids, load_tokenizer
-from titanlite.distributed import ParallelDims, end_distributed, init_distributed, parallelize
+from titanlite.data.tokenizer import count_ids, load_tokenizer
+from titanlite.distributed import ParallelDims
+from titanlite.distributed.parallelize import parallelize
+from titanlite.distributed.process_group import end_distributed, init_distributed
 from titanlite.features.generate.generate import (
     Continuation,
     Sampling,
@@ -44,7 +46,7 @@ from titanlite.materialize import materialize
 from titanlite.metrics.out_of_memory import is_out_of_memory
 from titanlite.models.build import AnyModel, build_model
 from titanlite.models.families import any_model_config_from_hf
-from titanlite.ops import leave_out_cudnn
+from titanlite.ops.attention import leave_out_cudnn
 
 _TIMEOUT_S = 600
 _SHOWN_CHARS = 60

@@ -18,15 +18,12 @@ from titanlite.base.agree import raise_together
 from titanlite.base.errors import ConfigError, DataError, raise_problems
 from titanlite.config import AnyModelConfig, JobConfig
 from titanlite.config.assets import assets_folder
-from titanlite.data import (
-    EvaluationPrompt,
-    TrainDataset,
-    count_ids,
-    evaluation_prompts,
-    read_evaluation_prompts,
-)
-from titanlite.distributed import ParallelDims, all_reduce_sum
+from titanlite.data.dataset import TrainDataset
+from titanlite.data.tokenizer import count_ids
+from titanlite.distributed import ParallelDims
+from titanlite.distributed.collectives import all_reduce_sum
 from titanlite.features.generate.generate import generate, get_end_of_turn_ids, get_eos_token_ids
+from titanlite.features.generate.prompts import EvaluationPrompt, evaluation_prompts, read_evaluation_prompts
 
 Scorer = Callable[[str, str], float]
 _EXAMPLES = 2

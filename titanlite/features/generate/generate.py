@@ -27,10 +27,11 @@ from titanlite.base.errors import CheckpointError, ConfigError, raise_problems
 from titanlite.base.log import logger
 from titanlite.checkpoint.folder import read_json
 from titanlite.data.dataset import TrainDataset
-from titanlite.distributed import ParallelDims, all_reduce_sum
+from titanlite.distributed import ParallelDims
+from titanlite.distributed.collectives import all_reduce_sum
+from titanlite.features.generate.sampling import choose_tokens
 from titanlite.features.streams.mixture import get_stop_token_ids
 from titanlite.features.transformers.model import TransformersModel
-from titanlite.ops import choose_tokens
 
 
 @runtime_checkable

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from titanlite.ops import AttentionMask, attention, cached_attention
+from titanlite.ops.attention import AttentionMask, attention, cached_attention
 
 
 class KVCache:

@@ -12,13 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from titanlite.features.lowbit.formats import FP8, count_not_finite, encode_blocks, keep_fp8
+from titanlite.features.lowbit.formats import BLOCK_FORMATS, FP8, BlockFormat, count_not_finite, encode_blocks, keep_fp8
 from titanlite.features.transformers.model import TransformersModel
 from titanlite.materialize.layout import Region, set_encoding
 from titanlite.models.build import AnyModel
 from titanlite.models.layers import Linear, OutputHead
 from titanlite.models.moe import Experts
-from titanlite.ops import BLOCK_FORMATS, BlockFormat
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from titanlite.base.agree import gather_objects
 from titanlite.base.files import replace_file
 from titanlite.base.log import logger
-from titanlite.checkpoint import describe_versions
+from titanlite.checkpoint.description import describe_versions
 
 FILE_NAME = "environment.json"
 _GIT_TIMEOUT_S = 5.0

@@ -16,7 +16,9 @@ from titanlite.checkpoint.planned_reads import PlannedReads, RankReads
 from titanlite.checkpoint.pretrained import weights_of
 from titanlite.checkpoint.train_state import STATE_FILE
 from titanlite.config import load_config
-from titanlite.distributed import ParallelDims, fake_ranks, parallelize
+from titanlite.distributed import ParallelDims
+from titanlite.distributed.parallelize import parallelize
+from titanlite.distributed.process_group import fake_ranks
 from titanlite.features.lora.adapter import read_adapter
 from titanlite.materialize import TensorEntry, build_plan
 from titanlite.materialize.sources import Read

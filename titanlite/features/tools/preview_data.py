@@ -19,7 +19,9 @@ from titanlite.base.log import logger, raw_output
 from titanlite.config import load_config, sources
 from titanlite.config.assets import find_missing_files
 from titanlite.config.schema import DataSection
-from titanlite.data import PackedDataset, SequenceDataset, TrainLoader, build_data
+from titanlite.data.build import build_data
+from titanlite.data.dataset import PackedDataset, SequenceDataset
+from titanlite.data.loader import TrainLoader
 from titanlite.features.sft.chat import END, TRAINED
 from titanlite.features.sft.chat_parts import describe_kind
 from titanlite.features.sft.dataset import ExampleDataset

@@ -13,9 +13,11 @@ from titanlite.base.log import raw_output
 from titanlite.base.tables import format_count
 from titanlite.checkpoint import Progress, Rewind, find_progress
 from titanlite.config import JobConfig
-from titanlite.data import StreamDataset, TrainLoader, build_data
+from titanlite.data.build import build_data
+from titanlite.data.loader import TrainLoader
 from titanlite.data.order import Stretch, add_stretch, find_stretch
 from titanlite.features.streams.mixture import MixtureDataset, get_sources
+from titanlite.features.streams.stream import StreamDataset
 from titanlite.features.tools.shown import Painter, get_shown_documents
 from titanlite.preflight import check
 from titanlite.run_setup import with_chat_date

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from titanlite.models.moe import count_rows, dispatch_locally
-from titanlite.ops import grouped_gemm, local_tensor, moe_experts, permute_tokens, unpermute_sum
+from titanlite.ops import grouped_gemm, local_tensor, permute_tokens, unpermute_sum
+from titanlite.ops.moe_experts import moe_experts
 
 NAME = "titanlite"
 _ALIGNED = 8

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from titanlite.features.cpu import attention as attention_cpu
 from titanlite.features.cpu.attention import host_attention
-from titanlite.ops import attention, build_attention_mask
+from titanlite.ops.attention import attention, build_attention_mask
 
 WIDTH = 8
 SCALE = WIDTH**-0.5

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 from titanlite.features.cpu import experts as moe_experts_cpu
-from titanlite.ops import moe_experts
-from titanlite.ops.moe_experts import moe_experts_forward
+from titanlite.ops.moe_experts import moe_experts, moe_experts_forward
 
 BOUNDS = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 1.5e-2}  # relative, of the norm
 

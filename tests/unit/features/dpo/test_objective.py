@@ -6,12 +6,12 @@ from preference_pairs import direct_dpo, log_prob, pack, random_pairs
 
 from titanlite.base.errors import CheckpointError, TrainingError
 from titanlite.config.schema import LoRASection
-from titanlite.data import IGNORE_INDEX
-from titanlite.features.dpo.objective import document_log_probs
+from titanlite.data.dataset import IGNORE_INDEX
+from titanlite.features.dpo.objective import DPO, document_log_probs
+from titanlite.features.dpo.reference import AdaptersOff, CachedReference, describe_weights
 from titanlite.features.lora.layers import apply_lora, is_adapter
 from titanlite.materialize import materialize
 from titanlite.models.decoder import build_decoder
-from titanlite.objectives import DPO, AdaptersOff, CachedReference, describe_weights
 
 BOUND = 1e-5  # what the issue asks for; float32 through 3 layers, in another order of operations
 BETA = 0.5

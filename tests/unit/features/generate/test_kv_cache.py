@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from titanlite.ops import attention, build_attention_mask, cached_attention
+from titanlite.ops.attention import attention, build_attention_mask, cached_attention
 
 LENGTHS = [5, 2, 9]
 STEPS = 4

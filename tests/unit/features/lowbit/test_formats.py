@@ -20,7 +20,8 @@ from titanlite.features.lowbit.formats import (
     encode_blocks,
     keep_fp8,
 )
-from titanlite.ops import frozen_grouped_gemm, frozen_linear, grouped_gemm
+from titanlite.features.lowbit.matmul import frozen_grouped_gemm, frozen_linear
+from titanlite.ops import grouped_gemm
 from titanlite.ops import grouped_gemm_launch as kernels
 
 if kernels.INTERPRETED:

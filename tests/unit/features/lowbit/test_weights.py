@@ -8,10 +8,11 @@ from fp8_folder import write_fp8
 from safetensors.torch import save_file
 
 from titanlite.base.errors import CheckpointError
-from titanlite.checkpoint import hf_checkpoint, save_hf_model
 from titanlite.checkpoint import reader as reader_module
 from titanlite.checkpoint.header import read_header
+from titanlite.checkpoint.hf_model import save_hf_model
 from titanlite.checkpoint.keys import checkpoint_pieces
+from titanlite.checkpoint.pretrained import hf_checkpoint
 from titanlite.config.schema import LoRASection
 from titanlite.features.lora.layers import adapters_disabled, apply_lora, is_adapter
 from titanlite.features.lowbit.formats import BLOCK_FORMATS, FP8, NF4, decode_blocks, encode_blocks

@@ -13,15 +13,15 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from titanlite.config import JobConfig
 from titanlite.config.check import check_values
 from titanlite.config.schema import OptimizerSection
-from titanlite.distributed import fake_ranks
+from titanlite.distributed.process_group import fake_ranks
 from titanlite.features.muon.matrix_exchange import MatrixExchange
 from titanlite.features.muon.muon import Muon, orthogonalize
 from titanlite.materialize import materialize
 from titanlite.models.decoder import build_decoder
 from titanlite.models.families import families
-from titanlite.optim import build_optimizer, muon_matrices, step_if_finite
 from titanlite.optim.adamw import LocalAdamW
-from titanlite.optim.parameters import _get_num_stacked
+from titanlite.optim.optimizer import build_optimizer, step_if_finite
+from titanlite.optim.parameters import _get_num_stacked, muon_matrices
 
 SHAPES = {"wide": (8, 20), "tall": (20, 8), "square": (9, 9), "experts": (3, 6, 10), "stacked": (2, 12, 5)}
 

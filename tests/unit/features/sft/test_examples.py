@@ -15,7 +15,8 @@ from unit.data.templates import CHATML, THINKING
 from titanlite.base.errors import DataError
 from titanlite.config.check import check_values
 from titanlite.config.schema import DataSection, JobConfig
-from titanlite.data import TrainLoader, build_data
+from titanlite.data.build import build_data
+from titanlite.data.loader import TrainLoader
 from titanlite.features.generate.prompts import EvaluationPrompt, evaluation_prompts, read_evaluation_prompts
 from titanlite.features.sft import examples as examples_module
 from titanlite.features.sft.chat import TRAINED

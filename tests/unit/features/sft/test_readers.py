@@ -21,7 +21,7 @@ from pyarrow.parquet import ParquetFile, write_table
 
 from titanlite.base.errors import DataError
 from titanlite.config.schema import JobConfig
-from titanlite.data import build_data
+from titanlite.data.build import build_data
 from titanlite.features.sft import readers, row_limits
 from titanlite.features.sft.readers import RowError
 from titanlite.features.sft.rows import LocalRows, Row, Rows, build_rows

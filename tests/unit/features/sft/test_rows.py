@@ -10,7 +10,7 @@ from datasets import Dataset
 
 from titanlite.base.errors import DataError
 from titanlite.config.schema import JobConfig
-from titanlite.data import build_data
+from titanlite.data.build import build_data
 from titanlite.features.sft.readers import RowError
 from titanlite.features.sft.rows import HubRows, build_rows
 

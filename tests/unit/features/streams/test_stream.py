@@ -18,7 +18,8 @@ import pytest
 from titanlite.base.errors import DataError
 from titanlite.config.check import check_values
 from titanlite.config.schema import JobConfig
-from titanlite.data import TrainLoader, build_data
+from titanlite.data.build import build_data
+from titanlite.data.loader import TrainLoader
 from titanlite.features.sft.rows import Row
 from titanlite.features.streams import blocks as stream_blocks
 from titanlite.features.streams import stream

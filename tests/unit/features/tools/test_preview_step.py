@@ -14,7 +14,8 @@ from titanlite.checkpoint import Progress, Rewind, save_rewinds
 from titanlite.checkpoint.train_state import STATE_FILE
 from titanlite.config import load_config
 from titanlite.config.schema import JobConfig
-from titanlite.data import TrainLoader, build_data
+from titanlite.data.build import build_data
+from titanlite.data.loader import TrainLoader
 from titanlite.data.order import Stretch
 
 _CONFIG = """

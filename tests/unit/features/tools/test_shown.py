@@ -11,7 +11,9 @@ import torch
 
 from titanlite.base.errors import DataError
 from titanlite.config.schema import DataSection, JobConfig
-from titanlite.data import IGNORE_INDEX, PackedDataset, SequenceDataset, TokenizedCorpus, build_data
+from titanlite.data.build import build_data
+from titanlite.data.dataset import IGNORE_INDEX, PackedDataset, SequenceDataset
+from titanlite.data.tokens import TokenizedCorpus
 from titanlite.features.tools.shown import Painter, ShownDocument, escape, get_shown_documents
 
 MakeJob = Callable[..., JobConfig]

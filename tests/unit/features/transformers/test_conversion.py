@@ -17,8 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import core_model_loading
 
 from titanlite.base.errors import CheckpointError, PlanError
-from titanlite.checkpoint import save_hf_model
-from titanlite.checkpoint.hf_model import model_files
+from titanlite.checkpoint.hf_model import model_files, save_hf_model
 from titanlite.checkpoint.pretrained import weights_of
 from titanlite.checkpoint.ties import find_flag
 from titanlite.features.transformers.checkpoint import ConvertingReader

@@ -21,7 +21,7 @@ from titanlite.features.transformers.model import TransformersModel, build_trans
 from titanlite.materialize import materialize
 from titanlite.models.decoder import Decoder
 from titanlite.models.families import family_of
-from titanlite.optim import ExpertBiasBalancer
+from titanlite.optim.expert_bias import ExpertBiasBalancer
 from titanlite.run_setup import configure
 
 # Packed documents and padding at the ends of rows.
