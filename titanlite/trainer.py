@@ -105,12 +105,12 @@ class Trainer(TrainStep):
         logger.info("mesh: %s, %d ranks on %s", degrees, degrees.world_size, self.device.type)
 
         job = resolve_chat_date(job)
-        with waiting_for_machines():
+        with waiting_for_machines():  # each rank reads files by itself: no collective in here
             self.tokenizer, self.loader = build_data(job, self.dims.dp_rank, degrees.dp)
-        self.job = job = resolve_steps(job, self.loader)
-        describe_pipeline(self.loader, model_config, degrees)
-        check_vocabulary(job, self.loader.dataset.vocab_size, count_ids(self.tokenizer), model_config)
-        warn_of_settings(job, model_config, self.device)
+            self.job = job = resolve_steps(job, self.loader)
+            describe_pipeline(self.loader, model_config, degrees)
+            check_vocabulary(job, self.loader.dataset.vocab_size, count_ids(self.tokenizer), model_config)
+            warn_of_settings(job, model_config, self.device)
         changes = make_dump_folder(job, self.dump_folder)
         check_shared_folder(self.dump_folder)
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from files import file_digest
 from processes import kill_tree
 
-from titanlite.base.errors import ConfigError
+from titanlite.base.errors import ConfigError, DataError
 from titanlite.checkpoint.commit import check_folder, list_steps
 from titanlite.config.parallelism import Degrees
 from titanlite.launch import machines
@@ -391,6 +391,18 @@ def test_folders_and_settings_that_differ_are_one_error_on_all_ranks(run_ranks, 
         "arguments. (ranks 2, 3)"
     )
     assert [list((tmp_path / name).iterdir()) for name in "ab"] == [[], []], "nothing is left behind"
+
+
+@pytest.mark.parametrize("machine_size", [1, 2])
+def test_what_one_rank_alone_cannot_read_is_raised_on_all(run_ranks, monkeypatch, machine_size):
+    def rank_main() -> str:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(machine_size))
+        with pytest.raises(DataError) as raised, waiting_for_machines():
+            if dist.get_rank() == 1:
+                raise DataError("data: rank 1 cannot read rows.jsonl.")
+        return str(raised.value)
+
+    assert run_ranks(2, rank_main, timeout_s=20) == ["data: rank 1 cannot read rows.jsonl."] * 2
 
 
 def test_machines_wait_for_one_that_prepares_its_data_longer_than_collectives_may_take(run_ranks, monkeypatch):

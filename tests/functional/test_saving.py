@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import titanlite.trainer
-from titanlite.base.errors import ConfigError
+from titanlite.base.errors import CheckpointError, ConfigError
 from titanlite.base.log import logger
 from titanlite.checkpoint import manager
 from titanlite.checkpoint.folder import ADAPTER_FILE, how_to_finish
@@ -166,15 +166,28 @@ def test_a_folder_without_a_model_is_passed_over_though_its_checksums_are_right(
 
 
 @pytest.mark.parametrize(("rank", "own"), [(0, True), (4, True), (0, False)])
-def test_what_cannot_be_saved_is_refused_before_a_rank_starts(checked, pretrained, tmp_path, rank, own):
+def test_what_cannot_be_saved_is_refused_on_all_ranks_before_the_first_step(
+    run_ranks, checked, pretrained, tmp_path, rank, own
+):
     """With LoRA too, whose adapters are merged into it later; and the tokenizer of the folder is not blamed."""
     base = pretrained("base", 0.1, *SMALL)
     folder = shutil.copytree(base, tmp_path / "base")
     table = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**table, "use_cache": "yes"}))
     overrides = [*SMALL, f"--checkpoint.initial_load_path={folder}", f"--lora.rank={rank}"]
     overrides += ["--moe.expert_bias_update_rate=0"] if rank else []
-    with pytest.raises(ConfigError, match="use_cache = 'yes' is of the wrong type") as raised:  # before a rank starts
-        checked(FSDP2, *overrides, f"--data.tokenizer_path={base if own else folder}")
-    assert f"{folder}/config.json" in str(raised.value) and "tokenizer" not in str(raised.value)
+    overrides += [f"--data.tokenizer_path={base if own else folder}"]
+    job = checked(FSDP2, *overrides)
+    (folder / "config.json").write_text(json.dumps({**table, "use_cache": "yes"}))  # after what the launcher checks
+
+    def rank_main() -> str:
+        with pytest.raises((CheckpointError, ConfigError)) as raised:
+            Trainer(job.job, job.model_config, job.degrees)
+        return str(raised.value)
+
+    first, second = run_ranks(2, rank_main)
+    assert first == second and "use_cache" in first and f"{folder}/config.json" in first and "tokenizer" not in first
+    assert ("refuses the config.json to be saved" in first) == (own and not rank)
     assert not (tmp_path / "run/checkpoint").exists()
+    with pytest.raises(ConfigError, match="use_cache = 'yes' is of the wrong type") as raised:  # before a rank starts
+        checked(FSDP2, *overrides)
+    assert f"{folder}/config.json" in str(raised.value) and "tokenizer" not in str(raised.value)

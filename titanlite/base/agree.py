@@ -1,7 +1,8 @@
 """Ranks that fail together: what one rank finds wrong, all ranks raise, so that none waits for another in vain."""
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TypeVar
 
@@ -81,3 +82,22 @@ def on_first_rank(function: Callable[[], _T], group: dist.ProcessGroup | None = 
     if failure is not None:
         raise failure
     return result  # type: ignore[return-value]
+
+
+@contextmanager
+def failing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """Raise the `TitanliteError` of the body on all ranks: that of the first rank that has one.
+
+    The body must have no collectives. Other exceptions end the rank, and with it the run.
+
+    Collectives: one all-gather of small objects over `group` (the default one), which waits for all; every rank must
+    call.
+    """
+    failure: TitanliteError | None = None
+    try:
+        yield
+    except TitanliteError as error:
+        failure = error
+    first = next((error for error in gather_objects(failure, group) if error is not None), None)
+    if first is not None:
+        raise first from failure

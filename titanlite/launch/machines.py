@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from titanlite.base.agree import new_host_group, raise_together
+from titanlite.base.agree import failing_together, new_host_group, raise_together
 from titanlite.base.errors import ConfigError
 from titanlite.config import JobConfig
 from titanlite.config.settings import SOURCES, get_sections_of, get_value
@@ -96,16 +96,17 @@ def waiting_for_machines() -> Iterator[None]:
     One may have the data in its cache where another, that took the place of a lost one, has hours of work to do. With
     the limit of other collectives the run would end, start again, and end again.
 
-    Collectives, with several machines only: makes a group of all ranks, and a barrier; every rank must call. A rank
-    that raises inside leaves the others to the launcher.
+    Raises:
+        TitanliteError: on all ranks; that of the first rank that raises one inside.
+
+    Collectives: one gather at the end, with several machines over a group made for it; every rank must call, and the
+    body must have none.
     """
-    if not _are_several():
+    group = new_host_group(_PREPARING) if _are_several() else None
+    with failing_together(group):
         yield
-        return
-    group = new_host_group(_PREPARING)
-    yield
-    dist.barrier(group)
-    dist.destroy_process_group(group)
+    if group is not None:
+        dist.destroy_process_group(group)
 
 
 def _are_several() -> bool:

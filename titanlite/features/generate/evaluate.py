@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from titanlite.base.agree import raise_together
+from titanlite.base.agree import failing_together, raise_together
 from titanlite.base.errors import ConfigError, DataError, raise_problems
 from titanlite.config import AnyModelConfig, JobConfig
 from titanlite.config.assets import assets_folder
@@ -228,9 +228,12 @@ def build_evaluator(
 
     Raises:
         ConfigError, DataError: as `build_evaluation_prompts` and `Evaluator`; the same on all ranks.
+
+    Collectives: one gather of small objects; every rank must call.
     """
     if not job.evaluation.enable:
         return None
-    prompts = build_evaluation_prompts(job, dataset, tokenizer)
-    ends = get_end_of_turn_ids(tokenizer, dataset)
-    return Evaluator(job, prompts, tokenizer, model_config, dims, device, ends)
+    with failing_together():  # each rank reads the prompts and imports the scorer
+        prompts = build_evaluation_prompts(job, dataset, tokenizer)
+        ends = get_end_of_turn_ids(tokenizer, dataset)
+        return Evaluator(job, prompts, tokenizer, model_config, dims, device, ends)
