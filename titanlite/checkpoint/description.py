@@ -52,8 +52,11 @@ _REPLACED_KEYS = {
 }
 
 
-# What transformers 5 notes in tokenizer_config.json about how it loaded the tokenizer; true of that machine only.
-_HOW_LOADED = ("is_local", "local_files_only", "name_or_path", "trust_remote_code", "backend")
+# What transformers 5 notes in tokenizer_config.json about how it loaded the tokenizer, true of that machine only; and its
+# second name of the table `extra_special_tokens`, which transformers 4 ignores.
+_NOT_WRITTEN = ("is_local", "local_files_only", "name_or_path", "trust_remote_code", "backend")
+_NOT_WRITTEN += ("model_specific_special_tokens",)
+_STANDARD_TOKENS = {f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")}
 
 
 def describe_model(
@@ -142,7 +145,8 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> None:
     if tokenizer is not None:
         with _explained("the tokenizer (data.tokenizer_path)"):
             tokenizer.save_pretrained(folder)
-            _rewrite_tokenizer_config(folder / "tokenizer_config.json")
+            named = {k: v for k, v in tokenizer.special_tokens_map.items() if k not in _STANDARD_TOKENS}
+            _rewrite_tokenizer_config(folder / "tokenizer_config.json", named)
 
 
 def _write_config(
@@ -256,12 +260,17 @@ def _transformers_config(config: TransformersConfig, dtype: torch.dtype) -> Any:
     return hf_config
 
 
-def _rewrite_tokenizer_config(path: Path) -> None:
-    """Turn what only transformers 5 understands into what 4 does too, and with it many versions of vLLM."""
+def _rewrite_tokenizer_config(path: Path, named: Mapping[str, str]) -> None:
+    """Turn what only transformers 5 understands into what 4 does too, and with it many versions of vLLM.
+
+    `named` are special tokens with names of the model's own, such as image_token.
+    """
     table = json.loads(path.read_text(encoding="utf-8"))
     if table.get("tokenizer_class") == "TokenizersBackend":
         table["tokenizer_class"] = "PreTrainedTokenizerFast"
     if isinstance(table.get("extra_special_tokens"), list):  # 4 expects a table there, and raises otherwise
         table["additional_special_tokens"] = table.pop("extra_special_tokens")
-    table = {key: value for key, value in table.items() if key not in _HOW_LOADED}
+    if named:
+        table["extra_special_tokens"] = dict(named)
+    table = {key: value for key, value in table.items() if key not in _NOT_WRITTEN}
     path.write_text(json.dumps(table, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

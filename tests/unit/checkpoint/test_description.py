@@ -325,3 +325,30 @@ def test_the_tokenizer_of_a_saved_model_is_what_both_versions_read(tmp_path):
         assert not {"extra_special_tokens", "is_local", "local_files_only", "name_or_path"} & table.keys()
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         assert tokenizer.extra_special_tokens == ["<turn>"] and tokenizer("<turn>a")["input_ids"] == [1, 2]
+
+
+@pytest.mark.parametrize("form", ["table", "keys", "both kinds"])
+def test_named_special_tokens_are_a_table_which_both_versions_read(tmp_path, form):
+    """Transformers 5 writes each as a key, which 4 ignores, so that it takes the image token for a word."""
+    from tokenizers import Tokenizer, models
+    from transformers import AutoTokenizer
+
+    inner = Tokenizer(models.WordLevel({"<eos>": 0, "<turn>": 1, "<image>": 2, "<boi>": 3, "a": 4}, unk_token="<eos>"))
+    inner.add_special_tokens(["<eos>", "<turn>", "<image>", "<boi>"])
+    inner.save(str(tmp_path / "tokenizer.json"))
+    table = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>", "unk_token": "<eos>"}
+    named = {"image_token": "<image>"} if form == "keys" else {"image_token": "<image>", "boi": "<boi>"}
+    table |= named if form == "keys" else {"extra_special_tokens": named}
+    table |= {"additional_special_tokens": ["<turn>"]} if form == "both kinds" else {}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(table))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
+    special = sorted({*range(4 if form != "keys" else 3)} - ({1} if form != "both kinds" else set()))
+    for folder in (tmp_path / "first", tmp_path / "again"):
+        folder.mkdir()
+        save_tokenizer(tokenizer, folder)
+        written = json.loads((folder / "tokenizer_config.json").read_text())
+        assert written["extra_special_tokens"] == named and "model_specific_special_tokens" not in written
+        assert written.get("additional_special_tokens", []) == (["<turn>"] if form == "both kinds" else [])
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        assert sorted(set(tokenizer.all_special_ids)) == special and tokenizer.image_token == "<image>"
+        assert tokenizer("a<image><turn>")["input_ids"] == [4, 2, 1]
