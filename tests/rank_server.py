@@ -187,10 +187,10 @@ def _child(arguments: list[str], environment: dict[str, str], fds: list[int], fo
     module, rest = arguments[arguments.index("-m") + 1], arguments[arguments.index("-m") + 2 :]
     pids = Path(os.environ[PIDS])
     if module == "titanlite.launch":
-        import titanlite.launch
+        import titanlite.launch.__main__ as launcher
 
         (pids / "launcher.pid").write_text(str(os.getpid()))
-        return titanlite.launch.main(rest)
+        return launcher.main(rest)
     import titanlite.train
 
     (pids / f"rank-{os.environ['RANK']}.pid").write_text(str(os.getpid()))

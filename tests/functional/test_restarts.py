@@ -45,7 +45,7 @@ def scaled_loss(self, *arguments):
 Trainer.scaled_loss = scaled_loss
 """
 LOOP_ON_ALL = """
-from titanlite.data import TrainLoader
+from titanlite.data.loader import TrainLoader
 original = TrainLoader.micro_batches
 def micro_batches(self, step):
     while step == 3:

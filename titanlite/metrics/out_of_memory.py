@@ -20,6 +20,7 @@ _LONG = 8192  # tokens of a sequence on a rank
 _ENTRIES = 100_000
 # A private part of torch: looked up, so that a version without it is one clear error and not an AttributeError.
 _RECORD, _DUMP = "_record_memory_history", "_dump_snapshot"
+_DATA_ROOMS = tuple(f"titanlite/{room}/" for room in ("data", "features/images", "features/sft", "features/streams"))
 _DATA_REMEDY = "Give data in smaller rows and files (data.path), or start fewer ranks on this machine."
 _HOST_ALLOCATOR = "DefaultCPUAllocator"
 
@@ -78,7 +79,7 @@ def _describe(job: JobConfig, error: BaseException, memory: str, snapshot: str) 
     kind = "the GPU" if isinstance(error, torch.OutOfMemoryError | dist.DistBackendError) else "the host"
     said = f" ({what[0].rstrip('.')})" if what else ""
     place = _place(error)
-    remedies = _DATA_REMEDY if "titanlite/data/" in place else _remedies(job)
+    remedies = _DATA_REMEDY if any(room in place for room in _DATA_ROOMS) else _remedies(job)
     return f"memory: rank {rank} ran out of memory of {kind}{place}{said}.{memory} {remedies}{snapshot}".strip()
 
 

@@ -20,7 +20,7 @@ from titanlite.features.transformers.config import load_config_and_class
 from titanlite.features.transformers.model import build_from_config
 
 PACKAGE = Path(titanlite.__file__).parent
-DOOR = "models/hf_objects.py"
+DOOR = "base/hf_objects.py"
 # What makes objects of files, or of what files say.
 INTO_TRANSFORMERS = {
     *("from_pretrained", "from_config", "_from_config", "get_class_from_dynamic_module", "pipeline", "from_dict"),
@@ -30,7 +30,7 @@ INTO_TRANSFORMERS = {
 EXEMPT = {
     ("checkpoint/description.py", "for_model"),
     ("checkpoint/description.py", "from_dict"),
-    ("models/hf_config.py", "from_dict"),
+    ("features/transformers/config.py", "from_dict"),
 }
 
 

@@ -189,7 +189,9 @@ BUILDER_SCRIPT = """
 import sys, time
 from pathlib import Path
 from titanlite.config.schema import DataSection
-from titanlite.data import build_corpus, build_tokenizer, build_tokens, tokenizer, tokens
+from titanlite.data import build_corpus, tokenizer, tokens
+from titanlite.data.tokenizer import build_tokenizer
+from titanlite.data.tokens import build_tokens
 folder, path, me = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 def slow(name, function):
     def run(*args):

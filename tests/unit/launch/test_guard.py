@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[3]
 # A rank that beats once and then does what it is told.
 RANK = """
 import sys, time
-from titanlite import heartbeat
+from titanlite.launch import heartbeat
 heartbeat.start()
 heartbeat.configure(float(sys.argv[1]), float(sys.argv[2]), sys.argv[3])
 heartbeat.beat("data", 1)

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[3]
 # A rank that stops in good order says so; a stuck one waits for something that never comes, as for a peer that is gone.
 RANK = """
 import sys, threading, time
-from titanlite import heartbeat, stop
+from titanlite.launch import heartbeat, stop
 stop.BEFORE_TRAINING_S = 0.3
 stop.install()
 heartbeat.beat("forward" if sys.argv[1] == "trains" else "loading", 1)

@@ -253,7 +253,7 @@ def test_tensorboard_can_be_off_and_is_imported_only_when_on(tmp_path: Path):
     script = (
         "import sys, torch\n"
         "from titanlite.config.schema import JobConfig\n"
-        "from titanlite.metrics import MetricsLogger\n"
+        "from titanlite.metrics.logger import MetricsLogger\n"
         "job = JobConfig(); job.metrics.enable_tensorboard = False\n"
         "MetricsLogger(job, sys.argv[1], 1, 1, torch.device('cpu')).close()\n"
         "print('tensorboard' in sys.modules)\n"
