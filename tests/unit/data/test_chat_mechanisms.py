@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from unit.data.templates import CHATML
 
@@ -128,6 +129,20 @@ def test_tokens_that_reach_over_a_seam_part_the_answers(make_tokenizer: MakeToke
     messages = chat("a", "\n\nis the answer", "c", "d")
     assert len(check(make_tokenizer(CHATML), messages, "\n\nis the answer", "d", end="<|im_end|>")) == 2
     assert len(check(make_tokenizer(CHATML), chat("a", "b", "c", "d"), "b", "d", end="<|im_end|>")) == 1
+
+
+def test_a_seam_is_seen_however_far_a_token_reaches() -> None:
+    symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
+    long = ["y" * n + "z" for n in range(41)]  # each merge needs the one before, from the last letter on
+    merges = [*(("y", text) for text in long[:-1]), ("\u010a", long[-1])]
+    vocab = {token: i for i, token in enumerate([*symbols, *long[1:], "\u010a" + long[-1]])}
+    backend = Tokenizer(models.BPE(vocab, merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<|im_start|>", "<|im_end|>", "</s>"])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", chat_template=CHATML)
+    for text, num_documents in ((long[-1], 2), (long[-2], 1)):
+        assert len(check(tokenizer, chat("a", text, "c", "d"), text, "d", end="<|im_end|>")) == num_documents
 
 
 @pytest.mark.parametrize("value", [{"a": True}, [{"b": None}], ["x"], {"c": [False]}])

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import pairwise
+from itertools import pairwise, repeat
 from typing import TYPE_CHECKING, Any
 
 from titanlite.base.errors import DataError
@@ -49,6 +49,7 @@ NO_END = "answers without an end"
 SPELLED = "texts that spell special tokens of the chat template"
 DROPPED = "parts dropped by the template: "
 
+_MOST_KINDS = 4096  # of whole chats, whose keys are kept
 _LONG = 500  # characters of an answer that is more than marks
 _INDEX = re.compile(r"\[.*?\]|, .*")
 
@@ -108,14 +109,16 @@ class ChatRenderer:
         self.warn_of_dropped = warn_of_dropped
         self.counts: Counter[str] = Counter()
         self._finder = FrameFinder(tokenizer)
-        self._frames: dict[object, Frame] = {}
+        self._kinds: dict[object, list[int]] = {}
+        self._numbers: dict[object, int] = {}
+        self._frames: dict[int, Frame] = {}
         self._lost: dict[object, tuple[int, ...]] = {}
         self._as_text: dict[object, bool] = {}
 
     @property
-    def special_tokens(self) -> set[str]:
-        """Tokens that no text of a chat merges with."""
-        return self._finder.special_tokens
+    def cutting(self) -> "re.Pattern[str]":
+        """Tokens on whose two sides text is tokenized apart."""
+        return self._finder.cutting
 
     def render_prompt(self, chat: Chat) -> str:
         """The text that the model gets at inference to answer all messages of `chat`.
@@ -125,7 +128,7 @@ class ChatRenderer:
             RowError: the template fails.
         """
         chat = self._prepare(chat)
-        return self._apply(chat, chat.messages, prompt=True)[0]
+        return self._apply(chat, chat.messages, prompt=True)
 
     def render(self, chat: Chat) -> Conversation:
         """The answers of one chat, each as inference produces it.
@@ -149,13 +152,14 @@ class ChatRenderer:
             )
             raise RowError("no prompt", text)
         chat = self._prepare(chat)
-        keys = _get_keys(chat, answers)
-        turns = []
-        done = ""
-        for i in answers:
-            turn, done = self._find_turn(chat, i, keys[i])
-            turns.append(turn)
-        whole = done if answers and answers[-1] == len(keys) - 1 else self._apply(chat, chat.messages)[0]
+        keys = self._get_keys(chat, answers)
+        prompts = self._apply_all(chat, [chat.messages[:i] for i in answers], prompt=True) if answers else []
+        texts = self._apply_all(chat, [chat.messages[: i + 1] for i in answers]) if answers else []
+        turns = [
+            self._find_turn(chat, i, keys[i], prompt, *shown)
+            for i, (prompt, _), shown in zip(answers, prompts, texts, strict=True)
+        ]
+        whole = texts[-1][0] if answers and answers[-1] == len(keys) - 1 else self._apply(chat, chat.messages)
         self._check_parts(chat, keys, answers)
         joined = all(after.prompt.startswith(turn.text) for turn, after in pairwise(turns))
         return Conversation(turns, joined, whole)
@@ -195,26 +199,40 @@ class ChatRenderer:
         """Whether the template fails with objects as arguments, or writes one as Python would, and takes JSON text."""
         calls = [call["function"]["arguments"] for message in chat.messages for call in message.get("tool_calls", ())]
         try:
-            text = self._apply(chat, chat.messages)[0]
+            text = self._apply(chat, chat.messages)
         except RowError:
             text = ""
         if text and not any(value in text for arguments in calls for value in list_python_texts(arguments)):
             return False
         try:
-            other = self._apply(replace(chat, arguments_as_text=True), chat.messages)[0]
+            other = self._apply(replace(chat, arguments_as_text=True), chat.messages)
         except RowError:
             return False
         # Of a template that takes objects, each argument by itself, text may show nothing.
         return not text or all(json.dumps(arguments, ensure_ascii=False) in other for arguments in calls if arguments)
 
-    def _find_turn(self, chat: Chat, i: int, key: object) -> tuple[Turn, str]:
-        """The answer messages[i], and the text of the conversation up to and including it."""
-        prompt = self._apply(chat, chat.messages[:i], prompt=True)[0]
-        done, marks = self._apply(chat, chat.messages[: i + 1])
+    def _get_keys(self, chat: Chat, answers: list[int]) -> list[int]:
+        """For each message a number of what decides on how the template shows it.
+
+        That is its kind, its neighbours' and the roles around. An answer is shown as the last message.
+        """
+        shapes = [get_shape(message) for message in chat.messages]
+        common = (len(chat.tools or ()), str(chat.template_kwargs) if chat.template_kwargs else "")
+        whole = (*shapes, *answers, *common)
+        if whole not in self._kinds:
+            if len(self._kinds) >= _MOST_KINDS:
+                self._kinds.clear()
+            self._kinds[whole] = [
+                self._numbers.setdefault(key, len(self._numbers)) for key in _list_keys(shapes, answers, common)
+            ]
+        return self._kinds[whole]
+
+    def _find_turn(self, chat: Chat, i: int, key: int, prompt: str, done: str, marks: Marks | None) -> Turn:
+        """The answer messages[i], of its prompt and the text of the conversation up to and including it."""
         frame = self._frames.get(key)
         start = None if frame is None else frame.get_start(prompt, done)
         if frame is None or start is None:
-            found = self._finder.probe(lambda messages: self._apply(chat, messages)[0], chat.messages[: i + 1], prompt)
+            found = self._finder.probe(lambda messages: self._apply(chat, messages), chat.messages[: i + 1], prompt)
             if found is None and not self._finder.mark.sub("", done[get_common_start(prompt, done) :]).strip():
                 raise _shows_nothing(chat, i)
             if found is None:
@@ -234,7 +252,7 @@ class ChatRenderer:
                 text = f"the template's {{% generation %}} marks leave no token of messages[{i}]. {REMEDY}"
                 raise RowError("no trained token", text)
         self._count(frame)
-        return Turn(prompt, body, frame.end, inside), done
+        return Turn(prompt, body, frame.end, inside)
 
     def _count(self, frame: Frame) -> None:
         if not frame.end:
@@ -244,12 +262,14 @@ class ChatRenderer:
         if frame.more:
             self.counts["answers after an empty thought that only the prompt shows"] += 1
 
-    def _check_parts(self, chat: Chat, keys: list[object], answers: list[int]) -> None:
+    def _check_parts(self, chat: Chat, keys: list[int], answers: list[int]) -> None:
         """Every template ignores what it does not know; what the row says must not get lost in silence.
 
         Raises:
             RowError: names the first part that the text does not show, unless such parts are only counted.
         """
+        if not chat.tools and not any(map(self._lost.get, keys, repeat((0,)))):
+            return
         turns = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
         lost = list(self._find_lost_tools(chat, turns))
         for i, key in enumerate(keys):
@@ -273,7 +293,7 @@ class ChatRenderer:
 
         def show(message: dict[str, Any]) -> str:
             messages = [*chat.messages[:i], message, *chat.messages[i + 1 : stop]]
-            return self._apply(chat, messages, prompt=stop < len(chat.messages) and not trained)[0]
+            return self._apply(chat, messages, prompt=stop < len(chat.messages) and not trained)
 
         parts = [(k, part) for k, part in enumerate(get_parts(chat.messages[i])) if trained or not part.is_thought]
         return tuple(k for k, part in parts if self._is_lost(part, show, chat.messages[i]))
@@ -284,7 +304,7 @@ class ChatRenderer:
         def show(tool: dict[str, Any], k: int) -> str:
             tools = [*(chat.tools or ())]
             tools[k] = tool
-            return self._apply(replace(chat, tools=tools), chat.messages[:stop], prompt=bool(turns))[0]
+            return self._apply(replace(chat, tools=tools), chat.messages[:stop], prompt=bool(turns))
 
         for k, tool in enumerate(chat.tools or ()):
             parts = list(get_tool_parts(tool))
@@ -303,11 +323,16 @@ class ChatRenderer:
         except RowError:
             return False  # a template that refuses another value looks at it
 
-    def _apply(self, chat: Chat, messages: Messages, *, prompt: bool = False) -> tuple[str, Marks | None]:
+    def _apply(self, chat: Chat, messages: Messages, *, prompt: bool = False) -> str:
         """`messages` as text with the tools and arguments of `chat`."""
+        return self._apply_all(chat, [messages], prompt=prompt)[0][0]
+
+    def _apply_all(
+        self, chat: Chat, conversations: list[Messages], *, prompt: bool = False
+    ) -> list[tuple[str, Marks | None]]:
         if chat.arguments_as_text:
-            messages = [set_arguments_as_text(message) for message in messages]
-        return self._template.render(messages, chat.tools, chat.template_kwargs, prompt=prompt)
+            conversations = [[set_arguments_as_text(message) for message in messages] for messages in conversations]
+        return self._template.render(conversations, chat.tools, chat.template_kwargs, prompt=prompt)
 
     def _wrong_prompt(self, chat: Chat, index: int, prompt: str, done: str) -> RowError:
         same = self._finder.cut_mark(get_common_start(prompt, done), prompt, done)
@@ -320,22 +345,13 @@ class ChatRenderer:
         return RowError("prompt differs", text)
 
 
-def _get_keys(chat: Chat, answers: list[int]) -> list[object]:
-    """For each message what decides on how the template shows it: its kind, its neighbours' and the roles around.
-
-    An answer is shown as the last message.
-    """
-    shapes = [get_shape(message) for message in chat.messages]
+def _list_keys(shapes: list[tuple[Any, ...]], answers: list[int], common: tuple[object, ...]) -> Iterator[object]:
     roles = [shape[0] for shape in shapes]
-    common = (roles[0], len(chat.tools or ()), str(chat.template_kwargs) if chat.template_kwargs else "")
-    keys: list[object] = []
     asked = False
     for i, role in enumerate(roles):
-        trained = i in answers
-        stop, later = (i + 1, None) if trained else (i + 2, frozenset(roles[i + 1 :]))
-        keys.append((i == 0, asked, *shapes[max(0, i - 1) : stop], later, *common))
+        stop, later = (i + 1, None) if i in answers else (i + 2, frozenset(roles[i + 1 :]))
+        yield i == 0, asked, *shapes[max(0, i - 1) : stop], later, roles[0], *common
         asked = asked or role == "user"
-    return keys
 
 
 def get_end_token(tokenizer: "PreTrainedTokenizerFast") -> int | None:

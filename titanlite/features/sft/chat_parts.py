@@ -24,13 +24,14 @@ class Part(NamedTuple):
 def get_shape(message: dict[str, Any]) -> tuple[Any, ...]:
     """The kind of a message: everything but its words that templates are known to look at."""
     content = message.get("content", "")
+    if len(message) == 2:  # most are role and content alone
+        return message["role"], bool(content) and not content.isspace(), "</think>" in content
     calls = tuple(
         tuple((type(value), any(list_python_texts(value))) for value in call["function"]["arguments"].values())
         for call in message.get("tool_calls", ())
     )
     thoughts = tuple(key for key in REASONING if message.get(key))
-    inline = "</think>" in content
-    return message["role"], bool(content.strip()), inline, thoughts, calls, len(message)
+    return message["role"], bool(content.strip()), "</think>" in content, thoughts, calls, len(message)
 
 
 def describe_kind(chat: Chat) -> str:

@@ -5,6 +5,7 @@ one date for the whole run, or the text of a row would depend on when it is rend
 """
 
 import re
+from collections.abc import Sequence
 from datetime import date as Date
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast
@@ -37,34 +38,44 @@ class ChatTemplate:
     def __init__(self, tokenizer: "PreTrainedTokenizerFast", date: str = "") -> None:
         self._tokenizer = tokenizer
         self._date = date
+        self._special: dict[str, Any] = tokenizer.special_tokens_map
         self._texts: dict[bool, tuple[str, bool]] = {}  # with and without tools: the text, and whether it has marks
 
     def render(
-        self, messages: Messages, tools: Messages | None, arguments: dict[str, Any], *, prompt: bool = False
-    ) -> tuple[str, Marks | None]:
-        """`messages` as text, with the generation prompt if `prompt`; and the marks of a template that has any.
+        self,
+        conversations: Sequence[Messages],
+        tools: Messages | None,
+        arguments: dict[str, Any],
+        *,
+        prompt: bool = False,
+    ) -> list[tuple[str, Marks | None]]:
+        """Each conversation as text, with the generation prompt if `prompt`; and the marks of a template that has any.
+
+        The texts are those of `apply_chat_template`, without its work for each call.
 
         Raises:
             DataError: the tokenizer has no chat template.
             RowError: the template fails.
         """
-        template, has_marks = self._get(tools)
-        options: dict[str, Any] = {"tools": tools, "chat_template": template, "add_generation_prompt": prompt}
-        try:
-            if prompt or not has_marks:
-                text = self._tokenizer.apply_chat_template(messages, tokenize=False, **options, **arguments)
-                return cast(str, text), None
-            from transformers.utils.chat_template_utils import render_jinja_template
+        from transformers.utils.chat_template_utils import render_jinja_template
 
-            special: dict[str, Any] = self._tokenizer.special_tokens_map
+        template, has_marks = self._get(tools)
+        marked = has_marks and not prompt
+        try:
             texts, marks = render_jinja_template(
-                [messages], return_assistant_tokens_mask=True, **options, **special | arguments
+                cast(Any, conversations),
+                tools=cast(Any, tools),
+                chat_template=template,
+                add_generation_prompt=prompt,
+                continue_final_message=False,  # named, so that no row's argument can set it
+                return_assistant_tokens_mask=marked,
+                **self._special | arguments,
             )
-            return texts[0], cast(Any, marks)[0]
         except _ERRORS as error:
             said = str(error).strip().rstrip(".") or type(error).__name__
             text = f"the chat template fails: {said}. {REMEDY}{self.describe_arguments(tools)}"
             raise RowError("template failed", text) from None
+        return list(zip(texts, cast(Any, marks) if marked else [None] * len(texts), strict=True))
 
     def _get(self, tools: Messages | None) -> tuple[str, bool]:
         """The Jinja text for rows with or without tools, its dates written out, and whether it has marks.
@@ -90,7 +101,7 @@ class ChatTemplate:
 
     def describe_arguments(self, tools: Messages | None) -> str:
         """A remedy that names the arguments which the template reads; empty if there are none."""
-        names = _list_arguments(self._get(tools)[0]) - set(self._tokenizer.special_tokens_map)
+        names = _list_arguments(self._get(tools)[0]) - self._special.keys()
         if not names:
             return ""
         named = ", ".join(sorted(names))

@@ -12,9 +12,11 @@ end-of-text token, for nothing else would teach the model to stop. In a document
 plain text, as in pretraining data; in chats and prompts it is the token, for prompts are written that way.
 """
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from itertools import accumulate, chain, pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
@@ -43,8 +45,7 @@ class Document:
         return int(np.count_nonzero(self.flags[1:] & TRAINED))
 
 
-@dataclass(frozen=True)
-class _Piece:
+class _Piece(NamedTuple):
     """Text that is tokenized by itself, with `flags` for its tokens; with `marks`, only those there are trained."""
 
     text: str
@@ -57,18 +58,18 @@ class _Draft:
     """What becomes one document: pieces of text, with ids in front and behind.
 
     Of several turns in one document, the tokens before the last answer must be those of its prompt as one text, as at
-    inference: none may reach over the `seams` of the pieces. Otherwise each turn becomes a document, as in `apart`.
+    inference: each of `seams` has the same tokens as one text as in its parts. Otherwise each turn becomes a document,
+    as in `apart`.
     """
 
     pieces: list[_Piece]
     prefix: tuple[int, ...] = ()
     suffix: tuple[int, ...] = ()
     plain: bool = False
-    seams: tuple[tuple[str, str], ...] = ()
-    apart: "tuple[_Draft, ...]" = ()
+    seams: tuple[tuple[str, ...], ...] = ()
+    apart: tuple[Turn, ...] = ()
 
 
-_SEAM = 24  # characters on each side
 Example = tuple[Document, ...]  # one document, or chosen and rejected
 
 
@@ -140,8 +141,8 @@ class ExampleEncoder:
             )
             return RowError("several answers", text)
         for document in (document for side in sides for document in side):
-            ends = (document.flags & END) != 0
-            self.stop_token_ids.update(document.ids[ends & ~np.append(ends[1:], False)].tolist())
+            ends = set(np.flatnonzero(document.flags & END).tolist())
+            self.stop_token_ids.update(int(document.ids[i]) for i in ends if i + 1 not in ends)
         if len(sides) > 1:
             return [tuple(side[0] for side in sides)]
         if len(sides[0]) > 1:
@@ -169,9 +170,9 @@ class ExampleEncoder:
             turns = turns[-1:] if chat.whole.startswith(turns[-1].text) else []
         if not turns:
             return _Draft([_Piece(chat.whole, other)])
-        apart = tuple(_Draft([_Piece(turn.prompt, other), *_get_answer(turn)]) for turn in turns)
-        if not chat.joined and not self.train_all:
-            return _Draft([], apart=apart)
+        several = len(turns) > 1 and not self.train_all
+        if several and not chat.joined:
+            return _Draft([], apart=tuple(turns))
         pieces, place, last = [], 0, turns[-1].text
         for turn in turns:
             pieces += [_Piece(last[place : len(turn.prompt)], other), *_get_answer(turn)]
@@ -179,36 +180,40 @@ class ExampleEncoder:
         if chat.whole.startswith(last):
             pieces.append(_Piece(chat.whole[place:], other))
         pieces = [piece for piece in pieces if piece.text]
-        if len(turns) == 1 or self.train_all:
+        if not several:
             return _Draft(pieces)
-        # What ends in a special token is tokenized alike alone; a token of the text sees no farther than some letters.
-        start = len(turns[-1].prompt)
-        places = [p for turn in turns[:-1] for p in (len(turn.prompt), len(turn.text))]
-        ends = self.renderer.special_tokens
-        seams = tuple(
-            (last[max(0, p - _SEAM) : p], last[p : min(start, p + _SEAM)])
-            for k, p in enumerate(places)
-            if k % 2 == 0 or turns[k // 2].end not in ends
-        )
-        return _Draft(pieces, seams=() if self._adds_space else seams, apart=apart)
+        seams = () if self._adds_space else self._list_seams(pieces, turns[-1].prompt)
+        return _Draft(pieces, seams=seams, apart=tuple(turns))
+
+    def _list_seams(self, pieces: list[_Piece], prompt: str) -> tuple[tuple[str, ...], ...]:
+        """Texts of `prompt`, the last one, that `pieces` cut; each between two tokens that end tokenization anyway."""
+        cuts = list(accumulate(len(piece.text) for piece in pieces))
+        seams: list[tuple[str, ...]] = []
+        start = 0
+        for match in (*self.renderer.cutting.finditer(prompt), None):
+            stop, behind = match.span() if match else (len(prompt), 0)
+            places = [start, *cuts[bisect_right(cuts, start) : bisect_left(cuts, stop)], stop]
+            if len(places) > 2:
+                seams.append(tuple(prompt[i:j] for i, j in pairwise(places)))
+            start = behind
+        return tuple(seams)
 
     def _tokenize(self, drafts: list[_Draft]) -> list[list[Document]]:
         """The documents of each draft."""
         texts = [(piece.text, draft.plain) for draft in drafts for piece in draft.pieces]
-        seams = [(left, right) for draft in drafts for left, right in draft.seams]
-        texts += [(text, False) for left, right in seams for text in (left, right, left + right)]
+        texts += [(text, False) for draft in drafts for seam in draft.seams for text in (*seam, "".join(seam))]
         ids = iter(self._encode_batch(texts))
         parts = [[next(ids) for _ in draft.pieces] for draft in drafts]
         found: list[list[Document]] = []
-        apart: list[_Draft] = []
+        apart: list[Turn] = []
         for draft, tokens in zip(drafts, parts, strict=True):
             document = self._make_document(draft, tokens) if tokens else None
-            alike = [next(ids) + next(ids) == next(ids) for _ in draft.seams]
+            alike = [[*chain.from_iterable(next(ids) for _ in seam)] == next(ids) for seam in draft.seams]
             fits = document is not None and all(alike)
             found.append([document] if fits and document is not None else [])
             apart += [] if fits else draft.apart
         if apart:
-            rest = iter(self._tokenize(apart))
+            rest = iter(self._tokenize([_Draft([_Piece(turn.prompt, 0), *_get_answer(turn)]) for turn in apart]))
             for draft, documents_of_draft in zip(drafts, found, strict=True):
                 if not documents_of_draft:
                     documents_of_draft += [next(rest)[0] for _ in draft.apart]
@@ -224,7 +229,7 @@ class ExampleEncoder:
         if prefix and tuple(parts[0][: len(prefix)]) == prefix:
             prefix = ()  # the text spells the begin-of-text token itself
         tokens = list(prefix)
-        flags = [TRAINED if self.train_all or draft.plain else 0] * len(prefix)
+        flags = bytearray([TRAINED if self.train_all or draft.plain else 0]) * len(prefix)
         for part, piece in zip(parts, draft.pieces, strict=True):
             tokens += part
             flags += self._get_flags(piece, part)
@@ -232,29 +237,28 @@ class ExampleEncoder:
             suffix = ()  # the text spells the end-of-text token itself
         tokens += suffix
         last = draft.pieces[-1].flags
-        flags += [last | END if last & ANSWER else last] * len(suffix)
-        return Document(np.array(tokens, dtype=np.int64), np.array(flags, dtype=np.uint8))
+        flags += bytes([last | END if last & ANSWER else last]) * len(suffix)
+        return Document(np.array(tokens, dtype=np.int64), np.frombuffer(flags, dtype=np.uint8))
 
-    def _get_flags(self, piece: _Piece, ids: list[int]) -> list[int]:
+    def _get_flags(self, piece: _Piece, ids: list[int]) -> bytes:
         if piece.marks is None or self.train_all:
-            return [piece.flags] * len(ids)
+            return bytes([piece.flags]) * len(ids)
         offsets = self._special.encode(piece.text, add_special_tokens=False).offsets
         if len(offsets) != len(ids):  # tokens of the whole text, cut; then the answer has no tokens of its own
-            return [piece.flags] * len(ids)
+            return bytes([piece.flags]) * len(ids)
         inside = [
             any(start < stop_mark and stop > start_mark for start_mark, stop_mark in piece.marks)
             for start, stop in offsets
         ]
-        return [piece.flags if found else piece.flags & ~TRAINED for found in inside]
+        return bytes(piece.flags if found else piece.flags & ~TRAINED for found in inside)
 
     def _encode_batch(self, texts: list[tuple[str, bool]]) -> list[list[int]]:
-        found: list[list[int]] = [[] for _ in texts]
+        found: dict[tuple[str, bool], list[int]] = {text: [] for text in texts}  # many are the template's, and alike
         for encoder, plain in ((self._special, False), (self._plain, True)):
-            places = [i for i, (_, is_plain) in enumerate(texts) if is_plain is plain]
-            encodings = encoder.encode_batch_fast([texts[i][0] for i in places], add_special_tokens=False)
-            for i, encoding in zip(places, encodings, strict=True):
-                found[i] = encoding.ids
-        return found
+            some = [text for text, is_plain in found if is_plain is plain]
+            encodings = encoder.encode_batch_fast(some, add_special_tokens=False)
+            found |= {(text, plain): encoding.ids for text, encoding in zip(some, encodings, strict=True)}
+        return [found[text] for text in texts]
 
     def _encode_whole(self, texts: list[str]) -> list[list[int]] | None:
         """The tokens of the joined texts, cut where each text begins; None if a prompt alone has other tokens."""

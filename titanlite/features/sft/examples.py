@@ -27,7 +27,7 @@ from titanlite.features.sft.rows import Row, Rows, describe_place
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-FORMAT_VERSION = 3  # raise it when rendering or encoding change, or old cached examples will be taken for new ones
+FORMAT_VERSION = 4  # raise it when rendering or encoding change, or old cached examples will be taken for new ones
 _BATCH_ROWS = 512  # texts and encodings of this many rows are in memory at once
 _FILE_SHIFT = 40  # a place is file << 40 | number
 SKIP_REMEDY = 'To leave such rows out and count them, set data.bad_rows = "skip".'
