@@ -279,3 +279,12 @@ def test_a_tokenizer_that_a_saved_folder_would_not_give_back_is_an_error_in_a_ne
         check(is_new=True)
     check(is_new=False)  # of a run that has begun, it cannot be chosen
     assert ("Load it with PreTrainedTokenizerFast" in "".join(warnings)) == (family == "qwen2")
+
+
+def test_a_resumed_run_keeps_the_date_of_its_chats(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_setup, "find_progress", lambda folder, step: (SimpleNamespace(chat_date="2024-05-06"), []))
+    job = JobConfig()
+    job.job.dump_folder, job.data.dataset, job.checkpoint.enable = str(tmp_path), "examples", True
+    assert run_setup.with_chat_date(job).data.chat_date == "2024-05-06"
+    job.data.chat_date = "2023-01-02"
+    assert run_setup.with_chat_date(job).data.chat_date == "2023-01-02"

@@ -111,6 +111,15 @@ def test_a_tokenizer_that_cannot_be_saved_is_named(tmp_path):
         describe_model(QWEN3, Tokenizer(), torch.float32, None)
 
 
+@pytest.mark.parametrize(
+    ("known", "eos"), [({}, [7, 3]), ({"eos_token_id": 3}, [3, 7]), ({"eos_token_id": [7, 3]}, [7, 3])]
+)
+def test_generation_stops_where_trained_answers_end(tmp_path, known, eos):
+    (tmp_path / "generation_config.json").write_text(json.dumps(known | {"top_k": 5}))
+    written = json.loads(describe_model(QWEN3, None, torch.float32, tmp_path, [7, 3])["generation_config.json"])
+    assert (written["eos_token_id"], written["top_k"]) == (eos, 5)
+
+
 @pytest.mark.parametrize("content", ["{", "[]", '{"max_new_tokens": }'])
 def test_generation_settings_that_cannot_be_read(tmp_path, content):
     (tmp_path / "generation_config.json").write_text(content)

@@ -20,6 +20,7 @@ from titanlite.config.check import check_values
 from titanlite.config.schema import JobConfig
 from titanlite.data.build import build_data
 from titanlite.data.loader import TrainLoader
+from titanlite.features.sft.chat import NO_END
 from titanlite.features.sft.rows import Row
 from titanlite.features.streams import blocks as stream_blocks
 from titanlite.features.streams import stream
@@ -122,6 +123,19 @@ def test_what_does_not_fit(make_job: MakeJob, caplog: pytest.LogCaptureFixture) 
     job = make_job([{"prompt": "a"}] * 6, streaming=True, streaming_block_rows=4, bad_rows="skip")
     with pytest.raises(DataError, match=r"no row of .*rows\.jsonl can be used \(. rows skipped: missing field\)"):
         take(build(job), 0, 1)
+
+
+def test_chats_of_a_stream_are_counted_with_the_blocks_that_are_read(make_job: MakeJob) -> None:
+    template = "{% for m in messages %}{{ m.content }} {% endfor %}"
+    rows = [{"messages": [{"role": r, "content": f"{r} {i}"} for r in ("user", "assistant")]} for i in range(16)]
+    job = make_job(rows, template, seq_len=64, streaming=True, streaming_block_rows=8)
+    dataset = build(job)
+    sample = 0
+    while dataset.chat_counts.total() < 16:
+        take(dataset, sample, sample + 1)
+        sample += 1
+        assert sample < 16
+    assert dataset.chat_counts == {NO_END: 16}
 
 
 def test_streamed_documents_are_split_too(make_job: MakeJob) -> None:
