@@ -40,8 +40,9 @@ from titanlite.features.transformers.model import TransformersModel
 from titanlite.launch.notices import read_restart
 from titanlite.metrics import open_events, record_event
 from titanlite.metrics.events import get_rank
-from titanlite.models.build import AnyModel, build_model
+from titanlite.models.build import build_model
 from titanlite.models.families import describe_differences, family_of, model_config_from_hf
+from titanlite.models.interface import Model
 from titanlite.models.moe import is_routed
 from titanlite.ops.grouped_gemm import resolve_backend, triton_problem
 from titanlite.optim.parameters import freeze_parameters
@@ -375,7 +376,7 @@ def get_bias_update_rate(job: JobConfig, model_config: AnyModelConfig) -> float:
     return 1e-3 if family_of(model_config).expert_bias_key is not None else 0.0
 
 
-def build_on_meta(job: JobConfig, model_config: AnyModelConfig, dims: ParallelDims, device: torch.device) -> AnyModel:
+def build_on_meta(job: JobConfig, model_config: AnyModelConfig, dims: ParallelDims, device: torch.device) -> Model:
     """The model as it will be trained on devices like `device`, sharded, still without memory; no communication.
 
     Raises:
@@ -459,7 +460,7 @@ def warn_of_large_mask(job: JobConfig, model_config: AnyModelConfig, device: tor
         )
 
 
-def configure(model: AnyModel, job: JobConfig, device: torch.device) -> None:
+def configure(model: Model, job: JobConfig, device: torch.device) -> None:
     """Hand the settings that are no sizes to the modules that use them."""
     if isinstance(model, TransformersModel):
         model.loss_chunk_tokens = job.training.loss_chunk_tokens

@@ -21,7 +21,7 @@ from titanlite.features.pipeline.schedule import only_chunk, order_forwards, ord
 from titanlite.launch import heartbeat
 from titanlite.metrics import MoEState, StepPoint, find_largest, gather_ranks, get_busy_seconds, get_memory
 from titanlite.metrics.parameter_groups import group_parameters
-from titanlite.models.build import AnyModel
+from titanlite.models.interface import Model
 from titanlite.objectives.objective import Objective, ObjectiveSums
 from titanlite.optim import FiniteGuard, build_lr_scheduler
 from titanlite.optim.expert_bias import ExpertBiasBalancer
@@ -112,7 +112,7 @@ class TrainStep:
         job: JobConfig,
         dims: ParallelDims,
         device: torch.device,
-        model: AnyModel,
+        model: Model,
         optimizer: torch.optim.Optimizer,
         objective: Objective,
         step: int = 0,

@@ -52,7 +52,7 @@ from titanlite.materialize.layout import num_values
 from titanlite.metrics import build_profiler, record_event, start_memory_history
 from titanlite.metrics.flops import train_flops_per_token
 from titanlite.metrics.logger import MetricsLogger
-from titanlite.models.build import AnyModel
+from titanlite.models.interface import Model
 from titanlite.objectives.build import build_objective
 from titanlite.optim import lr_factor
 from titanlite.optim.optimizer import build_optimizer
@@ -171,7 +171,7 @@ class Trainer(TrainStep):
         )
         self.objective.prepare(self.coming_batches(), self.initial_model, self.device)
 
-    def build(self, model_config: AnyModelConfig) -> tuple[AnyModel, Plan]:
+    def build(self, model_config: AnyModelConfig) -> tuple[Model, Plan]:
         """The sharded model to train, and its plan, once it is known that it can be saved. Collective."""
         model = build_on_meta(self.job, model_config, self.dims, self.device)
         dataset = self.loader.dataset
@@ -181,12 +181,12 @@ class Trainer(TrainStep):
         check_layout(self.job, plan)
         return model, plan
 
-    def fill(self, model: AnyModel, sources: list[SourceProvider]) -> Plan:
+    def fill(self, model: Model, sources: list[SourceProvider]) -> Plan:
         """Give the sharded `model` its values, every tensor once; the plan. Collective: every rank must call."""
         device = torch.device("cpu") if self.job.training.enable_cpu_offload else self.device
         return materialize(model, device, sources, seed=self.job.training.seed, buffer_device=self.device)
 
-    def initial_model(self) -> AnyModel:
+    def initial_model(self) -> Model:
         """A model with the weights that this run began with. Collective: every rank must call."""
         if self.step == 0:
             return self.model

@@ -16,8 +16,8 @@ import titanlite.trainer
 from titanlite.base.errors import CheckpointError, PlanError
 from titanlite.checkpoint.folder import ADAPTER_FILE
 from titanlite.config.parallelism import Degrees
-from titanlite.features.lora.layers import is_adapter
 from titanlite.features.tools.export import export_merged
+from titanlite.models.interface import is_adapter
 from titanlite.preflight import Checked
 from titanlite.trainer import Trainer
 

@@ -29,9 +29,9 @@ from titanlite.features.transformers.config import (
     load_config_and_class,
     save_config,
 )
-from titanlite.models.build import AnyModel
 from titanlite.models.families import family_of
 from titanlite.models.families.family import KEY_ALIASES
+from titanlite.models.interface import Model
 
 _GENERATION = "generation_config.json"
 _MOST_REFUSED = 8
@@ -92,7 +92,7 @@ def describe_model(
     return render(write)
 
 
-def describe_adapters(model: AnyModel, tokenizer: Any, lora: LoRASection, base: str) -> dict[str, bytes]:
+def describe_adapters(model: Model, tokenizer: Any, lora: LoRASection, base: str) -> dict[str, bytes]:
     """Build what stands beside the adapters of `model`, on the model in the folder `base`. On one rank.
 
     The description of the model that they will be merged into is built and checked, too.

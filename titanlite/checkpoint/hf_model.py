@@ -1,7 +1,6 @@
 """Save the sharded model as a Hugging Face folder that `from_pretrained` loads as it stands."""
 
 import json
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,26 +9,23 @@ import torch
 import torch.distributed as dist
 
 from titanlite.base.agree import gather_objects, on_first_rank
-from titanlite.base.errors import CheckpointError, raise_problems
+from titanlite.base.errors import CheckpointError
 from titanlite.base.log import logger
 from titanlite.checkpoint.commit import commit_folder
 from titanlite.checkpoint.description import describe_model
 from titanlite.checkpoint.folder import INDEX_FILE, OWN_FOLDER, UNFINISHED_FILES
 from titanlite.checkpoint.keys import MASTER_PREFIX, SIDECAR_FILE, checkpoint_pieces, is_sidecar, whole
 from titanlite.checkpoint.writer import FileLayout, Item, lay_out
-from titanlite.config import AnyModelConfig, JobConfig, ModelConfig, TransformersConfig
-from titanlite.features.lora.layers import is_adapter
-from titanlite.features.transformers.checkpoint import saved_entries, stored_forms, transformers_items
-from titanlite.features.transformers.model import TransformersModel
+from titanlite.config import AnyModelConfig, JobConfig, ModelConfig
 from titanlite.materialize import Plan, TensorEntry
 from titanlite.materialize.layout import local_of
 from titanlite.materialize.replicas import share_out
-from titanlite.models.build import AnyModel
 from titanlite.models.families import family_of
+from titanlite.models.interface import Model, is_adapter
 
 
 def save_hf_model(
-    model: AnyModel,
+    model: Model,
     plan: Plan,
     tokenizer: Any,
     folder: Path,
@@ -82,22 +78,8 @@ def check_layout(job: JobConfig, plan: Plan) -> None:
     if not job.checkpoint.enable or job.lora.rank:
         return
     _refuse_encoded(plan)
-    if isinstance(plan.model, TransformersModel):
-        architecture = plan.model.config.architecture
-        try:
-            forms, _ = stored_forms(saved_entries(plan.entries, plan.model), plan.model)
-        except Exception as error:  # of transformers' conversions, which raise all kinds of them
-            raise CheckpointError(
-                f"checkpoint: the tensors of {architecture} cannot be saved as transformers has them in files: "
-                f"{type(error).__name__}: {error}. Install another version of transformers, or train adapters "
-                "(lora.rank)."
-            ) from error
-        counts = Counter(form.key for form in forms)
-        raise_problems(
-            CheckpointError,
-            f"checkpoint: the tensors of {architecture} cannot be saved",
-            [f"{key}: {count} tensors would have this name." for key, count in counts.items() if count > 1],
-        )
+    if (own := plan.model.checkpoint_format) is not None:
+        own.check(plan)
 
 
 def unfinished_files(plan: Plan) -> list[FileLayout]:
@@ -123,12 +105,12 @@ def model_files(plan: Plan, config: AnyModelConfig, dtype: torch.dtype, *, exact
     Raises:
         CheckpointError: a tensor is kept in another form than its values. The same on all ranks.
 
-    Collectives: for a model of transformers those of `transformers_items`, with pipeline stages one gather of small
-    objects; every rank must call.
+    Collectives: those of the model's own format, and with pipeline stages one gather of small objects; every rank
+    must call.
     """
     _refuse_encoded(plan)
-    if isinstance(config, TransformersConfig):
-        return _transformers_files(plan, dtype, exact=exact)
+    if (own := plan.model.checkpoint_format) is not None:
+        return own.files(plan, dtype, exact=exact)
     family = family_of(config)
     model: list[Item] = []
     sidecar: list[Item] = []
@@ -167,23 +149,6 @@ def _find_used(buffers: Sequence[TensorEntry], in_stages: bool) -> set[str]:
     """Names of those that are not all zeros. The ranks that hold one decide alike, and tell other stages."""
     found = {entry.fqn for entry in buffers if bool(local_of(entry.tensor).count_nonzero())}
     return set().union(*gather_objects(found)) if in_stages else found
-
-
-def _transformers_files(plan: Plan, dtype: torch.dtype, *, exact: bool) -> list[FileLayout]:
-    assert isinstance(plan.model, TransformersModel)
-    entries = saved_entries(plan.entries, plan.model)
-    shares = share_out(entry.tensor for entry in entries.values())
-    mine = {name: share.mine for name, share in zip(entries, shares, strict=True)}
-    masters = []
-    for name, entry in entries.items():
-        if exact and entry.info.kind == "parameter" and dtype.itemsize < entry.dtype.itemsize:
-            piece = whole(MASTER_PREFIX + entry.fqn, entry.info.shape)
-            local = local_of(entry.tensor)
-            masters.append(Item(piece.key, entry.dtype, piece.region, piece.shape, local, entry.region, mine[name]))
-    return [
-        *lay_out(transformers_items(entries, mine, plan.model, dtype), "model"),
-        *(lay_out(masters, f"{OWN_FOLDER}/weights") if masters else []),
-    ]
 
 
 def warn_of_sidecar(config: AnyModelConfig, files: list[FileLayout]) -> None:

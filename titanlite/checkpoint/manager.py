@@ -45,7 +45,7 @@ from titanlite.config import JobConfig
 from titanlite.config.assets import assets_folder
 from titanlite.features.lora.adapter import adapter_checkpoint, adapter_files
 from titanlite.materialize import Plan, SourceProvider
-from titanlite.models.build import AnyModel
+from titanlite.models.interface import Model
 
 _LAST_SAVE_PAUSES_S = (0.0, 2.0, 5.0)
 
@@ -92,7 +92,7 @@ class Checkpointer:
 
     # --- loading
 
-    def weight_sources(self, model: AnyModel) -> list[SourceProvider]:
+    def weight_sources(self, model: Model) -> list[SourceProvider]:
         """What `materialize` reads the weights from: the checkpoint to resume, a pretrained model, or nothing.
 
         With adapters it is the pretrained model in any case, and the adapters of the checkpoint to resume.
@@ -105,7 +105,7 @@ class Checkpointer:
             return [*self._base_sources(model), adapters]
         return [weights_of(folder, model, exact=True)]
 
-    def initial_sources(self, model: AnyModel) -> list[SourceProvider]:
+    def initial_sources(self, model: Model) -> list[SourceProvider]:
         """What a new run begins with: a pretrained model, also with trained adapters, or nothing."""
         sources, lora = self._base_sources(model), self._job.lora
         if lora.init_from:
@@ -113,7 +113,7 @@ class Checkpointer:
             sources.append(adapter_checkpoint(Path(lora.init_from), lora, base, key="lora.init_from"))
         return sources
 
-    def _base_sources(self, model: AnyModel) -> list[SourceProvider]:
+    def _base_sources(self, model: Model) -> list[SourceProvider]:
         if self._section.initial_load_path:
             return [weights_of(Path(self._section.initial_load_path), model)]
         assets = self._job.model.hf_assets_path
@@ -227,7 +227,7 @@ class Checkpointer:
         """True if the checkpoint of `step` is there: this run wrote it last, or resumed from it."""
         return self._saved_step == step
 
-    def prepare(self, model: AnyModel, tokenizer: Any, end_of_turn_ids: Sequence[int] = ()) -> None:
+    def prepare(self, model: Model, tokenizer: Any, end_of_turn_ids: Sequence[int] = ()) -> None:
         """Build all that checkpoints have beside tensors, before anything is trained; saving writes it as it is.
 
         `model` may be on meta. `end_of_turn_ids` stop the generations of what is saved.
@@ -249,7 +249,7 @@ class Checkpointer:
 
     def save(
         self,
-        model: AnyModel,
+        model: Model,
         plan: Plan,
         optimizer: torch.optim.Optimizer,
         progress: Progress,

@@ -32,13 +32,11 @@ from titanlite.checkpoint.keys import (
 from titanlite.checkpoint.reader import Placed, SafetensorsReader
 from titanlite.checkpoint.ties import explain_untied, is_equal
 from titanlite.config import ModelConfig
-from titanlite.features.transformers.checkpoint import TransformersCheckpoint
-from titanlite.features.transformers.model import TransformersModel
 from titanlite.materialize import Source, TensorInfo, Unfit
 from titanlite.materialize.sources import Read
-from titanlite.models.build import AnyModel
 from titanlite.models.families import Family, family_of
 from titanlite.models.families.family import QUANTIZATION_PROBLEM, is_readable_quantization
+from titanlite.models.interface import Model
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _MTP_KEY = "eh_proj.weight"
@@ -46,18 +44,18 @@ _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _FLAG, _OVERRIDE = "tie_word_embeddings", ", or in training model.overrides.tie_word_embeddings = false"
 
 
-def weights_of(folder: Path, model: AnyModel, *, exact: bool = False) -> "HFCheckpoint | TransformersCheckpoint":
+def weights_of(folder: Path, model: Model, *, exact: bool = False) -> Any:
     """The weights of the Hugging Face model in `folder`, as a source for `materialize(model)`.
+
+    It has `untied`, what is wrong with tied tensors that are stored twice, by name.
 
     Raises:
         CheckpointError: as `hf_checkpoint`.
 
     Collectives: two broadcasts; every rank must call. Of tied tensors that are stored twice rank 0 reads both.
     """
-    if isinstance(model, TransformersModel):
-        checkpoint = TransformersCheckpoint(str(folder), _read_stored(folder, exact)[0], model)
-        checkpoint.untied = on_first_rank(checkpoint.find_untied)
-        return checkpoint
+    if (own := model.checkpoint_format) is not None:
+        return own.sources(str(folder), _read_stored(folder, exact)[0])
     return hf_checkpoint(folder, model.config, exact=exact)
 
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from titanlite.base.log import logger
 from titanlite.checkpoint.commit import list_steps
 from titanlite.config import JobConfig
-from titanlite.features.lora.layers import is_adapter
 from titanlite.materialize import Plan
+from titanlite.models.interface import is_adapter
 
 
 def count_moments(param: torch.Tensor, muon: Container[torch.Tensor]) -> int:

@@ -1,19 +1,12 @@
 """Tied tensors that a file stores twice: which must then be the same, for the model has one tensor for both."""
 
-from collections.abc import Mapping
-from dataclasses import replace
-
 import torch
 
-from titanlite.base.errors import ConfigError
 from titanlite.checkpoint.reader import SafetensorsReader
-from titanlite.config import TransformersConfig
-from titanlite.features.transformers.model import build_transformers
 from titanlite.materialize import ReadRequest, Region
-from titanlite.materialize.sources import Alias, Read
+from titanlite.materialize.sources import Read
 
 _CHUNK_ELEMENTS = 4 << 20
-_FLAG = "tie_word_embeddings"
 
 
 def is_equal(first: Read, second: Read) -> bool:
@@ -39,23 +32,6 @@ def _read(read: Read, region: Region) -> torch.Tensor:
     else:
         read.reader.read([request])
     return values
-
-
-def find_flag(config: TransformersConfig, name: str) -> str:
-    """The keys of config.json with which the tensor `name` is not tied, found by building the model; or none."""
-    for places in (("",), ("text_config",), ("", "text_config")):  # of some classes either of both ties
-        hf = dict(config.hf)
-        if "text_config" in places and not isinstance(hf.get("text_config"), Mapping):
-            continue
-        for place in places:
-            hf |= {place: {**hf[place], _FLAG: False}} if place else {_FLAG: False}
-        try:
-            model = build_transformers(replace(config, hf=hf), torch.float32)
-        except ConfigError:
-            continue
-        if not isinstance(model.declare_sources().get(name), Alias):
-            return " and ".join(f"{place}.{_FLAG}" if place else _FLAG for place in places)
-    return ""
 
 
 def explain_untied(where: str, target: str, flag: str, otherwise: str = "") -> str:

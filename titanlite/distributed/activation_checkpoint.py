@@ -9,10 +9,8 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from titanlite.config.schema import ActivationCheckpointSection
-from titanlite.features.lora.layers import adapted_modules
-from titanlite.features.transformers.model import TransformersModel
 from titanlite.models.attention import SelfAttention
-from titanlite.models.build import AnyModel
+from titanlite.models.interface import Model
 from titanlite.models.layers import FeedForward
 from titanlite.models.moe import Experts
 from titanlite.ops import local_tensor
@@ -35,7 +33,7 @@ _KEPT_OPS = {
 }
 
 
-def checkpoint_operations(model: AnyModel, section: ActivationCheckpointSection) -> None:
+def checkpoint_operations(model: Model, section: ActivationCheckpointSection) -> None:
     """Let regions of a layer keep the results in `_KEPT_OPS` alone, if `section` says so.
 
     Regions, not whole layers: selective checkpointing replays a region operation by operation, and the hooks of an FSDP
@@ -75,7 +73,7 @@ def _is_wide(module: FeedForward) -> bool:
     return inside > outside
 
 
-def checkpoint_layers(model: AnyModel, section: ActivationCheckpointSection) -> None:
+def checkpoint_layers(model: Model, section: ActivationCheckpointSection) -> None:
     """Keep nothing but the input of whole layers: of all in mode `full`, or of every Nth.
 
     Module names and parameters stay as they are. A layer may be compiled: it is called again in backward.
@@ -92,11 +90,11 @@ def _is_by_operation(section: ActivationCheckpointSection) -> bool:
     return section.mode == "selective" and section.selective_ac_option == "op"
 
 
-def _keeps_rng(model: AnyModel) -> bool:
+def _keeps_rng(model: Model) -> bool:
     """True if a layer draws random numbers, which must be the same again: titanlite's own do in the dropout on adapters
     alone. Else saving the generator's state, which costs a copy from the device, is spared.
     """
-    return isinstance(model, TransformersModel) or any(m.dropout > 0 for m in adapted_modules(model).values())
+    return model.draws_random()
 
 
 def _contexts() -> Any:

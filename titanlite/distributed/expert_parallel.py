@@ -16,12 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from titanlite.base import timers
-from titanlite.base.errors import ConfigError, raise_problems
 from titanlite.distributed.collectives import all_to_all, all_to_all_single, register_group
 from titanlite.distributed.shard import shard_parameters
-from titanlite.features.transformers.experts import DISPATCH, use_titanlite_experts
-from titanlite.features.transformers.model import TransformersModel
-from titanlite.models.build import AnyModel
+from titanlite.models.interface import Model
 from titanlite.ops import group_by_expert, permute_tokens, unpermute_sum
 
 _assume_balanced: ContextVar[bool] = ContextVar("assume_balanced", default=False)
@@ -37,47 +34,20 @@ def balanced_routing() -> Iterator[None]:
         _assume_balanced.reset(token)
 
 
-def apply_expert_parallel(model: AnyModel, mesh: DeviceMesh) -> None:
+def apply_expert_parallel(model: Model, mesh: DeviceMesh) -> None:
     """Split the experts of every MoE layer over the one-axis `mesh`, in place, and let tokens travel.
 
-    Attributes of parameters are kept. No collective is run; the model may be on meta. The experts of a model of
-    transformers run on titanlite's grouped GEMM from then on.
+    Attributes of parameters are kept. No collective is run; the model may be on meta.
 
     Raises:
-        ConfigError: transformers' experts interface does not serve the model, or its experts hold something that is
-            not one slice per expert. The same on all ranks.
+        ConfigError: as `Model.split_experts`.
     """
     # Not compiled: ranks compile for different numbers of rows, and two graphs may order the same independent
     # collectives differently, which is a deadlock.
     dispatch: Any = torch.compiler.disable(ExpertParallelDispatcher(mesh.get_group()).dispatch)
-    if isinstance(model, TransformersModel):
-        _check_experts(model)
-        for experts in model.expert_modules().values():
-            shard_parameters(experts, mesh, {param: Shard(0) for param in experts.parameters()})
-            setattr(experts, DISPATCH, dispatch)
-        for counter in model.expert_counters().values():
-            counter.first_expert = mesh.get_local_rank() * counter.tokens_per_expert.numel() // mesh.size()
-        use_titanlite_experts(model.transformers_model)
-        return
-    for moe in model.moe_layers().values():
-        shard_parameters(moe.experts, mesh, {param: Shard(0) for param in moe.experts.parameters()})
-        moe.experts.first_expert = mesh.get_local_rank() * moe.experts.num_experts // mesh.size()
-        moe.dispatch = dispatch
-
-
-def _check_experts(model: TransformersModel) -> None:
-    """Every parameter of the experts must be one slice per expert."""
-    modules = model.expert_modules()
-    problems = [
-        f"{name}.{leaf} {tuple(param.shape)} is not one slice for each of {getattr(module, 'num_experts', 0)} experts."
-        for name, module in modules.items()
-        for leaf, param in module.named_parameters()
-        if param.shape[:1] != (getattr(module, "num_experts", 0),)
-    ]
-    if not modules:
-        problems = [f"{model.config.architecture} does not run its experts through transformers' experts interface."]
-    problems = [f"{problem} Set expert_parallel_degree to 1." for problem in problems]
-    raise_problems(ConfigError, "parallelism: experts cannot be split over ranks", problems)
+    for experts in model.split_experts():
+        shard_parameters(experts, mesh, {param: Shard(0) for param in experts.parameters()})
+    model.set_dispatch(dispatch, mesh)
 
 
 class ExpertParallelDispatcher:

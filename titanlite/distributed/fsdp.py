@@ -17,10 +17,8 @@ from torch.distributed.tensor import Shard
 from titanlite.config.schema import BLOCK_SIZES, JobConfig
 from titanlite.distributed.fsdp_timing import time_collectives
 from titanlite.distributed.parallel_dims import ParallelDims
-from titanlite.features.lora.layers import is_adapter
-from titanlite.features.transformers.model import TransformersModel
 from titanlite.materialize.layout import is_elsewhere
-from titanlite.models.build import AnyModel
+from titanlite.models.interface import Model, is_adapter
 
 
 def mixed_precision_dtypes(job: JobConfig, device_type: str) -> tuple[torch.dtype, torch.dtype]:
@@ -44,7 +42,7 @@ def base_dtype(job: JobConfig, device_type: str) -> torch.dtype:
     return getattr(torch, job.lora.base_dtype)
 
 
-def apply_fsdp(model: AnyModel, job: JobConfig, dims: ParallelDims, device_type: str) -> None:
+def apply_fsdp(model: Model, job: JobConfig, dims: ParallelDims, device_type: str) -> None:
     """Shard `model` in place, on meta. Attributes that were set on parameters are carried over.
 
     Units: each decoder layer, its experts if they live on another mesh, the embedding, and final norm with output head.
@@ -117,7 +115,7 @@ def apply_fsdp(model: AnyModel, job: JobConfig, dims: ParallelDims, device_type:
         vars(param).update(attributes[name])
 
 
-def prepare_backward(model: AnyModel, job: JobConfig, dims: ParallelDims, ending: Collection[int]) -> None:
+def prepare_backward(model: Model, job: JobConfig, dims: ParallelDims, ending: Collection[int]) -> None:
     """Say for which chunks of a pipeline stage backwards do, from the next one on, what is done once per step.
 
     With all chunks, as it is when a model was made, every backward does so. A step says it before the backward of its
@@ -147,19 +145,19 @@ def prepare_backward(model: AnyModel, job: JobConfig, dims: ParallelDims, ending
             module.set_requires_all_reduce(value)
 
 
-def _layers_by_chunk(model: AnyModel, dims: ParallelDims) -> list[list[nn.Module]]:
+def _layers_by_chunk(model: Model, dims: ParallelDims) -> list[list[nn.Module]]:
     """The layers that run here, those of each chunk of this pipeline stage."""
     layers = iter(model.decoder_layers())
     parts = dims.degrees.stage_parts(len(model.all_layers()), dims.stage)
     return [list(islice(layers, len(part))) for part in parts]
 
 
-def _expert_placement(model: AnyModel, dims: ParallelDims) -> Callable[[nn.Parameter], Shard | None]:
+def _expert_placement(model: Model, dims: ParallelDims) -> Callable[[nn.Parameter], Shard | None]:
     """Split experts along dim 1 where there are more ranks than experts; everything else along dim 0.
 
     Also experts of transformers, whose other dims need not divide: there, ranks beyond the number of experts hold none.
     """
-    if isinstance(model, TransformersModel):
+    if not model.splits_inside_experts:
         return lambda param: None
     dim = dims.degrees.expert_shard_dim(max(model.config.num_experts, 1))
     experts = {id(p) for layer in model.decoder_layers() for m in model.experts_in(layer) for p in m.parameters()}

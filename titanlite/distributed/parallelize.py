@@ -14,9 +14,8 @@ from titanlite.distributed.fsdp import apply_fsdp, mixed_precision_dtypes
 from titanlite.distributed.parallel_dims import ParallelDims
 from titanlite.distributed.tensor_parallel import apply_tensor_parallel
 from titanlite.features.pipeline.schedule import apply_pipeline_parallel
-from titanlite.features.transformers.tensor_parallel import apply_transformers_tensor_parallel
-from titanlite.models.build import AnyModel
 from titanlite.models.decoder import Decoder
+from titanlite.models.interface import Model
 from titanlite.ops.compiled import compile_function
 
 _MOST_GRAPHS = 64
@@ -24,7 +23,7 @@ _MOST_GRAPHS = 64
 torch's limit, 8, a layer is an error or runs uncompiled."""
 
 
-def parallelize(model: AnyModel, job: JobConfig, dims: ParallelDims, device_type: str) -> None:
+def parallelize(model: Model, job: JobConfig, dims: ParallelDims, device_type: str) -> None:
     """Shard `model` in place as the configuration says. The model is, and stays, on meta; no data is moved.
 
     Tensor and expert parallelism come before FSDP2, which splits the shards that they leave. Its hooks stay outside of
@@ -42,14 +41,14 @@ def parallelize(model: AnyModel, job: JobConfig, dims: ParallelDims, device_type
         if isinstance(model, Decoder):
             apply_tensor_parallel(model, dims.tp_mesh)
         else:
-            apply_transformers_tensor_parallel(model, dims.tp_mesh)
+            model.apply_tensor_parallel(dims.tp_mesh)
     if dims.degrees.ep > 1:
         apply_expert_parallel(model, dims.ep_mesh)
     wrap_layers(model, job, experts_on_own_mesh=dims.degrees.experts_on_own_mesh)
     apply_fsdp(model, job, dims, device_type)
 
 
-def wrap_layers(model: AnyModel, job: JobConfig, *, experts_on_own_mesh: bool) -> None:
+def wrap_layers(model: Model, job: JobConfig, *, experts_on_own_mesh: bool) -> None:
     """Put activation checkpointing and compilation around the layers' forwards.
 
     The modules stay what they are: parameters keep their names, and FSDP's hooks are not traced. What is checkpointed

@@ -21,7 +21,6 @@ from torch.distributed.tensor import Replicate, Shard
 from titanlite.base import timers
 from titanlite.distributed.collectives import all_gather, all_reduce, own_part, reduce_scatter, register_group
 from titanlite.distributed.shard import ParameterPlacements, shard_parameters
-from titanlite.features.lora.layers import LoRALinear
 from titanlite.materialize.layout import region_of
 from titanlite.models.attention import Attention, LatentAttention, SelfAttention
 from titanlite.models.decoder import Decoder
@@ -76,11 +75,8 @@ def _placements(model: Decoder) -> ParameterPlacements:
         elif isinstance(module, OutputHead | Embedding):
             split = {module: 0}
         for linear, dim in split.items():
-            found[linear.weight] = Shard(dim)
-            if isinstance(linear, LoRALinear):  # the matrix on the other side of the rank stays whole
-                found[linear.lora_B if dim == 0 else linear.lora_A] = Shard(dim)
-            if dim == 0 and isinstance(linear, Linear) and linear.bias is not None:
-                found[linear.bias] = Shard(0)
+            parameters = linear.split_parameters(dim) if isinstance(linear, Linear) else [linear.weight]
+            found |= dict.fromkeys(parameters, Shard(dim))
     return found
 
 

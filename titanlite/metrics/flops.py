@@ -5,10 +5,9 @@ import re
 import torch
 
 from titanlite.config.model import AnyModelConfig, ModelConfig, TransformersConfig
-from titanlite.features.lora.layers import is_adapter
 from titanlite.materialize.layout import num_values
 from titanlite.metrics.parameter_groups import outer_parameters
-from titanlite.models.build import AnyModel
+from titanlite.models.interface import Model, is_adapter
 from titanlite.models.moe import is_routed
 
 # Dense (not sparse) bfloat16 tensor-core FLOP/s from the vendors' data sheets. The first entry whose words all occur
@@ -80,7 +79,7 @@ def _latent_attention_parameters(config: ModelConfig) -> int:
     return count + (q_latent + kv_a + d if config.attention_bias else 0)
 
 
-def train_flops_per_token(config: AnyModelConfig, seq_len: int, model: AnyModel | None = None) -> int:
+def train_flops_per_token(config: AnyModelConfig, seq_len: int, model: Model | None = None) -> int:
     """Return the FLOPs of forward and backward per token, recomputation not counted (PaLM, arXiv:2204.02311, app. B).
 
     6 per active parameter that multiplies, which leaves out the embedding table but not the output projection, plus
@@ -104,7 +103,7 @@ def train_flops_per_token(config: AnyModelConfig, seq_len: int, model: AnyModel 
     return every if model is None else every - _saved_flops_per_token(model, config, width * seq_len)
 
 
-def _saved_flops_per_token(model: AnyModel, config: AnyModelConfig, attention: int) -> int:
+def _saved_flops_per_token(model: Model, config: AnyModelConfig, attention: int) -> int:
     """FLOPs of backward that the frozen parameters of `model` save; `attention` is query width * sequence length.
 
     Parameters come in the model's order: what is trained lies before what its gradient passes through.

@@ -1,14 +1,10 @@
 """Parameters by what they are for, so that a gradient norm can be told apart by group."""
 
-from typing import cast
-
 import torch
 from torch import nn
 
-from titanlite.features.lora.layers import is_adapter
-from titanlite.features.transformers.model import TransformersModel
 from titanlite.materialize.plan import clean_name
-from titanlite.models.build import AnyModel
+from titanlite.models.interface import Model, is_adapter
 
 # The first group with a word that is in a parameter's name gets it; words of titanlite's and transformers' models.
 _WORDS: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -20,7 +16,7 @@ _WORDS: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 
 
-def group_parameters(model: AnyModel, *, whole: bool = False) -> dict[str, list[nn.Parameter]]:
+def group_parameters(model: Model, *, whole: bool = False) -> dict[str, list[nn.Parameter]]:
     """The trained parameters of `model`, each in one group; groups without any are left out.
 
     `embedding` and `head` are found by their modules (a tied weight is `embedding`), adapters by their names (`lora`),
@@ -37,14 +33,9 @@ def group_parameters(model: AnyModel, *, whole: bool = False) -> dict[str, list[
     return groups
 
 
-def outer_parameters(model: AnyModel) -> tuple[set[nn.Parameter], set[nn.Parameter]]:
+def outer_parameters(model: Model) -> tuple[set[nn.Parameter], set[nn.Parameter]]:
     """Those of the embedding and of the head; a tied weight is in both."""
-    if isinstance(model, TransformersModel):
-        inner = model.transformers_model
-        modules = inner.get_input_embeddings(), inner.get_output_embeddings()
-    else:
-        modules = model.model.embed_tokens, model.lm_head
-    found = [set() if module is None else set(cast(nn.Module, module).parameters()) for module in modules]
+    found = [set() if module is None else set(module.parameters()) for module in model.embedding_and_head()]
     return found[0], found[1]
 
 

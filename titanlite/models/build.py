@@ -4,13 +4,12 @@ import torch
 
 from titanlite.base.log import logger
 from titanlite.config.model import AnyModelConfig, TransformersConfig
-from titanlite.features.transformers.model import TransformersModel, build_transformers
-from titanlite.models.decoder import Decoder, build_decoder
+from titanlite.features.transformers.model import build_transformers
+from titanlite.models.decoder import build_decoder
+from titanlite.models.interface import Model
 
-AnyModel = Decoder | TransformersModel
 
-
-def build_model(config: AnyModelConfig, dtype: torch.dtype = torch.float32) -> AnyModel:
+def build_model(config: AnyModelConfig, dtype: torch.dtype = torch.float32) -> Model:
     """Describe the model on the meta device: the native decoder, or the class of transformers that stands in for it.
 
     Raises:

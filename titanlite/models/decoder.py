@@ -11,14 +11,16 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.config.model import ModelConfig
 from titanlite.features.generate.kv_cache import KVCache, LayerCache
-from titanlite.features.pipeline.remote import Elsewhere
+from titanlite.materialize.layout import is_elsewhere
 from titanlite.materialize.sources import Alias, Source
 from titanlite.models.attention import build_attention
+from titanlite.models.interface import Model
 from titanlite.models.layers import Embedding, FeedForward, OutputHead, RMSNorm, RotaryEmbedding
-from titanlite.models.moe import ExpertCounter, Experts, MoE
+from titanlite.models.moe import ExpertCounter, Experts, MoE, TokenDispatcher
 from titanlite.ops.attention import AttentionBackend, AttentionMask, build_attention_mask
 
 
@@ -103,7 +105,12 @@ class Backbone(nn.Module):
         return self.norm(x_BSD), torch.stack(aux_losses).sum() if aux_losses else None
 
 
-class Decoder(nn.Module):
+def is_here(module: nn.Module) -> bool:
+    """False for a stand-in of a module that another pipeline stage has."""
+    return not any(map(is_elsewhere, module.parameters()))
+
+
+class Decoder(Model):
     """Decoder-only language model with Hugging Face's parameter names."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -162,7 +169,7 @@ class Decoder(nn.Module):
         return True
 
     def all_layers(self) -> list[nn.Module]:
-        """The layers of all pipeline stages, in order; `Elsewhere` stands for those of others."""
+        """The layers of all pipeline stages, in order; stand-ins for those of others."""
         return list(self.model.layers)
 
     def decoder_layers(self) -> list[DecoderLayer]:
@@ -178,7 +185,11 @@ class Decoder(nn.Module):
         if self.config.tie_word_embeddings:
             return [], []
         before, behind = [self.model.embed_tokens], [self.model.norm, self.lm_head]
-        return [m for m in before if not isinstance(m, Elsewhere)], [m for m in behind if not isinstance(m, Elsewhere)]
+        # Modules of other pipeline stages are not called here.
+        return [m for m in before if is_here(m)], [m for m in behind if is_here(m)]
+
+    def embedding_and_head(self) -> tuple[nn.Module, nn.Module]:
+        return self.model.embed_tokens, self.lm_head
 
     def moe_layers(self) -> dict[str, MoE]:
         """MoE modules that run here by name, in layer order."""
@@ -187,6 +198,18 @@ class Decoder(nn.Module):
     def moe_layer_numbers(self) -> list[int]:
         """The numbers of the layers with experts, those of all pipeline stages."""
         return [i for i, layer in enumerate(self.model.layers) if isinstance(layer.mlp, MoE)]
+
+    def split_experts(self) -> list[nn.Module]:
+        return [moe.experts for moe in self._moe_by_layer().values()]
+
+    def set_dispatch(self, dispatch: TokenDispatcher, mesh: DeviceMesh) -> None:
+        for moe in self._moe_by_layer().values():
+            moe.experts.first_expert = mesh.get_local_rank() * moe.experts.num_experts // mesh.size()
+            moe.dispatch = dispatch
+
+    def draws_random(self) -> bool:
+        """True with dropout, which the layers have none of by themselves."""
+        return any(getattr(module, "dropout", 0.0) > 0.0 for module in self.modules())
 
     def expert_counters(self) -> dict[int, ExpertCounter]:
         """What counts the rows of each MoE layer that runs here, by the layer's number."""

@@ -47,6 +47,10 @@ class Linear(nn.Linear):
     def reset_parameters(self) -> None:
         """Nothing: values come from `declare_sources`."""
 
+    def split_parameters(self, dim: int) -> list[nn.Parameter]:
+        """The parameters that are split with `dim` of the weight: 0 the output, 1 the input."""
+        return [self.weight] if dim == 1 or self.bias is None else [self.weight, self.bias]
+
     def declare_sources(self) -> dict[str, Source]:
         sources: dict[str, Source] = {"weight": Init(Normal(std=self.std))}
         return sources if self.bias is None else sources | {"bias": Init(Zeros())}

@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from titanlite.data.dataset import IGNORE_INDEX, Batch
-from titanlite.models.build import AnyModel
+from titanlite.models.interface import Model
 
 
 class ObjectiveSums(NamedTuple):
@@ -33,7 +33,7 @@ class Objective(Protocol):
 
     metric_names: Sequence[str]
 
-    def prepare(self, batches: Iterable[Batch], get_model: Callable[[], AnyModel], device: torch.device) -> None:
+    def prepare(self, batches: Iterable[Batch], get_model: Callable[[], Model], device: torch.device) -> None:
         """Called once before the first step, with all batches to come (on the host, read only if wanted) and the model
         with the run's initial weights. Collective: every rank must call.
         """
@@ -43,7 +43,7 @@ class Objective(Protocol):
         """Units in `batch`, int64 scalar on its device; no synchronization."""
         ...
 
-    def __call__(self, model: AnyModel, batch: Batch) -> ObjectiveSums:
+    def __call__(self, model: Model, batch: Batch) -> ObjectiveSums:
         """The sums over `batch`. Collective: runs the sharded model; every rank must call."""
         ...
 
@@ -53,12 +53,12 @@ class NextToken:
 
     metric_names: Sequence[str] = ()
 
-    def prepare(self, batches: Iterable[Batch], get_model: Callable[[], AnyModel], device: torch.device) -> None:
+    def prepare(self, batches: Iterable[Batch], get_model: Callable[[], Model], device: torch.device) -> None:
         """Nothing is needed."""
 
     def count(self, batch: Batch) -> torch.Tensor:
         return (batch.labels != IGNORE_INDEX).sum()
 
-    def __call__(self, model: AnyModel, batch: Batch) -> ObjectiveSums:
+    def __call__(self, model: Model, batch: Batch) -> ObjectiveSums:
         losses = model(batch.tokens, batch.labels, batch.positions, batch.document_ids, **batch.inputs)
         return ObjectiveSums(losses.cross_entropy, losses.aux, losses.cross_entropy.new_zeros(0))

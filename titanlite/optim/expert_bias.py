@@ -6,7 +6,7 @@ import torch
 
 from titanlite.base import timers
 from titanlite.base.log import logger
-from titanlite.models.build import AnyModel
+from titanlite.models.interface import Model
 from titanlite.models.moe import ExpertCounter
 
 
@@ -29,7 +29,7 @@ class ExpertBiasBalancer:
 
     def __init__(
         self,
-        model: AnyModel,
+        model: Model,
         update_rate: float,
         sum_over_ranks: Callable[[torch.Tensor], None],
         stage_size: int | None = None,
@@ -55,7 +55,7 @@ class ExpertBiasBalancer:
         if frozen and update_rate:
             logger.info("moe: %d of %d routers are frozen, and so is their expert_bias", frozen, len(self._routers))
 
-    def _make_counts(self, model: AnyModel) -> torch.Tensor:
+    def _make_counts(self, model: Model) -> torch.Tensor:
         """Zeros (layers, E); a stage without experts, before the first MoE layer, has a device all the same."""
         for counters in filter(None, self._counters):
             return torch.zeros_like(counters[0].tokens_per_expert).repeat(self._num_layers, 1)

@@ -11,7 +11,7 @@ from titanlite.config.patterns import parse_multipliers, split_patterns
 from titanlite.config.schema import OptimizerSection
 from titanlite.materialize.layout import num_values
 from titanlite.materialize.plan import clean_name
-from titanlite.models.build import AnyModel
+from titanlite.models.interface import Model
 
 
 def freeze_parameters(model: nn.Module, section: OptimizerSection) -> None:
@@ -63,7 +63,7 @@ def muon_matrices(model: nn.Module, section: OptimizerSection) -> dict[nn.Parame
     """
     if section.name != "Muon":
         return {}
-    model = cast(AnyModel, model)
+    model = cast(Model, model)
     found: dict[nn.Parameter, int] = {}
     for layer in model.all_layers():
         experts = {id(param) for module in model.experts_in(layer) for param in module.parameters()}

@@ -13,18 +13,18 @@ import torch
 import torch.nn.functional as F
 
 from titanlite.data.dataset import Batch
-from titanlite.models.build import AnyModel
+from titanlite.models.interface import Model
 from titanlite.objectives.objective import ObjectiveSums
 
 
 class Reference(Protocol):
     """Where the log-probabilities of the reference model come from."""
 
-    def fill(self, batches: Iterable[Batch], get_model: Callable[[], AnyModel], device: torch.device) -> None:
+    def fill(self, batches: Iterable[Batch], get_model: Callable[[], Model], device: torch.device) -> None:
         """`Objective.prepare`."""
         ...
 
-    def __call__(self, model: AnyModel, batch: Batch) -> torch.Tensor:
+    def __call__(self, model: Model, batch: Batch) -> torch.Tensor:
         """Log p(document) of the reference model, (B, N) float64, no gradient."""
         ...
 
@@ -52,7 +52,7 @@ class DPO:
         self.reference = reference
         self._beta, self._smoothing = beta, label_smoothing
 
-    def prepare(self, batches: Iterable[Batch], get_model: Callable[[], AnyModel], device: torch.device) -> None:
+    def prepare(self, batches: Iterable[Batch], get_model: Callable[[], Model], device: torch.device) -> None:
         """Compute the reference's log-probabilities, where they are to be cached."""
         self.reference.fill(batches, get_model, device)
 
@@ -61,7 +61,7 @@ class DPO:
         before_BS = F.pad(ids_BS, (1, 0), value=-1)[:, :-1]
         return ((ids_BS != before_BS) & (ids_BS >= 0) & (ids_BS % 2 == 0)).sum()
 
-    def __call__(self, model: AnyModel, batch: Batch) -> ObjectiveSums:
+    def __call__(self, model: Model, batch: Batch) -> ObjectiveSums:
         # First the reference: routers count the rows of the latest forward, which must be that of the trained model.
         reference_BP2 = self.reference(model, batch).unflatten(1, (-1, 2))
         log_probs_BN, aux = document_log_probs(model, batch)
@@ -81,7 +81,7 @@ class DPO:
         return ObjectiveSums(loss_BP.sum().float(), aux, metrics)
 
 
-def document_log_probs(model: AnyModel, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+def document_log_probs(model: Model, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """(log-probability of each document's labels (B, N) float64, the model's balance losses).
 
     Summed in float64 by a matrix product with the documents' masks: in fixed order, where an `index_add` on CUDA would

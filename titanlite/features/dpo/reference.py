@@ -17,7 +17,7 @@ from titanlite.checkpoint.folder import read_headers
 from titanlite.data.dataset import Batch
 from titanlite.features.dpo.objective import document_log_probs, num_documents
 from titanlite.features.lora.layers import adapters_disabled
-from titanlite.models.build import AnyModel
+from titanlite.models.interface import Model
 
 _KEY_BYTES = 16
 _Pairs = dict[bytes, tuple[float, float]]
@@ -26,17 +26,17 @@ _Pairs = dict[bytes, tuple[float, float]]
 class AdaptersOff:
     """The frozen base model is the reference: one more forward per batch without adapters, no second model."""
 
-    def fill(self, batches: Iterable[Batch], get_model: Callable[[], AnyModel], device: torch.device) -> None:
+    def fill(self, batches: Iterable[Batch], get_model: Callable[[], Model], device: torch.device) -> None:
         """Nothing is needed."""
 
-    def __call__(self, model: AnyModel, batch: Batch) -> torch.Tensor:
+    def __call__(self, model: Model, batch: Batch) -> torch.Tensor:
         """Log p(document), (B, N) float64. Collective: runs the sharded model; every rank must call."""
         with adapters_disabled(model):
             return reference_log_probs(model, batch)
 
 
 @torch.no_grad()
-def reference_log_probs(model: AnyModel, batch: Batch) -> torch.Tensor:
+def reference_log_probs(model: Model, batch: Batch) -> torch.Tensor:
     """Log p(document) (B, N) float64 of `model` as it is, in evaluation mode: routers count nothing."""
     was_training = model.training
     model.eval()
@@ -59,7 +59,7 @@ class CachedReference:
         self._path, self._weights = path, weights
         self._pairs: _Pairs = {}
 
-    def __call__(self, model: AnyModel, batch: Batch) -> torch.Tensor:
+    def __call__(self, model: Model, batch: Batch) -> torch.Tensor:
         """Log p(document), (B, N) float64; the batch is copied to the host to be looked up.
 
         Raises:
@@ -75,7 +75,7 @@ class CachedReference:
             found[row, 2 * pair : 2 * pair + 2] = self._pairs[key]
         return torch.from_numpy(found).to(batch.tokens.device)
 
-    def fill(self, batches: Iterable[Batch], get_model: Callable[[], AnyModel], device: torch.device) -> None:
+    def fill(self, batches: Iterable[Batch], get_model: Callable[[], Model], device: torch.device) -> None:
         """Make sure that every pair of `batches` is known: from the file, else from the model. What is new is saved.
 
         Args:

@@ -28,7 +28,7 @@ from titanlite.features.images.rows import ImageBatch
 from titanlite.materialize import Plan, build_plan
 from titanlite.materialize.execute import exchange, sharded_like
 from titanlite.materialize.layout import is_elsewhere
-from titanlite.models.build import AnyModel
+from titanlite.models.interface import Model
 from titanlite.objectives.objective import NextToken
 from titanlite.ops import grouped_gemm
 from titanlite.ops.planned import plan_for_device
@@ -153,7 +153,7 @@ def observed(trainer: TrainStep, recorder: StepRecorder) -> Iterator[None]:
             handle.remove()
 
 
-def _allocate(plan: Plan, model: AnyModel) -> None:
+def _allocate(plan: Plan, model: Model) -> None:
     """Sizes in place of values: as `materialize.allocate`, on tensors without data."""
     for entry in plan.entries:
         if not entry.tensor.is_meta or entry.is_elsewhere:
@@ -167,7 +167,7 @@ def _allocate(plan: Plan, model: AnyModel) -> None:
             model.get_submodule(owner)._buffers[leaf] = local
 
 
-def _raw_name(name: str, model: AnyModel) -> str:
+def _raw_name(name: str, model: Model) -> str:
     """Buffers of a transformers model lie below an attribute that the plan's names leave out."""
     return name if isinstance(model, nn.Module) and _has_buffer(model, name) else f"_transformers_model.{name}"
 
@@ -191,10 +191,10 @@ def _build_objective(job: JobConfig) -> Any:
 
 
 class _NoReference:
-    def fill(self, batches: Any, get_model: Callable[[], AnyModel], device: torch.device) -> None:
+    def fill(self, batches: Any, get_model: Callable[[], Model], device: torch.device) -> None:
         """Nothing is needed."""
 
-    def __call__(self, model: AnyModel, batch: Batch) -> torch.Tensor:
+    def __call__(self, model: Model, batch: Batch) -> torch.Tensor:
         return torch.zeros(batch.tokens.shape[0], 2, dtype=torch.float64)
 
 

@@ -44,8 +44,9 @@ from titanlite.features.sft.readers import RowError
 from titanlite.features.sft.row_limits import run_row
 from titanlite.materialize import materialize
 from titanlite.metrics.out_of_memory import is_out_of_memory
-from titanlite.models.build import AnyModel, build_model
+from titanlite.models.build import build_model
 from titanlite.models.families import any_model_config_from_hf
+from titanlite.models.interface import Model
 from titanlite.ops.attention import leave_out_cudnn
 
 _TIMEOUT_S = 600
@@ -191,7 +192,7 @@ def _run(options: argparse.Namespace) -> None:
 
 def load_model(
     folder: Path, config: AnyModelConfig, dtype: str, device: torch.device, *, tp: int = 1, ep: int = 1
-) -> tuple[AnyModel, ParallelDims | None]:
+) -> tuple[Model, ParallelDims | None]:
     """The model in `folder` in evaluation mode, and its meshes; without a process group it is whole, on this process.
 
     Raises:

@@ -39,7 +39,6 @@ from titanlite.features.lora.layers import (
     adaptable_experts,
     adaptable_names,
     adapted_modules,
-    is_adapter,
     other_modules,
     scaling_of,
 )
@@ -47,8 +46,8 @@ from titanlite.materialize import Plan, ReadRequest, Region, Source, TensorInfo,
 from titanlite.materialize.layout import local_of
 from titanlite.materialize.replicas import share_out
 from titanlite.materialize.sources import Read
-from titanlite.models.build import AnyModel
 from titanlite.models.families import family_of
+from titanlite.models.interface import Model, is_adapter
 
 PREFIX = "base_model.model."
 _EXPERT_ADAPTER = re.compile(r"(.*)\.(gate_up|up|down)_(lora_[AB])")
@@ -111,7 +110,7 @@ def adapter_files(plan: Plan) -> list[FileLayout]:
     return lay_out(items, ADAPTER_FILE.removesuffix(".safetensors"), file_bytes=2**62)
 
 
-def write_adapter_config(folder: Path, model: AnyModel, section: LoRASection, base: str) -> None:
+def write_adapter_config(folder: Path, model: Model, section: LoRASection, base: str) -> None:
     """Write adapter_config.json for the adapters of `model` on the model in the folder `base`. On one rank."""
     modules, parameters = _targets(model)
     name, _, revision = (
@@ -156,7 +155,7 @@ def name_of_base(folder: str) -> str:
     return f"{hub[1]}/{hub[2]}@{hub[3]}" if hub else str(Path(folder).absolute())
 
 
-def _targets(model: AnyModel) -> tuple[list[str], list[str]]:
+def _targets(model: Model) -> tuple[list[str], list[str]]:
     """Peft's target_modules and target_parameters for the adapters of `model`.
 
     In models with experts peft takes target_modules named gate_proj, up_proj and down_proj for experts and renames

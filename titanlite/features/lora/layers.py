@@ -25,7 +25,7 @@ from titanlite.features.transformers.experts import use_titanlite_experts
 from titanlite.features.transformers.model import TransformersModel
 from titanlite.materialize.recipes import Uniform, Zeros
 from titanlite.materialize.sources import Init, Source
-from titanlite.models.build import AnyModel
+from titanlite.models.interface import Model
 from titanlite.models.layers import Linear, OutputHead
 from titanlite.models.moe import Experts
 from titanlite.ops import grouped_gemm, linear, local_tensor
@@ -68,6 +68,10 @@ class LoRALinear(Linear):
         self.lora_A = nn.Parameter(torch.empty(section.rank, base.in_features, **like))
         self.lora_B = nn.Parameter(torch.empty(base.out_features, section.rank, **like))
         self.scaling, self.dropout, self.adapter_enabled = scaling_of(section), section.dropout, True
+
+    def split_parameters(self, dim: int) -> list[nn.Parameter]:
+        """The matrix on the other side of the rank stays whole."""
+        return [*super().split_parameters(dim), self.lora_B if dim == 0 else self.lora_A]
 
     def declare_sources(self) -> dict[str, Source]:
         return super().declare_sources() | _adapter_sources("", self.in_features)
@@ -174,7 +178,7 @@ def _adapt_transformers_experts(module: Any, adapted: frozenset[str], section: L
     module.scaling, module.dropout, module.adapter_enabled = scaling_of(section), section.dropout, True
 
 
-def apply_lora(model: AnyModel, section: LoRASection, dtype: torch.dtype) -> None:
+def apply_lora(model: Model, section: LoRASection, dtype: torch.dtype) -> None:
     """Freeze `model` and give the layers that `section.targets` names adapters of `dtype`, in place. Before sharding.
 
     Does nothing if `section.rank` is 0.
@@ -231,11 +235,6 @@ def adapters_disabled(model: nn.Module) -> Iterator[None]:
     finally:
         for module in modules:
             module.adapter_enabled = True
-
-
-def is_adapter(name: str) -> bool:
-    """True for the names of adapters' parameters."""
-    return name.endswith(("lora_A", "lora_B"))
 
 
 def adaptable_names(model: nn.Module) -> list[str]:

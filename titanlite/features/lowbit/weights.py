@@ -15,7 +15,7 @@ from torch import nn
 from titanlite.features.lowbit.formats import BLOCK_FORMATS, FP8, BlockFormat, count_not_finite, encode_blocks, keep_fp8
 from titanlite.features.transformers.model import TransformersModel
 from titanlite.materialize.layout import Region, set_encoding
-from titanlite.models.build import AnyModel
+from titanlite.models.interface import Model
 from titanlite.models.layers import Linear, OutputHead
 from titanlite.models.moe import Experts
 
@@ -57,7 +57,7 @@ class BlockEncoding:
         return count_not_finite(local, self.layout)
 
 
-def encode_weights(model: AnyModel, format_name: str) -> None:
+def encode_weights(model: Model, format_name: str) -> None:
     """Keep the frozen matrices of linear layers and experts of `model` in a block format, in place, on meta.
 
     Not embedding, output head and routers, nor what `TransformersModel` has. Before sharding.

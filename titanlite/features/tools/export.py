@@ -37,8 +37,9 @@ from titanlite.features.transformers.checkpoint import saved_entries, stored_for
 from titanlite.features.transformers.model import TransformersModel
 from titanlite.materialize import Plan, ReadRequest, Region, TensorEntry, build_plan
 from titanlite.materialize.sources import Read
-from titanlite.models.build import AnyModel, build_model
+from titanlite.models.build import build_model
 from titanlite.models.families import any_model_config_from_hf, family_of
+from titanlite.models.interface import Model
 
 _CHUNK_ELEMENTS = 4 << 20
 _WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", ".ckpt", ".pkl"}
@@ -235,7 +236,7 @@ def _read_whole(entry: TensorEntry, adapters: MergedAdapters | None) -> torch.Te
     return _read(entry, adapters, whole(entry.fqn, entry.info.shape).region, entry.dtype)
 
 
-def transposed_experts(model: AnyModel) -> list[str]:
+def transposed_experts(model: Model) -> list[str]:
     """The weights of experts that are stored (E, in, out)."""
     if not isinstance(model, TransformersModel):
         return []

@@ -9,7 +9,7 @@ Shapes: B batch, S sequence, D hidden, V vocabulary.
 import inspect
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
@@ -17,14 +17,20 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from titanlite.base.errors import ConfigError
+from titanlite.base.errors import ConfigError, raise_problems
 from titanlite.base.hf_objects import build_from_config
 from titanlite.config.model import TransformersConfig
 from titanlite.features.transformers.cache import TransformersCache
 from titanlite.features.transformers.config import load_config_and_class
 from titanlite.features.transformers.expert_counts import TransformersExpertCounter, build_counters
-from titanlite.features.transformers.experts import find_experts, replace_unaligned_experts
+from titanlite.features.transformers.experts import (
+    DISPATCH,
+    find_experts,
+    replace_unaligned_experts,
+    use_titanlite_experts,
+)
 from titanlite.features.transformers.packing import (
     forget_longest_forward,
     inside_documents,
@@ -32,16 +38,18 @@ from titanlite.features.transformers.packing import (
     restarting_positions,
 )
 from titanlite.features.transformers.sources import find_sources
-from titanlite.materialize.sources import Source
+from titanlite.materialize.sources import Alias, Source
 from titanlite.models.decoder import LossSums
 from titanlite.models.families.limits import MOST_PARAMETERS
+from titanlite.models.interface import Model
 from titanlite.models.moe import is_routed
 from titanlite.ops import IGNORE_INDEX, linear_cross_entropy, local_tensor
 
 _PROBE_TOKENS = 6
+_FLAG = "tie_word_embeddings"
 
 
-class TransformersModel(nn.Module):
+class TransformersModel(Model):
     """A model of transformers that takes batches and gives losses as `Decoder` does.
 
     Attributes:
@@ -58,6 +66,8 @@ class TransformersModel(nn.Module):
         counters: of the rows that each layer's experts are given; none where they cannot be counted.
         state_shapes: global shape of every tensor of a checkpoint, by name, as transformers has them in memory.
     """
+
+    splits_inside_experts = False  # their dims need not divide
 
     def __init__(self, model: Any, config: TransformersConfig) -> None:
         super().__init__()
@@ -300,6 +310,48 @@ class TransformersModel(nn.Module):
         # A head with a bias returns a view, which FSDP warns of: an operation in place on it would lose FSDP's hook.
         return alone(model.get_input_embeddings()), alone(self._head[0]) if self._is_linear_head else []
 
+    def embedding_and_head(self) -> tuple[nn.Module | None, nn.Module | None]:
+        inner = self._transformers_model
+        return inner.get_input_embeddings(), inner.get_output_embeddings()
+
+    def split_experts(self) -> list[nn.Module]:
+        """The modules of experts; their parameters must have one slice per expert."""
+        problems = [
+            f"{name}.{leaf} {tuple(param.shape)} is not one slice for each of {getattr(module, 'num_experts', 0)} "
+            "experts."
+            for name, module in self._experts.items()
+            for leaf, param in module.named_parameters()
+            if param.shape[:1] != (getattr(module, "num_experts", 0),)
+        ]
+        if not self._experts:
+            problems = [f"{self.config.architecture} does not run its experts through transformers' experts interface."]
+        problems = [f"{problem} Set expert_parallel_degree to 1." for problem in problems]
+        raise_problems(ConfigError, "parallelism: experts cannot be split over ranks", problems)
+        return list(self._experts.values())
+
+    def set_dispatch(self, dispatch: Callable[..., Any], mesh: DeviceMesh) -> None:
+        """The experts run on titanlite's grouped GEMM from then on."""
+        for experts in self._experts.values():
+            setattr(experts, DISPATCH, dispatch)
+        for counter in self._counters.values():
+            counter.first_expert = mesh.get_local_rank() * counter.tokens_per_expert.numel() // mesh.size()
+        use_titanlite_experts(self._transformers_model)
+
+    def apply_tensor_parallel(self, mesh: DeviceMesh) -> None:
+        from titanlite.features.transformers.tensor_parallel import apply_transformers_tensor_parallel
+
+        apply_transformers_tensor_parallel(self, mesh)
+
+    def draws_random(self) -> bool:
+        """True: what the class does is not known."""
+        return True
+
+    @property
+    def checkpoint_format(self) -> Any:
+        from titanlite.features.transformers.files import TransformersFormat
+
+        return TransformersFormat(self)
+
     def expert_modules(self) -> dict[str, nn.Module]:
         """Modules that hold fused experts and compute them through transformers' experts interface, by name."""
         return dict(self._experts)
@@ -330,6 +382,23 @@ def build_transformers(config: TransformersConfig, dtype: torch.dtype = torch.fl
         _tie(model, target, source)
     replace_unaligned_experts(model, find_experts(model).values())
     return TransformersModel(model, config)
+
+
+def find_flag(config: TransformersConfig, name: str) -> str:
+    """The keys of config.json with which the tensor `name` is not tied, found by building the model; or none."""
+    for places in (("",), ("text_config",), ("", "text_config")):  # of some classes either of both ties
+        hf = dict(config.hf)
+        if "text_config" in places and not isinstance(hf.get("text_config"), Mapping):
+            continue
+        for place in places:
+            hf |= {place: {**hf[place], _FLAG: False}} if place else {_FLAG: False}
+        try:
+            model = build_transformers(replace(config, hf=hf), torch.float32)
+        except ConfigError:
+            continue
+        if not isinstance(model.declare_sources().get(name), Alias):
+            return " and ".join(f"{place}.{_FLAG}" if place else _FLAG for place in places)
+    return ""
 
 
 @contextmanager

@@ -32,10 +32,10 @@ from titanlite.base.log import logger
 from titanlite.distributed.collectives import all_gather, all_reduce, register_group
 from titanlite.distributed.shard import ParameterPlacements, shard_parameters
 from titanlite.distributed.tensor_parallel import vocab_shard
-from titanlite.features.lora.layers import LoRALinear
 from titanlite.features.transformers.model import TransformersModel
 from titanlite.features.transformers.tensor_parallel_plan import SPLIT_DIM, Style, resolve_tensor_parallel_plan
 from titanlite.materialize.layout import region_of
+from titanlite.models.layers import Linear
 from titanlite.ops import linear_cross_entropy, local_tensor
 
 _Forward = Callable[..., torch.Tensor]
@@ -101,10 +101,10 @@ def _placements(holders: Iterable[nn.Module], styles: dict[nn.Module, Style]) ->
     for module, style in styles.items():
         dim = SPLIT_DIM[style]
         split: list[Any] = [module.weight]
-        if isinstance(module, nn.Linear) and dim == 0:
+        if isinstance(module, Linear):
+            split = module.split_parameters(dim)
+        elif isinstance(module, nn.Linear) and dim == 0:
             split.append(module.bias)
-        if isinstance(module, LoRALinear):  # the matrix on the other side of the rank stays whole
-            split.append(module.lora_B if dim == 0 else module.lora_A)
         found |= {param: Shard(dim) for param in split if param is not None}
     return found
 

@@ -9,9 +9,10 @@ from titanlite.config.schema import LoRASection
 from titanlite.data.dataset import IGNORE_INDEX
 from titanlite.features.dpo.objective import DPO, document_log_probs
 from titanlite.features.dpo.reference import AdaptersOff, CachedReference, describe_weights
-from titanlite.features.lora.layers import apply_lora, is_adapter
+from titanlite.features.lora.layers import apply_lora
 from titanlite.materialize import materialize
 from titanlite.models.decoder import build_decoder
+from titanlite.models.interface import is_adapter
 
 BOUND = 1e-5  # what the issue asks for; float32 through 3 layers, in another order of operations
 BETA = 0.5

@@ -12,10 +12,11 @@ from titanlite.checkpoint.commit import commit_folder
 from titanlite.checkpoint.description import render
 from titanlite.config.schema import LoRASection
 from titanlite.features.lora.adapter import adapter_checkpoint, adapter_files, write_adapter_config
-from titanlite.features.lora.layers import adapted_modules, adapters_disabled, apply_lora, is_adapter
+from titanlite.features.lora.layers import adapted_modules, adapters_disabled, apply_lora
 from titanlite.materialize import materialize
 from titanlite.models.decoder import build_decoder
 from titanlite.models.families import model_config_from_hf
+from titanlite.models.interface import is_adapter
 
 # Both compute in float32 (6e-8) through 3 layers, in a different order of operations.
 BOUND = 1e-5

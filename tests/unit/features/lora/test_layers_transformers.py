@@ -15,11 +15,12 @@ from titanlite.checkpoint.description import render
 from titanlite.checkpoint.pretrained import weights_of
 from titanlite.config.schema import LoRASection
 from titanlite.features.lora.adapter import adapter_checkpoint, adapter_files, write_adapter_config
-from titanlite.features.lora.layers import adapted_modules, adapters_disabled, apply_lora, is_adapter
+from titanlite.features.lora.layers import adapted_modules, adapters_disabled, apply_lora
 from titanlite.features.tools.export import export_merged
 from titanlite.features.transformers.config import transformers_config
 from titanlite.features.transformers.model import TransformersModel, build_transformers
 from titanlite.materialize import Plan, materialize
+from titanlite.models.interface import is_adapter
 
 # Both compute in float32 (6e-8) through 2 layers, in a different order of operations.
 BOUND = 1e-5

@@ -14,7 +14,7 @@ from titanlite.checkpoint.hf_model import save_hf_model
 from titanlite.checkpoint.keys import checkpoint_pieces
 from titanlite.checkpoint.pretrained import hf_checkpoint
 from titanlite.config.schema import LoRASection
-from titanlite.features.lora.layers import adapters_disabled, apply_lora, is_adapter
+from titanlite.features.lora.layers import adapters_disabled, apply_lora
 from titanlite.features.lowbit.formats import BLOCK_FORMATS, FP8, NF4, decode_blocks, encode_blocks
 from titanlite.features.lowbit.weights import BlockEncoding, encode_weights
 from titanlite.materialize import (
@@ -31,6 +31,7 @@ from titanlite.materialize import execute as execute_module
 from titanlite.materialize.layout import encoding_of, num_values, region_of, shape_of
 from titanlite.models.decoder import build_decoder
 from titanlite.models.families import families, family_of
+from titanlite.models.interface import is_adapter
 
 # Widths that are several blocks, one, and parts of one.
 CONFIG = replace(families()["qwen3_moe"].presets["debug"], num_layers=2, hidden_size=160, moe_intermediate_size=40)

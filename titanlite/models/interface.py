@@ -1,0 +1,91 @@
+"""The interface that the trainer, the parallelizer and the checkpoints use of a model, whoever implements it."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+
+class Model(nn.Module):
+    """A causal language model that can be described on meta, sharded, and materialized.
+
+    `forward(tokens_BS, labels_BS, positions_BS, document_ids_BS, reduction, cache)` returns logits, or with labels the
+    summed losses; see `models.decoder.Decoder.forward`.
+
+    Attributes:
+        config: sizes and facts about the architecture.
+        checkpoint_format: reads and writes the model's files where they are not those of a native family: an object
+            with `sources(folder, stored)`, `files(plan, dtype, exact)` and `check(plan)`. None: the native format.
+        splits_inside_experts: FSDP may split an expert's weights along other dims than the first.
+    """
+
+    config: Any
+    checkpoint_format: Any = None
+    splits_inside_experts = True
+
+    def all_layers(self) -> list[nn.Module]:
+        """The repeated layers of all pipeline stages, in order."""
+        raise NotImplementedError
+
+    def decoder_layers(self) -> Sequence[nn.Module]:
+        """The repeated layers that run on this rank, in order."""
+        raise NotImplementedError
+
+    def outer_units(self) -> tuple[list[nn.Module], list[nn.Module]]:
+        """Modules before and after the layers, for FSDP units of their own; empty where they share a parameter."""
+        raise NotImplementedError
+
+    def embedding_and_head(self) -> tuple[nn.Module | None, nn.Module | None]:
+        """Token embedding and output head."""
+        raise NotImplementedError
+
+    def experts_in(self, layer: nn.Module) -> list[nn.Module]:
+        """The modules of `layer` that hold routed experts."""
+        raise NotImplementedError
+
+    def moe_layers(self) -> dict[str, Any]:
+        """MoE modules that run on this rank and whose routers titanlite balances, by name, in layer order."""
+        raise NotImplementedError
+
+    def moe_layer_numbers(self) -> list[int]:
+        """The numbers of the layers with counted experts, in all pipeline stages."""
+        raise NotImplementedError
+
+    def expert_counters(self) -> dict[int, Any]:
+        """The counters of routed rows of the MoE layers on this rank, by the layer's number."""
+        raise NotImplementedError
+
+    def split_experts(self) -> list[nn.Module]:
+        """The modules whose parameters have one slice per expert, for expert parallelism to split along dim 0.
+
+        Raises:
+            ConfigError: the experts cannot be split. The same on all ranks.
+        """
+        raise NotImplementedError
+
+    def set_dispatch(self, dispatch: Callable[..., Any], mesh: DeviceMesh) -> None:
+        """Route tokens through `dispatch`, a `TokenDispatcher`, to experts that are split over the one-axis `mesh`."""
+        raise NotImplementedError
+
+    def apply_tensor_parallel(self, mesh: DeviceMesh) -> None:
+        """Shard the model over the one-axis `mesh`, in place; only where the native plan does not apply."""
+        raise NotImplementedError
+
+    def draws_random(self) -> bool:
+        """True if a forward in training mode may draw random numbers."""
+        raise NotImplementedError
+
+    def build_cache(self, lengths: Sequence[int], max_len: int, device: torch.device) -> Any:
+        """An empty cache for prompts of these lengths that grow to at most `max_len` tokens."""
+        raise NotImplementedError
+
+    def can_cache(self, device: torch.device) -> bool:
+        """True if generating with a cache gives what the model computes without. Collective on the first call."""
+        raise NotImplementedError
+
+
+def is_adapter(name: str) -> bool:
+    """True for the names of low-rank adapters' parameters."""
+    return name.endswith(("lora_A", "lora_B"))
