@@ -54,8 +54,10 @@ _REPLACED_KEYS = {
 
 # What transformers 5 notes in tokenizer_config.json about how it loaded the tokenizer, true of that machine only, and
 # its other name for the table `extra_special_tokens`, which transformers 4 ignores.
-_NOT_WRITTEN = ("is_local", "local_files_only", "name_or_path", "trust_remote_code", "backend")
-_NOT_WRITTEN += ("model_specific_special_tokens",)
+_NOT_WRITTEN = (
+    *("is_local", "local_files_only", "name_or_path", "trust_remote_code", "backend"),
+    "model_specific_special_tokens",
+)
 _STANDARD_TOKENS = {f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")}
 
 
