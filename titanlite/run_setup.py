@@ -41,6 +41,7 @@ from titanlite.launch.notices import read_restart
 from titanlite.metrics import open_events, record_event
 from titanlite.metrics.events import get_rank
 from titanlite.models.build import build_model
+from titanlite.models.decoder import Decoder
 from titanlite.models.families import describe_differences, family_of, model_config_from_hf
 from titanlite.models.interface import Model
 from titanlite.models.moe import is_routed
@@ -476,6 +477,7 @@ def configure(model: Model, job: JobConfig, device: torch.device) -> None:
         chosen = device.type == "cuda" and job.moe.grouped_gemm == "auto" and backend == "torch"
         if chosen and (problem := triton_problem()) is not None:
             logger.warning("moe: %s titanlite's kernels are left out, which is slower. Install a newer torch.", problem)
+    assert isinstance(model, Decoder)
     model.model.attention_backend = job.model.attention_backend
     model.lm_head.chunk_tokens = job.training.loss_chunk_tokens
     for moe in model.moe_layers().values():

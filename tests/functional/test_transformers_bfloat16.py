@@ -13,8 +13,8 @@ from titanlite.checkpoint.pretrained import weights_of
 from titanlite.config import load_config
 from titanlite.distributed import ParallelDims
 from titanlite.distributed.parallelize import parallelize
+from titanlite.features.transformers.build import build_transformers
 from titanlite.features.transformers.config import transformers_config
-from titanlite.features.transformers.model import build_transformers
 from titanlite.materialize import materialize
 from titanlite.preflight import check
 

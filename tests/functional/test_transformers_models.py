@@ -27,7 +27,8 @@ from titanlite.distributed import ParallelDims
 from titanlite.distributed.clip_grad import clip_grad_norm
 from titanlite.distributed.parallelize import parallelize
 from titanlite.distributed.replicated_grads import reduce_replicated_grads
-from titanlite.features.transformers.model import TransformersModel, build_transformers
+from titanlite.features.transformers.build import build_transformers
+from titanlite.features.transformers.model import TransformersModel
 from titanlite.materialize import Compute, Plan, materialize
 from titanlite.materialize.plan import clean_name
 from titanlite.materialize.sources import Read

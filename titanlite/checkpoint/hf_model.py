@@ -78,7 +78,7 @@ def check_layout(job: JobConfig, plan: Plan) -> None:
     if not job.checkpoint.enable or job.lora.rank:
         return
     _refuse_encoded(plan)
-    if (own := plan.model.checkpoint_format) is not None:
+    if (own := _own_format(plan)) is not None:
         own.check(plan)
 
 
@@ -109,8 +109,9 @@ def model_files(plan: Plan, config: AnyModelConfig, dtype: torch.dtype, *, exact
     must call.
     """
     _refuse_encoded(plan)
-    if (own := plan.model.checkpoint_format) is not None:
+    if (own := _own_format(plan)) is not None:
         return own.files(plan, dtype, exact=exact)
+    assert isinstance(config, ModelConfig), "a model without a native family has a format of its own"
     family = family_of(config)
     model: list[Item] = []
     sidecar: list[Item] = []
@@ -135,6 +136,11 @@ def model_files(plan: Plan, config: AnyModelConfig, dtype: torch.dtype, *, exact
         *(lay_out(sidecar, f"{OWN_FOLDER}/{SIDECAR_FILE.removesuffix('.safetensors')}") if sidecar else []),
         *(lay_out(masters, f"{OWN_FOLDER}/weights") if masters else []),
     ]
+
+
+def _own_format(plan: Plan) -> Any:
+    """The `Model.checkpoint_format` of the planned model; None: the native one."""
+    return getattr(plan.model, "checkpoint_format", None)
 
 
 def _refuse_encoded(plan: Plan) -> None:

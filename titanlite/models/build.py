@@ -4,7 +4,7 @@ import torch
 
 from titanlite.base.log import logger
 from titanlite.config.model import AnyModelConfig, TransformersConfig
-from titanlite.features.transformers.model import build_transformers
+from titanlite.features.transformers.build import build_transformers
 from titanlite.models.decoder import build_decoder
 from titanlite.models.interface import Model
 

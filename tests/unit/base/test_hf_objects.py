@@ -14,10 +14,10 @@ from tiny_transformers import save_tiny_processor
 
 import titanlite
 from titanlite.base.errors import DataError
+from titanlite.base.hf_objects import build_from_config
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.features.images.rows import load_processor
 from titanlite.features.transformers.config import load_config_and_class
-from titanlite.features.transformers.model import build_from_config
 
 PACKAGE = Path(titanlite.__file__).parent
 DOOR = "base/hf_objects.py"

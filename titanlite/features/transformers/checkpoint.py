@@ -19,6 +19,7 @@ from titanlite.checkpoint.keys import IGNORED_SUFFIXES, MASTER_PREFIX, whole
 from titanlite.checkpoint.reader import Placed, SafetensorsReader
 from titanlite.checkpoint.ties import explain_untied, is_equal
 from titanlite.checkpoint.writer import Item
+from titanlite.features.transformers.build import find_flag
 from titanlite.features.transformers.conversion import (
     Group,
     NotTraceable,
@@ -27,7 +28,7 @@ from titanlite.features.transformers.conversion import (
     loading_groups,
     saving_groups,
 )
-from titanlite.features.transformers.model import TransformersModel, find_flag
+from titanlite.features.transformers.model import TransformersModel
 from titanlite.materialize import Alias, ReadRequest, Region, Source, TensorEntry, TensorInfo, Unfit
 from titanlite.materialize.layout import local_of
 from titanlite.materialize.plan import named_tensors

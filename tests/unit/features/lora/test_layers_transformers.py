@@ -17,8 +17,9 @@ from titanlite.config.schema import LoRASection
 from titanlite.features.lora.adapter import adapter_checkpoint, adapter_files, write_adapter_config
 from titanlite.features.lora.layers import adapted_modules, adapters_disabled, apply_lora
 from titanlite.features.tools.export import export_merged
+from titanlite.features.transformers.build import build_transformers
 from titanlite.features.transformers.config import transformers_config
-from titanlite.features.transformers.model import TransformersModel, build_transformers
+from titanlite.features.transformers.model import TransformersModel
 from titanlite.materialize import Plan, materialize
 from titanlite.models.interface import is_adapter
 

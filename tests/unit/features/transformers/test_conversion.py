@@ -19,10 +19,11 @@ from transformers import core_model_loading
 from titanlite.base.errors import CheckpointError, PlanError
 from titanlite.checkpoint.hf_model import model_files, save_hf_model
 from titanlite.checkpoint.pretrained import weights_of
+from titanlite.features.transformers.build import build_transformers, find_flag
 from titanlite.features.transformers.checkpoint import ConvertingReader
 from titanlite.features.transformers.config import transformers_config
 from titanlite.features.transformers.conversion import Group, NotTraceable, Traced
-from titanlite.features.transformers.model import TransformersModel, build_transformers, find_flag
+from titanlite.features.transformers.model import TransformersModel
 from titanlite.materialize import Alias, Plan, Region, materialize
 
 

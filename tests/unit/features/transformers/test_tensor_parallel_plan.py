@@ -7,8 +7,9 @@ from tiny_transformers import ALL_MODELS
 from torch import nn
 
 from titanlite.base.errors import ConfigError
+from titanlite.features.transformers.build import build_transformers
 from titanlite.features.transformers.config import transformers_config
-from titanlite.features.transformers.model import TransformersModel, build_transformers
+from titanlite.features.transformers.model import TransformersModel
 from titanlite.features.transformers.tensor_parallel_plan import resolve_tensor_parallel_plan
 
 
