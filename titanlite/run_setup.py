@@ -194,18 +194,13 @@ def _warn_of_many_epochs(job: JobConfig, epochs: float, source: str, remedy: str
         )
 
 
-def record_start(
-    folder: Path, step: int, where: str, *, resumed: bool, rewound: bool, changes: Sequence[str] = ()
-) -> None:
+def record_start(folder: Path, step: int, where: str, *, resumed: bool, changes: Sequence[str] = ()) -> None:
     """Record that training begins after `step`: its settings, and one event, of the kind that says most. On rank 0.
 
-    A rewind is recorded where it is decided. If the ranks started again, it is also logged why; and of a run that is
-    resumed, which settings changed.
+    If the ranks started again, it is also logged why; and of a run that is resumed, which settings changed.
     """
     if dist.get_rank() == 0 and (folder / _NEXT_CONFIG).exists():
         (folder / _NEXT_CONFIG).replace(folder / _CONFIG)
-    if rewound:
-        return
     if resumed and changes:
         text = f"settings changed since the last start: {', '.join(changes)}"
         logger.info("resume: %s", text)
@@ -268,7 +263,7 @@ def get_chat_date(job: JobConfig) -> str:
     if job.data.chat_date or not job.checkpoint.enable:
         return job.data.chat_date or date.today().isoformat()
     found = find_progress(Path(job.job.dump_folder) / job.checkpoint.folder, job.checkpoint.load_step)
-    return (found and found[0].chat_date) or date.today().isoformat()
+    return (found and found.chat_date) or date.today().isoformat()
 
 
 def with_chat_date(job: JobConfig) -> JobConfig:

@@ -1,6 +1,5 @@
 """Entry point of a rank: `torchrun ... -m titanlite.train --config FILE [--section.key=value ...]`."""
 
-import gc
 import hashlib
 import os
 import signal
@@ -8,7 +7,6 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NoReturn
 
 from titanlite.base.log import open_console, setup_logger
@@ -96,25 +94,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def train(checked: Checked) -> Trainer:
-    """Train to the end, with as many returns to a checkpoint as `[spike]` asks for; the trainer that got there.
-
-    Collective: every rank must call.
-    """
-    job = checked.job
+    """Build the trainer and train to the end. Collective: every rank must call."""
     try:
-        trainer = Trainer(job, checked.model_config, checked.degrees)
+        trainer = Trainer(checked.job, checked.model_config, checked.degrees)
     except TitanliteError:
         FolderLock.remove_unused()
         raise
-    _locks = trainer.locks  # not let go between two trainers
     trainer.train()
-    while trainer.rewind is not None:  # as a resume, but that some data is left out
-        rewinds, dims = [*trainer.rewinds, trainer.rewind], trainer.dims
-        del trainer
-        gc.collect()  # models have cycles, and their memory is needed
-        job = replace(job, checkpoint=replace(job.checkpoint, load_step=-1))
-        trainer = Trainer(job, checked.model_config, checked.degrees, rewinds, dims)
-        trainer.train()
     return trainer
 
 

@@ -4,7 +4,7 @@ config -> mesh -> build (meta) -> parallelize (meta) -> plan -> allocate -> fill
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from titanlite.base.agree import on_first_rank
 from titanlite.base.errors import DataError
 from titanlite.base.log import logger
-from titanlite.checkpoint import Progress, Rewind
+from titanlite.checkpoint import Progress
 from titanlite.checkpoint.commit import step_folder
 from titanlite.checkpoint.description import describe_versions
 from titanlite.checkpoint.hf_model import check_layout
@@ -33,9 +33,9 @@ from titanlite.features.diagnose import (
     DivergenceCheck,
     SpikeDetector,
     diagnose,
-    find_rewind,
     make_deterministic,
     nonfinite_error,
+    report_spike,
     say_skipped,
 )
 from titanlite.features.estimate.exact import save_run_plan
@@ -81,14 +81,7 @@ _SAMPLE_TOKENS = 48
 class Trainer(TrainStep):
     """Builds everything from a checked configuration and trains. Every rank makes one and calls `train`."""
 
-    def __init__(
-        self,
-        job: JobConfig,
-        model_config: AnyModelConfig,
-        degrees: Degrees,
-        rewinds: Sequence[Rewind] = (),
-        dims: ParallelDims | None = None,
-    ) -> None:
+    def __init__(self, job: JobConfig, model_config: AnyModelConfig, degrees: Degrees) -> None:
         self.job = job
         self.dump_folder = Path(job.job.dump_folder)
         heartbeat.beat("loading", 0)
@@ -101,7 +94,7 @@ class Trainer(TrainStep):
         self.locks = hold_folders(job, self.dump_folder)  # before anything there is read or cleaned
         check_device(job, self.device)
         start_memory_history(job, self.device)
-        self.dims = dims or ParallelDims.build(degrees, self.device.type)  # groups of an earlier trainer serve again
+        self.dims = ParallelDims.build(degrees, self.device.type)
         logger.info("mesh: %s, %d ranks on %s", degrees, degrees.world_size, self.device.type)
 
         job = resolve_chat_date(job)
@@ -124,7 +117,6 @@ class Trainer(TrainStep):
         check_saved_tokenizer(job, model_config, self.tokenizer, self.loader, is_new)
         heartbeat.beat("loading", self.step)
 
-        self.rewinds = [*(rewinds or self.checkpointer.read_rewinds())]
         torch.manual_seed(job.training.seed + self.dims.dropout_rank)  # ranks with other tokens drop other elements
         # Of a checkpoint, or the modules' own: random.
         self.model, self.plan = self.build(model_config)
@@ -132,17 +124,18 @@ class Trainer(TrainStep):
         self.checkpointer.load_state(self.plan, optimizer, self.device)
         objective = build_objective(job, self.loader.dataset.form)
         super().__init__(job, self.dims, self.device, self.model, optimizer, objective, self.step)
+        skip_to = job.data.skip_to_sample
         if start is not None:
-            jumps = [(rewind.spike_step - 1, rewind.samples) for rewind in self.rewinds]
-            self.loader.start_from(start.step, start.samples, jumps, start.stretches, start.taken)
+            self.loader.start_from(start.step, start.samples, skip_to, start.stretches, start.taken)
             check_data_order(start, self.loader)
+        elif skip_to:
+            self.loader.start_from(0, 0, skip_to)
         describe_sources(job, self.loader)
         self.results = Results(job, None if start is None else start.results)
         self.evaluator = build_evaluator(job, self.loader.dataset, self.tokenizer, model_config, self.dims, self.device)
         self.divergence = DivergenceCheck(job, self.plan, self.optimizer, self.dims, self.step)
         self.spikes = SpikeDetector(job.spike)
         self.stopping = False
-        self.rewind: Rewind | None = None  # set when this training is to end, and go on from an earlier checkpoint
 
         self.metrics = MetricsLogger(
             job,
@@ -166,9 +159,7 @@ class Trainer(TrainStep):
         facts = {"model": model_config.family, "parameters": total, "trained": trained, "mesh": str(degrees)}
         self.metrics.log_environment(save_environment(self.dump_folder, self.device, facts))
         where = f"{degrees.world_size} ranks on {self.device.type}, {degrees}"
-        record_start(
-            self.dump_folder, self.step, where, resumed=start is not None, rewound=bool(rewinds), changes=changes
-        )
+        record_start(self.dump_folder, self.step, where, resumed=start is not None, changes=changes)
         self.objective.prepare(self.coming_batches(), self.initial_model, self.device)
 
     def build(self, model_config: AnyModelConfig) -> tuple[Model, Plan]:
@@ -212,7 +203,7 @@ class Trainer(TrainStep):
             if self.step == 0 and not self.stopping:
                 self.assess(last=False)  # what the model could do before
             window = Window()
-            while self.step < job.training.steps and not (self.stopping or self.results.exhausted or self.rewind):
+            while self.step < job.training.steps and not (self.stopping or self.results.exhausted):
                 self.enter("data")
                 micro_batches = [batch.to(self.device) for batch in self.loader.micro_batches(self.step)]
                 learning_rate = job.optimizer.lr * lr_factor(self.step, job.training.steps, job.lr_scheduler)
@@ -226,10 +217,9 @@ class Trainer(TrainStep):
                     self.raise_if_not_finite()  # synchronization point: the device has finished this step
                     losses = window.loss_values()
                     self.metrics.log_step(self.describe(result, window, losses, learning_rate))
-                    self.rewind = self.find_rewind(losses)
+                    if spike := self.spikes.add(self.step, losses):
+                        report_spike(spike, self.checkpointer.folder, self.step, self.loader.samples_before(self.step))
                     window = Window()
-                if self.rewind is not None:
-                    break
                 self.timer.start(None)
                 pause = time.perf_counter()
                 if self.divergence.is_due(self.step):
@@ -240,8 +230,7 @@ class Trainer(TrainStep):
                 if self.checkpointer.is_due(self.step) or is_best:
                     self.save()
                 window.start += time.perf_counter() - pause  # no training time
-        if self.rewind is None:
-            self.finish()
+        self.finish()
 
     @torch.no_grad()
     def validate(self) -> tuple[float, dict[str, float]]:
@@ -334,17 +323,6 @@ class Trainer(TrainStep):
             )
         raise nonfinite_error(found, diagnosis, saved)
 
-    def find_rewind(self, losses: list[float]) -> Rewind | None:
-        """Where to go back to if one of the latest `losses` is a spike. Collective: every rank must call."""
-        spike = self.spikes.add(self.step, losses)
-        spike = on_first_rank(lambda: spike) if self.job.spike.enable else None  # one decision, whatever the rounding
-        if spike is None:
-            return None
-        heartbeat.beat("saving")
-        self.checkpointer.wait()
-        samples = self.loader.samples_before(self.step)
-        return find_rewind(self.job.spike, spike, self.rewinds, self.checkpointer.folder, self.step, samples)
-
     def save(self) -> None:
         """Save a checkpoint of this step, unless it was saved already. Collective: every rank must call."""
         self.raise_if_not_finite()
@@ -356,7 +334,6 @@ class Trainer(TrainStep):
             world_size=dist.get_world_size(),
             versions=describe_versions(),
             results=self.results.state(),
-            rewinds=self.rewinds,
             stretches=self.loader.stretches,
             taken=self.loader.get_taken(self.step),
             chat_date=self.job.data.chat_date,

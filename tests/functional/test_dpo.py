@@ -79,7 +79,7 @@ class PairLoader:
     def get_taken(self, step: int) -> dict[str, int]:
         return {}
 
-    def start_from(self, step: int, samples: int, jumps: object, before: object, taken: object) -> None:
+    def start_from(self, step: int, samples: int, skip_to: object, before: object, taken: object) -> None:
         assert samples == step * ROWS
 
 

@@ -260,19 +260,6 @@ def set_aside(path: Path, kind: str) -> Path:
     return aside
 
 
-def set_aside_from(folder: Path, step: int, kind: str) -> None:
-    """Set the checkpoints of `step` and later aside. One process at a time.
-
-    Raises:
-        CheckpointError: one cannot be renamed.
-    """
-    for later in [s for s in list_steps(folder) if s >= step]:
-        try:
-            set_aside(step_folder(folder, later), kind)
-        except OSError as error:
-            raise CheckpointError(f"checkpoint: cannot rename {step_folder(folder, later)}: {error}.") from error
-
-
 def clean_up(folder: Path) -> None:
     """Remove what a process that was killed while saving or removing left behind. One process at a time.
 

@@ -34,9 +34,7 @@ from titanlite.checkpoint.pretrained import weights_of
 from titanlite.checkpoint.train_state import (
     STATE_FILE,
     Progress,
-    Rewind,
     find_missing_state,
-    load_rewinds,
     load_state,
     state_files,
 )
@@ -129,10 +127,6 @@ class Checkpointer:
         """Give the optimizer and the generators the states of the checkpoint to resume, if there is one."""
         if self.start is not None:
             load_state(step_folder(self.folder, self.start.step), plan, optimizer, device)
-
-    def read_rewinds(self) -> Sequence[Rewind]:
-        """Rewinds of the run up to `start`, and those later ones that no checkpoint has seen yet."""
-        return on_first_rank(lambda: load_rewinds(self.folder, self.start), self._group) if self._section.enable else ()
 
     def _find(self) -> Progress | None:
         """The checkpoint to resume from; rank 0 chooses, all ranks help with checksums."""

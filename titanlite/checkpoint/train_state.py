@@ -2,8 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch.distributed as dist
 
 from titanlite.base.agree import gather_objects, on_first_rank, raise_together
 from titanlite.base.errors import CheckpointError, raise_problems
-from titanlite.base.files import sync
 from titanlite.base.log import logger
 from titanlite.checkpoint.commit import check_folder, list_steps, step_folder
 from titanlite.checkpoint.folder import OWN_FOLDER, read_headers, read_json
@@ -28,26 +26,9 @@ from titanlite.materialize.replicas import share_out
 from titanlite.materialize.sources import Read
 
 STATE_FILE = f"{OWN_FOLDER}/train_state.json"
-# In the folder of the checkpoints: what was decided since the latest one, which a run that is killed would forget.
+# In the folder of the checkpoints, of older versions: rewinds since the latest checkpoint.
 REWINDS_FILE = "rewinds.json"
 _OPTIMIZER, _RNG = f"{OWN_FOLDER}/optimizer", f"{OWN_FOLDER}/rng"
-
-
-@dataclass(frozen=True)
-class Rewind:
-    """One return to a checkpoint of before a loss spike (`[spike]`).
-
-    Attributes:
-        spike_step: step whose loss stood out, counted from 1; its batches are left out.
-        found_step: step after which that was noticed; the batches up to there are left out.
-        to_step: checkpoint that the run went back to.
-        samples: of the data order that lie before the batch that step `spike_step` trains on now.
-    """
-
-    spike_step: int
-    found_step: int
-    to_step: int
-    samples: int
 
 
 @dataclass(frozen=True)
@@ -56,12 +37,11 @@ class Progress:
 
     Attributes:
         step: optimizer steps done.
-        samples: sequences of the data order that were trained on, by all ranks together, or left out on a rewind.
+        samples: sequences of the data order that were trained on, by all ranks together, or left out.
         data: description of the data order; a resumed run with another one trains on other data.
         world_size: ranks that wrote the checkpoint.
         versions: of titanlite and torch, for people.
         results: of validations and evaluations, see `features.generate.results`; empty in older checkpoints.
-        rewinds: returns to a checkpoint of before a loss spike, in order; likewise.
         stretches: which samples each step took, and what later ones are to take; likewise.
         taken: sequences that each source of a mixture gave, by name; likewise.
         chat_date: what chat templates take for today, as ISO text; likewise.
@@ -73,7 +53,6 @@ class Progress:
     world_size: int
     versions: Mapping[str, str]
     results: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    rewinds: Sequence[Rewind] = ()
     stretches: Sequence[Stretch] = ()
     taken: Mapping[str, int] = field(default_factory=dict)
     chat_date: str = ""
@@ -89,8 +68,9 @@ class Progress:
         table = read_json(folder / STATE_FILE, where)
         if table.pop("format", None) != 1:
             raise CheckpointError(f"{where}: {STATE_FILE} is of a format that this version does not know.")
+        rewinds = table.pop("rewinds", None)  # of older versions
         kinds = {"step": int, "samples": int, "data": str, "world_size": int, "versions": dict, "results": dict}
-        later = {"results": dict, "rewinds": list, "stretches": list, "taken": dict, "chat_date": str}
+        later = {"results": dict, "stretches": list, "taken": dict, "chat_date": str}
         kinds |= later
         for name, kind in later.items():
             table.setdefault(name, kind())
@@ -98,21 +78,25 @@ class Progress:
             table.keys() != kinds.keys()
             or not all(isinstance(table[k], t) for k, t in kinds.items())
             or not all(_is_series(table["results"][kind]) for kind in table["results"])
-            or not all(_is_rewind(rewind) for rewind in table["rewinds"])
+            or not all(map(_is_rewind, rewinds or ()))
             or not all(_is_stretch(stretch) for stretch in table["stretches"])
             or not all(isinstance(count, int) for count in table["taken"].values())
         ):
             raise CheckpointError(
                 f"{where}: {STATE_FILE} is damaged. Resume from an earlier step: checkpoint.load_step."
             )
-        table["rewinds"] = tuple(Rewind(**rewind) for rewind in table["rewinds"])
         table["stretches"] = tuple(Stretch(**stretch) for stretch in table["stretches"])
+        if rewinds is not None:
+            _refuse_rewinds(folder, table["step"], rewinds)
+        if rewinds and not table["stretches"]:  # of a still older version
+            later = [(each["spike_step"] - 1, each["samples"]) for each in rewinds]
+            table["stretches"] = tuple(Stretch(*each, 1, table["data"]) for each in later if each[0] > table["step"])
         return cls(**table)
 
 
 def _is_rewind(table: Any) -> bool:
-    names = {f.name for f in fields(Rewind)}
-    return isinstance(table, dict) and table.keys() == names and all(isinstance(v, int) for v in table.values())
+    names = ("spike_step", "found_step", "samples")
+    return isinstance(table, dict) and all(isinstance(table.get(name), int) for name in names)
 
 
 def _is_stretch(table: Any) -> bool:
@@ -123,53 +107,23 @@ def _is_stretch(table: Any) -> bool:
     return all(isinstance(table[name], kind) for name, kind in kinds.items())
 
 
-def save_rewinds(folder: Path, rewinds: Sequence[Rewind]) -> None:
-    """Write all rewinds of a run, on the disk when this returns. One process at a time.
-
-    Raises:
-        CheckpointError: it cannot be written.
-    """
-    path = folder / REWINDS_FILE
-    temporary = path.with_name(f".{REWINDS_FILE}.tmp")
-    try:
-        table = {"format": 1, "rewinds": [asdict(rewind) for rewind in rewinds]}
-        temporary.write_text(json.dumps(table, indent=1), encoding="ascii")
-        sync(temporary)
-        temporary.rename(path)
-        sync(folder)
-    except OSError as error:
-        raise CheckpointError(f"checkpoint: cannot write {path}: {error}. Free space there.") from error
+def _refuse_rewinds(folder: Path, step: int, known: Sequence[Any]) -> None:
+    """Raise if an older version decided on a rewind past `step` that the checkpoint in `folder` does not know."""
+    path = folder.parent / REWINDS_FILE
+    found = read_json(path, f"checkpoint {path.parent}").get("rewinds") if path.exists() else None
+    if not isinstance(found, list) or found[: len(known)] != [*known]:
+        return
+    pending = [each for each in found[len(known) :] if _is_rewind(each) and each["spike_step"] > step]
+    if pending:
+        raise CheckpointError(
+            f"checkpoint {folder}: an older version went back to it from a loss spike, to leave out the data of steps "
+            f"{pending[-1]['spike_step']} to {pending[-1]['found_step']}. Remove {path}, and set "
+            f"data.skip_to_sample = {pending[-1]['samples']}."
+        )
 
 
-def load_rewinds(folder: Path, start: Progress | None) -> Sequence[Rewind]:
-    """Rewinds of a run that resumes from `start`: those that it knows of, and those decided after it was saved.
-
-    The file may be of another run in the same folder, or of steps that were done again: only what goes on with the list
-    of `start`, and lies after it, counts. One process at a time.
-    """
-    path = folder / REWINDS_FILE
-    if start is None:
-        with suppress(FileNotFoundError, NotADirectoryError):
-            path.unlink()  # this run begins anew, and shall not find it when it resumes
-        return ()
-    if not path.exists():
-        return start.rewinds
-    try:
-        table = read_json(path, f"checkpoint {folder}")
-        found = table.get("rewinds")
-        if table.get("format") != 1 or not isinstance(found, list) or not all(map(_is_rewind, found)):
-            raise CheckpointError(f"checkpoint {folder}: {REWINDS_FILE} is damaged.")
-    except CheckpointError as error:
-        logger.warning("%s Rewinds since step %d are not known.", error, start.step)
-        return start.rewinds
-    known, rewinds = len(start.rewinds), tuple(Rewind(**rewind) for rewind in found)
-    if rewinds[:known] != tuple(start.rewinds):
-        return start.rewinds
-    return (*start.rewinds, *(rewind for rewind in rewinds[known:] if rewind.spike_step > start.step))
-
-
-def find_progress(folder: Path, load_step: int = -1) -> tuple[Progress, Sequence[Rewind]] | None:
-    """The state that a run with its checkpoints in `folder` would resume from, and all its rewinds; None: none.
+def find_progress(folder: Path, load_step: int = -1) -> Progress | None:
+    """The state that a run with its checkpoints in `folder` would resume from; None: none.
 
     As `Checkpointer` finds it, but from one process, without checksums, and nothing is renamed or removed.
 
@@ -184,8 +138,7 @@ def find_progress(folder: Path, load_step: int = -1) -> tuple[Progress, Sequence
     for step in steps:
         problems = check_folder(step_folder(folder, step))
         if not problems:
-            progress = Progress.read(step_folder(folder, step))
-            return progress, load_rewinds(folder, progress)
+            return Progress.read(step_folder(folder, step))
         if load_step > 0:
             raise_problems(CheckpointError, f"checkpoint.load_step = {load_step}", problems)
     return None

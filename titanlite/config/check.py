@@ -44,7 +44,7 @@ _RULES: tuple[tuple[Callable[[float], bool], str, tuple[str, ...]], ...] = (
             "training.epochs",
             "training.max_norm",
             "training.divergence_check_freq",
-            "spike.max_rewinds",
+            "data.skip_to_sample",
             "optimizer.lr",
             "optimizer.weight_decay",
             "lr_scheduler.warmup_steps",
@@ -407,8 +407,6 @@ def _check_results(job: JobConfig) -> list[str]:
             f"validation.early_stopping_patience = {patience} needs validations. Set validation.enable = true, or the "
             + "patience to 0."
         )
-    if job.spike.enable and not checkpoint.enable:
-        problems.append("spike.enable goes back to checkpoints. Set checkpoint.enable = true, or spike.enable = false.")
     if checkpoint.save_best != "none":
         if not getattr(job, checkpoint.save_best).enable:
             problems.append(

@@ -332,6 +332,9 @@ class _Reader:
 
     def refuse_unknown(self, where: str, key: str, noun: str) -> None:
         """Note an unknown key or section, with the nearest match or what there is to choose from."""
+        if key == "spike.max_rewinds":
+            self.refuse(where, f"{key} was removed: a spike is reported, and training goes on. Leave it out.", key)
+            return
         section = key.rpartition(".")[0]
         while section and find_section(section) is None:
             section = section.rpartition(".")[0]

@@ -434,6 +434,11 @@ class DataSection:
         "Arguments of the chat template for all rows, as a JSON object or a TOML table ({enable_thinking = false}); "
         "those of a row go before them. Saved with every checkpoint.",
     )
+    skip_to_sample: int = setting(
+        0,
+        "Leave out the samples of the data order before this one; what a run has passed already is not affected. A "
+        "loss spike prints it.",
+    )
     chat_date: str = setting(
         "",
         "What a chat template takes for today (YYYY-MM-DD). Empty: the day on which the run began, also where it is "
@@ -500,15 +505,13 @@ class EvaluationSection:
 class SpikeSection:
     enable: bool = setting(
         False,
-        "When the loss of a step stands out, go back to the newest checkpoint of before it and leave out the data of "
-        "the steps since (arXiv:2204.02311).",
+        "Warn when the loss of a step stands out, and print how to restart from before it without its data.",
     )
     window: int = setting(100, "Steps that a loss is compared with.")
     threshold: float = setting(
         8.0,
         "A loss stands out by so many robust standard deviations from the median of the window.",
     )
-    max_rewinds: int = setting(3, "Returns to a checkpoint in the whole run; later spikes are only reported.")
 
 
 @dataclass

@@ -5,7 +5,7 @@ starts its GPU work before the next step asks for data.
 """
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -93,22 +93,23 @@ class TrainLoader:
         self,
         step: int,
         samples: int,
-        jumps: Iterable[tuple[int, int]] = (),
+        skip_to: int = 0,
         before: Sequence[Stretch] = (),
         taken: Mapping[str, int] | None = None,
     ) -> None:
         """Let step `step` begin after the first `samples` samples of the data order.
 
-        A run may go on with another global batch size than the one that it began with. Each of `jumps` is another
-        (step, samples): from that step on, what lies before those samples is left out. `before` says what the steps
-        before `step` took, as far as it is known; it only goes into `stretches`. `taken` are the sequences that the
-        steps before took of each source of a mixture, which may have been another one.
+        A run may go on with another global batch size than the one that it began with. Samples before `skip_to` are
+        left out. `before` says what the steps before `step` took, as far as it is known, and in files of older versions
+        what later steps leave out. `taken` are the sequences that the steps before took of each source of a mixture,
+        which may have been another one.
         """
         self.stretches, offsets = list(before), {}
         if isinstance(self.dataset, MixtureDataset):
             self.dataset.go_on(self.seed, samples, taken or {})
             offsets = self.dataset.offsets
-        for start in ((step, samples), *(jump for jump in jumps if jump[0] >= step)):
+        later = [(stretch.step, max(stretch.samples, skip_to)) for stretch in before if stretch.step > step]
+        for start in ((step, max(samples, skip_to)), *later):
             stretch = Stretch(*start, self.global_batch_size, self.fingerprint, offsets)
             self.stretches = add_stretch(self.stretches, stretch)
 

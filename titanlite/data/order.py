@@ -1,4 +1,4 @@
-"""Which samples of the data order each step of a run takes, over resumes and rewinds."""
+"""Which samples of the data order each step of a run takes, over resumes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -31,7 +31,7 @@ def record_event(kind: str, text: str, step: int) -> None:
     warning, for an event often goes before a worse error, which must not be replaced; the next event brings it along.
 
     Args:
-        kind: one word for events alike: "start", "resume", "restart", "save", "skip", "rewind", "stop", "end",
+        kind: one word for events alike: "start", "resume", "restart", "save", "skip", "stop", "end",
             "error", ...
         text: one sentence for people.
         step: optimizer steps done at that time.

@@ -71,7 +71,7 @@ def build_profiler(job: JobConfig, dump_folder: Path) -> _NoProfiler:
 
     With `profiling.enable_profiling` it records the last step of every `profile_freq` steps of this process, after one
     warm-up step, and every rank writes `save_traces_folder/step-N/rank-R.json`; N is `n`. A step that is trained again,
-    after a resume or a rewind, replaces its trace, and the log says so.
+    after a resume, replaces its trace, and the log says so.
     """
     if not job.profiling.enable_profiling:
         return _NoProfiler()

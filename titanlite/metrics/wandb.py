@@ -30,7 +30,7 @@ _runs: dict[Path, "WandbRun"] = {}
 
 
 def open_wandb(job: JobConfig, folder: Path) -> "WandbRun":
-    """The W&B run of the run in `folder`, which exists: started, or what this process has, after a rewind."""
+    """The W&B run of the run in `folder`, which exists: started, or what this process has."""
     if folder not in _runs:
         _runs[folder] = WandbRun(job, folder)
     return _runs[folder]

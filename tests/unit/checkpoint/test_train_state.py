@@ -5,9 +5,8 @@ import json
 import pytest
 
 from titanlite.base.errors import CheckpointError
-from titanlite.base.log import logger
-from titanlite.checkpoint import Progress, Rewind, save_rewinds
-from titanlite.checkpoint.train_state import REWINDS_FILE, STATE_FILE, load_rewinds
+from titanlite.checkpoint import Progress
+from titanlite.checkpoint.train_state import STATE_FILE
 from titanlite.config import JobConfig
 from titanlite.data.order import Stretch
 from titanlite.features.generate.results import Results
@@ -84,40 +83,29 @@ def test_results_of_another_shape_are_refused(tmp_path, results):
         Progress.read(tmp_path)
 
 
-FIRST, SECOND = Rewind(14, 16, 10, 128), Rewind(33, 36, 30, 300)
+FIRST = {"spike_step": 14, "found_step": 16, "to_step": 10, "samples": 128}
 
 
-@pytest.mark.parametrize(
-    ("step", "known", "expected"),
-    [
-        (10, (), (FIRST, SECOND)),  # killed before anything was saved, and step 30 is damaged
-        (30, (FIRST,), (FIRST, SECOND)),  # killed after the second rewind, before a save
-        (35, (FIRST, SECOND), (FIRST, SECOND)),
-        (35, (FIRST,), (FIRST,)),  # saved by a run that did not go back
-        (20, (Rewind(15, 16, 10, 128),), (Rewind(15, 16, 10, 128),)),  # the file is of another run
-    ],
-)
-def test_rewinds_that_no_checkpoint_has_seen_are_found(tmp_path, step, known, expected):
-    save_rewinds(tmp_path, [FIRST, SECOND])
-    assert [path.name for path in tmp_path.iterdir()] == [REWINDS_FILE]
-    start = Progress(step, 8 * step, "data", 4, {}, rewinds=known)
-    assert tuple(load_rewinds(tmp_path, start)) == expected
+def write_older(folder, step, **more):
+    write(Progress(step, 8 * step, "data", 4, {}), folder)
+    table = json.loads((folder / STATE_FILE).read_text())
+    (folder / STATE_FILE).write_text(json.dumps({**table, **more}))
 
 
-def test_rewinds_of_a_run_that_begins_anew_are_forgotten(tmp_path):
-    save_rewinds(tmp_path, [FIRST])
-    assert tuple(load_rewinds(tmp_path, None)) == ()
-    assert tuple(load_rewinds(tmp_path, Progress(5, 40, "data", 4, {}))) == ()
-
-
-@pytest.mark.parametrize("text", ["", "[]", '{"format": 1, "rewinds": [{"spike_step": "x"}]}'])
-def test_damaged_rewinds_are_a_warning(tmp_path, text, caplog, monkeypatch):
-    monkeypatch.setattr(logger, "propagate", True)
-    (tmp_path / REWINDS_FILE).write_text(text)
-    assert tuple(load_rewinds(tmp_path, Progress(30, 240, "data", 4, {}, rewinds=(FIRST,)))) == (FIRST,)
-    assert "Rewinds since step 30 are not known." in caplog.text
-
-
-def test_rewinds_that_cannot_be_written_are_an_error(tmp_path):
-    with pytest.raises(CheckpointError, match=r"checkpoint: cannot write .*rewinds\.json"):
-        save_rewinds(tmp_path / "gone", [FIRST])
+def test_rewinds_of_an_older_version_are_carried_out_or_refused(tmp_path):
+    folder, rewinds = tmp_path / "step-10", tmp_path / "rewinds.json"
+    folder.mkdir()
+    write_older(folder, 10, rewinds=[FIRST])
+    assert Progress.read(folder).stretches == (Stretch(13, 128, 1, "data"),)
+    rewinds.write_text(json.dumps({"format": 1, "rewinds": [FIRST]}))
+    Progress.read(folder)
+    write_older(folder, 10, rewinds=[])  # killed after the rewind, before a save
+    with pytest.raises(CheckpointError, match=r"data of steps 14 to 16. Remove .*, and set data.skip_to_sample = 128"):
+        Progress.read(folder)
+    write_older(folder, 10)  # of a run that began anew, by this version
+    assert Progress.read(folder).step == 10
+    write_older(folder, 20, rewinds=[FIRST])
+    assert Progress.read(folder).stretches == ()
+    write_older(folder, 20, rewinds=[{"spike_step": "x"}])
+    with pytest.raises(CheckpointError, match="is damaged"):
+        Progress.read(folder)

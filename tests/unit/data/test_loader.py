@@ -127,16 +127,24 @@ def test_stretches_say_what_every_step_of_a_run_takes(make_dataset: MakeDataset)
     loader = _make_loader(make_dataset(), 1, 4)
     first = Stretch(0, 0, 12, loader.fingerprint)
     assert loader.stretches == [first]
-    loader.start_from(10, 120, [(5, 99), (12, 160)], loader.stretches)  # the first jump is in what was before
+    loader.start_from(10, 120, 0, [first, Stretch(12, 160, 12, "")])  # the last is a rewind of an older version
     assert loader.stretches == [first, Stretch(12, 160, 12, loader.fingerprint)]
     smaller = _make_loader(make_dataset(), 1, 4, global_batch_size=4)
-    smaller.start_from(11, 132, [(12, 160)], loader.stretches[:1])
+    smaller.start_from(11, 132, 0, loader.stretches)
     assert smaller.stretches == [
         *(first, Stretch(11, 132, 4, loader.fingerprint), Stretch(12, 160, 4, loader.fingerprint))
     ]
     for step in (11, 12, 13):
         stretch = find_stretch(smaller.stretches, step)
         assert stretch is not None and stretch.samples_before(step) == smaller.samples_before(step)
+
+
+def test_samples_are_skipped_once(make_dataset: MakeDataset) -> None:
+    loader = _make_loader(make_dataset(), 1, 4)
+    loader.start_from(10, 120, 160, loader.stretches)
+    assert [loader.samples_before(step) for step in (9, 10, 11)] == [108, 160, 172]
+    loader.start_from(11, 172, 160, loader.stretches)  # a resume with the same command
+    assert loader.samples_before(11) == 172
 
 
 @pytest.mark.parametrize(("dp_degree", "local_batch_size"), MESHES)

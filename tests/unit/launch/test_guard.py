@@ -221,7 +221,7 @@ def test_only_phases_of_training_have_a_limit_and_not_in_the_first_step_after_lo
         limits, done, trains = [], [], []
         for phase, step in (
             *(("loading", 0), ("data", 1), ("forward", None), ("data", 2), ("forward", None), ("saving", None)),
-            *(("data", 3), ("diagnosing", None), ("loading", 1), ("data", 2), ("data", 3)),  # a rewind to step 1
+            *(("data", 3), ("diagnosing", None), ("loading", 1), ("data", 2), ("data", 3)),  # a resume of step 1
         ):
             heartbeat.beat(phase, step)
             beat = heartbeat.read(tmp_path)[7]

@@ -4,7 +4,7 @@ from titanlite.features.diagnose.compilation import explain_uncompiled
 from titanlite.features.diagnose.determinism import explain_refusal, make_deterministic
 from titanlite.features.diagnose.divergence import DivergenceCheck
 from titanlite.features.diagnose.nonfinite import diagnose, nonfinite_error, say_skipped
-from titanlite.features.diagnose.spike import SpikeDetector, find_rewind
+from titanlite.features.diagnose.spike import SpikeDetector, report_spike
 
 __all__ = [
     "DivergenceCheck",
@@ -12,8 +12,8 @@ __all__ = [
     "diagnose",
     "explain_refusal",
     "explain_uncompiled",
-    "find_rewind",
     "make_deterministic",
     "nonfinite_error",
+    "report_spike",
     "say_skipped",
 ]

@@ -1,6 +1,6 @@
-"""Loss spikes: noticed at log steps, and undone by going back to a checkpoint and past the batches of the spike.
+"""Loss spikes: noticed at log steps, with the restart that leaves the batches of the spike out.
 
-What PaLM's authors did by hand (arXiv:2204.02311, section 5.1): restart from before the spike and leave out the batches
+The remedy is that of PaLM's authors (arXiv:2204.02311, section 5.1): restart from before the spike, past the batches
 around it.
 """
 
@@ -13,9 +13,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from titanlite.base.agree import on_first_rank
 from titanlite.base.log import logger
-from titanlite.checkpoint import Rewind, find_complete_before, save_rewinds, set_aside_from
+from titanlite.checkpoint import find_complete_before
 from titanlite.config.schema import SpikeSection
 from titanlite.metrics.events import record_event
 
@@ -75,45 +74,24 @@ class SpikeDetector:
         return None
 
 
-def find_rewind(
-    section: SpikeSection, spike: Spike, done: Sequence[Rewind], folder: Path, step: int, samples: int
-) -> Rewind | None:
-    """What to do about `spike`: a `Rewind`, with the checkpoints since the spike set aside; None to train on.
+def report_spike(spike: Spike, folder: Path, step: int, samples: int) -> None:
+    """Warn of `spike`, found after `step`, and say how to go back to a checkpoint in `folder`; on rank 0.
 
-    The rewind is on the disk then: a run that is killed before its next save resumes with it.
-
-    Args:
-        section: `spike.max_rewinds` counts those of the whole run, resumed or not.
-        spike: that was found after `step`.
-        done: rewinds so far.
-        folder: of the run's checkpoints.
-        step: steps done; the batches from the spike's up to here are left out.
-        samples: of the data order that were trained on up to `step`.
-
-    Collectives: a broadcast; every rank must call.
+    `samples` of the data order lie before the next step: those are what a restart leaves out.
     """
-
-    def decide() -> tuple[Rewind | None, str]:
-        what = (
-            f"the loss of step {spike.step} is {spike.loss:.4f}, {spike.score:.1f} robust standard deviations above "
-            f"the median of {spike.median:.4f}"
+    if dist.get_rank() != 0:
+        return
+    text = (
+        f"the loss of step {spike.step} is {spike.loss:.4f}, {spike.score:.1f} robust standard deviations above "
+        f"the median of {spike.median:.4f}; training goes on."
+    )
+    target = find_complete_before(folder, spike.step)
+    if target is None:
+        text += " There is no checkpoint of before to go back to."
+    else:
+        text += (
+            f" To leave out the data of steps {target + 1} to {step}: stop this run, move the checkpoints after "
+            f"step-{target} out of {folder}, and start the same command with --data.skip_to_sample={samples}"
         )
-        if len(done) >= section.max_rewinds:
-            return None, f"{what}; spike.max_rewinds ({section.max_rewinds}) is reached, so training goes on."
-        target = find_complete_before(folder, spike.step)
-        if target is None:
-            return None, f"{what}; there is no checkpoint of before to go back to, so training goes on."
-        set_aside_from(folder, spike.step, "rewound")
-        text = (
-            f"{what}. Going back to step {target}; the data of steps {spike.step} to {step} is left out (rewind "
-            f"{len(done) + 1} of at most {section.max_rewinds})."
-        )
-        rewind = Rewind(spike_step=spike.step, found_step=step, to_step=target, samples=samples)
-        save_rewinds(folder, [*done, rewind])  # last: killed before it, the run meets the spike again
-        return rewind, text
-
-    decision, text = on_first_rank(decide)
-    if dist.get_rank() == 0:
-        logger.warning("spike: %s", text)
-    record_event("spike" if decision is None else "rewind", text, step)
-    return decision
+    logger.warning("spike: %s", text)
+    record_event("spike", text, step)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from titanlite.features.report.read import Run, Series
 
 _RECENT = 0.1
-_STARTS, _ENDS = ("start", "resume", "restart", "rewind"), ("end", "stop", "error")
+_STARTS, _ENDS = ("start", "resume", "restart"), ("end", "stop", "error")
 
 
 class Number(NamedTuple):

@@ -71,9 +71,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="of that step, only what this data-parallel rank got: rank // (context * tensor parallel degree)",
     )
     parser.add_argument(
-        "--rewound", type=int, metavar="I", help="the step as it was before rewind I, which left its data out"
-    )
-    parser.add_argument(
         "--tokens",
         type=int,
         metavar="N",
@@ -98,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             show_data(loader, painter, known.samples)
         else:
             max_tokens = _STEP_TOKENS if known.tokens is None else known.tokens
-            request = StepRequest(known.step, known.rank, known.rewound, known.samples, max_tokens, color)
+            request = StepRequest(known.step, known.rank, known.samples, max_tokens, color)
             show_step(job, known.world_size, request)
     except TitanliteError as error:  # a stream reads its rows only when they are shown
         print(f"titanlite: error: {error}", file=sys.stderr)
@@ -109,9 +106,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _refuse_without_step(known: argparse.Namespace) -> None:
-    for name in ("rank", "rewound"):
-        if getattr(known, name) is not None:
-            raise ConfigError(f"data: --{name} {getattr(known, name)} is about one step. Say which: --step N.")
+    if known.rank is not None:
+        raise ConfigError(f"data: --rank {known.rank} is about one step. Say which: --step N.")
 
 
 def show_data(loader: TrainLoader, show: Painter, num_samples: int) -> None:

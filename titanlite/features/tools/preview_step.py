@@ -1,21 +1,20 @@
 """`python -m titanlite data --config FILE --step N`: the documents that one step of a run trained on.
 
 Batches follow from the seed and the number of samples before them, so nothing of the run is needed but that number. It
-is in its checkpoints, for a run may have been resumed with another batch size, or have left data out after a rewind.
+is in its checkpoints, for a run may have been resumed with another batch size, or with data left out.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from titanlite.base.errors import CheckpointError, ConfigError, DataError
 from titanlite.base.log import raw_output
 from titanlite.base.tables import format_count
-from titanlite.checkpoint import Progress, Rewind, find_progress
+from titanlite.checkpoint import Progress, find_progress
 from titanlite.config import JobConfig
 from titanlite.data.build import build_data
 from titanlite.data.loader import TrainLoader
-from titanlite.data.order import Stretch, add_stretch, find_stretch
+from titanlite.data.order import Stretch, find_stretch
 from titanlite.features.streams.mixture import MixtureDataset, get_sources
 from titanlite.features.streams.stream import StreamDataset
 from titanlite.features.tools.shown import Painter, get_shown_documents
@@ -33,7 +32,6 @@ class StepRequest:
     Attributes:
         step: of training; 1 is the first, as on the console.
         rank: only what this data-parallel rank trained on.
-        rewound: show the step as it was before this rewind; 1 is the first.
         num_shown: documents that are printed with their text.
         max_tokens: of each text; 0: all.
         color: mark trained tokens by colour.
@@ -41,7 +39,6 @@ class StepRequest:
 
     step: int
     rank: int | None = None
-    rewound: int | None = None
     num_shown: int = 3
     max_tokens: int = 0
     color: bool = False
@@ -53,7 +50,6 @@ class _Run:
 
     folder: Path
     progress: Progress
-    rewinds: Sequence[Rewind]
 
 
 def show_step(job: JobConfig, world_size: int | None, request: StepRequest) -> None:
@@ -62,7 +58,7 @@ def show_step(job: JobConfig, world_size: int | None, request: StepRequest) -> N
     Without `world_size`, it is that of the run's checkpoint, or 1.
 
     Raises:
-        ConfigError: there is no such step, rank or rewind; what `check` and `build_data` raise.
+        ConfigError: there is no such step or rank; what `check` and `build_data` raise.
         CheckpointError: the checkpoint cannot be read, or does not know what the step trained on.
         DataError: that was other data than what `job` has; a row of a stream cannot be used.
     """
@@ -80,8 +76,9 @@ def show_step(job: JobConfig, world_size: int | None, request: StepRequest) -> N
     tokenizer, loader = build_data(with_chat_date(checked.job), 0, dp)
     if run is not None:
         progress = run.progress
-        jumps = [(rewind.spike_step - 1, rewind.samples) for rewind in run.rewinds]
-        loader.start_from(progress.step, progress.samples, jumps, progress.stretches, progress.taken)
+        loader.start_from(progress.step, progress.samples, job.data.skip_to_sample, progress.stretches, progress.taken)
+    else:
+        loader.start_from(0, 0, job.data.skip_to_sample)
     stretch = _find_stretch(run, loader, request)
     if isinstance(loader.dataset, MixtureDataset):
         loader.dataset.offsets = dict(stretch.offsets)
@@ -96,7 +93,7 @@ def _find_run(job: JobConfig) -> _Run | None:
     if not job.checkpoint.enable:
         return None
     found = find_progress(folder / job.checkpoint.folder, job.checkpoint.load_step)
-    return None if found is None else _Run(folder, *found)
+    return None if found is None else _Run(folder, found)
 
 
 def _check_step(job: JobConfig, run: _Run | None, request: StepRequest) -> None:
@@ -106,31 +103,11 @@ def _check_step(job: JobConfig, run: _Run | None, request: StepRequest) -> None:
             f"data: --step {request.step} is not in [1, {last}], the steps of this run (training.steps). Give one as "
             "the console counts them, or raise training.steps."
         )
-    if request.rewound is None:
-        return
-    rewinds = () if run is None else run.rewinds
-    if not 1 <= request.rewound <= len(rewinds):
-        known = f"rewinds 1 to {len(rewinds)}" if rewinds else "no rewind"
-        raise ConfigError(
-            f"data: --rewound {request.rewound}, but {job.job.dump_folder} has {known}. See its events.jsonl for them."
-        )
-    rewind = rewinds[request.rewound - 1]
-    if not _left_out_by(rewind, request.step):
-        raise ConfigError(
-            f"data: --rewound {request.rewound}: that rewind left out the data of steps {rewind.spike_step} to "
-            f"{rewind.found_step}, and step {request.step} is none of them. Leave --rewound out."
-        )
-
-
-def _left_out_by(rewind: Rewind, step: int) -> bool:
-    return rewind.spike_step <= step <= rewind.found_step
 
 
 def _find_stretch(run: _Run | None, loader: TrainLoader, request: StepRequest) -> Stretch:
     """What the step belongs to; of the data that `loader` has."""
     stretches = loader.stretches
-    if run is not None and request.rewound is not None:
-        stretches = _get_before_rewind(run, stretches, request.rewound)
     stretch = find_stretch(stretches, request.step - 1)
     if stretch is None:
         assert run is not None
@@ -144,26 +121,6 @@ def _find_stretch(run: _Run | None, loader: TrainLoader, request: StepRequest) -
             f"Give the settings and files of that time. {_PLAIN_ORDER}"
         )
     return stretch
-
-
-def _get_before_rewind(run: _Run, stretches: Sequence[Stretch], number: int) -> list[Stretch]:
-    """`stretches` as they were when rewind `number` was decided: with the steps that it gave up."""
-    rewind = run.rewinds[number - 1]
-    # Without what the rewind itself began, which may be as early as the checkpoint that it went back to.
-    known = [
-        stretch for stretch in stretches if stretch.step <= rewind.to_step and stretch.step < rewind.spike_step - 1
-    ]
-    for earlier in run.rewinds[: number - 1]:
-        if known and earlier.spike_step - 1 >= rewind.to_step:  # in what was given up
-            known = add_stretch(known, replace(known[-1], step=earlier.spike_step - 1, samples=earlier.samples))
-    last = find_stretch(known, rewind.found_step)
-    if last is None or last.samples_before(rewind.found_step) != rewind.samples:
-        raise CheckpointError(
-            f"data: the checkpoints of {run.folder} do not say what the steps before rewind {number} trained on: "
-            "since then, the run was resumed with another training.global_batch_size, or they are of an older version. "
-            f"Leave --rewound out. {_PLAIN_ORDER}"
-        )
-    return known
 
 
 def _choose(loader: TrainLoader, request: StepRequest, stretch: Stretch) -> _Chosen:
@@ -198,15 +155,10 @@ def _show_where(job: JobConfig, loader: TrainLoader, run: _Run | None, request: 
         why = f"{job.job.dump_folder} has no checkpoint" if asked else "no checkpoint is asked for"
         print(f"  as run     from its beginning, in the plain order: {why}")
     else:
-        before = "" if request.rewound is None else f", before rewind {request.rewound}"
-        print(f"  as run     {run.folder} at step {run.progress.step}{before}")
+        print(f"  as run     {run.folder} at step {run.progress.step}")
     print(f"  order      {stretch.data}")
     ranks = format_count(loader.dp_degree, "data rank")
     print(f"  sequences  {first + 1:,} to {first + size:,} of that order, on {ranks}")
-    if run is not None and request.rewound is None:
-        for number, rewind in enumerate(run.rewinds, 1):
-            if _left_out_by(rewind, step):
-                print(f"  note       rewind {number} left out what step {step} trained on before: --rewound {number}")
     last = None if run is None else find_stretch(loader.stretches, run.progress.step - 1)
     if last is not None and run is not None and step > run.progress.step:
         if last.global_batch_size != size:

@@ -1,6 +1,5 @@
 """`python -m titanlite data --step N`: which samples it shows, and of which run."""
 
-import json
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,7 +9,7 @@ from files import write_manifest
 from unit.data.templates import CHATML
 
 from titanlite.__main__ import main
-from titanlite.checkpoint import Progress, Rewind, save_rewinds
+from titanlite.checkpoint import Progress
 from titanlite.checkpoint.train_state import STATE_FILE
 from titanlite.config import load_config
 from titanlite.config.schema import JobConfig
@@ -71,7 +70,6 @@ class Preview:
         self,
         step: int,
         stretches: Sequence[Stretch],
-        rewinds: Sequence[Rewind] = (),
         samples: int | None = None,
         world_size: int = 1,
     ) -> None:
@@ -81,7 +79,7 @@ class Preview:
         if samples is None:
             samples = stretches[-1].samples_before(step)
         data = self.loader.fingerprint
-        progress = Progress(step, samples, data, world_size, {}, rewinds=rewinds, stretches=stretches)
+        progress = Progress(step, samples, data, world_size, {}, stretches=stretches)
         (folder / "titanlite").mkdir()
         (folder / STATE_FILE).write_bytes(progress.to_json())
         (folder / "model.safetensors").touch()
@@ -147,7 +145,7 @@ def test_a_step_that_the_run_does_not_have(preview: Preview, step: int) -> None:
     assert (preview(step)[0] == 0) == (step == 41)
 
 
-@pytest.mark.parametrize("option", ["--rank=0", "--rewound=1"])
+@pytest.mark.parametrize("option", ["--rank=0"])
 def test_options_of_a_step_need_one(preview: Preview, option: str) -> None:
     code = main(["data", "--config", str(preview.file), option])
     err = preview.capsys.readouterr().err
@@ -183,53 +181,6 @@ def test_a_run_that_was_resumed_with_another_batch_size(preview: Preview) -> Non
     assert preview.lines(20, "--checkpoint.enable=false") == preview.order(152, 160)
     code, _, err = preview(11, "--checkpoint.load_step=15")
     assert code == 2 and "checkpoint.load_step = 15: " in err
-
-
-def test_data_that_was_left_out_after_rewinds(preview: Preview) -> None:
-    """The second one goes back over what the first had changed, and no checkpoint has seen it yet."""
-    rewinds = [Rewind(14, 16, 10, 128), Rewind(15, 18, 10, 128 + 5 * 8)]
-    stretches = [preview.stretch(0, 0), preview.stretch(13, 128)]
-    preview.save(10, stretches, rewinds[:1], samples=80)
-    save_rewinds(preview.dump / "checkpoint", rewinds)
-    assert preview.lines(13) == preview.order(96, 104)
-    assert preview.lines(14) == preview.order(128, 136)
-    assert preview.lines(15) == preview.order(168, 176)
-    assert preview.lines(14, "--rewound=1") == preview.order(104, 112)
-    assert preview.lines(16, "--rewound=1") == preview.order(120, 128)
-    assert preview.lines(15, "--rewound=2") == preview.order(136, 144)
-    assert preview.lines(18, "--rewound=2") == preview.order(160, 168)
-    _, out, _ = preview(15)
-    for number in (1, 2):
-        assert f"  note       rewind {number} left out what step 15 trained on before: --rewound {number}\n" in out
-    assert "note" not in preview(17, "--rewound=2")[1] and "note" not in preview(13)[1]
-    assert "at step 10, before rewind 2\n" in preview(17, "--rewound=2")[1]
-    code, _, err = preview(17, "--rewound=1")
-    assert code == 2 and "that rewind left out the data of steps 14 to 16, and step 17 is none of them." in err
-    code, _, err = preview(17, "--rewound=3")
-    assert code == 2 and f"data: --rewound 3, but {preview.dump} has rewinds 1 to 2." in err
-    code, _, err = preview(17, "--rewound=1", "--checkpoint.load_step=0")
-    assert code == 2 and "has no rewind." in err
-    assert json.loads((preview.dump / "checkpoint/rewinds.json").read_text())["format"] == 1, "nothing is removed"
-
-
-def test_rewinds_that_begin_at_their_checkpoint(preview: Preview) -> None:
-    """The spike comes again in the first step after it."""
-    rewinds = [Rewind(11, 14, 10, 14 * 8), Rewind(11, 12, 10, 16 * 8)]
-    preview.save(20, [preview.stretch(0, 0), preview.stretch(10, 16 * 8)], rewinds)
-    assert preview.lines(11) == preview.order(128, 136)
-    assert preview.lines(11, "--rewound=1") == preview.order(80, 88)
-    assert preview.lines(14, "--rewound=1") == preview.order(104, 112)
-    assert preview.lines(12, "--rewound=2") == preview.order(120, 128)
-
-
-def test_what_is_not_known_of_a_rewind_is_not_guessed(preview: Preview) -> None:
-    """Resumed with half the batch size right after it."""
-    rewinds = [Rewind(14, 16, 10, 128)]
-    stretches = [preview.stretch(0, 0), preview.stretch(10, 80, size=4), preview.stretch(13, 128, size=4)]
-    preview.save(20, stretches, rewinds)
-    assert preview.lines(14) == preview.order(128, 132)
-    code, _, err = preview(14, "--rewound=1")
-    assert code == 2 and "do not say what the steps before rewind 1 trained on" in err
 
 
 def test_other_data_is_not_shown_for_what_was_trained_on(preview: Preview) -> None:
