@@ -87,7 +87,7 @@ print(f"{job.job.dump_folder}/{job.checkpoint.folder}")
 PY
 )" || exit 2
 
-# When the newest checkpoint was written, in Unix seconds; 0 without one. Not its step, which is lower after a rewind.
+# When the newest checkpoint was written, in Unix seconds; 0 without one.
 time_of_newest_checkpoint() {
     { stat -c %Y "$checkpoints"/step-*/titanlite/manifest.json 2>/dev/null || echo 0; } | sort -n | tail -n 1
 }

@@ -99,7 +99,7 @@ def test_points_have_the_names_and_steps_of_metrics_jsonl(job: JobConfig, tmp_pa
         log(metrics, 1, moe=moe)
         metrics.log_validation(1, 2.25)
         log(metrics, 2, loss=float("nan"))
-    with build(job, folder, start_step=1) as metrics:  # a rewind
+    with build(job, folder, start_step=1) as metrics:  # steps done again
         log(metrics, 2)
     finish_wandb(0)
     points = [point for (point,) in of("log", calls())]
