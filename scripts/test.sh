@@ -63,6 +63,7 @@ run_pytest() {
 phase "ruff format" "$PYTHON" -m ruff format --check .
 phase "ruff check" "$PYTHON" -m ruff check .
 phase "import-linter" "$PYTHON" -c 'from importlinter.cli import lint_imports_command; lint_imports_command(["--no-logo"])'
+phase "size" "$PYTHON" scripts/check_size.py
 phase "basedpyright" "$PYTHON" -m basedpyright
 phase "config reference" "$PYTHON" -m titanlite.config.docs --check
 # Unit tests are single processes, one per core. A functional test has ranks for all cores, but they often wait for one
