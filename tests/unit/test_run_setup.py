@@ -282,7 +282,7 @@ def test_a_tokenizer_that_a_saved_folder_would_not_give_back_is_an_error_in_a_ne
 
 
 def test_a_resumed_run_keeps_the_date_of_its_chats(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_setup, "find_progress", lambda folder, step: (SimpleNamespace(chat_date="2024-05-06"), []))
+    monkeypatch.setattr(run_setup, "find_progress", lambda folder, step: SimpleNamespace(chat_date="2024-05-06"))
     job = JobConfig()
     job.job.dump_folder, job.data.dataset, job.checkpoint.enable = str(tmp_path), "examples", True
     assert run_setup.with_chat_date(job).data.chat_date == "2024-05-06"
