@@ -18,8 +18,8 @@ import stat
 import time
 import traceback
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -36,7 +36,8 @@ from titanlite.checkpoint.writer import FileLayout, create_files, header_crcs, m
 MANIFEST_FILE = f"{OWN_FOLDER}/manifest.json"
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 # A hidden folder of a process that writes, replaces or removes a checkpoint; those of older versions have no token.
-_HIDDEN = re.compile(r"\.(step-\d+)(?:\.([\w-]+~[0-9a-f]{8}))?\.(tmp|old|gone)")
+_TOKEN = r"[\w-]+~[0-9a-f]{8}"
+_HIDDEN = re.compile(rf"\.(step-\d+)(?:\.({_TOKEN}))?\.(tmp|old|gone)")
 _ABANDONED_S = 2 * 3600.0  # without a change; for folders of other machines, whose locks may not be seen here
 _WEIGHTS = ("model*.safetensors", ADAPTER_FILE, f"{OWN_FOLDER}/{UNFINISHED_FILES}")
 _NUMBERED = re.compile(r"(.+)-\d{5}-of-(\d{5})\.safetensors")
@@ -72,10 +73,7 @@ def commit_folder(
     def start() -> None:
         nonlocal lock
         if on_first:
-            temporary.mkdir(parents=True)
-            lock = os.open(temporary, os.O_RDONLY)
-            with suppress(OSError):  # some network file systems know no locks
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock = _make_locked(temporary)
             create_files(temporary, files)
 
     def write() -> None:
@@ -117,6 +115,34 @@ def _machine() -> str:
 
 def _hidden(folder: Path, token: str, kind: str) -> Path:
     return folder.with_name(f".{folder.name}.{token}.{kind}")
+
+
+def _make_locked(folder: Path) -> int:
+    """Make `folder`, and lock it as in use: the descriptor to close at the end."""
+    folder.mkdir(parents=True)
+    lock = os.open(folder, os.O_RDONLY)
+    with suppress(OSError):  # some network file systems know no locks
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return lock
+
+
+@contextmanager
+def hidden_folder(folder: Path) -> Iterator[Path]:
+    """Make a hidden folder to be renamed to `folder` once it is complete; it is removed otherwise. In one process.
+
+    Those of processes that were killed while writing `folder` are removed first.
+    """
+    name = re.compile(rf"\.{re.escape(folder.name)}\.({_TOKEN})\.tmp")
+    for path in [*folder.parent.iterdir()] if folder.parent.is_dir() else ():
+        if (match := name.fullmatch(path.name)) and not _is_in_use(path, match[1]):
+            shutil.rmtree(path, ignore_errors=True)
+    temporary = _hidden(folder, _new_token(), "tmp")
+    lock = _make_locked(temporary)
+    try:
+        yield temporary
+    finally:
+        os.close(lock)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _together(folder: Path, action: Callable[[], None], group: dist.ProcessGroup | None) -> None:

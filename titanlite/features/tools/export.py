@@ -7,7 +7,6 @@ model, and the adapters of two layers.
 import argparse
 import json
 import os
-import secrets
 import shutil
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -19,9 +18,9 @@ from tokenizers import Tokenizer
 
 from titanlite.base.errors import CheckpointError, TitanliteError, raise_problems
 from titanlite.base.log import logger, setup_logger
-from titanlite.checkpoint.commit import MANIFEST_FILE, check_folder
+from titanlite.checkpoint.commit import MANIFEST_FILE, check_folder, hidden_folder
 from titanlite.checkpoint.description import describe_model
-from titanlite.checkpoint.folder import ADAPTER_CONFIG, ADAPTER_FILE, OWN_FOLDER
+from titanlite.checkpoint.folder import ADAPTER_CONFIG, ADAPTER_FILE, OWN_FOLDER, how_to_finish
 from titanlite.checkpoint.hf_model import index_of, warn_of_sidecar
 from titanlite.checkpoint.keys import SIDECAR_FILE, checkpoint_pieces, is_sidecar, whole
 from titanlite.checkpoint.pretrained import weights_of
@@ -126,6 +125,8 @@ def export_checkpoint(
         raise_problems(CheckpointError, f"export: {folder}", check_folder(folder))
     if adapters is None and (folder / ADAPTER_FILE).exists():
         raise CheckpointError(f"export: {folder} holds adapters without their model. Add --merge, and --base DIR.")
+    if adapters is None and (folder / ADAPTER_CONFIG).exists() and (how := how_to_finish(folder)):
+        raise CheckpointError(f"export: {folder} holds adapters whose {ADAPTER_FILE} could not be saved. {how}")
     config = any_model_config_from_hf(described_in or folder, "export")
     rest = describe_model(config, None, dtype, folder)
     model = build_model(config)
@@ -139,23 +140,20 @@ def export_checkpoint(
     else:
         assert isinstance(config, ModelConfig)
         files, values = _lay_out(plan, config, dtype, adapters)
-    temporary = out.with_name(f".{out.name}.{secrets.token_hex(4)}.tmp")
     try:
-        temporary.mkdir(parents=True)
-        create_files(temporary, files)
-        with Transfer(f"writing {out}", sum(file.nbytes for file in files)) as transfer:
-            _copy_weights(files, values, temporary, transfer)
-        for name, content in (rest | index_of(files)).items():
-            (temporary / name).write_bytes(content)
-        if adapters is not None:  # the run's tokenizer may have another chat template than the model's
-            _copy_rest(adapters.folder, temporary, _ADAPTER_ONLY)
-        _copy_rest(folder, temporary)
-        _check_tokenizer(temporary / "tokenizer.json", out, config.vocab_size)
-        temporary.rename(out)
+        with hidden_folder(out) as temporary:
+            create_files(temporary, files)
+            with Transfer(f"writing {out}", sum(file.nbytes for file in files)) as transfer:
+                _copy_weights(files, values, temporary, transfer)
+            for name, content in (rest | index_of(files)).items():
+                (temporary / name).write_bytes(content)
+            if adapters is not None:  # the run's tokenizer may have another chat template than the model's
+                _copy_rest(adapters.folder, temporary, _ADAPTER_ONLY)
+            _copy_rest(folder, temporary)
+            _check_tokenizer(temporary / "tokenizer.json", out, config.vocab_size)
+            temporary.rename(out)
     except OSError as error:
         raise CheckpointError(f"export: cannot write {out}: {error}.") from None
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     warn_of_sidecar(config, files)
 
 

@@ -1,6 +1,8 @@
 """What an export says of the files that it copies."""
 
+import fcntl
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,7 @@ import torch
 from tiny_transformers import VOCAB_SIZE, save_tiny
 from tokenizers import Tokenizer, models
 
+from titanlite.checkpoint import commit
 from titanlite.features.tools.export import export_checkpoint
 
 
@@ -32,3 +35,20 @@ def test_a_tokenizer_that_cannot_be_read_is_copied_with_a_warning(tmp_path: Path
     (tmp_path / "in/tokenizer.json").write_text("{")
     export_checkpoint(tmp_path / "in", tmp_path / "out", torch.float32)
     assert (tmp_path / "out/tokenizer.json").read_text() == "{" and "tokenizer.json cannot be read" in caplog.text
+
+
+def test_what_an_export_left_that_was_killed_is_removed_by_the_next_to_the_same_folder(tmp_path: Path):
+    """And nothing else: a live one holds a lock on its folder."""
+    save_tiny("llama", tmp_path / "in")
+    dead, live, other = (
+        tmp_path / f".{name}.{commit._machine()}~{token}.tmp"
+        for name, token in (("out", "0123abcd"), ("out", "12345678"), ("out.b", "0123abcd"))
+    )
+    for left in (dead, live, other):
+        left.mkdir()
+        (left / "model.safetensors").write_bytes(b"part")
+    lock = os.open(live, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    export_checkpoint(tmp_path / "in", tmp_path / "out", torch.float32)
+    os.close(lock)
+    assert {path.name for path in tmp_path.iterdir()} == {"in", "out", live.name, other.name}
