@@ -21,10 +21,29 @@ from titanlite.checkpoint.folder import ADAPTER_FILE, how_to_finish
 from titanlite.config.parallelism import Degrees
 from titanlite.features.tools import export as export_checkpoint
 from titanlite.models.interface import is_adapter
+from titanlite.preflight import Checked
 from titanlite.trainer import Trainer
 
 FSDP2 = Degrees(dp_shard=2)
 SMALL = ["--model.overrides.num_layers=1", "--training.steps=2", "--checkpoint.interval=1"]
+
+
+@pytest.fixture
+def train_broken(run_ranks, gather_full, monkeypatch):
+    """`train_broken(checked, name)`: train where `manager.name` fails on rank 1; what each rank said, its weights."""
+
+    def train(job: Checked, name: str) -> list[tuple[list[str], dict[str, torch.Tensor]]]:
+        def rank_main() -> tuple[list[str], dict[str, torch.Tensor]]:
+            said: list[str] = []
+            monkeypatch.setattr(logger, "error", lambda text, *values: said.append(text % values))
+            monkeypatch.setattr(manager, name, fail_on(1, getattr(manager, name)))
+            trainer = Trainer(job.job, job.model_config, job.degrees)
+            trainer.train()
+            return [text for text in said if "was saved without" in text], gather_full(trainer.model)
+
+        return run_ranks(2, rank_main)
+
+    return train
 
 
 def fail_on(rank: int, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -42,20 +61,11 @@ def fail_on(rank: int, function: Callable[..., Any]) -> Callable[..., Any]:
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_model_that_cannot_be_laid_out_keeps_its_state_and_is_finished_by_export(
-    run_ranks, checked, gather_full, tmp_path, monkeypatch, mode, dtype
+    run_ranks, train_broken, checked, gather_full, tmp_path, mode, dtype
 ):
     job = checked(FSDP2, *SMALL, f"--checkpoint.async_mode={mode}", f"--checkpoint.export_dtype={dtype}")
     folder = tmp_path / "run/checkpoint/step-2"
-
-    def broken() -> tuple[list[str], dict[str, torch.Tensor]]:
-        said: list[str] = []
-        monkeypatch.setattr(logger, "error", lambda text, *values: said.append(text % values))
-        monkeypatch.setattr(manager, "model_files", fail_on(1, manager.model_files))
-        trainer = Trainer(job.job, job.model_config, job.degrees)
-        trainer.train()
-        return [text for text in said if "was saved without" in text], gather_full(trainer.model)
-
-    (said, weights), (of_second, _) = run_ranks(2, broken)
+    (said, weights), (of_second, _) = train_broken(job, "model_files")
     assert of_second == [] and said[-1] == (
         f"checkpoint: {folder} was saved without the model's own form (RuntimeError: no memory for it). All weights "
         f"are kept, and a resume reads them. Finish the model with: python -m titanlite export {folder} OUT."
@@ -77,28 +87,20 @@ def test_a_model_that_cannot_be_laid_out_keeps_its_state_and_is_finished_by_expo
 
 
 def test_adapters_that_cannot_be_laid_out_are_saved_anew_by_the_same_command(
-    run_ranks, checked, pretrained, gather_full, tmp_path, monkeypatch, capsys
+    run_ranks, train_broken, checked, pretrained, gather_full, tmp_path, capsys
 ):
     overrides = [*SMALL, f"--checkpoint.initial_load_path={pretrained('base', 0.1, *SMALL)}", "--lora.rank=2"]
     job = checked(FSDP2, *overrides, "--moe.expert_bias_update_rate=0")
     folder = tmp_path / "run/checkpoint/step-2"
-
-    def broken() -> tuple[list[str], dict[str, torch.Tensor]]:
-        said: list[str] = []
-        monkeypatch.setattr(logger, "error", lambda text, *values: said.append(text % values))
-        monkeypatch.setattr(manager, "adapter_files", fail_on(1, manager.adapter_files))
-        trainer = Trainer(job.job, job.model_config, job.degrees)
-        trainer.train()
-        return [text for text in said if "was saved without" in text], gather_full(trainer.model)
-
-    (said, weights), _ = run_ranks(2, broken)
+    (said, weights), _ = train_broken(job, "adapter_files")
     assert said[-1] == (
         f"checkpoint: {folder} was saved without adapter_model.safetensors (RuntimeError: no memory for it). All "
         f"adapters are kept, and a resume reads them. Run the same command again: it saves {folder} anew."
     )
     assert not (folder / ADAPTER_FILE).exists() and (folder / "adapter_config.json").is_file()
-    assert export_checkpoint.main(["--merge", str(folder), str(tmp_path / "out")]) == 2
-    assert "could not be saved. Finish it: run the command that trained it once more" in capsys.readouterr().err
+    for options in ([], ["--merge"]):
+        assert export_checkpoint.main([*options, str(folder), str(tmp_path / "out")]) == 2
+        assert "could not be saved. Finish it: run the command that trained it once more" in capsys.readouterr().err
 
     def resumed() -> dict[str, torch.Tensor]:
         trainer = Trainer(job.job, job.model_config, job.degrees)
