@@ -18,7 +18,7 @@ import stat
 import time
 import traceback
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -127,7 +127,7 @@ def _make_locked(folder: Path) -> int:
 
 
 @contextmanager
-def hidden_folder(folder: Path) -> Iterator[Path]:
+def hidden_folder(folder: Path) -> Generator[Path]:
     """Make a hidden folder to be renamed to `folder` once it is complete; it is removed otherwise. In one process.
 
     Those of processes that were killed while writing `folder` are removed first.
