@@ -48,7 +48,7 @@ def checkpoint_operations(model: Model, section: ActivationCheckpointSection) ->
     """
     if not _is_by_operation(section):
         return
-    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": _keeps_rng(model)}
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": model.draws_random()}
 
     # torch 2.11 traces no method of a partial.
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -81,20 +81,13 @@ def checkpoint_layers(model: Model, section: ActivationCheckpointSection) -> Non
     if section.mode == "none" or _is_by_operation(section):
         return
     every = 1 if section.mode == "full" else int(section.selective_ac_option)
-    keeps_rng, here = _keeps_rng(model), set(model.decoder_layers())
+    keeps_rng, here = model.draws_random(), set(model.decoder_layers())
     for layer in here.intersection(model.all_layers()[::every]):
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=keeps_rng)
 
 
 def _is_by_operation(section: ActivationCheckpointSection) -> bool:
     return section.mode == "selective" and section.selective_ac_option == "op"
-
-
-def _keeps_rng(model: Model) -> bool:
-    """True if a layer draws random numbers, which must be the same again: titanlite's own do in the dropout on adapters
-    alone. Else saving the generator's state, which costs a copy from the device, is spared.
-    """
-    return model.draws_random()
 
 
 def _contexts() -> Any:

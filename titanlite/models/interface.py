@@ -74,7 +74,10 @@ class Model(nn.Module):
         raise NotImplementedError
 
     def draws_random(self) -> bool:
-        """True if a forward in training mode may draw random numbers."""
+        """True if a forward in training mode may draw random numbers.
+
+        Recomputed layers must draw the same again; saving the generator's state costs a copy from the device.
+        """
         raise NotImplementedError
 
     def build_cache(self, lengths: Sequence[int], max_len: int, device: torch.device) -> Any:
