@@ -33,7 +33,7 @@ class Linear(nn.Linear):
 
     Attributes:
         bias_scale: factor on the bias; row-parallel layers, whose outputs are summed over n ranks, set it to 1 / n.
-        block_format: how `weight` is kept if it is frozen and `models.block_weights` encoded it: (out, n, r) records.
+        block_format: how `weight` is kept if it is frozen and `features.lowbit` encoded it: (out, n, r) records.
     """
 
     weight: nn.Parameter  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -160,7 +160,7 @@ class Experts(nn.Module):
 
     Attributes:
         first_expert: which of all experts is the first one here; 0 unless expert parallelism splits them.
-        block_format: how the weights are kept if they are frozen and `models.block_weights` encoded them, each row as
+        block_format: how the weights are kept if they are frozen and `features.lowbit` encoded them, each row as
             (n, r) records.
     """
 

@@ -1,6 +1,6 @@
 """The experts of one layer on routed tokens: gather, GEMM, SwiGLU, GEMM, gather-sum.
 
-With the `triton` backend, and with `torch` on the CPU (`moe_experts_cpu.py`), all of it is one operator. Only
+With the `triton` backend, and with `torch` on the CPU (`features/cpu/experts.py`), all of it is one operator. Only
 `z = [gate | up]`, (R, 2 I), is kept for backward: h is computed again while its gradient is at hand, and neither the
 permuted tokens nor the results per row are needed. The kernels gather the tokens inside the first GEMM and apply SwiGLU
 and the router's weight to its accumulator. Else the same is composed of `permute_tokens`, `grouped_gemm`, `swiglu` and

@@ -141,7 +141,7 @@ class LoRAExperts(Experts):
 class LoRATransformersExperts(nn.Module):
     """What experts of transformers become beside their own class: with adapters as in `LoRAExperts`.
 
-    `models.hf_experts` computes them. The parameters are the same, whichever way round the weights are stored.
+    `transformers.experts` computes them. The parameters are the same, whichever way round the weights are stored.
     """
 
     adapted: frozenset[str]

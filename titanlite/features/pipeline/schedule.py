@@ -2,7 +2,7 @@
 
 All ranks are given the same micro-batches. The first stage looks the tokens up, the last one has the norm, the output
 head and with it the losses; the others get hidden states and hand hidden states on. What a stage does not have stays on
-meta, under its name (`models.elsewhere`), so the model is cut before it has a byte, and the calls of its modules are
+meta, under its name (`pipeline.remote`), so the model is cut before it has a byte, and the calls of its modules are
 those of a whole one: where a module is elsewhere, its place receives, sends, or does nothing.
 
 The order of forwards and backwards is that of 1F1B (PipeDream-Flush, arXiv:2006.09503): a stage runs at most as many

@@ -127,7 +127,7 @@ def _is_plain_swiglu(module: Any) -> bool:
 
 
 def _adapted(module: Any) -> frozenset[str]:
-    """The weights whose adapters, put in by `models.lora`, take part."""
+    """The weights whose adapters, put in by `features.lora`, take part."""
     return getattr(module, "adapted", frozenset()) if getattr(module, "adapter_enabled", False) else frozenset()
 
 
