@@ -15,6 +15,7 @@ from titanlite.config.schema import ActivationCheckpointSection
 from titanlite.distributed.activation_checkpoint import checkpoint_operations
 from titanlite.features.cpu import experts as moe_experts_cpu
 from titanlite.features.estimate.flops import count_flops
+from titanlite.models.interface import Model
 from titanlite.models.layers import FeedForward
 from titanlite.ops import linear, linear_cross_entropy, matmul
 from titanlite.ops.matmul import get_onednn_op, multiply, prefers_onednn, sum_over_rows
@@ -256,10 +257,16 @@ def test_cross_entropy(seen, reduction):
 
 @pytest.mark.usefixtures("seen")
 def test_selective_checkpointing_keeps_the_products():
-    layer = nn.ModuleList([FeedForward(64, 96, std=0.1)])
+    class OneLayer(Model):
+        def draws_random(self) -> bool:
+            return False
+
+    layer = FeedForward(64, 96, std=0.1)
     for param in layer.parameters():
         nn.init.normal_(param, std=0.1)
-    checkpoint_operations(layer, ActivationCheckpointSection(mode="selective", selective_ac_option="op"))
+    model = OneLayer()
+    model.layer = layer
+    checkpoint_operations(model, ActivationCheckpointSection(mode="selective", selective_ac_option="op"))
     with Executed() as executed:
-        layer[0](draw(64, 64).requires_grad_()).sum().backward()
+        layer(draw(64, 64).requires_grad_()).sum().backward()
     assert executed.products == 9  # three in forward, six in backward
