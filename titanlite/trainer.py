@@ -38,13 +38,12 @@ from titanlite.features.diagnose import (
     report_spike,
     say_skipped,
 )
-from titanlite.features.estimate.exact import save_run_plan
 from titanlite.features.generate.evaluate import build_evaluator
 from titanlite.features.generate.generate import generate_sample, get_end_of_turn_ids
-from titanlite.features.generate.results import Results
-from titanlite.features.tools.environment import save_environment
-from titanlite.features.tools.hub import push_to_hub
-from titanlite.features.tools.model_card import render_model_card
+from titanlite.features.record.environment import save_environment
+from titanlite.features.record.hub import push_to_hub
+from titanlite.features.record.model_card import render_model_card
+from titanlite.features.record.plan_file import save_run_plan
 from titanlite.launch import heartbeat, stop
 from titanlite.launch.machines import check_same_settings, check_shared_folder, waiting_for_machines
 from titanlite.materialize import Plan, SourceProvider, materialize
@@ -52,6 +51,7 @@ from titanlite.materialize.layout import num_values
 from titanlite.metrics import build_profiler, record_event, start_memory_history
 from titanlite.metrics.flops import train_flops_per_token
 from titanlite.metrics.logger import MetricsLogger
+from titanlite.metrics.results import Results
 from titanlite.models.interface import Model
 from titanlite.objectives.build import build_objective
 from titanlite.optim import lr_factor

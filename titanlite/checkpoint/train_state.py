@@ -155,7 +155,7 @@ _SERIES_VALUES = ("first", "last", "best", "reference")
 
 
 def _is_series(table: Any) -> bool:
-    """True for what `titanlite.features.generate.results` writes: these keys, and values that are numbers or null."""
+    """True for what `titanlite.metrics.results` writes: these keys, and values that are numbers or null."""
     return (
         isinstance(table, dict)
         and table.keys() == {*_SERIES, *_SERIES_VALUES}

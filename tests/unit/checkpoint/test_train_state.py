@@ -9,7 +9,7 @@ from titanlite.checkpoint import Progress
 from titanlite.checkpoint.train_state import STATE_FILE
 from titanlite.config import JobConfig
 from titanlite.data.order import Stretch
-from titanlite.features.generate.results import Results
+from titanlite.metrics.results import Results
 
 
 def write(progress, folder):

@@ -22,7 +22,6 @@ from titanlite.distributed.process_group import fake_ranks
 from titanlite.features.estimate.advise import advise
 from titanlite.features.estimate.assumed import AssumedCheckpoint
 from titanlite.features.estimate.estimate import Estimate
-from titanlite.features.estimate.exact import RunPlan, build_run_plan
 from titanlite.features.estimate.hardware import DEFAULT_GPU, GPUS, Hardware, get_hardware
 from titanlite.features.estimate.render import (
     render_advice,
@@ -38,6 +37,7 @@ from titanlite.features.estimate.render import (
 )
 from titanlite.features.estimate.stages import estimate_stages, merge_stages, trace_stages
 from titanlite.features.estimate.sweep import sweep
+from titanlite.features.record.plan_file import RunPlan, build_run_plan
 from titanlite.materialize import SourceProvider, build_plan
 from titanlite.models.build import build_model
 from titanlite.models.families import resolve_model_config

@@ -6,10 +6,10 @@ from typing import Any
 from titanlite.base.tables import format_memory, format_size, format_table
 from titanlite.features.estimate.advise import Advice
 from titanlite.features.estimate.estimate import STAGING_BYTES, Estimate, axis_ranks
-from titanlite.features.estimate.exact import RunPlan
 from titanlite.features.estimate.hardware import Hardware
 from titanlite.features.estimate.sweep import Sweep
 from titanlite.features.estimate.tracker import EXCHANGED, GATHERED, GRADIENTS, LOGITS, TEMPORARIES, UNREDUCED
+from titanlite.features.record.plan_file import RunPlan
 
 _MOST_SWEPT = 15
 _EXPLAINED = {

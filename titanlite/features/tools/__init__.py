@@ -1,1 +1,1 @@
-"""Commands on checkpoints and data, and the documents of a run."""
+"""Commands on checkpoints and data."""

@@ -9,9 +9,9 @@ from report_run import write_run
 from titanlite import metrics
 from titanlite.base import log as logger
 from titanlite.base.errors import TitanliteError
+from titanlite.features.record import environment
 from titanlite.features.report import read
 from titanlite.features.report.read import read_run
-from titanlite.features.tools import environment
 from titanlite.metrics import logger as metrics_logger
 
 

@@ -16,7 +16,7 @@ from titanlite.config.assets import BaseModel, base_model_of, is_hub_id, public_
 from titanlite.config.check import format_value
 from titanlite.config.settings import get_sections_of, get_value
 from titanlite.config.sources import get_sources
-from titanlite.features.generate.results import Results, Series
+from titanlite.metrics.results import Results, Series
 
 # These say where and how a run took place, not what the model is.
 _LEFT_OUT = ("job", "metrics", "profiling", "comm")
