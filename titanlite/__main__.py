@@ -20,7 +20,6 @@ _USAGE = """usage: python -m titanlite COMMAND [arguments]
   check      check a configuration without starting anything: --config FILE --world-size N
   plan       what a run will take, without a GPU: --config FILE --world-size N [--gpu NAME] [--sweep] [...]
   data       show what a run would train on: --config FILE [--samples N] [--world-size N] [--section.key=value ...]
-             or what one step of it did train on: --config FILE --step N [--rank R] [--samples N] [...]
   inspect    show what is in a checkpoint: DIR [--checksums] [--all] [--config FILE --world-size N ...]
   export     write a checkpoint as a plain Hugging Face model: DIR OUT --dtype bfloat16 [--merge --base MODEL]
   generate   continue prompts with a model: --model DIR --prompt TEXT [--chat] [--max-new-tokens N ...]

@@ -174,10 +174,10 @@ def describe_pipeline(loader: TrainLoader, model_config: AnyModelConfig, degrees
         )
 
 
-def describe_sources(job: JobConfig, loader: TrainLoader) -> None:
-    """Say how much of each source of a mixture a run takes to its end, with what it took before it was resumed."""
+def describe_sources(job: JobConfig, loader: TrainLoader, step: int = 0) -> None:
+    """Log how much of each source of a mixture a run takes to its end, with what it took before it began at `step`."""
     sizes = {source.name: source.dataset.num_train_sequences for source in get_sources(loader.dataset)}
-    for name, count in loader.get_taken(job.training.steps).items():
+    for name, count in loader.get_taken(max(step, job.training.steps)).items():
         size = sizes[name]
         epochs = "" if size is None else f", {count / size:.3g} epochs"
         logger.info("training: of %s %s sequences%s", name, f"{count:,}", epochs)

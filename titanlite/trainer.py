@@ -126,11 +126,11 @@ class Trainer(TrainStep):
         super().__init__(job, self.dims, self.device, self.model, optimizer, objective, self.step)
         skip_to = job.data.skip_to_sample
         if start is not None:
-            self.loader.start_from(start.step, start.samples, skip_to, start.stretches, start.taken)
+            self.loader.start_from(start.step, start.samples, max(skip_to, start.skip_to), start.taken)
             check_data_order(start, self.loader)
-        elif skip_to:
+        else:
             self.loader.start_from(0, 0, skip_to)
-        describe_sources(job, self.loader)
+        describe_sources(job, self.loader, self.step)
         self.results = Results(job, None if start is None else start.results)
         self.evaluator = build_evaluator(job, self.loader.dataset, self.tokenizer, model_config, self.dims, self.device)
         self.divergence = DivergenceCheck(job, self.plan, self.optimizer, self.dims, self.step)
@@ -321,7 +321,7 @@ class Trainer(TrainStep):
             saved = (
                 f", saved in {self.checkpointer.folder}" if self.checkpointer.has_saved(self.step) else ", not saved"
             )
-        raise nonfinite_error(found, diagnosis, saved)
+        raise nonfinite_error(found, diagnosis, saved, self.loader.samples_before(self.step))
 
     def save(self) -> None:
         """Save a checkpoint of this step, unless it was saved already. Collective: every rank must call."""
@@ -334,7 +334,6 @@ class Trainer(TrainStep):
             world_size=dist.get_world_size(),
             versions=describe_versions(),
             results=self.results.state(),
-            stretches=self.loader.stretches,
             taken=self.loader.get_taken(self.step),
             chat_date=self.job.data.chat_date,
         )

@@ -3,7 +3,7 @@
 import copy
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +23,6 @@ from titanlite.config.parallelism import Degrees
 from titanlite.data.build import build_data
 from titanlite.data.dataset import Batch
 from titanlite.data.loader import ValidationSet
-from titanlite.data.order import Stretch
 from titanlite.materialize import materialize
 from titanlite.materialize.layout import is_elsewhere
 from titanlite.materialize.plan import clean_name
@@ -52,7 +51,6 @@ class PairLoader:
     """The trainer's loader, with rows of pairs: the same global batch on every mesh."""
 
     fingerprint = "pairs by hand"
-    stretches: Sequence[Stretch] = ()
     global_batch_size = ROWS
     mixture = ""
 
@@ -79,7 +77,7 @@ class PairLoader:
     def get_taken(self, step: int) -> dict[str, int]:
         return {}
 
-    def start_from(self, step: int, samples: int, skip_to: object, before: object, taken: object) -> None:
+    def start_from(self, step: int, samples: int, skip_to: object, taken: object = None) -> None:
         assert samples == step * ROWS
 
 

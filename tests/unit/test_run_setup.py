@@ -225,9 +225,13 @@ def test_sources_of_a_mixture_are_counted_to_the_end_of_the_run(warnings, monkey
         "training: of a 12,388 sequences, 413 epochs",
         "training: of b 4,116 sequences, 45.7 epochs",
     ]
-    job.checkpoint.initial_load_path = "model"
-    describe_sources(job, loader)
-    assert "sees the data of a 413 times" in warnings[0] and "Set data.sources.a.weight to less" in warnings[0]
+    job.training.steps, job.checkpoint.initial_load_path = 2, "model"
+    describe_sources(job, loader, 4096)  # a run that is past training.steps
+    assert (
+        said[2:] == said[:2]
+        and "sees the data of a 413 times" in warnings[0]
+        and "Set data.sources.a.weight to less" in warnings[0]
+    )
     describe_sources(job, loader_of(100))
     assert len(said) == 4 and len(warnings) == 2
 

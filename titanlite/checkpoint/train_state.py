@@ -18,7 +18,6 @@ from titanlite.checkpoint.header import StoredTensor
 from titanlite.checkpoint.keys import whole
 from titanlite.checkpoint.reader import Placed, SafetensorsReader
 from titanlite.checkpoint.writer import FileLayout, Item, lay_out
-from titanlite.data.order import Stretch
 from titanlite.materialize import Plan, region_of
 from titanlite.materialize.execute import empty, read_tensors, sharded_like
 from titanlite.materialize.layout import is_elsewhere, leave_elsewhere, local_of
@@ -42,9 +41,9 @@ class Progress:
         world_size: ranks that wrote the checkpoint.
         versions: of titanlite and torch, for people.
         results: of validations and evaluations, see `features.generate.results`; empty in older checkpoints.
-        stretches: which samples each step took, and what later ones are to take; likewise.
         taken: sequences that each source of a mixture gave, by name; likewise.
         chat_date: what chat templates take for today, as ISO text; likewise.
+        skip_to: samples that a resume leaves out, from a rewind of an older version; 0 in files of this one.
     """
 
     step: int
@@ -53,9 +52,9 @@ class Progress:
     world_size: int
     versions: Mapping[str, str]
     results: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    stretches: Sequence[Stretch] = ()
     taken: Mapping[str, int] = field(default_factory=dict)
     chat_date: str = ""
+    skip_to: int = 0
 
     def to_json(self) -> bytes:
         """The content of train_state.json."""
@@ -68,9 +67,9 @@ class Progress:
         table = read_json(folder / STATE_FILE, where)
         if table.pop("format", None) != 1:
             raise CheckpointError(f"{where}: {STATE_FILE} is of a format that this version does not know.")
-        rewinds = table.pop("rewinds", None)  # of older versions
+        rewinds, stretches = table.pop("rewinds", None), table.pop("stretches", ())  # of older versions
         kinds = {"step": int, "samples": int, "data": str, "world_size": int, "versions": dict, "results": dict}
-        later = {"results": dict, "stretches": list, "taken": dict, "chat_date": str}
+        later = {"results": dict, "taken": dict, "chat_date": str, "skip_to": int}
         kinds |= later
         for name, kind in later.items():
             table.setdefault(name, kind())
@@ -79,32 +78,26 @@ class Progress:
             or not all(isinstance(table[k], t) for k, t in kinds.items())
             or not all(_is_series(table["results"][kind]) for kind in table["results"])
             or not all(map(_is_rewind, rewinds or ()))
-            or not all(_is_stretch(stretch) for stretch in table["stretches"])
+            or not all(_has_ints(stretch, "step", "samples") for stretch in stretches)
             or not all(isinstance(count, int) for count in table["taken"].values())
         ):
             raise CheckpointError(
                 f"{where}: {STATE_FILE} is damaged. Resume from an earlier step: checkpoint.load_step."
             )
-        table["stretches"] = tuple(Stretch(**stretch) for stretch in table["stretches"])
         if rewinds is not None:
             _refuse_rewinds(folder, table["step"], rewinds)
-        if rewinds and not table["stretches"]:  # of a still older version
-            later = [(each["spike_step"] - 1, each["samples"]) for each in rewinds]
-            table["stretches"] = tuple(Stretch(*each, 1, table["data"]) for each in later if each[0] > table["step"])
-        return cls(**table)
+        later = [(each["step"], each["samples"]) for each in stretches]
+        later += [(each["spike_step"] - 1, each["samples"]) for each in rewinds or ()]
+        skips = [samples for step, samples in later if step > table["step"]]
+        return cls(**{**table, "skip_to": max(skips, default=table["skip_to"])})
 
 
 def _is_rewind(table: Any) -> bool:
-    names = ("spike_step", "found_step", "samples")
+    return _has_ints(table, "spike_step", "found_step", "samples")
+
+
+def _has_ints(table: Any, *names: str) -> bool:
     return isinstance(table, dict) and all(isinstance(table.get(name), int) for name in names)
-
-
-def _is_stretch(table: Any) -> bool:
-    kinds = {"step": int, "samples": int, "global_batch_size": int, "data": str, "offsets": dict}
-    if not isinstance(table, dict) or {"offsets", *table} != kinds.keys():
-        return False
-    table.setdefault("offsets", {})
-    return all(isinstance(table[name], kind) for name, kind in kinds.items())
 
 
 def _refuse_rewinds(folder: Path, step: int, known: Sequence[Any]) -> None:

@@ -437,7 +437,7 @@ class DataSection:
     skip_to_sample: int = setting(
         0,
         "Leave out the samples of the data order before this one; what a run has passed already is not affected. A "
-        "loss spike prints it.",
+        "loss spike prints it; `titanlite data` begins there.",
     )
     chat_date: str = setting(
         "",

@@ -5,7 +5,7 @@ starts its GPU work before the next step asks for data.
 """
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import NamedTuple
 
@@ -14,7 +14,6 @@ import numpy as np
 from titanlite.base.errors import ConfigError, raise_problems
 from titanlite.base.log import logger
 from titanlite.data.dataset import Batch, SequenceDataset, TrainDataset
-from titanlite.data.order import Stretch, add_stretch, find_stretch
 from titanlite.features.streams.mixture import MixtureDataset, Source, get_sources
 
 
@@ -74,9 +73,7 @@ class TrainLoader:
         self.dp_rank = dp_rank
         self.dp_degree = dp_degree
         self.num_micro_batches = global_batch_size // (local_batch_size * dp_degree)
-        # Which samples each step of the run takes: those before `start_from`, as far as known, and all from there on.
-        self.stretches: list[Stretch] = []
-        self.start_from(0, 0)
+        self._start = (0, 0)  # a step, and the samples before it
 
     @property
     def fingerprint(self) -> str:
@@ -89,29 +86,15 @@ class TrainLoader:
         sources = get_sources(self.dataset)
         return ", ".join(f"{source.share:.2%} {source.name}" for source in sources) if sources[0].name else ""
 
-    def start_from(
-        self,
-        step: int,
-        samples: int,
-        skip_to: int = 0,
-        before: Sequence[Stretch] = (),
-        taken: Mapping[str, int] | None = None,
-    ) -> None:
-        """Let step `step` begin after the first `samples` samples of the data order.
+    def start_from(self, step: int, samples: int, skip_to: int = 0, taken: Mapping[str, int] | None = None) -> None:
+        """Start step `step` after the first `samples` samples of the data order; leave out those before `skip_to`.
 
-        A run may go on with another global batch size than the one that it began with. Samples before `skip_to` are
-        left out. `before` says what the steps before `step` took, as far as it is known, and in files of older versions
-        what later steps leave out. `taken` are the sequences that the steps before took of each source of a mixture,
-        which may have been another one.
+        A run may go on with another global batch size than the one that it began with. `taken` are the sequences that
+        the steps before took of each source of a mixture, which may have been another one.
         """
-        self.stretches, offsets = list(before), {}
         if isinstance(self.dataset, MixtureDataset):
             self.dataset.go_on(self.seed, samples, taken or {})
-            offsets = self.dataset.offsets
-        later = [(stretch.step, max(stretch.samples, skip_to)) for stretch in before if stretch.step > step]
-        for start in ((step, max(samples, skip_to)), *later):
-            stretch = Stretch(*start, self.global_batch_size, self.fingerprint, offsets)
-            self.stretches = add_stretch(self.stretches, stretch)
+        self._start = (step, max(samples, skip_to))
 
     def get_taken(self, step: int) -> dict[str, int]:
         """How many sequences of each source of a mixture the steps before `step` took, or left out."""
@@ -120,11 +103,15 @@ class TrainLoader:
         return self.dataset.get_taken(self.seed, self.samples_before(step))
 
     def samples_before(self, step: int) -> int:
-        """Samples of the data order that the steps before `step` trained on, or left out."""
-        stretch = find_stretch(self.stretches, step)
-        if stretch is None:
-            raise ValueError(f"step {step} lies before all that is known of this run's data order")
-        return stretch.samples_before(step)
+        """Samples of the data order that the steps before `step` trained on, or left out.
+
+        Raises:
+            ValueError: the run was resumed after `step`.
+        """
+        first, samples = self._start
+        if step < first:
+            raise ValueError(f"step {step} is before step {first}, from which this run goes on")
+        return samples + (step - first) * self.global_batch_size
 
     def micro_batches(self, step: int) -> list[Batch]:
         """The micro-batches of this rank in training step `step`, counted from 0; CPU tensors.
@@ -135,11 +122,6 @@ class TrainLoader:
         return self._split(
             self.dataset, self.dataset.get_train_indices(self.seed, start, start + self.global_batch_size)
         )
-
-    def locate(self, number: int) -> tuple[int, int]:
-        """(data-parallel rank, micro-batch) that sample `number` of a global batch goes to; all counted from 0."""
-        micro_batch, place = divmod(number, self.dp_degree * self.local_batch_size)
-        return place // self.local_batch_size, micro_batch
 
     def validation_sets(self, num_steps: int) -> list[ValidationSet]:
         """Every held-out sequence of each source that has any, once; at most `num_steps` global batches, 0 for all.

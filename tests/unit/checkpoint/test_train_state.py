@@ -8,7 +8,6 @@ from titanlite.base.errors import CheckpointError
 from titanlite.checkpoint import Progress
 from titanlite.checkpoint.train_state import STATE_FILE
 from titanlite.config import JobConfig
-from titanlite.data.order import Stretch
 from titanlite.metrics.results import Results
 
 
@@ -35,18 +34,14 @@ def test_round_trip(tmp_path, series):
     assert Results(JobConfig(), Progress.read(tmp_path).results).validation.best == 2.5
 
 
-def test_what_each_step_took_is_kept(tmp_path):
-    stretches = (Stretch(0, 0, 8, "data"), Stretch(5, 40, 4, "data"))
-    write(Progress(7, 48, "data", 4, {}, stretches=stretches), tmp_path)
-    assert Progress.read(tmp_path).stretches == stretches
-    table = json.loads((tmp_path / STATE_FILE).read_text())
-    for damage in ({"samples": "40"}, {"more": 1}):
-        (tmp_path / STATE_FILE).write_text(json.dumps({**table, "stretches": [{**table["stretches"][0], **damage}]}))
-        with pytest.raises(CheckpointError, match="is damaged"):
-            Progress.read(tmp_path)
-    del table["stretches"]
-    (tmp_path / STATE_FILE).write_text(json.dumps(table))
-    assert Progress.read(tmp_path).stretches == (), "of an older version"
+def test_what_each_step_took_is_read_of_older_versions_as_far_as_later_steps_leave_samples_out(tmp_path):
+    stretches = [{"step": 0, "samples": 0}, {"step": 5, "samples": 40}, {"step": 9, "samples": 99}]
+    for number, skip_to in ((2, 0), (3, 99)):
+        write_older(tmp_path, 7, stretches=stretches[:number])
+        assert Progress.read(tmp_path) == Progress(7, 56, "data", 4, {}, skip_to=skip_to)
+    write_older(tmp_path, 7, stretches=[{"step": 0, "samples": "40"}])
+    with pytest.raises(CheckpointError, match="is damaged"):
+        Progress.read(tmp_path)
 
 
 def test_a_file_without_results_is_of_an_older_version(tmp_path):
@@ -96,7 +91,7 @@ def test_rewinds_of_an_older_version_are_carried_out_or_refused(tmp_path):
     folder, rewinds = tmp_path / "step-10", tmp_path / "rewinds.json"
     folder.mkdir()
     write_older(folder, 10, rewinds=[FIRST])
-    assert Progress.read(folder).stretches == (Stretch(13, 128, 1, "data"),)
+    assert Progress.read(folder).skip_to == 128
     rewinds.write_text(json.dumps({"format": 1, "rewinds": [FIRST]}))
     Progress.read(folder)
     write_older(folder, 10, rewinds=[])  # killed after the rewind, before a save
@@ -105,7 +100,7 @@ def test_rewinds_of_an_older_version_are_carried_out_or_refused(tmp_path):
     write_older(folder, 10)  # of a run that began anew, by this version
     assert Progress.read(folder).step == 10
     write_older(folder, 20, rewinds=[FIRST])
-    assert Progress.read(folder).stretches == ()
+    assert Progress.read(folder).skip_to == 0
     write_older(folder, 20, rewinds=[{"spike_step": "x"}])
     with pytest.raises(CheckpointError, match="is damaged"):
         Progress.read(folder)

@@ -6,7 +6,6 @@ import torch
 from titanlite.base.errors import ConfigError
 from titanlite.data.dataset import Batch, PackedDataset
 from titanlite.data.loader import TrainLoader
-from titanlite.data.order import Stretch, find_stretch
 from titanlite.ops import IGNORE_INDEX
 
 MakeDataset = Callable[..., PackedDataset]
@@ -123,41 +122,14 @@ def test_sizes_that_do_not_fit(make_dataset: MakeDataset) -> None:
         _make_loader(dataset, 2, 0, dp_rank=2)
 
 
-def test_stretches_say_what_every_step_of_a_run_takes(make_dataset: MakeDataset) -> None:
-    loader = _make_loader(make_dataset(), 1, 4)
-    first = Stretch(0, 0, 12, loader.fingerprint)
-    assert loader.stretches == [first]
-    loader.start_from(10, 120, 0, [first, Stretch(12, 160, 12, "")])  # the last is a rewind of an older version
-    assert loader.stretches == [first, Stretch(12, 160, 12, loader.fingerprint)]
-    smaller = _make_loader(make_dataset(), 1, 4, global_batch_size=4)
-    smaller.start_from(11, 132, 0, loader.stretches)
-    assert smaller.stretches == [
-        *(first, Stretch(11, 132, 4, loader.fingerprint), Stretch(12, 160, 4, loader.fingerprint))
-    ]
-    for step in (11, 12, 13):
-        stretch = find_stretch(smaller.stretches, step)
-        assert stretch is not None and stretch.samples_before(step) == smaller.samples_before(step)
-
-
 def test_samples_are_skipped_once(make_dataset: MakeDataset) -> None:
     loader = _make_loader(make_dataset(), 1, 4)
-    loader.start_from(10, 120, 160, loader.stretches)
-    assert [loader.samples_before(step) for step in (9, 10, 11)] == [108, 160, 172]
-    loader.start_from(11, 172, 160, loader.stretches)  # a resume with the same command
+    loader.start_from(10, 120, 160)
+    assert [loader.samples_before(step) for step in (10, 11)] == [160, 172]
+    with pytest.raises(ValueError, match="step 9 is before step 10"):
+        loader.samples_before(9)
+    loader.start_from(11, 172, 160)  # a resume with the same command
     assert loader.samples_before(11) == 172
-
-
-@pytest.mark.parametrize(("dp_degree", "local_batch_size"), MESHES)
-def test_samples_are_located_where_they_are_dealt_out(
-    make_dataset: MakeDataset, dp_degree: int, local_batch_size: int
-) -> None:
-    dataset = make_dataset()
-    dealt: dict[tuple[int, int], list[tuple[int, ...]]] = {}
-    for rank in range(dp_degree):
-        for number, batch in enumerate(_make_loader(dataset, dp_degree, local_batch_size, rank).micro_batches(3)):
-            dealt[rank, number] = _rows([batch])
-    loader = _make_loader(dataset, dp_degree, local_batch_size)
-    located: dict[tuple[int, int], list[tuple[int, ...]]] = {}
-    for number, index in enumerate(dataset.get_train_indices(5, 36, 48)):
-        located.setdefault(loader.locate(number), []).extend(_rows([dataset.batch([index])]))
-    assert located == dealt
+    smaller = _make_loader(make_dataset(), 1, 4, global_batch_size=4)
+    smaller.start_from(11, 132)
+    assert [smaller.samples_before(step) for step in (11, 12)] == [132, 136]

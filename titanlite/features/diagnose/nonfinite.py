@@ -102,8 +102,11 @@ def diagnose(
     return _describe(gather_objects(mine))
 
 
-def nonfinite_error(found: NonFiniteSteps, diagnosis: Diagnosis, saved: str) -> TrainingError:
-    """The error that ends a run after `found`; one that a new start may get past if the step does not repeat it."""
+def nonfinite_error(found: NonFiniteSteps, diagnosis: Diagnosis, saved: str, samples: int) -> TrainingError:
+    """The error that ends a run after `found`; one that a new start may get past if the step does not repeat it.
+
+    `samples` of the data order lie before that step.
+    """
     in_a_row = f"; it is the first of {found.in_a_row} in a row" if found.in_a_row > 1 else ""
     start = (
         f"training: the loss or gradient of step {found.first} is not finite{in_a_row}. {diagnosis.text} No such "
@@ -113,7 +116,7 @@ def nonfinite_error(found: NonFiniteSteps, diagnosis: Diagnosis, saved: str) -> 
         return TransientError(f"{start} Start again from there; if it comes back, look for a faulty machine.")
     return TrainingError(
         f"{start} Lower optimizer.lr, raise lr_scheduler.warmup_steps, or look at that step's data: "
-        f"python -m titanlite data --config FILE --step {found.first}."
+        f"python -m titanlite data --config FILE --data.skip_to_sample={samples}."
     )
 
 

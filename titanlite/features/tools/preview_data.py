@@ -1,7 +1,4 @@
-"""`python -m titanlite data --config FILE`: what a run would train on, token by token, before it does.
-
-With `--step N`, what it did train on in one step: `titanlite.features.tools.preview_step`.
-"""
+"""`python -m titanlite data --config FILE`: what a run would train on, token by token, before it does."""
 
 import argparse
 import logging
@@ -38,12 +35,10 @@ from titanlite.features.sft.report import (
 from titanlite.features.sft.rows import Row, build_rows, describe_place
 from titanlite.features.streams.mixture import get_sources
 from titanlite.features.streams.stream import StreamDataset
-from titanlite.features.tools.preview_step import StepRequest, show_step
 from titanlite.features.tools.shown import Painter, escape, get_shown_documents
 from titanlite.preflight import check
 from titanlite.run_setup import with_chat_date
 
-_STEP_TOKENS = 512  # of a document's text: a step may have hundreds of long ones
 _BAR = 40
 _BINS = 8
 _KIND_ROWS = 512
@@ -54,60 +49,44 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m titanlite data",
         description="Show what a run would train on: decoded samples with the trained tokens coloured (in [[ ]] where "
-        "the output is no terminal), lengths, packing, and what is left out and why. With --step N instead: the "
-        "documents that step N of the run in job.dump_folder trained on, with their places. Overrides as for training.",
+        "the output is no terminal), lengths, packing, and what is left out and why. Overrides as for training: "
+        "--data.skip_to_sample=N shows the data order from its sequence N on.",
         allow_abbrev=False,
     )
+    parser.add_argument("--samples", type=int, default=3, help="examples to print with their text (default: 3)")
+    parser.add_argument("--world-size", type=int, default=1, help="ranks of the run (default: 1)")
     parser.add_argument(
-        "--samples", type=int, default=3, help="examples, or documents of a step, to print with their text (default: 3)"
+        "--tokens", type=int, default=0, metavar="N", help="most tokens of a text, its first and last ones (0: all)"
     )
-    parser.add_argument(
-        "--world-size", type=int, help="ranks of the run (default: 1; with --step, as its newest checkpoint has it)"
-    )
-    parser.add_argument("--step", type=int, metavar="N", help="show what step N trained on, the first one being 1")
-    parser.add_argument(
-        "--rank",
-        type=int,
-        help="of that step, only what this data-parallel rank got: rank // (context * tensor parallel degree)",
-    )
-    parser.add_argument(
-        "--tokens",
-        type=int,
-        metavar="N",
-        help=f"most tokens of a text, its first and last ones; 0: all (default: 0; with --step, {_STEP_TOKENS})",
-    )
+    for removed in ("--step", "--rank"):
+        parser.add_argument(removed, help=argparse.SUPPRESS)
     known, rest = parser.parse_known_args(argv)
     color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     level = logger.level
     logger.setLevel(logging.ERROR)  # the report says it all, and in order
     try:
+        if known.step is not None or known.rank is not None:
+            raise ConfigError(
+                "data: --step and --rank were removed. To see what step N trains on, give --data.skip_to_sample=M with "
+                "M = (N - 1) * training.global_batch_size."
+            )
         job = load_config(rest)
-        if known.step is None:
-            _refuse_without_step(known)
-            raise_problems(ConfigError, "configuration", find_missing_files(job))
-            checked = check(job, 1 if known.world_size is None else known.world_size, weights=False)
-            job = with_chat_date(checked.job)
-            tokenizer, loader = build_data(job, 0, checked.degrees.dp)
-            painter = Painter(tokenizer, color=color, max_tokens=known.tokens or 0)
-            if job.data.dataset == "examples" and known.samples:
-                for name, data in sources.get_sources(job.data).items():
-                    show_kinds(data, painter, name)
-            show_data(loader, painter, known.samples)
-        else:
-            max_tokens = _STEP_TOKENS if known.tokens is None else known.tokens
-            request = StepRequest(known.step, known.rank, known.samples, max_tokens, color)
-            show_step(job, known.world_size, request)
+        raise_problems(ConfigError, "configuration", find_missing_files(job))
+        checked = check(job, known.world_size, weights=False)
+        job = with_chat_date(checked.job)
+        tokenizer, loader = build_data(job, 0, checked.degrees.dp)
+        loader.start_from(0, 0, job.data.skip_to_sample)
+        painter = Painter(tokenizer, color=color, max_tokens=known.tokens)
+        if job.data.dataset == "examples" and known.samples:
+            for name, data in sources.get_sources(job.data).items():
+                show_kinds(data, painter, name)
+        show_data(loader, painter, known.samples)
     except TitanliteError as error:  # a stream reads its rows only when they are shown
         print(f"titanlite: error: {error}", file=sys.stderr)
         return 2
     finally:
         logger.setLevel(level)
     return 0
-
-
-def _refuse_without_step(known: argparse.Namespace) -> None:
-    if known.rank is not None:
-        raise ConfigError(f"data: --rank {known.rank} is about one step. Say which: --step N.")
 
 
 def show_data(loader: TrainLoader, show: Painter, num_samples: int) -> None:
@@ -235,8 +214,9 @@ def _show_histogram(lengths: np.ndarray) -> None:
 
 def show_samples(loader: TrainLoader, show: Painter, num_samples: int) -> None:
     """Print the documents that the first steps train on, at most those of an epoch."""
-    number = sample = 0
-    while number < num_samples and sample != loader.dataset.num_train_sequences:
+    number, sample = 0, loader.samples_before(0)
+    last = sample + (loader.dataset.num_train_sequences or sys.maxsize)
+    while number < num_samples and sample < last:
         (index,) = loader.dataset.get_train_indices(loader.seed, sample, sample + 1).tolist()
         sample += 1
         documents = get_shown_documents(loader.dataset, index)

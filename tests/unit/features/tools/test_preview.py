@@ -62,6 +62,29 @@ def test_report(preview: Callable[..., tuple[int, str, str]]) -> None:
     assert "<|im_start|>user\n" in shown and "[[x" in shown and "<|im_end|>]]" in shown
 
 
+def test_a_part_of_the_data_order_is_shown(preview: Callable[..., tuple[int, str, str]]) -> None:
+    def places(*arguments: str) -> list[str]:
+        code, out, _ = preview(chats(30), "--data.packing=false", *arguments)
+        assert code == 0
+        return re.findall(r"^sample \d+: \S+, line (\d+)", out, flags=re.M)
+
+    order = places("--samples=27")
+    assert len({*order}) == 27, "an epoch"
+    assert places("--samples=4", "--data.skip_to_sample=20") == order[20:24]
+    assert len(places("--samples=99", "--data.skip_to_sample=20")) == 27
+    assert "tokens, " in preview(chats(30), "--tokens=4", "--samples=1")[1].partition("\n    ... ")[2]
+
+
+@pytest.mark.parametrize("option", ["--step=2", "--rank=0"])
+def test_options_that_were_removed(preview: Callable[..., tuple[int, str, str]], option: str) -> None:
+    assert preview(chats(3), option) == (
+        2,
+        "",
+        "titanlite: error: data: --step and --rank were removed. To see what step N trains on, give "
+        "--data.skip_to_sample=M with M = (N - 1) * training.global_batch_size.\n",
+    )
+
+
 def test_one_chat_of_each_kind_is_shown(preview: Callable[..., tuple[int, str, str]]) -> None:
     asked, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "one"}
     kinds = [
