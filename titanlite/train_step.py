@@ -24,9 +24,8 @@ from titanlite.metrics.parameter_groups import group_parameters
 from titanlite.models.interface import Model
 from titanlite.objectives.objective import Objective, ObjectiveSums
 from titanlite.optim import FiniteGuard, build_lr_scheduler
-from titanlite.optim.expert_bias import ExpertBiasBalancer
+from titanlite.optim.expert_bias import ExpertBiasBalancer, get_bias_update_rate
 from titanlite.optim.optimizer import step_if_finite
-from titanlite.run_setup import get_bias_update_rate
 
 
 @dataclass

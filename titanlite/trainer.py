@@ -17,7 +17,12 @@ from titanlite.base.errors import DataError
 from titanlite.base.log import logger
 from titanlite.checkpoint import Progress
 from titanlite.checkpoint.commit import step_folder
-from titanlite.checkpoint.description import describe_versions
+from titanlite.checkpoint.description import (
+    check_data_order,
+    check_resumed_model,
+    check_saved_tokenizer,
+    describe_versions,
+)
 from titanlite.checkpoint.hf_model import check_layout
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.space import check_space
@@ -25,9 +30,11 @@ from titanlite.config import AnyModelConfig, JobConfig
 from titanlite.config.parallelism import Degrees
 from titanlite.data.build import build_data
 from titanlite.data.dataset import Batch
-from titanlite.data.tokenizer import count_ids
+from titanlite.data.run_length import describe_sources, resolve_steps
+from titanlite.data.tokenizer import check_vocabulary, count_ids
 from titanlite.distributed import ParallelDims
 from titanlite.distributed.collectives import all_reduce_sum, all_to_all_single
+from titanlite.distributed.device import check_device
 from titanlite.distributed.process_group import init_distributed
 from titanlite.features.diagnose import (
     DivergenceCheck,
@@ -40,10 +47,12 @@ from titanlite.features.diagnose import (
 )
 from titanlite.features.generate.evaluate import build_evaluator
 from titanlite.features.generate.generate import generate_sample, get_end_of_turn_ids
+from titanlite.features.pipeline.schedule import describe_pipeline
 from titanlite.features.record.environment import save_environment
 from titanlite.features.record.hub import push_to_hub
 from titanlite.features.record.model_card import render_model_card
 from titanlite.features.record.plan_file import save_run_plan
+from titanlite.features.sft.chat_template import resolve_chat_date
 from titanlite.launch import heartbeat, stop
 from titanlite.launch.machines import check_same_settings, check_shared_folder, waiting_for_machines
 from titanlite.materialize import Plan, SourceProvider, materialize
@@ -52,27 +61,13 @@ from titanlite.metrics import build_profiler, record_event, start_memory_history
 from titanlite.metrics.flops import train_flops_per_token
 from titanlite.metrics.logger import MetricsLogger
 from titanlite.metrics.results import Results
+from titanlite.metrics.run_folder import hold_folders, make_dump_folder, record_start
 from titanlite.models.interface import Model
 from titanlite.objectives.build import build_objective
 from titanlite.optim import lr_factor
 from titanlite.optim.optimizer import build_optimizer
 from titanlite.optim.parameters import count_parameters, muon_matrices
-from titanlite.run_setup import (
-    build_on_meta,
-    check_data_order,
-    check_device,
-    check_resumed_model,
-    check_saved_tokenizer,
-    check_vocabulary,
-    describe_pipeline,
-    describe_sources,
-    hold_folders,
-    make_dump_folder,
-    record_start,
-    resolve_chat_date,
-    resolve_steps,
-    warn_of_settings,
-)
+from titanlite.run_setup import build_on_meta, warn_of_settings
 from titanlite.train_step import TrainStep, Window
 
 _SAMPLE_TOKENS = 48

@@ -1,5 +1,6 @@
 """Ranks that fail together: what one rank finds wrong, all ranks raise, so that none waits for another in vain."""
 
+import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -101,3 +102,8 @@ def failing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     first = next((error for error in gather_objects(failure, group) if error is not None), None)
     if first is not None:
         raise first from failure
+
+
+def get_rank() -> int:
+    """This rank's number, also before it has joined the others."""
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))

@@ -13,14 +13,20 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import torch
 
 from titanlite import __version__
-from titanlite.base.errors import CheckpointError, TitanliteError, raise_problems
-from titanlite.base.hf_objects import build_from_config
-from titanlite.checkpoint.folder import read_json
-from titanlite.config import AnyModelConfig, ModelConfig, TransformersConfig
+from titanlite.base.agree import get_rank, on_first_rank
+from titanlite.base.errors import CheckpointError, ConfigError, DataError, TitanliteError, raise_problems
+from titanlite.base.hf_objects import build_from_config, load_from_folder
+from titanlite.base.log import logger
+from titanlite.checkpoint.folder import OWN_FOLDER, read_json
+from titanlite.checkpoint.train_state import Progress
+from titanlite.config import AnyModelConfig, JobConfig, ModelConfig, TransformersConfig
 from titanlite.config.schema import LoRASection
+from titanlite.data.loader import TrainLoader
+from titanlite.data.tokenizer import describe_other_ids
 from titanlite.features.lora.adapter import write_adapter_config, write_model_config
 from titanlite.features.transformers.config import (
     find_refused,
@@ -29,9 +35,11 @@ from titanlite.features.transformers.config import (
     load_config_and_class,
     save_config,
 )
-from titanlite.models.families import family_of
+from titanlite.models.families import describe_differences, family_of, model_config_from_hf
 from titanlite.models.families.family import KEY_ALIASES
 from titanlite.models.interface import Model
+
+_COMPARED_SEQUENCES, _COMPARED_TOKENS = 64, 1 << 16  # at most, by two tokenizers
 
 _GENERATION = "generation_config.json"
 _MOST_REFUSED = 8
@@ -276,3 +284,82 @@ def _rewrite_tokenizer_config(path: Path, named: Mapping[str, str]) -> None:
         table["extra_special_tokens"] = dict(named)
     table = {key: value for key, value in table.items() if key not in _NOT_WRITTEN}
     path.write_text(json.dumps(table, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def check_saved_tokenizer(
+    job: JobConfig, model_config: AnyModelConfig, tokenizer: Any, loader: TrainLoader, is_new: bool
+) -> None:
+    """Compare the tokenizer with what `AutoTokenizer` will make of it in a saved folder, on the training data.
+
+    Transformers builds the tokenizers of some models anew, in the form of the model's class. Of a model that is not new
+    (`is_new`) the tokenizer cannot be chosen: it gets a warning.
+
+    Raises:
+        DataError: it will read texts otherwise. The same on all ranks. Collective: every rank must call.
+    """
+
+    def find() -> str:
+        hf = model_config.hf if isinstance(model_config, TransformersConfig) else {"model_type": model_config.family}
+        with TemporaryDirectory() as folder:
+            save_tokenizer(tokenizer, Path(folder))
+            (Path(folder) / "config.json").write_text(json.dumps(dict(hf)), encoding="utf-8")
+            try:
+                theirs = load_from_folder("AutoTokenizer", Path(folder))
+            except Exception as error:  # noqa: BLE001 - the tokenizers library raises nothing more specific
+                return f"it raises {type(error).__name__}: {error}"
+        found = describe_other_ids(tokenizer, theirs, map(tokenizer.decode, _take_sequences(job, loader)))
+        return f"its {type(theirs).__name__} reads {found}" if found else ""
+
+    if not job.checkpoint.enable or not (found := on_first_rank(find)):
+        return
+    text = f"data: transformers will not read the tokenizer of this run as it is in a saved {model_config.family}: "
+    if is_new:
+        raise DataError(
+            f"{text}{found}. Empty data.tokenizer_path to train one in the right form, or take one of that class."
+        )
+    if get_rank() == 0:
+        logger.warning("%s%s. Load it with PreTrainedTokenizerFast.from_pretrained.", text, found)
+
+
+def _take_sequences(job: JobConfig, loader: TrainLoader) -> list[list[int]]:
+    """Evenly spaced sequences of token ids; none of images, nor of a stream, which would be read from its start."""
+    dataset, count = loader.dataset, loader.dataset.num_train_sequences
+    if count is None or job.data.dataset == "images":
+        return []
+    num = max(1, min(count, _COMPARED_SEQUENCES, _COMPARED_TOKENS // dataset.seq_len))
+    return [row.tolist() for row in dataset.batch(np.linspace(0, count - 1, num).astype(np.int64)).tokens]
+
+
+def check_resumed_model(model_config: AnyModelConfig, folder: Path) -> None:
+    """The model of the checkpoint in `folder` must be this one, in all that its weights compute.
+
+    Tensors of other shapes are refused where they are read; these would fit, and yet be another function.
+
+    Raises:
+        ConfigError: it is another one. The same on all ranks. Collective: every rank must call.
+    """
+
+    def find() -> str:
+        files = [folder / "config.json", folder / OWN_FOLDER / "config.json"]  # the latter beside adapters
+        path = next((path for path in files if path.is_file()), None)
+        if not isinstance(model_config, ModelConfig) or path is None:
+            return ""
+        return describe_differences(model_config, model_config_from_hf(path, "checkpoint"))
+
+    if text := on_first_rank(find):
+        raise ConfigError(
+            f"model: this run is to resume from {folder}, whose model is another one: {text}. Undo the change, or "
+            f"begin a new run: another job.dump_folder, and checkpoint.initial_load_path = {folder}."
+        )
+
+
+def check_data_order(start: Progress, loader: TrainLoader) -> None:
+    """Say so if a resumed run would train on other data, or in another order, than the run that it goes on with."""
+    if start.data == loader.fingerprint or get_rank() != 0:
+        return
+    taken = loader.get_taken(start.step)
+    places = ", ".join(f"{name} at {count}" for name, count in taken.items())
+    logger.warning(
+        "data: the checkpoint was trained on %s, this run has %s; it goes on at sample %d of the new order%s.",
+        *(start.data, loader.fingerprint, start.samples, f", of the sources {places}" if places else ""),
+    )

@@ -4,10 +4,10 @@ Shape suffixes: B sequences in a batch, L tokens per sequence.
 """
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from typing import Protocol
+from typing import NamedTuple, Protocol, cast, runtime_checkable
 
 import numpy as np
 import torch
@@ -111,6 +111,48 @@ class SequenceDataset(TrainDataset, Protocol):
     def get_validation_indices(self, start: int, stop: int) -> np.ndarray:
         """Sequence indices (stop - start,) int64 of the validation samples [start, stop), repeating past the last."""
         ...
+
+
+class Source(NamedTuple):
+    """One of the datasets that a run reads.
+
+    Attributes:
+        name: as in the configuration; empty for a dataset that is the only one.
+        share: of the training sequences.
+    """
+
+    name: str
+    share: float
+    dataset: SequenceDataset
+
+
+@runtime_checkable
+class Mixture(Protocol):
+    """A dataset that reads several sources, each with a position of its own.
+
+    Attributes:
+        offsets: sequences that a source is ahead of where its share alone would have it, by name; see `go_on`.
+    """
+
+    offsets: dict[str, int]
+
+    @property
+    def sources(self) -> list[Source]:
+        """The sources with their shares of the training sequences."""
+        ...
+
+    def get_taken(self, seed: int, samples: int) -> dict[str, int]:
+        """How many sequences of each source lie before the training samples from `samples` on."""
+        ...
+
+    def go_on(self, seed: int, samples: int, taken: Mapping[str, int]) -> None:
+        """Let each source be, at sample `samples`, behind as many of its sequences as `taken` says; new ones begin."""
+        ...
+
+
+def get_sources(dataset: TrainDataset) -> list[Source]:
+    """The sources of a mixture, or the one that `dataset` is."""
+    return dataset.sources if isinstance(dataset, Mixture) else [Source("", 1.0, cast(SequenceDataset, dataset))]
 
 
 class PackedDataset:

@@ -13,8 +13,7 @@ import numpy as np
 
 from titanlite.base.errors import ConfigError, raise_problems
 from titanlite.base.log import logger
-from titanlite.data.dataset import Batch, SequenceDataset, TrainDataset
-from titanlite.features.streams.mixture import MixtureDataset, Source, get_sources
+from titanlite.data.dataset import Batch, Mixture, SequenceDataset, Source, TrainDataset, get_sources
 
 
 class ValidationSet(NamedTuple):
@@ -92,13 +91,13 @@ class TrainLoader:
         A run may go on with another global batch size than the one that it began with. `taken` are the sequences that
         the steps before took of each source of a mixture, which may have been another one.
         """
-        if isinstance(self.dataset, MixtureDataset):
+        if isinstance(self.dataset, Mixture):
             self.dataset.go_on(self.seed, samples, taken or {})
         self._start = (step, max(samples, skip_to))
 
     def get_taken(self, step: int) -> dict[str, int]:
         """How many sequences of each source of a mixture the steps before `step` took, or left out."""
-        if not isinstance(self.dataset, MixtureDataset):
+        if not isinstance(self.dataset, Mixture):
             return {}
         return self.dataset.get_taken(self.seed, self.samples_before(step))
 

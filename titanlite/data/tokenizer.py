@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 import tokenizers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from titanlite.base.agree import get_rank
 from titanlite.base.errors import DataError
 from titanlite.base.files import read_json
 from titanlite.base.hf_objects import load_from_folder, load_tokenizer_file
@@ -305,3 +306,31 @@ def describe_resizing(job: JobConfig, vocab_size: int, model_config: AnyModelCon
         "m.save_pretrained('resized')\", and set checkpoint.initial_load_path = resized and data.tokenizer_path to the "
         "folder with the tokenizer."
     )
+
+
+def check_vocabulary(job: JobConfig, vocab_size: int, num_ids: int, model_config: AnyModelConfig) -> None:
+    """Every token id of the data, below `vocab_size`, must have a row in the embedding.
+
+    Ids of the tokenizer, below `num_ids`, without one are a warning; so are many more rows.
+
+    Raises:
+        DataError: the data has more tokens than the model. The same on all ranks.
+    """
+    rows = model_config.vocab_size
+    if max(vocab_size, num_ids) > rows:
+        text = f"data: the tokenizer has {max(vocab_size, num_ids)} tokens, but the model's vocab_size is {rows}. "
+        text += describe_resizing(job, max(vocab_size, num_ids), model_config)
+        if vocab_size > rows:
+            raise DataError(text)
+        if get_rank() == 0:
+            logger.warning(
+                "%s The data has none of the tokens from %d on, so the run begins; with one of them the saved model "
+                "would fail.",
+                *(text, rows),
+            )
+    if 2 * vocab_size < model_config.vocab_size and get_rank() == 0:
+        logger.warning(
+            "data: the tokenizer has %d tokens, the embedding %d rows, of which most will never be trained. Set "
+            "data.tokenizer_path to the model's own tokenizer, or model.overrides.vocab_size = %d.",
+            *(vocab_size, model_config.vocab_size, vocab_size),
+        )

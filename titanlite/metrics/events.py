@@ -1,22 +1,15 @@
 """`events.jsonl`: what happened to a run beside its steps, such as resumes, saves and skipped steps, one line each."""
 
 import json
-import os
 import time
 from pathlib import Path
 
-import torch.distributed as dist
-
+from titanlite.base.agree import get_rank
 from titanlite.base.files import AppendedFile
 from titanlite.base.log import logger
 
 FILE_NAME = "events.jsonl"
 _state: dict[str, AppendedFile] = {}
-
-
-def get_rank() -> int:
-    """This rank's number, also before it has joined the others."""
-    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
 
 
 def open_events(dump_folder: Path) -> None:

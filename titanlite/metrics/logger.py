@@ -12,12 +12,12 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from titanlite.base.agree import get_rank
 from titanlite.base.errors import TitanliteError
 from titanlite.base.files import AppendedFile, is_full
 from titanlite.base.log import logger
 from titanlite.config.schema import JobConfig
 from titanlite.metrics.console import ProgressBar, can_show_bar, format_line
-from titanlite.metrics.events import get_rank
 from titanlite.metrics.flops import peak_flops
 from titanlite.metrics.heatmap import expert_load_image
 from titanlite.metrics.moe import describe_moe

@@ -23,8 +23,8 @@ from titanlite.features.images.rows import load_image, read_image_rows
 from titanlite.features.report.read import read_run
 from titanlite.features.sft.readers import READERS
 from titanlite.features.sft.rows import LocalRows
+from titanlite.metrics.run_folder import make_dump_folder
 from titanlite.models.families import any_model_config_from_hf
-from titanlite.run_setup import make_dump_folder
 
 
 def make_socket(path: Path) -> None:
@@ -173,7 +173,7 @@ def test_a_run_starts_again_on_a_full_disk_if_it_may_go_on(tmp_path: Path, run_r
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def rank_main() -> None:
-        monkeypatch.setattr("titanlite.run_setup.save_resolved", fail)
+        monkeypatch.setattr("titanlite.metrics.run_folder.save_resolved", fail)
         job = JobConfig()
         with pytest.raises(ConfigError, match=r"job\.dump_folder: cannot write to .*No space left on device"):
             make_dump_folder(job, tmp_path)

@@ -15,7 +15,7 @@ import pytest
 from titanlite.base.errors import ConfigError
 from titanlite.base.folder_lock import FolderHeldError, FolderLock, Holder
 from titanlite.config.schema import JobConfig
-from titanlite.run_setup import hold_folders
+from titanlite.metrics.run_folder import hold_folders
 
 HOLD = """
 import sys, time
@@ -94,7 +94,7 @@ def test_a_folder_of_which_nothing_was_used_is_removed_by_its_holder_alone(tmp_p
 
 def test_a_file_system_without_locks_is_a_warning(tmp_path: Path, monkeypatch):
     said: list[str] = []
-    monkeypatch.setattr("titanlite.run_setup.logger.warning", lambda text, *values: said.append(text % values))
+    monkeypatch.setattr("titanlite.metrics.run_folder.logger.warning", lambda text, *values: said.append(text % values))
 
     def flock(descriptor: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from titanlite.base.log import logger
 from titanlite.data.dataset import Batch
 from titanlite.models.interface import Model
 from titanlite.objectives.objective import ObjectiveSums
@@ -104,3 +105,17 @@ def present_documents(ids_BS: torch.Tensor, num: int) -> torch.Tensor:
 
 def _membership(ids_BS: torch.Tensor, num: int) -> torch.Tensor:
     return ids_BS.unsqueeze(1) == torch.arange(num, device=ids_BS.device)[None, :, None]
+
+
+def turn_off_dropout(model: torch.nn.Module) -> None:
+    """Let all layers keep everything: DPO compares with a reference without dropout, whose noise would be reward."""
+    found = set()
+    for module in model.modules():
+        is_dropout = isinstance(module, torch.nn.Dropout)
+        for name in ["p"] if is_dropout else [name for name in vars(module) if name.endswith("dropout")]:
+            value = getattr(module, name)
+            if isinstance(value, float) and value > 0.0:
+                found.add(value)
+                setattr(module, name, 0.0)
+    if found:
+        logger.info("dpo: dropout of %s is off, as in the reference", ", ".join(map(str, sorted(found))))

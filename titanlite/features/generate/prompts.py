@@ -9,10 +9,9 @@ import numpy as np
 
 from titanlite.base.errors import DataError
 from titanlite.config.schema import DataSection
-from titanlite.data.dataset import TrainDataset
+from titanlite.data.dataset import TrainDataset, get_sources
 from titanlite.features.sft.chat import ANSWER, END
 from titanlite.features.sft.dataset import ExampleDataset
-from titanlite.features.streams.mixture import get_sources
 from titanlite.features.streams.stream import StreamDataset
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from titanlite.base.agree import on_first_rank
+from titanlite.base.agree import get_rank, on_first_rank
 from titanlite.base.errors import CheckpointError, raise_problems
 from titanlite.base.log import logger
 from titanlite.checkpoint.folder import (
@@ -32,7 +32,7 @@ from titanlite.checkpoint.folder import (
 from titanlite.checkpoint.keys import MASTER_PREFIX
 from titanlite.checkpoint.reader import Placed, SafetensorsReader
 from titanlite.checkpoint.writer import FileLayout, Item, lay_out
-from titanlite.config import ModelConfig
+from titanlite.config import AnyModelConfig, JobConfig, ModelConfig
 from titanlite.config.schema import LoRASection
 from titanlite.features.lora.layers import (
     LoRALinear,
@@ -46,7 +46,7 @@ from titanlite.materialize import Plan, ReadRequest, Region, Source, TensorInfo,
 from titanlite.materialize.layout import local_of
 from titanlite.materialize.replicas import share_out
 from titanlite.materialize.sources import Read
-from titanlite.models.families import family_of
+from titanlite.models.families import describe_differences, family_of, model_config_from_hf
 from titanlite.models.interface import Model, is_adapter
 
 PREFIX = "base_model.model."
@@ -367,3 +367,18 @@ class _AdapterReader:
         self._inner.read(inner)
         for destination, staged in moved:
             destination.copy_(staged)
+
+
+def warn_of_changed_base(job: JobConfig, model_config: AnyModelConfig) -> None:
+    """Say on rank 0 if adapters are trained on another model than the one that peft would load them onto."""
+    folder = Path(job.checkpoint.initial_load_path)
+    if not job.lora.rank or not isinstance(model_config, ModelConfig) or get_rank() != 0:
+        return
+    if not (folder / "config.json").is_file():
+        return
+    if text := describe_differences(model_config, model_config_from_hf(folder, "checkpoint.initial_load_path")):
+        logger.warning(
+            "lora: the adapters are for another model than %s describes: %s. Merge them (python -m titanlite export "
+            "--merge), or change its config.json before they are loaded onto it.",
+            *(folder, text),
+        )

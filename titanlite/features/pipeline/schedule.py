@@ -27,11 +27,17 @@ import torch.distributed as dist
 from torch import nn
 
 from titanlite.base import timers
+from titanlite.base.agree import get_rank
+from titanlite.base.log import logger
+from titanlite.config import AnyModelConfig
 from titanlite.config.parallelism import Degrees
+from titanlite.data.loader import TrainLoader
 from titanlite.distributed.parallel_dims import ParallelDims
 from titanlite.features.pipeline.remote import BetweenChunks, Elsewhere, ElsewhereLayer
 from titanlite.materialize.layout import set_sharing_group
 from titanlite.models.decoder import Decoder, LossSums
+
+_MUCH_WAITING = 0.5  # of a step
 
 MOST_SENT = 2
 _MOST_DIMS = 3  # of logits
@@ -333,3 +339,25 @@ class _SendAndReceive(torch.autograd.Function):
 def _share_logits(module: nn.Module, args: Any, out: Any, *, link: StageLink) -> Any:
     """Of logits tokens are chosen, and all ranks go on with the same ones. Losses are summed by who wants to."""
     return out if isinstance(out, LossSums) else link.share(out)
+
+
+def describe_pipeline(loader: TrainLoader, model_config: AnyModelConfig, degrees: Degrees) -> None:
+    """Say which stages there are, and how long they wait for each other; warn on rank 0 if that is most of a step."""
+    if degrees.pp == 1:
+        return
+    stages = [degrees.stage_parts(model_config.num_layers, stage) for stage in range(degrees.pp)]
+    sizes, chunks = [sum(map(len, parts)) for parts in stages], ""
+    if degrees.chunks > 1:
+        chunks = f" in {degrees.chunks} chunks"
+    count, size = loader.num_micro_batches, loader.global_batch_size
+    waiting = degrees.waiting(count)
+    logger.info(
+        "pipeline: %d stages of %s layers%s; micro-batches a step: %d, so that a rank waits for %.0f %% of it",
+        *(degrees.pp, ", ".join(map(str, sizes)), chunks, count, 100 * waiting),
+    )
+    if waiting >= _MUCH_WAITING and get_rank() == 0:
+        logger.warning(
+            "pipeline: %.0f %% of a step is waiting. Raise training.global_batch_size (%d), or lower "
+            "training.local_batch_size (%d), so that there are several micro-batches for each of the %d stages.",
+            *(100 * waiting, size, loader.local_batch_size, degrees.pp),
+        )

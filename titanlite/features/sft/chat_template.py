@@ -6,15 +6,20 @@ one date for the whole run, or the text of a row would depend on when it is rend
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import date as Date
 from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from jinja2 import meta
 from jinja2.exceptions import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from titanlite.base.agree import on_first_rank
 from titanlite.base.errors import DataError
+from titanlite.checkpoint.train_state import find_progress
+from titanlite.config import JobConfig
 from titanlite.features.sft.readers import RowError
 from titanlite.features.sft.row_limits import check_template
 
@@ -144,3 +149,22 @@ def _list_arguments(template: str) -> frozenset[str]:
     environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
     found = meta.find_undeclared_variables(environment.parse(_GENERATION.sub("", template)))
     return frozenset(found - _KNOWN - set(environment.globals))
+
+
+def get_chat_date(job: JobConfig) -> str:
+    """What chat templates take for today, as ISO text: as set, as in the checkpoint to resume from, or today."""
+    if job.data.chat_date or not job.checkpoint.enable:
+        return job.data.chat_date or Date.today().isoformat()
+    found = find_progress(Path(job.job.dump_folder) / job.checkpoint.folder, job.checkpoint.load_step)
+    return (found and found.chat_date) or Date.today().isoformat()
+
+
+def with_chat_date(job: JobConfig) -> JobConfig:
+    """`job` with the date of `get_chat_date`, where the data are chats."""
+    has_chats = job.data.dataset in ("examples", "images")
+    return replace(job, data=replace(job.data, chat_date=get_chat_date(job))) if has_chats else job
+
+
+def resolve_chat_date(job: JobConfig) -> JobConfig:
+    """As `with_chat_date`, the same on all ranks. Collective: every rank must call."""
+    return on_first_rank(lambda: with_chat_date(job))

@@ -13,29 +13,15 @@ from contextlib import contextmanager
 from dataclasses import fields
 from functools import lru_cache
 from itertools import pairwise
-from typing import NamedTuple, cast
 
 import numpy as np
 import torch
 
 from titanlite.base.errors import DataError
 from titanlite.config.schema import SourceSection
-from titanlite.data.dataset import Batch, SequenceDataset, TrainDataset, get_permutation
+from titanlite.data.dataset import Batch, SequenceDataset, Source, TrainDataset, get_permutation, get_sources
 
 PERIOD = 1 << 14  # samples, where there are weights: shares are multiples of 1/16384
-
-
-class Source(NamedTuple):
-    """One of the datasets that a run reads.
-
-    Attributes:
-        name: as in the configuration; empty for a dataset that is the only one.
-        share: of the training sequences.
-    """
-
-    name: str
-    share: float
-    dataset: SequenceDataset
 
 
 def get_source_seed(seed: int, name: str) -> int:
@@ -147,11 +133,6 @@ def naming_source(name: str) -> Iterator[None]:
         own = "|".join(field.name for field in fields(SourceSection))
         text = re.sub(rf"\bdata\.({own})\b", rf"data.sources.{name}.\1", str(error).removeprefix("data: "))
         raise DataError(f"data.sources.{name}: {text}") from None
-
-
-def get_sources(dataset: TrainDataset) -> list[Source]:
-    """The sources of a mixture, or the one that `dataset` is."""
-    return dataset.sources if isinstance(dataset, MixtureDataset) else [Source("", 1.0, cast(SequenceDataset, dataset))]
 
 
 def get_stop_token_ids(dataset: TrainDataset | None) -> list[int]:

@@ -17,10 +17,11 @@ from titanlite.config import load_config, sources
 from titanlite.config.assets import find_missing_files
 from titanlite.config.schema import DataSection
 from titanlite.data.build import build_data
-from titanlite.data.dataset import PackedDataset, SequenceDataset
+from titanlite.data.dataset import PackedDataset, SequenceDataset, get_sources
 from titanlite.data.loader import TrainLoader
 from titanlite.features.sft.chat import END, TRAINED
 from titanlite.features.sft.chat_parts import describe_kind
+from titanlite.features.sft.chat_template import with_chat_date
 from titanlite.features.sft.dataset import ExampleDataset
 from titanlite.features.sft.examples import make_encoder
 from titanlite.features.sft.forms import Chat, parse_row
@@ -33,11 +34,9 @@ from titanlite.features.sft.report import (
     get_warnings,
 )
 from titanlite.features.sft.rows import Row, build_rows, describe_place
-from titanlite.features.streams.mixture import get_sources
 from titanlite.features.streams.stream import StreamDataset
 from titanlite.features.tools.shown import Painter, escape, get_shown_documents
 from titanlite.preflight import check
-from titanlite.run_setup import with_chat_date
 
 _BAR = 40
 _BINS = 8

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from titanlite.base.errors import DataError
 from titanlite.config.schema import JobConfig, SourceSection
 from titanlite.data.build import build_data
-from titanlite.data.dataset import PackedDataset, get_permutation
+from titanlite.data.dataset import PackedDataset, get_permutation, get_sources
 from titanlite.data.loader import TrainLoader
 from titanlite.data.tokens import TokenizedCorpus
 from titanlite.features.generate.prompts import evaluation_prompts
-from titanlite.features.streams.mixture import PERIOD, MixtureDataset, _get_quotas, get_source_seed, get_sources
+from titanlite.features.streams.mixture import PERIOD, MixtureDataset, _get_quotas, get_source_seed
 from titanlite.features.streams.stream import StreamDataset
 from titanlite.features.tools.shown import get_shown_documents
 

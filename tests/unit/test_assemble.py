@@ -17,25 +17,23 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
-from titanlite import run_setup
 from titanlite.base.errors import ConfigError, DataError
+from titanlite.base.log import logger
+from titanlite.checkpoint.description import check_saved_tokenizer
 from titanlite.config import JobConfig
 from titanlite.data.dataset import PackedDataset
 from titanlite.data.loader import TrainLoader
+from titanlite.data.run_length import describe_sources, resolve_steps
+from titanlite.data.tokenizer import check_vocabulary
 from titanlite.data.tokens import TokenizedCorpus
+from titanlite.distributed.device import check_device, warn_of_large_mask
+from titanlite.features.dpo.objective import turn_off_dropout
+from titanlite.features.lora.adapter import warn_of_changed_base
+from titanlite.features.sft import chat_template
+from titanlite.features.sft.chat_template import with_chat_date
 from titanlite.features.streams.mixture import MixtureDataset
 from titanlite.models.families import any_model_config_from_hf, families, family_of
-from titanlite.run_setup import (
-    check_device,
-    check_saved_tokenizer,
-    check_vocabulary,
-    describe_sources,
-    resolve_steps,
-    turn_off_dropout,
-    warn_of_changed_base,
-    warn_of_ignored_balancing,
-    warn_of_large_mask,
-)
+from titanlite.optim.expert_bias import warn_of_ignored_balancing
 
 CONFIG = replace(families()["qwen3_moe"].presets["debug"], vocab_size=1000)
 
@@ -43,7 +41,7 @@ CONFIG = replace(families()["qwen3_moe"].presets["debug"], vocab_size=1000)
 @pytest.fixture
 def warnings(monkeypatch) -> list[str]:
     said: list[str] = []
-    monkeypatch.setattr(run_setup.logger, "warning", lambda text, *values: said.append(text % values))
+    monkeypatch.setattr(logger, "warning", lambda text, *values: said.append(text % values))
     return said
 
 
@@ -154,7 +152,7 @@ def test_what_is_said_to_resize_a_pretrained_embedding_does_it(tmp_path, monkeyp
 
 def test_dpo_turns_off_dropout_wherever_it_is(monkeypatch):
     said: list[str] = []
-    monkeypatch.setattr(run_setup.logger, "info", lambda text, *values: said.append(text % values))
+    monkeypatch.setattr(logger, "info", lambda text, *values: said.append(text % values))
 
     class Attention(torch.nn.Module):
         def __init__(self):
@@ -182,7 +180,7 @@ def loader_of(num_sequences: int | None, size: int = 8) -> TrainLoader:
 @pytest.mark.parametrize(("epochs", "steps"), [(0.0, 600), (1.0, 13), (3.0, 38), (0.5, 7), (0.01, 1)])
 def test_epochs_are_steps(epochs, steps, monkeypatch):
     said: list[str] = []
-    monkeypatch.setattr(run_setup.logger, "info", lambda text, *values: said.append(text % values))
+    monkeypatch.setattr(logger, "info", lambda text, *values: said.append(text % values))
     job = JobConfig()
     job.training.steps, job.training.epochs, job.training.seq_len = 600, epochs, 1000
     assert resolve_steps(job, loader_of(100)).training.steps == steps  # 100 sequences, 8 in a step
@@ -209,7 +207,7 @@ def test_a_pretrained_model_that_sees_its_data_often_is_a_warning(warnings, monk
 
 def test_sources_of_a_mixture_are_counted_to_the_end_of_the_run(warnings, monkeypatch):
     said: list[str] = []
-    monkeypatch.setattr(run_setup.logger, "info", lambda text, *values: said.append(text % values))
+    monkeypatch.setattr(logger, "info", lambda text, *values: said.append(text % values))
     monkeypatch.setenv("RANK", "0")
     corpora = {
         name: TokenizedCorpus(np.ones(10 * size + 1, np.uint16), 0, 2, 1) for name, size in (("a", 30), ("b", 90))
@@ -286,9 +284,9 @@ def test_a_tokenizer_that_a_saved_folder_would_not_give_back_is_an_error_in_a_ne
 
 
 def test_a_resumed_run_keeps_the_date_of_its_chats(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_setup, "find_progress", lambda folder, step: SimpleNamespace(chat_date="2024-05-06"))
+    monkeypatch.setattr(chat_template, "find_progress", lambda folder, step: SimpleNamespace(chat_date="2024-05-06"))
     job = JobConfig()
     job.job.dump_folder, job.data.dataset, job.checkpoint.enable = str(tmp_path), "examples", True
-    assert run_setup.with_chat_date(job).data.chat_date == "2024-05-06"
+    assert with_chat_date(job).data.chat_date == "2024-05-06"
     job.data.chat_date = "2023-01-02"
-    assert run_setup.with_chat_date(job).data.chat_date == "2023-01-02"
+    assert with_chat_date(job).data.chat_date == "2023-01-02"

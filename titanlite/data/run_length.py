@@ -1,0 +1,49 @@
+"""How long a run is on its data, and whether a resumed one goes on with the same."""
+
+import math
+from dataclasses import replace
+
+from titanlite.base.agree import get_rank
+from titanlite.base.log import logger
+from titanlite.config import JobConfig
+from titanlite.data.dataset import get_sources
+from titanlite.data.loader import TrainLoader
+
+_MANY_EPOCHS = 10  # of a pretrained model's new data
+
+
+def resolve_steps(job: JobConfig, loader: TrainLoader) -> JobConfig:
+    """`job` with the `training.steps` that `training.epochs` are, if it has any; says how long the run is."""
+    size, num_sequences = loader.global_batch_size, loader.dataset.num_train_sequences
+    steps = job.training.steps
+    if job.training.epochs and num_sequences is not None:
+        steps = math.ceil(job.training.epochs * num_sequences / size)
+        job = replace(job, training=replace(job.training, steps=steps))
+    length = f"{steps:,} steps of {size} sequences, {steps * size * job.training.seq_len:,} tokens with padding"
+    if num_sequences is None:
+        logger.info("training: %s", length)
+        return job
+    epochs = steps * size / num_sequences
+    logger.info("training: %s, %.3g epochs", length, epochs)
+    _warn_of_many_epochs(job, epochs, "", "training.epochs")
+    return job
+
+
+def describe_sources(job: JobConfig, loader: TrainLoader, step: int = 0) -> None:
+    """Log how much of each source of a mixture a run takes to its end, with what it took before it began at `step`."""
+    sizes = {source.name: source.dataset.num_train_sequences for source in get_sources(loader.dataset)}
+    for name, count in loader.get_taken(max(step, job.training.steps)).items():
+        size = sizes[name]
+        epochs = "" if size is None else f", {count / size:.3g} epochs"
+        logger.info("training: of %s %s sequences%s", name, f"{count:,}", epochs)
+        if size is not None and loader.dataset.num_train_sequences is None:  # else all have the same epochs
+            _warn_of_many_epochs(job, count / size, f" of {name}", f"data.sources.{name}.weight to less")
+
+
+def _warn_of_many_epochs(job: JobConfig, epochs: float, source: str, remedy: str) -> None:
+    if job.checkpoint.initial_load_path and epochs > _MANY_EPOCHS and get_rank() == 0:
+        logger.warning(
+            "training: a pretrained model sees the data%s %.0f times, which it learns by heart. Set %s, or lower "
+            "training.steps, if that is not meant.",
+            *(source, epochs, remedy),
+        )

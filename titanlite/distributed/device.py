@@ -1,0 +1,54 @@
+"""What the device of the ranks cannot do, or does at a high price."""
+
+import torch
+
+from titanlite.base.agree import get_rank
+from titanlite.base.errors import ConfigError
+from titanlite.base.log import logger
+from titanlite.base.tables import format_memory
+from titanlite.config import AnyModelConfig, JobConfig, ModelConfig
+from titanlite.distributed.fsdp import mixed_precision_dtypes
+from titanlite.ops.grouped_gemm import resolve_backend
+
+_LARGE_MASK = 2 << 30  # bytes
+
+
+def check_device(job: JobConfig, device: torch.device) -> None:
+    """Refuse settings that this device would ignore or fail on.
+
+    Raises:
+        ConfigError: CPU offload, Triton kernels, flex or varlen attention without a GPU, or the latter in float32. The
+            same on all ranks.
+    """
+    if job.model.attention_backend == "flex" and device.type != "cuda":
+        raise ConfigError("model.attention_backend: 'flex' has no backward pass on the CPU. Set it to 'sdpa'.")
+    if job.model.attention_backend == "varlen":
+        dtype, _ = mixed_precision_dtypes(job, device.type)
+        if device.type != "cuda" or dtype == torch.float32:
+            other = ", or training.mixed_precision_param to 'bfloat16'" if device.type == "cuda" else ""
+            raise ConfigError(
+                "model.attention_backend: 'varlen' is for bfloat16 on CUDA, and activations are "
+                f"{str(dtype).removeprefix('torch.')} on {device.type}. Set it to 'sdpa'{other}."
+            )
+    if job.training.enable_cpu_offload and device.type != "cuda":
+        raise ConfigError("training.enable_cpu_offload: there is no CUDA device to offload from. Set it to false.")
+    try:
+        resolve_backend(job.moe.grouped_gemm, device, torch.float32)
+    except ValueError as error:
+        raise ConfigError(f"moe.grouped_gemm: {error}") from None
+
+
+def warn_of_large_mask(job: JobConfig, model_config: AnyModelConfig, device: torch.device) -> None:
+    """Say on rank 0 what the dense mask of long packed sequences takes on a GPU, where there is attention without."""
+    training, is_native = job.training, isinstance(model_config, ModelConfig)
+    if device.type != "cuda" or not is_native or job.model.attention_backend != "sdpa" or get_rank() != 0:
+        return
+    dtype, _ = mixed_precision_dtypes(job, device.type)
+    nbytes = training.local_batch_size * training.seq_len**2 * dtype.itemsize
+    if nbytes >= _LARGE_MASK:
+        other = "'varlen'" if dtype == torch.bfloat16 else "'flex'"
+        logger.warning(
+            "model.attention_backend: 'sdpa' masks %d sequences of %d tokens with %s on every rank, however many ranks "
+            "split them. Set it to %s, which needs no such mask.",
+            *(training.local_batch_size, training.seq_len, format_memory(nbytes), other),
+        )

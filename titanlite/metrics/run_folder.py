@@ -1,0 +1,116 @@
+"""The run's folder: locked against other runs, made, and told what begins."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch.distributed as dist
+
+from titanlite.base.agree import on_first_rank
+from titanlite.base.errors import RENDEZVOUS, ConfigError
+from titanlite.base.files import check_regular, is_full
+from titanlite.base.folder_lock import LOCK_WAIT_S, FolderHeldError, FolderLock
+from titanlite.base.log import log_to_folder, logger
+from titanlite.config import JobConfig, describe_changes, save_resolved
+from titanlite.launch.notices import read_restart
+from titanlite.metrics.events import open_events, record_event
+
+_WRITTEN = (".jsonl", ".json", ".toml", ".txt")  # files of the run
+_CONFIG, _NEXT_CONFIG = "config.toml", "config.next.toml"  # of the run in a folder, and of one that is being built
+
+
+def hold_folders(job: JobConfig, folder: Path) -> list[FolderLock | None]:
+    """Make the run's folder, and let no other run write there as long as the result lives; empty on other ranks than 0.
+
+    The same for the checkpoints, should they be elsewhere. On file systems without locks it is only a warning.
+
+    Raises:
+        ConfigError: on all ranks; another run holds it, and which, or rank 0 cannot write there. Collective: every rank
+            must call.
+    """
+    locks: list[FolderLock | None] = []
+    wait_s = min(LOCK_WAIT_S, job.comm.timeout_seconds / 2)  # the other ranks wait in a collective
+
+    def take() -> None:
+        checkpoints = folder / job.checkpoint.folder
+        inside = not job.checkpoint.enable or checkpoints.resolve().is_relative_to(folder.resolve())
+        for each in (folder,) if inside else (folder, checkpoints):
+            try:
+                each.mkdir(parents=True, exist_ok=True)
+                locks.append(FolderLock.take(each, os.environ.get(RENDEZVOUS, ""), wait_s))
+            except FolderHeldError as error:
+                holder = error.holder
+                raise ConfigError(
+                    f"job.dump_folder: another run writes into {each}: process {holder.pid} on {holder.host}, since "
+                    f"{holder.since}. Wait for its end, or end it, or set another job.dump_folder. Remove {error.path} "
+                    "if that machine is gone."
+                ) from None
+            except OSError as error:
+                if not is_full(error):
+                    raise ConfigError(
+                        f"job.dump_folder: cannot write to {each}: {error.strerror}. Choose another folder."
+                    ) from None
+                logger.warning("job.dump_folder: %s cannot be locked: %s.", each, error.strerror)
+            else:
+                if locks[-1] is None:
+                    logger.warning(
+                        "job.dump_folder: the file system of %s has no locks. Start no other run with this folder "
+                        "meanwhile: each would remove the other's checkpoints.",
+                        each,
+                    )
+
+    on_first_rank(take)
+    return locks
+
+
+def make_dump_folder(job: JobConfig, folder: Path) -> list[str]:
+    """Make the run's folder and save the resolved configuration in it, on rank 0. Log and events go there from now on.
+
+    It has its usual name from `record_start` on: a start that is refused before changes nothing of what is known of
+    the run that is there. Returns the settings that are others than those of that run; on other ranks none.
+
+    Raises:
+        ConfigError: on all ranks, if rank 0 cannot write there; a full disk is only a warning if
+            `checkpoint.on_save_error` is "continue". Collective: every rank must call.
+    """
+    failure: list[str | None] = [None]
+    changes: list[str] = []
+    if dist.get_rank() == 0:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for path in folder.iterdir():
+                if path.suffix in _WRITTEN and path.exists():
+                    check_regular(path)
+            changes = describe_changes(job, folder / _CONFIG)
+            save_resolved(job, folder / _NEXT_CONFIG)
+        except OSError as error:
+            if is_full(error) and job.checkpoint.on_save_error == "continue":
+                logger.warning("cannot write %s: %s.", folder / _CONFIG, error.strerror)
+            else:
+                failure[0] = str(error)
+    dist.broadcast_object_list(failure, src=0)
+    if failure[0] is not None:
+        raise ConfigError(f"job.dump_folder: cannot write to {folder}: {failure[0]}. Choose another folder.")
+    log_to_folder(folder)
+    open_events(folder)
+    return changes
+
+
+def record_start(folder: Path, step: int, where: str, *, resumed: bool, changes: Sequence[str] = ()) -> None:
+    """Record that training begins after `step`: its settings, and one event, of the kind that says most. On rank 0.
+
+    If the ranks started again, it is also logged why; and of a run that is resumed, which settings changed.
+    """
+    if dist.get_rank() == 0 and (folder / _NEXT_CONFIG).exists():
+        (folder / _NEXT_CONFIG).replace(folder / _CONFIG)
+    if resumed and changes:
+        text = f"settings changed since the last start: {', '.join(changes)}"
+        logger.info("resume: %s", text)
+        where = f"{where}; {text}"
+    restart = read_restart()
+    if restart is None:
+        record_event("resume" if resumed else "start", where, step)
+        return
+    text = f"restart {restart.count} of {restart.most}, because {restart.why}; training goes on from step {step}"
+    logger.info(text)
+    record_event("restart", f"{text}; {where}", step)
