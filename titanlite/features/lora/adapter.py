@@ -264,8 +264,9 @@ def read_adapter(folder: Path, *, exact: bool = False) -> tuple[Stored, AdapterC
     ]
     if problems:
         problems[-1] += (
-            " titanlite has plain LoRA only, W + scaling * B A on an unchanged W. Merge them with peft where they were "
-            "trained (merge_and_unload), if their kind can be merged, and use that model."
+            " titanlite has plain LoRA only, W + scaling * B A on an unchanged W. If peft can merge this kind, let it: "
+            f"PeftModel.from_pretrained(model, {str(folder)!r}).merge_and_unload().save_pretrained(OUT), and use OUT. "
+            "Where init_lora_weights is the problem, merge in the process that trained them: loading may begin anew."
         )
     rank: Any = table.get("r")
     alpha: Any = table.get("lora_alpha")

@@ -173,9 +173,19 @@ def test_adapters_of_embedding_and_head(
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft's
-@pytest.mark.parametrize("kind", ["pissa", "olora"])
-def test_the_remedy_gives_what_peft_computes(base: Path, tmp_path: Path, kind: str) -> None:
-    expected = make(base, tmp_path / "adapter", init_lora_weights=kind)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"rank_pattern": {"q_proj": 8}},
+        {"rank_pattern": {r".*\.1\..*q_proj": 2}, "alpha_pattern": {"down_proj": 3}, "use_rslora": True},
+        *({"alpha_pattern": {"q_proj": 8}}, {"use_dora": True}, {"bias": "all"}, {"modules_to_save": ["lm_head"]}),
+        *({"trainable_token_indices": [1, 2]}, {"init_lora_weights": "pissa"}, {"init_lora_weights": "olora"}),
+    ],
+)
+def test_the_remedy_gives_what_peft_computes(base: Path, tmp_path: Path, settings: dict[str, Any]) -> None:
+    expected = make(base, tmp_path / "adapter", **settings)
+    with pytest.raises(CheckpointError, match=f"{next(iter(settings))} = .* is not supported"):
+        read_adapter(tmp_path / "adapter")
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapter")
     model.merge_and_unload().save_pretrained(tmp_path / "merged")
     ours = build_decoder(model_config_from_hf(tmp_path / "merged"))
