@@ -24,6 +24,15 @@ def home(tmp_path, monkeypatch) -> Path:
     return tmp_path / "home"
 
 
+@pytest.fixture
+def chosen(tmp_path, monkeypatch) -> Path:
+    """The cache folder that the user names, where others can write."""
+    monkeypatch.setenv(NAME, str(tmp_path / "chosen"))
+    (tmp_path / "chosen").mkdir()
+    (tmp_path / "chosen").chmod(0o775)
+    return tmp_path / "chosen"
+
+
 def test_the_cache_is_in_the_users_own_folder_and_private(home):
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
@@ -35,9 +44,9 @@ def test_the_cache_is_in_the_users_own_folder_and_private(home):
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
-@pytest.mark.parametrize("chosen", [True, False])
-def test_a_folder_of_another_user_is_refused(home, tmp_path, monkeypatch, chosen):
-    if chosen:
+@pytest.mark.parametrize("is_own", [True, False])
+def test_a_folder_of_another_user_is_refused(tmp_path, monkeypatch, is_own):
+    if not is_own:
         monkeypatch.setenv(NAME, str(tmp_path / "chosen"))
     compiled.secure_cache()
     owner = os.getuid()
@@ -46,13 +55,10 @@ def test_a_folder_of_another_user_is_refused(home, tmp_path, monkeypatch, chosen
         compiled.secure_cache()
 
 
-def test_a_folder_that_others_can_write_to_or_that_cannot_be_made_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setenv(NAME, str(tmp_path / "chosen"))
-    (tmp_path / "chosen").mkdir()
-    (tmp_path / "chosen").chmod(0o775)
+def test_a_folder_that_others_can_write_to_or_that_cannot_be_made_is_refused(chosen, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"where others can write \(mode 775\)\. `chmod go-w` it\."):
         compiled.secure_cache()
-    (tmp_path / "chosen").chmod(0o755)
+    chosen.chmod(0o755)
     compiled.secure_cache()
     (tmp_path / "file").touch()
     monkeypatch.setenv(NAME, str(tmp_path / "file/cache"))
@@ -60,10 +66,8 @@ def test_a_folder_that_others_can_write_to_or_that_cannot_be_made_is_refused(tmp
         compiled.secure_cache()
 
 
-def test_all_that_compiles_has_looked_before(tmp_path, monkeypatch):
-    monkeypatch.setenv(NAME, str(tmp_path / "chosen"))
-    (tmp_path / "chosen").mkdir()
-    (tmp_path / "chosen").chmod(0o777)
+@pytest.mark.usefixtures("chosen")
+def test_all_that_compiles_has_looked_before():
     _compiled.cache_clear()
     with pytest.raises(ConfigError, match="where others can write"):
         _compiled(torch.sin)
