@@ -3,15 +3,20 @@
 import json
 import logging
 import math
+import sys
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import titanlite.features.generate.evaluate
+import titanlite.train
 import titanlite.trainer
 from titanlite.base.errors import CheckpointError, ConfigError, DataError
 from titanlite.checkpoint.best import read_best
@@ -123,26 +128,37 @@ def test_samples_are_spread_over_the_set(run_ranks, checked):
 
 
 def bad_scorer(prediction: str, reference: str) -> Any:
-    """Fails on one row, which one rank alone scores."""
-    if "3" in reference:
+    """Fails on rows that one rank alone scores."""
+    number = int(reference.split()[1])
+    if number == 3:
         raise KeyError("no such unit")
-    return math.nan if "5" in reference else 1
+    if number == 6:
+        sys.exit(0)
+    return {4: np.float32(0.5), 5: math.nan, 7: 10**400, 8: "1"}.get(number, True)
 
 
-def test_a_scorer_that_fails_is_one_error_on_all_ranks(run_ranks, checked, meshes, monkeypatch):
-    job = checked(meshes["FSDP4"], *EVALUATION)
+def test_a_scorer_that_fails_ends_all_ranks_with_one_error(run_ranks, config_file, monkeypatch, tmp_path):
+    arguments = ["--config", str(config_file), f"--job.dump_folder={tmp_path}", *BASE, *EVALUATION]
     monkeypatch.setattr(titanlite.features.generate.evaluate, "get_scorer", lambda name: ("bad", bad_scorer))
 
-    def rank_main() -> str:
-        trainer = Trainer(job.job, job.model_config, job.degrees)
-        with pytest.raises(DataError) as raised:
-            trainer.evaluator.run(trainer.model)
-        return str(raised.value)
+    def rank_main() -> tuple[int, str]:
+        with redirect_stderr(StringIO()) as errors:
+            code = titanlite.train.main(arguments)
+        return code, errors.getvalue()
 
-    (message,) = set(run_ranks(4, rank_main))
-    assert message.startswith("evaluation: 2 problems:")
-    assert "rows.jsonl, line 4: evaluation.scorer 'exact_match' raised KeyError: 'no such unit'. (rank 3)" in message
-    assert "rows.jsonl, line 6: evaluation.scorer 'exact_match' returned nan, not a finite number. (rank 1)" in message
+    ((code, text),) = set(run_ranks(4, rank_main))
+    assert code == 2, text
+    message = text[text.index("titanlite: error: ") :]
+    assert message.startswith("titanlite: error: evaluation: 5 problems:")
+    where = "line {}: evaluation.scorer 'exact_match' "
+    for row, problem in (
+        (4, "raised KeyError: 'no such unit'. (rank 3)"),
+        (6, "returned nan, not a finite number. (rank 1)"),
+        (7, "raised SystemExit: 0. (rank 2)"),
+        (8, "raised OverflowError: int too large to convert to float. (rank 3)"),
+        (9, "returned '1', not a finite number. (rank 0)"),
+    ):
+        assert f"rows.jsonl, {where.format(row)}{problem}" in message
 
 
 def test_prompts_without_room_are_all_named(run_ranks, checked):
@@ -315,7 +331,7 @@ def test_settings_that_would_be_ignored_are_refused(checked, overrides, words):
     assert words in str(raised.value)
 
 
-def test_scorers():
+def test_scorers(tmp_path, monkeypatch):
     scorers = {name: titanlite.features.generate.evaluate.get_scorer(name)[1] for name in ("exact_match", "contains")}
     assert [scorers["exact_match"](*pair) for pair in ((" 42\n", "42"), ("42.", "42"), ("", ""))] == [1.0, 0.0, 1.0]
     assert [scorers["contains"](*pair) for pair in (("It is 42.", " 42 "), ("It is 24.", "42"))] == [1.0, 0.0]
@@ -323,6 +339,10 @@ def test_scorers():
     assert name == "pow" and function is math.pow
     with pytest.raises(ConfigError, match="cannot import no_such_module: ModuleNotFoundError"):
         titanlite.features.generate.evaluate.get_scorer("no_such_module:f")
+    (tmp_path / "a_program.py").write_text("import sys; sys.exit(0)")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match="cannot import a_program: SystemExit: 0"):
+        titanlite.features.generate.evaluate.get_scorer("a_program:f")
     with pytest.raises(ConfigError, match="math has no function 'bleu'"):
         titanlite.features.generate.evaluate.get_scorer("math:bleu")
 

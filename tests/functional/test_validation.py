@@ -10,6 +10,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from titanlite.config.parallelism import Degrees
+from titanlite.features.streams.mixture import get_sources
 from titanlite.materialize.layout import is_elsewhere
 from titanlite.ops import local_tensor
 from titanlite.preflight import Checked
@@ -50,7 +51,7 @@ def validate(run_ranks: Callable[..., list[Any]], checked: Callable[..., Checked
 
 @pytest.fixture
 def one_by_one(run_ranks: Callable[..., list[Any]], checked: Callable[..., Checked]) -> Callable[..., float]:
-    """`one_by_one(*overrides)`: the mean over all held-out sequences, in a forward each."""
+    """`one_by_one(*overrides)`: the mean over all held-out sequences, in a forward each; of sources by their shares."""
 
     def run(*overrides: str) -> float:
         job = checked(Degrees(), *VALIDATION, *overrides)
@@ -58,12 +59,14 @@ def one_by_one(run_ranks: Callable[..., list[Any]], checked: Callable[..., Check
         def rank_main() -> float:
             trainer = build(job)
             trainer.model.eval()
-            dataset, loss, units = trainer.loader.dataset, 0.0, 0
+            loss = units = 0.0
             with torch.no_grad():
-                for index in dataset.get_validation_indices(0, dataset.num_validation_sequences):
-                    batch = dataset.batch([index])
-                    loss += trainer.objective(trainer.model, batch).loss.item()
-                    units += int(trainer.objective.count(batch))
+                for _, share, dataset in get_sources(trainer.loader.dataset):
+                    held_out = dataset.get_validation_indices(0, dataset.num_validation_sequences)
+                    for index in held_out:
+                        batch = dataset.batch([index])
+                        loss += share / len(held_out) * trainer.objective(trainer.model, batch).loss.item()
+                        units += share / len(held_out) * int(trainer.objective.count(batch))
             return loss / units
 
         return run_ranks(1, rank_main)[0]
@@ -111,4 +114,25 @@ def test_pairs_count_once(validate, one_by_one, meshes, examples, tmp_path: Path
     expected = one_by_one(*data)
     for mesh, size in (("FSDP4", 3), ("PP2xFSDP2", 2)):
         found = validate(meshes[mesh], *data, ANY_BATCH, f"--training.local_batch_size={size}")
+        assert found == pytest.approx(expected, rel=BOUND)
+
+
+@pytest.mark.parametrize("mixed", [True, False])
+def test_streams_and_mixtures(validate, one_by_one, examples, tmp_path: Path, mixed: bool):
+    """Sources of other sizes and lengths: none is a multiple of what 2 ranks take at once."""
+    chats = next(option.removeprefix("--data.path=") for option in examples if option.startswith("--data.path="))
+    for name, count in (("more", 50), ("held_out", 13)):
+        rows = [{"prompt": f"{name} {i}", "completion": " one and two" * (1 + i % 5)} for i in range(count)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    stream = [f"path={tmp_path}/more.jsonl", "streaming=true", f"validation_path={tmp_path}/held_out.jsonl"]
+    data = [*examples, "--data.packing=false"]
+    if mixed:
+        data += ["--data.path=", f"--data.sources.chats.path={chats}", "--data.sources.chats.weight=2"]
+        data += ["--data.sources.more.weight=3", *(f"--data.sources.more.{setting}" for setting in stream)]
+        data.append("--data.sources.chats.validation_share=0.2")
+    else:
+        data += [f"--data.{setting}" for setting in stream]
+    expected = one_by_one(*data)
+    for degrees, size in ((Degrees(dp_shard=2), 4), (Degrees(tp=2), 5), (Degrees(), 3)):
+        found = validate(degrees, *data, ANY_BATCH, f"--training.local_batch_size={size}")
         assert found == pytest.approx(expected, rel=BOUND)

@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, SupportsFloat
 
 import torch
 import torch.distributed as dist
@@ -87,7 +87,7 @@ def get_scorer(name: str) -> tuple[str, Scorer]:
     where = f"evaluation.scorer = '{name}'"
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # noqa: BLE001  whatever the user's module does when it is imported
+    except BaseException as error:  # noqa: BLE001  whatever the user's module does when it is imported; sys.exit, too
         raise ConfigError(
             f"{where}: cannot import {module_name}: {type(error).__name__}: {error}. The module must lie in the "
             "current folder, on PYTHONPATH, or be installed."
@@ -185,17 +185,14 @@ class Evaluator:
         return EvaluationResult(self.name, scores.mean().item(), ended, len(texts), seconds, examples)
 
     def _score(self, prediction: str, prompt: EvaluationPrompt) -> float:
+        where = f"{prompt.where}: evaluation.scorer '{self._section.scorer}'"
         try:
             score = self._scorer(prediction, prompt.reference)
-        except Exception as error:  # noqa: BLE001  the user's function may raise anything
-            raise DataError(
-                f"{prompt.where}: evaluation.scorer '{self._section.scorer}' raised {type(error).__name__}: {error}."
-            ) from None
-        if not isinstance(score, int | float) or not math.isfinite(score):
-            raise DataError(
-                f"{prompt.where}: evaluation.scorer '{self._section.scorer}' returned {score!r}, not a finite number."
-            )
-        return float(score)
+            if isinstance(score, SupportsFloat) and math.isfinite(value := float(score)):
+                return value
+        except BaseException as error:  # noqa: BLE001  the user's function may raise anything; sys.exit, too
+            raise DataError(f"{where} raised {type(error).__name__}: {error}.") from None
+        raise DataError(f"{where} returned {score!r}, not a finite number.")
 
 
 def build_evaluation_prompts(job: JobConfig, dataset: TrainDataset, tokenizer: Any) -> Sequence[EvaluationPrompt]:
