@@ -30,7 +30,7 @@ class JobSection:
     description: str = setting("", "Free text, printed at the start and saved with the run.")
     prepare: str = setting(
         "",
-        "Python script that run_train.sh runs once before it checks anything, to make data or a model. It should "
+        "Python script that run_train.sh runs, as you, before it checks anything, to make data or a model. It should "
         "return at once where all is there.",
     )
     stop_grace_seconds: int = setting(
@@ -497,7 +497,8 @@ class EvaluationSection:
     scorer: str = setting(
         "exact_match",
         "'exact_match': same text, white space at the ends aside; 'contains': the answer occurs in the text; or "
-        "'package.module:function', which takes (prediction, reference) and returns a number, higher is better.",
+        "'package.module:function', which is imported, takes (prediction, reference) and returns a number, higher is "
+        "better.",
     )
 
 
