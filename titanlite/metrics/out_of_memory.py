@@ -79,7 +79,7 @@ def _describe(job: JobConfig, error: BaseException, memory: str, snapshot: str) 
     kind = "the GPU" if isinstance(error, torch.OutOfMemoryError | dist.DistBackendError) else "the host"
     said = f" ({what[0].rstrip('.')})" if what else ""
     place = _place(error)
-    remedies = _DATA_REMEDY if any(room in place for room in _DATA_ROOMS) else _remedies(job)
+    remedies = _DATA_REMEDY if any(room in place for room in _DATA_ROOMS) else describe_remedies(job)
     return f"memory: rank {rank} ran out of memory of {kind}{place}{said}.{memory} {remedies}{snapshot}".strip()
 
 
@@ -94,8 +94,8 @@ def _place(error: BaseException) -> str:
     return f" in {frames[-1].name}, {path}:{frames[-1].lineno}"
 
 
-def _remedies(job: JobConfig) -> str:
-    """What to change, with the values of now; what cannot be lowered any more is left out."""
+def describe_remedies(job: JobConfig) -> str:
+    """Name the settings that save memory, with their values; leave out what cannot be lowered any more."""
     training, found = job.training, []
     if job.parallelism.fsdp_once_per_step:
         found.append("set parallelism.fsdp_once_per_step = false")

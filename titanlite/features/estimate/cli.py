@@ -19,12 +19,10 @@ from titanlite.config import JobConfig, load_config
 from titanlite.config.assets import resolve_assets
 from titanlite.distributed import ParallelDims
 from titanlite.distributed.process_group import fake_ranks
-from titanlite.features.estimate.advise import advise
 from titanlite.features.estimate.assumed import AssumedCheckpoint
 from titanlite.features.estimate.estimate import Estimate
 from titanlite.features.estimate.hardware import DEFAULT_GPU, GPUS, Hardware, get_hardware
 from titanlite.features.estimate.render import (
-    render_advice,
     render_collectives,
     render_memory,
     render_reads,
@@ -39,6 +37,7 @@ from titanlite.features.estimate.stages import estimate_stages, merge_stages, tr
 from titanlite.features.estimate.sweep import sweep
 from titanlite.features.record.plan_file import RunPlan, build_run_plan
 from titanlite.materialize import SourceProvider, build_plan
+from titanlite.metrics.out_of_memory import describe_remedies
 from titanlite.models.build import build_model
 from titanlite.models.families import resolve_model_config
 from titanlite.optim.parameters import muon_matrices
@@ -179,14 +178,12 @@ def _plan(checked: Checked, known: argparse.Namespace, hardware: Hardware, sourc
     print(render_reads(run_plan, source and _name_of(checked, source)) + "\n")
     print(render_collectives(estimate, hardware, known.rank) + "\n")
     print(render_time(whole, hardware) + "\n")
-    advice = None
     if not whole.fits(hardware):
-        advice = advise(job, model_config, degrees, whole, hardware, known.rank)
-        print(render_advice(advice, hardware) + "\n")
+        print(f"to fit: {describe_remedies(job)} --sweep tries all degrees and checkpointing modes.\n")
     print("\n".join(_assumptions(checked, estimate)))
     print(f"planned in {started.describe()}, {estimate.trace.traced_layers} layers traced")
     if known.json is not None:
-        _write(known.json, to_json(run_plan, estimate, hardware, advice, stages))
+        _write(known.json, to_json(run_plan, estimate, hardware, stages))
     return 0 if whole.fits(hardware) else 1
 
 

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from titanlite.base.tables import format_memory, format_size, format_table
-from titanlite.features.estimate.advise import Advice
 from titanlite.features.estimate.estimate import STAGING_BYTES, Estimate, axis_ranks
 from titanlite.features.estimate.hardware import Hardware
 from titanlite.features.estimate.sweep import Sweep
@@ -134,23 +133,6 @@ def render_time(estimate: Estimate, hardware: Hardware) -> str:
     return "\n".join(lines)
 
 
-def render_advice(found: tuple[list[Advice], Advice | None, int | None], hardware: Hardware) -> str:
-    """What to change."""
-    single, together, ranks = found
-
-    def line(advice: Advice) -> str:
-        verdict = "fits" if advice.estimate.fits(hardware) else "not enough"
-        slower = _ms(advice.estimate.time.overlapped_s)
-        return f"  {advice.change}: {format_memory(advice.estimate.memory.total)}, {verdict}; floor {slower}"
-
-    lines = ["to fit, one of:", *(line(advice) for advice in single)]
-    if together is not None:
-        lines += ["together:", line(together)]
-    if ranks is not None:
-        lines.append(f"  or {ranks} ranks, everything else as it is")
-    return "\n".join(lines)
-
-
 def render_sweep(found: Sweep, hardware: Hardware) -> str:
     """The best that fit, and why others are not there."""
     rows = [
@@ -187,7 +169,6 @@ def to_json(
     plan: RunPlan,
     estimate: Estimate,
     hardware: Hardware,
-    advice: tuple[list[Advice], Advice | None, int | None] | None,
     stages: Mapping[int, Estimate],
 ) -> dict[str, Any]:
     """Everything, bytes and seconds. Begins like `plan.json` of a real run; all but `stages` is of one rank."""
@@ -233,13 +214,6 @@ def to_json(
             for stage, of_stage in sorted(stages.items())
         ]
     data["hardware"] = vars(hardware)
-    if advice is not None:
-        found = [*advice[0], *([advice[1]] if advice[1] else [])]
-        data["advice"] = [
-            {"change": one.change, "total": one.estimate.memory.total, "fits": one.estimate.fits(hardware)}
-            for one in found
-        ]
-        data["ranks_that_fit"] = advice[2]
     return data
 
 

@@ -11,11 +11,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 from titanlite.base.errors import ConfigError, TitanliteError
 from titanlite.config import AnyModelConfig, JobConfig, ModelConfig
 from titanlite.config.parallelism import Degrees, check_parallelism, resolve_degrees
-from titanlite.features.estimate.advise import with_values
 from titanlite.features.estimate.estimate import Estimate
 from titanlite.features.estimate.hardware import Hardware
 from titanlite.features.estimate.stages import estimate_stages, merge_stages, trace_stages
@@ -57,6 +57,14 @@ class Sweep:
     too_large: list[Tried]
     refused: dict[str, int]
     traced: int
+
+
+def _with_values(job: JobConfig, values: dict[str, Any]) -> JobConfig:
+    """A copy of `job` with other values at dotted keys."""
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        job = replace(job, **{section: replace(getattr(job, section), **{name: value})})
+    return job
 
 
 def derive(trace: StepTrace, traced: Degrees, degrees: Degrees, *, once_per_step: bool = False) -> StepTrace:
@@ -148,7 +156,7 @@ def sweep(
         )
     bases: dict[tuple[int, int, int, str], tuple[Degrees, dict[int, StepTrace]]] = {}
     for values in _combinations(job, model_config, world_size):
-        changed = with_values(job, values)
+        changed = _with_values(job, values)
         try:
             degrees = resolve_degrees(changed.parallelism, world_size)
         except TitanliteError as error:
@@ -159,7 +167,7 @@ def sweep(
             refused[_reason(problems[0])] += len(MODES)
             continue
         for mode in MODES:
-            with_mode = with_values(changed, {"activation_checkpoint.mode": mode})
+            with_mode = _with_values(changed, {"activation_checkpoint.mode": mode})
             problems = check_parallelism(with_mode, model_config, degrees)
             if problems:
                 refused[_reason(problems[0])] += 1
