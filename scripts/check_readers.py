@@ -75,12 +75,12 @@ def save_model(family: str, folder: Path) -> dict[str, Any]:
     """A random model in `folder`, and what titanlite computes with it."""
     import torch
 
+    from titanlite.assemble import build_model
     from titanlite.checkpoint.hf_model import save_hf_model
     from titanlite.config.schema import DataSection
     from titanlite.data import build_corpus
     from titanlite.data.tokenizer import build_tokenizer
     from titanlite.materialize import materialize
-    from titanlite.models.build import build_model
 
     torch.manual_seed(0)
     config = get_config(family)

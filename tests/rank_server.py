@@ -202,9 +202,9 @@ def _child(arguments: list[str], environment: dict[str, str], fds: list[int], fo
 
 def _let_nan_in(folder: Path) -> None:
     """Where the file `nan-RANK` appears, the next forward of that rank gives NaN, once."""
-    import titanlite.trainer
+    from titanlite.train_step import TrainStep
 
-    original, path = titanlite.trainer.Trainer.train_step, folder / f"nan-{os.environ['RANK']}"
+    original, path = TrainStep.train_step, folder / f"nan-{os.environ['RANK']}"
 
     def train_step(trainer: Any, batches: Any) -> Any:
         if path.exists():
@@ -217,7 +217,7 @@ def _let_nan_in(folder: Path) -> None:
             handle = trainer.model.get_submodule("model.norm").register_forward_hook(hook)
         return original(trainer, batches)
 
-    titanlite.trainer.Trainer.train_step = train_step  # type: ignore[method-assign]
+    TrainStep.train_step = train_step  # type: ignore[method-assign]
 
 
 def _serve(address: str, folder: Path, parent: int) -> None:

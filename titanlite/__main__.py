@@ -120,7 +120,7 @@ def _commands() -> dict[str, Callable[[], _Command]]:
         return main
 
     def generate() -> _Command:
-        from titanlite.features.generate.cli import main
+        from titanlite.features.tools.generate import main
 
         return main
 

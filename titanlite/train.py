@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
-from titanlite.base.log import open_console, setup_logger
+from titanlite.base.log import logger, open_console, setup_logger
 from titanlite.base.process import check_limits, lean_imports, leave
 from titanlite.launch.notices import end_with_launcher
 
@@ -21,12 +21,12 @@ if __name__ == "__main__":
 with lean_imports():
     import torch.distributed as dist
 
+    from titanlite.assemble import assemble, explain
     from titanlite.base.errors import NOTICE_FOLDER, ConfigError, TitanliteError, raise_problems
     from titanlite.base.folder_lock import FolderLock
     from titanlite.config import load_config
     from titanlite.config.assets import find_missing_packages
     from titanlite.distributed.process_group import end_distributed
-    from titanlite.features.diagnose import explain_refusal, explain_uncompiled
     from titanlite.launch import heartbeat, stop
     from titanlite.launch.notices import claim, first_sentence, note_error, note_lost_peer
     from titanlite.metrics import explain_out_of_memory, finish_wandb, record_event
@@ -61,6 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         checked = check(job, int(os.environ.get("WORLD_SIZE", "1")))
         job = checked.job
         heartbeat.configure(job.comm.timeout_seconds, job.job.stop_grace_seconds, job.job.dump_folder)
+        if job.job.description:
+            logger.info("job: %s", job.job.description)
         with explain_out_of_memory(job):
             trainer = train(checked)
         if trainer.stopping and not job.checkpoint.enable:
@@ -71,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _record_error(str(error))
         code = error.exit_code
     except Exception as error:
-        refusal = explain_refusal(error) or explain_uncompiled(error)
+        refusal = explain(error)
         if refusal is not None:
             _say_once(f"titanlite: error: {refusal}")
             _record_error(str(refusal))
@@ -96,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def train(checked: Checked) -> Trainer:
     """Build the trainer and train to the end. Collective: every rank must call."""
     try:
-        trainer = Trainer(checked.job, checked.model_config, checked.degrees)
+        trainer = assemble(checked)
     except TitanliteError:
         FolderLock.remove_unused()
         raise

@@ -16,13 +16,12 @@ from titanlite.distributed.clip_grad import clip_grad_norms
 from titanlite.distributed.collectives import all_reduce_sum
 from titanlite.distributed.fsdp import prepare_backward
 from titanlite.distributed.replicated_grads import reduce_replicated_grads
-from titanlite.features.images.rows import ImageBatch
-from titanlite.features.pipeline.schedule import only_chunk, order_forwards, order_turns
+from titanlite.distributed.schedule import Schedule
 from titanlite.launch import heartbeat
 from titanlite.metrics import MoEState, StepPoint, find_largest, gather_ranks, get_busy_seconds, get_memory
 from titanlite.metrics.parameter_groups import group_parameters
 from titanlite.models.interface import Model
-from titanlite.objectives.objective import Objective, ObjectiveSums
+from titanlite.objective import Objective, ObjectiveSums
 from titanlite.optim import FiniteGuard, build_lr_scheduler
 from titanlite.optim.expert_bias import ExpertBiasBalancer, get_bias_update_rate
 from titanlite.optim.optimizer import step_if_finite
@@ -99,6 +98,7 @@ class TrainStep:
         job: the run's configuration.
         dims: the meshes that `model` is sharded over.
         device: where batches are; the model's, unless it is offloaded.
+        schedule: the order of forwards and backwards.
         step: optimizer steps done before.
 
     Attributes:
@@ -114,8 +114,10 @@ class TrainStep:
         model: Model,
         optimizer: torch.optim.Optimizer,
         objective: Objective,
+        schedule: Schedule,
         step: int = 0,
     ) -> None:
+        self.schedule = schedule
         self.job, self.dims, self.device = job, dims, device
         self.model, self.optimizer, self.objective, self.step = model, optimizer, objective, step
         self.lr_scheduler = build_lr_scheduler(optimizer, job.lr_scheduler, job.training.steps, step)
@@ -136,17 +138,17 @@ class TrainStep:
         The loss of every micro-batch is divided by the number of units (tokens with a label, or pairs) in the *global*
         batch, so gradients are sums over ranks and micro-batches, whatever the mesh and however unevenly the units are
         spread. A backward follows its forward; a pipeline stage runs some forwards ahead, and maybe its layers in
-        several chunks (`order_turns`).
+        several chunks.
         """
         objective, count = self.objective, len(micro_batches)
         units, num_tokens = self.count_units(micro_batches)
         losses_finite = torch.ones(count, dtype=torch.bool, device=self.device)
         sums = torch.zeros(2 + len(objective.metric_names), device=self.device)
         open_losses: dict[tuple[int, int], ObjectiveSums] = {}
-        for phase, number, chunk in order_turns(count, self.dims.degrees, self.dims.stage):
+        for phase, number, chunk in self.schedule.turns(count):
             self.enter(phase, number)
             if phase == "forward":
-                with only_chunk(self.model, chunk):
+                with self.schedule.chunk(self.model, chunk):
                     open_losses[number, chunk] = losses = objective(self.model, micro_batches[number])
                 self.balancer.accumulate(chunk)
                 sums += self.sums_here(losses, chunk)
@@ -190,10 +192,10 @@ class TrainStep:
 
         Collectives: those of forwards; every rank must go through all of equally many batches.
         """
-        batches, degrees = iter(batches), self.dims.degrees
-        while group := [batch.to(self.device) for batch in islice(batches, degrees.pp)]:
-            for number, chunk in order_forwards(len(group), degrees):
-                with only_chunk(self.model, chunk):
+        batches = iter(batches)
+        while group := [batch.to(self.device) for batch in islice(batches, self.schedule.group_size)]:
+            for number, chunk in self.schedule.forwards(len(group)):
+                with self.schedule.chunk(self.model, chunk):
                     losses = self.objective(self.model, group[number])
                 yield group[number], chunk, losses
 
@@ -303,7 +305,6 @@ def _mean_of_finite(losses: Sequence[float]) -> float:
 
 
 def _count_tokens(batch: Batch) -> torch.Tensor:
-    if batch.document_ids is None:  # of images
-        num_padding = batch.num_padding if isinstance(batch, ImageBatch) else 0
-        return torch.tensor(batch.tokens.numel() - num_padding, device=batch.tokens.device)
+    if batch.document_ids is None:  # a row is one document
+        return torch.tensor(batch.tokens.numel() - batch.num_padding, device=batch.tokens.device)
     return (batch.document_ids >= 0).sum()

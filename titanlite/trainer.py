@@ -1,191 +1,117 @@
-"""The trainer: the build order, and the loop. Read it from top to bottom; one step is `train_step.py`.
-
-config -> mesh -> build (meta) -> parallelize (meta) -> plan -> allocate -> fill -> verify -> optimizer -> train
-"""
+"""The trainer: the loop. What it is composed of, `assemble.py` makes; one step is `train_step.py`."""
 
 import time
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from titanlite.base.agree import on_first_rank
-from titanlite.base.errors import DataError
+from titanlite.base.errors import DataError, TrainingError
+from titanlite.base.folder_lock import FolderLock
 from titanlite.base.log import logger
 from titanlite.checkpoint import Progress
-from titanlite.checkpoint.commit import step_folder
-from titanlite.checkpoint.description import (
-    check_data_order,
-    check_resumed_model,
-    check_saved_tokenizer,
-    describe_versions,
-)
-from titanlite.checkpoint.hf_model import check_layout
+from titanlite.checkpoint.description import describe_versions
 from titanlite.checkpoint.manager import Checkpointer
-from titanlite.checkpoint.space import check_space
-from titanlite.config import AnyModelConfig, JobConfig
-from titanlite.config.parallelism import Degrees
-from titanlite.data.build import build_data
+from titanlite.config import JobConfig
 from titanlite.data.dataset import Batch
-from titanlite.data.run_length import describe_sources, resolve_steps
-from titanlite.data.tokenizer import check_vocabulary, count_ids
+from titanlite.data.loader import TrainLoader
 from titanlite.distributed import ParallelDims
-from titanlite.distributed.collectives import all_reduce_sum, all_to_all_single
-from titanlite.distributed.device import check_device
-from titanlite.distributed.process_group import init_distributed
-from titanlite.features.diagnose import (
-    DivergenceCheck,
-    SpikeDetector,
-    diagnose,
-    make_deterministic,
-    nonfinite_error,
-    report_spike,
-    say_skipped,
-)
-from titanlite.features.generate.evaluate import build_evaluator
-from titanlite.features.generate.generate import generate_sample, get_end_of_turn_ids
-from titanlite.features.pipeline.schedule import describe_pipeline
-from titanlite.features.record.environment import save_environment
-from titanlite.features.record.hub import push_to_hub
-from titanlite.features.record.model_card import render_model_card
-from titanlite.features.record.plan_file import save_run_plan
-from titanlite.features.sft.chat_template import resolve_chat_date
 from titanlite.launch import heartbeat, stop
-from titanlite.launch.machines import check_same_settings, check_shared_folder, waiting_for_machines
-from titanlite.materialize import Plan, SourceProvider, materialize
-from titanlite.materialize.layout import num_values
-from titanlite.metrics import build_profiler, record_event, start_memory_history
-from titanlite.metrics.flops import train_flops_per_token
+from titanlite.materialize import Plan
+from titanlite.metrics import build_profiler, record_event
 from titanlite.metrics.logger import MetricsLogger
-from titanlite.metrics.results import Results
-from titanlite.metrics.run_folder import hold_folders, make_dump_folder, record_start
+from titanlite.metrics.results import EvaluationResult, Results
 from titanlite.models.interface import Model
-from titanlite.objectives.build import build_objective
 from titanlite.optim import lr_factor
-from titanlite.optim.optimizer import build_optimizer
-from titanlite.optim.parameters import count_parameters, muon_matrices
-from titanlite.run_setup import build_on_meta, warn_of_settings
+from titanlite.optim.nonfinite import NonFiniteSteps
 from titanlite.train_step import TrainStep, Window
 
-_SAMPLE_TOKENS = 48
+
+class Evaluator(Protocol):
+    """Evaluates the model by what it generates."""
+
+    def is_due(self, step: int, last: bool) -> bool: ...
+
+    def run(self, model: Model) -> EvaluationResult:
+        """Evaluate. Collective: every rank must call."""
+        ...
 
 
-class Trainer(TrainStep):
-    """Builds everything from a checked configuration and trains. Every rank makes one and calls `train`."""
+class DivergenceCheck(Protocol):
+    """Compares what ranks must have in common."""
 
-    def __init__(self, job: JobConfig, model_config: AnyModelConfig, degrees: Degrees) -> None:
-        self.job = job
-        self.dump_folder = Path(job.job.dump_folder)
-        heartbeat.beat("loading", 0)
-        make_deterministic(job)
+    def is_due(self, step: int) -> bool: ...
 
-        if job.job.description:
-            logger.info("job: %s", job.job.description)
-        self.device = init_distributed(job.comm.timeout_seconds, self.dump_folder)
-        check_same_settings(job)
-        self.locks = hold_folders(job, self.dump_folder)  # before anything there is read or cleaned
-        check_device(job, self.device)
-        start_memory_history(job, self.device)
-        self.dims = ParallelDims.build(degrees, self.device.type)
-        logger.info("mesh: %s, %d ranks on %s", degrees, degrees.world_size, self.device.type)
+    def check(self, step: int, data: str, samples: int, batches: Sequence[Batch]) -> None:
+        """Compare all ranks after `step`; they raise together. Collective: every rank must call."""
+        ...
 
-        job = resolve_chat_date(job)
-        with waiting_for_machines():  # each rank reads files by itself: no collective in here
-            self.tokenizer, self.loader = build_data(job, self.dims.dp_rank, degrees.dp)
-            self.job = job = resolve_steps(job, self.loader)
-            describe_pipeline(self.loader, model_config, degrees)
-            check_vocabulary(job, self.loader.dataset.vocab_size, count_ids(self.tokenizer), model_config)
-            warn_of_settings(job, model_config, self.device)
-        changes = make_dump_folder(job, self.dump_folder)
-        check_shared_folder(self.dump_folder)
 
-        # Finds what to resume, if anything.
-        self.checkpointer = Checkpointer(job, self.dump_folder, record_event, all_reduce_sum)
-        start = self.checkpointer.start
-        self.step = 0 if start is None else start.step
-        if start is not None:
-            check_resumed_model(model_config, step_folder(self.checkpointer.folder, start.step))
-        is_new = start is None and not job.checkpoint.initial_load_path
-        check_saved_tokenizer(job, model_config, self.tokenizer, self.loader, is_new)
-        heartbeat.beat("loading", self.step)
+class SpikeWatch(Protocol):
+    """Warns of loss spikes."""
 
-        torch.manual_seed(job.training.seed + self.dims.dropout_rank)  # ranks with other tokens drop other elements
-        # Of a checkpoint, or the modules' own: random.
-        self.model, self.plan = self.build(model_config)
-        optimizer = build_optimizer(self.model, job.optimizer, all_to_all_single, self.dims.stage_group)
-        self.checkpointer.load_state(self.plan, optimizer, self.device)
-        objective = build_objective(job, self.loader.dataset.form)
-        super().__init__(job, self.dims, self.device, self.model, optimizer, objective, self.step)
-        skip_to = job.data.skip_to_sample
-        if start is not None:
-            self.loader.start_from(start.step, start.samples, max(skip_to, start.skip_to), start.taken)
-            check_data_order(start, self.loader)
-        else:
-            self.loader.start_from(0, 0, skip_to)
-        describe_sources(job, self.loader, self.step)
-        self.results = Results(job, None if start is None else start.results)
-        self.evaluator = build_evaluator(job, self.loader.dataset, self.tokenizer, model_config, self.dims, self.device)
-        self.divergence = DivergenceCheck(job, self.plan, self.optimizer, self.dims, self.step)
-        self.spikes = SpikeDetector(job.spike)
-        self.stopping = False
+    def watch(self, last_step: int, losses: Sequence[float], samples: int) -> None:
+        """Take the losses of the steps up to `last_step`; `samples` of the data order lie before the next."""
+        ...
 
-        self.metrics = MetricsLogger(
-            job,
-            self.dump_folder,
-            train_flops_per_token(self.model.config, job.training.seq_len, self.model),
-            degrees.world_size,
-            self.device,
-            start_step=self.step,
-            moe_layers=self.model.moe_layer_numbers(),
-            stage_size=degrees.stage_size,
-        )
-        total, trained = count_parameters(self.model)
-        logger.info(
-            "model: %s, %.1f M parameters%s, %.1f MiB of weights on this rank",
-            *(model_config.family, total / 1e6, "" if trained == total else f", {trained / 1e6:.3f} M of them trained"),
-            self.plan.local_bytes / 2**20,
-        )
-        matrices = muon_matrices(self.model, job.optimizer)
-        save_run_plan(self.plan, matrices, self.dump_folder)
-        check_space(job, self.plan, matrices, self.checkpointer.folder, self.step)
-        facts = {"model": model_config.family, "parameters": total, "trained": trained, "mesh": str(degrees)}
-        self.metrics.log_environment(save_environment(self.dump_folder, self.device, facts))
-        where = f"{degrees.world_size} ranks on {self.device.type}, {degrees}"
-        record_start(self.dump_folder, self.step, where, resumed=start is not None, changes=changes)
-        self.objective.prepare(self.coming_batches(), self.initial_model, self.device)
 
-    def build(self, model_config: AnyModelConfig) -> tuple[Model, Plan]:
-        """The sharded model to train, and its plan, once it is known that it can be saved. Collective."""
-        model = build_on_meta(self.job, model_config, self.dims, self.device)
-        dataset = self.loader.dataset
-        ends = [] if dataset.form == "text" else get_end_of_turn_ids(self.tokenizer, dataset)
-        self.checkpointer.prepare(model, self.tokenizer, ends)
-        plan = self.fill(model, self.checkpointer.weight_sources(model))
-        check_layout(self.job, plan)
-        return model, plan
+class Diagnosis(Protocol):
+    """Why a loss or gradient is not finite."""
 
-    def fill(self, model: Model, sources: list[SourceProvider]) -> Plan:
-        """Give the sharded `model` its values, every tensor once; the plan. Collective: every rank must call."""
-        device = torch.device("cpu") if self.job.training.enable_cpu_offload else self.device
-        return materialize(model, device, sources, seed=self.job.training.seed, buffer_device=self.device)
+    def to_error(self, found: NonFiniteSteps, saved: str, samples: int) -> TrainingError: ...
 
-    def initial_model(self) -> Model:
-        """A model with the weights that this run began with. Collective: every rank must call."""
-        if self.step == 0:
-            return self.model
-        model = build_on_meta(self.job, self.model.config, self.dims, self.device)
-        self.fill(model, self.checkpointer.initial_sources(model))
-        return model
+    def warn_skipped(self, found: NonFiniteSteps, step: int) -> None: ...
 
-    def coming_batches(self) -> Iterator[Batch]:
-        """Every micro-batch that this rank will train or validate on, on the host."""
-        for step in range(self.step, self.job.training.steps):
-            yield from self.loader.micro_batches(step)
-        if self.job.validation.enable:
-            yield from self.loader.validation_batches(self.job.validation.steps)
+
+@dataclass
+class Trainer:
+    """Trains. Every rank has one, from `assemble`, and calls `train`.
+
+    Attributes:
+        locks: of the run's folders, held as long as the trainer lives.
+        stepper: makes the steps, and has the model, the optimizer and the objective.
+        diagnose: called with (micro-batches, scaled loss of one, what was not finite). Collective.
+        render_card: called with `progress` and `results`; the text of a checkpoint's README.md.
+        log_sample: logs what the model writes. Collective.
+        push_to_hub: called with (folder, repository) on rank 0.
+        stopping: the run was asked to end early.
+    """
+
+    job: JobConfig
+    dims: ParallelDims
+    device: torch.device
+    dump_folder: Path
+    locks: list[FolderLock | None]
+    tokenizer: Any
+    loader: TrainLoader
+    checkpointer: Checkpointer
+    plan: Plan
+    stepper: TrainStep
+    metrics: MetricsLogger
+    results: Results
+    evaluator: Evaluator | None
+    divergence: DivergenceCheck
+    spikes: SpikeWatch
+    diagnose: Callable[[Sequence[Batch], Callable[[Batch], torch.Tensor], NonFiniteSteps], Diagnosis]
+    render_card: Callable[..., str]
+    log_sample: Callable[[], None]
+    push_to_hub: Callable[[Path, str], None]
+    stopping: bool = False
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return self.stepper.step
+
+    @property
+    def model(self) -> Model:
+        """The sharded model."""
+        return self.stepper.model
 
     def train(self) -> None:
         """Run the configured steps, save on the way and at the end, and show a sample.
@@ -199,11 +125,11 @@ class Trainer(TrainStep):
                 self.assess(last=False)  # what the model could do before
             window = Window()
             while self.step < job.training.steps and not (self.stopping or self.results.exhausted):
-                self.enter("data")
+                self.stepper.enter("data")
                 micro_batches = [batch.to(self.device) for batch in self.loader.micro_batches(self.step)]
                 learning_rate = job.optimizer.lr * lr_factor(self.step, job.training.steps, job.lr_scheduler)
-                result = self.train_step(micro_batches)
-                self.timer.start("other")
+                result = self.stepper.train_step(micro_batches)
+                self.stepper.timer.start("other")
                 window.add(result)
                 profiler.step(self.step)
 
@@ -211,11 +137,10 @@ class Trainer(TrainStep):
                 if self.step % job.metrics.log_freq == 0 or self.step == 1 or last:
                     self.raise_if_not_finite()  # synchronization point: the device has finished this step
                     losses = window.loss_values()
-                    self.metrics.log_step(self.describe(result, window, losses, learning_rate))
-                    if spike := self.spikes.add(self.step, losses):
-                        report_spike(spike, self.checkpointer.folder, self.step, self.loader.samples_before(self.step))
+                    self.metrics.log_step(self.stepper.describe(result, window, losses, learning_rate))
+                    self.spikes.watch(self.step, losses, self.loader.samples_before(self.step))
                     window = Window()
-                self.timer.start(None)
+                self.stepper.timer.start(None)
                 pause = time.perf_counter()
                 if self.divergence.is_due(self.step):
                     samples = self.loader.samples_before(self.step)
@@ -242,11 +167,11 @@ class Trainer(TrainStep):
         for source, weight, batches in self.loader.validation_sets(self.job.validation.steps):
             loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
             units = torch.zeros((), dtype=torch.int64, device=self.device)
-            for batch, chunk, of_batch in self.run_forwards(batches):
+            for batch, chunk, of_batch in self.stepper.run_forwards(batches):
                 heartbeat.beat("validation")
-                loss_sum += self.sums_here(of_batch, chunk)[0]
-                units += self.objective.count(batch) if chunk == 0 else 0
-            loss_sum, units = self.sum_over_data(loss_sum, in_stages=True), self.sum_over_data(units)
+                loss_sum += self.stepper.sums_here(of_batch, chunk)[0]
+                units += self.stepper.objective.count(batch) if chunk == 0 else 0
+            loss_sum, units = self.stepper.sum_over_data(loss_sum, in_stages=True), self.stepper.sum_over_data(units)
             if not units.item():
                 raise DataError(
                     f"validation: the held-out sequences{f' of {source}' if source else ''} have no label. Hold out "
@@ -290,25 +215,21 @@ class Trainer(TrainStep):
 
         The state of before the first such step is saved first. Synchronizes; collective: every rank must call.
         """
-        found = self.finite_guard.look()
+        found = self.stepper.finite_guard.look()
         if found is None:
             return
         heartbeat.beat("diagnosing")
         step = found.first if found.fatal else found.first_new
         batches = [batch.to(self.device) for batch in self.loader.micro_batches(step - 1)]
-        units = self.count_units(batches)
-        diagnosis = diagnose(
-            self.model,
-            batches,
-            lambda batch: self.scaled_loss(self.objective(self.model, batch), *units),
-            found,
-            whole_layers=self.job.compile.enable,
-            stage=self.dims.stage,
+        units = self.stepper.count_units(batches)
+        stepper = self.stepper
+        diagnosis = self.diagnose(
+            batches, lambda batch: stepper.scaled_loss(stepper.objective(stepper.model, batch), *units), found
         )
         if not found.fatal:
-            say_skipped(found, diagnosis, self.step)
+            diagnosis.warn_skipped(found, self.step)
             return
-        self.step = found.first - 1  # nothing was applied since
+        stepper.step = found.first - 1  # nothing was applied since
         saved = ""
         if self.step > 0 and self.job.checkpoint.enable:
             self.save()
@@ -316,7 +237,7 @@ class Trainer(TrainStep):
             saved = (
                 f", saved in {self.checkpointer.folder}" if self.checkpointer.has_saved(self.step) else ", not saved"
             )
-        raise nonfinite_error(found, diagnosis, saved, self.loader.samples_before(self.step))
+        raise diagnosis.to_error(found, saved, self.loader.samples_before(self.step))
 
     def save(self) -> None:
         """Save a checkpoint of this step, unless it was saved already. Collective: every rank must call."""
@@ -332,9 +253,8 @@ class Trainer(TrainStep):
             taken=self.loader.get_taken(self.step),
             chat_date=self.job.data.chat_date,
         )
-        count, about = sum(map(num_values, self.model.parameters())), {"progress": progress, "results": self.results}
-        card = partial(render_model_card, self.job, family=self.model.config.family, num_parameters=count, **about)
-        self.checkpointer.save(self.model, self.plan, self.optimizer, progress, self.device, card)
+        card = partial(self.render_card, progress=progress, results=self.results)
+        self.checkpointer.save(self.model, self.plan, self.stepper.optimizer, progress, self.device, card)
 
     def finish(self) -> None:
         """Save, show a sample, say where everything is, and upload. Collective: every rank must call."""
@@ -363,16 +283,7 @@ class Trainer(TrainStep):
                 "train on, or set another job.dump_folder to begin anew.",
                 *(self.step, job.training.steps),
             )
-        if job.data.dataset in ("stdlib", "text"):  # what a fine-tuned model can do, evaluations show
-            sample = generate_sample(
-                self.model,
-                self.tokenizer,
-                prompt="def __init__(self" if job.data.dataset == "stdlib" else "The",
-                max_new_tokens=_SAMPLE_TOKENS,
-                device=self.device,
-                dims=self.dims,
-            )
-            logger.info("sample (temperature 0.7):\n\n    %s\n", sample.replace("\n", "\n    "))
+        self.log_sample()
         if job.checkpoint.enable:
             folder = self.checkpointer.folder / f"step-{self.step}"
             text = "AutoModelForImageTextToText" if job.data.dataset == "images" else "AutoModelForCausalLM"
@@ -382,4 +293,6 @@ class Trainer(TrainStep):
             logger.info("metrics:    tensorboard --logdir %s", self.dump_folder / job.metrics.save_tb_folder)
         logger.info("report:     python -m titanlite report %s", self.dump_folder)
         if job.checkpoint.push_to_hub and not self.stopping and dist.get_rank() == 0:
-            push_to_hub(self.checkpointer.final_folder(self.step), job.checkpoint.push_to_hub)  # no collective after it
+            self.push_to_hub(
+                self.checkpointer.final_folder(self.step), job.checkpoint.push_to_hub
+            )  # no collective after it

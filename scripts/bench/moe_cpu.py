@@ -84,7 +84,7 @@ _MODULES = (
     "torch.distributed.tensor",
     "transformers.distributed",
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
-    "titanlite.trainer",
+    "titanlite.assemble",
 )
 
 

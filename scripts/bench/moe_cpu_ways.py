@@ -100,13 +100,13 @@ def build_titanlite(
     from titanlite.data.dataset import IGNORE_INDEX, Batch
     from titanlite.distributed import ParallelDims
     from titanlite.distributed.parallelize import parallelize
+    from titanlite.distributed.schedule import Schedule
     from titanlite.features.cpu.host_memory import keep_freed_memory
     from titanlite.materialize import materialize
     from titanlite.models.decoder import build_decoder
     from titanlite.models.families import model_config_from_hf
-    from titanlite.objectives.objective import NextToken
+    from titanlite.objective import NextToken
     from titanlite.optim.optimizer import build_optimizer
-    from titanlite.run_setup import configure
     from titanlite.train_step import TrainStep
 
     keep_freed_memory()  # as `init_distributed` does
@@ -121,10 +121,10 @@ def build_titanlite(
         job.parallelism.fsdp_reshard_after_forward = "never"
     dims = ParallelDims.build(Degrees(dp_shard=ranks, ep=ranks if expert_parallel else 1), "cpu")
     model = build_decoder(config)
-    configure(model, job, device)
+    model.configure("sdpa", job.moe, job.training.loss_chunk_tokens, device)
     parallelize(model, job, dims, "cpu")
     materialize(model, device, [hf_checkpoint(folder, config)])
-    trainer = TrainStep(job, dims, device, model, build_optimizer(model, job.optimizer), NextToken())
+    trainer = TrainStep(job, dims, device, model, build_optimizer(model, job.optimizer), NextToken(), Schedule())
 
     def step(tokens: torch.Tensor) -> torch.Tensor:
         labels = nn.functional.pad(tokens[:, 1:], (0, 1), value=IGNORE_INDEX)

@@ -60,6 +60,7 @@ from titanlite.data.dataset import Batch
 from titanlite.distributed import ParallelDims
 from titanlite.distributed.parallelize import parallelize, wrap_layers
 from titanlite.distributed.process_group import init_distributed
+from titanlite.distributed.schedule import Schedule
 from titanlite.features.estimate.estimate import get_memory
 from titanlite.features.estimate.trace import trace_step
 from titanlite.features.transformers.experts import use_titanlite_experts
@@ -67,10 +68,9 @@ from titanlite.materialize import materialize
 from titanlite.metrics.flops import num_parameters, peak_flops, train_flops_per_token
 from titanlite.models.decoder import build_decoder
 from titanlite.models.families import families, family_of
-from titanlite.objectives.objective import NextToken
+from titanlite.objective import NextToken
 from titanlite.ops.attention import AttentionBackend, leave_out_cudnn
 from titanlite.optim.optimizer import build_optimizer
-from titanlite.run_setup import configure
 from titanlite.train_step import TrainStep
 
 STATE_BYTES = 44  # per parameter: cast 4 + 2, gradient 2 + 4, norm 4, AdamW reads 4 x 4 and writes 3 x 4
@@ -221,10 +221,10 @@ class BenchTrainer(TrainStep):
     def __init__(self, config: ModelConfig, seq_len: int, sequences: int, device: torch.device) -> None:
         job, dims = build_job(seq_len, sequences, device.type), ParallelDims.build(Degrees(), device.type)
         model = build_decoder(config, getattr(torch, job.training.dtype))
-        configure(model, job, device)
+        model.configure("sdpa", job.moe, job.training.loss_chunk_tokens, device)
         parallelize(model, job, dims, device.type)
         self.plan = materialize(model, device, seed=job.training.seed, buffer_device=device)
-        super().__init__(job, dims, device, model, build_optimizer(model, job.optimizer), NextToken())
+        super().__init__(job, dims, device, model, build_optimizer(model, job.optimizer), NextToken(), Schedule())
 
     def choose(self, variant: Variant) -> None:
         """Switch to `variant`; FSDP's hooks are outside of `forward`, so the model need not be built again."""

@@ -23,6 +23,7 @@ from traced_layers import Graphs
 # Saving imports these; here it costs 2 s once, in every forked rank it would cost them again.
 from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerFast  # noqa: F401
 
+from titanlite.assemble import assemble
 from titanlite.base.agree import gather_objects
 from titanlite.checkpoint.hf_model import save_hf_model
 from titanlite.config import load_config
@@ -298,10 +299,10 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 def train_steps(trainer: Trainer, steps: int) -> Run:
-    """`steps` steps on the trainer's own data through `Trainer.train_step`. Collective: every rank must call."""
+    """`steps` steps on the trainer's own data through `TrainStep.train_step`. Collective: every rank must call."""
     run = Run(digests={name: digest(tensor) for name, tensor in full_tensors(trainer.model).items()})
     for _ in range(steps):
-        result = trainer.train_step(trainer.loader.micro_batches(trainer.step))
+        result = trainer.stepper.train_step(trainer.loader.micro_batches(trainer.step))
         run.losses.append(result.loss.item())
         run.grad_norms.append(result.grad_norm.item())
         if result.tokens_per_expert is not None:
@@ -323,7 +324,7 @@ def train_run(run_ranks: Callable[..., list[Any]], checked: Callable[..., Checke
         job = checked(degrees, *overrides)
 
         def rank_main() -> Run:
-            run = train_steps(Trainer(job.job, job.model_config, job.degrees), steps)
+            run = train_steps(assemble(job), steps)
             if torch.distributed.get_rank() > 0:  # all ranks gathered the same tensors; pickle them once
                 run.weights = {}
             return run
@@ -344,7 +345,7 @@ def traced_run(
         monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=graphs.trace))
 
         def rank_main() -> tuple[Run, Graphs]:
-            return train_steps(Trainer(job.job, job.model_config, job.degrees), steps), graphs
+            return train_steps(assemble(job), steps), graphs
 
         results = run_ranks(degrees.world_size, rank_main)
         return [run for run, _ in results], results[0][1]

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from titanlite.assemble import assemble
 from titanlite.config.parallelism import Degrees
 from titanlite.distributed.replicated_grads import reduce_replicated_grads
 from titanlite.models.moe import Experts
-from titanlite.trainer import Trainer
 
 BF16 = "--training.mixed_precision_param=bfloat16"
 
@@ -15,7 +15,7 @@ BF16 = "--training.mixed_precision_param=bfloat16"
 def gradients(checked, degrees, *overrides):
     """(full gradients of one micro-batch by name, dtypes that entered the experts), as every rank sees them."""
     job = checked(degrees, f"--training.local_batch_size={8 // degrees.dp}", *overrides)
-    trainer = Trainer(job.job, job.model_config, job.degrees)
+    trainer = assemble(job)
     entered = set()
     for module in trainer.model.modules():
         if isinstance(module, Experts):

@@ -12,12 +12,12 @@ from fp8_folder import write_fp8
 from safetensors.torch import load_file, save_file
 from traced_layers import TORCH_COMPILE_WARNINGS
 
+from titanlite.assemble import assemble
 from titanlite.base.errors import ConfigError, VerifyError
 from titanlite.config.parallelism import Degrees
 from titanlite.features.lowbit.formats import BLOCK_FORMATS, decode_blocks, encode_blocks
 from titanlite.materialize.layout import encoding_of, num_values
 from titanlite.models.interface import is_adapter
-from titanlite.trainer import Trainer
 
 STEPS = 3
 RELATIVE_TOLERANCE = 1e-5  # as in test_parity_ladder.py
@@ -171,10 +171,10 @@ def test_bfloat16_matmuls_and_memory(run_ranks, checked, base_of, meshes):
     job = checked(meshes["TP2xEP2"], *given)
 
     def rank_main() -> None:
-        trainer = Trainer(job.job, job.model_config, job.degrees)
-        first = trainer.train_step(trainer.loader.micro_batches(0)).loss.item()
+        trainer = assemble(job)
+        first = trainer.stepper.train_step(trainer.loader.micro_batches(0)).loss.item()
         for step in (0, 0, 0):
-            last = trainer.train_step(trainer.loader.micro_batches(step)).loss.item()
+            last = trainer.stepper.train_step(trainer.loader.micro_batches(step)).loss.item()
         assert last < first
         encoded = [param for param in trainer.model.parameters() if encoding_of(param) is not None]
         assert len(encoded) == 2 * (4 + 2)
@@ -198,7 +198,7 @@ def test_what_is_not_finite_in_the_model_is_found_when_it_is_loaded(run_ranks, c
 
     def rank_main() -> str:
         with pytest.raises(VerifyError) as error:
-            Trainer(job.job, job.model_config, job.degrees)
+            assemble(job)
         return str(error.value)
 
     for text in run_ranks(2, rank_main):
@@ -211,7 +211,7 @@ def test_resume_is_bit_for_bit(run_ranks, checked, base_of, meshes, tmp_path, me
 
     def train(folder: Path) -> Path:
         job = checked(meshes[mesh], f"--job.dump_folder={folder}", *given)
-        run_ranks(4, lambda: Trainer(job.job, job.model_config, job.degrees).train())
+        run_ranks(4, lambda: assemble(job).train())
         return folder / "checkpoint/step-4"
 
     whole = train(tmp_path / "whole")

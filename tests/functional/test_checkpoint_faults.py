@@ -29,6 +29,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, GenerationConfig
 
 import titanlite.train
+from titanlite.assemble import assemble
 from titanlite.base.errors import CheckpointError
 from titanlite.base.log import logger
 from titanlite.checkpoint import commit, pretrained, train_state, writer
@@ -60,19 +61,19 @@ def _warm() -> None:
 
 def build_trainer(job: Checked) -> Trainer:
     """A trainer whose optimizer has states."""
-    trainer = Trainer(job.job, job.model_config, job.degrees)
+    trainer = assemble(job)
     if trainer.checkpointer.start is None:
         for param in trainer.model.parameters():
             param.grad = torch.zeros_like(param)
-        trainer.optimizer.step()
-        trainer.optimizer.zero_grad()
+        trainer.stepper.optimizer.step()
+        trainer.stepper.optimizer.zero_grad()
     return trainer
 
 
 def tensors_of(trainer: Trainer) -> list[torch.Tensor]:
     """This rank's part of everything that a checkpoint has, but for the generators."""
     found = [local_of(entry.tensor) for entry in trainer.plan.entries if entry.info.persistent]
-    return found + [local_of(value) for state in trainer.optimizer.state.values() for value in state.values()]
+    return found + [local_of(value) for state in trainer.stepper.optimizer.state.values() for value in state.values()]
 
 
 @torch.no_grad()

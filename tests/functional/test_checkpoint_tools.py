@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from titanlite import __main__, __version__, trainer
+from titanlite.assemble import assemble
 from titanlite.checkpoint import commit, writer
 from titanlite.config import load_config
 from titanlite.config.parallelism import Degrees
@@ -75,7 +76,7 @@ def step(run_ranks: Callable[..., list[Any]], config_file: Path, tmp_path_factor
     job = check(load_config(["--config", str(config_file), *settings, "--checkpoint.export_dtype=bfloat16"]), 2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainer, "_SAMPLE_TOKENS", 2)
-        run_ranks(2, lambda: trainer.Trainer(job.job, job.model_config, job.degrees).train())
+        run_ranks(2, lambda: assemble(job).train())
     return folder / "checkpoint/step-2"
 
 

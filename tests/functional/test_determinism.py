@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import titanlite.trainer
+from titanlite.assemble import assemble
 from titanlite.config.parallelism import Degrees
-from titanlite.trainer import Trainer
+from titanlite.features.generate import generate
 
 STEPS, HALF = 6, 3
 
@@ -20,14 +20,14 @@ STEPS, HALF = 6, 3
 def test_two_runs_and_a_resumed_one_are_the_same_to_the_bit(
     run_ranks: Callable[..., list[Any]], checked: Callable[..., Any], meshes, tmp_path: Path, monkeypatch
 ):
-    monkeypatch.setattr(titanlite.trainer, "_SAMPLE_TOKENS", 2)
+    monkeypatch.setattr(generate, "_SAMPLE_TOKENS", 2)
     overrides = ["--training.deterministic=true", f"--training.steps={STEPS}", f"--checkpoint.interval={HALF}"]
 
     def train(name: str, degrees: Degrees) -> dict[int, float]:
         job = checked(degrees, *overrides, f"--job.dump_folder={tmp_path / name}")
 
         def rank_main() -> bool:
-            Trainer(job.job, job.model_config, job.degrees).train()
+            assemble(job).train()
             return torch.are_deterministic_algorithms_enabled()
 
         assert run_ranks(degrees.world_size, rank_main) == [True] * degrees.world_size

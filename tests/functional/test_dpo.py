@@ -16,19 +16,20 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import titanlite.assemble
 import titanlite.train_step
-import titanlite.trainer
+from titanlite.assemble import assemble
 from titanlite.checkpoint.hf_model import save_hf_model
 from titanlite.config.parallelism import Degrees
 from titanlite.data.build import build_data
 from titanlite.data.dataset import Batch
 from titanlite.data.loader import ValidationSet
+from titanlite.features.generate import generate
 from titanlite.materialize import materialize
 from titanlite.materialize.layout import is_elsewhere
 from titanlite.materialize.plan import clean_name
 from titanlite.models.decoder import build_decoder
 from titanlite.models.families import family_of
-from titanlite.trainer import Trainer
 
 BOUND = 1e-5  # what the issue asks for
 BETA = 0.5
@@ -87,8 +88,8 @@ def pairs_instead_of_text(monkeypatch: pytest.MonkeyPatch) -> None:
         tokenizer, _ = build_data(job, 0, 1)
         return tokenizer, PairLoader(dp_rank, dp_degree, job.training.local_batch_size)
 
-    monkeypatch.setattr(titanlite.trainer, "build_data", build)
-    monkeypatch.setattr(titanlite.trainer, "_SAMPLE_TOKENS", 2)
+    monkeypatch.setattr(titanlite.assemble, "build_data", build)
+    monkeypatch.setattr(generate, "_SAMPLE_TOKENS", 2)
 
 
 def is_moved(name: str) -> bool:
@@ -155,7 +156,7 @@ def test_loss_and_gradients_equal_the_formula(run_ranks, checked, meshes, mesh, 
     step = titanlite.train_step.step_if_finite
 
     def rank_main() -> Any:
-        trainer = Trainer(job.job, job.model_config, job.degrees)
+        trainer = assemble(job)
         move(trainer.model)
 
         def look(optimizer: Any, finite: torch.Tensor) -> None:
@@ -167,8 +168,8 @@ def test_loss_and_gradients_equal_the_formula(run_ranks, checked, meshes, mesh, 
             step(optimizer, finite)
 
         titanlite.train_step.step_if_finite = look
-        result = trainer.train_step(trainer.loader.micro_batches(0))
-        metrics = dict(zip(trainer.objective.metric_names, result.metrics.tolist(), strict=True))
+        result = trainer.stepper.train_step(trainer.loader.micro_batches(0))
+        metrics = dict(zip(trainer.stepper.objective.metric_names, result.metrics.tolist(), strict=True))
         return result.loss.item(), metrics, gradients if torch.distributed.get_rank() % degrees.stage_size == 0 else {}
 
     native = checked(degrees, *DPO, *(family if family is not TRANSFORMERS else []), "--training.steps=2")
@@ -194,7 +195,7 @@ def train(run_ranks, checked) -> Callable[..., list[Any]]:
         job = checked(degrees, *DPO, local, f"--job.dump_folder={folder}", "--training.steps=4", *overrides)
 
         def rank_main() -> None:
-            Trainer(job.job, job.model_config, job.degrees).train()
+            assemble(job).train()
 
         return run_ranks(degrees.world_size, rank_main)
 
@@ -229,9 +230,9 @@ def test_training_prefers_what_was_chosen(run_ranks, checked, meshes):
     )
 
     def rank_main() -> tuple[list[float], float]:
-        trainer = Trainer(job.job, job.model_config, job.degrees)
-        results = [trainer.train_step(trainer.loader.micro_batches(0)) for _ in range(8)]
-        accuracy = list(trainer.objective.metric_names).index("rewards/accuracy")
+        trainer = assemble(job)
+        results = [trainer.stepper.train_step(trainer.loader.micro_batches(0)) for _ in range(8)]
+        accuracy = list(trainer.stepper.objective.metric_names).index("rewards/accuracy")
         return [result.loss.item() for result in results], results[-1].metrics[accuracy].item()
 
     for losses, accuracy in run_ranks(4, rank_main):
@@ -265,7 +266,7 @@ def test_stages_of_a_pipeline_have_the_reference_of_one_process(run_ranks, check
         sizes = ["--model.overrides.num_layers=5", "--training.local_batch_size=1", "--training.steps=3"]
         sizes += [f"--parallelism.pipeline_parallel_chunks={degrees.chunks}"]
         job = checked(degrees, *DPO, *lora, *validation, *sizes, f"--job.dump_folder={folder}")
-        run_ranks(degrees.world_size, lambda job=job: Trainer(job.job, job.model_config, job.degrees).train())
+        run_ranks(degrees.world_size, lambda job=job: assemble(job).train())
         found.append([json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()])
     one, many = found
     assert len(one) == len(many) and {"loss/validation", "rewards/margin"} <= {name for point in many for name in point}

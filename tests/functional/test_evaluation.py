@@ -15,15 +15,16 @@ import numpy as np
 import pytest
 import torch
 
+import titanlite.assemble
 import titanlite.features.generate.evaluate
 import titanlite.train
-import titanlite.trainer
+from titanlite.assemble import assemble
 from titanlite.base.errors import CheckpointError, ConfigError, DataError
 from titanlite.checkpoint.best import read_best
 from titanlite.checkpoint.commit import check_folder, list_steps
 from titanlite.config.parallelism import Degrees
+from titanlite.features.generate import generate
 from titanlite.preflight import Checked
-from titanlite.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ BASE = ["--training.steps=4", "--lr_scheduler.warmup_steps=1", "--checkpoint.int
 def prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the ranks are forked."""
     monkeypatch.setattr(titanlite.features.generate.evaluate, "build_evaluation_prompts", lambda *_: PROMPTS)
-    monkeypatch.setattr(titanlite.trainer, "_SAMPLE_TOKENS", 2)
+    monkeypatch.setattr(generate, "_SAMPLE_TOKENS", 2)
 
 
 @pytest.fixture
@@ -58,7 +59,7 @@ def train(run_ranks: Callable[..., list[Any]], checked: Callable[..., Checked], 
         job = checked(degrees, *BASE, *overrides)
 
         def rank_main() -> None:
-            trainer = Trainer(job.job, job.model_config, job.degrees)
+            trainer = assemble(job)
             if losses is not None:
                 trainer.validate = lambda: ((BEFORE, *losses)[trainer.step], {})  # type: ignore[method-assign]
             trainer.train()
@@ -100,7 +101,7 @@ def test_scores_are_the_same_on_every_mesh_and_counted_once(run_ranks, checked, 
 
     def rank_main(degrees: Degrees) -> tuple[float, float, int, list[str]]:
         job = checked(degrees, *EVALUATION)
-        trainer = Trainer(job.job, job.model_config, job.degrees)
+        trainer = assemble(job)
         result = trainer.evaluator.run(trainer.model)
         return result.score, result.ended, result.num_prompts, [example.prediction for example in result.examples]
 
@@ -121,7 +122,7 @@ def test_samples_are_spread_over_the_set(run_ranks, checked):
     job = checked(Degrees(), *EVALUATION, "--evaluation.samples=3")
 
     def rank_main() -> list[str]:
-        trainer = Trainer(job.job, job.model_config, job.degrees)
+        trainer = assemble(job)
         return [prompt.where for prompt in trainer.evaluator._prompts]
 
     assert run_ranks(1, rank_main) == [["rows.jsonl, line 1", "rows.jsonl, line 4", "rows.jsonl, line 7"]]
@@ -166,7 +167,7 @@ def test_prompts_without_room_are_all_named(run_ranks, checked):
 
     def rank_main() -> str:
         with pytest.raises(DataError) as raised:
-            Trainer(job.job, job.model_config, job.degrees)
+            assemble(job)
         return str(raised.value)
 
     (message,) = run_ranks(1, rank_main)
@@ -258,13 +259,13 @@ def test_a_link_that_was_not_set_is_set_by_the_resume(train):
 @pytest.mark.parametrize("save_best", [False, True])
 def test_upload_of_the_final_or_the_best_model(run_ranks, checked, monkeypatch, save_best):
     sent: list[tuple[Path, str]] = []
-    monkeypatch.setattr(titanlite.trainer, "push_to_hub", lambda folder, name: sent.append((folder, name)))
+    monkeypatch.setattr(titanlite.assemble, "push_to_hub", lambda folder, name: sent.append((folder, name)))
     losses = [3.0, 2.0, 2.5, 2.6]
     best = [*VALIDATION, "--checkpoint.save_best=validation"] if save_best else []
     job = checked(Degrees(dp_shard=2), *BASE, *best, "--checkpoint.push_to_hub=me/model")
 
     def rank_main() -> list[tuple[Path, str]]:
-        trainer = Trainer(job.job, job.model_config, job.degrees)
+        trainer = assemble(job)
         trainer.validate = lambda: ((BEFORE, *losses)[trainer.step], {})  # type: ignore[method-assign]
         trainer.train()
         return sent
@@ -279,11 +280,11 @@ def test_an_upload_that_fails_is_an_error_after_everything_is_saved(run_ranks, c
     def refuse(folder: Path, name: str) -> None:
         raise CheckpointError("checkpoint.push_to_hub: no")
 
-    monkeypatch.setattr(titanlite.trainer, "push_to_hub", refuse)
+    monkeypatch.setattr(titanlite.assemble, "push_to_hub", refuse)
     job = checked(Degrees(), *BASE, "--checkpoint.push_to_hub=me/model")
 
     def rank_main() -> None:
-        trainer = Trainer(job.job, job.model_config, job.degrees)
+        trainer = assemble(job)
         with pytest.raises(CheckpointError, match="push_to_hub: no"):
             trainer.train()
 
@@ -300,7 +301,7 @@ def test_data_without_answers_is_refused(run_ranks, checked, monkeypatch):
 
     def rank_main() -> str:
         with pytest.raises(ConfigError) as raised:
-            Trainer(job.job, job.model_config, job.degrees)
+            assemble(job)
         return str(raised.value)
 
     (message,) = run_ranks(1, rank_main)
@@ -357,7 +358,7 @@ def test_console_shows_the_score_and_two_generations(run_ranks, checked, meshes)
         log = logging.getLogger("titanlite")
         log.addHandler(handler)
         log.setLevel(logging.INFO)
-        Trainer(job.job, job.model_config, job.degrees).train()
+        assemble(job).train()
         return lines
 
     (lines,) = run_ranks(1, rank_main)

@@ -11,12 +11,12 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-import titanlite.trainer
+from titanlite.assemble import assemble
 from titanlite.config.parallelism import Degrees
 from titanlite.data.tokenizer import load_tokenizer
+from titanlite.features.generate import generate
 from titanlite.ops import IGNORE_INDEX
 from titanlite.preflight import Checked
-from titanlite.trainer import Trainer
 
 
 def test_packed_and_unpacked_give_the_same_loss_and_gradients(
@@ -28,7 +28,7 @@ def test_packed_and_unpacked_give_the_same_loss_and_gradients(
         found = []
         for packing in ("true", "false"):
             job = checked(Degrees(), *examples, f"--data.packing={packing}")
-            trainer = Trainer(job.job, job.model_config, job.degrees)
+            trainer = assemble(job)
             dataset = trainer.loader.dataset
             num_valid, loss = 0, 0.0
             for index in range(dataset.num_train_sequences):
@@ -69,7 +69,7 @@ def test_resumed_on_another_world_size_the_stream_is_the_same(
             *("--data.sources.more.streaming=true", f"--data.sources.more.validation_path={tmp_path}/more.jsonl"),
             *("--data.streaming_block_rows=8", "--validation.enable=true", "--validation.freq=4"),
         ]
-    monkeypatch.setattr(titanlite.trainer, "_SAMPLE_TOKENS", 2)
+    monkeypatch.setattr(generate, "_SAMPLE_TOKENS", 2)
     seen: list[list[list[int]]] = []
 
     def train(degrees: Degrees, folder: Path) -> list[list[list[list[int]]]]:
@@ -79,14 +79,14 @@ def test_resumed_on_another_world_size_the_stream_is_the_same(
         )
 
         def rank_main() -> list[list[list[int]]]:
-            trainer = Trainer(job.job, job.model_config, job.degrees)
-            step = trainer.train_step
+            trainer = assemble(job)
+            step = trainer.stepper.train_step
 
             def watch(micro_batches: list[Any]) -> Any:
                 seen.append([row for batch in micro_batches for row in batch.tokens.tolist()])
                 return step(micro_batches)
 
-            trainer.train_step = watch
+            trainer.stepper.train_step = watch
             trainer.train()
             return seen
 

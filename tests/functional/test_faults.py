@@ -17,14 +17,15 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 import titanlite.train
-import titanlite.trainer
+from titanlite.assemble import assemble
 from titanlite.base.errors import DivergenceError, TitanliteError
 from titanlite.checkpoint import manager
 from titanlite.checkpoint.commit import check_folder, list_steps
 from titanlite.config.parallelism import Degrees
 from titanlite.features.diagnose import DivergenceCheck
+from titanlite.features.generate import generate
 from titanlite.materialize.layout import local_of
-from titanlite.train_step import StepResult
+from titanlite.train_step import StepResult, TrainStep
 from titanlite.trainer import Trainer
 
 QUIET = ["--metrics.log_freq=4", "--training.steps=8", "--lr_scheduler.warmup_steps=2", "--checkpoint.keep_latest_k=0"]
@@ -35,7 +36,7 @@ Outcome = tuple[tuple[str, int, str] | None, Any]
 
 @pytest.fixture(autouse=True)
 def _short_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(titanlite.trainer, "_SAMPLE_TOKENS", 2)
+    monkeypatch.setattr(generate, "_SAMPLE_TOKENS", 2)
 
 
 @pytest.fixture
@@ -55,7 +56,7 @@ def train(run_ranks: Callable[..., list[Any]], checked: Callable[..., Any], tmp_
         job = checked(degrees, *QUIET, f"--job.dump_folder={tmp_path / folder}", *overrides)
 
         def rank_main() -> Outcome:
-            trainer = Trainer(job.job, job.model_config, job.degrees)
+            trainer = assemble(job)
             before(trainer)
             try:
                 trainer.train()
@@ -170,15 +171,15 @@ def test_a_rank_that_diverges_is_named_with_the_tensor(run_ranks, checked, meshe
     job = checked(meshes["TP2xEP2"], "--training.divergence_check_freq=2")
 
     def rank_main() -> dict[str, str]:
-        trainer = Trainer(job.job, job.model_config, job.degrees)
+        trainer = assemble(job)
         section = replace(job.job.job, dump_folder=f"/machine-{dist.get_rank()}/run")  # as `check_same_settings` allows
         elsewhere = replace(job.job, job=section)
-        trainer.divergence = DivergenceCheck(elsewhere, trainer.plan, trainer.optimizer, trainer.dims, 0)
+        trainer.divergence = DivergenceCheck(elsewhere, trainer.plan, trainer.stepper.optimizer, trainer.dims, 0)
         batches = trainer.loader.micro_batches(0)
-        trainer.train_step(batches)
+        trainer.stepper.train_step(batches)
         norm = trainer.model.model.layers[0].input_layernorm.weight
         expert_bias = trainer.model.model.layers[1].mlp.gate.expert_bias
-        moment = trainer.optimizer.state[norm]["exp_avg"]
+        moment = trainer.stepper.optimizer.state[norm]["exp_avg"]
         texts = {}
 
         def check(what: str, step: int, batches: list[Any]) -> None:
@@ -235,15 +236,15 @@ def test_spike_says_how_to_restart_without_its_data(run_ranks, checked, tmp_path
         *("--spike.enable=true", "--spike.window=8", "--spike.threshold=20", "--lr_scheduler.warmup_steps=2"),
     ]
     job = checked(Degrees(dp_shard=2), *overrides, f"--job.dump_folder={tmp_path / 'run'}")
-    original = Trainer.train_step
+    original = TrainStep.train_step
 
-    def train_step(trainer: Trainer, batches: list[Any]) -> StepResult:
+    def train_step(trainer: TrainStep, batches: list[Any]) -> StepResult:
         result = original(trainer, batches)
         if trainer.step == 10:
             result.loss.mul_(10)
         return result
 
-    monkeypatch.setattr(Trainer, "train_step", train_step)
+    monkeypatch.setattr(TrainStep, "train_step", train_step)
     run_ranks(2, lambda: titanlite.train.train(job).step)
     folder = tmp_path / "run/checkpoint"
     lines = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
@@ -255,7 +256,7 @@ def test_spike_says_how_to_restart_without_its_data(run_ranks, checked, tmp_path
     skipping = replace(job.job, data=replace(job.job.data, skip_to_sample=80))
 
     def resume() -> tuple[int, int, int]:
-        trainer = Trainer(skipping, job.model_config, job.degrees)
+        trainer = assemble(replace(job, job=skipping))
         return trainer.step, trainer.loader.samples_before(8), trainer.loader.samples_before(12)
 
     assert run_ranks(2, resume) == [(8, 80, 112)] * 2

@@ -10,13 +10,12 @@ import torch
 from files import file_digest
 from safetensors.torch import load_file
 
-import titanlite.trainer
+from titanlite.assemble import assemble, build_model
 from titanlite.base.errors import ConfigError
 from titanlite.config.parallelism import Degrees
+from titanlite.features.generate import generate
 from titanlite.metrics.flops import train_flops_per_token
-from titanlite.models.build import build_model
 from titanlite.optim.parameters import freeze_parameters
-from titanlite.trainer import Trainer
 
 STEPS = 3
 RELATIVE_TOLERANCE = 1e-5  # as in test_parity_ladder.py
@@ -66,12 +65,12 @@ def test_frozen_stays_and_the_rest_moves(run_ranks, checked, meshes, gather_full
     assert flops < train_flops_per_token(config, seq_len)
 
     def rank_main() -> None:
-        trainer = Trainer(job.job, job.model_config, job.degrees)
+        trainer = assemble(job)
         assert trainer.metrics._flops_per_token == flops, "on shards as on the whole model"
         before = gather_full(trainer.model)
-        trainer.train_step(trainer.loader.micro_batches(0))
+        trainer.stepper.train_step(trainer.loader.micro_batches(0))
         for name, param in trainer.model.named_parameters():
-            assert (param in trainer.optimizer.state) != is_frozen(name), name
+            assert (param in trainer.stepper.optimizer.state) != is_frozen(name), name
         for name, value in gather_full(trainer.model).items():
             if not name.endswith((".tokens_per_expert", ".inv_freq")):
                 assert torch.equal(value, before[name]) == is_frozen(name), name
@@ -81,12 +80,12 @@ def test_frozen_stays_and_the_rest_moves(run_ranks, checked, meshes, gather_full
 
 @pytest.fixture
 def train(run_ranks, checked, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    monkeypatch.setattr(titanlite.trainer, "_SAMPLE_TOKENS", 2)
+    monkeypatch.setattr(generate, "_SAMPLE_TOKENS", 2)
 
     def run(degrees: Degrees, folder: Path) -> None:
         schedule = ["--training.steps=4", "--checkpoint.interval=2", f"--job.dump_folder={folder}"]
         job = checked(degrees, *PATTERNS, *schedule)
-        run_ranks(degrees.world_size, lambda: Trainer(job.job, job.model_config, job.degrees).train())
+        run_ranks(degrees.world_size, lambda: assemble(job).train())
 
     return run
 
@@ -108,7 +107,7 @@ def test_pattern_that_matches_nothing_is_one_error_on_all_ranks(run_ranks, check
 
     def rank_main() -> str:
         with pytest.raises(ConfigError) as error:
-            Trainer(job.job, job.model_config, job.degrees)
+            assemble(job)
         return str(error.value)
 
     assert all("optimizer.freeze: '*.gate.weigth' matches no parameter" in text for text in run_ranks(4, rank_main))

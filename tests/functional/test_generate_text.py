@@ -13,6 +13,7 @@ import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from titanlite import __main__, trainer
+from titanlite.assemble import assemble
 from titanlite.config import load_config
 from titanlite.data.build import build_data
 from titanlite.models.families import family_of
@@ -132,7 +133,7 @@ def test_a_checkpoint_of_a_run_and_its_folder(command, run_ranks, checked, monke
     from titanlite.config.parallelism import Degrees
 
     job = checked(Degrees(), "--training.steps=1", "--lr_scheduler.warmup_steps=1")
-    run_ranks(1, lambda: trainer.Trainer(job.job, job.model_config, job.degrees).train())
+    run_ranks(1, lambda: assemble(job).train())
     run = Path(job.job.job.dump_folder)
     done = command("--model", run / "checkpoint/step-1", "--prompt", "def f", "--max-new-tokens", 3)
     assert done.code == 0 and done.out.startswith("def f")

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from titanlite.assemble import assemble
 from titanlite.base.errors import ConfigError
 from titanlite.config.parallelism import Degrees
 from titanlite.features.diagnose import divergence
@@ -15,7 +16,6 @@ from titanlite.features.generate.generate import Sampling, generate
 from titanlite.features.generate.sampling import choose_tokens
 from titanlite.ops import group_by_expert, linear_cross_entropy, permute_tokens
 from titanlite.ops import grouped_gemm_launch as kernels
-from titanlite.trainer import Trainer
 
 # torch looks at it once in a process, at the first product, which is that of a test without determinism.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -43,11 +43,11 @@ def losses_of(checked):
 
     def run(*overrides: str) -> list[float]:
         configuration = checked(Degrees(), *overrides)
-        trainer = Trainer(configuration.job, configuration.model_config, configuration.degrees)
+        trainer = assemble(configuration)
         losses = []
         for step in range(5):
             batches = [batch.to(trainer.device) for batch in trainer.loader.micro_batches(step)]
-            losses.append(trainer.train_step(batches).loss.item())
+            losses.append(trainer.stepper.train_step(batches).loss.item())
         trainer.metrics.close()
         dist.destroy_process_group()
         return losses
@@ -83,7 +83,7 @@ def test_varlen_attention_equals_sdpa(losses_of):
 def test_varlen_attention_takes_no_float32(checked):
     configuration = checked(Degrees(), "--training.mixed_precision_param=float32", "--model.attention_backend=varlen")
     with pytest.raises(ConfigError, match=r"activations are float32 on cuda\. Set it to 'sdpa', or training\.mixed"):
-        Trainer(configuration.job, configuration.model_config, configuration.degrees)
+        assemble(configuration)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "varlen"])
@@ -101,10 +101,10 @@ def test_states_on_the_cpu_are_compared_with_others_on_the_gpu(checked, override
     """One rank has nothing to compare; here it takes everything for replicated."""
     monkeypatch.setattr(divergence, "num_replicas", lambda tensor, world_size: 2)
     configuration = checked(Degrees(), override)
-    trainer = Trainer(configuration.job, configuration.model_config, configuration.degrees)
+    trainer = assemble(configuration)
     batches = [batch.to(trainer.device) for batch in trainer.loader.micro_batches(0)]
-    trainer.train_step(batches)
-    check = divergence.DivergenceCheck(configuration.job, trainer.plan, trainer.optimizer, trainer.dims, 0)
+    trainer.stepper.train_step(batches)
+    check = divergence.DivergenceCheck(configuration.job, trainer.plan, trainer.stepper.optimizer, trainer.dims, 0)
     check.check(1, "order", 4, batches)
     trainer.metrics.close()
     dist.destroy_process_group()
@@ -112,7 +112,7 @@ def test_states_on_the_cpu_are_compared_with_others_on_the_gpu(checked, override
 
 def test_attention_never_takes_cudnn(checked):
     configuration = checked(Degrees())
-    trainer = Trainer(configuration.job, configuration.model_config, configuration.degrees)
+    trainer = assemble(configuration)
     assert not torch.backends.cuda.cudnn_sdp_enabled()
     trainer.metrics.close()
     dist.destroy_process_group()
@@ -129,7 +129,7 @@ def test_deterministic_refuses_what_cannot_be(checked, monkeypatch):
     configuration = checked(Degrees(), "--training.deterministic=true", "--model.attention_backend=flex")
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
     with pytest.raises(ConfigError) as raised:
-        Trainer(configuration.job, configuration.model_config, configuration.degrees)
+        assemble(configuration)
     assert "model.attention_backend = 'flex'" in str(raised.value) and "CUBLAS_WORKSPACE_CONFIG=:0:0" in str(
         raised.value
     )
@@ -139,7 +139,7 @@ def test_deterministic_refuses_what_cannot_be(checked, monkeypatch):
 def test_generation_with_a_cache_equals_generation_without(checked, dtype):
     """Greedy. In bfloat16 a random model's logits are near ties, so only the first tokens are compared there."""
     configuration = checked(Degrees(), f"--training.mixed_precision_param={dtype}")
-    trainer = Trainer(configuration.job, configuration.model_config, configuration.degrees)
+    trainer = assemble(configuration)
 
     class Plain(torch.nn.Module):
         def __init__(self, inner: torch.nn.Module) -> None:

@@ -12,10 +12,11 @@ from files import file_digest
 from safetensors.torch import load_file
 from traced_layers import TORCH_COMPILE_WARNINGS
 
-import titanlite.trainer
+from titanlite.assemble import assemble
 from titanlite.base.errors import CheckpointError, PlanError
 from titanlite.checkpoint.folder import ADAPTER_FILE
 from titanlite.config.parallelism import Degrees
+from titanlite.features.generate import generate
 from titanlite.features.tools.export import export_merged
 from titanlite.models.interface import is_adapter
 from titanlite.preflight import Checked
@@ -124,13 +125,13 @@ def test_optimizer_memory_is_adapters_only(run_ranks, checked, overrides_of, mes
     job = checked(meshes["TP2xEP2"], *overrides_of("qwen3_moe"))
 
     def rank_main() -> None:
-        trainer = Trainer(job.job, job.model_config, job.degrees)
-        trainer.train_step(trainer.loader.micro_batches(0))
+        trainer = assemble(job)
+        trainer.stepper.train_step(trainer.loader.micro_batches(0))
         adapters = {id(p) for name, p in trainer.model.named_parameters() if is_adapter(name)}
-        assert {id(p) for p in trainer.optimizer.state} == adapters
+        assert {id(p) for p in trainer.stepper.optimizer.state} == adapters
         for name, param in trainer.model.named_parameters():
             assert param.requires_grad == is_adapter(name), name
-        elements = sum(s["exp_avg"].to_local().numel() for s in trainer.optimizer.state.values())
+        elements = sum(s["exp_avg"].to_local().numel() for s in trainer.stepper.optimizer.state.values())
         assert elements == sum(p.to_local().numel() for p in trainer.model.parameters() if id(p) in adapters)
 
     run_ranks(4, rank_main)
@@ -141,10 +142,10 @@ def test_bfloat16_base_under_fsdp(run_ranks, checked, overrides_of, meshes):
     job = checked(meshes["TP2xEP2"], *overrides_of("qwen3_moe", "--lora.base_dtype=bfloat16"))
 
     def rank_main() -> None:
-        trainer = Trainer(job.job, job.model_config, job.degrees)
-        first = trainer.train_step(trainer.loader.micro_batches(0)).loss.item()
+        trainer = assemble(job)
+        first = trainer.stepper.train_step(trainer.loader.micro_batches(0)).loss.item()
         for step in (0, 0, 0):
-            last = trainer.train_step(trainer.loader.micro_batches(step)).loss.item()
+            last = trainer.stepper.train_step(trainer.loader.micro_batches(step)).loss.item()
         assert last < first
         for name, param in trainer.model.named_parameters():
             assert param.dtype == (torch.float32 if is_adapter(name) else torch.bfloat16), name
@@ -176,11 +177,11 @@ def test_compiled_layers(train_run, traced_run, overrides_of):
 
 @pytest.fixture
 def train(run_ranks, checked, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    monkeypatch.setattr(titanlite.trainer, "_SAMPLE_TOKENS", 2)
+    monkeypatch.setattr(generate, "_SAMPLE_TOKENS", 2)
 
     def run(degrees: Degrees, folder: Path, *overrides: str) -> None:
         job: Checked = checked(degrees, f"--job.dump_folder={folder}", *overrides)
-        run_ranks(degrees.world_size, lambda: Trainer(job.job, job.model_config, job.degrees).train())
+        run_ranks(degrees.world_size, lambda: assemble(job).train())
 
     return run
 
@@ -232,7 +233,7 @@ def test_resume_on_another_mesh_and_without_adapters(train, run_ranks, checked, 
 
     def rank_main() -> str:
         with pytest.raises(CheckpointError) as error:
-            Trainer(plain.job, plain.model_config, plain.degrees)
+            assemble(plain)
         return str(error.value)
 
     assert all("adapters without their model. Set lora.rank" in text for text in run_ranks(4, rank_main))
@@ -287,7 +288,7 @@ def test_a_run_begins_with_trained_adapters(train, run_ranks, checked, overrides
 
     def build(options: list[str]) -> Trainer:
         job = checked(Degrees(), f"--job.dump_folder={tmp_path / 'none'}", *options)
-        return Trainer(job.job, job.model_config, job.degrees)
+        return assemble(job)
 
     ((rank, alpha, targets, nowhere),) = run_ranks(1, rank_main)
     assert f"lora.init_from: the adapters in {start} have rank 4, but lora.rank is 8. Set it to 4" in rank

@@ -19,13 +19,13 @@ import torch.distributed as dist
 from files import file_digest
 from processes import kill_tree
 
+from titanlite.assemble import assemble
 from titanlite.base.errors import ConfigError, DataError
 from titanlite.checkpoint.commit import check_folder, list_steps
 from titanlite.config.parallelism import Degrees
 from titanlite.launch import machines
 from titanlite.launch.machines import check_same_settings, check_shared_folder, waiting_for_machines
 from titanlite.launch.network import find_free_port
-from titanlite.trainer import Trainer
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 240  # 40 s on 2 idle cores
@@ -184,7 +184,7 @@ def undisturbed(run_ranks, checked, tmp_path) -> Callable[..., dict[int, float]]
         job = checked(Degrees(dp_shard=4), f"--training.steps={num_steps}", "--checkpoint.interval=0", *overrides)
 
         def rank_main() -> None:
-            Trainer(job.job, job.model_config, job.degrees).train()
+            assemble(job).train()
 
         run_ranks(4, rank_main)
         return {}

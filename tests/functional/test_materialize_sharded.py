@@ -9,13 +9,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from titanlite.assemble import assemble
 from titanlite.base.errors import PlanError
 from titanlite.distributed import ParallelDims
 from titanlite.distributed.parallelize import parallelize
 from titanlite.materialize import Alias, Init, Keep, Normal, Ones, Source, Zeros, materialize
 from titanlite.models.decoder import Decoder, build_decoder
 from titanlite.preflight import Checked
-from titanlite.trainer import Trainer
 
 SEED = 7
 TIED = ["--model.name=qwen3"]
@@ -204,7 +204,7 @@ def test_spec_dtype_is_local_dtype_with_bfloat16_mixed_precision_on_an_moe(run_r
     spec_follows = torch.__version__ >= "2.13"  # before, the unsharded spec kept float32 (pytorch#183805)
 
     def rank_main():
-        trainer = Trainer(job.job, job.model_config, job.degrees)
+        trainer = assemble(job)
         seen: dict[str, list[tuple[torch.dtype, torch.dtype]]] = {}
 
         def look(name: str) -> Callable[..., None]:
@@ -217,7 +217,7 @@ def test_spec_dtype_is_local_dtype_with_bfloat16_mixed_precision_on_an_moe(run_r
 
         for name, module in trainer.model.named_modules():
             module.register_forward_pre_hook(look(name))  # after FSDP's, so parameters are gathered
-        result = trainer.train_step(trainer.loader.micro_batches(0))
+        result = trainer.stepper.train_step(trainer.loader.micro_batches(0))
         params = list(trainer.model.named_parameters())
         sharded = [(p.dtype, p.to_local().dtype) for _, p in params]
         return result.loss.item(), result.grad_norm.item(), seen, sharded, {name for name, _ in params}

@@ -9,9 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import titanlite.trainer
+from titanlite.assemble import assemble
 from titanlite.config.parallelism import Degrees
 from titanlite.data.dataset import Batch
+from titanlite.features.generate import generate
+from titanlite.train_step import TrainStep
 from titanlite.trainer import Trainer
 
 SLEEP_S = 0.8
@@ -53,11 +55,11 @@ def disturb(trainer: Trainer) -> None:
 
 
 def test_metrics_name_the_slow_rank_and_count_lost_rows(run_ranks, checked, meshes, tmp_path, monkeypatch):
-    monkeypatch.setattr(titanlite.trainer, "_SAMPLE_TOKENS", 1)
+    monkeypatch.setattr(generate, "_SAMPLE_TOKENS", 1)
     job = checked(meshes["TP2xEP2"], "--checkpoint.enable=false", "--training.steps=5")
 
     def rank_main() -> None:
-        trainer = Trainer(job.job, job.model_config, job.degrees)
+        trainer = assemble(job)
         disturb(trainer)
         trainer.train()
 
@@ -110,13 +112,13 @@ def test_metrics_name_the_slow_rank_and_count_lost_rows(run_ranks, checked, mesh
 def test_tokens_per_second_leave_out_the_padding_of_every_rank_once(
     run_ranks, checked, meshes, tmp_path, monkeypatch, mesh
 ):
-    monkeypatch.setattr(titanlite.trainer, "_SAMPLE_TOKENS", 1)
+    monkeypatch.setattr(generate, "_SAMPLE_TOKENS", 1)
     options = ("--checkpoint.enable=false", "--training.steps=4", "--metrics.log_freq=2")
     job = checked(meshes[mesh], *options)
     rows, length = job.job.training.global_batch_size, job.job.training.seq_len
 
     def rank_main() -> None:
-        trainer = Trainer(job.job, job.model_config, job.degrees)
+        trainer = assemble(job)
         load = trainer.loader.micro_batches
 
         def padded(step: int) -> list[Batch]:
@@ -146,12 +148,12 @@ def test_tokens_per_second_leave_out_the_padding_of_every_rank_once(
 
 def test_a_spike_between_log_steps_leaves_its_value_and_its_step(run_ranks, checked, tmp_path, monkeypatch):
     """One step of four has a large loss, another one a large gradient, a third is slow, and later one is not finite."""
-    monkeypatch.setattr(titanlite.trainer, "_SAMPLE_TOKENS", 1)
+    monkeypatch.setattr(generate, "_SAMPLE_TOKENS", 1)
     overrides = ["--checkpoint.enable=false", "--training.steps=12", "--metrics.log_freq=4"]
     job = checked(Degrees(dp_shard=2), *overrides, "--training.on_nonfinite=skip")
-    original = Trainer.train_step
+    original = TrainStep.train_step
 
-    def train_step(trainer: Trainer, batches):
+    def train_step(trainer: TrainStep, batches):
         if trainer.step == 7:
             time.sleep(SLEEP_S)
         result = original(trainer, batches)
@@ -165,11 +167,11 @@ def test_a_spike_between_log_steps_leaves_its_value_and_its_step(run_ranks, chec
         done.append((result.loss.item(), result.grad_norm.item()))
         return result
 
-    monkeypatch.setattr(Trainer, "train_step", train_step)
+    monkeypatch.setattr(TrainStep, "train_step", train_step)
     done: list[tuple[float, float]] = []
 
     def rank_main() -> list[tuple[float, float]]:
-        Trainer(job.job, job.model_config, job.degrees).train()
+        assemble(job).train()
         return done
 
     losses, norms = zip(*run_ranks(2, rank_main)[0], strict=True)
@@ -195,19 +197,19 @@ def test_a_late_replica_makes_the_others_wait_in_the_all_reduce(run_ranks, check
     job = checked(Degrees(dp_replicate=2), "--checkpoint.enable=false")
 
     def rank_main() -> dict[str, float]:
-        trainer = Trainer(job.job, job.model_config, job.degrees)
-        trainer.train_step(trainer.loader.micro_batches(0))
-        trainer.timer.start(None)
-        trainer.timer.read()
+        trainer = assemble(job)
+        trainer.stepper.train_step(trainer.loader.micro_batches(0))
+        trainer.stepper.timer.start(None)
+        trainer.stepper.timer.read()
 
         # At the start of backward, where the all-reduce of a layer is the next collective of both ranks.
         def slow_backward(module, args, loss: torch.Tensor) -> None:
             loss.register_hook(lambda grad: time.sleep(SLEEP_S if dist.get_rank() else 0.0))
 
         trainer.model.lm_head.register_forward_hook(slow_backward)
-        trainer.train_step(trainer.loader.micro_batches(1)[:1])
-        trainer.timer.start(None)
-        return trainer.timer.read()
+        trainer.stepper.train_step(trainer.loader.micro_batches(1)[:1])
+        trainer.stepper.timer.start(None)
+        return trainer.stepper.timer.read()
 
     waiting, late = run_ranks(2, rank_main)
     assert waiting["communication"] > SLEEP_S / 2
@@ -215,10 +217,10 @@ def test_a_late_replica_makes_the_others_wait_in_the_all_reduce(run_ranks, check
 
 
 def test_traces_of_a_resumed_run_have_its_steps(run_ranks, checked, tmp_path, monkeypatch):
-    monkeypatch.setattr(titanlite.trainer, "_SAMPLE_TOKENS", 1)
+    monkeypatch.setattr(generate, "_SAMPLE_TOKENS", 1)
     profiling = ("--profiling.enable_profiling=true", "--profiling.profile_freq=2")
     for steps in (3, 5):
         job = checked(Degrees(dp_shard=2), f"--training.steps={steps}", *profiling)
-        run_ranks(2, lambda job=job: Trainer(job.job, job.model_config, job.degrees).train())
+        run_ranks(2, lambda job=job: assemble(job).train())
     traces = {str(path.relative_to(tmp_path / "run/profile_traces")) for path in tmp_path.glob("run/*/*/rank-*")}
     assert traces == {f"step-{step}/rank-{rank}.json" for step in (2, 5) for rank in (0, 1)}

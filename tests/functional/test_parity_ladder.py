@@ -2,9 +2,9 @@
 
 Where kernels are interpreted it is 2 steps.
 
-Everything runs in float32 through `Trainer.train_step`, on packed documents. What may differ between two meshes is the
-order of float32 sums, 2**-24 = 6e-8 relative each: differences of up to 3e-7 were measured in loss and gradient norm,
-and of up to 2e-6 in the weights.
+Everything runs in float32 through `TrainStep.train_step`, on packed documents. What may differ between two meshes is
+the order of float32 sums, 2**-24 = 6e-8 relative each: differences of up to 3e-7 were measured in loss and gradient
+norm, and of up to 2e-6 in the weights.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,9 +17,9 @@ import torch
 
 import titanlite.features.muon.matrix_exchange
 from tests.functional.conftest import full_tensors
+from titanlite.assemble import assemble
 from titanlite.config.parallelism import Degrees
 from titanlite.data.build import build_data
-from titanlite.trainer import Trainer
 
 STEPS = 5
 RELATIVE_TOLERANCE = 1e-5  # 30 times what was measured
@@ -382,14 +382,14 @@ def test_the_row_of_the_padding_is_trained_on_no_mesh(checked, run_ranks, meshes
         tokens = torch.cat([batch.tokens.flatten() for batch in loader.micro_batches(0)])
         padding = int(tokens[tokens >= job.model_config.vocab_size // 2].mode().values)
         config = replace(job.model_config, pad_token_id=padding)
-        weight = run_ranks(degrees.world_size, partial(embedding_after_two_steps, job.job, config, job.degrees))[0]
+        weight = run_ranks(degrees.world_size, partial(embedding_after_two_steps, replace(job, model_config=config)))[0]
         assert not weight[padding].any() and weight[padding - 1].any()
 
 
-def embedding_after_two_steps(job, config, degrees):
-    trainer = Trainer(job, config, degrees)
+def embedding_after_two_steps(job):
+    trainer = assemble(job)
     for step in range(2):
-        trainer.train_step(trainer.loader.micro_batches(step))
+        trainer.stepper.train_step(trainer.loader.micro_batches(step))
     return full_tensors(trainer.model)["model.embed_tokens.weight"]
 
 

@@ -14,12 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import titanlite.trainer
+from titanlite.assemble import assemble, shard
 from titanlite.base.errors import TitanliteError, VerifyError
 from titanlite.base.log import logger
 from titanlite.config.parallelism import Degrees
 from titanlite.distributed import ParallelDims
-from titanlite.distributed.parallelize import parallelize
+from titanlite.features.generate import generate
 from titanlite.features.pipeline.remote import Elsewhere
 from titanlite.features.pipeline.schedule import only_chunk
 from titanlite.materialize import Plan, build_plan, materialize
@@ -37,7 +37,7 @@ CHUNKS = "--parallelism.pipeline_parallel_chunks=2"
 
 def build(job: Checked) -> tuple[Decoder, Plan]:
     model, dims = build_decoder(job.model_config), ParallelDims.build(job.degrees, "cpu")
-    parallelize(model, job.job, dims, "cpu")
+    shard(model, job.job, dims, "cpu")
     return model, materialize(model, "cpu", seed=3)
 
 
@@ -213,10 +213,10 @@ def test_stages_run_ahead_as_far_as_they_may_and_no_further(run_ranks, checked):
     job = checked(Degrees(pp=4), FIVE, ONE)
 
     def rank_main() -> tuple[list[str], int]:
-        trainer = Trainer(job.job, job.model_config, job.degrees)
+        trainer = assemble(job)
         turns: list[str] = []
-        enter = trainer.enter
-        trainer.enter = lambda phase, number=None: (turns.append(phase[0]), enter(phase, number))  # type: ignore[method-assign,func-returns-value]
+        enter = trainer.stepper.enter
+        trainer.stepper.enter = lambda phase, number=None: (turns.append(phase[0]), enter(phase, number))  # type: ignore[method-assign,func-returns-value]
         ran = 0
 
         def count(*_: Any) -> None:
@@ -225,7 +225,7 @@ def test_stages_run_ahead_as_far_as_they_may_and_no_further(run_ranks, checked):
 
         for layer in trainer.model.decoder_layers():
             layer.register_forward_hook(count)
-        trainer.train_step(trainer.loader.micro_batches(0))
+        trainer.stepper.train_step(trainer.loader.micro_batches(0))
         return turns, ran
 
     for stage, (turns, ran) in enumerate(run_ranks(4, rank_main)):
@@ -240,9 +240,7 @@ def test_validation_of_chunks_is_that_of_one_process(run_ranks, checked):
     found = []
     for degrees, chunks in ((Degrees(), []), (Degrees(pp=2, dp_shard=2), [CHUNKS])):
         job = checked(degrees, FIVE, *options, *chunks)
-        found.append(
-            run_ranks(degrees.world_size, lambda job=job: Trainer(job.job, job.model_config, job.degrees).validate()[0])
-        )
+        found.append(run_ranks(degrees.world_size, lambda job=job: assemble(job).validate()[0]))
     (one,), many = found
     assert many == pytest.approx([one] * 4, rel=1e-6)
 
@@ -250,13 +248,13 @@ def test_validation_of_chunks_is_that_of_one_process(run_ranks, checked):
 @pytest.fixture
 def train(run_ranks, checked, monkeypatch) -> Callable[..., list[Any]]:
     """Train on forked ranks; (kind, text) of the error that each ended with, or None."""
-    monkeypatch.setattr(titanlite.trainer, "_SAMPLE_TOKENS", 2)
+    monkeypatch.setattr(generate, "_SAMPLE_TOKENS", 2)
 
     def run(degrees: Degrees, *overrides: str, before: Callable[[Trainer], None] = lambda trainer: None) -> list[Any]:
         job = checked(degrees, FIVE, *overrides)
 
         def rank_main() -> tuple[str, str] | None:
-            trainer = Trainer(job.job, job.model_config, job.degrees)
+            trainer = assemble(job)
             before(trainer)
             try:
                 trainer.train()
@@ -319,7 +317,7 @@ def test_steps_behind_one_that_was_looked_into_are_those_without_chunks(run_rank
         job = checked(degrees, FIVE, ONE, *options, *chunks, "--checkpoint.enable=false")
 
         def rank_main(job: Checked = job) -> list[float]:
-            trainer = Trainer(job.job, job.model_config, job.degrees)
+            trainer = assemble(job)
             layer, norms = trainer.model.model.layers[1], []
             if not isinstance(layer, Elsewhere):
                 forward = layer.mlp.forward
@@ -330,7 +328,7 @@ def test_steps_behind_one_that_was_looked_into_are_those_without_chunks(run_rank
 
                 layer.mlp.forward = spoiled
             for step in range(4):
-                norms.append(trainer.train_step(trainer.loader.micro_batches(step)).grad_norm.item())
+                norms.append(trainer.stepper.train_step(trainer.loader.micro_batches(step)).grad_norm.item())
                 trainer.raise_if_not_finite()
             return norms
 
@@ -405,7 +403,7 @@ def test_stages_and_waiting_are_said(run_ranks, checked):
         handler.emit = lambda record: found.append(f"{record.levelname} {record.getMessage()}")  # type: ignore[method-assign]
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)
-        Trainer(job.job, job.model_config, job.degrees)
+        assemble(job)
         return [text for text in found if "pipeline" in text]
 
     job = checked(Degrees(pp=4), FIVE, ONE)
@@ -434,7 +432,7 @@ def test_a_plan_of_any_rank_is_that_of_its_stage(checked):
         with fake_ranks(4, rank):
             model, dims = build_decoder(job.model_config), ParallelDims.build(job.degrees, "cpu")
             assert (dims.stage, dims.dp_rank, dims.is_last_stage) == (rank // 2, rank % 2, rank >= 2)
-            parallelize(model, job.job, dims, "cpu")
+            shard(model, job.job, dims, "cpu")
             plan = build_plan(model)
             here = {entry.fqn for entry in plan.entries if not entry.is_elsewhere}
             assert ("lm_head.weight" in here, "model.embed_tokens.weight" in here) == (rank >= 2, rank < 2)
@@ -460,7 +458,7 @@ def test_a_trained_parameter_without_a_state_leaves_the_optimizer_out_on_all_ran
         def forget_and_save() -> None:
             norm = trainer.model.model.norm
             if not isinstance(norm, Elsewhere):
-                del trainer.optimizer.state[norm.weight]
+                del trainer.stepper.optimizer.state[norm.weight]
             save()
             (folder,) = trainer.checkpointer.folder.glob("step-*")
             assert [path.name for path in folder.glob("**/*.safetensors") if "optimizer" in path.name] == []

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
 from titanlite import train_step
+from titanlite.assemble import assemble
 from titanlite.checkpoint import reader
 from titanlite.checkpoint.hf_model import save_hf_model
 from titanlite.config.parallelism import Degrees
@@ -80,7 +81,9 @@ def calls_of(trainer: Trainer) -> Iterator[Counter[tuple[str, str, str]]]:
             for module in (collectives, fsdp_timing, expert_parallel, clip_grad, replicated_grads, train_step):
                 if hasattr(module, name):
                     patch.setattr(module, name, function)
-        patch.setattr(trainer.balancer, "_sum_over_ranks", train_step.all_reduce_sum)  # which is counting by now
+        patch.setattr(
+            trainer.stepper.balancer, "_sum_over_ranks", train_step.all_reduce_sum
+        )  # which is counting by now
         yield found
 
 
@@ -95,28 +98,28 @@ def measure(checked: Checked) -> dict[str, Any]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reader, "Transfer", CountingTransfer)
-        trainer = Trainer(checked.job, checked.model_config, checked.degrees)
+        trainer = assemble(checked)
     gradients = []
-    zero_grad = trainer.optimizer.zero_grad
+    zero_grad = trainer.stepper.optimizer.zero_grad
 
     def look_then_zero() -> None:
         gradients.append(sum(local_of(p.grad).nbytes for p in trainer.model.parameters() if p.grad is not None))
         zero_grad()
 
-    trainer.optimizer.zero_grad = look_then_zero  # type: ignore[method-assign]
+    trainer.stepper.optimizer.zero_grad = look_then_zero  # type: ignore[method-assign]
     with calls_of(trainer) as calls, FlopCounterMode(display=False) as flops:
-        trainer.train_step(trainer.loader.micro_batches(0))
-    states = [value for state in trainer.optimizer.state.values() for value in state.values()]
+        trainer.stepper.train_step(trainer.loader.micro_batches(0))
+    states = [value for state in trainer.stepper.optimizer.state.values() for value in state.values()]
     params = [param for param in trainer.model.parameters() if not is_elsewhere(param)]
     buffers = [buffer for buffer in trainer.model.buffers() if not is_elsewhere(buffer)]
 
     batches = trainer.loader.micro_batches(1)
-    held = [*params, *buffers, *states, *trainer.finite_guard.state()]
+    held = [*params, *buffers, *states, *trainer.stepper.finite_guard.state()]
     held += [value for batch in batches for value in vars(batch).values()]
-    held += [trainer.balancer.counts] if hasattr(trainer.balancer, "counts") else []
+    held += [trainer.stepper.balancer.counts] if hasattr(trainer.stepper.balancer, "counts") else []
     recorder = StepRecorder(held)
-    with observed(trainer, recorder):
-        trainer.train_step(batches)
+    with observed(trainer.stepper, recorder):
+        trainer.stepper.train_step(batches)
     return {
         "weights": sum(local_of(p).nbytes for p in params),
         "storages": sum(local_of(p).untyped_storage().nbytes() for p in params),

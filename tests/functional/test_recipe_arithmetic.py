@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from titanlite.assemble import assemble
 from titanlite.config import load_config
 from titanlite.preflight import check, prepare
-from titanlite.trainer import Trainer
 
 ROOT = Path(__file__).parents[2]
 SAMPLES = 200
@@ -27,7 +27,7 @@ def test_the_saved_model_scores_the_same_in_transformers(
     job = load_config(["--config", str(recipe), script, f"--data.cache_folder={tmp_path / 'cache'}", *overrides])
     prepare(job)
     checked = check(job, 4)
-    run_ranks(4, lambda: Trainer(checked.job, checked.model_config, checked.degrees).train())
+    run_ranks(4, lambda: assemble(checked).train())
 
     run = tmp_path / job.job.dump_folder
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

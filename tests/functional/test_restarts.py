@@ -17,32 +17,32 @@ WAIT_S = 90  # for what takes a few seconds on idle cores
 
 # Each runs in every rank before it trains; `rank` is its number.
 RAISE_ON_2 = """
-from titanlite.trainer import Trainer
-original = Trainer.train_step
+from titanlite.train_step import TrainStep
+original = TrainStep.train_step
 def train_step(self, batches):
     if rank == 2 and self.step == 3:
         raise ValueError("a bug in the model")
     return original(self, batches)
-Trainer.train_step = train_step
+TrainStep.train_step = train_step
 """
 NO_MEMORY_ON_1 = """
-from titanlite.trainer import Trainer
-original = Trainer.scaled_loss
+from titanlite.train_step import TrainStep
+original = TrainStep.scaled_loss
 def scaled_loss(self, *arguments):
     if rank == 1 and self.step == 3:
         raise MemoryError
     return original(self, *arguments)
-Trainer.scaled_loss = scaled_loss
+TrainStep.scaled_loss = scaled_loss
 """
 SLEEP_ON_1 = """
 import time
-from titanlite.trainer import Trainer
-original = Trainer.scaled_loss
+from titanlite.train_step import TrainStep
+original = TrainStep.scaled_loss
 def scaled_loss(self, *arguments):
     if rank == 1 and self.step == 3:
         time.sleep(1000)
     return original(self, *arguments)
-Trainer.scaled_loss = scaled_loss
+TrainStep.scaled_loss = scaled_loss
 """
 LOOP_ON_ALL = """
 from titanlite.data.loader import TrainLoader
@@ -55,31 +55,31 @@ TrainLoader.micro_batches = micro_batches
 """
 LONG_STEP = """
 import time
-from titanlite.trainer import Trainer
-original = Trainer.train_step
+from titanlite.train_step import TrainStep
+original = TrainStep.train_step
 def train_step(self, batches):
     if self.step == 3:
         print("long step", flush=True)
         time.sleep(20)
     return original(self, batches)
-Trainer.train_step = train_step
+TrainStep.train_step = train_step
 """
 NAN_ALWAYS = """
-from titanlite.trainer import Trainer
-original = Trainer.scaled_loss
+from titanlite.train_step import TrainStep
+original = TrainStep.scaled_loss
 def scaled_loss(self, *arguments):
     return original(self, *arguments) * (float("nan") if self.step == 3 or self.step == 4 else 1)
-Trainer.scaled_loss = scaled_loss
+TrainStep.scaled_loss = scaled_loss
 """
 SLOW_START = """
 import time
 from titanlite.trainer import Trainer
-original = Trainer.__init__
-def __init__(self, *arguments):
-    original(self, *arguments)
+original = Trainer.train
+def train(self):
     print("loaded", flush=True)
     time.sleep(3)
-Trainer.__init__ = __init__
+    original(self)
+Trainer.train = train
 """
 
 

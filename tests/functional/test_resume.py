@@ -11,10 +11,11 @@ import torch
 from files import file_digest
 from safetensors.torch import load_file
 
-import titanlite.trainer
+from titanlite.assemble import assemble
 from titanlite.checkpoint.commit import check_folder
 from titanlite.checkpoint.space import count_bytes
 from titanlite.config.parallelism import Degrees
+from titanlite.features.generate import generate
 from titanlite.optim.parameters import muon_matrices
 from titanlite.preflight import Checked
 from titanlite.trainer import Trainer
@@ -32,11 +33,11 @@ def train(
 ) -> Callable[..., None]:
     """`train(degrees, folder, *overrides)`: a whole `Trainer.train` on forked ranks, resuming what is in `folder`."""
 
-    monkeypatch.setattr(titanlite.trainer, "_SAMPLE_TOKENS", 2)  # before the ranks are forked; saves a second each
+    monkeypatch.setattr(generate, "_SAMPLE_TOKENS", 2)  # before the ranks are forked; saves a second each
 
     def run(degrees: Degrees, folder: Path, *overrides: str) -> None:
         job = checked(degrees, *SCHEDULE, f"--job.dump_folder={folder}", *overrides)
-        run_ranks(degrees.world_size, lambda: Trainer(job.job, job.model_config, job.degrees).train())
+        run_ranks(degrees.world_size, lambda: assemble(job).train())
 
     return run
 
@@ -187,7 +188,7 @@ def test_another_global_batch_size_goes_on_behind_the_samples_that_were_seen(
 
     def rank_main() -> None:
         job = checked(Degrees(), *SCHEDULE, f"--job.dump_folder={resumed}", "--training.global_batch_size=4")
-        trainer = Trainer(job.job, job.model_config, job.degrees)
+        trainer = assemble(job)
         assert trainer.step == HALF
         seen = HALF * 8  # of the batch size before
         dataset = trainer.loader.dataset
@@ -233,7 +234,7 @@ def test_optimizer_states_are_those_of_the_run(halfway, meshes):
 
 
 def _resume(run_ranks, job: Checked, action: Callable[[Trainer], Any] = lambda trainer: trainer.step) -> Sequence[Any]:
-    return run_ranks(job.degrees.world_size, lambda: action(Trainer(job.job, job.model_config, job.degrees)))
+    return run_ranks(job.degrees.world_size, lambda: action(assemble(job)))
 
 
 def test_nothing_is_drawn_when_a_run_resumes(run_ranks, halfway, checked, meshes):
@@ -295,7 +296,7 @@ def test_initial_load_path_begins_at_step_0_with_those_weights(run_ranks, halfwa
     bias = load_file(source / "titanlite/expert_bias.safetensors")
 
     def look(trainer: Trainer) -> None:
-        assert trainer.step == 0 and not trainer.optimizer.state
+        assert trainer.step == 0 and not trainer.stepper.optimizer.state
         for name, expected in bias.items():
             assert torch.equal(trainer.model.get_buffer(name), expected)
         norm = trainer.model.model.norm.weight
@@ -319,7 +320,7 @@ def test_checkpoints_are_as_large_as_was_said(run_ranks, checked, overrides):
     job = checked(Degrees(dp_shard=2), *overrides, "--training.steps=1", "--lr_scheduler.warmup_steps=1")
 
     def rank_main() -> int:
-        trainer = Trainer(job.job, job.model_config, job.degrees)
+        trainer = assemble(job)
         said = count_bytes(trainer.plan, trainer.job, muon_matrices(trainer.model, trainer.job.optimizer))
         trainer.train()
         return said

@@ -13,7 +13,7 @@ from files import folder_digests, write_manifest
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-import titanlite.trainer
+from titanlite.assemble import assemble
 from titanlite.base.errors import CheckpointError, ConfigError
 from titanlite.base.log import logger
 from titanlite.checkpoint import manager
@@ -22,7 +22,6 @@ from titanlite.config.parallelism import Degrees
 from titanlite.features.tools import export as export_checkpoint
 from titanlite.models.interface import is_adapter
 from titanlite.preflight import Checked
-from titanlite.trainer import Trainer
 
 FSDP2 = Degrees(dp_shard=2)
 SMALL = ["--model.overrides.num_layers=1", "--training.steps=2", "--checkpoint.interval=1"]
@@ -37,7 +36,7 @@ def train_broken(run_ranks, gather_full, monkeypatch):
             said: list[str] = []
             monkeypatch.setattr(logger, "error", lambda text, *values: said.append(text % values))
             monkeypatch.setattr(manager, name, fail_on(1, getattr(manager, name)))
-            trainer = Trainer(job.job, job.model_config, job.degrees)
+            trainer = assemble(job)
             trainer.train()
             return [text for text in said if "was saved without" in text], gather_full(trainer.model)
 
@@ -73,8 +72,8 @@ def test_a_model_that_cannot_be_laid_out_keeps_its_state_and_is_finished_by_expo
     assert not list(folder.glob("*.safetensors")) and (folder / "config.json").is_file()
 
     def resumed() -> dict[str, torch.Tensor]:
-        trainer = Trainer(job.job, job.model_config, job.degrees)
-        assert trainer.step == 2 and trainer.optimizer.state
+        trainer = assemble(job)
+        assert trainer.step == 2 and trainer.stepper.optimizer.state
         return gather_full(trainer.model)
 
     again = run_ranks(2, resumed)[0]
@@ -103,8 +102,8 @@ def test_adapters_that_cannot_be_laid_out_are_saved_anew_by_the_same_command(
         assert "could not be saved. Finish it: run the command that trained it once more" in capsys.readouterr().err
 
     def resumed() -> dict[str, torch.Tensor]:
-        trainer = Trainer(job.job, job.model_config, job.degrees)
-        assert trainer.step == 2 and trainer.optimizer.state
+        trainer = assemble(job)
+        assert trainer.step == 2 and trainer.stepper.optimizer.state
         trainer.train()
         return gather_full(trainer.model)
 
@@ -123,16 +122,16 @@ def test_every_other_part_that_fails_leaves_the_rest(run_ranks, checked, tmp_pat
     job = checked(FSDP2, *SMALL, "--checkpoint.keep_latest_k=0")
 
     def rank_main() -> int:
-        trainer = Trainer(job.job, job.model_config, job.degrees)
+        trainer = assemble(job)
         with monkeypatch.context() as patch:
-            patch.setattr(titanlite.trainer, "render_model_card", fail_on(0, titanlite.trainer.render_model_card))
-            trainer.train_step(trainer.loader.micro_batches(0))
+            patch.setattr(trainer, "render_card", fail_on(0, trainer.render_card))
+            trainer.stepper.train_step(trainer.loader.micro_batches(0))
             trainer.save()
         with monkeypatch.context() as patch:
             patch.setattr(manager, "state_files", fail_on(1, manager.state_files))
-            trainer.train_step(trainer.loader.micro_batches(1))
+            trainer.stepper.train_step(trainer.loader.micro_batches(1))
             trainer.save()
-        return Trainer(job.job, job.model_config, job.degrees).step
+        return assemble(job).step
 
     assert run_ranks(2, rank_main) == [1, 1]
     folder = tmp_path / "run/checkpoint"
@@ -148,7 +147,7 @@ def test_a_folder_without_a_model_is_passed_over_though_its_checksums_are_right(
     folder = tmp_path / "run/checkpoint"
 
     def save() -> None:
-        Trainer(job.job, job.model_config, job.degrees).train()
+        assemble(job).train()
 
     run_ranks(2, save)
     gone = "titanlite/train_state.json" if left == "no state" else "model.safetensors"
@@ -160,7 +159,7 @@ def test_a_folder_without_a_model_is_passed_over_though_its_checksums_are_right(
     before = folder_digests(folder / "step-1")
 
     def resume() -> int:
-        return Trainer(job.job, job.model_config, job.degrees).step
+        return assemble(job).step
 
     assert run_ranks(2, resume) == [1, 1]
     assert sorted(path.name for path in folder.iterdir()) == ["step-1", "step-2.damaged"]
@@ -183,7 +182,7 @@ def test_what_cannot_be_saved_is_refused_on_all_ranks_before_the_first_step(
 
     def rank_main() -> str:
         with pytest.raises((CheckpointError, ConfigError)) as raised:
-            Trainer(job.job, job.model_config, job.degrees)
+            assemble(job)
         return str(raised.value)
 
     first, second = run_ranks(2, rank_main)

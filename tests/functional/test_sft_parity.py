@@ -4,6 +4,7 @@ import json
 import random
 import runpy
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-import titanlite.trainer
+from titanlite.assemble import assemble
 from titanlite.config.parallelism import Degrees
 from titanlite.data.dataset import IGNORE_INDEX, Batch
+from titanlite.features.generate import generate
 from titanlite.preflight import Checked
-from titanlite.trainer import Trainer
 
 ROOT = Path(__file__).parents[2]
 STEPS, ROWS, LR, BETAS, DECAY, MAX_NORM = 20, 8, 2e-3, (0.9, 0.95), 0.1, 1.0
@@ -89,7 +90,7 @@ def test_twenty_steps_are_those_of_a_plain_loop(
     mesh: str,
     packing: str,
 ) -> None:
-    monkeypatch.setattr(titanlite.trainer, "_SAMPLE_TOKENS", 2)
+    monkeypatch.setattr(generate, "_SAMPLE_TOKENS", 2)
     model_folder, rows = model_and_rows
     degrees = Degrees() if mesh == "one" else meshes[mesh]
     job = checked(
@@ -103,11 +104,11 @@ def test_twenty_steps_are_those_of_a_plain_loop(
     )
 
     def rank_main() -> list[float]:
-        trainer = Trainer(job.job, job.model_config, job.degrees)
-        return [trainer.train_step(trainer.loader.micro_batches(step)).loss.item() for step in range(STEPS)]
+        trainer = assemble(job)
+        return [trainer.stepper.train_step(trainer.loader.micro_batches(step)).loss.item() for step in range(STEPS)]
 
     def global_batches() -> list[Batch]:
-        loader = Trainer(job.job, job.model_config, Degrees()).loader  # one process reads what all ranks read together
+        loader = assemble(replace(job, degrees=Degrees())).loader  # one process reads what all ranks read together
         found = []
         for step in range(STEPS):
             parts = loader.micro_batches(step)

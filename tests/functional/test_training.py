@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from traced_layers import TORCH_COMPILE_WARNINGS
 
 import titanlite.train_step
-import titanlite.trainer
+from titanlite.assemble import assemble
 from titanlite.base.errors import TrainingError
 from titanlite.config.parallelism import Degrees
 from titanlite.data.dataset import Batch
@@ -18,6 +18,7 @@ from titanlite.distributed import ParallelDims
 from titanlite.distributed.clip_grad import clip_grad_norm
 from titanlite.distributed.parallelize import parallelize
 from titanlite.distributed.replicated_grads import reduce_replicated_grads
+from titanlite.features.generate import generate
 from titanlite.materialize import materialize
 from titanlite.models.decoder import Decoder, build_decoder
 from titanlite.preflight import Checked
@@ -34,7 +35,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 def snapshot(trainer: Trainer) -> dict[str, torch.Tensor]:
     """This rank's weights, buffers and optimizer states, copied."""
     found = dict([*trainer.model.named_parameters(), *trainer.model.named_buffers()])
-    for i, state in enumerate(trainer.optimizer.state.values()):
+    for i, state in enumerate(trainer.stepper.optimizer.state.values()):
         found |= {f"state {i}.{key}": value for key, value in state.items()}
     return {name: local_of(tensor).clone() for name, tensor in found.items() if "tokens_per_expert" not in name}
 
@@ -55,7 +56,7 @@ def test_replicas_are_summed_once_a_step_however_many_micro_batches(run_ranks, c
         elements: list[int] = []
         overrides = [f"--training.local_batch_size={local_batch_size}", "--training.global_batch_size=16"]
         configuration = checked(degrees, *overrides)
-        trainer = Trainer(configuration.job, configuration.model_config, configuration.degrees)
+        trainer = assemble(configuration)
 
         def counted(tensor: torch.Tensor, **options: Any) -> None:
             elements.append(tensor.numel())
@@ -65,7 +66,7 @@ def test_replicas_are_summed_once_a_step_however_many_micro_batches(run_ranks, c
         for step in range(2):
             micro_batches = trainer.loader.micro_batches(step)
             elements.clear()
-            trainer.train_step(micro_batches)
+            trainer.stepper.train_step(micro_batches)
         left = [name for name, param in trainer.model.named_parameters() if param.grad is not None]
         return len(micro_batches), sum(elements), left
 
@@ -82,14 +83,14 @@ def test_balance_losses_weigh_the_same_whatever_part_of_the_tokens_has_labels(ru
         found = []
         for num_labels in (32, 4):
             configuration = checked(Degrees(dp_shard=2), "--moe.aux_loss_coeff=0.01")
-            trainer = Trainer(configuration.job, configuration.model_config, configuration.degrees)
+            trainer = assemble(configuration)
             batch = trainer.loader.micro_batches(0)[0]
             labels = batch.labels.clone()
             labels[:, num_labels:] = -100
             ids = torch.zeros_like(batch.document_ids)
             ids[:, 24:] = -1
             positions = torch.arange(32).expand_as(ids)
-            result = trainer.train_step([Batch(batch.tokens, labels, positions, ids)])
+            result = trainer.stepper.train_step([Batch(batch.tokens, labels, positions, ids)])
             found.append(result.aux_loss.item())
             trainer.metrics.close()
         return found
@@ -213,15 +214,15 @@ def test_step_with_a_non_finite_gradient_changes_nothing_on_any_rank(
     poison_step(monkeypatch, 2, value)
 
     def rank_main():
-        trainer = Trainer(job.job, job.model_config, job.degrees)
-        trainer.train_step(trainer.loader.micro_batches(0))
+        trainer = assemble(job)
+        trainer.stepper.train_step(trainer.loader.micro_batches(0))
         trainer.raise_if_not_finite()
         before = snapshot(trainer)
-        bad = trainer.train_step(trainer.loader.micro_batches(1))
+        bad = trainer.stepper.train_step(trainer.loader.micro_batches(1))
         changed = differing(before, snapshot(trainer))
-        trainer.train_step(trainer.loader.micro_batches(2))
+        trainer.stepper.train_step(trainer.loader.micro_batches(2))
         moved = differing(before, snapshot(trainer))
-        found = trainer.finite_guard.look()
+        found = trainer.stepper.finite_guard.look()
         return bad.grad_norm.isfinite().item(), changed, len(moved), len(before), (found.first_new, found.total)
 
     for finite, changed, num_moved, num_tensors, found in run_ranks(4, rank_main):
@@ -236,10 +237,10 @@ def test_training_stops_at_the_next_log_step_and_names_the_step(run_ranks, check
     poison_step(monkeypatch, 3, math.nan)
 
     def rank_main() -> tuple[int, str]:
-        trainer = Trainer(job.job, job.model_config, job.degrees)
+        trainer = assemble(job)
         with pytest.raises(TrainingError) as raised:
             trainer.train()
-        return trainer.step, str(raised.value), trainer.lr_scheduler.last_epoch
+        return trainer.step, str(raised.value), trainer.stepper.lr_scheduler.last_epoch
 
     (result,) = set(run_ranks(4, rank_main))
     assert result[2] == 4, "steps 1 and 4 log"
@@ -251,7 +252,7 @@ def test_absurd_learning_rate_ends_in_a_training_error(run_ranks, checked):
     job = checked(Degrees(), "--optimizer.lr=1e38", "--training.steps=9", "--checkpoint.enable=false")
 
     def rank_main() -> str:
-        trainer = Trainer(job.job, job.model_config, job.degrees)
+        trainer = assemble(job)
         with pytest.raises(TrainingError) as raised:
             trainer.train()
         return str(raised.value)
@@ -275,19 +276,19 @@ def test_evaluation_and_sampling_touch_neither_counts_nor_weights(run_ranks, che
     job = checked(meshes["TP2xEP2"], "--validation.enable=true", "--validation.steps=2")
 
     def rank_main():
-        trainer = Trainer(job.job, job.model_config, job.degrees)
+        trainer = assemble(job)
         batches = trainer.loader.micro_batches(0)
         trainer.model(*(getattr(batches[0], name) for name in ("tokens", "labels", "positions", "document_ids")))
-        trainer.balancer.accumulate()
-        before, counts = snapshot(trainer), trainer.balancer.counts.clone()
+        trainer.stepper.balancer.accumulate()
+        before, counts = snapshot(trainer), trainer.stepper.balancer.counts.clone()
         gates = [moe.gate.tokens_per_expert.clone() for moe in trainer.model.moe_layers().values()]
         losses = [trainer.validate()[0] for _ in range(2)]
-        titanlite.trainer.generate_sample(
+        generate.generate_sample(
             trainer.model, trainer.tokenizer, "def", max_new_tokens=2, device=trainer.device, dims=trainer.dims
         )
         gates_after = [moe.gate.tokens_per_expert for moe in trainer.model.moe_layers().values()]
         same_gates = all(torch.equal(a, b) for a, b in zip(gates, gates_after, strict=True))
-        same = same_gates and torch.equal(trainer.balancer.counts, counts)
+        same = same_gates and torch.equal(trainer.stepper.balancer.counts, counts)
         return losses, counts.sum().item(), same, differing(before, snapshot(trainer)), trainer.model.training
 
     results = run_ranks(4, rank_main)
@@ -311,8 +312,8 @@ def test_padding_is_neither_counted_nor_trained(run_ranks, checked, meshes, mesh
         return [Batch(tokens, labels, positions, documents)]
 
     def rank_main(filler: int):
-        trainer = Trainer(job.job, job.model_config, job.degrees)
-        result = trainer.train_step(padded(filler))
+        trainer = assemble(job)
+        result = trainer.stepper.train_step(padded(filler))
         return result.loss.item(), result.grad_norm.item(), result.tokens_per_expert.tolist()
 
     first, second = (run_ranks(degrees.world_size, rank_main, filler) for filler in (0, 200))

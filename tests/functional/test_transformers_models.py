@@ -18,7 +18,7 @@ from tiny_transformers import ALL_MODELS, VOCAB_SIZE, save_tiny, save_tiny_llava
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Replicate
 
-import titanlite.trainer
+from titanlite.assemble import assemble
 from titanlite.checkpoint.hf_model import save_hf_model
 from titanlite.checkpoint.pretrained import weights_of
 from titanlite.config import TransformersConfig, load_config
@@ -27,6 +27,7 @@ from titanlite.distributed import ParallelDims
 from titanlite.distributed.clip_grad import clip_grad_norm
 from titanlite.distributed.parallelize import parallelize
 from titanlite.distributed.replicated_grads import reduce_replicated_grads
+from titanlite.features.generate import generate
 from titanlite.features.transformers.build import build_transformers
 from titanlite.features.transformers.model import TransformersModel
 from titanlite.materialize import Compute, Plan, materialize
@@ -34,7 +35,6 @@ from titanlite.materialize.plan import clean_name
 from titanlite.materialize.sources import Read
 from titanlite.optim.expert_bias import ExpertBiasBalancer
 from titanlite.preflight import Checked, check
-from titanlite.trainer import Trainer
 
 
 @dataclass
@@ -374,7 +374,7 @@ def test_trainer_trains_saves_and_resumes(
     """`Trainer` on a model of transformers: a resumed run ends as the uninterrupted one, and transformers loads it."""
     from transformers import AutoModelForCausalLM
 
-    monkeypatch.setattr(titanlite.trainer, "_SAMPLE_TOKENS", 2)
+    monkeypatch.setattr(generate, "_SAMPLE_TOKENS", 2)
     shared = [
         "--model.implementation=transformers",
         "--training.steps=4",
@@ -387,7 +387,7 @@ def test_trainer_trains_saves_and_resumes(
     resumed = checked(degrees, *shared, f"--job.dump_folder={tmp_path / 'resumed'}")
 
     def train(job: Checked) -> str:
-        trainer = Trainer(job.job, job.model_config, job.degrees)
+        trainer = assemble(job)
         trainer.train()
         return type(trainer.model).__name__
 
@@ -410,7 +410,7 @@ def test_the_expert_load_of_a_run_is_that_of_the_native_model(
     run_ranks: Callable[..., list[Any]], checked: Callable[..., Checked], tmp_path: Path, monkeypatch: Any
 ) -> None:
     """With several micro-batches, recomputation, validation and evaluation on 4 ranks; in the files, too."""
-    monkeypatch.setattr(titanlite.trainer, "_SAMPLE_TOKENS", 2)
+    monkeypatch.setattr(generate, "_SAMPLE_TOKENS", 2)
     shared = [
         *("--training.steps=2", "--moe.expert_bias_update_rate=0", "--checkpoint.enable=false"),
         *("--validation.enable=true", "--validation.freq=1", "--validation.steps=2"),
@@ -428,7 +428,7 @@ def test_the_expert_load_of_a_run_is_that_of_the_native_model(
         job = checked(degrees, *shared, *overrides, f"--job.dump_folder={tmp_path / name}")
 
         def rank_main(job: Checked = job) -> None:
-            Trainer(job.job, job.model_config, job.degrees).train()
+            assemble(job).train()
 
         run_ranks(degrees.world_size, rank_main)
         lines = [
@@ -459,7 +459,7 @@ def test_a_file_of_chats_with_images_trains(
     from PIL import Image
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
-    monkeypatch.setattr(titanlite.trainer, "_SAMPLE_TOKENS", 2)
+    monkeypatch.setattr(generate, "_SAMPLE_TOKENS", 2)
     save_tiny_llava(tmp_path / "llava")
     chats = []
     for i, color in enumerate(["red", "blue"] * 4):
@@ -480,14 +480,16 @@ def test_a_file_of_chats_with_images_trains(
     )
 
     def rank_main() -> None:
-        trainer = Trainer(job.job, job.model_config, job.degrees)
+        trainer = assemble(job)
         validated, dataset = trainer.validate()[0], trainer.loader.dataset
         assert dataset.num_validation_sequences == 3, "which fill no batch of two ranks"
         trainer.model.eval()
         with torch.no_grad():
             rows = [dataset.batch([index]) for index in dataset.get_validation_indices(0, 3)]
-            loss = sum(trainer.objective(trainer.model, row).loss.item() for row in rows)
-        assert validated == pytest.approx(loss / sum(int(trainer.objective.count(row)) for row in rows), rel=1e-6)
+            loss = sum(trainer.stepper.objective(trainer.model, row).loss.item() for row in rows)
+        assert validated == pytest.approx(
+            loss / sum(int(trainer.stepper.objective.count(row)) for row in rows), rel=1e-6
+        )
         trainer.model.train()
         trainer.train()
 

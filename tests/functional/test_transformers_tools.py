@@ -11,9 +11,9 @@ from tiny_transformers import ALL_MODELS, save_tiny, save_tiny_llava
 
 from titanlite.__main__ import main
 from titanlite.distributed.replicated_grads import reduce_replicated_grads
-from titanlite.features.generate.cli import load_model
 from titanlite.features.generate.generate import generate
 from titanlite.features.tools.export import export_checkpoint
+from titanlite.features.tools.generate import load_model
 from titanlite.materialize.plan import clean_name
 from titanlite.models.families import any_model_config_from_hf
 

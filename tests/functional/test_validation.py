@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
+from titanlite.assemble import assemble
 from titanlite.config.parallelism import Degrees
-from titanlite.features.streams.mixture import get_sources
+from titanlite.data.dataset import get_sources
 from titanlite.materialize.layout import is_elsewhere
 from titanlite.ops import local_tensor
 from titanlite.preflight import Checked
@@ -25,7 +26,7 @@ TRANSFORMERS = ["--model.implementation=transformers", "--moe.expert_bias_update
 
 def build(job: Checked) -> Trainer:
     """A trainer, with weights that are not those it began with: DPO's loss would be the same for all pairs."""
-    trainer = Trainer(job.job, job.model_config, job.degrees)
+    trainer = assemble(job)
     for module in trainer.model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # the reference's forward left some layers gathered
@@ -65,8 +66,8 @@ def one_by_one(run_ranks: Callable[..., list[Any]], checked: Callable[..., Check
                     held_out = dataset.get_validation_indices(0, dataset.num_validation_sequences)
                     for index in held_out:
                         batch = dataset.batch([index])
-                        loss += share / len(held_out) * trainer.objective(trainer.model, batch).loss.item()
-                        units += share / len(held_out) * int(trainer.objective.count(batch))
+                        loss += share / len(held_out) * trainer.stepper.objective(trainer.model, batch).loss.item()
+                        units += share / len(held_out) * int(trainer.stepper.objective.count(batch))
             return loss / units
 
         return run_ranks(1, rank_main)[0]

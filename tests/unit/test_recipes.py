@@ -9,17 +9,16 @@ import pytest
 import torch
 from transformers import Qwen2_5_VLConfig
 
+from titanlite.assemble import build_model, shard
 from titanlite.config import assets, load_config
 from titanlite.distributed import ParallelDims
 from titanlite.distributed.fsdp import base_dtype
-from titanlite.distributed.parallelize import parallelize
 from titanlite.distributed.process_group import fake_ranks
 from titanlite.features.lora.layers import apply_lora
 from titanlite.features.lowbit.formats import BLOCK_FORMATS
 from titanlite.features.lowbit.weights import encode_weights
 from titanlite.materialize import build_plan
 from titanlite.materialize.layout import encoding_of, num_values
-from titanlite.models.build import build_model
 from titanlite.optim.parameters import count_parameters
 from titanlite.preflight import check
 
@@ -97,7 +96,7 @@ def test_recipe_is_planned_for_its_world_size(path, monkeypatch):
         if form in BLOCK_FORMATS:
             encode_weights(model, form)
         total, trained = count_parameters(model)
-        parallelize(model, checked.job, ParallelDims.build(checked.degrees, "cpu"), "cpu")
+        shard(model, checked.job, ParallelDims.build(checked.degrees, "cpu"), "cpu")
         plan = build_plan(model)
     # What this rank holds, all ranks hold together, but for what is not split: buffers and small replicated tensors.
     held = sum(entry.region.numel for entry in plan.entries if entry.info.kind == "parameter")

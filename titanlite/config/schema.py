@@ -497,8 +497,7 @@ class EvaluationSection:
     scorer: str = setting(
         "exact_match",
         "'exact_match': same text, white space at the ends aside; 'contains': the answer occurs in the text; or "
-        "'package.module:function', which is imported, takes (prediction, reference) and returns a number, higher is "
-        "better.",
+        "'package.module:function', imported; takes (prediction, reference), returns a number, higher is better.",
     )
 
 

@@ -45,6 +45,11 @@ class Batch:
         """What the model takes beside; see `ImageBatch`."""
         return {}
 
+    @property
+    def num_padding(self) -> int:
+        """Tokens that are padding, of batches without `document_ids`."""
+        return 0
+
     def to(self, device: torch.device | str) -> "Batch":
         """A copy of the batch on `device`; tensors that are already there are shared."""
         return Batch(**{field.name: copy_to(device, getattr(self, field.name)) for field in fields(self)})

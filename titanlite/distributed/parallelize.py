@@ -1,4 +1,4 @@
-"""The one order in which parallelism is applied: pp, cp, tp, ep, activation checkpointing and compile, fsdp."""
+"""The one order in which a pipeline stage is sharded: cp, tp, ep, activation checkpointing and compile, fsdp."""
 
 import inspect
 from typing import Any
@@ -10,10 +10,9 @@ from titanlite.config.schema import JobConfig
 from titanlite.distributed.activation_checkpoint import checkpoint_layers, checkpoint_operations
 from titanlite.distributed.context_parallel import apply_context_parallel
 from titanlite.distributed.expert_parallel import apply_expert_parallel
-from titanlite.distributed.fsdp import apply_fsdp, mixed_precision_dtypes
+from titanlite.distributed.fsdp import apply_fsdp
 from titanlite.distributed.parallel_dims import ParallelDims
 from titanlite.distributed.tensor_parallel import apply_tensor_parallel
-from titanlite.features.pipeline.schedule import apply_pipeline_parallel
 from titanlite.models.decoder import Decoder
 from titanlite.models.interface import Model
 from titanlite.ops.compiled import compile_function
@@ -27,13 +26,9 @@ def parallelize(model: Model, job: JobConfig, dims: ParallelDims, device_type: s
     """Shard `model` in place as the configuration says. The model is, and stays, on meta; no data is moved.
 
     Tensor and expert parallelism come before FSDP2, which splits the shards that they leave. Its hooks stay outside of
-    what `wrap_layers` does. Pipeline parallelism is first: modules that it leaves to other stages are never called,
-    whatever is hooked to them. Then context parallelism: tensor parallelism splits the pieces of sequences that it
-    leaves.
+    what `wrap_layers` does. Context parallelism is first: tensor parallelism splits the pieces of sequences that it
+    leaves. What other pipeline stages have must have left `model` already.
     """
-    if dims.degrees.pp > 1:
-        assert isinstance(model, Decoder), "pipeline parallelism of a model of transformers"
-        apply_pipeline_parallel(model, dims, mixed_precision_dtypes(job, device_type)[0])
     if dims.cp_group is not None:
         assert isinstance(model, Decoder), "context parallelism of a model of transformers"
         apply_context_parallel(model, dims.cp_group)

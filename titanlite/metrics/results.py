@@ -9,6 +9,42 @@ from titanlite.base.log import logger
 from titanlite.config import JobConfig
 
 
+@dataclass(frozen=True)
+class Example:
+    """One prompt, as people read it.
+
+    Attributes:
+        prompt, prediction, reference: texts.
+        score: what the scorer gave.
+    """
+
+    prompt: str
+    prediction: str
+    reference: str
+    score: float
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """What one evaluation found, the same on all ranks.
+
+    Attributes:
+        name: of the score: that of the scorer.
+        score: mean over the prompts.
+        ended: share of the texts that the model ended by itself.
+        num_prompts: how many.
+        seconds: how long it took.
+        examples: the first few.
+    """
+
+    name: str
+    score: float
+    ended: float
+    num_prompts: int
+    seconds: float
+    examples: list[Example]
+
+
 @dataclass
 class Series:
     """Results of one kind over a run.

@@ -13,7 +13,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from titanlite.base.log import logger
 from titanlite.config.model import ModelConfig
+from titanlite.config.schema import MoESection
 from titanlite.features.generate.kv_cache import KVCache, LayerCache
 from titanlite.materialize.layout import is_elsewhere
 from titanlite.materialize.sources import Alias, Source
@@ -22,6 +24,7 @@ from titanlite.models.interface import Model
 from titanlite.models.layers import Embedding, FeedForward, OutputHead, RMSNorm, RotaryEmbedding
 from titanlite.models.moe import ExpertCounter, Experts, MoE, TokenDispatcher
 from titanlite.ops.attention import AttentionBackend, AttentionMask, build_attention_mask
+from titanlite.ops.grouped_gemm import resolve_backend, triton_problem
 
 
 class LossSums(NamedTuple):
@@ -167,6 +170,29 @@ class Decoder(Model):
     def can_cache(self, device: torch.device) -> bool:
         """True: keys and values can be kept."""
         return True
+
+    def configure(
+        self, attention_backend: AttentionBackend, moe: MoESection, loss_chunk_tokens: int, device: torch.device
+    ) -> None:
+        if self.config.pad_token_id is not None:
+            logger.info(
+                "model: looking up token %d has no gradient, as in transformers: it is pad_token_id in config.json. "
+                "Remove it there to train that row.",
+                self.config.pad_token_id,
+            )
+        self.model.attention_backend = attention_backend
+        self.lm_head.chunk_tokens = loss_chunk_tokens
+        for layer in self.moe_layers().values():
+            layer.gate.aux_loss_coeff, layer.gate.z_loss_coeff = moe.aux_loss_coeff, moe.z_loss_coeff
+            layer.experts.grouped_gemm_backend = moe.grouped_gemm
+        if self.moe_layers():
+            backend = resolve_backend(moe.grouped_gemm, device, torch.float32)
+            logger.info("moe: grouped GEMM backend: %s", backend)
+            chosen = device.type == "cuda" and moe.grouped_gemm == "auto" and backend == "torch"
+            if chosen and (problem := triton_problem()) is not None:
+                logger.warning(
+                    "moe: %s titanlite's kernels are left out, which is slower. Install a newer torch.", problem
+                )
 
     def all_layers(self) -> list[nn.Module]:
         """The layers of all pipeline stages, in order; stand-ins for those of others."""

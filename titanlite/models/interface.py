@@ -7,6 +7,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from titanlite.config.schema import MoESection
+from titanlite.ops.attention import AttentionBackend
+
 
 class Model(nn.Module):
     """A causal language model that can be described on meta, sharded, and materialized.
@@ -24,6 +27,12 @@ class Model(nn.Module):
     config: Any
     checkpoint_format: Any = None
     splits_inside_experts = True
+
+    def configure(
+        self, attention_backend: AttentionBackend, moe: MoESection, loss_chunk_tokens: int, device: torch.device
+    ) -> None:
+        """Hand settings that are no sizes to the modules that use them on devices like `device`."""
+        raise NotImplementedError
 
     def all_layers(self) -> list[nn.Module]:
         """The repeated layers of all pipeline stages, in order."""

@@ -18,11 +18,11 @@ from titanlite.config.schema import DataSection, JobConfig
 from titanlite.data.build import _read_template
 from titanlite.data.corpus import build_text_corpus
 from titanlite.data.tokenizer import load_tokenizer
-from titanlite.features.generate.cli import _read_prompts
 from titanlite.features.images.rows import load_image, read_image_rows
 from titanlite.features.report.read import read_run
 from titanlite.features.sft.readers import READERS
 from titanlite.features.sft.rows import LocalRows
+from titanlite.features.tools.generate import _read_prompts
 from titanlite.metrics.run_folder import make_dump_folder
 from titanlite.models.families import any_model_config_from_hf
 

@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 from titanlite.base.errors import CheckpointError, PlanError
 from titanlite.checkpoint import ties
 from titanlite.checkpoint.pretrained import hf_checkpoint
-from titanlite.features.generate.cli import load_model
 from titanlite.features.tools import export as export_checkpoint
 from titanlite.features.tools import inspect as inspect_checkpoint
+from titanlite.features.tools.generate import load_model
 from titanlite.materialize import Init, ReadRequest, Region, build_plan, materialize
 from titanlite.materialize.sources import Read
 from titanlite.models.decoder import build_decoder

@@ -5,13 +5,13 @@ import pytest
 import torch
 from tiny_transformers import save_tiny_llava
 
+from titanlite.assemble import build_model
 from titanlite.config.model import ModelConfig
 from titanlite.config.schema import LoRASection, ModelSection, OptimizerSection
 from titanlite.features.estimate.tracker import StepRecorder
 from titanlite.features.lora.layers import apply_lora
 from titanlite.materialize import materialize
 from titanlite.metrics.flops import num_parameters, peak_flops, train_flops_per_token
-from titanlite.models.build import build_model
 from titanlite.models.decoder import build_decoder
 from titanlite.models.families import families, resolve_model_config
 from titanlite.optim.parameters import freeze_parameters

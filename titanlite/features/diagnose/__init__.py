@@ -3,8 +3,8 @@
 from titanlite.features.diagnose.compilation import explain_uncompiled
 from titanlite.features.diagnose.determinism import explain_refusal, make_deterministic
 from titanlite.features.diagnose.divergence import DivergenceCheck
-from titanlite.features.diagnose.nonfinite import diagnose, nonfinite_error, say_skipped
-from titanlite.features.diagnose.spike import SpikeDetector, report_spike
+from titanlite.features.diagnose.nonfinite import diagnose
+from titanlite.features.diagnose.spike import SpikeDetector
 
 __all__ = [
     "DivergenceCheck",
@@ -13,7 +13,4 @@ __all__ = [
     "explain_refusal",
     "explain_uncompiled",
     "make_deterministic",
-    "nonfinite_error",
-    "report_spike",
-    "say_skipped",
 ]

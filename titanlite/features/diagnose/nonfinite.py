@@ -56,6 +56,31 @@ class Diagnosis:
     text: str
     repeats: bool
 
+    def to_error(self, found: NonFiniteSteps, saved: str, samples: int) -> TrainingError:
+        """The error that ends a run after `found`; one that a new start may get past if the step does not repeat it.
+
+        `samples` of the data order lie before that step.
+        """
+        in_a_row = f"; it is the first of {found.in_a_row} in a row" if found.in_a_row > 1 else ""
+        start = (
+            f"training: the loss or gradient of step {found.first} is not finite{in_a_row}. {self.text} No such "
+            f"update was applied, so the weights are finite: those of step {found.first - 1}{saved}."
+        )
+        if not self.repeats:
+            return TransientError(f"{start} Start again from there; if it comes back, look for a faulty machine.")
+        return TrainingError(
+            f"{start} Lower optimizer.lr, raise lr_scheduler.warmup_steps, or look at that step's data: "
+            f"python -m titanlite data --config FILE --data.skip_to_sample={samples}."
+        )
+
+    def warn_skipped(self, found: NonFiniteSteps, step: int) -> None:
+        """Warn of the steps that `training.on_nonfinite` = "skip" has left out, on rank 0."""
+        text = f"the loss or gradient of step {found.first_new} is not finite; it was skipped ({found.total} so far)."
+        text += f" {self.text}"
+        if dist.get_rank() == 0:
+            logger.warning("training: %s", text)
+        record_event("skip", text, step)
+
 
 def diagnose(
     model: nn.Module,
@@ -100,33 +125,6 @@ def diagnose(
                 mine.grads = (number, bad) if bad else None
             model.zero_grad()
     return _describe(gather_objects(mine))
-
-
-def nonfinite_error(found: NonFiniteSteps, diagnosis: Diagnosis, saved: str, samples: int) -> TrainingError:
-    """The error that ends a run after `found`; one that a new start may get past if the step does not repeat it.
-
-    `samples` of the data order lie before that step.
-    """
-    in_a_row = f"; it is the first of {found.in_a_row} in a row" if found.in_a_row > 1 else ""
-    start = (
-        f"training: the loss or gradient of step {found.first} is not finite{in_a_row}. {diagnosis.text} No such "
-        f"update was applied, so the weights are finite: those of step {found.first - 1}{saved}."
-    )
-    if not diagnosis.repeats:
-        return TransientError(f"{start} Start again from there; if it comes back, look for a faulty machine.")
-    return TrainingError(
-        f"{start} Lower optimizer.lr, raise lr_scheduler.warmup_steps, or look at that step's data: "
-        f"python -m titanlite data --config FILE --data.skip_to_sample={samples}."
-    )
-
-
-def say_skipped(found: NonFiniteSteps, diagnosis: Diagnosis | None, step: int) -> None:
-    """Warn of the steps that `training.on_nonfinite` = "skip" has left out, on rank 0."""
-    text = f"the loss or gradient of step {found.first_new} is not finite; it was skipped ({found.total} so far)."
-    text += f" {diagnosis.text}" if diagnosis is not None else ""
-    if dist.get_rank() == 0:
-        logger.warning("training: %s", text)
-    record_event("skip", text, step)
 
 
 def _describe(gathered: Sequence[_Found]) -> Diagnosis:

@@ -46,13 +46,22 @@ class SpikeDetector:
     """Compares each loss with the median of the last `spike.window` ones, in units of their median absolute deviation.
 
     Neither median nor deviation is moved by single large losses, as a mean would be. Nothing is a spike before half a
-    window (at least 8 losses) is known; a resumed run fills its window again.
+    window (at least 8 losses) is known; a resumed run fills its window again. `folder` has the run's checkpoints.
     """
 
-    def __init__(self, section: SpikeSection) -> None:
+    def __init__(self, section: SpikeSection, folder: Path) -> None:
+        self._folder = folder
         self._enabled, self._threshold = section.enable, section.threshold
         self._losses: deque[float] = deque(maxlen=section.window)
         self._needed = max(_MIN_HISTORY, section.window // 2)
+
+    def watch(self, last_step: int, losses: Sequence[float], samples: int) -> None:
+        """Take the losses of the steps up to `last_step`, and warn of a spike among them.
+
+        `samples` of the data order lie before the next step.
+        """
+        if spike := self.add(last_step, losses):
+            report_spike(spike, self._folder, last_step, samples)
 
     def add(self, last_step: int, losses: Sequence[float]) -> Spike | None:
         """Take the losses of the steps up to `last_step`; the first spike among them, or None.

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from titanlite.base.log import logger
 from titanlite.data.dataset import Batch
 from titanlite.models.interface import Model
-from titanlite.objectives.objective import ObjectiveSums
+from titanlite.objective import ObjectiveSums
 
 
 class Reference(Protocol):

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from titanlite.assemble import build_model, build_on_meta
 from titanlite.base.errors import ConfigError, TitanliteError
 from titanlite.base.log import logger
 from titanlite.checkpoint.pretrained import weights_of
@@ -38,11 +39,9 @@ from titanlite.features.estimate.sweep import sweep
 from titanlite.features.record.plan_file import RunPlan, build_run_plan
 from titanlite.materialize import SourceProvider, build_plan
 from titanlite.metrics.out_of_memory import describe_remedies
-from titanlite.models.build import build_model
 from titanlite.models.families import resolve_model_config
 from titanlite.optim.parameters import muon_matrices
 from titanlite.preflight import Checked, check
-from titanlite.run_setup import build_on_meta
 
 _GIBI = 2**30
 _CUDA = torch.device("cuda")

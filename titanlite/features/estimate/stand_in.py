@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from titanlite.assemble import build_on_meta, build_schedule
 from titanlite.config import AnyModelConfig, JobConfig
 from titanlite.config.parallelism import Degrees
 from titanlite.data.dataset import Batch
@@ -29,11 +30,10 @@ from titanlite.materialize import Plan, build_plan
 from titanlite.materialize.execute import exchange, sharded_like
 from titanlite.materialize.layout import is_elsewhere
 from titanlite.models.interface import Model
-from titanlite.objectives.objective import NextToken
+from titanlite.objective import NextToken
 from titanlite.ops import grouped_gemm
 from titanlite.ops.planned import plan_for_device
 from titanlite.optim.optimizer import build_optimizer, step_if_finite
-from titanlite.run_setup import build_on_meta
 from titanlite.train_step import TrainStep
 
 DeviceType = Literal["cuda", "cpu"]
@@ -57,6 +57,7 @@ class StandInTrainer(TrainStep):
                 model,
                 build_optimizer(model, job.optimizer, all_to_all_single, dims.stage_group),
                 _build_objective(job),
+                build_schedule(dims),
             )
             with fixed_scalars():
                 self._make_optimizer_states()

@@ -7,7 +7,6 @@ import importlib
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, SupportsFloat
 
 import torch
@@ -24,45 +23,10 @@ from titanlite.distributed import ParallelDims
 from titanlite.distributed.collectives import all_reduce_sum
 from titanlite.features.generate.generate import generate, get_end_of_turn_ids, get_eos_token_ids
 from titanlite.features.generate.prompts import EvaluationPrompt, evaluation_prompts, read_evaluation_prompts
+from titanlite.metrics.results import EvaluationResult, Example
 
 Scorer = Callable[[str, str], float]
 _EXAMPLES = 2
-
-
-@dataclass(frozen=True)
-class Example:
-    """One prompt, as people read it.
-
-    Attributes:
-        prompt, prediction, reference: texts.
-        score: what the scorer gave.
-    """
-
-    prompt: str
-    prediction: str
-    reference: str
-    score: float
-
-
-@dataclass(frozen=True)
-class EvaluationResult:
-    """What one evaluation found, the same on all ranks.
-
-    Attributes:
-        name: of the score: that of the scorer.
-        score: mean over the prompts.
-        ended: share of the texts that the model ended by itself.
-        num_prompts: how many.
-        seconds: how long it took.
-        examples: the first few.
-    """
-
-    name: str
-    score: float
-    ended: float
-    num_prompts: int
-    seconds: float
-    examples: list[Example]
 
 
 def exact_match(prediction: str, reference: str) -> float:

@@ -26,12 +26,15 @@ from titanlite.base.agree import gather_objects
 from titanlite.base.errors import CheckpointError, ConfigError, raise_problems
 from titanlite.base.log import logger
 from titanlite.checkpoint.folder import read_json
+from titanlite.config import JobConfig
 from titanlite.data.dataset import TrainDataset
 from titanlite.distributed import ParallelDims
 from titanlite.distributed.collectives import all_reduce_sum
 from titanlite.features.generate.sampling import choose_tokens
 from titanlite.features.streams.mixture import get_stop_token_ids
 from titanlite.features.transformers.model import TransformersModel
+
+_SAMPLE_TOKENS = 48
 
 
 @runtime_checkable
@@ -334,3 +337,15 @@ def generate_sample(
         sampling=Sampling(temperature=0.7, top_k=40),
     )
     return tokenizer.decode(ids + continuation.tokens)
+
+
+def log_sample(job: JobConfig, model: nn.Module, tokenizer: Any, device: torch.device, dims: ParallelDims) -> None:
+    """Log a sample of a model of plain text; what a fine-tuned model can do, evaluations show.
+
+    Collectives: as in `generate`; every rank must call.
+    """
+    if job.data.dataset not in ("stdlib", "text"):
+        return
+    prompt = "def __init__(self" if job.data.dataset == "stdlib" else "The"
+    sample = generate_sample(model, tokenizer, prompt, max_new_tokens=_SAMPLE_TOKENS, device=device, dims=dims)
+    logger.info("sample (temperature 0.7):\n\n    %s\n", sample.replace("\n", "\n    "))

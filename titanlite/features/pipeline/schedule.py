@@ -17,10 +17,10 @@ Shapes: B batch, S sequence, s = S / (cp * tp) positions of a rank, D hidden.
 """
 
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,7 @@ from titanlite.config import AnyModelConfig
 from titanlite.config.parallelism import Degrees
 from titanlite.data.loader import TrainLoader
 from titanlite.distributed.parallel_dims import ParallelDims
+from titanlite.distributed.schedule import Schedule, Turn
 from titanlite.features.pipeline.remote import BetweenChunks, Elsewhere, ElsewhereLayer
 from titanlite.materialize.layout import set_sharing_group
 from titanlite.models.decoder import Decoder, LossSums
@@ -43,15 +44,21 @@ MOST_SENT = 2
 _MOST_DIMS = 3  # of logits
 _CHUNKS = "chunk_attributes"
 
-Phase = Literal["forward", "backward"]
 
+class PipelineSchedule(Schedule):
+    """The schedule of a pipeline stage: `order_turns` and `order_forwards`."""
 
-class Turn(NamedTuple):
-    """What a stage does next: the forward or backward of one of its chunks, for one micro-batch."""
+    def __init__(self, dims: ParallelDims) -> None:
+        self._degrees, self._stage, self.group_size = dims.degrees, dims.stage, dims.degrees.pp
 
-    phase: Phase
-    micro_batch: int
-    chunk: int
+    def turns(self, num_micro_batches: int) -> Iterable[Turn]:
+        return order_turns(num_micro_batches, self._degrees, self._stage)
+
+    def forwards(self, num_micro_batches: int) -> Iterable[tuple[int, int]]:
+        return order_forwards(num_micro_batches, self._degrees)
+
+    def chunk(self, model: nn.Module, chunk: int) -> AbstractContextManager[None]:
+        return only_chunk(model, chunk)
 
 
 def order_turns(num_micro_batches: int, degrees: Degrees, stage: int) -> Iterator[Turn]:

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
+from titanlite.assemble import build_model
 from titanlite.base.errors import CheckpointError, TitanliteError, raise_problems
 from titanlite.base.log import logger, setup_logger
 from titanlite.checkpoint.commit import MANIFEST_FILE, check_folder, hidden_folder
@@ -36,7 +37,6 @@ from titanlite.features.transformers.checkpoint import saved_entries, stored_for
 from titanlite.features.transformers.model import TransformersModel
 from titanlite.materialize import Plan, ReadRequest, Region, TensorEntry, build_plan
 from titanlite.materialize.sources import Read
-from titanlite.models.build import build_model
 from titanlite.models.families import any_model_config_from_hf, family_of
 from titanlite.models.interface import Model
 

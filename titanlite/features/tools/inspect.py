@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
 
+from titanlite.assemble import build_model, shard
 from titanlite.base.errors import CheckpointError, ConfigError, TitanliteError
 from titanlite.base.tables import fold_names, format_count, format_size, format_table, texts_between_numbers
 from titanlite.checkpoint import Progress
@@ -17,12 +18,10 @@ from titanlite.checkpoint.pretrained import weights_of
 from titanlite.checkpoint.train_state import STATE_FILE
 from titanlite.config import load_config
 from titanlite.distributed import ParallelDims
-from titanlite.distributed.parallelize import parallelize
 from titanlite.distributed.process_group import fake_ranks
 from titanlite.features.lora.adapter import read_adapter
 from titanlite.materialize import TensorEntry, build_plan
 from titanlite.materialize.sources import Read
-from titanlite.models.build import build_model
 from titanlite.models.families import any_model_config_from_hf
 from titanlite.preflight import check
 
@@ -171,7 +170,7 @@ def show_reads(folder: Path, overrides: Sequence[str], world_size: int) -> None:
     for first in range(0, world_size, degrees.stage_size):  # each pipeline stage has tensors of its own
         with fake_ranks(world_size, first):
             model, dims = build_model(checked.model_config), ParallelDims.build(degrees, "cpu")
-            parallelize(model, checked.job, dims, "cpu")
+            shard(model, checked.job, dims, "cpu")
             plan = build_plan(model, sources)
             entries, reads = plan.entries, PlannedReads(plan)
             found += [reads.of_rank(first + rank) for rank in range(degrees.stage_size)]

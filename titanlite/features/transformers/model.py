@@ -18,7 +18,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.base.errors import ConfigError, raise_problems
+from titanlite.base.log import logger
 from titanlite.config.model import TransformersConfig
+from titanlite.config.schema import MoESection
 from titanlite.features.transformers.cache import TransformersCache
 from titanlite.features.transformers.expert_counts import TransformersExpertCounter, build_counters
 from titanlite.features.transformers.experts import (
@@ -38,6 +40,7 @@ from titanlite.models.decoder import LossSums
 from titanlite.models.interface import Model
 from titanlite.models.moe import is_routed
 from titanlite.ops import IGNORE_INDEX, linear_cross_entropy, local_tensor
+from titanlite.ops.attention import AttentionBackend
 
 _PROBE_TOKENS = 6
 _FLAG = "tie_word_embeddings"
@@ -307,6 +310,16 @@ class TransformersModel(Model):
     def embedding_and_head(self) -> tuple[nn.Module | None, nn.Module | None]:
         inner = self._transformers_model
         return inner.get_input_embeddings(), inner.get_output_embeddings()
+
+    def configure(
+        self, attention_backend: AttentionBackend, moe: MoESection, loss_chunk_tokens: int, device: torch.device
+    ) -> None:
+        self.loss_chunk_tokens = loss_chunk_tokens
+        if self.config.num_experts or any(is_routed(name) for name, _ in self.named_parameters()):
+            told = "its expert load is logged" if self.counters else self.why_not_counted()
+            logger.info(
+                "moe: transformers' %s routes by itself: no balancing is added; %s", self.config.architecture, told
+            )
 
     def split_experts(self) -> list[nn.Module]:
         """The modules of experts; their parameters must have one slice per expert."""

@@ -2,6 +2,7 @@
 
 import math
 import random
+from pathlib import Path
 
 import pytest
 
@@ -15,7 +16,7 @@ def noisy(count: int, level: float = 3.0, noise: float = 0.05, seed: int = 0) ->
 
 
 def detector(**settings: object) -> SpikeDetector:
-    return SpikeDetector(SpikeSection(**{"enable": True, "window": 20, **settings}))  # type: ignore[arg-type]
+    return SpikeDetector(SpikeSection(**{"enable": True, "window": 20, **settings}), Path())  # type: ignore[arg-type]
 
 
 def test_first_outlier_of_a_window_is_found_with_its_step_and_score():
@@ -47,7 +48,7 @@ def test_a_loss_that_hardly_moves_has_no_spikes_in_its_last_digits():
 def test_nothing_is_a_spike_before_half_a_window_is_known_or_when_off():
     assert detector().add(9, [*noisy(8), 50.0]) is None
     assert detector().add(11, [*noisy(10), 50.0]) is not None
-    assert SpikeDetector(SpikeSection()).add(100, [*noisy(99), 50.0]) is None
+    assert SpikeDetector(SpikeSection(), Path()).add(100, [*noisy(99), 50.0]) is None
 
 
 def test_one_outlier_does_not_move_what_the_next_is_compared_with():

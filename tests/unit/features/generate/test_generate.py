@@ -10,8 +10,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from titanlite.base.errors import CheckpointError, ConfigError
-from titanlite.features.generate import cli as generate_text
 from titanlite.features.generate.generate import Sampling, generate, get_end_of_turn_ids, get_eos_token_ids
+from titanlite.features.tools import generate as generate_text
 
 CPU = torch.device("cpu")
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -13,13 +13,13 @@ from tiny_transformers import save_tiny_processor
 
 from titanlite.base.errors import DataError
 from titanlite.data.tokenizer import load_tokenizer
-from titanlite.features.generate.cli import _encode
 from titanlite.features.generate.generate import get_end_of_turn_ids
 from titanlite.features.images.rows import ImageDataset, ImageRow, load_processor
 from titanlite.features.sft import row_limits
 from titanlite.features.sft.encode import ExampleEncoder
 from titanlite.features.sft.readers import RowError
 from titanlite.features.sft.row_limits import check_template, render_chat, run_row
+from titanlite.features.tools.generate import _encode
 
 RANGES = "".join(f"{{% for i{n} in range(99999) %}}" for n in range(3))
 ENDS = "{% endfor %}" * 3

@@ -23,7 +23,6 @@ from titanlite.materialize import materialize
 from titanlite.models.decoder import Decoder
 from titanlite.models.families import family_of
 from titanlite.optim.expert_bias import ExpertBiasBalancer
-from titanlite.run_setup import configure
 
 # Packed documents and padding at the ends of rows.
 DOCUMENTS = torch.tensor([[0] * 9 + [1] * 7 + [-1] * 4, [0] * 18 + [-1] * 2])
@@ -195,7 +194,7 @@ def llama4() -> Any:
 def test_a_model_that_cannot_be_counted_says_so(config: Any, said: str, caplog: Any) -> None:
     model = build_transformers(transformers_config(config().to_dict(), "test"))
     with caplog.at_level(logging.INFO):
-        configure(model, JobConfig(), torch.device("cpu"))
+        model.configure("sdpa", JobConfig().moe, 1024, torch.device("cpu"))
     assert said in caplog.text
     materialize(model, "cpu")
     balancer = ExpertBiasBalancer(model, 0.0, one_rank)

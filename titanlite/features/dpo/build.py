@@ -1,4 +1,4 @@
-"""From configuration to objective."""
+"""From configuration to the objective of preference pairs."""
 
 from pathlib import Path
 
@@ -6,11 +6,10 @@ from titanlite.base.errors import DataError
 from titanlite.config import JobConfig
 from titanlite.features.dpo.objective import DPO
 from titanlite.features.dpo.reference import AdaptersOff, CachedReference, describe_weights
-from titanlite.objectives.objective import NextToken, Objective
 
 
-def build_objective(job: JobConfig, form: str) -> Objective:
-    """The objective that `training.objective` names, for rows of `form`; call its `prepare` before it is used.
+def build_dpo(job: JobConfig, form: str) -> DPO | None:
+    """Build the objective for rows of `form` if `training.objective` is "dpo"; None if not.
 
     Raises:
         DataError: pairs would be trained token by token, both sides alike, or there are no pairs to compare.
@@ -27,7 +26,7 @@ def build_objective(job: JobConfig, form: str) -> Objective:
             'themselves, with data.format = "preference".'
         )
     if job.training.objective == "next_token":
-        return NextToken()
+        return None
     section = job.dpo
     # Adapters that were trained before belong to the model that training begins with.
     fresh_adapters = job.lora.rank > 0 and not job.lora.init_from

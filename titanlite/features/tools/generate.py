@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from titanlite.assemble import build_model
 from titanlite.base.agree import on_first_rank
 from titanlite.base.errors import ConfigError, DataError, TitanliteError, raise_problems
 from titanlite.base.files import parse_json, read_regular
@@ -44,7 +45,6 @@ from titanlite.features.sft.readers import RowError
 from titanlite.features.sft.row_limits import run_row
 from titanlite.materialize import materialize
 from titanlite.metrics.out_of_memory import is_out_of_memory
-from titanlite.models.build import build_model
 from titanlite.models.families import any_model_config_from_hf
 from titanlite.models.interface import Model
 from titanlite.ops.attention import leave_out_cudnn

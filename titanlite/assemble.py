@@ -1,0 +1,253 @@
+"""The build order, and the only file that knows all features: from a checked configuration to a trainer.
+
+config -> mesh -> data -> model (meta) -> transforms (meta) -> parallelize (meta) -> plan -> allocate -> fill -> verify
+-> optimizer -> state -> trainer
+"""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from titanlite.base.errors import ConfigError
+from titanlite.base.log import logger
+from titanlite.checkpoint.commit import step_folder
+from titanlite.checkpoint.description import check_data_order, check_resumed_model, check_saved_tokenizer
+from titanlite.checkpoint.hf_model import check_layout
+from titanlite.checkpoint.manager import Checkpointer
+from titanlite.checkpoint.space import check_space
+from titanlite.config import AnyModelConfig, JobConfig, TransformersConfig
+from titanlite.config.schema import BLOCK_SIZES
+from titanlite.data.build import build_data
+from titanlite.data.loader import TrainLoader
+from titanlite.data.run_length import describe_sources, resolve_steps
+from titanlite.data.tokenizer import check_vocabulary, count_ids
+from titanlite.distributed import ParallelDims
+from titanlite.distributed.collectives import all_reduce_sum, all_to_all_single
+from titanlite.distributed.device import check_device, warn_of_large_mask
+from titanlite.distributed.fsdp import base_dtype, mixed_precision_dtypes
+from titanlite.distributed.parallelize import parallelize
+from titanlite.distributed.process_group import init_distributed
+from titanlite.distributed.schedule import Schedule
+from titanlite.features.diagnose import (
+    DivergenceCheck,
+    SpikeDetector,
+    diagnose,
+    explain_refusal,
+    explain_uncompiled,
+    make_deterministic,
+)
+from titanlite.features.dpo.build import build_dpo
+from titanlite.features.dpo.objective import turn_off_dropout
+from titanlite.features.generate.evaluate import build_evaluator
+from titanlite.features.generate.generate import get_end_of_turn_ids, log_sample
+from titanlite.features.lora.adapter import warn_of_changed_base
+from titanlite.features.lora.layers import apply_lora
+from titanlite.features.lowbit.weights import encode_weights
+from titanlite.features.pipeline.schedule import PipelineSchedule, apply_pipeline_parallel, describe_pipeline
+from titanlite.features.record.environment import save_environment
+from titanlite.features.record.hub import push_to_hub
+from titanlite.features.record.model_card import render_model_card
+from titanlite.features.record.plan_file import save_run_plan
+from titanlite.features.sft.chat_template import resolve_chat_date
+from titanlite.features.transformers.build import build_transformers
+from titanlite.launch import heartbeat
+from titanlite.launch.machines import check_same_settings, check_shared_folder, waiting_for_machines
+from titanlite.materialize import Plan, SourceProvider, materialize
+from titanlite.metrics import record_event, start_memory_history
+from titanlite.metrics.flops import train_flops_per_token
+from titanlite.metrics.logger import MetricsLogger
+from titanlite.metrics.results import Results
+from titanlite.metrics.run_folder import hold_folders, make_dump_folder, record_start
+from titanlite.models.decoder import Decoder, build_decoder
+from titanlite.models.interface import Model
+from titanlite.objective import NextToken, Objective
+from titanlite.optim.expert_bias import warn_of_ignored_balancing
+from titanlite.optim.optimizer import build_optimizer
+from titanlite.optim.parameters import count_parameters, freeze_parameters, muon_matrices
+from titanlite.preflight import Checked
+from titanlite.train_step import TrainStep
+from titanlite.trainer import Trainer
+
+
+def assemble(checked: Checked) -> Trainer:
+    """Build everything that training needs, and load what it goes on from.
+
+    Raises:
+        TitanliteError: on all ranks; something cannot be built, read or saved as the configuration says.
+
+    Collective: every rank must call.
+    """
+    job, model_config, degrees = checked.job, checked.model_config, checked.degrees
+    folder = Path(job.job.dump_folder)
+    heartbeat.beat("loading", 0)
+    make_deterministic(job)
+    device = init_distributed(job.comm.timeout_seconds, folder)
+    check_same_settings(job)
+    locks = hold_folders(job, folder)  # before anything there is read or cleaned
+    check_device(job, device)
+    start_memory_history(job, device)
+    dims = ParallelDims.build(degrees, device.type)
+    logger.info("mesh: %s, %d ranks on %s", degrees, degrees.world_size, device.type)
+
+    job = resolve_chat_date(job)
+    with waiting_for_machines():  # each rank reads files by itself: no collective in here
+        job, tokenizer, loader = _read_data(job, model_config, dims)
+        warn_of_ignored_balancing(job, model_config)
+        warn_of_large_mask(job, model_config, device)
+        warn_of_changed_base(job, model_config)
+    changes = make_dump_folder(job, folder)
+    check_shared_folder(folder)
+
+    checkpointer = Checkpointer(job, folder, record_event, all_reduce_sum)  # finds what to resume, if anything
+    start = checkpointer.start
+    step = 0 if start is None else start.step
+    if start is not None:
+        check_resumed_model(model_config, step_folder(checkpointer.folder, step))
+    check_saved_tokenizer(job, model_config, tokenizer, loader, start is None and not job.checkpoint.initial_load_path)
+    heartbeat.beat("loading", step)
+
+    torch.manual_seed(job.training.seed + dims.dropout_rank)  # ranks with other tokens drop other elements
+    model = build_on_meta(job, model_config, dims, device)
+    ends = [] if loader.dataset.form == "text" else get_end_of_turn_ids(tokenizer, loader.dataset)
+    checkpointer.prepare(model, tokenizer, ends)
+    plan = fill(job, model, checkpointer.weight_sources(model), device)
+    check_layout(job, plan)
+    optimizer = build_optimizer(model, job.optimizer, all_to_all_single, dims.stage_group)
+    checkpointer.load_state(plan, optimizer, device)
+    objective = build_objective(job, loader.dataset.form)
+    stepper = TrainStep(job, dims, device, model, optimizer, objective, build_schedule(dims), step)
+    if start is not None:
+        loader.start_from(step, start.samples, max(job.data.skip_to_sample, start.skip_to), start.taken)
+        check_data_order(start, loader)
+    else:
+        loader.start_from(0, 0, job.data.skip_to_sample)
+    describe_sources(job, loader, step)
+
+    total, trained = count_parameters(model)
+    logger.info(
+        "model: %s, %.1f M parameters%s, %.1f MiB of weights on this rank",
+        *(model_config.family, total / 1e6, "" if trained == total else f", {trained / 1e6:.3f} M of them trained"),
+        plan.local_bytes / 2**20,
+    )
+    trainer = Trainer(
+        job=job,
+        dims=dims,
+        device=device,
+        dump_folder=folder,
+        locks=locks,
+        tokenizer=tokenizer,
+        loader=loader,
+        checkpointer=checkpointer,
+        plan=plan,
+        stepper=stepper,
+        results=Results(job, None if start is None else start.results),
+        evaluator=build_evaluator(job, loader.dataset, tokenizer, model_config, dims, device),
+        divergence=DivergenceCheck(job, plan, optimizer, dims, step),
+        spikes=SpikeDetector(job.spike, checkpointer.folder),
+        diagnose=partial(diagnose, model, whole_layers=job.compile.enable, stage=dims.stage),
+        metrics=MetricsLogger(
+            job,
+            folder,
+            train_flops_per_token(model.config, job.training.seq_len, model),
+            degrees.world_size,
+            device,
+            start_step=step,
+            moe_layers=model.moe_layer_numbers(),
+            stage_size=degrees.stage_size,
+        ),
+        render_card=partial(render_model_card, job, family=model_config.family, num_parameters=total),
+        log_sample=partial(log_sample, job, model, tokenizer, device, dims),
+        push_to_hub=push_to_hub,
+    )
+    matrices = muon_matrices(model, job.optimizer)
+    save_run_plan(plan, matrices, folder)
+    check_space(job, plan, matrices, checkpointer.folder, step)
+    facts = {"model": model_config.family, "parameters": total, "trained": trained, "mesh": str(degrees)}
+    trainer.metrics.log_environment(save_environment(folder, device, facts))
+    where = f"{degrees.world_size} ranks on {device.type}, {degrees}"
+    record_start(folder, step, where, resumed=start is not None, changes=changes)
+
+    def initial_model() -> Model:
+        if step == 0:
+            return model
+        initial = build_on_meta(job, model.config, dims, device)
+        fill(job, initial, checkpointer.initial_sources(initial), device)
+        return initial
+
+    objective.prepare(loader.coming_batches(step, job), initial_model, device)
+    return trainer
+
+
+def _read_data(job: JobConfig, model_config: AnyModelConfig, dims: ParallelDims) -> tuple[JobConfig, Any, TrainLoader]:
+    """The job with its number of steps, the tokenizer, and the batches of this rank."""
+    tokenizer, loader = build_data(job, dims.dp_rank, dims.degrees.dp)
+    job = resolve_steps(job, loader)
+    describe_pipeline(loader, model_config, dims.degrees)
+    check_vocabulary(job, loader.dataset.vocab_size, count_ids(tokenizer), model_config)
+    return job, tokenizer, loader
+
+
+def build_model(config: AnyModelConfig, dtype: torch.dtype = torch.float32) -> Model:
+    """Describe the model on the meta device: the native decoder, or the class of transformers that stands in for it.
+
+    Raises:
+        ConfigError: transformers cannot build it.
+    """
+    if isinstance(config, TransformersConfig):
+        logger.info("model: transformers' %s, because: %s", config.architecture, config.why)
+        return build_transformers(config, dtype)
+    return build_decoder(config, dtype)
+
+
+def build_on_meta(job: JobConfig, model_config: AnyModelConfig, dims: ParallelDims, device: torch.device) -> Model:
+    """Describe the model as it will be trained on devices like `device`: sharded, without memory; no communication.
+
+    Raises:
+        ConfigError: patterns that name nothing, or transformers cannot build the model. The same on all ranks.
+    """
+    model = build_model(model_config, base_dtype(job, device.type))
+    apply_lora(model, job.lora, getattr(torch, job.training.dtype))
+    if job.lora.base_dtype in BLOCK_SIZES:
+        encode_weights(model, job.lora.base_dtype)
+    freeze_parameters(model, job.optimizer)
+    if job.training.objective == "dpo":
+        turn_off_dropout(model)
+    model.configure(job.model.attention_backend, job.moe, job.training.loss_chunk_tokens, device)
+    shard(model, job, dims, device.type)
+    return model
+
+
+def shard(model: Model, job: JobConfig, dims: ParallelDims, device_type: str) -> None:
+    """Shard `model`, on meta, in place: first over pipeline stages, then as `parallelize`."""
+    if dims.degrees.pp > 1:  # first: what it leaves to other stages is never called, whatever is hooked to it
+        assert isinstance(model, Decoder), "pipeline parallelism of a model of transformers"
+        apply_pipeline_parallel(model, dims, mixed_precision_dtypes(job, device_type)[0])
+    parallelize(model, job, dims, device_type)
+
+
+def fill(job: JobConfig, model: Model, sources: list[SourceProvider], device: torch.device) -> Plan:
+    """Give the sharded `model` its values, every tensor once. Collective: every rank must call."""
+    where = torch.device("cpu") if job.training.enable_cpu_offload else device
+    return materialize(model, where, sources, seed=job.training.seed, buffer_device=device)
+
+
+def build_objective(job: JobConfig, form: str) -> Objective:
+    """Build the objective that `training.objective` names, for rows of `form`; call its `prepare` before it is used.
+
+    Raises:
+        DataError: pairs would be trained token by token, both sides alike, or there are no pairs to compare.
+    """
+    dpo = build_dpo(job, form)  # refuses the wrong rows
+    return NextToken() if dpo is None else dpo
+
+
+def build_schedule(dims: ParallelDims) -> Schedule:
+    """Build the order of forwards and backwards of this rank."""
+    return PipelineSchedule(dims) if dims.degrees.pp > 1 else Schedule()
+
+
+def explain(error: BaseException) -> ConfigError | None:
+    """Turn what torch raises because of a setting into an error that names it; None for other errors."""
+    return explain_refusal(error) or explain_uncompiled(error)
