@@ -126,7 +126,7 @@ def test_streams_and_mixtures(validate, one_by_one, examples, tmp_path: Path, mi
         rows = [{"prompt": f"{name} {i}", "completion": " one and two" * (1 + i % 5)} for i in range(count)]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     stream = [f"path={tmp_path}/more.jsonl", "streaming=true", f"validation_path={tmp_path}/held_out.jsonl"]
-    data = [*examples, "--data.packing=false"]
+    data = [*examples, f"--data.packing={str(mixed).lower()}"]
     if mixed:
         data += ["--data.path=", f"--data.sources.chats.path={chats}", "--data.sources.chats.weight=2"]
         data += ["--data.sources.more.weight=3", *(f"--data.sources.more.{setting}" for setting in stream)]
