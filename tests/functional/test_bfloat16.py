@@ -10,6 +10,7 @@ from titanlite.distributed.replicated_grads import reduce_replicated_grads
 from titanlite.models.moe import Experts
 
 BF16 = "--training.mixed_precision_param=bfloat16"
+LONG = "--training.seq_len=128"  # 1,024 tokens: one that goes to another expert because of rounding weighs little
 
 
 def gradients(checked, degrees, *overrides):
@@ -33,8 +34,8 @@ def gradients(checked, degrees, *overrides):
 
 @pytest.mark.parametrize("mesh", ["FSDP4", "TP2xEP2", "CP2xTP2"])
 def test_gradients_have_the_size_of_float32_gradients(run_ranks, checked, meshes, mesh):
-    ((exact, _),) = run_ranks(1, lambda: gradients(checked, Degrees()))
-    for rounded, entered in run_ranks(4, lambda: gradients(checked, meshes[mesh], BF16)):
+    ((exact, _),) = run_ranks(1, lambda: gradients(checked, Degrees(), LONG))
+    for rounded, entered in run_ranks(4, lambda: gradients(checked, meshes[mesh], LONG, BF16)):
         assert entered == {(torch.bfloat16, torch.float32)}, "rows in bfloat16, the router's weights in float32"
         assert rounded.keys() == exact.keys()
         for name, grad in rounded.items():
@@ -42,6 +43,6 @@ def test_gradients_have_the_size_of_float32_gradients(run_ranks, checked, meshes
             # averages out, where a wrong factor (a missing rank: 2) would not. Of a small tensor less does, where a
             # token near a tie goes to another expert.
             along = (grad * exact[name]).sum() / exact[name].square().sum()
-            assert along.item() == pytest.approx(1, abs=0.05), name
+            assert along.item() == pytest.approx(1, abs=0.02), name
         products = sum((grad * exact[name]).sum() for name, grad in rounded.items())
-        assert (products / sum(grad.square().sum() for grad in exact.values())).item() == pytest.approx(1, abs=0.01)
+        assert (products / sum(grad.square().sum() for grad in exact.values())).item() == pytest.approx(1, abs=0.005)

@@ -25,6 +25,7 @@ from titanlite.trainer import Trainer
 STEPS = 4
 RELATIVE_TOLERANCE = 1e-5  # as in test_parity_ladder.py
 WEIGHT_TOLERANCE = 1.25e-5
+STRONG = "--lora.alpha=32"  # so that four steps learn something
 LORA = ["--lora.rank=4", "--lora.alpha=8", "--moe.expert_bias_update_rate=none", "--training.local_batch_size=2"]
 FAMILIES = {
     "qwen3_moe": [],
@@ -59,11 +60,11 @@ def reference_runs() -> dict[str, Any]:
 def compare(train_run, overrides_of, meshes, reference_runs):
     def run(mesh: str, family: str, *overrides: str) -> Any:
         if family not in reference_runs:
-            reference_runs[family] = train_run(Degrees(), *overrides_of(family), steps=STEPS)[0]
+            reference_runs[family] = train_run(Degrees(), *overrides_of(family, STRONG), steps=STEPS)[0]
         one = reference_runs[family]
         degrees = meshes[mesh]
         local = f"--training.local_batch_size={8 // degrees.dp // 2}"
-        ranks = train_run(degrees, *overrides_of(family, local, *overrides), steps=STEPS)
+        ranks = train_run(degrees, *overrides_of(family, STRONG, local, *overrides), steps=STEPS)
         for many in ranks:
             assert many.digests == one.digests, "initial weights are not bit-identical"
             assert many.losses == pytest.approx(one.losses, rel=RELATIVE_TOLERANCE)
@@ -98,7 +99,7 @@ def test_mesh_trains_the_adapters_of_one_process(compare, base_of, mesh, family,
     stored = load_file(base_of(family) / "model.safetensors")
     moved = [name for name, weight in one.weights.items() if is_adapter(name) and name.endswith("B") and weight.any()]
     assert len(moved) == sum(is_adapter(name) and name.endswith("B") for name in one.weights) > 0
-    assert one.losses[-1] < one.losses[0] - 0.005, f"nothing was learned: {one.losses}"
+    assert one.losses[-1] < one.losses[0] - 0.02, f"nothing was learned: {one.losses}"
     for name in stored.keys() & one.weights.keys():
         assert torch.equal(one.weights[name], stored[name]), f"{name}: the base model moved"
 
@@ -107,10 +108,10 @@ def test_mesh_trains_the_adapters_of_one_process(compare, base_of, mesh, family,
 def test_transformers_own_class_trains_the_same_adapters(train_run, overrides_of, meshes, reference_runs, mesh, family):
     """As the native decoder does in one process: another implementation of the model, split by its class's plan."""
     if family not in reference_runs:
-        reference_runs[family] = train_run(Degrees(), *overrides_of(family), steps=STEPS)[0]
+        reference_runs[family] = train_run(Degrees(), *overrides_of(family, STRONG), steps=STEPS)[0]
     one, degrees = reference_runs[family], meshes[mesh]
     local = f"--training.local_batch_size={8 // degrees.dp // 2}"
-    overrides = overrides_of(family, local, "--model.implementation=transformers")
+    overrides = overrides_of(family, STRONG, local, "--model.implementation=transformers")
     many = train_run(degrees, *overrides, steps=STEPS)[0]
     assert many.losses == pytest.approx(one.losses, rel=RELATIVE_TOLERANCE)
     assert many.grad_norms == pytest.approx(one.grad_norms, rel=RELATIVE_TOLERANCE)
