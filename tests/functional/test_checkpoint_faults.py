@@ -82,7 +82,7 @@ def save_step(trainer: Trainer, step: int) -> None:
     for tensor in tensors_of(trainer):
         tensor.fill_(step)
     torch.manual_seed(step)
-    trainer.step = step
+    trainer.stepper.step = step
     trainer.save()
 
 

@@ -17,7 +17,7 @@ from files import file_digest
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from titanlite import __main__, __version__, trainer
+from titanlite import __main__, __version__
 from titanlite.assemble import assemble
 from titanlite.checkpoint import commit, writer
 from titanlite.config import load_config
@@ -75,7 +75,7 @@ def step(run_ranks: Callable[..., list[Any]], config_file: Path, tmp_path_factor
     settings = [f"--job.dump_folder={folder}", "--training.steps=2", "--lr_scheduler.warmup_steps=1"]
     job = check(load_config(["--config", str(config_file), *settings, "--checkpoint.export_dtype=bfloat16"]), 2)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer, "_SAMPLE_TOKENS", 2)
+        patch.setattr("titanlite.features.generate.generate._SAMPLE_TOKENS", 2)
         run_ranks(2, lambda: assemble(job).train())
     return folder / "checkpoint/step-2"
 

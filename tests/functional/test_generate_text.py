@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from titanlite import __main__, trainer
+from titanlite import __main__
 from titanlite.assemble import assemble
 from titanlite.config import load_config
 from titanlite.data.build import build_data
@@ -129,7 +129,7 @@ def test_bfloat16(command, folder):
 
 
 def test_a_checkpoint_of_a_run_and_its_folder(command, run_ranks, checked, monkeypatch):
-    monkeypatch.setattr(trainer, "_SAMPLE_TOKENS", 2)
+    monkeypatch.setattr("titanlite.features.generate.generate._SAMPLE_TOKENS", 2)
     from titanlite.config.parallelism import Degrees
 
     job = checked(Degrees(), "--training.steps=1", "--lr_scheduler.warmup_steps=1")
