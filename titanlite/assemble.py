@@ -4,6 +4,7 @@ config -> mesh -> data -> model (meta) -> transforms (meta) -> parallelize (meta
 -> optimizer -> state -> trainer
 """
 
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from titanlite.checkpoint.space import check_space
 from titanlite.config import AnyModelConfig, JobConfig, TransformersConfig
 from titanlite.config.schema import BLOCK_SIZES
 from titanlite.data.build import build_data
+from titanlite.data.dataset import Batch
 from titanlite.data.loader import TrainLoader
 from titanlite.data.run_length import describe_sources, resolve_steps
 from titanlite.data.tokenizer import check_vocabulary, count_ids
@@ -62,7 +64,7 @@ from titanlite.metrics.results import Results
 from titanlite.metrics.run_folder import hold_folders, make_dump_folder, record_start
 from titanlite.models.decoder import Decoder, build_decoder
 from titanlite.models.interface import Model
-from titanlite.objective import NextToken, Objective
+from titanlite.objective import NextToken
 from titanlite.optim.expert_bias import warn_of_ignored_balancing
 from titanlite.optim.optimizer import build_optimizer
 from titanlite.optim.parameters import count_parameters, freeze_parameters, muon_matrices
@@ -116,7 +118,7 @@ def assemble(checked: Checked) -> Trainer:
     check_layout(job, plan)
     optimizer = build_optimizer(model, job.optimizer, all_to_all_single, dims.stage_group)
     checkpointer.load_state(plan, optimizer, device)
-    objective = build_objective(job, loader.dataset.form)
+    objective = build_dpo(job, loader.dataset.form) or NextToken()
     stepper = TrainStep(job, dims, device, model, optimizer, objective, build_schedule(dims), step)
     if start is not None:
         loader.start_from(step, start.samples, max(job.data.skip_to_sample, start.skip_to), start.taken)
@@ -133,11 +135,9 @@ def assemble(checked: Checked) -> Trainer:
     )
     trainer = Trainer(
         job=job,
-        dims=dims,
         device=device,
         dump_folder=folder,
         locks=locks,
-        tokenizer=tokenizer,
         loader=loader,
         checkpointer=checkpointer,
         plan=plan,
@@ -176,7 +176,7 @@ def assemble(checked: Checked) -> Trainer:
         fill(job, initial, checkpointer.initial_sources(initial), device)
         return initial
 
-    objective.prepare(loader.coming_batches(step, job), initial_model, device)
+    objective.prepare(_coming_batches(job, loader, step), initial_model, device)
     return trainer
 
 
@@ -187,6 +187,14 @@ def _read_data(job: JobConfig, model_config: AnyModelConfig, dims: ParallelDims)
     describe_pipeline(loader, model_config, dims.degrees)
     check_vocabulary(job, loader.dataset.vocab_size, count_ids(tokenizer), model_config)
     return job, tokenizer, loader
+
+
+def _coming_batches(job: JobConfig, loader: TrainLoader, step: int) -> Iterator[Batch]:
+    """Yield every micro-batch that this rank will train on from `step` on, or validate on; on the host."""
+    for number in range(step, job.training.steps):
+        yield from loader.micro_batches(number)
+    if job.validation.enable:
+        yield from loader.validation_batches(job.validation.steps)
 
 
 def build_model(config: AnyModelConfig, dtype: torch.dtype = torch.float32) -> Model:
@@ -231,16 +239,6 @@ def fill(job: JobConfig, model: Model, sources: list[SourceProvider], device: to
     """Give the sharded `model` its values, every tensor once. Collective: every rank must call."""
     where = torch.device("cpu") if job.training.enable_cpu_offload else device
     return materialize(model, where, sources, seed=job.training.seed, buffer_device=device)
-
-
-def build_objective(job: JobConfig, form: str) -> Objective:
-    """Build the objective that `training.objective` names, for rows of `form`; call its `prepare` before it is used.
-
-    Raises:
-        DataError: pairs would be trained token by token, both sides alike, or there are no pairs to compare.
-    """
-    dpo = build_dpo(job, form)  # refuses the wrong rows
-    return NextToken() if dpo is None else dpo
 
 
 def build_schedule(dims: ParallelDims) -> Schedule:

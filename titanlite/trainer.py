@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,6 @@ from titanlite.checkpoint.manager import Checkpointer
 from titanlite.config import JobConfig
 from titanlite.data.dataset import Batch
 from titanlite.data.loader import TrainLoader
-from titanlite.distributed import ParallelDims
 from titanlite.launch import heartbeat, stop
 from titanlite.materialize import Plan
 from titanlite.metrics import build_profiler, record_event
@@ -83,11 +82,9 @@ class Trainer:
     """
 
     job: JobConfig
-    dims: ParallelDims
     device: torch.device
     dump_folder: Path
     locks: list[FolderLock | None]
-    tokenizer: Any
     loader: TrainLoader
     checkpointer: Checkpointer
     plan: Plan
@@ -221,8 +218,8 @@ class Trainer:
         heartbeat.beat("diagnosing")
         step = found.first if found.fatal else found.first_new
         batches = [batch.to(self.device) for batch in self.loader.micro_batches(step - 1)]
-        units = self.stepper.count_units(batches)
         stepper = self.stepper
+        units = stepper.count_units(batches)
         diagnosis = self.diagnose(
             batches, lambda batch: stepper.scaled_loss(stepper.objective(stepper.model, batch), *units), found
         )
@@ -293,6 +290,5 @@ class Trainer:
             logger.info("metrics:    tensorboard --logdir %s", self.dump_folder / job.metrics.save_tb_folder)
         logger.info("report:     python -m titanlite report %s", self.dump_folder)
         if job.checkpoint.push_to_hub and not self.stopping and dist.get_rank() == 0:
-            self.push_to_hub(
-                self.checkpointer.final_folder(self.step), job.checkpoint.push_to_hub
-            )  # no collective after it
+            # No collective after it.
+            self.push_to_hub(self.checkpointer.final_folder(self.step), job.checkpoint.push_to_hub)

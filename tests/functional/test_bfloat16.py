@@ -24,7 +24,7 @@ def gradients(checked, degrees, *overrides):
     (batch,) = trainer.loader.micro_batches(0)
     losses = trainer.model(batch.tokens, batch.labels, batch.positions, batch.document_ids)
     (losses.cross_entropy / 997).backward()  # a factor that bfloat16 cannot hold
-    reduce_replicated_grads(trainer.model.parameters(), trainer.dims)
+    reduce_replicated_grads(trainer.model.parameters(), trainer.stepper.dims)
     full = {}
     for name, param in trainer.model.named_parameters():
         grad = param.grad.full_tensor() if isinstance(param.grad, DTensor) else param.grad

@@ -23,7 +23,7 @@ from titanlite.checkpoint.hf_model import save_hf_model
 from titanlite.config.parallelism import Degrees
 from titanlite.data.build import build_data
 from titanlite.data.dataset import Batch
-from titanlite.data.loader import TrainLoader, ValidationSet
+from titanlite.data.loader import ValidationSet
 from titanlite.features.generate import generate
 from titanlite.materialize import materialize
 from titanlite.materialize.layout import is_elsewhere
@@ -77,8 +77,6 @@ class PairLoader:
 
     def get_taken(self, step: int) -> dict[str, int]:
         return {}
-
-    coming_batches = TrainLoader.coming_batches
 
     def start_from(self, step: int, samples: int, skip_to: object, taken: object = None) -> None:
         assert samples == step * ROWS

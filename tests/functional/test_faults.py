@@ -174,7 +174,9 @@ def test_a_rank_that_diverges_is_named_with_the_tensor(run_ranks, checked, meshe
         trainer = assemble(job)
         section = replace(job.job.job, dump_folder=f"/machine-{dist.get_rank()}/run")  # as `check_same_settings` allows
         elsewhere = replace(job.job, job=section)
-        trainer.divergence = DivergenceCheck(elsewhere, trainer.plan, trainer.stepper.optimizer, trainer.dims, 0)
+        trainer.divergence = DivergenceCheck(
+            elsewhere, trainer.plan, trainer.stepper.optimizer, trainer.stepper.dims, 0
+        )
         batches = trainer.loader.micro_batches(0)
         trainer.stepper.train_step(batches)
         norm = trainer.model.model.layers[0].input_layernorm.weight

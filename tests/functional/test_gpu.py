@@ -104,7 +104,9 @@ def test_states_on_the_cpu_are_compared_with_others_on_the_gpu(checked, override
     trainer = assemble(configuration)
     batches = [batch.to(trainer.device) for batch in trainer.loader.micro_batches(0)]
     trainer.stepper.train_step(batches)
-    check = divergence.DivergenceCheck(configuration.job, trainer.plan, trainer.stepper.optimizer, trainer.dims, 0)
+    check = divergence.DivergenceCheck(
+        configuration.job, trainer.plan, trainer.stepper.optimizer, trainer.stepper.dims, 0
+    )
     check.check(1, "order", 4, batches)
     trainer.metrics.close()
     dist.destroy_process_group()
@@ -150,7 +152,7 @@ def test_generation_with_a_cache_equals_generation_without(checked, dtype):
             return self.inner(tokens)
 
     prompts = [[5, 6, 7], [8], list(range(20))]
-    options = {"max_new_tokens": 8 if dtype == "float32" else 1, "device": trainer.device, "dims": trainer.dims}
+    options = {"max_new_tokens": 8 if dtype == "float32" else 1, "device": trainer.device, "dims": trainer.stepper.dims}
     cached = generate(trainer.model, prompts, **options)
     assert cached == generate(Plain(trainer.model), prompts, **options)
     drawn = generate(trainer.model, prompts, **options, sampling=Sampling(temperature=1.0, top_k=20, top_p=0.9))

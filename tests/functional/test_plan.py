@@ -50,7 +50,7 @@ _NAMES = {"output": 0, "output_tensor": 0, "input": 1, "input_tensor": 1}
 def calls_of(trainer: Trainer) -> Iterator[Counter[tuple[str, str, str]]]:
     """Counts of (kind, axis, "count" or "bytes") of the functions of `torch.distributed` that are called inside."""
     found: Counter[tuple[str, str, str]] = Counter()
-    axes, depth = axis_names(trainer.dims), 0
+    axes, depth = axis_names(trainer.stepper.dims), 0
 
     def counting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         kind, place = _KINDS[name]

@@ -40,7 +40,7 @@ class Progress:
         data: description of the data order; a resumed run with another one trains on other data.
         world_size: ranks that wrote the checkpoint.
         versions: of titanlite and torch, for people.
-        results: of validations and evaluations, see `features.generate.results`; empty in older checkpoints.
+        results: of validations and evaluations, see `metrics.results`; empty in older checkpoints.
         taken: sequences that each source of a mixture gave, by name; likewise.
         chat_date: what chat templates take for today, as ISO text; likewise.
         skip_to: samples that a resume leaves out, from a rewind of an older version; 0 in files of this one.

@@ -13,7 +13,6 @@ import numpy as np
 
 from titanlite.base.errors import ConfigError, raise_problems
 from titanlite.base.log import logger
-from titanlite.config import JobConfig
 from titanlite.data.dataset import Batch, Mixture, SequenceDataset, Source, TrainDataset, get_sources
 
 
@@ -139,13 +138,6 @@ class TrainLoader:
     def validation_batches(self, num_steps: int) -> Iterator[Batch]:
         """The micro-batches of this rank in all `validation_sets`, one after the other; CPU tensors."""
         return chain.from_iterable(held_out.batches for held_out in self.validation_sets(num_steps))
-
-    def coming_batches(self, step: int, job: JobConfig) -> Iterator[Batch]:
-        """Every micro-batch that this rank will train on from `step` on, or validate on; CPU tensors."""
-        for number in range(step, job.training.steps):
-            yield from self.micro_batches(number)
-        if job.validation.enable:
-            yield from self.validation_batches(job.validation.steps)
 
     def log_validation_size(self, num_steps: int, freq: int) -> None:
         """Log which held-out sequences a validation leaves out, and warn if it is longer than `freq` training steps."""

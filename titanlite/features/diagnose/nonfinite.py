@@ -75,8 +75,8 @@ class Diagnosis:
 
     def warn_skipped(self, found: NonFiniteSteps, step: int) -> None:
         """Warn of the steps that `training.on_nonfinite` = "skip" has left out, on rank 0."""
-        text = f"the loss or gradient of step {found.first_new} is not finite; it was skipped ({found.total} so far)."
-        text += f" {self.text}"
+        skipped = f"the loss or gradient of step {found.first_new} is not finite; it was skipped"
+        text = f"{skipped} ({found.total} so far). {self.text}"
         if dist.get_rank() == 0:
             logger.warning("training: %s", text)
         record_event("skip", text, step)
