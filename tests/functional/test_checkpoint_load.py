@@ -13,13 +13,13 @@ from fp8_folder import write_fp8
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from titanlite.assemble import shard
 from titanlite.base.errors import CheckpointError, PlanError
 from titanlite.checkpoint.hf_model import save_hf_model
 from titanlite.checkpoint.pretrained import hf_checkpoint
 from titanlite.config.parallelism import Degrees
 from titanlite.data.build import build_data
 from titanlite.distributed import ParallelDims
-from titanlite.distributed.parallelize import parallelize
 from titanlite.materialize import Init, Plan, materialize
 from titanlite.models.decoder import Decoder, build_decoder
 from titanlite.models.families import family_of
@@ -56,7 +56,7 @@ def save_transformers_model(job: Checked, folder: Path, dtype: torch.dtype = tor
 
 def build(job: Checked, dtype: torch.dtype = torch.float32) -> Decoder:
     model = build_decoder(job.model_config, dtype)
-    parallelize(model, job.job, ParallelDims.build(job.degrees, "cpu"), "cpu")
+    shard(model, job.job, ParallelDims.build(job.degrees, "cpu"), "cpu")
     return model
 
 

@@ -14,13 +14,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from titanlite import assemble
 from titanlite.base.errors import CheckpointError
 from titanlite.checkpoint import writer
 from titanlite.checkpoint.hf_model import save_hf_model
 from titanlite.config.parallelism import Degrees
 from titanlite.data.build import build_data
 from titanlite.distributed import ParallelDims
-from titanlite.distributed.parallelize import parallelize
 from titanlite.materialize import Init, Normal, Plan, materialize
 from titanlite.models.decoder import Decoder, build_decoder
 from titanlite.preflight import Checked
@@ -57,7 +57,7 @@ EVERY = {
 def build(checked: Checked, *, shard: bool) -> tuple[Decoder, Plan]:
     model = build_decoder(checked.model_config)
     if shard:
-        parallelize(model, checked.job, ParallelDims.build(checked.degrees, "cpu"), "cpu")
+        assemble.shard(model, checked.job, ParallelDims.build(checked.degrees, "cpu"), "cpu")
     sources = dict(DISTINCT if model.moe_layers() else DENSE_DISTINCT)
     if checked.model_config.attention_bias:
         sources["*_proj.bias"] = Init(Normal(std=0.02))

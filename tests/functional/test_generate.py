@@ -9,11 +9,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from titanlite.assemble import shard
 from titanlite.checkpoint.pretrained import hf_checkpoint
 from titanlite.config import load_config
 from titanlite.config.parallelism import Degrees
 from titanlite.distributed import ParallelDims
-from titanlite.distributed.parallelize import parallelize
 from titanlite.features.generate.generate import Continuation, Sampling, generate
 from titanlite.materialize import materialize
 from titanlite.models.decoder import Decoder, build_decoder
@@ -96,7 +96,7 @@ def load(checked: Callable[..., Checked], references: Mapping[str, Reference]) -
         job = checked(degrees, *FAMILIES[family], *overrides)
         model = build_decoder(job.model_config)
         dims = ParallelDims.build(job.degrees, "cpu")
-        parallelize(model, job.job, dims, "cpu")
+        shard(model, job.job, dims, "cpu")
         materialize(model, "cpu", [hf_checkpoint(references[family].folder, job.model_config)])
         return model, dims
 
@@ -235,7 +235,7 @@ def test_with_what_training_wraps_around_layers(run_ranks, references, checked, 
 
     def rank_main() -> list[list[int]]:
         model, dims = build_decoder(job.model_config), ParallelDims.build(job.degrees, "cpu")
-        parallelize(model, job.job, dims, "cpu")
+        shard(model, job.job, dims, "cpu")
         materialize(model, "cpu", [hf_checkpoint(references["qwen3_moe"].folder, job.model_config)])
         return tokens_of(generate(model, PROMPTS, max_new_tokens=NEW, device=CPU, dims=dims))
 

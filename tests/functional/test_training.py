@@ -16,7 +16,6 @@ from titanlite.config.parallelism import Degrees
 from titanlite.data.dataset import Batch
 from titanlite.distributed import ParallelDims
 from titanlite.distributed.clip_grad import clip_grad_norm
-from titanlite.distributed.parallelize import parallelize
 from titanlite.distributed.replicated_grads import reduce_replicated_grads
 from titanlite.features.generate import generate
 from titanlite.materialize import materialize
@@ -106,7 +105,7 @@ def build_with_gradients(checked: Checked, shard: bool) -> Decoder:
     model, rows = build_decoder(checked.model_config), TOKENS
     if shard:
         dims = ParallelDims.build(checked.degrees, "cpu")
-        parallelize(model, checked.job, dims, "cpu")
+        shard(model, checked.job, dims, "cpu")
         rows = TOKENS.chunk(checked.degrees.dp)[dims.dp_rank]
     materialize(model, "cpu", seed=1)
     model(rows, rows).cross_entropy.backward()
