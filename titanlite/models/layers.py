@@ -13,8 +13,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from titanlite.config.model import ModelConfig
-from titanlite.features.lowbit.formats import BlockFormat
-from titanlite.features.lowbit.matmul import frozen_linear
 from titanlite.materialize.recipes import Normal, Ones, Zeros
 from titanlite.materialize.sources import Compute, Init, Source
 from titanlite.ops import (
@@ -33,12 +31,12 @@ class Linear(nn.Linear):
 
     Attributes:
         bias_scale: factor on the bias; row-parallel layers, whose outputs are summed over n ranks, set it to 1 / n.
-        block_format: how `weight` is kept if it is frozen and `features.lowbit` encoded it: (out, n, r) records.
+        multiply: (x, weight, bias) to the result: `ops.linear`, or a product with a weight that is stored otherwise.
     """
 
     weight: nn.Parameter  # pyright: ignore[reportIncompatibleVariableOverride]
     bias_scale: float = 1.0
-    block_format: BlockFormat | None = None
+    multiply: Callable[..., torch.Tensor] = staticmethod(linear)
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = False, std: float = 0.02) -> None:
         super().__init__(in_features, out_features, bias=bias)
@@ -57,9 +55,7 @@ class Linear(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         bias = None if self.bias is None else local_tensor(self.bias) * self.bias_scale
-        if self.block_format is None:
-            return linear(x, local_tensor(self.weight), bias)
-        return frozen_linear(x, local_tensor(self.weight), self.block_format, bias)
+        return self.multiply(x, local_tensor(self.weight), bias)
 
 
 class Embedding(nn.Embedding):

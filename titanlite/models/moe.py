@@ -15,8 +15,6 @@ import torch
 from torch import nn
 
 from titanlite.config.model import ModelConfig
-from titanlite.features.lowbit.formats import BlockFormat
-from titanlite.features.lowbit.matmul import frozen_grouped_gemm
 from titanlite.materialize.recipes import Normal, Zeros
 from titanlite.materialize.sources import Init, Source
 from titanlite.models.layers import FeedForward
@@ -160,8 +158,8 @@ class Experts(nn.Module):
 
     Attributes:
         first_expert: which of all experts is the first one here; 0 unless expert parallelism splits them.
-        block_format: how the weights are kept if they are frozen and `features.lowbit` encoded them, each row as
-            (n, r) records.
+        multiply: (rows, weight, offsets, backend) to the grouped rows times the transposed weights, where these are not
+            stored as above; None: they are, and one operator computes all.
     """
 
     stacked_matrices: ClassVar[dict[str, int]] = {"gate_up_proj": 2}
@@ -175,7 +173,7 @@ class Experts(nn.Module):
         self.std = config.initializer_range
         self.grouped_gemm_backend: GroupedGemmBackend = "auto"
         self.first_expert = 0
-        self.block_format: BlockFormat | None = None
+        self.multiply: Callable[..., torch.Tensor] | None = None
 
     @property
     def num_experts(self) -> int:
@@ -204,14 +202,14 @@ class Experts(nn.Module):
     @property
     def is_fused(self) -> bool:
         """One operator computes all; without, `project` computes each of the two projections."""
-        return self.block_format is None
+        return self.multiply is None
 
     def project(self, name: str, x: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
         """The grouped rows `x` times the weight `name`, transposed."""
         weight = local_tensor(getattr(self, name))
-        if self.block_format is None:
+        if self.multiply is None:
             return grouped_gemm(x, weight.to(x.dtype).mT, offsets_E, self.grouped_gemm_backend)
-        return frozen_grouped_gemm(x, weight, self.block_format, offsets_E, self.grouped_gemm_backend)
+        return self.multiply(x, weight, offsets_E, self.grouped_gemm_backend)
 
 
 # Sends every token to its experts and back: (experts, x (T, D), topk_scores (T, k), topk_expert_ids (T, k)) -> the sums

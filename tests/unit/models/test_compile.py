@@ -16,6 +16,7 @@ from titanlite.config import JobConfig
 from titanlite.config.schema import LoRASection
 from titanlite.distributed.parallelize import wrap_layers
 from titanlite.features.lora.layers import apply_lora
+from titanlite.features.lowbit.weights import encode_weights
 from titanlite.materialize import materialize
 from titanlite.models.decoder import Decoder, build_decoder
 from titanlite.models.families import families
@@ -123,11 +124,14 @@ def test_varlen_attention(tiny, graphs, checkpointing):
     assert len(varlen_kernel.forwards) == len(model.model.layers) * (2 if checkpointing == "full" else 1)
 
 
+@pytest.mark.parametrize("base", ["float32", "nf4"])
 @pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
-def test_adapters_with_dropout(tiny, graphs, checkpointing):
+def test_adapters_with_dropout(tiny, graphs, checkpointing, base):
     def build() -> Decoder:
         model = build_decoder(tiny.config("dots1"))
         apply_lora(model, LORA, torch.float32)
+        if base != "float32":
+            encode_weights(model, base)
         materialize(model, "cpu", seed=0)
         return model
 

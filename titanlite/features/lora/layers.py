@@ -123,7 +123,7 @@ class LoRAExperts(Experts):
     @property
     def is_fused(self) -> bool:
         # Not by super(), through which torch 2.11 traces no property.
-        return self.block_format is None and not self.adapter_enabled
+        return self.multiply is None and not self.adapter_enabled
 
     def project(self, name: str, x: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
         """As in `Experts`, with the adapter if there is one."""

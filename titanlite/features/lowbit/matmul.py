@@ -17,7 +17,7 @@ from titanlite.ops.matmul import linear
 
 
 def frozen_linear(
-    x: torch.Tensor, records_Nnr: torch.Tensor, layout: BlockFormat, bias_N: torch.Tensor | None = None
+    layout: BlockFormat, x: torch.Tensor, records_Nnr: torch.Tensor, bias_N: torch.Tensor | None = None
 ) -> torch.Tensor:
     """`x @ weight.T + bias`, (..., N), of x (..., K) and the weight (N, K) in the records.
 
@@ -27,9 +27,9 @@ def frozen_linear(
 
 
 def frozen_grouped_gemm(
+    layout: BlockFormat,
     x_MK: torch.Tensor,
     records_ENnr: torch.Tensor,
-    layout: BlockFormat,
     offsets_E: torch.Tensor,
     backend: GroupedGemmBackend,
 ) -> torch.Tensor:

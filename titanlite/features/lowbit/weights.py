@@ -8,11 +8,13 @@ A parameter keeps its dtype, that of the matmuls, as which FSDP gathers without 
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
 
 from titanlite.features.lowbit.formats import BLOCK_FORMATS, FP8, BlockFormat, count_not_finite, encode_blocks, keep_fp8
+from titanlite.features.lowbit.matmul import frozen_grouped_gemm, frozen_linear
 from titanlite.features.transformers.model import TransformersModel
 from titanlite.materialize.layout import Region, set_encoding
 from titanlite.models.interface import Model
@@ -68,14 +70,16 @@ def encode_weights(model: Model, format_name: str) -> None:
     """
     assert not isinstance(model, TransformersModel), "refused by the configuration"
     layout = BLOCK_FORMATS[format_name]
+    # The same two for all layers: a compiled graph is then one for all of them.
+    multiply, multiply_grouped = partial(frozen_linear, layout), partial(frozen_grouped_gemm, layout)
     for module in model.modules():
         if isinstance(module, Linear) and not isinstance(module, OutputHead):
             module.weight = _encoded(module.weight, layout)
-            module.block_format = layout
+            module.multiply = multiply
         elif isinstance(module, Experts):
             module.gate_up_proj = _encoded(module.gate_up_proj, layout)
             module.down_proj = _encoded(module.down_proj, layout)
-            module.block_format = layout
+            module.multiply = multiply_grouped
 
 
 def _encoded(weight: nn.Parameter, layout: BlockFormat) -> nn.Parameter:

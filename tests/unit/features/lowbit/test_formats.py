@@ -180,7 +180,7 @@ def test_products_are_those_of_the_decoded_weights(layout, dtype):
     upstream = weights(2, 7, 40, seed=3, std=1.0).to(dtype)
     expected = torch.nn.functional.linear(x, weight)
     (expected_dx,) = torch.autograd.grad(expected, x, upstream)
-    actual = frozen_linear(x, records, layout)
+    actual = frozen_linear(layout, x, records)
     (dx,) = torch.autograd.grad(actual, x, upstream)
     assert torch.equal(actual, expected)
     torch.testing.assert_close(dx, expected_dx)
@@ -191,7 +191,7 @@ def test_products_are_those_of_the_decoded_weights(layout, dtype):
     decoded = decode_blocks(experts, layout, 192, dtype)
     expected = grouped_gemm(x, decoded.mT, offsets)
     (expected_dx,) = torch.autograd.grad(expected, x, upstream.flatten(0, 1)[:13, :16])
-    actual = frozen_grouped_gemm(x, experts, layout, offsets, "auto")
+    actual = frozen_grouped_gemm(layout, x, experts, offsets, "auto")
     (dx,) = torch.autograd.grad(actual, x, upstream.flatten(0, 1)[:13, :16])
     assert torch.equal(actual, expected) and torch.equal(dx, expected_dx)
     assert not actual[11:].any()
@@ -202,7 +202,7 @@ def test_what_autograd_keeps_is_the_records(layout):
     records = encode_blocks(weights(64, 256), layout).view(torch.float32)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        frozen_linear(weights(2, 256).requires_grad_(), records, layout)
+        frozen_linear(layout, weights(2, 256).requires_grad_(), records)
     assert [t.data_ptr() for t in kept] == [records.data_ptr()]
 
 
@@ -231,8 +231,8 @@ def test_what_compiled_code_keeps_is_the_records(layout):
     offsets = torch.tensor([10, 32], dtype=torch.int32)
 
     def compute(x):
-        y = torch.nn.functional.silu(frozen_linear(x, linear_records, layout))
-        return frozen_grouped_gemm(y, expert_records, layout, offsets, "auto")
+        y = torch.nn.functional.silu(frozen_linear(layout, x, linear_records))
+        return frozen_grouped_gemm(layout, y, expert_records, offsets, "auto")
 
     torch._dynamo.reset()
     x = weights(32, 256, std=1.0).requires_grad_()
@@ -248,7 +248,7 @@ def test_bias_is_added_as_without_blocks():
     records, bias = encode_blocks(weights(40, 192), NF4), weights(40, seed=4, std=1.0).to(torch.bfloat16)
     x = weights(7, 192, std=1.0).to(torch.bfloat16)
     weight = decode_blocks(records, NF4, 192, torch.bfloat16)
-    assert torch.equal(frozen_linear(x, records, NF4, bias), torch.nn.functional.linear(x, weight, bias))
+    assert torch.equal(frozen_linear(NF4, x, records, bias), torch.nn.functional.linear(x, weight, bias))
 
 
 def test_operator_passes_opcheck():
