@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from titanlite.config.model import ModelConfig
-from titanlite.features.generate.kv_cache import LayerCache
+from titanlite.models.interface import LayerCache
 from titanlite.models.layers import Linear, RMSNorm
 from titanlite.ops import apply_rope
 from titanlite.ops.attention import AttentionMask, attention

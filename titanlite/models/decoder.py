@@ -6,7 +6,6 @@ of the Hugging Face models, so that checkpoint keys need no table.
 Shapes: B batch, S sequence, D hidden, V vocabulary.
 """
 
-from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -16,11 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from titanlite.base.log import logger
 from titanlite.config.model import ModelConfig
 from titanlite.config.schema import MoESection
-from titanlite.features.generate.kv_cache import KVCache, LayerCache
 from titanlite.materialize.layout import is_elsewhere
 from titanlite.materialize.sources import Alias, Source
 from titanlite.models.attention import build_attention
-from titanlite.models.interface import Model
+from titanlite.models.interface import Cache, LayerCache, Model
 from titanlite.models.layers import Embedding, FeedForward, OutputHead, RMSNorm, RotaryEmbedding
 from titanlite.models.moe import ExpertCounter, Experts, MoE, TokenDispatcher
 from titanlite.ops.attention import AttentionBackend, AttentionMask, build_attention_mask
@@ -90,7 +88,7 @@ class Backbone(nn.Module):
         tokens_BS: torch.Tensor,
         positions_BS: torch.Tensor | None,
         document_ids_BS: torch.Tensor | None,
-        cache: KVCache | None = None,
+        cache: Cache | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the final hidden states (B, S, D) and the sum of the layers' balance losses, or None."""
         if positions_BS is None:
@@ -140,7 +138,7 @@ class Decoder(Model):
         positions_BS: torch.Tensor | None = None,
         document_ids_BS: torch.Tensor | None = None,
         reduction: Literal["sum", "none"] = "sum",
-        cache: KVCache | None = None,
+        cache: Cache | None = None,
     ) -> torch.Tensor | LossSums:
         """Logits (B, S, V), or with labels the `LossSums`, or with a cache the logits (B, V) of each row's next token.
 
@@ -150,7 +148,7 @@ class Decoder(Model):
             positions_BS: int64 positions, restarting in each packed document; None counts 0, 1, 2, ...
             document_ids_BS: int64 document of each token for packed rows, -1 for padding; None: one document per row.
             reduction: "none" leaves the cross entropy of every token, (B, S), 0 where there is no label.
-            cache: from `build_cache`; alone with tokens, without gradients. The first call takes the prompts, padded on
+            cache: alone with tokens, without gradients. The first call takes the prompts, padded on
                 the right, (B, S). Each later one takes one new token per row, side by side in one sequence: (1, B).
                 Behind those may be any padding.
         """
@@ -162,10 +160,6 @@ class Decoder(Model):
         hidden_BSD, aux = self.model(tokens_BS, positions_BS, document_ids_BS)
         out = self.lm_head(hidden_BSD, labels_BS, reduction)
         return out if labels_BS is None else LossSums(out, out.new_zeros(()) if aux is None else aux)
-
-    def build_cache(self, lengths: Sequence[int], max_len: int, device: torch.device) -> KVCache:
-        """An empty cache for prompts of these lengths that grow to at most `max_len` tokens; `forward` fills it."""
-        return KVCache(len(self.model.layers), lengths, max_len, device)
 
     def can_cache(self, device: torch.device) -> bool:
         """True: keys and values can be kept."""

@@ -1,14 +1,42 @@
 """The interface that the trainer, the parallelizer and the checkpoints use of a model, whoever implements it."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.config.schema import MoESection
-from titanlite.ops.attention import AttentionBackend
+from titanlite.ops.attention import AttentionBackend, AttentionMask
+
+
+class LayerCache(Protocol):
+    """Keys and values of one layer that are kept from forward to forward."""
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask, scale: float
+    ) -> torch.Tensor:
+        """Attention with these new keys and values and those before; arguments and result as in `ops.attention`."""
+        ...
+
+
+class Cache(Protocol):
+    """Keys and values of all layers for one batch of rows; `layers` has one `LayerCache` per decoder layer."""
+
+    layers: Sequence[LayerCache]
+
+    def positions(self, tokens: torch.Tensor) -> torch.Tensor | None:
+        """Positions of the tokens of this forward; None: 0, 1, 2, ... in every row."""
+        ...
+
+    def newest(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(B, D): the hidden state of each row's last token, from those of all tokens of this forward."""
+        ...
+
+    def advance(self) -> None:
+        """Count the tokens of the forward that has just filled all layers."""
+        ...
 
 
 class Model(nn.Module):
@@ -90,8 +118,11 @@ class Model(nn.Module):
         raise NotImplementedError
 
     def build_cache(self, lengths: Sequence[int], max_len: int, device: torch.device) -> Any:
-        """An empty cache for prompts of these lengths that grow to at most `max_len` tokens."""
-        raise NotImplementedError
+        """An empty cache of the model's own kind for prompts of these lengths that grow to at most `max_len` tokens.
+
+        None: the model takes any `Cache`.
+        """
+        return None
 
     def can_cache(self, device: torch.device) -> bool:
         """True if generating with a cache gives what the model computes without. Collective on the first call."""

@@ -1,8 +1,8 @@
 """Generation: continue prompts token by token, batched, with a model that may be sharded over any mesh.
 
-A model that keeps keys and values (`CachedModel`: the native decoder, most of transformers') computes each token once;
-any other one that maps tokens (B, S) to logits (B, S, V) runs over the whole text again for every token, which the log
-says.
+A model that keeps keys and values (`Model.can_cache`: the native decoder, most of transformers') computes each token
+once. Any other one that maps tokens (B, S) to logits (B, S, V) runs over the whole text again for every token, and the
+log says so.
 
 Collectives: FSDP and expert parallelism need every rank in every forward. Prompts are shared out over the data-parallel
 ranks, and all ranks run the same number of batches and, by one small all-reduce per token, of steps.
@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,28 +30,13 @@ from titanlite.config import JobConfig
 from titanlite.data.dataset import TrainDataset
 from titanlite.distributed import ParallelDims
 from titanlite.distributed.collectives import all_reduce_sum
+from titanlite.features.generate.kv_cache import build_cache
 from titanlite.features.generate.sampling import choose_tokens
 from titanlite.features.streams.mixture import get_stop_token_ids
 from titanlite.features.transformers.model import TransformersModel
+from titanlite.models.interface import Model
 
 _SAMPLE_TOKENS = 48
-
-
-@runtime_checkable
-class CachedModel(Protocol):
-    """A model that keeps keys and values: `model(tokens, cache=cache)` -> logits (B, V) of each row's next token.
-
-    First with the prompts (B, S), padded on the right; then with one new token per row, side by side, (1, B). S, and B
-    by padding, are made multiples of cp * tp.
-    """
-
-    def build_cache(self, lengths: Sequence[int], max_len: int, device: torch.device) -> Any:
-        """A cache for prompts of these lengths that grow to at most `max_len` tokens."""
-        ...
-
-    def can_cache(self, device: torch.device) -> bool:
-        """False if its class cannot do it after all. May run forwards: every rank must call."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -115,7 +100,7 @@ def generate(
     The model is in evaluation mode meanwhile, and runs uncompiled: its shapes change with every token.
 
     Args:
-        model: maps int64 tokens to logits, and may be a `CachedModel`; parallelized over `dims`, if given.
+        model: maps int64 tokens to logits, and may be a `Model`; parallelized over `dims`, if given.
         prompts: token ids, each at least one; the same on all ranks.
         max_new_tokens: most new tokens per prompt.
         device: where tokens go.
@@ -149,7 +134,7 @@ def generate(
     num_batches = -(-len(order) // (dp * batch_size))  # that of the rank with the most prompts
     found: dict[int, Continuation] = {}
     with _evaluation(model):
-        cached = isinstance(model, CachedModel) and model.can_cache(device)
+        cached = isinstance(model, Model) and model.can_cache(device)
         if not cached:
             logger.info("generate: %s keeps no keys and values: every token costs a full forward", name_of(model))
         batch = _Batch(model, cached, device, dims, max_new_tokens, frozenset(eos_token_ids), vocab_size, sampling)
@@ -228,7 +213,7 @@ class _Batch:
         """Logits (B, V) of the next token; takes the chosen tokens (B,) by `send`."""
         tokens_BS = self._padded(rows)
         max_len = max(tokens_BS.shape[1], max(map(len, rows)) + self.max_new_tokens)
-        cache = self.model.build_cache([len(row) for row in rows], max_len, self.device)
+        cache = build_cache(self.model, [len(row) for row in rows], max_len, self.device)
         chosen_B = yield self.model(tokens_BS, cache=cache)
         while True:
             chosen_B = yield self.model(self._padded([chosen_B.tolist()]), cache=cache)

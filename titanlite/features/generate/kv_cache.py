@@ -12,15 +12,23 @@ K and V head widths, D hidden.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from titanlite.models.interface import Model
 from titanlite.ops.attention import AttentionMask, attention, cached_attention
 
 
+def build_cache(model: Model, lengths: Sequence[int], max_len: int, device: torch.device) -> Any:
+    """Make an empty cache, of the model's own kind if it has one, for prompts that grow to at most `max_len` tokens."""
+    own = model.build_cache(lengths, max_len, device)
+    return KVCache(len(model.all_layers()), lengths, max_len, device) if own is None else own
+
+
 class KVCache:
-    """Cache of a whole model for one batch of rows; made by `Decoder.build_cache`, held by the caller.
+    """A `Cache`: of a whole model for one batch of rows; made by `build_cache`, held by the caller.
 
     A rank holds the key/value heads that it computes, in the dtype of its activations: heads / (cp * tp), and the rows
     of its own data-parallel share. Memory: layers * B * G * T * (K + V) elements, allocated at once in the first
@@ -42,7 +50,6 @@ class KVCache:
         self.layers = [LayerCache(self) for _ in range(num_layers)]
 
     def positions(self, tokens: torch.Tensor) -> torch.Tensor | None:
-        """Positions of the tokens of this forward; None: 0, 1, 2, ... in every row."""
         if not self._has_prompts:
             if tokens.shape[1] > self.max_len:
                 raise ValueError(f"prompts of {tokens.shape[1]} tokens, padding included, in {self.max_len} slots")
@@ -52,7 +59,6 @@ class KVCache:
         return F.pad(self.lengths_B, (0, tokens.shape[1] - len(self.lengths_B))).unsqueeze(0)
 
     def newest(self, hidden: torch.Tensor) -> torch.Tensor:
-        """(B, D): the hidden state of each row's last token, from those of all tokens of this forward."""
         if not self._has_prompts:
             return hidden[self.rows_B, self.lengths_B - 1]
         return hidden[0, : len(self.lengths_B)]
@@ -62,7 +68,6 @@ class KVCache:
         return self._slots_T[: self._longest + 1] <= self.lengths_B.unsqueeze(1)
 
     def advance(self) -> None:
-        """Count the tokens of the forward that has just filled all layers."""
         if self._has_prompts:
             self.lengths_B = self.lengths_B + 1
             self._longest += 1
@@ -80,7 +85,6 @@ class LayerCache:
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask, scale: float
     ) -> torch.Tensor:
-        """Attention with these new keys and values and those before; arguments and result as in `attention`."""
         if self._keys is None or self._values is None:
             self._keys, self._values = self._start(k), self._start(v)
             return attention(q, k, v, mask, scale)

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from titanlite.features.generate.kv_cache import build_cache
 from titanlite.ops.attention import attention, build_attention_mask, cached_attention
 
 LENGTHS = [5, 2, 9]
@@ -23,7 +24,7 @@ def test_logits_of_every_step_are_those_of_a_full_forward(tiny, family):
     prompts = torch.stack([torch.cat([t[:n], t.new_full((9 - n,), 50)]) for t, n in zip(texts, LENGTHS, strict=True)])
     with torch.no_grad():
         full = [model(text[None])[0] for text in texts]
-        cache = model.build_cache(LENGTHS, 9 + STEPS, torch.device("cpu"))
+        cache = build_cache(model, LENGTHS, 9 + STEPS, torch.device("cpu"))
         logits = model(prompts, cache=cache)
         for step in range(STEPS):
             expected = torch.stack([f[n + step - 1] for f, n in zip(full, LENGTHS, strict=True)])
@@ -41,7 +42,7 @@ def test_padding_of_the_prompts_is_never_seen(tiny):
     for filler in (0, 96):
         padded = prompts.clone()
         padded[0, 3:] = filler
-        cache = model.build_cache([3, 8], 12, torch.device("cpu"))
+        cache = build_cache(model, [3, 8], 12, torch.device("cpu"))
         with torch.no_grad():
             results.append(
                 [model(padded, cache=cache), *(model(torch.tensor([[5, 6]]), cache=cache) for _ in range(4))]
@@ -54,7 +55,7 @@ def test_padding_of_the_prompts_is_never_seen(tiny):
 def test_slots_are_the_only_memory_and_allocated_once(tiny):
     config = tiny.config("llama")
     model = tiny.ours(config).eval()
-    cache = model.build_cache([2, 3], 10, torch.device("cpu"))
+    cache = build_cache(model, [2, 3], 10, torch.device("cpu"))
     assert all(layer._keys is None for layer in cache.layers)
     with torch.no_grad():
         model(torch.ones(2, 3, dtype=torch.int64), cache=cache)
@@ -68,8 +69,8 @@ def test_too_few_slots_are_an_error_and_not_a_wrong_text(tiny):
     model = tiny.ours(tiny.config("llama")).eval()
     with torch.no_grad():
         with pytest.raises(ValueError, match="prompts of 5 tokens, padding included, in 4 slots"):
-            model(torch.ones(1, 5, dtype=torch.int64), cache=model.build_cache([5], 4, torch.device("cpu")))
-        cache = model.build_cache([4], 5, torch.device("cpu"))
+            model(torch.ones(1, 5, dtype=torch.int64), cache=build_cache(model, [5], 4, torch.device("cpu")))
+        cache = build_cache(model, [4], 5, torch.device("cpu"))
         model(torch.ones(1, 4, dtype=torch.int64), cache=cache)
         model(torch.ones(1, 1, dtype=torch.int64), cache=cache)
         with pytest.raises(ValueError, match="the cache's 5 slots are used up"):
@@ -95,7 +96,7 @@ def test_rows_see_different_numbers_of_slots(tiny):
     """The short row must not see the slots that only the long one has filled."""
     config = replace(tiny.config("qwen3"), num_layers=1)
     model = tiny.ours(config).eval()
-    cache = model.build_cache([1, 6], 8, torch.device("cpu"))
+    cache = build_cache(model, [1, 6], 8, torch.device("cpu"))
     with torch.no_grad():
         model(torch.arange(12).view(2, 6), cache=cache)
         assert cache.visible().int().sum(1).tolist() == [2, 7]
