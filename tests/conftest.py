@@ -36,6 +36,13 @@ settings.register_profile("titanlite", deadline=None, derandomize=True)
 settings.load_profile("titanlite")
 
 
+def pytest_configure() -> None:
+    """Kernels of the CPU are installed, as by the trainer; forked ranks inherit them."""
+    from titanlite.features.cpu import install_kernels  # imports triton, which reads TRITON_INTERPRET
+
+    install_kernels()
+
+
 def pytest_collection_finish() -> None:
     """What was imported is looked at by the collector no more: not here, and not in forked ranks, whose memory stays
     this process's until they write to it. An eighth of the time of tests with ranks.

@@ -32,6 +32,7 @@ from titanlite.distributed.fsdp import base_dtype, mixed_precision_dtypes
 from titanlite.distributed.parallelize import parallelize
 from titanlite.distributed.process_group import init_distributed
 from titanlite.distributed.schedule import Schedule
+from titanlite.features.cpu import install as install_cpu
 from titanlite.features.diagnose import (
     DivergenceCheck,
     SpikeDetector,
@@ -86,6 +87,7 @@ def assemble(checked: Checked) -> Trainer:
     heartbeat.beat("loading", 0)
     make_deterministic(job)
     device = init_distributed(job.comm.timeout_seconds, folder)
+    install_cpu(device)
     check_same_settings(job)
     locks = hold_folders(job, folder)  # before anything there is read or cleaned
     check_device(job, device)

@@ -54,8 +54,11 @@ def build_layers() -> tuple[dict[str, nn.Module], torch.Tensor, torch.Tensor]:
     from transformers import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
+    from titanlite.features.cpu import install_kernels
     from titanlite.models.families import families
     from titanlite.models.moe import MoE
+
+    install_kernels()
 
     torch.manual_seed(0)
     config = Qwen3MoeConfig(**_SETTINGS)
@@ -101,7 +104,7 @@ def build_titanlite(
     from titanlite.distributed import ParallelDims
     from titanlite.distributed.parallelize import parallelize
     from titanlite.distributed.schedule import Schedule
-    from titanlite.features.cpu.host_memory import keep_freed_memory
+    from titanlite.features.cpu import install
     from titanlite.materialize import materialize
     from titanlite.models.decoder import build_decoder
     from titanlite.models.families import model_config_from_hf
@@ -109,7 +112,7 @@ def build_titanlite(
     from titanlite.optim.optimizer import build_optimizer
     from titanlite.train_step import TrainStep
 
-    keep_freed_memory()  # as `init_distributed` does
+    install(torch.device("cpu"))
     torch.backends.mkldnn.enabled = onednn
     job, config, device, ranks = JobConfig(), model_config_from_hf(folder), torch.device("cpu"), dist.get_world_size()
     job.optimizer.lr, job.optimizer.weight_decay = _LEARNING_RATE, _WEIGHT_DECAY

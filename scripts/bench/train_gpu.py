@@ -61,6 +61,7 @@ from titanlite.distributed import ParallelDims
 from titanlite.distributed.parallelize import parallelize, wrap_layers
 from titanlite.distributed.process_group import init_distributed
 from titanlite.distributed.schedule import Schedule
+from titanlite.features.cpu import install
 from titanlite.features.estimate.estimate import get_memory
 from titanlite.features.estimate.trace import trace_step
 from titanlite.features.transformers.experts import use_titanlite_experts
@@ -146,6 +147,7 @@ def main() -> int:
     variants = tuple(variant for variant in variants if arguments.only in str(variant))
     planned = plan_peaks(variants, config, arguments.seq_len, arguments.sequences)  # before there is a process group
     device = init_distributed(300)
+    install(device)
 
     def add(row: _Row) -> None:
         row["planned_bytes"] = planned.get(row["name"])

@@ -14,9 +14,9 @@ from titanlite.models.interface import Model
 from titanlite.models.layers import FeedForward
 from titanlite.models.moe import Experts
 from titanlite.ops import local_tensor
-from titanlite.ops.matmul import get_onednn_op
+from titanlite.ops.kernels import is_costly
 
-# Results that selective checkpointing keeps, for they are dear to compute; the rest is recomputed.
+# Results that selective checkpointing keeps, for they are costly, as are those of kernels; the rest is recomputed.
 _KEPT_OPS = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
@@ -27,14 +27,12 @@ _KEPT_OPS = {
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.torch_attn._varlen_attn.default,
-    torch.ops.titanlite.host_attention.default,
     torch.ops.titanlite.grouped_mm.default,
-    get_onednn_op(),
 }
 
 
 def checkpoint_operations(model: Model, section: ActivationCheckpointSection) -> None:
-    """Let regions of a layer keep the results in `_KEPT_OPS` alone, if `section` says so.
+    """Let regions of a layer keep the results of costly operators alone, if `section` says so.
 
     Regions, not whole layers: selective checkpointing replays a region operation by operation, and the hooks of an FSDP
     unit inside it would do other operations the second time. A region keeps its own result as well if a product makes
@@ -95,4 +93,4 @@ def _contexts() -> Any:
 
 
 def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op in _KEPT_OPS else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if op in _KEPT_OPS or is_costly(op) else CheckpointPolicy.PREFER_RECOMPUTE

@@ -12,10 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from titanlite.features.cpu import attention as attention_cpu
-from titanlite.ops.attention_varlen import find_starts, pad_values, varlen_attention
+from titanlite.ops.attention_varlen import find_starts, varlen_attention
 from titanlite.ops.compiled import compile_function
-from titanlite.ops.planned import is_planned, kernel_device
+from titanlite.ops.kernels import find_kernel, kernel_device
 
 AttentionBackend = Literal["sdpa", "flex", "varlen"]
 
@@ -61,8 +60,11 @@ def build_attention_mask(
     """
     if document_ids_BS is None:
         return AttentionMask("sdpa")
+    kernel = find_kernel("attention_mask", document_ids_BS.device)  # of a plan, where documents cannot be looked at
+    if kernel is not None and (mask := kernel(backend)) is not None:
+        return mask
     batch, seq_len = document_ids_BS.shape
-    if backend == "varlen" and not is_planned():
+    if backend == "varlen":
         return AttentionMask("varlen", starts_N1=find_starts(document_ids_BS))
     if backend == "sdpa":
         same_BSS = document_ids_BS[:, :, None] == document_ids_BS[:, None, :]
@@ -72,9 +74,6 @@ def build_attention_mask(
             bias_B1SS = torch.zeros(allowed_B1SS.shape, dtype=dtype, device=allowed_B1SS.device)
             allowed_B1SS = bias_B1SS.masked_fill_(allowed_B1SS.logical_not(), float("-inf"))
         return AttentionMask("sdpa", allowed_B1SS)
-
-    if is_planned():
-        return AttentionMask(backend)  # other masks are looked at while they are made
 
     def allowed(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
         return (q >= kv) & (document_ids_BS[b, q] == document_ids_BS[b, kv])
@@ -89,18 +88,16 @@ def attention(
 ) -> torch.Tensor:
     """Scaled dot-product attention with grouped key/value heads; returns (B, S, H, V).
 
-    H must be a multiple of G: query head h reads key/value head h // (H / G).
+    H must be a multiple of G: query head h reads key/value head h // (H / G). The kernel `attention` takes and returns
+    the same.
     """
     if mask.starts_N1 is not None:
         return varlen_attention(q_BSHK, k_BSGK, v_BSGV, mask.starts_N1, scale)
-    if mask.backend == "sdpa" and kernel_device(q_BSHK.device) == "cpu" and attention_cpu.serves(q_BSHK, v_BSGV):
-        return attention_cpu.host_attention(q_BSHK, k_BSGK, v_BSGV, mask.allowed_B1SS, scale)
+    kernel = find_kernel("attention", q_BSHK.device)
+    if kernel is not None and (out_BSHV := kernel(q_BSHK, k_BSGK, v_BSGV, mask, scale)) is not None:
+        return out_BSHV
     q_BHSK, k_BGSK, v_BGSV = (x.transpose(1, 2) for x in (q_BSHK, k_BSGK, v_BSGV))
     grouped = q_BHSK.shape[1] != k_BGSK.shape[1]
-    if mask.backend != "sdpa" and mask.block_mask is None:  # planned: they keep what the flash kernel keeps
-        flash = torch.ops.aten._scaled_dot_product_flash_attention
-        out_BHSK = flash(q_BHSK, k_BGSK, pad_values(q_BHSK, v_BGSV), 0.0, True, scale=scale)[0]
-        return out_BHSK.transpose(1, 2)[..., : v_BSGV.shape[-1]]
     if mask.backend == "flex":
         kernel = _compiled(flex_attention) if q_BHSK.is_cuda and not torch.compiler.is_compiling() else flex_attention
         out = kernel(q_BHSK, k_BGSK, v_BGSV, block_mask=mask.block_mask, scale=scale, enable_gqa=grouped)

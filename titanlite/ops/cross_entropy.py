@@ -20,8 +20,8 @@ from typing import Any, Literal
 import torch
 from torch.autograd.function import once_differentiable
 
+from titanlite.ops.kernels import kernel_device
 from titanlite.ops.matmul import multiply, sum_over_rows
-from titanlite.ops.planned import kernel_device
 
 IGNORE_INDEX = -100
 

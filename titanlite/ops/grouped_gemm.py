@@ -22,7 +22,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 
-from titanlite.ops.planned import kernel_device
+from titanlite.ops.kernels import kernel_device
 
 GroupedGemmBackend = Literal["auto", "triton", "torch", "reference"]
 

@@ -1,44 +1,26 @@
-"""Products of matrices, on the CPU by the faster of the two libraries that torch has for them.
-
-torch multiplies float32 matrices on x86 with Intel's MKL, which does without AVX-512 on processors of other makers;
-oneDNN, with which torch multiplies bfloat16, does not. One core of a Zen 5 does 100 GFLOP/s with the one and 220 with
-the other. The operator that torch's compiler has for `F.linear` is the only way to oneDNN that keeps float32.
-
-oneDNN makes code for each shape that it meets, in 0.3 ms, and torch keeps that of the latest 1024 shapes, 0.6 MB each.
-So it gets few numbers of rows, multiples of `ROWS` up to `MOST_ROWS` and multiples of that, and MKL the others. A
-token's result may differ in the last bits with the number of tokens beside it. Compiled layers are left to MKL.
+"""Products of matrices: torch's, or those of a kernel (`linear`, `product`) that is faster on the tensors' device.
 
 Shapes: M rows (tokens), K reduction, N columns.
 """
 
-from functools import cache
-from pathlib import Path
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 
-from titanlite.ops.planned import is_planned
-
-ROWS, MOST_ROWS = 32, 512
-
-_WORTHWHILE = 1 << 21
-"""Multiplications; with fewer, oneDNN does not make up for the 10 us that it takes to find its code."""
+from titanlite.ops.kernels import find_kernel
 
 
 def linear(x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None) -> torch.Tensor:
-    """`x @ weight.T + bias`, (..., N), of x (..., K): `F.linear`, faster on some CPUs."""
-    if not _takes_onednn(x, weight_NK, x.numel() // max(x.shape[-1], 1), weight_NK.numel()):
-        return F.linear(x, weight_NK, bias_N)
-    y = _Linear.apply(x, weight_NK)
-    return y if bias_N is None else y + bias_N
+    """`x @ weight.T + bias`, (..., N), of x (..., K); the kernel `linear` takes and returns the same."""
+    kernel = find_kernel("linear", x.device)
+    y = None if kernel is None else kernel(x, weight_NK, bias_N)
+    return F.linear(x, weight_NK, bias_N) if y is None else y
 
 
 def multiply(x_MK: torch.Tensor, weight_KN: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """`x @ weight`, (M, N), for use inside operators: not differentiable."""
-    if not _takes_onednn(x_MK, weight_KN, x_MK.shape[0], weight_KN.numel()):
+    y_MN = _multiply_by_kernel(x_MK, weight_KN, x_MK.shape[0])
+    if y_MN is None:
         return torch.mm(x_MK, weight_KN, out=out)
-    y_MN = _multiply(x_MK, weight_KN)
     return y_MN if out is None else out.copy_(y_MN)
 
 
@@ -46,65 +28,15 @@ def sum_over_rows(
     dy_MN: torch.Tensor, x_MK: torch.Tensor, out_NK: torch.Tensor, *, accumulate: bool = False
 ) -> torch.Tensor:
     """Write or add `dy.T @ x`, the gradient of a weight, to `out`, which may have a wider dtype; not differentiable."""
-    if _takes_onednn(dy_MN, x_MK, x_MK.shape[0], out_NK.numel()):
-        product_NK = _multiply(dy_MN.T, x_MK)
-    elif out_NK.dtype == x_MK.dtype:
+    product_NK = _multiply_by_kernel(dy_MN.T, x_MK, x_MK.shape[0])
+    if product_NK is None and out_NK.dtype == x_MK.dtype:
         return out_NK.addmm_(dy_MN.T, x_MK) if accumulate else torch.mm(dy_MN.T, x_MK, out=out_NK)
-    else:
+    if product_NK is None:
         product_NK = dy_MN.T @ x_MK
     return out_NK.add_(product_NK) if accumulate else out_NK.copy_(product_NK)
 
 
-def prefers_onednn() -> bool:
-    """True if oneDNN multiplies float32 faster here, and `torch.backends.mkldnn.enabled` is not off."""
-    return torch.backends.mkldnn.enabled and _is_onednn_faster()
-
-
-@cache
-def _is_onednn_faster() -> bool:
-    """True on x86 processors with AVX-512 that are not Intel's."""
-    if torch.backends.cpu.get_cpu_capability() != "AVX512" or get_onednn_op() is None:
-        return False
-    try:
-        return "GenuineIntel" not in Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return False
-
-
-@cache
-def get_onednn_op() -> Any:
-    """The operator for `x @ weight.T` by oneDNN, not documented (torch 2.11 to 2.13 have it); None without it."""
-    packet = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch.backends.mkldnn.is_available() else None
-    return None if packet is None else packet.default
-
-
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
-        need_x, need_weight = ctx.needs_input_grad
-        ctx.save_for_backward(x if need_weight else None, weight_NK if need_x else None)
-        return _multiply(x, weight_NK.T)
-
-    @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        x, weight_NK = ctx.saved_tensors
-        # By the function itself, so that gradients of gradients exist as they do for F.linear.
-        dx = None if weight_NK is None else _Linear.apply(dy, weight_NK.T)
-        dweight = None if x is None else _Linear.apply(dy.flatten(0, -2).T, x.flatten(0, -2).T)
-        return dx, dweight
-
-
-def _takes_onednn(one: torch.Tensor, other: torch.Tensor, rows: int, multiplications_per_row: int) -> bool:
-    return (
-        not torch.compiler.is_compiling()
-        and rows * multiplications_per_row >= _WORTHWHILE
-        and one.dtype == other.dtype == torch.float32
-        and one.device.type == "cpu"
-        and rows % (ROWS if rows <= MOST_ROWS else MOST_ROWS) == 0
-        and prefers_onednn()
-        and not is_planned()
-    )
-
-
-def _multiply(a: torch.Tensor, b_KN: torch.Tensor) -> torch.Tensor:
-    return get_onednn_op()(a, b_KN.T, None, "none", [], "")
+def _multiply_by_kernel(a: torch.Tensor, b_KN: torch.Tensor, rows: int) -> torch.Tensor | None:
+    """`a @ b` by the kernel `product`, which is also told the number of tokens, `rows`: the size that varies."""
+    kernel = find_kernel("product", a.device)
+    return None if kernel is None else kernel(a, b_KN, rows)

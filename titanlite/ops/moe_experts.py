@@ -1,6 +1,6 @@
 """The experts of one layer on routed tokens: gather, GEMM, SwiGLU, GEMM, gather-sum.
 
-With the `triton` backend, and with `torch` on the CPU (`features/cpu/experts.py`), all of it is one operator. Only
+With the `triton` backend, and with `torch` where the kernel `moe_experts` is installed, all of it is one operator. Only
 `z = [gate | up]`, (R, 2 I), is kept for backward: h is computed again while its gradient is at hand, and neither the
 permuted tokens nor the results per row are needed. The kernels gather the tokens inside the first GEMM and apply SwiGLU
 and the router's weight to its accumulator. Else the same is composed of `permute_tokens`, `grouped_gemm`, `swiglu` and
@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 
-from titanlite.features.cpu import experts as moe_experts_cpu
 from titanlite.ops.grouped_gemm import GroupedGemmBackend, grouped_gemm, resolve_backend
+from titanlite.ops.kernels import find_kernel
 from titanlite.ops.permute import permute_tokens, unpermute_sum
-from titanlite.ops.planned import kernel_device
 from titanlite.ops.swiglu import swiglu
 
 
@@ -46,7 +45,7 @@ def moe_experts(
         ValueError: as `grouped_gemm`.
     """
     chosen = resolve_backend(backend, x_TD.device, x_TD.dtype)
-    if chosen == "triton" or (chosen == "torch" and kernel_device(x_TD.device) == "cpu"):
+    if chosen == "triton" or (chosen == "torch" and find_kernel("moe_experts", x_TD.device) is not None):
         keep = torch.is_grad_enabled() and any(
             tensor.requires_grad for tensor in (x_TD, gate_up_proj, down_proj, row_weight_R)
         )
@@ -72,9 +71,11 @@ def moe_experts_forward(
     keep: bool,
     backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, z); z is empty unless `keep`. `backend` is "triton", with int32 indices, or "torch", for host tensors."""
+    """(out, z); z is empty unless `keep`. `backend`: "triton", with int32 indices, or "torch" for a kernel."""
     if backend == "torch":
-        return moe_experts_cpu.forward(x, gate_up, down, row_weight, token, rows, offsets, keep)
+        kernel = find_kernel("moe_experts", x.device)
+        assert kernel is not None
+        return kernel(x, gate_up, down, row_weight, token, rows, offsets, keep)
     from titanlite.ops import grouped_gemm_launch as kernels
 
     h, z = kernels.row_grouped_swiglu(x, gate_up.mT, offsets, token, row_weight, keep=keep)
@@ -98,7 +99,9 @@ def moe_experts_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of (x, gate_up, down, row_weight); those of the first three that are not `needed` are empty."""
     if backend == "torch":
-        return moe_experts_cpu.backward(dout, x, gate_up, down, row_weight, token, rows, offsets, z, needed)
+        kernel = find_kernel("moe_experts_backward", x.device)
+        assert kernel is not None
+        return kernel(dout, x, gate_up, down, row_weight, token, rows, offsets, z, needed)
     from titanlite.ops import grouped_gemm_launch as kernels
 
     need_x, need_gate_up, need_down, _ = needed

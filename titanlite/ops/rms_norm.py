@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from titanlite.ops.planned import kernel_device
+from titanlite.ops.kernels import kernel_device
 
 
 class _HostRMSNorm(torch.autograd.Function):

@@ -5,7 +5,7 @@ import torch
 import varlen_kernel  # noqa: F401  torch's operator, on the CPU
 
 from titanlite.ops.attention import attention, build_attention_mask, leave_out_cudnn
-from titanlite.ops.planned import plan_for_device
+from titanlite.ops.kernels import plan_for_device
 
 BACKENDS = ["sdpa", "flex", "varlen"]
 # Uncompiled flex_attention warns that it is slow, which does not matter here; it has no backward on CPU.

@@ -1,1 +1,24 @@
-"""What makes CPU ranks fast: attention, experts, shared-memory transport."""
+"""Speed on the CPU: kernels for attention, experts and products, shared-memory transport, and memory that is kept."""
+
+import torch
+
+from titanlite.features.cpu import attention, experts, onednn
+from titanlite.features.cpu.host_memory import keep_freed_memory
+from titanlite.ops.kernels import install_kernel
+
+
+def install(device: torch.device) -> None:
+    """Make this process fast if its rank is on the CPU: `install_kernels`, and keep the memory that it frees."""
+    install_kernels()
+    if device.type == "cpu":
+        keep_freed_memory()
+
+
+def install_kernels() -> None:
+    """Install the kernels for the CPU in this process, as often as you like. Before the first forward or collective."""
+    install_kernel("attention", "cpu", attention.attend, costly=[torch.ops.titanlite.host_attention.default])
+    install_kernel("moe_experts", "cpu", experts.forward)
+    install_kernel("moe_experts_backward", "cpu", experts.backward)
+    if (op := onednn.get_onednn_op()) is not None:
+        install_kernel("linear", "cpu", onednn.multiply_linear, costly=[op])
+        install_kernel("product", "cpu", onednn.multiply)

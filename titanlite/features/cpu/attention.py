@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from titanlite.ops.attention import AttentionMask
+
 _QUERIES = 64
 """Queries of a block."""
 _SCORE_BYTES = 2 << 20
@@ -21,10 +23,14 @@ _LONGEST = 1024
 """Beyond, torch's kernel is as fast: a block's scores no longer stay in the cache."""
 
 
-def serves(q_BSHK: torch.Tensor, v_BSGK: torch.Tensor) -> bool:
-    """True if `host_attention` is the faster one; with several threads torch's spreads the heads over them."""
+def attend(
+    q_BSHK: torch.Tensor, k_BSGK: torch.Tensor, v_BSGK: torch.Tensor, mask: AttentionMask, scale: float
+) -> torch.Tensor | None:
+    """The kernel of `ops.attention`; None where torch's is faster: it spreads heads over several threads."""
     fits = q_BSHK.itemsize >= 4 and 0 < q_BSHK.shape[1] <= _LONGEST and q_BSHK.shape[-1] == v_BSGK.shape[-1]
-    return fits and _num_threads() == 1
+    if mask.backend != "sdpa" or not fits or _num_threads() != 1:
+        return None
+    return host_attention(q_BSHK, k_BSGK, v_BSGK, mask.allowed_B1SS, scale)
 
 
 @torch.compiler.assume_constant_result  # a compiled graph would break at it

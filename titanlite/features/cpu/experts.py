@@ -2,7 +2,7 @@
 
 The arithmetic is that of the Triton kernels: tokens are gathered slice by slice, `z = [gate | up]` is all that is kept
 for backward, h is computed again there. Two-byte floats are multiplied in float32, which CPUs without instructions for
-them do 16 to 50 times faster; z and the results per row are rounded. Where oneDNN multiplies (`matmul.py`), rows of
+them do 16 to 50 times faster; z and the results per row are rounded. Where oneDNN multiplies (`onednn.py`), rows of
 zeros fill slices up, so that few numbers of rows occur.
 
 Shapes: T tokens, k experts per token, R = T * k rows grouped by expert, E experts, I expert width, D hidden, C rows of
@@ -14,8 +14,9 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
+from titanlite.features.cpu.onednn import MOST_ROWS, ROWS, prefers_onednn
 from titanlite.ops.grouped_gemm import get_compute_dtype, get_groups
-from titanlite.ops.matmul import MOST_ROWS, ROWS, multiply, prefers_onednn, sum_over_rows
+from titanlite.ops.matmul import multiply, sum_over_rows
 from titanlite.ops.permute import gather_sum
 from titanlite.ops.swiglu import apply_swiglu
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-import titanlite.ops.attention
+import titanlite.features.cpu.attention
 import titanlite.ops.moe_experts  # noqa: F401
-from titanlite.ops.matmul import get_onednn_op
+from titanlite.features.cpu.onednn import get_onednn_op
 
 _aten, _own = torch.ops.aten, torch.ops.titanlite
 

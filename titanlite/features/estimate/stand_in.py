@@ -22,6 +22,7 @@ from titanlite.data.dataset import Batch
 from titanlite.distributed import ParallelDims
 from titanlite.distributed.collectives import all_to_all_single
 from titanlite.distributed.expert_parallel import balanced_routing
+from titanlite.features.cpu import install_kernels
 from titanlite.features.dpo.objective import DPO
 from titanlite.features.dpo.reference import AdaptersOff
 from titanlite.features.estimate.tracker import GRADIENTS, StepRecorder, fixed_scalars
@@ -32,7 +33,9 @@ from titanlite.materialize.layout import is_elsewhere
 from titanlite.models.interface import Model
 from titanlite.objective import NextToken
 from titanlite.ops import grouped_gemm
-from titanlite.ops.planned import plan_for_device
+from titanlite.ops.attention import AttentionBackend, AttentionMask
+from titanlite.ops.attention_varlen import pad_values
+from titanlite.ops.kernels import plan_for_device
 from titanlite.optim.optimizer import build_optimizer, step_if_finite
 from titanlite.train_step import TrainStep
 
@@ -43,6 +46,7 @@ class StandInTrainer(TrainStep):
     """The steps of a run on `device_type`, as a rank of `fake_ranks`. Use it inside `without_data`."""
 
     def __init__(self, job: JobConfig, model_config: AnyModelConfig, degrees: Degrees, device_type: DeviceType) -> None:
+        install_kernels()
         device = torch.device("cpu")  # where fake tensors are; FSDP2 needs no streams there
         dims = ParallelDims.build(degrees, "cpu")
         # Also takes the meshes that a step needs out of `dims`: without data a mesh cannot look its ranks up.
@@ -105,7 +109,7 @@ def without_data(trainer: StandInTrainer, device_type: DeviceType) -> Iterator[N
         stack.enter_context(balanced_routing())
         stack.enter_context(_own_grouped_gemm())
         if device_type == "cuda":
-            stack.enter_context(plan_for_device("cuda"))
+            stack.enter_context(plan_for_device("cuda", {"attention_mask": _mask, "attention": _flash_attention}))
             stack.enter_context(_cuda_kernels())
         stack.enter_context(trainer.fake)
         stack.enter_context(fixed_scalars())
@@ -215,6 +219,22 @@ def _own_grouped_gemm() -> Iterator[None]:
         yield
     finally:
         F.grouped_mm = composed
+
+
+def _mask(backend: AttentionBackend) -> AttentionMask | None:
+    """Other masks than that of `sdpa` look at the documents while they are made."""
+    return None if backend == "sdpa" else AttentionMask(backend)
+
+
+def _flash_attention(
+    q_BSHK: torch.Tensor, k_BSGK: torch.Tensor, v_BSGV: torch.Tensor, mask: AttentionMask, scale: float
+) -> torch.Tensor | None:
+    """Other backends than `sdpa` keep what the flash kernel keeps."""
+    if mask.backend == "sdpa":
+        return None
+    q, k, v = (x.transpose(1, 2) for x in (q_BSHK, k_BSGK, v_BSGV))
+    out = torch.ops.aten._scaled_dot_product_flash_attention(q, k, pad_values(q, v), 0.0, True, scale=scale)[0]
+    return out.transpose(1, 2)[..., : v_BSGV.shape[-1]]
 
 
 @contextmanager

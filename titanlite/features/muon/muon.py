@@ -13,7 +13,7 @@ from torch import nn
 
 from titanlite.features.muon.matrix_exchange import AllToAll, MatrixExchange
 from titanlite.materialize.layout import is_elsewhere, local_of
-from titanlite.ops.planned import kernel_device
+from titanlite.ops.kernels import kernel_device
 from titanlite.optim.adamw import LocalAdamW
 
 MOMENTUM = "momentum_buffer"

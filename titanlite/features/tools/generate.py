@@ -33,6 +33,7 @@ from titanlite.data.tokenizer import count_ids, load_tokenizer
 from titanlite.distributed import ParallelDims
 from titanlite.distributed.parallelize import parallelize
 from titanlite.distributed.process_group import end_distributed, init_distributed
+from titanlite.features.cpu import install as install_cpu
 from titanlite.features.generate.generate import (
     Continuation,
     Sampling,
@@ -140,6 +141,7 @@ def _run(options: argparse.Namespace) -> None:
     leave_out_cudnn()
     if "RANK" in os.environ:
         device = init_distributed(_TIMEOUT_S)
+    install_cpu(device)
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
     problems = sampling.check()
     for name, value in (("--max-new-tokens", options.max_new_tokens), ("--batch-size", options.batch_size)):

@@ -16,8 +16,8 @@ from titanlite.features.estimate.workspace import cuda_workspace
 from titanlite.materialize import materialize
 from titanlite.models.decoder import build_decoder
 from titanlite.models.families import families
+from titanlite.ops.kernels import plan_for_device
 from titanlite.ops.moe_experts import moe_experts
-from titanlite.ops.planned import plan_for_device
 
 KIB = 1024
 

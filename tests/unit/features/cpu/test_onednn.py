@@ -14,12 +14,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from titanlite.config.schema import ActivationCheckpointSection
 from titanlite.distributed.activation_checkpoint import checkpoint_operations
 from titanlite.features.cpu import experts as moe_experts_cpu
+from titanlite.features.cpu import onednn
+from titanlite.features.cpu.onednn import get_onednn_op, prefers_onednn
 from titanlite.features.estimate.flops import count_flops
 from titanlite.models.interface import Model
 from titanlite.models.layers import FeedForward
-from titanlite.ops import linear, linear_cross_entropy, matmul
-from titanlite.ops.matmul import get_onednn_op, multiply, prefers_onednn, sum_over_rows
-from titanlite.ops.planned import plan_for_device
+from titanlite.ops import linear, linear_cross_entropy
+from titanlite.ops.kernels import plan_for_device
+from titanlite.ops.matmul import multiply, sum_over_rows
 
 BOUND = 2e-6  # relative Frobenius error of float32
 AMD, INTEL = "vendor_id\t: AuthenticAMD\n", "vendor_id\t: GenuineIntel\n"
@@ -36,11 +38,11 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
         shapes.append((a.numel() // a.shape[-1], a.shape[-1], b_KN.shape[1]))
         return original(a, b_KN)
 
-    original = matmul._multiply
-    monkeypatch.setattr(matmul, "_multiply", multiply_and_note)
-    for module in (matmul, moe_experts_cpu):
+    original = onednn._multiply
+    monkeypatch.setattr(onednn, "_multiply", multiply_and_note)
+    for module in (onednn, moe_experts_cpu):
         monkeypatch.setattr(module, "prefers_onednn", lambda: True)
-    monkeypatch.setattr(matmul, "_WORTHWHILE", 1)
+    monkeypatch.setattr(onednn, "_WORTHWHILE", 1)
     return shapes
 
 
@@ -168,15 +170,15 @@ def test_few_numbers_of_rows(seen, rows, taken):
 
 def test_left_to_torch_where_it_is_not_worth_it_or_not_wanted(seen, monkeypatch):
     x, weight = draw(64, 32), draw(96, 32)
-    with plan_for_device("cpu"):
+    with plan_for_device("cuda"):
         linear(x, weight)
     linear(x.to("meta"), weight.to("meta"))
     linear(x[:0], weight)
     linear(x[:, :0], weight[:, :0])
-    monkeypatch.setattr(matmul, "_WORTHWHILE", 64 * 32 * 96 + 1)
+    monkeypatch.setattr(onednn, "_WORTHWHILE", 64 * 32 * 96 + 1)
     linear(x, weight)
-    monkeypatch.setattr(matmul, "_WORTHWHILE", 1)
-    monkeypatch.setattr(matmul, "prefers_onednn", lambda: False)
+    monkeypatch.setattr(onednn, "_WORTHWHILE", 1)
+    monkeypatch.setattr(onednn, "prefers_onednn", lambda: False)
     linear(x, weight)
     assert seen == []
 
@@ -184,7 +186,7 @@ def test_left_to_torch_where_it_is_not_worth_it_or_not_wanted(seen, monkeypatch)
 @pytest.mark.usefixtures("seen")
 def test_compiled_graphs_have_torchs_own_product(monkeypatch):
     x, weight = draw(64, 32).requires_grad_(), draw(96, 32).requires_grad_()
-    monkeypatch.setattr(matmul, "_multiply", None)  # no dispatch mode may be active while something is compiled
+    monkeypatch.setattr(onednn, "_multiply", None)  # no dispatch mode may be active while something is compiled
     compiled = torch.compile(linear, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(x, weight), F.linear(x, weight))
 
@@ -208,7 +210,7 @@ def test_which_machines(monkeypatch, capability, cpuinfo, expected):
 
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.setattr(Path, "read_text", read)
-    monkeypatch.setattr(matmul, "_is_onednn_faster", matmul._is_onednn_faster.__wrapped__)
+    monkeypatch.setattr(onednn, "_is_onednn_faster", onednn._is_onednn_faster.__wrapped__)
     assert prefers_onednn() is expected
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
     assert not prefers_onednn()

@@ -1,0 +1,66 @@
+"""The kernel table: functions that compute an operator on one type of device, by (operator, type of device).
+
+An operator looks its kernel up by the device of its tensors. Without one, or where the kernel returns None, it computes
+the same values in its own way. Features install kernels, by explicit calls before the first forward.
+
+While a run is planned, fake CPU tensors stand in for CUDA's: kernels are chosen as on CUDA then.
+"""
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+Kernel = Callable[..., Any]
+
+_kernels: dict[tuple[str, str], Kernel] = {}
+_costly: set[Any] = set()
+# Not a context variable: a compiled forward cannot read one.
+_planned_device: str | None = None
+
+
+def install_kernel(operator: str, device_type: str, kernel: Kernel, costly: Sequence[Any] = ()) -> None:
+    """Let `kernel` serve `operator` on devices of a type, in this process, in place of the one that was there.
+
+    Args:
+        operator: the name under which the operator looks it up.
+        device_type: as in `torch.device.type`.
+        kernel: takes what the operator documents; returns the result, or None where the operator's own way is better.
+        costly: torch operators that it calls, whose results selective activation checkpointing keeps.
+    """
+    _kernels[operator, device_type] = kernel
+    _costly.update(costly)
+
+
+def find_kernel(operator: str, device: torch.device) -> Kernel | None:
+    """The kernel of `operator` for tensors on `device`; None: there is none."""
+    return _kernels.get((operator, kernel_device(device)))
+
+
+def is_costly(op: Any) -> bool:
+    """True for the torch operators that were installed as costly."""
+    return op in _costly
+
+
+@contextmanager
+def plan_for_device(device_type: str, kernels: Mapping[str, Kernel] | None = None) -> Generator[None]:
+    """Choose kernels as for tensors on `device_type`, whatever device they are on. For tensors without data only.
+
+    `kernels`, by operator, stand in for those that need data.
+    """
+    global _planned_device
+    before, table = _planned_device, dict(_kernels)
+    _planned_device = device_type
+    _kernels.update({(operator, device_type): kernel for operator, kernel in (kernels or {}).items()})
+    try:
+        yield
+    finally:
+        _planned_device = before
+        _kernels.clear()
+        _kernels.update(table)
+
+
+def kernel_device(device: torch.device) -> str:
+    """The type of the device whose kernels serve a tensor on `device`."""
+    return _planned_device or device.type
