@@ -18,8 +18,9 @@ from titanlite.distributed.collectives import (
     all_to_all_single,
     forget_groups,
     reduce_scatter_single,
+    sum_pieces,
 )
-from titanlite.features.cpu.shared_memory import sum_pieces
+from titanlite.ops import kernels
 
 RANKS = 4
 LENGTH = 100_000  # of 3 elements: one rank's piece fits in a region of shared memory, that of four does not
@@ -117,7 +118,7 @@ def test_the_groups_of_all_axes_share_memory(run_ranks, degrees):
             assert torch.equal(gathered, ranks.repeat_interleave(size)) and torch.equal(exchanged, ranks)
             all_reduce_sum(mine, group=group)
             assert reduced.item() == ranks.sum() and torch.equal(mine, ranks.sum().expand(size))
-            assert collectives._memories[group] is not None
+            assert collectives._transports[group] is not None
 
     run_ranks(RANKS, check)
 
@@ -160,6 +161,24 @@ def test_what_is_left_to_torch(run_ranks):
     run_ranks(RANKS, check)
 
 
+def test_without_a_transport_gloo_takes_over(run_ranks, monkeypatch):
+    def check() -> None:
+        monkeypatch.setattr(kernels, "_kernels", {})
+        x = of_rank(dist.get_rank(), LENGTH, torch.float32)
+        gathered, exchanged, few = torch.zeros(2 * LENGTH, 3), torch.zeros_like(x), x[:9].clone()
+        assert dist.group.WORLD is not None
+        all_gather_single(gathered, x, group=dist.group.WORLD)
+        all_to_all_single(exchanged, x, [LENGTH // 2] * 2, [LENGTH // 2] * 2, group=dist.group.WORLD)
+        all_reduce_sum(few)
+        all_reduce_sum(x)
+        assert collectives._transports == {dist.group.WORLD: None}
+        whole = gathered.view(2, LENGTH, 3)
+        assert torch.equal(x, whole[0] + whole[1]) and torch.equal(few, x[:9])
+        assert torch.equal(exchanged, whole.chunk(2, dim=1)[dist.get_rank()].flatten(0, 1))
+
+    run_ranks(2, check)
+
+
 def test_between_machines_gloo_takes_over_and_sums_keep_their_bits(run_ranks):
     def check() -> None:
         group = dist.group.WORLD
@@ -175,7 +194,7 @@ def test_between_machines_gloo_takes_over_and_sums_keep_their_bits(run_ranks):
             reduce_scatter_single(reduced, x, group=group)
             all_to_all_single(exchanged, x, [splits[rank]] * RANKS, splits, group=group)
             all_reduce_sum(summed)
-            assert (collectives._memories[group] is None) == (machine == str(rank // 2) and results != [])
+            assert (collectives._transports[group] is None) == (machine == str(rank // 2) and results != [])
             results.append((gathered, reduced, exchanged, summed))
         assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
         wholes = [of_rank(rank, length, torch.float32) for rank in range(RANKS)]

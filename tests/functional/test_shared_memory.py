@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from titanlite.distributed.collectives import sum_pieces
 from titanlite.features.cpu import shared_memory
-from titanlite.features.cpu.shared_memory import SharedMemory, open_shared_memory, sum_pieces
+from titanlite.features.cpu.shared_memory import SharedMemory, open_shared_memory
 
 RANKS = 4
 SMALL = 1 << 10  # bytes of a region: most exchanges take several rounds

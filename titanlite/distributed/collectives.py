@@ -8,24 +8,43 @@ Collectives: every rank of the group must call, in the same order.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
 from titanlite.base import timers
-from titanlite.features.cpu.shared_memory import DEFAULT_TIMEOUT_S, SharedMemory, open_shared_memory, sum_pieces
+from titanlite.ops.kernels import find_kernel
 
 # torch 2.13 renamed both and warns about the old names; 2.11 has only those.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+DEFAULT_TIMEOUT_S = 1800.0  # that of gloo's groups
+
 _FEW_BYTES = 64 << 10
 """Up to here, every rank sums all of a tensor."""
 
+
+class Transport(Protocol):
+    """A way for the ranks of one group to exchange contiguous host tensors, in place of gloo's.
+
+    The kernel `transport`, called with a group and a timeout in seconds, opens one; None: not between these ranks. It
+    is collective, and so are all methods. Sums are those of `sum_pieces`.
+    """
+
+    def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> None: ...
+    def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor) -> None: ...
+    def all_reduce(self, x: torch.Tensor) -> None: ...
+    def all_to_all(
+        self, out: torch.Tensor, x: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
+    ) -> None: ...
+    def close(self) -> None: ...
+
+
 _groups: dict[str, dist.ProcessGroup] = {}
-_memories: dict[dist.ProcessGroup, SharedMemory | None] = {}
+_transports: dict[dist.ProcessGroup, Transport | None] = {}
 _timeout_s = DEFAULT_TIMEOUT_S
 
 
@@ -43,10 +62,10 @@ def limit_waiting(timeout_s: float) -> None:
 
 def forget_groups() -> None:
     """Let go of all groups: they hold connections and threads as long as someone knows them."""
-    for memory in _memories.values():
-        if memory is not None:
-            memory.close()
-    _memories.clear()
+    for transport in _transports.values():
+        if transport is not None:
+            transport.close()
+    _transports.clear()
     _groups.clear()
 
 
@@ -100,8 +119,8 @@ def _host_all_reduce(x: torch.Tensor, group: dist.ProcessGroup) -> None:
         host_all_gather(whole, part, name)
         if missing:
             flat.copy_(whole[:-missing])
-    elif (memory := _shared_memory(group)) is not None:
-        memory.all_reduce(x)
+    elif (transport := _transport(group)) is not None:
+        transport.all_reduce(x)
     else:
         pieces = x.new_empty(size, *x.shape)
         _all_gather(pieces.view(-1), x.view(-1), group=group)
@@ -116,12 +135,12 @@ def all_to_all_single(
     *,
     group: dist.ProcessGroup,
 ) -> None:
-    """`torch.distributed.all_to_all_single` of contiguous tensors; through shared memory where there is any."""
-    memory = _shared_memory(group) if _is_on_gloo(out, x, group) else None
-    if memory is None:
+    """`torch.distributed.all_to_all_single` of contiguous tensors; through a `Transport` where there is one."""
+    transport = _transport(group) if _is_on_gloo(out, x, group) else None
+    if transport is None:
         dist.all_to_all_single(out, x, list(output_splits), list(input_splits), group=group)
     else:
-        memory.all_to_all(out, x, output_splits, input_splits)
+        transport.all_to_all(out, x, output_splits, input_splits)
 
 
 def _is_on_gloo(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup) -> bool:
@@ -129,25 +148,40 @@ def _is_on_gloo(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup) ->
     return x.device.type == "cpu" and out.dtype == x.dtype and "cpu:gloo" in dist.get_backend_config(group).split(",")
 
 
-def _shared_memory(group: dist.ProcessGroup) -> SharedMemory | None:
-    """What the ranks of `group` share, or None. Collective at the first call for a group."""
-    if group not in _memories:
+def _transport(group: dist.ProcessGroup) -> Transport | None:
+    """The transport between the ranks of `group`, or None. Collective at the first call for a group."""
+    if group not in _transports:
         timeout_s = _timeout_s if group is dist.group.WORLD else DEFAULT_TIMEOUT_S
-        _memories[group] = open_shared_memory(group, timeout_s)
-    return _memories[group]
+        open_transport = find_kernel("transport", torch.device("cpu"))
+        _transports[group] = None if open_transport is None else open_transport(group, timeout_s)
+    return _transports[group]
+
+
+def sum_pieces(out: torch.Tensor, pieces: torch.Tensor) -> None:
+    """Write the sum over the first dim of `pieces` to `out`, in order: the same bits wherever the ranks are.
+
+    Two-byte floats are added in float32 and rounded once.
+    """
+    narrow = out.is_floating_point() and out.itemsize < 4
+    total = torch.empty_like(out, dtype=torch.float32) if narrow else out
+    total.copy_(pieces[0])
+    for piece in pieces[1:]:
+        total += piece
+    if narrow:
+        out.copy_(total)
 
 
 @torch.library.custom_op("titanlite::host_all_gather", mutates_args=("out",))
 def host_all_gather(out: torch.Tensor, x: torch.Tensor, group: str) -> None:
-    """Gather host tensors: through shared memory on one machine, between machines as gloo does.
+    """Gather host tensors, through a `Transport` where there is one, else as gloo does.
 
     gloo passes pieces on from rank to rank and copies the whole once more, which between machines sends each only once.
     """
-    memory, x = _shared_memory(_groups[group]), x.contiguous()
-    if memory is None:
+    transport, x = _transport(_groups[group]), x.contiguous()
+    if transport is None:
         _all_gather(out, x, group=_groups[group])
     else:
-        memory.all_gather(out, x)
+        transport.all_gather(out, x)
 
 
 @torch.library.custom_op("titanlite::host_reduce_scatter", mutates_args=("out",))
@@ -158,9 +192,9 @@ def host_reduce_scatter(out: torch.Tensor, x: torch.Tensor, group: str) -> None:
     after every addition. Between machines the pieces are exchanged through gloo, though its ring would send less over:
     the bits of a sum must not depend on where the ranks are.
     """
-    memory, x = _shared_memory(_groups[group]), x.contiguous()
-    if memory is not None:
-        memory.reduce_scatter(out, x)
+    transport, x = _transport(_groups[group]), x.contiguous()
+    if transport is not None:
+        transport.reduce_scatter(out, x)
         return
     pieces = torch.empty_like(x)
     dist.all_to_all_single(pieces, x, group=_groups[group])

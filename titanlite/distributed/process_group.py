@@ -16,7 +16,6 @@ from torch.distributed.tensor import debug
 from titanlite.base.errors import ConfigError, TransientError
 from titanlite.distributed.collectives import forget_groups, limit_waiting
 from titanlite.distributed.flight_recorder import enable_flight_recorder
-from titanlite.features.cpu.host_memory import keep_freed_memory
 from titanlite.launch.network import PORT_TAKEN, STORE_FILE, find_interface
 from titanlite.ops.attention import leave_out_cudnn
 
@@ -164,7 +163,6 @@ def init_distributed(timeout_s: int, dump_folder: Path | None = None) -> torch.d
     else:
         _refuse_idle_gpus()
         device, backend = torch.device("cpu"), "gloo"
-        keep_freed_memory()
     if dist.is_initialized():
         return device
     if "nccl" in backend and dump_folder is not None:

@@ -4,6 +4,7 @@ import torch
 
 from titanlite.features.cpu import attention, experts, onednn
 from titanlite.features.cpu.host_memory import keep_freed_memory
+from titanlite.features.cpu.shared_memory import open_shared_memory
 from titanlite.ops.kernels import install_kernel
 
 
@@ -19,6 +20,7 @@ def install_kernels() -> None:
     install_kernel("attention", "cpu", attention.attend, costly=[torch.ops.titanlite.host_attention.default])
     install_kernel("moe_experts", "cpu", experts.forward)
     install_kernel("moe_experts_backward", "cpu", experts.backward)
+    install_kernel("transport", "cpu", open_shared_memory)
     if (op := onednn.get_onednn_op()) is not None:
         install_kernel("linear", "cpu", onednn.multiply_linear, costly=[op])
         install_kernel("product", "cpu", onednn.multiply)

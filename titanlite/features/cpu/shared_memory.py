@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 
 from titanlite.base.log import logger
+from titanlite.distributed.collectives import DEFAULT_TIMEOUT_S, sum_pieces
 
 _REGION_BYTES = 4 << 20
 _KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
@@ -39,7 +40,6 @@ _DTYPES = (
     *(torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.int16, torch.int8),
     *(torch.uint8, torch.bool),
 )
-DEFAULT_TIMEOUT_S = 1800.0  # that of gloo's groups
 _SETUP_TIMEOUT_S = 60.0  # ranks that have just met in a collective
 
 
@@ -67,7 +67,7 @@ _FORMAT = struct.Struct("<QBBQQ?")
 
 
 class SharedMemory:
-    """The collectives of a group of ranks that share a machine. Made by `open_shared_memory`.
+    """A `Transport`: the collectives of a group of ranks that share a machine. Made by `open_shared_memory`.
 
     All tensors are on the host, contiguous, and of a dtype in `_DTYPES`.
 
@@ -216,20 +216,6 @@ def _describe(message: _Message) -> str:
     kind, dtype = _KINDS[message.kind], str(_DTYPES[message.dtype]).removeprefix("torch.")
     size = dtype if kind == "all_to_all" else f"{message.length} {dtype}"
     return f"{kind} of {size} (round {message.number})"
-
-
-def sum_pieces(out: torch.Tensor, pieces: torch.Tensor) -> None:
-    """Write the sum over the first dim of `pieces` to `out`, in order: the same bits wherever the ranks are.
-
-    Two-byte floats are added in float32 and rounded once.
-    """
-    narrow = out.is_floating_point() and out.itemsize < 4
-    total = torch.empty_like(out, dtype=torch.float32) if narrow else out
-    total.copy_(pieces[0])
-    for piece in pieces[1:]:
-        total += piece
-    if narrow:
-        out.copy_(total)
 
 
 def open_shared_memory(

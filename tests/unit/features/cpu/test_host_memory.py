@@ -7,11 +7,11 @@ import pytest
 
 FAULTS_OF_NEW_TENSORS = """
 import resource, torch
-from titanlite.features.cpu.host_memory import keep_freed_memory
+from titanlite.features.cpu import install
 
 def faults(keep):
     if keep:
-        keep_freed_memory()
+        install(torch.device("cpu"))
     counts = []
     for _ in range(5):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
