@@ -48,6 +48,7 @@ from titanlite.features.generate.generate import get_end_of_turn_ids, log_sample
 from titanlite.features.lora.adapter import warn_of_changed_base
 from titanlite.features.lora.layers import apply_lora
 from titanlite.features.lowbit.weights import encode_weights
+from titanlite.features.muon.muon import build_muon, muon_matrices
 from titanlite.features.pipeline.schedule import PipelineSchedule, apply_pipeline_parallel, describe_pipeline
 from titanlite.features.record.environment import save_environment
 from titanlite.features.record.hub import push_to_hub
@@ -68,7 +69,7 @@ from titanlite.models.interface import Model
 from titanlite.objective import NextToken
 from titanlite.optim.expert_bias import warn_of_ignored_balancing
 from titanlite.optim.optimizer import build_optimizer
-from titanlite.optim.parameters import count_parameters, freeze_parameters, muon_matrices
+from titanlite.optim.parameters import count_parameters, freeze_parameters
 from titanlite.preflight import Checked
 from titanlite.train_step import TrainStep
 from titanlite.trainer import Trainer
@@ -118,7 +119,8 @@ def assemble(checked: Checked) -> Trainer:
     checkpointer.prepare(model, tokenizer, ends)
     plan = fill(job, model, checkpointer.weight_sources(model), device)
     check_layout(job, plan)
-    optimizer = build_optimizer(model, job.optimizer, all_to_all_single, dims.stage_group)
+    muon = partial(build_muon, all_to_all=all_to_all_single, group=dims.stage_group)
+    optimizer = build_optimizer(model, job.optimizer, {"Muon": muon})
     checkpointer.load_state(plan, optimizer, device)
     objective = build_dpo(job, loader.dataset.form) or NextToken()
     stepper = TrainStep(job, dims, device, model, optimizer, objective, build_schedule(dims), step)

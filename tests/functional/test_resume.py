@@ -16,7 +16,7 @@ from titanlite.checkpoint.commit import check_folder
 from titanlite.checkpoint.space import count_bytes
 from titanlite.config.parallelism import Degrees
 from titanlite.features.generate import generate
-from titanlite.optim.parameters import muon_matrices
+from titanlite.features.muon.muon import muon_matrices
 from titanlite.preflight import Checked
 from titanlite.trainer import Trainer
 

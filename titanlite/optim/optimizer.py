@@ -1,72 +1,80 @@
 """The optimizer that the configuration describes, stepped only if the gradients are finite."""
 
 from collections import defaultdict
+from collections.abc import Callable, Container, Mapping
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from titanlite.base.log import logger
 from titanlite.config.schema import OptimizerSection
-from titanlite.features.muon.matrix_exchange import AllToAll
-from titanlite.features.muon.muon import Muon
 from titanlite.optim.adamw import LocalAdamW
-from titanlite.optim.parameters import lr_multipliers, muon_matrices
+from titanlite.optim.parameters import lr_multipliers
 
 _LEAST_BFLOAT16_LR = 1e-3
 
 
 def build_optimizer(
-    model: nn.Module,
-    section: OptimizerSection,
-    all_to_all: AllToAll = dist.all_to_all_single,
-    group: dist.ProcessGroup | None = None,
-) -> LocalAdamW | Muon:
-    """The optimizer of the parameters that are trained, with decay on matrices only: not on norms, on other vectors, or
-    on biases, also where those of all experts are one matrix.
+    model: Any, section: OptimizerSection, others: Mapping[str, Callable[..., torch.optim.Optimizer]] | None = None
+) -> torch.optim.Optimizer:
+    """AdamW of the parameters that are trained, or what the builder in `others` for `section.name` makes of the same.
 
-    `all_to_all` exchanges the matrices of Muon that are split over the ranks of `group` (None: all). Every rank must
-    call alike; no collective. What other ranks hold is in the groups too, and is never stepped here.
+    What other ranks hold is in its groups too, and is never stepped here.
 
     Raises:
         ConfigError: `section.lr_multipliers` names nothing that is trained.
     """
-    multipliers, matrices = lr_multipliers(model, section), muon_matrices(model, section)
-    groups: defaultdict[tuple[bool, bool, float], list[nn.Parameter]] = defaultdict(list)
-    for name, param in model.named_parameters():
-        if param.requires_grad:
-            decays = param.dim() >= 2 and not name.endswith("bias")
-            groups[param in matrices, decays, multipliers.get(param, 1.0)].append(param)
-    if section.lr < _LEAST_BFLOAT16_LR and any(p.dtype == torch.bfloat16 for params in groups.values() for p in params):
-        logger.warning(
-            "optimizer: a weight in bfloat16 changes by 1/256 of its size or not at all; with optimizer.lr = %g most "
-            "never will. Set training.dtype = 'float32'.",
-            section.lr,
-        )
-    of_muon, of_adamw = (
-        [
-            {
-                "params": params,
-                "weight_decay": section.weight_decay if decay else 0.0,
-                "lr": section.lr * multiplier,
-            }
-            for (in_muon, decay, multiplier), params in groups.items()
-            if in_muon == which
-        ]
-        for which in (True, False)
-    )
-    adamw = LocalAdamW(
-        of_adamw or [{"params": []}],
+    if others and section.name in others:
+        return others[section.name](model, section)
+    assert section.name == "AdamW", section.name
+    return build_adamw(group_parameters(model, section)[1], section)
+
+
+def build_adamw(groups: list[dict[str, Any]], section: OptimizerSection) -> LocalAdamW:
+    """AdamW of these groups, which may be none."""
+    return LocalAdamW(
+        groups or [{"params": []}],
         lr=section.lr,
         betas=(section.beta1, section.beta2),
         eps=section.eps,
         fused=section.implementation == "fused",
         foreach=section.implementation == "foreach",
     )
-    if section.name == "AdamW":
-        return adamw
-    rest = {"momentum": section.momentum, "stacked": matrices, "all_to_all": all_to_all, "group": group}
-    return Muon(of_muon or [{"params": []}], adamw, **rest)
+
+
+def group_parameters(
+    model: nn.Module, section: OptimizerSection, apart: Container[nn.Parameter] = ()
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Group the trained parameters by rate and decay: those that lie in `apart`, and the rest.
+
+    Decay is on matrices only: not on norms, on other vectors, or on biases, also where those of all experts are one
+    matrix.
+
+    Raises:
+        ConfigError: `section.lr_multipliers` names nothing that is trained.
+    """
+    multipliers = lr_multipliers(model, section)
+    groups: defaultdict[tuple[bool, bool, float], list[nn.Parameter]] = defaultdict(list)
+    for name, param in model.named_parameters():
+        if param.requires_grad:
+            decays = param.dim() >= 2 and not name.endswith("bias")
+            groups[param in apart, decays, multipliers.get(param, 1.0)].append(param)
+    if section.lr < _LEAST_BFLOAT16_LR and any(p.dtype == torch.bfloat16 for params in groups.values() for p in params):
+        logger.warning(
+            "optimizer: a weight in bfloat16 changes by 1/256 of its size or not at all; with optimizer.lr = %g most "
+            "never will. Set training.dtype = 'float32'.",
+            section.lr,
+        )
+    lies_apart, rest = (
+        [
+            {"params": params, "weight_decay": section.weight_decay if decay else 0.0, "lr": section.lr * multiplier}
+            for (where, decay, multiplier), params in groups.items()
+            if where == which
+        ]
+        for which in (True, False)
+    )
+    return lies_apart, rest
 
 
 def step_if_finite(optimizer: torch.optim.Optimizer, finite: torch.Tensor) -> None:

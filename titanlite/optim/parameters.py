@@ -1,7 +1,6 @@
 """Which parameters are trained, and how fast: patterns over their names."""
 
 from fnmatch import fnmatchcase
-from typing import cast
 
 import torch
 from torch import nn
@@ -11,7 +10,6 @@ from titanlite.config.patterns import parse_multipliers, split_patterns
 from titanlite.config.schema import OptimizerSection
 from titanlite.materialize.layout import num_values
 from titanlite.materialize.plan import clean_name
-from titanlite.models.interface import Model
 
 
 def freeze_parameters(model: nn.Module, section: OptimizerSection) -> None:
@@ -53,37 +51,6 @@ def lr_multipliers(model: nn.Module, section: OptimizerSection) -> dict[nn.Param
         found.update((param, factor) for param in matched if param.requires_grad)
     raise_problems(ConfigError, "optimizer.lr_multipliers", problems)
     return found
-
-
-def muon_matrices(model: nn.Module, section: OptimizerSection) -> dict[nn.Parameter, int]:
-    """The trained parameters that Muon steps, each with the number of matrices stacked in its rows; none for AdamW.
-
-    These are the matrices of layers and of their experts, routers included, and those of a vision tower's blocks.
-    Embedding, output head, norms, biases and what lies outside of layers are AdamW's (arXiv:2502.16982, 2.1).
-    """
-    if section.name != "Muon":
-        return {}
-    model = cast(Model, model)
-    found: dict[nn.Parameter, int] = {}
-    for layer in model.all_layers():
-        experts = {id(param) for module in model.experts_in(layer) for param in module.parameters()}
-        for module in layer.modules():
-            if isinstance(module, nn.Embedding):
-                continue
-            for name, param in module.named_parameters(recurse=False):
-                is_matrix = param.dim() == 2 and not name.endswith("bias")
-                if param.requires_grad and (is_matrix if id(param) not in experts else param.dim() == 3):
-                    found[param] = _get_num_stacked(module, name)
-    return found
-
-
-def _get_num_stacked(module: nn.Module, name: str) -> int:
-    """Of how many matrices, one after the other, the rows of a parameter are."""
-    if hasattr(module, "stacked_matrices"):
-        return cast(dict[str, int], module.stacked_matrices).get(name, 1)
-    # What transformers' experts say of themselves.
-    layout = [getattr(module, attribute, None) for attribute in ("has_gate", "is_concatenated", "is_transposed")]
-    return 2 if name == "gate_up_proj" and layout == [True, True, False] else 1
 
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:

@@ -36,11 +36,11 @@ from titanlite.features.estimate.render import (
 )
 from titanlite.features.estimate.stages import estimate_stages, merge_stages, trace_stages
 from titanlite.features.estimate.sweep import sweep
+from titanlite.features.muon.muon import muon_matrices
 from titanlite.features.record.plan_file import RunPlan, build_run_plan
 from titanlite.materialize import SourceProvider, build_plan
 from titanlite.metrics.out_of_memory import describe_remedies
 from titanlite.models.families import resolve_model_config
-from titanlite.optim.parameters import muon_matrices
 from titanlite.preflight import Checked, check
 
 _GIBI = 2**30

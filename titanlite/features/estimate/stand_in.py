@@ -27,6 +27,7 @@ from titanlite.features.dpo.objective import DPO
 from titanlite.features.dpo.reference import AdaptersOff
 from titanlite.features.estimate.tracker import GRADIENTS, StepRecorder, fixed_scalars
 from titanlite.features.images.rows import ImageBatch
+from titanlite.features.muon.muon import build_muon
 from titanlite.materialize import Plan, build_plan
 from titanlite.materialize.execute import exchange, sharded_like
 from titanlite.materialize.layout import is_elsewhere
@@ -52,6 +53,7 @@ class StandInTrainer(TrainStep):
         # Also takes the meshes that a step needs out of `dims`: without data a mesh cannot look its ranks up.
         model = build_on_meta(job, model_config, dims, torch.device(device_type))
         self.plan = build_plan(model)
+        muon = partial(build_muon, all_to_all=all_to_all_single, group=dims.stage_group)
         with FakeTensorMode() as self.fake:
             _allocate(self.plan, model)
             super().__init__(
@@ -59,7 +61,7 @@ class StandInTrainer(TrainStep):
                 dims,
                 device,
                 model,
-                build_optimizer(model, job.optimizer, all_to_all_single, dims.stage_group),
+                build_optimizer(model, job.optimizer, {"Muon": muon}),
                 _build_objective(job),
                 build_schedule(dims),
             )

@@ -5,16 +5,19 @@ Shape suffixes: N matrices of R rows and C columns.
 """
 
 from functools import reduce
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from titanlite.config.schema import OptimizerSection
 from titanlite.features.muon.matrix_exchange import AllToAll, MatrixExchange
 from titanlite.materialize.layout import is_elsewhere, local_of
+from titanlite.models.interface import Model
 from titanlite.ops.kernels import kernel_device
 from titanlite.optim.adamw import LocalAdamW
+from titanlite.optim.optimizer import build_adamw, group_parameters
 
 MOMENTUM = "momentum_buffer"
 
@@ -37,6 +40,56 @@ def orthogonalize(x_NRC: torch.Tensor) -> torch.Tensor:
         poly_NRR = torch.baddbmm(gram_NRR, gram_NRR, gram_NRR, beta=_B, alpha=_C)
         x_NRC = torch.baddbmm(x_NRC, poly_NRR, x_NRC, beta=_A)
     return x_NRC.mT if is_tall else x_NRC
+
+
+def build_muon(
+    model: Model,
+    section: OptimizerSection,
+    all_to_all: AllToAll = dist.all_to_all_single,
+    group: dist.ProcessGroup | None = None,
+) -> "Muon":
+    """Muon of the matrices of `muon_matrices`, with AdamW for the other parameters that are trained.
+
+    `all_to_all` exchanges the matrices that are split over the ranks of `group` (None: all). Every rank must call
+    alike; no collective. What other ranks hold is in the groups too, and is never stepped here.
+
+    Raises:
+        ConfigError: `section.lr_multipliers` names nothing that is trained.
+    """
+    matrices = muon_matrices(model, section)
+    groups, rest = group_parameters(model, section, matrices)
+    options = {"momentum": section.momentum, "stacked": matrices, "all_to_all": all_to_all, "group": group}
+    return Muon(groups or [{"params": []}], build_adamw(rest, section), **options)
+
+
+def muon_matrices(model: Model, section: OptimizerSection) -> dict[nn.Parameter, int]:
+    """The trained parameters that Muon steps, each with the number of matrices stacked in its rows; none for AdamW.
+
+    These are the matrices of layers and of their experts, routers included, and those of a vision tower's blocks.
+    Embedding, output head, norms, biases and what lies outside of layers are AdamW's (arXiv:2502.16982, 2.1).
+    """
+    if section.name != "Muon":
+        return {}
+    found: dict[nn.Parameter, int] = {}
+    for layer in model.all_layers():
+        experts = {id(param) for module in model.experts_in(layer) for param in module.parameters()}
+        for module in layer.modules():
+            if isinstance(module, nn.Embedding):
+                continue
+            for name, param in module.named_parameters(recurse=False):
+                is_matrix = param.dim() == 2 and not name.endswith("bias")
+                if param.requires_grad and (is_matrix if id(param) not in experts else param.dim() == 3):
+                    found[param] = _get_num_stacked(module, name)
+    return found
+
+
+def _get_num_stacked(module: nn.Module, name: str) -> int:
+    """Of how many matrices, one after the other, the rows of a parameter are."""
+    if hasattr(module, "stacked_matrices"):
+        return cast(dict[str, int], module.stacked_matrices).get(name, 1)
+    # What transformers' experts say of themselves.
+    layout = [getattr(module, attribute, None) for attribute in ("has_gate", "is_concatenated", "is_transposed")]
+    return 2 if name == "gate_up_proj" and layout == [True, True, False] else 1
 
 
 class Muon(torch.optim.Optimizer):

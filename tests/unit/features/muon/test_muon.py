@@ -15,13 +15,12 @@ from titanlite.config.check import check_values
 from titanlite.config.schema import OptimizerSection
 from titanlite.distributed.process_group import fake_ranks
 from titanlite.features.muon.matrix_exchange import MatrixExchange
-from titanlite.features.muon.muon import Muon, orthogonalize
+from titanlite.features.muon.muon import Muon, _get_num_stacked, build_muon, muon_matrices, orthogonalize
 from titanlite.materialize import materialize
 from titanlite.models.decoder import build_decoder
 from titanlite.models.families import families
 from titanlite.optim.adamw import LocalAdamW
-from titanlite.optim.optimizer import build_optimizer, step_if_finite
-from titanlite.optim.parameters import _get_num_stacked, muon_matrices
+from titanlite.optim.optimizer import step_if_finite
 
 SHAPES = {"wide": (8, 20), "tall": (20, 8), "square": (9, 9), "experts": (3, 6, 10), "stacked": (2, 12, 5)}
 
@@ -157,7 +156,7 @@ def test_matrices_of_layers_are_muons(family):
         assert (param in matrices) == wanted, name
         if wanted:
             assert matrices[param] == (2 if name.endswith("experts.gate_up_proj") else 1), name
-    optimizer = build_optimizer(model, section)
+    optimizer = build_muon(model, section)
     group_of = {param: group for group in optimizer.param_groups for param in group["params"]}
     assert group_of.keys() == set(model.parameters())
     for name, param in model.named_parameters():
@@ -176,7 +175,7 @@ def test_everything_else_may_be_frozen():
     matrices = muon_matrices(model, OptimizerSection(name="Muon"))
     for param in model.parameters():
         param.requires_grad_(param in matrices)
-    optimizer = build_optimizer(model, OptimizerSection(name="Muon"))
+    optimizer = build_muon(model, OptimizerSection(name="Muon"))
     for param in matrices:
         param.grad = torch.ones_like(param)
     step_if_finite(optimizer, torch.tensor(True))
