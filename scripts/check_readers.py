@@ -77,7 +77,7 @@ def save_model(family: str, folder: Path) -> dict[str, Any]:
 
     from titanlite.assemble import build_model
     from titanlite.checkpoint.hf_model import save_hf_model
-    from titanlite.config.schema import DataSection
+    from titanlite.config.data import DataSection
     from titanlite.data import build_corpus
     from titanlite.data.tokenizer import build_tokenizer
     from titanlite.materialize import materialize

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from titanlite.base.errors import ConfigError
 from titanlite.base.files import check_regular
+from titanlite.config.data import get_source_key, get_sources
 from titanlite.config.schema import JobConfig
-from titanlite.config.sources import get_source_key, get_sources
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 # How the hub's library names the folders of its cache.

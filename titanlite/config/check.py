@@ -12,10 +12,10 @@ from pathlib import Path
 
 from titanlite.base.errors import ConfigError
 from titanlite.config.assets import is_hub_id
+from titanlite.config.data import DataSection, get_source_key, get_sources
 from titanlite.config.patterns import parse_date, parse_multipliers, parse_object, split_patterns
 from titanlite.config.schema import (
     ActivationCheckpointSection,
-    DataSection,
     DPOSection,
     EvaluationSection,
     JobConfig,
@@ -23,7 +23,6 @@ from titanlite.config.schema import (
     OptimizerSection,
 )
 from titanlite.config.settings import SOURCES, get_value
-from titanlite.config.sources import get_source_key, get_sources
 
 _ESCAPES = {"\\": "\\\\", '"': '\\"', "\b": "\\b", "\t": "\\t", "\n": "\\n", "\f": "\\f", "\r": "\\r"}
 

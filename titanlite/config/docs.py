@@ -13,7 +13,7 @@ COMMAND = "python -m titanlite.config.docs"
 _HEADER = f"""\
 # Configuration reference
 
-<!-- Made by `{COMMAND}` from titanlite/config/schema.py. Do not edit. -->
+<!-- Made by `{COMMAND}` from titanlite/config. Do not edit. -->
 
 A setting is a key of a section in the TOML file, or `--section.key=value` on the command line, where the last one
 wins. Override values are read by the type below and never guessed; `none` unsets a setting that may be unset.

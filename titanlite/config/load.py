@@ -20,7 +20,8 @@ from omegaconf import OmegaConf
 from titanlite.base.errors import ConfigError, raise_problems
 from titanlite.base.files import read_regular, replace_file
 from titanlite.config.check import check_values, format_value
-from titanlite.config.schema import JobConfig, SourceSection
+from titanlite.config.data import SourceSection
+from titanlite.config.schema import JobConfig
 from titanlite.config.settings import (
     SOURCES,
     TEMPLATE_ARGUMENTS,

@@ -9,6 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 
+def setting(default: Any, doc: str) -> Any:
+    """A dataclass field with its documentation; mutable defaults are copied per instance."""
+    if callable(default):
+        return field(default_factory=default, metadata={"doc": doc})
+    return field(default=default, metadata={"doc": doc})
+
+
 def size(doc: str, default: Any = None, *, override: bool = True) -> Any:
     """A ModelConfig field with its documentation; `override=False` keeps it out of `[model.overrides]`."""
     return field(default=default, metadata={"doc": doc, "override": override})

@@ -7,7 +7,8 @@ from functools import cache
 from types import UnionType
 from typing import Any, Literal, NamedTuple, Union, cast, get_args, get_origin, get_type_hints
 
-from titanlite.config.schema import JobConfig, SourceSection
+from titanlite.config.data import SourceSection
+from titanlite.config.schema import JobConfig
 
 TEMPLATE_ARGUMENTS = "data.chat_template_kwargs"  # JSON text, or a table of anything
 SOURCES = "data.sources"  # tables below have names of the user's

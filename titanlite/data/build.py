@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, cast
 from titanlite.base.errors import DataError
 from titanlite.base.files import read_regular
 from titanlite.base.log import logger
+from titanlite.config.data import DataSection, get_sources
 from titanlite.config.parallelism import resolve_global_batch_size
 from titanlite.config.patterns import parse_object
-from titanlite.config.schema import DataSection, JobConfig
-from titanlite.config.sources import get_sources
+from titanlite.config.schema import JobConfig
 from titanlite.data.corpus import build_corpus
 from titanlite.data.dataset import PackedDataset, SequenceDataset, TrainDataset
 from titanlite.data.loader import TrainLoader

@@ -18,7 +18,7 @@ from typing import IO, TypeVar, cast
 
 from titanlite.base.errors import DataError
 from titanlite.base.files import open_regular
-from titanlite.config.schema import DataSection
+from titanlite.config.data import DataSection
 
 T = TypeVar("T")
 _FORMAT_VERSION = 1  # raise it when what is kept of files changes its meaning

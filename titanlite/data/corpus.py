@@ -15,7 +15,7 @@ from pathlib import Path
 
 from titanlite.base.errors import DataError
 from titanlite.base.files import check_regular, read_regular
-from titanlite.config.schema import DataSection
+from titanlite.config.data import DataSection
 from titanlite.data.cache import get_cache_folder, read_once
 
 # Installed packages differ from machine to machine, and test data holds deliberately broken files.

@@ -25,7 +25,7 @@ from titanlite.base.files import read_json
 from titanlite.base.hf_objects import load_from_folder, load_tokenizer_file
 from titanlite.base.log import logger
 from titanlite.config import AnyModelConfig, JobConfig, ModelConfig, TransformersConfig
-from titanlite.config.schema import DataSection
+from titanlite.config.data import DataSection
 from titanlite.data.cache import get_cache_folder, load_or_build, write_atomic
 from titanlite.data.corpus import Corpus, split_text
 from titanlite.features.transformers.config import load_config_and_class

@@ -12,7 +12,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from titanlite.base.log import logger
-from titanlite.config.schema import DataSection
+from titanlite.config.data import DataSection
 from titanlite.data.cache import get_cache_folder, load_or_build, write_atomic
 from titanlite.data.corpus import Corpus, split_text
 from titanlite.data.tokenizer import count_ids, get_prefix, serialize

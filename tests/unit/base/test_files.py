@@ -14,7 +14,8 @@ from titanlite.base.errors import ConfigError, TitanliteError
 from titanlite.base.files import AppendedFile, is_full, open_regular, parse_json, read_regular, replace_file
 from titanlite.config import load_config
 from titanlite.config.assets import find_missing_files
-from titanlite.config.schema import DataSection, JobConfig
+from titanlite.config.data import DataSection
+from titanlite.config.schema import JobConfig
 from titanlite.data.build import _read_template
 from titanlite.data.corpus import build_text_corpus
 from titanlite.data.tokenizer import load_tokenizer

@@ -16,7 +16,8 @@ import pytest
 from titanlite.base.errors import ConfigError
 from titanlite.config import JobConfig, load_config
 from titanlite.config.assets import local_folder, resolve_assets
-from titanlite.config.schema import CheckpointSection, DataSection, ModelSection
+from titanlite.config.data import DataSection
+from titanlite.config.schema import CheckpointSection, ModelSection
 from titanlite.models.families import families
 from titanlite.preflight import check
 

@@ -8,7 +8,7 @@ import pytest
 
 from titanlite.base.errors import ConfigError
 from titanlite.config import JobConfig, load_config, save_resolved
-from titanlite.config.sources import get_source_key, get_sources
+from titanlite.config.data import get_source_key, get_sources
 
 HEAD = '[model]\nflavor = "debug"\n[data]\ndataset = "examples"\ntrain_on = "all"\n'
 TWO = f"""{HEAD}

@@ -9,7 +9,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 from unit.data.templates import CHATML, SPECIAL_TOKENS
 
-from titanlite.config.schema import DataSection, JobConfig
+from titanlite.config.data import DataSection
+from titanlite.config.schema import JobConfig
 from titanlite.data.dataset import PackedDataset
 from titanlite.data.tokens import TokenizedCorpus
 

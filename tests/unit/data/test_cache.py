@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from titanlite.base.errors import DataError
-from titanlite.config.schema import DataSection
+from titanlite.config.data import DataSection
 from titanlite.data import cache
 from titanlite.data.cache import get_cache_folder, load_or_build, read_once, write_atomic
 

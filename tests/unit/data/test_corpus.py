@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from titanlite.base.errors import DataError
-from titanlite.config.schema import DataSection
+from titanlite.config.data import DataSection
 from titanlite.data.corpus import build_corpus, build_stdlib_corpus, build_text_corpus, split_text
 
 

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 import titanlite
 from titanlite.base.errors import DataError
 from titanlite.checkpoint.description import save_tokenizer
-from titanlite.config.schema import DataSection
+from titanlite.config.data import DataSection
 from titanlite.data import build_corpus
 from titanlite.data import tokenizer as tokenizer_module
 from titanlite.data.corpus import Corpus, build_text_corpus

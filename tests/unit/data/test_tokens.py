@@ -11,7 +11,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 import titanlite
-from titanlite.config.schema import DataSection
+from titanlite.config.data import DataSection
 from titanlite.data import build_corpus
 from titanlite.data import tokens as tokens_module
 from titanlite.data.tokenizer import END_OF_TEXT, build_tokenizer
@@ -188,7 +188,7 @@ def test_damaged_cache_is_rebuilt(
 BUILDER_SCRIPT = """
 import sys, time
 from pathlib import Path
-from titanlite.config.schema import DataSection
+from titanlite.config.data import DataSection
 from titanlite.data import build_corpus, tokenizer, tokens
 from titanlite.data.tokenizer import build_tokenizer
 from titanlite.data.tokens import build_tokens

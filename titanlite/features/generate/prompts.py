@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from titanlite.base.errors import DataError
-from titanlite.config.schema import DataSection
+from titanlite.config.data import DataSection
 from titanlite.data.dataset import TrainDataset, get_sources
 from titanlite.features.sft.chat import ANSWER, END
 from titanlite.features.sft.dataset import ExampleDataset

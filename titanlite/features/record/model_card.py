@@ -14,8 +14,8 @@ from titanlite.checkpoint import Progress
 from titanlite.config import JobConfig
 from titanlite.config.assets import BaseModel, base_model_of, is_hub_id, public_name
 from titanlite.config.check import format_value
+from titanlite.config.data import get_sources
 from titanlite.config.settings import get_sections_of, get_value
-from titanlite.config.sources import get_sources
 from titanlite.metrics.results import Results, Series
 
 # These say where and how a run took place, not what the model is.

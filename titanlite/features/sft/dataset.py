@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from titanlite.base.errors import DataError, raise_problems
-from titanlite.config.schema import TooLong
+from titanlite.config.data import TooLong
 from titanlite.data.dataset import Batch, ShuffledOrder, get_num_held_out, get_permutation
 from titanlite.features.sft.chat import TRAINED
 from titanlite.features.sft.examples import TokenizedExamples

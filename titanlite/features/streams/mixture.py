@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from titanlite.base.errors import DataError
-from titanlite.config.schema import SourceSection
+from titanlite.config.data import SourceSection
 from titanlite.data.dataset import Batch, SequenceDataset, Source, TrainDataset, get_permutation, get_sources
 
 PERIOD = 1 << 14  # samples, where there are weights: shares are multiples of 1/16384

@@ -26,7 +26,7 @@ import numpy as np
 
 from titanlite.base.errors import DataError, raise_problems
 from titanlite.base.log import logger
-from titanlite.config.schema import DataSection
+from titanlite.config.data import DataSection
 from titanlite.data.cache import get_cache_folder, write_atomic
 from titanlite.data.dataset import Batch, get_permutation
 from titanlite.data.tokenizer import count_ids, serialize

@@ -15,7 +15,7 @@ from titanlite.base.errors import ConfigError, TitanliteError, raise_problems
 from titanlite.base.log import logger, raw_output
 from titanlite.config import load_config, sources
 from titanlite.config.assets import find_missing_files
-from titanlite.config.schema import DataSection
+from titanlite.config.data import DataSection
 from titanlite.data.build import build_data
 from titanlite.data.dataset import PackedDataset, SequenceDataset, get_sources
 from titanlite.data.loader import TrainLoader

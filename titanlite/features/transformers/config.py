@@ -9,9 +9,9 @@ from typing import Any
 from titanlite.base.errors import ConfigError, raise_problems
 from titanlite.base.hf_objects import build_config
 from titanlite.base.log import logger
+from titanlite.config.data import get_sources
 from titanlite.config.model import AnyModelConfig, TransformersConfig
 from titanlite.config.schema import JobConfig
-from titanlite.config.sources import get_sources
 from titanlite.models.families.limits import find_absurd
 
 _SHOWN_CHARS = 80

@@ -6,7 +6,8 @@ from huggingface_hub import ModelCard
 from titanlite.checkpoint import Progress
 from titanlite.config import JobConfig
 from titanlite.config.assets import base_model_of
-from titanlite.config.schema import CheckpointSection, DataSection, OptimizerSection, TrainingSection
+from titanlite.config.data import DataSection
+from titanlite.config.schema import CheckpointSection, OptimizerSection, TrainingSection
 from titanlite.features.record.model_card import render_model_card
 from titanlite.metrics.results import Results
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from titanlite.base.errors import DataError
-from titanlite.config.schema import DataSection, JobConfig
+from titanlite.config.data import DataSection
+from titanlite.config.schema import JobConfig
 from titanlite.data.build import build_data
 from titanlite.data.dataset import IGNORE_INDEX, PackedDataset, SequenceDataset
 from titanlite.data.tokens import TokenizedCorpus

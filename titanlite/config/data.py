@@ -1,0 +1,145 @@
+"""The settings of `[data]`, and its sources: one, or several that are mixed (`[data.sources.NAME]`)."""
+
+from dataclasses import dataclass, fields, replace
+from typing import Literal
+
+from titanlite.config.model import setting
+
+Format = Literal["auto", "messages", "prompt_completion", "text", "preference"]
+TrainOn = Literal["assistant", "all"]
+TooLong = Literal["error", "cut", "drop", "split"]
+BadRows = Literal["error", "skip"]
+DroppedParts = Literal["error", "warn"]
+
+
+@dataclass
+class SourceSection:
+    path: str = setting("", "A file, folder or hub id, as data.path.")
+    weight: float | None = setting(
+        None,
+        "Share of the sequences that are of this source: its weight over the sum of all weights. Unset, and then for "
+        "every source: all sequences of all sources, each once in an epoch.",
+    )
+    pattern: str | None = setting(None, "As data.pattern.")
+    split: str | None = setting(None, "As data.split.")
+    subset: str | None = setting(None, "As data.subset.")
+    validation_path: str | None = setting(None, "As data.validation_path, for the held-out sequences of this source.")
+    validation_share: float | None = setting(None, "As data.validation_share.")
+    validation_split: str | None = setting(None, "As data.validation_split.")
+    format: Format | None = setting(None, "As data.format.")
+    text_field: str | None = setting(None, "As data.text_field.")
+    train_on: TrainOn | None = setting(None, "As data.train_on.")
+    too_long: TooLong | None = setting(None, "As data.too_long.")
+    bad_rows: BadRows | None = setting(None, "As data.bad_rows.")
+    streaming: bool | None = setting(None, "As data.streaming.")
+
+
+@dataclass
+class DataSection:
+    dataset: Literal["stdlib", "text", "examples", "images"] = setting(
+        "stdlib",
+        "'stdlib': the .py files of the running Python's standard library; 'text': files under data.path, each one "
+        "document; 'examples': rows under data.path, for fine-tuning; 'images': a .jsonl file of chats with images, "
+        "for a model with a processor.",
+    )
+    path: str = setting(
+        "",
+        "For 'text': a file or folder. For 'examples': a .jsonl (.jsonl.gz, .jsonl.zst), .json, .parquet or .csv file, "
+        "a folder of such files, or the id of a dataset on the Hugging Face hub (owner/name or owner/name@revision). "
+        "For 'images': a .jsonl file.",
+    )
+    pattern: str = setting(
+        "", "File name pattern inside data.path when it is a folder. Empty: *.txt for 'text', all rows for 'examples'."
+    )
+    split: str = setting("train", "Split of a dataset of the hub.")
+    subset: str = setting("", "Subset (configuration) of a dataset of the hub; empty: its default.")
+    validation_path: str = setting(
+        "",
+        "Held-out examples, as path; a dataset of the hub is read with validation_split. Empty: some rows of path are "
+        "held out.",
+    )
+    validation_share: float | None = setting(
+        None,
+        "Share of the rows, or of a text's sequences, that is held out where validation_path is empty; 0: none. Unset: "
+        "1%, but at least 64, or 10% where 64 would be more than that.",
+    )
+    validation_split: str = setting("validation", "Split of validation_path, if that is a dataset of the hub.")
+    format: Format = setting(
+        "auto",
+        "Form of the examples: 'messages' (also ShareGPT's conversations), 'prompt_completion', 'text', 'preference' "
+        "(prompt, chosen, rejected); 'auto': by the fields of the first row.",
+    )
+    text_field: str = setting("text", "Field with the text, in rows of form 'text'.")
+    train_on: TrainOn = setting(
+        "assistant", "Tokens that the loss is taken on: answers (assistant messages, completions), or all."
+    )
+    too_long: TooLong = setting(
+        "error",
+        "Examples longer than training.seq_len: refuse the data, cut their end off, leave them out, or split them into "
+        "several (documents of form 'text' only).",
+    )
+    bad_rows: BadRows = setting(
+        "error", "Rows that cannot be used: refuse the data, or leave them out and report how many and why."
+    )
+    packing: bool = setting(True, "Put several examples into one sequence; they do not see each other.")
+    streaming: bool = setting(
+        False,
+        "Tokenize examples while training instead of before; for datasets too large for that, on the hub or here.",
+    )
+    streaming_block_rows: int = setting(
+        1024, "Rows that are read, packed and shuffled together when streaming; they are in memory at once."
+    )
+    chat_template: str = setting(
+        "", "Jinja file with a chat template to use, and save, in place of the tokenizer's own."
+    )
+    chat_template_kwargs: str = setting(
+        "",
+        "Arguments of the chat template for all rows, as a JSON object or a TOML table ({enable_thinking = false}); "
+        "those of a row go before them. Saved with every checkpoint.",
+    )
+    skip_to_sample: int = setting(
+        0,
+        "Leave out the samples of the data order before this one; what a run has passed already is not affected. A "
+        "loss spike prints it; `titanlite data` begins there.",
+    )
+    chat_date: str = setting(
+        "",
+        "What a chat template takes for today (YYYY-MM-DD). Empty: the day on which the run began, also where it is "
+        "resumed.",
+    )
+    dropped_parts: DroppedParts = setting(
+        "error",
+        "Parts of a chat that its template does not show, such as a tool, an argument of a call or a thought: refuse "
+        "the row, or count them and warn.",
+    )
+    tokenizer_path: str = setting(
+        "",
+        "Folder or tokenizer.json of a Hugging Face tokenizer, no hub id. Empty: that of model.hf_assets_path or "
+        "checkpoint.initial_load_path; without one, 'text' and 'stdlib' train a byte-level BPE on the data.",
+    )
+    bpe_vocab_size: int = setting(4096, "Vocabulary of the BPE tokenizer trained on first use.")
+    cache_folder: str = setting("", "Folder of tokenizers and token files. Empty: ~/.cache/titanlite.")
+    sources: dict[str, SourceSection] = setting(
+        dict, "Data from several places, by names of your own, in place of path; see `titanlite.config.data`."
+    )
+
+
+def get_sources(data: DataSection) -> dict[str, DataSection]:
+    """What to read, as one `[data]` section for each source, by name: `data` itself, as "", where it has no sources.
+
+    What a source does not set is as in `data`.
+    """
+    if not data.sources:
+        return {"": data}
+    return {name: replace(data, sources={}, **_get_given(source)) for name, source in sorted(data.sources.items())}
+
+
+def get_source_key(data: DataSection, source: str, name: str) -> str:
+    """The key of setting `name` of a source: where it is set, which may be `[data]`."""
+    own = source and name in _get_given(data.sources[source])
+    return f"data.sources.{source}.{name}" if own else f"data.{name}"
+
+
+def _get_given(source: SourceSection) -> dict[str, object]:
+    given = {field.name: getattr(source, field.name) for field in fields(source) if field.name != "weight"}
+    return {name: value for name, value in given.items() if value is not None}
