@@ -18,8 +18,8 @@ from titanlite.base.log import open_console
 from titanlite.config import AnyModelConfig, JobConfig, load_config
 from titanlite.config.assets import find_missing_files, find_missing_packages, resolve_assets
 from titanlite.config.parallelism import Degrees, check_parallelism, resolve_degrees
-from titanlite.features.transformers.config import check_rope
 from titanlite.models.families import find_other_model, resolve_model_config
+from titanlite.models.families.hf_config import check_rope
 
 
 @dataclass(frozen=True)

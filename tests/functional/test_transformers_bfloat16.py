@@ -14,8 +14,8 @@ from titanlite.config import load_config
 from titanlite.distributed import ParallelDims
 from titanlite.distributed.parallelize import parallelize
 from titanlite.features.transformers.build import build_transformers
-from titanlite.features.transformers.config import transformers_config
 from titanlite.materialize import materialize
+from titanlite.models.families.hf_config import transformers_config
 from titanlite.preflight import check
 
 DOCUMENTS = torch.tensor([[0] * 7 + [1] * 5])

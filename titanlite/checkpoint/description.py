@@ -28,15 +28,15 @@ from titanlite.config.schema import LoRASection
 from titanlite.data.loader import TrainLoader
 from titanlite.data.tokenizer import describe_other_ids
 from titanlite.features.lora.adapter import write_adapter_config, write_model_config
-from titanlite.features.transformers.config import (
+from titanlite.models.families import describe_differences, family_of, model_config_from_hf
+from titanlite.models.families.family import KEY_ALIASES
+from titanlite.models.families.hf_config import (
     find_refused,
     format_json,
     format_refusal,
     load_config_and_class,
     save_config,
 )
-from titanlite.models.families import describe_differences, family_of, model_config_from_hf
-from titanlite.models.families.family import KEY_ALIASES
 from titanlite.models.interface import Model
 
 _COMPARED_SEQUENCES, _COMPARED_TOKENS = 64, 1 << 16  # at most, by two tokenizers

@@ -28,7 +28,7 @@ from titanlite.config import AnyModelConfig, JobConfig, ModelConfig, Transformer
 from titanlite.config.data import DataSection
 from titanlite.data.cache import get_cache_folder, load_or_build, write_atomic
 from titanlite.data.corpus import Corpus, split_text
-from titanlite.features.transformers.config import load_config_and_class
+from titanlite.models.families.hf_config import load_config_and_class
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

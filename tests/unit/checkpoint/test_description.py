@@ -13,9 +13,9 @@ from titanlite.checkpoint.description import describe_adapters, describe_model, 
 from titanlite.config import AnyModelConfig, ModelConfig, RopeScaling
 from titanlite.config.schema import LoRASection
 from titanlite.features.lora.layers import apply_lora
-from titanlite.features.transformers.config import transformers_config
 from titanlite.models.decoder import build_decoder
 from titanlite.models.families import families, model_config_from_hf
+from titanlite.models.families.hf_config import transformers_config
 
 YARN = RopeScaling("yarn", factor=4.0, original_max_position_embeddings=1024)
 QWEN3 = families()["qwen3"].presets["debug"]

@@ -15,8 +15,8 @@ from tests.unit.models.test_config_mutations import base_of
 from titanlite.base import log as logging
 from titanlite.base.errors import ConfigError
 from titanlite.features.transformers.build import build_transformers
-from titanlite.features.transformers.config import transformers_config
 from titanlite.models.families import families, model_config_from_hf
+from titanlite.models.families.hf_config import transformers_config
 from titanlite.models.families.keys import HEADS, MISSING, SHARE
 from titanlite.models.families.rope import NotNativeError
 

@@ -14,9 +14,9 @@ from titanlite.checkpoint.pretrained import weights_of
 from titanlite.config import load_config
 from titanlite.features.generate.generate import generate
 from titanlite.features.transformers.build import build_transformers
-from titanlite.features.transformers.config import transformers_config
 from titanlite.features.transformers.model import TransformersModel, _plain_tokens
 from titanlite.materialize import materialize
+from titanlite.models.families.hf_config import transformers_config
 from titanlite.preflight import check
 
 LIMIT, LONGEST = 8, 48

@@ -11,10 +11,10 @@ import torch
 from titanlite.base.errors import ConfigError
 from titanlite.base.hf_objects import build_from_config
 from titanlite.config.model import TransformersConfig
-from titanlite.features.transformers.config import load_config_and_class
 from titanlite.features.transformers.experts import find_experts, replace_unaligned_experts
 from titanlite.features.transformers.model import TransformersModel
 from titanlite.materialize.sources import Alias
+from titanlite.models.families.hf_config import load_config_and_class
 from titanlite.models.families.limits import MOST_PARAMETERS
 
 _FLAG = "tie_word_embeddings"

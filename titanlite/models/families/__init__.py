@@ -1,7 +1,7 @@
 """Model families: preset sizes, and how a family's Hugging Face config.json and checkpoint keys map to titanlite's.
 
 Each file in this folder defines `FAMILY`; that one file is all it takes to add a model that the decoder can express.
-Nothing here imports torch.
+Nothing here imports torch, except through transformers for a model that transformers implements.
 """
 
 import difflib
@@ -18,6 +18,7 @@ from titanlite.base.files import read_json
 from titanlite.config.model import ROPE_FIELDS, AnyModelConfig, ModelConfig, RopeScaling
 from titanlite.config.schema import JobConfig, ModelSection
 from titanlite.models.families.family import Family
+from titanlite.models.families.hf_config import transformers_config
 from titanlite.models.families.limits import check_model_config
 from titanlite.models.families.rope import NotNativeError
 
@@ -198,10 +199,6 @@ def _apply_overrides(config: ModelConfig, overrides: Mapping[str, Any]) -> Model
 
 
 def _transformers_config(hf: Mapping[str, Any], where: str, why: str) -> AnyModelConfig:
-    from titanlite.features.transformers.config import (
-        transformers_config,  # imports torch, for which native models need not wait
-    )
-
     return replace(transformers_config(hf, where), why=why)
 
 

@@ -21,10 +21,10 @@ from titanlite.checkpoint.hf_model import model_files, save_hf_model
 from titanlite.checkpoint.pretrained import weights_of
 from titanlite.features.transformers.build import build_transformers, find_flag
 from titanlite.features.transformers.checkpoint import ConvertingReader
-from titanlite.features.transformers.config import transformers_config
 from titanlite.features.transformers.conversion import Group, NotTraceable, Traced
 from titanlite.features.transformers.model import TransformersModel
 from titanlite.materialize import Alias, Plan, Region, materialize
+from titanlite.models.families.hf_config import transformers_config
 
 
 def assembled(traced: Traced, sources: dict[str, torch.Tensor]) -> torch.Tensor:

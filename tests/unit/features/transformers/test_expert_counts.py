@@ -15,13 +15,13 @@ from titanlite.config.model import ModelConfig
 from titanlite.config.schema import ActivationCheckpointSection
 from titanlite.distributed.activation_checkpoint import checkpoint_layers
 from titanlite.features.transformers.build import build_transformers
-from titanlite.features.transformers.config import _TOP_K, _number, transformers_config
 from titanlite.features.transformers.expert_counts import build_counters
 from titanlite.features.transformers.experts import use_titanlite_experts
 from titanlite.features.transformers.model import TransformersModel
 from titanlite.materialize import materialize
 from titanlite.models.decoder import Decoder
 from titanlite.models.families import family_of
+from titanlite.models.families.hf_config import _TOP_K, _number, transformers_config
 from titanlite.optim.expert_bias import ExpertBiasBalancer
 
 # Packed documents and padding at the ends of rows.

@@ -14,9 +14,9 @@ from titanlite.base.errors import ConfigError, PlanError
 from titanlite.config import load_config
 from titanlite.config.model import TransformersConfig
 from titanlite.features.transformers.build import build_transformers
-from titanlite.features.transformers.config import transformers_config
 from titanlite.features.transformers.model import TransformersModel
 from titanlite.materialize import Alias, Init, Normal, build_plan, materialize
+from titanlite.models.families.hf_config import transformers_config
 from titanlite.preflight import Checked, check
 
 

@@ -1,4 +1,4 @@
-"""The configuration of a model that transformers implements, from the content of its config.json."""
+"""config.json as transformers reads and writes it, and the configuration of a model that transformers implements."""
 
 import json
 import re
