@@ -15,7 +15,7 @@ from titanlite.base.errors import ConfigError
 from titanlite.base.log import logger
 from titanlite.checkpoint.commit import step_folder
 from titanlite.checkpoint.description import check_data_order, check_resumed_model, check_saved_tokenizer
-from titanlite.checkpoint.hf_model import check_layout
+from titanlite.checkpoint.hf_model import HFFormat, check_layout
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.space import check_space
 from titanlite.config import AnyModelConfig, JobConfig, TransformersConfig
@@ -45,8 +45,8 @@ from titanlite.features.dpo.build import build_dpo
 from titanlite.features.dpo.objective import turn_off_dropout
 from titanlite.features.generate.evaluate import build_evaluator
 from titanlite.features.generate.generate import get_end_of_turn_ids, log_sample
-from titanlite.features.lora.adapter import warn_of_changed_base
 from titanlite.features.lora.layers import apply_lora
+from titanlite.features.lora.peft_format import PeftFormat, warn_of_changed_base
 from titanlite.features.lowbit.weights import encode_weights
 from titanlite.features.muon.muon import build_muon, muon_matrices
 from titanlite.features.pipeline.schedule import PipelineSchedule, apply_pipeline_parallel, describe_pipeline
@@ -105,7 +105,9 @@ def assemble(checked: Checked) -> Trainer:
     changes = make_dump_folder(job, folder)
     check_shared_folder(folder)
 
-    checkpointer = Checkpointer(job, folder, record_event, all_reduce_sum)  # finds what to resume, if anything
+    checkpointer = Checkpointer(  # finds what to resume, if anything
+        job.checkpoint, PeftFormat(job) if job.lora.rank else HFFormat(job), folder, record_event, all_reduce_sum
+    )
     start = checkpointer.start
     step = 0 if start is None else start.step
     if start is not None:

@@ -18,7 +18,9 @@ from titanlite.base.errors import CheckpointError, ConfigError
 from titanlite.base.log import logger
 from titanlite.checkpoint import manager
 from titanlite.checkpoint.folder import ADAPTER_FILE, how_to_finish
+from titanlite.checkpoint.hf_model import HFFormat
 from titanlite.config.parallelism import Degrees
+from titanlite.features.lora.peft_format import PeftFormat
 from titanlite.features.tools import export as export_checkpoint
 from titanlite.models.interface import is_adapter
 from titanlite.preflight import Checked
@@ -29,13 +31,13 @@ SMALL = ["--model.overrides.num_layers=1", "--training.steps=2", "--checkpoint.i
 
 @pytest.fixture
 def train_broken(run_ranks, gather_full, monkeypatch):
-    """`train_broken(checked, name)`: train where `manager.name` fails on rank 1; what each rank said, its weights."""
+    """`train_broken(checked, format)`: train where its `files` fails on rank 1; what each rank said, its weights."""
 
-    def train(job: Checked, name: str) -> list[tuple[list[str], dict[str, torch.Tensor]]]:
+    def train(job: Checked, saved_as: type[HFFormat]) -> list[tuple[list[str], dict[str, torch.Tensor]]]:
         def rank_main() -> tuple[list[str], dict[str, torch.Tensor]]:
             said: list[str] = []
             monkeypatch.setattr(logger, "error", lambda text, *values: said.append(text % values))
-            monkeypatch.setattr(manager, name, fail_on(1, getattr(manager, name)))
+            monkeypatch.setattr(saved_as, "files", fail_on(1, saved_as.files))
             trainer = assemble(job)
             trainer.train()
             return [text for text in said if "was saved without" in text], gather_full(trainer.model)
@@ -64,7 +66,7 @@ def test_a_model_that_cannot_be_laid_out_keeps_its_state_and_is_finished_by_expo
 ):
     job = checked(FSDP2, *SMALL, f"--checkpoint.async_mode={mode}", f"--checkpoint.export_dtype={dtype}")
     folder = tmp_path / "run/checkpoint/step-2"
-    (said, weights), (of_second, _) = train_broken(job, "model_files")
+    (said, weights), (of_second, _) = train_broken(job, HFFormat)
     assert of_second == [] and said[-1] == (
         f"checkpoint: {folder} was saved without the model's own form (RuntimeError: no memory for it). All weights "
         f"are kept, and a resume reads them. Finish the model with: python -m titanlite export {folder} OUT."
@@ -91,7 +93,7 @@ def test_adapters_that_cannot_be_laid_out_are_saved_anew_by_the_same_command(
     overrides = [*SMALL, f"--checkpoint.initial_load_path={pretrained('base', 0.1, *SMALL)}", "--lora.rank=2"]
     job = checked(FSDP2, *overrides, "--moe.expert_bias_update_rate=0")
     folder = tmp_path / "run/checkpoint/step-2"
-    (said, weights), _ = train_broken(job, "adapter_files")
+    (said, weights), _ = train_broken(job, PeftFormat)
     assert said[-1] == (
         f"checkpoint: {folder} was saved without adapter_model.safetensors (RuntimeError: no memory for it). All "
         f"adapters are kept, and a resume reads them. Run the same command again: it saves {folder} anew."

@@ -24,10 +24,8 @@ from titanlite.base.log import logger
 from titanlite.checkpoint.folder import OWN_FOLDER, read_json
 from titanlite.checkpoint.train_state import Progress
 from titanlite.config import AnyModelConfig, JobConfig, ModelConfig, TransformersConfig
-from titanlite.config.schema import LoRASection
 from titanlite.data.loader import TrainLoader
 from titanlite.data.tokenizer import describe_other_ids
-from titanlite.features.lora.adapter import write_adapter_config, write_model_config
 from titanlite.models.families import describe_differences, family_of, model_config_from_hf
 from titanlite.models.families.family import KEY_ALIASES
 from titanlite.models.families.hf_config import (
@@ -37,7 +35,6 @@ from titanlite.models.families.hf_config import (
     load_config_and_class,
     save_config,
 )
-from titanlite.models.interface import Model
 
 _COMPARED_SEQUENCES, _COMPARED_TOKENS = 64, 1 << 16  # at most, by two tokenizers
 
@@ -90,7 +87,7 @@ def describe_model(
     """
 
     def write(folder: Path) -> None:
-        _write_config(folder, config, tokenizer, dtype, assets)
+        write_config(folder, config, tokenizer, dtype, assets)
         if end_of_turn_ids:
             _add_end_of_turn(folder / _GENERATION, end_of_turn_ids)
         save_tokenizer(tokenizer, folder)
@@ -98,26 +95,6 @@ def describe_model(
             for name in _PROCESSOR_FILES:
                 if (assets / name).exists() and not (folder / name).exists():
                     shutil.copyfile(assets / name, folder / name)
-
-    return render(write)
-
-
-def describe_adapters(model: Model, tokenizer: Any, lora: LoRASection, base: str) -> dict[str, bytes]:
-    """Build what stands beside the adapters of `model`, on the model in the folder `base`. On one rank.
-
-    The description of the model that they will be merged into is built and checked, too.
-
-    Raises:
-        CheckpointError: as `describe_model`.
-    """
-    assets = Path(base) if (Path(base) / "config.json").is_file() else None
-    render(lambda folder: _write_config(folder, model.config, None, torch.float32, assets))
-
-    def write(folder: Path) -> None:
-        write_adapter_config(folder, model, lora, base)
-        if isinstance(model.config, ModelConfig):
-            write_model_config(folder, model.config)
-        save_tokenizer(tokenizer, folder)
 
     return render(write)
 
@@ -159,9 +136,7 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> None:
             _rewrite_tokenizer_config(folder / "tokenizer_config.json", named)
 
 
-def _write_config(
-    folder: Path, config: AnyModelConfig, tokenizer: Any, dtype: torch.dtype, assets: Path | None
-) -> None:
+def write_config(folder: Path, config: AnyModelConfig, tokenizer: Any, dtype: torch.dtype, assets: Path | None) -> None:
     """Write config.json and generation_config.json."""
     from transformers import GenerationConfig  # costs a second, and only saving needs it
 

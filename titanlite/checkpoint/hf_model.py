@@ -15,13 +15,62 @@ from titanlite.checkpoint.commit import commit_folder
 from titanlite.checkpoint.description import describe_model
 from titanlite.checkpoint.folder import INDEX_FILE, OWN_FOLDER, UNFINISHED_FILES
 from titanlite.checkpoint.keys import MASTER_PREFIX, SIDECAR_FILE, checkpoint_pieces, is_sidecar, whole
+from titanlite.checkpoint.parts import MODEL
+from titanlite.checkpoint.pretrained import weights_of
 from titanlite.checkpoint.writer import FileLayout, Item, lay_out
 from titanlite.config import AnyModelConfig, JobConfig, ModelConfig
-from titanlite.materialize import Plan, TensorEntry
+from titanlite.config.assets import assets_folder
+from titanlite.materialize import Plan, SourceProvider, TensorEntry
 from titanlite.materialize.layout import local_of
 from titanlite.materialize.replicas import share_out
 from titanlite.models.families import family_of
 from titanlite.models.interface import Model, is_adapter
+
+
+class HFFormat:
+    """What the checkpoints of a run hold of its model, here a Hugging Face folder; another format overrides it.
+
+    Args:
+        job: the configuration.
+
+    Attributes:
+        part: the name of the weights where they cannot be saved, of `parts`.
+        base: folder of the pretrained model, or empty.
+    """
+
+    part = MODEL
+
+    def __init__(self, job: JobConfig) -> None:
+        self.job, self.base = job, job.checkpoint.initial_load_path
+
+    def initial_sources(self, model: Model) -> list[SourceProvider]:
+        """Find what a new run begins with: a pretrained model, or nothing. Collective: every rank must call."""
+        if self.base:
+            return [weights_of(Path(self.base), model)]
+        assets = self.job.model.hf_assets_path
+        if assets and any(Path(assets).glob("*.safetensors")) and dist.get_rank() == 0:
+            logger.warning(
+                "checkpoint: weights are random, though %s has some; to begin with those set "
+                "checkpoint.initial_load_path",
+                assets,
+            )
+        return []
+
+    def sources(self, folder: Path, model: Model) -> list[SourceProvider]:
+        """Find the weights of the checkpoint in `folder`, to resume from. Collective: every rank must call."""
+        return [weights_of(folder, model, exact=True)]
+
+    def files(self, model: Model, plan: Plan) -> list[FileLayout]:
+        """Lay out the weights in files of the format, over this rank's shards."""
+        return model_files(plan, model.config, self._dtype, exact=True)
+
+    def describe(self, model: Model, tokenizer: Any, end_of_turn_ids: Sequence[int]) -> dict[str, bytes]:
+        """Build what stands beside the weights, content by file name. On one rank."""
+        return describe_model(model.config, tokenizer, self._dtype, assets_folder(self.job), end_of_turn_ids)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return getattr(torch, self.job.checkpoint.export_dtype)
 
 
 def save_hf_model(

@@ -26,11 +26,9 @@ from titanlite.checkpoint.commit import (
     set_aside,
     step_folder,
 )
-from titanlite.checkpoint.description import describe_adapters, describe_model
 from titanlite.checkpoint.folder import how_to_finish
-from titanlite.checkpoint.hf_model import index_of, model_files, unfinished_files, warn_of_sidecar
-from titanlite.checkpoint.parts import ADAPTERS, CARD, MODEL, PROGRESS, STATES, Parts
-from titanlite.checkpoint.pretrained import weights_of
+from titanlite.checkpoint.hf_model import HFFormat, index_of, unfinished_files, warn_of_sidecar
+from titanlite.checkpoint.parts import CARD, PROGRESS, STATES, Parts
 from titanlite.checkpoint.train_state import (
     STATE_FILE,
     Progress,
@@ -39,9 +37,7 @@ from titanlite.checkpoint.train_state import (
     state_files,
 )
 from titanlite.checkpoint.writer import snapshot
-from titanlite.config import JobConfig
-from titanlite.config.assets import assets_folder
-from titanlite.features.lora.adapter import adapter_checkpoint, adapter_files
+from titanlite.config.schema import CheckpointSection
 from titanlite.materialize import Plan, SourceProvider
 from titanlite.models.interface import Model
 
@@ -54,7 +50,8 @@ class Checkpointer:
     A context manager: if training ends with an error, a save in the background is finished first.
 
     Args:
-        job: the configuration.
+        section: the configuration.
+        saved_as: the format of what the checkpoints hold of the model.
         dump_folder: of the run.
         record: called with (kind, text, step) of what happened: a save that is complete, one that failed, a damaged
             checkpoint. Also from the thread that saves in the background.
@@ -71,12 +68,13 @@ class Checkpointer:
 
     def __init__(
         self,
-        job: JobConfig,
+        section: CheckpointSection,
+        saved_as: HFFormat,
         dump_folder: Path,
         record: Callable[[str, str, int], None],
         sum_over_ranks: Callable[[torch.Tensor], None],
     ) -> None:
-        self._job, self._section, self._record = job, job.checkpoint, record
+        self._section, self._format, self._record = section, saved_as, record
         self._sum_over_ranks = sum_over_ranks
         self.folder = dump_folder / self._section.folder
         # A group of its own: a save in the background must not meet the collectives of training, or that of `agree`.
@@ -91,37 +89,14 @@ class Checkpointer:
     # --- loading
 
     def weight_sources(self, model: Model) -> list[SourceProvider]:
-        """What `materialize` reads the weights from: the checkpoint to resume, a pretrained model, or nothing.
-
-        With adapters it is the pretrained model in any case, and the adapters of the checkpoint to resume.
-        """
+        """What `materialize` reads the weights from: the checkpoint to resume, a pretrained model, or nothing."""
         if self.start is None:
             return self.initial_sources(model)
-        folder = step_folder(self.folder, self.start.step)
-        if self._job.lora.rank:
-            adapters = adapter_checkpoint(folder, self._job.lora, self._section.initial_load_path)
-            return [*self._base_sources(model), adapters]
-        return [weights_of(folder, model, exact=True)]
+        return self._format.sources(step_folder(self.folder, self.start.step), model)
 
     def initial_sources(self, model: Model) -> list[SourceProvider]:
-        """What a new run begins with: a pretrained model, also with trained adapters, or nothing."""
-        sources, lora = self._base_sources(model), self._job.lora
-        if lora.init_from:
-            base = self._section.initial_load_path
-            sources.append(adapter_checkpoint(Path(lora.init_from), lora, base, key="lora.init_from"))
-        return sources
-
-    def _base_sources(self, model: Model) -> list[SourceProvider]:
-        if self._section.initial_load_path:
-            return [weights_of(Path(self._section.initial_load_path), model)]
-        assets = self._job.model.hf_assets_path
-        if assets and any(Path(assets).glob("*.safetensors")) and dist.get_rank() == 0:
-            logger.warning(
-                "checkpoint: weights are random, though %s has some; to begin with those set "
-                "checkpoint.initial_load_path",
-                assets,
-            )
-        return []
+        """What a new run begins with: a pretrained model, or nothing."""
+        return self._format.initial_sources(model)
 
     def load_state(self, plan: Plan, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         """Give the optimizer and the generators the states of the checkpoint to resume, if there is one."""
@@ -231,12 +206,7 @@ class Checkpointer:
         """
 
         def build() -> None:  # kept where it was built: a tokenizer is too much to send
-            section, lora = self._section, self._job.lora
-            if lora.rank:
-                self._description = describe_adapters(model, tokenizer, lora, section.initial_load_path)
-            else:
-                dtype, assets = getattr(torch, section.export_dtype), assets_folder(self._job)
-                self._description = describe_model(model.config, tokenizer, dtype, assets, end_of_turn_ids)
+            self._description = self._format.describe(model, tokenizer, end_of_turn_ids)
 
         if self._section.enable:
             on_first_rank(build, self._group)
@@ -265,11 +235,7 @@ class Checkpointer:
         with self._going_on(progress.step):
             began, parts = time.perf_counter(), Parts(self._group)
             folder = step_folder(self.folder, progress.step)
-            dtype = getattr(torch, self._section.export_dtype)
-            if self._job.lora.rank:
-                in_form = parts.attempt(ADAPTERS, lambda: adapter_files(plan))
-            else:
-                in_form = parts.attempt(MODEL, lambda: model_files(plan, model.config, dtype, exact=True))
+            in_form = parts.attempt(self._format.part, lambda: self._format.files(model, plan))
             files = unfinished_files(plan) if in_form is None else in_form
             warn_of_sidecar(model.config, files)
             files += parts.attempt(STATES, lambda: state_files(plan, optimizer, device)) or []

@@ -9,11 +9,8 @@ import torch
 
 from tests.tiny_transformers import ALL_MODELS
 from titanlite.base.errors import CheckpointError
-from titanlite.checkpoint.description import describe_adapters, describe_model, save_tokenizer
+from titanlite.checkpoint.description import describe_model, save_tokenizer
 from titanlite.config import AnyModelConfig, ModelConfig, RopeScaling
-from titanlite.config.schema import LoRASection
-from titanlite.features.lora.layers import apply_lora
-from titanlite.models.decoder import build_decoder
 from titanlite.models.families import families, model_config_from_hf
 from titanlite.models.families.hf_config import transformers_config
 
@@ -132,18 +129,6 @@ def test_what_there_is_for_each_layer_is_derived_anew(tmp_path):
     written = write(QWEN3, original, tmp_path)
     assert written["layer_types"] == ["full_attention"] * QWEN3.num_layers
     assert written["max_window_layers"] == QWEN3.num_layers and written["x"] == [1] * 4
-
-
-def test_the_base_of_adapters_is_checked_too(tmp_path):
-    """They are merged into it when training is over."""
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "use_cache": "yes"}))
-    model, section = build_decoder(QWEN3), LoRASection(rank=2)
-    with pytest.raises(CheckpointError, match="use_cache"):
-        describe_adapters(model, None, section, str(tmp_path))
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
-    apply_lora(model, section, torch.float32)
-    described = describe_adapters(model, None, section, str(tmp_path))
-    assert described.keys() == {"adapter_config.json", "titanlite/config.json"}
 
 
 @pytest.mark.parametrize(

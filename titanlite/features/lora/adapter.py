@@ -6,7 +6,6 @@
 that B[e][o, j] is at column j * E + e.
 """
 
-import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +15,7 @@ from typing import Any
 
 import torch
 
-from titanlite.base.agree import get_rank, on_first_rank
+from titanlite.base.agree import on_first_rank
 from titanlite.base.errors import CheckpointError, raise_problems
 from titanlite.base.log import logger
 from titanlite.checkpoint.folder import (
@@ -31,30 +30,17 @@ from titanlite.checkpoint.folder import (
 )
 from titanlite.checkpoint.keys import MASTER_PREFIX
 from titanlite.checkpoint.reader import Placed, SafetensorsReader
-from titanlite.checkpoint.writer import FileLayout, Item, lay_out
-from titanlite.config import AnyModelConfig, JobConfig, ModelConfig
 from titanlite.config.schema import LoRASection
 from titanlite.features.lora.layers import (
-    LoRALinear,
-    adaptable_experts,
-    adaptable_names,
-    adapted_modules,
-    other_modules,
     scaling_of,
 )
-from titanlite.materialize import Plan, ReadRequest, Region, Source, TensorInfo, Unfit
-from titanlite.materialize.layout import local_of
-from titanlite.materialize.replicas import share_out
+from titanlite.materialize import ReadRequest, Region, Source, TensorInfo, Unfit
 from titanlite.materialize.sources import Read
-from titanlite.models.families import describe_differences, family_of, model_config_from_hf
-from titanlite.models.interface import Model, is_adapter
+from titanlite.models.interface import is_adapter
 
 PREFIX = "base_model.model."
 _EXPERT_ADAPTER = re.compile(r"(.*)\.(gate_up|up|down)_(lora_[AB])")
-_HUB_SNAPSHOT = re.compile(r"models--(.+?)--(.+)/snapshots/([0-9a-f]+)/?$")
-_LAYER = re.compile(r".*\.layers\.\d+\.")
-# What peft takes for single experts of an older transformers where a model has experts, and renames.
-_FUSED_NAMES = ("gate_proj", "up_proj", "down_proj")
+HUB_SNAPSHOT = re.compile(r"models--(.+?)--(.+)/snapshots/([0-9a-f]+)/?$")
 
 
 @dataclass(frozen=True)
@@ -90,103 +76,10 @@ def adapter_place(name: str, shape: tuple[int, ...], names: Iterable[str]) -> Ad
     return AdapterPlace(key, (shape[1], shape[2] * shape[0]), (1, 2, 0))
 
 
-def adapter_files(plan: Plan) -> list[FileLayout]:
-    """Layout of adapter_model.safetensors over this rank's shards, in the adapters' own dtype. No collective."""
-    entries = [entry for entry in plan.entries if is_adapter(entry.fqn)]
-    names = {entry.fqn for entry in entries}
-    items = []
-    for entry, share in zip(entries, share_out((entry.tensor for entry in entries), plan.group), strict=True):
-        place = adapter_place(entry.fqn, entry.info.shape, names)
-        whole = Region((0,) * len(entry.info.shape), entry.info.shape)
-        # A copy only where dims change places: B of experts.
-        local = local_of(entry.tensor).permute(place.order).contiguous()
-        items.append(
-            Item(
-                *(place.key, entry.dtype, place.stored_region(whole), place.shape, local),
-                *(place.stored_region(entry.region), share.mine),
-            )
-        )
-    # One file whatever its size: peft does not know another.
-    return lay_out(items, ADAPTER_FILE.removesuffix(".safetensors"), file_bytes=2**62)
-
-
-def write_adapter_config(folder: Path, model: Model, section: LoRASection, base: str) -> None:
-    """Write adapter_config.json for the adapters of `model` on the model in the folder `base`. On one rank."""
-    modules, parameters = _targets(model)
-    name, _, revision = (
-        name_of_base(base).partition("@") if _HUB_SNAPSHOT.search(base) else (name_of_base(base), "", "")
-    )
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": name,
-        "revision": revision or None,
-        "r": section.rank,
-        "lora_alpha": int(section.alpha) if section.alpha == int(section.alpha) else section.alpha,
-        # peft refuses dropout beside adapters of parameters; for using the adapter it makes no difference.
-        "lora_dropout": 0.0 if parameters else section.dropout,
-        "use_rslora": section.use_rslora,
-        "target_modules": modules,
-        "target_parameters": parameters,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-        "init_lora_weights": True,
-        "modules_to_save": None,
-        "rank_pattern": {},
-        "alpha_pattern": {},
-    }
-    (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
-def write_model_config(folder: Path, config: ModelConfig) -> None:
-    """Write the model that adapters were trained on beside them: peft's file has no place for what a run overrides.
-
-    On one rank. `families.model_config_from_hf(folder / OWN_FOLDER)` reads it.
-    """
-    table = {**family_of(config).to_hf(config), "model_type": config.family}
-    (folder / OWN_FOLDER).mkdir(exist_ok=True)
-    (folder / OWN_FOLDER / "config.json").write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
-
-
 def name_of_base(folder: str) -> str:
     """How adapters name the model in `folder`: its repository `owner/model@revision` if it is a local copy of one."""
-    hub = _HUB_SNAPSHOT.search(folder)
+    hub = HUB_SNAPSHOT.search(folder)
     return f"{hub[1]}/{hub[2]}@{hub[3]}" if hub else str(Path(folder).absolute())
-
-
-def _targets(model: Model) -> tuple[list[str], list[str]]:
-    """Peft's target_modules and target_parameters for the adapters of `model`.
-
-    In models with experts peft takes target_modules named gate_proj, up_proj and down_proj for experts and renames
-    them; the weights of such linear layers (dense layers, shared experts) are given as target_parameters.
-    """
-    adapted: set[str] = set()
-    for name, module in adapted_modules(model).items():
-        adapted |= {name} if isinstance(module, LoRALinear) else {f"{name}.{weight}" for weight in module.adapted}
-    experts = {f"{name}.{weight}" for name, weights in adaptable_experts(model).items() for weight in weights}
-    modules: dict[str, bool] = {}
-    parameters: dict[str, bool] = {}
-    for name in adaptable_names(model):
-        if name in experts:
-            parameters[name] = name in adapted
-        elif experts and name.rpartition(".")[2] in _FUSED_NAMES:
-            parameters[f"{name}.weight"] = name in adapted
-        else:
-            modules[name] = name in adapted
-    # peft looks at all modules: a short name must not mean one that has no adapter here.
-    modules |= {name: False for name in other_modules(model) if name not in modules}
-    leaf_of = {name: name.rpartition(".")[2] for name in modules}
-    suffix_of = {name: _LAYER.sub("", name) for name in parameters}
-    return _shorten(modules, leaf_of), _shorten(parameters, suffix_of)
-
-
-def _shorten(targeted: Mapping[str, bool], short_of: Mapping[str, str]) -> list[str]:
-    """The targeted names; a short one where all names that it stands for are targeted."""
-    not_all = {short_of[name] for name, is_target in targeted.items() if not is_target}
-    return sorted(
-        {name if short_of[name] in not_all else short_of[name] for name, is_target in targeted.items() if is_target}
-    )
 
 
 def adapter_checkpoint(folder: Path, section: LoRASection, base: str = "", *, key: str = "") -> "AdapterCheckpoint":
@@ -368,18 +261,3 @@ class _AdapterReader:
         self._inner.read(inner)
         for destination, staged in moved:
             destination.copy_(staged)
-
-
-def warn_of_changed_base(job: JobConfig, model_config: AnyModelConfig) -> None:
-    """Say on rank 0 if adapters are trained on another model than the one that peft would load them onto."""
-    folder = Path(job.checkpoint.initial_load_path)
-    if not job.lora.rank or not isinstance(model_config, ModelConfig) or get_rank() != 0:
-        return
-    if not (folder / "config.json").is_file():
-        return
-    if text := describe_differences(model_config, model_config_from_hf(folder, "checkpoint.initial_load_path")):
-        logger.warning(
-            "lora: the adapters are for another model than %s describes: %s. Merge them (python -m titanlite export "
-            "--merge), or change its config.json before they are loaded onto it.",
-            *(folder, text),
-        )

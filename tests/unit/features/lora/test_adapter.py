@@ -19,10 +19,11 @@ from titanlite.checkpoint.pretrained import weights_of
 from titanlite.config.schema import LoRASection
 from titanlite.features.lora.adapter import adapter_checkpoint, read_adapter
 from titanlite.features.lora.layers import apply_lora
+from titanlite.features.lora.peft_format import describe_adapters
 from titanlite.features.tools.export import main
 from titanlite.materialize import materialize
 from titanlite.models.decoder import build_decoder
-from titanlite.models.families import model_config_from_hf
+from titanlite.models.families import families, model_config_from_hf
 
 BOUND = 1e-5  # float32 through 2 layers in another order of operations
 TARGETS = ["q_proj", "down_proj"]
@@ -210,3 +211,15 @@ def test_matrices_of_another_rank_than_the_configuration_says(base: Path, tmp_pa
     path.write_text(json.dumps(json.loads(path.read_text()) | {"r": 8}))
     assert main([str(tmp_path / "adapter"), str(tmp_path / "merged"), "--merge", "--base", str(base)]) == 2
     assert "shapes (4, 32) and (32, 4) (lora_B) do not fit rank 8" in capsys.readouterr().err
+
+
+def test_the_base_of_adapters_is_checked_too(tmp_path):
+    """They are merged into it when training is over."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "use_cache": "yes"}))
+    model, section = build_decoder(families()["qwen3"].presets["debug"]), LoRASection(rank=2)
+    with pytest.raises(CheckpointError, match="use_cache"):
+        describe_adapters(model, None, section, str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    apply_lora(model, section, torch.float32)
+    described = describe_adapters(model, None, section, str(tmp_path))
+    assert described.keys() == {"adapter_config.json", "titanlite/config.json"}

@@ -11,8 +11,9 @@ from titanlite.base.errors import CheckpointError, ConfigError, PlanError
 from titanlite.checkpoint.commit import commit_folder
 from titanlite.checkpoint.description import render
 from titanlite.config.schema import LoRASection
-from titanlite.features.lora.adapter import adapter_checkpoint, adapter_files, write_adapter_config
+from titanlite.features.lora.adapter import adapter_checkpoint
 from titanlite.features.lora.layers import adapted_modules, adapters_disabled, apply_lora
+from titanlite.features.lora.peft_format import adapter_files, write_adapter_config
 from titanlite.materialize import materialize
 from titanlite.models.decoder import build_decoder
 from titanlite.models.families import model_config_from_hf

@@ -12,8 +12,8 @@ from titanlite.checkpoint.commit import commit_folder
 from titanlite.checkpoint.description import render
 from titanlite.checkpoint.hf_model import save_hf_model
 from titanlite.config.schema import LoRASection
-from titanlite.features.lora.adapter import adapter_files, write_adapter_config
 from titanlite.features.lora.layers import LoRAExperts, LoRALinear, adapted_modules, apply_lora
+from titanlite.features.lora.peft_format import adapter_files, write_adapter_config
 from titanlite.features.tools.export import main
 from titanlite.features.tools.inspect import main as inspect
 from titanlite.materialize import Init, Normal, materialize
