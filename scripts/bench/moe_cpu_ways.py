@@ -147,7 +147,7 @@ def build_fsdp2(folder: Path, *, sharded: bool, keep_memory: bool = False) -> Ca
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
-    from titanlite.features.cpu.host_memory import keep_freed_memory
+    from titanlite.features.cpu import keep_freed_memory
 
     if keep_memory:
         keep_freed_memory()

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titanlite.features.sft.packing import pack_best_fit
+from titanlite.features.sft.dataset import pack_best_fit
 
 
 def pack_one_by_one(lengths: list[int], capacity: int) -> list[int]:
