@@ -20,7 +20,7 @@ from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.space import check_space
 from titanlite.config import AnyModelConfig, JobConfig, TransformersConfig
 from titanlite.config.schema import BLOCK_SIZES
-from titanlite.data.build import build_data
+from titanlite.data.build import build_loader
 from titanlite.data.dataset import Batch
 from titanlite.data.loader import TrainLoader
 from titanlite.data.run_length import describe_sources, resolve_steps
@@ -45,6 +45,7 @@ from titanlite.features.dpo.build import build_dpo
 from titanlite.features.dpo.objective import turn_off_dropout
 from titanlite.features.generate.evaluate import build_evaluator
 from titanlite.features.generate.generate import get_end_of_turn_ids, log_sample
+from titanlite.features.images.rows import build_images
 from titanlite.features.lora.layers import apply_lora
 from titanlite.features.lora.peft_format import PeftFormat, warn_of_changed_base
 from titanlite.features.lowbit.weights import encode_weights
@@ -54,7 +55,10 @@ from titanlite.features.record.environment import save_environment
 from titanlite.features.record.hub import push_to_hub
 from titanlite.features.record.model_card import render_model_card
 from titanlite.features.record.plan_file import save_run_plan
+from titanlite.features.sft.build import build_sft
 from titanlite.features.sft.chat_template import resolve_chat_date
+from titanlite.features.streams.mixture import build_mixture
+from titanlite.features.streams.stream import build_stream
 from titanlite.features.transformers.build import build_transformers
 from titanlite.launch import heartbeat
 from titanlite.launch.machines import check_same_settings, check_shared_folder, waiting_for_machines
@@ -184,6 +188,12 @@ def assemble(checked: Checked) -> Trainer:
 
     objective.prepare(_coming_batches(job, loader, step), initial_model, device)
     return trainer
+
+
+def build_data(job: JobConfig, dp_rank: int, dp_degree: int) -> tuple[Any, TrainLoader]:
+    """Build the tokenizer and the batches of one data-parallel rank, of all kinds of data: see `build_loader`."""
+    builders = {"examples": build_sft, "stream": build_stream, "mixture": build_mixture, "images": build_images}
+    return build_loader(job, dp_rank, dp_degree, builders)
 
 
 def _read_data(job: JobConfig, model_config: AnyModelConfig, dims: ParallelDims) -> tuple[JobConfig, Any, TrainLoader]:

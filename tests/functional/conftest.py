@@ -23,12 +23,11 @@ from traced_layers import Graphs
 # Saving imports these; here it costs 2 s once, in every forked rank it would cost them again.
 from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerFast  # noqa: F401
 
-from titanlite.assemble import assemble
+from titanlite.assemble import assemble, build_data
 from titanlite.base.agree import gather_objects
 from titanlite.checkpoint.hf_model import save_hf_model
 from titanlite.config import load_config
 from titanlite.config.parallelism import Degrees
-from titanlite.data.build import build_data
 from titanlite.materialize import Init, Normal, materialize
 from titanlite.materialize.layout import is_elsewhere
 from titanlite.materialize.plan import named_tensors

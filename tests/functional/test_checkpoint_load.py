@@ -13,12 +13,11 @@ from fp8_folder import write_fp8
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from titanlite.assemble import shard
+from titanlite.assemble import build_data, shard
 from titanlite.base.errors import CheckpointError, PlanError
 from titanlite.checkpoint.hf_model import save_hf_model
 from titanlite.checkpoint.pretrained import hf_checkpoint
 from titanlite.config.parallelism import Degrees
-from titanlite.data.build import build_data
 from titanlite.distributed import ParallelDims
 from titanlite.materialize import Init, Plan, materialize
 from titanlite.models.decoder import Decoder, build_decoder

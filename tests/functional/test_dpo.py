@@ -18,10 +18,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import titanlite.assemble
 import titanlite.train_step
-from titanlite.assemble import assemble
+from titanlite.assemble import assemble, build_data
 from titanlite.checkpoint.hf_model import save_hf_model
 from titanlite.config.parallelism import Degrees
-from titanlite.data.build import build_data
 from titanlite.data.dataset import Batch
 from titanlite.data.loader import ValidationSet
 from titanlite.features.generate import generate

@@ -13,9 +13,8 @@ import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from titanlite import __main__
-from titanlite.assemble import assemble
+from titanlite.assemble import assemble, build_data
 from titanlite.config import load_config
-from titanlite.data.build import build_data
 from titanlite.models.families import family_of
 from titanlite.preflight import check
 

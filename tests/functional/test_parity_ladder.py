@@ -17,9 +17,8 @@ import torch
 
 import titanlite.features.muon.matrix_exchange
 from tests.functional.conftest import full_tensors
-from titanlite.assemble import assemble
+from titanlite.assemble import assemble, build_data
 from titanlite.config.parallelism import Degrees
-from titanlite.data.build import build_data
 
 STEPS = 5
 RELATIVE_TOLERANCE = 1e-5  # 30 times what was measured

@@ -13,11 +13,10 @@ import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
 from titanlite import train_step
-from titanlite.assemble import assemble
+from titanlite.assemble import assemble, build_data
 from titanlite.checkpoint import reader
 from titanlite.checkpoint.hf_model import save_hf_model
 from titanlite.config.parallelism import Degrees
-from titanlite.data.build import build_data
 from titanlite.distributed import clip_grad, collectives, expert_parallel, fsdp_timing, replicated_grads
 from titanlite.features.estimate.cli import exact_plan, planned_sources
 from titanlite.features.estimate.estimate import axis_ranks

@@ -28,20 +28,13 @@ from titanlite.models.interface import Model, is_adapter
 
 
 class HFFormat:
-    """What the checkpoints of a run hold of its model, here a Hugging Face folder; another format overrides it.
+    """What the checkpoints of a run hold of its model, here a Hugging Face folder; another format overrides it."""
 
-    Args:
-        job: the configuration.
-
-    Attributes:
-        part: the name of the weights where they cannot be saved, of `parts`.
-        base: folder of the pretrained model, or empty.
-    """
-
-    part = MODEL
+    part = MODEL  # where the weights cannot be saved
 
     def __init__(self, job: JobConfig) -> None:
         self.job, self.base = job, job.checkpoint.initial_load_path
+        self._dtype: torch.dtype = getattr(torch, job.checkpoint.export_dtype)
 
     def initial_sources(self, model: Model) -> list[SourceProvider]:
         """Find what a new run begins with: a pretrained model, or nothing. Collective: every rank must call."""
@@ -67,10 +60,6 @@ class HFFormat:
     def describe(self, model: Model, tokenizer: Any, end_of_turn_ids: Sequence[int]) -> dict[str, bytes]:
         """Build what stands beside the weights, content by file name. On one rank."""
         return describe_model(model.config, tokenizer, self._dtype, assets_folder(self.job), end_of_turn_ids)
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        return getattr(torch, self.job.checkpoint.export_dtype)
 
 
 def save_hf_model(

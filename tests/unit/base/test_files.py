@@ -16,11 +16,11 @@ from titanlite.config import load_config
 from titanlite.config.assets import find_missing_files
 from titanlite.config.data import DataSection
 from titanlite.config.schema import JobConfig
-from titanlite.data.build import _read_template
 from titanlite.data.corpus import build_text_corpus
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.features.images.rows import load_image, read_image_rows
 from titanlite.features.report.read import read_run
+from titanlite.features.sft.build import _read_template
 from titanlite.features.sft.readers import READERS
 from titanlite.features.sft.rows import LocalRows
 from titanlite.features.tools.generate import _read_prompts

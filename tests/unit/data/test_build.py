@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 import titanlite
+from titanlite.assemble import build_data
 from titanlite.base.errors import ConfigError, DataError
 from titanlite.config.data import DataSection
 from titanlite.config.schema import JobConfig
 from titanlite.data import build_corpus
-from titanlite.data.build import build_data
 from titanlite.data.tokenizer import build_tokenizer
 
 

@@ -14,9 +14,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from unit.data.templates import CHATML
 
+from titanlite.assemble import build_data
 from titanlite.base.errors import DataError
 from titanlite.config import JobConfig, load_config
-from titanlite.data.build import build_data
 from titanlite.features.sft.chat import ANSWER, DROPPED, END, NO_END, TRAINED, ChatRenderer
 from titanlite.features.sft.chat_template import set_arguments, set_date
 from titanlite.features.sft.dataset import ExampleDataset

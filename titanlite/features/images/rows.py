@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -23,7 +23,9 @@ from torch import Tensor
 from titanlite.base.errors import DataError, raise_problems
 from titanlite.base.files import open_regular
 from titanlite.base.hf_objects import load_from_folder
-from titanlite.data.dataset import ShuffledOrder, copy_to, get_num_held_out
+from titanlite.base.log import logger
+from titanlite.config.schema import JobConfig
+from titanlite.data.dataset import SequenceDataset, ShuffledOrder, copy_to, get_num_held_out
 from titanlite.data.tokenizer import count_ids
 from titanlite.features.sft.chat_frame import FrameFinder
 from titanlite.features.sft.chat_template import set_date
@@ -355,3 +357,13 @@ def _parse(place: str, row: dict[str, Any], folder: Path) -> ImageRow:
 def _parts_of(message: dict[str, Any]) -> list[Any]:
     content = message["content"]
     return content if isinstance(content, list) else []
+
+
+def build_images(job: JobConfig) -> tuple[Any, SequenceDataset]:
+    """Build the tokenizer and the dataset of `data.dataset` = "images"."""
+    data = job.data
+    processor = load_processor(data.tokenizer_path or job.model.hf_assets_path)
+    rows = read_image_rows(Path(data.path).expanduser())
+    dataset = ImageDataset(rows, processor, job.training.seq_len, data.validation_share, date=data.chat_date)
+    logger.info("data: %s", dataset.fingerprint)
+    return processor.tokenizer, cast(SequenceDataset, dataset)  # its batches have the fields of a Batch, and inputs

@@ -37,49 +37,34 @@ _FUSED_NAMES = ("gate_proj", "up_proj", "down_proj")
 
 
 class PeftFormat(HFFormat):
-    """Checkpoints of the adapters alone; the pretrained model is read anew by every run."""
+    """Checkpoints of the adapters alone; every run reads the pretrained model anew."""
 
     part = ADAPTERS
 
     def initial_sources(self, model: Model) -> list[SourceProvider]:
-        """Add the trained adapters of `lora.init_from`, if it is set, to the pretrained model."""
-        section = self.job.lora
-        if not section.init_from:
-            return super().initial_sources(model)
-        adapters = adapter_checkpoint(Path(section.init_from), section, self.base, key="lora.init_from")
-        return [*super().initial_sources(model), adapters]
+        sources, section = super().initial_sources(model), self.job.lora
+        if section.init_from:
+            sources.append(adapter_checkpoint(Path(section.init_from), section, self.base, key="lora.init_from"))
+        return sources
 
     def sources(self, folder: Path, model: Model) -> list[SourceProvider]:
-        """Read the pretrained model, and the adapters in `folder`."""
         return [*super().initial_sources(model), adapter_checkpoint(folder, self.job.lora, self.base)]
 
     def files(self, model: Model, plan: Plan) -> list[FileLayout]:
-        """Lay out the adapters."""
         return adapter_files(plan)
 
     def describe(self, model: Model, tokenizer: Any, end_of_turn_ids: Sequence[int]) -> dict[str, bytes]:
-        """Build what peft reads beside the adapters, and check the configuration of the model to merge them into."""
-        return describe_adapters(model, tokenizer, self.job.lora, self.base)
+        """Build what stands beside the adapters, and check the description of the model to merge them into, too."""
+        assets = Path(self.base) if (Path(self.base) / "config.json").is_file() else None
+        render(lambda folder: write_config(folder, model.config, None, torch.float32, assets))
 
+        def write(folder: Path) -> None:
+            write_adapter_config(folder, model, self.job.lora, self.base)
+            if isinstance(model.config, ModelConfig):
+                write_model_config(folder, model.config)
+            save_tokenizer(tokenizer, folder)
 
-def describe_adapters(model: Model, tokenizer: Any, lora: LoRASection, base: str) -> dict[str, bytes]:
-    """Build what stands beside the adapters of `model`, on the model in the folder `base`. On one rank.
-
-    The description of the model that they will be merged into is built and checked, too.
-
-    Raises:
-        CheckpointError: as `describe_model`.
-    """
-    assets = Path(base) if (Path(base) / "config.json").is_file() else None
-    render(lambda folder: write_config(folder, model.config, None, torch.float32, assets))
-
-    def write(folder: Path) -> None:
-        write_adapter_config(folder, model, lora, base)
-        if isinstance(model.config, ModelConfig):
-            write_model_config(folder, model.config)
-        save_tokenizer(tokenizer, folder)
-
-    return render(write)
+        return render(write)
 
 
 def adapter_files(plan: Plan) -> list[FileLayout]:

@@ -13,13 +13,20 @@ from contextlib import contextmanager
 from dataclasses import fields
 from functools import lru_cache
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
 
 from titanlite.base.errors import DataError
+from titanlite.config import data as data_config
 from titanlite.config.data import SourceSection
+from titanlite.config.schema import JobConfig
+from titanlite.data.build import build_packed, resolve_tokenizer_path
 from titanlite.data.dataset import Batch, SequenceDataset, Source, TrainDataset, get_permutation, get_sources
+from titanlite.data.tokenizer import load_tokenizer
+from titanlite.features.sft.build import build_example_dataset, load_example_tokenizer
+from titanlite.features.streams.stream import build_stream_dataset
 
 PERIOD = 1 << 14  # samples, where there are weights: shares are multiples of 1/16384
 
@@ -216,3 +223,31 @@ def _check_sizes(names: Sequence[str], sizes: Sequence[int | None]) -> np.ndarra
         if size is None:
             raise DataError(f"data.sources.{name}: the size of a stream is not known. Set the weight of every source.")
     return np.array(sizes, dtype=np.int64)
+
+
+def build_mixture(job: JobConfig) -> tuple[Any, MixtureDataset]:
+    """Build the tokenizer and the mixture of `data.sources`.
+
+    Raises:
+        DataError: there is no tokenizer to load, or a source is unusable; it is named.
+    """
+    data, seq_len = resolve_tokenizer_path(job), job.training.seq_len
+    if not data.tokenizer_path:  # one that is trained would know the first source only
+        raise DataError(
+            "data: data.sources need a tokenizer, but data.tokenizer_path is empty and model.hf_assets_path has no "
+            "tokenizer.json. Set one of them to its folder."
+        )
+    tokenizer = load_tokenizer(data.tokenizer_path) if data.dataset == "text" else load_example_tokenizer(data)
+    parts: dict[str, SequenceDataset] = {}
+    for name, source in data_config.get_sources(data).items():
+        where = f"data.sources.{name}"
+        with naming_source(name):
+            if source.dataset != "examples":
+                _, parts[name] = build_packed(source, seq_len, where, tokenizer)
+            elif source.streaming:
+                seed = get_source_seed(job.training.seed, name)
+                _, parts[name] = build_stream_dataset(source, seq_len, seed, where, tokenizer)
+            else:
+                _, parts[name] = build_example_dataset(source, seq_len, where, tokenizer)
+    weights = {name: source.weight for name, source in data.sources.items() if source.weight is not None}
+    return tokenizer, MixtureDataset(parts, weights or None)

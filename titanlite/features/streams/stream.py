@@ -27,14 +27,17 @@ import numpy as np
 from titanlite.base.errors import DataError, raise_problems
 from titanlite.base.log import logger
 from titanlite.config.data import DataSection
+from titanlite.config.schema import JobConfig
+from titanlite.data.build import resolve_tokenizer_path
 from titanlite.data.cache import get_cache_folder, write_atomic
 from titanlite.data.dataset import Batch, get_permutation
 from titanlite.data.tokenizer import count_ids, serialize
+from titanlite.features.sft.build import build_held_out, get_padding, load_example_tokenizer
 from titanlite.features.sft.dataset import ExampleSet, fit_examples, get_documents, make_batch, pack_examples
 from titanlite.features.sft.encode import ExampleEncoder
 from titanlite.features.sft.examples import SKIP_REMEDY, get_chat_settings, get_text_settings, make_encoder
 from titanlite.features.sft.report import get_chat_warnings
-from titanlite.features.sft.rows import Row, Rows
+from titanlite.features.sft.rows import Row, Rows, build_rows
 from titanlite.features.streams.ahead import StreamAhead
 from titanlite.features.streams.blocks import EncodedBlock, encode_block, name_folder, share_block
 
@@ -283,3 +286,20 @@ def _load_counts(file: Path) -> list[tuple[int, int, int]]:
         return [(int(start), int(rows), int(sequences)) for start, rows, sequences in json.loads(file.read_bytes())]
     except (OSError, ValueError, TypeError):
         return []
+
+
+def build_stream(job: JobConfig) -> tuple["PreTrainedTokenizerFast", StreamDataset]:
+    """Build the tokenizer and the dataset of `data.streaming`."""
+    return build_stream_dataset(resolve_tokenizer_path(job), job.training.seq_len, job.training.seed)
+
+
+def build_stream_dataset(
+    data: DataSection, seq_len: int, seed: int, where: str = "data", tokenizer: "PreTrainedTokenizerFast | None" = None
+) -> tuple["PreTrainedTokenizerFast", StreamDataset]:
+    """The tokenizer, loaded unless it is given, and the stream of `data.path`; `where` is the section, for the log."""
+    tokenizer = load_example_tokenizer(data) if tokenizer is None else tokenizer
+    rows = build_rows(data.path, data.pattern, data.subset, data.split, streaming=True)
+    held_out = build_held_out(data, seq_len, tokenizer) if data.validation_path else None
+    dataset = StreamDataset(data, rows, tokenizer, held_out, seq_len, get_padding(tokenizer), seed)
+    logger.info("%s: %s; %d held out", where, dataset.fingerprint, dataset.num_validation_sequences)
+    return tokenizer, dataset

@@ -11,12 +11,13 @@ from itertools import islice
 
 import numpy as np
 
+from titanlite.assemble import build_data
 from titanlite.base.errors import ConfigError, TitanliteError, raise_problems
 from titanlite.base.log import logger, raw_output
-from titanlite.config import load_config, sources
+from titanlite.config import data as data_config
+from titanlite.config import load_config
 from titanlite.config.assets import find_missing_files
 from titanlite.config.data import DataSection
-from titanlite.data.build import build_data
 from titanlite.data.dataset import PackedDataset, SequenceDataset, get_sources
 from titanlite.data.loader import TrainLoader
 from titanlite.features.sft.chat import END, TRAINED
@@ -77,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         loader.start_from(0, 0, job.data.skip_to_sample)
         painter = Painter(tokenizer, color=color, max_tokens=known.tokens)
         if job.data.dataset == "examples" and known.samples:
-            for name, data in sources.get_sources(job.data).items():
+            for name, data in data_config.get_sources(job.data).items():
                 show_kinds(data, painter, name)
         show_data(loader, painter, known.samples)
     except TitanliteError as error:  # a stream reads its rows only when they are shown

@@ -71,7 +71,7 @@ def resolve_model_config(section: ModelSection) -> AnyModelConfig:
         if section.implementation != "transformers":
             return config
         hf = {**family_of(config).to_hf(config), "model_type": config.family}
-        return _transformers_config(hf, f"model.flavor {section.flavor}", "model.implementation asks for it")
+        return transformers_config(hf, f"model.flavor {section.flavor}", "model.implementation asks for it")
     folder = Path(section.hf_assets_path)
     why = "model.implementation asks for it"
     if section.implementation != "transformers":
@@ -86,7 +86,7 @@ def resolve_model_config(section: ModelSection) -> AnyModelConfig:
             f"model.overrides: {', '.join(overrides)} cannot be changed here, since the model is transformers' class "
             f"({why}). Change its config.json."
         )
-    return _transformers_config(_read_config(folder), str(_config_file(folder)), why)
+    return transformers_config(_read_config(folder), str(_config_file(folder)), why)
 
 
 def get_model_type(section: ModelSection) -> str:
@@ -198,10 +198,6 @@ def _apply_overrides(config: ModelConfig, overrides: Mapping[str, Any]) -> Model
     return config
 
 
-def _transformers_config(hf: Mapping[str, Any], where: str, why: str) -> AnyModelConfig:
-    return replace(transformers_config(hf, where), why=why)
-
-
 def model_config_from_hf(folder: Path, where: str = "model.hf_assets_path") -> ModelConfig:
     """Read the sizes from `folder`/config.json; `where` says in errors what asked for it.
 
@@ -228,7 +224,7 @@ def any_model_config_from_hf(folder: Path, where: str) -> AnyModelConfig:
     try:
         return model_config_from_hf(folder, where)
     except NotNativeError as error:
-        return _transformers_config(_read_config(folder, where), str(_config_file(folder)), str(error))
+        return transformers_config(_read_config(folder, where), str(_config_file(folder)), str(error))
 
 
 def _config_file(folder: Path) -> Path:

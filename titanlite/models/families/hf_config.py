@@ -19,8 +19,10 @@ _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "top_k_experts", "top_k")
 
 
-def transformers_config(hf: Mapping[str, Any], where: str) -> TransformersConfig:
+def transformers_config(hf: Mapping[str, Any], where: str, why: str = "") -> TransformersConfig:
     """What titanlite asks about the model that `hf` describes; `where` names it in errors. Imports transformers.
+
+    `why` says what is in the way of the native decoder.
 
     Raises:
         ConfigError: no class of transformers generates text from it, its weights are quantized, or transformers refuses
@@ -52,16 +54,14 @@ def transformers_config(hf: Mapping[str, Any], where: str) -> TransformersConfig
         takes_images=hasattr(config, "vision_config"),
         has_tp_plan=bool(getattr(cls, "_tp_plan", None) or getattr(text, "base_model_tp_plan", None)),
         rope_limit=_get_rope_limit(text),
+        why=why,
     )
 
 
 def _get_rope_limit(text: Any) -> int | None:
     """The fewest tokens from which on one of the rotary embeddings looks at the longest position of a forward."""
     rope = getattr(text, "rope_parameters", None) or {}
-    tables = [
-        rope,
-        *(table for table in rope.values() if isinstance(table, dict)),
-    ]  # one, or one for each kind of layer
+    tables = [rope, *(table for table in rope.values() if isinstance(table, dict))]  # one, or one per kind of layer
     limits = []
     for table in tables:
         kind, longest = table.get("rope_type") or "", getattr(text, "max_position_embeddings", None)

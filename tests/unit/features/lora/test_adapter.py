@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from titanlite.base.errors import CheckpointError
 from titanlite.checkpoint.pretrained import weights_of
-from titanlite.config.schema import LoRASection
+from titanlite.config.schema import CheckpointSection, JobConfig, LoRASection
 from titanlite.features.lora.adapter import adapter_checkpoint, read_adapter
 from titanlite.features.lora.layers import apply_lora
-from titanlite.features.lora.peft_format import describe_adapters
+from titanlite.features.lora.peft_format import PeftFormat
 from titanlite.features.tools.export import main
 from titanlite.materialize import materialize
 from titanlite.models.decoder import build_decoder
@@ -217,9 +217,9 @@ def test_the_base_of_adapters_is_checked_too(tmp_path):
     """They are merged into it when training is over."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "use_cache": "yes"}))
     model, section = build_decoder(families()["qwen3"].presets["debug"]), LoRASection(rank=2)
+    saved_as = PeftFormat(JobConfig(lora=section, checkpoint=CheckpointSection(initial_load_path=str(tmp_path))))
     with pytest.raises(CheckpointError, match="use_cache"):
-        describe_adapters(model, None, section, str(tmp_path))
+        saved_as.describe(model, None, [])
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
     apply_lora(model, section, torch.float32)
-    described = describe_adapters(model, None, section, str(tmp_path))
-    assert described.keys() == {"adapter_config.json", "titanlite/config.json"}
+    assert saved_as.describe(model, None, []).keys() == {"adapter_config.json", "titanlite/config.json"}

@@ -12,11 +12,11 @@ import pytest
 import torch
 from unit.data.templates import CHATML, THINKING
 
+from titanlite.assemble import build_data
 from titanlite.base.errors import DataError
 from titanlite.config.check import check_values
 from titanlite.config.data import DataSection
 from titanlite.config.schema import JobConfig
-from titanlite.data.build import build_data
 from titanlite.data.loader import TrainLoader
 from titanlite.features.generate.prompts import EvaluationPrompt, evaluation_prompts, read_evaluation_prompts
 from titanlite.features.sft import examples as examples_module

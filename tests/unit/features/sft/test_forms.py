@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from titanlite.assemble import build_data
 from titanlite.base.errors import DataError
 from titanlite.config.check import check_values
 from titanlite.config.schema import JobConfig
-from titanlite.data.build import build_data
 from titanlite.features.generate.prompts import read_evaluation_prompts
 from titanlite.features.sft import examples
 from titanlite.features.streams import stream

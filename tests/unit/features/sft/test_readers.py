@@ -19,9 +19,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow.parquet import ParquetFile, write_table
 
+from titanlite.assemble import build_data
 from titanlite.base.errors import DataError
 from titanlite.config.schema import JobConfig
-from titanlite.data.build import build_data
 from titanlite.features.sft import readers, row_limits
 from titanlite.features.sft.readers import RowError
 from titanlite.features.sft.rows import LocalRows, Row, Rows, build_rows

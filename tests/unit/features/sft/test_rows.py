@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 from datasets import Dataset
 
+from titanlite.assemble import build_data
 from titanlite.base.errors import DataError
 from titanlite.config.schema import JobConfig
-from titanlite.data.build import build_data
 from titanlite.features.sft.readers import RowError
 from titanlite.features.sft.rows import HubRows, build_rows
 

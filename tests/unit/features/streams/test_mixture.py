@@ -11,10 +11,10 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from titanlite.assemble import build_data
 from titanlite.base.errors import DataError
 from titanlite.config.data import SourceSection
 from titanlite.config.schema import JobConfig
-from titanlite.data.build import build_data
 from titanlite.data.dataset import PackedDataset, get_permutation, get_sources
 from titanlite.data.loader import TrainLoader
 from titanlite.data.tokens import TokenizedCorpus

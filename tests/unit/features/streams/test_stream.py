@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
+from titanlite.assemble import build_data
 from titanlite.base.errors import DataError
 from titanlite.config.check import check_values
 from titanlite.config.schema import JobConfig
-from titanlite.data.build import build_data
 from titanlite.data.loader import TrainLoader
 from titanlite.features.sft.chat import NO_END
 from titanlite.features.sft.rows import Row

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from titanlite.assemble import build_data
 from titanlite.base.errors import DataError
 from titanlite.config.data import DataSection
 from titanlite.config.schema import JobConfig
-from titanlite.data.build import build_data
 from titanlite.data.dataset import IGNORE_INDEX, PackedDataset, SequenceDataset
 from titanlite.data.tokens import TokenizedCorpus
 from titanlite.features.tools.shown import Painter, ShownDocument, escape, get_shown_documents
