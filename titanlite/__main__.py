@@ -1,17 +1,29 @@
 """`python -m titanlite COMMAND ...`: the tools that need no launcher."""
 
 import errno
+import importlib
 import os
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import NoReturn
 
 from titanlite.base.log import open_console
 from titanlite.base.process import check_limits, lean_imports, leave
 from titanlite.launch.notices import end_with_launcher
 
-_Command = Callable[[Sequence[str]], int]
+# The module of each command, whose `main` runs it. Some need no torch, and shall not wait for it.
+_MODULES = {
+    "train": "titanlite.train",
+    "check": "titanlite.preflight",
+    "config": "titanlite.config.docs",
+    "plan": "titanlite.features.estimate.cli",
+    "data": "titanlite.features.tools.preview_data",
+    "inspect": "titanlite.features.tools.inspect",
+    "export": "titanlite.features.tools.export",
+    "generate": "titanlite.features.tools.generate",
+    "report": "titanlite.features.report",
+}
+_OPTIONS = {"check": {"weights": False}}
 # What the commands import first: without one of them, this Python is not the one that titanlite was installed for.
 _PACKAGES = ("omegaconf", "torch", "numpy", "safetensors", "transformers")
 _USAGE = """usage: python -m titanlite COMMAND [arguments]
@@ -47,8 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run_command(argv: Sequence[str] | None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     name, rest = (given[0], given[1:]) if given else ("", [])
-    load = _commands().get(name) if name else None
-    if load is None:
+    if name not in _MODULES:
         asked_for_help = name in ("-h", "--help")
         stream = sys.stdout if asked_for_help else sys.stderr
         if name and not asked_for_help:
@@ -57,8 +68,9 @@ def _run_command(argv: Sequence[str] | None) -> int:
         return 0 if asked_for_help else 2
     try:
         with lean_imports():
-            command = load()
-        return command(rest)
+            command = importlib.import_module(_MODULES[name]).main
+        code = command(rest, **_OPTIONS.get(name, {}))
+        return leave(code, at_once=True) if code and name == "train" else code
     except ModuleNotFoundError as error:
         if error.name in _PACKAGES:
             print(
@@ -75,71 +87,6 @@ def run() -> NoReturn:
     open_console(goes_on=sys.argv[1:2] == ["train"])
     check_limits()
     leave(main())
-
-
-def _commands() -> dict[str, Callable[[], _Command]]:
-    """What imports each command: some need no torch, and shall not wait for it."""
-
-    def train() -> _Command:
-        from titanlite.train import main
-
-        def run(argv: Sequence[str]) -> int:
-            code = main(argv)
-            return leave(code, at_once=True) if code else code
-
-        return run
-
-    def check() -> _Command:
-        from titanlite.preflight import main
-
-        return partial(main, weights=False)
-
-    def config() -> _Command:
-        from titanlite.config.docs import main
-
-        return main
-
-    def data() -> _Command:
-        from titanlite.features.tools.preview_data import main
-
-        return main
-
-    def plan() -> _Command:
-        from titanlite.features.estimate.cli import main
-
-        return main
-
-    def inspect() -> _Command:
-        from titanlite.features.tools.inspect import main
-
-        return main
-
-    def export() -> _Command:
-        from titanlite.features.tools.export import main
-
-        return main
-
-    def generate() -> _Command:
-        from titanlite.features.tools.generate import main
-
-        return main
-
-    def report() -> _Command:
-        from titanlite.features.report import main
-
-        return main
-
-    return {
-        "train": train,
-        "check": check,
-        "config": config,
-        "plan": plan,
-        "data": data,
-        "inspect": inspect,
-        "export": export,
-        "generate": generate,
-        "report": report,
-    }
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from titanlite.__main__ import _commands
+from titanlite.__main__ import _MODULES
 from titanlite.config.settings import find_setting, get_settings
 from titanlite.preflight import main as preflight
 
@@ -67,7 +67,7 @@ def test_commands_and_modules_that_are_named_exist(document):
     text = document.read_text()
     # The options of torchrun and of the launcher may stand between.
     for name in re.findall(r"python3? -m titanlite ([a-z]+)\b", text):
-        assert name in _commands(), f"there is no command '{name}'"
+        assert name in _MODULES, f"there is no command '{name}'"
     for module in re.findall(r"-m (titanlite\.[\w.]+)", text):
         assert importlib.util.find_spec(module.rstrip(".")) is not None, module
 
