@@ -171,7 +171,7 @@ def assemble(checked: Checked) -> Trainer:
         log_sample=partial(log_sample, job, model, tokenizer, device, dims),
         push_to_hub=push_to_hub,
     )
-    matrices = muon_matrices(model, job.optimizer)
+    matrices = muon_matrices(model, job.optimizer) if job.optimizer.name == "Muon" else {}
     save_run_plan(plan, matrices, folder)
     check_space(job, plan, matrices, checkpointer.folder, step)
     facts = {"model": model_config.family, "parameters": total, "trained": trained, "mesh": str(degrees)}

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from titanlite.base.agree import on_first_rank
-from titanlite.base.errors import DataError, TrainingError
+from titanlite.base.errors import DataError, TrainingError, TransientError
 from titanlite.base.folder_lock import FolderLock
 from titanlite.base.log import logger
 from titanlite.checkpoint import Progress
@@ -59,17 +59,47 @@ class SpikeWatch(Protocol):
         ...
 
 
-class Diagnosis(Protocol):
-    """Why a loss or gradient is not finite."""
+@dataclass(frozen=True)
+class Diagnosis:
+    """Why a loss or gradient is not finite, as all ranks found together.
 
-    def to_error(self, found: NonFiniteSteps, saved: str, samples: int) -> TrainingError: ...
+    Attributes:
+        text: sentences for the user.
+        repeats: True if the step is not finite again when it is computed again; else a machine erred.
+    """
 
-    def warn_skipped(self, found: NonFiniteSteps, step: int) -> None: ...
+    text: str
+    repeats: bool
+
+    def to_error(self, found: NonFiniteSteps, saved: str, samples: int) -> TrainingError:
+        """The error that ends a run after `found`; one that a new start may get past if the step does not repeat it.
+
+        `samples` of the data order lie before that step.
+        """
+        in_a_row = f"; it is the first of {found.in_a_row} in a row" if found.in_a_row > 1 else ""
+        start = (
+            f"training: the loss or gradient of step {found.first} is not finite{in_a_row}. {self.text} No such "
+            f"update was applied, so the weights are finite: those of step {found.first - 1}{saved}."
+        )
+        if not self.repeats:
+            return TransientError(f"{start} Start again from there; if it comes back, look for a faulty machine.")
+        return TrainingError(
+            f"{start} Lower optimizer.lr, raise lr_scheduler.warmup_steps, or look at that step's data: "
+            f"python -m titanlite data --config FILE --data.skip_to_sample={samples}."
+        )
+
+    def warn_skipped(self, found: NonFiniteSteps, step: int) -> None:
+        """Warn of the steps that `training.on_nonfinite` = "skip" has left out, on rank 0."""
+        skipped = f"the loss or gradient of step {found.first_new} is not finite; it was skipped"
+        text = f"{skipped} ({found.total} so far). {self.text}"
+        if dist.get_rank() == 0:
+            logger.warning("training: %s", text)
+        record_event("skip", text, step)
 
 
 @dataclass
 class Trainer:
-    """Trains. Every rank has one, from `assemble`, and calls `train`.
+    """Trains. Every rank has one, from `assemble`, and calls `train`. It can do without everything from `evaluator` on.
 
     Attributes:
         locks: of the run's folders, held as long as the trainer lives.
@@ -91,13 +121,15 @@ class Trainer:
     stepper: TrainStep
     metrics: MetricsLogger
     results: Results
-    evaluator: Evaluator | None
-    divergence: DivergenceCheck
-    spikes: SpikeWatch
-    diagnose: Callable[[Sequence[Batch], Callable[[Batch], torch.Tensor], NonFiniteSteps], Diagnosis]
-    render_card: Callable[..., str]
-    log_sample: Callable[[], None]
-    push_to_hub: Callable[[Path, str], None]
+    evaluator: Evaluator | None = None
+    divergence: DivergenceCheck | None = None
+    spikes: SpikeWatch | None = None
+    diagnose: Callable[[Sequence[Batch], Callable[[Batch], torch.Tensor], NonFiniteSteps], Diagnosis] = lambda *_: (
+        Diagnosis("Nothing looked for its origin.", repeats=True)
+    )
+    render_card: Callable[..., str] = lambda **_: ""
+    log_sample: Callable[[], None] = lambda: None
+    push_to_hub: Callable[[Path, str], None] = lambda *_: None
     stopping: bool = False
 
     @property
@@ -135,11 +167,12 @@ class Trainer:
                     self.raise_if_not_finite()  # synchronization point: the device has finished this step
                     losses = window.loss_values()
                     self.metrics.log_step(self.stepper.describe(result, window, losses, learning_rate))
-                    self.spikes.watch(self.step, losses, self.loader.samples_before(self.step))
+                    if self.spikes is not None:
+                        self.spikes.watch(self.step, losses, self.loader.samples_before(self.step))
                     window = Window()
                 self.stepper.timer.start(None)
                 pause = time.perf_counter()
-                if self.divergence.is_due(self.step):
+                if self.divergence is not None and self.divergence.is_due(self.step):
                     samples = self.loader.samples_before(self.step)
                     self.divergence.check(self.step, self.loader.fingerprint, samples, micro_batches)
                 is_best = self.assess(last=last)

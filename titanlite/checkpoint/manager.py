@@ -222,8 +222,8 @@ class Checkpointer:
     ) -> None:
         """Save `step-N`; once per step. In asynchronous mode training goes on as soon as the shards are copied.
 
-        `card` renders its README.md, on rank 0. If the step is the best by `progress.results`, the link `best` leads to
-        it then. What cannot be built is left out or kept in another form, and a warning says how to go on.
+        `card` renders its README.md, if any, on rank 0. The link `best` leads to the step if it is the best by
+        `progress.results`. What cannot be built is left out or kept in another form, and a warning says how to go on.
 
         Raises:
             CheckpointError: on all ranks; this save failed, or the one before it that ran in the background, and
@@ -240,7 +240,7 @@ class Checkpointer:
             warn_of_sidecar(model.config, files)
             files += parts.attempt(STATES, lambda: state_files(plan, optimizer, device)) or []
             rest = self._description | index_of(files)
-            rest |= parts.attempt_here(CARD, lambda: {"README.md": card().encode()})
+            rest |= parts.attempt_here(CARD, lambda: {"README.md": text.encode()} if (text := card()) else {})
             rest |= parts.attempt_here(PROGRESS, lambda: {STATE_FILE: progress.to_json()})
 
             def write() -> None:

@@ -9,17 +9,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from titanlite.base.agree import gather_objects, list_ranks
-from titanlite.base.errors import TrainingError, TransientError
-from titanlite.base.log import logger
 from titanlite.data.dataset import Batch
 from titanlite.features.pipeline.remote import BetweenChunks
 from titanlite.materialize.layout import encoding_of, local_of
-from titanlite.metrics.events import record_event
 from titanlite.optim import NonFiniteSteps
+from titanlite.trainer import Diagnosis
 
 _SHOWN = 3
 
@@ -42,44 +39,6 @@ class _Found:
     weights: list[str] = field(default_factory=list)
     outputs: list[tuple[int, int, int, str]] = field(default_factory=list)
     grads: tuple[int, list[tuple[int, str]]] | None = None
-
-
-@dataclass(frozen=True)
-class Diagnosis:
-    """What all ranks found together.
-
-    Attributes:
-        text: sentences for the user.
-        repeats: True if the step is not finite again when it is computed again; else a machine erred.
-    """
-
-    text: str
-    repeats: bool
-
-    def to_error(self, found: NonFiniteSteps, saved: str, samples: int) -> TrainingError:
-        """The error that ends a run after `found`; one that a new start may get past if the step does not repeat it.
-
-        `samples` of the data order lie before that step.
-        """
-        in_a_row = f"; it is the first of {found.in_a_row} in a row" if found.in_a_row > 1 else ""
-        start = (
-            f"training: the loss or gradient of step {found.first} is not finite{in_a_row}. {self.text} No such "
-            f"update was applied, so the weights are finite: those of step {found.first - 1}{saved}."
-        )
-        if not self.repeats:
-            return TransientError(f"{start} Start again from there; if it comes back, look for a faulty machine.")
-        return TrainingError(
-            f"{start} Lower optimizer.lr, raise lr_scheduler.warmup_steps, or look at that step's data: "
-            f"python -m titanlite data --config FILE --data.skip_to_sample={samples}."
-        )
-
-    def warn_skipped(self, found: NonFiniteSteps, step: int) -> None:
-        """Warn of the steps that `training.on_nonfinite` = "skip" has left out, on rank 0."""
-        skipped = f"the loss or gradient of step {found.first_new} is not finite; it was skipped"
-        text = f"{skipped} ({found.total} so far). {self.text}"
-        if dist.get_rank() == 0:
-            logger.warning("training: %s", text)
-        record_event("skip", text, step)
 
 
 def diagnose(
