@@ -20,9 +20,7 @@ _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk
 
 
 def transformers_config(hf: Mapping[str, Any], where: str, why: str = "") -> TransformersConfig:
-    """What titanlite asks about the model that `hf` describes; `where` names it in errors. Imports transformers.
-
-    `why` says what is in the way of the native decoder.
+    """What titanlite asks about the model that `hf` describes; `where` names it in errors, `why` goes to the log.
 
     Raises:
         ConfigError: no class of transformers generates text from it, its weights are quantized, or transformers refuses
