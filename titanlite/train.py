@@ -67,27 +67,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             trainer = train(checked)
         if trainer.stopping and not job.checkpoint.enable:
             code = 128 + signal.SIGTERM  # what was trained is lost
-    except TitanliteError as error:
-        _say_once(f"titanlite: error: {error}")
-        note_error(str(error))
-        _record_error(str(error))
-        code = error.exit_code
-    except Exception as error:
-        refusal = explain(error)
-        if refusal is not None:
-            _say_once(f"titanlite: error: {refusal}")
-            _record_error(str(refusal))
-            return refusal.exit_code
-        lost_peer = isinstance(error, RuntimeError) and _is_lost_peer(error)
-        _record_error("lost another rank; the console says why" if lost_peer else f"{type(error).__name__}: {error}")
-        if NOTICE_FOLDER not in os.environ:
-            raise
-        if lost_peer:
-            # Another rank is gone or hangs. The launcher says which and ends this one, before a traceback of the
-            # collective that was waiting would bury that line.
-            note_lost_peer(heartbeat.current().rank, error)
-            time.sleep(_LAUNCHER_WAIT_S)
-        _end_with_traceback(error)
+    except Exception as error:  # noqa: BLE001 - `_fail` raises it, or says it
+        refusal = error if isinstance(error, TitanliteError) else explain(error)
+        if refusal is None:
+            _fail(error)
+        _say_once(f"titanlite: error: {refusal}")
+        note_error(str(refusal))
+        _record_error(str(refusal))
+        code = refusal.exit_code
     # Not after an error: others may be in collectives, for whose timeout it would wait.
     if code == 0 and dist.is_initialized():
         end_distributed()
@@ -114,14 +101,26 @@ def _is_lost_peer(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistError) or "gloo" in text
 
 
-def _end_with_traceback(error: Exception) -> NoReturn:
+def _fail(error: Exception) -> NoReturn:
     """End this rank, with the traceback on the first rank that fails: the others fail because of it, or like it."""
+    lost_peer = isinstance(error, RuntimeError) and _is_lost_peer(error)
+    _record_error("lost another rank; the console says why" if lost_peer else f"{type(error).__name__}: {error}")
+    if NOTICE_FOLDER not in os.environ:
+        finish_wandb(1)
+        raise error
+    if lost_peer:
+        # Another rank is gone or hangs. The launcher says which and ends this one, before a traceback of the collective
+        # that was waiting would bury that line.
+        note_lost_peer(heartbeat.current().rank, error)
+        finish_wandb(1)
+        time.sleep(_LAUNCHER_WAIT_S)
     if claim("traceback"):
         note_error(f"{type(error).__name__}: {error}")
         beat = heartbeat.current()
         where = f"in step {beat.step} ({beat.phase})" if beat.step else f"while {beat.phase}"
         text = "".join(traceback.format_exception(error))
         print(f"titanlite: rank {beat.rank} failed {where}:\n{text}", file=sys.stderr, end="", flush=True)
+    finish_wandb(1)
     leave(1, at_once=True)
 
 

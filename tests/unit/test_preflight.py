@@ -209,5 +209,6 @@ def test_a_package_that_a_setting_needs(path, capsys, monkeypatch):
     assert main(["--world-size=1", "--config", path, "--metrics.enable_wandb=true"]) == 2
     assert capsys.readouterr().err == (
         f"titanlite: error: configuration: metrics.enable_wandb is on, but {sys.executable} has no package 'wandb'. "
-        f"Install it, `{sys.executable} -m pip install wandb`, or set metrics.enable_wandb = false.\n"
+        f"Install it, the extra titanlite[wandb]: `{sys.executable} -m pip install 'wandb>=0.21'`; or set "
+        "metrics.enable_wandb = false.\n"
     )

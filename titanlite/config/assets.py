@@ -120,8 +120,8 @@ def find_missing_packages(job: JobConfig) -> list[str]:
     if not job.metrics.enable_wandb or importlib.util.find_spec("wandb") is not None:
         return []
     return [
-        f"metrics.enable_wandb is on, but {sys.executable} has no package 'wandb'. Install it, "
-        f"`{sys.executable} -m pip install wandb`, or set metrics.enable_wandb = false."
+        f"metrics.enable_wandb is on, but {sys.executable} has no package 'wandb'. Install it, the extra "
+        f"titanlite[wandb]: `{sys.executable} -m pip install 'wandb>=0.21'`; or set metrics.enable_wandb = false."
     ]
 
 

@@ -1,49 +1,43 @@
-"""Metrics for Weights & Biases, through a process of its own (`wandb_process.py`).
+"""Metrics for Weights & Biases, sent by a thread: training neither waits nor fails for it."""
 
-wandb waits for its servers, puts itself into `sys.exit` and keeps what it was told in memory. Of all that training
-shall know nothing, and a run that is killed shall still be closed there, with its last points.
-"""
-
-import json
+import atexit
+import importlib
 import os
-import select
-import subprocess
-import sys
-import time
+import queue
+import threading
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from titanlite.base.files import read_regular, replace_file
 from titanlite.base.log import logger
+from titanlite.base.process import leave
 from titanlite.config.assets import public_name
 from titanlite.config.schema import JobConfig
 from titanlite.config.settings import get_sections_of, get_value
 
 ID_FILE = "wandb_id"
-_MOST_BYTES = 16 << 20  # that wait for a process which does not read
-_FLUSH_S = 1.0
+_MOST_WAITING = 10_000  # points
 _FINISH_S = 10.0
-_runs: dict[Path, "WandbRun"] = {}
+_opened: list["WandbRun"] = []
 
 
 def open_wandb(job: JobConfig, folder: Path) -> "WandbRun":
-    """The W&B run of the run in `folder`, which exists: started, or what this process has."""
-    if folder not in _runs:
-        _runs[folder] = WandbRun(job, folder)
-    return _runs[folder]
+    """Start the W&B run of the run in `folder`, which exists."""
+    _opened.append(WandbRun(job, folder))
+    return _opened[-1]
 
 
 def finish_wandb(exit_code: int) -> None:
-    """Close what `open_wandb` has opened, if anything. A process that ends without it has failed, for W&B."""
-    while _runs:
-        _runs.popitem()[1].finish(exit_code)
+    """Close what `open_wandb` has opened, if anything. The process ends with `exit_code` afterwards."""
+    while _opened:
+        _opened.pop().finish(exit_code)
 
 
 class WandbRun:
-    """Hands configuration and points to a process that hands them to wandb. Never waits for it before `finish`.
+    """Hands points to a thread that hands them to wandb, which may wait for its servers. The first error ends that.
 
     A folder is one run of W&B, whose id is in `wandb_id` there: a resumed run goes on in it.
 
@@ -53,62 +47,78 @@ class WandbRun:
     """
 
     def __init__(self, job: JobConfig, folder: Path) -> None:
-        defaults = {
-            "WANDB_PROJECT": job.metrics.wandb_project,
-            "WANDB_NAME": folder.resolve().name,
-            "WANDB_RUN_ID": _get_id(folder / ID_FILE),
-            "WANDB_RESUME": "allow",
-            "WANDB_DIR": str(folder.resolve()),
-            "WANDB__STATS_PID": str(os.getpid()),  # the process whose memory it shows
-            **({"WANDB_NOTES": job.job.description} if job.job.description else {}),
+        defaults: dict[str, tuple[str, Any]] = {
+            "WANDB_PROJECT": ("project", job.metrics.wandb_project),
+            "WANDB_NAME": ("run_name", folder.resolve().name),
+            "WANDB_RUN_ID": ("run_id", _get_id(folder / ID_FILE)),
+            "WANDB_RESUME": ("resume", "allow"),
+            "WANDB_DIR": ("root_dir", str(folder.resolve())),
+            "WANDB_NOTES": ("run_notes", job.job.description or None),
+            "WANDB_INIT_TIMEOUT": ("init_timeout", 30.0),
+            "WANDB_SHOW_INFO": ("show_info", False),  # nor does it ask for a key on a terminal then
+            "WANDB_CONSOLE": ("console", "off"),
+            # The command has paths, the address of a git remote may have a token.
+            "WANDB__DISABLE_META": ("x_disable_meta", True),
+            "WANDB_DISABLE_GIT": ("disable_git", True),
         }
-        reader, self._pipe = os.pipe()
-        os.set_blocking(self._pipe, False)
-        program = str(Path(__file__).with_name("wandb_process.py"))
-        # -P: or the modules beside it would hide others of their names. A session of its own: no Ctrl-C.
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", program], stdin=reader, env=defaults | os.environ, start_new_session=True
-        )
-        os.close(reader)
-        self._unsent, self._failed = b"", False
-        self.configure(
-            {
-                section: {setting.name: _get_public(job, setting.key) for setting in settings}
-                for section, settings in get_sections_of(job).items()
-            }
-        )
+        settings = dict(defaults[name] for name in defaults if name not in os.environ)
+        config = {
+            section: {setting.name: _get_public(job, setting.key) for setting in settings_of}
+            for section, settings_of in get_sections_of(job).items()
+        }
+        self._calls: queue.Queue[Callable[[Any], object] | None] = queue.Queue(_MOST_WAITING)
+        self._is_off = self._is_closed = False
+        self._thread = threading.Thread(target=self._work, args=(settings, config), name="wandb", daemon=True)
+        self._thread.start()
 
     def configure(self, values: Mapping[str, Any]) -> None:
         """Add to the configuration that W&B shows."""
-        self._send({"config": values})
+        self._put(lambda run: run.config.update(values, allow_val_change=True))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """One point after `step` optimizer steps; steps may come again."""
-        self._send({"point": {"step": step, **values}})
+        """Send one point after `step` optimizer steps; steps may come again."""
+        self._put(lambda run: run.log({"step": step, **values}))
 
     def finish(self, exit_code: int) -> None:
-        """End the W&B run, as failed if the exit code is not 0; after a success, wait for it for 10 s at most."""
-        self._send({"exit_code": exit_code}, wait_s=_FLUSH_S)
-        os.close(self._pipe)
-        if exit_code or self._failed:
-            return  # the launcher ends this rank at any moment
-        try:
-            self._process.wait(_FINISH_S)
-        except subprocess.TimeoutExpired:
-            logger.info("W&B: it takes longer to upload the last points; process %d stays for that", self._process.pid)
+        """End the W&B run, as failed if the exit code is not 0; wait for that for 10 s at most."""
+        self._put(lambda run: run.finish(exit_code=exit_code))
+        self._put(None)
+        if not self._is_off:
+            self._thread.join(_FINISH_S)
+            if self._thread.is_alive():
+                self._turn_off(f"not all is uploaded after {_FINISH_S:g} s")
+        if not self._is_closed:  # wandb's own exit handlers would wait for its servers
+            atexit.register(leave, exit_code, at_once=True)
 
-    def _send(self, message: Mapping[str, Any], wait_s: float = 0.0) -> None:
-        if self._failed:
-            return
-        self._unsent += json.dumps(message).encode("ascii") + b"\n"
-        end = time.monotonic() + wait_s
-        with suppress(BrokenPipeError):
-            while self._unsent and select.select([], [self._pipe], [], max(end - time.monotonic(), 0.0))[1]:
-                self._unsent = self._unsent[os.write(self._pipe, self._unsent) :]
-            if len(self._unsent) <= _MOST_BYTES:
-                return
-        self._unsent, self._failed = b"", True
-        logger.warning("W&B: its process has ended or does not read; it gets no more points. metrics.jsonl has all.")
+    def _put(self, call: Callable[[Any], object] | None) -> None:
+        try:
+            if not self._is_off:
+                self._calls.put_nowait(call)
+        except queue.Full:
+            self._turn_off(f"{self._calls.maxsize} points wait for it")
+
+    def _turn_off(self, reason: str) -> None:
+        if not self._is_off:
+            self._is_off = True
+            logger.warning("W&B: %s. It gets no more points; metrics.jsonl has all.", reason)
+
+    def _work(self, settings: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+        try:
+            wandb = importlib.import_module("wandb")
+            wandb.setup(wandb.Settings(**settings))  # of `init`, what it prints does not follow them
+            run = wandb.init(config=config)
+            offline = run.settings.mode == "offline"
+            logger.info(
+                "W&B: %s",
+                f"`wandb sync {os.path.dirname(run.dir)}` uploads this run" if offline else run.url or "disabled",
+            )
+            run.define_metric("*", step_metric="step")
+            while (call := self._calls.get()) is not None:
+                call(run)
+            self._is_closed = True
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever it is, it is not the run's trouble
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            self._turn_off(lines[0].rstrip("."))
 
 
 def _get_id(path: Path) -> str:

@@ -3,47 +3,74 @@
 import io
 import json
 import logging
-import os
-import signal
+import subprocess
+import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from titanlite import train as train_module
+from titanlite.base.errors import NOTICE_FOLDER
 from titanlite.base.log import logger
 from titanlite.config.schema import JobConfig
 from titanlite.metrics import MoEState, StepPoint, finish_wandb
 from titanlite.metrics import wandb as wandb_module
 from titanlite.metrics.logger import MetricsLogger
 
-STANDIN = """
-import json, os, time
-def note(name, *values):
-    with open(os.environ["CALLS"], "a") as file:
-        file.write(json.dumps([name, *values]) + "\\n")
-class Config:
-    def update(self, values, allow_val_change=False):
-        note("config", values, allow_val_change)
-class Settings:
-    mode = os.environ.get("WANDB_MODE", "online")
-class Run:
-    config, settings, url, dir = Config(), Settings(), "https://wandb.example/run", "/x/files"
-    def define_metric(self, *args, **options):
-        note("define_metric", args, options)
-    def log(self, point):
-        note("log", point)
-    def finish(self, exit_code):
-        note("finish", exit_code)
-def init(config):
-    note("init", {name: text for name, text in os.environ.items() if name.startswith("WANDB_")}, config)
-    time.sleep(float(os.environ.get("INIT_S", "0")))
-    if Settings.mode == "online" and "FAIL" in os.environ:
-        raise RuntimeError("no such host.\\nretrying")
-    return Run()
-"""
-OPTIONS = ("mode", "project", "name", "run_id", "api_key", "dir", "notes", "silent")
+OPTIONS = ("PROJECT", "NAME", "RUN_ID", "RESUME", "DIR", "NOTES", "INIT_TIMEOUT", "SHOW_INFO", "CONSOLE", "MODE")
+
+
+class StandIn:
+    """The package `wandb`, and its one run.
+
+    Attributes:
+        calls: (name, argument) of each call so far.
+        errors: what to raise, by name of the call.
+        gate: calls named in `held` wait until it is set.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[tuple] = []
+        self.errors: dict[str, BaseException] = {}
+        self.held: set[str] = set()
+        self.gate = threading.Event()
+        self.config = SimpleNamespace(update=lambda values, allow_val_change: self.note("config", values))
+        self.settings = SimpleNamespace(mode="online")
+        self.url, self.dir = "https://wandb.example/run", "/x/files"
+
+    def note(self, name: str, *values) -> None:
+        if name in self.held:
+            self.gate.wait()
+        self.calls.append((name, *values))
+        if name in self.errors:
+            raise self.errors[name]
+
+    def Settings(self, **settings):  # noqa: N802 - wandb's name
+        return settings
+
+    def setup(self, settings) -> None:
+        self.applied = settings
+
+    def init(self, config):
+        self.note("init", self.applied, config)
+        return self
+
+    def define_metric(self, name: str, step_metric: str) -> None:
+        self.note("define_metric", name, step_metric)
+
+    def log(self, point) -> None:
+        self.note("log", point)
+
+    def finish(self, exit_code: int) -> None:
+        self.note("finish", exit_code)
+
+    def of(self, kind: str) -> list:
+        return [call[1:] for call in self.calls if call[0] == kind]
 
 
 @pytest.fixture
@@ -54,20 +81,31 @@ def job() -> JobConfig:
     return job
 
 
-@pytest.fixture
-def calls(tmp_path: Path, monkeypatch) -> Iterator[Callable[[], list]]:
-    """What was called in the stand-in so far."""
-    (tmp_path / "site").mkdir()
-    (tmp_path / "site" / "wandb.py").write_text(STANDIN)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
-    monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch) -> None:
     for name in OPTIONS:
-        monkeypatch.delenv(f"WANDB_{name.upper()}", raising=False)
-    yield lambda: [json.loads(line) for line in (tmp_path / "calls").read_text().splitlines()]
-    for run in [*wandb_module._runs.values()]:
-        run._process.kill()
-        run._process.wait()
-    wandb_module._runs.clear()
+        monkeypatch.delenv(f"WANDB_{name}", raising=False)
+
+
+@pytest.fixture
+def wandb(monkeypatch) -> Iterator[StandIn]:
+    standin = StandIn()
+    monkeypatch.setitem(sys.modules, "wandb", standin)
+    monkeypatch.setattr(wandb_module, "_FINISH_S", 0.5)
+    yield standin
+    standin.held.clear()
+    standin.gate.set()
+    wandb_module._opened.clear()
+
+
+@pytest.fixture
+def leaves(monkeypatch) -> list:
+    """What is left to do at exit."""
+    registered: list = []
+    monkeypatch.setattr(
+        wandb_module.atexit, "register", lambda function, *values, **options: registered.append((*values, options))
+    )
+    return registered
 
 
 @pytest.fixture
@@ -75,8 +113,11 @@ def console() -> Iterator[io.StringIO]:
     """Collects the package's log lines."""
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
+    level = logger.level
     logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
     yield stream
+    logger.setLevel(level)
     logger.removeHandler(handler)
 
 
@@ -88,23 +129,24 @@ def log(metrics: MetricsLogger, step: int, loss: float = 2.5, **options) -> None
     metrics.log_step(StepPoint(step, loss, 0.91, 1e-3, tokens=8000, seconds=4.0, phases={}, **options))
 
 
-def of(kind: str, calls: list) -> list:
-    return [call[1:] for call in calls if call[0] == kind]
+def wait_for(condition) -> None:
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
-def test_points_have_the_names_and_steps_of_metrics_jsonl(job: JobConfig, tmp_path: Path, calls):
+def test_points_have_the_names_and_steps_of_metrics_jsonl(job, tmp_path: Path, wandb, leaves, console):
     folder = tmp_path / "runs" / "first"
     moe = MoEState(torch.tensor([[10, 10], [0, 20]]), torch.zeros(2, 2), torch.zeros(2, 2, dtype=torch.int64))
     with build(job, folder, moe_layers=[1, 3]) as metrics:
         log(metrics, 1, moe=moe)
         metrics.log_validation(1, 2.25)
         log(metrics, 2, loss=float("nan"))
-    with build(job, folder, start_step=1) as metrics:  # steps done again
-        log(metrics, 2)
     finish_wandb(0)
-    points = [point for (point,) in of("log", calls())]
+    points = [point for (point,) in wandb.of("log")]
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [point["step"] for point in points] == [line["step"] for line in lines] == [1, 1, 2, 2]
+    assert [point["step"] for point in points] == [line["step"] for line in lines] == [1, 1, 2]
     for point, line in zip(points, lines, strict=True):
         for name, value in line.items():
             if name in ("time", "moe/first_layer", "moe/layers") or name.endswith("_step"):
@@ -114,138 +156,163 @@ def test_points_have_the_names_and_steps_of_metrics_jsonl(job: JobConfig, tmp_pa
             else:
                 assert point[name] == value or value is None
     assert points[1] == {"step": 1, "loss/validation": 2.25}
-    assert of("define_metric", calls()) == [[["*"], {"step_metric": "step"}]]
-    assert len(of("init", calls())) == 1
-    assert calls()[-1] == ["finish", 0]
+    assert wandb.of("define_metric") == [("*", "step")]
+    assert wandb.calls[-1] == ("finish", 0)
+    assert "W&B: https://wandb.example/run" in console.getvalue() and not leaves
 
 
-def test_a_folder_is_a_run_with_its_name(job: JobConfig, tmp_path: Path, calls):
+def test_a_folder_is_a_run_with_its_name(job: JobConfig, tmp_path: Path, wandb):
     job.job.description = "lr 1e-3 and/or 2e-3"
-    for _ in range(2):
-        with build(job, tmp_path / "runs" / "first") as metrics:
-            log(metrics, 1)
+    for folder in ("first", "first", "second"):
+        with build(job, tmp_path / "runs" / folder):
+            pass
         finish_wandb(0)
-    first, second = (environment for environment, _ in of("init", calls()))
-    assert first["WANDB_RUN_ID"] == second["WANDB_RUN_ID"] == (tmp_path / "runs/first/wandb_id").read_text().strip()
-    assert first["WANDB_PROJECT"] == "titanlite"
-    assert first["WANDB_NAME"] == "first"
-    assert first["WANDB_RESUME"] == "allow"
-    assert first["WANDB_DIR"] == str(tmp_path / "runs" / "first")
-    assert first["WANDB_NOTES"] == "lr 1e-3 and/or 2e-3"
-    with build(job, tmp_path / "runs" / "second"):
-        pass
-    finish_wandb(0)
-    assert of("init", calls())[-1][0]["WANDB_RUN_ID"] != first["WANDB_RUN_ID"]
+    first, again, second = (settings for settings, _ in wandb.of("init"))
+    assert (
+        first
+        == again
+        == {
+            "project": "titanlite",
+            "run_name": "first",
+            "run_id": (tmp_path / "runs/first/wandb_id").read_text().strip(),
+            "resume": "allow",
+            "root_dir": str(tmp_path / "runs" / "first"),
+            "run_notes": "lr 1e-3 and/or 2e-3",
+            "init_timeout": 30.0,
+            "show_info": False,
+            "console": "off",
+            "x_disable_meta": True,
+            "disable_git": True,
+        }
+    )
+    assert second["run_id"] != first["run_id"]
 
 
-def test_variables_of_wandb_go_before(job: JobConfig, tmp_path: Path, calls, monkeypatch):
+def test_variables_of_wandb_go_before(job: JobConfig, tmp_path: Path, wandb, monkeypatch, console):
+    wandb.url, wandb.settings.mode = None, "offline"
     monkeypatch.setenv("WANDB_PROJECT", "mine")
     monkeypatch.setenv("WANDB_CONSOLE", "wrap")
     with build(job, tmp_path / "run"):
         pass
     finish_wandb(0)
-    environment = of("init", calls())[0][0]
-    assert environment["WANDB_PROJECT"] == "mine"
-    assert environment["WANDB_CONSOLE"] == "wrap"
+    settings = wandb.of("init")[0][0]
+    assert "run_name" in settings and "project" not in settings and "console" not in settings
+    assert "W&B: `wandb sync /x` uploads this run" in console.getvalue()
 
 
-def test_the_configuration_is_whole_and_has_no_local_paths(job: JobConfig, tmp_path: Path, calls):
+def test_the_configuration_is_whole_and_has_no_local_paths(job: JobConfig, tmp_path: Path, wandb):
     job.job.dump_folder = str(tmp_path / "run")
     job.data.path = "/home/me/secret/chats.jsonl"
     job.model.hf_assets_path = "/home/me/.cache/huggingface/hub/models--Qwen--Qwen3-0.6B/snapshots/c1899de289"
     with build(job, tmp_path / "run") as metrics:
         metrics.log_environment({"command": "train --data.path=/home/me/secret/chats.jsonl", "world_size": 4})
     finish_wandb(0)
-    config = of("init", calls())[0][1]
+    config = wandb.of("init")[0][1]
     assert config["data"]["path"] == "chats.jsonl"
     assert config["model"]["hf_assets_path"] == "Qwen/Qwen3-0.6B@c1899de289"
     assert config["job"]["dump_folder"] == "run"
     assert config["training"]["steps"] == job.training.steps
-    assert of("config", calls()) == [[{"environment": {"world_size": 4}}, True]]
-    assert "/home/me" not in json.dumps(calls()[:2])
+    assert wandb.of("config") == [({"environment": {"world_size": 4}},)]
+    assert "/home/me" not in json.dumps([config, wandb.of("config")])
 
 
-def test_without_a_network_it_records_offline(job: JobConfig, tmp_path: Path, calls, monkeypatch, capfd):
-    monkeypatch.setenv("FAIL", "1")
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        ("init", RuntimeError("no such host.\nretrying"), "no such host"),
+        ("init", SystemExit(1), "1"),
+        ("log", TimeoutError(), "TimeoutError"),
+    ],
+)
+def test_the_first_error_is_one_warning_and_its_end(job, tmp_path: Path, wandb, leaves, console, call, error, text):
+    wandb.errors[call] = error
     with build(job, tmp_path / "run") as metrics:
         log(metrics, 1)
-    run = wandb_module.open_wandb(job, tmp_path / "run")
+        wait_for(lambda: "W&B" in console.getvalue().replace("W&B: https", ""))
+        log(metrics, 2)
     finish_wandb(3)
-    assert run._process.wait(30) == 0
-    assert calls()[-1] == ["finish", 3]
-    online, offline = of("init", calls())
-    assert offline == [online[0] | {"WANDB_MODE": "offline"}, online[1]]
-    assert [call[0] for call in calls()] == ["init", "init", "define_metric", "log", "finish"]
-    assert "titanlite: W&B: recording offline, because no such host." in capfd.readouterr().err
+    warning = f"W&B: {text}. It gets no more points; metrics.jsonl has all.\n"
+    assert console.getvalue().count("It gets no more points") == console.getvalue().count(warning) == 1
+    assert wandb.calls[-1][0] == call
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
+    assert leaves == [(3, {"at_once": True})], "wandb's own exit handlers do not wait"
 
 
-def test_training_does_not_wait_for_it(job: JobConfig, tmp_path: Path, calls, monkeypatch, console):
-    monkeypatch.setenv("INIT_S", "600")
-    monkeypatch.setattr(wandb_module, "_FINISH_S", 0.2)
-    level = logger.level
-    logger.setLevel(logging.INFO)
-    begin = time.monotonic()
-    with build(job, tmp_path / "run"):
-        run = wandb_module.open_wandb(job, tmp_path / "run")
-        for step in range(200):
-            run.log(step, {f"name/{number}": 0.5 for number in range(1000)})  # 4 MB, a pipe has 64 KiB
-        assert not run._failed
-        finish_wandb(0)
-    assert time.monotonic() - begin < 30
-    logger.setLevel(level)
-    assert "it takes longer to upload the last points" in console.getvalue()
-    run._process.kill()
-    run._process.wait()
-
-
-def test_a_process_that_does_not_read_is_given_up_once(job: JobConfig, tmp_path: Path, calls, monkeypatch, console):
-    monkeypatch.setattr(wandb_module, "_MOST_BYTES", 100_000)
-    with build(job, tmp_path / "run"):
-        run = wandb_module.open_wandb(job, tmp_path / "run")
-        os.kill(run._process.pid, signal.SIGSTOP)
-        for step in range(100):
-            run.log(step, {f"name/{number}": 0.5 for number in range(500)})
-        assert run._failed
-    assert console.getvalue().count("does not read") == 1
-    os.kill(run._process.pid, signal.SIGCONT)
-
-
-def test_its_end_is_one_warning_and_no_error(job: JobConfig, tmp_path: Path, calls, console):
+@pytest.mark.parametrize("held", ["init", "log", "finish"])
+def test_training_waits_only_at_its_end_and_only_so_long(job, tmp_path: Path, wandb, leaves, console, held):
+    wandb.held.add(held)
     with build(job, tmp_path / "run") as metrics:
-        run = wandb_module.open_wandb(job, tmp_path / "run")
-        run._process.kill()
-        run._process.wait()
         log(metrics, 1)
         log(metrics, 2)
     finish_wandb(0)
-    assert console.getvalue().count("W&B: its process has ended") == 1
+    assert "W&B: not all is uploaded after 0.5 s. It gets no more points" in console.getvalue()
+    assert leaves == [(0, {"at_once": True})]
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
 
 
-def test_a_rank_that_is_killed_has_failed_with_all_its_points(job: JobConfig, tmp_path: Path, calls):
+def test_points_that_wait_have_a_limit(job: JobConfig, tmp_path: Path, wandb, leaves, console, monkeypatch):
+    monkeypatch.setattr(wandb_module, "_MOST_WAITING", 3)
+    wandb.held.add("init")
     with build(job, tmp_path / "run") as metrics:
-        log(metrics, 1)
-        run = wandb_module._runs.pop(tmp_path / "run")
-        os.close(run._pipe)  # what the kernel does
-    assert run._process.wait(30) == 0
-    assert [call[0] for call in calls()] == ["init", "define_metric", "log", "finish"]
-    assert calls()[-1] == ["finish", 1]
+        for step in range(1, 10):
+            log(metrics, step)
+    finish_wandb(0)
+    assert console.getvalue().count("W&B: ") == console.getvalue().count("W&B: 3 points wait for it. It gets no") == 1
+    assert leaves and len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 9
 
 
-def test_off_there_is_no_process(job: JobConfig, tmp_path: Path):
+@pytest.mark.parametrize("error", [ValueError("a bug"), MemoryError()])
+def test_a_run_that_ends_with_an_error_has_failed_there_with_its_points(
+    job, tmp_path: Path, wandb, monkeypatch, error, capsys
+):
+    def train(checked):
+        log(build(job, tmp_path / "run"), 1)
+        raise error
+
+    monkeypatch.delenv(NOTICE_FOLDER, raising=False)
+    monkeypatch.setattr(train_module, "load_config", lambda argv: job)
+    monkeypatch.setattr(train_module, "find_missing_packages", lambda job: [])
+    monkeypatch.setattr(train_module, "check", lambda job, ranks: SimpleNamespace(job=job))
+    monkeypatch.setattr(train_module, "train", train)
+    monkeypatch.setattr(train_module.stop, "install", lambda: None)
+    try:
+        code = train_module.main([])
+    except ValueError:
+        code = 1
+    assert [call[0] for call in wandb.calls] == ["init", "define_metric", "log", "finish"]
+    assert wandb.calls[-1] == ("finish", code) and code > 0
+
+
+def test_a_process_whose_upload_hangs_leaves_with_its_exit_code(tmp_path: Path):
+    (tmp_path / "wandb.py").write_text(
+        "import atexit, time\natexit.register(time.sleep, 600)\n"
+        "Settings = dict\nsetup = print\ninit = lambda **_: time.sleep(600)\n"
+    )
+    program = (
+        "from pathlib import Path\n"
+        "from titanlite.config.schema import JobConfig\n"
+        "from titanlite.metrics import wandb\n"
+        "wandb._FINISH_S = 0.5\n"
+        "wandb.open_wandb(JobConfig(), Path('.'))\n"
+        "wandb.finish_wandb(7)\n"
+    )
+    environment = {"PYTHONPATH": f"{tmp_path}:{Path(wandb_module.__file__).parents[2]}"}
+    command = [sys.executable, "-c", program]
+    assert subprocess.run(command, cwd=tmp_path, env=environment, timeout=300, check=False).returncode == 7
+
+
+def test_off_nothing_is_started(job: JobConfig, tmp_path: Path, wandb):
     job.metrics.enable_wandb = False
     with build(job, tmp_path) as metrics:
         log(metrics, 1)
-    assert not wandb_module._runs
+    finish_wandb(0)
+    assert not wandb.calls
     assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl"]
 
 
-def test_with_the_package_offline(job: JobConfig, tmp_path: Path, monkeypatch):
-    wandb = pytest.importorskip("wandb")
-    for name in OPTIONS:
-        monkeypatch.delenv(f"WANDB_{name.upper()}", raising=False)
+def test_with_the_package_offline(job: JobConfig, tmp_path: Path, monkeypatch, leaves):
+    pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("PYTHONPATH", str(Path(wandb.__file__).parents[1]))
     with build(job, tmp_path / "run") as metrics:
         log(metrics, 1, loss=2.625)
     finish_wandb(0)
@@ -253,3 +320,4 @@ def test_with_the_package_offline(job: JobConfig, tmp_path: Path, monkeypatch):
     data = file.read_bytes()  # records of protobuf messages, whose strings are as they are
     assert b"loss/train" in data and b"2.625" in data and b"global_batch_size" in data
     assert str(tmp_path).encode() not in data
+    assert not leaves
