@@ -75,6 +75,8 @@ def _watch(reader: int) -> None:
         end = time.monotonic() + _NOTE_WAIT_S
         while not any(Path(folder, note).exists() for note in (_STOP, ENDING)) and time.monotonic() < end:
             time.sleep(0.02)
+        if number == signal.SIGINT and not Path(folder, ENDING).exists():
+            Path(folder, _STOP).touch()  # to this rank alone: from W&B's "Stop run"
         if Path(folder, ENDING).exists() or not Path(folder, _STOP).exists() or Path(folder, _ABORT).exists():
             os._exit(128 + number)
 

@@ -15,7 +15,7 @@ from titanlite.launch import stop
 ROOT = Path(__file__).parents[3]
 # A rank that stops in good order says so; a stuck one waits for something that never comes, as for a peer that is gone.
 RANK = """
-import sys, threading, time
+import _thread, sys, threading, time
 from titanlite.launch import heartbeat, stop
 stop.BEFORE_TRAINING_S = 0.3
 stop.install()
@@ -23,6 +23,8 @@ heartbeat.beat("forward" if sys.argv[1] == "trains" else "loading", 1)
 print("ready", flush=True)
 if sys.argv[1] == "trains":
     time.sleep(1)
+if sys.argv[1] == "interrupts itself":  # as W&B's "Stop run" does
+    threading.Thread(target=_thread.interrupt_main).start()
 if sys.argv[1] == "stuck":
     threading.Event().wait()
 while not stop.is_requested():
@@ -106,6 +108,12 @@ def test_rank_of_a_launcher_stops_for_a_note_and_not_for_the_signal(tmp_path):
     process.send_signal(signal.SIGTERM)  # the launcher's, or that of the terminal, which goes to all
     stop.request(str(tmp_path))  # after it, or the rank could end before the signal comes
     assert end_of(process) == ("stops\n", 0)
+
+
+def test_an_interrupt_of_one_rank_alone_stops_all(tmp_path):
+    process = start_rank("interrupts itself", folder=tmp_path)
+    assert end_of(process) == ("stops\n", 0)
+    assert stop.asked(str(tmp_path)), "the other ranks look there"
 
 
 @pytest.mark.parametrize("requests", [0, 2])
