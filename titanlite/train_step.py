@@ -72,7 +72,6 @@ class Window:
     grad_norms: list[torch.Tensor] = field(default_factory=list)
 
     def add(self, result: StepResult) -> None:
-        """Count one step."""
         self.tokens += result.tokens
         self.unpadded_tokens.append(result.unpadded_tokens)
         self.losses.append(result.loss)

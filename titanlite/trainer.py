@@ -139,7 +139,6 @@ class Trainer:
 
     @property
     def model(self) -> Model:
-        """The sharded model."""
         return self.stepper.model
 
     def train(self) -> None:

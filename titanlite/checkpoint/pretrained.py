@@ -194,7 +194,6 @@ class HFCheckpoint:
         return Placed(stored, piece.region, scale, self._block)
 
     def _scale(self, piece: Piece, stored: StoredTensor, problems: list[str]) -> StoredTensor | None:
-        """The factors of an FP8 weight."""
         scale = self._stored.tensors.get(piece.key + SCALE_SUFFIX)
         if scale is None:
             problems.append(

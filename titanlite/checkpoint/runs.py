@@ -25,7 +25,6 @@ class Runs:
 
     @property
     def numel(self) -> int:
-        """Elements in all runs."""
         return len(self.stored) * self.length
 
     @property

@@ -57,7 +57,6 @@ class Progress:
     skip_to: int = 0
 
     def to_json(self) -> bytes:
-        """The content of train_state.json."""
         return (json.dumps({"format": 1, **asdict(self)}, indent=1) + "\n").encode()
 
     @classmethod

@@ -43,7 +43,6 @@ class Transfer:
         return self
 
     def add(self, nbytes: int) -> None:
-        """Count bytes that were transferred."""
         with self._lock:
             self.done_bytes += nbytes
             if self._bar is not None:

@@ -56,7 +56,6 @@ class Item:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on disk."""
         return self.region.numel * self.dtype.itemsize
 
 

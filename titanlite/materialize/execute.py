@@ -116,7 +116,6 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> tor
 
 
 def _poison(local: torch.Tensor, *, ends_only: bool) -> None:
-    """Poison a fresh tensor, or only its first and last element."""
     poison = poison_of(local.dtype)
     if poison is None or not local.numel():
         return

@@ -31,7 +31,6 @@ class Region:
 
     @property
     def numel(self) -> int:
-        """Elements in the region."""
         return math.prod(self.lengths)
 
     def slabs(self, elements: int) -> Iterator["Region"]:

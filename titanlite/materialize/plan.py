@@ -89,7 +89,6 @@ class TensorEntry:
 
     @property
     def local_bytes(self) -> int:
-        """Bytes of this rank's part."""
         return math.prod(self.local_shape) * self.dtype.itemsize
 
 
@@ -107,7 +106,6 @@ class Plan:
 
     @property
     def local_bytes(self) -> int:
-        """Bytes that this rank holds."""
         return sum(entry.local_bytes for entry in self.entries)
 
     def count(self, source_type: type) -> int:

@@ -197,7 +197,6 @@ class Decoder(Model):
         return [layer for layer in self.model.layers if isinstance(layer, DecoderLayer)]
 
     def experts_in(self, layer: nn.Module) -> list[nn.Module]:
-        """The modules of `layer` that hold routed experts."""
         return [module for module in layer.modules() if isinstance(module, Experts)]
 
     def outer_units(self) -> tuple[list[nn.Module], list[nn.Module]]:
