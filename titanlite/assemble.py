@@ -110,7 +110,12 @@ def assemble(checked: Checked) -> Trainer:
     check_shared_folder(folder)
 
     checkpointer = Checkpointer(  # finds what to resume, if anything
-        job.checkpoint, PeftFormat(job) if job.lora.rank else HFFormat(job), folder, record_event, all_reduce_sum
+        job.checkpoint,
+        PeftFormat(job) if job.lora.rank else HFFormat(job),
+        folder,
+        record_event,
+        all_reduce_sum,
+        job.comm.timeout_seconds,
     )
     start = checkpointer.start
     step = 0 if start is None else start.step

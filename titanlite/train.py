@@ -22,6 +22,7 @@ with lean_imports():
     import torch.distributed as dist
 
     from titanlite.assemble import assemble, explain
+    from titanlite.base.agree import is_lost_peer
     from titanlite.base.errors import NOTICE_FOLDER, ConfigError, TitanliteError, raise_problems
     from titanlite.base.folder_lock import FolderLock
     from titanlite.config import load_config
@@ -34,16 +35,6 @@ with lean_imports():
     from titanlite.trainer import Trainer
 
 _LAUNCHER_WAIT_S = 10.0
-_NCCL_SIGNS_OF_A_LOST_PEER = (
-    "remote process",  # ncclRemoteError: "... a remote process exiting prematurely", "... remote process exited"
-    "aborted",
-    "timeout",
-    "timed out",
-    "Connection closed",
-    "Connection refused",
-    "Connection reset",
-    "Broken pipe",
-)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -93,17 +84,9 @@ def train(checked: Checked) -> Trainer:
     return trainer
 
 
-def _is_lost_peer(error: RuntimeError) -> bool:
-    text = str(error)
-    if isinstance(error, dist.DistBackendError) and "gloo" not in text:
-        # NCCL: a rank's own trouble (memory, /dev/shm, two ranks on one GPU) is reported as any error is.
-        return any(sign in text for sign in _NCCL_SIGNS_OF_A_LOST_PEER)
-    return isinstance(error, dist.DistError) or "gloo" in text
-
-
 def _fail(error: Exception) -> NoReturn:
     """End this rank, with the traceback on the first rank that fails: the others fail because of it, or like it."""
-    lost_peer = isinstance(error, RuntimeError) and _is_lost_peer(error)
+    lost_peer = is_lost_peer(error)
     _record_error("lost another rank; the console says why" if lost_peer else f"{type(error).__name__}: {error}")
     if NOTICE_FOLDER not in os.environ:
         finish_wandb(1)

@@ -44,6 +44,20 @@ def scaled_loss(self, *arguments):
     return original(self, *arguments)
 TrainStep.scaled_loss = scaled_loss
 """
+GATHER_FAILS_ON_1 = """
+from torch.distributed.tensor import DTensor
+from titanlite.features.transformers import checkpoint
+from titanlite.launch import heartbeat
+def only_part(traced):
+    raise checkpoint.NotTraceable("so that tensors are gathered")
+checkpoint._only_part = only_part
+original = DTensor.full_tensor
+def full_tensor(self, **options):
+    if rank == 1 and heartbeat.current().step >= 4:
+        raise ValueError("a bug in saving")
+    return original(self, **options)
+DTensor.full_tensor = full_tensor
+"""
 LOOP_ON_ALL = """
 from titanlite.data.loader import TrainLoader
 original = TrainLoader.micro_batches
@@ -142,6 +156,17 @@ def test_exception_on_one_rank_is_one_traceback_and_a_new_start_goes_on_from_the
     # Rank 0 has time to record that rank 2 is gone, or not.
     kinds = [(event["kind"], event["step"]) for event in events if event["kind"] != "error"]
     assert kinds == [("start", 0), ("save", 2), ("restart", 2)], "of a new start, one event"
+
+
+def test_a_rank_that_misses_a_gather_while_saving_ends_the_run_with_its_error(run, tmp_path):
+    transformers = ["--model.implementation=transformers", "--moe.expert_bias_update_rate=none"]
+    code, out, _ = run(GATHER_FAILS_ON_1, "--comm.timeout_seconds=4", *transformers)
+    assert code == 3 and list_steps(tmp_path / "run/checkpoint") == [2], out
+    assert re.findall("titanlite: error: .*", out) == [
+        "titanlite: error: checkpoint: rank 1 alone cannot build the model's own form: ValueError: a bug in saving. "
+        "The others wait for it. The same command resumes from the newest checkpoint."
+    ]
+    assert out.count("Traceback") == 1
 
 
 def test_out_of_memory_on_one_rank_ends_the_run_with_one_message(run):

@@ -68,8 +68,9 @@ def test_a_model_that_cannot_be_laid_out_keeps_its_state_and_is_finished_by_expo
     folder = tmp_path / "run/checkpoint/step-2"
     (said, weights), (of_second, _) = train_broken(job, HFFormat)
     assert of_second == [] and said[-1] == (
-        f"checkpoint: {folder} was saved without the model's own form (RuntimeError: no memory for it). All weights "
-        f"are kept, and a resume reads them. Finish the model with: python -m titanlite export {folder} OUT."
+        f"checkpoint: {folder} was saved without the model's own form (RuntimeError: no memory for it (rank 1)). "
+        "All weights are kept, and a resume reads them. "
+        f"Finish the model with: python -m titanlite export {folder} OUT."
     )
     assert not list(folder.glob("*.safetensors")) and (folder / "config.json").is_file()
 
@@ -95,8 +96,8 @@ def test_adapters_that_cannot_be_laid_out_are_saved_anew_by_the_same_command(
     folder = tmp_path / "run/checkpoint/step-2"
     (said, weights), _ = train_broken(job, PeftFormat)
     assert said[-1] == (
-        f"checkpoint: {folder} was saved without adapter_model.safetensors (RuntimeError: no memory for it). All "
-        f"adapters are kept, and a resume reads them. Run the same command again: it saves {folder} anew."
+        f"checkpoint: {folder} was saved without adapter_model.safetensors (RuntimeError: no memory for it (rank "
+        f"1)). All adapters are kept, and a resume reads them. Run the same command again: it saves {folder} anew."
     )
     assert not (folder / ADAPTER_FILE).exists() and (folder / "adapter_config.json").is_file()
     for options in ([], ["--merge"]):

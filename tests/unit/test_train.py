@@ -6,6 +6,7 @@ import pytest
 import torch.distributed as dist
 
 import titanlite.train
+from titanlite.base.agree import is_lost_peer
 from titanlite.base.errors import TrainingError
 from titanlite.metrics.events import _state, open_events
 
@@ -62,4 +63,4 @@ def test_other_exceptions_are_recorded_too(failing, tmp_path):
     ],
 )
 def test_a_lost_peer_is_told_from_a_ranks_own_trouble(error, expected):
-    assert titanlite.train._is_lost_peer(error) is expected
+    assert is_lost_peer(error) is expected

@@ -12,6 +12,16 @@ import torch.distributed as dist
 from titanlite.base.errors import TitanliteError, raise_problems
 
 _T = TypeVar("_T")
+_NCCL_SIGNS_OF_A_LOST_PEER = (
+    "remote process",  # ncclRemoteError: "... a remote process exiting prematurely", "... remote process exited"
+    "aborted",
+    "timeout",
+    "timed out",
+    "Connection closed",
+    "Connection refused",
+    "Connection reset",
+    "Broken pipe",
+)
 
 
 def raise_together(
@@ -107,3 +117,12 @@ def failing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
 def get_rank() -> int:
     """This rank's number, also before it has joined the others."""
     return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+
+
+def is_lost_peer(error: Exception) -> bool:
+    """True if a collective failed because another rank is gone or hangs."""
+    text = str(error)
+    if isinstance(error, dist.DistBackendError) and "gloo" not in text:
+        # NCCL: a rank's own trouble (memory, /dev/shm, two ranks on one GPU) is reported as any error is.
+        return any(sign in text for sign in _NCCL_SIGNS_OF_A_LOST_PEER)
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in text)

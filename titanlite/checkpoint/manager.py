@@ -56,6 +56,7 @@ class Checkpointer:
         record: called with (kind, text, step) of what happened: a save that is complete, one that failed, a damaged
             checkpoint. Also from the thread that saves in the background.
         sum_over_ranks: sums a tensor on the host over all ranks, in place.
+        timeout_s: how long a rank that fails in building a save waits for the others.
 
     Attributes:
         folder: where the checkpoints of this run are.
@@ -73,12 +74,14 @@ class Checkpointer:
         dump_folder: Path,
         record: Callable[[str, str, int], None],
         sum_over_ranks: Callable[[torch.Tensor], None],
+        timeout_s: int,
     ) -> None:
         self._section, self._format, self._record = section, saved_as, record
         self._sum_over_ranks = sum_over_ranks
         self.folder = dump_folder / self._section.folder
         # A group of its own: a save in the background must not meet the collectives of training, or that of `agree`.
         self._group = new_host_group(timedelta(seconds=self._section.timeout_seconds))
+        self._parts_group = new_host_group(timedelta(seconds=timeout_s))
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-writer")
         self._pending: Future[None] | None = None
         self._host_buffers: dict[int, torch.Tensor] = {}
@@ -188,7 +191,6 @@ class Checkpointer:
     # --- saving
 
     def is_due(self, step: int) -> bool:
-        """True if a checkpoint is to be saved after `step`."""
         section = self._section
         return section.enable and section.interval > 0 and step % section.interval == 0
 
@@ -233,7 +235,7 @@ class Checkpointer:
             return
         self.wait()
         with self._going_on(progress.step):
-            began, parts = time.perf_counter(), Parts(self._group)
+            began, parts = time.perf_counter(), Parts(self._parts_group)
             folder = step_folder(self.folder, progress.step)
             in_form = parts.attempt(self._format.part, lambda: self._format.files(model, plan))
             files = unfinished_files(plan) if in_form is None else in_form
@@ -299,7 +301,6 @@ class Checkpointer:
         return step_folder(self.folder, step if best is None else best)
 
     def _best_step(self, progress: Progress) -> int | None:
-        """The best step by `checkpoint.save_best`."""
         series = progress.results.get(self._section.save_best)
         return int(series["best_step"]) if series is not None and series["best_step"] > 0 else None
 

@@ -7,7 +7,8 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from titanlite.base.agree import gather_objects
+from titanlite.base.agree import gather_objects, is_lost_peer, merge_problems
+from titanlite.base.errors import TransientError
 from titanlite.base.log import logger
 from titanlite.checkpoint.folder import ADAPTER_FILE
 
@@ -27,22 +28,36 @@ class Parts:
     """What is built for one save, and which parts of it failed.
 
     Args:
-        group: ranks that save together.
+        group: ranks that save together, used for nothing else, for a rank that fails is out of step.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group, self._failed = group, dict[str, str]()
 
     def attempt(self, part: str, build: Callable[[], _T]) -> _T | None:
-        """What `build` returns, or None on all ranks if it fails on any. Collective: every rank must call."""
-        result, problem = None, ""
+        """What `build` returns, or None on all ranks if it fails on any. Collective: every rank must call.
+
+        Raises:
+            TransientError: `build` failed here alone, and the others wait in a collective of it for too long.
+        """
+        result, mine = None, list[str]()
         try:
             result = build()
-        except Exception as error:  # noqa: BLE001 - whatever it is, the other parts are saved
-            problem = self._describe(error)
-        problems = [found for found in gather_objects(problem, self._group) if found]
+        except Exception as error:  # whatever it is, the other parts are saved
+            if is_lost_peer(error):
+                raise
+            mine.append(self._describe(error))
+        try:
+            problems = merge_problems(gather_objects(mine, self._group))
+        except RuntimeError as lost:
+            if not mine:
+                raise
+            raise TransientError(
+                f"checkpoint: rank {dist.get_rank()} alone cannot build {part}: {mine[0]}. "
+                "The others wait for it. The same command resumes from the newest checkpoint."
+            ) from lost
         if problems:
-            self._failed[part] = problems[0]
+            self._failed[part] = "; ".join(problems)
         return None if problems else result
 
     def attempt_here(self, part: str, build: Callable[[], dict[str, bytes]]) -> dict[str, bytes]:

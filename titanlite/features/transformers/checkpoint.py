@@ -361,16 +361,16 @@ def _converted(
 ) -> dict[str, torch.Tensor]:
     """The targets of `group`, or none and a further problem: the other ranks are in collectives that wait for this one.
 
-    Collectives: one all-gather for each source, whatever fails between them.
+    Collectives: one all-gather for each source, also after a problem; one that fails is raised, for it may be missed.
     """
     sources: dict[str, torch.Tensor] = {}
     for name in group.keys:
+        tensor = entries[name].tensor.detach()
+        whole_tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         try:
-            tensor = entries[name].tensor.detach()
-            whole_tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             sources[name] = whole_tensor.cpu()
         except Exception as error:  # noqa: BLE001 - no memory, on this rank alone
-            problems.append(f"{name}: cannot be gathered to be saved: {type(error).__name__}: {error}.")
+            problems.append(f"{name}: cannot be copied to be saved: {type(error).__name__}: {error}.")
     if problems:
         return {}
     try:
