@@ -106,7 +106,7 @@ def describe_changes(job: JobConfig, path: str | Path) -> list[str]:
     None if there is no such file, or one that this version cannot read.
     """
     try:
-        before = load_config(["--config", str(path)])
+        before = load_config(["--config", str(path)]) if Path(path).exists() else job
     except ConfigError:
         return []
     old, new = (
