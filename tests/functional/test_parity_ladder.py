@@ -138,19 +138,9 @@ def test_mesh_trains_like_one_process(compare, mesh):
     compare(mesh, "qwen3_moe")
 
 
-@pytest.mark.parametrize("mesh", LADDER)
+@pytest.mark.parametrize("mesh", ["HSDP2x2", "TP2xFSDP2", "EP2xFSDP2", "TP2xEP4"])
 def test_mesh_with_full_checkpointing_and_accumulation_trains_like_one_process(compare, mesh):
     compare(mesh, "qwen3_moe", FULL_AC, accumulate=True)
-
-
-@pytest.mark.parametrize("mesh", ["TP2xEP4"])
-def test_full_checkpointing_alone_changes_nothing(compare, mesh):
-    compare(mesh, "qwen3_moe", FULL_AC)
-
-
-@pytest.mark.parametrize("mesh", ["EP2xFSDP2"])
-def test_accumulation_alone_changes_nothing(compare, mesh):
-    compare(mesh, "qwen3_moe", accumulate=True)
 
 
 @pytest.mark.parametrize("mesh", ["PP4", "PP2xFSDP2", "PP2xHSDP2", "PP2xTP2", "PP2xEP2", "PP2xTP2xEP2", "PP2xCP2"])
@@ -167,17 +157,13 @@ def test_pipeline_trains_like_one_process(compare, mesh):
         ("PP2xEP2", "deep", ["--training.local_batch_size=4"]),  # one micro-batch: a stage waits for all others
         ("PP2xEP2", "deep", ["--training.local_batch_size=2", "--parallelism.pipeline_parallel_layers=1,4"]),
         ("PP2xFSDP2", "deep", ["--parallelism.fsdp_reshard_after_forward=never"]),
-        ("PP2xTP2", "dots1", []),  # the first stage has the dense layers
+        ("PP2xTP2xEP2", "dots1_balance_losses", []),  # the first stage has the dense layers
         ("PP2xFSDP2", "dots1", ["--parallelism.pipeline_parallel_layers=1,2"]),  # and no other
-        ("PP2xTP2xEP2", "dots1_balance_losses", []),
-        ("PP2xEP2", "balance_losses", []),
         ("PP2xCP2", "balance_losses", []),
-        ("PP2xTP2", "llama", []),
         ("PP2xFSDP2", "uneven", []),
         ("PP2xFSDP2", "few_experts", []),
         ("PP2xCP2", "yarn_untied", []),
         ("PP2xTP2", "deepseek_v3", []),
-        ("PP2xFSDP2", "muon_qwen3_moe", []),
         ("PP2xTP2xEP2", "muon_dots1", []),
     ],
 )
@@ -189,16 +175,13 @@ def test_pipeline_beside_everything_else_trains_like_one_process(compare, mesh, 
     ("mesh", "family", "overrides"),
     [
         ("FSDP4", "deep", []),
-        ("HSDP2x2", "deep", []),
         ("DDP4", "deep", []),
         ("TP2xEP4", "deep", [FULL_AC]),
         ("EP2xFSDP2", "dots1_balance_losses", [SELECTIVE_AC]),
         ("CP2xTP2", "deep", []),
         ("TP2xFSDP2", "qwen3_tied", []),
         ("FSDP4", "uneven", []),
-        ("FSDP4", "few_experts", []),
         ("EP2xFSDP2", "muon_qwen3_moe", []),
-        ("PP4", "deep", []),
         ("PP2xHSDP2", "deep", [FULL_AC]),
         ("PP2xTP2xEP2", "deep", []),
     ],
@@ -211,8 +194,6 @@ def test_gathered_and_reduced_once_per_step_it_trains_like_one_process(compare, 
     ("mesh", "family", "chunks", "overrides"),
     [
         ("PP4", "deeper", 2, []),
-        ("PP4", "deeper", 2, [ONCE, FULL_AC]),
-        ("PP2xFSDP2", "deep", 2, []),
         ("PP2xFSDP2", "deep", 2, [ONCE]),
         ("PP2xHSDP2", "deep", 2, [SELECTIVE_AC]),
         ("PP2xHSDP2", "deeper", 4, [ONCE, FULL_AC]),
@@ -229,7 +210,7 @@ def test_chunks_of_stages_train_like_one_process(compare, mesh, family, chunks, 
     compare(mesh, family, f"--parallelism.pipeline_parallel_chunks={chunks}", ONE, *overrides)
 
 
-@pytest.mark.parametrize(("mesh", "option"), [("FSDP4", "op"), ("TP2xEP2", "op"), ("TP2xEP4", "2")])
+@pytest.mark.parametrize(("mesh", "option"), [("TP2xEP2", "op"), ("TP2xEP4", "2")])
 def test_selective_checkpointing_changes_nothing(compare, mesh, option):
     compare(mesh, "qwen3_moe", SELECTIVE_AC, f"--activation_checkpoint.selective_ac_option={option}", accumulate=True)
 
@@ -242,8 +223,11 @@ def test_replication_beside_other_axes_trains_like_one_process(compare, mesh):
 @pytest.mark.parametrize(
     ("mesh", "family"),
     [
-        *((mesh, "qwen3_moe") for mesh in [*LADDER, "DDP4", "HSDP2x2xEP2", "HSDP2xTP2xEP2"]),
-        *((mesh, family) for mesh in ("FSDP4", "EP2xFSDP2", "TP2xEP2") for family in ("uneven", "few_experts")),
+        *((mesh, "qwen3_moe") for mesh in ("FSDP4", "EP4", "TP2xEP2", "DDP4", "HSDP2xTP2xEP2")),
+        ("EP2xFSDP2", "uneven"),
+        ("TP2xEP2", "uneven"),
+        ("FSDP4", "few_experts"),
+        ("TP2xEP2", "few_experts"),
         ("TP2xEP4", "dots1"),
         ("HSDP2x2", "llama"),
         ("TP2xFSDP2", "qwen3_tied"),
@@ -266,16 +250,15 @@ def test_resharding_policy_changes_nothing(compare, reshard):
     compare("TP2xEP2", "qwen3_moe", f"--parallelism.fsdp_reshard_after_forward={reshard}")
 
 
-@pytest.mark.parametrize("mesh", ["FSDP4", "HSDP2x2", "TP2xFSDP2"])
+@pytest.mark.parametrize("mesh", ["FSDP4", "TP2xFSDP2"])
 def test_tied_qwen3_trains_like_one_process(compare, reference, mesh):
     compare(mesh, "qwen3_tied", FULL_AC, accumulate=mesh == "TP2xFSDP2")
     weights = reference("qwen3_tied").weights
     assert torch.equal(weights["lm_head.weight"], weights["model.embed_tokens.weight"])
 
 
-@pytest.mark.parametrize("mesh", ["FSDP4", "TP2xFSDP2"])
-def test_llama_with_rope_scaling_and_without_qk_norm_trains_like_one_process(compare, reference, mesh):
-    compare(mesh, "llama", SELECTIVE_AC)
+def test_llama_with_rope_scaling_and_without_qk_norm_trains_like_one_process(compare, reference):
+    compare("TP2xFSDP2", "llama", SELECTIVE_AC)
     assert not any("q_norm" in name for name in reference("llama").weights)
 
 
@@ -299,7 +282,6 @@ def test_biases_on_queries_keys_and_values_alone_train_like_one_process(compare,
     ("mesh", "family", "overrides"),
     [
         ("FSDP4", "deepseek_v3", [FULL_AC]),
-        ("TP2xFSDP2", "deepseek_v3", [SELECTIVE_AC]),
         ("TP2xEP4", "deepseek_v3", []),
         ("TP2xEP2", "deepseek_v3_no_q_latent", []),
         ("TP2xFSDP2", "muon_deepseek_v3", []),
@@ -312,7 +294,7 @@ def test_latent_attention_trains_like_one_process(compare, reference, mesh, fami
     assert ("q_a_proj" in names) == (family != "deepseek_v3_no_q_latent") == ("q_proj" not in names)
 
 
-@pytest.mark.parametrize("mesh", ["FSDP4", "EP2xFSDP2", "TP2xFSDP2", "TP2xEP4"])
+@pytest.mark.parametrize("mesh", ["EP2xFSDP2", "TP2xEP4"])
 def test_sigmoid_router_with_groups_and_shared_experts_trains_like_one_process(compare, reference, mesh):
     compare(mesh, "dots1", FULL_AC, accumulate=mesh != "TP2xEP4")
     weights = reference("dots1").weights
@@ -331,12 +313,12 @@ def test_balance_losses_train_like_one_process(compare, reference, mesh, family)
     assert reference(family).grad_norms[1] != pytest.approx(plain.grad_norms[1], rel=1e-4)
 
 
-@pytest.mark.parametrize("mesh", ["FSDP4", "EP2xFSDP2", "TP2xEP2", "HSDP2x2"])
+@pytest.mark.parametrize("mesh", ["FSDP4", "EP2xFSDP2", "TP2xEP2"])
 def test_uneven_shards_train_like_one_process(compare, mesh):
     compare(mesh, "uneven", FULL_AC, accumulate=mesh == "TP2xEP2")
 
 
-@pytest.mark.parametrize("mesh", ["FSDP4", "EP2xFSDP2", "TP2xFSDP2", "TP2xEP2"])
+@pytest.mark.parametrize("mesh", ["FSDP4", "EP2xFSDP2", "TP2xEP2"])
 def test_fewer_experts_than_ranks_train_like_one_process(compare, mesh):
     compare(mesh, "few_experts", accumulate=mesh == "EP2xFSDP2")
 
@@ -352,21 +334,17 @@ def test_pieces_of_sequences_train_like_one_process(compare, mesh):
 @pytest.mark.parametrize(
     ("mesh", "family", "overrides"),
     [
-        ("CP4", "qwen3_moe", [FULL_AC]),
         ("CP2xTP2xEP4", "qwen3_moe", [SELECTIVE_AC, "--activation_checkpoint.selective_ac_option=op"]),
         ("CP2xTP2", "balance_losses", [FULL_AC]),
         ("CP4", "dots1_balance_losses", []),
         ("CP2xEP2", "glm4_moe", []),
-        ("CP4", "deepseek_v3", []),
         ("CP2xTP2xEP4", "deepseek_v3", [SELECTIVE_AC]),
         ("CP2xFSDP2", "qwen3_tied", [SELECTIVE_AC]),
         ("CP2xTP2", "qwen3_bias", []),
-        ("HSDP2xCP2", "llama", []),
         ("CP2xFSDP2", "yarn", []),
         ("CP4", "few_experts", []),
         ("CP2xEP2", "uneven", []),
         ("CP2xTP2", "muon_qwen3_moe", []),
-        ("CP4", "muon_uneven", []),
     ],
 )
 def test_pieces_of_sequences_beside_everything_else_train_like_one_process(compare, mesh, family, overrides):
@@ -412,7 +390,7 @@ def test_ladder_packs_several_documents_into_a_sequence(checked):
     assert any((batch.labels == -100).any() for batch in batches)
 
 
-@pytest.mark.parametrize(("backend", "mesh"), [("reference", "FSDP4"), ("triton", "FSDP4"), ("triton", "TP2xEP2")])
+@pytest.mark.parametrize(("backend", "mesh"), [("reference", "FSDP4"), ("triton", "TP2xEP2")])
 def test_backends_of_the_grouped_gemm(compare, backend, mesh):
     """`triton` is the fused kernels: without a GPU in Triton's interpreter, which takes about 5 s a step."""
     compare(mesh, "qwen3_moe", f"--moe.grouped_gemm={backend}", steps=STEPS if backend == "reference" else 2)
