@@ -23,6 +23,7 @@ from traced_layers import Graphs
 # Saving imports these; here it costs 2 s once, in every forked rank it would cost them again.
 from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerFast  # noqa: F401
 
+import titanlite.features.generate.generate
 from titanlite.assemble import assemble, build_data
 from titanlite.base.agree import gather_objects
 from titanlite.checkpoint.hf_model import save_hf_model
@@ -121,6 +122,14 @@ def degree_overrides(degrees: Degrees) -> list[str]:
         f"--parallelism.expert_parallel_degree={degrees.ep}",
         f"--parallelism.pipeline_parallel_degree={degrees.pp}",
     ]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def short_samples() -> Iterator[None]:
+    """Cut the sample at the end of a run of plain text: 48 forwards would cost every rank half a second."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(titanlite.features.generate.generate, "_SAMPLE_TOKENS", 2)
+        yield
 
 
 @pytest.fixture(scope="session")

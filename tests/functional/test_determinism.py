@@ -12,15 +12,13 @@ from safetensors.torch import load_file
 
 from titanlite.assemble import assemble
 from titanlite.config.parallelism import Degrees
-from titanlite.features.generate import generate
 
 STEPS, HALF = 6, 3
 
 
 def test_two_runs_and_a_resumed_one_are_the_same_to_the_bit(
-    run_ranks: Callable[..., list[Any]], checked: Callable[..., Any], meshes, tmp_path: Path, monkeypatch
+    run_ranks: Callable[..., list[Any]], checked: Callable[..., Any], meshes, tmp_path: Path
 ):
-    monkeypatch.setattr(generate, "_SAMPLE_TOKENS", 2)
     overrides = ["--training.deterministic=true", f"--training.steps={STEPS}", f"--checkpoint.interval={HALF}"]
 
     def train(name: str, degrees: Degrees) -> dict[int, float]:

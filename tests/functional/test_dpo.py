@@ -23,7 +23,6 @@ from titanlite.checkpoint.hf_model import save_hf_model
 from titanlite.config.parallelism import Degrees
 from titanlite.data.dataset import Batch
 from titanlite.data.loader import ValidationSet
-from titanlite.features.generate import generate
 from titanlite.materialize import materialize
 from titanlite.materialize.layout import is_elsewhere
 from titanlite.materialize.plan import clean_name
@@ -88,7 +87,6 @@ def pairs_instead_of_text(monkeypatch: pytest.MonkeyPatch) -> None:
         return tokenizer, PairLoader(dp_rank, dp_degree, job.training.local_batch_size)
 
     monkeypatch.setattr(titanlite.assemble, "build_data", build)
-    monkeypatch.setattr(generate, "_SAMPLE_TOKENS", 2)
 
 
 def is_moved(name: str) -> bool:

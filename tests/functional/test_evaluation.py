@@ -23,7 +23,6 @@ from titanlite.base.errors import CheckpointError, ConfigError, DataError
 from titanlite.checkpoint.best import read_best
 from titanlite.checkpoint.commit import check_folder, list_steps
 from titanlite.config.parallelism import Degrees
-from titanlite.features.generate import generate
 from titanlite.preflight import Checked
 
 
@@ -48,7 +47,6 @@ BASE = ["--training.steps=4", "--lr_scheduler.warmup_steps=1", "--checkpoint.int
 def prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the ranks are forked."""
     monkeypatch.setattr(titanlite.features.generate.evaluate, "build_evaluation_prompts", lambda *_: PROMPTS)
-    monkeypatch.setattr(generate, "_SAMPLE_TOKENS", 2)
 
 
 @pytest.fixture

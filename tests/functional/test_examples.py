@@ -14,7 +14,6 @@ from transformers import AutoTokenizer
 from titanlite.assemble import assemble
 from titanlite.config.parallelism import Degrees
 from titanlite.data.tokenizer import load_tokenizer
-from titanlite.features.generate import generate
 from titanlite.ops import IGNORE_INDEX
 from titanlite.preflight import Checked
 
@@ -56,7 +55,6 @@ def test_resumed_on_another_world_size_the_stream_is_the_same(
     checked: Callable[..., Checked],
     examples: list[str],
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     sources: bool,
 ) -> None:
     if sources:
@@ -69,7 +67,6 @@ def test_resumed_on_another_world_size_the_stream_is_the_same(
             *("--data.sources.more.streaming=true", f"--data.sources.more.validation_path={tmp_path}/more.jsonl"),
             *("--data.streaming_block_rows=8", "--validation.enable=true", "--validation.freq=4"),
         ]
-    monkeypatch.setattr(generate, "_SAMPLE_TOKENS", 2)
     seen: list[list[list[int]]] = []
 
     def train(degrees: Degrees, folder: Path) -> list[list[list[list[int]]]]:

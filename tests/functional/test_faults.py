@@ -23,7 +23,6 @@ from titanlite.checkpoint import manager
 from titanlite.checkpoint.commit import check_folder, list_steps
 from titanlite.config.parallelism import Degrees
 from titanlite.features.diagnose import DivergenceCheck
-from titanlite.features.generate import generate
 from titanlite.materialize.layout import local_of
 from titanlite.train_step import StepResult, TrainStep
 from titanlite.trainer import Trainer
@@ -32,11 +31,6 @@ QUIET = ["--metrics.log_freq=4", "--training.steps=8", "--lr_scheduler.warmup_st
 STEPS = "--training.steps=5"
 # (name of the error's class, its exit code, its text), what `after` returned
 Outcome = tuple[tuple[str, int, str] | None, Any]
-
-
-@pytest.fixture(autouse=True)
-def _short_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generate, "_SAMPLE_TOKENS", 2)
 
 
 @pytest.fixture

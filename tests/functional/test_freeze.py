@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from titanlite.assemble import assemble, build_model
 from titanlite.base.errors import ConfigError
 from titanlite.config.parallelism import Degrees
-from titanlite.features.generate import generate
 from titanlite.metrics.flops import train_flops_per_token
 from titanlite.optim.parameters import freeze_parameters
 
@@ -79,8 +78,7 @@ def test_frozen_stays_and_the_rest_moves(run_ranks, checked, meshes, gather_full
 
 
 @pytest.fixture
-def train(run_ranks, checked, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    monkeypatch.setattr(generate, "_SAMPLE_TOKENS", 2)
+def train(run_ranks, checked) -> Callable[..., None]:
 
     def run(degrees: Degrees, folder: Path) -> None:
         schedule = ["--training.steps=4", "--checkpoint.interval=2", f"--job.dump_folder={folder}"]

@@ -127,8 +127,7 @@ def test_bfloat16(command, folder):
     assert done.code == 0 and done.out.startswith("def f")
 
 
-def test_a_checkpoint_of_a_run_and_its_folder(command, run_ranks, checked, monkeypatch):
-    monkeypatch.setattr("titanlite.features.generate.generate._SAMPLE_TOKENS", 2)
+def test_a_checkpoint_of_a_run_and_its_folder(command, run_ranks, checked):
     from titanlite.config.parallelism import Degrees
 
     job = checked(Degrees(), "--training.steps=1", "--lr_scheduler.warmup_steps=1")

@@ -16,7 +16,6 @@ from titanlite.assemble import assemble
 from titanlite.base.errors import CheckpointError, PlanError
 from titanlite.checkpoint.folder import ADAPTER_FILE
 from titanlite.config.parallelism import Degrees
-from titanlite.features.generate import generate
 from titanlite.features.tools.export import export_merged
 from titanlite.models.interface import is_adapter
 from titanlite.preflight import Checked
@@ -177,8 +176,7 @@ def test_compiled_layers(train_run, traced_run, overrides_of):
 
 
 @pytest.fixture
-def train(run_ranks, checked, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    monkeypatch.setattr(generate, "_SAMPLE_TOKENS", 2)
+def train(run_ranks, checked) -> Callable[..., None]:
 
     def run(degrees: Degrees, folder: Path, *overrides: str) -> None:
         job: Checked = checked(degrees, f"--job.dump_folder={folder}", *overrides)

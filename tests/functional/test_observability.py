@@ -12,7 +12,6 @@ import torch.distributed as dist
 from titanlite.assemble import assemble
 from titanlite.config.parallelism import Degrees
 from titanlite.data.dataset import Batch
-from titanlite.features.generate import generate
 from titanlite.train_step import TrainStep
 from titanlite.trainer import Trainer
 
@@ -54,8 +53,7 @@ def disturb(trainer: Trainer) -> None:
     moe.dispatch = partial(broken_dispatch, moe.dispatch)
 
 
-def test_metrics_name_the_slow_rank_and_count_lost_rows(run_ranks, checked, meshes, tmp_path, monkeypatch):
-    monkeypatch.setattr(generate, "_SAMPLE_TOKENS", 1)
+def test_metrics_name_the_slow_rank_and_count_lost_rows(run_ranks, checked, meshes, tmp_path):
     job = checked(meshes["TP2xEP2"], "--checkpoint.enable=false", "--training.steps=5")
 
     def rank_main() -> None:
@@ -109,10 +107,7 @@ def test_metrics_name_the_slow_rank_and_count_lost_rows(run_ranks, checked, mesh
 
 
 @pytest.mark.parametrize("mesh", ["FSDP4", "TP2xEP2"])
-def test_tokens_per_second_leave_out_the_padding_of_every_rank_once(
-    run_ranks, checked, meshes, tmp_path, monkeypatch, mesh
-):
-    monkeypatch.setattr(generate, "_SAMPLE_TOKENS", 1)
+def test_tokens_per_second_leave_out_the_padding_of_every_rank_once(run_ranks, checked, meshes, tmp_path, mesh):
     options = ("--checkpoint.enable=false", "--training.steps=4", "--metrics.log_freq=2")
     job = checked(meshes[mesh], *options)
     rows, length = job.job.training.global_batch_size, job.job.training.seq_len
@@ -148,7 +143,6 @@ def test_tokens_per_second_leave_out_the_padding_of_every_rank_once(
 
 def test_a_spike_between_log_steps_leaves_its_value_and_its_step(run_ranks, checked, tmp_path, monkeypatch):
     """One step of four has a large loss, another one a large gradient, a third is slow, and later one is not finite."""
-    monkeypatch.setattr(generate, "_SAMPLE_TOKENS", 1)
     overrides = ["--checkpoint.enable=false", "--training.steps=12", "--metrics.log_freq=4"]
     job = checked(Degrees(dp_shard=2), *overrides, "--training.on_nonfinite=skip")
     original = TrainStep.train_step
@@ -216,8 +210,7 @@ def test_a_late_replica_makes_the_others_wait_in_the_all_reduce(run_ranks, check
     assert late["backward"] > SLEEP_S and late["backward"] > waiting["backward"] + SLEEP_S / 2
 
 
-def test_traces_of_a_resumed_run_have_its_steps(run_ranks, checked, tmp_path, monkeypatch):
-    monkeypatch.setattr(generate, "_SAMPLE_TOKENS", 1)
+def test_traces_of_a_resumed_run_have_its_steps(run_ranks, checked, tmp_path):
     profiling = ("--profiling.enable_profiling=true", "--profiling.profile_freq=2")
     for steps in (3, 5):
         job = checked(Degrees(dp_shard=2), f"--training.steps={steps}", *profiling)

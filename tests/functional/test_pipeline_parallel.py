@@ -19,7 +19,6 @@ from titanlite.base.errors import TitanliteError, VerifyError
 from titanlite.base.log import logger
 from titanlite.config.parallelism import Degrees
 from titanlite.distributed import ParallelDims
-from titanlite.features.generate import generate
 from titanlite.features.pipeline.remote import Elsewhere
 from titanlite.features.pipeline.schedule import only_chunk
 from titanlite.materialize import Plan, build_plan, materialize
@@ -246,9 +245,8 @@ def test_validation_of_chunks_is_that_of_one_process(run_ranks, checked):
 
 
 @pytest.fixture
-def train(run_ranks, checked, monkeypatch) -> Callable[..., list[Any]]:
+def train(run_ranks, checked) -> Callable[..., list[Any]]:
     """Train on forked ranks; (kind, text) of the error that each ended with, or None."""
-    monkeypatch.setattr(generate, "_SAMPLE_TOKENS", 2)
 
     def run(degrees: Degrees, *overrides: str, before: Callable[[Trainer], None] = lambda trainer: None) -> list[Any]:
         job = checked(degrees, FIVE, *overrides)

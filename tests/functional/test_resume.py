@@ -15,7 +15,6 @@ from titanlite.assemble import assemble
 from titanlite.checkpoint.commit import check_folder
 from titanlite.checkpoint.space import count_bytes
 from titanlite.config.parallelism import Degrees
-from titanlite.features.generate import generate
 from titanlite.features.muon.muon import muon_matrices
 from titanlite.preflight import Checked
 from titanlite.trainer import Trainer
@@ -28,12 +27,8 @@ SCHEDULE = [f"--training.steps={ALL}", "--lr_scheduler.warmup_steps=4", f"--chec
 
 
 @pytest.fixture
-def train(
-    run_ranks: Callable[..., list[Any]], checked: Callable[..., Checked], monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., None]:
+def train(run_ranks: Callable[..., list[Any]], checked: Callable[..., Checked]) -> Callable[..., None]:
     """`train(degrees, folder, *overrides)`: a whole `Trainer.train` on forked ranks, resuming what is in `folder`."""
-
-    monkeypatch.setattr(generate, "_SAMPLE_TOKENS", 2)  # before the ranks are forked; saves a second each
 
     def run(degrees: Degrees, folder: Path, *overrides: str) -> None:
         job = checked(degrees, *SCHEDULE, f"--job.dump_folder={folder}", *overrides)

@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 from titanlite.assemble import assemble
 from titanlite.config.parallelism import Degrees
 from titanlite.data.dataset import IGNORE_INDEX, Batch
-from titanlite.features.generate import generate
 from titanlite.preflight import Checked
 
 ROOT = Path(__file__).parents[2]
@@ -86,11 +85,9 @@ def test_twenty_steps_are_those_of_a_plain_loop(
     meshes: Any,
     model_and_rows: tuple[Path, Path],
     cache_folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
     mesh: str,
     packing: str,
 ) -> None:
-    monkeypatch.setattr(generate, "_SAMPLE_TOKENS", 2)
     model_folder, rows = model_and_rows
     degrees = Degrees() if mesh == "one" else meshes[mesh]
     job = checked(

@@ -17,7 +17,6 @@ from titanlite.data.dataset import Batch
 from titanlite.distributed import ParallelDims
 from titanlite.distributed.clip_grad import clip_grad_norm
 from titanlite.distributed.replicated_grads import reduce_replicated_grads
-from titanlite.features.generate import generate
 from titanlite.materialize import materialize
 from titanlite.models.decoder import Decoder, build_decoder
 from titanlite.preflight import Checked
@@ -271,8 +270,7 @@ def test_recomputation_does_not_double_tokens_per_expert(train_run, mode):
         assert [sum(layer) for layer in counts] == [8 * 32 * 2] * 2, "8 sequences of 32 tokens, 2 experts each"
 
 
-def test_evaluation_and_sampling_touch_neither_counts_nor_weights(run_ranks, checked, meshes, monkeypatch):
-    monkeypatch.setattr(generate, "_SAMPLE_TOKENS", 2)
+def test_evaluation_and_sampling_touch_neither_counts_nor_weights(run_ranks, checked, meshes):
     job = checked(meshes["TP2xEP2"], "--validation.enable=true", "--validation.steps=2")
 
     def rank_main():

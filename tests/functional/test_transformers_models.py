@@ -27,7 +27,6 @@ from titanlite.distributed import ParallelDims
 from titanlite.distributed.clip_grad import clip_grad_norm
 from titanlite.distributed.parallelize import parallelize
 from titanlite.distributed.replicated_grads import reduce_replicated_grads
-from titanlite.features.generate import generate
 from titanlite.features.transformers.build import build_transformers
 from titanlite.features.transformers.model import TransformersModel
 from titanlite.materialize import Compute, Plan, materialize
@@ -369,12 +368,11 @@ def test_images_and_text_train_on_two_ranks(run_ranks: Callable[..., list[Any]],
 
 @pytest.mark.slow
 def test_trainer_trains_saves_and_resumes(
-    run_ranks: Callable[..., list[Any]], checked: Callable[..., Checked], tmp_path: Path, monkeypatch: Any
+    run_ranks: Callable[..., list[Any]], checked: Callable[..., Checked], tmp_path: Path
 ) -> None:
     """`Trainer` on a model of transformers: a resumed run ends as the uninterrupted one, and transformers loads it."""
     from transformers import AutoModelForCausalLM
 
-    monkeypatch.setattr(generate, "_SAMPLE_TOKENS", 2)
     shared = [
         "--model.implementation=transformers",
         "--training.steps=4",
@@ -407,10 +405,9 @@ def test_trainer_trains_saves_and_resumes(
 
 @pytest.mark.slow
 def test_the_expert_load_of_a_run_is_that_of_the_native_model(
-    run_ranks: Callable[..., list[Any]], checked: Callable[..., Checked], tmp_path: Path, monkeypatch: Any
+    run_ranks: Callable[..., list[Any]], checked: Callable[..., Checked], tmp_path: Path
 ) -> None:
     """With several micro-batches, recomputation, validation and evaluation on 4 ranks; in the files, too."""
-    monkeypatch.setattr(generate, "_SAMPLE_TOKENS", 2)
     shared = [
         *("--training.steps=2", "--moe.expert_bias_update_rate=0", "--checkpoint.enable=false"),
         *("--validation.enable=true", "--validation.freq=1", "--validation.steps=2"),
@@ -452,14 +449,11 @@ def test_the_expert_load_of_a_run_is_that_of_the_native_model(
 
 
 @pytest.mark.slow
-def test_a_file_of_chats_with_images_trains(
-    run_ranks: Callable[..., list[Any]], tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_a_file_of_chats_with_images_trains(run_ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
     """From images and a .jsonl file to a model and processor that transformers loads; the loss goes down."""
     from PIL import Image
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
-    monkeypatch.setattr(generate, "_SAMPLE_TOKENS", 2)
     save_tiny_llava(tmp_path / "llava")
     chats = []
     for i, color in enumerate(["red", "blue"] * 4):
