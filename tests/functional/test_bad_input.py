@@ -1,11 +1,13 @@
-"""Bad input through real processes: one clear error, exit code 2, within seconds, and no rank left waiting."""
+"""Bad input, some of it through real processes: one clear error, exit code 2, within seconds, no rank left waiting."""
 
 import sys
 import time
+from subprocess import CompletedProcess
 
 import pytest
 
 from titanlite.base.errors import NOTICE_FOLDER
+from titanlite.preflight import main as preflight_main
 from titanlite.train import main
 
 PREFLIGHT_TIMEOUT_S = 20  # takes a fraction of a second; the rest is for a machine that is busy otherwise
@@ -93,8 +95,19 @@ def preflight(run_process, *arguments: str, world_size: int = 4):
     )
 
 
+@pytest.fixture
+def preflight_here(capfd):
+    """`preflight` in this process: without a start of Python."""
+
+    def run(*arguments: str) -> CompletedProcess[str]:
+        code = preflight_main(["--world-size", "4", *arguments])
+        return CompletedProcess(arguments, code, *capfd.readouterr())
+
+    return run
+
+
 def assert_one_error(done, *words: str) -> None:
-    assert done.returncode == 2, done.output
+    assert done.returncode == 2, done
     assert done.stdout == ""
     assert done.stderr.count("titanlite: error: ") == 1, done.stderr
     assert done.stderr.startswith("titanlite: error: ")
@@ -109,9 +122,9 @@ def test_good_configuration_passes(run_process, config_file):
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_wrong_setting_is_one_clear_error(run_process, config_file, case):
+def test_wrong_setting_is_one_clear_error(preflight_here, config_file, case):
     arguments, words = WRONG[case]
-    assert_one_error(preflight(run_process, "--config", str(config_file), *arguments), *words)
+    assert_one_error(preflight_here("--config", str(config_file), *arguments), *words)
 
 
 def test_all_problems_are_reported_at_once(run_process, config_file):
@@ -120,9 +133,9 @@ def test_all_problems_are_reported_at_once(run_process, config_file):
     assert_one_error(done, "3 problems:", "'training.step'", "optimizer.lr = fast", "'nonsense.key'")
 
 
-def test_contradictions_of_model_and_mesh_are_reported_at_once(run_process, config_file):
+def test_contradictions_of_model_and_mesh_are_reported_at_once(preflight_here, config_file):
     arguments = ["--parallelism.tensor_parallel_degree=4", "--training.seq_len=30", "--model.overrides.num_heads=6"]
-    done = preflight(run_process, "--config", str(config_file), *arguments)
+    done = preflight_here("--config", str(config_file), *arguments)
     assert_one_error(done, "num_heads (6)", "num_kv_heads (2)", "training.seq_len (30)")
 
 
@@ -140,24 +153,24 @@ def test_contradictions_of_model_and_mesh_are_reported_at_once(run_process, conf
         ("", ["model.flavor and model.hf_assets_path are both empty"]),
     ],
 )
-def test_wrong_toml_is_one_clear_error_that_names_the_file(run_process, tmp_path, text, words):
+def test_wrong_toml_is_one_clear_error_that_names_the_file(preflight_here, tmp_path, text, words):
     path = tmp_path / "run.toml"
     path.write_text(text)
-    assert_one_error(preflight(run_process, "--config", str(path)), str(path), *words)
+    assert_one_error(preflight_here("--config", str(path)), str(path), *words)
 
 
-def test_missing_config_file_is_one_clear_error(run_process, config_file):
+def test_missing_config_file_is_one_clear_error(preflight_here, config_file):
     path = config_file.with_name("tinny.toml")
-    done = preflight(run_process, "--config", str(path))
+    done = preflight_here("--config", str(path))
     assert_one_error(done, f"{path}: no such file. Did you mean '{config_file}'?")
 
 
-def test_config_file_that_is_a_folder_is_one_clear_error(run_process, config_file):
-    assert_one_error(preflight(run_process, "--config", str(config_file.parent)), "is a folder")
+def test_config_file_that_is_a_folder_is_one_clear_error(preflight_here, config_file):
+    assert_one_error(preflight_here("--config", str(config_file.parent)), "is a folder")
 
 
-def test_no_config_file_at_all_is_one_clear_error(run_process):
-    assert_one_error(preflight(run_process), "no configuration file. Pass one with --config FILE.")
+def test_no_config_file_at_all_is_one_clear_error(preflight_here):
+    assert_one_error(preflight_here(), "no configuration file. Pass one with --config FILE.")
 
 
 def test_run_train_refuses_before_it_starts_ranks(run_process, config_file):
