@@ -345,13 +345,12 @@ class TestCompile:
     @pytest.mark.parametrize(
         ("degrees", "checkpointing"),
         [
-            *((Degrees(), mode) for mode in ("none", "full", "selective")),
-            (Degrees(tp=2), "none"),
+            (Degrees(), "none"),
+            (Degrees(), "full"),
             (Degrees(dp_shard=2, ep=2), "full"),
             (Degrees(dp_shard=2, tp=2, ep=2), "selective"),
-            *((Degrees(cp=2), mode) for mode in ("none", "selective")),
+            (Degrees(cp=2), "selective"),
             (Degrees(tp=2, ep=4, cp=2), "full"),
-            (Degrees(pp=2), "none"),
             (Degrees(tp=2, ep=2, pp=2), "selective"),
         ],
         ids=str,
