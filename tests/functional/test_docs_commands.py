@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.util import cache_from_source
 from pathlib import Path
 
 import pytest
@@ -25,8 +26,12 @@ def tree(tmp_path: Path) -> Path:
         pytest.skip(f"this is no git checkout: {found.stderr.strip()}")
     for name in filter(None, found.stdout.split("\0")):
         if (ROOT / name).is_file():
-            (tmp_path / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, tmp_path / "tree" / name)
+            copies = [name]
+            if name.endswith(".py"):  # with its bytecode: no process compiles it anew
+                copies.append(str(Path(cache_from_source(ROOT / name)).relative_to(ROOT)))
+            for copy in filter(lambda each: (ROOT / each).is_file(), copies):
+                (tmp_path / "tree" / copy).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / copy, tmp_path / "tree" / copy)
     return tmp_path / "tree"
 
 
