@@ -6,7 +6,7 @@ usage() {
     cat <<'TEXT'
 usage: ./scripts/test.sh [--fast] [pytest arguments ...]
 
-  --fast                  leaves out tests/functional
+  --fast                  unit tests only, and at most 3 cases of each
   pytest arguments        for both pytest runs, for example -x, -k router or --durations=10
 TEXT
 }
@@ -68,8 +68,10 @@ phase "basedpyright" "$PYTHON" -m basedpyright
 phase "config reference" "$PYTHON" -m titanlite.config.docs --check
 # Unit tests are single processes, one per core. A functional test has ranks for all cores, but they often wait for one
 # another: two files at a time fill the gaps.
-phase "pytest unit" run_pytest tests/unit --numprocesses auto --maxprocesses 8
-if [ "$fast" -eq 0 ]; then
+if [ "$fast" -eq 1 ]; then
+    phase "pytest unit" run_pytest tests/unit --numprocesses auto --maxprocesses 8 --fast
+else
+    phase "pytest unit" run_pytest tests/unit --numprocesses auto --maxprocesses 8
     phase "pytest functional" run_pytest tests/functional --numprocesses 2 --dist loadfile --no-loadscope-reorder
 fi
 

@@ -27,6 +27,9 @@ if not torch.cuda.is_available():
 # Before any parallel region: forked ranks must not inherit a pool of OpenMP threads that are not there any more.
 torch.set_num_threads(1)
 
+# Processes that tests start leave bytecode for the next ones: half a second less for each of them.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 # Where pytest finds them, it works out and prints the whole difference of what an assertion compares, however long.
 for _name in ("CI", "BUILD_NUMBER"):
     os.environ.pop(_name, None)
@@ -34,6 +37,27 @@ for _name in ("CI", "BUILD_NUMBER"):
 # The same examples in every run, none remembered, each with as much time as a busy machine takes.
 settings.register_profile("titanlite", deadline=None, derandomize=True)
 settings.load_profile("titanlite")
+
+
+FAST_CASES = 3  # of each test under --fast
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    text = f"of each test at most {FAST_CASES} cases, spread over its parameters, and none that is marked slow"
+    parser.addoption("--fast", action="store_true", help=text)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--fast"):
+        return
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("slow") is None:
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    kept = {group[i * (len(group) - 1) // (FAST_CASES - 1)] for group in cases.values() for i in range(FAST_CASES)}
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
 
 
 def pytest_configure() -> None:

@@ -4,9 +4,12 @@ import os
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from processes import run_to_end
+
+from tests.conftest import pytest_collection_modifyitems
 
 
 def test_a_command_whose_child_keeps_its_output_open_is_ended_with_it(tmp_path):
@@ -49,3 +52,15 @@ def test_a_test_that_hangs_fails_with_its_stack(tmp_path):
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
     done = run_to_end(command, cwd=tmp_path, env=os.environ, timeout_s=60)
     assert done.returncode == 1 and "Failed: Timeout (>1.0s) from pytest-timeout" in done.stdout, done.stdout
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_under_fast_a_test_keeps_three_cases_and_one_that_is_slow_none(fast):
+    names = ["a.py::one", *(f"a.py::many[{i}::{i}[]]" for i in range(9)), "b.py::two[x]", "b.py::two[y]", "b.py::slow"]
+    items = [
+        Mock(nodeid=name, **{"get_closest_marker.return_value": True if "slow" in name else None}) for name in names
+    ]
+    config = Mock(**{"getoption.return_value": fast})
+    pytest_collection_modifyitems(config, items)
+    few = [*names[:2], names[5], *names[9:12]]
+    assert [item.nodeid for item in items] == (few if fast else names)
