@@ -102,9 +102,11 @@ def wandb(monkeypatch) -> Iterator[StandIn]:
 def leaves(monkeypatch) -> list:
     """What is left to do at exit."""
     registered: list = []
-    monkeypatch.setattr(
-        wandb_module.atexit, "register", lambda function, *values, **options: registered.append((*values, options))
-    )
+
+    def register(function, *values, **options) -> None:
+        registered.append((*values, options))
+
+    monkeypatch.setattr(wandb_module, "atexit", SimpleNamespace(register=register))
     return registered
 
 
