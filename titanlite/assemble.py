@@ -23,7 +23,7 @@ from titanlite.config.schema import BLOCK_SIZES
 from titanlite.data.build import build_loader
 from titanlite.data.dataset import Batch
 from titanlite.data.loader import TrainLoader
-from titanlite.data.run_length import describe_sources, resolve_steps
+from titanlite.data.run_length import check_start, describe_sources, resolve_steps
 from titanlite.data.tokenizer import check_vocabulary, count_ids
 from titanlite.distributed import ParallelDims
 from titanlite.distributed.collectives import all_reduce_sum, all_to_all_single
@@ -67,7 +67,7 @@ from titanlite.metrics import record_event, start_memory_history
 from titanlite.metrics.flops import train_flops_per_token
 from titanlite.metrics.logger import MetricsLogger
 from titanlite.metrics.results import Results
-from titanlite.metrics.run_folder import hold_folders, make_dump_folder, record_start
+from titanlite.metrics.run_folder import check_same_run, hold_folders, make_dump_folder, record_start
 from titanlite.models.decoder import Decoder, build_decoder
 from titanlite.models.interface import Model
 from titanlite.objective import NextToken
@@ -120,6 +120,7 @@ def assemble(checked: Checked) -> Trainer:
     start = checkpointer.start
     step = 0 if start is None else start.step
     if start is not None:
+        check_same_run(job, changes, step)
         check_resumed_model(model_config, step_folder(checkpointer.folder, step))
     check_saved_tokenizer(job, model_config, tokenizer, loader, start is None and not job.checkpoint.initial_load_path)
     heartbeat.beat("loading", step)
@@ -181,8 +182,13 @@ def assemble(checked: Checked) -> Trainer:
     check_space(job, plan, matrices, checkpointer.folder, step)
     facts = {"model": model_config.family, "parameters": total, "trained": trained, "mesh": str(degrees)}
     trainer.metrics.log_environment(save_environment(folder, device, facts))
-    where = f"{degrees.world_size} ranks on {device.type}, {degrees}"
-    record_start(folder, step, where, resumed=start is not None, changes=changes)
+    record_start(
+        folder,
+        step,
+        f"{degrees.world_size} ranks on {device.type}, {degrees}",
+        resumed=start is not None,
+        changes=changes,
+    )
 
     def initial_model() -> Model:
         if step == 0:
@@ -206,6 +212,7 @@ def _read_data(job: JobConfig, model_config: AnyModelConfig, dims: ParallelDims)
     tokenizer, loader = build_data(job, dims.dp_rank, dims.degrees.dp)
     job = resolve_steps(job, loader)
     describe_pipeline(loader, model_config, dims.degrees)
+    check_start(job, loader)
     check_vocabulary(job, loader.dataset.vocab_size, count_ids(tokenizer), model_config)
     return job, tokenizer, loader
 

@@ -213,7 +213,7 @@ def examples(tmp_path_factory: pytest.TempPathFactory, cache_folder: Path) -> li
     (folder / "chats.jsonl").write_text("".join(lines))
     return [
         *("--data.dataset=examples", f"--data.path={folder / 'chats.jsonl'}", f"--data.tokenizer_path={folder}"),
-        *("--training.seq_len=128", f"--data.cache_folder={cache_folder}"),
+        *("--model.init=random", "--training.seq_len=128", f"--data.cache_folder={cache_folder}"),
     ]
 
 

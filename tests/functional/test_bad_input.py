@@ -150,7 +150,7 @@ def test_contradictions_of_model_and_mesh_are_reported_at_once(preflight_here, c
         ),
         ('[trainin]\nsteps = 3\n[model]\nflavor = "debug"\n', ["unknown section 'trainin'; did you mean 'training'?"]),
         ('[model]\nflavor = "debug"\nflavour = "x"\n', ["unknown key 'model.flavour'; did you mean 'model.flavor'?"]),
-        ("", ["model.flavor and model.hf_assets_path are both empty"]),
+        ("", ["model.path and model.flavor are both empty, so there is no model"]),
     ],
 )
 def test_wrong_toml_is_one_clear_error_that_names_the_file(preflight_here, tmp_path, text, words):

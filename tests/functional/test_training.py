@@ -104,7 +104,7 @@ def build_with_gradients(checked: Checked, shard: bool) -> Decoder:
     model, rows = build_decoder(checked.model_config), TOKENS
     if shard:
         dims = ParallelDims.build(checked.degrees, "cpu")
-        shard(model, checked.job, dims, "cpu")
+        assemble.shard(model, checked.job, dims, "cpu")
         rows = TOKENS.chunk(checked.degrees.dp)[dims.dp_rank]
     materialize(model, "cpu", seed=1)
     model(rows, rows).cross_entropy.backward()

@@ -324,7 +324,7 @@ def check_resumed_model(model_config: AnyModelConfig, folder: Path) -> None:
     if text := on_first_rank(find):
         raise ConfigError(
             f"model: this run is to resume from {folder}, whose model is another one: {text}. Undo the change, or "
-            f"begin a new run: another job.dump_folder, and checkpoint.initial_load_path = {folder}."
+            f"begin a new run: another job.dump_folder, and model.path = {folder}."
         )
 
 

@@ -40,11 +40,10 @@ class HFFormat:
         """Find what a new run begins with: a pretrained model, or nothing. Collective: every rank must call."""
         if self.base:
             return [weights_of(Path(self.base), model)]
-        assets = self.job.model.hf_assets_path
-        if assets and any(Path(assets).glob("*.safetensors")) and dist.get_rank() == 0:
+        assets, is_meant = self.job.model.hf_assets_path, self.job.model.init == "random"
+        if assets and not is_meant and any(Path(assets).glob("*.safetensors")) and dist.get_rank() == 0:
             logger.warning(
-                "checkpoint: weights are random, though %s has some; to begin with those set "
-                "checkpoint.initial_load_path",
+                "checkpoint: weights are random, though %s has some; to begin with those set model.path to it",
                 assets,
             )
         return []

@@ -18,8 +18,8 @@ CARD, PROGRESS = "README.md", "train_state.json"
 _REMEDIES = {
     MODEL: "All weights are kept, and a resume reads them. Finish the model with: python -m titanlite export {} OUT.",
     ADAPTERS: "All adapters are kept, and a resume reads them. Run the same command again: it saves {} anew.",
-    STATES: "A run cannot resume from it. Begin one with checkpoint.initial_load_path = {}.",
-    PROGRESS: "A run cannot resume from it. Begin one with checkpoint.initial_load_path = {}.",
+    STATES: "A run cannot resume from it. Begin one with model.path = {}.",
+    PROGRESS: "A run cannot resume from it. Begin one with model.path = {}.",
     CARD: "Nothing else is missing in {}.",
 }
 

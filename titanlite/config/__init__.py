@@ -1,6 +1,6 @@
 """Configuration: TOML files and command-line overrides, checked against a dataclass schema before torch is imported."""
 
-from titanlite.config.load import describe_changes, load_config, save_resolved
+from titanlite.config.load import find_changes, format_changes, load_config, save_resolved
 from titanlite.config.model import AnyModelConfig, ModelConfig, RopeScaling, TransformersConfig
 from titanlite.config.schema import JobConfig
 
@@ -10,7 +10,8 @@ __all__ = [
     "ModelConfig",
     "RopeScaling",
     "TransformersConfig",
-    "describe_changes",
+    "find_changes",
+    "format_changes",
     "load_config",
     "save_resolved",
 ]

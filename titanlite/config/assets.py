@@ -67,23 +67,39 @@ def resolve_assets(job: JobConfig, *, weights: bool = True) -> JobConfig:
     if job.lora.init_from:
         path = local_folder("lora.init_from", job.lora.init_from, weights=weights)
         job = replace(job, lora=replace(job.lora, init_from=path))
+    if model.hf_assets_path:
+        needed = weights and model.hf_assets_path == checkpoint.initial_load_path
+        path = local_folder(assets_key(job), model.hf_assets_path, weights=needed)
+        model = replace(model, hf_assets_path=path)
     if checkpoint.initial_load_path:
-        path = local_folder("checkpoint.initial_load_path", checkpoint.initial_load_path, weights=weights)
+        path = local_folder(weights_key(job), checkpoint.initial_load_path, weights=weights)
         checkpoint = replace(checkpoint, initial_load_path=path)
         if not model.flavor and not model.hf_assets_path:
             model = replace(model, hf_assets_path=path)
-            return replace(job, model=model, checkpoint=checkpoint)
-        if model.flavor and not data.tokenizer_path and (Path(path) / "tokenizer.json").is_file():
+        elif not (model.hf_assets_path or data.tokenizer_path) and (Path(path) / "tokenizer.json").is_file():
             data = replace(data, tokenizer_path=path)
-    if model.hf_assets_path:
-        path = local_folder("model.hf_assets_path", model.hf_assets_path, weights=False)
-        model = replace(model, hf_assets_path=path)
+    if model.path:
+        model = replace(model, path=checkpoint.initial_load_path or model.hf_assets_path)
     return replace(job, model=model, checkpoint=checkpoint, data=data)
+
+
+def weights_key(job: JobConfig) -> str:
+    """The setting that names the weights a run begins with, as the user wrote it."""
+    return "model.path" if job.model.path else "checkpoint.initial_load_path"
+
+
+def assets_key(job: JobConfig) -> str:
+    """The setting that names the folder with config.json and tokenizer, as the user wrote it."""
+    if job.model.path:
+        return "model.path"
+    same = job.model.hf_assets_path == job.checkpoint.initial_load_path
+    return "checkpoint.initial_load_path" if same else "model.hf_assets_path"
 
 
 def assets_folder(job: JobConfig) -> Path | None:
     """Folder with the description of the model that the run began with, where there is one: `resolve_assets` first."""
-    for name in (job.model.hf_assets_path, job.checkpoint.initial_load_path):
+    described = "" if job.model.flavor else job.model.hf_assets_path  # with a flavor, only the tokenizer is from there
+    for name in (described, job.checkpoint.initial_load_path):
         if name and (Path(name) / "config.json").is_file():
             return Path(name)
     return None

@@ -46,7 +46,6 @@ _RULES: tuple[tuple[Callable[[float], bool], str, tuple[str, ...]], ...] = (
             "data.skip_to_sample",
             "optimizer.lr",
             "optimizer.weight_decay",
-            "lr_scheduler.warmup_steps",
             "lora.rank",
             "moe.expert_bias_update_rate",
             "moe.aux_loss_coeff",
@@ -90,7 +89,7 @@ _RULES: tuple[tuple[Callable[[float], bool], str, tuple[str, ...]], ...] = (
         "1 or more, or to -1",
         ("training.global_batch_size", "parallelism.data_parallel_shard_degree"),
     ),
-    (lambda value: value >= -1, "-1 or more", ("checkpoint.load_step",)),
+    (lambda value: value >= -1, "-1 or more", ("checkpoint.load_step", "lr_scheduler.warmup_steps")),
     (
         lambda value: 0 < value < math.inf,
         "more than 0",
@@ -142,15 +141,10 @@ def check_values(job: JobConfig) -> list[str]:
             f'activation_checkpoint.selective_ac_option = {format_value(option)} is for mode "selective", and mode is '
             + f"{format_value(job.activation_checkpoint.mode)}. Set activation_checkpoint.mode, or leave it out."
         )
-    flavor, assets = job.model.flavor, job.model.hf_assets_path
-    if not flavor and not assets and not job.checkpoint.initial_load_path:
+    if not (job.model.flavor or job.model.hf_assets_path or job.checkpoint.initial_load_path):
         problems.append(
-            "model.flavor and model.hf_assets_path are both empty, so the model has no sizes. Set one of them."
-        )
-    if flavor and assets:
-        problems.append(
-            f"model.flavor = {format_value(flavor)} and model.hf_assets_path = {format_value(assets)} both give the "
-            + "model's sizes. Keep one; an empty string clears the other."
+            "model.path and model.flavor are both empty, so there is no model. Set model.path to a folder or hub id, "
+            + "or model.name and model.flavor for a new model with random weights."
         )
     return problems + _check_data(job) + _check_fine_tuning(job) + _check_results(job)
 
@@ -357,8 +351,8 @@ def _check_fine_tuning(job: JobConfig) -> list[str]:
     elif lora.rank > 0:
         if not job.checkpoint.initial_load_path:
             problems.append(
-                f"lora.rank = {lora.rank} trains adapters of a pretrained model, but checkpoint.initial_load_path is "
-                + "empty. Set it to that model."
+                f"lora.rank = {lora.rank} trains adapters of a pretrained model, and there is none. Set model.path to "
+                + "that model."
             )
         if job.moe.expert_bias_update_rate:
             problems.append(

@@ -40,7 +40,7 @@ class DataSection:
         "stdlib",
         "'stdlib': the .py files of the running Python's standard library; 'text': files under data.path, each one "
         "document; 'examples': rows under data.path, for fine-tuning; 'images': a .jsonl file of chats with images, "
-        "for a model with a processor.",
+        "for a model with a processor. Not set: 'examples' or 'text' by the files at path, 'stdlib' without a path.",
     )
     path: str = setting(
         "",
@@ -60,8 +60,9 @@ class DataSection:
     )
     validation_share: float | None = setting(
         None,
-        "Share of the rows, or of a text's sequences, that is held out where validation_path is empty; 0: none. Unset: "
-        "1%, but at least 64, or 10% where 64 would be more than that.",
+        "Share of the rows, or of a text's sequences, that is held out where validation_path is empty; 0: none. Not "
+        "set: none if nothing is validated or evaluated on them, otherwise 1%, but at least 64, or 10% where 64 would "
+        "be more.",
     )
     validation_split: str = setting("validation", "Split of validation_path, if that is a dataset of the hub.")
     format: Format = setting(

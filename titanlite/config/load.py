@@ -10,7 +10,7 @@ import math
 import re
 import sys
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import SequenceMatcher, get_close_matches
 from pathlib import Path
 from typing import Any, cast
@@ -21,6 +21,8 @@ from titanlite.base.errors import ConfigError, raise_problems
 from titanlite.base.files import read_regular, replace_file
 from titanlite.config.check import check_values, format_value
 from titanlite.config.data import SourceSection
+from titanlite.config.defaults import fill_in
+from titanlite.config.peers import NAMES
 from titanlite.config.schema import JobConfig
 from titanlite.config.settings import (
     SOURCES,
@@ -76,6 +78,7 @@ def load_config(argv: Sequence[str]) -> JobConfig:
     for where, key, text in overrides:
         reader.read_override(where, key, text)
     job = reader.build()
+    reader.fill_in(job, path)
     if path is not None and table is not None:  # otherwise most of what is missing was in that file
         reader.check(job, path)
     reader.raise_all()
@@ -93,32 +96,46 @@ def save_resolved(job: JobConfig, path: str | Path) -> None:
     """
     lines: list[str] = []
     for section, settings in get_sections_of(job).items():
-        values = [(setting.name, get_value(job, setting.key)) for setting in settings]
+        values = [(setting.name, get_value(job, setting.key)) for setting in settings if _is_written(job, setting.key)]
         body = [f"{name} = {format_value(value)}" for name, value in values if value is not None]
         lines += [f"[{section}]", *body, ""] if body else []
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     replace_file(Path(path), "\n".join(lines))
 
 
-def describe_changes(job: JobConfig, path: str | Path) -> list[str]:
-    """The settings of `job` that were others when `save_resolved` wrote `path`, as `optimizer.lr 0.003 -> 0.001`.
+def find_changes(job: JobConfig, path: str | Path) -> dict[str, tuple[Any, Any]]:
+    """The settings of `job` that were others when `save_resolved` wrote `path`, by key, as (before, now).
 
     None if there is no such file, or one that this version cannot read.
     """
     try:
         before = load_config(["--config", str(path)]) if Path(path).exists() else job
     except ConfigError:
-        return []
+        return {}
     old, new = (
-        {setting.key: get_value(one, setting.key) for settings in get_sections_of(one).values() for setting in settings}
+        {
+            setting.key: get_value(one, setting.key)
+            for settings in get_sections_of(one).values()
+            for setting in settings
+            if _is_written(one, setting.key)
+        }
         for one in (before, job)
     )
     both = {key: (old.get(key), new.get(key)) for key in old | new}
-    return [
-        f"{key} {' -> '.join('unset' if value is None else format_value(value) for value in pair)}"
-        for key, pair in both.items()
-        if pair[0] != pair[1]
-    ]
+    return {key: pair for key, pair in both.items() if pair[0] != pair[1]}
+
+
+def format_changes(changes: Mapping[str, tuple[Any, Any]]) -> str:
+    """`changes` as 'optimizer.lr 0.003 -> 0.001, ...'."""
+    texts = {
+        key: ["unset" if value is None else format_value(value) for value in pair] for key, pair in changes.items()
+    }
+    return ", ".join(f"{key} {before} -> {now}" for key, (before, now) in texts.items())
+
+
+def _is_written(job: JobConfig, key: str) -> bool:
+    """False for the number of steps that follows from epochs."""
+    return key != "training.steps" or not job.training.epochs
 
 
 class _BadValueError(Exception):
@@ -336,7 +353,7 @@ class _Reader:
         if key == "spike.max_rewinds":
             self.refuse(where, f"{key} was removed: a spike is reported, and training goes on. Leave it out.", key)
             return
-        section = key.rpartition(".")[0]
+        section, _, name = key.rpartition(".")
         while section and find_section(section) is None:
             section = section.rpartition(".")[0]
         settings = find_section(section) or []
@@ -344,6 +361,9 @@ class _Reader:
         nearest = _find_nearest(key, known)
         if section == SOURCES:
             nearest, hint = [], f". Name a source with small letters, digits and underscores: {SOURCES}.my_data."
+        elif name in NAMES:
+            nearest = _KEY.findall(NAMES[name])
+            hint = f", which other trainers have: here it is {NAMES[name]}."
         elif nearest:
             hint = f"; did you mean {' or '.join(repr(candidate) for candidate in nearest)}?"
         elif settings:
@@ -365,6 +385,12 @@ class _Reader:
         for key, value in self.values.items():
             OmegaConf.update(config, key, value)
         return cast(JobConfig, OmegaConf.to_object(config))
+
+    def fill_in(self, job: JobConfig, path: str | None) -> None:
+        """Set what follows from what was given."""
+        name = "" if path is None else Path(path).stem
+        for problem in fill_in(job, self.origins, name):
+            self.refuse(path or "configuration", problem, *_KEY.findall(problem))
 
     def check(self, job: JobConfig, path: str) -> None:
         """Note the problems of `check_values`, but none about a key that already has a problem."""

@@ -14,7 +14,11 @@ from titanlite.config.model import ModelConfig, RopeScaling, setting
 
 @dataclass
 class JobSection:
-    dump_folder: str = setting("outputs", "Folder of this run: metrics, resolved configuration, checkpoints, traces.")
+    dump_folder: str = setting(
+        "outputs",
+        "Folder of this run: metrics, resolved configuration, checkpoints, traces. Not set: outputs/NAME, for a "
+        "configuration file NAME.toml.",
+    )
     description: str = setting("", "Free text, printed at the start and saved with the run.")
     prepare: str = setting(
         "",
@@ -53,10 +57,16 @@ ModelOverrides = _overrides_of(
 
 @dataclass
 class ModelSection:
-    name: str = setting("qwen3_moe", "Model family: one of the files in titanlite/models/families.")
-    flavor: str = setting("", "Preset sizes of the family, such as '30B-A3B'. Empty: sizes come from hf_assets_path.")
+    path: str = setting(
+        "", "Folder or hub id of the Hugging Face model to train: its config.json, tokenizer and weights."
+    )
+    init: Literal["auto", "pretrained", "random"] = setting(
+        "auto", "'random': weights from scratch, whatever is at path; 'auto': those at path, random without a path."
+    )
+    name: str = setting("qwen3_moe", "Family of the flavor: one of the files in titanlite/models/families.")
+    flavor: str = setting("", "Preset sizes of the family, such as '30B-A3B'. Empty: sizes come from path.")
     hf_assets_path: str = setting(
-        "", "Folder or hub id with config.json and tokenizer. Empty: use flavor, or checkpoint.initial_load_path."
+        "", "As path, without the weights: config.json and tokenizer; with a flavor, the tokenizer alone."
     )
     implementation: Literal["auto", "native", "transformers"] = setting(
         "auto", "'native': titanlite's decoder; 'transformers': the class of transformers; 'auto': native where it can."
@@ -123,12 +133,18 @@ class OptimizerSection:
         "'AdamW' (arXiv:1711.05101); 'Muon' (arXiv:2502.16982): orthogonal momentum steps for the matrices of layers, "
         "experts and routers included, AdamW for all else, with the same learning rate and weight decay.",
     )
-    lr: float = setting(3e-4, "Peak learning rate.")
+    lr: float = setting(
+        3e-4,
+        "Peak learning rate. Not set, and with pretrained weights: 2e-5, adapters 2e-4; for DPO 5e-7, adapters 5e-6.",
+    )
     beta1: float = setting(0.9, "Decay of the first moment.")
-    beta2: float = setting(0.95, "Decay of the second moment.")
+    beta2: float = setting(0.95, "Decay of the second moment. Not set, and with pretrained weights: 0.999.")
     eps: float = setting(1e-8, "Added to the root of the second moment.")
     momentum: float = setting(0.95, "Of Muon's matrices, of Nesterov's kind.")
-    weight_decay: float = setting(0.1, "Decoupled weight decay of matrices; norms and biases are not decayed.")
+    weight_decay: float = setting(
+        0.1,
+        "Decoupled weight decay of matrices, not of norms and biases. Not set, and with pretrained weights: 0.",
+    )
     implementation: Literal["fused", "foreach", "for-loop"] = setting("fused", "Kernel of the optimizer step.")
     freeze: str = setting(
         "",
@@ -187,7 +203,9 @@ class DPOSection:
 
 @dataclass
 class LRSchedulerSection:
-    warmup_steps: int = setting(200, "Steps of linear warm-up; the first step has 1 / warmup_steps of the peak.")
+    warmup_steps: int = setting(
+        -1, "Steps of linear warm-up, from 1 / warmup_steps of the peak; -1: 3% of the run's steps, at most 200."
+    )
     decay_ratio: float | None = setting(
         None, "Share of all steps used for the final decay (warmup-stable-decay); unset: decay from the end of warm-up."
     )
@@ -262,10 +280,15 @@ class CheckpointSection:
     )
     interval: int = setting(500, "Optimizer steps between checkpoints; 0: only at the end.")
     initial_load_path: str = setting(
-        "", "Folder or hub id of the Hugging Face model whose weights a new run begins with. Empty: random weights."
+        "", "As model.path, for weights alone: with model.flavor or model.hf_assets_path, which give the sizes."
     )
     load_step: int = setting(
         -1, "Step to resume from; -1: the latest complete checkpoint in the folder, if any; 0: begin anew."
+    )
+    resume: Literal["auto", "force"] = setting(
+        "auto",
+        "'auto': resume a run of the folder that has the same base model, data and objective, and refuse others; "
+        "'force': resume whatever is there.",
     )
     keep_latest_k: int = setting(3, "Checkpoints to keep, the oldest goes first; 0 keeps all.")
     keep_every_n_steps: int = setting(0, "Checkpoints at multiples of this many steps are never removed; 0: none.")

@@ -38,6 +38,9 @@ def build_loader(
         ConfigError: the batch sizes and `dp_degree` do not fit each other.
     """
     training = job.training
+    evaluates = job.evaluation.enable and not job.evaluation.path
+    if job.data.validation_share is None and not (job.validation.enable or evaluates):  # nobody would look at them
+        job = replace(job, data=replace(job.data, validation_share=0.0))
     tokenizer, dataset = {"text": build_text, **builders}[get_kind(job.data)](job)
     loader = TrainLoader(
         dataset,
@@ -77,7 +80,7 @@ def resolve_tokenizer_path(job: JobConfig) -> DataSection:
     if job.model.hf_assets_path and not data.tokenizer_path and (assets / "tokenizer.json").is_file():
         # Pretrained weights mean nothing with the ids of another tokenizer.
         data = replace(data, tokenizer_path=str(assets))
-        logger.info("data: using the tokenizer of model.hf_assets_path, %s", assets)
+        logger.info("data: using the tokenizer in %s", assets)
     return data
 
 

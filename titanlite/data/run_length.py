@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 
 from titanlite.base.agree import get_rank
+from titanlite.base.errors import ConfigError
 from titanlite.base.log import logger
 from titanlite.config import JobConfig
 from titanlite.data.dataset import get_sources
@@ -27,6 +28,20 @@ def resolve_steps(job: JobConfig, loader: TrainLoader) -> JobConfig:
     logger.info("training: %s, %.3g epochs", length, epochs)
     _warn_of_many_epochs(job, epochs, "", "training.epochs")
     return job
+
+
+def check_start(job: JobConfig, loader: TrainLoader) -> None:
+    """Chats, pairs and answers are for models that are trained already.
+
+    Raises:
+        ConfigError: this run would begin with random weights, and nobody asked for them.
+    """
+    if loader.dataset.form == "text" or job.checkpoint.initial_load_path or job.model.init == "random":
+        return
+    raise ConfigError(
+        f"model: the run would begin with random weights, and its data are rows of form '{loader.dataset.form}', for "
+        'fine-tuning. Set model.path to the model to fine-tune; or model.init = "random", if random weights are meant.'
+    )
 
 
 def describe_sources(job: JobConfig, loader: TrainLoader, step: int = 0) -> None:

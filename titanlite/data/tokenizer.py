@@ -25,6 +25,7 @@ from titanlite.base.files import read_json
 from titanlite.base.hf_objects import load_from_folder, load_tokenizer_file
 from titanlite.base.log import logger
 from titanlite.config import AnyModelConfig, JobConfig, ModelConfig, TransformersConfig
+from titanlite.config.assets import weights_key
 from titanlite.config.data import DataSection
 from titanlite.data.cache import get_cache_folder, load_or_build, write_atomic
 from titanlite.data.corpus import Corpus, split_text
@@ -303,7 +304,7 @@ def describe_resizing(job: JobConfig, vocab_size: int, model_config: AnyModelCon
         "Use the model's own tokenizer, or give its embedding rows for the new tokens: "
         f'python -c "from transformers import AutoModelFor{"ImageTextToText" if takes_images else "CausalLM"} as M; '
         f"m = M.from_pretrained('{folder}', dtype='auto'); m.resize_token_embeddings({vocab_size}); "
-        "m.save_pretrained('resized')\", and set checkpoint.initial_load_path = resized and data.tokenizer_path to the "
+        f"m.save_pretrained('resized')\", and set {weights_key(job)} = resized and data.tokenizer_path to the "
         "folder with the tokenizer."
     )
 

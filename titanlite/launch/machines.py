@@ -18,7 +18,7 @@ from titanlite.config.settings import SOURCES, get_sections_of, get_value
 
 # These may lie elsewhere on each machine, with the same in them: a model of the hub is in each machine's cache. Whether
 # the run's folder is the same, `check_shared_folder` finds out.
-_MAY_DIFFER = ("job.dump_folder", "model.hf_assets_path", "checkpoint.initial_load_path", "data.path")
+_MAY_DIFFER = ("job.dump_folder", "model.path", "model.hf_assets_path", "checkpoint.initial_load_path", "data.path")
 _MAY_DIFFER += ("lora.init_from", "evaluation.path")
 _MAY_DIFFER += ("data.tokenizer_path", "data.validation_path", "data.cache_folder", "data.chat_template")
 # A network file system may show a new file to other machines only when its cache of the folder has expired.

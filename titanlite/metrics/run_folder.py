@@ -1,8 +1,9 @@
 """The run's folder: locked against other runs, made, and told what begins."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -11,11 +12,14 @@ from titanlite.base.errors import RENDEZVOUS, ConfigError
 from titanlite.base.files import check_regular, is_full
 from titanlite.base.folder_lock import LOCK_WAIT_S, FolderHeldError, FolderLock
 from titanlite.base.log import log_to_folder, logger
-from titanlite.config import JobConfig, describe_changes, save_resolved
+from titanlite.config import JobConfig, find_changes, format_changes, save_resolved
+from titanlite.config.assets import base_model_of
 from titanlite.launch.notices import read_restart
 from titanlite.metrics.events import open_events, record_event
 
 _WRITTEN = (".jsonl", ".json", ".toml", ".txt")  # files of the run
+# A run that differs in one of these is another one.
+_IDENTITY = ("checkpoint.initial_load_path", "training.objective", "data.dataset", "data.path", "data.subset")
 _CONFIG, _NEXT_CONFIG = "config.toml", "config.next.toml"  # of the run in a folder, and of one that is being built
 
 
@@ -63,25 +67,26 @@ def hold_folders(job: JobConfig, folder: Path) -> list[FolderLock | None]:
     return locks
 
 
-def make_dump_folder(job: JobConfig, folder: Path) -> list[str]:
+def make_dump_folder(job: JobConfig, folder: Path) -> dict[str, tuple[Any, Any]]:
     """Make the run's folder and save the resolved configuration in it, on rank 0. Log and events go there from now on.
 
     It has its usual name from `record_start` on: a start that is refused before changes nothing of what is known of
-    the run that is there. Returns the settings that are others than those of that run; on other ranks none.
+    the run that is there. Returns the settings that are others than those of that run (`find_changes`); on other ranks
+    none.
 
     Raises:
         ConfigError: on all ranks, if rank 0 cannot write there; a full disk is only a warning if
             `checkpoint.on_save_error` is "continue". Collective: every rank must call.
     """
     failure: list[str | None] = [None]
-    changes: list[str] = []
+    changes: dict[str, tuple[Any, Any]] = {}
     if dist.get_rank() == 0:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             for path in folder.iterdir():
                 if path.suffix in _WRITTEN and path.exists():
                     check_regular(path)
-            changes = describe_changes(job, folder / _CONFIG)
+            changes = find_changes(job, folder / _CONFIG)
             save_resolved(job, folder / _NEXT_CONFIG)
         except OSError as error:
             if is_full(error) and job.checkpoint.on_save_error == "continue":
@@ -96,7 +101,45 @@ def make_dump_folder(job: JobConfig, folder: Path) -> list[str]:
     return changes
 
 
-def record_start(folder: Path, step: int, where: str, *, resumed: bool, changes: Sequence[str] = ()) -> None:
+def check_same_run(job: JobConfig, changes: Mapping[str, tuple[Any, Any]], step: int) -> None:
+    """A run resumes its own checkpoints only: those of another base model, data or objective are refused.
+
+    A file or folder that was moved and kept its name is the same. Of a mixture the sources may change.
+
+    Args:
+        job: what is asked for.
+        changes: settings that the run in the folder had otherwise, on rank 0.
+        step: of its checkpoint.
+
+    Raises:
+        ConfigError: on all ranks; what differs, or there are fewer steps than were trained. Collective: every rank
+            must call.
+    """
+    folder, asked = job.job.dump_folder, job.training.steps
+    if step > asked:
+        raise ConfigError(
+            f"training.steps = {asked}, but the checkpoint in {folder} is of step {step}. Set more steps or epochs to "
+            "train on, another job.dump_folder to begin anew, or checkpoint.load_step to go on from an earlier step."
+        )
+
+    def find() -> str:
+        others = {key: changes[key] for key in _IDENTITY if key in changes}
+        moved = {key for key, pair in others.items() if len({_get_name(value) for value in pair}) == 1}
+        return format_changes({key: pair for key, pair in others.items() if key not in moved})
+
+    if job.checkpoint.resume == "auto" and (text := on_first_rank(find)):
+        raise ConfigError(
+            f"checkpoint: {folder} holds another run, at step {step}: {text}. Set another job.dump_folder to begin "
+            "anew, or train its weights on with --checkpoint.resume=force."
+        )
+
+
+def _get_name(value: object) -> str:
+    base = base_model_of(str(value or ""))
+    return "" if base is None else base.name
+
+
+def record_start(folder: Path, step: int, where: str, *, resumed: bool, changes: Mapping[str, tuple[Any, Any]]) -> None:
     """Record that training begins after `step`: its settings, and one event, of the kind that says most. On rank 0.
 
     If the ranks started again, it is also logged why; and of a run that is resumed, which settings changed.
@@ -104,7 +147,7 @@ def record_start(folder: Path, step: int, where: str, *, resumed: bool, changes:
     if dist.get_rank() == 0 and (folder / _NEXT_CONFIG).exists():
         (folder / _NEXT_CONFIG).replace(folder / _CONFIG)
     if resumed and changes:
-        text = f"settings changed since the last start: {', '.join(changes)}"
+        text = f"settings changed since the last start: {format_changes(changes)}"
         logger.info("resume: %s", text)
         where = f"{where}; {text}"
     restart = read_restart()

@@ -11,10 +11,11 @@ from titanlite.config.schema import LRSchedulerSection
 def lr_factor(step: int, steps: int, section: LRSchedulerSection) -> float:
     """Factor on the peak learning rate for optimizer step `step` (0-based) of `steps`.
 
-    Warm-up reaches 1 at step warmup_steps - 1, so that the first step is not wasted on a rate of 0. The decay covers
-    the last decay_ratio of all steps, or all after warm-up if unset, and ends at min_lr_factor on the last step.
+    Warm-up of -1 is 3% of all steps, at most 200. It reaches 1 at step warmup_steps - 1, so that the first step is not
+    wasted on a rate of 0. The decay covers the last decay_ratio of all steps, or all after warm-up if unset, and ends
+    at min_lr_factor on the last step.
     """
-    warmup = min(section.warmup_steps, steps)
+    warmup = min(section.warmup_steps, steps) if section.warmup_steps >= 0 else min(200, math.ceil(0.03 * steps))
     if step < warmup:
         return (step + 1) / warmup
     decay = steps - warmup if section.decay_ratio is None else min(round(steps * section.decay_ratio), steps - warmup)

@@ -35,7 +35,7 @@ def make_job(**values: Any) -> JobConfig:
         ("optimizer.beta2", [0.0, 0.999], [1.0, -0.1]),
         ("optimizer.eps", [1e-30], [0.0, -1e-8]),
         ("optimizer.weight_decay", [0.0], [-0.1]),
-        ("lr_scheduler.warmup_steps", [0], [-1]),
+        ("lr_scheduler.warmup_steps", [0, -1], [-2]),
         ("lr_scheduler.decay_ratio", [None, 0.1, 1.0], [0.0, 1.1]),
         ("lr_scheduler.min_lr_factor", [0.0, 1.0], [-0.1, 1.1]),
         ("parallelism.data_parallel_replicate_degree", [1], [0, -1]),
@@ -75,15 +75,13 @@ def test_problem_says_what_is_allowed() -> None:
     ]
 
 
-def test_model_takes_its_sizes_from_exactly_one_place() -> None:
+def test_there_is_a_model() -> None:
     assert check_values(JobConfig()) == [
-        "model.flavor and model.hf_assets_path are both empty, so the model has no sizes. Set one of them."
-    ]
-    assert check_values(make_job(model__hf_assets_path="assets")) == [
-        'model.flavor = "30B-A3B" and model.hf_assets_path = "assets" both give the model\'s sizes. '
-        "Keep one; an empty string clears the other."
+        "model.path and model.flavor are both empty, so there is no model. Set model.path to a folder or hub id, or "
+        "model.name and model.flavor for a new model with random weights."
     ]
     assert check_values(make_job(model__flavor="", model__hf_assets_path="assets")) == []
+    assert check_values(make_job(model__hf_assets_path="assets")) == [], "the tokenizer of one, the sizes of the other"
 
 
 def test_text_dataset_needs_a_path() -> None:
@@ -211,7 +209,10 @@ LORA = {"lora__rank": 8, "checkpoint__initial_load_path": "model", "model__flavo
     [
         ({**LORA}, []),
         ({**LORA, "lora__alpha": 3.0, "lora__dropout": 0.1, "lora__targets": "q_proj"}, []),
-        ({"lora__rank": 8}, ["checkpoint.initial_load_path is empty"]),
+        (
+            {"lora__rank": 8},
+            ["adapters of a pretrained model, and there is none. Set model.path to that model."],
+        ),
         ({"evaluation__path": "rows.csv", "evaluation__enable": True, "evaluation__split": "train"}, []),
         ({"evaluation__path": "rows.csv"}, ['evaluation.path = "rows.csv" is set, but evaluation.enable = false']),
         ({"evaluation__split": "train"}, ['evaluation.split = "train" is set, but evaluation.path is empty']),

@@ -75,7 +75,7 @@ def test_tokenizer_of_the_pretrained_model_is_used(
     assert len(build_data(job, 0, 1)[0]) == 300
     job.model.hf_assets_path = str(tmp_path / "assets")
     assert len(build_data(job, 0, 1)[0]) == 280
-    assert f"data: using the tokenizer of model.hf_assets_path, {tmp_path}/assets" in caplog.text
+    assert f"data: using the tokenizer in {tmp_path}/assets" in caplog.text
     assert job.data.tokenizer_path == ""  # the configuration is left as it was
 
 

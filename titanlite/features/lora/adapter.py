@@ -112,8 +112,8 @@ def adapter_checkpoint(folder: Path, section: LoRASection, base: str = "", *, ke
             )
         if base and config.base != name_of_base(base):
             logger.warning(
-                "checkpoint: the adapters in %s were trained on %s, this run puts them on %s; "
-                "checkpoint.initial_load_path must be the same model.",
+                "checkpoint: the adapters in %s were trained on %s, this run puts them on %s; it must be the "
+                "same model.",
                 *(folder, config.base, name_of_base(base)),
             )
         return stored

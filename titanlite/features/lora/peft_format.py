@@ -16,6 +16,7 @@ from titanlite.checkpoint.hf_model import HFFormat
 from titanlite.checkpoint.parts import ADAPTERS
 from titanlite.checkpoint.writer import FileLayout, Item, lay_out
 from titanlite.config import AnyModelConfig, JobConfig, ModelConfig
+from titanlite.config.assets import weights_key
 from titanlite.config.schema import LoRASection
 from titanlite.features.lora.adapter import HUB_SNAPSHOT, adapter_checkpoint, adapter_place, name_of_base
 from titanlite.features.lora.layers import (
@@ -165,7 +166,7 @@ def warn_of_changed_base(job: JobConfig, model_config: AnyModelConfig) -> None:
         return
     if not (folder / "config.json").is_file():
         return
-    if text := describe_differences(model_config, model_config_from_hf(folder, "checkpoint.initial_load_path")):
+    if text := describe_differences(model_config, model_config_from_hf(folder, weights_key(job))):
         logger.warning(
             "lora: the adapters are for another model than %s describes: %s. Merge them (python -m titanlite export "
             "--merge), or change its config.json before they are loaded onto it.",

@@ -66,8 +66,8 @@ def load_example_tokenizer(data: DataSection) -> "PreTrainedTokenizerFast":
     """The tokenizer with its chat template."""
     if not data.tokenizer_path:
         raise DataError(
-            'data: dataset = "examples" needs a tokenizer, but data.tokenizer_path is empty and model.hf_assets_path '
-            "has no tokenizer.json. Set one of them to the folder of the model to fine-tune."
+            "data: rows of examples need a tokenizer, and there is no tokenizer.json at model.path. Set model.path to "
+            "the model to fine-tune, or data.tokenizer_path to a folder with a tokenizer."
         )
     tokenizer = load_tokenizer(data.tokenizer_path)
     if data.chat_template:

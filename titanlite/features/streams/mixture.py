@@ -234,8 +234,8 @@ def build_mixture(job: JobConfig) -> tuple[Any, MixtureDataset]:
     data, seq_len = resolve_tokenizer_path(job), job.training.seq_len
     if not data.tokenizer_path:  # one that is trained would know the first source only
         raise DataError(
-            "data: data.sources need a tokenizer, but data.tokenizer_path is empty and model.hf_assets_path has no "
-            "tokenizer.json. Set one of them to its folder."
+            "data: data.sources need a tokenizer, and there is no tokenizer.json at model.path. Set model.path, or "
+            "data.tokenizer_path, to a folder with one."
         )
     tokenizer = load_tokenizer(data.tokenizer_path) if data.dataset == "text" else load_example_tokenizer(data)
     parts: dict[str, SequenceDataset] = {}

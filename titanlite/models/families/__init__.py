@@ -15,6 +15,7 @@ from typing import Any
 
 from titanlite.base.errors import ConfigError, raise_problems
 from titanlite.base.files import read_json
+from titanlite.config.assets import weights_key
 from titanlite.config.model import ROPE_FIELDS, AnyModelConfig, ModelConfig, RopeScaling
 from titanlite.config.schema import JobConfig, ModelSection
 from titanlite.models.families.family import Family
@@ -36,6 +37,8 @@ __all__ = [
 ]
 
 # Saved configurations name the tokenizer's padding, whether or not the run that saved them gave it a gradient.
+# Torchtitan's names of families and flavors.
+_TORCHTITAN = {"llama3": "llama", "debugmodel": "debug"}
 _WITHOUT_EFFECT_ON_WEIGHTS = {"initializer_range", "max_position_embeddings", "pad_token_id"}
 
 
@@ -66,17 +69,17 @@ def resolve_model_config(section: ModelSection) -> AnyModelConfig:
             that contradict one another.
     """
     overrides = _given_overrides(section)
-    if not section.hf_assets_path:
+    if section.flavor:
         config = _apply_overrides(_preset(section), overrides)
         if section.implementation != "transformers":
             return config
         hf = {**family_of(config).to_hf(config), "model_type": config.family}
         return transformers_config(hf, f"model.flavor {section.flavor}", "model.implementation asks for it")
-    folder = Path(section.hf_assets_path)
+    folder, where = Path(section.hf_assets_path), "model.path" if section.path else "model.hf_assets_path"
     why = "model.implementation asks for it"
     if section.implementation != "transformers":
         try:
-            return _apply_overrides(model_config_from_hf(folder), overrides)
+            return _apply_overrides(model_config_from_hf(folder, where), overrides)
         except NotNativeError as error:
             if section.implementation == "native":
                 raise
@@ -86,13 +89,13 @@ def resolve_model_config(section: ModelSection) -> AnyModelConfig:
             f"model.overrides: {', '.join(overrides)} cannot be changed here, since the model is transformers' class "
             f"({why}). Change its config.json."
         )
-    return transformers_config(_read_config(folder), str(_config_file(folder)), why)
+    return transformers_config(_read_config(folder, where), str(_config_file(folder)), why)
 
 
 def get_model_type(section: ModelSection) -> str:
     """Hugging Face's name of the family of the model that `[model]` describes."""
     folder = Path(section.hf_assets_path)
-    has_config = section.hf_assets_path and _config_file(folder).is_file()
+    has_config = not section.flavor and section.hf_assets_path and _config_file(folder).is_file()
     return str(_read_config(folder)["model_type"]) if has_config else section.name
 
 
@@ -109,9 +112,9 @@ def find_other_model(job: JobConfig, config: AnyModelConfig) -> list[str]:
         return []
     remedy = "Leave model.name and model.flavor out: then its config.json counts."
     try:
-        theirs = model_config_from_hf(folder, "checkpoint.initial_load_path")
+        theirs = model_config_from_hf(folder, weights_key(job))
     except NotNativeError as error:
-        return [f"model.flavor = '{flavor}' is not the model of checkpoint.initial_load_path: {error} {remedy}"]
+        return [f"model.flavor = '{flavor}' is not the model of {weights_key(job)}: {error} {remedy}"]
     meant = _given_overrides(job.model)
     scaling: Mapping[str, Any] = meant.pop("rope_scaling", {})
     names = {*meant, *(f"rope_scaling.{name}" for name in scaling)}
@@ -142,15 +145,19 @@ def _flatten(config: ModelConfig) -> dict[str, Any]:
 
 
 def _preset(section: ModelSection) -> ModelConfig:
-    family = families().get(section.name)
+    name = _TORCHTITAN.get(section.name, section.name)
+    flavor = _TORCHTITAN.get(section.flavor, section.flavor)
+    family = families().get(name)
     if family is None:
-        raise ConfigError(f"model.name: unknown family '{section.name}'{_nearest(section.name, families())}")
-    if section.flavor not in family.presets:
-        raise ConfigError(
-            f"model.flavor: family '{section.name}' has no flavor '{section.flavor}'"
-            f"{_nearest(section.flavor, family.presets)}"
-        )
-    return family.presets[section.flavor]
+        raise ConfigError(f"model.name: unknown family '{name}'{_nearest(name, families())}")
+    relatives = [family, *(other for key, other in families().items() if key.startswith(f"{name}_"))]
+    for presets in (each.presets for each in relatives):  # torchtitan's qwen3 has the sizes of qwen3_moe, too
+        if flavor in presets:
+            return presets[flavor]
+    parts = [preset for full, preset in family.presets.items() if flavor in full.split("-")]  # "8B" of "3.1-8B"
+    if len(parts) != 1:
+        raise ConfigError(f"model.flavor: family '{name}' has no flavor '{flavor}'{_nearest(flavor, family.presets)}")
+    return parts[0]
 
 
 def _given_overrides(section: ModelSection) -> dict[str, Any]:

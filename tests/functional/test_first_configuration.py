@@ -1,0 +1,118 @@
+"""The first configuration that a newcomer writes trains what its author meant, or is refused with one message."""
+
+import json
+import os
+import shutil
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from processes import run_to_end
+from safetensors.torch import load_file
+
+from titanlite.checkpoint.train_state import STATE_FILE
+
+CHATS = [
+    {"messages": [{"role": "user", "content": f"what is {a} and {b}"}, {"role": "assistant", "content": f"{a + b}"}]}
+    for a in range(10)
+    for b in range(10)
+]
+PAIRS = [
+    {"prompt": f"what is {a} and {b}", "chosen": f"{a + b}", "rejected": f"{a + b + 1}"}
+    for a in range(10)
+    for b in range(10)
+]
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pretrained, examples: list[str]) -> Path:
+    """A folder as a newcomer has it: a model of the hub's form, and data."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(pretrained("tiny", 0.02, "--model.name=qwen3"), tmp_path / "model")
+    tokenizer = Path(next(text for text in examples if "tokenizer_path" in text).partition("=")[2])
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        if (tokenizer / file).exists():
+            shutil.copy(tokenizer / file, tmp_path / "model" / file)
+    for name, rows in {"chats": CHATS, "pairs": PAIRS}.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "book.txt").write_text("what is one and two\n" * 500)
+    return tmp_path
+
+
+@pytest.fixture
+def train(home: Path):
+    def run(text: str, *overrides: str, code: int = 0) -> str:
+        (home / "mine.toml").write_text(f"{text}\n[metrics]\nlog_freq = 1\nenable_tensorboard = false\n")
+        arguments = [sys.executable, "-m", "titanlite.train", "--config", "mine.toml"]
+        overrides = ("--training.seq_len=64", f"--data.cache_folder={home}/cache", *overrides)
+        done = run_to_end([*arguments, *overrides], cwd=home, env=os.environ, timeout_s=120, join_outputs=True)
+        assert done.returncode == code, done.stdout
+        return done.stdout
+
+    return run
+
+
+MODEL = '[model]\npath = "model"\n'
+
+
+def resolved(home: Path) -> dict:
+    return tomllib.loads((home / "outputs/mine/config.toml").read_text())
+
+
+@pytest.mark.parametrize(
+    ("data", "more", "kind", "lr"),
+    [
+        ("chats.jsonl", "", "examples", 2e-5),
+        ("chats.jsonl", "[lora]\nrank = 4\n", "examples", 2e-4),
+        ("pairs.jsonl", '[training]\nobjective = "dpo"\n', "examples", 5e-7),
+        ("book.txt", "", "text", 2e-5),
+    ],
+)
+def test_a_model_and_a_file_are_a_configuration(train, home: Path, data: str, more: str, kind: str, lr: float) -> None:
+    train(f'{MODEL}[data]\npath = "{data}"\n{more}', "--training.steps=2")
+    settings = resolved(home)
+    assert (settings["data"]["dataset"], settings["optimizer"]["lr"]) == (kind, lr)
+    assert settings["optimizer"]["weight_decay"] == 0
+    saved = home / "outputs/mine/checkpoint/step-2"
+    before, after = load_file(home / "model/model.safetensors"), saved / "model.safetensors"
+    if after.exists():  # of adapters the model is not written
+        moved = {name: (tensor.float() - before[name].float()).abs().max() for name, tensor in load_file(after).items()}
+        assert 0 < max(moved.values()) < 10 * lr, "it began with these weights"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '[model]\nname = "qwen3"\nflavor = "debug"\n[data]\npath = "chats.jsonl"\ntokenizer_path = "model"\n',
+        '[model]\nhf_assets_path = "model"\n[data]\npath = "pairs.jsonl"\n[training]\nobjective = "dpo"\n',
+    ],
+)
+def test_chats_and_pairs_are_for_trained_models(train, text: str) -> None:
+    output = train(text, "--training.steps=2", code=2)
+    assert "random weights" in output
+    assert "Set model.path to the model to fine-tune" in output
+    train(text, "--training.steps=2", "--model.init=random")
+
+
+def test_a_folder_is_of_one_run(train, home: Path) -> None:
+    text = f'{MODEL}[data]\npath = "{{}}"\n'
+    train(text.format("chats.jsonl"), "--training.steps=2")
+    (home / "more.jsonl").write_bytes((home / "chats.jsonl").read_bytes())
+    said = train(text.format("more.jsonl"), "--training.steps=4", code=2)
+    assert 'data.path "chats.jsonl" -> "more.jsonl"' in said
+    assert "outputs/mine holds another run, at step 2" in said
+    said = train(text.format("chats.jsonl"), "--training.steps=1", code=2)
+    assert "training.steps = 1, but the checkpoint in outputs/mine is of step 2" in said
+    (home / "elsewhere").mkdir()
+    shutil.move(home / "chats.jsonl", home / "elsewhere/chats.jsonl")
+    train(text.format("elsewhere/chats.jsonl"), "--training.steps=3")
+    train(text.format("more.jsonl"), "--training.steps=4", "--checkpoint.resume=force")
+    assert (home / "outputs/mine/checkpoint/step-4" / STATE_FILE).exists()
+
+
+def test_torchtitan_has_sizes_and_tokenizer_in_two_places(train, home: Path) -> None:
+    text = '[model]\nname = "llama3"\nflavor = "debugmodel"\nhf_assets_path = "model"\n[data]\npath = "book.txt"\n'
+    said = train(text, "--training.steps=2", "--model.overrides.vocab_size=512")
+    assert "model: llama" in said
+    assert resolved(home)["optimizer"]["lr"] == 3e-4

@@ -1,0 +1,184 @@
+"""What a configuration means where it is silent."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from titanlite.base.errors import ConfigError
+from titanlite.config import JobConfig, load_config, save_resolved
+from titanlite.config.defaults import find_kind
+from titanlite.config.peers import NAMES
+from titanlite.config.settings import get_settings
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with data of each kind and a model."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("chats.jsonl", "rows.jsonl.gz", "rows.parquet", "rows.csv", "book.txt", "notes.md"):
+        (tmp_path / name).write_text("")
+    for name, files in {"rows": ["a.jsonl", "README.md"], "books": ["a/b.txt"], "both": ["a.txt", "b.jsonl"]}.items():
+        for file in files:
+            (tmp_path / name / file).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name / file).write_text("")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    return tmp_path
+
+
+def load(text: str, *overrides: str) -> JobConfig:
+    Path("mine.toml").write_text(text)
+    return load_config(["--config", "mine.toml", *overrides])
+
+
+MODEL = '[model]\npath = "model"\n'
+NEW = '[model]\nflavor = "debug"\n'
+
+
+# --- the model
+
+
+def test_one_key_names_configuration_tokenizer_and_weights() -> None:
+    job = load(MODEL)
+    assert (job.model.hf_assets_path, job.checkpoint.initial_load_path) == ("model", "model")
+    job = load(f'{MODEL}init = "random"\n')
+    assert (job.model.hf_assets_path, job.checkpoint.initial_load_path) == ("model", "")
+    job = load(f'{MODEL}flavor = "8B"\n')
+    assert (job.model.hf_assets_path, job.checkpoint.initial_load_path) == ("", "model"), "the flavor has the sizes"
+    job = load('[model]\nhf_assets_path = "model"\ninit = "pretrained"\n')
+    assert job.checkpoint.initial_load_path == "model"
+    job = load('[model]\nhf_assets_path = "model"\n')
+    assert job.checkpoint.initial_load_path == "", "as before"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (f'{MODEL}[checkpoint]\ninitial_load_path = "b"\n', "Leave checkpoint.initial_load_path out."),
+        (f'{MODEL}hf_assets_path = "b"\n', "Leave model.hf_assets_path out; another tokenizer is data.tokenizer_path."),
+        ('[model]\nflavor = "8B"\ninit = "random"\n[checkpoint]\ninitial_load_path = "b"\n', "contradict each other"),
+        ('[model]\nflavor = "8B"\ninit = "pretrained"\n', 'model.init = "pretrained" needs model.path'),
+        ("[model]\n", "model.path and model.flavor are both empty, so there is no model."),
+    ],
+)
+def test_a_model_that_is_named_twice_or_not_at_all(text: str, said: str) -> None:
+    with pytest.raises(ConfigError) as info:
+        load(text)
+    assert said in str(info.value)
+    assert "problems" not in str(info.value), "one mistake is one problem"
+
+
+# --- the data
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        *(("chats.jsonl", "examples"), ("rows.jsonl.gz", "examples"), ("rows.parquet", "examples")),
+        *(("rows.csv", "examples"), ("book.txt", "text"), ("notes.md", "text"), ("rows", "examples")),
+        *(("books", "text"), ("both", "mixed"), ("owner/dataset", "examples"), ("nothere.jsonl", "examples")),
+        *(("nothere/below", "examples"), ("/nothere", "text")),
+    ],
+)
+def test_the_kind_of_data_follows_from_the_path(path: str, kind: str) -> None:
+    assert find_kind(path) == kind
+    if kind != "mixed":
+        assert load(f'{NEW}[data]\npath = "{path}"\n').data.dataset == kind
+        return
+    with pytest.raises(ConfigError, match=r"both has rows and text files\. Set data\.dataset"):
+        load(f'{NEW}[data]\npath = "{path}"\n')
+    assert load(f'{NEW}[data]\npath = "both"\npattern = "*.jsonl"\n').data.dataset == "examples"
+    assert load(f'{NEW}[data]\npath = "both"\ndataset = "text"\n').data.dataset == "text"
+
+
+def test_sources_are_of_one_kind() -> None:
+    sources = '[data.sources.a]\npath = "chats.jsonl"\n[data.sources.b]\npath = "{}"\n'
+    assert load(NEW + sources.format("rows")).data.dataset == "examples"
+    with pytest.raises(ConfigError, match=r"chats\.jsonl has rows, books has text files"):
+        load(NEW + sources.format("books"))
+
+
+@pytest.mark.parametrize("data", ['path = "chats.jsonl"', 'path = "both"\npattern = "*.jsonl"'])
+def test_chats_are_never_trained_as_they_are_written(data: str) -> None:
+    with pytest.raises(ConfigError, match="with braces and field names"):
+        load(f'{NEW}[data]\ndataset = "text"\n{data}\n')
+
+
+# --- the optimizer and the length
+
+
+@pytest.mark.parametrize(
+    ("more", "lr"),
+    [
+        ("", 2e-5),
+        ("[lora]\nrank = 8\n", 2e-4),
+        ('[training]\nobjective = "dpo"\n', 5e-7),
+        ('[training]\nobjective = "dpo"\n[lora]\nrank = 8\n', 5e-6),
+    ],
+)
+def test_defaults_of_fine_tuning(more: str, lr: float) -> None:
+    optimizer = load(f'{MODEL}[data]\npath = "chats.jsonl"\n{more}').optimizer
+    assert (optimizer.lr, optimizer.weight_decay, optimizer.beta2) == (lr, 0.0, 0.999)
+    optimizer = load(f'{MODEL}[data]\npath = "chats.jsonl"\n{more}[optimizer]\nlr = 1.0\nbeta2 = 0.5\n').optimizer
+    assert (optimizer.lr, optimizer.weight_decay, optimizer.beta2) == (1.0, 0.0, 0.5)
+
+
+@pytest.mark.parametrize("text", [NEW, f'{MODEL}init = "random"\n'])
+def test_defaults_of_pretraining(text: str) -> None:
+    optimizer = load(text).optimizer
+    assert (optimizer.lr, optimizer.weight_decay, optimizer.beta2) == (3e-4, 0.1, 0.95)
+
+
+@pytest.mark.parametrize("first", ["epochs = 3\n", "steps = 7\n", "epochs = 3\nsteps = 7\n"])
+def test_the_command_line_says_how_long(first: str) -> None:
+    text = f"{NEW}[training]\n{first}"
+    if "epochs" in first and "steps" in first:
+        with pytest.raises(ConfigError, match=r"steps = 7 and training\.epochs = 3 both say how long"):
+            load(text)
+    job = load(text, "--training.steps=5")
+    assert (job.training.steps, job.training.epochs) == (5, 0)
+    job = load(text, "--training.epochs=2")
+    assert job.training.epochs == 2
+    with pytest.raises(ConfigError, match=r"steps = 5 and training\.epochs = 2 both say how long"):
+        load(text, "--training.steps=5", "--training.epochs=2")
+
+
+def test_the_folder_has_the_name_of_the_configuration() -> None:
+    assert load(NEW).job.dump_folder == "outputs/mine"
+    assert load(f'[job]\ndump_folder = "x"\n{NEW}').job.dump_folder == "x"
+
+
+@pytest.mark.parametrize("text", [f'{MODEL}[data]\npath = "chats.jsonl"\n[training]\nepochs = 2\n', NEW])
+def test_what_was_filled_in_is_saved(text: str, folder: Path) -> None:
+    job = load(text)
+    job.training.steps = 123 if job.training.epochs else 1000  # as many as the epochs are
+    save_resolved(job, folder / "saved.toml")
+    again = load_config(["--config", str(folder / "saved.toml")])
+    again.training.steps = job.training.steps
+    assert again == job
+
+
+# --- names of other trainers
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("learning_rate", "1e-5", "unknown key 'learning_rate', which other trainers have: here it is optimizer.lr."),
+        ("training.num_train_epochs", "3", "here it is training.epochs."),
+        ("checkpoint.initial_load_in_hf", "true", "here it is model.path."),
+        ("training.dataset_path", "x", "here it is data.path."),
+    ],
+)
+def test_settings_of_other_trainers_are_known_by_name(key: str, value: str, said: str) -> None:
+    with pytest.raises(ConfigError) as info:
+        load(NEW, f"--{key}={value}")
+    assert said in str(info.value)
+
+
+def test_what_other_names_stand_for_is_there() -> None:
+    keys = {name: re.findall(r"[a-z_]+\.[a-z_0-9]+", text) for name, text in NAMES.items()}
+    assert all(keys[name] or text.startswith("nothing") for name, text in NAMES.items())
+    assert {key for found in keys.values() for key in found} <= {*get_settings(), "data.sources"}

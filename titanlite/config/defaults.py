@@ -1,0 +1,138 @@
+"""Settings that follow from others: what a configuration means where it is silent."""
+
+import os
+from collections.abc import Callable, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Literal
+
+from titanlite.config.assets import is_hub_id
+from titanlite.config.check import format_value
+from titanlite.config.data import get_sources
+from titanlite.config.schema import JobConfig
+
+_ROWS = (".jsonl", ".json", ".parquet", ".csv")
+_PACKED = (".gz", ".zst")
+_MOST_NAMES = 10_000  # of a folder, which are alike after these
+
+# Peak learning rate where a run begins with pretrained weights, by (objective, are they adapters).
+_FINE_TUNING_RATES = {
+    ("next_token", False): 2e-5,  # Alpaca; the default of TRL's SFTTrainer
+    ("next_token", True): 2e-4,  # QLoRA, arXiv:2305.14314; ten times that of all weights: "LoRA Without Regret", 2025
+    ("dpo", False): 5e-7,  # Zephyr, arXiv:2310.16944; Tulu 3, arXiv:2411.15124
+    ("dpo", True): 5e-6,  # the LoRA recipe of Zephyr
+}
+
+
+def fill_in(job: JobConfig, given: Mapping[str, str], name: str) -> list[str]:
+    """Set, in place, what follows from the settings that are `given`, and return the problems that this meets.
+
+    Args:
+        job: every setting that is not given has the default of the schema.
+        given: where each setting was given, by its full key.
+        name: of the configuration, for its folder.
+    """
+
+    def default(key: str, value: object) -> None:
+        section, _, setting = key.partition(".")
+        if key not in given:
+            setattr(getattr(job, section), setting, value)
+
+    problems = _fill_in_model(job) + _fill_in_length(job, given) + _fill_in_data(job, given, default)
+    default("job.dump_folder", f"outputs/{name}" if name else "outputs")
+    if job.checkpoint.initial_load_path:
+        default("optimizer.lr", _FINE_TUNING_RATES[job.training.objective, job.lora.rank > 0])
+        default("optimizer.weight_decay", 0.0)
+        default("optimizer.beta2", 0.999)
+    return problems
+
+
+def _fill_in_model(job: JobConfig) -> list[str]:
+    """`model.path` and `model.init` as `model.hf_assets_path` and `checkpoint.initial_load_path`."""
+    model, checkpoint = job.model, job.checkpoint
+    problems = [
+        f"model.path = {format_value(model.path)} and {key} = {format_value(other)} both name the model. Leave {key} "
+        + f"out{also}."
+        for key, other, also in (
+            ("checkpoint.initial_load_path", checkpoint.initial_load_path, ""),
+            ("model.hf_assets_path", model.hf_assets_path, "; another tokenizer is data.tokenizer_path"),
+        )
+        if model.path and other and other != model.path
+    ]
+    if model.init == "random" and checkpoint.initial_load_path and not problems:
+        problems = [
+            'model.init = "random" and checkpoint.initial_load_path = '
+            + f"{format_value(checkpoint.initial_load_path)} contradict each other. Leave one of them out."
+        ]
+    weights = model.path or (model.hf_assets_path if model.init == "pretrained" else "")
+    if model.init == "pretrained" and not (weights or checkpoint.initial_load_path):
+        problems = ['model.init = "pretrained" needs model.path, which is empty. Set it to a folder or hub id.']
+    if problems:
+        return problems
+    if model.init != "random":
+        checkpoint.initial_load_path = checkpoint.initial_load_path or weights
+    if not model.flavor:
+        model.hf_assets_path = model.hf_assets_path or model.path
+    return []
+
+
+def _fill_in_length(job: JobConfig, given: Mapping[str, str]) -> list[str]:
+    """One of `training.steps` and `training.epochs`: the later place counts, the command line."""
+    training = job.training
+    steps, epochs = given.get("training.steps"), given.get("training.epochs")
+    if steps is None or epochs is None or not training.epochs:
+        return []
+    is_late = [place.startswith("override") for place in (steps, epochs)]
+    if is_late[0] == is_late[1]:
+        return [
+            f"training.steps = {training.steps} and training.epochs = {training.epochs:g} both say how long the run "
+            + "is. Leave one of them out."
+        ]
+    if is_late[0]:
+        training.epochs = 0.0
+    return []
+
+
+def find_kind(path: str, pattern: str = "") -> Literal["examples", "text", "mixed"]:
+    """What is at `path`, by the names of files: rows for fine-tuning, or documents as they are; a folder may have both.
+
+    What does not exist is rows if its name is that of a dataset of the hub or of a file of rows.
+    """
+    place = Path(os.path.expanduser(path))
+    if not place.exists():
+        return "examples" if is_hub_id(path) or _holds_rows(place.name) else "text"
+    if not place.is_dir():
+        return "examples" if _holds_rows(place.name) else "text"
+    if pattern:
+        return "examples" if _holds_rows(pattern) else "text"
+    names = islice((name for _, _, files in os.walk(place) for name in files), _MOST_NAMES)
+    kinds = {_holds_rows(name) for name in names if name.endswith(".txt") or _holds_rows(name)}
+    return "mixed" if len(kinds) == 2 else "examples" if True in kinds else "text"
+
+
+def _holds_rows(name: str) -> bool:
+    for packed in _PACKED:
+        name = name.removesuffix(packed)
+    return name.endswith(_ROWS)
+
+
+def _fill_in_data(job: JobConfig, given: Mapping[str, str], default: Callable[[str, object], None]) -> list[str]:
+    """The kind of data that the paths are."""
+    data = job.data
+    kinds = {s.path: find_kind(s.path, s.pattern) for s in get_sources(data).values() if s.path}
+    if "data.dataset" not in given and kinds:
+        if len(set(kinds.values())) > 1 or "mixed" in kinds.values():
+            names = {"examples": "rows", "text": "text files", "mixed": "rows and text files"}
+            found = ", ".join(f"{path} has {names[kind]}" for path, kind in kinds.items())
+            return [
+                f'data.dataset is not set, and {found}. Set data.dataset = "examples" for the rows, or "text" for the '
+                + "text files."
+            ]
+        default("data.dataset", next(iter(kinds.values())))
+    rows = [s.path for s in get_sources(data).values() if ".jsonl" in (s.path + s.pattern) and data.dataset == "text"]
+    if rows:
+        return [
+            f'data.dataset = "text" would train {rows[0]} as it is written, with braces and field names. Set '
+            + 'data.dataset = "examples": of rows with text, data.text_field is trained.'
+        ]
+    return []
