@@ -60,7 +60,7 @@ def test_what_a_validation_leaves_out_and_costs_is_said(job: JobConfig, caplog: 
 
 def test_too_little_text(job: JobConfig) -> None:
     job.training.seq_len = 10**6
-    with pytest.raises(DataError, match=r"training\.seq_len \(1000000\), but 2 are needed"):
+    with pytest.raises(DataError, match=r"training\.seq_len \(1000000\), but 1 is needed"):
         build_data(job, 0, 1)
 
 

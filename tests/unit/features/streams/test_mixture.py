@@ -295,7 +295,9 @@ def test_text(make_job: MakeJob, tmp_path: Path, make_sources: MakeJob) -> None:
     texts = [tokenizer.decode(batch.tokens[0]) for step in range(10) for batch in loader.micro_batches(step)]
     assert {text.strip()[0] for text in texts} >= {"a", "b"} or len(texts) < 10
     job.data.tokenizer_path = ""
-    with pytest.raises(DataError, match=r"data\.sources need a tokenizer, but data\.tokenizer_path is empty"):
+    with pytest.raises(
+        DataError, match=r"data\.sources need a tokenizer, and there is no tokenizer\.json at model\.path"
+    ):
         build_data(job, 0, 1)
 
 
