@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from traced_layers import TORCH_COMPILE_WARNINGS
 
 import titanlite.train_step
+from titanlite import assemble as build_order
 from titanlite.assemble import assemble
 from titanlite.base.errors import TrainingError
 from titanlite.config.parallelism import Degrees
@@ -104,7 +105,7 @@ def build_with_gradients(checked: Checked, shard: bool) -> Decoder:
     model, rows = build_decoder(checked.model_config), TOKENS
     if shard:
         dims = ParallelDims.build(checked.degrees, "cpu")
-        assemble.shard(model, checked.job, dims, "cpu")
+        build_order.shard(model, checked.job, dims, "cpu")
         rows = TOKENS.chunk(checked.degrees.dp)[dims.dp_rank]
     materialize(model, "cpu", seed=1)
     model(rows, rows).cross_entropy.backward()
