@@ -1,11 +1,19 @@
 """Processes that tests start: with an end in every case, for themselves and for all that they have started."""
 
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+
+
+def anonymous_bytes() -> int:
+    """Memory of this process that is no page of a file. To read smaps_rollup takes up to 0.1 s: it walks all pages."""
+    match = re.search(r"^RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert match is not None
+    return int(match[1]) * 1024
 
 
 def descendants(pid: int) -> list[int]:

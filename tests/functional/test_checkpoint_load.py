@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fp8_folder import write_fp8
+from processes import anonymous_bytes
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -150,13 +150,6 @@ def test_every_byte_is_read_once_in_the_job(run_ranks, checked, meshes, tmp_path
     assert max(counts) < 0.4 * size, "no rank reads for all"
 
 
-def _anonymous_bytes() -> int:
-    text = Path("/proc/self/smaps_rollup").read_text()
-    match = re.search(r"^Anonymous: +(\d+) kB", text, re.MULTILINE)
-    assert match is not None
-    return int(match[1]) * 1024
-
-
 # About 200 MB in bfloat16: whoever holds the whole model, even once, is far above the bound.
 WIDE = ["--model.overrides.hidden_size=512", "--model.overrides.moe_intermediate_size=4096"]
 WIDE_TIED = ["--model.name=qwen3", "--model.overrides.hidden_size=2048", "--model.overrides.intermediate_size=8192"]
@@ -188,10 +181,10 @@ def test_no_rank_ever_holds_more_than_its_shards(run_ranks, checked, meshes, tmp
 
         def watch() -> None:
             while not stop.is_set():
-                peak[0] = max(peak[0], _anonymous_bytes())
+                peak[0] = max(peak[0], anonymous_bytes())
                 stop.wait(0.002)
 
-        before = _anonymous_bytes()
+        before = anonymous_bytes()
         watcher = threading.Thread(target=watch)
         watcher.start()
         plan = materialize(sharded, "cpu", [hf_checkpoint(tmp_path / "hf", job.model_config)])

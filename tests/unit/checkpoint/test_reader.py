@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes import anonymous_bytes
 from safetensors.torch import save_file
 
 from titanlite.base.errors import CheckpointError
@@ -223,15 +224,6 @@ def test_only_the_files_that_are_needed_are_opened(tmp_path):
     assert shard.tolist() == [1.0] * 4
 
 
-def anonymous_bytes() -> int:
-    """Memory of this process that is no page of a file."""
-    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
-        if line.startswith("Anonymous:"):
-            return int(line.split()[1]) * 1024
-    raise AssertionError("no Anonymous in smaps_rollup")
-
-
-@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["direct", "staged"])
 def test_memory_beyond_the_shards_is_a_mebibyte_per_thread(tmp_path, dtype, monkeypatch):
     threads = 4
