@@ -712,7 +712,7 @@ def _damaged(draw: st.DrawFn) -> bytes:
     return bytes(head + content)
 
 
-@settings(max_examples=800)
+@settings(max_examples=400)
 @given(_damaged())
 def test_damaged_files(fuzzed: Path, raw: bytes) -> None:
     _check_raw(fuzzed, raw)
@@ -778,7 +778,7 @@ def _structured(draw: st.DrawFn) -> bytes:
     return _pack(f"{{{text}}}", bytes(i % 2 for i in range(start)))
 
 
-@settings(max_examples=800)
+@settings(max_examples=400)
 @given(_structured())
 def test_damaged_headers(fuzzed: Path, raw: bytes) -> None:
     _check_raw(fuzzed, raw)
