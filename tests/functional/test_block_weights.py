@@ -91,15 +91,12 @@ def run_alone(train_run, base_of, single_runs):
 @pytest.mark.parametrize(
     ("mesh", "model_name", "form", "overrides"),
     [
-        ("FSDP4", "qwen3_moe", "nf4", []),
         ("FSDP4", "qwen3_moe", "fp8", [SELECTIVE]),
         ("TP2xEP2", "qwen3_moe", "nf4", [FULL]),
         ("TP2xEP4", "qwen3_moe", "fp8", []),
         ("TP2xFSDP2", "few_experts", "nf4", []),  # experts split along dim 1
-        ("HSDP2x2", "few_experts", "fp8", []),
         ("TP2xFSDP2", "qwen3", "nf4", [SELECTIVE]),
         ("DDP4", "qwen3", "fp8", []),
-        ("TP2xEP2", "deepseek_v3", "nf4", [SELECTIVE]),
         ("CP2xTP2", "qwen3_moe", "nf4", []),
         ("PP2xTP2xEP2", "qwen3_moe", "fp8", []),
         ("PP2xFSDP2", "deepseek_v3", "nf4", ["--parallelism.fsdp_once_per_step=true"]),

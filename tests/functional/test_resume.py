@@ -76,13 +76,11 @@ def contents(folder: Path, step: int) -> dict[str, str]:
     ("mesh", "overrides"),
     [
         ("FSDP4", []),
-        ("TP2xEP2", []),
         ("HSDP2xTP2xEP2", []),
         ("TP2xEP4", DOTS1),
         ("EP2xFSDP2", ["--checkpoint.async_mode=async"]),
         ("TP2xFSDP2", ["--checkpoint.export_dtype=bfloat16"]),
         ("FSDP4", ["--training.dtype=bfloat16", "--optimizer.implementation=foreach"]),
-        ("TP2xEP2", MUON),
         ("HSDP2xTP2xEP2", MUON),
         ("CP2xTP2xEP4", []),
         ("PP2xTP2xEP2", ["--training.local_batch_size=1"]),
@@ -92,14 +90,12 @@ def contents(folder: Path, step: int) -> dict[str, str]:
     ],
     ids=[
         "FSDP4",
-        "TP2xEP2",
         "HSDP2xTP2xEP2",
         "dots1",
         "async",
         "bfloat16 export",
         "bfloat16 training",
         "Muon",
-        "HSDP Muon",
         "CP2xTP2xEP4",
         "pipeline",
         "pipeline async",
@@ -135,7 +131,7 @@ def test_resumed_with_another_optimizer_its_states_are_refused(train, halfway, m
 
 
 def test_momentum_of_muon_moves_to_another_mesh(train, halfway, meshes):
-    whole, resumed = halfway(meshes["TP2xEP2"], *MUON)
+    whole, resumed = halfway(meshes["HSDP2xTP2xEP2"], *MUON)
     train(meshes["EP2xFSDP2"], resumed, *MUON)
     assert losses(resumed, 1) == pytest.approx(losses(whole, HALF + 1), rel=1e-5)
 
@@ -144,10 +140,8 @@ def test_momentum_of_muon_moves_to_another_mesh(train, halfway, meshes):
     ("before", "after"),
     [
         ("FSDP4", "TP2xEP2"),
-        ("TP2xEP4", "HSDP2x2"),
         ("HSDP2xTP2xEP2", "EP4"),
         ("FSDP4", Degrees()),
-        ("TP2xFSDP2", Degrees(dp_shard=2, ep=2)),
         ("FSDP4", "CP2xTP2"),
         ("CP2xEP2", "TP2xFSDP2"),
         ("FSDP4", "PP2xEP2"),
@@ -212,7 +206,7 @@ def test_resumed_with_another_model_it_is_refused(train, halfway, override, text
 
 def test_optimizer_states_are_those_of_the_run(halfway, meshes):
     """The files hold AdamW's moments under the parameters' own names, experts fused, and none is zero."""
-    whole, _ = halfway(meshes["TP2xEP2"])
+    whole, _ = halfway(meshes["HSDP2xTP2xEP2"])
     states = load_file(whole / f"checkpoint/step-{ALL}/titanlite/optimizer.safetensors")
     kinds: dict[str, set[str]] = {}
     for key, tensor in states.items():
@@ -235,8 +229,8 @@ def _resume(run_ranks, job: Checked, action: Callable[[Trainer], Any] = lambda t
 def test_nothing_is_drawn_when_a_run_resumes(run_ranks, halfway, checked, meshes):
     from titanlite.materialize import Init
 
-    _, resumed = halfway(meshes["TP2xEP2"])
-    job = checked(meshes["TP2xEP2"], *SCHEDULE, f"--job.dump_folder={resumed}")
+    _, resumed = halfway(meshes["HSDP2xTP2xEP2"])
+    job = checked(meshes["HSDP2xTP2xEP2"], *SCHEDULE, f"--job.dump_folder={resumed}")
     found = _resume(run_ranks, job, lambda t: [e.fqn for e in t.plan.entries if isinstance(e.source, Init)])
     # Counts of the running step begin anew; the biases of Qwen3-MoE come from the file beside the model.
     assert all(name.endswith("tokens_per_expert") for names in found for name in names)
