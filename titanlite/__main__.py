@@ -5,8 +5,10 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from typing import NoReturn
 
+from titanlite import __version__
 from titanlite.base.log import open_console
 from titanlite.base.process import check_limits, lean_imports, leave
 from titanlite.launch.notices import end_with_launcher
@@ -14,7 +16,7 @@ from titanlite.launch.notices import end_with_launcher
 # The module of each command, whose `main` runs it. Some need no torch, and shall not wait for it.
 _MODULES = {
     "train": "titanlite.train",
-    "check": "titanlite.preflight",
+    "check": "titanlite.features.tools.check",
     "config": "titanlite.config.docs",
     "plan": "titanlite.features.estimate.cli",
     "data": "titanlite.features.tools.preview_data",
@@ -23,7 +25,6 @@ _MODULES = {
     "generate": "titanlite.features.tools.generate",
     "report": "titanlite.features.report",
 }
-_OPTIONS = {"check": {"weights": False}}
 # What the commands import first: without one of them, this Python is not the one that titanlite was installed for.
 _PACKAGES = ("omegaconf", "torch", "numpy", "safetensors", "transformers")
 _USAGE = """usage: python -m titanlite COMMAND [arguments]
@@ -60,16 +61,21 @@ def _run_command(argv: Sequence[str] | None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     name, rest = (given[0], given[1:]) if given else ("", [])
     if name not in _MODULES:
+        if name == "--version":
+            print(f"titanlite {__version__}")
+            return 0
         asked_for_help = name in ("-h", "--help")
         stream = sys.stdout if asked_for_help else sys.stderr
         if name and not asked_for_help:
-            print(f"titanlite: error: there is no command '{name}'.", file=stream)
+            nearest = get_close_matches(name, _MODULES, 1)
+            hint = f" Did you mean '{nearest[0]}'?" if nearest else ""
+            print(f"titanlite: error: there is no command '{name}'.{hint}", file=stream)
         print(_USAGE, file=stream)
         return 0 if asked_for_help else 2
     try:
         with lean_imports():
             command = importlib.import_module(_MODULES[name]).main
-        code = command(rest, **_OPTIONS.get(name, {}))
+        code = command(rest)
         return leave(code, at_once=True) if code and name == "train" else code
     except ModuleNotFoundError as error:
         if error.name in _PACKAGES:

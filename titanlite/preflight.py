@@ -83,33 +83,48 @@ def _world_sizes(text: str) -> tuple[int, ...]:
     return tuple(int(number) for number in text.split(","))
 
 
-def _check_all(job: JobConfig, world_sizes: tuple[int, ...], *, weights: bool) -> None:
+def _check_all(job: JobConfig, world_sizes: tuple[int, ...], *, weights: bool) -> Checked:
     problems = find_missing_packages(job) + find_missing_files(job)
     raise_problems(ConfigError, "configuration", problems)  # before anything large is downloaded
-    for world_size in world_sizes:
+    first, *others = world_sizes
+    try:
+        checked = check(job, first, weights=weights)
+    except ConfigError as error:
+        raise ConfigError(f"with {first} ranks: {error}" if others else str(error)) from None
+    for world_size in others:
         try:
             check(job, world_size, weights=weights)
         except ConfigError as error:
-            if world_size in (world_sizes[0], world_sizes[-1]):
-                if len(world_sizes) == 1:
-                    raise
+            if world_size == world_sizes[-1]:
                 raise ConfigError(f"with {world_size} ranks: {error}") from None
             print(f"titanlite: warning: with {world_size} ranks this run would end: {error}", file=sys.stderr)
+    return checked
 
 
-def main(argv: Sequence[str] | None = None, *, weights: bool = True) -> int:
-    """`python -m titanlite.preflight --world-size N --config FILE ...`: exit code 0, or 2 after one clear error.
+def check_arguments(argv: Sequence[str] | None, *, weights: bool) -> Checked:
+    """Check `--world-size N --config FILE ...`, and prepare what the run begins with.
 
     `--world-size 16,8,4` is for machines that may be lost: the first and the last must fit, others give a warning.
-    With `weights` a model of the hub is downloaded, here once for all ranks of this machine.
+    With `weights` a model of the hub is downloaded.
+
+    Raises:
+        ConfigError: lists every contradiction.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--world-size", type=_world_sizes, default=(1,))
     known, rest = parser.parse_known_args(argv)
+    job = load_config(rest)
+    prepare(job)
+    return _check_all(job, known.world_size, weights=weights)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`python -m titanlite.preflight --world-size N --config FILE ...`: exit code 0, or 2 after one clear error.
+
+    A model of the hub is downloaded, here once for all ranks of this machine.
+    """
     try:
-        job = load_config(rest)
-        prepare(job)
-        _check_all(job, known.world_size, weights=weights)
+        check_arguments(argv, weights=True)
     except TitanliteError as error:
         print(f"titanlite: error: {error}", file=sys.stderr)
         return 2

@@ -81,7 +81,7 @@ WRONG = {
     ),
     "batch size": (["--training.global_batch_size=6"], ["global_batch_size (6) is not a multiple", "(4) = 4"]),
     "unknown family": (["--model.name=qwen3_mo"], ["unknown family 'qwen3_mo'; did you mean 'qwen3_moe'?"]),
-    "unknown flavor": (["--model.flavor=30B"], ["family 'qwen3_moe' has no flavor '30B'"]),
+    "unknown flavor": (["--model.flavor=31B"], ["family 'qwen3_moe' has no flavor '31B'"]),
     "no config.json": (
         ["--model.flavor=", "--model.hf_assets_path=/nowhere"],
         ["model.hf_assets_path: there is no /nowhere/config.json"],
@@ -220,8 +220,8 @@ def test_ranks_refuse_a_vocabulary_that_the_model_lacks_with_one_voice(run_proce
         (["--data.pattern=*.md"], 'matches pattern "*.md". Change data.pattern or data.path.'),
         (["--data.tokenizer_path=/nowhere"], "data: tokenizer_path /nowhere: /nowhere does not exist."),
         (
-            ["--training.seq_len=8000", "--model.overrides.max_position_embeddings=8000"],
-            "10707 tokens give 1 sequence(s) of training.seq_len (8000), but 2 are needed",
+            ["--training.seq_len=11000", "--model.overrides.max_position_embeddings=11000"],
+            "10707 tokens give 0 sequence(s) of training.seq_len (11000), but 1 is needed",
         ),
         (["--job.dump_folder={file}/run"], "Not a directory"),
     ],

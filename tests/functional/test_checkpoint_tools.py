@@ -72,7 +72,12 @@ def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
 def step(run_ranks: Callable[..., list[Any]], config_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint after 2 steps of 2 ranks: bfloat16, float32 masters, and biases that Qwen3-MoE has no key for."""
     folder = tmp_path_factory.mktemp("run")
-    settings = [f"--job.dump_folder={folder}", "--training.steps=2", "--lr_scheduler.warmup_steps=1"]
+    settings = [
+        f"--job.dump_folder={folder}",
+        "--training.steps=2",
+        "--lr_scheduler.warmup_steps=1",
+        "--training.seed=1",
+    ]
     job = check(load_config(["--config", str(config_file), *settings, "--checkpoint.export_dtype=bfloat16"]), 2)
     run_ranks(2, lambda: assemble(job).train())
     return folder / "checkpoint/step-2"
