@@ -107,6 +107,7 @@ def make_job(tmp_path: Path, make_tokenizer: Callable[..., PreTrainedTokenizerFa
         path.write_text(rows if isinstance(rows, str) else "".join(json.dumps(row) + "\n" for row in rows))
         make_tokenizer(template).save_pretrained(tmp_path / "tokenizer")
         job = JobConfig(data=DataSection(dataset="examples", path=str(path)))
+        job.validation.enable = True  # then some rows are held out
         job.data.tokenizer_path = str(tmp_path / "tokenizer")
         job.data.cache_folder = str(tmp_path / "cache")
         for name, value in settings.items():

@@ -27,7 +27,7 @@ from titanlite.features.sft.rows import Row, Rows, describe_place
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-FORMAT_VERSION = 4  # raise it when rendering or encoding change, or old cached examples will be taken for new ones
+FORMAT_VERSION = 5  # raise it when rendering or encoding change, or old cached examples will be taken for new ones
 _BATCH_ROWS = 512  # texts and encodings of this many rows are in memory at once
 _FILE_SHIFT = 40  # a place is file << 40 | number
 SKIP_REMEDY = 'To leave such rows out and count them, set data.bad_rows = "skip".'
@@ -283,8 +283,9 @@ def encode_rows(
 def _unknown_form(content: dict[str, Any]) -> RowError:
     found = ", ".join(f"'{key}'" for key in sorted(content)) or "none"
     text = (
-        f"the fields are {found}, which is no known form. Rename them to messages, prompt and completion, text, or "
-        f"prompt, chosen and rejected, or set data.text_field; data.format is one of {', '.join(FORMS)}."
+        f"the fields are {found}, which is no known form. Rename them to messages, question and answer, prompt and "
+        "completion, text, or prompt, chosen and rejected, or set data.text_field; data.format is one of "
+        f"{', '.join(FORMS)}."
     )
     return RowError("missing field", text)
 

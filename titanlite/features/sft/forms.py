@@ -2,7 +2,7 @@
 
 | form | fields |
 |---|---|
-| messages | `messages` (role, content) or ShareGPT's `conversations` (from, value) |
+| messages | `messages` (role, content), ShareGPT's `conversations` (from, value), or a question (`QUESTIONS`) |
 | prompt_completion | `prompt` and `completion`: strings, or lists of messages |
 | text | `text`, or the field that `data.text_field` names |
 | preference | `chosen` and `rejected`: strings or lists of messages, with `prompt`, or conversations that begin alike |
@@ -25,6 +25,18 @@ FORMS: tuple[str, ...] = get_args(Form)
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "function_call": "assistant"}
+# Fields of a question and its answer, as instruction data have them.
+QUESTIONS = (
+    ("instruction", "output"),
+    ("instruction", "response"),
+    ("question", "answer"),
+    ("query", "response"),
+    ("prompt", "response"),
+    ("problem", "solution"),
+)
+# What an instruction is about, in Alpaca and Dolly; and what other questions may not be asked without.
+_SUBJECTS = ("input", "context")
+_CONTEXTS = (*_SUBJECTS, "passage", "document", "history", "choices", "options")
 REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -49,13 +61,15 @@ class Plain:
 
 
 def detect_form(row: dict[str, Any], text_field: str = "text") -> Form | None:
-    """The form whose fields `row` has, or None."""
+    """The form whose fields `row` has, or None. A text field that is set by name goes before questions and answers."""
     if "chosen" in row and "rejected" in row:
         return "preference"
     if "messages" in row or "conversations" in row:
         return "messages"
     if "prompt" in row and "completion" in row:
         return "prompt_completion"
+    if _find_question(row) and (text_field == "text" or text_field not in row):
+        return "messages"
     return "text" if text_field in row else None
 
 
@@ -74,9 +88,35 @@ def parse_row(row: dict[str, Any], form: Form, text_field: str = "text") -> tupl
     return _parse_preference(row)
 
 
+def _find_question(row: dict[str, Any]) -> tuple[str, str] | None:
+    """The fields of a question and its answer, where `row` has no messages."""
+    if "messages" in row or "conversations" in row:
+        return None
+    return next(((question, answer) for question, answer in QUESTIONS if question in row and answer in row), None)
+
+
+def _ask(row: dict[str, Any], question: str, answer: str) -> list[dict[str, Any]]:
+    """A question with its answer as two messages."""
+    text = _get_text(row, question)
+    for name in _CONTEXTS:
+        if not row.get(name) or name in (question, answer):
+            continue
+        if question != "instruction" or name not in _SUBJECTS:
+            raise RowError(
+                "field without a place",
+                f"field '{name}' belongs to the question, and where it goes is not known. Write it into "
+                f"'{question}', or write messages.",
+            )
+        text = f"{text}\n\n{_get_text(row, name)}"
+    return [{"role": "user", "content": text}, {"role": "assistant", "content": _get_text(row, answer)}]
+
+
 def _parse_messages(row: dict[str, Any]) -> Chat:
-    name = "messages" if "messages" in row else "conversations"
-    messages, untrained = _get_messages(row, name)
+    name = "messages" if "messages" in row or "conversations" not in row else "conversations"
+    if pair := _find_question(row):
+        messages, untrained = _ask(row, *pair), frozenset[int]()
+    else:
+        messages, untrained = _get_messages(row, name)
     system = row.get("system")
     if isinstance(system, str) and system and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system}, *messages]
@@ -97,6 +137,9 @@ def _parse_prompt_completion(row: dict[str, Any]) -> Chat | Plain:
 
 
 def _parse_preference(row: dict[str, Any]) -> tuple[Chat | Plain, ...]:
+    asked = next((name for name in ("prompt", "question", "instruction", "query") if name in row), "prompt")
+    if asked in row:
+        row = {**row, "prompt": row[asked]}
     sides = {name: _unpack(row, name) for name in ("chosen", "rejected")}
     if sides["chosen"] == sides["rejected"]:
         raise RowError("equal pair", "chosen and rejected are equal, so nothing is preferred. Remove the row.")

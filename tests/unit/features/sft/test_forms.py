@@ -13,6 +13,8 @@ from titanlite.config.check import check_values
 from titanlite.config.schema import JobConfig
 from titanlite.features.generate.prompts import read_evaluation_prompts
 from titanlite.features.sft import examples
+from titanlite.features.sft.forms import Chat, detect_form, parse_row
+from titanlite.features.sft.readers import RowError
 from titanlite.features.streams import stream
 
 MakeJob = Callable[..., JobConfig]
@@ -110,3 +112,58 @@ def test_caches_of_before_the_setting_stay_valid(
     assert len(settings) == 2 and len(settings[1]) == len(settings[0]) + 1
     assert "text_field" not in str(settings[0]) and settings[1][-1] == "text_field content"
     assert settings[0][-1].startswith("{")  # the tokenizer, as before
+
+
+# --- questions and answers
+
+
+ANSWER = {"role": "assistant", "content": "b"}
+
+
+@pytest.mark.parametrize(
+    ("row", "question"),
+    [
+        ({"instruction": "a", "output": "b"}, "a"),
+        ({"instruction": "a", "input": "", "output": "b", "text": "Below is an instruction ..."}, "a"),
+        ({"instruction": "a", "input": "c", "output": "b"}, "a\n\nc"),
+        ({"instruction": "a", "context": "c", "response": "b"}, "a\n\nc"),
+        ({"question": "a", "answer": "b", "id": 3, "context": ""}, "a"),
+        ({"query": "a", "response": "b"}, "a"),
+        ({"prompt": "a", "response": "b"}, "a"),
+        ({"problem": "a", "solution": "b"}, "a"),
+    ],
+)
+def test_a_question_and_its_answer_are_a_chat(row: dict[str, Any], question: str) -> None:
+    assert detect_form(row) == "messages"
+    (chat,) = parse_row(row, "messages")
+    assert chat == Chat([{"role": "user", "content": question}, ANSWER])
+    (chat,) = parse_row({**row, "system": "s"}, "messages")
+    assert chat == Chat([{"role": "system", "content": "s"}, {"role": "user", "content": question}, ANSWER])
+
+
+def test_other_forms_go_before_questions() -> None:
+    assert detect_form({"question": "a", "answer": "b", **CHAT}) == "messages"
+    assert parse_row({"question": "a", "answer": "c", **CHAT}, "messages")[0] == parse_row(CHAT, "messages")[0]
+    assert detect_form({"prompt": "a", "response": "b", "completion": "c"}) == "prompt_completion"
+    assert detect_form({"instruction": "a", "chosen": "b", "rejected": "c", "output": "b"}) == "preference"
+    assert detect_form({"question": "a", "answer": "b", "content": "c"}, "content") == "text", "it is set by name"
+    assert detect_form({"instruction": "a", "input": "b"}) is None
+
+
+@pytest.mark.parametrize("row", [{"question": "a", "answer": ""}, {"question": 3, "answer": "b"}])
+def test_a_question_without_an_answer_is_a_bad_row(row: dict[str, Any]) -> None:
+    assert detect_form(row) == "messages"
+    with pytest.raises(RowError, match=r"field '(question|answer)' is"):
+        parse_row(row, "messages")
+
+
+@pytest.mark.parametrize("extra", [{"context": "c"}, {"options": ["c"]}, {"history": [["c", "d"]]}])
+def test_a_question_is_not_asked_without_what_it_is_about(extra: dict[str, Any]) -> None:
+    with pytest.raises(RowError, match=r"belongs to the question, and where it goes is not known"):
+        parse_row({"question": "a", "answer": "b", **extra}, "messages")
+
+
+@pytest.mark.parametrize("name", ["question", "instruction", "query"])
+def test_the_prompt_of_a_pair_has_other_names(name: str) -> None:
+    pair = {"chosen": "b", "rejected": "c"}
+    assert parse_row({name: "a", **pair}, "preference") == parse_row({"prompt": "a", **pair}, "preference")
