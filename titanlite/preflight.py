@@ -114,7 +114,9 @@ def check_arguments(argv: Sequence[str] | None, *, weights: bool) -> Checked:
     parser.add_argument("--world-size", type=_world_sizes, default=(1,))
     known, rest = parser.parse_known_args(argv)
     job = load_config(rest)
-    prepare(job)
+    if job.job.prepare:
+        prepare(job)
+        job = load_config(rest)  # which kind of data a path has follows from what is there now
     return _check_all(job, known.world_size, weights=weights)
 
 

@@ -33,7 +33,13 @@ BOUND = 1e-5  # what the issue asks for
 BETA = 0.5
 VOCAB_SIZE, SEQ_LEN, ROWS = 310, 32, 8
 DPO = [
-    *("--training.objective=dpo", f"--dpo.beta={BETA}", "--training.max_norm=0", "--moe.expert_bias_update_rate=none"),
+    *(
+        "--model.init=random",
+        "--training.objective=dpo",
+        f"--dpo.beta={BETA}",
+        "--training.max_norm=0",
+        "--moe.expert_bias_update_rate=none",
+    ),
     "--metrics.log_freq=1",
 ]
 QWEN3 = ["--model.name=qwen3"]
@@ -254,8 +260,8 @@ def test_stages_of_a_pipeline_have_the_reference_of_one_process(run_ranks, check
             save_hf_model(model, plan, build_data(begin.job, 0, 1)[0], tmp_path / "base", torch.float32)
 
         run_ranks(1, save_base)
-        base = f"--checkpoint.initial_load_path={tmp_path / 'base'}"
-        lora = ["--lora.rank=4", "--lora.alpha=8", "--optimizer.lr=1e-2", base]
+        base = f"--model.path={tmp_path / 'base'}"
+        lora = ["--lora.rank=4", "--lora.alpha=8", "--optimizer.lr=1e-2", base, "--model.init=auto"]
     validation = ["--validation.enable=true", "--validation.freq=1", "--checkpoint.enable=false"]
     found = []
     for degrees in (Degrees(), stages):

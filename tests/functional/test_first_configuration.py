@@ -98,10 +98,14 @@ def test_chats_and_pairs_are_for_trained_models(train, text: str) -> None:
 def test_a_folder_is_of_one_run(train, home: Path) -> None:
     text = f'{MODEL}[data]\npath = "{{}}"\n'
     train(text.format("chats.jsonl"), "--training.steps=2")
-    (home / "more.jsonl").write_bytes((home / "chats.jsonl").read_bytes())
-    said = train(text.format("more.jsonl"), "--training.steps=4", code=2)
-    assert 'data.path "chats.jsonl" -> "more.jsonl"' in said
-    assert "outputs/mine holds another run, at step 2" in said
+    (home / "other").mkdir()
+    for path in ("more.jsonl", "other/chats.jsonl"):
+        shutil.copy(home / "chats.jsonl", home / path)
+        said = train(text.format(path), "--training.steps=4", code=2)
+        assert f'outputs/mine holds another run, at step 2: data.path "chats.jsonl" -> "{path}"' in said
+        assert "there with model.path = outputs/mine/checkpoint/step-2" in said
+    said = train(text.format("more.jsonl"), "--training.steps=2", "--checkpoint.resume=force", code=2)
+    assert "holds another run" in said and "force" not in said, "there is no step left to take"
     said = train(text.format("chats.jsonl"), "--training.steps=1", code=2)
     assert "training.steps = 1, but the checkpoint in outputs/mine is of step 2" in said
     (home / "elsewhere").mkdir()

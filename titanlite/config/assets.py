@@ -12,7 +12,7 @@ from pathlib import Path
 
 from titanlite.base.errors import ConfigError
 from titanlite.base.files import check_regular
-from titanlite.config.data import get_source_key, get_sources
+from titanlite.config.data import get_source_key, get_sources, holds_rows
 from titanlite.config.schema import JobConfig
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
@@ -123,7 +123,7 @@ def find_missing_files(job: JobConfig) -> list[str]:
         except IsADirectoryError:
             pass  # where a file is wanted, its reader says so
         except FileNotFoundError:
-            if not (may_be_on_hub and is_hub_id(name)):
+            if not (may_be_on_hub and is_hub_id(name)) or holds_rows(name):
                 here = f"Relative paths begin at the current folder, {Path.cwd()}"
                 problems.append(f"{key}: {name} does not exist. {here}.")
         except OSError as error:

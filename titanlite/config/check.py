@@ -351,8 +351,8 @@ def _check_fine_tuning(job: JobConfig) -> list[str]:
     elif lora.rank > 0:
         if not job.checkpoint.initial_load_path:
             problems.append(
-                f"lora.rank = {lora.rank} trains adapters of a pretrained model, and there is none. Set model.path to "
-                + "that model."
+                f"lora.rank = {lora.rank} trains adapters of a pretrained model, and there is none. "
+                + ("Leave model.init out." if job.model.init == "random" else "Set model.path to that model.")
             )
         if job.moe.expert_bias_update_rate:
             problems.append(

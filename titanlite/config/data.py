@@ -125,6 +125,13 @@ class DataSection:
     )
 
 
+def holds_rows(name: str) -> bool:
+    """True for the name of a file of rows, packed or not."""
+    for packed in (".gz", ".zst"):
+        name = name.removesuffix(packed)
+    return name.endswith((".jsonl", ".json", ".parquet", ".csv"))
+
+
 def get_sources(data: DataSection) -> dict[str, DataSection]:
     """What to read, as one `[data]` section for each source, by name: `data` itself, as "", where it has no sources.
 

@@ -8,11 +8,9 @@ from typing import Literal
 
 from titanlite.config.assets import is_hub_id
 from titanlite.config.check import format_value
-from titanlite.config.data import get_sources
+from titanlite.config.data import get_sources, holds_rows
 from titanlite.config.schema import JobConfig
 
-_ROWS = (".jsonl", ".json", ".parquet", ".csv")
-_PACKED = (".gz", ".zst")
 _MOST_NAMES = 10_000  # of a folder, which are alike after these
 
 # Peak learning rate where a run begins with pretrained weights, by (objective, are they adapters).
@@ -71,7 +69,7 @@ def _fill_in_model(job: JobConfig) -> list[str]:
         return problems
     if model.init != "random":
         checkpoint.initial_load_path = checkpoint.initial_load_path or weights
-    if not model.flavor:
+    if not model.flavor or model.init == "random":
         model.hf_assets_path = model.hf_assets_path or model.path
     return []
 
@@ -100,20 +98,14 @@ def find_kind(path: str, pattern: str = "") -> Literal["examples", "text", "mixe
     """
     place = Path(os.path.expanduser(path))
     if not place.exists():
-        return "examples" if is_hub_id(path) or _holds_rows(place.name) else "text"
+        return "examples" if is_hub_id(path) or holds_rows(place.name) else "text"
     if not place.is_dir():
-        return "examples" if _holds_rows(place.name) else "text"
+        return "examples" if holds_rows(place.name) else "text"
     if pattern:
-        return "examples" if _holds_rows(pattern) else "text"
+        return "examples" if holds_rows(pattern) else "text"
     names = islice((name for _, _, files in os.walk(place) for name in files), _MOST_NAMES)
-    kinds = {_holds_rows(name) for name in names if name.endswith(".txt") or _holds_rows(name)}
+    kinds = {holds_rows(name) for name in names if name.endswith(".txt") or holds_rows(name)}
     return "mixed" if len(kinds) == 2 else "examples" if True in kinds else "text"
-
-
-def _holds_rows(name: str) -> bool:
-    for packed in _PACKED:
-        name = name.removesuffix(packed)
-    return name.endswith(_ROWS)
 
 
 def _fill_in_data(job: JobConfig, given: Mapping[str, str], default: Callable[[str, object], None]) -> list[str]:
@@ -129,7 +121,8 @@ def _fill_in_data(job: JobConfig, given: Mapping[str, str], default: Callable[[s
                 + "text files."
             ]
         default("data.dataset", next(iter(kinds.values())))
-    rows = [s.path for s in get_sources(data).values() if ".jsonl" in (s.path + s.pattern) and data.dataset == "text"]
+    sources = get_sources(data).values() if data.dataset == "text" else ()
+    rows = [s.path for s in sources if (not Path(s.path).is_dir() and holds_rows(s.path)) or ".jsonl" in s.pattern]
     if rows:
         return [
             f'data.dataset = "text" would train {rows[0]} as it is written, with braces and field names. Set '

@@ -96,7 +96,7 @@ def save_resolved(job: JobConfig, path: str | Path) -> None:
     """
     lines: list[str] = []
     for section, settings in get_sections_of(job).items():
-        values = [(setting.name, get_value(job, setting.key)) for setting in settings if _is_written(job, setting.key)]
+        values = [(setting.name, get_value(job, setting.key)) for setting in settings if not _follows(job, setting.key)]
         body = [f"{name} = {format_value(value)}" for name, value in values if value is not None]
         lines += [f"[{section}]", *body, ""] if body else []
     Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -117,7 +117,7 @@ def find_changes(job: JobConfig, path: str | Path) -> dict[str, tuple[Any, Any]]
             setting.key: get_value(one, setting.key)
             for settings in get_sections_of(one).values()
             for setting in settings
-            if _is_written(one, setting.key)
+            if setting.key != "training.steps" or not one.training.epochs
         }
         for one in (before, job)
     )
@@ -133,9 +133,11 @@ def format_changes(changes: Mapping[str, tuple[Any, Any]]) -> str:
     return ", ".join(f"{key} {before} -> {now}" for key, (before, now) in texts.items())
 
 
-def _is_written(job: JobConfig, key: str) -> bool:
-    """False for the number of steps that follows from epochs."""
-    return key != "training.steps" or not job.training.epochs
+def _follows(job: JobConfig, key: str) -> bool:
+    """True for what `fill_in` makes of other settings: it is not saved, so that these can be changed."""
+    if key == "training.steps":
+        return job.training.epochs > 0
+    return key in ("model.hf_assets_path", "checkpoint.initial_load_path") and job.model.path != ""
 
 
 class _BadValueError(Exception):

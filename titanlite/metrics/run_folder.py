@@ -13,13 +13,20 @@ from titanlite.base.files import check_regular, is_full
 from titanlite.base.folder_lock import LOCK_WAIT_S, FolderHeldError, FolderLock
 from titanlite.base.log import log_to_folder, logger
 from titanlite.config import JobConfig, find_changes, format_changes, save_resolved
-from titanlite.config.assets import base_model_of
+from titanlite.config.assets import is_hub_id
 from titanlite.launch.notices import read_restart
 from titanlite.metrics.events import open_events, record_event
 
 _WRITTEN = (".jsonl", ".json", ".toml", ".txt")  # files of the run
 # A run that differs in one of these is another one.
-_IDENTITY = ("checkpoint.initial_load_path", "training.objective", "data.dataset", "data.path", "data.subset")
+_IDENTITY = (
+    "checkpoint.initial_load_path",
+    "training.objective",
+    "data.dataset",
+    "data.path",
+    "data.subset",
+    "data.split",
+)
 _CONFIG, _NEXT_CONFIG = "config.toml", "config.next.toml"  # of the run in a folder, and of one that is being built
 
 
@@ -104,7 +111,7 @@ def make_dump_folder(job: JobConfig, folder: Path) -> dict[str, tuple[Any, Any]]
 def check_same_run(job: JobConfig, changes: Mapping[str, tuple[Any, Any]], step: int) -> None:
     """A run resumes its own checkpoints only: those of another base model, data or objective are refused.
 
-    A file or folder that was moved and kept its name is the same. Of a mixture the sources may change.
+    A file or folder that was moved and kept its name is the same; of a mixture the sources may change.
 
     Args:
         job: what is asked for.
@@ -116,27 +123,30 @@ def check_same_run(job: JobConfig, changes: Mapping[str, tuple[Any, Any]], step:
             must call.
     """
     folder, asked = job.job.dump_folder, job.training.steps
-    if step > asked:
-        raise ConfigError(
-            f"training.steps = {asked}, but the checkpoint in {folder} is of step {step}. Set more steps or epochs to "
-            "train on, another job.dump_folder to begin anew, or checkpoint.load_step to go on from an earlier step."
-        )
 
     def find() -> str:
-        others = {key: changes[key] for key in _IDENTITY if key in changes}
-        moved = {key for key, pair in others.items() if len({_get_name(value) for value in pair}) == 1}
-        return format_changes({key: pair for key, pair in others.items() if key not in moved})
+        others = {key: changes[key] for key in _IDENTITY if key in changes and not _was_moved(*changes[key])}
+        return format_changes(others)
 
-    if job.checkpoint.resume == "auto" and (text := on_first_rank(find)):
+    text = on_first_rank(find)
+    if text and (job.checkpoint.resume == "auto" or step >= asked):
+        weights = Path(folder) / job.checkpoint.folder / f"step-{step}"
+        forced = f", or train {asked - step} more steps in it with --checkpoint.resume=force" if step < asked else ""
         raise ConfigError(
             f"checkpoint: {folder} holds another run, at step {step}: {text}. Set another job.dump_folder to begin "
-            "anew, or train its weights on with --checkpoint.resume=force."
+            f"anew, there with model.path = {weights} to begin with its weights{forced}."
+        )
+    if step > asked:
+        length = f"training.epochs = {job.training.epochs:g} are {asked} steps" if job.training.epochs else ""
+        raise ConfigError(
+            f"{length or f'training.steps = {asked}'}, but the checkpoint in {folder} is of step {step}. Set more to "
+            "train on, or another job.dump_folder to begin anew."
         )
 
 
-def _get_name(value: object) -> str:
-    base = base_model_of(str(value or ""))
-    return "" if base is None else base.name
+def _was_moved(before: str, now: str) -> bool:
+    """True if `now` is what was at `before`: it has the same name, and nothing is there any more."""
+    return Path(before).name == Path(now).name != "" and not is_hub_id(before) and not Path(before).exists()
 
 
 def record_start(folder: Path, step: int, where: str, *, resumed: bool, changes: Mapping[str, tuple[Any, Any]]) -> None:

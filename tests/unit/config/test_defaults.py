@@ -34,6 +34,7 @@ def load(text: str, *overrides: str) -> JobConfig:
 
 
 MODEL = '[model]\npath = "model"\n'
+DATA = '[data]\npath = "chats.jsonl"\n'
 NEW = '[model]\nflavor = "debug"\n'
 
 
@@ -41,16 +42,18 @@ NEW = '[model]\nflavor = "debug"\n'
 
 
 def test_one_key_names_configuration_tokenizer_and_weights() -> None:
-    job = load(MODEL)
+    job = load(f"{MODEL}{DATA}")
     assert (job.model.hf_assets_path, job.checkpoint.initial_load_path) == ("model", "model")
     job = load(f'{MODEL}init = "random"\n')
     assert (job.model.hf_assets_path, job.checkpoint.initial_load_path) == ("model", "")
-    job = load(f'{MODEL}flavor = "8B"\n')
+    job = load(f'{MODEL}flavor = "8B"\n{DATA}')
     assert (job.model.hf_assets_path, job.checkpoint.initial_load_path) == ("", "model"), "the flavor has the sizes"
-    job = load('[model]\nhf_assets_path = "model"\ninit = "pretrained"\n')
+    job = load('[model]\nhf_assets_path = "model"\ninit = "pretrained"\n' + DATA)
     assert job.checkpoint.initial_load_path == "model"
     job = load('[model]\nhf_assets_path = "model"\n')
     assert job.checkpoint.initial_load_path == "", "as before"
+    job = load(f'{MODEL}flavor = "8B"\ninit = "random"\n')
+    assert (job.model.hf_assets_path, job.checkpoint.initial_load_path) == ("model", ""), "for its tokenizer"
 
 
 @pytest.mark.parametrize(
@@ -100,7 +103,9 @@ def test_sources_are_of_one_kind() -> None:
         load(NEW + sources.format("books"))
 
 
-@pytest.mark.parametrize("data", ['path = "chats.jsonl"', 'path = "both"\npattern = "*.jsonl"'])
+@pytest.mark.parametrize(
+    "data", ['path = "chats.jsonl"', 'path = "both"\npattern = "*.jsonl"', 'path = "rows.csv"', 'path = "a.json"']
+)
 def test_chats_are_never_trained_as_they_are_written(data: str) -> None:
     with pytest.raises(ConfigError, match="with braces and field names"):
         load(f'{NEW}[data]\ndataset = "text"\n{data}\n')
@@ -155,9 +160,12 @@ def test_what_was_filled_in_is_saved(text: str, folder: Path) -> None:
     job = load(text)
     job.training.steps = 123 if job.training.epochs else 1000  # as many as the epochs are
     save_resolved(job, folder / "saved.toml")
-    again = load_config(["--config", str(folder / "saved.toml")])
+    saved = ["--config", str(folder / "saved.toml")]
+    again = load_config(saved)
     again.training.steps = job.training.steps
     assert again == job
+    if job.model.path:  # what follows from it is not written down
+        assert load_config([*saved, "--model.path=other"]).checkpoint.initial_load_path == "other"
 
 
 # --- names of other trainers

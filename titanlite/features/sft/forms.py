@@ -30,13 +30,15 @@ QUESTIONS = (
     ("instruction", "output"),
     ("instruction", "response"),
     ("question", "answer"),
+    ("question", "response"),
     ("query", "response"),
     ("prompt", "response"),
     ("problem", "solution"),
+    ("problem", "answer"),
 )
 # What an instruction is about, in Alpaca and Dolly; and what other questions may not be asked without.
 _SUBJECTS = ("input", "context")
-_CONTEXTS = (*_SUBJECTS, "passage", "document", "history", "choices", "options")
+_CONTEXTS = (*_SUBJECTS, "passage", "document", "history", "choices", "options", "cot", "rationale")
 REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -97,18 +99,30 @@ def _find_question(row: dict[str, Any]) -> tuple[str, str] | None:
 
 def _ask(row: dict[str, Any], question: str, answer: str) -> list[dict[str, Any]]:
     """A question with its answer as two messages."""
+    content = _add_contexts(row, question)
+    return [{"role": "user", "content": content}, {"role": "assistant", "content": _get_text(row, answer)}]
+
+
+def _add_contexts(row: dict[str, Any], question: str) -> str:
+    """The text of the question, and of what it is about."""
     text = _get_text(row, question)
     for name in _CONTEXTS:
-        if not row.get(name) or name in (question, answer):
+        if not row.get(name):
             continue
         if question != "instruction" or name not in _SUBJECTS:
             raise RowError(
                 "field without a place",
-                f"field '{name}' belongs to the question, and where it goes is not known. Write it into "
+                f"field '{name}' belongs to question or answer, and where it goes is not known. Write it into "
                 f"'{question}', or write messages.",
             )
         text = f"{text}\n\n{_get_text(row, name)}"
-    return [{"role": "user", "content": text}, {"role": "assistant", "content": _get_text(row, answer)}]
+    return text
+
+
+def _get_system(row: dict[str, Any]) -> str:
+    """The system message that a row has beside its turns, or ''."""
+    texts = (row.get(name) for name in ("system", "system_prompt"))
+    return next((text for text in texts if isinstance(text, str) and text), "")
 
 
 def _parse_messages(row: dict[str, Any]) -> Chat:
@@ -117,8 +131,8 @@ def _parse_messages(row: dict[str, Any]) -> Chat:
         messages, untrained = _ask(row, *pair), frozenset[int]()
     else:
         messages, untrained = _get_messages(row, name)
-    system = row.get("system")
-    if isinstance(system, str) and system and messages[0]["role"] != "system":
+    system = _get_system(row)
+    if system and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system}, *messages]
         untrained = frozenset(index + 1 for index in untrained)
     return Chat(messages, 0, _get_tools(row), _get_template_kwargs(row), untrained)
@@ -138,8 +152,12 @@ def _parse_prompt_completion(row: dict[str, Any]) -> Chat | Plain:
 
 def _parse_preference(row: dict[str, Any]) -> tuple[Chat | Plain, ...]:
     asked = next((name for name in ("prompt", "question", "instruction", "query") if name in row), "prompt")
-    if asked in row:
-        row = {**row, "prompt": row[asked]}
+    if asked != "prompt":
+        row = {**row, "prompt": _add_contexts(row, asked)}
+    system = _get_system(row)
+    if system and all(isinstance(row.get(name), str) for name in ("prompt", "chosen", "rejected")):
+        asking = [{"role": "system", "content": system}, {"role": "user", "content": _get_text(row, "prompt")}]
+        row = {**row, "prompt": asking}
     sides = {name: _unpack(row, name) for name in ("chosen", "rejected")}
     if sides["chosen"] == sides["rejected"]:
         raise RowError("equal pair", "chosen and rejected are equal, so nothing is preferred. Remove the row.")

@@ -96,7 +96,9 @@ def get_model_type(section: ModelSection) -> str:
     """Hugging Face's name of the family of the model that `[model]` describes."""
     folder = Path(section.hf_assets_path)
     has_config = not section.flavor and section.hf_assets_path and _config_file(folder).is_file()
-    return str(_read_config(folder)["model_type"]) if has_config else section.name
+    if has_config:
+        return str(_read_config(folder)["model_type"])
+    return _preset(section).family if section.flavor else section.name
 
 
 def find_other_model(job: JobConfig, config: AnyModelConfig) -> list[str]:

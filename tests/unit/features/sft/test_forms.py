@@ -13,7 +13,7 @@ from titanlite.config.check import check_values
 from titanlite.config.schema import JobConfig
 from titanlite.features.generate.prompts import read_evaluation_prompts
 from titanlite.features.sft import examples
-from titanlite.features.sft.forms import Chat, detect_form, parse_row
+from titanlite.features.sft.forms import Chat, Plain, detect_form, parse_row
 from titanlite.features.sft.readers import RowError
 from titanlite.features.streams import stream
 
@@ -131,6 +131,7 @@ ANSWER = {"role": "assistant", "content": "b"}
         ({"query": "a", "response": "b"}, "a"),
         ({"prompt": "a", "response": "b"}, "a"),
         ({"problem": "a", "solution": "b"}, "a"),
+        ({"question": "a", "response": "b"}, "a"),
     ],
 )
 def test_a_question_and_its_answer_are_a_chat(row: dict[str, Any], question: str) -> None:
@@ -139,6 +140,7 @@ def test_a_question_and_its_answer_are_a_chat(row: dict[str, Any], question: str
     assert chat == Chat([{"role": "user", "content": question}, ANSWER])
     (chat,) = parse_row({**row, "system": "s"}, "messages")
     assert chat == Chat([{"role": "system", "content": "s"}, {"role": "user", "content": question}, ANSWER])
+    assert parse_row({**row, "system_prompt": "s"}, "messages") == (chat,)
 
 
 def test_other_forms_go_before_questions() -> None:
@@ -159,7 +161,7 @@ def test_a_question_without_an_answer_is_a_bad_row(row: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("extra", [{"context": "c"}, {"options": ["c"]}, {"history": [["c", "d"]]}])
 def test_a_question_is_not_asked_without_what_it_is_about(extra: dict[str, Any]) -> None:
-    with pytest.raises(RowError, match=r"belongs to the question, and where it goes is not known"):
+    with pytest.raises(RowError, match=r"belongs to question or answer, and where it goes is not known"):
         parse_row({"question": "a", "answer": "b", **extra}, "messages")
 
 
@@ -167,3 +169,13 @@ def test_a_question_is_not_asked_without_what_it_is_about(extra: dict[str, Any])
 def test_the_prompt_of_a_pair_has_other_names(name: str) -> None:
     pair = {"chosen": "b", "rejected": "c"}
     assert parse_row({name: "a", **pair}, "preference") == parse_row({"prompt": "a", **pair}, "preference")
+    with pytest.raises(RowError, match="belongs to question or answer"):
+        parse_row({name: "a", **pair, "history": ["d"]}, "preference")
+
+
+def test_the_system_message_of_a_pair_is_in_its_prompt() -> None:
+    chosen, _ = parse_row({"system": "s", "question": "a", "chosen": "b", "rejected": "c"}, "preference")
+    asked = [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}]
+    assert chosen == Chat([*asked, ANSWER], answers_from=2)
+    chosen, _ = parse_row({"instruction": "a", "input": "d", "chosen": "b", "rejected": "c"}, "preference")
+    assert chosen == Plain("a\n\nd", "b")
