@@ -180,7 +180,8 @@ def test_a_spike_between_log_steps_leaves_its_value_and_its_step(run_ranks, chec
         # What no phase covers, the mean has and the longest step has not: a few lines of Python.
         assert point["time/step_max_s"] > 0.9 * point["time/step_s"]
     assert (points[8]["loss/train_max_step"], points[8]["grad_norm_max_step"]) == (6, 7)
-    assert points[8]["time/step_max_s"] > SLEEP_S > points[8]["time/step_s"]
+    slow, mean = points[8]["time/step_max_s"], points[8]["time/step_s"]
+    assert slow > SLEEP_S and slow > mean + SLEEP_S / 2
     for name in ("loss/train_max", "grad_norm_max"):
         assert (points[12][name], points[12][f"{name}_step"]) == (None, 10), "null: a value that is not finite"
     assert points[12]["loss/train"] == pytest.approx((losses[8] + losses[10] + losses[11]) / 3)

@@ -97,6 +97,7 @@ def test_twenty_steps_are_those_of_a_plain_loop(
         *(f"--data.packing={packing}", f"--data.cache_folder={cache_folder}", "--training.seq_len=96"),
         *(f"--training.steps={STEPS}", f"--training.global_batch_size={ROWS}", f"--training.max_norm={MAX_NORM}"),
         *(f"--optimizer.lr={LR}", "--optimizer.eps=1e-8", f"--optimizer.weight_decay={DECAY}"),
+        f"--optimizer.beta2={BETAS[1]}",
         *("--lr_scheduler.warmup_steps=0", "--lr_scheduler.min_lr_factor=1", "--moe.expert_bias_update_rate=none"),
     )
 
