@@ -20,6 +20,8 @@ A mark is an HTML comment in the line before a fenced block, so the rendered pag
     timeout   seconds, default 300
     exit      exit code of the block, default 0
 
+`<!-- file: NAME -->` before a block of any language writes it to NAME before the next run block.
+
 Every line of a block marked `output` must be in what the last run block wrote, but for numbers and the white space
 between words; a line of only `...` stands for any others.
 """
@@ -29,7 +31,7 @@ import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 
-_MARK = re.compile(r"<!-- (run|output)(?:: (.*?))? -->")
+_MARK = re.compile(r"<!-- (run|output|file)(?:: (.*?))? -->")
 _OPTIONS = {"append", "replace", "prepare", "timeout", "exit"}
 _NUMBER = re.compile(r"\d[\d.,:]*(?:e[-+]?\d+)?")
 _SLOW_RANK = re.compile(r"rank # slow \([^)]*\)")
@@ -44,12 +46,14 @@ class Block:
         text: what the document shows.
         options: of the mark.
         outputs: blocks of expected lines.
+        files: text of the files that the document shows before it, by name.
     """
 
     where: str
     text: str
     options: dict[str, str]
     outputs: list[str] = field(default_factory=list)
+    files: dict[str, str] = field(default_factory=dict)
 
     @property
     def script(self) -> str:
@@ -63,7 +67,8 @@ class Block:
             lines = text.splitlines()
             assert any("run_train.sh" in line for line in lines), f"{self.where}: append: nothing calls run_train.sh"
             text = "\n".join(f"{line.rstrip()} {append}" if "run_train.sh" in line else line for line in lines)
-        return "\n".join(filter(None, [self.options.get("prepare"), text]))
+        files = [f"cat > {shlex.quote(name)} <<'END'\n{text}\nEND" for name, text in self.files.items()]
+        return "\n".join(filter(None, [*files, self.options.get("prepare"), text]))
 
     def missing_lines(self, output: str) -> list[str]:
         """Lines that the document shows and `output` lacks."""
@@ -76,20 +81,26 @@ def read_blocks(document: Path) -> list[Block]:
     """The marked blocks of `document`, in order. Fails on marks that mean nothing: they would skip a test."""
     lines = document.read_text(encoding="utf-8").splitlines()
     blocks: list[Block] = []
+    files: dict[str, str] = {}
     for number, line in enumerate(lines):
-        if not re.match(r"<!-- *(run|output)\b", line):
+        if not re.match(r"<!-- *(run|output|file)\b", line):
             continue
         where = f"{document.name}:{number + 1}"
         mark = _MARK.fullmatch(line)
         assert mark, f"{where}: '{line}' is not a mark"
-        options = dict(word.partition("=")[::2] for word in shlex.split(mark[2] or ""))
+        words = [] if mark[1] == "file" else shlex.split(mark[2] or "")
+        options = dict(word.partition("=")[::2] for word in words)
         assert set(options) <= _OPTIONS and all(options.values()), f"{where}: options are {sorted(_OPTIONS)}"
         assert lines[number + 1].startswith("```"), f"{where}: a fenced block must follow in the next line"
         end = next(i for i in range(number + 2, len(lines)) if lines[i].startswith("```"))
         text = "\n".join(lines[number + 2 : end])
-        if mark[1] == "run":
+        if mark[1] == "file":
+            assert mark[2], f"{where}: the name of the file is missing"
+            files[mark[2]] = text
+        elif mark[1] == "run":
             assert lines[number + 1] == "```bash", f"{where}: only bash blocks are run"
-            blocks.append(Block(where, text, options))
+            blocks.append(Block(where, text, options, files=files))
+            files = {}
         else:
             assert blocks and not options, f"{where}: the output of which block?"
             blocks[-1].outputs.append(text)

@@ -2,19 +2,25 @@
 
 import importlib.util
 import re
+import runpy
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from titanlite.__main__ import _MODULES
+from titanlite.config import load_config
+from titanlite.config.peers import NAMES
 from titanlite.config.settings import find_setting, get_settings
 from titanlite.preflight import main as preflight
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
+DOCUMENTS = sorted(
+    [*ROOT.glob("[A-B]*.md"), ROOT / "CONTRIBUTING.md", ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+)
 
 
 # Comments of these are documentation, too.
@@ -22,6 +28,8 @@ COMMENTED = sorted([*(ROOT / "configs").rglob("*.toml"), *(ROOT / "scripts").rgl
 COMMENTED += sorted((ROOT / "scripts").rglob("*.py")) + sorted((ROOT / "scripts/launch").glob("*.yaml"))
 # An example of a mistake.
 WRONG_KEYS = {"training.step"}
+TO_REWRITE = """add_a_model benchmarks checkpoints debugging faults fine_tuning generate kernels long_sequences lora_dpo
+many_nodes observability pipeline plan security"""
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
@@ -42,17 +50,77 @@ def test_links_within_documents_lead_to_headings(document):
     assert not missing
 
 
-def test_tests_named_in_the_feature_table_exist():
-    rows = re.findall(r"`(tests/[^`]+)`", (ROOT / "README.md").read_text())
-    assert len(rows) > 5
-    missing = [row for row in rows if not (ROOT / row).exists()]
-    assert not missing
+def test_every_claim_names_a_test():
+    claims = re.findall(r"^- (.*(?:\n  .*)*)", (ROOT / "docs/claims.md").read_text(), flags=re.M)
+    assert len(claims) > 25
+    assert not [claim for claim in claims if "`tests/" not in claim]
+
+
+def test_the_map_names_every_file_of_the_core_and_every_feature():
+    size = runpy.run_path(str(ROOT / "scripts/check_size.py"))
+    _, files, _ = size["count"](ROOT / "titanlite")
+    core = {Path(file).name for file in files if size["part_of"](file) == "core"} - {"__init__.py"}
+    text = (ROOT / "docs/architecture.md").read_text()
+    assert not [name for name in core if name not in text]
+    rows = set(re.findall(r"^\| `(\w+)` \|", (ROOT / "docs/features.md").read_text(), flags=re.M))
+    assert rows == {path.parent.name for path in (ROOT / "titanlite/features").glob("*/__init__.py")}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_pages_are_narrow_and_begin_with_a_command(document):
+    if document.stem in TO_REWRITE:
+        pytest.skip("not yet")
+    lines = document.read_text().splitlines()
+    if document.parent != ROOT and document.name != "config.md":
+        assert lines[2] and not lines[2].startswith(("#", "|", "`")), "say what the page is for"
+        assert any(line.startswith(("```", "    ")) for line in lines[3:30]), "show a command"
+    wide = [line for line in lines if len(line) > 120 and not line.startswith(("|", "<!--", "```"))]
+    fenced = re.findall(r"^```.*?^```", document.read_text(), flags=re.M | re.S)
+    assert not [line for line in wide if not any(line in block for block in fenced)]
+
+
+def tables() -> list[tuple[str, str, str]]:
+    """Rows of the pages for people who come from another trainer: page, its keys, ours."""
+    pages = sorted((ROOT / "docs").glob("from_*.md"))
+    row = re.compile(r"^\| (.+?) \| (.+?) \|.*\|$", flags=re.M)
+    return [(page.stem, *found) for page in pages for found in row.findall(page.read_text()) if found[1] != "here"]
+
+
+def test_keys_of_other_trainers_are_what_the_pages_say():
+    rows = [(page, theirs, here) for page, theirs, here in tables() if not theirs.startswith("--")]
+    assert len(rows) > 100 and {page for page, *_ in rows} == {"from_torchtitan", "from_axolotl", "from_trl"}
+    wrong, named = [], set[str]()
+    for page, theirs, here in rows:
+        keys = re.findall(r"`([\w.]+)`", here)
+        wrong += [f"{page}: {key}" for key in keys if find_setting(key.replace("NAME", "a")) is None]
+        if not keys and here != "nothing":
+            wrong.append(f"{page}: {here}")
+        for name in re.findall(r"`([\w.]+)`", theirs):
+            last = name.rpartition(".")[2]
+            named.add(last)
+            said = NAMES.get(last, "")
+            if said and here not in said and not any(key in said for key in keys):
+                wrong.append(f"{page}: {name} is {here}, the message says {said}")
+    assert not wrong
+    assert len(named & NAMES.keys()) > 70
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_configurations_that_are_shown_are_accepted(document, tmp_path, monkeypatch):
+    """All of them are configurations, if only of some sections."""
+    monkeypatch.chdir(tmp_path)
+    for text in re.findall(r"```toml\n(.*?)```", document.read_text(), flags=re.S):
+        Path("shown.toml").write_text(text)
+        model = [] if tomllib.loads(text).get("model", {}).keys() & {"path", "flavor"} else ["--model.path=a/b"]
+        load_config(["--config", "shown.toml", *model])
 
 
 @pytest.mark.parametrize("document", [*DOCUMENTS, *COMMENTED], ids=lambda path: str(path.relative_to(ROOT)))
 def test_settings_that_are_named_exist(document):
     """`--section.key`, and `section.key` in backticks where there is such a section."""
     text, settings = document.read_text(), get_settings()
+    if document.name.startswith("from_"):
+        text = re.sub(r"^\|.*?\|", "|", text, flags=re.M)  # names of another trainer
     sections = {key.partition(".")[0] for key in settings}
     named = re.findall(r"(?<![\w-])--([a-z_]+\.[a-z_]+(?:\.[a-z_]+)*)", text)
     named += [key for key in re.findall(r"`([a-z_]+\.[a-z_]+)(?=[`= ])", text) if key.partition(".")[0] in sections]
@@ -77,7 +145,7 @@ def test_files_that_are_named_exist(document):
     """Paths in backticks or commands that begin with a folder of this repository, as they are or below titanlite/."""
     text = document.read_text()
     named = re.findall(r"(?<![\w/.-])((?:titanlite|tests|scripts|configs|docs)/[\w./-]*\w)", text)
-    short = re.findall(r"`((?!tests/|scripts/)[a-z_]+/[a-z_]+\.py)`", text)
+    short = re.findall(r"`((?!tests/|scripts/|titanlite/)[a-z_]+/[a-z_]+\.py)`", text)
     named += [f"titanlite/{path}" for path in short]
     missing = {path for path in named if not (ROOT / path).exists()}
     # What checkpoints hold, and what setup makes.
@@ -88,25 +156,24 @@ def test_files_that_are_named_exist(document):
 
 def commands() -> list[str]:
     lines = (ROOT / "README.md").read_text().splitlines()
-    return [line for line in lines if re.match(r"(NGPU=\d+ )?\./run_train\.sh --config", line)]
+    return [line for line in lines if re.match(r"(NGPU=\d+ )?\./run_train\.sh --config configs/", line)]
 
 
 @pytest.mark.parametrize("command", commands())
-def test_readme_commands_pass_the_preflight_or_fail_as_shown(command, capsys, monkeypatch):
+def test_readme_commands_pass_the_preflight(command, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     words = shlex.split(command)
     ranks = words.pop(0).removeprefix("NGPU=") if words[0].startswith("NGPU=") else "4"
-    code = preflight(["--world-size", ranks, *words[1:]])
-    message = capsys.readouterr().err.strip()
-    assert (code == 0 and not message) or (code == 2 and message in (ROOT / "README.md").read_text())
+    assert preflight(["--world-size", ranks, *words[1:]]) == 0
+    assert not capsys.readouterr().err
 
 
 def test_readme_has_commands():
-    assert len(commands()) >= 5
+    assert len(commands()) >= 2
 
 
-def test_readme_example_runs():
-    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.S)
+def test_materialize_example_runs():
+    example, *_ = re.findall(r"```python\n(.*?)```", (ROOT / "docs/materialize.md").read_text(), flags=re.S)
     done = subprocess.run([sys.executable, "-W", "error", "-c", example], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "init normal(std=0.02)" in done.stdout
