@@ -12,7 +12,7 @@ from pathlib import Path
 
 from titanlite.base.errors import ConfigError
 from titanlite.config.assets import is_hub_id
-from titanlite.config.data import DataSection, get_source_key, get_sources
+from titanlite.config.data import DataSection, get_fields, get_source_key, get_sources
 from titanlite.config.patterns import parse_date, parse_multipliers, parse_object, split_patterns
 from titanlite.config.schema import (
     ActivationCheckpointSection,
@@ -27,7 +27,17 @@ from titanlite.config.settings import SOURCES, get_value
 _ESCAPES = {"\\": "\\\\", '"': '\\"', "\b": "\\b", "\t": "\\t", "\n": "\\n", "\f": "\\f", "\r": "\\r"}
 
 _OF_EXAMPLES = (
-    *("split", "subset", "validation_path", "validation_split", "format", "text_field", "train_on", "too_long"),
+    *(
+        "split",
+        "subset",
+        "validation_path",
+        "validation_split",
+        "format",
+        "text_field",
+        "fields",
+        "train_on",
+        "too_long",
+    ),
     *("bad_rows", "packing", "chat_template", "chat_template_kwargs", "chat_date", "dropped_parts", "streaming"),
     "streaming_block_rows",
 )
@@ -259,6 +269,10 @@ def _check_source(job: JobConfig, name: str, source: DataSection) -> list[str]:
             ]
         if not source.text_field:
             return [f'{get_key("text_field")} = "" names no field. Set it to the field with the text, or leave it out.']
+        try:
+            get_fields(source, get_key("fields"))
+        except ConfigError as error:
+            return [str(error)]
         own_field = not name or get_key("text_field") != "data.text_field"
         if own_field and source.text_field != DataSection.text_field and source.format not in ("auto", "text"):
             return [

@@ -1,15 +1,22 @@
 """The settings of `[data]`, and its sources: one, or several that are mixed (`[data.sources.NAME]`)."""
 
+import json
 from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
 from typing import Literal
 
+from titanlite.base.errors import ConfigError
 from titanlite.config.model import setting
+from titanlite.config.patterns import parse_object
 
 Format = Literal["auto", "messages", "prompt_completion", "text", "preference"]
 TrainOn = Literal["assistant", "all"]
 TooLong = Literal["error", "cut", "drop", "split"]
 BadRows = Literal["error", "skip"]
 DroppedParts = Literal["error", "warn"]
+# What a column can be taken for, with `data.fields`.
+FIELDS = ("messages", "question", "answer", "instruction", "input", "output", "system", "tools")
+FIELDS += ("prompt", "completion", "text", "chosen", "rejected")
 
 
 @dataclass
@@ -28,6 +35,7 @@ class SourceSection:
     validation_split: str | None = setting(None, "As data.validation_split.")
     format: Format | None = setting(None, "As data.format.")
     text_field: str | None = setting(None, "As data.text_field.")
+    fields: str | None = setting(None, "As data.fields.")
     train_on: TrainOn | None = setting(None, "As data.train_on.")
     too_long: TooLong | None = setting(None, "As data.too_long.")
     bad_rows: BadRows | None = setting(None, "As data.bad_rows.")
@@ -71,6 +79,11 @@ class DataSection:
         "(prompt, chosen, rejected); 'auto': by the fields of the first row.",
     )
     text_field: str = setting("text", "Field with the text, in rows of form 'text'.")
+    fields: str = setting(
+        "",
+        'Columns that have other names, as a table: {question = "problem", answer = "solution"}, or '
+        f"--data.fields.question=problem. What a column can be: {', '.join(FIELDS)}.",
+    )
     train_on: TrainOn = setting(
         "assistant", "Tokens that the loss is taken on: answers (assistant messages, completions), or all."
     )
@@ -146,6 +159,22 @@ def get_source_key(data: DataSection, source: str, name: str) -> str:
     """The key of setting `name` of a source: where it is set, which may be `[data]`."""
     own = source and name in _get_given(data.sources[source])
     return f"data.sources.{source}.{name}" if own else f"data.{name}"
+
+
+def get_fields(data: DataSection, key: str = "data.fields") -> dict[str, str]:
+    """The column of each field that `data.fields` or `data.text_field` names; `key` is where they are set.
+
+    Raises:
+        ConfigError: it is no table of names, or has an unknown field.
+    """
+    own = parse_object(key, data.fields)
+    for name, column in own.items():
+        if name not in FIELDS or not isinstance(column, str) or not column:
+            nearest = get_close_matches(name, FIELDS, 1)
+            hint = f"Did you mean {nearest[0]}?" if nearest else f"Fields are {', '.join(FIELDS)}."
+            hint = hint if name not in FIELDS else "Write the name of a column as text."
+            raise ConfigError(f"{key}.{name} = {json.dumps(column)} cannot be used. {hint}")
+    return ({} if data.text_field == DataSection.text_field else {"text": data.text_field}) | own
 
 
 def _get_given(source: SourceSection) -> dict[str, object]:

@@ -11,6 +11,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from difflib import SequenceMatcher, get_close_matches
 from pathlib import Path
 from typing import Any, cast
@@ -22,11 +23,12 @@ from titanlite.base.files import read_regular, replace_file
 from titanlite.config.check import check_values, format_value
 from titanlite.config.data import SourceSection
 from titanlite.config.defaults import fill_in
+from titanlite.config.patterns import parse_object
 from titanlite.config.peers import NAMES
 from titanlite.config.schema import JobConfig
 from titanlite.config.settings import (
     SOURCES,
-    TEMPLATE_ARGUMENTS,
+    TABLES,
     Setting,
     find_section,
     find_setting,
@@ -311,7 +313,7 @@ class _Reader:
             if "." in name:
                 self.refuse(where, f"key {name!r} has a dot inside its quotes. Write it without quotes.", key)
             elif (setting := find_setting(key)) is not None:
-                is_table = key == TEMPLATE_ARGUMENTS and isinstance(value, dict)
+                is_table = setting.name in TABLES and isinstance(value, dict)
                 self.accept(where, setting, json.dumps(value) if is_table else value)
             elif find_section(key) is None:
                 self.refuse_unknown(where, key, "section" if isinstance(value, dict) else "key")
@@ -326,8 +328,11 @@ class _Reader:
 
     def read_override(self, where: str, key: str, text: str) -> None:
         """Take one override of the command line."""
+        table, _, name = key.rpartition(".")
         if (setting := find_setting(key)) is not None:
             self.accept(where, setting, text, is_text=True)
+        elif (setting := find_setting(table)) is not None and setting.name in TABLES:
+            self.accept_entry(where, setting, name, text)
         elif (section := find_section(key)) is not None:
             example = section[0].key if section else f"{key}.NAME.path"
             self.refuse(where, f"'{key}' is a section. Set its keys one by one: --{example}=VALUE.", key)
@@ -344,6 +349,17 @@ class _Reader:
         self.note_source(setting.section)
         self.values[setting.key] = checked
         self.origins[setting.key] = where
+
+    def accept_entry(self, where: str, table: Setting, name: str, text: str) -> None:
+        """Keep one entry of a table: JSON where entries may be anything, otherwise text."""
+        value: Any = text
+        with suppress(ValueError):
+            value = text if table.name == "fields" else json.loads(text)
+        try:
+            entries = parse_object(table.key, self.values.get(table.key, ""))
+        except ConfigError:
+            entries = {}  # what is there is refused by itself
+        self.accept(where, table, json.dumps(entries | {name: value}))
 
     def note_source(self, section: str) -> None:
         """Keep the name if `section` is the table of a source."""

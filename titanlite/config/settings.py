@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, Union, cast, get_args, get_origin, 
 from titanlite.config.data import SourceSection
 from titanlite.config.schema import JobConfig
 
-TEMPLATE_ARGUMENTS = "data.chat_template_kwargs"  # JSON text, or a table of anything
+TABLES = ("chat_template_kwargs", "fields")  # settings with a table of the user's names, kept as JSON text
 SOURCES = "data.sources"  # tables below have names of the user's
 _SOURCE = re.compile(rf"{re.escape(SOURCES)}\.([a-z]\w*)(?:\.(\w+))?", re.ASCII)
 _KINDS = (int, float, bool, str)

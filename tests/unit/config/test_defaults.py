@@ -190,3 +190,18 @@ def test_what_other_names_stand_for_is_there() -> None:
     keys = {name: re.findall(r"[a-z_]+\.[a-z_0-9]+", text) for name, text in NAMES.items()}
     assert all(keys[name] or text.startswith("nothing") for name, text in NAMES.items())
     assert {key for found in keys.values() for key in found} <= {*get_settings(), "data.sources"}
+
+
+def test_columns_are_named_in_the_file_and_on_the_command_line() -> None:
+    text = f'{MODEL}{DATA}fields.question = "q"\n'
+    job = load(text, "--data.fields.answer=a", "--data.chat_template_kwargs.enable_thinking=false")
+    assert json.loads(job.data.fields) == {"question": "q", "answer": "a"}
+    assert json.loads(job.data.chat_template_kwargs) == {"enable_thinking": False}
+    save_resolved(job, "saved.toml")
+    assert load_config(["--config", "saved.toml"]).data == job.data
+    with pytest.raises(ConfigError, match=r'data\.fields\.qestion = "q" cannot be used\. Did you mean question\?'):
+        load(text, "--data.fields.qestion=q")
+    for name in ("a", "b"):
+        text += f'[data.sources.{name}]\npath = "rows.csv"\nfields.answer = "{name}"\n'
+    job = load(text.replace(DATA, "[data]\n"), "--data.sources.b.fields.question=d")
+    assert json.loads(job.data.sources["b"].fields or "") == {"answer": "b", "question": "d"}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from titanlite.base.errors import DataError
-from titanlite.config.data import DataSection
+from titanlite.config.data import DataSection, get_fields
 from titanlite.data.dataset import TrainDataset, get_sources
 from titanlite.features.sft.chat import ANSWER, END
 from titanlite.features.sft.dataset import ExampleDataset
@@ -68,13 +68,16 @@ def read_evaluation_prompts(
         DataError: there are no rows, a row cannot be used, or they are plain text, which has no answers.
     """
     from titanlite.features.sft.examples import build_examples
-    from titanlite.features.sft.rows import build_rows
+    from titanlite.features.sft.rows import RenamedRows, build_rows
 
     try:
-        rows = build_rows(path, subset=data.subset, split=split)
-        settings = replace(
-            data, format="auto", text_field=DataSection.text_field, bad_rows="error", train_on="assistant"
-        )
+        rows, fields = build_rows(path, subset=data.subset, split=split), get_fields(data)
+        settings = replace(data, format="auto", bad_rows="error", train_on="assistant")
+        first = next(iter(rows)).content
+        if isinstance(first, dict) and all(column in first for column in fields.values()):
+            rows = RenamedRows(rows, fields)
+        else:
+            settings = replace(settings, fields="", text_field=DataSection.text_field)
         examples = build_examples(settings, rows, tokenizer)
         count = (len(examples.offsets) - 1) // examples.header.documents_per_example
         found = _prompts(examples, range(count), tokenizer)

@@ -95,11 +95,9 @@ class ExampleEncoder:
         form: Form,
         *,
         train_all: bool = False,
-        text_field: str = "text",
         renderer: ChatRenderer | None = None,
     ) -> None:
         self.form: Form = form
-        self.text_field = text_field
         self.renderer = renderer or ChatRenderer(tokenizer, train_all=train_all)
         self.train_all = self.renderer.train_all
         self.stop_token_ids: set[int] = set()
@@ -150,7 +148,7 @@ class ExampleEncoder:
         return [(document,) for document in sides[0]]
 
     def _draft_row(self, row: dict[str, Any]) -> list[_Draft]:
-        return [self._draft(parsed) for parsed in parse_row(row, self.form, self.text_field)]
+        return [self._draft(parsed) for parsed in parse_row(row, self.form)]
 
     def _draft(self, parsed: Chat | Plain) -> _Draft:
         if isinstance(parsed, Chat):

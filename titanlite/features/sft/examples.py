@@ -8,21 +8,21 @@ from hashlib import sha256
 from importlib import metadata
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from titanlite.base.errors import DataError, raise_problems
 from titanlite.base.log import logger
-from titanlite.config.data import DataSection
+from titanlite.config.data import DataSection, get_fields
 from titanlite.data.cache import get_cache_folder, load_or_build, write_atomic
 from titanlite.data.tokenizer import count_ids, serialize
 from titanlite.features.sft.chat import ChatRenderer
 from titanlite.features.sft.chat_template import set_date
 from titanlite.features.sft.encode import Document, ExampleEncoder
-from titanlite.features.sft.forms import FORMS, Form, detect_form
+from titanlite.features.sft.forms import FORM_FIELDS, Form, detect_form
 from titanlite.features.sft.readers import RowError
-from titanlite.features.sft.rows import Row, Rows, describe_place
+from titanlite.features.sft.rows import Row, Rows, describe_place, merge_problems
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -129,7 +129,7 @@ def _get_content(data: DataSection, rows: Rows, tokenizer: "PreTrainedTokenizerF
         *(FORMAT_VERSION, metadata.version("transformers"), data.format, data.train_on, data.bad_rows),
         *(tokenizer.eos_token_id, tokenizer.special_tokens_map, *get_chat_settings(data, tokenizer)),
         *(rows.get_digest(get_cache_folder(data)), serialize(tokenizer)),
-        *get_text_settings(data),
+        *get_field_settings(data),
     ]
     return sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
@@ -139,9 +139,10 @@ def get_chat_settings(data: DataSection, tokenizer: "PreTrainedTokenizerFast") -
     return [set_date(tokenizer.chat_template, data.chat_date), data.dropped_parts]
 
 
-def get_text_settings(data: DataSection) -> list[str]:
-    """What of `data.text_field` is part of a key: nothing where it is the default, so that older caches stay valid."""
-    return [] if data.text_field == DataSection.text_field else [f"text_field {data.text_field}"]
+def get_field_settings(data: DataSection) -> list[str]:
+    """What of `get_fields` is part of a key: nothing where it is empty, so that older caches stay valid."""
+    fields = get_fields(data)
+    return [f"fields {json.dumps(fields, sort_keys=True)}"] if fields else []
 
 
 class _Builder:
@@ -218,7 +219,8 @@ class _Builder:
                     for example in found:
                         yield row, example, encoder
             if self.data.bad_rows == "error" and problems:
-                raise_problems(DataError, "data", [*problems[:-1], f"{problems[-1]} {SKIP_REMEDY}"])
+                *others, last = merge_problems(problems)
+                raise_problems(DataError, "data", [*others, f"{last} {SKIP_REMEDY}"])
 
     def _nothing(self) -> DataError:
         where = self.rows.names[0] if len(self.rows.names) == 1 else f"{len(self.rows.names)} files"
@@ -240,24 +242,25 @@ def make_encoder(data: DataSection, tokenizer: "PreTrainedTokenizerFast", batch:
     Raises:
         DataError: `data.train_on` is 'all' for preference pairs, or `data.text_field` is set and the rows are no text.
     """
-    form = data.format
+    form, fields = data.format, get_fields(data)
     if form == "auto":
-        forms = (detect_form(row.content, data.text_field) for row in batch if isinstance(row.content, dict))
+        own = detect_form(fields)  # columns that are named go before what else a row has
+        forms = (own or detect_form(row.content) for row in batch if isinstance(row.content, dict))
         form = next((form for form in forms if form is not None), None)
         if form is None:
             return None
-        if form != "text" and data.text_field != DataSection.text_field:
-            raise DataError(
-                f"data: text_field = \"{data.text_field}\" is set, but the rows are of form '{form}' by their fields. "
-                'Set data.format = "text", or leave data.text_field out.'
-            )
+    if unused := [f"{name} = {column}" for name, column in fields.items() if name not in FORM_FIELDS[form]]:
+        raise DataError(
+            f"data.fields: {', '.join(unused)} cannot be used in rows of form '{form}', which take "
+            f"{', '.join(FORM_FIELDS[form])}. Remove what is not meant, or set data.format."
+        )
     if form == "preference" and data.train_on == "all":
         raise DataError(
             'data: train_on = "all" does not go with preference pairs: the prompt is the same on both sides. '
             'Set data.train_on = "assistant".'
         )
     renderer = make_renderer(data, tokenizer, train_all=data.train_on == "all")
-    return ExampleEncoder(tokenizer, cast(Form, form), text_field=data.text_field, renderer=renderer)
+    return ExampleEncoder(tokenizer, form, renderer=renderer)
 
 
 def make_renderer(data: DataSection, tokenizer: "PreTrainedTokenizerFast", *, train_all: bool = False) -> ChatRenderer:
@@ -283,9 +286,9 @@ def encode_rows(
 def _unknown_form(content: dict[str, Any]) -> RowError:
     found = ", ".join(f"'{key}'" for key in sorted(content)) or "none"
     text = (
-        f"the fields are {found}, which is no known form. Rename them to messages, question and answer, prompt and "
-        "completion, text, or prompt, chosen and rejected, or set data.text_field; data.format is one of "
-        f"{', '.join(FORMS)}."
+        f"the fields are {found}, which is no known form. Say which they are: --data.fields.question=COLUMN "
+        "--data.fields.answer=COLUMN; or rename them: messages, question and answer, prompt and completion, text, "
+        "or prompt, chosen and rejected."
     )
     return RowError("missing field", text)
 

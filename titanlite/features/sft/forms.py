@@ -14,6 +14,7 @@ text, and tool calls whose arguments are objects.
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -32,10 +33,21 @@ QUESTIONS = (
     ("question", "answer"),
     ("question", "response"),
     ("query", "response"),
+    ("query", "answer"),
     ("prompt", "response"),
+    ("prompt", "answer"),
+    ("prompt", "output"),
     ("problem", "solution"),
     ("problem", "answer"),
+    ("input", "output"),
 )
+# Fields that a form takes from `data.fields`.
+FORM_FIELDS: dict[Form, tuple[str, ...]] = {
+    "messages": ("messages", "question", "answer", "instruction", "input", "output", "prompt", "system", "tools"),
+    "prompt_completion": ("prompt", "completion", "tools"),
+    "text": ("text",),
+    "preference": ("prompt", "question", "instruction", "input", "chosen", "rejected", "system", "tools"),
+}
 # What an instruction is about, in Alpaca and Dolly; and what other questions may not be asked without.
 _SUBJECTS = ("input", "context")
 _CONTEXTS = (*_SUBJECTS, "passage", "document", "history", "choices", "options", "cot", "rationale")
@@ -62,27 +74,43 @@ class Plain:
     text: str
 
 
-def detect_form(row: dict[str, Any], text_field: str = "text") -> Form | None:
-    """The form whose fields `row` has, or None. A text field that is set by name goes before questions and answers."""
+def rename_fields(row: dict[str, Any], fields: Mapping[str, str]) -> dict[str, Any]:
+    """`row` with its columns under the names of `fields`, which gives the column of each field.
+
+    Raises:
+        RowError: a column is missing.
+    """
+    if not fields:
+        return row
+    for name, column in fields.items():
+        if column not in row:
+            setting = "data.text_field" if name == "text" else f"data.fields.{name}"
+            raise _missing(row, column, setting)
+    others = {column: value for column, value in row.items() if column not in fields.values()}
+    return others | {name: row[column] for name, column in fields.items()}
+
+
+def detect_form(row: Mapping[str, Any]) -> Form | None:
+    """The form whose fields `row` has, or None."""
     if "chosen" in row and "rejected" in row:
         return "preference"
     if "messages" in row or "conversations" in row:
         return "messages"
     if "prompt" in row and "completion" in row:
         return "prompt_completion"
-    if _find_question(row) and (text_field == "text" or text_field not in row):
+    if _find_question(row):
         return "messages"
-    return "text" if text_field in row else None
+    return "text" if "text" in row else None
 
 
-def parse_row(row: dict[str, Any], form: Form, text_field: str = "text") -> tuple[Chat | Plain, ...]:
-    """One document; for preference pairs two, chosen and rejected. `text_field` is that of rows of form 'text'.
+def parse_row(row: dict[str, Any], form: Form) -> tuple[Chat | Plain, ...]:
+    """One document; for preference pairs two, chosen and rejected.
 
     Raises:
         RowError: a field is missing, empty or of the wrong type, or a role is unknown.
     """
     if form == "text":
-        return (Plain(None, _get_text(row, text_field, setting="data.text_field")),)
+        return (Plain(None, _get_text(row, "text", setting="data.text_field")),)
     if form == "messages":
         return (_parse_messages(row),)
     if form == "prompt_completion":
@@ -90,7 +118,7 @@ def parse_row(row: dict[str, Any], form: Form, text_field: str = "text") -> tupl
     return _parse_preference(row)
 
 
-def _find_question(row: dict[str, Any]) -> tuple[str, str] | None:
+def _find_question(row: Mapping[str, Any]) -> tuple[str, str] | None:
     """The fields of a question and its answer, where `row` has no messages."""
     if "messages" in row or "conversations" in row:
         return None
@@ -107,7 +135,7 @@ def _add_contexts(row: dict[str, Any], question: str) -> str:
     """The text of the question, and of what it is about."""
     text = _get_text(row, question)
     for name in _CONTEXTS:
-        if not row.get(name):
+        if not row.get(name) or name == question:
             continue
         if question != "instruction" or name not in _SUBJECTS:
             raise RowError(

@@ -1,7 +1,8 @@
 """Rows of examples from files or from the Hugging Face hub, each with the place that an error can name."""
 
 import os
-from collections.abc import Generator, Iterator
+import re
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from hashlib import sha256
@@ -13,11 +14,14 @@ from titanlite.base.files import check_regular, open_regular
 from titanlite.config.assets import is_hub_id
 from titanlite.data.cache import read_once
 from titanlite.data.corpus import find_files
+from titanlite.features.sft.forms import rename_fields
 from titanlite.features.sft.readers import READERS, Mark, RowError, drop_none, first_line, get_suffix
 
 _SUFFIXES = tuple(READERS)
 _OF_LINES = (".jsonl", ".gz", ".zst", ".csv")
 _CHUNK_BYTES = 2**22
+_PROBLEM = re.compile(r"(.*?, (?:line|row)) (\d+): (.*)", re.DOTALL)
+_MOST_STRETCHES = 8
 
 
 @dataclass(frozen=True)
@@ -62,11 +66,66 @@ class Rows(Protocol):
     def __iter__(self) -> Iterator[Row]: ...
 
 
+@dataclass(frozen=True)
+class RenamedRows:
+    """Rows whose columns get the names of `fields` (`rename_fields`), by field."""
+
+    rows: Rows
+    fields: Mapping[str, str]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.rows.names
+
+    def get_digest(self, cache_folder: Path) -> str:
+        return self.rows.get_digest(cache_folder)
+
+    def get_stamp(self) -> str:
+        return self.rows.get_stamp()
+
+    def get_identity(self) -> tuple[str, ...]:
+        return self.rows.get_identity()
+
+    def iterate_from(self, start: int, cache_folder: Path | None = None) -> Iterator[Row]:
+        for row in self.rows.iterate_from(start, cache_folder):
+            content = row.content
+            if isinstance(content, dict):
+                try:
+                    content = rename_fields(content, self.fields)
+                except RowError as error:
+                    content = error
+            yield Row(row.file, row.number, content)
+
+    def __iter__(self) -> Iterator[Row]:
+        return self.iterate_from(0)
+
+
 def describe_place(names: tuple[str, ...], file: int, number: int) -> str:
     """Where a row is, in words: 'chats.jsonl, line 7'."""
     if number == 0:
         return names[file]
     return f"{names[file]}, {'line' if names[file].endswith(_OF_LINES) else 'row'} {number}"
+
+
+def merge_problems(problems: Sequence[str]) -> list[str]:
+    """Problems of rows, as "place: text", with one line for all rows of a file that have the same."""
+    found: dict[tuple[str, str], list[int]] = {}
+    for problem in problems:
+        match = _PROBLEM.fullmatch(problem)
+        found.setdefault((match[1], match[3]) if match else (problem, ""), []).append(int(match[2]) if match else 0)
+    return [
+        f"{place}{'s' if len(numbers) > 1 else ''} {_format_numbers(numbers)}: {text}" if text else place
+        for (place, text), numbers in found.items()
+    ]
+
+
+def _format_numbers(numbers: list[int]) -> str:
+    """Ascending numbers as "1-360, 362"; of many stretches the first ones and a count."""
+    starts = [i for i, number in enumerate(numbers) if not i or number != numbers[i - 1] + 1]
+    stretches = [(numbers[i], numbers[j - 1]) for i, j in zip(starts, [*starts[1:], len(numbers)], strict=True)]
+    texts = [f"{first}-{last}" if last > first else str(first) for first, last in stretches]
+    more = f" and {len(numbers)} in all" if len(texts) > _MOST_STRETCHES else ""
+    return ", ".join(texts[:_MOST_STRETCHES]) + more
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ import numpy as np
 
 from titanlite.base.errors import DataError, raise_problems
 from titanlite.base.log import logger
-from titanlite.config.data import DataSection
+from titanlite.config.data import DataSection, get_fields
 from titanlite.config.schema import JobConfig
 from titanlite.data.build import resolve_tokenizer_path
 from titanlite.data.cache import get_cache_folder, write_atomic
@@ -35,9 +35,9 @@ from titanlite.data.tokenizer import count_ids, serialize
 from titanlite.features.sft.build import build_held_out, get_padding, load_example_tokenizer
 from titanlite.features.sft.dataset import ExampleSet, fit_examples, get_documents, make_batch, pack_examples
 from titanlite.features.sft.encode import ExampleEncoder
-from titanlite.features.sft.examples import SKIP_REMEDY, get_chat_settings, get_text_settings, make_encoder
+from titanlite.features.sft.examples import SKIP_REMEDY, get_chat_settings, get_field_settings, make_encoder
 from titanlite.features.sft.report import get_chat_warnings
-from titanlite.features.sft.rows import Row, Rows, build_rows
+from titanlite.features.sft.rows import RenamedRows, Row, Rows, build_rows, merge_problems
 from titanlite.features.streams.ahead import StreamAhead
 from titanlite.features.streams.blocks import EncodedBlock, encode_block, name_folder, share_block
 
@@ -243,8 +243,8 @@ class StreamDataset:
         for reason, text in block.problems:
             left_out.add("rows skipped", reason, 1, text)
         if self.data.bad_rows == "error" and block.problems:
-            problems = [text for _, text in block.problems]
-            raise_problems(DataError, "data", [*problems[:-1], f"{problems[-1]} {SKIP_REMEDY}"])
+            *others, last = merge_problems([text for _, text in block.problems])
+            raise_problems(DataError, "data", [*others, f"{last} {SKIP_REMEDY}"])
         if block.examples is None:
             return None
         fitting = fit_examples(block.examples, self.seq_len, self.data.too_long, may_be_empty=True)
@@ -275,7 +275,7 @@ def _get_key(data: DataSection, rows: Sequence[object], tokenizer: "PreTrainedTo
         *(_FORMAT_VERSION, metadata.version("transformers"), data.format, data.train_on, data.bad_rows, data.too_long),
         *(data.packing, data.streaming_block_rows, seq_len, *rows, tokenizer.eos_token_id),
         *(tokenizer.special_tokens_map, *get_chat_settings(data, tokenizer), serialize(tokenizer)),
-        *get_text_settings(data),
+        *get_field_settings(data),
         *(["equal pairs dropped"] if data.format == "preference" else []),  # other keys stay as they were
     ]
     return sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:32]
@@ -298,7 +298,7 @@ def build_stream_dataset(
 ) -> tuple["PreTrainedTokenizerFast", StreamDataset]:
     """The tokenizer, loaded unless it is given, and the stream of `data.path`; `where` is the section, for the log."""
     tokenizer = load_example_tokenizer(data) if tokenizer is None else tokenizer
-    rows = build_rows(data.path, data.pattern, data.subset, data.split, streaming=True)
+    rows = RenamedRows(build_rows(data.path, data.pattern, data.subset, data.split, streaming=True), get_fields(data))
     held_out = build_held_out(data, seq_len, tokenizer) if data.validation_path else None
     dataset = StreamDataset(data, rows, tokenizer, held_out, seq_len, get_padding(tokenizer), seed)
     logger.info("%s: %s; %d held out", where, dataset.fingerprint, dataset.num_validation_sequences)

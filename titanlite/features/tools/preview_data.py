@@ -17,7 +17,7 @@ from titanlite.base.log import logger, raw_output
 from titanlite.config import data as data_config
 from titanlite.config import load_config
 from titanlite.config.assets import find_missing_files
-from titanlite.config.data import DataSection
+from titanlite.config.data import DataSection, get_fields
 from titanlite.data.dataset import PackedDataset, SequenceDataset, get_sources
 from titanlite.data.loader import TrainLoader
 from titanlite.features.sft.chat import END, TRAINED
@@ -34,7 +34,7 @@ from titanlite.features.sft.report import (
     get_trained_share,
     get_warnings,
 )
-from titanlite.features.sft.rows import Row, build_rows, describe_place
+from titanlite.features.sft.rows import RenamedRows, Row, build_rows, describe_place
 from titanlite.features.streams.stream import StreamDataset
 from titanlite.features.tools.shown import Painter, escape, get_shown_documents
 from titanlite.preflight import check
@@ -118,7 +118,8 @@ def show_data(loader: TrainLoader, show: Painter, num_samples: int) -> None:
 
 def show_kinds(data: DataSection, show: Painter, source: str = "") -> None:
     """Print the first chat of each kind among the first rows, where these are of several kinds."""
-    rows = build_rows(data.path, data.pattern, data.subset, data.split, streaming=data.streaming)
+    stored = build_rows(data.path, data.pattern, data.subset, data.split, streaming=data.streaming)
+    rows = RenamedRows(stored, get_fields(data))
     batch = list(islice(rows.iterate_from(0), _KIND_ROWS))
     encoder = make_encoder(data, show.tokenizer, batch)
     if encoder is None or encoder.form != "messages":

@@ -1,4 +1,4 @@
-"""The field with the text: `data.text_field`."""
+"""Forms of rows, and columns under other names: `data.text_field`, `data.fields`."""
 
 import json
 from collections.abc import Callable
@@ -35,24 +35,77 @@ def test_the_text_is_in_the_field_that_is_named(make_job: MakeJob, form: str, st
     assert batch.tokens.equal(expected.tokens) and batch.labels.equal(expected.labels)
     job.data.text_field = "code"
     text = r"no field 'code'; its fields are: 'content', 'path'\. Add or rename the field, or set data\.text_field\."
-    if form == "auto":
-        text = (
-            r"the fields are 'content', 'path', which is no known form\. Rename them to .*, or set data\.text_field; "
-        )
-    with pytest.raises(DataError, match=rf"line 1: {text}"):
+    with pytest.raises(DataError, match=rf"lines 1-20: {text}"):
         build_data(job, 0, 1)[1].micro_batches(0)
 
 
-def test_rows_of_another_form_are_refused(make_job: MakeJob) -> None:
-    """Not trained on in silence, although the setting has no effect."""
+def test_a_column_that_is_named_goes_before_what_else_a_row_has(make_job: MakeJob) -> None:
     job = make_job([CHAT | {"content": "a"}] * 4, seq_len=48, text_field="content")
+    assert build_data(job, 0, 1)[1].dataset.form == "text"
+    job.data.fields, job.data.text_field = '{"tools": "content"}', "text"
+    job.data.format = "text"
+    with pytest.raises(
+        DataError, match=r"^data\.fields: tools = content cannot be used in rows of form 'text', which ta"
+    ):
+        build_data(job, 0, 1)
+
+
+RENAMED = {
+    "chat": ({"q": "a", "a": "b"}, {"question": "q", "answer": "a"}, {"question": "a", "answer": "b"}),
+    "columns that change places": (
+        {"answer": "a", "question": "b"},
+        {"question": "answer", "answer": "question"},
+        {"question": "a", "answer": "b"},
+    ),
+    "messages": ({"dialog": CHAT["messages"]}, {"messages": "dialog"}, CHAT),
+    "completion": ({"q": "a", "a": "b"}, {"prompt": "q", "completion": "a"}, {"prompt": "a", "completion": "b"}),
+    "text": ({"body": "a", "question": "c", "answer": "d"}, {"text": "body"}, {"text": "a"}),
+}
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("case", RENAMED)
+def test_columns_have_the_names_that_they_are_given(make_job: MakeJob, case: str, streaming: bool) -> None:
+    row, fields, meant = RENAMED[case]
+    expected = build_data(make_job([meant] * 8, seq_len=48, streaming=streaming), 0, 1)[1].micro_batches(0)[0]
+    job = make_job([row] * 8, seq_len=48, streaming=streaming, fields=json.dumps(fields))
+    batch = build_data(job, 0, 1)[1].micro_batches(0)[0]
+    assert batch.tokens.equal(expected.tokens) and batch.labels.equal(expected.labels)
+
+
+def test_pairs_and_evaluation_have_the_names_that_they_are_given(make_job: MakeJob, tmp_path: Path) -> None:
+    fields = json.dumps({"question": "q", "chosen": "good", "rejected": "bad"})
+    job = make_job([{"q": "a", "good": "b", "bad": "c"}] * 8, seq_len=48, fields=fields)
+    tokenizer, loader = build_data(job, 0, 1)
+    assert loader.dataset.form == "preference"
+    for row in ({"q": "a", "good": "b", "bad": "c"}, CHAT):  # as the rows that are trained on, or in a form of its own
+        (tmp_path / "other.jsonl").write_text(json.dumps(row) + "\n")
+        (prompt,) = read_evaluation_prompts(job.data, str(tmp_path / "other.jsonl"), "test", tokenizer)
+        assert prompt.reference.startswith("b")
+
+
+def test_a_column_that_is_missing_is_named_once_with_its_rows(make_job: MakeJob) -> None:
+    rows = [{"q": "a", "a": "b"}] * 3 + [{"q": "a"}] * 360 + [{"q": "a", "a": "b"}] + [{"q": "a"}]
+    job = make_job(rows, fields=json.dumps({"question": "q", "answer": "a"}))
     text = (
-        r'^data: text_field = "content" is set, but the rows are of form \'messages\' by their fields\. Set data\.form'
+        r"^data: \S+, lines 4-363, 365: no field 'a'; its fields are: 'q'\. Add or rename the field, or set "
+        r"data\.fields\.answer\. To leave such rows out"
     )
     with pytest.raises(DataError, match=text):
         build_data(job, 0, 1)
-    job.data.format = "text"
-    assert build_data(job, 0, 1)[1].dataset.form == "text"
+
+
+def test_unknown_fields_are_refused(make_job: MakeJob) -> None:
+    job = make_job([])
+    job.model.flavor = "debug"
+    for text, problem in {
+        '{"promt": "a"}': 'data.fields.promt = "a" cannot be used. Did you mean prompt?',
+        '{"prompt": 3}': "data.fields.prompt = 3 cannot be used. Write the name of a column as text.",
+        "question": 'data.fields = "question" is no JSON object.',
+    }.items():
+        job.data.fields = text
+        (found,) = check_values(job)
+        assert found.startswith(problem)
 
 
 def test_prompts_to_evaluate_on_are_no_text(make_job: MakeJob, tmp_path: Path) -> None:
@@ -108,9 +161,11 @@ def test_caches_of_before_the_setting_stay_valid(
     for field in ("text", "content"):
         job = make_job(make_rows(field), seq_len=48, text_field=field, streaming=module is stream)
         build_data(job, 0, 1)
-    settings = settings[:: 2 if module is stream else 1]  # a stream's is followed by that of its fingerprint
+    settings = [found for found in settings if isinstance(found, list)][
+        :: 2 if module is stream else 1
+    ]  # a stream's is followed by that of its fingerprint
     assert len(settings) == 2 and len(settings[1]) == len(settings[0]) + 1
-    assert "text_field" not in str(settings[0]) and settings[1][-1] == "text_field content"
+    assert settings[1][-1] == 'fields {"text": "content"}'
     assert settings[0][-1].startswith("{")  # the tokenizer, as before
 
 
@@ -132,6 +187,7 @@ ANSWER = {"role": "assistant", "content": "b"}
         ({"prompt": "a", "response": "b"}, "a"),
         ({"problem": "a", "solution": "b"}, "a"),
         ({"question": "a", "response": "b"}, "a"),
+        ({"input": "a", "output": "b"}, "a"),
     ],
 )
 def test_a_question_and_its_answer_are_a_chat(row: dict[str, Any], question: str) -> None:
@@ -148,7 +204,6 @@ def test_other_forms_go_before_questions() -> None:
     assert parse_row({"question": "a", "answer": "c", **CHAT}, "messages")[0] == parse_row(CHAT, "messages")[0]
     assert detect_form({"prompt": "a", "response": "b", "completion": "c"}) == "prompt_completion"
     assert detect_form({"instruction": "a", "chosen": "b", "rejected": "c", "output": "b"}) == "preference"
-    assert detect_form({"question": "a", "answer": "b", "content": "c"}, "content") == "text", "it is set by name"
     assert detect_form({"instruction": "a", "input": "b"}) is None
 
 
