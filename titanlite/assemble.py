@@ -120,7 +120,7 @@ def assemble(checked: Checked) -> Trainer:
     start = checkpointer.start
     step = 0 if start is None else start.step
     if start is not None:
-        check_same_run(job, changes, step)
+        check_same_run(job, changes, step, start.identity)
         check_resumed_model(model_config, step_folder(checkpointer.folder, step))
     check_saved_tokenizer(job, model_config, tokenizer, loader, start is None and not job.checkpoint.initial_load_path)
     heartbeat.beat("loading", step)
@@ -137,7 +137,7 @@ def assemble(checked: Checked) -> Trainer:
     objective = build_dpo(job, loader.dataset.form) or NextToken()
     stepper = TrainStep(job, dims, device, model, optimizer, objective, build_schedule(dims), step)
     if start is not None:
-        loader.start_from(step, start.samples, max(job.data.skip_to_sample, start.skip_to), start.taken)
+        loader.start_from(step, start.samples, job.data.skip_to_sample, start.taken)
         check_data_order(start, loader)
     else:
         loader.start_from(0, 0, job.data.skip_to_sample)

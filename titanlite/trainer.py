@@ -25,6 +25,7 @@ from titanlite.materialize import Plan
 from titanlite.metrics import build_profiler, record_event
 from titanlite.metrics.logger import MetricsLogger
 from titanlite.metrics.results import EvaluationResult, Results
+from titanlite.metrics.run_folder import get_identity
 from titanlite.models.interface import Model
 from titanlite.optim import lr_factor
 from titanlite.optim.nonfinite import NonFiniteSteps
@@ -281,6 +282,7 @@ class Trainer:
             results=self.results.state(),
             taken=self.loader.get_taken(self.step),
             chat_date=self.job.data.chat_date,
+            identity=get_identity(self.job),
         )
         card = partial(self.render_card, progress=progress, results=self.results)
         self.checkpointer.save(self.model, self.plan, self.stepper.optimizer, progress, self.device, card)

@@ -1,7 +1,7 @@
 """What a run needs besides the model to go on: optimizer states, generators, and the numbers in train_state.json."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,6 @@ from titanlite.materialize.replicas import share_out
 from titanlite.materialize.sources import Read
 
 STATE_FILE = f"{OWN_FOLDER}/train_state.json"
-# In the folder of the checkpoints, of older versions: rewinds since the latest checkpoint.
-REWINDS_FILE = "rewinds.json"
 _OPTIMIZER, _RNG = f"{OWN_FOLDER}/optimizer", f"{OWN_FOLDER}/rng"
 
 
@@ -43,7 +41,7 @@ class Progress:
         results: of validations and evaluations, see `metrics.results`; empty in older checkpoints.
         taken: sequences that each source of a mixture gave, by name; likewise.
         chat_date: what chat templates take for today, as ISO text; likewise.
-        skip_to: samples that a resume leaves out, from a rewind of an older version; 0 in files of this one.
+        identity: settings that tell the run from others, see `metrics.run_folder`; likewise.
     """
 
     step: int
@@ -54,7 +52,7 @@ class Progress:
     results: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     taken: Mapping[str, int] = field(default_factory=dict)
     chat_date: str = ""
-    skip_to: int = 0
+    identity: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> bytes:
         return (json.dumps({"format": 1, **asdict(self)}, indent=1) + "\n").encode()
@@ -66,52 +64,26 @@ class Progress:
         table = read_json(folder / STATE_FILE, where)
         if table.pop("format", None) != 1:
             raise CheckpointError(f"{where}: {STATE_FILE} is of a format that this version does not know.")
-        rewinds, stretches = table.pop("rewinds", None), table.pop("stretches", ())  # of older versions
-        kinds = {"step": int, "samples": int, "data": str, "world_size": int, "versions": dict, "results": dict}
-        later = {"results": dict, "taken": dict, "chat_date": str, "skip_to": int}
-        kinds |= later
+        later = {"results": dict, "taken": dict, "chat_date": str, "identity": dict}
+        kinds = {"step": int, "samples": int, "data": str, "world_size": int, "versions": dict, **later}
         for name, kind in later.items():
             table.setdefault(name, kind())
+        rewinds = [table.pop(name, None) for name in ("rewinds", "stretches", "skip_to")]  # of older versions
+        if rewinds[0] or rewinds[2] or len(rewinds[1] or ()) > 1:
+            raise CheckpointError(
+                f"{where}: an older version went back in this run, or left samples out. It cannot be resumed; begin "
+                f"another run with its weights: model.path = {folder}."
+            )
         if (
             table.keys() != kinds.keys()
             or not all(isinstance(table[k], t) for k, t in kinds.items())
             or not all(_is_series(table["results"][kind]) for kind in table["results"])
-            or not all(map(_is_rewind, rewinds or ()))
-            or not all(_has_ints(stretch, "step", "samples") for stretch in stretches)
             or not all(isinstance(count, int) for count in table["taken"].values())
         ):
             raise CheckpointError(
                 f"{where}: {STATE_FILE} is damaged. Resume from an earlier step: checkpoint.load_step."
             )
-        if rewinds is not None:
-            _refuse_rewinds(folder, table["step"], rewinds)
-        later = [(each["step"], each["samples"]) for each in stretches]
-        later += [(each["spike_step"] - 1, each["samples"]) for each in rewinds or ()]
-        skips = [samples for step, samples in later if step > table["step"]]
-        return cls(**{**table, "skip_to": max(skips, default=table["skip_to"])})
-
-
-def _is_rewind(table: Any) -> bool:
-    return _has_ints(table, "spike_step", "found_step", "samples")
-
-
-def _has_ints(table: Any, *names: str) -> bool:
-    return isinstance(table, dict) and all(isinstance(table.get(name), int) for name in names)
-
-
-def _refuse_rewinds(folder: Path, step: int, known: Sequence[Any]) -> None:
-    """Raise if an older version decided on a rewind past `step` that the checkpoint in `folder` does not know."""
-    path = folder.parent / REWINDS_FILE
-    found = read_json(path, f"checkpoint {path.parent}").get("rewinds") if path.exists() else None
-    if not isinstance(found, list) or found[: len(known)] != [*known]:
-        return
-    pending = [each for each in found[len(known) :] if _is_rewind(each) and each["spike_step"] > step]
-    if pending:
-        raise CheckpointError(
-            f"checkpoint {folder}: an older version went back to it from a loss spike, to leave out the data of steps "
-            f"{pending[-1]['spike_step']} to {pending[-1]['found_step']}. Remove {path}, and set "
-            f"data.skip_to_sample = {pending[-1]['samples']}."
-        )
+        return cls(**table)
 
 
 def find_progress(folder: Path, load_step: int = -1) -> Progress | None:

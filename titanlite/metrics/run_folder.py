@@ -13,14 +13,17 @@ from titanlite.base.files import check_regular, is_full
 from titanlite.base.folder_lock import LOCK_WAIT_S, FolderHeldError, FolderLock
 from titanlite.base.log import log_to_folder, logger
 from titanlite.config import JobConfig, find_changes, format_changes, save_resolved
-from titanlite.config.assets import is_hub_id
+from titanlite.config.assets import base_model_of, is_hub_id
+from titanlite.config.data import holds_rows
+from titanlite.config.settings import get_value
 from titanlite.launch.notices import read_restart
 from titanlite.metrics.events import open_events, record_event
 
 _WRITTEN = (".jsonl", ".json", ".toml", ".txt")  # files of the run
 # A run that differs in one of these is another one.
+_BASE = "checkpoint.initial_load_path"
 _IDENTITY = (
-    "checkpoint.initial_load_path",
+    _BASE,
     "training.objective",
     "data.dataset",
     "data.path",
@@ -108,7 +111,16 @@ def make_dump_folder(job: JobConfig, folder: Path) -> dict[str, tuple[Any, Any]]
     return changes
 
 
-def check_same_run(job: JobConfig, changes: Mapping[str, tuple[Any, Any]], step: int) -> None:
+def get_identity(job: JobConfig) -> dict[str, str]:
+    """The settings that tell a run from others, by key; a model of the hub by its id and commit."""
+    settings = {key: get_value(job, key) for key in _IDENTITY}
+    base = base_model_of(job.checkpoint.initial_load_path)
+    return settings | ({_BASE: f"{base.name}@{base.revision}"} if base and base.on_hub else {})
+
+
+def check_same_run(
+    job: JobConfig, changes: Mapping[str, tuple[Any, Any]], step: int, before: Mapping[str, str]
+) -> None:
     """A run resumes its own checkpoints only: those of another base model, data or objective are refused.
 
     A file or folder that was moved and kept its name is the same; of a mixture the sources may change.
@@ -117,6 +129,7 @@ def check_same_run(job: JobConfig, changes: Mapping[str, tuple[Any, Any]], step:
         job: what is asked for.
         changes: settings that the run in the folder had otherwise, on rank 0.
         step: of its checkpoint.
+        before: identity that the checkpoint has; empty in older ones, where `changes` counts.
 
     Raises:
         ConfigError: on all ranks; what differs, or there are fewer steps than were trained. Collective: every rank
@@ -125,8 +138,10 @@ def check_same_run(job: JobConfig, changes: Mapping[str, tuple[Any, Any]], step:
     folder, asked = job.job.dump_folder, job.training.steps
 
     def find() -> str:
-        others = {key: changes[key] for key in _IDENTITY if key in changes and not _was_moved(*changes[key])}
-        return format_changes(others)
+        now = get_identity(job)
+        pairs = {key: (before[key], now[key]) for key in now if key in before} if before else changes
+        others = {key: pairs[key] for key in _IDENTITY if key in pairs}
+        return format_changes({key: pair for key, pair in others.items() if not _is_same(*pair)})
 
     text = on_first_rank(find)
     if text and (job.checkpoint.resume == "auto" or step >= asked):
@@ -144,9 +159,14 @@ def check_same_run(job: JobConfig, changes: Mapping[str, tuple[Any, Any]], step:
         )
 
 
-def _was_moved(before: str, now: str) -> bool:
-    """True if `now` is what was at `before`: it has the same name, and nothing is there any more."""
-    return Path(before).name == Path(now).name != "" and not is_hub_id(before) and not Path(before).exists()
+def _is_same(before: str, now: str) -> bool:
+    """True if `now` is what `before` was: it was moved and kept its name, or is the same of the hub."""
+    (old, _, old_revision), (new, _, new_revision) = before.partition("@"), now.partition("@")
+    on_hub = [is_hub_id(name) and not holds_rows(name) and not Path(name).exists() for name in (before, now)]
+    if all(on_hub):
+        return old == new and (old_revision == new_revision or not (old_revision and new_revision))
+    alike = Path(old).name == Path(new).name != ""
+    return before == now or (alike and (any(on_hub) or not Path(before).exists()))
 
 
 def record_start(folder: Path, step: int, where: str, *, resumed: bool, changes: Mapping[str, tuple[Any, Any]]) -> None:
