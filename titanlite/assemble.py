@@ -243,15 +243,25 @@ def build_on_meta(job: JobConfig, model_config: AnyModelConfig, dims: ParallelDi
     Raises:
         ConfigError: patterns that name nothing, or transformers cannot build the model. The same on all ranks.
     """
-    model = build_model(model_config, base_dtype(job, device.type))
+    model = describe_model(job, model_config, device.type)
+    model.configure(job.model.attention_backend, job.moe, job.training.loss_chunk_tokens, device)
+    shard(model, job, dims, device.type)
+    return model
+
+
+def describe_model(job: JobConfig, model_config: AnyModelConfig, device_type: str) -> Model:
+    """Describe the whole model on the meta device: with its adapters, and with what is trained.
+
+    Raises:
+        ConfigError: patterns that name nothing, or transformers cannot build the model.
+    """
+    model = build_model(model_config, base_dtype(job, device_type))
     apply_lora(model, job.lora, getattr(torch, job.training.dtype))
     if job.lora.base_dtype in BLOCK_SIZES:
         encode_weights(model, job.lora.base_dtype)
     freeze_parameters(model, job.optimizer)
     if job.training.objective == "dpo":
         turn_off_dropout(model)
-    model.configure(job.model.attention_backend, job.moe, job.training.loss_chunk_tokens, device)
-    shard(model, job, dims, device.type)
     return model
 
 

@@ -13,7 +13,6 @@ from titanlite.__main__ import main as run_command
 from titanlite.base.errors import ConfigError
 from titanlite.config import load_config
 from titanlite.config.parallelism import Degrees
-from titanlite.features.tools import check as check_command
 from titanlite.models.families import families
 from titanlite.preflight import check, main
 
@@ -132,16 +131,6 @@ def test_files_that_are_not_there_are_said_before_a_model_is_downloaded(path, ca
 def test_text_is_never_on_the_hub(path, capsys):
     assert main(["--world-size=1", "--config", path, "--data.dataset=text", "--data.path=owner/texts"]) == 2
     assert "data.path: owner/texts does not exist" in capsys.readouterr().err
-
-
-def test_check_says_what_would_be_trained(path, capsys):
-    arguments = ["--world-size=4", "--config", path, "--parallelism.tensor_parallel_degree=2", "--training.seq_len=64"]
-    assert check_command.main(arguments) == 0
-    said = capsys.readouterr().out
-    assert "OK on 4 ranks: dp_replicate 1 x dp_shard 2 x tp 2, ep 1\n  model      qwen3_moe, random weights\n" in said
-    assert "steps of 2 sequences of 64 tokens\n  optimizer  AdamW, lr 0.0003, weight decay 0.1, beta2 0.95, " in said
-    assert main(arguments) == 0
-    assert capsys.readouterr().out == "", "run_train.sh asks too, and has more to say"
 
 
 def test_an_unknown_command_gets_the_nearest_one(capsys):

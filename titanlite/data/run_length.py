@@ -40,10 +40,15 @@ def check_start(job: JobConfig, loader: TrainLoader) -> None:
         logger.warning(
             "data: the pretrained model is trained on Python's standard library. Set data.path to your data."
         )
-    if loader.dataset.form == "text" or job.checkpoint.initial_load_path or job.model.init == "random":
+    check_form(job, loader.dataset.form)
+
+
+def check_form(job: JobConfig, form: str) -> None:
+    """As `check_start`, for rows of `form`."""
+    if form == "text" or job.checkpoint.initial_load_path or job.model.init == "random":
         return
     raise ConfigError(
-        f"model: the run would begin with random weights, and its data are rows of form '{loader.dataset.form}', for "
+        f"model: the run would begin with random weights, and its data are rows of form '{form}', for "
         'fine-tuning. Set model.path to the model to fine-tune; or model.init = "random", if random weights are meant.'
     )
 

@@ -8,7 +8,7 @@ from hashlib import sha256
 from importlib import metadata
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -249,6 +249,7 @@ def make_encoder(data: DataSection, tokenizer: "PreTrainedTokenizerFast", batch:
         form = next((form for form in forms if form is not None), None)
         if form is None:
             return None
+    form = cast(Form, form)
     if unused := [f"{name} = {column}" for name, column in fields.items() if name not in FORM_FIELDS[form]]:
         raise DataError(
             f"data.fields: {', '.join(unused)} cannot be used in rows of form '{form}', which take "

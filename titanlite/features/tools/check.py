@@ -1,45 +1,123 @@
 """`python -m titanlite check --config FILE --world-size N`: what would be trained, or what is wrong with that."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from statistics import mean
 
-from titanlite.base.errors import TitanliteError
-from titanlite.config import TransformersConfig
+import torch
+
+from titanlite.assemble import describe_model
+from titanlite.base.errors import DataError, TitanliteError, raise_problems
+from titanlite.config import JobConfig, TransformersConfig
 from titanlite.config.assets import base_model_of
-from titanlite.config.data import get_sources
+from titanlite.config.data import get_fields, get_sources
 from titanlite.config.parallelism import resolve_global_batch_size
+from titanlite.data.build import resolve_tokenizer_path
+from titanlite.data.run_length import check_form
+from titanlite.features.dpo.build import build_dpo
+from titanlite.features.sft.build import load_example_tokenizer
+from titanlite.features.sft.examples import encode_rows, make_encoder
+from titanlite.features.sft.readers import RowError
+from titanlite.features.sft.rows import RenamedRows, build_rows, describe_place, merge_problems
+from titanlite.optim.parameters import count_parameters, lr_multipliers
 from titanlite.preflight import Checked, check_arguments
+
+_ROWS = 64  # of each source
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print what would be trained; exit code 2 after one clear error. Downloads descriptions of models, no weights."""
     try:
-        print(_format(check_arguments(argv, weights=False)))
+        checked = check_arguments(argv, weights=False)
+        model, data = list(_describe_model(checked)), list(_describe_rows(checked.job))
+        print(
+            "\n".join(
+                [f"OK on {checked.degrees.world_size} ranks: {checked.degrees}", *model, *data, *_format(checked)]
+            )
+        )
     except TitanliteError as error:
         print(f"titanlite: error: {error}", file=sys.stderr)
         return 2
     return 0
 
 
-def _format(checked: Checked) -> str:
+def _describe_model(checked: Checked) -> Iterator[str]:
+    """The model, with its adapters, and what it takes of memory before a step."""
     job, config, degrees = checked.job, checked.model_config, checked.degrees
-    training, optimizer, path = job.training, job.optimizer, job.checkpoint.initial_load_path
+    path = job.checkpoint.initial_load_path
     base = base_model_of(path)
     weights = f"weights of {base.name if base.on_hub else path}" if base else "random weights"
     family = f"{config.family} ({config.architecture})" if isinstance(config, TransformersConfig) else config.family
-    paths = [source.path for source in get_sources(job.data).values() if source.path]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = describe_model(job, config, device)
+    lr_multipliers(model, job.optimizer)
+    total, trained = count_parameters(model)
+    some = "" if trained == total else f", {trained / 1e6:,.3f} M of them trained"
+    adapters = f", adapters of rank {job.lora.rank}" if job.lora.rank else ""
+    yield f"  model      {family}, {total / 1e6:,.1f} M parameters{some}, {weights}{adapters}"
+    weights_bytes = sum(param.numel() * param.element_size() for param in model.parameters())
+    trained_bytes = sum(param.numel() * param.element_size() for param in model.parameters() if param.requires_grad)
+    ranks = degrees.world_size // degrees.dp_replicate
+    moments = 1 if job.optimizer.name == "Muon" else 2
+    gib = (weights_bytes + (1 + moments) * trained_bytes) / ranks / 2**30
+    room = torch.cuda.get_device_properties(0).total_memory / 2**30 if device == "cuda" else None
+    verdict = "" if room is None else f": {'fits' if gib < room else 'DOES NOT FIT'} in {room:.0f} GiB"
+    size = f"{gib:,.1f} GiB" if gib >= 1 else f"{gib * 2**10:,.1f} MiB"
+    yield f"  memory     about {size} a rank for weights, gradients and optimizer states{verdict}; more for activations"
+
+
+def _describe_rows(job: JobConfig) -> Iterator[str]:
+    """The data of each source, and what their first rows are.
+
+    Raises:
+        TitanliteError: a row cannot be used, or the rows are not for this objective, or not for random weights.
+    """
+    data = resolve_tokenizer_path(job)
+    tokenizer = None
+    for name, source in get_sources(data).items():
+        where = f"{name}: " if name else ""
+        if source.dataset != "examples" or not Path(source.path).expanduser().exists():
+            yield f"  data       {where}{', '.join([source.dataset, source.path] if source.path else [source.dataset])}"
+            continue
+        tokenizer = load_example_tokenizer(data) if tokenizer is None else tokenizer
+        rows = RenamedRows(build_rows(source.path, source.pattern), get_fields(source))
+        batch = list(islice(rows, _ROWS))
+        encoder = make_encoder(source, tokenizer, batch)
+        problems, lengths = [], []
+        for row, found in encode_rows(encoder, batch):
+            if isinstance(found, RowError):
+                problems.append(f"{describe_place(rows.names, row.file, row.number)}: {found}")
+            else:
+                lengths += [sum(len(document.ids) for document in example) for example in found]
+        if source.bad_rows == "error" or not lengths:
+            raise_problems(DataError, "data", merge_problems(problems))
+        assert encoder is not None
+        check_form(job, encoder.form)
+        build_dpo(job, encoder.form)
+        if source.too_long == "error" and max(lengths) > job.training.seq_len:
+            raise DataError(
+                f"data: one of the first {len(batch)} rows of {source.path} has {max(lengths)} tokens, but "
+                f'training.seq_len is {job.training.seq_len}. Raise it, or set data.too_long to "cut" or "drop".'
+            )
+        yield (
+            f"  data       {where}{source.path}, form {encoder.form}; its first {len(batch)} rows have "
+            f"{mean(lengths):.0f} tokens in the mean, {max(lengths)} at most"
+        )
+
+
+def _format(checked: Checked) -> list[str]:
+    job, degrees = checked.job, checked.degrees
+    training, optimizer = job.training, job.optimizer
     length = f"{training.epochs:g} epochs" if training.epochs else f"{training.steps:,} steps"
     batch = resolve_global_batch_size(training, degrees.dp)
+    tokens = "" if training.epochs else f", {training.steps * batch * training.seq_len:,} tokens with padding"
     warmup = job.lr_scheduler.warmup_steps
-    return "\n".join(
-        [
-            f"OK on {degrees.world_size} ranks: {degrees}",
-            f"  model      {family}, {weights}" + (f", adapters of rank {job.lora.rank}" if job.lora.rank else ""),
-            f"  data       {', '.join([job.data.dataset, *paths])}",
-            f"  training   {training.objective}, {length} of {batch} sequences of {training.seq_len:,} tokens",
-            f"  optimizer  {optimizer.name}, lr {optimizer.lr:g}, weight decay {optimizer.weight_decay:g}, beta2 "
-            f"{optimizer.beta2:g}, warm-up {f'of {warmup} steps' if warmup >= 0 else '3% of the steps, at most 200'}",
-            f"  folder     {job.job.dump_folder}",
-            "Not looked at: rows (`titanlite data`), memory and time (`titanlite plan`), weights.",
-        ]
-    )
+    return [
+        f"  training   {training.objective}, {length} of {batch} sequences of {training.seq_len:,} tokens{tokens}",
+        f"  optimizer  {optimizer.name}, lr {optimizer.lr:g}, weight decay {optimizer.weight_decay:g}, beta2 "
+        f"{optimizer.beta2:g}, warm-up {f'of {warmup} steps' if warmup >= 0 else '3% of the steps, at most 200'}",
+        f"  folder     {job.job.dump_folder}",
+        "Not looked at: the other rows (`titanlite data`), activations and time (`titanlite plan`), weights.",
+    ]
