@@ -55,6 +55,7 @@ from titanlite.features.record.environment import save_environment
 from titanlite.features.record.hub import push_to_hub
 from titanlite.features.record.model_card import render_model_card
 from titanlite.features.record.plan_file import save_run_plan
+from titanlite.features.record.wandb import configure_wandb, finish_wandb, open_wandb
 from titanlite.features.sft.build import build_sft
 from titanlite.features.sft.chat_template import resolve_chat_date
 from titanlite.features.streams.mixture import build_mixture
@@ -149,6 +150,17 @@ def assemble(checked: Checked) -> Trainer:
         *(model_config.family, total / 1e6, "" if trained == total else f", {trained / 1e6:.3f} M of them trained"),
         plan.local_bytes / 2**20,
     )
+    metrics = MetricsLogger(
+        job,
+        folder,
+        train_flops_per_token(model.config, job.training.seq_len, model),
+        degrees.world_size,
+        device,
+        start_step=step,
+        moe_layers=model.moe_layer_numbers(),
+        stage_size=degrees.stage_size,
+        sink=open_wandb(job, folder),
+    )
     trainer = Trainer(
         job=job,
         device=device,
@@ -163,16 +175,7 @@ def assemble(checked: Checked) -> Trainer:
         divergence=DivergenceCheck(job, plan, optimizer, dims, step),
         spikes=SpikeDetector(job.spike, checkpointer.folder),
         diagnose=partial(diagnose, model, whole_layers=job.compile.enable, stage=dims.stage),
-        metrics=MetricsLogger(
-            job,
-            folder,
-            train_flops_per_token(model.config, job.training.seq_len, model),
-            degrees.world_size,
-            device,
-            start_step=step,
-            moe_layers=model.moe_layer_numbers(),
-            stage_size=degrees.stage_size,
-        ),
+        metrics=metrics,
         render_card=partial(render_model_card, job, family=model_config.family, num_parameters=total),
         log_sample=partial(log_sample, job, model, tokenizer, device, dims),
         push_to_hub=push_to_hub,
@@ -181,7 +184,7 @@ def assemble(checked: Checked) -> Trainer:
     save_run_plan(plan, matrices, folder)
     check_space(job, plan, matrices, checkpointer.folder, step)
     facts = {"model": model_config.family, "parameters": total, "trained": trained, "mesh": str(degrees)}
-    trainer.metrics.log_environment(save_environment(folder, device, facts))
+    configure_wandb(save_environment(folder, device, facts))
     record_start(
         folder,
         step,
@@ -287,3 +290,8 @@ def build_schedule(dims: ParallelDims) -> Schedule:
 def explain(error: BaseException) -> ConfigError | None:
     """Turn what torch raises because of a setting into an error that names it; None for other errors."""
     return explain_refusal(error) or explain_uncompiled(error)
+
+
+def close(exit_code: int) -> None:
+    """End what writes elsewhere than in the run's folder; the process ends with `exit_code` afterwards."""
+    finish_wandb(exit_code)

@@ -21,7 +21,7 @@ if __name__ == "__main__":
 with lean_imports():
     import torch.distributed as dist
 
-    from titanlite.assemble import assemble, explain
+    from titanlite.assemble import assemble, close, explain
     from titanlite.base.agree import is_lost_peer
     from titanlite.base.errors import NOTICE_FOLDER, ConfigError, TitanliteError, raise_problems
     from titanlite.base.folder_lock import FolderLock
@@ -30,7 +30,7 @@ with lean_imports():
     from titanlite.distributed.process_group import end_distributed
     from titanlite.launch import heartbeat, stop
     from titanlite.launch.notices import claim, first_sentence, note_error, note_lost_peer
-    from titanlite.metrics import explain_out_of_memory, finish_wandb, record_event
+    from titanlite.metrics import explain_out_of_memory, record_event
     from titanlite.preflight import Checked, check
     from titanlite.trainer import Trainer
 
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Not after an error: others may be in collectives, for whose timeout it would wait.
     if code == 0 and dist.is_initialized():
         end_distributed()
-    finish_wandb(code)
+    close(code)
     return code
 
 
@@ -89,13 +89,13 @@ def _fail(error: Exception) -> NoReturn:
     lost_peer = is_lost_peer(error)
     _record_error("lost another rank; the console says why" if lost_peer else f"{type(error).__name__}: {error}")
     if NOTICE_FOLDER not in os.environ:
-        finish_wandb(1)
+        close(1)
         raise error
     if lost_peer:
         # Another rank is gone or hangs. The launcher says which and ends this one, before a traceback of the collective
         # that was waiting would bury that line.
         note_lost_peer(heartbeat.current().rank, error)
-        finish_wandb(1)
+        close(1)
         time.sleep(_LAUNCHER_WAIT_S)
     if claim("traceback"):
         note_error(f"{type(error).__name__}: {error}")
@@ -103,7 +103,7 @@ def _fail(error: Exception) -> NoReturn:
         where = f"in step {beat.step} ({beat.phase})" if beat.step else f"while {beat.phase}"
         text = "".join(traceback.format_exception(error))
         print(f"titanlite: rank {beat.rank} failed {where}:\n{text}", file=sys.stderr, end="", flush=True)
-    finish_wandb(1)
+    close(1)
     leave(1, at_once=True)
 
 

@@ -7,7 +7,6 @@ from titanlite.metrics.out_of_memory import explain_out_of_memory, start_memory_
 from titanlite.metrics.point import Largest, StepPoint, find_largest
 from titanlite.metrics.profiler import build_profiler
 from titanlite.metrics.ranks import gather_ranks, get_busy_seconds, get_memory
-from titanlite.metrics.wandb import finish_wandb
 
 __all__ = [
     "Largest",
@@ -17,7 +16,6 @@ __all__ = [
     "expert_load_image",
     "explain_out_of_memory",
     "find_largest",
-    "finish_wandb",
     "gather_ranks",
     "get_busy_seconds",
     "get_memory",

@@ -3,7 +3,7 @@
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -24,7 +24,6 @@ from titanlite.metrics.moe import describe_moe
 from titanlite.metrics.point import StepPoint
 from titanlite.metrics.ranks import describe_ranks
 from titanlite.metrics.tensorboard import EventWriter
-from titanlite.metrics.wandb import WandbRun, open_wandb
 
 EXPERT_LOAD_FILE = "expert_load.jsonl"
 _LOAD_POINTS = 100
@@ -32,7 +31,7 @@ _SHOWN_CHARS = 80
 
 
 class MetricsLogger:
-    """Writes the metrics of a run into `dump_folder`, and to W&B. On ranks other than 0 every call does nothing.
+    """Writes the metrics of a run into `dump_folder`. On ranks other than 0 every call does nothing.
 
     `metrics.jsonl` holds one JSON object per point: `step`, `time` (Unix seconds) and the values under the names that
     TensorBoard shows; of values per MoE layer it has one list, TensorBoard one name per layer. Values that are not
@@ -53,6 +52,7 @@ class MetricsLogger:
         start_step: steps done before this process started: 0, or the step of the checkpoint it resumes from.
         moe_layers: the layer's number for each row of `tokens_per_expert`; left out: 0, 1, ...
         stage_size: ranks that have the same layers; left out: all.
+        sink: gets each point as well: the step, and the values by their names in TensorBoard.
 
     Raises:
         TitanliteError: when a metrics file cannot be written and `checkpoint.on_save_error` is "stop", here and in
@@ -70,6 +70,7 @@ class MetricsLogger:
         start_step: int = 0,
         moe_layers: Sequence[int] = (),
         stage_size: int | None = None,
+        sink: Callable[[int, Mapping[str, float]], None] | None = None,
     ) -> None:
         self._stage_size = stage_size
         self._num_steps = job.training.steps
@@ -82,7 +83,7 @@ class MetricsLogger:
         self._peak_flops = _get_peak_flops(job, device)
         self._keep_on = job.checkpoint.on_save_error == "continue"
         self._writer: EventWriter | None = None
-        self._wandb: WandbRun | None = None
+        self._sink = sink
         self._bar: ProgressBar | None = None
         self._enabled = get_rank() == 0
         if not self._enabled:
@@ -94,15 +95,8 @@ class MetricsLogger:
         if job.metrics.enable_tensorboard:
             self._writer = EventWriter(Path(dump_folder) / job.metrics.save_tb_folder, start_step)
             self._append(self._writer.file, self._writer.take())
-        if job.metrics.enable_wandb:
-            self._wandb = open_wandb(job, Path(dump_folder))
         if job.metrics.enable_progress_bar and can_show_bar():
             self._start_bar()
-
-    def log_environment(self, found: Mapping[str, Any]) -> None:
-        """Tell W&B what the run runs on, without the command, which has paths."""
-        if self._wandb is not None:
-            self._wandb.configure({"environment": {name: found[name] for name in found if name != "command"}})
 
     def log_step(self, point: StepPoint) -> None:
         """Write one point of training. Call at log steps; no collective, and it copies the MoE layers' state."""
@@ -199,8 +193,8 @@ class MetricsLogger:
             for row, value in enumerate(column):
                 number = self._moe_layers[row] if self._moe_layers else row
                 scalars[f"{name}/layer_{number:02d}"] = value
-        if self._wandb is not None:
-            self._wandb.log(step, scalars)
+        if self._sink is not None:
+            self._sink(step, scalars)
         if self._writer is None:
             return
         for name, value in scalars.items():

@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from titanlite.base.agree import get_rank
 from titanlite.base.files import read_regular, replace_file
 from titanlite.base.log import logger
 from titanlite.base.process import leave
@@ -24,10 +25,21 @@ _FINISH_S = 10.0
 _opened: list["WandbRun"] = []
 
 
-def open_wandb(job: JobConfig, folder: Path) -> "WandbRun":
-    """Start the W&B run of the run in `folder`, which exists."""
+def open_wandb(job: JobConfig, folder: Path) -> Callable[[int, Mapping[str, float]], None] | None:
+    """Start the W&B run of the run in `folder`, which exists, and return what takes its points.
+
+    None on ranks other than 0, or without `metrics.enable_wandb`.
+    """
+    if not job.metrics.enable_wandb or get_rank() != 0:
+        return None
     _opened.append(WandbRun(job, folder))
-    return _opened[-1]
+    return _opened[-1].log
+
+
+def configure_wandb(found: Mapping[str, Any]) -> None:
+    """Tell W&B what the run runs on, without the command, which has paths."""
+    for run in _opened:
+        run.configure({"environment": {name: found[name] for name in found if name != "command"}})
 
 
 def finish_wandb(exit_code: int) -> None:

@@ -18,8 +18,9 @@ from titanlite import train as train_module
 from titanlite.base.errors import NOTICE_FOLDER
 from titanlite.base.log import logger
 from titanlite.config.schema import JobConfig
-from titanlite.metrics import MoEState, StepPoint, finish_wandb
-from titanlite.metrics import wandb as wandb_module
+from titanlite.features.record import wandb as wandb_module
+from titanlite.features.record.wandb import configure_wandb, finish_wandb, open_wandb
+from titanlite.metrics import MoEState, StepPoint
 from titanlite.metrics.logger import MetricsLogger
 
 OPTIONS = ("PROJECT", "NAME", "RUN_ID", "RESUME", "DIR", "NOTES", "INIT_TIMEOUT", "SHOW_INFO", "CONSOLE", "MODE")
@@ -124,7 +125,9 @@ def console() -> Iterator[io.StringIO]:
 
 
 def build(job: JobConfig, folder: Path, **options) -> MetricsLogger:
-    return MetricsLogger(job, folder, flops_per_token=1000, num_ranks=1, device=torch.device("cpu"), **options)
+    folder.mkdir(parents=True, exist_ok=True)
+    options |= {"flops_per_token": 1000, "num_ranks": 1, "device": torch.device("cpu")}
+    return MetricsLogger(job, folder, sink=open_wandb(job, folder), **options)
 
 
 def log(metrics: MetricsLogger, step: int, loss: float = 2.5, **options) -> None:
@@ -206,8 +209,8 @@ def test_the_configuration_is_whole_and_has_no_local_paths(job: JobConfig, tmp_p
     job.job.dump_folder = str(tmp_path / "run")
     job.data.path = "/home/me/secret/chats.jsonl"
     job.model.hf_assets_path = "/home/me/.cache/huggingface/hub/models--Qwen--Qwen3-0.6B/snapshots/c1899de289"
-    with build(job, tmp_path / "run") as metrics:
-        metrics.log_environment({"command": "train --data.path=/home/me/secret/chats.jsonl", "world_size": 4})
+    with build(job, tmp_path / "run"):
+        configure_wandb({"command": "train --data.path=/home/me/secret/chats.jsonl", "world_size": 4})
     finish_wandb(0)
     config = wandb.of("init")[0][1]
     assert config["data"]["path"] == "chats.jsonl"
@@ -293,12 +296,13 @@ def test_a_process_whose_upload_hangs_leaves_with_its_exit_code(tmp_path: Path):
     program = (
         "from pathlib import Path\n"
         "from titanlite.config.schema import JobConfig\n"
-        "from titanlite.metrics import wandb\n"
+        "from titanlite.features.record import wandb\n"
         "wandb._FINISH_S = 0.5\n"
-        "wandb.open_wandb(JobConfig(), Path('.'))\n"
+        "job = JobConfig()\njob.metrics.enable_wandb = True\n"
+        "wandb.open_wandb(job, Path('.'))\n"
         "wandb.finish_wandb(7)\n"
     )
-    environment = {"PYTHONPATH": f"{tmp_path}:{Path(wandb_module.__file__).parents[2]}"}
+    environment = {"PYTHONPATH": f"{tmp_path}:{Path(wandb_module.__file__).parents[3]}"}
     command = [sys.executable, "-c", program]
     assert subprocess.run(command, cwd=tmp_path, env=environment, timeout=300, check=False).returncode == 7
 
