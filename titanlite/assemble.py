@@ -19,6 +19,7 @@ from titanlite.checkpoint.hf_model import HFFormat, check_layout
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.space import check_space
 from titanlite.config import AnyModelConfig, JobConfig, TransformersConfig
+from titanlite.config.parallelism import Degrees
 from titanlite.config.schema import BLOCK_SIZES
 from titanlite.data.build import build_loader
 from titanlite.data.dataset import Batch
@@ -150,17 +151,6 @@ def assemble(checked: Checked) -> Trainer:
         *(model_config.family, total / 1e6, "" if trained == total else f", {trained / 1e6:.3f} M of them trained"),
         plan.local_bytes / 2**20,
     )
-    metrics = MetricsLogger(
-        job,
-        folder,
-        train_flops_per_token(model.config, job.training.seq_len, model),
-        degrees.world_size,
-        device,
-        start_step=step,
-        moe_layers=model.moe_layer_numbers(),
-        stage_size=degrees.stage_size,
-        sink=open_wandb(job, folder),
-    )
     trainer = Trainer(
         job=job,
         device=device,
@@ -175,7 +165,7 @@ def assemble(checked: Checked) -> Trainer:
         divergence=DivergenceCheck(job, plan, optimizer, dims, step),
         spikes=SpikeDetector(job.spike, checkpointer.folder),
         diagnose=partial(diagnose, model, whole_layers=job.compile.enable, stage=dims.stage),
-        metrics=metrics,
+        metrics=build_metrics(job, folder, model, degrees, device, step),
         render_card=partial(render_model_card, job, family=model_config.family, num_parameters=total),
         log_sample=partial(log_sample, job, model, tokenizer, device, dims),
         push_to_hub=push_to_hub,
@@ -280,6 +270,23 @@ def fill(job: JobConfig, model: Model, sources: list[SourceProvider], device: to
     """Give the sharded `model` its values, every tensor once. Collective: every rank must call."""
     where = torch.device("cpu") if job.training.enable_cpu_offload else device
     return materialize(model, where, sources, seed=job.training.seed, buffer_device=device)
+
+
+def build_metrics(
+    job: JobConfig, folder: Path, model: Model, degrees: Degrees, device: torch.device, step: int
+) -> MetricsLogger:
+    """Build what writes the metrics of a run that begins after `step`; rank 0 writes, to W&B too if that is on."""
+    return MetricsLogger(
+        job,
+        folder,
+        train_flops_per_token(model.config, job.training.seq_len, model),
+        degrees.world_size,
+        device,
+        start_step=step,
+        moe_layers=model.moe_layer_numbers(),
+        stage_size=degrees.stage_size,
+        sink=open_wandb(job, folder),
+    )
 
 
 def build_schedule(dims: ParallelDims) -> Schedule:
