@@ -15,8 +15,10 @@ TooLong = Literal["error", "cut", "drop", "split"]
 BadRows = Literal["error", "skip"]
 DroppedParts = Literal["error", "warn"]
 # What a column can be taken for, with `data.fields`.
-FIELDS = ("messages", "question", "answer", "instruction", "input", "output", "system", "tools")
-FIELDS += ("prompt", "completion", "text", "chosen", "rejected")
+FIELDS = (
+    *("messages", "question", "answer", "instruction", "input", "output", "system", "tools"),
+    *("prompt", "completion", "text", "chosen", "rejected"),
+)
 
 
 @dataclass
