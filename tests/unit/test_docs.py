@@ -14,7 +14,7 @@ import pytest
 from titanlite.__main__ import _MODULES
 from titanlite.config import load_config
 from titanlite.config.peers import NAMES
-from titanlite.config.settings import find_setting, get_settings
+from titanlite.config.settings import TABLES, find_setting, get_settings
 from titanlite.preflight import main as preflight
 
 ROOT = Path(__file__).parents[2]
@@ -124,6 +124,7 @@ def test_settings_that_are_named_exist(document):
     named = re.findall(r"(?<![\w-])--([a-z_]+\.[a-z_]+(?:\.[a-z_]+)*)", text)
     named += [key for key in re.findall(r"`([a-z_]+\.[a-z_]+)(?=[`= ])", text) if key.partition(".")[0] in sections]
     files = {"model.safetensors", "optimizer.safetensors", "metrics.jsonl", "optimizer.found_inf"}
+    named = [re.sub(rf"(\.(?:{'|'.join(TABLES)}))\.\w+$", r"\1", name) for name in named]  # names of the user
     prefixes = {f"{key.rpartition('.')[0]}" for key in settings}  # `model.overrides`
     unknown = {name for name in named if find_setting(name) is None} - files - prefixes - {"section.key", "a.b"}
     assert unknown <= WRONG_KEYS and not WRONG_KEYS & settings.keys()
