@@ -84,7 +84,7 @@ WRONG = {
     "unknown flavor": (["--model.flavor=31B"], ["family 'qwen3_moe' has no flavor '31B'"]),
     "no config.json": (
         ["--model.flavor=", "--model.hf_assets_path=/nowhere"],
-        ["model.hf_assets_path: there is no /nowhere/config.json"],
+        ["model.hf_assets_path: /nowhere does not exist. Give a path"],
     ),
 }
 
@@ -217,7 +217,7 @@ def test_ranks_refuse_a_vocabulary_that_the_model_lacks_with_one_voice(run_proce
     ("overrides", "words"),
     [
         (["--data.path=/nowhere/text"], "data: path /nowhere/text does not exist. Set data.path to"),
-        (["--data.pattern=*.md"], 'matches pattern "*.md". Change data.pattern or data.path.'),
+        (["--data.pattern=*.md"], 'matches pattern "*.md"; for example, 120 match "*.txt". Change data.pattern or data.path.'),
         (["--data.tokenizer_path=/nowhere"], "data: tokenizer_path /nowhere: /nowhere does not exist."),
         (
             ["--training.seq_len=11000", "--model.overrides.max_position_embeddings=11000"],

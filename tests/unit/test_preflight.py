@@ -123,7 +123,7 @@ def test_files_that_are_not_there_are_said_before_a_model_is_downloaded(path, ca
     assert main(["--world-size=1", "--config", path, *overrides]) == 2
     said = capsys.readouterr().err
     for key, name in (("path", "nothere.jsonl"), ("chat_template", "t.jinja"), ("tokenizer_path", "tok")):
-        assert f"data.{key}: {name} does not exist. Relative paths begin at" in said
+        assert f"data.{key}: {name} does not exist. Give a path that exists. Relative paths begin at" in said
     assert "evaluation.path: eval.jsonl does not exist" in said
     assert "owner/held-out" not in said
 

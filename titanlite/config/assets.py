@@ -16,6 +16,9 @@ from titanlite.config.data import get_source_key, get_sources, holds_rows
 from titanlite.config.schema import JobConfig
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
+_HUB_ADDRESS = re.compile(
+    r"(?:https?:/{1,2}(?:www\.)?(?:huggingface\.co|hf\.co)/|hf:/{1,2})(?:datasets/)?([\w.-]+/[\w.-]+)"
+)
 # How the hub's library names the folders of its cache.
 _HUB_CACHE = re.compile(r"models--([^/]+)--([^/]+)/snapshots/([0-9a-f]+)")
 _DESCRIPTION = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt", "README.md"]
@@ -110,7 +113,7 @@ def find_missing_files(job: JobConfig) -> list[str]:
     data = job.data
     on_hub = data.dataset == "examples"
     paths = [("data.tokenizer_path", data.tokenizer_path, False), ("data.chat_template", data.chat_template, False)]
-    if data.dataset != "stdlib":
+    if data.dataset not in ("stdlib", "none"):
         for name, source in get_sources(data).items():
             given = {"path": source.path, "validation_path": source.validation_path}
             paths += [(get_source_key(data, name, setting), path, on_hub) for setting, path in given.items()]
@@ -124,11 +127,21 @@ def find_missing_files(job: JobConfig) -> list[str]:
             pass  # where a file is wanted, its reader says so
         except FileNotFoundError:
             if not (may_be_on_hub and is_hub_id(name)) or holds_rows(name):
-                here = f"Relative paths begin at the current folder, {Path.cwd()}"
-                problems.append(f"{key}: {name} does not exist. {here}.")
+                problems.append(f"{key}: {name} does not exist. {suggest_path(key, name)}")
         except OSError as error:
             problems.append(f"{key}: cannot read {name}: {error.strerror}. Give a file or a folder of files.")
     return problems
+
+
+def suggest_path(key: str, name: str) -> str:
+    """What to write where there is nothing at the path `name`."""
+    if match := _HUB_ADDRESS.match(name):
+        return f'Of the Hugging Face hub give the id: {key} = "{match[1]}".'
+    folder, pattern = os.path.split(name)
+    if any(sign in name for sign in "*?[") and key.endswith("data.path"):
+        return f'Give the folder, and the pattern by itself: {key} = "{folder or "."}", data.pattern = "{pattern}".'
+    what = " or an id of the Hugging Face hub (owner/name)" if key.startswith(("model.", "checkpoint.")) else ""
+    return f"Give a path that exists{what}. Relative paths begin at the current folder, {Path.cwd()}."
 
 
 def find_missing_packages(job: JobConfig) -> list[str]:

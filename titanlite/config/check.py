@@ -152,9 +152,11 @@ def check_values(job: JobConfig) -> list[str]:
             + f"{format_value(job.activation_checkpoint.mode)}. Set activation_checkpoint.mode, or leave it out."
         )
     if not (job.model.flavor or job.model.hf_assets_path or job.checkpoint.initial_load_path):
+        name = job.model.name
+        meant = f'; did you mean model.path = "{name}"?' if is_hub_id(name) or Path(name or "-").is_dir() else "."
         problems.append(
-            "model.path and model.flavor are both empty, so there is no model. Set model.path to a folder or hub id, "
-            + "or model.name and model.flavor for a new model with random weights."
+            f"model.path and model.flavor are both empty, so there is no model{meant} Set model.path to a folder or "
+            + "hub id, or model.name and model.flavor for a new model with random weights."
         )
     return problems + _check_data(job) + _check_fine_tuning(job) + _check_results(job)
 

@@ -46,11 +46,12 @@ class SourceSection:
 
 @dataclass
 class DataSection:
-    dataset: Literal["stdlib", "text", "examples", "images"] = setting(
+    dataset: Literal["stdlib", "text", "examples", "images", "none"] = setting(
         "stdlib",
         "'stdlib': the .py files of the running Python's standard library; 'text': files under data.path, each one "
         "document; 'examples': rows under data.path, for fine-tuning; 'images': a .jsonl file of chats with images, "
-        "for a model with a processor. Not set: 'examples' or 'text' by the files at path, 'stdlib' without a path.",
+        "for a model with a processor. Not set: 'examples' or 'text' by the files at path; without a path "
+        "'stdlib', or 'none' for a pretrained model, which is not trained then.",
     )
     path: str = setting(
         "",
@@ -144,7 +145,7 @@ def holds_rows(name: str) -> bool:
     """True for the name of a file of rows, packed or not."""
     for packed in (".gz", ".zst"):
         name = name.removesuffix(packed)
-    return name.endswith((".jsonl", ".json", ".parquet", ".csv"))
+    return name.endswith((".jsonl", ".json", ".parquet", ".csv", ".arrow"))
 
 
 def get_sources(data: DataSection) -> dict[str, DataSection]:

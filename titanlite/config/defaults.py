@@ -121,6 +121,8 @@ def _fill_in_data(job: JobConfig, given: Mapping[str, str], default: Callable[[s
                 + "text files."
             ]
         default("data.dataset", next(iter(kinds.values())))
+    elif job.checkpoint.initial_load_path:
+        default("data.dataset", "none")
     sources = get_sources(data).values() if data.dataset == "text" else ()
     rows = [s.path for s in sources if (not Path(s.path).is_dir() and holds_rows(s.path)) or ".jsonl" in s.pattern]
     if rows:

@@ -24,7 +24,7 @@ from titanlite.config.check import check_values, format_value
 from titanlite.config.data import SourceSection
 from titanlite.config.defaults import fill_in
 from titanlite.config.patterns import parse_object
-from titanlite.config.peers import NAMES
+from titanlite.config.peers import NAMES, VALUES
 from titanlite.config.schema import JobConfig
 from titanlite.config.settings import (
     SOURCES,
@@ -154,6 +154,8 @@ def _check_value(setting: Setting, value: Any) -> Any:
     if setting.choices and value not in setting.choices:
         nearest = get_close_matches(str(value), setting.choices, 1)
         hint = f'; did you mean "{nearest[0]}"?' if nearest else ". Write one of these."
+        if setting.key == "data.dataset" and not nearest:
+            hint = ". For your own data set data.path: a file, folder or hub id."
         raise _BadValueError(f"{shown} is not one of {', '.join(map(format_value, setting.choices))}{hint}")
     if type(value) is not setting.kind:  # not isinstance: a bool is an int
         raise _BadValueError(f"{shown} is not {_KIND_NAMES[setting.kind]}. {_remedy(setting, value)}.")
@@ -180,6 +182,8 @@ def _remedy(setting: Setting, value: Any) -> str:
             return f"Write {format_value(parsed)} without quotes"
         except _BadValueError:
             pass  # the text is no better as a number: the plain remedy says what is wanted
+    if isinstance(value, list) and setting.key.endswith("path"):
+        return "Write one path; several are [data.sources.NAME] with a path each"
     if setting.kind is str and isinstance(value, int | float):
         return f"Put it in quotes: {format_value(format_value(value))}"
     return remedy + (", or leave it out" if setting.optional else "")
@@ -303,7 +307,8 @@ class _Reader:
         except RecursionError:
             self.refuse(path, "is nested too deeply. Write values without so many brackets.")
         except ValueError as error:  # TOMLDecodeError, and Python's limit on the digits of an int
-            self.refuse(path, f"not valid TOML: {error}. Strings need quotes; booleans are true and false.")
+            text = 'Write sections as [model] and values as path = "..."; booleans are true and false'
+            self.refuse(path, f"not valid TOML: {error}. {text}.")
         return None
 
     def read_table(self, where: str, table: dict[str, object], section: str = "") -> None:
@@ -324,7 +329,9 @@ class _Reader:
                 shown, header, suspects = _shorten(format_value(value)), key, [key]
                 if key == SOURCES:  # without them data.path would be missing
                     header, suspects = f"{SOURCES}.NAME", [key, "data.path", "data.dataset"]
-                self.refuse(where, f"{key} = {shown} is not a section. Write [{header}] and its keys below.", *suspects)
+                meant = f" Did you mean {VALUES[key]}?" if key in VALUES else ""
+                text = f"{key} = {shown} is not a section. Write [{header}] and its keys below.{meant}"
+                self.refuse(where, text, *suspects)
 
     def read_override(self, where: str, key: str, text: str) -> None:
         """Take one override of the command line."""
@@ -368,10 +375,7 @@ class _Reader:
 
     def refuse_unknown(self, where: str, key: str, noun: str) -> None:
         """Note an unknown key or section, with the nearest match or what there is to choose from."""
-        if key == "spike.max_rewinds":
-            self.refuse(where, f"{key} was removed: a spike is reported, and training goes on. Leave it out.", key)
-            return
-        section, _, name = key.rpartition(".")
+        section, _, name = key.replace("-", "_").rpartition(".")
         while section and find_section(section) is None:
             section = section.rpartition(".")[0]
         settings = find_section(section) or []
@@ -380,14 +384,16 @@ class _Reader:
         if section == SOURCES:
             nearest, hint = [], f". Name a source with small letters, digits and underscores: {SOURCES}.my_data."
         elif name in NAMES:
-            nearest = _KEY.findall(NAMES[name])
-            hint = f", which other trainers have: here it is {NAMES[name]}."
+            nearest, here = _KEY.findall(NAMES[name]), NAMES[name]
+            hint = f", which other trainers have: here it is {here}."
+            if here.startswith("nothing"):
+                hint = f", which other trainers have. Leave it out{here.removeprefix('nothing')}."
         elif nearest:
             hint = f"; did you mean {' or '.join(repr(candidate) for candidate in nearest)}?"
         elif settings:
             hint = f". Keys of [{section}]: {', '.join(setting.name for setting in settings)}."
         else:
-            hint = f". Sections: {', '.join(get_sections())}."
+            hint = f". Sections: {', '.join(section for section in get_sections() if '.' not in section)}."
         self.refuse(where, f"unknown {noun} {key!r}{hint}", key, *nearest)
 
     def refuse(self, where: str, problem: str, *suspects: str) -> None:
@@ -408,7 +414,8 @@ class _Reader:
         """Set what follows from what was given."""
         name = "" if path is None else Path(path).stem
         for problem in fill_in(job, self.origins, name):
-            self.refuse(path or "configuration", problem, *_KEY.findall(problem))
+            if not self.suspects.intersection(_KEY.findall(problem)):
+                self.refuse(path or "configuration", problem, *_KEY.findall(problem))
 
     def check(self, job: JobConfig, path: str) -> None:
         """Note the problems of `check_values`, but none about a key that already has a problem."""

@@ -379,7 +379,7 @@ def _check_batches(job: JobConfig, model: AnyModelConfig, degrees: Degrees) -> l
     if model.max_position_embeddings is not None and job.training.seq_len > model.max_position_embeddings:
         problems.append(
             f"training.seq_len ({job.training.seq_len}) exceeds the model's max_position_embeddings "
-            f"({model.max_position_embeddings})."
+            f"({model.max_position_embeddings}). Set it to that or less."
         )
     scaling = None if isinstance(model, TransformersConfig) else model.rope_scaling
     if scaling is not None and scaling.rope_type == "yarn":

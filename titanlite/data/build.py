@@ -58,7 +58,16 @@ def build_loader(
 
 
 def get_kind(data: DataSection) -> str:
-    """The kind of data that a configuration asks for: "text", "examples", "stream", "mixture" or "images"."""
+    """The kind of data that a configuration asks for: "text", "examples", "stream", "mixture" or "images".
+
+    Raises:
+        DataError: it asks for none.
+    """
+    if data.dataset == "none":
+        raise DataError(
+            "data: nothing says on which data the pretrained model is to be trained. Set data.path to a file, folder "
+            'or hub id; or data.dataset = "stdlib" for the Python files of the standard library.'
+        )
     if data.sources and data.dataset != "images":
         return "mixture"
     if data.dataset in ("text", "stdlib"):

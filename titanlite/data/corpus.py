@@ -6,6 +6,7 @@ Files are read again on every pass instead of being kept: a corpus may be larger
 
 import os
 import sysconfig
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
@@ -156,7 +157,11 @@ def build_text_corpus(path: str | Path, pattern: str = "*.txt") -> Corpus:
     if root.is_dir():
         files = find_files(root, pattern)
         if not files:
-            raise DataError(f'data: no file in {root} matches pattern "{pattern}". Change data.pattern or data.path.')
+            endings = Counter(file.suffix for _, file in find_files(root, "*") if file.suffix).most_common(1)
+            there = f'; for example, {endings[0][1]} match "*{endings[0][0]}"' if endings else ""
+            raise DataError(
+                f'data: no file in {root} matches pattern "{pattern}"{there}. Change data.pattern or data.path.'
+            )
     elif root.exists():
         files = ((root.name, root),)
     else:

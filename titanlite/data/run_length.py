@@ -36,10 +36,6 @@ def check_start(job: JobConfig, loader: TrainLoader) -> None:
     Raises:
         ConfigError: this run would begin with random weights, and nobody asked for them.
     """
-    if job.checkpoint.initial_load_path and job.data.dataset == "stdlib" and get_rank() == 0:
-        logger.warning(
-            "data: the pretrained model is trained on Python's standard library. Set data.path to your data."
-        )
     check_form(job, loader.dataset.form)
 
 

@@ -111,7 +111,8 @@ def test_errors_name_the_path_and_the_setting(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=text):
             build_corpus(DataSection(dataset="text", path=path))
     with pytest.raises(
-        DataError, match=rf'data: no file in {tmp_path} matches pattern "\*\.rst"\. Change data\.pattern'
+        DataError,
+        match=rf'no file in {tmp_path} matches pattern "\*\.rst"; for example, 1 match "\*\.txt"\. Change',
     ):
         build_corpus(DataSection(dataset="text", path=str(tmp_path), pattern="*.rst"))
     with pytest.raises(DataError, match=rf"data: {tmp_path}/latin\.md is not UTF-8 \(byte 3: "):

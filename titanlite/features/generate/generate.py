@@ -329,7 +329,7 @@ def log_sample(job: JobConfig, model: nn.Module, tokenizer: Any, device: torch.d
 
     Collectives: as in `generate`; every rank must call.
     """
-    if job.data.dataset not in ("stdlib", "text"):
+    if job.data.dataset not in ("stdlib", "text", "none"):
         return
     prompt = "def __init__(self" if job.data.dataset == "stdlib" else "The"
     sample = generate_sample(model, tokenizer, prompt, max_new_tokens=_SAMPLE_TOKENS, device=device, dims=dims)

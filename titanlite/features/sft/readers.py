@@ -315,6 +315,20 @@ def _read_parquet(file: Path, start: int, _: Sequence[Mark]) -> _Numbered:
                     yield lost + 1, RowError("invalid Parquet", text)
 
 
+def _read_arrow(file: Path, *_: Any) -> _Numbered:
+    """The rows of a file of a folder that `datasets` saved."""
+    from datasets import Dataset
+    from pyarrow import ArrowException
+
+    try:
+        rows = Dataset.from_file(str(file))
+    except (ArrowException, ValueError, TypeError) as error:
+        yield 0, RowError("invalid Arrow", f"not a readable Arrow file ({first_line(error)}). Save the dataset again.")
+        return
+    for number, row in enumerate(rows, 1):
+        yield number, drop_none(row)
+
+
 def _convert(batch: Any) -> list[dict[str, Any] | RowError]:
     """The rows of a batch as `datasets` gives them: what it wrote as JSON, for one, is objects again."""
     from datasets import Features
@@ -368,4 +382,5 @@ READERS = {
     ".json": Reader(lambda file, *_: _read_json(file)),
     ".csv": Reader(lambda file, *_: _read_csv(file)),
     ".parquet": Reader(_read_parquet, _index_parquet),
+    ".arrow": Reader(_read_arrow),
 }

@@ -1,5 +1,6 @@
 """Rows of examples from files or from the Hugging Face hub, each with the place that an error can name."""
 
+import json
 import os
 import re
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -300,7 +301,8 @@ def build_rows(
 ) -> Rows:
     """The rows at `path`: a file, all such files in a folder and its subfolders, or a dataset of the hub.
 
-    In a folder, files that match `pattern`; without a pattern all `.jsonl`, `.json` (also with `.gz` or `.zst` behind),
+    A folder that `datasets` saved is its rows; of several splits those of `split`. In another folder, files that match
+    `pattern`; without a pattern all `.jsonl`, `.json` (also with `.gz` or `.zst` behind),
     `.parquet` and `.csv` files.
     A name of the form `owner/name` or `owner/name@revision` that is no path here is looked up on the hub;
     with `streaming` its rows are downloaded as they are read.
@@ -309,7 +311,11 @@ def build_rows(
         DataError: there is nothing at `path`, or nothing that can hold rows.
     """
     root = Path(path).expanduser()
-    if root.is_dir():
+    if (root / "dataset_dict.json").is_file():  # as `DatasetDict.save_to_disk` writes it
+        root = root / split
+    if (root / "state.json").is_file() and (root / "dataset_info.json").is_file():
+        files = [root / file["filename"] for file in json.loads((root / "state.json").read_bytes())["_data_files"]]
+    elif root.is_dir():
         files = [file for _, file in find_files(root, pattern or "*")]
         if not pattern:
             files = [file for file in files if get_suffix(file) in _SUFFIXES]

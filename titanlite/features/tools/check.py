@@ -14,7 +14,8 @@ from titanlite.config import JobConfig, TransformersConfig
 from titanlite.config.assets import base_model_of
 from titanlite.config.data import get_fields, get_sources
 from titanlite.config.parallelism import resolve_global_batch_size
-from titanlite.data.build import resolve_tokenizer_path
+from titanlite.data.build import get_kind, resolve_tokenizer_path
+from titanlite.data.corpus import build_corpus
 from titanlite.data.run_length import check_form
 from titanlite.features.dpo.build import build_dpo
 from titanlite.features.sft.build import load_example_tokenizer
@@ -74,12 +75,16 @@ def _describe_rows(job: JobConfig) -> Iterator[str]:
     Raises:
         TitanliteError: a row cannot be used, or the rows are not for this objective, or not for random weights.
     """
+    get_kind(job.data)
     data = resolve_tokenizer_path(job)
     tokenizer = None
     for name, source in get_sources(data).items():
         where = f"{name}: " if name else ""
         if source.dataset != "examples" or not Path(source.path).expanduser().exists():
-            yield f"  data       {where}{', '.join([source.dataset, source.path] if source.path else [source.dataset])}"
+            what = {"stdlib": "Python files of the standard library", "examples": f"{source.path}, on the hub"}
+            if source.dataset == "text":
+                what["text"] = f"{source.path}, text, {len(build_corpus(source).files):,} files"
+            yield f"  data       {where}{what.get(source.dataset, f'{source.path}, {source.dataset}')}"
             continue
         tokenizer = load_example_tokenizer(data) if tokenizer is None else tokenizer
         rows = RenamedRows(build_rows(source.path, source.pattern), get_fields(source))
@@ -114,10 +119,12 @@ def _format(checked: Checked) -> list[str]:
     batch = resolve_global_batch_size(training, degrees.dp)
     tokens = "" if training.epochs else f", {training.steps * batch * training.seq_len:,} tokens with padding"
     warmup = job.lr_scheduler.warmup_steps
+    warm = f"of {warmup} steps" if warmup >= 0 else "3% of the steps, at most 200"
+    warm += ", which is the whole run" if not training.epochs and warmup >= training.steps > 0 else ""
     return [
         f"  training   {training.objective}, {length} of {batch} sequences of {training.seq_len:,} tokens{tokens}",
         f"  optimizer  {optimizer.name}, lr {optimizer.lr:g}, weight decay {optimizer.weight_decay:g}, beta2 "
-        f"{optimizer.beta2:g}, warm-up {f'of {warmup} steps' if warmup >= 0 else '3% of the steps, at most 200'}",
+        f"{optimizer.beta2:g}, warm-up {warm}",
         f"  folder     {job.job.dump_folder}",
         "Not looked at: the other rows (`titanlite data`), activations and time (`titanlite plan`), weights.",
     ]

@@ -15,7 +15,7 @@ from typing import Any
 
 from titanlite.base.errors import ConfigError, raise_problems
 from titanlite.base.files import read_json
-from titanlite.config.assets import weights_key
+from titanlite.config.assets import suggest_path, weights_key
 from titanlite.config.model import ROPE_FIELDS, AnyModelConfig, ModelConfig, RopeScaling
 from titanlite.config.schema import JobConfig, ModelSection
 from titanlite.models.families.family import Family
@@ -58,8 +58,8 @@ def family_of(config: ModelConfig) -> Family:
     return families()[config.family]
 
 
-def resolve_model_config(section: ModelSection) -> AnyModelConfig:
-    """Sizes of the model that `[model]` describes: a flavor or a config.json, then the overrides.
+def resolve_model_config(section: ModelSection, where: str = "model.hf_assets_path") -> AnyModelConfig:
+    """Sizes of the model that `[model]` describes: a flavor or a config.json, which `where` names, then the overrides.
 
     With `model.implementation` = "auto" it is the native decoder where that can express the model, else transformers'
     class.
@@ -75,7 +75,7 @@ def resolve_model_config(section: ModelSection) -> AnyModelConfig:
             return config
         hf = {**family_of(config).to_hf(config), "model_type": config.family}
         return transformers_config(hf, f"model.flavor {section.flavor}", "model.implementation asks for it")
-    folder, where = Path(section.hf_assets_path), "model.path" if section.path else "model.hf_assets_path"
+    folder, where = Path(section.hf_assets_path), "model.path" if section.path else where
     why = "model.implementation asks for it"
     if section.implementation != "transformers":
         try:
@@ -250,7 +250,11 @@ def _read_config(folder: Path, where: str = "model.hf_assets_path") -> dict[str,
                 f"{where}: {folder} holds adapters (LoRA) without their model. Give the model, or merge them first: "
                 f"python -m titanlite export {folder} OUT --merge."
             ) from None
+        if not folder.exists():
+            raise ConfigError(f"{where}: {folder} does not exist. {suggest_path(where, str(folder))}") from None
         raise ConfigError(f"{where}: there is no {path}. Give a folder with a config.json.") from None
+    except NotADirectoryError:
+        raise ConfigError(f"{where}: {folder} is a file. Give the folder of the model, with config.json.") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{where}: cannot read {path}: {getattr(error, 'strerror', None) or error}.") from None
     if not isinstance(hf, dict) or not isinstance(hf.get("model_type"), str):
