@@ -217,7 +217,10 @@ def test_ranks_refuse_a_vocabulary_that_the_model_lacks_with_one_voice(run_proce
     ("overrides", "words"),
     [
         (["--data.path=/nowhere/text"], "data: path /nowhere/text does not exist. Set data.path to"),
-        (["--data.pattern=*.md"], 'matches pattern "*.md"; for example, 120 match "*.txt". Change data.pattern or data.path.'),
+        (
+            ["--data.pattern=*.md"],
+            'matches pattern "*.md"; for example, 120 match "*.txt". Change data.pattern or data.path.',
+        ),
         (["--data.tokenizer_path=/nowhere"], "data: tokenizer_path /nowhere: /nowhere does not exist."),
         (
             ["--training.seq_len=11000", "--model.overrides.max_position_embeddings=11000"],

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from titanlite.base.agree import get_rank
 from titanlite.base.errors import DataError
 from titanlite.base.log import logger
 from titanlite.config.data import DataSection
@@ -39,8 +40,15 @@ def build_loader(
     """
     training = job.training
     evaluates = job.evaluation.enable and not job.evaluation.path
-    if job.data.validation_share is None and not (job.validation.enable or evaluates):  # nobody would look at them
-        job = replace(job, data=replace(job.data, validation_share=0.0))
+    if not (job.validation.enable or evaluates):
+        if job.data.validation_share is None:  # nobody would look at them
+            job = replace(job, data=replace(job.data, validation_share=0.0))
+        elif job.data.validation_share and get_rank() == 0:
+            logger.warning(
+                "data: validation_share = %g holds rows out of training, and nothing looks at them. Set "
+                "validation.enable = true, or leave it out.",
+                job.data.validation_share,
+            )
     tokenizer, dataset = {"text": build_text, **builders}[get_kind(job.data)](job)
     loader = TrainLoader(
         dataset,

@@ -1,0 +1,194 @@
+"""What people write first, also those who come from another trainer: it trains what they meant, or is refused."""
+
+import io
+import json
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+
+from titanlite.features.tools import check
+
+SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8}
+SIZES |= {"num_key_value_heads": 1, "vocab_size": 512, "max_position_embeddings": 512, "model_type": "qwen3"}
+SIZES |= {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "tie_word_embeddings": False}
+ALPACA = [{"instruction": f"add {i}", "input": "", "output": "yes"} for i in range(30)]
+ROWS: dict[str, list[dict[str, Any]]] = {
+    "alpaca": ALPACA,
+    "chats": [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}] * 30,
+    "sharegpt": [{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}] * 30,
+    "completions": [{"prompt": "a", "completion": "b"}] * 30,
+    "pairs": [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 30,
+    "gsm": [{"q": "a", "a": "b"}] * 30,
+}
+MODEL = '[model]\npath = "model"\n'
+SHORT = "[training]\nseq_len = 64\nsteps = 10\n"
+NEW = '[model]\nname = "qwen3"\nflavor = "debug"\n'
+
+
+def data(path: str, *more: str) -> str:
+    return "\n".join([f'{MODEL}[data]\npath = "{path}"', *more, SHORT])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, _chat_tokenizer_json: Any) -> Path:
+    """A folder as people have it: a model and data in the usual forms."""
+    return tmp_path_factory.mktemp("first")
+
+
+@pytest.fixture
+def run(
+    folder: Path, make_tokenizer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[int, str]]:
+    """Check a configuration, given as text; gives the exit code and what was said."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    if not (folder / "model").exists():
+        make_tokenizer().save_pretrained("model")
+        Path("model/config.json").write_text(json.dumps(SIZES | {"architectures": ["Qwen3ForCausalLM"]}))
+        for name, rows in ROWS.items():
+            Path(f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        Path("alpaca.json").write_text(json.dumps(ALPACA))
+        dataset = datasets.Dataset.from_list(ALPACA)
+        dataset.to_parquet("alpaca.parquet")
+        dataset.to_csv("alpaca.csv")
+        datasets.DatasetDict({"train": dataset}).save_to_disk("saved")
+        for name, text in {"book.txt": "one two " * 99, "books/a.txt": "one", "notes/a.md": "one"}.items():
+            Path(name).parent.mkdir(exist_ok=True)
+            Path(name).write_text(text)
+
+    def run_check(text: str, *overrides: str, world_size: int = 1) -> tuple[int, str]:
+        Path("mine.toml").write_text(text)
+        said = io.StringIO()
+        with redirect_stdout(said), redirect_stderr(said):
+            code = check.main([f"--world-size={world_size}", "--config=mine.toml", *overrides])
+        return code, said.getvalue()
+
+    return run_check
+
+
+TRAINED = {
+    "chats": (data("chats.jsonl"), ["form messages", "weights of model", "lr 2e-05, weight decay 0, beta2 0.999"]),
+    "alpaca": (data("alpaca.jsonl"), ["form messages"]),
+    "an array": (data("alpaca.json"), ["form messages"]),
+    "parquet": (data("alpaca.parquet"), ["form messages"]),
+    "csv": (data("alpaca.csv"), ["form messages"]),
+    "saved by datasets": (data("saved"), ["form messages"]),
+    "sharegpt": (data("sharegpt.jsonl"), ["form messages"]),
+    "completions": (data("completions.jsonl"), ["form prompt_completion"]),
+    "columns": (data("gsm.jsonl", 'fields.question = "q"', 'fields.answer = "a"'), ["form messages"]),
+    "a book": (data("book.txt"), ["book.txt, text, 1 files"]),
+    "books": (data("books"), ["books, text, 1 files"]),
+    "markdown": (data("notes", 'pattern = "*.md"'), ["notes, text, 1 files"]),
+    "dpo": (data("pairs.jsonl") + 'objective = "dpo"\n', ["form preference", "dpo, 10 steps", "lr 5e-07"]),
+    "lora": (data("chats.jsonl") + "[lora]\nrank = 8\n", ["adapters of rank 8", "lr 0.0002", "of them trained"]),
+    "epochs": (f'{MODEL}[data]\npath = "chats.jsonl"\n[training]\nseq_len = 64\nepochs = 3\n', ["3 epochs"]),
+    "new": (f"{NEW}{SHORT}", ["random weights", "standard library", "lr 0.0003, weight decay 0.1, beta2 0.95"]),
+    "asked for": (data("chats.jsonl").replace('"model"\n', '"model"\ninit = "random"\n', 1), ["random weights"]),
+    "a long warm-up": (data("chats.jsonl") + "[lr_scheduler]\nwarmup_steps = 10\n", ["which is the whole run"]),
+    "torchtitan": (
+        '[model]\nname = "llama3"\nflavor = "debugmodel"\nhf_assets_path = "model"\n[optimizer]\nname = "AdamW"\n'
+        "lr = 8e-4\n[lr_scheduler]\nwarmup_steps = 2\n[training]\nlocal_batch_size = 8\nseq_len = 64\nsteps = 10\n"
+        '[parallelism]\ndata_parallel_shard_degree = -1\n[activation_checkpoint]\nmode = "selective"\n'
+        "[model.overrides]\nvocab_size = 512\n",
+        ["llama, ", "random weights", "lr 0.0008"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_it_is_what_was_meant(run: Callable[..., tuple[int, str]], name: str) -> None:
+    text, expected = TRAINED[name]
+    code, said = run(text)
+    assert code == 0, said
+    assert [part for part in expected if part not in said] == [], said
+
+
+REFUSED = {
+    "pairs without an objective": (data("pairs.jsonl"), ['Set training.objective = "dpo"']),
+    "an objective without pairs": (data("chats.jsonl") + 'objective = "dpo"\n', ["needs preference pairs"]),
+    "chats on random weights": (
+        f'{NEW}[data]\npath = "chats.jsonl"\ntokenizer_path = "model"\n{SHORT}',
+        ["random weights", "Set model.path"],
+    ),
+    "adapters on random weights": (f"{NEW}[lora]\nrank = 8\n", ["Set model.path"]),
+    "columns": (data("gsm.jsonl"), ["lines 1-30: the fields are 'a', 'q'", "--data.fields.question=COLUMN"]),
+    "a model alone": (f"{MODEL}{SHORT}", ["nothing says on which data", "Set data.path"]),
+    "data alone": (f'[data]\npath = "chats.jsonl"\n{SHORT}', ["there is no model", "Set model.path"]),
+    "an empty file": ("", ["there is no model", "Set model.path"]),
+    "a pattern": (data("books/*.txt"), ['data.path = "books", data.pattern = "*.txt"']),
+    "a list": (data("a").replace('"a"', '["a.jsonl", "b.jsonl"]'), ["several are [data.sources.NAME]"]),
+    "an address": (data("https://huggingface.co/datasets/owner/name"), ['data.path = "owner/name"']),
+    "another address": (data("hf://datasets/owner/name"), ['data.path = "owner/name"']),
+    "other files": (data("notes"), ['1 match "*.md"', "Change data.pattern"]),
+    "no file": (data("nothere.jsonl"), ["nothere.jsonl does not exist", "current folder"]),
+    "an id for a family": ('[model]\nname = "owner/model"\n', ['did you mean model.path = "owner/model"?']),
+    "a folder for a family": ('[model]\nname = "model"\n', ['did you mean model.path = "model"?']),
+    "the address of a model": (
+        data("chats.jsonl").replace('"model"', '"https://huggingface.co/owner/model"'),
+        ['model.path = "owner/model"'],
+    ),
+    "a model that is not there": (data("chats.jsonl").replace('"model"', '"Qwen3"'), ["Qwen3 does not exist", "hub"]),
+    "a model's file": (
+        data("chats.jsonl").replace('"model"', '"model/tokenizer.json"'),
+        ["model/tokenizer.json"],
+    ),
+    "a flavor in small letters": ('[model]\nname = "qwen3"\nflavor = "8b"\n', ["did you mean '8B'?"]),
+    "steps and epochs": (data("chats.jsonl") + "epochs = 2.0\n", ["Leave one of them out"]),
+    "too long": (
+        f'{MODEL}[data]\npath = "chats.jsonl"\n[training]\nseq_len = 4096\n',
+        ["max_position_embeddings (512). Set it to that or less"],
+    ),
+    "a number in quotes": (data("chats.jsonl") + '[optimizer]\nlr = "2e-5"\n', ["Write 2e-05 without quotes"]),
+    "dataset of torchtitan": (f'{MODEL}[training]\ndataset = "c4"\n', ["here it is data.path"]),
+    "dataset as a name": (f'{MODEL}[data]\ndataset = "owner/name"\n', ["set data.path"]),
+    "sections of torchtitan": (
+        f'{NEW}[float8]\nfilter_fqns = []\n[experimental]\ncustom_import = ""\n',
+        ["unknown section 'float8', which other trainers have. Leave it out", "'experimental'"],
+    ),
+    "axolotl": (
+        'base_model = "model"\nsequence_len = 64\nnum_epochs = 3\nlr_scheduler = "cosine"\noptimizer = "adamw_torch"\n'
+        'adapter = "lora"\nval_set_size = 0.1\ndatasets = [{path = "alpaca.jsonl", type = "alpaca"}]\n',
+        [
+            *("model.path", "training.seq_len", "training.epochs", "lr_scheduler.decay_type", "optimizer.name"),
+            *("lora.rank", "data.validation_share", "data.path"),
+        ],
+    ),
+    "TRL": (
+        'model_name_or_path = "model"\ndataset_name = "chats.jsonl"\nlearning_rate = 2e-5\nlogging_steps = 25\n'
+        'per_device_train_batch_size = 2\ngradient_accumulation_steps = 8\noutput_dir = "out"\npacking = true\n',
+        [
+            *("model.path", "data.path", "optimizer.lr", "metrics.log_freq", "training.local_batch_size"),
+            *("training.global_batch_size", "job.dump_folder", "data.packing"),
+        ],
+    ),
+    "four bits": (data("chats.jsonl") + "[lora]\nrank = 8\nload_in_4bit = true\n", ['lora.base_dtype = "nf4"']),
+    "YAML": ("model:\n  path: model\n", ["not valid TOML", "Write sections as [model]"]),
+    "a section in capitals": ('[Model]\npath = "model"\n', ["did you mean 'model'?"]),
+    "adapters without a rank": (data("chats.jsonl") + "[lora]\nalpha = 32\n", ["Set lora.rank"]),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_it_is_refused_with_what_to_do(run: Callable[..., tuple[int, str]], name: str) -> None:
+    text, expected = REFUSED[name]
+    code, said = run(text)
+    assert code == 2 and said.startswith("titanlite: error: "), said
+    assert [part for part in expected if part not in said] == [], said
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("--training.epochs=2", "2 epochs"),  # a later place goes before the file's steps
+        ("--lr=1e-5", "did you mean 'optimizer.lr'?"),
+        ("--optimizer.learning-rate=1e-5", "here it is optimizer.lr"),
+        ("--parallelism.tensor_parallel_degree=3", "does not divide the world size (4)"),
+    ],
+)
+def test_the_command_line(run: Callable[..., tuple[int, str]], override: str, expected: str) -> None:
+    _, said = run(data("chats.jsonl"), override, world_size=4)
+    assert expected in said
