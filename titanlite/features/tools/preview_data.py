@@ -36,12 +36,13 @@ from titanlite.features.sft.report import (
 )
 from titanlite.features.sft.rows import RenamedRows, Row, build_rows, describe_place
 from titanlite.features.streams.stream import StreamDataset
-from titanlite.features.tools.shown import Painter, escape, get_shown_documents
+from titanlite.features.tools.shown import Painter, ShownDocument, escape, get_shown_documents
 from titanlite.preflight import check
 
 _BAR = 40
 _BINS = 8
 _KIND_ROWS = 512
+_CANDIDATES = 64  # samples to choose from
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -214,23 +215,30 @@ def _show_histogram(lengths: np.ndarray) -> None:
 
 
 def show_samples(loader: TrainLoader, show: Painter, num_samples: int) -> None:
-    """Print the documents that the first steps train on, at most those of an epoch."""
-    number, sample = 0, loader.samples_before(0)
-    last = sample + (loader.dataset.num_train_sequences or sys.maxsize)
-    while number < num_samples and sample < last:
-        (index,) = loader.dataset.get_train_indices(loader.seed, sample, sample + 1).tolist()
-        sample += 1
-        documents = get_shown_documents(loader.dataset, index)
-        if loader.mixture:
-            documents = documents[: 1 + (documents[0].side != "")]  # or all would be of the first sequence's source
-        for document in documents:
-            number += document.side != "rejected"  # beside the chosen one, of the same example
-            if number > num_samples:
-                break
+    """Print documents that a run begins with: of many the shortest, the longest and some between, in their order."""
+    in_order = loader.samples_before(0) > 0 or loader.dataset.num_train_sequences is None
+    found = list(islice(_get_samples(loader), num_samples if in_order else max(num_samples, _CANDIDATES)))
+    by_length = sorted(range(len(found)), key=lambda i: sum(document.num_tokens for document in found[i]))
+    count = min(num_samples, len(found))
+    picked = sorted(by_length[i * (len(found) - 1) // max(count - 1, 1)] for i in range(count))
+    for number, i in enumerate(picked, 1):
+        for document in found[i]:
             side = f" ({document.side})" if document.side else ""
             counts = f"{document.num_tokens} tokens, {document.num_trained} trained"
             print(f"\nsample {number}{side}: {document.place}, {counts}")
             print(show(document.ids, document.trained, document.ends), file=raw_output())  # in colors, and escaped
+
+
+def _get_samples(loader: TrainLoader) -> Iterator[list[ShownDocument]]:
+    """Yield the documents of an epoch in their order, chosen and rejected ones together."""
+    sample = loader.samples_before(0)
+    for number in range(sample, sample + (loader.dataset.num_train_sequences or sys.maxsize)):
+        (index,) = loader.dataset.get_train_indices(loader.seed, number, number + 1).tolist()
+        documents = get_shown_documents(loader.dataset, index)
+        if loader.mixture:
+            documents = documents[: 1 + (documents[0].side != "")]  # or all would be of the first sequence's source
+        size = 1 + any(document.side for document in documents)
+        yield from (documents[i : i + size] for i in range(0, len(documents), size))
 
 
 if __name__ == "__main__":
