@@ -259,6 +259,8 @@ def _check_source(job: JobConfig, name: str, source: DataSection) -> list[str]:
         return [f"data.sources.{name} has no path; did you mean data.sources.{nearest[0]}? Else set {path}."]
     if source.dataset == "text" and not source.path:
         return [f'data.dataset = "text" needs {path}, which is empty. Set it to a text file or a folder.']
+    if source.dataset in ("stdlib", "none") and source.path:
+        return [f"{path} has no effect on data.dataset = {format_value(source.dataset)}. Leave one of them out."]
     if source.dataset == "images" and not source.path:
         return ['data.dataset = "images" needs data.path, which is empty. Set it to a .jsonl file.']
     if source.dataset == "examples":

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from typing import IO, TypeVar, cast
@@ -21,7 +22,6 @@ from titanlite.base.files import open_regular
 from titanlite.config.data import DataSection
 
 T = TypeVar("T")
-_FORMAT_VERSION = 1  # raise it when what is kept of files changes its meaning
 _FINE_NS, _COARSE_NS = 50_000_000, 2_000_000_000  # clock ticks of file systems with and without fractions of a second
 
 
@@ -30,6 +30,15 @@ def get_cache_folder(data: DataSection) -> Path:
     if data.cache_folder:
         return Path(data.cache_folder).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "titanlite"
+
+
+@cache
+def get_code_digest(*folders: Path) -> str:
+    """A digest of the code in `folders`: what is cached was made by it, and changes with it."""
+    digest = sha256()
+    for file in sorted(file for folder in folders for file in folder.glob("*.py")):
+        digest.update(f"{file.name} {file.stat().st_size} ".encode() + file.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def load_or_build(path: Path, load: Callable[[], T | None], build: Callable[[], None]) -> tuple[T, float]:
@@ -156,7 +165,7 @@ def read_once(folder: Path, what: str, files: Sequence[Path], compute: Callable[
         stamps = stamp_files(files)
     except OSError:
         return compute()  # says which file it is
-    key = sha256(json.dumps([_FORMAT_VERSION, what, stamps]).encode()).hexdigest()[:32]
+    key = sha256(json.dumps([get_code_digest(Path(__file__).parent), what, stamps]).encode()).hexdigest()[:32]
     path = folder / "read" / f"{key}.json"
 
     def load() -> T | None:

@@ -172,21 +172,9 @@ def build_text_corpus(path: str | Path, pattern: str = "*.txt") -> Corpus:
 
 
 def build_corpus(data: DataSection) -> Corpus:
-    """The corpus that the `[data]` section names.
-
-    Raises:
-        DataError: as `build_stdlib_corpus` and `build_text_corpus`; `data.path` is missing for 'text', or set for
-            'stdlib', which would ignore it.
-    """
+    """The corpus that the `[data]` section names; `DataError` as `build_stdlib_corpus` and `build_text_corpus`."""
     if data.dataset == "stdlib":
-        if data.path:
-            raise DataError(
-                f'data: path = "{data.path}" has no effect with dataset = "stdlib". '
-                'Set data.dataset = "text", or remove data.path.'
-            )
         return replace(build_stdlib_corpus(), cache_folder=get_cache_folder(data))
-    if not data.path:
-        raise DataError('data: dataset = "text" needs data.path, which is empty. Set it to a text file or a folder.')
     return replace(build_text_corpus(data.path, data.pattern or "*.txt"), cache_folder=get_cache_folder(data))
 
 

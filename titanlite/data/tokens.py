@@ -13,14 +13,13 @@ from tokenizers import Tokenizer
 
 from titanlite.base.log import logger
 from titanlite.config.data import DataSection
-from titanlite.data.cache import get_cache_folder, load_or_build, write_atomic
+from titanlite.data.cache import get_cache_folder, get_code_digest, load_or_build, write_atomic
 from titanlite.data.corpus import Corpus, split_text
 from titanlite.data.tokenizer import count_ids, get_prefix, serialize
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-_FORMAT_VERSION = 2  # raise it when the encoding below changes, or old cached tokens will be taken for new ones
 _PIECE_CHARS = 2**20
 _SEARCHED_TOKENS = 2**24  # at once, for ends of documents
 _BATCH_CHARS = 4 * 2**20  # bounds the memory of the encodings; 16 Mi is 8% faster, 1 Mi 4% slower
@@ -63,7 +62,6 @@ class TokenizedCorpus:
 class _Header:
     """What the json file beside the tokens says about them."""
 
-    version: int
     dtype: str
     num_tokens: int
     num_documents: int
@@ -77,7 +75,7 @@ def build_tokens(data: DataSection, corpus: Corpus, tokenizer: "PreTrainedTokeni
     Each document begins with what the tokenizer puts in front of any text, such as Llama's begin-of-text token, and
     ends with the end-of-text token; no other special tokens are added. Documents longer than 1 Mi characters are
     encoded in pieces cut after a newline: bounded memory, at the price of up to one unusual token per cut. The key of
-    the cache is the digest of the corpus, of tokenizer.json and of the end-of-text id; a truncated or damaged file is
+    the cache is the digest of the corpus, of tokenizer.json, of the end-of-text id and of this code; a damaged file is
     rebuilt.
 
     Raises:
@@ -90,7 +88,9 @@ def build_tokens(data: DataSection, corpus: Corpus, tokenizer: "PreTrainedTokeni
         prefix = ()
     vocab_size = count_ids(tokenizer)
     dtype = "uint16" if vocab_size <= 2**16 else "uint32"
-    key = sha256(f"{_FORMAT_VERSION} {corpus.digest} {eos_token_id} {serialized}".encode()).hexdigest()[:32]
+    key = sha256(
+        f"{get_code_digest(Path(__file__).parent)} {corpus.digest} {eos_token_id} {serialized}".encode()
+    ).hexdigest()[:32]
     path = get_cache_folder(data) / "tokens" / f"{key}.bin"
 
     def load() -> tuple[np.ndarray, _Header] | None:
@@ -154,7 +154,7 @@ def _write(
     with write_atomic(path) as file:
         num_tokens, num_documents = _encode(file, corpus, encoder, prefix, eos_token_id, dtype)
         num_bytes = file.tell()
-    header = _Header(_FORMAT_VERSION, dtype, num_tokens, num_documents, num_bytes)
+    header = _Header(dtype, num_tokens, num_documents, num_bytes)
     # The header comes last: it is what makes the tokens valid.
     with write_atomic(path.with_suffix(".json")) as file:
         file.write(json.dumps(asdict(header)).encode())
@@ -167,7 +167,7 @@ def _load(path: Path, dtype: str, eos_token_id: int) -> tuple[np.ndarray, _Heade
         num_bytes = path.stat().st_size
     except (FileNotFoundError, ValueError, TypeError):  # TypeError: other keys than those of _Header
         return None
-    expected = _Header(_FORMAT_VERSION, dtype, num_bytes // np.dtype(dtype).itemsize, header.num_documents, num_bytes)
+    expected = _Header(dtype, num_bytes // np.dtype(dtype).itemsize, header.num_documents, num_bytes)
     if header != expected or num_bytes == 0:
         return None
     tokens = np.memmap(path, dtype=dtype, mode="r", shape=(header.num_tokens,))

@@ -15,6 +15,7 @@ import numpy as np
 from titanlite.base.errors import DataError, raise_problems
 from titanlite.base.log import logger
 from titanlite.config.data import DataSection, get_fields
+from titanlite.data import cache
 from titanlite.data.cache import get_cache_folder, load_or_build, write_atomic
 from titanlite.data.tokenizer import count_ids, serialize
 from titanlite.features.sft.chat import ChatRenderer
@@ -27,7 +28,7 @@ from titanlite.features.sft.rows import Row, Rows, describe_place, merge_problem
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-FORMAT_VERSION = 5  # raise it when rendering or encoding change, or old cached examples will be taken for new ones
+CODE = Path(__file__).parent, Path(cache.__file__).parent  # that makes tokens of rows
 _BATCH_ROWS = 512  # texts and encodings of this many rows are in memory at once
 _FILE_SHIFT = 40  # a place is file << 40 | number
 SKIP_REMEDY = 'To leave such rows out and count them, set data.bad_rows = "skip".'
@@ -50,7 +51,6 @@ class ExampleHeader:
     answers end with.
     """
 
-    version: int
     form: Form
     dtype: str
     documents_per_example: int
@@ -109,7 +109,7 @@ def build_examples(data: DataSection, rows: Rows, tokenizer: "PreTrainedTokenize
     """
     content = _get_content(data, rows, tokenizer)
     # Names of files are part of the key, because errors are reported by them.
-    key = sha256(json.dumps([content, rows.names]).encode()).hexdigest()[:32]
+    key = sha256(json.dumps([content, rows.names, cache.get_code_digest(*CODE)]).encode()).hexdigest()[:32]
     path = get_cache_folder(data) / "examples" / f"{key}.tokens"
     dtype = "uint16" if count_ids(tokenizer) <= 2**16 else "uint32"
 
@@ -126,7 +126,7 @@ def build_examples(data: DataSection, rows: Rows, tokenizer: "PreTrainedTokenize
 def _get_content(data: DataSection, rows: Rows, tokenizer: "PreTrainedTokenizerFast") -> str:
     """A digest of all that the tokens depend on."""
     settings = [
-        *(FORMAT_VERSION, metadata.version("transformers"), data.format, data.train_on, data.bad_rows),
+        *(5, metadata.version("transformers"), data.format, data.train_on, data.bad_rows),
         *(tokenizer.eos_token_id, tokenizer.special_tokens_map, *get_chat_settings(data, tokenizer)),
         *(rows.get_digest(get_cache_folder(data)), serialize(tokenizer)),
         *get_field_settings(data),
@@ -178,7 +178,6 @@ class _Builder:
             for column in (self.offsets, self.num_trained, self.places):
                 index.write(np.array(column, dtype=np.int64).tobytes())
         header = ExampleHeader(
-            version=FORMAT_VERSION,
             form=encoder.form,
             dtype=self.dtype,
             documents_per_example=len(self.num_trained) // len(self.places),
@@ -312,7 +311,7 @@ def _load(path: Path, content: str) -> TokenizedExamples | None:
         header.num_tokens,
         2 * num_documents + 1 + header.num_examples,
     )
-    if header.version != FORMAT_VERSION or sizes != expected or header.num_examples == 0:
+    if sizes != expected or header.num_examples == 0:
         return None
     offsets, num_trained, places = np.split(index, [num_documents + 1, 2 * num_documents + 1])
     if offsets[0] != 0 or offsets[-1] != header.num_tokens or (np.diff(offsets) < 1).any():

@@ -16,9 +16,9 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from titanlite.data.cache import load_or_make, stamp_files
+from titanlite.data.cache import get_code_digest, load_or_make, stamp_files
 from titanlite.features.sft.encode import Example, ExampleEncoder
-from titanlite.features.sft.examples import FORMAT_VERSION, ExampleHeader, TokenizedExamples, encode_rows, get_place
+from titanlite.features.sft.examples import CODE, ExampleHeader, TokenizedExamples, encode_rows, get_place
 from titanlite.features.sft.readers import RowError
 from titanlite.features.sft.rows import Row, describe_place
 
@@ -56,7 +56,7 @@ def name_folder(key: str, files: Sequence[str]) -> str:
         stamps = stamp_files([Path(file) for file in files])
     except OSError:
         stamps = []  # of the hub: the key has the revision
-    return sha256(json.dumps([key, FORMAT_VERSION, stamps]).encode()).hexdigest()[:32]
+    return sha256(json.dumps([key, get_code_digest(*CODE, Path(__file__).parent), stamps]).encode()).hexdigest()[:32]
 
 
 def share_block(folder: Path, start: int, make: Callable[[], EncodedBlock], *, keep: int) -> EncodedBlock:
@@ -118,7 +118,6 @@ def _join(found: list[tuple[Row, Example]], encoder: ExampleEncoder, names: tupl
     documents = [document for _, example in found for document in example]
     offsets = np.cumsum([0, *(len(document.ids) for document in documents)])
     header = ExampleHeader(
-        version=0,
         form=encoder.form,
         dtype="uint32",
         documents_per_example=len(documents) // len(found),

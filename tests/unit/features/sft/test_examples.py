@@ -17,6 +17,7 @@ from titanlite.base.errors import DataError
 from titanlite.config.check import check_values
 from titanlite.config.data import DataSection
 from titanlite.config.schema import JobConfig
+from titanlite.data import cache
 from titanlite.data.loader import TrainLoader
 from titanlite.features.generate.prompts import EvaluationPrompt, evaluation_prompts, read_evaluation_prompts
 from titanlite.features.sft import examples as examples_module
@@ -417,3 +418,22 @@ def test_digest_is_of_the_bytes(tmp_path: Path) -> None:
         (tmp_path / name).write_text(text)
     files = {pair: tuple(tmp_path / f"{name}.jsonl" for name in pair) for pair in ("ab", "cd", "ba")}
     assert len({LocalRows(pair).get_digest(tmp_path / "cache") for pair in files.values()}) == 3
+
+
+def test_other_code_makes_other_tokens(make_job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No version has to be raised by hand; what a run is told from others by stays."""
+    job = make_job([{"prompt": "a", "completion": "b"}] * 4)
+    found = []
+    for digest in ("1", "1", "2"):
+        monkeypatch.setattr(examples_module.cache, "get_code_digest", lambda *_, digest=digest: digest)
+        found.append(build_data(job, 0, 1)[1].fingerprint)
+    assert len([*Path(job.data.cache_folder).glob("examples/*.tokens")]) == 2
+    assert len({*found}) == 1
+
+
+def test_the_digest_of_code_follows_its_files(tmp_path: Path) -> None:
+    digests = []
+    for text in ("a = 1\n", "a = 2\n"):
+        (tmp_path / "a.py").write_text(text)
+        digests.append(cache.get_code_digest.__wrapped__(tmp_path))
+    assert digests[0] != digests[1]

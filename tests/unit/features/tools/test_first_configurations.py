@@ -118,6 +118,10 @@ REFUSED = {
     "columns": (data("gsm.jsonl"), ["lines 1-30: the fields are 'a', 'q'", "--data.fields.question=COLUMN"]),
     "a model alone": (f"{MODEL}{SHORT}", ["nothing says on which data", "Set data.path"]),
     "data alone": (f'[data]\npath = "chats.jsonl"\n{SHORT}', ["there is no model", "Set model.path"]),
+    "a path beside the standard library": (
+        f'{NEW}[data]\ndataset = "stdlib"\npath = "books"\n',
+        ['data.path has no effect on data.dataset = "stdlib"'],
+    ),
     "an empty file": ("", ["there is no model", "Set model.path"]),
     "a pattern": (data("books/*.txt"), ['data.path = "books", data.pattern = "*.txt"']),
     "a list": (data("a").replace('"a"', '["a.jsonl", "b.jsonl"]'), ["several are [data.sources.NAME]"]),
