@@ -1,14 +1,19 @@
-"""Launchers and ranks forked from one process that has imported everything: a restart costs milliseconds, not seconds.
+"""Processes of titanlite forked from one that has imported everything: a start costs milliseconds, not seconds.
 
-`RankServer` runs it; torchrun starts `stub` where it would start Python (PYTHON_EXEC). A stub hands its arguments,
-environment and outputs over a socket, ends as the forked process does, and takes it along when it is killed itself, or
-when the launcher is that started it.
-This file is a script, too: `python rank_server.py SOCKET FOLDER`.
+`RankServer` runs it, and makes stand-ins for Python: `python -m titanlite...` hands its arguments, folder, environment
+and standard streams over a socket, and ends as the forked process does. That process goes when the stand-in is killed,
+or whoever started it. torchrun starts ranks by the same stand-in (PYTHON_EXEC). Everything else is Python itself, and
+so is what the fork would see with other eyes: another copy of titanlite, or another value of a variable that is read
+when torch, transformers or Python are imported.
+This file is a script, too: `python rank_server.py SOCKET STAND_IN`.
 """
 
 import array
+import atexit
+import ctypes
 import json
 import os
+import runpy
 import selectors
 import signal
 import socket
@@ -17,19 +22,42 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-PIDS = "TEST_PIDS"  # environment variable
+ROOT = Path(__file__).parents[1]
+FOLDER = "TEST_FOLDER"  # environment variable: where processes leave their pids and find what they shall do wrong
+COPY = "TEST_COPY"  # environment variable: a copy of the checkout, for which the server's titanlite may stand
+# Variables that are read while something is imported, by their beginnings; of these, some are read later.
+READ_AT_IMPORT = ("PYTHON", "LD_", "LC_", "LANG", "MALLOC_", "GLIBC_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_")
+READ_AT_IMPORT += ("TORCH_", "PYTORCH_", "CUDA_", "TRITON_", "HF_", "TRANSFORMERS_", "TOKENIZERS_")
+READ_LATER = ("PYTHON_EXEC", "PYTHONPATH", "PYTHONUNBUFFERED")
+READ_LATER += ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "TORCH_NCCL_ASYNC_ERROR_HANDLING")  # from the launcher to ranks
+NAMESPACE = "/proc/self/ns/net"
 STUB = """#!{python} -IS
 import array, ctypes, json, os, signal, socket, sys
-ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # a rank's own `end_with_launcher` would be about the server
+unbuffered = sys.argv[1:2] == ["-u"]  # as torchrun starts ranks
+arguments = sys.argv[2:] if unbuffered else sys.argv[1:]
+def is_served():
+    if len(arguments) < 2 or arguments[0] != "-m" or arguments[1].partition(".")[0] != "titanlite":
+        return False
+    read = {{k: v for k, v in os.environ.items() if k.startswith({read_at_import!r}) and k not in {read_later!r}}}
+    places = [os.getcwd(), *os.environ.get("PYTHONPATH", "").split(":"), {root!r}]
+    place = next(place for place in places if place and os.path.exists(place + "/titanlite/__init__.py"))
+    return read == {environment!r} and place in ({root!r}, os.environ.get({copy!r}))
+if not is_served():
+    os.execv({python!r}, [{python!r}, *sys.argv[1:]])
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # a rank's own `end_with_launcher` is about the server
 link = socket.socket(socket.AF_UNIX)
 link.connect({address!r})
-request = json.dumps([sys.argv[1:], dict(os.environ)]).encode()
-link.sendmsg([len(request).to_bytes(4, "big")], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [1, 2]))])
+if unbuffered:
+    os.environ["PYTHONUNBUFFERED"] = "1"
+request = json.dumps([arguments, dict(os.environ), os.getcwd(), os.umask(0)]).encode()
+fds = array.array("i", [0, 1, 2, os.open({namespace!r}, os.O_RDONLY)])
+link.sendmsg([len(request).to_bytes(4, "big")], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
 link.sendall(request)
 pid = int.from_bytes(link.recv(4), "big")
 if not pid:
@@ -39,7 +67,8 @@ def forward(number, frame):
         os.kill(pid, number)
     except ProcessLookupError:
         pass
-signal.signal(signal.SIGTERM, forward)
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+    signal.signal(number, forward)
 answer = link.recv(4)
 code = int.from_bytes(answer, "big", signed=True) if answer else 1
 if code < 0:
@@ -87,59 +116,65 @@ class Launched:
 
 
 class RankServer:
-    """Starts the server; `launch` runs `titanlite.launch` in a fork, whose ranks are forks, too.
+    """Starts the server.
 
     Args:
-        folder: a file `rank-N.pid` for each running rank, and what the drill leaves for ranks to find.
+        folder: for its socket and the stand-ins.
+        variables: of the environment, that are read at imports.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.address = str(folder / "socket")
-        self.stub = folder / "stub"
-        self.stub.write_text(STUB.format(python=sys.executable, address=self.address))
-        self.stub.chmod(0o755)
-        root = Path(__file__).parents[1]
-        environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        command = [sys.executable, str(Path(__file__)), self.address, str(folder)]
-        self.process = subprocess.Popen(command, env=environment, cwd=root)
+    def __init__(self, folder: Path, **variables: str) -> None:
+        self.address, self._bin = str(folder / "socket"), folder / "bin"
+        self._bin.mkdir(parents=True)
+        self._variables = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", **variables}
+        environment = self.environment()
+        read = {k: v for k, v in environment.items() if k.startswith(READ_AT_IMPORT) and k not in READ_LATER}
+        self.python = str(self._bin / "python3")
+        text = STUB.format(
+            python=sys.executable,
+            address=self.address,
+            root=str(ROOT),
+            copy=COPY,
+            read_at_import=READ_AT_IMPORT,
+            read_later=READ_LATER,
+            environment=read,
+            namespace=NAMESPACE,
+        )
+        for name in ("python", "python3"):
+            (self._bin / name).write_text(text)
+            (self._bin / name).chmod(0o755)
+        command = [sys.executable, str(Path(__file__)), self.address, self.python]
+        self.process = subprocess.Popen(command, env={**environment, "PYTHONPATH": str(ROOT)}, cwd=ROOT)
 
-    def launch(self, *arguments: str, pids: Path | None = None) -> Launched:
-        """`python -m titanlite.launch ARGUMENTS`, with its output and that of its ranks in one pipe.
+    def environment(self, **more: str) -> dict[str, str]:
+        """Variables for a process that the server shall start, or for a script whose `python3` it shall be."""
+        left_out = ("PYTHONPATH", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TRITON_INTERPRET")
+        inherited = {k: v for k, v in os.environ.items() if k not in left_out and not k.startswith("PYTEST_")}
+        path = f"{self._bin}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{inherited.get('PATH', '')}"
+        return {**inherited, "PATH": path, **self._variables, **more}
 
-        `pids` is a folder for `launcher.pid` and those of the ranks, should several be launched; temporary folders
-        are in the folder around it.
-        """
-        deadline = time.monotonic() + 120
+    def wait_until_it_serves(self) -> None:
+        deadline = time.monotonic() + 300
         while not Path(self.address).exists():
             assert self.process.poll() is None and time.monotonic() < deadline, "the server does not start"
             time.sleep(0.05)
+
+    def launch(self, *arguments: str, folder: Path, **variables: str) -> Launched:
+        """`python -m titanlite.launch ARGUMENTS`, with its output and that of its ranks in one pipe.
+
+        `folder` gets `launcher.pid` and a file `rank-N.pid` for each running rank; all run what they find there in
+        `misbehave.py`, and where a file `nan-N` appears the next forward of rank N gives NaN, once.
+        """
+        self.wait_until_it_serves()
         process = subprocess.Popen(
-            [str(self.stub), "-m", "titanlite.launch", *arguments],
-            env={
-                **os.environ,
-                "PYTHON_EXEC": str(self.stub),
-                "PYTHONUNBUFFERED": "1",
-                "OMP_NUM_THREADS": "1",
-                PIDS: str(pids or self.folder),
-                **({"TMPDIR": str(pids.parent)} if pids else {}),
-            },
+            [self.python, "-m", "titanlite.launch", *arguments],
+            env=self.environment(**{"PYTHONUNBUFFERED": "1", FOLDER: str(folder)}, **variables),
+            cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
         return Launched(process)
-
-    def rank_pid(self, rank: int, pids: Path | None = None) -> int:
-        """Of a rank that lives; between two starts there is none for a moment."""
-        deadline = time.monotonic() + 120
-        while time.monotonic() < deadline:
-            with suppress(OSError, ValueError):
-                pid = int(((pids or self.folder) / f"rank-{rank}.pid").read_text())
-                os.kill(pid, 0)
-                return pid
-            time.sleep(0.02)
-        raise AssertionError(f"rank {rank} does not start")
 
     def close(self) -> None:
         """End the server, and with it all that it has forked."""
@@ -150,61 +185,122 @@ class RankServer:
             self.process.kill()
 
 
+def rank_pid(folder: Path, rank: int) -> int:
+    """Of a rank that lives; between two starts there is none for a moment."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        with suppress(OSError, ValueError):
+            pid = int((folder / f"rank-{rank}.pid").read_text())
+            os.kill(pid, 0)
+            return pid
+        time.sleep(0.02)
+    raise AssertionError(f"rank {rank} does not start")
+
+
 # --- the server itself
 
 
-def _receive(link: socket.socket, fds: list[int]) -> tuple[list[str], dict[str, str]]:
-    """What a stub asks for; appends its outputs to `fds`.
+def _receive(link: socket.socket, fds: list[int]) -> tuple[list[str], dict[str, str], str, int]:
+    """What a stand-in asks for; appends its standard streams and its network namespace to `fds`.
 
     Raises:
-        ConnectionError: the stub was killed meanwhile.
+        ConnectionError: it was killed meanwhile.
     """
-    outputs = array.array("i")
-    size, ancillary, _, _ = link.recvmsg(4, socket.CMSG_LEN(2 * outputs.itemsize))
+    received = array.array("i")
+    size, ancillary, _, _ = link.recvmsg(4, socket.CMSG_LEN(4 * received.itemsize))
     for _, _, data in ancillary:
-        outputs.frombytes(data[: len(data) - len(data) % outputs.itemsize])
-    fds += outputs
+        received.frombytes(data[: len(data) - len(data) % received.itemsize])
+    fds += received
     data = b""
     while len(data) < int.from_bytes(size, "big"):
-        data += (received := link.recv(1 << 16))
-        if not received:
-            raise ConnectionError("the stub is gone")
-    if len(fds) < 2:
-        raise ConnectionError("the stub is gone")
-    arguments, environment = json.loads(data)
-    return arguments, environment
+        data += (part := link.recv(1 << 16))
+        if not part:
+            raise ConnectionError("the stand-in is gone")
+    if len(fds) < 4:
+        raise ConnectionError("the stand-in is gone")
+    return tuple(json.loads(data))
 
 
-def _child(arguments: list[str], environment: dict[str, str], fds: list[int], folder: Path) -> int:
+def _become(request: tuple[list[str], dict[str, str], str, int], fds: list[int], python: str) -> None:
+    """In the fork: all that a new process has of its parent, and no trace of the server's."""
+    arguments, environment, cwd, umask = request
     os.setsid()
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
+    for number in (signal.SIGTERM, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
-    os.dup2(fds[0], 1)
-    os.dup2(fds[1], 2)
+    for number, fd in enumerate(fds[:3]):
+        os.dup2(fd, number)
+    if os.fstat(fds[3]).st_ino != os.stat(NAMESPACE).st_ino and ctypes.CDLL(None, use_errno=True).setns(fds[3], 0):
+        raise OSError(ctypes.get_errno(), "setns")
+    for fd in fds:
+        os.close(fd)
     os.environ.clear()
     os.environ.update(environment)
+    if arguments[1] == "titanlite.launch":
+        os.environ["PYTHON_EXEC"] = python
+    os.chdir(cwd)
+    os.umask(umask)
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        old = getattr(sys, f"__{name}__")
+        stream = open(number, "w" if number else "r", closefd=False, encoding=old.encoding, errors=old.errors)  # noqa: SIM115
+        at_once = number > 0 and bool(environment.get("PYTHONUNBUFFERED"))
+        by_line = not at_once and (number == 2 or stream.isatty())
+        stream.reconfigure(line_buffering=by_line, write_through=at_once)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+    sys.path[0] = cwd
+    sys.argv, sys.orig_argv = ["-m", *arguments[2:]], [sys.executable, *arguments]
     tempfile.tempdir = None  # the server's own
-    module, rest = arguments[arguments.index("-m") + 1], arguments[arguments.index("-m") + 2 :]
-    pids = Path(os.environ[PIDS])
-    if module == "titanlite.launch":
-        import titanlite.launch.__main__ as launcher
+    import numpy
+    import torch
 
-        (pids / "launcher.pid").write_text(str(os.getpid()))
-        return launcher.main(rest)
-    import titanlite.train
-
-    (pids / f"rank-{os.environ['RANK']}.pid").write_text(str(os.getpid()))
-    _let_nan_in(folder)
-    if (folder / "misbehave.py").exists():  # what a test wants to happen in ranks
-        exec((folder / "misbehave.py").read_text(), {"rank": int(os.environ["RANK"])})
-    return titanlite.train.main(rest)
+    numpy.random.seed()
+    torch.default_generator.seed()
 
 
-def _let_nan_in(folder: Path) -> None:
-    """Where the file `nan-RANK` appears, the next forward of that rank gives NaN, once."""
+def _run(module: str) -> None:
+    """As `python -m MODULE` runs it."""
+    rank = os.environ.get("RANK")
+    if FOLDER in os.environ:
+        folder = Path(os.environ[FOLDER])
+        name = "launcher" if module == "titanlite.launch" else f"rank-{rank}"
+        (folder / f"{name}.pid").write_text(str(os.getpid()))
+        if rank is not None:
+            _let_nan_in(folder / f"nan-{rank}")
+        if (folder / "misbehave.py").exists():
+            exec((folder / "misbehave.py").read_text(), {"rank": rank if rank is None else int(rank)})
+    for name in (module, f"{module}.__main__"):  # a new process has it once, as `__main__`
+        if not hasattr(sys.modules.get(name), "__path__"):
+            sys.modules.pop(name, None)
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def _child(request: tuple[list[str], dict[str, str], str, int], fds: list[int], python: str) -> int:
+    """The exit code of the process that was asked for, all of whose work is done."""
+    code: object = 1
+    try:
+        _become(request, fds, python)
+        code = 0
+        _run(request[0][1])
+    except SystemExit as end:
+        code = end.code
+        if isinstance(code, str):
+            print(code, file=sys.stderr)
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    except BaseException:  # noqa: BLE001 - as Python does
+        traceback.print_exc()
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]  waits for threads that are no daemons
+    atexit._run_exitfuncs()
+    return code if isinstance(code, int) else int(code is not None)
+
+
+def _let_nan_in(path: Path) -> None:
+    """Where this file appears, the next forward of this rank gives NaN, once."""
     from titanlite.train_step import TrainStep
 
-    original, path = TrainStep.train_step, folder / f"nan-{os.environ['RANK']}"
+    original = TrainStep.train_step
 
     def train_step(trainer: Any, batches: Any) -> Any:
         if path.exists():
@@ -220,16 +316,31 @@ def _let_nan_in(folder: Path) -> None:
     TrainStep.train_step = train_step  # type: ignore[method-assign]
 
 
-def _serve(address: str, folder: Path, parent: int) -> None:
+def _import_everything() -> None:
+    """All that a command may import; afterwards there is this thread alone, or a fork would lack the others.
+
+    Raises:
+        RuntimeError: there are more.
+    """
     import torch
     import torch._dynamo  # FSDP imports it in every rank otherwise
-    from transformers import AutoConfig, GenerationConfig
+    import torch.utils.tensorboard
+    from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerFast  # noqa: F401
 
-    import titanlite.launch
-    import titanlite.train  # noqa: F401
+    import titanlite.__main__ as commands
+    import titanlite.launch.__main__
+    import titanlite.preflight  # noqa: F401
 
+    for module in commands._MODULES.values():
+        __import__(module)
     torch.set_num_threads(1)
     GenerationConfig.from_model_config(AutoConfig.for_model("qwen3_moe"))
+    if len(threads := os.listdir("/proc/self/task")) > 1:
+        raise RuntimeError(f"{len(threads)} threads after the imports: {threading.enumerate()}")
+
+
+def _serve(address: str, python: str, parent: int) -> None:
+    _import_everything()
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address + ".new")
     listener.listen(32)
@@ -245,7 +356,7 @@ def _serve(address: str, folder: Path, parent: int) -> None:
                 link, _ = listener.accept()
                 fds: list[int] = []
                 try:
-                    arguments, environment = _receive(link, fds)
+                    request = _receive(link, fds)
                 except ConnectionError:
                     link.close()
                     for fd in fds:
@@ -255,12 +366,13 @@ def _serve(address: str, folder: Path, parent: int) -> None:
                 if pid == 0:
                     code = 1
                     try:
-                        code = _child(arguments, environment, fds, folder)
-                    except SystemExit as end:
-                        code = int(end.code or 0)
-                    finally:
+                        selector.close()
+                        for each in (listener, link, *children.values()):
+                            each.close()
+                        code = _child(request, fds, python)
                         sys.stdout.flush()
                         sys.stderr.flush()
+                    finally:
                         os._exit(code)
                 for fd in fds:
                     os.close(fd)
@@ -289,4 +401,4 @@ def _serve(address: str, folder: Path, parent: int) -> None:
 
 
 if __name__ == "__main__":
-    _serve(sys.argv[1], Path(sys.argv[2]), os.getppid())
+    _serve(sys.argv[1], sys.argv[2], os.getppid())

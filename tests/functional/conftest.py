@@ -16,6 +16,7 @@ import pytest
 import torch
 from launches import Launch
 from processes import run_to_end
+from rank_server import RankServer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.distributed.tensor import DTensor
 from traced_layers import Graphs
@@ -375,15 +376,30 @@ class Finished:
 
 
 @pytest.fixture(scope="session")
-def run_process() -> Callable[..., Finished]:
-    """`run_process(arguments, timeout_s)` in the checkout, this interpreter first on PATH; a hang fails."""
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankServer]:
+    """Starts processes of titanlite in milliseconds: rank_server.py."""
+    server = RankServer(tmp_path_factory.mktemp("server"))
+    yield server
+    server.close()
 
-    def run(arguments: Sequence[str], timeout_s: float, env: Mapping[str, str] | None = None) -> Finished:
-        clean = {
-            k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-        }
-        path = f"{Path(sys.executable).parent}{os.pathsep}{clean.get('PATH', '')}"
-        environment = {**clean, "PATH": path, "OMP_NUM_THREADS": "1", **(env or {})}
+
+@pytest.fixture(scope="session")
+def run_process(server: RankServer) -> Callable[..., Finished]:
+    """`run_process(arguments, timeout_s)` in the checkout; a hang fails.
+
+    `sys.executable` in `arguments`, and the `python3` that a script finds, start titanlite from the server unless
+    `served` is off.
+    """
+
+    def run(
+        arguments: Sequence[str], timeout_s: float, env: Mapping[str, str] | None = None, *, served: bool = True
+    ) -> Finished:
+        environment = server.environment(**(env or {}))
+        if served:
+            server.wait_until_it_serves()
+            arguments = [server.python if argument == sys.executable else argument for argument in arguments]
+        else:
+            environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
         done = run_to_end(arguments, cwd=ROOT, env=environment, timeout_s=timeout_s)
         return Finished(done.returncode, done.stdout, done.stderr)
 

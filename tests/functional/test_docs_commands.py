@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 from document_blocks import Block, read_blocks
 from processes import run_to_end
+from rank_server import COPY, RankServer
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [path for path in sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")]) if read_blocks(path)]
-RANKS = "2"  # each takes 3 s to import torch; the documents speak of 4
+RANKS = "2"  # the documents speak of 4
 
 
 @pytest.fixture
@@ -35,11 +36,14 @@ def tree(tmp_path: Path) -> Path:
     return tmp_path / "tree"
 
 
-def run_block(block: Block, tree: Path) -> str:
-    """Standard output and error of the block."""
-    env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    env |= {"PATH": f"{Path(sys.executable).parent}:{env['PATH']}", "NGPU": RANKS, "CUDA_VISIBLE_DEVICES": ""}
-    env |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+def run_block(block: Block, tree: Path, server: RankServer, *, served: bool = True) -> str:
+    """Standard output and error of the block, whose titanlite starts from the server or as for a reader."""
+    env = server.environment(NGPU=RANKS)
+    if served:
+        server.wait_until_it_serves()
+        env[COPY] = str(tree)
+    else:
+        env["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     env |= {f"GIT_{who}_{what}": f"{what}@test" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
     done = run_to_end(
         ["bash", "-euo", "pipefail", "-c", block.script],
@@ -55,9 +59,10 @@ def run_block(block: Block, tree: Path) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_marked_commands_run_and_show_what_the_document_says(document: Path, tree: Path):
-    for block in read_blocks(document):
-        output = run_block(block, tree)
+def test_marked_commands_run_and_show_what_the_document_says(document: Path, tree: Path, server: RankServer):
+    for number, block in enumerate(read_blocks(document)):
+        quick_start = (document.name, number) == ("README.md", 0)
+        output = run_block(block, tree, server, served=not quick_start)
         missing = block.missing_lines(output)
         report = [block.where, block.script, "did not write", *missing, "but", output[-4000:]]
         assert not missing, "\n".join(report)
@@ -80,7 +85,7 @@ def document(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path / "page.md"
 
 
-def test_blocks_with_options_and_outputs(document: Path):
+def test_blocks_with_options_and_outputs(document: Path, server: RankServer):
     document.write_text(
         '<!-- run: append="--a.b=1 --c" replace="step-200->step-4" prepare="echo first" exit=3 -->\n'
         "```bash\n./run_train.sh x\nls step-200\n```\ntext\n"
@@ -93,7 +98,7 @@ def test_blocks_with_options_and_outputs(document: Path):
     assert first.missing_lines("11:59 step   4/4 loss nan\n") == ["10:00 step 1/200  loss 3.5e-3"]
     assert second.script == "cat > a.toml <<'END'\n[a]\nEND\nexit 3"
     with pytest.raises(AssertionError, match=r"page\.md:19"):
-        run_block(second, document.parent)
+        run_block(second, document.parent, server)
 
 
 @pytest.mark.parametrize(

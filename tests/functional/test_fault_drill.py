@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from rank_server import RankServer
+from rank_server import RankServer, rank_pid
 from safetensors.torch import load_file
 
 from titanlite.checkpoint.commit import check_folder, list_steps, step_folder
@@ -52,6 +52,8 @@ class Drill:
 
     def __init__(self, server: RankServer, config: Path, dump: Path) -> None:
         self.server, self.dump, self.checkpoints = server, dump, dump / "checkpoint"
+        self.folder = dump.with_name(f"{dump.name}-pids")
+        self.folder.mkdir()
         self.command = [
             *("--standalone", f"--nproc-per-node={RANKS}", "--max-restarts=100", "-m", "titanlite.train"),
             *("--config", str(config), f"--job.dump_folder={dump}", f"--training.steps={STEPS}"),
@@ -60,12 +62,12 @@ class Drill:
             f"--comm.timeout_seconds={TIMEOUT_S}",
         ]
         self.said_before = ""  # by those that have ended in good order
-        self.launched = server.launch(*self.command)
+        self.launched = server.launch(*self.command, folder=self.folder)
 
     def go_on(self) -> None:
         """After an end in good order."""
         self.said_before = self.out
-        self.launched = self.server.launch(*self.command)
+        self.launched = self.server.launch(*self.command, folder=self.folder)
 
     @property
     def out(self) -> str:
@@ -90,17 +92,17 @@ class Drill:
         """Let it happen, and wait until the run has noticed."""
         before, rank = self.said(kind), rng.randrange(RANKS)
         if kind == "kill":
-            os.kill(self.server.rank_pid(rank), signal.SIGKILL)
+            os.kill(rank_pid(self.folder, rank), signal.SIGKILL)
         elif kind == "stop":
-            os.kill(self.server.rank_pid(rank), signal.SIGSTOP)
+            os.kill(rank_pid(self.folder, rank), signal.SIGSTOP)
         elif kind == "corrupt":
             self.wait_for("two complete checkpoints", lambda: len(self.complete()) >= 2)
             for each in range(RANKS):  # or a newer one than the damaged one could be complete before the kill
-                os.kill(self.server.rank_pid(each), signal.SIGSTOP)
+                os.kill(rank_pid(self.folder, each), signal.SIGSTOP)
             self.corrupt(rng)
-            os.kill(self.server.rank_pid(rank), signal.SIGKILL)
+            os.kill(rank_pid(self.folder, rank), signal.SIGKILL)
         elif kind == "nan":
-            (self.server.folder / f"nan-{rank}").touch()
+            (self.folder / f"nan-{rank}").touch()
         elif kind == "disk":
             self.fill_disk()
         elif kind == "term":
@@ -140,7 +142,7 @@ class Drill:
             with full(self.dump) as fill:
                 self.wait_for("failed save", lambda: fill() or is_noticed())
         else:
-            pid = self.server.rank_pid(0)
+            pid = rank_pid(self.folder, 0)
             _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
             resource.prlimit(pid, resource.RLIMIT_FSIZE, (FILE_LIMIT, hard))
             try:
@@ -180,15 +182,6 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     yield dump
     if mounted:
         subprocess.run(["umount", "-l", str(dump)], check=True)
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[RankServer]:
-    folder = tmp_path / "server"
-    folder.mkdir()
-    server = RankServer(folder)
-    yield server
-    server.close()
 
 
 @pytest.mark.slow

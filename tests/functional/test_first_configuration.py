@@ -1,14 +1,13 @@
 """The first configuration that a newcomer writes trains what its author meant, or is refused with one message."""
 
 import json
-import os
 import shutil
-import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 from processes import run_to_end
+from rank_server import RankServer
 from safetensors.torch import load_file
 
 from titanlite.checkpoint.train_state import STATE_FILE
@@ -41,12 +40,14 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pretrained, examples: 
 
 
 @pytest.fixture
-def train(home: Path):
+def train(home: Path, server: RankServer):
     def run(text: str, *overrides: str, code: int = 0) -> str:
         (home / "mine.toml").write_text(f"{text}\n[metrics]\nlog_freq = 1\nenable_tensorboard = false\n")
-        arguments = [sys.executable, "-m", "titanlite.train", "--config", "mine.toml"]
+        arguments = [server.python, "-m", "titanlite.train", "--config", "mine.toml"]
         overrides = ("--training.seq_len=64", f"--data.cache_folder={home}/cache", *overrides)
-        done = run_to_end([*arguments, *overrides], cwd=home, env=os.environ, timeout_s=120, join_outputs=True)
+        server.wait_until_it_serves()
+        env = server.environment()
+        done = run_to_end([*arguments, *overrides], cwd=home, env=env, timeout_s=120, join_outputs=True)
         assert done.returncode == code, done.stdout
         return done.stdout
 

@@ -8,11 +8,11 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from rank_server import RankServer
+from rank_server import RankServer, rank_pid
 
 from titanlite.checkpoint.commit import check_folder, list_steps, step_folder
 
@@ -26,23 +26,17 @@ LISTENS = "0A"  # in /proc/net/tcp
 pytestmark = pytest.mark.timeout(900 if KILLS <= 2 else 0)
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankServer]:
-    server = RankServer(tmp_path_factory.mktemp("server"))
-    yield server
-    server.close()
-
-
 class Run:
     """One launcher with its ranks; `pids` are theirs once they run."""
 
     def __init__(self, server: RankServer, config: Path, dump: Path, folder: Path, *settings: str) -> None:
         folder.mkdir()
-        self.server, self.folder = server, folder
+        self.folder = folder
         self.launched = server.launch(
             *("--standalone", f"--nproc-per-node={RANKS}", "--max-restarts=1", "-m", "titanlite.train"),
             *("--config", str(config), f"--job.dump_folder={dump}", "--training.steps=100000", *settings),
-            pids=folder,
+            folder=folder,
+            TMPDIR=str(folder.parent),
         )
 
     def steps(self) -> list[int]:
@@ -53,7 +47,7 @@ class Run:
         self.launched.wait_for(what, condition, WAIT_S)
 
     def pids(self) -> list[int]:
-        ranks = [self.server.rank_pid(rank, self.folder) for rank in range(RANKS)]
+        ranks = [rank_pid(self.folder, rank) for rank in range(RANKS)]
         return [int((self.folder / "launcher.pid").read_text()), *ranks]
 
     def is_over(self) -> bool:

@@ -7,7 +7,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import torch
 import torch.distributed as dist
 from files import file_digest
 from processes import kill_tree
+from rank_server import RankServer
 
 from titanlite.assemble import assemble
 from titanlite.base.errors import ConfigError, DataError
@@ -39,12 +39,9 @@ class Machine:
     """`run_train.sh` with 2 ranks, as it runs on one machine; `prefix` puts it into a namespace."""
 
     def __init__(
-        self, folder: Path, arguments: Sequence[str], variables: Mapping[str, str], prefix: Sequence[str] = ()
+        self, folder: Path, arguments: Sequence[str], env: Mapping[str, str], prefix: Sequence[str] = ()
     ) -> None:
         self.out_path, self.err_path = folder.with_suffix(".out"), folder.with_suffix(".err")
-        env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
-        env |= {"PATH": f"{Path(sys.executable).parent}:{env['PATH']}", "NGPU": "2", "CUDA_VISIBLE_DEVICES": ""}
-        env |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **variables}
         with open(self.out_path, "a") as out, open(self.err_path, "a") as err:
             command = [*prefix, "./run_train.sh", *arguments]
             self.process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=out, stderr=err, process_group=0)
@@ -66,14 +63,14 @@ class Machine:
 class Cluster:
     """Machines on which one run trains, with one output folder."""
 
-    def __init__(self, config: Path, folder: Path, num_steps: int, *overrides: str) -> None:
-        self.folder, self.num_steps = folder, num_steps
+    def __init__(self, config: Path, folder: Path, num_steps: int, *overrides: str, env: Mapping[str, str]) -> None:
+        self.folder, self.num_steps, self.env = folder, num_steps, env
         self.arguments = [f"--config={config}", f"--training.steps={num_steps}", f"--job.dump_folder={folder / 'run'}"]
         self.arguments += overrides
         self.machines: list[Machine] = []
 
     def start(self, name: str, variables: Mapping[str, str], prefix: Sequence[str] = ()) -> Machine:
-        self.machines.append(Machine(self.folder / name, self.arguments, variables, prefix))
+        self.machines.append(Machine(self.folder / name, self.arguments, {**self.env, **variables}, prefix))
         return self.machines[-1]
 
     @property
@@ -109,12 +106,28 @@ class Cluster:
             assert machine.process.wait(TIMEOUT_S) == 0, self.report()
 
 
+@pytest.fixture(scope="module")
+def server_of_many(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankServer]:
+    """torch reads the variable at its import, and run_train.sh sets it for several machines."""
+    server = RankServer(tmp_path_factory.mktemp("server"), TORCH_CPP_LOG_LEVEL="ERROR")
+    yield server
+    server.close()
+
+
 @pytest.fixture
-def cluster(config_file: Path, tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
+def environment(server_of_many: RankServer) -> dict[str, str]:
+    server_of_many.wait_until_it_serves()
+    environment = server_of_many.environment(NGPU="2", PYTHONUNBUFFERED="1")
+    del environment["TORCH_CPP_LOG_LEVEL"]
+    return environment
+
+
+@pytest.fixture
+def cluster(config_file: Path, tmp_path: Path, environment: dict[str, str]) -> Iterator[Callable[..., Cluster]]:
     made: list[Cluster] = []
 
     def make(num_steps: int, *overrides: str) -> Cluster:
-        made.append(Cluster(config_file, tmp_path, num_steps, *overrides))
+        made.append(Cluster(config_file, tmp_path, num_steps, *overrides, env=environment))
         return made[-1]
 
     yield make
@@ -249,7 +262,7 @@ def test_a_run_goes_on_with_the_machines_that_are_left(cluster, undisturbed, tmp
     assert "dp_shard 2 x tp 1, ep 1, 2 ranks on cpu" in run.out
     assert "dp_shard 1 x tp 1, ep 1, 1 ranks on cpu" in run.out
     undisturbed(16)
-    reference = Cluster(Path(), tmp_path, 16)
+    reference = Cluster(Path(), tmp_path, 16, env={})
     assert run.losses().keys() == reference.losses().keys() == set(range(1, 17))
     for step, loss in reference.losses().items():
         assert run.losses()[step] == pytest.approx(loss, abs=1e-5), step
@@ -307,7 +320,7 @@ fi
 
 
 @pytest.mark.slow
-def test_slurm_script(cluster, places, tmp_path):
+def test_slurm_script(cluster, places, tmp_path, environment):
     """The batch script with stand-ins for `srun` and `scontrol` trains on 2 x 2 ranks, in two namespaces with addresses
     of their own where the test may make them. The signal before the time limit saves, and the job is put back."""
     nodes, lines = "localhost,localhost", ""
@@ -321,14 +334,13 @@ def test_slurm_script(cluster, places, tmp_path):
     run: Cluster = cluster(100000)
     slurm = {"SLURM_JOB_ID": str(find_free_port()), "SLURM_JOB_NODELIST": nodes, "SLURM_JOB_NUM_NODES": "2"}
     slurm |= {"SLURM_SUBMIT_DIR": str(ROOT), "NODE_RANK": "7", "RDZV_PORT": str(find_free_port())}
-    variables = {"FAKE_FOLDER": str(tmp_path), "FAKE_NAMESPACES": lines, "NGPU": "2", "RDZV_CONF": QUICK}
-    path = f"{tools}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **slurm, **variables}
+    variables = {"FAKE_FOLDER": str(tmp_path), "FAKE_NAMESPACES": lines, "RDZV_CONF": QUICK}
+    variables["PATH"] = f"{tools}:{environment['PATH']}"
     with open(tmp_path / "job.out", "w") as out, open(tmp_path / "job.err", "w") as err:
         job = subprocess.Popen(
             [ROOT / "scripts/launch/slurm.sh", *run.arguments],
             cwd=tmp_path,
-            env={**environment, "PYTHONUNBUFFERED": "1"},
+            env={**environment, **slurm, **variables},
             stdout=out,
             stderr=err,
         )

@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from textwrap import indent
 
 import pytest
 from rank_server import Launched, RankServer
@@ -97,13 +98,6 @@ Trainer.train = train
 """
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankServer]:
-    server = RankServer(tmp_path_factory.mktemp("server"))
-    yield server
-    server.close()
-
-
 @pytest.fixture
 def run(server: RankServer, config_file: Path, tmp_path: Path) -> Iterator[Callable[..., tuple[int, str, float]]]:
     """`run(misbehaviour, *overrides, restarts=, signal_after=)` -> (exit code, output, seconds after the signal).
@@ -115,11 +109,14 @@ def run(server: RankServer, config_file: Path, tmp_path: Path) -> Iterator[Calla
     def start(
         misbehaviour: str, *overrides: str, restarts: int = 0, signal_after: str | None = None
     ) -> tuple[int, str, float]:
-        (server.folder / "misbehave.py").write_text(misbehaviour)
+        folder = tmp_path / f"start-{len(started)}"
+        folder.mkdir()
+        (folder / "misbehave.py").write_text(f"if rank is not None:\n{indent(misbehaviour, '    ')}\n    pass")
         launched = server.launch(
             *("--standalone", "--nproc-per-node=4", f"--max-restarts={restarts}", "-m", "titanlite.train"),
             *("--config", str(config_file), f"--job.dump_folder={tmp_path / 'run'}", "--training.steps=6"),
             *("--parallelism.tensor_parallel_degree=2", "--checkpoint.interval=2", *overrides),
+            folder=folder,
         )
         started.append(launched)
         if signal_after is not None:
