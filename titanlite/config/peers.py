@@ -13,6 +13,7 @@ _BY_SETTING = {
     "data.validation_split": "dataset_test_split",
     "data.validation_share, with validation.enable = true": "val_set_size",
     "data.text_field": "dataset_text_field",
+    "data.fields": "field_messages field_instruction field_input field_output",
     "data.train_on": "completion_only_loss assistant_only_loss train_on_inputs",
     "data.packing": "sample_packing",
     "data.too_long": "excess_length_strategy",
