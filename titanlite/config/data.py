@@ -26,8 +26,8 @@ class SourceSection:
     path: str = setting("", "A file, folder or hub id, as data.path.")
     weight: float | None = setting(
         None,
-        "Share of the sequences that are of this source: its weight over the sum of all weights. Unset, and then for "
-        "every source: all sequences of all sources, each once in an epoch.",
+        "Share of the sequences from this source: its weight divided by the sum of all weights. Unset for all "
+        "sources: every sequence of every source once per epoch.",
     )
     pattern: str | None = setting(None, "As data.pattern.")
     split: str | None = setting(None, "As data.split.")
@@ -48,10 +48,9 @@ class SourceSection:
 class DataSection:
     dataset: Literal["stdlib", "text", "examples", "images", "none"] = setting(
         "stdlib",
-        "'stdlib': the .py files of the running Python's standard library; 'text': files under data.path, each one "
-        "document; 'examples': rows under data.path, for fine-tuning; 'images': a .jsonl file of chats with images, "
-        "for a model with a processor. Not set: 'examples' or 'text' by the files at path; without a path "
-        "'stdlib', or 'none' for a pretrained model, which is not trained then.",
+        "'stdlib': the .py files of Python's standard library. 'text': files under data.path, one document each. "
+        "'examples': rows under data.path. 'images': a .jsonl file of chats with images, for a model with a "
+        "processor. Not set: 'examples' or 'text' by the files at path, 'stdlib' without a path.",
     )
     path: str = setting(
         "",
@@ -60,81 +59,79 @@ class DataSection:
         "For 'images': a .jsonl file.",
     )
     pattern: str = setting(
-        "", "File name pattern inside data.path when it is a folder. Empty: *.txt for 'text', all rows for 'examples'."
+        "", "File name pattern in the folder data.path. Empty: *.txt for 'text', all files of rows for 'examples'."
     )
     split: str = setting("train", "Split of a dataset of the hub.")
     subset: str = setting("", "Subset (configuration) of a dataset of the hub; empty: its default.")
     validation_path: str = setting(
         "",
-        "Held-out examples, as path; a dataset of the hub is read with validation_split. Empty: some rows of path are "
-        "held out.",
+        "Held-out examples, as path (a hub dataset with validation_split). Empty: some rows of path are held out.",
     )
     validation_share: float | None = setting(
         None,
-        "Share of the rows, or of a text's sequences, that is held out where validation_path is empty; 0: none. Not "
-        "set: none if nothing is validated or evaluated on them, otherwise 1%, but at least 64, or 10% where 64 would "
-        "be more.",
+        "Share of the rows (of a text: of the sequences) that is held out if validation_path is empty. 0: none. Not "
+        "set: none without a validation or evaluation, otherwise 1%, but at least 64 rows, or 10% if 64 would be "
+        "more.",
     )
     validation_split: str = setting("validation", "Split of validation_path, if that is a dataset of the hub.")
     format: Format = setting(
         "auto",
-        "Form of the examples: 'messages' (also ShareGPT's conversations), 'prompt_completion', 'text', 'preference' "
-        "(prompt, chosen, rejected); 'auto': by the fields of the first row.",
+        "Form of the rows: 'messages' (also ShareGPT's conversations), 'prompt_completion', 'text', 'preference' "
+        "(prompt, chosen, rejected). 'auto': by the fields of the first row.",
     )
-    text_field: str = setting("text", "Field with the text, in rows of form 'text'.")
+    text_field: str = setting("text", "Field with the text, in rows of the form 'text'.")
     fields: str = setting(
         "",
         'Columns that have other names, as a table: {question = "problem", answer = "solution"}, or '
         f"--data.fields.question=problem. What a column can be: {', '.join(FIELDS)}.",
     )
     train_on: TrainOn = setting(
-        "assistant", "Tokens that the loss is taken on: answers (assistant messages, completions), or all."
+        "assistant", "Tokens in the loss: 'assistant': answers (assistant messages, completions); 'all': everything."
     )
     too_long: TooLong = setting(
         "error",
-        "Examples longer than training.seq_len: refuse the data, cut their end off, leave them out, or split them into "
-        "several (documents of form 'text' only).",
+        "Examples longer than training.seq_len. 'error': refuse the data. 'cut': cut off their end. 'drop': leave "
+        "them out. 'split': split them (text only).",
     )
     bad_rows: BadRows = setting(
         "error", "Rows that cannot be used: refuse the data, or leave them out and report how many and why."
     )
-    packing: bool = setting(True, "Put several examples into one sequence; they do not see each other.")
+    packing: bool = setting(True, "Put several examples into one sequence. They do not see each other.")
     streaming: bool = setting(
         False,
-        "Tokenize examples while training instead of before; for datasets too large for that, on the hub or here.",
+        "Tokenize examples during training, for datasets that are too large to tokenize before.",
     )
     streaming_block_rows: int = setting(
-        1024, "Rows that are read, packed and shuffled together when streaming; they are in memory at once."
+        1024, "Rows that are read, packed and shuffled together when streaming. They are in memory at once."
     )
     chat_template: str = setting(
-        "", "Jinja file with a chat template to use, and save, in place of the tokenizer's own."
+        "", "Jinja file with a chat template that replaces the tokenizer's own. Saved with every checkpoint."
     )
     chat_template_kwargs: str = setting(
         "",
-        "Arguments of the chat template for all rows, as a JSON object or a TOML table ({enable_thinking = false}); "
-        "those of a row go before them. Saved with every checkpoint.",
+        "Arguments of the chat template for all rows, as a JSON object or a TOML table ({enable_thinking = false}). "
+        "Arguments in a row win. Saved with every checkpoint.",
     )
     skip_to_sample: int = setting(
         0,
-        "Leave out the samples of the data order before this one; what a run has passed already is not affected. A "
-        "loss spike prints it; `titanlite data` begins there.",
+        "Leave out the samples of the data order before this one. The message about a loss spike prints it; "
+        "`titanlite data` begins there.",
     )
     chat_date: str = setting(
         "",
-        "What a chat template takes for today (YYYY-MM-DD). Empty: the day on which the run began, also where it is "
-        "resumed.",
+        "Today's date for chat templates (YYYY-MM-DD). Empty: the day on which the run first began.",
     )
     dropped_parts: DroppedParts = setting(
         "error",
-        "Parts of a chat that its template does not show, such as a tool, an argument of a call or a thought: refuse "
-        "the row, or count them and warn.",
+        "Parts of a chat that its template does not show, such as a tool, an argument of a call or a thought. "
+        "'error': refuse the row. 'warn': count them.",
     )
     tokenizer_path: str = setting(
         "",
-        "Folder or tokenizer.json of a Hugging Face tokenizer, no hub id. Empty: that of model.hf_assets_path or "
-        "checkpoint.initial_load_path; without one, 'text' and 'stdlib' train a byte-level BPE on the data.",
+        "Folder or tokenizer.json of a Hugging Face tokenizer (not a hub id). Empty: the tokenizer of the model; "
+        "without one, 'text' and 'stdlib' train a byte-level BPE on the data.",
     )
-    bpe_vocab_size: int = setting(4096, "Vocabulary of the BPE tokenizer trained on first use.")
+    bpe_vocab_size: int = setting(4096, "Vocabulary size of the BPE tokenizer that is trained on first use.")
     cache_folder: str = setting("", "Folder of tokenizers and token files. Empty: ~/.cache/titanlite.")
     sources: dict[str, SourceSection] = setting(
         dict, "Data from several places, by names of your own, in place of path; see `titanlite.config.data`."

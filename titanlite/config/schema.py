@@ -22,13 +22,13 @@ class JobSection:
     description: str = setting("", "Free text, printed at the start and saved with the run.")
     prepare: str = setting(
         "",
-        "Python script that run_train.sh runs, as you, before it checks anything, to make data or a model. It should "
-        "return at once where all is there.",
+        "Python script that run_train.sh runs as you before it checks anything, to make data or a model. It must "
+        "return at once if everything is there.",
     )
     stop_grace_seconds: int = setting(
         0,
-        "Seconds that a run has after SIGTERM or SIGINT to finish its step and save, before its launcher ends it; 0: "
-        "as many as it needs.",
+        "Seconds after SIGTERM or SIGINT in which the run may finish its step and save, before the launcher ends it. "
+        "0: no limit.",
     )
 
 
@@ -61,30 +61,30 @@ class ModelSection:
         "", "Folder or hub id of the Hugging Face model to train: its config.json, tokenizer and weights."
     )
     init: Literal["auto", "pretrained", "random"] = setting(
-        "auto", "'random': weights from scratch, whatever is at path; 'auto': those at path, random without a path."
+        "auto", "'random': weights from scratch, even with a path; 'auto': pretrained with a path, random without."
     )
     name: str = setting("qwen3_moe", "Family of the flavor: one of the files in titanlite/models/families.")
     flavor: str = setting("", "Preset sizes of the family, such as '30B-A3B'. Empty: sizes come from path.")
     hf_assets_path: str = setting(
-        "", "As path, without the weights: config.json and tokenizer; with a flavor, the tokenizer alone."
+        "", "As path, but without the weights: config.json and tokenizer. With a flavor: the tokenizer only."
     )
     implementation: Literal["auto", "native", "transformers"] = setting(
         "auto", "'native': titanlite's decoder; 'transformers': the class of transformers; 'auto': native where it can."
     )
     attention_backend: Literal["sdpa", "flex", "varlen"] = setting(
         "sdpa",
-        "'sdpa': scaled_dot_product_attention, on CUDA with a dense mask for packed documents, whose masked parts are "
-        "computed too; 'flex': flex_attention on CUDA, compiled, which leaves out masked blocks; 'varlen': on CUDA, in "
-        "bfloat16, FlashAttention over each document by itself.",
+        "'sdpa': scaled_dot_product_attention; packed documents on CUDA need a dense mask, and masked parts are "
+        "computed too. 'flex': compiled flex_attention on CUDA, which skips masked blocks. 'varlen': FlashAttention "
+        "on each document, on CUDA in bfloat16.",
     )
     overrides: ModelOverrides = setting(ModelOverrides, "Single sizes to change, for example num_layers = 4.")  # type: ignore[valid-type]
 
 
 @dataclass
 class TrainingSection:
-    steps: int = setting(1000, "Optimizer steps to run, if epochs is 0.")
+    steps: int = setting(1000, "Optimizer steps to run, unless epochs is set.")
     epochs: float = setting(
-        0.0, "Passes over the training data, in place of steps: 3, or 0.5 for half of it. 0: steps says how long."
+        0.0, "Passes over the training data, instead of steps: 3, or 0.5 for half of it. 0: steps decides."
     )
     objective: Literal["next_token", "dpo"] = setting(
         "next_token",
@@ -95,11 +95,11 @@ class TrainingSection:
     global_batch_size: int = setting(
         -1, "Sequences per optimizer step; -1 means local_batch_size * data-parallel degree (no accumulation)."
     )
-    max_norm: float = setting(1.0, "Gradients are scaled down to this total 2-norm; 0 turns clipping off.")
+    max_norm: float = setting(1.0, "Largest total 2-norm of the gradients, by scaling; 0: no clipping.")
     dtype: Literal["float32", "bfloat16"] = setting(
         "float32",
-        "Dtype of the stored parameters, accumulated gradients and optimizer states. In 'bfloat16', without a copy in "
-        "float32, updates below 1/256 of a weight are lost: not for the small learning rates of fine-tuning.",
+        "Dtype of stored parameters, accumulated gradients and optimizer states. 'bfloat16' has no float32 copy: "
+        "updates below 1/256 of a weight are lost, so do not use it with small learning rates.",
     )
     mixed_precision_param: Literal["auto", "float32", "bfloat16"] = setting(
         "auto", "Dtype of parameters and activations in forward and backward; 'auto': bfloat16 on CUDA, dtype on CPU."
@@ -107,22 +107,22 @@ class TrainingSection:
     mixed_precision_reduce: Literal["float32", "bfloat16"] = setting("float32", "Dtype of the gradient reduction.")
     enable_cpu_offload: bool = setting(False, "Keep parameters and optimizer states in host memory (CUDA only).")
     loss_chunk_tokens: int = setting(
-        1024, "Tokens per chunk of the fused output projection and cross entropy; full logits never exist at once."
+        1024, "Tokens per chunk of the output projection and loss. Full logits never exist at once."
     )
     seed: int = setting(42, "Seed of weights and data order. The same seed gives the same weights on any mesh.")
     deterministic: bool = setting(
-        False, "The same bits in every run on the same mesh, and after resuming; slower, and more memory, on CUDA."
+        False, "Same bits in every run on the same mesh, and after a resume. Slower on CUDA, with more memory."
     )
     on_nonfinite: Literal["stop", "skip"] = setting(
         "stop",
-        "A step whose loss or gradient is NaN or infinite is never applied. 'stop': save the state of before it, and "
-        "end with an error that names where it came from; 'skip': warn, and train on with the next step.",
+        "A step whose loss or gradient is NaN or infinite is never applied. 'stop': save the state before it, and "
+        "end with an error that names the cause. 'skip': warn, and go on with the next step.",
     )
-    max_nonfinite_steps: int = setting(10, "With on_nonfinite = 'skip': end after so many such steps in a row.")
+    max_nonfinite_steps: int = setting(10, "With on_nonfinite = 'skip': end after this many such steps in a row.")
     divergence_check_freq: int = setting(
         100,
-        "Steps between comparisons of what ranks must have in common: replicas of weights, biases and optimizer "
-        "states, data order; 0: never.",
+        "Steps between checks that ranks agree on replicas of weights, biases and optimizer states, and on the data "
+        "order. 0: never.",
     )
 
 
@@ -130,31 +130,31 @@ class TrainingSection:
 class OptimizerSection:
     name: Literal["AdamW", "Muon"] = setting(
         "AdamW",
-        "'AdamW' (arXiv:1711.05101); 'Muon' (arXiv:2502.16982): orthogonal momentum steps for the matrices of layers, "
-        "experts and routers included, AdamW for all else, with the same learning rate and weight decay.",
+        "'AdamW' (arXiv:1711.05101). 'Muon' (arXiv:2502.16982): orthogonalized momentum for the matrices of layers, "
+        "experts and routers included; AdamW for the rest, with the same learning rate and weight decay.",
     )
     lr: float = setting(
         3e-4,
-        "Peak learning rate. Not set, and with pretrained weights: 2e-5, adapters 2e-4; for DPO 5e-7, adapters 5e-6.",
+        "Peak learning rate. Not set, with pretrained weights: 2e-5, adapters 2e-4; DPO 5e-7, adapters 5e-6.",
     )
     beta1: float = setting(0.9, "Decay of the first moment.")
-    beta2: float = setting(0.95, "Decay of the second moment. Not set, and with pretrained weights: 0.999.")
+    beta2: float = setting(0.95, "Decay of the second moment. Not set, with pretrained weights: 0.999.")
     eps: float = setting(1e-8, "Added to the root of the second moment.")
-    momentum: float = setting(0.95, "Of Muon's matrices, of Nesterov's kind.")
+    momentum: float = setting(0.95, "Nesterov momentum of Muon's matrices.")
     weight_decay: float = setting(
         0.1,
-        "Decoupled weight decay of matrices, not of norms and biases. Not set, and with pretrained weights: 0.",
+        "Decoupled weight decay of matrices; norms and biases have none. Not set, with pretrained weights: 0.",
     )
     implementation: Literal["fused", "foreach", "for-loop"] = setting("fused", "Kernel of the optimizer step.")
     freeze: str = setting(
         "",
         "Parameters that are not trained: shell patterns over their names, separated by commas, for example "
-        "'model.embed_tokens*, *.mlp.gate.*'. The expert_bias of a frozen router stays as it is.",
+        "'model.embed_tokens*, *.mlp.gate.*'. The expert_bias of a frozen router does not change.",
     )
     lr_multipliers: str = setting(
         "",
-        "Factors on the learning rate by pattern, for example 'lm_head*=2, *.experts.*=0.5'; where several match, the "
-        "last one counts.",
+        "Factors on the learning rate by pattern, for example 'lm_head*=2, *.experts.*=0.5'. The last pattern that "
+        "matches counts.",
     )
 
 
@@ -165,49 +165,48 @@ BLOCK_SIZES = {"fp8": 128, "nf4": 64}
 @dataclass
 class LoRASection:
     rank: int = setting(
-        0, "Rank of the adapters (LoRA, arXiv:2106.09685) that are trained in place of the model; 0: off."
+        0, "Rank of the adapters (LoRA, arXiv:2106.09685) that are trained instead of the model. 0: no adapters."
     )
     alpha: float = setting(16.0, "Adapters are scaled by alpha / rank.")
     dropout: float = setting(0.0, "Dropout on the input of the adapters.")
     targets: str = setting(
         "",
-        "Layers that get an adapter: shell patterns over their names or last parts of them, separated by commas, for "
-        "example 'q_proj, v_proj, experts'. Empty: all linear layers inside of decoder layers, and the experts.",
+        "Layers that get an adapter: shell patterns over their names or the last parts of them, separated by commas, "
+        "for example 'q_proj, v_proj, experts'. Empty: all linear layers in decoder layers, and the experts.",
     )
     init_from: str = setting(
         "",
-        "Folder or hub id of adapters in the format of peft that a new run begins with, on the same model and with the "
-        "same rank, scaling and layers. Empty: adapters that change nothing yet.",
+        "Folder or hub id of peft adapters that a new run begins with: for the same model, with the same rank, "
+        "scaling and layers. Empty: new adapters, which change nothing at first.",
     )
-    use_rslora: bool = setting(False, "Scale by alpha / sqrt(rank) instead (arXiv:2312.03732).")
+    use_rslora: bool = setting(False, "Scale by alpha / sqrt(rank) instead of alpha / rank (arXiv:2312.03732).")
     base_dtype: Literal["auto", "float32", "bfloat16", "fp8", "nf4"] = setting(
         "auto",
-        "Dtype in which the frozen weights are kept; training.dtype is that of the adapters. 'auto': the dtype that "
-        "matmuls use (training.mixed_precision_param). 'fp8' (8.25 bits) and 'nf4' (4.5 bits; QLoRA, "
-        "arXiv:2305.14314): linear layers and experts of decoder layers in blocks that share a factor, everything else "
-        "as with 'auto'.",
+        "Dtype of the frozen weights (training.dtype is that of the adapters). 'auto': "
+        "training.mixed_precision_param. 'fp8' (8.25 bits) and 'nf4' (4.5 bits; QLoRA, arXiv:2305.14314): linear "
+        "layers and experts in blocks that share a factor, the rest as with 'auto'.",
     )
 
 
 @dataclass
 class DPOSection:
     beta: float = setting(0.1, "Strength of the pull towards the reference model.")
-    label_smoothing: float = setting(0.0, "Assumed share of pairs whose preference is the wrong way round.")
+    label_smoothing: float = setting(0.0, "Assumed share of pairs with swapped preference.")
     reference: Literal["auto", "adapters_off", "cached"] = setting(
         "auto",
-        "Log-probabilities of the reference model: 'adapters_off': from the model without its adapters, in every step; "
-        "'cached': from the initial weights, once before training; 'auto': the first with new adapters, else the "
-        "second.",
+        "Where the reference model's log-probabilities come from. 'adapters_off': the model without its adapters, in "
+        "every step. 'cached': the initial weights, once before training. 'auto': the first with new adapters, "
+        "otherwise the second.",
     )
 
 
 @dataclass
 class LRSchedulerSection:
     warmup_steps: int = setting(
-        -1, "Steps of linear warm-up, from 1 / warmup_steps of the peak; -1: 3% of the run's steps, at most 200."
+        -1, "Steps of linear warm-up, from 1 / warmup_steps of the peak. -1: 3% of the run's steps, at most 200."
     )
     decay_ratio: float | None = setting(
-        None, "Share of all steps used for the final decay (warmup-stable-decay); unset: decay from the end of warm-up."
+        None, "Share of all steps for the final decay (warmup-stable-decay). Unset: decay begins after the warm-up."
     )
     decay_type: Literal["linear", "sqrt", "cosine"] = setting("cosine", "Shape of the decay.")
     min_lr_factor: float = setting(0.1, "Learning rate at the end, as a factor of optimizer.lr.")
@@ -220,36 +219,36 @@ class ParallelismSection:
     tensor_parallel_degree: int = setting(1, "Ranks that split each dense layer, and the sequence between layers.")
     context_parallel_degree: int = setting(
         1,
-        "Ranks that split each sequence, for long ones: each holds a piece of it, and inside attention all of it for "
-        "some of the heads (arXiv:2309.14509). FSDP shards over these ranks too.",
+        "Ranks that split each sequence: each holds a piece, and in attention the whole sequence for some heads "
+        "(arXiv:2309.14509). FSDP shards over these ranks too.",
     )
     pipeline_parallel_degree: int = setting(
         1,
-        "Groups of ranks, stages, that each hold some of the layers, one after the other; the micro-batches of a step "
-        "pass through them (1F1B, arXiv:2104.04473). The other degrees multiply to the ranks of one stage.",
+        "Pipeline stages: groups of ranks that each hold some of the layers. The micro-batches of a step pass "
+        "through them (1F1B, arXiv:2104.04473). The other degrees multiply to the ranks of one stage.",
     )
     pipeline_parallel_chunks: int = setting(
         1,
-        "Chunks of layers in each stage (virtual stages, interleaved 1F1B): micro-batches go round the stages so many "
-        "times, and a rank waits for others that much less. Micro-batches must be a multiple of the stages.",
+        "Chunks of layers per stage (virtual stages, interleaved 1F1B). More chunks wait less and communicate more. "
+        "The micro-batches of a step must be a multiple of the stages.",
     )
     pipeline_parallel_layers: str = setting(
         "",
-        "Layers of each stage, as '11,13,13,11'; with chunks of the first chunk of each stage, then of the second, and "
-        "so on. Empty: evenly, and what is left over for those before the last.",
+        "Layers of each stage, for example '11,13,13,11'; with chunks first the first chunk of each stage, then the "
+        "second, and so on. Empty: evenly, the remainder before the last stage.",
     )
     expert_parallel_degree: int = setting(
         1,
-        "Ranks that split the experts; folded over data_parallel_shard * context_parallel * tensor_parallel, costs no "
+        "Ranks that split the experts. Folded over data_parallel_shard * context_parallel * tensor_parallel: no "
         "extra ranks.",
     )
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = setting(
-        "default", "Free gathered parameters after forward: 'default' for all but the last layer."
+        "default", "Free gathered parameters after forward; 'default': in all but the last layer."
     )
     fsdp_once_per_step: bool = setting(
         False,
-        "Gather parameters and reduce gradients once a step, not for each micro-batch: less traffic for more memory, "
-        "that of parameters, and of gradients in mixed_precision_reduce, of all of a rank's layers whole.",
+        "Gather parameters and reduce gradients once per step instead of once per micro-batch. Less traffic, but a "
+        "rank holds the whole parameters and gradients of all its layers.",
     )
 
 
@@ -257,13 +256,13 @@ class ParallelismSection:
 class MoESection:
     grouped_gemm: Literal["auto", "triton", "torch", "reference"] = setting(
         "auto",
-        "Backend of the expert matmuls: 'triton' (titanlite's fused kernels), 'torch' (grouped_mm on CUDA, a loop on "
-        "CPU), 'reference' (slow, tests); 'auto': triton on CUDA, torch on CPU.",
+        "Backend of the expert matmuls. 'triton': titanlite's fused kernels. 'torch': grouped_mm on CUDA, a loop on "
+        "CPU. 'reference': slow, for tests. 'auto': triton on CUDA, torch on CPU.",
     )
     expert_bias_update_rate: float | None = setting(
         None,
-        "Step of the aux-loss-free balancing bias (arXiv:2408.15664). Unset: 1e-3 where a native architecture has such "
-        "a bias, 0 where its Hugging Face model would route without it, and in transformers' implementations.",
+        "Update rate of the balancing bias (arXiv:2408.15664). Unset: 1e-3 if a native architecture has such a bias; "
+        "0 if its Hugging Face model routes without one, and in transformers' implementations.",
     )
     aux_loss_coeff: float = setting(0.0, "Coefficient of the sequence-wise balance loss (arXiv:2412.19437, eq. 17).")
     z_loss_coeff: float = setting(0.0, "Coefficient of the router z-loss (arXiv:2202.08906, eq. 5).")
@@ -272,51 +271,51 @@ class MoESection:
 @dataclass
 class CheckpointSection:
     enable: bool = setting(
-        True, "Save checkpoints at intervals, at the end and on SIGTERM or SIGINT; resume from the folder's latest."
+        True, "Save checkpoints at intervals, at the end and on SIGTERM or SIGINT, and resume from the latest one."
     )
     folder: str = setting("checkpoint", "Folder of the checkpoints, inside job.dump_folder.")
     timeout_seconds: int = setting(
-        7200, "Longest wait of a rank for the others while they save a checkpoint, or read it to compare its checksums."
+        7200, "Longest time that a rank waits for the others while a checkpoint is saved or its checksums are compared."
     )
     interval: int = setting(500, "Optimizer steps between checkpoints; 0: only at the end.")
     initial_load_path: str = setting(
-        "", "As model.path, for weights alone: with model.flavor or model.hf_assets_path, which give the sizes."
+        "", "As model.path, for the weights only. The sizes come from model.flavor or model.hf_assets_path."
     )
     load_step: int = setting(
         -1, "Step to resume from; -1: the latest complete checkpoint in the folder, if any; 0: begin anew."
     )
     resume: Literal["auto", "force"] = setting(
         "auto",
-        "'auto': resume a run of the folder that has the same base model, data and objective, and refuse others; "
-        "'force': resume whatever is there.",
+        "'auto': resume only a run with the same base model, data and objective. 'force': resume whatever is in the "
+        "folder.",
     )
-    keep_latest_k: int = setting(3, "Checkpoints to keep, the oldest goes first; 0 keeps all.")
-    keep_every_n_steps: int = setting(0, "Checkpoints at multiples of this many steps are never removed; 0: none.")
+    keep_latest_k: int = setting(3, "Checkpoints to keep; the oldest is removed first. 0: all.")
+    keep_every_n_steps: int = setting(0, "Keep every checkpoint whose step is a multiple of this. 0: none.")
     async_mode: Literal["disabled", "async"] = setting(
-        "disabled", "'async': training waits only for a copy in host memory, files are written in the background."
+        "disabled", "'async': training waits only for a copy in host memory; files are written in the background."
     )
     export_dtype: Literal["float32", "bfloat16"] = setting(
-        "float32", "Dtype of the saved model. Parameters that lose bits are saved for resuming as well."
+        "float32", "Dtype of the saved model. Parameters that lose bits are saved separately, for a resume."
     )
     save_best: Literal["none", "validation", "evaluation"] = setting(
         "none",
-        "Save and keep the checkpoint with the lowest validation loss, or the highest evaluation score, beside the "
-        "latest ones; the link 'best' leads to it.",
+        "Also keep the checkpoint with the lowest validation loss or the highest evaluation score. The link 'best' "
+        "leads to it.",
     )
     push_to_hub: str = setting(
         "",
-        "Repository of the Hugging Face hub (owner/name) that the final model, or the best one, is uploaded to after "
-        "training, without the training state; a new one is made private. Empty: no upload.",
+        "Hub repository (owner/name) for the final or best model, uploaded after training without the training "
+        "state. A new repository is private. Empty: no upload.",
     )
     verify_checksums: bool = setting(
         True,
-        "Read the whole checkpoint and compare its checksums before resuming; sizes are compared always. One that is "
-        "damaged is set aside, and the one before it is taken.",
+        "Compare the checksums of the whole checkpoint before a resume (sizes are always compared). A damaged "
+        "checkpoint is set aside, and the one before it is used.",
     )
     on_save_error: Literal["stop", "continue"] = setting(
         "stop",
-        "When a checkpoint or metrics cannot be written, such as on a full disk: end the run, or warn and train on; "
-        "the next save tries again, and the points wait. The last save of a run must succeed in either case.",
+        "If a checkpoint or metrics cannot be written, for example on a full disk: 'stop' ends the run; 'continue' "
+        "warns, keeps the points and tries again at the next save. The last save must succeed in either case.",
     )
 
 
@@ -326,7 +325,7 @@ class ActivationCheckpointSection:
         "none", "'full': recompute every layer in backward; 'selective': see selective_ac_option."
     )
     selective_ac_option: str = setting(
-        "op", "'op': keep the results of matmuls and attention, recompute what is between; a number N: every Nth layer."
+        "op", "'op': keep the results of matmuls and attention, recompute the rest; a number N: every Nth layer."
     )
 
 
@@ -341,7 +340,7 @@ class MetricsSection:
     enable_tensorboard: bool = setting(True, "Write TensorBoard events to job.dump_folder/save_tb_folder.")
     save_tb_folder: str = setting("tb", "Folder of the TensorBoard events, inside job.dump_folder.")
     enable_wandb: bool = setting(False, "Send metrics and configuration to Weights & Biases (pip install wandb).")
-    wandb_project: str = setting("titanlite", "Project there; WANDB_PROJECT goes before it.")
+    wandb_project: str = setting("titanlite", "W&B project; the environment variable WANDB_PROJECT overrides it.")
     grad_norm_groups: bool = setting(
         True, "Log the gradient norm of each group of parameters too: embedding, attention, experts, router, ..."
     )
@@ -355,25 +354,25 @@ class ProfilingSection:
     profile_freq: int = setting(100, "Steps between traces.")
     enable_memory_snapshot: bool = setting(
         False,
-        "Record allocations on CUDA, and write them to job.dump_folder/memory/rankN.pickle when memory runs out; "
-        "each allocation is a little slower then.",
+        "Record allocations on CUDA (each is a little slower), and write them to job.dump_folder/memory/rankN.pickle "
+        "when memory runs out.",
     )
 
 
 @dataclass
 class ValidationSection:
     enable: bool = setting(False, "Compute the validation loss at intervals on held-out sequences.")
-    freq: int = setting(100, "Steps between validations; one comes before the first step, and one after the last.")
+    freq: int = setting(100, "Steps between validations; also before the first step and after the last.")
     steps: int = setting(
         0,
-        "Most global batches per validation, of each source; 0: every held-out sequence once, on any mesh and with any "
-        "batch size.",
+        "Largest number of global batches per validation and source. 0: every held-out sequence once, with any mesh "
+        "and batch size.",
     )
     early_stopping_patience: int = setting(
-        0, "Stop training after so many validations in a row without an improvement of the loss; 0: never."
+        0, "Stop training after this many validations in a row without improvement. 0: never."
     )
     early_stopping_min_delta: float = setting(
-        0.0, "Smallest decrease of the validation loss that early stopping counts as an improvement."
+        0.0, "Smallest decrease of the validation loss that counts as an improvement."
     )
 
 
@@ -381,22 +380,21 @@ class ValidationSection:
 class EvaluationSection:
     enable: bool = setting(
         False,
-        "Continue the prompts of examples and compare with their answers: before the first step, at "
-        "intervals, and at the end.",
+        "Generate answers to held-out prompts and score them: before the first step, at intervals and at the end.",
     )
     freq: int = setting(500, "Steps between evaluations.")
     path: str = setting(
         "",
-        "Examples to evaluate on, whatever data.path is: a file, folder or hub id as there. Empty: the held-out ones.",
+        "Examples to evaluate on: a file, folder or hub id, as data.path. Empty: the held-out examples.",
     )
     split: str = setting("test", "Split of evaluation.path, if that is a dataset of the hub.")
-    samples: int = setting(0, "Prompts per evaluation, spread evenly over the held-out examples; 0: all.")
-    batch_size: int = setting(16, "Prompts continued at once on each data-parallel rank.")
-    max_new_tokens: int = setting(128, "Most new tokens per prompt. The most likely token is always taken.")
+    samples: int = setting(0, "Prompts per evaluation, spread evenly over the examples. 0: all.")
+    batch_size: int = setting(16, "Prompts per batch on each data-parallel rank.")
+    max_new_tokens: int = setting(128, "Largest number of new tokens per prompt. Decoding is greedy.")
     scorer: str = setting(
         "exact_match",
-        "'exact_match': same text, white space at the ends aside; 'contains': the answer occurs in the text; or "
-        "'package.module:function', imported; takes (prediction, reference), returns a number, higher is better.",
+        "'exact_match': equal text, apart from white space at the ends. 'contains': the answer occurs in the text. "
+        "'package.module:function': your function (prediction, reference) -> number, higher is better.",
     )
 
 
@@ -404,12 +402,12 @@ class EvaluationSection:
 class SpikeSection:
     enable: bool = setting(
         False,
-        "Warn when the loss of a step stands out, and print how to restart from before it without its data.",
+        "Warn about a loss spike, and print how to restart before it without its data.",
     )
-    window: int = setting(100, "Steps that a loss is compared with.")
+    window: int = setting(100, "Steps in the window that a loss is compared with.")
     threshold: float = setting(
         8.0,
-        "A loss stands out by so many robust standard deviations from the median of the window.",
+        "A spike is more than this many robust standard deviations above the median of the window.",
     )
 
 
@@ -417,9 +415,9 @@ class SpikeSection:
 class CommSection:
     timeout_seconds: int = setting(
         300,
-        "Longest time in which a rank that trains does not move, and longest wait of a collective of all ranks; then "
-        "the run ends, or starts again, and says which rank hung and who waited for it. Collectives along one axis of "
-        "the mesh have torch's own limit of 30 minutes, which counts where ranks need not move: evaluating, compiling.",
+        "Hang timeout. If a rank makes no progress while it trains, or a collective of all ranks takes longer, the "
+        "run ends or restarts, and names the rank that hangs and those that wait. Collectives along one mesh axis "
+        "have torch's limit of 30 minutes.",
     )
 
 
