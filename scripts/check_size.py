@@ -13,9 +13,9 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parents[1] / "titanlite"
 SUFFIXES = (".py", ".js", ".css")
 # Part of the package -> limit and target in lines. What is in no other part is the core.
-LINES = {"core": (11_315, 7_500), "floor": (10_812, 6_000), "features": (16_972, 11_000)}
+LINES = {"core": (11_315, 7_500), "floor": (10_812, 6_000), "features": (16_755, 11_000)}
 FLOOR = ("base", "config", "models/families", "data", "metrics", "launch", "__main__.py")
-FILES, TOP_LEVEL, FOLDER, FILE_LINES = (265, 150), (20, 20), (21, 14), (448, 400)
+FILES, TOP_LEVEL, FOLDER, FILE_LINES = (261, 150), (20, 20), (21, 14), (448, 400)
 
 
 def part_of(path: str) -> str:

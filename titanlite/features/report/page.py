@@ -1,51 +1,75 @@
-"""One self-contained HTML page: style, script and data inside, nothing loaded from anywhere.
+"""One self-contained HTML page: style, scripts, plots and tables inside, nothing loaded from anywhere.
 
-A content security policy holds the browser to that: no connection is allowed, and no script but the page's own, by its
-digest. So a text of a run could do nothing even if it were not escaped.
+A content security policy holds the browser to that: no connection is allowed, and no script except the page's own, by
+digest. Whatever comes from a run is escaped as well: a name or a generated text must not become markup.
 """
 
 import base64
 import hashlib
-import json
+import itertools
+import math
+import os
+import shlex
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from importlib.resources import files
+from pathlib import Path
+from statistics import median
+from typing import Any
+from urllib.parse import quote
 
-from titanlite.features.report import tables
-from titanlite.features.report.charts import Chart, build_charts
-from titanlite.features.report.headline import compare_headlines, describe_end, get_headline
-from titanlite.features.report.read import CONFIG, ENVIRONMENT, PLAN, Run
+from bokeh.embed import components
+from bokeh.resources import Resources
 
-# Section -> its plots, by name; those that start with other_ follow the last of the first section.
-_SECTIONS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    ("learning", "Learning", ("loss", "validation", "lr", "grad_norm", "grad_groups")),
-    ("speed", "Speed", ("throughput", "mfu", "padding", "time", "busy", "ranks", "memory")),
-    ("experts", "Experts", ("expert_load", "layer_load", "entropy", "bias", "lost_rows")),
-    ("evaluation", "Evaluation", ("evaluation",)),
-)
+from titanlite.base.tables import format_memory
+from titanlite.config.check import format_value
+from titanlite.config.settings import find_setting
+from titanlite.features.report.plots import THEME, Plot, build_plots
+from titanlite.features.report.read import CONFIG, ENVIRONMENT, PLAN, Run, Series
+
+# Section -> its plots; those whose names start with other_ follow in the first one.
+_SECTIONS = {
+    "Learning": ("loss", "rewards", "accuracy", "logps", "validation", "evaluation", "lr", "grad_norm", "grad_groups"),
+    "Speed": ("throughput", "mfu", "padding", "time", "busy", "ranks", "memory"),
+    "Experts": ("expert_load", "layer_load", "entropy", "idle", "bias", "lost_rows"),
+}
 _WIDE = ("expert_load", "layer_load")
+_MOST_EVENTS, _MOST_TENSORS, _MOST_TILES = 500, 400, 7
+_STARTS, _ENDS = ("start", "resume", "restart"), ("end", "stop", "error")
+# The slider of the expert load; and on a touch screen a finger scrolls the page, until a tool is chosen.
+_SCRIPT = """
+for (const input of document.querySelectorAll("input[type=range]")) input.addEventListener("input", () => {
+  const step = JSON.parse(input.dataset.steps)[input.value];
+  input.nextElementSibling.textContent = `step ${step.toLocaleString("en")}`;
+  for (const doc of Bokeh.documents) doc.get_model_by_name("frame").indices = [Number(input.value)];
+});
+addEventListener("load", () => {
+  if (!matchMedia("(pointer: coarse)").matches) return;
+  for (const doc of Bokeh.documents) for (const plot of doc.roots())
+    for (const tool of plot.toolbar.tools) if (tool.type === "BoxZoomTool") tool.active = false;
+});
+"""
 
 
-def render_page(runs: Sequence[Run]) -> str:
-    """The page of the first run, compared with the others."""
-    run, charts = runs[0], build_charts(runs)
-    sections = [(name, title, body) for name, title, body in _sections(runs, charts) if body]
-    script, style = (
-        files("titanlite.features.report").joinpath(name).read_text(encoding="utf-8")
-        for name in ("page.js", "page.css")
-    )
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
-    links = "".join(f'<a href="#{name}">{escape(title)}</a>' for name, title, _ in sections)
-    description = str(run.config.get("job.description", ""))
-    written = time.strftime("%Y-%m-%d %H:%M")
-    data = json.dumps([_data(chart) for chart in charts], allow_nan=False, separators=(",", ":"))
+def render_page(runs: Sequence[Run], output: Path) -> str:
+    """The page of the first run, compared with the others, for the file `output`."""
+    run, plots = runs[0], build_plots(runs)
+    scripts = [*Resources(mode="inline", components=["bokeh"], log_level="error").js_raw]
+    places: dict[str, str] = {}
+    if plots:
+        script, places = components({name: plot.figure for name, plot in plots.items()}, wrap_script=False, theme=THEME)
+        scripts += [script, _SCRIPT]
+    digests = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(s.encode()).digest()).decode()}'" for s in scripts)
+    policy = f"default-src 'none'; img-src data: blob:; style-src 'unsafe-inline'; script-src {digests}"
+    figures = {name: _figure(name, plot, places[name]) for name, plot in plots.items()}
+    sections = {title: body for title, body in _sections(runs, figures).items() if body}
+    links = "".join(f'<a href="#{title.lower()}">{title}</a>' for title in sections)
     body = "\n".join(
-        f'<section aria-labelledby="{name}"><h2 id="{name}">{escape(title)}</h2>{text}</section>'
-        for name, title, text in sections
+        f'<section><h2 id="{title.lower()}">{title}</h2>{text}</section>' for title, text in sections.items()
     )
+    style = files("titanlite.features.report").joinpath("page.css").read_text(encoding="utf-8")
+    description = escape(str(run.config.get("job.description", "")))
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -59,78 +83,87 @@ def render_page(runs: Sequence[Run]) -> str:
 <body>
 <header>
 <h1>{escape(run.name)}</h1>
-{f"<p>{escape(description)}</p>" if description else ""}
+{description and f"<p>{description}</p>"}
 <p class="status">{escape(describe_end(run))}</p>
-{_tiles(run)}
+{_tiles(get_headline(run))}
+{_checkpoint(run, output)}
 <nav aria-label="Sections">{links}</nav>
 </header>
 <main>
 <noscript><p>The plots need JavaScript; the tables do not.</p></noscript>
 {body}
 </main>
-<footer>Written by titanlite on {written} from {escape(str(run.folder))}.</footer>
-<script type="application/json" id="charts">{data.replace("<", chr(92) + "u003c")}</script>
-<script>{script}</script>
+<footer>Written by titanlite on {time.strftime("%Y-%m-%d %H:%M")} from {escape(str(run.folder))}.</footer>
+{"".join(f"<script>{script}</script>" for script in scripts)}
 </body>
 </html>
 """
 
 
-def _data(chart: Chart) -> dict[str, object]:
-    return {key: value for key, value in asdict(chart).items() if key != "note"}
+def _figure(name: str, plot: Plot, place: str) -> str:
+    note = plot.note and f"<p>{escape(plot.note)}</p>"
+    wide = ' class="wide"' if name in _WIDE else ""
+    figure = f'<figure id="plot-{name}"{wide}><figcaption>{escape(plot.title)}{note}</figcaption>{place}'
+    if len(plot.frames) > 1:
+        last = len(plot.frames) - 1
+        slider = f'<input type="range" max="{last}" value="{last}" aria-label="step" data-steps="{list(plot.frames)}">'
+        figure += f'<div class="slider">{slider}<output>step {plot.frames[-1]:,}</output></div>'
+    return f"{figure}</figure>"
 
 
-def _tiles(run: Run) -> str:
-    tiles = "".join(
-        f"<div><dt>{escape(label)}</dt><dd>{escape(text)}{detail and f'<small>{escape(detail)}</small>'}</dd></div>"
-        for label, text, detail in get_headline(run)
-    )
-    return f'<dl class="tiles">{tiles}</dl>'
+def _tiles(tiles: Sequence[tuple[str, str, str]]) -> str:
+    """Rows as equal as possible; CSS stretches the tiles of a shorter one."""
+    columns = -(-len(tiles) // -(-len(tiles) // _MOST_TILES))
+    cells = [f"<dt>{escape(a)}</dt><dd>{escape(b)}<small>{escape(c)}</small></dd>" for a, b, c in tiles]
+    return f'<dl class="tiles" style="--columns: {columns}"><div>{"</div><div>".join(cells)}</div></dl>'
 
 
-def _sections(runs: Sequence[Run], charts: Sequence[Chart]) -> list[tuple[str, str, str]]:
-    run, found = runs[0], []
-    if len(runs) > 1:
-        labels, columns = compare_headlines(runs)
-        header = ["", *(other.name for other in runs)]
-        rows = [[label, *(column[i] for column in columns)] for i, label in enumerate(labels)]
-        body = tables.render_table(header, rows, ["name"] + ["number"] * len(runs))
-        found.append(("comparison", "Comparison", body + tables.render_config_differences(runs)))
-    by_name = {chart.name: chart for chart in charts}
-    others = tuple(name for name in by_name if name.startswith("other_"))
-    for name, title, plots in _SECTIONS:
-        wanted = plots + (others if name == "learning" else ())
-        body = "".join(_figure(by_name[plot]) for plot in wanted if plot in by_name)
-        body = f'<div class="plots">{body}</div>' if body else ""
-        if name == "experts" and body:
-            body = f'<p class="none">{escape(_lost_rows(run))}</p>{body}'
-        if name == "evaluation":
-            body += tables.render_examples(run)
-        found.append((name, title, body))
-    return [
-        *found,
-        ("plan", "Plan", _render(run, PLAN, tables.render_plan)),
-        ("configuration", "Configuration", _render(run, CONFIG, tables.render_config)),
-        ("environment", "Environment", _render(run, ENVIRONMENT, tables.render_environment)),
-        ("warnings", "Warnings", tables.render_warnings(run)),
-        ("events", "Events", tables.render_events(run)),
-    ]
-
-
-def _render(run: Run, name: str, render: Callable[[Run], str]) -> str:
-    """A section from a file with values of any kind."""
-    try:
-        return render(run)
-    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-        run.problems.append(f"{name} is left out, for it has values of another kind ({error}).")
+def _checkpoint(run: Run, output: Path) -> str:
+    """A link to the newest checkpoint, and how to load it."""
+    saved = run.folder / str(run.config.get("checkpoint.folder", "checkpoint"))
+    steps = [int(path.name[5:]) for path in saved.glob("step-*") if path.name[5:].isdecimal()]
+    if not steps:
         return ""
+    folder = saved / f"step-{max(steps)}"
+    path, link = shlex.quote(str(folder)), escape(quote(os.path.relpath(folder, output.resolve().parent)))
+    library, kind, model, merge = "transformers", "AutoModelForCausalLM", path, ""
+    if (folder / "adapter_config.json").exists():
+        library, kind, model, merge = "peft", "AutoPeftModelForCausalLM", "OUT", " --merge"
+    elif run.config.get("data.dataset") == "images":
+        kind = "AutoModelForImageTextToText"
+    text = f"""from {library} import {kind}
+model = {kind}.from_pretrained({str(folder)!r})
+
+python -m titanlite export {path} OUT{merge}
+python -m titanlite generate --model {model} --prompt TEXT"""
+    name = f'Newest checkpoint: <a href="{link}/">{folder.name}</a>, and how to load it'
+    return f"<details><summary>{name}</summary><pre>{escape(text)}</pre></details>"
 
 
-def _figure(chart: Chart) -> str:
-    unit = f" <span>({escape(chart.unit)})</span>" if chart.unit else ""
-    note = f"<p>{escape(chart.note)}</p>" if chart.note else ""
-    wide = ' class="wide"' if chart.name in _WIDE else ""
-    return f'<figure id="plot-{chart.name}"{wide}><figcaption>{escape(chart.title)}{unit}{note}</figcaption></figure>'
+def _sections(runs: Sequence[Run], figures: Mapping[str, str]) -> dict[str, str]:
+    run, found = runs[0], {}
+    found["Comparison"] = _comparison(runs) if len(runs) > 1 else ""
+    for title, names in _SECTIONS.items():
+        wanted = names + tuple(name for name in figures if name.startswith("other_") and title == "Learning")
+        shown = "".join(figures[name] for name in wanted if name in figures)
+        found[title] = (
+            f'{_lost_rows(run) if title == "Experts" else ""}<div class="plots">{shown}</div>' if shown else ""
+        )
+    found["Generations"] = _examples(run)
+    for name, render in ((PLAN, _plan), (CONFIG, _config), (ENVIRONMENT, _environment)):
+        title = {CONFIG: "Configuration"}.get(name, name.partition(".")[0].title())
+        try:
+            found[title] = render(run)
+        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+            run.problems.append(f"{name} is left out, because it has values of another kind ({error}).")
+    texts = "".join(f"<li>{escape(text)}</li>" for text in (*run.problems, *run.warnings))
+    found["Warnings"] = f'<ul class="warnings">{texts}</ul>' if texts else _note("None.")
+    found["Events"] = _events(run)
+    return found
+
+
+def _note(text: str) -> str:
+    return f'<p class="none">{escape(text)}</p>'
 
 
 def _lost_rows(run: Run) -> str:
@@ -140,6 +173,205 @@ def _lost_rows(run: Run) -> str:
         return ""
     dropped, twice = (sum(sum(row) for row in run.lists[name].values) for name in names)
     if not dropped and not twice:
-        return "Every row that a router chose reached its expert once: none was dropped or duplicated in any step."
+        return _note(
+            "Every row that a router chose reached its expert once: none was dropped or duplicated in any step."
+        )
     rows = f"{dropped:,.0f} rows were dropped and {twice:,.0f} duplicated"
-    return f"{rows} on the way to their experts: the token dispatcher is broken."
+    return _note(f"{rows} on the way to their experts: the token dispatcher is broken.")
+
+
+def get_headline(run: Run) -> list[tuple[str, str, str]]:
+    """The numbers that a reader wants first, as far as the run has them: label, value with unit, remark or nothing."""
+    steps, total = run.scalars["loss/train"].steps, run.config.get("training.steps")
+    found = [("Steps", f"{steps[-1]:,}", f"of {total:,}" if isinstance(total, int) else "")]
+    for name, label, form in (
+        ("loss/train", "Training loss", "{:.4f}"),
+        ("rewards/accuracy", "DPO accuracy", "{:.0%}"),
+        ("rewards/margin", "DPO margin", "{:.3f}"),
+    ):
+        if recent := _finite(run, name, max(1, len(steps) // 10)):
+            detail = f"mean of the last {len(recent)} points" if len(recent) > 1 else ""
+            found.append((label, form.format(sum(recent) / len(recent)), detail))
+    for name, series in run.scalars.items():
+        if name == "loss/validation":
+            found.append(("Validation loss", f"{series.values[-1]:.4f}", _best(series, min)))
+        elif name.startswith("eval/") and name not in ("eval/ended", "eval/seconds"):
+            label = f"Evaluation: {name[5:].replace('_', ' ')}"
+            found.append((label, f"{series.values[-1]:.4f}", _best(series, max)))
+    if rates := _finite(run, "throughput/tokens_per_s"):
+        detail = f"median; {format_number(median(rates) / max(int(run.environment.get('world_size', 1)), 1))} per rank"
+        found.append(("Tokens per second", format_number(median(rates)), detail))
+    if shares := _finite(run, "throughput/mfu"):
+        found.append(("MFU", f"{100 * median(shares):.1f} %", "median"))
+    elif rates := _finite(run, "throughput/tflops_per_gpu"):
+        text = f"{median(rates):.1f} TFLOP/s" if median(rates) >= 1 else f"{1e3 * median(rates):.1f} GFLOP/s"
+        found.append(("Model FLOP/s", text, "median, per rank"))
+    if sizes := _finite(run, "memory/max_reserved_gib"):
+        found.append(("Peak memory", f"{max(sizes):.2f} GiB", "reserved on the fullest GPU"))
+    elif sizes := _finite(run, "memory/host_peak_rss_gib"):
+        found.append(("Peak memory", f"{max(sizes):.2f} GiB", "of the fullest rank on the host"))
+    times = run.scalars.get("time/step_s", Series())
+    # A point has the mean over the steps since the last one.
+    spans = zip(times.steps, [0, *times.steps], times.values, strict=False)
+    if seconds := sum((step - before) * value for step, before, value in spans if math.isfinite(value)):
+        whole = f"{format_duration(run.end - run.begin)} from first to last point" if run.end > run.begin else ""
+        found.append(("Time in steps", format_duration(seconds), whole))
+    return found
+
+
+def _finite(run: Run, name: str, last: int = 0) -> list[float]:
+    return [value for value in run.scalars.get(name, Series()).values[-last:] if math.isfinite(value)]
+
+
+def _best(series: Series, choose: Callable[..., tuple[float, int] | None]) -> str:
+    """Value and step that `choose`, min or max, takes of those that are finite; empty if none is."""
+    points = ((value, step) for value, step in zip(series.values, series.steps, strict=True) if math.isfinite(value))
+    best = choose(points, default=None)
+    return "" if best is None else f"best {best[0]:.4f} at step {best[1]:,}"
+
+
+def describe_end(run: Run) -> str:
+    """How the run ended, or that it has not."""
+    step = run.scalars["loss/train"].steps[-1]
+    last = next((event for event in reversed(run.events) if event.get("kind") in _ENDS + _STARTS), {})
+    text = str(last.get("text", ""))
+    if last.get("kind") == "error":
+        return f"Ended with an error at step {last.get('step', step)}: {text}."
+    if last.get("kind") in _ENDS:
+        return f"{text[:1].upper()}{text[1:]}."
+    if not run.events:
+        return f"Last point at step {step:,}."
+    return f"No end recorded: it is running, or it was killed. Last point at step {step:,}, {_when(run.end)[:-3]}."
+
+
+def format_duration(seconds: float) -> str:
+    """`42 s`, `3 min 5 s`, `2 h 4 min`, `3 d 2 h`."""
+    whole = round(seconds)
+    for unit, size, smaller, step in (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
+        if whole >= size:
+            rest = whole % size // step
+            return f"{whole // size} {unit}" + (f" {rest} {smaller}" if rest else "")
+    return f"{seconds:.1f} s" if seconds < 10 else f"{whole} s"
+
+
+def format_number(value: float) -> str:
+    """`12,345`, `1.23 M`: three or four digits that count."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
+        if value >= size:
+            return f"{value / size:.2f} {unit}"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[Any]], classes: str, marked: Iterable[Any] = ()) -> str:
+    """A table; `classes` of its columns, separated by blanks; `marked` rows stand out."""
+    kinds, marks = [f' class="{kind}"' for kind in classes.split()], list(marked)
+    head = "".join(f"<th{kind}>{escape(text)}</th>" for text, kind in zip(header, kinds, strict=True))
+    body = []
+    for row, mark in itertools.zip_longest(rows, marks):
+        cells = "".join(f"<td{kind}>{escape(str(value))}</td>" for value, kind in zip(row, kinds, strict=True))
+        body.append(f"<tr{' class=changed' if mark else ''}>{cells}</tr>")
+    head = f"<thead><tr>{head}</tr></thead>" if any(header) else ""
+    return f'<div class="scroll"><table>{head}<tbody>{"".join(body)}</tbody></table></div>'
+
+
+def _comparison(runs: Sequence[Run]) -> str:
+    """Headline numbers side by side, and the settings in which the runs differ."""
+    names = [run.name for run in runs]
+    headlines = [{label: text for label, text, _ in get_headline(run)} for run in runs]
+    labels = dict.fromkeys(label for headline in headlines for label in headline)
+    rows = [[label, *(headline.get(label, "-") for headline in headlines)] for label in labels]
+    numbers = _table(["", *names], rows, "name" + " number" * len(runs))
+    keys = dict.fromkeys(key for run in runs for key in run.config if key != "job.dump_folder")
+    values = [(key, [run.config.get(key) for run in runs]) for key in keys]
+    rows = [[key, *map(_show, found)] for key, found in values if any(value != found[0] for value in found)]
+    if not rows:
+        return numbers + _note("All settings are the same.")
+    return f"{numbers}<h3>Settings that differ</h3>" + _table(["setting", *names], rows, "code" + " code" * len(runs))
+
+
+def _examples(run: Run) -> str:
+    """Generations of the last evaluation."""
+    if not run.examples:
+        return ""
+    names = ("prompt", "prediction", "reference", "score")
+    rows = [[example.get(name, "") for name in names] for example in run.examples]
+    table = _table(["prompt", "generated", "wanted", "score"], rows, "text text text number")
+    return _note(f"Step {run.examples_step:,}.") + table
+
+
+def _plan(run: Run) -> str:
+    """Where every tensor comes from and lies."""
+    if not run.plan:
+        return ""
+    sizes = dict(run.plan.get("memory") or {})
+    if isinstance(run.plan.get("read_bytes"), int):
+        sizes["read from checkpoints"] = run.plan["read_bytes"]
+    memory = _table(["", ""], [(name, format_memory(float(size))) for name, size in sizes.items()], "name number")
+    tensors = [tensor for tensor in run.plan.get("tensors", []) if isinstance(tensor, dict)]
+    rows = [
+        (
+            *(tensor.get(key, "") for key in ("name", "count", "placement", "source")),
+            "x".join(map(str, tensor.get("shape", []))),
+            str(tensor.get("dtype", "")).removeprefix("torch."),
+            format_memory(float(tensor.get("local_bytes", 0))),
+        )
+        for tensor in tensors[:_MOST_TENSORS]
+    ]
+    header = ["tensor", "count", "placement", "source", "shape", "dtype", "on this rank"]
+    table = _table(header, rows, "code number code text code code number")
+    more = _note(f"{len(tensors) - len(rows)} more are in plan.json.") if len(tensors) > len(rows) else ""
+    where = _note(f"Rank {run.plan.get('rank', 0)} of {run.plan.get('world_size', 1)}.")
+    return f"{where}{memory}<details><summary>Tensors</summary>{table}{more}</details>"
+
+
+def _config(run: Run) -> str:
+    """Settings that differ from their defaults, and all of them."""
+    if not run.config:
+        return _note("There is no config.toml.")
+    rows = []
+    for key, value in run.config.items():
+        known = find_setting(key)
+        default = "unknown to this version" if known is None else f"default {_show(known.default)}"
+        rows.append((key, _show(value), default if known is None or value != known.default else ""))
+    short = [row for row in rows if row[2]]
+    table = _table(["changed setting", "value", ""], short, "code code text") if short else ""
+    whole = _table(["setting", "value", ""], rows, "code code text", [row[2] for row in rows])
+    return f"{table}<details><summary>All {len(rows)} settings</summary>{whole}</details>"
+
+
+def _show(value: Any) -> str:
+    return "unset" if value is None else format_value(value)
+
+
+def _environment(run: Run) -> str:
+    """Versions, machines, devices, commit and command."""
+    rows: list[tuple[str, str]] = []
+    for name, value in run.environment.items():
+        label = name.replace("_", " ")
+        if name == "machines" and isinstance(value, dict):
+            for host, machine in value.items():
+                devices = ", ".join(f"{count} x {kind}" for kind, count in dict(machine.get("devices", {})).items())
+                ranks = list(machine.get("ranks", []))
+                rows.append(("machine", f"{host}: {devices}" + (f", ranks {ranks[0]} to {ranks[-1]}" if ranks else "")))
+        elif isinstance(value, dict):
+            rows.append((label, ", ".join(f"{k} {v}" for k, v in value.items() if v is not None)))
+        elif name in ("parameters", "trained") and isinstance(value, int):
+            rows.append((label, f"{value:,} ({format_number(value)})"))
+        elif value is not None:
+            rows.append((label, str(value)))
+    return _table(["", ""], rows, "name text") if rows else _note("There is no environment.json.")
+
+
+def _events(run: Run) -> str:
+    """Resumes, saves, skipped steps and the like, the latest last."""
+    events = run.events[-_MOST_EVENTS:]
+    rows = [(_when(event.get("time")), *(event.get(name, "") for name in ("step", "kind", "text"))) for event in events]
+    left = len(run.events) - len(events)
+    more = _note(f"{left} earlier ones are in events.jsonl.") if left else ""
+    return (
+        more + _table(["time", "step", "kind", ""], rows, "time number name text") if rows else _note("None recorded.")
+    )
+
+
+def _when(seconds: Any) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds)) if isinstance(seconds, int | float) else ""

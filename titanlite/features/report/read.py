@@ -1,4 +1,4 @@
-"""What a run left in its folder, read for the report. No torch, and no values kept that no plot shows.
+"""The files of a run's folder, read for the report, without torch.
 
 A run of 100,000 steps has as many lines, so values go into arrays, one per metric name, and not into dictionaries.
 """
@@ -6,7 +6,7 @@ A run of 100,000 steps has as many lines, so values go into arrays, one per metr
 import tomllib
 from array import array
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -19,16 +19,12 @@ CONFIG, ENVIRONMENT, PLAN, LOG = "config.toml", "environment.json", "plan.json",
 _MOST_WARNINGS = 200
 _NAN = float("nan")
 _LAST_TIME_S = 2**36  # in the year 4147; the clock's functions refuse others
+_LARGEST = 2**53  # a float holds whole numbers below exactly
 
 
 @dataclass
 class Series:
-    """Values of one metric over steps; nan where a value was not finite. Lists have one row per step.
-
-    Attributes:
-        steps: increasing.
-        values: numbers, or arrays of numbers per layer or rank.
-    """
+    """Values of one metric over increasing steps: numbers, or arrays per layer or rank; nan where one is not finite."""
 
     steps: array = field(default_factory=lambda: array("q"))
     values: Any = field(default_factory=lambda: array("d"))
@@ -39,26 +35,18 @@ class Series:
             self.steps.pop()
             self.values.pop()
 
-    @property
-    def last(self) -> Any:
-        return self.values[-1]
-
 
 @dataclass
 class Run:
     """One run.
 
     Attributes:
-        folder: its dump folder.
-        scalars: by metric name.
-        lists: metrics with one value per MoE layer or per rank, by name.
-        first_layer: layer of the first value of lists per layer.
-        layers: layers of all of them, if others lie between.
-        slow_reasons: why the slowest rank was slow, (step, reason).
+        scalars, lists: metrics by name; lists have one value per MoE layer or per rank.
+        first_layer, layers: the first MoE layer, and all of them if others are between.
         examples: generations of the last evaluation.
         loads: tokens per expert, (step, rows), oldest first.
         begin, end: Unix seconds of the first and the last line.
-        problems: what could not be read, in sentences.
+        problems: sentences on what could not be read.
     """
 
     folder: Path
@@ -66,14 +54,13 @@ class Run:
     lists: dict[str, Series] = field(default_factory=dict)
     first_layer: int = 0
     layers: list[int] = field(default_factory=list)
-    slow_reasons: list[tuple[int, str]] = field(default_factory=list)
     examples: list[Mapping[str, Any]] = field(default_factory=list)
     examples_step: int = 0
     loads: list[tuple[int, list[list[int]]]] = field(default_factory=list)
     events: list[Mapping[str, Any]] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
-    plan: dict[str, Any] | None = None
+    plan: dict[str, Any] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     begin: float = 0.0
     end: float = 0.0
@@ -87,8 +74,8 @@ class Run:
 def read_run(folder: Path) -> Run:
     """Read the folder of a run.
 
-    Lines that are no JSON are left out and named in `problems`, but for a torn last one, which a killed run leaves.
-    Where a resumed run did steps again, the later lines count, and earlier ones of later steps are gone.
+    Broken lines are left out and named in `problems`, except a torn last one, which a killed run leaves. Where a
+    resumed run did steps again, the later lines count, and earlier ones of later steps are dropped.
 
     Raises:
         TitanliteError: there is no such folder, it is no run, or there is no point of training in it.
@@ -103,56 +90,49 @@ def read_run(folder: Path) -> Run:
         raise TitanliteError(f"report: cannot read {path}: {error.strerror}. Give the folder of a run.") from None
     run = read_metrics(path)
     if "loss/train" not in run.scalars:
+        broken = "".join(f"; {problem.rstrip('.')}" for problem in run.problems[:3])
         raise TitanliteError(
             f"report: {path} has no point of training yet. Wait for its first log step (metrics.log_freq), or look at "
-            f"its log for an error{_list(run.problems)}."
+            f"its log for an error{broken}."
         )
     _read_load(run)
     run.events = [event for event in _read_lines(folder / EVENTS, run.problems) if _is_event(event)]
-    run.config = _read_toml(folder / CONFIG, run.problems)
-    run.environment = _read_json(folder / ENVIRONMENT, run.problems) or {}
-    run.plan = _read_json(folder / PLAN, run.problems)
-    _read_log(run)
+    run.config = dict(_flatten("", _read_table(folder / CONFIG, run.problems, _read_toml)))
+    run.environment = _read_table(folder / ENVIRONMENT, run.problems, read_json)
+    run.plan = _read_table(folder / PLAN, run.problems, read_json)
+    try:
+        if (folder / LOG).exists():
+            with open_regular(folder / LOG, "r", encoding="utf-8", errors="replace") as file:
+                found = (line.rstrip("\n") for line in file if " WARNING " in line or " ERROR " in line)
+                run.warnings = list(deque(found, _MOST_WARNINGS))
+    except OSError as error:
+        run.problems.append(f"{LOG} cannot be read: {error.strerror}.")
     return run
 
 
-def _read_log(run: Run) -> None:
-    path = run.folder / LOG
-    if not path.exists():
-        return
-    try:
-        with open_regular(path, "r", encoding="utf-8", errors="replace") as file:
-            found = (line.rstrip("\n") for line in file if " WARNING " in line or " ERROR " in line)
-            run.warnings = list(deque(found, _MOST_WARNINGS))
-    except OSError as error:
-        run.problems.append(f"{path.name} cannot be read: {error.strerror}.")
-
-
 def read_metrics(path: Path) -> Run:
-    """The run of a `metrics.jsonl`, without what the files beside it say; lines are left out as in `read_run`."""
+    """The run of a `metrics.jsonl`, without the other files of its folder; lines are left out as in `read_run`."""
     run = Run(path.parent)
     for line in _read_lines(path, run.problems):
         try:
             _add(run, line)
         except (TypeError, ValueError, OverflowError) as error:
             run.problems.append(f"{path.name}: a line has values of another kind and is left out ({error}).")
+    for metrics in (run.scalars, run.lists):
+        for name in [name for name, series in metrics.items() if not series.steps]:
+            del metrics[name]  # a resumed run dropped all of its points
     return run
 
 
 def _why_no_run(folder: Path) -> str:
-    if not folder.exists():
-        return f"there is no folder {folder}. Give the job.dump_folder of a run."
-    if not folder.is_dir():
-        return f"{folder} is a file. Give the job.dump_folder of a run."
-    inside = sorted(path.parent.name for path in folder.glob(f"*/{METRICS}"))
-    hint = (
-        f"It holds runs: {', '.join(inside[:8])}. Give one of them." if inside else "Give the job.dump_folder of a run."
-    )
-    return f"{folder} is no run, there is no {METRICS} in it. {hint}"
-
-
-def _list(problems: Sequence[str]) -> str:
-    return "".join(f"; {problem.rstrip('.')}" for problem in problems[:3])
+    if folder.is_dir():
+        inside = sorted(path.parent.name for path in folder.glob(f"*/{METRICS}"))
+        what = f"is no run, there is no {METRICS} in it"
+        if inside:
+            return f"{folder} {what}. It holds runs: {', '.join(inside[:8])}. Give one of them."
+    else:
+        what = "is a file" if folder.exists() else "does not exist"
+    return f"{folder} {what}. Give the job.dump_folder of a run."
 
 
 def _read_lines(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:
@@ -184,7 +164,7 @@ def _read_lines(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:
 def _add(run: Run, line: Mapping[str, Any]) -> None:
     """Take one line of `metrics.jsonl`."""
     step = line.get("step")
-    if not isinstance(step, int):
+    if not is_count(step):
         run.problems.append(f"{METRICS}: a line without a step is left out.")
         return
     time = line.get("time")
@@ -196,31 +176,19 @@ def _add(run: Run, line: Mapping[str, Any]) -> None:
             continue
         if name == "eval/examples":
             run.examples, run.examples_step = [example for example in value if isinstance(example, dict)], step
-        elif name == "ranks/slowest_reason":
-            run.slow_reasons.append((step, str(value)))
         elif name == "moe/first_layer":
             run.first_layer = int(value)
         elif name == "moe/layers":
             run.layers = [int(number) for number in value]
         elif isinstance(value, list):
-            series = run.lists.get(name)
-            if series is None:
-                series = run.lists[name] = Series(values=[])
+            series = run.lists.get(name) or run.lists.setdefault(name, Series(values=[]))
+            numbers = array("f", map(_number, value))
             series.steps.append(step)
-            series.values.append(_numbers(value))
+            series.values.append(numbers)
         elif value is None or isinstance(value, int | float):
-            series = run.scalars.get(name)
-            if series is None:
-                series = run.scalars[name] = Series()
+            series, number = run.scalars.get(name) or run.scalars.setdefault(name, Series()), _number(value)
             series.steps.append(step)
-            series.values.append(_NAN if value is None else value)
-
-
-def _numbers(values: Sequence[Any]) -> array:
-    try:
-        return array("f", values)
-    except TypeError:  # null, or worse
-        return array("f", [_number(value) for value in values])
+            series.values.append(number)
 
 
 def _number(value: Any) -> float:
@@ -238,13 +206,12 @@ def _drop_redone(run: Run, line: Mapping[str, Any], step: int) -> None:
     for other in (*run.scalars.values(), *run.lists.values()):
         other.drop_from(step if of_training else step + 1)
     series.drop_from(step)
-    run.slow_reasons = [(s, reason) for s, reason in run.slow_reasons if s < step]
 
 
 def _read_load(run: Run) -> None:
     for line in _read_lines(run.folder / EXPERT_LOAD, run.problems):
         step, rows = line.get("step"), line.get("tokens_per_expert")
-        if not isinstance(step, int) or not _are_counts(rows):
+        if not is_count(step) or not _are_counts(rows):
             continue
         while run.loads and run.loads[-1][0] >= step:
             run.loads.pop()
@@ -258,35 +225,29 @@ def _is_event(event: Mapping[str, Any]) -> bool:
     return "kind" in event and isinstance(time, int | float) and 0 <= time < _LAST_TIME_S
 
 
+def is_count(value: Any) -> TypeGuard[int]:
+    """Whether `value` can be a step or a number of tokens."""
+    return type(value) is int and 0 <= value < _LARGEST
+
+
 def _are_counts(rows: Any) -> TypeGuard[list[list[int]]]:
-    return (
-        isinstance(rows, list)
-        and len(rows) > 0
-        and all(isinstance(row, list) and row and all(type(count) is int for count in row) for row in rows)
-    )
+    if not isinstance(rows, list) or not rows:
+        return False
+    return all(isinstance(row, list) and row and all(map(is_count, row)) for row in rows)
 
 
-def _read_json(path: Path, problems: list[str]) -> dict[str, Any] | None:
-    if not path.exists():
-        return None
+def _read_table(path: Path, problems: list[str], read: Callable[[Path], Any]) -> dict[str, Any]:
+    """The object in a file; empty if there is none."""
     try:
-        found = read_json(path)
-    except (OSError, ValueError) as error:
-        problems.append(f"{path.name} cannot be read: {error}.")
-        return None
-    return found if isinstance(found, dict) else None
-
-
-def _read_toml(path: Path, problems: list[str]) -> dict[str, Any]:
-    """The settings by dotted key."""
-    if not path.exists():
-        return {}
-    try:
-        table = dict(_flatten("", tomllib.loads(read_regular(path).decode("utf-8"))))
+        found = read(path) if path.exists() else {}
     except (OSError, ValueError, RecursionError) as error:
         problems.append(f"{path.name} cannot be read: {error}.")
-        return {}
-    return table
+        found = {}
+    return found if isinstance(found, dict) else {}
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    return tomllib.loads(read_regular(path).decode("utf-8"))
 
 
 def _flatten(prefix: str, table: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -44,12 +44,11 @@ def test_a_whole_run(tmp_path: Path):
     assert run.problems == [] and run.name == "run"
     assert list(points(run, "loss/train").items())[:2] == [(1, 8.0), (2, 4.0)]
     assert list(points(run, "loss/validation")) == [20, 40]
-    assert run.first_layer == 1 and len(run.lists["moe/load_entropy"].last) == 3
+    assert run.first_layer == 1 and len(run.lists["moe/load_entropy"].values[-1]) == 3
     assert len(run.loads) == 40 and len(run.loads[0][1]) == 3
-    assert run.slow_reasons[-1] == (40, "data")
     assert run.examples_step == 40 and run.examples[0]["reference"] == "four"
     assert [event["kind"] for event in run.events] == ["start", "end"]
-    assert len(run.warnings) == 1 and run.plan is not None
+    assert len(run.warnings) == 1 and run.plan["rank"] == 0
     assert run.config["training.steps"] == 40
 
 
@@ -66,6 +65,11 @@ def test_a_validation_that_comes_again_drops_what_is_behind_it_but_not_its_own_s
     run = read_run(write(tmp_path, *lines, {"step": 15, "loss/validation": 0.6}, train(20, 2.2)))
     assert points(run, "loss/train") == {10: 1.0, 20: 2.2}
     assert points(run, "loss/validation") == {15: 0.6}
+
+
+def test_a_metric_all_of_whose_points_are_redone_is_gone(tmp_path: Path):
+    run = read_run(write(tmp_path, train(10), {"step": 10, "loss/validation": 0.5}, train(20), train(5)))
+    assert list(points(run, "loss/train")) == [5] and "loss/validation" not in run.scalars
 
 
 def test_a_torn_last_line_is_left_out_in_silence_and_others_are_named(tmp_path: Path):
@@ -90,7 +94,7 @@ def test_broken_files_beside_the_metrics_are_named(tmp_path: Path):
 @pytest.mark.parametrize(
     ("prepare", "message"),
     [
-        (lambda folder: folder / "no", r"there is no folder .*/no\. Give the job\.dump_folder of a run"),
+        (lambda folder: folder / "no", r".*/no does not exist\. Give the job\.dump_folder of a run"),
         (lambda folder: folder, r"is no run, there is no metrics\.jsonl in it\. Give the job\.dump_folder"),
         (lambda folder: write(folder / "inner", train(1)).parent, r"It holds runs: inner\. Give one of them"),
         (lambda folder: write(folder) / "metrics.jsonl", r"is a file\. Give the job\.dump_folder"),
