@@ -98,7 +98,7 @@ class TrainingSection:
     max_norm: float = setting(1.0, "Largest total 2-norm of the gradients, by scaling; 0: no clipping.")
     dtype: Literal["float32", "bfloat16"] = setting(
         "float32",
-        "Dtype of stored parameters, accumulated gradients and optimizer states. 'bfloat16' has no float32 copy: "
+        "Dtype of the stored parameters, accumulated gradients and optimizer states. 'bfloat16' has no float32 copy: "
         "updates below 1/256 of a weight are lost, so do not use it with small learning rates.",
     )
     mixed_precision_param: Literal["auto", "float32", "bfloat16"] = setting(
