@@ -32,7 +32,7 @@ with lean_imports():
     from titanlite.base.errors import NOTICE_FOLDER, RENDEZVOUS
     from titanlite.launch import heartbeat, stop
     from titanlite.launch.agent import Agent
-    from titanlite.launch.guard import Failure, Guard
+    from titanlite.launch.guard import Guard
     from titanlite.launch.network import STORE_FILE, find_free_port
     from titanlite.launch.notices import TORCH_LOGS, shared_folder
     from titanlite.launch.rendezvous import (
@@ -72,12 +72,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             for name in (STORE_FILE, RENDEZVOUS):  # of a run that has started this one
                 os.environ.pop(name, None)
             run(use_local_rendezvous(options) if is_one_machine(options) else prepare_rendezvous(options))
-    except ChildFailedError as error:
-        rank, first = error.get_first_failure()
-        failure = guard.failure if guard is not None else None
-        if failure is None:  # it ended between two looks
-            code = first.exitcode if first.exitcode > 0 else 128 - first.exitcode
-            failure = Failure(f"rank {rank} ended with exit code {first.exitcode}", code)
+    except ChildFailedError:
+        if guard is None or (failure := guard.failure) is None:
+            raise
         if not failure.said:
             print(f"titanlite: {failure.text}; all ranks were stopped.", file=sys.stderr)
         return failure.code

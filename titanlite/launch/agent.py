@@ -39,6 +39,8 @@ class Agent(LocalElasticAgent):
             self._guard.watch({ranks[local]: pid for local, pid in pids.items() if local in ranks})
         result = super()._monitor_workers(worker_group)  # pyright: ignore[reportCallIssue]
         if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
+            for rank, failure in sorted(result.failures.items(), key=lambda item: item[1].timestamp):
+                self._guard.note_failure(rank, failure.exitcode)
             most = worker_group.spec.max_restarts
             if not self._guard.wants_restart(most - self._remaining_restarts, most):
                 self._remaining_restarts = 0

@@ -81,6 +81,10 @@ class Guard:
         elif self._is_over_grace(beats):
             self._end(pids)
 
+    def note_failure(self, rank: int, code: int) -> None:
+        """Take this as why all ranks end, unless an earlier cause is known. It may happen between two looks."""
+        self.failure = self.failure or Failure(f"rank {rank} {_how(code)}", code if code > 0 else 128 - code)
+
     def wants_restart(self, restarts: int, most: int) -> bool:
         """After a failure: True if new ranks may do better. Says why they start, and tells it to them.
 
@@ -101,8 +105,7 @@ class Guard:
 
     def _end_after_failure(self, pids: Mapping[int, int], failed: Mapping[int, int]) -> None:
         # Ranks whose peer is gone wait for this launcher: who ended in this tenth of a second is the cause.
-        rank, code = next(iter(failed.items()))
-        self.failure = Failure(f"rank {rank} {_how(code)}", code if code > 0 else 128 - code)
+        self.note_failure(*next(iter(failed.items())))
         end = time.monotonic() + _LAST_WORDS_S
         while time.monotonic() < end and any(_exit_code(pid) is None for pid in pids.values()):
             time.sleep(0.02)
@@ -174,9 +177,7 @@ def _exit_code(pid: int) -> int | None:
         info = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
         return None  # waited for already: torchrun knows its code
-    if info is None:
-        return None
-    return info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
+    return None if info is None else info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
 
 
 def _how(code: int) -> str:
