@@ -54,6 +54,7 @@ addEventListener("load", async () => {
   slider.dispatchEvent(new Event("input"));
   seen.slider = [slider.nextElementSibling.textContent, ...page.get_model_by_name("frame").indices];
   seen.width = [document.documentElement.scrollWidth, innerWidth];
+  seen.scrolls = all(document, ".bk-events").every((node) => getComputedStyle(node).touchAction === "auto");
   seen.heights = all(document, ".bk-events").map((node) => node.getBoundingClientRect().height);
   console.error("SEEN " + JSON.stringify(seen));
 });
@@ -71,12 +72,12 @@ class Opened:
 
 @pytest.fixture(scope="module")
 def open_page(tmp_path_factory):
-    """`open_page(file)` -> Opened."""
+    """`open_page(file, *options)` -> Opened; options are Chromium's."""
     chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if chromium is None:
         pytest.skip("Chromium is not installed; 'apt-get install chromium' on Debian")
 
-    def open_(page: Path) -> Opened:
+    def open_(page: Path, *options: str) -> Opened:
         folder = tmp_path_factory.mktemp("chromium")
         command = [chromium, "--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-sync"]
         command += [
@@ -85,7 +86,7 @@ def open_page(tmp_path_factory):
             f"--user-data-dir={folder}/profile",
         ]
         command += ["--enable-logging=stderr", f"--log-net-log={folder}/net.json", "--virtual-time-budget=12000"]
-        command += ["--window-size=1280,900", "--dump-dom", page.as_uri()]
+        command += [*options, "--window-size=1280,900", "--dump-dom", page.as_uri()]
         done = run_to_end(command, cwd=folder, env=os.environ, timeout_s=TIMEOUT_S)
         assert done.returncode == 0, done.stderr[-2000:]
         urls = re.findall(r'"url":"(https?:.*?)"', (folder / "net.json").read_text())
@@ -117,7 +118,7 @@ def test_a_reader_on_a_phone_gets_values_and_the_checks_above_can_fail(open_page
     probed.write_text(f'{text[:end]}<img src="http://127.0.0.1:9/x"><script>{PROBE}</script>{text[end:]}')
     frame = tmp_path / "frame.html"
     frame.write_text('<body><iframe src="probed.html" style="width: 390px; height: 9000px"></iframe>')
-    opened = open_page(frame)
+    opened = open_page(frame, "--blink-settings=primaryPointerType=2,availablePointerTypes=2")  # a finger
     assert set(opened.requests) == {"http://127.0.0.1:9/x"}
     (told,) = [line for line in opened.console if "SEEN" in line]
     seen = json.loads(re.search(r'"SEEN (\{.*\})", source', told)[1])
@@ -129,4 +130,4 @@ def test_a_reader_on_a_phone_gets_values_and_the_checks_above_can_fail(open_page
     assert seen["linked"] == 16, "all but the plots over ranks and experts"
     assert seen["slider"] == ["step 4", 3]
     assert seen["width"][0] <= seen["width"][1] == 390, "no sideways scrolling on a phone"
-    assert min(seen["heights"]) > 60
+    assert seen["scrolls"] and min(seen["heights"]) > 60, "a finger on a plot scrolls the page"

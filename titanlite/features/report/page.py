@@ -44,11 +44,11 @@ for (const input of document.querySelectorAll("input[type=range]")) input.addEve
   input.nextElementSibling.textContent = `step ${step.toLocaleString("en")}`;
   for (const doc of Bokeh.documents) doc.get_model_by_name("frame").indices = [Number(input.value)];
 });
-addEventListener("load", () => {
-  if (!matchMedia("(pointer: coarse)").matches) return;
-  for (const doc of Bokeh.documents) for (const plot of doc.roots())
-    for (const tool of plot.toolbar.tools) if (tool.type === "BoxZoomTool") tool.active = false;
-});
+const touched = matchMedia("(pointer: coarse)").matches && setInterval(() => {
+  if (!Bokeh.documents.length || !Bokeh.documents[0].is_idle) return;
+  clearInterval(touched);
+  for (const plot of Bokeh.documents[0].roots()) plot.toolbar.tools[0].active = false;
+}, 50);
 """
 
 

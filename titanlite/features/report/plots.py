@@ -35,7 +35,7 @@ _MARKED = ("resume", "restart", "skip", "spike", "error")
 _FORMATS = {"tokens/s": "{0,0} tokens/s", "s": "{0.[0000]} s", "GiB": "{0.00} GiB"}
 _POINTS = 800  # most points of a line: two for each pixel of a plot on a phone
 _SMOOTH_FROM = 40
-_MOST_CELLS, _MOST_COLUMNS, _MOST_MARKS = 300_000, 240, 500
+_MOST_CELLS, _MOST_COLUMNS, _MOST_MARKS = 250_000, 240, 500
 _PLOTTED = ("lr", "grad_norm", "loss/train", "loss/validation", "rewards", "logps", "throughput", "data", "time")
 _PLOTTED += ("memory", "ranks", "eval", "moe")  # metrics, and first parts of names
 _REDUCED = {  # metrics with one value per layer, as one value
@@ -280,14 +280,13 @@ class _Plots:
         frames = [np.ceil(np.clip(share, 0, 60_000)).astype(np.uint16) for share in shares]
         # The scale begins at 1 %, so that 0 alone is grey; all below a quarter has the first colour.
         parts = np.clip((np.log2(400 ** np.linspace(0, 1, 256) / 100) + 2) / 4, 0, 1)
-        mapper = models.LogColorMapper(
-            [Viridis256[int(255 * part)] for part in parts], low=1, high=400, low_color=_GREY
-        )
+        palette = [Viridis256[int(255 * part)] for part in parts]
+        mapper = models.LogColorMapper(palette, low=1, high=400, low_color=_GREY)
         plot = self._figure(models.Range1d(-0.5, shape[0] - 0.5), "expert", "layer", rows=len(shape))
         note = "In percent of the mean of the layer; grey: no token."
         self.found["expert_load"] = Plot("Load of every expert", plot, note, [step for step, _ in loads])
         view = models.CDSView(filter=models.IndexFilter([len(frames) - 1], name="frame"))
-        self._draw_cells(plot, frames, -0.5, shape[0], {"expert": "$x{0}", "layer": "@layer"}, mapper, view)
+        self._draw_cells(plot, frames, -0.5, shape[0], {"expert": "$x{0}"}, mapper, view)
 
     def add_layer_load(self) -> None:
         """Busiest expert of every MoE layer over time, in percent of the mean; the worst of each stretch of steps."""
@@ -303,12 +302,11 @@ class _Plots:
         cells = np.fmax.reduceat(100 * values, np.minimum(starts, len(kept) - 1), axis=0).T.astype(np.float32)
         mapper = models.LogColorMapper(Viridis256, low=100, high=400, nan_color=_GREY)
         plot = self._figure(self.steps, "step", "layer", rows=width)
-        note = (
-            "In percent of the mean of the layer: 100 is balanced. The busiest expert decides how long a layer takes."
-        )
+        note = "In percent of the mean of the layer; 100 is balanced. The busiest expert decides the time of a layer."
         self.found["layer_load"] = Plot("Busiest expert of each layer", plot, note)
-        tooltip = {"step": "$x{0,0}", "layer": "@layer"}
-        self._draw_cells(plot, [cells], steps[0] - each / 2, each * columns, tooltip, mapper, models.CDSView())
+        self._draw_cells(
+            plot, [cells], steps[0] - each / 2, each * columns, {"step": "$x{0,0}"}, mapper, models.CDSView()
+        )
 
     def _draw_cells(
         self,
@@ -321,17 +319,16 @@ class _Plots:
         view: Any,
     ) -> None:
         """Draw the image that `view` chooses: a row per layer, the first on top, over `width` units from `left` on."""
-        rows, columns = images[0].shape
-        first, layers = self.run.first_layer, self.run.layers
-        names = layers if len(layers) == rows else list(range(first, rows + first))
-        layer = np.repeat(np.array(names, dtype=np.float32)[:, None], columns, axis=1)
-        source = models.ColumnDataSource({"image": list(images), "layer": [layer] * len(images)})
-        place = {"x": left, "dw": width, "y": -0.5, "dh": rows}
+        rows, gaps, first = len(images[0]), len(self.run.layers) == len(images[0]), self.run.first_layer
+        if gaps:  # rows count from 0, and the axis has the numbers of their layers
+            first, plot.yaxis.major_label_overrides = 0, dict(enumerate(map(str, self.run.layers)))
+        source = models.ColumnDataSource({"image": list(images)})
+        place = {"x": left, "dw": width, "y": first - 0.5, "dh": rows}
         cells = plot.image("image", source=source, color_mapper=mapper, view=view, **place)
-        plot.y_range, plot.grid.visible = models.Range1d(rows - 0.5, -0.5), False
+        plot.y_range, plot.grid.visible = models.Range1d(first + rows - 0.5, first - 0.5), False
         plot.yaxis.ticker = models.BasicTicker(min_interval=1, desired_num_ticks=min(rows, 8))
-        plot.yaxis.major_label_overrides = {i: str(name) for i, name in enumerate(names)}
-        _hover(plot, {**tooltip, "load": "@image{0} % of the mean"}, cells, "mouse")
+        layer = {} if gaps else {"layer": "$y{0}"}
+        _hover(plot, {**tooltip, **layer, "load": "@image{0} % of the mean"}, cells, "mouse")
         low, ticks = max(25, mapper.low), models.FixedTicker(ticks=[25, 50, 100, 200, 400])
         form = models.NumeralTickFormatter(format="0")
         bar = models.ColorBar(color_mapper=mapper, ticker=ticks, formatter=form, display_low=low, display_high=400)
