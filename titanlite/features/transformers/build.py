@@ -13,6 +13,8 @@ from titanlite.base.hf_objects import build_from_config
 from titanlite.config.model import TransformersConfig
 from titanlite.features.transformers.experts import find_experts, replace_unaligned_experts
 from titanlite.features.transformers.model import TransformersModel
+from titanlite.features.transformers.recording import Recording
+from titanlite.features.transformers.sources import find_sources
 from titanlite.materialize.sources import Alias
 from titanlite.models.families.hf_config import load_config_and_class
 from titanlite.models.families.limits import MOST_PARAMETERS
@@ -26,10 +28,15 @@ def build_transformers(config: TransformersConfig, dtype: torch.dtype = torch.fl
     Raises:
         ConfigError: transformers refuses the configuration.
     """
+    from transformers.initialization import no_tie_weights
+
     hf_config, cls = load_config_and_class(config.hf, config.family)
+    recording = Recording()
     try:
-        with torch.device("meta"), _quiet():
+        with torch.device("meta"), _quiet(), recording.active(), no_tie_weights():
             model: Any = build_from_config(cls, hf_config, dtype)
+            _move_to_meta(model, recording)
+            _keep_in_float32(model, dtype)
     except Exception as error:  # noqa: BLE001 - its classes divide by sizes, and multiply them
         text = (str(error).splitlines() or [""])[0]
         raise ConfigError(
@@ -40,11 +47,11 @@ def build_transformers(config: TransformersConfig, dtype: torch.dtype = torch.fl
             f"model: {config.architecture} would have {total:.3g} parameters, more than {MOST_PARAMETERS:.3g}. Correct "
             "the sizes in its config.json."
         )
-    _keep_in_float32(model, dtype)
+    sources = find_sources(model, recording)
     for target, source in model.all_tied_weights_keys.items():
         _tie(model, target, source)
     replace_unaligned_experts(model, find_experts(model).values())
-    return TransformersModel(model, config)
+    return TransformersModel(model, config, sources)
 
 
 def find_flag(config: TransformersConfig, name: str) -> str:
@@ -86,6 +93,24 @@ def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if kept.search(name) and tensor.is_floating_point():
             tensor.data = tensor.data.to(torch.float32)
+
+
+@torch.no_grad()
+def _move_to_meta(model: Any, recording: Recording) -> None:
+    """Move what constructors made elsewhere: legacy ones, such as `torch.FloatTensor`, know no device context."""
+    moved: dict[torch.Tensor, torch.Tensor] = {}
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
+                if tensor is None or tensor.is_meta:
+                    continue
+                if tensor not in moved:
+                    # Memory that no call filled may be anything. In a buffer it is a value.
+                    known = held is module._buffers or recording.knows(tensor)
+                    new = tensor.detach().to("meta") if known else torch.empty_like(tensor, device="meta")
+                    parameter = isinstance(tensor, torch.nn.Parameter)
+                    moved[tensor] = torch.nn.Parameter(new, tensor.requires_grad) if parameter else new
+                held[name] = moved[tensor]
 
 
 def _tie(model: Any, target: str, source: str) -> None:

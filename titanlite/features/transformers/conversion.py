@@ -199,16 +199,19 @@ class Group:
         """Targets from sources: tensors from tensors, or `Traced` ones from `Traced` ones.
 
         Raises:
-            NotTraceable: with `Traced` sources; the operation does more than place regions.
+            NotTraceable: with `Traced` sources; the operation does more than place regions, or asks more of a tensor.
             ValueError: the sources do not go together.
         """
-        entry = deepcopy(self.entry)
+        entry, values = deepcopy(self.entry), {key: value_of(key) for key in self.keys}
         for pattern, keys in self.sources.items():
             for key in keys:
-                entry.add_tensor(self.first, key, pattern, value_of(key))
+                entry.add_tensor(self.first, key, pattern, values[key])
         try:
             found = entry.convert(self.first, model=_Shapes(model), config=model.transformers_model.config)
         except (RuntimeError, TypeError, KeyError, IndexError, AttributeError) as error:
+            # Operators are looked up on the type of a stand-in, which has none of them.
+            if isinstance(error, TypeError | AttributeError) and any(isinstance(v, Traced) for v in values.values()):
+                raise NotTraceable(str(error)) from None
             raise ValueError(f"transformers' conversion fails: {error}") from None
         return {name: value[0] if isinstance(value, list) else value for name, value in found.items()}
 

@@ -22,9 +22,10 @@ from titanlite.base.log import logger
 from titanlite.config.model import TransformersConfig
 from titanlite.config.schema import MoESection
 from titanlite.features.transformers.cache import TransformersCache
-from titanlite.features.transformers.expert_counts import TransformersExpertCounter, build_counters
 from titanlite.features.transformers.experts import (
     DISPATCH,
+    TransformersExpertCounter,
+    build_counters,
     find_experts,
     use_titanlite_experts,
 )
@@ -66,7 +67,7 @@ class TransformersModel(Model):
 
     splits_inside_experts = False  # their dims need not divide
 
-    def __init__(self, model: Any, config: TransformersConfig) -> None:
+    def __init__(self, model: Any, config: TransformersConfig, sources: dict[str, Source] | None = None) -> None:
         super().__init__()
         from transformers.conversion_mapping import get_model_conversion_mapping
 
@@ -74,7 +75,7 @@ class TransformersModel(Model):
         self._transformers_model = model
         self.loss_chunk_tokens = 1024
         # All of these look at class names, which sharding changes, so they are asked now.
-        self._sources = find_sources(model)
+        self._sources = find_sources(model) if sources is None else sources
         # In plain containers: the modules are registered below `model` once.
         self._layers = tuple(_repeated_layers(model))
         self._experts = find_experts(model)

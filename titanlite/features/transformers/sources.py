@@ -1,13 +1,13 @@
-"""Sources of a transformers model's tensors, found by asking its own initialization, on meta.
+"""Sources of a transformers model's tensors, found by watching its own construction and initialization on meta.
 
-transformers says per module, in `_init_weights`, how parameters are drawn and buffers are computed. Here it runs with
-its writing functions replaced by ones that take notes: parameters stay on meta and get a recipe; buffers are small, so
-they are computed on the CPU. What `_init_weights` does not write has no source, and the plan fails with its name.
+transformers says in constructors, and then per module in `_init_weights`, how parameters are drawn and buffers are
+computed. A `Recording` notes these calls. A parameter that one call draws gets a recipe, any other that calls write
+completely gets a `Replay` of them on the CPU. Buffers are small, so they are computed. What no call writes has no
+source, and the plan fails with its name.
 """
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,44 +15,104 @@ from typing import Any
 import torch
 from torch import nn
 
+from titanlite.base.log import logger
+from titanlite.features.transformers.recording import UNWRITTEN, Call, Place, Recording, Replay
 from titanlite.materialize.recipes import Constant, Normal, Recipe, TruncatedNormal, Uniform
 from titanlite.materialize.sources import Alias, Compute, Init, Source
 
 
-def find_sources(model: Any) -> dict[str, Source]:
-    """A source for every tensor of the transformers `model` that its own initialization determines.
+def find_sources(model: Any, recording: Recording | None = None) -> dict[str, Source]:
+    """A source for every tensor of the transformers `model` that its own code determines.
 
-    Parameters get layout-invariant `Init` recipes of the distributions that transformers uses; buffers a `Compute` with
-    the values of `from_pretrained`, bit for bit; ties, from `_tied_weights_keys`, an `Alias`.
+    Parameters get layout-invariant `Init` recipes of the distributions that transformers uses, or a `Replay`; buffers
+    a `Compute` with the values of `from_pretrained`, bit for bit; ties, from `_tied_weights_keys`, an `Alias`.
 
     A buffer counts as written if two runs over different fillings leave the same in it: an element that they leave
-    alone, or draw at random, differs.
+    alone, or draw at random, differs. One that they leave alone has the value that its constructor gave it.
 
     Args:
         model: a `PreTrainedModel` on meta, not yet sharded: `_init_weights` looks at class names, which sharding
-            changes. It is given back as it came.
+            changes. It is given back as it came. Not yet tied either: transformers draws before it ties.
+        recording: of its construction.
     """
-    sources: dict[str, Source] = {name: Alias(target) for name, target in model.all_tied_weights_keys.items()}
-    params = {name: param for name, param in model.named_parameters() if param.is_meta}
-    notes: dict[int, list[Recipe | None]] = {id(param): [] for param in params.values()}
-    with _noting(notes):
-        first, second = _computed_buffers(model, one=False), _computed_buffers(model, one=True)
-    for name, param in params.items():
-        # Both runs took the same notes.
-        recipe = _combined(notes[id(param)][: len(notes[id(param)]) // 2])
-        if recipe is not None:
-            sources[name] = Init(recipe)
-    for name, value in first.items():
+    recording = recording or Recording()
+    failed: dict[nn.Module, str] = {}
+    with recording.active():
+        first = _computed_buffers(model, failed, one=False)
+    with recording.active(noting=False):
+        second = _computed_buffers(model, failed, one=True)
+    for module, text in failed.items():
+        logger.warning("%s cannot be initialized on the meta device: %s", type(module).__name__, text)
+    unknown = {tensor for module in failed for tensor in (*module.parameters(), *module.buffers())}
+    sources: dict[str, Source] = {}
+    for name, param in model.named_parameters():
+        if param in unknown or not param.is_meta:
+            continue
+        if (source := _source_of(name, recording.trace(param), may_draw=True)) is not None:
+            sources[name] = source
+    for name, buffer in model.named_buffers():
+        if name not in first or buffer in unknown:
+            continue
+        value = first[name]
         if torch.equal(value, second[name]):  # False where there is NaN
             sources[name] = Compute(_Value(value), dtype=value.dtype)
-    return sources
+        elif _is_same(value, _filled(buffer, one=False)) and _is_same(second[name], _filled(buffer, one=True)):
+            source = _source_of(name, recording.trace(buffer), may_draw=False)
+            if source is not None:
+                sources[name] = source
+    return sources | {name: Alias(target) for name, target in model.all_tied_weights_keys.items()}
+
+
+def _source_of(name: str, replay: Replay, *, may_draw: bool) -> Source | None:
+    """A recipe, a value that does not depend on the seed, or the calls as they are; None if they leave some of it."""
+    if all(call.name in UNWRITTEN for call in replay.calls):
+        return None
+    if may_draw and (recipe := _recipe_of(replay)) is not None:
+        return Init(recipe)
+    if may_draw and not replay.is_small():
+        return Init(replay)
+    try:
+        values = [replay.compute(seed, filling=None if may_draw else seed) for seed in (0, 1)]
+    except Exception as error:  # noqa: BLE001 - calls of any kind
+        logger.warning("%s: its initialization by transformers cannot be repeated: %s", name, error)
+        return None
+    if torch.equal(*values):
+        return Compute(_Value(values[0].clone()), dtype=None if may_draw else values[0].dtype)
+    return Init(replay) if may_draw and not any(bool(value.isnan().any()) for value in values) else None
+
+
+def _recipe_of(replay: Replay) -> Recipe | None:
+    """The recipe of one call that draws all of a parameter, and perhaps of a second that makes a row zero."""
+    call, place = replay.calls[0], replay.place
+    written = call.results if call.target is None else call.target
+    make = (_MADE if call.target is None else _DRAWN).get(call.name)
+    if len(replay.calls) > 2 or make is None or written != place or not place.is_whole:
+        return None
+    recipe = make(place, *call.args[1:], **call.kwargs)
+    if recipe is None or len(replay.calls) == 1:
+        return recipe
+    row = _zero_row(place, replay.calls[1])
+    return None if row is None else replace(recipe, zero_row=row)
+
+
+def _zero_row(place: Place, call: Call) -> int | None:
+    """The row of a parameter that a call makes zero: an embedding's padding."""
+    view = call.target
+    value = {"zeros_": 0, "zero_": 0}.get(call.name, call.args[1] if call.name in ("fill_", "constant_") else None)
+    if value != 0 or view is None or view.shape != place.shape[1:] or view.stride != place.stride[1:]:
+        return None
+    return (view.offset - place.offset) // place.stride[0]
+
+
+def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.nan_to_num(nan=7.5), b.nan_to_num(nan=7.5)) if a.dtype.is_floating_point else torch.equal(a, b)
 
 
 @torch.no_grad()
-def _computed_buffers(model: Any, *, one: bool) -> dict[str, torch.Tensor]:
-    """Real values for the buffers that are on meta, over memory filled with 1, or with NaN or 0; `model` keeps its own.
+def _computed_buffers(model: Any, failed: dict[nn.Module, str], *, one: bool) -> dict[str, torch.Tensor]:
+    """Real values for the buffers that are on meta, over memory filled with 1, or with NaN or 0.
 
-    Drawing must not move the generators of the run, or what comes later would depend on it.
+    `model` keeps its own. Modules whose initialization raises are added to `failed`, with the text.
     """
     owners = {name: owner for name, owner in model.named_modules() if any(_on_meta(b) for b in owner._buffers.values())}
     own = {name: dict(owner._buffers) for name, owner in owners.items()}
@@ -62,10 +122,12 @@ def _computed_buffers(model: Any, *, one: bool) -> dict[str, torch.Tensor]:
             for leaf, buffer in own[prefix].items():
                 if buffer is not None and buffer.is_meta:
                     values[f"{prefix}.{leaf}" if prefix else leaf] = owner._buffers[leaf] = _filled(buffer, one)
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(int(one))  # torch.manual_seed would seed the GPUs' too, which stay so
-            for module, initialize in _initializers(model):
+        torch.default_generator.manual_seed(int(one))
+        for module, initialize in _initializers(model):
+            try:
                 initialize(module)
+            except Exception as error:  # noqa: BLE001 - of any class; one that asks for the values of parameters
+                failed.setdefault(module, f"{type(error).__name__}: {error}")
     finally:
         for name, owner in owners.items():
             owner._buffers.update(own[name])
@@ -94,80 +156,31 @@ class _Value:
 
 
 def _initializers(model: Any) -> Iterator[tuple[nn.Module, Callable[[nn.Module], None]]]:
-    """Every module with `_init_weights` of the nearest model around it, in transformers' order: children first."""
+    """Every module once with `_init_weights` of the nearest model around it, in transformers' order: children first."""
     from transformers import PreTrainedModel
+
+    seen: set[nn.Module] = set()
 
     def walk(module: nn.Module, initialize: Any) -> Iterator[tuple[nn.Module, Any]]:
         for child in module.children():
             yield from walk(child, child._init_weights if isinstance(child, PreTrainedModel) else initialize)
-        yield module, initialize
+        if module not in seen:
+            seen.add(module)
+            yield module, initialize
 
     yield from walk(model, model._init_weights)
 
 
-def _combined(notes: list[Recipe | None]) -> Recipe | None:
-    """What a sequence of writes amounts to: the last whole one, and perhaps a row of zeros after it."""
-    if None in notes or not notes:
-        return None
-    whole = [i for i, recipe in enumerate(notes) if recipe is not None and recipe.zero_row is None]
-    if not whole:
-        return None
-    recipe, after = notes[whole[-1]], notes[whole[-1] + 1 :]
-    assert recipe is not None
-    if not after:
-        return recipe
-    last = after[-1]
-    return replace(recipe, zero_row=last.zero_row) if len(after) == 1 and last is not None else None
+# --- recipes
 
 
-@contextmanager
-def _noting(notes: dict[int, list[Recipe | None]]) -> Iterator[None]:
-    """Let the functions of `transformers.initialization` write notes about noted tensors instead of values.
-
-    None is the note of a function that has no recipe here.
-    """
-    from transformers import initialization
-
-    originals = {name: getattr(initialization, name) for name in _writers(initialization)}
-
-    def write(name: str, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if id(tensor) in notes:
-            make = _RECIPES.get(name)
-            notes[id(tensor)].append(make(tensor, *args, **kwargs) if make is not None else None)
-            return tensor
-        base = tensor._base
-        if base is not None and id(base) in notes:
-            notes[id(base)].append(_zero_row(base, tensor) if name == "zeros_" else None)
-            return tensor
-        return originals[name](tensor, *args, **kwargs)
-
-    try:
-        for name in originals:
-            setattr(initialization, name, partial(write, name))
-        yield
-    finally:
-        for name, function in originals.items():
-            setattr(initialization, name, function)
-
-
-def _writers(initialization: Any) -> list[str]:
-    return [name for name in vars(initialization) if name.endswith("_") and not name.startswith("_")]
-
-
-def _zero_row(base: torch.Tensor, view: torch.Tensor) -> Recipe | None:
-    """Zeros in one row of a parameter: an embedding's padding."""
-    if view.shape != base.shape[1:] or view.stride() != base.stride()[1:] or base.stride(0) == 0:
-        return None
-    return Constant(value=0.0, zero_row=view.storage_offset() // base.stride(0))
-
-
-def _fans(tensor: torch.Tensor) -> tuple[int, int]:
-    inner = math.prod(tensor.shape[2:])
-    return tensor.shape[1] * inner, tensor.shape[0] * inner
+def _fans(place: Place) -> dict[str, int]:
+    inner = math.prod(place.shape[2:])
+    return {"fan_in": place.shape[1] * inner, "fan_out": place.shape[0] * inner}
 
 
 def _truncated(
-    tensor: torch.Tensor, mean: float = 0.0, std: float = 1.0, a: float = -2.0, b: float = 2.0, generator: Any = None
+    place: Place, mean: float = 0.0, std: float = 1.0, a: float = -2.0, b: float = 2.0, generator: Any = None
 ) -> Recipe | None:
     # torch cuts at the values a and b, the recipe at multiples of std.
     if std <= 0 or abs((mean - a) - (b - mean)) > 1e-12:
@@ -177,28 +190,54 @@ def _truncated(
     return TruncatedNormal(mean=mean, std=std, bound=(b - mean) / std)
 
 
-def _xavier_uniform(tensor: torch.Tensor, gain: float = 1.0, generator: Any = None) -> Recipe:
-    bound = gain * math.sqrt(6.0 / sum(_fans(tensor)))
-    return Uniform(low=-bound, high=bound)
+def _uniform(std: float, mean: float = 0.0) -> Recipe:
+    return Uniform(low=mean - math.sqrt(3.0) * std, high=mean + math.sqrt(3.0) * std)
 
 
-def _xavier_normal(tensor: torch.Tensor, gain: float = 1.0, generator: Any = None) -> Recipe:
-    return Normal(std=gain * math.sqrt(2.0 / sum(_fans(tensor))))
+def _xavier(kind: Callable[..., Recipe], place: Place, gain: float = 1.0, generator: Any = None) -> Recipe:
+    return kind(std=gain * math.sqrt(2.0 / sum(_fans(place).values())))
 
 
-def _lecun_normal(tensor: torch.Tensor) -> Recipe:
-    # The factor makes up for what cutting off at two standard deviations takes from the variance.
-    return TruncatedNormal(std=math.sqrt(1.0 / _fans(tensor)[0]) / 0.87962566103423978, bound=2.0)
+def _kaiming(
+    kind: Callable[..., Recipe],
+    place: Place,
+    a: float = 0,
+    mode: str = "fan_in",
+    nonlinearity: Any = "leaky_relu",
+    generator: Any = None,
+) -> Recipe:
+    return kind(std=nn.init.calculate_gain(nonlinearity, a) / math.sqrt(_fans(place)[mode]))
 
 
-_RECIPES: dict[str, Callable[..., Recipe | None]] = {
-    "normal_": lambda tensor, mean=0.0, std=1.0, generator=None: Normal(mean=mean, std=std),
-    "uniform_": lambda tensor, a=0.0, b=1.0, generator=None: Uniform(low=a, high=b),
-    "constant_": lambda tensor, val: Constant(value=float(val)),
-    "zeros_": lambda tensor: Constant(value=0.0),
-    "ones_": lambda tensor: Constant(value=1.0),
+def _lecun_normal(place: Place) -> Recipe | None:
+    # transformers makes up for a cut at two standard deviations, and then cuts at the values -2 and 2.
+    return _truncated(place, std=math.sqrt(1.0 / _fans(place)["fan_in"]) / 0.87962566103423978)
+
+
+def _constant(value: float) -> Callable[..., Recipe]:
+    return lambda place, *args, **kwargs: Constant(value=value)
+
+
+_DRAWN: dict[str, Callable[..., Recipe | None]] = {
+    "normal_": lambda place, mean=0.0, std=1.0, generator=None: Normal(mean=mean, std=std),
+    "uniform_": lambda place, a=0.0, b=1.0, generator=None: Uniform(low=a, high=b),
+    "constant_": lambda place, val: Constant(value=float(val)),
+    "fill_": lambda place, value: Constant(value=float(value)),
+    "zeros_": _constant(0.0),
+    "zero_": _constant(0.0),
+    "ones_": _constant(1.0),
     "trunc_normal_": _truncated,
-    "xavier_uniform_": _xavier_uniform,
-    "xavier_normal_": _xavier_normal,
+    "xavier_uniform_": partial(_xavier, _uniform),
+    "xavier_normal_": partial(_xavier, Normal),
+    "kaiming_uniform_": partial(_kaiming, _uniform),
+    "kaiming_normal_": partial(_kaiming, Normal),
     "lecun_normal_": _lecun_normal,
+    "default_flax_embed_init_": lambda place: Normal(std=math.sqrt(1.0 / _fans(place)["fan_in"])),
 }
+_MADE: dict[str, Callable[..., Recipe | None]] = {
+    "zeros": _constant(0.0),
+    "ones": _constant(1.0),
+    "randn": lambda place, *args, **kwargs: Normal(),
+    "rand": lambda place, *args, **kwargs: Uniform(),
+}
+"""Recipes by the name of a function that writes to a parameter, and of one that makes it."""

@@ -49,8 +49,8 @@ SPLIT_DIM: dict[Style, int] = {
 def resolve_tensor_parallel_plan(model: TransformersModel, size: int) -> dict[str, Style]:
     """The style of every module of `model` that is split over `size` ranks, by its name in the transformers model.
 
-    Experts that transformers' experts interface serves are in none: they are never split inside. A module that shares
-    its weight with a split one is split with it.
+    Experts are in none: they are never split inside, also where the plan of the class splits their parameters. A module
+    that shares its weight with a split one is split with it.
 
     Raises:
         ConfigError: the class carries no plan, or it asks for something that cannot be done; all problems at once.
@@ -64,7 +64,8 @@ def resolve_tensor_parallel_plan(model: TransformersModel, size: int) -> dict[st
         )
     modules = {name: module for name, module in inner.named_modules() if name}
     parameters = {name for name, _ in inner.named_parameters(remove_duplicate=False)}
-    experts = tuple(f"{name.removeprefix('_transformers_model.')}." for name in model.expert_modules())
+    # Those of classes that the experts interface does not serve too: every rank computes them whole.
+    experts = tuple(f"{name}." for name, module in modules.items() if hasattr(module, "num_experts") and _holds(module))
     found: dict[str, Style] = {}
     problems: list[str] = []
     for pattern, asked in plan.items():
@@ -90,6 +91,11 @@ def resolve_tensor_parallel_plan(model: TransformersModel, size: int) -> dict[st
         ],
     )
     return found
+
+
+def _holds(experts: nn.Module) -> bool:
+    """True if the matrices of experts are slices of the module's own parameters."""
+    return any(param.dim() == 3 for param in experts.parameters(recurse=False))
 
 
 def _follow_ties(modules: dict[str, nn.Module], found: dict[str, Style]) -> Iterator[str]:

@@ -76,6 +76,42 @@ def test_what_a_stand_in_cannot_follow_is_noticed(operation):
         operation(Traced.source("a", (2, 3)))
 
 
+class Operating:
+    """An entry of a mapping whose conversion is one operation."""
+
+    def __init__(self, operation: Callable[[Any], Any]) -> None:
+        self.operation = operation
+
+    def add_tensor(self, target: str, key: str, pattern: str, value: Any) -> None:
+        self.value = value
+
+    def convert(self, name: str, model: Any, config: Any) -> dict[str, Any]:
+        return {name: self.operation(self.value)}
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda t: t[1:],
+        lambda t: -t,
+        lambda t: t + 1,
+        lambda t: 2 * t,
+        lambda t: t @ t,
+        len,
+        lambda t: [*t][1],
+        lambda t: t.mT,
+    ],
+)
+def test_operators_that_a_stand_in_does_not_have_are_for_whole_tensors(llama, operation):
+    """Kimi K2.5 cuts a fused projection by subscripts."""
+    model = build(llama)
+    group = Group("a", Operating(operation), {"a": ["a"]})
+    with pytest.raises(NotTraceable):
+        group.convert(lambda key: Traced.source(key, (3, 3)), model)
+    found = group.convert(lambda key: torch.ones(3, 3), model)["a"]
+    assert torch.equal(torch.as_tensor(found), torch.as_tensor(operation(torch.ones(3, 3))))
+
+
 def test_shapes_that_do_not_go_together_are_refused():
     with pytest.raises(ValueError, match=r"\(2, 3\) and \(2, 4\) do not go together along dim 0"):
         torch.cat([Traced.source("a", (2, 3)), Traced.source("b", (2, 4))], dim=0)

@@ -15,8 +15,7 @@ from titanlite.config.model import ModelConfig
 from titanlite.config.schema import ActivationCheckpointSection
 from titanlite.distributed.activation_checkpoint import checkpoint_layers
 from titanlite.features.transformers.build import build_transformers
-from titanlite.features.transformers.expert_counts import build_counters
-from titanlite.features.transformers.experts import use_titanlite_experts
+from titanlite.features.transformers.experts import build_counters, use_titanlite_experts
 from titanlite.features.transformers.model import TransformersModel
 from titanlite.materialize import materialize
 from titanlite.models.decoder import Decoder

@@ -46,6 +46,21 @@ def test_experts_are_never_split_inside(name: str) -> None:
     assert found and not [key for key in found if ".experts" in key]
 
 
+def test_experts_that_the_plan_splits_by_parameter_stay_whole() -> None:
+    """Llama 4 computes its experts itself, and its plan names their parameters."""
+    from transformers import Llama4TextConfig
+
+    sizes = {"hidden_size": 32, "intermediate_size": 16, "intermediate_size_mlp": 48, "num_hidden_layers": 2}
+    config = Llama4TextConfig(
+        **sizes, vocab_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_local_experts=4
+    )
+    model = build_transformers(transformers_config(config.to_dict(), "test"))
+    assert any(".experts.gate_up_proj" in pattern for pattern in model.transformers_model.tp_plan)
+    found = resolve_tensor_parallel_plan(model, 2)
+    assert not [name for name in found if ".experts" in name]
+    assert found["model.layers.1.feed_forward.shared_expert.down_proj"] == "rowwise"
+
+
 def test_what_shares_a_weight_is_split_with_it() -> None:
     """A head that the plan forgets would otherwise take the embedding's part for the whole."""
     model = build("qwen3")

@@ -1,0 +1,202 @@
+"""Where the tensors of a class come from without a checkpoint: all ways in which classes of transformers write them."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from tiny_transformers import ALL_MODELS
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel, initialization
+
+from titanlite.base.errors import PlanError
+from titanlite.features.transformers import build
+from titanlite.features.transformers.build import build_transformers
+from titanlite.features.transformers.model import TransformersModel
+from titanlite.features.transformers.recording import Replay
+from titanlite.materialize import Checkpoint, Compute, Init, Normal, Region, StateDictReader, Uniform, materialize
+from titanlite.models.families.hf_config import transformers_config
+
+SHAPE = (24, 16)
+
+
+def empty(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape or SHAPE))
+
+
+class OddConfig(PreTrainedConfig):
+    model_type = "odd"
+
+
+def tied_config() -> OddConfig:
+    config = OddConfig()
+    config.tie_word_embeddings = True
+    return config
+
+
+class Odd(nn.Module):
+    """Parameters by what writes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.computed, self.on_meta, self.drawn, self.chained = empty(16), empty(16), empty(), empty()
+        self.kaiming, self.flax, self.lecun, self.eye, self.orthogonal = (empty() for _ in range(5))
+        self.sliced, self.data_row, self.scaled, self.covered, self.plain = (empty() for _ in range(5))
+        # These are written here alone.
+        self.alpha = nn.Parameter(torch.log(torch.expm1(torch.tensor(0.8))).unsqueeze(0))
+        self.legacy_values = nn.Parameter(torch.normal(0.0, 0.5, size=SHAPE))
+        self.attention = nn.MultiheadAttention(16, 2)
+        self.linear = nn.Linear(16, 24)
+        # On the CPU whatever the device context says.
+        self.legacy = nn.Parameter(torch.FloatTensor(*SHAPE))
+        self.register_buffer("table", torch.tensor([1.0, 2.0]))
+        self.register_buffer("flag", torch.Tensor([True]))
+
+
+class OddModel(PreTrainedModel):
+    config_class = OddConfig
+    base_model_prefix = "model"
+    _tied_weights_keys = {"head.weight": "embedding.weight"}  # noqa: RUF012 - of transformers
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.embedding = nn.Embedding(24, 16, padding_idx=2)
+        self.odd = Odd()
+        self.head = nn.Linear(16, 24, bias=False)
+        self.post_init()
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embedding(input_ids))
+
+    def _init_weights(self, module: Any) -> None:
+        init = initialization
+        if module is self.head:
+            init.normal_(module.weight, std=3.0)  # after the embedding, whose own init stays when they are tied
+        elif isinstance(module, nn.Embedding):
+            init.normal_(module.weight, std=0.02)
+            init.zeros_(module.weight.data[module.padding_idx])
+        elif isinstance(module, Odd):
+            init.copy_(module.computed, torch.log(torch.arange(1.0, 17.0)))
+            init.copy_(module.on_meta, torch.arange(16, device=module.on_meta.device).float())
+            init.copy_(module.drawn, torch.empty(SHAPE).uniform_(0.01, 16).log_())
+            init.copy_(module.chained, init.uniform_(module.chained, a=1.0, b=16.0).log())
+            init.kaiming_uniform_(module.kaiming, a=math.sqrt(5))
+            init.default_flax_embed_init_(module.flax)
+            init.lecun_normal_(module.lecun)
+            init.eye_(module.eye)
+            init.orthogonal_(module.orthogonal, gain=2.0)
+            init.ones_(module.sliced[:4])
+            init.normal_(module.sliced[4:], std=0.1)
+            init.normal_(module.data_row)
+            init.zeros_(module.data_row.data[-1])
+            init.kaiming_uniform_(module.scaled, a=math.sqrt(5))
+            init.copy_(module.scaled, module.scaled / math.sqrt(8))
+            init.orthogonal_(module.covered)
+            init.normal_(module.covered, std=0.3)
+            module.plain.data.normal_(mean=1.0, std=0.5)
+            init.uniform_(module.legacy)
+
+
+@pytest.fixture
+def odd(monkeypatch: pytest.MonkeyPatch) -> TransformersModel:
+    monkeypatch.setattr(build, "load_config_and_class", lambda *args: (tied_config(), OddModel))
+    return build_transformers(transformers_config(ALL_MODELS["llama"]().to_dict(), "test"))
+
+
+def test_what_a_class_writes_is_what_it_gets(odd: TransformersModel) -> None:
+    """Values that do not depend on chance are equal; of the others mean, deviation and mean size are."""
+    materialize(odd, "cpu", seed=1)
+    models = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        models.append(OddModel._from_config(tied_config()))
+    expected, other = (dict(model.named_parameters()) for model in models)
+    found = dict(odd.transformers_model.named_parameters())
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        wanted = expected[name]
+        if torch.equal(wanted, other[name]):
+            assert torch.equal(value, wanted), name
+            continue
+        bound = 6 * wanted.std().item() / value.numel() ** 0.5
+        for moment in (torch.mean, torch.std, lambda x: (x - x.mean()).abs().mean()):
+            assert moment(value).item() == pytest.approx(moment(wanted).item(), abs=bound), name
+    for name, buffer in models[0].named_buffers():
+        assert torch.equal(odd.transformers_model.get_buffer(name), buffer), name
+    assert not found["embedding.weight"][2].any() and not found["odd.data_row"][-1].any()
+
+
+def test_sources_are_recipes_where_one_call_draws_all(odd: TransformersModel) -> None:
+    sources = odd.declare_sources()
+    bound = 1 / math.sqrt(16)  # of a Linear, and of the same call in `_init_weights`
+    for name in ("odd.kaiming", "odd.linear.weight"):
+        source = sources[name]
+        assert isinstance(source, Init) and isinstance(source.recipe, Uniform), name
+        assert (source.recipe.low, source.recipe.high) == pytest.approx((-bound, bound)), name
+    assert sources["embedding.weight"] == Init(Normal(std=0.02, zero_row=2))
+    assert sources["odd.covered"] == Init(Normal(std=0.3))
+    assert sources["odd.plain"] == Init(Normal(mean=1.0, std=0.5))
+    for name in ("computed", "on_meta", "eye", "alpha"):
+        assert isinstance(sources[f"odd.{name}"], Compute), name
+    for name in ("drawn", "chained", "orthogonal", "sliced", "legacy_values"):
+        source = sources[f"odd.{name}"]
+        assert isinstance(source, Init) and isinstance(source.recipe, Replay), name
+
+
+def test_a_checkpoint_fills_what_constructors_put_elsewhere(odd: TransformersModel) -> None:
+    """`torch.normal(size=...)` and `torch.FloatTensor` ignore the device context: DiffLlama and XLNet."""
+    stored = OddModel._from_config(tied_config()).state_dict()
+    assert all(tensor.is_meta for tensor in odd.transformers_model.state_dict().values())
+    materialize(odd, "cpu", [Checkpoint(StateDictReader(stored))])
+    for name, tensor in odd.transformers_model.state_dict().items():
+        assert torch.equal(tensor, stored[name]), name
+
+
+def test_a_replay_has_the_same_bits_in_every_part(odd: TransformersModel) -> None:
+    """The seed and the name of the tensor decide, not the run's generator, nor who holds what."""
+    source = odd.declare_sources()["odd.drawn"]
+    assert isinstance(source, Init)
+
+    def draw(region: Region, seed: int, name: str) -> torch.Tensor:
+        local = torch.empty(region.lengths)
+        source.recipe.fill(local, region, SHAPE, seed, name)
+        return local
+
+    before = torch.get_rng_state()
+    whole = draw(Region((0, 0), SHAPE), 1, "a")
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.rand(1)
+    assert torch.equal(draw(Region((5, 2), (7, 9)), 1, "a"), whole[5:12, 2:11])
+    for other in (draw(Region((0, 0), SHAPE), 2, "a"), draw(Region((0, 0), SHAPE), 1, "b")):
+        assert not torch.equal(other, whole)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda param: None,
+        lambda param: initialization.ones_(param[1:]),
+        lambda param: initialization.copy_(param, param + 1),
+        lambda param: initialization.copy_(param, torch.full(SHAPE, float(param.sum().item()))),
+    ],
+)
+def test_what_is_not_written_completely_has_no_source(
+    odd: TransformersModel, monkeypatch: pytest.MonkeyPatch, write: Any
+) -> None:
+    plain = OddModel._init_weights
+
+    def initialize(self: Any, module: Any) -> None:
+        plain(self, module)
+        if isinstance(module, Odd):
+            write(module.extra)
+
+    make = Odd.__init__
+
+    def init(self: Any) -> None:
+        make(self)
+        self.extra = empty()
+
+    monkeypatch.setattr(OddModel, "_init_weights", initialize)
+    monkeypatch.setattr(Odd, "__init__", init)
+    with pytest.raises(PlanError, match=r"odd\.extra: .*no source"):
+        materialize(build_transformers(odd.config), "cpu")
