@@ -6,6 +6,7 @@ its memory is written by the encoding alone, in whole rows of values, and its dt
 counted.
 """
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -55,16 +56,14 @@ class Region:
         if len(shape) < 2:
             yield (self.starts[0], self.lengths[0]) if shape else (0, 1)
             return
-        outer = [range(s, s + n) for s, n in zip(self.starts[:-2], self.lengths[:-2], strict=True)]
-        for flat in range(math.prod(len(r) for r in outer)):
-            base = 0
-            for size, indices, inner in zip(shape[:-2], outer, _strides_of(self.lengths[:-2]), strict=True):
-                base = base * size + indices[flat // inner % len(indices)]
-            yield base * shape[-2] + self.starts[-2], self.lengths[-2]
-
-
-def _strides_of(lengths: tuple[int, ...]) -> list[int]:
-    return [math.prod(lengths[i + 1 :]) for i in range(len(lengths))]
+        last = len(shape) - 2  # the rows of all dims behind it follow one another
+        while last and self.lengths[last] == shape[last]:
+            last -= 1
+        rows = math.prod(shape[last + 1 : -1])
+        held = (range(s, s + n) for s, n in zip(self.starts[:last], self.lengths[:last], strict=True))
+        for indices in itertools.product(*held):
+            base = sum(index * math.prod(shape[dim + 1 : last + 1]) for dim, index in enumerate(indices))
+            yield (base + self.starts[last]) * rows, self.lengths[last] * rows
 
 
 class Encoding(Protocol):
