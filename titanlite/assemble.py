@@ -139,7 +139,7 @@ def assemble(checked: Checked) -> Trainer:
     objective = build_dpo(job, loader.dataset.form) or NextToken()
     stepper = TrainStep(job, dims, device, model, optimizer, objective, build_schedule(dims), step)
     if start is not None:
-        loader.start_from(step, start.samples, job.data.skip_to_sample, start.taken)
+        loader.start_from(step, start.samples, job.data.skip_to_sample, start.taken, start.data)
         check_data_order(start, loader)
     else:
         loader.start_from(0, 0, job.data.skip_to_sample)

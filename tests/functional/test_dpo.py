@@ -82,7 +82,7 @@ class PairLoader:
     def get_taken(self, step: int) -> dict[str, int]:
         return {}
 
-    def start_from(self, step: int, samples: int, skip_to: object, taken: object = None) -> None:
+    def start_from(self, step: int, samples: int, skip_to: object, *_: object) -> None:
         assert samples == step * ROWS
 
 

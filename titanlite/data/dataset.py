@@ -17,6 +17,9 @@ from titanlite.base.errors import DataError
 from titanlite.data.tokens import TokenizedCorpus
 from titanlite.ops import IGNORE_INDEX
 
+_MOST_SORTED = 2**20  # sequences of an order that is held: 8 MB
+_ROUNDS = 6  # of the Feistel network
+_MIX = np.array([0xBF58476D1CE4E5B9, 0x94D049BB133111EB], dtype=np.uint64)
 # Enough to tell one corpus from another.
 _CHECKED_TOKENS = 1 << 20
 
@@ -191,7 +194,7 @@ class PackedDataset:
         self.validation_share = validation_share
         self.num_validation_sequences = get_num_held_out(num_sequences, validation_share)
         self.num_train_sequences = num_sequences - self.num_validation_sequences
-        self._order = ShuffledOrder(self.num_train_sequences)
+        self.order = ShuffledOrder(self.num_train_sequences)
 
     @property
     def vocab_size(self) -> int:
@@ -211,7 +214,7 @@ class PackedDataset:
 
     def get_train_indices(self, seed: int, start: int, stop: int) -> np.ndarray:
         """Sequence indices (stop - start,) int64 of the training samples [start, stop), counted from the first step."""
-        return self._order.get_indices(seed, start, stop)
+        return self.order.get_indices(seed, start, stop)
 
     def get_validation_indices(self, start: int, stop: int) -> np.ndarray:
         """Sequence indices (stop - start,) int64 of the validation samples [start, stop), repeating past the last."""
@@ -261,12 +264,16 @@ class ShuffledOrder:
 
     Sample n is number n % N of epoch n // N, and each epoch is a permutation of the N sequences that depends on
     (seed, epoch) alone.
+
+    Attributes:
+        is_keyed: the permutation is computed place by place (`permute_places`) and not held, which of 244 million
+            sequences would take 6 GB on every rank. True for many sequences; set it before the first sample.
     """
 
     def __init__(self, num_sequences: int) -> None:
         self.num_sequences = num_sequences
-        # A step can straddle two epochs; one of 10 million sequences takes 1.7 s and 80 MB.
-        self._get_permutation = lru_cache(maxsize=2)(get_permutation)
+        self.is_keyed = num_sequences > _MOST_SORTED
+        self._get_permutation = lru_cache(maxsize=2)(get_permutation)  # a step can straddle two epochs
 
     def get_indices(self, seed: int, start: int, stop: int) -> np.ndarray:
         """Sequence indices (stop - start,) int64 of the samples [start, stop)."""
@@ -274,9 +281,40 @@ class ShuffledOrder:
         epochs, places = np.divmod(samples, self.num_sequences)
         indices = np.empty_like(samples)
         for epoch in np.unique(epochs):
-            permutation = self._get_permutation(seed, int(epoch), self.num_sequences)
-            indices[epochs == epoch] = permutation[places[epochs == epoch]]
+            here = epochs == epoch
+            if self.is_keyed:
+                indices[here] = permute_places(seed, int(epoch), self.num_sequences, places[here])
+            else:
+                indices[here] = self._get_permutation(seed, int(epoch), self.num_sequences)[places[here]]
         return indices
+
+
+def get_orders(dataset: TrainDataset) -> list[ShuffledOrder]:
+    """The orders of a dataset, or of its sources, that are shuffled as a whole."""
+    orders = (getattr(source.dataset, "order", None) for source in get_sources(dataset))
+    return [order for order in orders if isinstance(order, ShuffledOrder)]
+
+
+def permute_places(seed: int, epoch: int, num_sequences: int, places: np.ndarray) -> np.ndarray:
+    """Where a permutation of `num_sequences` that is keyed by (seed, epoch) puts `places` (n,), int64.
+
+    A Feistel network over the next even number of bits; a result that is no sequence goes through it again until it is
+    one (cycle walking: Black and Rogaway 2002, "Ciphers with arbitrary finite domains"), at most four times on average.
+    """
+    half = np.uint64(max(-(-(num_sequences - 1).bit_length() // 2), 1))
+    mask = np.uint64((1 << int(half)) - 1)
+    keys = np.random.Philox(key=np.array([seed % 2**64, epoch], dtype=np.uint64)).random_raw(_ROUNDS)
+    found = places.astype(np.uint64)
+    walking = np.ones(len(found), dtype=bool)
+    while walking.any():
+        left, right = found[walking] >> half, found[walking] & mask
+        for key in keys:
+            mixed = (right ^ key) * _MIX[0]  # splitmix64's finalizer, modulo 2**64
+            mixed = (mixed ^ (mixed >> np.uint64(30))) * _MIX[1]
+            left, right = right, left ^ ((mixed ^ (mixed >> np.uint64(27))) >> np.uint64(32)) & mask
+        found[walking] = left << half | right
+        walking = found >= num_sequences
+    return found.astype(np.int64)
 
 
 def get_permutation(seed: int, epoch: int, num_sequences: int) -> np.ndarray:

@@ -13,7 +13,9 @@ import numpy as np
 
 from titanlite.base.errors import ConfigError, raise_problems
 from titanlite.base.log import logger
-from titanlite.data.dataset import Batch, Mixture, SequenceDataset, Source, TrainDataset, get_sources
+from titanlite.data.dataset import Batch, Mixture, SequenceDataset, Source, TrainDataset, get_orders, get_sources
+
+_KEYED = ", order keyed"  # in the fingerprint of a run whose order is
 
 
 class ValidationSet(NamedTuple):
@@ -77,7 +79,8 @@ class TrainLoader:
     @property
     def fingerprint(self) -> str:
         """What determines the data order, in words: equal for equal orders."""
-        return f"{self.dataset.fingerprint}, seed {self.seed}"
+        keyed = _KEYED if any(order.is_keyed for order in get_orders(self.dataset)) else ""
+        return f"{self.dataset.fingerprint}, seed {self.seed}{keyed}"
 
     @property
     def mixture(self) -> str:
@@ -85,12 +88,22 @@ class TrainLoader:
         sources = get_sources(self.dataset)
         return ", ".join(f"{source.share:.2%} {source.name}" for source in sources) if sources[0].name else ""
 
-    def start_from(self, step: int, samples: int, skip_to: int = 0, taken: Mapping[str, int] | None = None) -> None:
+    def start_from(
+        self,
+        step: int,
+        samples: int,
+        skip_to: int = 0,
+        taken: Mapping[str, int] | None = None,
+        fingerprint: str = "",
+    ) -> None:
         """Start step `step` after the first `samples` samples of the data order; leave out those before `skip_to`.
 
         A run may go on with another global batch size than the one that it began with. `taken` are the sequences that
-        the steps before took of each source of a mixture, which may have been another one.
+        the steps before took of each source of a mixture, which may have been another one. `fingerprint` is that of the
+        steps before: a run goes on in the order that it began in.
         """
+        for order in get_orders(self.dataset) if fingerprint else ():
+            order.is_keyed = order.is_keyed and fingerprint.endswith(_KEYED)
         if isinstance(self.dataset, Mixture):
             self.dataset.go_on(self.seed, samples, taken or {})
         self._start = (step, max(samples, skip_to))

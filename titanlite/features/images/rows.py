@@ -124,7 +124,7 @@ class ImageDataset:
         if validation_share is not None:
             self.fingerprint += f", {self.num_validation_sequences} held out"
         self.num_train_sequences = len(rows) - self.num_validation_sequences
-        self._order = ShuffledOrder(self.num_train_sequences)
+        self.order = ShuffledOrder(self.num_train_sequences)
 
     @property
     def vocab_size(self) -> int:
@@ -133,7 +133,7 @@ class ImageDataset:
 
     def get_train_indices(self, seed: int, start: int, stop: int) -> np.ndarray:
         """Row indices (stop - start,) int64 of the training samples [start, stop)."""
-        return self._order.get_indices(seed, start, stop)
+        return self.order.get_indices(seed, start, stop)
 
     def get_validation_indices(self, start: int, stop: int) -> np.ndarray:
         """Row indices (stop - start,) int64 of the validation samples [start, stop), repeating past the last."""

@@ -224,7 +224,7 @@ class ExampleDataset:
         self.packing = packing
         self._rows = [(train, members) for members in pack_examples(train, seq_len, packing=packing)]
         self.num_train_sequences = len(self._rows)
-        self._order = ShuffledOrder(self.num_train_sequences)
+        self.order = ShuffledOrder(self.num_train_sequences)
         self._rows += [(held_out, members) for members in pack_examples(held_out, seq_len, packing=packing)]
         self.num_sequences = len(self._rows)
         self.num_validation_sequences = self.num_sequences - self.num_train_sequences
@@ -264,7 +264,7 @@ class ExampleDataset:
 
     def get_train_indices(self, seed: int, start: int, stop: int) -> np.ndarray:
         """Sequence indices (stop - start,) int64 of the training samples [start, stop), counted from the first step."""
-        return self._order.get_indices(seed, start, stop)
+        return self.order.get_indices(seed, start, stop)
 
     def get_validation_indices(self, start: int, stop: int) -> np.ndarray:
         """Sequence indices (stop - start,) int64 of the validation samples [start, stop), repeating past the last."""

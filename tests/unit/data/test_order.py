@@ -1,0 +1,81 @@
+"""The order of sequences: a permutation for each (seed, epoch), held or computed place by place."""
+
+import tracemalloc
+
+import numpy as np
+import pytest
+
+from titanlite.data import dataset as module
+from titanlite.data.dataset import PackedDataset, ShuffledOrder, permute_places
+from titanlite.data.loader import TrainLoader
+from titanlite.data.tokens import TokenizedCorpus
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 15, 16, 17, 63, 64, 65, 1000, 4097, 65_537])
+def test_every_sequence_has_one_place(size: int) -> None:
+    for seed, epoch in ((0, 0), (-1, 3), (42, 1)):
+        found = permute_places(seed, epoch, size, np.arange(size))
+        assert np.array_equal(np.sort(found), np.arange(size))
+    assert size < 64 or not np.array_equal(found, permute_places(42, 2, size, np.arange(size))), "by epoch"
+    assert size < 64 or not np.array_equal(found, permute_places(43, 1, size, np.arange(size))), "by seed"
+
+
+def test_places_do_not_depend_on_how_they_are_asked_for() -> None:
+    whole = permute_places(7, 0, 1000, np.arange(1000))
+    assert [int(permute_places(7, 0, 1000, np.array([i]))[0]) for i in range(0, 1000, 97)] == whole[::97].tolist()
+
+
+def test_the_keyed_order_is_pinned() -> None:
+    """A run resumed with another version must see the same data; these numbers may never change."""
+    assert permute_places(42, 0, 244_000_000, np.arange(5)).tolist() == [
+        32589046,
+        197097650,
+        78742379,
+        38612506,
+        136733213,
+    ]
+
+
+def test_it_is_as_even_as_chance() -> None:
+    """Pairs (place, sequence) in 16 x 16 cells, over epochs: chi-square with 15 * 15 degrees of freedom, 5 sigma."""
+    size, epochs = 1009, 200
+    counts = np.zeros((16, 16))
+    for epoch in range(epochs):
+        found = permute_places(1, epoch, size, np.arange(size))
+        np.add.at(counts, (np.arange(size) * 16 // size, found * 16 // size), 1)
+    expected = np.outer(counts.sum(1), counts.sum(0)) / counts.sum()
+    chi2 = ((counts - expected) ** 2 / expected).sum()
+    assert abs(chi2 - 225) < 5 * (2 * 225) ** 0.5
+    steps = np.diff(permute_places(1, 0, size, np.arange(size)))
+    assert len(np.unique(steps)) > 500, "neighbours do not stay neighbours"
+
+
+def test_many_sequences_take_no_memory() -> None:
+    order = ShuffledOrder(244_000_000)
+    tracemalloc.start()
+    found = order.get_indices(3, 243_999_990, 244_000_010)  # over the end of an epoch
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len({*found.tolist()}) == 20 and found.max() < 244_000_000
+    assert peak < 1 << 20
+
+
+def test_a_run_goes_on_in_the_order_that_it_began_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build() -> TrainLoader:
+        tokens = TokenizedCorpus(np.arange(1, 1001, dtype=np.uint16), 0, 2002, 1)
+        return TrainLoader(
+            PackedDataset(tokens, 10, 0.0), seed=1, global_batch_size=8, local_batch_size=8, dp_rank=0, dp_degree=1
+        )
+
+    def take(loader: TrainLoader, step: int) -> list[list[int]]:
+        return loader.micro_batches(step)[0].tokens.tolist()
+
+    held = build()
+    monkeypatch.setattr(module, "_MOST_SORTED", 50)
+    keyed = build()
+    assert held.fingerprint + ", order keyed" == keyed.fingerprint and take(held, 3) != take(keyed, 3)
+    for before in (held, keyed):
+        resumed = build()
+        resumed.start_from(3, 24, fingerprint=before.fingerprint)
+        assert resumed.fingerprint == before.fingerprint
+        assert [take(resumed, step) for step in (3, 20)] == [take(before, step) for step in (3, 20)]
