@@ -131,7 +131,7 @@ def assemble(checked: Checked) -> Trainer:
     model = build_on_meta(job, model_config, dims, device)
     ends = [] if loader.dataset.form == "text" else get_end_of_turn_ids(tokenizer, loader.dataset)
     checkpointer.prepare(model, tokenizer, ends)
-    plan = fill(job, model, checkpointer.weight_sources(model), device)
+    plan = fill(job, model, checkpointer.weight_sources(model), device, checkpointer.group)
     check_layout(job, plan)
     muon = partial(build_muon, all_to_all=all_to_all_single, group=dims.stage_group)
     optimizer = build_optimizer(model, job.optimizer, {"Muon": muon})
@@ -187,7 +187,7 @@ def assemble(checked: Checked) -> Trainer:
         if step == 0:
             return model
         initial = build_on_meta(job, model.config, dims, device)
-        fill(job, initial, checkpointer.initial_sources(initial), device)
+        fill(job, initial, checkpointer.initial_sources(initial), device, checkpointer.group)
         return initial
 
     objective.prepare(_coming_batches(job, loader, step), initial_model, device)
@@ -266,10 +266,15 @@ def shard(model: Model, job: JobConfig, dims: ParallelDims, device_type: str) ->
     parallelize(model, job, dims, device_type)
 
 
-def fill(job: JobConfig, model: Model, sources: list[SourceProvider], device: torch.device) -> Plan:
-    """Give the sharded `model` its values, every tensor once. Collective: every rank must call."""
+def fill(
+    job: JobConfig, model: Model, sources: list[SourceProvider], device: torch.device, waiting: Any = None
+) -> Plan:
+    """Give the sharded `model` its values, every tensor once. Collective: every rank must call.
+
+    `waiting` is the group whose ranks wait for one that reads longer.
+    """
     where = torch.device("cpu") if job.training.enable_cpu_offload else device
-    return materialize(model, where, sources, seed=job.training.seed, buffer_device=device)
+    return materialize(model, where, sources, seed=job.training.seed, buffer_device=device, waiting=waiting)
 
 
 def build_metrics(

@@ -61,6 +61,7 @@ class Checkpointer:
     Attributes:
         folder: where the checkpoints of this run are.
         start: progress of the checkpoint that the run resumes from, or None.
+        group: all ranks, on the host; it waits `checkpoint.timeout_seconds` for one that reads or writes longer.
 
     Raises:
         CheckpointError: on all ranks; the checkpoint that was asked for is not there or not complete, or later ones are
@@ -80,7 +81,7 @@ class Checkpointer:
         self._sum_over_ranks = sum_over_ranks
         self.folder = dump_folder / self._section.folder
         # A group of its own: a save in the background must not meet the collectives of training, or that of `agree`.
-        self._group = new_host_group(timedelta(seconds=self._section.timeout_seconds))
+        self.group = new_host_group(timedelta(seconds=self._section.timeout_seconds))
         self._parts_group = new_host_group(timedelta(seconds=timeout_s))
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-writer")
         self._pending: Future[None] | None = None
@@ -110,7 +111,7 @@ class Checkpointer:
         """The checkpoint to resume from; rank 0 chooses, all ranks help with checksums."""
         refused: list[int] = []
         while True:
-            step, newest = on_first_rank(lambda: self._choose(refused), self._group)
+            step, newest = on_first_rank(lambda: self._choose(refused), self.group)
             if step is None:
                 if newest is not None:
                     self._refuse_newer(0, newest)
@@ -126,7 +127,7 @@ class Checkpointer:
             if newest is not None and newest > step and self._section.load_step >= 0:
                 self._refuse_newer(step, newest)
             logger.info("checkpoint: resuming from %s", folder)
-            progress, is_whole = on_first_rank(partial(self._begin_from, folder), self._group)
+            progress, is_whole = on_first_rank(partial(self._begin_from, folder), self.group)
             self._saved_step = step if is_whole else -1  # then the run saves it once more
             return progress
 
@@ -186,7 +187,7 @@ class Checkpointer:
     def _damages(self, folder: Path) -> list[str]:
         """What the checksums of all files say; every rank reads its share of them."""
         mine = check_folder(folder, checksums=True, share=(dist.get_rank(), dist.get_world_size()))
-        return [problem for problems in gather_objects(mine, self._group) for problem in problems]
+        return [problem for problems in gather_objects(mine, self.group) for problem in problems]
 
     # --- saving
 
@@ -211,7 +212,7 @@ class Checkpointer:
             self._description = self._format.describe(model, tokenizer, end_of_turn_ids)
 
         if self._section.enable:
-            on_first_rank(build, self._group)
+            on_first_rank(build, self.group)
 
     def save(
         self,
@@ -246,7 +247,7 @@ class Checkpointer:
             rest |= parts.attempt_here(PROGRESS, lambda: {STATE_FILE: progress.to_json()})
 
             def write() -> None:
-                commit_folder(folder, files, rest, self._group)
+                commit_folder(folder, files, rest, self.group)
                 self._record("save", f"checkpoint {folder.name}", progress.step)
                 if dist.get_rank() == 0:
                     if text := parts.explain(folder):

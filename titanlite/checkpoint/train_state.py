@@ -188,7 +188,7 @@ def load_state(folder: Path, plan: Plan, optimizer: torch.optim.Optimizer, devic
         if not is_elsewhere(param):
             value = optimizer.state[param][name] = _empty_state(param, name, states[key], optimizer)
         reads.append((value, Read(reader, key, states[key].shape)))
-    read_tensors(reads, plan.group)
+    read_tensors(reads, plan)
     problems: list[str] = []
     try:
         _load_rng(stored.tensors, device)

@@ -156,7 +156,8 @@ def init_distributed(timeout_s: int, dump_folder: Path | None = None) -> torch.d
     limit_waiting(timeout_s)
     _allow_many_files()
     if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        device = torch.device("cuda", local_rank if torch.cuda.device_count() > 1 else 0)  # a task may see its own only
         torch.cuda.set_device(device)
         leave_out_cudnn()
         backend = "cpu:gloo,cuda:nccl"

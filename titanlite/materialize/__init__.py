@@ -13,8 +13,10 @@ relative to itself; the `sources` argument adds claims by name or pattern, or fr
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from titanlite.materialize.execute import allocate, fill
@@ -78,6 +80,7 @@ def materialize(
     *,
     seed: int = 0,
     buffer_device: torch.device | str | None = None,
+    waiting: dist.ProcessGroup | None = None,
 ) -> Plan:
     """Give every meta tensor of `model` its value on `device`, in place, and return the plan that was carried out.
 
@@ -90,6 +93,7 @@ def materialize(
         sources: claims that come before the modules' own declarations; see `titanlite.materialize.sources`.
         seed: seed of the `Init` sources.
         buffer_device: where buffers go, if not to `device`; with CPU offload they stay on the accelerator.
+        waiting: see `Plan`.
 
     Raises:
         PlanError: a tensor has no source, two sources, or one that does not fit; nothing was allocated.
@@ -98,7 +102,7 @@ def materialize(
 
     Collectives: `verify` gathers one small object over all ranks; every rank must call.
     """
-    plan = build_plan(model, sources)
+    plan = replace(build_plan(model, sources), waiting=waiting)
     allocate(plan, torch.device(device), None if buffer_device is None else torch.device(buffer_device))
     fill(plan, seed)
     verify(plan)

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -141,16 +140,14 @@ def fill(plan: Plan, seed: int) -> None:
         held = [entry for entry in plan.entries if not entry.is_elsewhere]
         jobs = [pool.submit(_fill_one, entry, seed) for entry in held if isinstance(entry.source, Init | Compute)]
         reads = [(entry.tensor, entry.source) for entry in plan.entries if isinstance(entry.source, Read)]
-        read_tensors(reads, plan.group)
+        read_tensors(reads, plan)
         for job in jobs:
             job.result()
 
 
 @torch.no_grad()
-def read_tensors(reads: Sequence[tuple[torch.Tensor, Read]], group: dist.ProcessGroup | None = None) -> None:
+def read_tensors(reads: Sequence[tuple[torch.Tensor, Read]], plan: Plan) -> None:
     """Read each tensor, DTensor or plain, from its source. What several ranks hold, one reads and sends.
-
-    `group` are the ranks that share the tensors; None: all.
 
     Raises:
         CheckpointError: on all ranks; a rank could not read.
@@ -158,7 +155,7 @@ def read_tensors(reads: Sequence[tuple[torch.Tensor, Read]], group: dist.Process
     Collectives: one gather of small objects over all ranks, and broadcasts of replicas, if there is anything to read;
     every rank must call with the same tensors in the same order, also with those that others hold.
     """
-    shares = list(share_out((tensor for tensor, _ in reads), group))
+    shares = list(share_out((tensor for tensor, _ in reads), plan.group))
     requests: dict[int, tuple[TensorReader, list[ReadRequest]]] = {}
     for share, (tensor, source) in zip(shares, reads, strict=True):
         if share.mine:
@@ -171,7 +168,7 @@ def read_tensors(reads: Sequence[tuple[torch.Tensor, Read]], group: dist.Process
     except CheckpointError as error:
         problems.append(str(error))
     if reads:
-        raise_together(CheckpointError, "loading", problems)
+        raise_together(CheckpointError, "loading", problems, plan.waiting)
         broadcast(shares)
 
 

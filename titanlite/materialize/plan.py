@@ -98,11 +98,14 @@ class Plan:
 
     Attributes:
         group: ranks that share what this rank holds, as the model says (`layout.set_sharing_group`); None: all ranks.
+        waiting: group of all ranks whose collectives wait as long as one rank may read longer than another; None: the
+            default group.
     """
 
     model: nn.Module
     entries: tuple[TensorEntry, ...]
     group: dist.ProcessGroup | None = None
+    waiting: dist.ProcessGroup | None = None
 
     @property
     def local_bytes(self) -> int:

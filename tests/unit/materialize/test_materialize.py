@@ -1,7 +1,10 @@
 """Allocate, fill and verify on modules of any kind: identity, attributes, kept values, poison, dtypes, sources."""
 
+from typing import cast
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from titanlite.base.errors import PlanError, VerifyError
@@ -360,3 +363,15 @@ def test_channels_last_convolution():
     model = nn.Conv2d(3, 4, 3, device="meta", bias=False).to(memory_format=torch.channels_last)
     materialize(model, "cpu", [{"weight": Init(Normal())}])
     assert model.weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_ranks_wait_for_slow_readers_in_the_group_that_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default group ends after `comm.timeout_seconds`, which a rank on a cold disk may need more than."""
+    groups: list[object] = []
+    monkeypatch.setattr(execute, "raise_together", lambda *arguments: groups.append(arguments[-1]))
+    weight = torch.randn(3, 2)
+    with torch.device("meta"):
+        model = nn.Linear(2, 3, bias=False)
+    waiting = cast(dist.ProcessGroup, object())
+    plan = materialize(model, "cpu", [Checkpoint(StateDictReader({"weight": weight}))], waiting=waiting)
+    assert groups == [waiting] and plan.waiting is waiting and torch.equal(model.weight, weight)

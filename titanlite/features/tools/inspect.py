@@ -13,13 +13,13 @@ from titanlite.checkpoint import Progress
 from titanlite.checkpoint.commit import MANIFEST_FILE, check_folder
 from titanlite.checkpoint.folder import ADAPTER_FILE, OWN_FOLDER, Stored, read_headers, read_json, read_model_headers
 from titanlite.checkpoint.header import DTYPES, StoredTensor, shown
-from titanlite.checkpoint.planned_reads import PlannedReads, RankReads
 from titanlite.checkpoint.pretrained import weights_of
 from titanlite.checkpoint.train_state import STATE_FILE
 from titanlite.config import load_config
 from titanlite.distributed import ParallelDims
 from titanlite.distributed.process_group import fake_ranks
 from titanlite.features.lora.adapter import read_adapter
+from titanlite.features.record.planned_reads import PlannedReads, RankReads
 from titanlite.materialize import TensorEntry, build_plan
 from titanlite.materialize.sources import Read
 from titanlite.models.families import any_model_config_from_hf
