@@ -18,6 +18,7 @@ from titanlite.checkpoint.description import check_data_order, check_resumed_mod
 from titanlite.checkpoint.hf_model import HFFormat, check_layout
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.space import check_space
+from titanlite.checkpoint.train_state import resolve_held_out
 from titanlite.config import AnyModelConfig, JobConfig, TransformersConfig
 from titanlite.config.parallelism import Degrees
 from titanlite.config.schema import BLOCK_SIZES
@@ -197,11 +198,12 @@ def assemble(checked: Checked) -> Trainer:
 def build_data(job: JobConfig, dp_rank: int, dp_degree: int) -> tuple[Any, TrainLoader]:
     """Build the tokenizer and the batches of one data-parallel rank, of all kinds of data: see `build_loader`."""
     builders = {"examples": build_sft, "stream": build_stream, "mixture": build_mixture, "images": build_images}
-    return build_loader(job, dp_rank, dp_degree, builders)
+    return build_loader(resolve_held_out(job), dp_rank, dp_degree, builders)
 
 
 def _read_data(job: JobConfig, model_config: AnyModelConfig, dims: ParallelDims) -> tuple[JobConfig, Any, TrainLoader]:
     """The job with its number of steps, the tokenizer, and the batches of this rank."""
+    job = resolve_held_out(job)
     tokenizer, loader = build_data(job, dims.dp_rank, dims.degrees.dp)
     job = resolve_steps(job, loader)
     describe_pipeline(loader, model_config, dims.degrees)

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from titanlite.base.agree import gather_objects, on_first_rank, raise_together
-from titanlite.base.errors import CheckpointError, raise_problems
+from titanlite.base.errors import CheckpointError, ConfigError, raise_problems
 from titanlite.base.log import logger
 from titanlite.checkpoint.commit import check_folder, list_steps, step_folder
 from titanlite.checkpoint.folder import OWN_FOLDER, read_headers, read_json
@@ -18,6 +18,9 @@ from titanlite.checkpoint.header import StoredTensor
 from titanlite.checkpoint.keys import whole
 from titanlite.checkpoint.reader import Placed, SafetensorsReader
 from titanlite.checkpoint.writer import FileLayout, Item, lay_out
+from titanlite.config import JobConfig
+from titanlite.config.data import get_sources
+from titanlite.config.defaults import wants_held_out
 from titanlite.materialize import Plan, region_of
 from titanlite.materialize.execute import empty, read_tensors, sharded_like
 from titanlite.materialize.layout import is_elsewhere, leave_elsewhere, local_of
@@ -106,6 +109,31 @@ def find_progress(folder: Path, load_step: int = -1) -> Progress | None:
         if load_step > 0:
             raise_problems(CheckpointError, f"checkpoint.load_step = {load_step}", problems)
     return None
+
+
+def resolve_held_out(job: JobConfig) -> JobConfig:
+    """`job` with the share of rows that is held out: as in the run that it goes on with, otherwise none for nobody.
+
+    Raises:
+        ConfigError: the run trains on all rows, and now some are to be held out.
+    """
+    if job.data.validation_share is not None:
+        return job
+    section, before = job.checkpoint, None
+    if section.enable:
+        before = find_progress(Path(job.job.dump_folder) / section.folder, section.load_step)
+    if before is None:
+        share = None if wants_held_out(job) else 0.0
+    else:  # versions before this setting was kept held rows out in any case
+        share = float(text) if (text := before.identity.get("data.validation_share", "")) else None
+    data = replace(job.data, validation_share=share)
+    has_any = any(source.validation_path or source.validation_share != 0 for source in get_sources(data).values())
+    if wants_held_out(job) and not has_any:
+        raise ConfigError(
+            f"data: the run in {job.job.dump_folder} is trained on all rows, and now some are to be held out. Set "
+            "data.validation_path to others, or another job.dump_folder to begin anew."
+        )
+    return replace(job, data=data)
 
 
 def find_missing_state(folder: Path) -> list[str]:

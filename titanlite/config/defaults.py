@@ -91,6 +91,11 @@ def _fill_in_length(job: JobConfig, given: Mapping[str, str]) -> list[str]:
     return []
 
 
+def wants_held_out(job: JobConfig) -> bool:
+    """True if rows of the training data are held out for a validation or an evaluation."""
+    return job.validation.enable or (job.evaluation.enable and not job.evaluation.path)
+
+
 def find_kind(path: str, pattern: str = "") -> Literal["examples", "text", "mixed"]:
     """What is at `path`, by the names of files: rows for fine-tuning, or documents as they are; a folder may have both.
 

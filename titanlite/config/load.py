@@ -22,7 +22,7 @@ from titanlite.base.errors import ConfigError, raise_problems
 from titanlite.base.files import read_regular, replace_file
 from titanlite.config.check import check_values, format_value
 from titanlite.config.data import SourceSection
-from titanlite.config.defaults import fill_in
+from titanlite.config.defaults import fill_in, wants_held_out
 from titanlite.config.patterns import parse_object
 from titanlite.config.peers import NAMES, VALUES
 from titanlite.config.schema import JobConfig
@@ -119,7 +119,7 @@ def find_changes(job: JobConfig, path: str | Path) -> dict[str, tuple[Any, Any]]
             setting.key: get_value(one, setting.key)
             for settings in get_sections_of(one).values()
             for setting in settings
-            if setting.key != "training.steps" or not one.training.epochs
+            if setting.key.endswith("_path") or not _follows(one, setting.key)
         }
         for one in (before, job)
     )
@@ -139,6 +139,8 @@ def _follows(job: JobConfig, key: str) -> bool:
     """True for what `fill_in` makes of other settings: it is not saved, so that these can be changed."""
     if key == "training.steps":
         return job.training.epochs > 0
+    if key == "data.validation_share":
+        return job.data.validation_share == 0 and not wants_held_out(job)
     return key in ("model.hf_assets_path", "checkpoint.initial_load_path") and job.model.path != ""
 
 

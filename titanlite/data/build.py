@@ -9,6 +9,7 @@ from titanlite.base.agree import get_rank
 from titanlite.base.errors import DataError
 from titanlite.base.log import logger
 from titanlite.config.data import DataSection
+from titanlite.config.defaults import wants_held_out
 from titanlite.config.parallelism import resolve_global_batch_size
 from titanlite.config.schema import JobConfig
 from titanlite.data.corpus import build_corpus
@@ -39,16 +40,12 @@ def build_loader(
         ConfigError: the batch sizes and `dp_degree` do not fit each other.
     """
     training = job.training
-    evaluates = job.evaluation.enable and not job.evaluation.path
-    if not (job.validation.enable or evaluates):
-        if job.data.validation_share is None:  # nobody would look at them
-            job = replace(job, data=replace(job.data, validation_share=0.0))
-        elif job.data.validation_share and get_rank() == 0:
-            logger.warning(
-                "data: validation_share = %g holds rows out of training, and nothing looks at them. Set "
-                "validation.enable = true, or leave it out.",
-                job.data.validation_share,
-            )
+    if job.data.validation_share and not wants_held_out(job) and get_rank() == 0:
+        logger.warning(
+            "data: validation_share = %g holds rows out of training, and nothing looks at them. Set "
+            "validation.enable = true, or leave it out.",
+            job.data.validation_share,
+        )
     tokenizer, dataset = {"text": build_text, **builders}[get_kind(job.data)](job)
     loader = TrainLoader(
         dataset,

@@ -113,7 +113,9 @@ def make_dump_folder(job: JobConfig, folder: Path) -> dict[str, tuple[Any, Any]]
 
 def get_identity(job: JobConfig) -> dict[str, str]:
     """The settings that tell a run from others, by key; a model of the hub by its id and commit."""
+    share = job.data.validation_share
     settings = {key: get_value(job, key) for key in _IDENTITY}
+    settings["data.validation_share"] = "" if share is None else f"{share:g}"
     base = base_model_of(job.checkpoint.initial_load_path)
     return settings | ({_BASE: f"{base.name}@{base.revision}"} if base and base.on_hub else {})
 

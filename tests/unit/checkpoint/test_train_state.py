@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from titanlite.base.errors import CheckpointError
-from titanlite.checkpoint import Progress
-from titanlite.checkpoint.train_state import STATE_FILE
+from titanlite.base.errors import CheckpointError, ConfigError
+from titanlite.checkpoint import Progress, train_state
+from titanlite.checkpoint.train_state import STATE_FILE, resolve_held_out
 from titanlite.config import JobConfig
 from titanlite.metrics.results import Results
 
@@ -79,3 +79,35 @@ def test_runs_of_older_versions_that_went_back_are_refused(tmp_path, more):
     (tmp_path / STATE_FILE).write_text(json.dumps({**table, **more}))
     with pytest.raises(CheckpointError, match=r"went back in this run, .* model\.path = "):
         Progress.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("identity", "wants", "share"),
+    [
+        (None, False, 0.0),  # nobody would look at them
+        (None, True, None),
+        ({"data.validation_share": "0"}, False, 0.0),
+        ({"data.validation_share": ""}, False, None),  # it began with validation, and goes on with the same rows
+        ({"data.validation_share": ""}, True, None),
+        ({}, False, None),  # of a version that always held rows out
+    ],
+)
+def test_a_run_goes_on_with_the_rows_that_it_was_trained_on(monkeypatch, identity, wants, share):
+    before = None if identity is None else Progress(7, 56, "data", 4, {}, identity=identity)
+    monkeypatch.setattr(train_state, "find_progress", lambda *_: before)
+    job = JobConfig()
+    job.validation.enable = wants
+    assert resolve_held_out(job).data.validation_share == share
+    job.data.validation_share = 0.3
+    assert resolve_held_out(job).data.validation_share == 0.3
+
+
+def test_rows_that_were_trained_on_are_not_held_out_later(monkeypatch):
+    before = Progress(7, 56, "data", 4, {}, identity={"data.validation_share": "0"})
+    monkeypatch.setattr(train_state, "find_progress", lambda *_: before)
+    job = JobConfig()
+    job.validation.enable = True
+    with pytest.raises(ConfigError, match=r"is trained on all rows, .* Set data\.validation_path to others"):
+        resolve_held_out(job)
+    job.data.validation_path = "others.jsonl"
+    assert resolve_held_out(job).data.validation_share == 0

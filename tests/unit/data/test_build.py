@@ -83,6 +83,7 @@ def test_tokenizer_of_the_pretrained_model_is_used(
 def test_a_resumed_run_keeps_the_tokenizer_that_it_was_begun_with(job: JobConfig, tmp_path: Path, load_step) -> None:
     """Even if this version would train another one: of another form, or of another size."""
     job.job.dump_folder, job.checkpoint.enable, job.checkpoint.load_step = str(tmp_path / "run"), True, load_step
+    job.data.validation_share = 0.1  # not set, the folders would have to be whole
     for step, size in ((7, 270), (12, 290)):
         job.data.bpe_vocab_size = size
         folder = tmp_path / "run" / job.checkpoint.folder / f"step-{step}"
