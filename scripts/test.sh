@@ -65,7 +65,7 @@ phase "ruff check" "$PYTHON" -m ruff check .
 phase "import-linter" "$PYTHON" -c 'from importlinter.cli import lint_imports_command; lint_imports_command(["--no-logo"])'
 phase "size" "$PYTHON" scripts/check_size.py
 phase "basedpyright" "$PYTHON" -m basedpyright
-phase "config reference" "$PYTHON" -m titanlite.config.docs --check
+phase "config reference" "$PYTHON" scripts/config_reference.py --check
 # Unit tests are single processes, one per core. A functional test has ranks for all cores, but they often wait for one
 # another: two files at a time fill the gaps.
 if [ "$fast" -eq 1 ]; then

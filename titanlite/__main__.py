@@ -17,7 +17,6 @@ from titanlite.launch.notices import end_with_launcher
 _MODULES = {
     "train": "titanlite.train",
     "check": "titanlite.features.tools.check",
-    "config": "titanlite.config.docs",
     "plan": "titanlite.features.estimate.cli",
     "data": "titanlite.features.tools.preview_data",
     "inspect": "titanlite.features.tools.inspect",
@@ -36,8 +35,7 @@ _USAGE = """usage: python -m titanlite COMMAND [arguments]
   inspect    show what is in a checkpoint: DIR [--checksums] [--all] [--config FILE --world-size N ...]
   export     write a checkpoint as a plain Hugging Face model: DIR OUT --dtype bfloat16 [--merge --base MODEL]
   generate   continue prompts with a model: --model DIR --prompt TEXT [--chat] [--max-new-tokens N ...]
-  report     write an HTML page on a run: RUN [--output FILE] [--compare RUN2 ...]
-  config     write docs/config.md from the schema (--check: only compare)"""
+  report     write an HTML page on a run: RUN [--output FILE] [--compare RUN2 ...]"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

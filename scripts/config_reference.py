@@ -1,4 +1,5 @@
-"""The reference page of the configuration, made from the schema: `python -m titanlite.config.docs [--check]`."""
+#!/usr/bin/env python
+"""Write docs/config.md, the reference of the configuration, from the schema; with --check only compare."""
 
 import sys
 from collections.abc import Sequence
@@ -7,8 +8,8 @@ from pathlib import Path
 from titanlite.config.check import format_value
 from titanlite.config.settings import SOURCES, Setting, get_sections, get_source_section
 
-REFERENCE = Path(__file__).parents[2] / "docs" / "config.md"
-COMMAND = "python -m titanlite.config.docs"
+REFERENCE = Path(__file__).parents[1] / "docs" / "config.md"
+COMMAND = "python scripts/config_reference.py"
 
 _HEADER = f"""\
 # Configuration reference

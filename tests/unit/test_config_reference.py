@@ -1,14 +1,17 @@
 """The reference page follows the schema, and the schema is complete."""
 
+import runpy
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 
 import pytest
 
 from titanlite.config import JobConfig
-from titanlite.config.docs import REFERENCE, main, render_reference
 from titanlite.config.schema import setting
 from titanlite.config.settings import get_settings, get_source_section
+
+SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / "scripts/config_reference.py"))
+REFERENCE, main, render_reference = (SCRIPT[name] for name in ("REFERENCE", "main", "render_reference"))
 
 
 def list_dataclasses(schema: type) -> list[type]:
@@ -55,7 +58,7 @@ def test_every_default_has_the_declared_type() -> None:
 
 
 def test_reference_is_current() -> None:
-    assert REFERENCE.read_text(encoding="utf-8") == render_reference(), "run python -m titanlite.config.docs"
+    assert REFERENCE.read_text(encoding="utf-8") == render_reference(), "run python scripts/config_reference.py"
 
 
 def test_reference_has_one_row_per_setting() -> None:
@@ -71,7 +74,9 @@ def test_reference_has_one_row_per_setting() -> None:
 
 def test_command_writes_and_checks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "docs" / "config.md"
-    message = f"{path}: is missing or does not match titanlite/config/schema.py. Run python -m titanlite.config.docs.\n"
+    message = (
+        f"{path}: is missing or does not match titanlite/config/schema.py. Run python scripts/config_reference.py.\n"
+    )
     assert main(["--check"], path) == 1
     assert capsys.readouterr().err == message
     assert main([], path) == 0
@@ -86,6 +91,6 @@ def test_command_refuses_other_arguments(tmp_path: Path, capsys: pytest.CaptureF
     assert main(["--chekc"], path) == 2
     assert (
         capsys.readouterr().err
-        == "python -m titanlite.config.docs: unknown argument '--chekc'. The only one is --check.\n"
+        == "python scripts/config_reference.py: unknown argument '--chekc'. The only one is --check.\n"
     )
     assert not path.exists()
