@@ -48,7 +48,7 @@ SMALL = [
     "--training.global_batch_size=12",
     "--checkpoint.interval=1",
 ]
-HITS = 25  # kills per mode in the middle of a save
+HITS = int(os.environ.get("TITANLITE_KILLS", "12"))  # kills per mode in the middle of a save; more by hand
 SECONDS = 20  # in which an error must be on all ranks; 1 on idle cores
 MODEL, OPTIMIZER, RNG = "model.safetensors", "titanlite/optimizer.safetensors", "titanlite/rng.safetensors"
 
@@ -213,7 +213,7 @@ def is_late(path: Path) -> bool:
 def test_ranks_killed_at_random_moments_of_saving_leave_complete_checkpoints(checked, tmp_path, monkeypatch, mode):
     """Kill one random rank, or all, of 2 to 4 that do nothing but save; look; start again.
 
-    Until 25 kills were in the middle of a save, which takes about 36.
+    Until 12 kills were in the middle of a save, which takes about 17.
     """
     keep, rng = 2, random.Random(mode)
     folder = tmp_path / "run/checkpoint"
@@ -235,7 +235,7 @@ def test_ranks_killed_at_random_moments_of_saving_leave_complete_checkpoints(che
             while not newest and not list_steps(folder) and time.monotonic() < end:
                 time.sleep(0.05)  # for the first one
             time.sleep(rng.uniform(0, 0.5))
-            if rng.random() < 0.3:  # a late moment, however slow the machine is
+            if rng.random() < 0.5:  # a late moment, however slow the machine is
                 end = time.monotonic() + 5
                 while not any(is_late(folder / name) for name in hidden(folder)) and time.monotonic() < end:
                     time.sleep(0.001)
