@@ -22,7 +22,9 @@ _ENTRIES = 100_000
 _RECORD, _DUMP = "_record_memory_history", "_dump_snapshot"
 _DATA_ROOMS = tuple(f"titanlite/{room}/" for room in ("data", "features/images", "features/sft", "features/streams"))
 _DATA_REMEDY = "Give data in smaller rows and files (data.path), or start fewer ranks on this machine."
-_HOST_ALLOCATOR = "DefaultCPUAllocator"
+# Errors that have no class of their own: torch's allocator of the host; cudaHostAlloc, for one, and Triton; cuBLAS.
+_OF_HOST = "DefaultCPUAllocator"
+_OF_DEVICE = ("CUDA error: out of memory", "[CUDA]: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
 def start_memory_history(job: JobConfig, device: torch.device) -> None:
@@ -59,7 +61,7 @@ def explain_out_of_memory(job: JobConfig) -> Iterator[None]:
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        if isinstance(error, torch.OutOfMemoryError | dist.DistBackendError):
+        if _is_of_device(error):
             raise TrainingError(_describe(job, error, _device_memory(), _dump(job))) from error
         raise TrainingError(_describe(job, error, "", "")) from error
 
@@ -70,13 +72,18 @@ def is_out_of_memory(error: Exception) -> bool:
         return "out of memory" in str(error)  # NCCL makes its buffers when a group is first used
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and _HOST_ALLOCATOR in str(error)  # torch has no class for the host
+    return isinstance(error, RuntimeError) and (_OF_HOST in str(error) or _is_of_device(error))
+
+
+def _is_of_device(error: BaseException) -> bool:
+    of_class = isinstance(error, torch.OutOfMemoryError | dist.DistBackendError)
+    return of_class or any(text in str(error) for text in _OF_DEVICE)
 
 
 def _describe(job: JobConfig, error: BaseException, memory: str, snapshot: str) -> str:
     rank = os.environ.get("RANK", "0")
     what = str(error).strip().splitlines()
-    kind = "the GPU" if isinstance(error, torch.OutOfMemoryError | dist.DistBackendError) else "the host"
+    kind = "the GPU" if _is_of_device(error) else "the host"
     said = f" ({what[0].rstrip('.')})" if what else ""
     place = _place(error)
     remedies = _DATA_REMEDY if any(room in place for room in _DATA_ROOMS) else describe_remedies(job)

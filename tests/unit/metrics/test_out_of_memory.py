@@ -70,6 +70,21 @@ def test_snapshot_and_message_of_a_gpu_out_of_memory(job: JobConfig, cuda, monke
     assert raised.value.__cause__ is error
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "CUDA error: out of memory",  # cudaHostAlloc, of the copies of a save in the background
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "Triton Error [CUDA]: out of memory",
+    ],
+)
+def test_memory_that_others_than_torch_ask_for(job: JobConfig, cuda, text: str):
+    with explain(job, "ran out of memory of the GPU"):
+        run_out(RuntimeError(text))
+    with pytest.raises(RuntimeError, match="an illegal memory access"), explain_out_of_memory(job):
+        run_out(RuntimeError("CUDA error: an illegal memory access was encountered"))
+
+
 def test_without_the_setting_nothing_is_recorded_and_the_message_names_it(job: JobConfig, cuda):
     job.training.local_batch_size = 1
     start_memory_history(job, torch.device("cuda", 0))
