@@ -26,6 +26,7 @@ from titanlite.optim.parameters import count_parameters, lr_multipliers
 from titanlite.preflight import Checked, check_arguments
 
 _ROWS = 64  # of each source
+_SMALL_BATCH = 8  # sequences of a step of fine-tuning
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -121,8 +122,14 @@ def _format(checked: Checked) -> list[str]:
     warmup = job.lr_scheduler.warmup_steps
     warm = f"of {warmup} steps" if warmup >= 0 else "3% of the steps, at most 200"
     warm += ", which is the whole run" if not training.epochs and warmup >= training.steps > 0 else ""
+    few = batch < _SMALL_BATCH and job.checkpoint.initial_load_path
+    note = [
+        "  note       guides take 16 to 128 examples a step (QLoRA 16, Zephyr's DPO 32, Alpaca 128); a packed sequence "
+        "holds several. Set training.global_batch_size."
+    ]
     return [
         f"  training   {training.objective}, {length} of {batch} sequences of {training.seq_len:,} tokens{tokens}",
+        *(note if few else []),
         f"  optimizer  {optimizer.name}, lr {optimizer.lr:g}, weight decay {optimizer.weight_decay:g}, beta2 "
         f"{optimizer.beta2:g}, warm-up {warm}",
         f"  folder     {job.job.dump_folder}",

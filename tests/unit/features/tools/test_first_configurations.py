@@ -71,7 +71,10 @@ def run(
 
 
 TRAINED = {
-    "chats": (data("chats.jsonl"), ["form messages", "weights of model", "lr 2e-05, weight decay 0, beta2 0.999"]),
+    "chats": (
+        data("chats.jsonl"),
+        ["form messages", "weights of model", "lr 2e-05, weight decay 0, beta2 0.999", "guides take 16 to 128"],
+    ),
     "alpaca": (data("alpaca.jsonl"), ["form messages"]),
     "an array": (data("alpaca.json"), ["form messages"]),
     "parquet": (data("alpaca.parquet"), ["form messages"]),
