@@ -18,8 +18,8 @@ from titanlite.checkpoint import reader
 from titanlite.checkpoint.hf_model import save_hf_model
 from titanlite.config.parallelism import Degrees
 from titanlite.distributed import clip_grad, collectives, expert_parallel, fsdp_timing, replicated_grads
-from titanlite.features.estimate.cli import exact_plan, planned_sources
 from titanlite.features.estimate.estimate import axis_ranks
+from titanlite.features.estimate.exact import exact_plan, planned_sources
 from titanlite.features.estimate.stand_in import observed
 from titanlite.features.estimate.trace import StepTrace, axis_names, trace_step
 from titanlite.features.estimate.tracker import StepRecorder
@@ -128,7 +128,7 @@ def measure(checked: Checked) -> dict[str, Any]:
         "read": read,
         "calls": calls,
         "torch_flops": flops.get_total_flops(),
-        "flops": sum(f.counted for f in recorder.flops.values()),
+        "flops": sum(work.counted for work in recorder.work.values()),
         "peak": max(recorder.peaks().values(), key=lambda peak: sum(peak.values())),
     }
 
@@ -160,7 +160,7 @@ def compare(checked: Checked, source: str, ranks: list[dict[str, Any]], *, balan
             called[traffic.kind, axis, "bytes"] += trace.nbytes[traffic]
         if balanced:
             assert called == real["calls"]
-            assert trace.flops.counted == real["flops"]
+            assert trace.work.counted == real["flops"]
             # The same operators on tensors with and without data; real routing changes nothing but values.
             peak = max(trace.peaks.values(), key=lambda peak: sum(peak.values()))
             # Of each micro-batch there is one byte, whether its loss is finite.

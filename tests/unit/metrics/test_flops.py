@@ -129,8 +129,8 @@ def recorded_flops(config: ModelConfig, freeze: str) -> int:
     tokens = torch.zeros(1, SEQ_LEN, dtype=torch.int64)
     with StepRecorder(model.parameters()) as recorder:
         model(tokens, tokens).cross_entropy.backward()
-    (flops,) = recorder.flops.values()
-    return flops.done // SEQ_LEN
+    (work,) = recorder.work.values()
+    return work.done // SEQ_LEN
 
 
 @pytest.mark.parametrize(

@@ -1,90 +1,121 @@
-"""`python -m titanlite plan --config FILE --world-size N`: what a run will take, without a GPU and without weights."""
+"""`python -m titanlite plan`: whether a run fits, how fast it is and what to change, without a GPU or weights."""
 
 import argparse
 import json
 import logging
+import re
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from titanlite.assemble import build_model, build_on_meta
 from titanlite.base.errors import ConfigError, TitanliteError
 from titanlite.base.log import logger
-from titanlite.checkpoint.pretrained import weights_of
 from titanlite.config import JobConfig, load_config
-from titanlite.config.assets import resolve_assets
-from titanlite.distributed import ParallelDims
-from titanlite.distributed.process_group import fake_ranks
-from titanlite.features.estimate.assumed import AssumedCheckpoint
-from titanlite.features.estimate.estimate import Estimate
+from titanlite.config.assets import is_hub_id
+from titanlite.features.estimate import render
+from titanlite.features.estimate.estimate import estimate_stages, merge_stages
+from titanlite.features.estimate.exact import exact_plan, planned_sources
 from titanlite.features.estimate.hardware import DEFAULT_GPU, GPUS, Hardware, get_hardware
-from titanlite.features.estimate.render import (
-    render_collectives,
-    render_memory,
-    render_reads,
-    render_stages,
-    render_sweep,
-    render_tensors,
-    render_time,
-    sweep_to_json,
-    to_json,
-)
-from titanlite.features.estimate.stages import estimate_stages, merge_stages, trace_stages
-from titanlite.features.estimate.sweep import sweep
-from titanlite.features.muon.muon import muon_matrices
-from titanlite.features.record.plan_file import RunPlan, build_run_plan
-from titanlite.materialize import SourceProvider, build_plan
-from titanlite.metrics.out_of_memory import describe_remedies
-from titanlite.models.families import resolve_model_config
+from titanlite.features.estimate.proposals import Planned, propose, sweep
+from titanlite.features.estimate.trace import layers_to_trace
+from titanlite.models.families import families
 from titanlite.preflight import Checked, check
 
 _GIBI = 2**30
-_CUDA = torch.device("cuda")
+# Settings of a run that has no file, and of `--objective` in any.
+_OBJECTIVES = {
+    "sft": ("--data.dataset=examples",),
+    "pretrain": ("--data.dataset=text", "--training.objective=next_token"),
+    "dpo": ("--data.dataset=examples", "--training.objective=dpo"),
+}
+_SOME_DATA = {"sft": "train.jsonl", "pretrain": "corpus", "dpo": "pairs.jsonl"}  # which need not be there
+# What names of models on the hub have behind the sizes.
+_VARIANT = re.compile(r"([-_.](instruct|base|chat|thinking|hf|\d{4}))+$")
+
+
+@dataclass(frozen=True)
+class Request:
+    """Arguments, understood.
+
+    Attributes:
+        weights: name of the model whose weights a run begins with; "" for random ones.
+        sizes: where its sizes come from, in words.
+    """
+
+    known: argparse.Namespace
+    job: JobConfig
+    hardware: Hardware
+    weights: str
+    sizes: str
+
+    def check(self) -> Checked:
+        """Check the configuration; raises ConfigError."""
+        try:
+            return check(self.job, self.known.world_size, weights=False)
+        except ConfigError as error:
+            if "cannot be downloaded" in str(error) and "of the hub" not in self.sizes:
+                raise
+            names = ", ".join(sorted(_preset_names()))
+            raise ConfigError(f"{error} Sizes known without a network: {names}.") from None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the plan; exit code 0, 1 if the run does not fit the GPU, or 2 after one clear error."""
-    known, rest = _parser().parse_known_args(argv)
+    given = list(sys.argv[1:] if argv is None else argv)
     level = logger.level
     logger.setLevel(logging.ERROR)  # what a run would log is not what is asked
+    progress = _Progress()
     try:
-        hardware = _hardware(known)
-        if not 0 <= known.rank < max(known.world_size, 1):
-            raise ConfigError(f"--rank={known.rank}: with --world-size={known.world_size} there are ranks 0 to "
-                              f"{known.world_size - 1}.")  # fmt: skip
-        job, source = _localize(load_config(rest))
-        if known.sweep:
-            return _sweep(job, known, hardware)
-        checked = check(job, known.world_size)
-        return _plan(checked, known, hardware, source)
+        return _sweep(given, progress) if read_request(given).known.sweep else _plan(given, progress)
     except TitanliteError as error:
+        progress.clear()
         print(f"titanlite: error: {error}", file=sys.stderr)
         return 2
     finally:
+        progress.clear()
         logger.setLevel(level)
+
+
+class _Gpus(argparse.Action):
+    """`8xh100`: the number of ranks and the GPU."""
+
+    def __call__(self, parser: Any, known: argparse.Namespace, value: Any, option: str | None = None) -> None:
+        match = re.fullmatch(r"\s*(\d+)\s*(?:x\s*(.+))?", str(value))
+        if match is None:
+            raise ConfigError(f"--gpus={value}: not a number of GPUs. Write --gpus=8xh100, or --gpus=8.")
+        known.world_size = int(match[1])
+        known.gpu = match[2] or known.gpu
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m titanlite plan",
-        description="Show what a run will take, before it is started: every tensor of a rank with placement, source "
-        "and bytes, memory at the fullest moment of a step, bytes read, collectives, FLOPs, and the floor of a step's "
-        "time. Needs --config, and takes overrides as training does. Nothing is downloaded but the model's sizes.",
+        description="Say before a run is started whether it fits the GPUs, how fast it is, and what to change; then "
+        "memory by purpose and where the time goes. Takes --config FILE and overrides as training does, or --model "
+        "without a file. Nothing is downloaded except a model's config.json, if no preset has its sizes.",
         allow_abbrev=False,
     )
+    parser.add_argument("--model", metavar="PATH", help="hub id, folder or config.json; the same as --model.path")
+    parser.add_argument("--gpus", action=_Gpus, metavar="NxGPU", help="for example 8xh100: --world-size and --gpu")
+    parser.add_argument("--objective", choices=_OBJECTIVES, help="what is trained (without a file: sft)")
     parser.add_argument("--world-size", type=int, default=1, help="ranks of the run (default: 1)")
-    parser.add_argument("--rank", type=int, default=0, help="rank to look at (default: 0)")
     parser.add_argument("--gpu", default=DEFAULT_GPU, help=f"{', '.join(GPUS)} (default: %(default)s)")
-    parser.add_argument("--all", action="store_true", help="one line per tensor, layers not folded")
+    parser.add_argument("--tokens", type=float, help="tokens to train on, such as 2e9 (default: those of the run)")
+    parser.add_argument("--sweep", action="store_true", help="try all degrees instead")
+    parser.add_argument(
+        "--proposals", action=argparse.BooleanOptionalAction, help="say what to change (default: if that is quick)"
+    )
+    parser.add_argument("--tensors", action="store_true", help="show every tensor of a rank, layers folded")
+    parser.add_argument("--all", action="store_true", help="the same, one line per tensor")
+    parser.add_argument("--rank", type=int, default=0, help="rank to look at (default: 0)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the plan there, too")
-    parser.add_argument("--sweep", action="store_true", help="try all degrees and checkpointing modes instead")
     parser.add_argument("--every-layer", action="store_true", help="trace all layers, not few of each kind; slower")
     parser.add_argument("--flops", type=float, help="TFLOP/s of the GPU in bfloat16")
+    parser.add_argument("--memory-gbps", type=float, help="Gbyte/s of the GPU's memory")
     parser.add_argument("--intra-node-gbps", type=float, help="Gbit/s of a GPU to others of its node, one direction")
     parser.add_argument("--inter-node-gbps", type=float, help="Gbit/s of a GPU to other nodes, one direction")
     parser.add_argument("--gpus-per-node", type=int, help="ranks on one node (default: 8)")
@@ -93,22 +124,78 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-class _Clocks:
-    """Time since this was made. That of the processor is the same on a busy machine, but for caches."""
+def read_request(argv: Sequence[str]) -> Request:
+    """Understand the arguments; nothing is checked against one another.
 
-    def __init__(self) -> None:
-        self._wall, self._processor = time.perf_counter(), time.process_time()
+    Raises:
+        ConfigError: one of them is wrong.
+    """
+    known, rest = _parser().parse_known_args(argv)
+    hardware = _hardware(known)
+    if known.world_size < 1:
+        raise ConfigError(f"--world-size={known.world_size}: a run has at least 1 rank. Write --gpus=8xh100.")
+    if not 0 <= known.rank < known.world_size:
+        raise ConfigError(f"--rank={known.rank}: with --world-size={known.world_size} there are ranks 0 to "
+                          f"{known.world_size - 1}.")  # fmt: skip
+    has_file = any(argument.split("=")[0] in ("--config", "--job.config_file") for argument in rest)
+    if not (has_file or known.model):
+        raise ConfigError("plan: nothing to plan. Write --model=Qwen/Qwen3-8B --gpus=8xh100, or --config FILE.")
+    model = [f"--model.path={known.model}"] if known.model else []
+    objective = list(_OBJECTIVES.get(known.objective or ("" if has_file else "sft"), ()))
+    if has_file:
+        job = load_config([*model, *objective, *rest])
+    else:
+        objective.append(f"--data.path={_SOME_DATA[known.objective or 'sft']}")
+        with tempfile.NamedTemporaryFile(suffix=".toml") as empty:
+            try:
+                job = load_config(["--config", empty.name, *model, *objective, *rest])
+            except ConfigError as error:
+                raise ConfigError(str(error).replace(empty.name, "command line")) from None
+    return Request(known, *_localize(job, hardware))
 
-    def describe(self) -> str:
-        """`4.1 s, 3.9 s of processor time`."""
-        wall, processor = time.perf_counter() - self._wall, time.process_time() - self._processor
-        return f"{wall:.1f} s, {processor:.1f} s of processor time"
+
+def _localize(job: JobConfig, hardware: Hardware) -> tuple[JobConfig, Hardware, str, str]:
+    """`job` for a machine without the weights; where these and the sizes come from."""
+    model, checkpoint = job.model, job.checkpoint
+    weights, described = checkpoint.initial_load_path, model.hf_assets_path
+    if weights and not any(Path(weights).expanduser().glob("*.safetensors")):
+        checkpoint = replace(checkpoint, initial_load_path="")
+        if not model.flavor and not described:
+            model = replace(model, hf_assets_path=weights)
+    name, sizes = model.hf_assets_path, "" if model.flavor else "config.json"
+    if not model.flavor and not Path(name).expanduser().exists() and is_hub_id(name):
+        sizes = "config.json of the hub"
+        if preset := _preset_names().get(_plain(_VARIANT.sub("", name.partition("@")[0].rpartition("/")[2].lower()))):
+            model = replace(model, name=preset[0], flavor=preset[1], hf_assets_path="")
+    if model.flavor:
+        sizes = f"preset {model.name} {model.flavor}"
+    return replace(job, model=model, checkpoint=checkpoint), hardware, weights, sizes
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", text.lower().removeprefix("meta-"))
+
+
+def _preset_names() -> dict[str, tuple[str, str]]:
+    """Names that models of the presets have on the hub, without signs: `qwen330ba3b`; family and flavor of each."""
+    names = {}
+    for family in families().values():
+        for flavor in family.presets:
+            brand = family.name.split("_")[0]
+            if re.match(r"(\d+\.\d+|v\d+)-", flavor.lower()):  # the flavor has the version
+                brand = brand.rstrip("0123456789")
+            brand = "" if flavor.startswith("Moonlight") else brand
+            for text in (flavor, re.sub(r"-\d+B-A\d+B$", "", flavor)):
+                if re.search(r"\d", text):
+                    names[_plain(brand + text)] = family.name, flavor
+    return names
 
 
 def _hardware(known: argparse.Namespace) -> Hardware:
     hardware = get_hardware(known.gpu)
     given = {
         "flops": ("flops", 1e12),
+        "memory_bytes_s": ("memory_gbps", 1e9),
         "intra_node_bytes_s": ("intra_node_gbps", 1e9 / 8),
         "inter_node_bytes_s": ("inter_node_gbps", 1e9 / 8),
         "gpus_per_node": ("gpus_per_node", 1),
@@ -127,115 +214,130 @@ def _hardware(known: argparse.Namespace) -> Hardware:
     return hardware
 
 
-def _localize(job: JobConfig) -> tuple[JobConfig, str]:
-    """`job` for a machine without the weights, and what its weights come from. Only sizes are fetched from the hub."""
-    source = job.checkpoint.initial_load_path
-    if not source or Path(source).expanduser().exists():
-        return job, source
-    job = replace(job, checkpoint=replace(job.checkpoint, initial_load_path=""))
-    if not job.model.flavor and not job.model.hf_assets_path:
-        job = replace(job, model=replace(job.model, hf_assets_path=source))
-    return job, source
+class _Progress:
+    """One line on stderr that counts plans, if that is a terminal; and time since this was made.
+
+    The processor's time is the same on a busy machine, except for caches.
+    """
+
+    def __init__(self) -> None:
+        self._wall, self._processor = time.perf_counter(), time.process_time()
+        self._count, self._is_shown = 0, False
+
+    def show(self, arguments: Sequence[str]) -> None:
+        self._count += 1
+        if sys.stderr.isatty():
+            self.clear()
+            text = f"planning {self._count}: {' '.join(arguments) or 'the run'}"
+            print(text[:100], end="", file=sys.stderr, flush=True)
+            self._is_shown = True
+
+    def clear(self) -> None:
+        if self._is_shown:
+            print(f"\r{' ' * 100}\r", end="", file=sys.stderr, flush=True)
+            self._is_shown = False
+
+    def describe(self) -> str:
+        """`planned 9 times in 4.1 s, 3.9 s of processor time`."""
+        wall, processor = time.perf_counter() - self._wall, time.process_time() - self._processor
+        count = "" if self._count == 1 else f" {self._count} times"
+        return f"planned{count} in {wall:.1f} s, {processor:.1f} s of processor time"
 
 
-def planned_sources(checked: Checked, source: str) -> list[SourceProvider]:
-    """What weights are read from: the folder if it is there, or what it is assumed to hold."""
-    folder = checked.job.checkpoint.initial_load_path
-    if not source:
-        return []
-    if not folder:
-        return [AssumedCheckpoint(source)]
-    with fake_ranks(checked.degrees.world_size):  # as rank 0, the one that reads headers
-        return [weights_of(Path(folder), build_model(checked.model_config))]
+class _Planner:
+    """Plans of one command line with more arguments."""
+
+    def __init__(self, argv: Sequence[str], progress: _Progress) -> None:
+        self._argv, self._progress = argv, progress
+
+    def read(self, more: Sequence[str] = ()) -> Request:
+        return read_request([*self._argv, *more])
+
+    def check(self, more: Sequence[str] = ()) -> Checked:
+        return self.read(more).check()
+
+    def plan(self, more: Sequence[str] = (), note: str = "") -> Planned:
+        request = self.read(more)
+        checked = request.check()
+        self._progress.show(more)
+        # Which rank owns which of Muon's matrices does not repeat from layer to layer.
+        every_layer = request.known.every_layer or checked.job.optimizer.name == "Muon"
+        stages = estimate_stages(
+            checked.job,
+            checked.model_config,
+            checked.degrees,
+            request.hardware,
+            rank=request.known.rank if not more else 0,
+            every_layer=every_layer,
+        )
+        return Planned(tuple(more), checked, request.hardware, merge_stages(stages), note, stages)
 
 
-def exact_plan(
-    checked: Checked, sources: list[SourceProvider], rank: int, *, fold: bool, device: torch.device = _CUDA
-) -> RunPlan:
-    """Every tensor of `rank`; the model is described and sharded as in a run on devices like `device`."""
-    with fake_ranks(checked.degrees.world_size, rank):
-        dims = ParallelDims.build(checked.degrees, "cpu")
-        model = build_on_meta(checked.job, checked.model_config, dims, device)
-        return build_run_plan(build_plan(model, sources), muon_matrices(model, checked.job.optimizer), fold=fold)
-
-
-def _plan(checked: Checked, known: argparse.Namespace, hardware: Hardware, source: str) -> int:
-    job, model_config, degrees = checked.job, checked.model_config, checked.degrees
-    started = _Clocks()
-    run_plan = exact_plan(checked, planned_sources(checked, source), known.rank, fold=not known.all)
-    print(f"{model_config.family}, {degrees}, {hardware.name}\n")
-    print(render_tensors(run_plan) + "\n", flush=True)
-    # Which rank owns which matrix does not repeat from layer to layer.
-    every_layer = known.every_layer or job.optimizer.name == "Muon"
-
-    traces = trace_stages(job, model_config, degrees, rank=known.rank, every_layer=every_layer)
-    stages = estimate_stages(job, degrees, traces, hardware)
-    estimate, whole = stages[degrees.stage_of(known.rank)], merge_stages(stages)
-    print(render_memory(run_plan, estimate, hardware) + "\n")
-    if degrees.pp > 1:
-        print(render_stages(stages, hardware) + "\n")
-    print(render_reads(run_plan, source and _name_of(checked, source)) + "\n")
-    print(render_collectives(estimate, hardware, known.rank) + "\n")
-    print(render_time(whole, hardware) + "\n")
-    if not whole.fits(hardware):
-        print(f"to fit: {describe_remedies(job)} --sweep tries all degrees and checkpointing modes.\n")
-    print("\n".join(_assumptions(checked, estimate)))
-    print(f"planned in {started.describe()}, {estimate.trace.traced_layers} layers traced")
+def _plan(argv: list[str], progress: _Progress) -> int:
+    planner = _Planner(argv, progress)
+    request = planner.read()
+    known, hardware = request.known, request.hardware
+    base = planner.plan()
+    checked, stages = base.checked, base.stages
+    wanted = known.proposals
+    if wanted is None:  # one trace of every layer takes as long as all proposals together
+        is_quick = layers_to_trace(checked.job, checked.model_config, checked.degrees, 0) is not None
+        wanted = is_quick and not known.every_layer and checked.job.optimizer.name != "Muon"
+    proposals = propose(base, planner.plan) if wanted else None
+    progress.clear()
+    print(render.render_verdict(base, request.weights, request.sizes, known.tokens, proposals) + "\n", flush=True)
+    run_plan = exact_plan(checked, planned_sources(checked, request.weights), known.rank, fold=not known.all)
+    estimate = stages[checked.degrees.stage_of(known.rank)]
+    print(render.render_memory(run_plan, estimate, hardware) + "\n")
+    if checked.degrees.pp > 1:
+        print(render.render_stages(stages, hardware) + "\n")
+    print(render.render_reads(run_plan, request.weights, bool(checked.job.checkpoint.initial_load_path)) + "\n")
+    print(render.render_collectives(estimate, hardware, known.rank) + "\n")
+    print(render.render_time(base.estimate, hardware) + "\n")
+    if known.tensors or known.all:
+        print(render.render_tensors(run_plan) + "\n")
+    print("\n".join(_assumptions(checked, base)))
+    print(f"{progress.describe()}, {estimate.trace.traced_layers} layers traced for this one")
     if known.json is not None:
-        _write(known.json, to_json(run_plan, estimate, hardware, stages))
-    return 0 if whole.fits(hardware) else 1
+        _write(known.json, render.to_json(run_plan, base, estimate, proposals or []))
+    return 0 if base.fits else 1
 
 
-def _sweep(job: JobConfig, known: argparse.Namespace, hardware: Hardware) -> int:
-    job = resolve_assets(job)
-    model_config = resolve_model_config(job.model)  # degrees of the file need not be legal here
-    started = _Clocks()
-
-    def progress(traced: int) -> None:
-        print(f"\r{traced} combinations traced", end="", file=sys.stderr, flush=True)
-
-    show = progress if sys.stderr.isatty() else lambda traced: None
-    found = sweep(job, model_config, known.world_size, hardware, show)
-    if sys.stderr.isatty():
-        print(f"\r{' ' * 40}\r", end="", file=sys.stderr, flush=True)
-    print(render_sweep(found, hardware))
-    print(f"{found.traced} combinations traced, the others derived, in {started.describe()}")
-    if job.optimizer.name == "Muon":
-        print("Muon: its exchange is taken from few layers, and from the traced number of replicas. Plan one of them.")
-    if known.json is not None:
-        _write(known.json, {"world_size": known.world_size, "hardware": vars(hardware), **sweep_to_json(found)})
-    return 0 if found.fitting else 1
+def _sweep(argv: list[str], progress: _Progress) -> int:
+    planner = _Planner(argv, progress)
+    request = planner.read()
+    found, refused = sweep(request.job, request.hardware, request.known.world_size, planner.plan, planner.check)
+    progress.clear()
+    print(render.render_sweep(found, request.hardware))
+    if refused:
+        print(f"  not legal for this model and batch: {refused} more; plan one of them to see why")
+    print(progress.describe())
+    if request.known.json is not None:
+        data = {"world_size": request.known.world_size, "hardware": vars(request.hardware)}
+        _write(request.known.json, {**data, "planned": [render.planned_to_json(one) for one in found]})
+    return 0 if found[0].fits else 1
 
 
-def _name_of(checked: Checked, source: str) -> str:
-    if checked.job.checkpoint.initial_load_path:
-        return source
-    return f"{source}, which is not here: as if every tensor were stored in bfloat16"
-
-
-def _assumptions(checked: Checked, estimate: Estimate) -> list[str]:
+def _assumptions(checked: Checked, base: Planned) -> list[str]:
     """What the figures take for granted."""
-    job, notes = checked.job, []
-    if checked.model_config.num_experts:
-        notes.append("routing is balanced: each expert gets equally many tokens, each rank sends equally many rows")
-    if job.optimizer.name == "Muon":
-        notes.append("Muon: FLOPs and exchange are this rank's; another may own a few matrices more")
-    if job.compile.enable:
-        notes.append("compile.enable: traced uncompiled, which keeps as much or more")
-    if job.training.enable_cpu_offload:
-        notes.append("training.enable_cpu_offload: traced without it, then weights, gradients and states taken off")
-    if job.data.dataset == "images":
-        notes.append("images are not traced: add the vision tower's activations, which depend on their sizes")
-    if job.training.objective == "dpo":
-        notes.append("one pair per row; cached log-probabilities are there already")
-    trace = estimate.trace
-    if trace.micro_batches > trace.traced_micro_batches:
-        some = "two are traced, the others are like the second"
-        if trace.traced_micro_batches > 2:
-            some = f"{trace.traced_micro_batches} are traced, the others are like the last but one of these"
-        notes.append(f"{trace.micro_batches} micro-batches: {some}")
-    notes.append("time: matrix products at the GPU's peak and links at their rate; no latency, no memory traffic")
-    return ["assumed:", *(f"  {note}" for note in notes)]
+    job, trace = checked.job, base.estimate.trace
+    notes = {
+        "routing is balanced: each expert gets equally many tokens, each rank sends equally many rows": bool(
+            checked.model_config.num_experts
+        ),
+        "Muon: FLOPs and exchange are this rank's; another may own a few matrices more": job.optimizer.name == "Muon",
+        "compile.enable: traced uncompiled, which keeps as much or more, and is slower": job.compile.enable,
+        "training.enable_cpu_offload: traced without it, then weights, gradients and states taken off; the time to "
+        "copy them is not counted": job.training.enable_cpu_offload,
+        "images are not traced: add the vision tower's activations, which depend on their sizes": job.data.dataset
+        == "images",
+        "one pair per row; cached log-probabilities are there already": job.training.objective == "dpo",
+        f"{trace.micro_batches} micro-batches: {trace.traced_micro_batches} are traced, and those that follow are like "
+        "them": trace.micro_batches > trace.traced_micro_batches,
+        "expected times: published efficiencies, not measured here (docs/plan.md); validation, saving and reading data "
+        "are not counted": True,
+    }
+    return ["assumed:", *(f"  {note}" for note, holds in notes.items() if holds)]
 
 
 def _write(path: Path, data: dict[str, Any]) -> None:

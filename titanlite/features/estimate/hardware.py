@@ -1,12 +1,11 @@
-"""GPUs and links: what a plan is compared with. Figures of data sheets; every one can be overridden."""
+"""GPUs and links that a plan is compared with. Figures of data sheets; every one can be overridden."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import torch
+from difflib import get_close_matches
 
 from titanlite.base.errors import ConfigError
-from titanlite.metrics.flops import peak_flops
 
 _GIB = 2**30
 
@@ -22,6 +21,7 @@ class Hardware:
             fragmentation take. An allowance; nothing of it is traced.
         flops: FLOP/s of dense matrix products in bfloat16.
         float32_flops: of those in float32, without tensor cores.
+        memory_bytes_s: bytes per second that it reads from and writes to its memory.
         intra_node_bytes_s: bytes per second that a GPU sends to others of its node, in one direction.
         inter_node_bytes_s: the same through its network adapter to other nodes.
         gpus_per_node: ranks r with equal r // gpus_per_node are on one node.
@@ -31,6 +31,7 @@ class Hardware:
     memory_bytes: int
     flops: float
     float32_flops: float
+    memory_bytes_s: float
     intra_node_bytes_s: float
     inter_node_bytes_s: float
     gpus_per_node: int = 8
@@ -71,35 +72,56 @@ class Hardware:
         return 0.0, sent / (min(rate, self.intra_node_bytes_s) if beside > 1 else rate)
 
 
-def _gpu(name: str, words: str, gib: float, float32: float, intra_gb_s: float, inter_gb_s: float) -> Hardware:
-    flops = peak_flops(words, torch.bfloat16)
-    assert flops is not None
-    return Hardware(name, int(gib * _GIB), flops, float32 * 1e12, intra_gb_s * 1e9, inter_gb_s * 1e9)
-
-
-# Memory as torch reports it, float32 TFLOP/s, NVLink (PCIe 4.0 x16 where there is none) and one network adapter per GPU
-# as in the vendors' own 8-GPU machines, GB/s in one direction.
-_GPUS = (
-    _gpu("a100-40gb", "A100", 39.4, 19.5, 300, 25),
-    _gpu("a100-80gb", "A100", 79.1, 19.5, 300, 25),
-    _gpu("h100-80gb", "H100", 79.1, 67, 450, 50),
-    _gpu("h200-141gb", "H200", 139.7, 67, 450, 50),
-    _gpu("b200-180gb", "B200", 178.3, 75, 900, 50),
-    _gpu("l40s-48gb", "L40S", 44.4, 91.6, 32, 25),
-    _gpu("a10-24gb", "A10", 22.0, 31.2, 32, 12.5),
-    _gpu("mi300x-192gb", "MI300X", 191.5, 163.4, 448, 50),
+# Name, TFLOP/s of dense products in bfloat16 (with float32 sums) and in float32, GiB as torch reports them, TB/s of the
+# memory; GB/s in one direction of NVLink (PCIe x16 where there is none) and of one network adapter per GPU, as in the
+# vendors' own machines with 8. From the data sheets of NVIDIA and AMD; for RTX from the white papers of GA102, Ada and
+# Blackwell. A short name means the first that begins with it.
+_TABLE = (
+    ("h100-80gb", 989, 67, 79.1, 3.35, 450, 50),
+    ("h100-nvl-94gb", 835, 60, 93.1, 3.9, 300, 50),
+    ("h100-pcie-80gb", 756, 51, 79.1, 2.0, 64, 25),
+    ("h200-141gb", 989, 67, 139.7, 4.8, 450, 50),
+    ("gh200-96gb", 989, 67, 94.5, 4.0, 450, 50),
+    ("b200-180gb", 2250, 75, 178.3, 8.0, 900, 50),
+    ("gb200-186gb", 2500, 80, 184.0, 8.0, 900, 50),
+    ("a100-80gb", 312, 19.5, 79.1, 2.04, 300, 25),
+    ("a100-40gb", 312, 19.5, 39.4, 1.555, 300, 25),
+    ("l40s-48gb", 362, 91.6, 44.4, 0.864, 32, 25),
+    ("l4-24gb", 121, 30.3, 22.0, 0.3, 32, 12.5),
+    ("a10-24gb", 125, 31.2, 22.0, 0.6, 32, 12.5),
+    ("rtx4090-24gb", 165.2, 82.6, 23.5, 1.008, 32, 12.5),
+    ("rtx5090-32gb", 209.5, 104.8, 31.4, 1.792, 64, 12.5),
+    ("rtx3090-24gb", 71, 35.6, 23.5, 0.936, 32, 12.5),
+    ("rtx6000ada-48gb", 182.1, 91.1, 47.4, 0.96, 32, 12.5),
+    ("rtxa6000-48gb", 154.8, 38.7, 47.4, 0.768, 32, 12.5),
+    ("mi300x-192gb", 1307, 163.4, 191.5, 5.3, 448, 50),
+    ("mi325x-256gb", 1307, 163.4, 255.5, 6.0, 448, 50),
+    ("mi355x-288gb", 2500, 157.3, 287.5, 8.0, 538, 50),
 )
-GPUS: dict[str, Hardware] = {gpu.name: gpu for gpu in _GPUS}
+GPUS = {
+    name: Hardware(name, int(gib * _GIB), flops * 1e12, wide * 1e12, memory * 1e12, intra * 1e9, inter * 1e9)
+    for name, flops, wide, gib, memory, intra, inter in _TABLE
+}
 DEFAULT_GPU = "h100-80gb"
 
 
 def get_hardware(name: str) -> Hardware:
-    """The GPU that `--gpu` names.
+    """The GPU that `--gpu` names: "h100", "RTX 4090", "a100-40gb".
 
     Raises:
         ConfigError: it is not in the table.
     """
-    if name not in GPUS:
-        raise ConfigError(f"--gpu={name}: not in the table. Known are {', '.join(GPUS)}; --flops and the other "
-                          "options change single figures of one of them.")  # fmt: skip
-    return GPUS[name]
+
+    def plain(text: str) -> str:
+        return re.sub(r"nvidia|geforce|amd|instinct|sxm\d?|[^a-z0-9]", "", text.lower())
+
+    wanted = plain(name)
+    for known, gpu in GPUS.items():
+        if wanted and any(plain(known).removeprefix(brand).startswith(wanted) for brand in ("", "rtx")):
+            return gpu
+    near = get_close_matches(wanted, [plain(known) for known in GPUS], 1)
+    hint = next((f"Did you mean {known}? " for known in GPUS if plain(known) in near), "")
+    raise ConfigError(
+        f"--gpu={name}: not in the table. {hint}Known are {', '.join(GPUS)}; --flops, --memory-gib and others change "
+        "single figures of one of them."
+    )

@@ -1,12 +1,12 @@
-"""The plan as text and as JSON."""
+"""The plan as text and as JSON. The verdict has at most 12 lines."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from titanlite.base.tables import format_memory, format_size, format_table
 from titanlite.features.estimate.estimate import STAGING_BYTES, Estimate, axis_ranks
 from titanlite.features.estimate.hardware import Hardware
-from titanlite.features.estimate.sweep import Sweep
+from titanlite.features.estimate.proposals import Planned
 from titanlite.features.estimate.tracker import EXCHANGED, GATHERED, GRADIENTS, LOGITS, TEMPORARIES, UNREDUCED
 from titanlite.features.record.plan_file import RunPlan
 
@@ -20,6 +20,69 @@ _EXPLAINED = {
     "activations": "kept for backward",
     TEMPORARIES: "inside a layer or kernel at work",
 }
+
+
+def render_verdict(
+    base: Planned, weights: str, sizes: str, tokens: float | None, proposals: Sequence[Planned] | None
+) -> str:
+    """Whether it fits, what bounds it, how fast it is, how long it takes, and what to change."""
+    estimate, hardware, job = base.estimate, base.hardware, base.checked.job
+    ranks, time, training = estimate.degrees.world_size, estimate.time, job.training
+    what = f"adapters of rank {job.lora.rank}" if job.lora.rank else "all weights"
+    start = f"{what} of {weights}" if weights else f"{what} of {base.checked.model_config.family} from random ones"
+    objective = "dpo" if training.objective == "dpo" else "sft" if job.data.dataset == "examples" else job.data.dataset
+    room = hardware.usable_bytes - estimate.memory.total
+    verdict = f"fits, {format_memory(room)} free" if room >= 0 else f"DOES NOT FIT, {format_memory(-room)} too much"
+    held = f"{format_memory(estimate.memory.total)} of {format_memory(hardware.usable_bytes)} per GPU"
+    expected_s = time.expected_s * (1 - time.waiting)
+    first, *others = (f"{name} {seconds / expected_s:.0%}" for name, seconds in time.busy.items() if seconds)
+    waiting = f"; waiting for other stages {time.waiting:.0%}" if time.waiting else ""
+    mfu = estimate.trace.model_flops_per_token / hardware.flops
+    lines = [
+        f"{objective} of {start} ({sizes}) on {ranks} x {hardware.name}: {estimate.degrees}",
+        f"memory    {verdict}: {held}, fullest in {estimate.memory.where}",
+        f"bound by  {first} of an expected step; busy as well {', '.join(others)}{waiting}",
+        f"speed     {_rate(estimate.expected_rate)} per GPU expected (MFU {mfu * estimate.expected_rate:.1%}); at best "
+        f"{_rate(estimate.best_rate)} ({mfu * estimate.best_rate:.1%})",
+        _length(estimate, training.steps if not training.epochs else 0, tokens),
+    ]
+    if proposals is None:
+        return "\n".join([*lines, "to change: not looked at, which would take minutes here; --proposals does"])
+    if not proposals:
+        than = "no other setting was found that fits" if room < 0 else "no setting was found that is faster by 2%"
+        return "\n".join([*lines, f"to change: {than}; --sweep tries all degrees"])
+    rows = [("memory", "expected", "", "to change")]
+    for one in proposals:
+        faster = f"{one.rate / estimate.expected_rate - 1:+.0%}" if room >= 0 else "fits"
+        settings = " ".join(one.arguments) + (f"  ({one.note})" if one.note else "")
+        rows.append((format_memory(one.estimate.memory.total), _rate(one.rate), faster, settings))
+    return "\n".join([*lines, format_table(rows, "")])
+
+
+def _rate(tokens_per_s: float) -> str:
+    return f"{tokens_per_s:,.0f} tokens/s"
+
+
+def _count(number: float) -> str:
+    """For example 16.4 M."""
+    scale, unit = next((pair for pair in ((1e12, "T"), (1e9, "B"), (1e6, "M")) if number >= pair[0]), (1e3, "k"))
+    return f"{number / scale:.3g} {unit}"
+
+
+def _length(estimate: Estimate, steps: int, tokens: float | None) -> str:
+    """Hours of the whole run."""
+    if tokens is None and not steps:
+        tokens, name = 1e9, "1 B tokens; how many the epochs have depends on the data"
+    else:
+        tokens = float(steps * estimate.tokens) if tokens is None else tokens
+        name = f"{_count(tokens)} tokens in {-(-tokens // estimate.tokens):,.0f} steps of {estimate.tokens:,}"
+    ranks = estimate.degrees.world_size
+    expected, best = (tokens / rate / ranks / 3600 for rate in (estimate.expected_rate, estimate.best_rate))
+    return f"time      {_hours(expected)} expected, {_hours(expected * ranks)} of GPUs; at best {_hours(best)}: {name}"
+
+
+def _hours(hours: float) -> str:
+    return f"{hours:,.0f} h" if hours >= 100 else f"{hours:.2g} h" if hours >= 1 else f"{hours * 60:.2g} min"
 
 
 def render_tensors(plan: RunPlan) -> str:
@@ -64,7 +127,7 @@ def render_memory(plan: RunPlan, estimate: Estimate, hardware: Hardware) -> str:
 
 def render_stages(stages: Mapping[int, Estimate], hardware: Hardware) -> str:
     """Memory and work of pipeline stages; a step takes as long as the slowest."""
-    rows = [("stage", "ranks", "layers", "micro-batches open", "memory", "", "compute")]
+    rows = [("stage", "ranks", "layers", "micro-batches open", "memory", "", "expected")]
     for stage, estimate in sorted(stages.items()):
         degrees, trace = estimate.degrees, estimate.trace
         first = stage * degrees.stage_size
@@ -72,8 +135,8 @@ def render_stages(stages: Mapping[int, Estimate], hardware: Hardware) -> str:
         layers = ", ".join(f"{part.start}-{part.stop - 1}" for part in trace.layers)
         turns_open = min(degrees.turns_ahead(stage) + 1, trace.micro_batches * degrees.chunks)
         fits = "fits" if estimate.fits(hardware) else "does not fit"
-        memory, compute = format_memory(estimate.memory.total), _ms(estimate.time.compute_s)
-        rows.append((str(stage), ranks, layers, f"{turns_open / degrees.chunks:.3g}", memory, fits, compute))
+        memory, expected = format_memory(estimate.memory.total), _ms(estimate.time.expected_s)
+        rows.append((str(stage), ranks, layers, f"{turns_open / degrees.chunks:.3g}", memory, fits, expected))
     some = next(iter(stages.values()))
     chunks = f" of {some.degrees.chunks} chunks" if some.degrees.chunks > 1 else ""
     count = f"{some.degrees.pp} stages{chunks}, {some.trace.micro_batches} micro-batches"
@@ -85,12 +148,13 @@ def render_stages(stages: Mapping[int, Estimate], hardware: Hardware) -> str:
     return f"{title}\n{format_table(rows)}{note}"
 
 
-def render_reads(plan: RunPlan, source: str) -> str:
+def render_reads(plan: RunPlan, weights: str, is_here: bool) -> str:
     """Bytes from the checkpoint."""
-    if not source:
+    if not weights:
         return "checkpoint: none, weights are random"
+    assumed = "" if is_here else ", which is not here: as if every tensor were stored in bfloat16"
     staging = f"staging on the GPU {format_memory(STAGING_BYTES)}, before training"
-    return f"checkpoint: rank {plan.rank} reads {format_size(plan.read_bytes)} of {source}; {staging}"
+    return f"checkpoint: rank {plan.rank} reads {format_size(plan.read_bytes)} of {weights}{assumed}; {staging}"
 
 
 def render_collectives(estimate: Estimate, hardware: Hardware, rank: int) -> str:
@@ -113,66 +177,45 @@ def render_collectives(estimate: Estimate, hardware: Hardware, rank: int) -> str
 
 
 def render_time(estimate: Estimate, hardware: Hardware) -> str:
-    """FLOPs, and the floor of a step, of the rank that was traced or of its pipeline stage."""
+    """FLOPs, and the parts of a step, of the rank that was traced or of its pipeline stage."""
     time, trace = estimate.time, estimate.trace
-    ranks = estimate.degrees.world_size
-    done = trace.flops.done * estimate.degrees.stage_size / estimate.tokens
+    done = trace.work.done * estimate.degrees.stage_size / estimate.tokens
     parts = " and ".join(f"{part.start} to {part.stop - 1}" for part in trace.layers)
     where = f" in layers {parts}" if estimate.degrees.pp > 1 else ""
-    lines = [
-        f"compute: {trace.model_flops_per_token / 1e9:.2f} GFLOP per token (model, as MFU counts), "
-        f"{done / 1e9:.2f} done{where} (recomputation included)",
-        f"step of {estimate.tokens:,} tokens ({trace.micro_batches} micro-batches): "
-        f"compute {_ms(time.compute_s)} at {hardware.flops / 1e12:.0f} TFLOP/s, "
-        f"links inside nodes {_ms(time.intra_node_s)}, between nodes {_ms(time.inter_node_s)}",
-    ]
-    for name, seconds in (("full overlap", time.overlapped_s), ("no overlap", time.serial_s)):
-        rate = estimate.tokens / seconds / ranks if seconds else 0.0
-        mfu = trace.model_flops_per_token * rate / hardware.flops
-        lines.append(f"  floor with {name}: {_ms(seconds)}, {rate:,.0f} tokens/s per GPU, MFU {mfu:.1%}")
-    return "\n".join(lines)
-
-
-def render_sweep(found: Sweep, hardware: Hardware) -> str:
-    """The best that fit, and why others are not there."""
-    rows = [
-        (
-            "dp_replicate",
-            "dp_shard",
-            "cp",
-            "tp",
-            "ep",
-            "checkpointing",
-            "memory",
-            "full overlap",
-            "no overlap",
-            "tokens/s GPU",
-        )
-    ]
-    for tried in (found.fitting or found.too_large)[:_MOST_SWEPT]:
-        d, time = tried.degrees, tried.estimate.time
-        sizes = (str(d.dp_replicate), str(d.dp_shard), str(d.cp), str(d.tp), str(d.ep), tried.mode)
-        memory = format_memory(tried.estimate.memory.total)
-        rate = f"{1 / tried.seconds_per_token[0] / d.world_size:,.0f}"
-        rows.append((*sizes, memory, _ms(time.overlapped_s), _ms(time.serial_s), rate))
-    head = (
-        f"sweep: {len(found.fitting)} legal combinations fit {hardware.name}; the fastest:"
-        if found.fitting
-        else f"sweep: no legal combination fits {hardware.name}; the smallest:"
+    return "\n".join(
+        [
+            f"compute: {trace.model_flops_per_token / 1e9:.2f} GFLOP per token (model, as MFU counts), "
+            f"{done / 1e9:.2f} done{where} (recomputation included)",
+            f"step of {estimate.tokens:,} tokens ({trace.micro_batches} micro-batches)",
+            f"  expected {_ms(time.expected_s)}: products {_ms(time.products_s)}, GPU memory {_ms(time.memory_s)}, "
+            f"collectives that layers wait for {_ms(time.waited_s)}, those next to layers {_ms(time.hidden_s)}, "
+            f"launches by the host {_ms(time.launches_s)}",
+            f"  at best {_ms(time.best_s)}: products {_ms(time.compute_s)} at {hardware.flops / 1e12:.0f} TFLOP/s, "
+            f"links inside nodes {_ms(time.intra_node_s)}, between nodes {_ms(time.inter_node_s)}",
+        ]
     )
-    lines = [head, format_table(rows), f"  does not fit: {len(found.too_large)}"]
-    lines += [f"  not legal: {count}: {reason}" for reason, count in sorted(found.refused.items())]
-    return "\n".join(lines)
 
 
-def to_json(
-    plan: RunPlan,
-    estimate: Estimate,
-    hardware: Hardware,
-    stages: Mapping[int, Estimate],
-) -> dict[str, Any]:
-    """Everything, bytes and seconds. Begins like `plan.json` of a real run; all but `stages` is of one rank."""
-    memory, time, trace = estimate.memory, estimate.time, estimate.trace
+def render_sweep(found: Sequence[Planned], hardware: Hardware) -> str:
+    """The best combinations of degrees."""
+    rows = [("dp_replicate", "dp_shard", "cp", "tp", "ep", "checkpointing", "memory", "expected", "at best")]
+    fitting = [one for one in found if one.fits]
+    for one in (fitting or found)[:_MOST_SWEPT]:
+        d, mode = one.estimate.degrees, one.checked.job.activation_checkpoint.mode
+        memory = format_memory(one.estimate.memory.total)
+        rates = (f"{_rate(one.rate)} per GPU", f"{one.estimate.best_rate:,.0f}")
+        rows.append((*map(str, (d.dp_replicate, d.dp_shard, d.cp, d.tp, d.ep)), mode, memory, *rates))
+    head = f"{len(fitting)} of {len(found)} legal combinations of degrees fit {hardware.name}; the fastest:"
+    if not fitting:
+        head = f"none of {len(found)} legal combinations of degrees fits {hardware.name}; the smallest:"
+    return f"sweep: {head}\n{format_table(rows)}"
+
+
+def to_json(plan: RunPlan, base: Planned, estimate: Estimate, proposals: Iterable[Planned]) -> dict[str, Any]:
+    """Everything, bytes and seconds. Begins like `plan.json` of a real run; `run`, `stages` and `proposals` are of the
+    run, all else of one rank.
+    """
+    memory, time, trace, hardware = estimate.memory, estimate.time, estimate.trace, base.hardware
     data = plan.to_json()
     data["memory"] |= {
         "padding": trace.padding,
@@ -186,57 +229,41 @@ def to_json(
         {**traffic._asdict(), "count": count, "bytes": trace.nbytes[traffic]} for traffic, count in trace.counts.items()
     ]
     data["flops"] = {
-        "per_step": trace.flops.done,
-        "per_step_as_torch_counts": trace.flops.counted,
+        "per_step": trace.work.done,
+        "per_step_as_torch_counts": trace.work.counted,
         "model_per_token": trace.model_flops_per_token,
     }
-    data["step"] = {
-        "tokens": estimate.tokens,
-        "micro_batches": trace.micro_batches,
-        "compute_s": time.compute_s,
-        "intra_node_s": time.intra_node_s,
-        "inter_node_s": time.inter_node_s,
-        "floor_overlapped_s": time.overlapped_s,
-        "floor_serial_s": time.serial_s,
-    }
-    if len(stages) > 1:
-        data["stages"] = [
-            {
-                "stage": stage,
-                "first_layer": of_stage.trace.layers[0].start,
-                "layers": sum(of_stage.trace.num_layers),
-                "chunks": [[part.start, part.stop] for part in of_stage.trace.layers],
-                "total": of_stage.memory.total,
-                "fits": of_stage.fits(hardware),
-                "compute_s": of_stage.time.compute_s,
-                "floor_overlapped_s": of_stage.time.overlapped_s,
-            }
-            for stage, of_stage in sorted(stages.items())
-        ]
+    times = {**vars(time), "at_best_s": time.best_s, "expected_s": time.expected_s}
+    data["step"] = {"tokens": estimate.tokens, "micro_batches": trace.micro_batches, **times}
+    data["stages"] = [
+        {
+            "stage": stage,
+            "layers": sum(one.trace.num_layers),
+            "chunks": [[part.start, part.stop] for part in one.trace.layers],
+            "total": one.memory.total,
+            "fits": one.fits(hardware),
+            "expected_s": one.time.expected_s,
+        }
+        for stage, one in sorted(base.stages.items())
+    ]
+    data["run"] = planned_to_json(base)
+    data["proposals"] = [planned_to_json(one) for one in proposals]
     data["hardware"] = vars(hardware)
     return data
 
 
-def sweep_to_json(found: Sweep) -> dict[str, Any]:
-    """All combinations."""
-
-    def rows(tried: Sequence[Any]) -> Iterator[dict[str, Any]]:
-        for one in tried:
-            time = one.estimate.time
-            yield {
-                **vars(one.degrees),
-                "activation_checkpoint": one.mode,
-                "total": one.estimate.memory.total,
-                "floor_overlapped_s": time.overlapped_s,
-                "floor_serial_s": time.serial_s,
-                "tokens": one.estimate.tokens,
-            }
-
+def planned_to_json(one: Planned) -> dict[str, Any]:
+    """The figures of one command line."""
     return {
-        "fitting": list(rows(found.fitting)),
-        "too_large": list(rows(found.too_large)),
-        "refused": found.refused,
-        "traced": found.traced,
+        "arguments": list(one.arguments),
+        "note": one.note,
+        "degrees": vars(one.estimate.degrees),
+        "activation_checkpoint": one.checked.job.activation_checkpoint.mode,
+        "total": one.estimate.memory.total,
+        "fits": one.fits,
+        "expected_tokens_per_s": one.rate,
+        "at_best_tokens_per_s": one.estimate.best_rate,
+        "tokens": one.estimate.tokens,
     }
 
 

@@ -25,7 +25,7 @@ from titanlite.distributed.expert_parallel import balanced_routing
 from titanlite.features.cpu import install_kernels
 from titanlite.features.dpo.objective import DPO
 from titanlite.features.dpo.reference import AdaptersOff
-from titanlite.features.estimate.tracker import GRADIENTS, StepRecorder, fixed_scalars
+from titanlite.features.estimate.tracker import GRADIENTS, FixedScalars, StepRecorder
 from titanlite.features.images.rows import ImageBatch
 from titanlite.features.muon.muon import build_muon
 from titanlite.materialize import Plan, build_plan
@@ -65,7 +65,7 @@ class StandInTrainer(TrainStep):
                 _build_objective(job),
                 build_schedule(dims),
             )
-            with fixed_scalars():
+            with FixedScalars():
                 self._make_optimizer_states()
 
     def _make_optimizer_states(self) -> None:
@@ -114,7 +114,7 @@ def without_data(trainer: StandInTrainer, device_type: DeviceType) -> Iterator[N
             stack.enter_context(plan_for_device("cuda", {"attention_mask": _mask, "attention": _flash_attention}))
             stack.enter_context(_cuda_kernels())
         stack.enter_context(trainer.fake)
-        stack.enter_context(fixed_scalars())
+        stack.enter_context(FixedScalars())
         yield
 
 

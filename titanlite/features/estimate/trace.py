@@ -18,10 +18,9 @@ from titanlite.config import AnyModelConfig, JobConfig, ModelConfig
 from titanlite.config.parallelism import Degrees, count_micro_batches
 from titanlite.distributed import ParallelDims
 from titanlite.distributed.process_group import fake_ranks
-from titanlite.features.estimate.flops import Flops
+from titanlite.features.estimate.operators import Work, cuda_workspace
 from titanlite.features.estimate.stand_in import DeviceType, StandInTrainer, observed, without_data
 from titanlite.features.estimate.tracker import Segment, StepRecorder
-from titanlite.features.estimate.workspace import cuda_workspace
 from titanlite.features.transformers.model import TransformersModel
 from titanlite.materialize.layout import is_elsewhere, local_of
 from titanlite.metrics.flops import train_flops_per_token
@@ -71,7 +70,7 @@ class StepTrace:
     Attributes:
         peaks: live bytes by category (`tracker.CATEGORIES`) at the fullest moment of each stretch.
         counts, nbytes: collectives of the step, and their bytes.
-        flops: of the step on this rank, recomputation included.
+        work: of the step on this rank, recomputation included.
         model_flops_per_token: as MFU counts them: causal attention, no recomputation.
         weights, optimizer, buffers, padding: bytes that are there all the time; padding is what FSDP2 adds to shards
             of uneven size.
@@ -85,7 +84,7 @@ class StepTrace:
     peaks: dict[Moment, dict[str, int]]
     counts: dict[Traffic, int]
     nbytes: dict[Traffic, int]
-    flops: Flops
+    work: Work
     model_flops_per_token: int
     weights: int
     optimizer: int
@@ -106,10 +105,6 @@ class StepTrace:
         def lines(here: dict[_K, int], more: dict[_K, int], less: dict[_K, int]) -> dict[_K, int]:
             return {key: line(value, more.get(key, 0), less.get(key, 0)) for key, value in here.items()}
 
-        flops = {
-            name: line(*(getattr(trace.flops, name) for trace in (self, larger, smaller)))
-            for name in ("low", "high", "skipped")
-        }
         totals = {
             name: line(*(getattr(trace, name) for trace in (self, larger, smaller)))
             for name in ("model_flops_per_token", "weights", "optimizer", "buffers", "padding")
@@ -121,7 +116,7 @@ class StepTrace:
             peaks={key: lines(self.peaks[key], larger.peaks[key], smaller.peaks[key]) for key in common},
             counts=lines(self.counts, larger.counts, smaller.counts),
             nbytes=lines(self.nbytes, larger.nbytes, smaller.nbytes),
-            flops=Flops(**flops),
+            work=self.work + (larger.work + smaller.work * -1) * times,
             **totals,
         )
 
@@ -153,7 +148,7 @@ def trace_step(
         few_layers = _with_layers(model_config, degrees, stage, by_kind)
         return _trace(job, *few_layers, rank, device_type, documents)
 
-    layers = _layers_to_trace(job, model_config, degrees, stage)
+    layers = layers_to_trace(job, model_config, degrees, stage)
     if every_layer or layers is None:
         return trace()
     wanted, few, period = layers
@@ -171,7 +166,7 @@ def trace_step(
     return replace(found, num_layers=wanted, layers=tuple(parts), traced_layers=traced)
 
 
-def _layers_to_trace(
+def layers_to_trace(
     job: JobConfig, model_config: AnyModelConfig, degrees: Degrees, stage: int
 ) -> tuple[tuple[int, ...], tuple[int, ...], int] | None:
     """(layers by kind, how many of them are traced, period with which they repeat); None: they are not all alike."""
@@ -297,7 +292,7 @@ def summarize(
         traffic = Traffic(call.kind, "world" if per_step and call.group == world else axes[call.group], per_step)
         counts[traffic] += times(call.segment)
         nbytes[traffic] += times(call.segment) * call.nbytes
-    flops = sum((flops * times(segment) for segment, flops in recorder.flops.items()), Flops())
+    work = sum((work * times(segment) for segment, work in recorder.work.items()), Work())
     model = trainer.model
     params = [local_of(param) for param in model.parameters() if not is_elsewhere(param)]
     weights = sum(param.nbytes for param in params)
@@ -305,7 +300,7 @@ def summarize(
         peaks={_moment(segment, num_layers): peak for segment, peak in recorder.peaks().items()},
         counts=dict(counts),
         nbytes=dict(nbytes),
-        flops=flops,
+        work=work,
         model_flops_per_token=train_flops_per_token(model.config, trainer.job.training.seq_len, model),
         weights=weights,
         optimizer=sum(local_of(state).nbytes for state in trainer.optimizer_states()),

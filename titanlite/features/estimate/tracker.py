@@ -1,4 +1,4 @@
-"""What a training step does, seen operation by operation: live bytes, collectives and FLOPs.
+"""A training step, operation by operation: live bytes, collectives and work.
 
 `StepRecorder` watches every operator that reaches local tensors and follows their storages by weak references, so that
 memory is counted when it is really given back: views share, in-place results add nothing, and what autograd or FSDP2
@@ -7,8 +7,7 @@ keeps stays alive. It works alike on real tensors and on fake ones, which have s
 
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,12 +17,12 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from titanlite.features.estimate.flops import Flops, count_flops
-from titanlite.features.estimate.traffic import EXCHANGES, moved_by
+from titanlite.features.estimate.operators import EXCHANGES, Work, measure, moved_by
 
 GATHERED, UNREDUCED, EXCHANGED = "gathered parameters", "unreduced gradients", "exchanged activations"
 GRADIENTS, ACTIVATIONS, LOGITS, TEMPORARIES = "gradients", "activations", "logits and loss", "temporaries"
 _PERSISTENT = "persistent"  # came into being in this step, to stay
+_INSIDE_KERNEL = 0  # in place of the serial number of a storage
 CATEGORIES = (GRADIENTS, ACTIVATIONS, EXCHANGED, LOGITS, GATHERED, UNREDUCED, TEMPORARIES)
 
 _aten, _c10d, _fsdp, _own = torch.ops.aten, torch.ops.c10d, torch.ops.fsdp, torch.ops.titanlite
@@ -52,7 +51,7 @@ class Collective:
     """One call of a collective on this rank.
 
     Attributes:
-        kind, group: as in `traffic.Moved`.
+        kind, group: as in `operators.Moved`.
         nbytes: of its tensor.
         segment: when.
     """
@@ -63,25 +62,8 @@ class Collective:
     segment: Segment
 
 
-class _Allocated(NamedTuple):
-    serial: int
-    nbytes: int
-
-
-class _Resized(NamedTuple):
-    serial: int
-    nbytes: int
-
-
-class _Freed(NamedTuple):
-    serial: int
-
-
-class _InsideKernel(NamedTuple):
-    nbytes: int
-
-
-_Event = _Allocated | _Resized | _Freed | _InsideKernel | Segment
+# A stretch that begins, or the serial number of a storage and the bytes that it now has.
+_Event = Segment | tuple[int, int]
 Workspace = Callable[[Any, tuple[Any, ...], Any], int]
 
 
@@ -95,13 +77,13 @@ class StepRecorder(TorchDispatchMode):
 
     Attributes:
         collectives: in order.
-        flops: of each stretch.
+        work: of each stretch.
     """
 
     def __init__(self, persistent: Iterable[torch.Tensor], workspace: Workspace = lambda *_: 0) -> None:
         super().__init__()
         self.collectives: list[Collective] = []
-        self.flops: dict[Segment, Flops] = {}
+        self.work: dict[Segment, Work] = {}
         self._workspace = workspace
         self._segment = Segment(-1, "optimizer", -1)
         self._events: list[_Event] = [self._segment]
@@ -114,7 +96,6 @@ class StepRecorder(TorchDispatchMode):
         self._serials.update((storage._cdata, None) for storage in self._persistent)
 
     def __enter__(self) -> "StepRecorder":
-        gc.collect()
         gc.disable()  # or memory in reference cycles would be given back at moments that change from run to run
         self._resize = torch.UntypedStorage.resize_
         recorder = self
@@ -175,13 +156,14 @@ class StepRecorder(TorchDispatchMode):
                 storage = tensor.untyped_storage()
                 if storage._cdata not in self._serials:
                     self._seen(storage, is_argument=any(_holds(argument, storage) for argument in tree_iter(args)))
-        flops = count_flops(func, args, kwargs, out)
-        if flops is not None:
-            self.flops[self._segment] = self.flops.get(self._segment, Flops()) + flops
         inside = self._workspace(func, args, out)
         if inside:
-            self._events.append(_InsideKernel(inside))
-        self._classify(func, args, kwargs, out)
+            self._events.append((_INSIDE_KERNEL, inside))
+        self._classify(func, args, out, kwargs)
+        moved = moved_by(func, args, out)
+        self.collectives += [Collective(kind, group, tensor.nbytes, self._segment) for kind, group, tensor in moved]
+        work = measure(func, args, kwargs, out, moves=bool(moved), inside=inside)
+        self.work[self._segment] = self.work.get(self._segment, Work()) + work
         return out
 
     def _seen(self, storage: torch.UntypedStorage, *, is_argument: bool = False) -> None:
@@ -193,14 +175,14 @@ class StepRecorder(TorchDispatchMode):
             return
         serial = self._count = self._count + 1
         self._serials[address] = serial
-        self._events.append(_Allocated(serial, storage.nbytes()))
+        self._events.append((serial, storage.nbytes()))
         self._references[serial] = weakref.ref(storage, lambda _: self._died(address, serial))
 
     def _died(self, address: int, serial: int) -> None:
         if self._serials.get(address) == serial:
             del self._serials[address]
         self._references.pop(serial, None)
-        self._events.append(_Freed(serial))
+        self._events.append((serial, 0))
 
     def _forget(self, address: int) -> None:
         del self._serials[address], self._references[-address]
@@ -210,11 +192,11 @@ class StepRecorder(TorchDispatchMode):
             self._seen(storage)
         serial = self._serials[storage._cdata]
         if serial is not None:
-            self._events.append(_Resized(serial, storage.nbytes()))
+            self._events.append((serial, storage.nbytes()))
             self._category[serial] = GATHERED
 
-    def _classify(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Note collectives, and what the buffers of FSDP2 and of the exchanges between ranks are."""
+    def _classify(self, func: Any, args: Any, out: Any, kwargs: Any) -> None:
+        """Note what the buffers of FSDP2 and of the exchanges between ranks are."""
         if func is _fsdp.all_gather_copy_in.default:
             self.mark([*args[0], args[1]], GATHERED)
         elif func is _fsdp.split_with_sizes_copy.default:
@@ -225,8 +207,6 @@ class StepRecorder(TorchDispatchMode):
             self.mark(args[:1], UNREDUCED)  # some become gradients, which is known later
         elif func in EXCHANGES:
             self.mark([out], EXCHANGED)
-        for kind, group, tensor in moved_by(func, args, out):
-            self.collectives.append(Collective(kind, group, tensor.nbytes, self._segment))
 
     def peaks(self) -> dict[Segment, dict[str, int]]:
         """Of each stretch, live bytes by category at the moment when they were most; persistent tensors not counted."""
@@ -234,19 +214,19 @@ class StepRecorder(TorchDispatchMode):
         live: dict[int, int] = {}
         totals: dict[str, int] = dict.fromkeys((*CATEGORIES, _PERSISTENT), 0)
         peaks: dict[Segment, dict[str, int]] = {}
-        segment, most = None, -1
+        segment, most = self._segment, -1
         for event in self._events:
             inside = 0
             if isinstance(event, Segment):
                 segment, most = event, -1
-            elif isinstance(event, _InsideKernel):
-                inside = event.nbytes
+            elif event[0] == _INSIDE_KERNEL:
+                inside = event[1]
             else:
-                nbytes = 0 if isinstance(event, _Freed) else event.nbytes
-                totals[category[event.serial]] += nbytes - live.get(event.serial, 0)
-                live[event.serial] = nbytes
+                serial, nbytes = event
+                totals[category[serial]] += nbytes - live.get(serial, 0)
+                live[serial] = nbytes
             total = sum(totals[name] for name in CATEGORIES) + inside
-            if segment is not None and total > most:
+            if total > most:
                 most = total
                 peaks[segment] = {name: totals[name] + inside * (name == TEMPORARIES) for name in CATEGORIES}
         return peaks
@@ -263,14 +243,12 @@ class StepRecorder(TorchDispatchMode):
                         if where.phase in ("forward", "head"):
                             kinds.setdefault(serial, ACTIVATIONS)
                 segment = event
-            elif isinstance(event, _Allocated):
-                born[event.serial] = segment
+            elif event[1]:
+                born.setdefault(event[0], segment)
                 if segment.phase == "head":
-                    kinds.setdefault(event.serial, LOGITS)
-            elif isinstance(event, _Freed):
-                where = born.pop(event.serial, None)
-                if where is not None:
-                    kinds.setdefault(event.serial, TEMPORARIES)
+                    kinds.setdefault(event[0], LOGITS)
+            elif born.pop(event[0], None) is not None:  # or it was resized, and is known to be gathered
+                kinds.setdefault(event[0], TEMPORARIES)
         return {serial: kinds.get(serial, TEMPORARIES) for serial in range(1, self._count + 1)}
 
 
@@ -282,14 +260,9 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-@contextmanager
-def fixed_scalars() -> Iterator[None]:
+class FixedScalars(TorchDispatchMode):
     """Let tensors without data read as 1 or True where the host looks at one: a finite norm, a count, a flag."""
-    with _FixedScalars():
-        yield
 
-
-class _FixedScalars(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented

@@ -1,6 +1,5 @@
 """`python -m titanlite plan`: what it prints and writes, and what it refuses."""
 
-import functools
 import json
 import re
 import resource
@@ -11,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-import titanlite.features.estimate.sweep
 from titanlite.__main__ import main
-from titanlite.config import load_config
-from titanlite.features.estimate.stages import trace_stages
-from titanlite.preflight import check
+from titanlite.base.errors import ConfigError
+from titanlite.features.estimate.cli import _Progress, read_request
+from titanlite.features.estimate.proposals import sweep
+from titanlite.models.families import families
 
 ROOT = Path(__file__).parents[4]
 TINY = (
@@ -27,15 +26,26 @@ TINY = (
 
 
 def test_a_plan_that_fits(capsys, tmp_path):
-    code = main(["plan", *TINY, "--world-size=4", "--rank=3", f"--json={tmp_path / 'plan.json'}"])
-    out = capsys.readouterr().out
-    assert code == 0
+    json_file = f"--json={tmp_path / 'plan.json'}"
+    code = main(["plan", *TINY, "--world-size=4", "--rank=3", "--tensors", "--no-proposals", json_file])
+    out, err = capsys.readouterr()
+    assert code == 0 and err == ""
+    first, memory, bound, speed, length = out.splitlines()[:5]
+    assert first.startswith(
+        "pretrain of all weights of qwen3_moe from random ones (preset qwen3_moe debug) on 4 x h100"
+    )
+    assert re.match(r"memory    fits, [\d.]+ GiB free: [\d.]+ MiB of 76.10 GiB per GPU, fullest in ", memory)
+    assert re.match(r"bound by  kernel launches 100% of an expected step; busy as well ", bound)
+    assert re.match(r"speed     [\d,]+ tokens/s per GPU expected \(MFU [\d.]+%\); at best [\d,]+ tokens/s", speed)
+    assert re.match(
+        r"time      [\d.]+ min expected, [\d.]+ min of GPUs; at best [\d.e-]+ min: .* in [\d,]+ steps of 256", length
+    )
     name, placement = r"model\.layers\.\{0-2\}\.mlp\.experts\.down_proj", "efsdp 2: shard 0, ep 2: shard 0"
     assert re.search(rf"{name} +3 +\(\d+, \d+, \d+\) +float32 +{placement}", out)
     assert "tensors on rank 3 of 4" in out and "memory of rank 3: fits" in out and "routing is balanced" in out
     # Of each of 3 layers counts, rows, weights and results in forward, and all but the counts in backward.
     assert re.search(r"\n +ep +2 +inside a node +all_to_all +21 ", out)
-    assert "floor with full overlap" in out and "checkpoint: none, weights are random" in out
+    assert "  at best" in out and "not measured here" in out and "checkpoint: none, weights are random" in out
     data = json.loads((tmp_path / "plan.json").read_text())
     assert (data["rank"], data["world_size"], data["read_bytes"]) == (3, 4, 0)
     memory = data["memory"]
@@ -45,12 +55,45 @@ def test_a_plan_that_fits(capsys, tmp_path):
     assert memory["total"] == memory["weights"] + memory["padding"] + memory["optimizer"] + memory["buffers"] + working
 
 
-def test_a_plan_that_does_not_fit_says_what_to_change(capsys):
-    small = ("--memory-gib=0.0014", "--reserved-gib=0")
-    code = main(["plan", *TINY, "--world-size=4", *small])
-    out = capsys.readouterr().out
-    assert code == 1 and "does not fit" in out
-    assert re.search(r'\nto fit: .*set activation_checkpoint.mode = "full" \(now "none"\), .* --sweep tries all', out)
+def test_nothing_but_the_plan_is_printed_and_tensors_are_left_out(capsys):
+    assert main(["plan", *TINY, "--world-size=4", "--no-proposals"]) == 0
+    out, err = capsys.readouterr()
+    assert "tensors on rank" not in out and "down_proj" not in out and err == ""
+
+
+def test_progress_is_one_line_of_a_terminal(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    progress = _Progress()
+    progress.show(["--lora.rank=16"])
+    progress.clear()
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("planning 1: --lora.rank=16\r") and err.endswith("\r")
+
+
+@pytest.mark.parametrize("room", ["1", "0.0017"], ids=["fits", "too small"])
+def test_what_to_change_shows_the_promised_figures(capsys, tmp_path, room):
+    """Each proposal on the command line, and its plan has the memory and the rate that were promised."""
+    file = tmp_path / "plan.json"
+    base = ["plan", *TINY, "--gpus=4xh100", f"--memory-gib={room}", "--reserved-gib=0", f"--json={file}"]
+    code = main(base)
+    lines = capsys.readouterr().out.splitlines()
+    data = json.loads(file.read_text())
+    assert code == (room != "1") and data["run"]["fits"] == (room == "1")
+    assert 1 <= len(data["proposals"]) <= 5 and lines[5].split() == ["memory", "expected", "to", "change"]
+    assert len(lines[:12]) > 5 + len(data["proposals"]) and lines[6 + len(data["proposals"])] == ""
+    for line, promised in zip(lines[6:], data["proposals"], strict=False):
+        assert promised["fits"] and " ".join(promised["arguments"]) in line
+        trains_less = any("--lora." in argument for argument in promised["arguments"])
+        assert ("trains adapters, not all weights" in promised["note"]) == trains_less
+        assert main([*base, *promised["arguments"], "--no-proposals"]) == 0
+        shown = capsys.readouterr().out.splitlines()
+        memory, rate = re.match(r"([\d.]+ [KMG]iB) +([\d,]+ tokens/s) +", line).groups()
+        assert f"free: {memory} of" in shown[1] and f" {rate} per GPU expected" in shown[3]
+        found = json.loads(file.read_text())["run"]
+        assert {**found, "arguments": 0, "note": ""} == {**promised, "arguments": 0, "note": ""}
+    fast = [one for one in data["proposals"] if "adapters" not in one["note"]]
+    if room == "1":
+        assert all(one["expected_tokens_per_s"] > 1.02 * data["run"]["expected_tokens_per_s"] for one in fast)
 
 
 STAGES = (
@@ -61,7 +104,7 @@ STAGES = (
 
 
 def plan_of(capsys, *arguments: str) -> tuple[int, str]:
-    code = main(["plan", *TINY, *STAGES, *arguments])
+    code = main(["plan", *TINY, *STAGES, "--no-proposals", *arguments])
     return code, capsys.readouterr().out
 
 
@@ -78,16 +121,15 @@ def test_a_pipeline_is_as_full_as_its_fullest_stage(capsys, tmp_path):
         file = tmp_path / f"{rank}.json"
         code, out = plan_of(capsys, *uneven, room, f"--rank={rank}", f"--json={file}")
         data = json.loads(file.read_text())
-        assert code == 1 and "to fit: " in out and "done in layers 1 to 5" in out
+        assert code == 1 and "DOES NOT FIT" in out and "done in layers 1 to 5" in out
         assert [stage["fits"] for stage in data["stages"]] == [True, False]
         assert [stage["layers"] for stage in data["stages"]] == [1, 5]
         assert data["memory"]["total"] == data["stages"][rank]["total"]
-        floors += re.findall(r"floor with .*", out)
+        floors += re.findall(r"speed .*|  at best .*", out)
     assert floors[:2] == floors[2:], "the run's, not the rank's"
     code, out = plan_of(capsys, *uneven, room, "--sweep", f"--json={tmp_path / 'sweep.json'}")
-    rows = json.loads((tmp_path / "sweep.json").read_text())
-    modes = {row["activation_checkpoint"] for row in rows["too_large"]}
-    assert "none" in modes, "not judged by its first stage"
+    rows = json.loads((tmp_path / "sweep.json").read_text())["planned"]
+    assert [row["fits"] for row in rows] == [False] * len(rows), "not judged by its first stage"
 
 
 def test_stages_that_differ_are_looked_at(capsys):
@@ -104,46 +146,107 @@ def test_a_sweep_needs_ranks_for_all_stages(capsys):
 
 
 def test_a_sweep(capsys, tmp_path):
-    heads = ("--model.overrides.num_kv_heads=1", "--model.overrides.num_experts=4")
+    heads = ("--model.overrides.num_kv_heads=1", "--model.overrides.num_experts=4", "--gpus-per-node=1")
     code = main(["plan", *TINY, *heads, "--world-size=2", "--sweep", f"--json={tmp_path / 'sweep.json'}"])
     out = capsys.readouterr().out
-    assert code == 0 and "not legal:" in out and "tensor_parallel_degree does not divide num_kv_heads" in out
-    data = json.loads((tmp_path / "sweep.json").read_text())
-    times = [row["floor_overlapped_s"] / row["tokens"] for row in data["fitting"]]
-    assert times == sorted(times) and data["too_large"] == []
-    rows = {(row["dp_replicate"], row["dp_shard"], row["tp"], row["ep"]) for row in data["fitting"]}
-    assert rows == {(1, 2, 1, 1), (1, 2, 1, 2), (2, 1, 1, 1)}  # one head of keys: no tp
-    assert len(data["fitting"]) == 3 * len(rows) > data["traced"]
+    assert code == 0 and "not legal for this model and batch: 2 more" in out  # one head of keys: no tp
+    rows = json.loads((tmp_path / "sweep.json").read_text())["planned"]
+    rates = [row["expected_tokens_per_s"] for row in rows]
+    assert rates == sorted(rates, reverse=True) and all(row["fits"] for row in rows)
+    degrees = [tuple(row["degrees"][name] for name in ("dp_replicate", "dp_shard", "tp", "ep")) for row in rows]
+    assert sorted(degrees) == [(1, 2, 1, 1), (1, 2, 1, 2), (2, 1, 1, 1)]
+    assert {row["activation_checkpoint"] for row in rows} == {"none"}, "less of it where it fits"
+    argv = [
+        "plan",
+        *TINY,
+        *heads,
+        "--world-size=2",
+        "--no-proposals",
+        *rows[0]["arguments"],
+        f"--json={tmp_path / '1'}",
+    ]
+    assert main(argv) == 0
+    shown = json.loads((tmp_path / "1").read_text())["run"]
+    assert {**shown, "arguments": 0} == {**rows[0], "arguments": 0}
 
 
-def test_a_sweep_of_long_sequences(capsys, tmp_path, monkeypatch):
+def test_a_sweep_of_long_sequences():
     """Pieces have 4096 tokens or more, except with the degree of the configuration."""
-    trace_once = functools.cache(lambda: trace_stages(job.job, job.model_config, job.degrees))
-    job = check(load_config(TINY), 4)
-    monkeypatch.setattr(titanlite.features.estimate.sweep, "trace_stages", lambda *_: trace_once())
     long = ("--training.seq_len=8192", "--model.overrides.max_position_embeddings=8192")
     for more, expected in (((), {(1, 1), (1, 2), (2, 1)}), (("--parallelism.context_parallel_degree=4",), {(4, 1)})):
-        file = tmp_path / f"{len(more)}.json"
-        assert main(["plan", *TINY, *long, *more, "--world-size=4", "--sweep", f"--json={file}"]) == 0
-        rows = json.loads(file.read_text())["fitting"]
-        found = {(row["cp"], row["tp"]) for row in rows}
-        assert found == {(1, 1), (1, 2), (2, 1)} | expected
-        assert all(row["dp_replicate"] * row["dp_shard"] * row["cp"] * row["tp"] == 4 for row in rows)
-    assert "cp" in capsys.readouterr().out
+        request = read_request([*TINY, *long, *more, "--world-size=4"])
+        tried = []
+
+        def check(arguments):
+            tried.append(dict(re.findall(r"--parallelism\.(\w+)_parallel_degree=(\d+)", " ".join(arguments))))
+            read_request([*TINY, *long, *arguments, "--world-size=4"]).check()
+            raise ConfigError("only looked at")
+
+        with pytest.raises(ConfigError, match="none is legal. The first: only looked at"):
+            sweep(request.job, request.hardware, 4, None, check)
+        found = {(int(one["context"]), int(one["tensor"])) for one in tried}
+        assert {pair for pair in found if pair[0] == 1 or pair in expected} == found
+        assert found >= expected
+
+
+@pytest.mark.parametrize(
+    ("name", "preset"),
+    [
+        *(
+            ("Qwen/Qwen3-30B-A3B", "30B-A3B"),
+            ("Qwen/Qwen3-30B-A3B-Instruct-2507", "30B-A3B"),
+            ("me/Qwen3-0.6B", "0.6B"),
+        ),
+        *(("Qwen/Qwen3-8B-Base", "8B"), ("Qwen/Qwen2.5-7B-Instruct", "2.5-7B"), ("zai-org/GLM-4.5-Air", None)),
+        *(("meta-llama/Meta-Llama-3.1-8B", "3.1-8B"), ("deepseek-ai/DeepSeek-V3", "V3-671B-A37B"), ("a/Qwen-14B", "")),
+        *(("moonshotai/Moonlight-16B-A3B-Instruct", "Moonlight-16B-A3B"), ("Qwen/Qwen3-8B-AWQ", ""), ("a/debug", "")),
+    ],
+)
+def test_sizes_of_known_names_need_no_network(name, preset):
+    request = read_request(["--model", name, "--gpus", "2x4090"])
+    assert request.job.model.flavor == ("4.5-Air-106B-A12B" if preset is None else preset)
+    assert request.weights == name and request.known.world_size == 2 and request.hardware.name == "rtx4090-24gb"
+    assert request.job.model.hf_assets_path == ("" if request.job.model.flavor else name)
+
+
+def test_a_model_without_preset_or_folder(capsys, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert main(["plan", "--model", "nobody/nothing-1B", "--gpus=1xh100"]) == 2
+    err = capsys.readouterr().err
+    assert "model.path: 'nobody/nothing-1B' is no folder here" in err and "Sizes known without a network: " in err
+
+
+@pytest.mark.parametrize("name", ["", "config.json"], ids=["folder", "file"])
+def test_a_folder_that_has_sizes_alone(name, capsys, tmp_path):
+    source = families()["qwen3"]
+    hf = {**source.to_hf(source.presets["debug"]), "model_type": "qwen3"}
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    more = ["--lora.rank", "16", "--objective", "dpo", "--training.seq_len=64", "--tokens", "2e9", "--no-proposals"]
+    assert main(["plan", "--model", str(tmp_path / name), "--gpus", "2xa100", *more]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"dpo of adapters of rank 16 of {tmp_path / name} (config.json) on 2 x a100-80gb: ")
+    assert "2 B tokens in 15,625,000 steps of 128" in out and "which is not here" in out
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--world-size=4", "--gpu=h1000"], "--gpu=h1000: not in the table. Known are a100-40gb"),
+        (["--world-size=4", "--gpu=h1000"], "--gpu=h1000: not in the table. Did you mean h100-80gb?"),
         (["--world-size=4", "--rank=4"], "--rank=4: with --world-size=4 there are ranks 0 to 3."),
         (["--world-size=4", "--flops=-1"], "--flops=-1.0: a rate, size or number is more than 0. Correct it."),
         *(([f"--{name}=-1"], f"--{name}=-1.0: a rate") for name in ("intra-node-gbps", "inter-node-gbps")),
         *(([f"--{name}=-1"], f"--{name}=-1.0: a rate") for name in ("memory-gib", "reserved-gib")),
         (["--gpus-per-node=0"], "--gpus-per-node=0: a rate"),
+        (["--gpus=h100x8"], "--gpus=h100x8: not a number of GPUs. Write --gpus=8xh100"),
+        (["--gpus=0xh100"], "--world-size=0: a run has at least 1 rank."),
+        (["--gpus=3xh100"], "dp_replicate (1) * tp (2) = 2 does not divide the world size (3)"),
         (["--world-size=3"], "dp_replicate (1) * tp (2) = 2 does not divide the world size (3)"),
         (["--world-size=4", "--training.step=1"], "did you mean 'training.steps'?"),
-        (["--world-size=4", "--json=/nowhere/plan.json"], "--json=/nowhere/plan.json: cannot be written: No such file"),
+        (
+            ["--world-size=4", "--no-proposals", "--json=/nowhere/plan.json"],
+            "--json=/nowhere/plan.json: cannot be written: No such file",
+        ),
     ],
 )
 def test_refusals(arguments, message, capsys):
@@ -151,16 +254,48 @@ def test_refusals(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "plan: nothing to plan. Write --model=Qwen/Qwen3-8B --gpus=8xh100, or --config FILE."),
+        (["--config=/nowhere.toml"], "/nowhere.toml: no such file."),
+        (["--model=Qwen/Qwen3-8B", "--training.step=1"], "did you mean 'training.steps'?"),
+        (["--model=Qwen/Qwen3-8B", "--training.steps=0"], "command line: training.steps"),
+        (["--model=/nowhere"], "model.path: there is no /nowhere/config.json. Give a folder with a config.json."),
+    ],
+)
+def test_refusals_without_a_file(arguments, message, capsys):
+    assert main(["plan", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+EXAMPLES = re.findall(
+    r"```console\n\$ python -m titanlite (plan .*)\n((?s:.*?))```", (ROOT / "docs/plan.md").read_text()
+)
+
+
+@pytest.mark.parametrize(
+    ("command", "text"),
+    [
+        pytest.param(command, text, id=command.split()[2], marks=[] if "0.6B" in command else pytest.mark.slow)
+        for command, text in EXAMPLES
+    ],
+)
+def test_the_documentation_shows_what_the_command_prints(command, text, capsys):
+    main(shlex.split(command))
+    assert text.splitlines() == capsys.readouterr().out.splitlines()[: len(text.splitlines())]
+    assert len(EXAMPLES) == 4 and len(text.splitlines()) <= 12
+
+
 def test_the_command_of_the_readme_meets_the_limits():
     """Qwen3-235B-A22B on 512 ranks: under 60 s on 2 cores, and 4 GB; time of the processor, for tests share theirs."""
     (line,) = re.findall(r"^python -m titanlite plan .*--world-size 512.*$", (ROOT / "README.md").read_text(), re.M)
-    assert line in (ROOT / "docs" / "plan.md").read_text()
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    command = [sys.executable, *shlex.split(line)[1:]]
+    command = [sys.executable, *shlex.split(line)[1:], "--tensors"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == 0, done.stderr
     assert "model.layers.{0-93}.mlp.experts.gate_up_proj" in done.stdout and "64 nodes" in done.stdout
-    assert re.search(r"^planned in [\d.]+ s, [\d.]+ s of processor time, 5 layers traced$", done.stdout, re.M)
+    assert re.search(r"^planned .* s of processor time, 5 layers traced for this one$", done.stdout, re.M)
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 60
     assert after.ru_maxrss * 1024 < 4e9  # of the largest child so far

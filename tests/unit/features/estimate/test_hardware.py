@@ -1,13 +1,16 @@
 """Seconds of collectives, computed by hand."""
 
+import re
 from dataclasses import replace
 
 import pytest
+import torch
 
 from titanlite.base.errors import ConfigError
 from titanlite.config.parallelism import Degrees
 from titanlite.features.estimate.estimate import axis_ranks
-from titanlite.features.estimate.hardware import get_hardware
+from titanlite.features.estimate.hardware import GPUS, get_hardware
+from titanlite.metrics.flops import peak_flops
 
 H100 = get_hardware("h100-80gb")
 
@@ -36,9 +39,30 @@ def test_a_fast_network_is_no_faster_than_the_links_inside():
     assert fast.collective_s("all_gather", list(range(16)), 450e9)[1] == pytest.approx(15 / 16)
 
 
-def test_unknown_gpu():
-    with pytest.raises(ConfigError, match=r"--gpu=h1000: not in the table. Known are a100-40gb, .*h100-80gb"):
-        get_hardware("h1000")
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        *(("h100", "h100-80gb"), ("H100", "h100-80gb"), ("a100", "a100-80gb"), ("a100-40gb", "a100-40gb")),
+        *(("RTX 4090", "rtx4090-24gb"), ("4090", "rtx4090-24gb"), ("b200", "b200-180gb"), ("l4", "l4-24gb")),
+        *(("NVIDIA GeForce RTX 3090", "rtx3090-24gb"), ("l40s", "l40s-48gb"), ("mi300x", "mi300x-192gb")),
+    ],
+)
+def test_short_names(name, expected):
+    assert get_hardware(name).name == expected
+
+
+@pytest.mark.parametrize(("name", "hint"), [("h1000", "Did you mean h100-80gb? "), ("tpu", ""), ("", "")])
+def test_unknown_gpu(name, hint):
+    with pytest.raises(ConfigError, match=rf"--gpu={name}: not in the table. {re.escape(hint)}Known are h100-80gb"):
+        get_hardware(name)
+
+
+def test_rates_are_those_that_mfu_is_computed_with():
+    for name, gpu in GPUS.items():
+        words = name.rpartition("-")[0].replace("-", " ").upper()
+        known = None if words.startswith("RTX") else peak_flops(words, torch.bfloat16)
+        assert known in (None, gpu.flops), name
+        assert gpu.float32_flops < gpu.flops and gpu.usable_bytes > 18 * 2**30
 
 
 def test_ranks_of_axes():

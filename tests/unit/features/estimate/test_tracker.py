@@ -9,10 +9,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from titanlite.distributed import collectives
-from titanlite.features.estimate.flops import Flops
-from titanlite.features.estimate.tracker import ACTIVATIONS, LOGITS, TEMPORARIES, Segment, StepRecorder, fixed_scalars
-from titanlite.features.estimate.traffic import moved_by
-from titanlite.features.estimate.workspace import cuda_workspace
+from titanlite.features.estimate.operators import cuda_workspace, moved_by
+from titanlite.features.estimate.tracker import ACTIVATIONS, LOGITS, TEMPORARIES, FixedScalars, Segment, StepRecorder
 from titanlite.materialize import materialize
 from titanlite.models.decoder import build_decoder
 from titanlite.models.families import families
@@ -91,11 +89,16 @@ def test_a_chain_keeps_what_its_backward_needs(fake):
     assert (forward[ACTIVATIONS], forward[TEMPORARIES]) == (nbytes, nbytes)
     assert (head[ACTIVATIONS], head[LOGITS]) == (nbytes, nbytes + 4)  # the second product and its sum
     flops = 2 * size**3
-    assert recorder.flops == {
-        Segment(0, "forward", -1): Flops(high=flops),
-        Segment(0, "head", -1): Flops(high=flops),
-        Segment(0, "backward", -1): Flops(high=3 * flops),  # no gradient of x
+    found = {segment.phase: work for segment, work in recorder.work.items()}
+    assert {phase: work.wide for phase, work in found.items()} == {
+        "forward": flops,
+        "head": flops,
+        "backward": 3 * flops,  # no gradient of x
     }
+    assert all(work.wide == work.counted == work.done for work in found.values())
+    # Two operands and a result of the product; operand and result of relu, which launches a kernel, too.
+    assert (found["forward"].nbytes, found["forward"].launches) == (5 * nbytes, 2)
+    assert (found["head"].nbytes, found["head"].launches) == (4 * nbytes + 4, 2)  # the product, and the sum of it
 
 
 def test_flops_of_a_dense_model_are_those_of_torch():
@@ -105,7 +108,7 @@ def test_flops_of_a_dense_model_are_those_of_torch():
     tokens = torch.zeros(2, 16, dtype=torch.int64)
     with StepRecorder(model.parameters()) as recorder, FlopCounterMode(display=False) as counter:
         model(tokens, tokens).cross_entropy.backward()
-    (flops,) = recorder.flops.values()
+    (flops,) = recorder.work.values()
     sizes = model.config
     # torch has no formula for the CPU's attention: two products in forward, five in backward.
     attention = 2 * 7 * 2 * sizes.num_heads * sizes.head_dim * 16**2 * sizes.num_layers
@@ -129,15 +132,32 @@ def test_the_fused_experts_count_as_their_products():
             offsets = torch.zeros(experts, dtype=torch.int32)
             with StepRecorder([x, gate_up, down, weight, index, offsets], cuda_workspace) as recorder:
                 moe_experts(x, gate_up, down, weight, index, index.unsqueeze(1), offsets).sum().backward()
-        (flops,) = recorder.flops.values()
+        (flops,) = recorder.work.values()
         counted.append(flops.counted)
         (peak,) = recorder.peaks().values()
     assert counted == [3 * 2 * rows * hidden * 3 * inner] * 2
     assert peak[TEMPORARIES] >= rows * (2 * inner + hidden) * 4  # inside the fused backward: dz and dx by row
 
 
+def test_views_move_nothing_and_steps_in_place_read_and_write():
+    x, index = torch.zeros(64, 8), torch.zeros(2, dtype=torch.int64)
+    with StepRecorder([x]) as recorder:
+        for phase in ("view", "in place", "picked", "made"):
+            recorder.begin(0, phase)
+            _ = {
+                "view": lambda: x.view(8, 64).t()[1:],
+                "in place": lambda: x.add_(1),
+                "picked": lambda: x.index_select(0, index),
+                "made": lambda: torch.empty(64),
+            }[phase]()
+    found = {segment.phase: (work.nbytes, work.launches) for segment, work in recorder.work.items()}
+    assert found["view"] == found["made"] == (0, 0)
+    assert found["in place"] == (2 * x.nbytes, 1)
+    assert found["picked"] == (2 * 2 * 8 * 4, 1)
+
+
 def test_scalars_without_data_can_be_read():
-    with FakeTensorMode(), fixed_scalars():
+    with FakeTensorMode(), FixedScalars():
         assert bool(torch.zeros((), dtype=torch.bool)) is True
         assert torch.zeros((), dtype=torch.int64).item() == 1
         assert torch.zeros(()).item() == 1.0
@@ -145,7 +165,7 @@ def test_scalars_without_data_can_be_read():
 
 def test_an_unknown_collective_is_refused():
     with pytest.raises(
-        NotImplementedError, match=r"c10d.gather_.default is not in titanlite.features.estimate.traffic"
+        NotImplementedError, match=r"c10d.gather_.default is not in titanlite.features.estimate.operators"
     ):
         moved_by(torch.ops.c10d.gather_.default, (), None)
 

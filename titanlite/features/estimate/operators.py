@@ -1,0 +1,331 @@
+"""Operators as a plan counts them: products, bytes to memory and between ranks, memory inside of CUDA kernels."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_iter
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+import titanlite.features.cpu.attention
+import titanlite.ops.attention
+import titanlite.ops.moe_experts  # noqa: F401
+from titanlite.distributed import collectives  # noqa: F401 - defines torch.ops.titanlite.all_gather and others
+from titanlite.features.cpu.onednn import get_onednn_op
+
+_aten, _own = torch.ops.aten, torch.ops.titanlite
+_c10d, _functional = torch.ops.c10d, torch.ops._c10d_functional
+
+
+@dataclass(frozen=True)
+class Work:
+    """Work of kernels. FLOPs are the multiplications and additions of matrix products.
+
+    Attributes:
+        dense, experts: FLOPs in two-byte floats: of plain products, and of the grouped ones of experts.
+        flash, masked: the same of attention: of the flash kernel, and of the memory-efficient one that takes a mask.
+        wide: FLOPs in wider floats.
+        skipped: of all these, those above the diagonal of causal attention, which a causal kernel leaves out.
+            torch's FlopCounterMode counts them.
+        nbytes: read from and written to memory.
+        launches: of kernels.
+    """
+
+    dense: int = 0
+    experts: int = 0
+    flash: int = 0
+    masked: int = 0
+    wide: int = 0
+    skipped: int = 0
+    nbytes: int = 0
+    launches: int = 0
+
+    def __add__(self, other: "Work") -> "Work":
+        return Work(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(Work)))
+
+    def __mul__(self, factor: int) -> "Work":
+        return Work(*(factor * getattr(self, f.name) for f in fields(Work)))
+
+    @property
+    def counted(self) -> int:
+        """FLOPs as torch's FlopCounterMode counts."""
+        return self.dense + self.experts + self.flash + self.masked + self.wide
+
+    @property
+    def done(self) -> int:
+        """FLOPs as kernels do them."""
+        return self.counted - self.skipped
+
+
+def _rows_through(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> int:
+    """Rows (R, K) through matrices (E, K, N), or as in their gradient (M, R) and (R, N), group by group."""
+    return 2 * x.shape[0] * x.shape[1] * weight.shape[-1]
+
+
+def _moe_experts_forward(
+    x: Any, gate_up: torch.Tensor, down: Any, row_weight: Any, token: torch.Tensor, *rest: Any
+) -> int:
+    _, two_inner, hidden = gate_up.shape
+    return 2 * token.shape[0] * hidden * (two_inner + two_inner // 2)
+
+
+def _moe_experts_backward(
+    dout: Any, x: Any, gate_up: torch.Tensor, down: Any, row_weight: Any, token: torch.Tensor, *rest: Any
+) -> int:
+    """Gradients dh (always: the gradient of the row weights needs it), dx, and those of the two weights."""
+    _, two_inner, hidden = gate_up.shape
+    need_x, need_gate_up, need_down, _ = rest[-2]
+    widths = two_inner // 2 * (1 + need_down) + two_inner * (need_x + need_gate_up)
+    return 2 * token.shape[0] * hidden * widths
+
+
+def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> int:
+    return sdpa_flop_count(q.shape, *_repeated(q, k, v))
+
+
+def _sdpa_backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> int:
+    return sdpa_backward_flop_count(dout.shape, q.shape, *_repeated(q, k, v))
+
+
+def _repeated(q: torch.Tensor, *others: torch.Tensor) -> list[tuple[int, ...]]:
+    """Shapes of keys and values with a head for each query head: torch 2.11 counts no others."""
+    return [(other.shape[0], q.shape[1], *other.shape[2:]) for other in others]
+
+
+def _of_host(formula: Callable[..., int], tensors: int) -> Callable[..., int]:
+    """For the CPU's attention, whose heads are dim 2; with the scores above the diagonal, as torch counts its own."""
+    return lambda *args: formula(*(tensor.transpose(1, 2) for tensor in args[:tensors]))
+
+
+_FLASH, _FLASH_BACKWARD = (
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_flash_attention_backward.default,
+)
+_EFFICIENT, _EFFICIENT_BACKWARD = (
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_efficient_attention_backward.default,
+)
+_HOST_FLASH, _HOST_FLASH_BACKWARD = (
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+)
+_EXPERTS: dict[Any, Callable[..., int]] = {
+    _own.grouped_mm.default: _rows_through,
+    _own.grouped_mm_wgrad.default: lambda x, dy, *rest: 2 * x.shape[0] * x.shape[1] * dy.shape[1],
+    _own.moe_experts_forward.default: _moe_experts_forward,
+    _own.moe_experts_backward.default: _moe_experts_backward,
+    _aten._grouped_mm.default: _rows_through,
+}
+# For the others torch has formulas of its own.
+_FORMULAS: dict[Any, Callable[..., int]] = {
+    **_EXPERTS,
+    _own.host_attention.default: _of_host(_sdpa, 3),
+    _own.host_attention_backward.default: _of_host(_sdpa_backward, 4),
+    _FLASH: _sdpa,
+    _FLASH_BACKWARD: _sdpa_backward,
+    _HOST_FLASH: _sdpa,
+    _HOST_FLASH_BACKWARD: _sdpa_backward,
+    _aten.addmm_.default: lambda out, a, b, *rest: 2 * a.shape[0] * a.shape[1] * b.shape[1],  # torch knows addmm only
+    get_onednn_op(): lambda x, weight, *rest: 2 * x.numel() * weight.shape[0],
+}
+_ALWAYS_CAUSAL = {_own.host_attention.default, _own.host_attention_backward.default}
+# Operator -> place of `is_causal` among its arguments.
+_CAUSAL = {
+    _FLASH: 4,
+    _FLASH_BACKWARD: 11,
+    _HOST_FLASH: 4,
+    _HOST_FLASH_BACKWARD: 7,
+    _EFFICIENT: 6,
+    _EFFICIENT_BACKWARD: 11,
+}
+
+
+def count_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Work:
+    """FLOPs of one call, forward or backward; nothing for operators that multiply no matrices."""
+    formula = _FORMULAS.get(func)
+    if formula is not None:
+        count = formula(*args)
+    else:
+        formula = flop_registry.get(getattr(func, "_overloadpacket", None))
+        if formula is None:
+            return Work()
+        count = formula(*args, **kwargs, out_val=out)
+    place = _CAUSAL.get(func)
+    causal = func in _ALWAYS_CAUSAL or (
+        place is not None and (args[place] if len(args) > place else kwargs.get("is_causal", False))
+    )
+    kind = "experts" if func in _EXPERTS else "dense"
+    if place is not None:
+        kind = "flash" if causal or func in (_FLASH, _FLASH_BACKWARD) else "masked"
+    first = next(arg for arg in args if isinstance(arg, torch.Tensor))
+    return Work(**{kind if first.dtype.itemsize <= 2 else "wide": count}, skipped=count // 2 if causal else 0)
+
+
+# Those that read as much as they write, whatever the size of what they read from.
+_PICKING = {_aten.embedding.default, _aten.index_select.default, _aten.index.Tensor, _aten.gather.default}
+_WITHOUT_KERNEL = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
+
+
+@cache
+def _written(func: Any) -> tuple[int, ...]:
+    """Places of the arguments that `func` changes."""
+    return tuple(
+        place
+        for place, argument in enumerate(func._schema.arguments)
+        if getattr(argument.alias_info, "is_write", False)
+    )
+
+
+def measure(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, *, moves: bool, inside: int) -> Work:
+    """Everything of one call. Views launch nothing; a collective (`moves`) has time of its own, on links.
+
+    `inside` are the bytes that the kernel holds while it runs, which it writes and reads.
+    """
+    if moves:
+        return Work(launches=1)
+    if getattr(func, "_overloadpacket", None) in _WITHOUT_KERNEL or func.namespace in ("c10d", "_c10d_functional"):
+        return Work()
+    flops = count_flops(func, args, kwargs, out)
+    written = _written(func)
+    read, made = list(_tensors((args, kwargs))), list(_tensors(out))
+    if not written and not flops.counted and _share_storage(read, made):
+        return Work()
+    if func in _PICKING:
+        nbytes = 2 * sum(map(_held, made))
+    else:
+        changed = [tensor for place in written if place < len(args) for tensor in _tensors(args[place])]
+        nbytes = sum(map(_held, read)) + sum(map(_held, changed or made))
+    return flops + Work(nbytes=nbytes + 2 * inside, launches=1)
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [value for value in tree_iter(values) if isinstance(value, torch.Tensor)]
+
+
+def _held(tensor: torch.Tensor) -> int:
+    return min(tensor.nbytes, tensor.untyped_storage().nbytes())  # an expanded one has more elements than memory
+
+
+def _share_storage(read: list[torch.Tensor], made: list[torch.Tensor]) -> bool:
+    storages = {tensor.untyped_storage()._cdata for tensor in read}
+    return bool(made) and all(tensor.untyped_storage()._cdata in storages for tensor in made)
+
+
+class Moved(NamedTuple):
+    """One collective.
+
+    Attributes:
+        kind: "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast" or "send".
+        group: name of the process group.
+        tensor: the whole: what is gathered, scattered or reduced; of an all-to-all what this rank sends.
+    """
+
+    kind: str
+    group: str
+    tensor: torch.Tensor
+
+
+# Operator -> (kind, place of the group among the arguments, place of the tensor or -1 for the result).
+_COLLECTIVES: dict[Any, tuple[str, int, int]] = {
+    _c10d._allgather_base_.default: ("all_gather", 2, 0),
+    _c10d._reduce_scatter_base_.default: ("reduce_scatter", 2, 1),
+    _c10d.allreduce_.default: ("all_reduce", 1, 0),
+    _c10d.broadcast_.default: ("broadcast", 1, 0),
+    _c10d.send.default: ("send", 1, 0),
+    _c10d.alltoall_base_.default: ("all_to_all", 2, 1),
+    _functional.all_gather_into_tensor.default: ("all_gather", 2, -1),
+    _functional.reduce_scatter_tensor.default: ("reduce_scatter", 3, 0),
+    _functional.all_reduce.default: ("all_reduce", 2, 0),
+    _functional.all_reduce_.default: ("all_reduce", 2, 0),
+    _functional.all_to_all_single.default: ("all_to_all", 3, 0),
+    _functional.broadcast.default: ("broadcast", 2, 0),
+    _own.host_all_gather.default: ("all_gather", 2, 0),
+    _own.host_reduce_scatter.default: ("reduce_scatter", 2, 1),
+    _own.all_gather.default: ("all_gather", 2, -1),
+    _own.reduce_scatter.default: ("reduce_scatter", 2, 0),
+    _own.all_reduce.default: ("all_reduce", 1, 0),
+    _own.gather_parts.default: ("all_gather", 2, -1),
+    _own.all_to_all.default: ("all_to_all", 3, 0),
+}
+_WITHOUT_BYTES = {_functional.wait_tensor.default, _c10d.barrier.default, _c10d.recv_.default}  # sent by others
+EXCHANGES = {
+    *(_own.all_gather.default, _own.reduce_scatter.default, _own.all_reduce.default, _own.all_to_all.default),
+    _own.gather_parts.default,
+    *(_functional.all_gather_into_tensor.default, _functional.reduce_scatter_tensor.default),
+    _functional.all_to_all_single.default,
+}
+"""Operators whose results are activations that came from other ranks."""
+
+
+def moved_by(func: Any, args: tuple[Any, ...], out: Any) -> list[Moved]:
+    """Bytes that one call of an operator moves between ranks; mostly nothing.
+
+    Raises:
+        NotImplementedError: a collective that is not in the table, which would be left out in silence.
+    """
+    if func in _COLLECTIVES:
+        kind, group, place = _COLLECTIVES[func]
+        name = args[group] if isinstance(args[group], str) else dist.ProcessGroup.unbox(args[group]).group_name
+        moved = out if place < 0 else args[place]
+        return [Moved(kind, name, tensor) for tensor in (moved if isinstance(moved, list | tuple) else [moved])]
+    if func.namespace in ("c10d", "_c10d_functional") and func not in _WITHOUT_BYTES:
+        raise NotImplementedError(f"plan: the collective {func} is not in titanlite.features.estimate.operators.")
+    return []
+
+
+def cuda_workspace(func: Any, args: tuple[Any, ...], out: Any) -> int:
+    """Bytes that CUDA's kernel of `func` holds only while it runs, in addition to its arguments and its result."""
+    count = _INSIDE.get(func)
+    return 0 if count is None else count(args, out)
+
+
+def _experts_inside(args: tuple[Any, ...], out: Any) -> int:
+    """Tensors h (R, I), and the results per row (R, D); see `ops.moe_experts`."""
+    x, gate_up, _, _, token, *_ = args
+    inner = gate_up.shape[1] // 2
+    return token.shape[0] * (inner + x.shape[1]) * x.element_size()
+
+
+def _experts_backward_inside(args: tuple[Any, ...], out: Any) -> int:
+    """Tensors dz (R, 2 I) with h (R, I) first, then with the gradients per row (R, D)."""
+    _, x, gate_up, _, _, token, *_ = args
+    two_inner = gate_up.shape[1]
+    return token.shape[0] * (two_inner + max(two_inner // 2, x.shape[1])) * x.element_size()
+
+
+def _pieces(args: tuple[Any, ...], out: Any) -> int:
+    """The tensor in the order of the ranks, before it is gathered into, or scattered from, the order of its dim."""
+    whole = max(args[0].nbytes, out.nbytes)
+    # Along the first dim that has more than one element the orders are the same.
+    return 0 if math.prod(args[0].shape[: args[1]]) == 1 else whole
+
+
+def _flash_backward_inside(args: tuple[Any, ...], out: Any) -> int:
+    """The gradient of q is summed in float32, its row sums too; those of shared heads are made for every query head."""
+    _, q, k, *_ = args
+    batch, heads, queries, width = q.shape
+    rounded = -(-queries // 128) * 128
+    shared = 2 * batch * heads * k.shape[2] * width * q.element_size() if heads != k.shape[1] else 0
+    return batch * heads * rounded * (width + 1) * 4 + shared
+
+
+def _efficient_backward_inside(args: tuple[Any, ...], out: Any) -> int:
+    """Row sums, and float32 sums of gradients where heads are wider than 64."""
+    _, q, k, *_ = args
+    batch, heads, queries, width = q.shape
+    sums = batch * heads * (queries + 2 * k.shape[2]) * width * 4 if width > 64 else 0
+    return batch * heads * queries * 4 + sums
+
+
+_INSIDE = {
+    _own.moe_experts_forward.default: _experts_inside,
+    _own.moe_experts_backward.default: _experts_backward_inside,
+    _own.all_gather.default: _pieces,
+    _own.reduce_scatter.default: _pieces,
+    _FLASH_BACKWARD: _flash_backward_inside,
+    _EFFICIENT_BACKWARD: _efficient_backward_inside,
+}
