@@ -28,7 +28,7 @@ COMMENTED = sorted([*(ROOT / "configs").rglob("*.toml"), *(ROOT / "scripts").rgl
 COMMENTED += sorted((ROOT / "scripts").rglob("*.py")) + sorted((ROOT / "scripts/launch").glob("*.yaml"))
 # An example of a mistake.
 WRONG_KEYS = {"training.step"}
-TO_REWRITE = "generate observability plan"
+TO_REWRITE = "generate observability"
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

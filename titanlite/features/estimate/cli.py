@@ -7,7 +7,7 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,16 @@ from titanlite.features.estimate.trace import layers_to_trace
 from titanlite.models.families import families
 from titanlite.preflight import Checked, check
 
-_GIBI = 2**30
+# Option -> field of Hardware, its unit, help.
+_FIGURES = {
+    "flops": ("flops", 1e12, "TFLOP/s of the GPU in bfloat16"),
+    "memory-gbps": ("memory_bytes_s", 1e9, "Gbyte/s of the GPU's memory"),
+    "intra-node-gbps": ("intra_node_bytes_s", 1e9 / 8, "Gbit/s of a GPU to others of its node, one direction"),
+    "inter-node-gbps": ("inter_node_bytes_s", 1e9 / 8, "Gbit/s of a GPU to other nodes, one direction"),
+    "gpus-per-node": ("gpus_per_node", 1, "ranks on one node (default: 8)"),
+    "memory-gib": ("memory_bytes", 2**30, "memory of the GPU"),
+    "reserved-gib": ("reserved_bytes", 2**30, "of it, what is not for training (default: 3)"),
+}
 # Settings of a run that has no file, and of `--objective` in any.
 _OBJECTIVES = {
     "sft": ("--data.dataset=examples",),
@@ -57,10 +66,10 @@ class Request:
         try:
             return check(self.job, self.known.world_size, weights=False)
         except ConfigError as error:
-            if "cannot be downloaded" in str(error) and "of the hub" not in self.sizes:
+            if "cannot be downloaded" not in str(error):
                 raise
-            names = ", ".join(sorted(_preset_names()))
-            raise ConfigError(f"{error} Sizes known without a network: {names}.") from None
+            flavors = (f"{name} {', '.join(family.presets)}" for name, family in families().items())
+            raise ConfigError(f"{error} Sizes known without a network: {'; '.join(flavors)}.") from None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -68,15 +77,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     level = logger.level
     logger.setLevel(logging.ERROR)  # what a run would log is not what is asked
-    progress = _Progress()
+    planner = _Planner(given)
     try:
-        return _sweep(given, progress) if read_request(given).known.sweep else _plan(given, progress)
+        request = read_request(given)
+        return _sweep(request, planner) if request.known.sweep else _plan(request, planner)
     except TitanliteError as error:
-        progress.clear()
+        planner.show()
         print(f"titanlite: error: {error}", file=sys.stderr)
         return 2
     finally:
-        progress.clear()
         logger.setLevel(level)
 
 
@@ -114,13 +123,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rank", type=int, default=0, help="rank to look at (default: 0)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the plan there, too")
     parser.add_argument("--every-layer", action="store_true", help="trace all layers, not few of each kind; slower")
-    parser.add_argument("--flops", type=float, help="TFLOP/s of the GPU in bfloat16")
-    parser.add_argument("--memory-gbps", type=float, help="Gbyte/s of the GPU's memory")
-    parser.add_argument("--intra-node-gbps", type=float, help="Gbit/s of a GPU to others of its node, one direction")
-    parser.add_argument("--inter-node-gbps", type=float, help="Gbit/s of a GPU to other nodes, one direction")
-    parser.add_argument("--gpus-per-node", type=int, help="ranks on one node (default: 8)")
-    parser.add_argument("--memory-gib", type=float, help="memory of the GPU")
-    parser.add_argument("--reserved-gib", type=float, help="of it, what is not for training (default: 3)")
+    for option, (_, _, text) in _FIGURES.items():
+        parser.add_argument(f"--{option}", type=float, help=text)
     return parser
 
 
@@ -193,151 +197,115 @@ def _preset_names() -> dict[str, tuple[str, str]]:
 
 def _hardware(known: argparse.Namespace) -> Hardware:
     hardware = get_hardware(known.gpu)
-    given = {
-        "flops": ("flops", 1e12),
-        "memory_bytes_s": ("memory_gbps", 1e9),
-        "intra_node_bytes_s": ("intra_node_gbps", 1e9 / 8),
-        "inter_node_bytes_s": ("inter_node_gbps", 1e9 / 8),
-        "gpus_per_node": ("gpus_per_node", 1),
-        "memory_bytes": ("memory_gib", _GIBI),
-        "reserved_bytes": ("reserved_gib", _GIBI),
-    }
-    for name, (option, scale) in given.items():
-        value = getattr(known, option)
+    for option, (name, unit, _) in _FIGURES.items():
+        value = getattr(known, option.replace("-", "_"))
         if value is None:
             continue
-        if not (0 < value < float("inf") or (name == "reserved_bytes" and value == 0)):
-            shown = f"--{option.replace('_', '-')}={value}"
-            raise ConfigError(f"{shown}: a rate, size or number is more than 0. Correct it.")
-        changed: Any = {name: int(value * scale) if name.endswith(("bytes", "node")) else value * scale}
+        if not (0 < value < float("inf") or (option == "reserved-gib" and value == 0)):
+            raise ConfigError(f"--{option}={value:g}: a rate, size or number is more than 0. Correct it.")
+        changed: Any = {name: type(getattr(hardware, name))(value * unit)}
         hardware = replace(hardware, **changed)
     return hardware
 
 
-class _Progress:
-    """One line on stderr that counts plans, if that is a terminal; and time since this was made.
-
-    The processor's time is the same on a busy machine, except for caches.
-    """
-
-    def __init__(self) -> None:
-        self._wall, self._processor = time.perf_counter(), time.process_time()
-        self._count, self._is_shown = 0, False
-
-    def show(self, arguments: Sequence[str]) -> None:
-        self._count += 1
-        if sys.stderr.isatty():
-            self.clear()
-            text = f"planning {self._count}: {' '.join(arguments) or 'the run'}"
-            print(text[:100], end="", file=sys.stderr, flush=True)
-            self._is_shown = True
-
-    def clear(self) -> None:
-        if self._is_shown:
-            print(f"\r{' ' * 100}\r", end="", file=sys.stderr, flush=True)
-            self._is_shown = False
-
-    def describe(self) -> str:
-        """`planned 9 times in 4.1 s, 3.9 s of processor time`."""
-        wall, processor = time.perf_counter() - self._wall, time.process_time() - self._processor
-        count = "" if self._count == 1 else f" {self._count} times"
-        return f"planned{count} in {wall:.1f} s, {processor:.1f} s of processor time"
-
-
 class _Planner:
-    """Plans of one command line with more arguments."""
+    """Plans of one command line with more arguments. Shows one line of progress if stderr is a terminal."""
 
-    def __init__(self, argv: Sequence[str], progress: _Progress) -> None:
-        self._argv, self._progress = argv, progress
-
-    def read(self, more: Sequence[str] = ()) -> Request:
-        return read_request([*self._argv, *more])
+    def __init__(self, argv: Sequence[str]) -> None:
+        self._argv, self._count = argv, 0
+        self._started = time.perf_counter(), time.process_time()
 
     def check(self, more: Sequence[str] = ()) -> Checked:
-        return self.read(more).check()
+        return read_request([*self._argv, *more]).check()
 
     def plan(self, more: Sequence[str] = (), note: str = "") -> Planned:
-        request = self.read(more)
-        checked = request.check()
-        self._progress.show(more)
-        # Which rank owns which of Muon's matrices does not repeat from layer to layer.
-        every_layer = request.known.every_layer or checked.job.optimizer.name == "Muon"
+        request = read_request([*self._argv, *more])
+        checked, known = request.check(), request.known
+        self._count += 1
+        self.show(f"planning {self._count}: {' '.join(more) or 'the run'}")
         stages = estimate_stages(
             checked.job,
             checked.model_config,
             checked.degrees,
             request.hardware,
-            rank=request.known.rank if not more else 0,
-            every_layer=every_layer,
+            rank=0 if more else known.rank,
+            # Which rank owns which of Muon's matrices does not repeat from layer to layer.
+            every_layer=known.every_layer or checked.job.optimizer.name == "Muon",
         )
         return Planned(tuple(more), checked, request.hardware, merge_stages(stages), note, stages)
 
+    def show(self, text: str = "") -> None:
+        """Replace the line of progress; without `text` clear it."""
+        if sys.stderr.isatty():
+            print(f"\r{text[:100]:<100}\r", end="", file=sys.stderr, flush=True)
 
-def _plan(argv: list[str], progress: _Progress) -> int:
-    planner = _Planner(argv, progress)
-    request = planner.read()
+    def describe(self) -> str:
+        """`planned 9 times in 4.1 s, 3.9 s of processor time`; the latter is the same on a busy machine."""
+        wall, processor = time.perf_counter() - self._started[0], time.process_time() - self._started[1]
+        return f"planned {self._count} times in {wall:.1f} s, {processor:.1f} s of processor time"
+
+
+def _plan(request: Request, planner: _Planner) -> int:
     known, hardware = request.known, request.hardware
     base = planner.plan()
-    checked, stages = base.checked, base.stages
-    wanted = known.proposals
+    checked, stages, wanted = base.checked, base.stages, known.proposals
     if wanted is None:  # one trace of every layer takes as long as all proposals together
         is_quick = layers_to_trace(checked.job, checked.model_config, checked.degrees, 0) is not None
         wanted = is_quick and not known.every_layer and checked.job.optimizer.name != "Muon"
     proposals = propose(base, planner.plan) if wanted else None
-    progress.clear()
+    planner.show()
     print(render.render_verdict(base, request.weights, request.sizes, known.tokens, proposals) + "\n", flush=True)
     run_plan = exact_plan(checked, planned_sources(checked, request.weights), known.rank, fold=not known.all)
     estimate = stages[checked.degrees.stage_of(known.rank)]
-    print(render.render_memory(run_plan, estimate, hardware) + "\n")
+    parts = [render.render_memory(run_plan, estimate, hardware)]
     if checked.degrees.pp > 1:
-        print(render.render_stages(stages, hardware) + "\n")
-    print(render.render_reads(run_plan, request.weights, bool(checked.job.checkpoint.initial_load_path)) + "\n")
-    print(render.render_collectives(estimate, hardware, known.rank) + "\n")
-    print(render.render_time(base.estimate, hardware) + "\n")
+        parts.append(render.render_stages(stages, hardware))
+    parts += [
+        render.render_reads(run_plan, request.weights, bool(checked.job.checkpoint.initial_load_path)),
+        render.render_collectives(estimate, hardware, known.rank),
+        render.render_time(base.estimate, hardware),
+    ]
     if known.tensors or known.all:
-        print(render.render_tensors(run_plan) + "\n")
-    print("\n".join(_assumptions(checked, base)))
-    print(f"{progress.describe()}, {estimate.trace.traced_layers} layers traced for this one")
+        parts.append(render.render_tensors(run_plan))
+    print("\n\n".join([*parts, "\n".join(["assumed:", *_assumptions(checked, base)])]))
+    print(f"{planner.describe()}, {estimate.trace.traced_layers} layers traced each time")
     if known.json is not None:
         _write(known.json, render.to_json(run_plan, base, estimate, proposals or []))
     return 0 if base.fits else 1
 
 
-def _sweep(argv: list[str], progress: _Progress) -> int:
-    planner = _Planner(argv, progress)
-    request = planner.read()
-    found, refused = sweep(request.job, request.hardware, request.known.world_size, planner.plan, planner.check)
-    progress.clear()
+def _sweep(request: Request, planner: _Planner) -> int:
+    known = request.known
+    found, refused = sweep(request.job, request.hardware, known.world_size, planner.plan, planner.check)
+    planner.show()
     print(render.render_sweep(found, request.hardware))
     if refused:
         print(f"  not legal for this model and batch: {refused} more; plan one of them to see why")
-    print(progress.describe())
-    if request.known.json is not None:
-        data = {"world_size": request.known.world_size, "hardware": vars(request.hardware)}
-        _write(request.known.json, {**data, "planned": [render.planned_to_json(one) for one in found]})
+    print(planner.describe())
+    if known.json is not None:
+        data = {"world_size": known.world_size, "hardware": vars(request.hardware)}
+        _write(known.json, {**data, "planned": [render.planned_to_json(one) for one in found]})
     return 0 if found[0].fits else 1
 
 
-def _assumptions(checked: Checked, base: Planned) -> list[str]:
+def _assumptions(checked: Checked, base: Planned) -> Iterator[str]:
     """What the figures take for granted."""
     job, trace = checked.job, base.estimate.trace
-    notes = {
-        "routing is balanced: each expert gets equally many tokens, each rank sends equally many rows": bool(
-            checked.model_config.num_experts
-        ),
-        "Muon: FLOPs and exchange are this rank's; another may own a few matrices more": job.optimizer.name == "Muon",
-        "compile.enable: traced uncompiled, which keeps as much or more, and is slower": job.compile.enable,
-        "training.enable_cpu_offload: traced without it, then weights, gradients and states taken off; the time to "
-        "copy them is not counted": job.training.enable_cpu_offload,
-        "images are not traced: add the vision tower's activations, which depend on their sizes": job.data.dataset
-        == "images",
-        "one pair per row; cached log-probabilities are there already": job.training.objective == "dpo",
-        f"{trace.micro_batches} micro-batches: {trace.traced_micro_batches} are traced, and those that follow are like "
-        "them": trace.micro_batches > trace.traced_micro_batches,
-        "expected times: published efficiencies, not measured here (docs/plan.md); validation, saving and reading data "
-        "are not counted": True,
-    }
-    return ["assumed:", *(f"  {note}" for note, holds in notes.items() if holds)]
+    if checked.model_config.num_experts:
+        yield "  routing is balanced: each expert gets equally many tokens, each rank sends equally many rows"
+    if job.optimizer.name == "Muon":
+        yield "  Muon: FLOPs and exchange are this rank's; another may own a few matrices more"
+    if job.compile.enable:
+        yield "  compile.enable: traced uncompiled, which keeps as much or more, and is slower"
+    if job.training.enable_cpu_offload:
+        yield "  training.enable_cpu_offload: weights, gradients and states taken off; no time to copy them added"
+    if job.data.dataset == "images":
+        yield "  images are not traced: add the vision tower's activations, which depend on their sizes"
+    if job.training.objective == "dpo":
+        yield "  one pair per row; cached log-probabilities are there already"
+    if trace.micro_batches > trace.traced_micro_batches:
+        yield f"  {trace.micro_batches} micro-batches: {trace.traced_micro_batches} are traced, others are like them"
+    yield "  expected: from published efficiencies, not measured here (docs/plan.md); no validation, no saving"
 
 
 def _write(path: Path, data: dict[str, Any]) -> None:

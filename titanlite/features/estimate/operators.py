@@ -66,17 +66,15 @@ def _rows_through(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> int:
     return 2 * x.shape[0] * x.shape[1] * weight.shape[-1]
 
 
-def _moe_experts_forward(
-    x: Any, gate_up: torch.Tensor, down: Any, row_weight: Any, token: torch.Tensor, *rest: Any
-) -> int:
+def _moe_experts_forward(*args: Any) -> int:
+    _, gate_up, _, _, token, *_ = args
     _, two_inner, hidden = gate_up.shape
     return 2 * token.shape[0] * hidden * (two_inner + two_inner // 2)
 
 
-def _moe_experts_backward(
-    dout: Any, x: Any, gate_up: torch.Tensor, down: Any, row_weight: Any, token: torch.Tensor, *rest: Any
-) -> int:
+def _moe_experts_backward(*args: Any) -> int:
     """Gradients dh (always: the gradient of the row weights needs it), dx, and those of the two weights."""
+    _, _, gate_up, _, _, token, *rest = args
     _, two_inner, hidden = gate_up.shape
     need_x, need_gate_up, need_down, _ = rest[-2]
     widths = two_inner // 2 * (1 + need_down) + two_inner * (need_x + need_gate_up)
@@ -101,18 +99,12 @@ def _of_host(formula: Callable[..., int], tensors: int) -> Callable[..., int]:
     return lambda *args: formula(*(tensor.transpose(1, 2) for tensor in args[:tensors]))
 
 
-_FLASH, _FLASH_BACKWARD = (
-    _aten._scaled_dot_product_flash_attention.default,
-    _aten._scaled_dot_product_flash_attention_backward.default,
-)
-_EFFICIENT, _EFFICIENT_BACKWARD = (
-    _aten._scaled_dot_product_efficient_attention.default,
-    _aten._scaled_dot_product_efficient_attention_backward.default,
-)
-_HOST_FLASH, _HOST_FLASH_BACKWARD = (
-    _aten._scaled_dot_product_flash_attention_for_cpu.default,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
-)
+_FLASH = _aten._scaled_dot_product_flash_attention.default
+_FLASH_BACKWARD = _aten._scaled_dot_product_flash_attention_backward.default
+_EFFICIENT = _aten._scaled_dot_product_efficient_attention.default
+_EFFICIENT_BACKWARD = _aten._scaled_dot_product_efficient_attention_backward.default
+_HOST_FLASH = _aten._scaled_dot_product_flash_attention_for_cpu.default
+_HOST_FLASH_BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 _EXPERTS: dict[Any, Callable[..., int]] = {
     _own.grouped_mm.default: _rows_through,
     _own.grouped_mm_wgrad.default: lambda x, dy, *rest: 2 * x.shape[0] * x.shape[1] * dy.shape[1],
@@ -134,14 +126,8 @@ _FORMULAS: dict[Any, Callable[..., int]] = {
 }
 _ALWAYS_CAUSAL = {_own.host_attention.default, _own.host_attention_backward.default}
 # Operator -> place of `is_causal` among its arguments.
-_CAUSAL = {
-    _FLASH: 4,
-    _FLASH_BACKWARD: 11,
-    _HOST_FLASH: 4,
-    _HOST_FLASH_BACKWARD: 7,
-    _EFFICIENT: 6,
-    _EFFICIENT_BACKWARD: 11,
-}
+_CAUSAL = {_FLASH: 4, _FLASH_BACKWARD: 11, _HOST_FLASH: 4, _HOST_FLASH_BACKWARD: 7}
+_CAUSAL |= {_EFFICIENT: 6, _EFFICIENT_BACKWARD: 11}
 
 
 def count_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Work:
@@ -253,10 +239,11 @@ _COLLECTIVES: dict[Any, tuple[str, int, int]] = {
 }
 _WITHOUT_BYTES = {_functional.wait_tensor.default, _c10d.barrier.default, _c10d.recv_.default}  # sent by others
 EXCHANGES = {
-    *(_own.all_gather.default, _own.reduce_scatter.default, _own.all_reduce.default, _own.all_to_all.default),
-    _own.gather_parts.default,
-    *(_functional.all_gather_into_tensor.default, _functional.reduce_scatter_tensor.default),
-    _functional.all_to_all_single.default,
+    op.default
+    for op in (
+        *(_own.all_gather, _own.reduce_scatter, _own.all_reduce, _own.all_to_all, _own.gather_parts),
+        *(_functional.all_gather_into_tensor, _functional.reduce_scatter_tensor, _functional.all_to_all_single),
+    )
 }
 """Operators whose results are activations that came from other ranks."""
 

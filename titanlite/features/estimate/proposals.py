@@ -159,11 +159,12 @@ def _adapters(base: Planned, best: Planned) -> Iterator[tuple[tuple[str, ...], s
     """LoRA, and a base of 4 bits; in addition to the best other settings."""
     lora = base.checked.job.lora
     rank = () if lora.rank else ("--lora.rank=16",)
+    notes = ([_ADAPTERS] if rank else []) + ([best.note] if best.note else [])
     if rank:
-        yield (*best.arguments, *rank), _ADAPTERS
+        yield (*best.arguments, *rank), "; ".join(notes)
     if lora.base_dtype not in BLOCK_SIZES:
-        note = "frozen weights rounded to 4 bits"
-        yield (*best.arguments, *rank, "--lora.base_dtype=nf4"), f"{_ADAPTERS}; {note}" if rank else note
+        notes.insert(len(rank), "frozen weights rounded to 4 bits")
+        yield (*best.arguments, *rank, "--lora.base_dtype=nf4"), "; ".join(notes)
 
 
 def _more_gpus(base: Planned, best: Planned, plan: Plan) -> Iterator[Planned]:

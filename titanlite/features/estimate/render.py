@@ -29,8 +29,9 @@ def render_verdict(
     estimate, hardware, job = base.estimate, base.hardware, base.checked.job
     ranks, time, training = estimate.degrees.world_size, estimate.time, job.training
     what = f"adapters of rank {job.lora.rank}" if job.lora.rank else "all weights"
-    start = f"{what} of {weights}" if weights else f"{what} of {base.checked.model_config.family} from random ones"
-    objective = "dpo" if training.objective == "dpo" else "sft" if job.data.dataset == "examples" else job.data.dataset
+    start = f"{what} of {weights}" if weights else f"{what} of a new {base.checked.model_config.family}"
+    objective = "sft" if job.data.dataset in ("examples", "images") else "pretrain"
+    objective = "dpo" if training.objective == "dpo" else objective
     room = hardware.usable_bytes - estimate.memory.total
     verdict = f"fits, {format_memory(room)} free" if room >= 0 else f"DOES NOT FIT, {format_memory(-room)} too much"
     held = f"{format_memory(estimate.memory.total)} of {format_memory(hardware.usable_bytes)} per GPU"
@@ -126,26 +127,24 @@ def render_memory(plan: RunPlan, estimate: Estimate, hardware: Hardware) -> str:
 
 
 def render_stages(stages: Mapping[int, Estimate], hardware: Hardware) -> str:
-    """Memory and work of pipeline stages; a step takes as long as the slowest."""
+    """Memory and time of pipeline stages; a step takes as long as the slowest."""
     rows = [("stage", "ranks", "layers", "micro-batches open", "memory", "", "expected")]
     for stage, estimate in sorted(stages.items()):
         degrees, trace = estimate.degrees, estimate.trace
         first = stage * degrees.stage_size
         ranks = f"{first}-{first + degrees.stage_size - 1}" if degrees.stage_size > 1 else str(first)
         layers = ", ".join(f"{part.start}-{part.stop - 1}" for part in trace.layers)
-        turns_open = min(degrees.turns_ahead(stage) + 1, trace.micro_batches * degrees.chunks)
+        turns_open = min(degrees.turns_ahead(stage) + 1, trace.micro_batches * degrees.chunks) / degrees.chunks
         fits = "fits" if estimate.fits(hardware) else "does not fit"
         memory, expected = format_memory(estimate.memory.total), _ms(estimate.time.expected_s)
-        rows.append((str(stage), ranks, layers, f"{turns_open / degrees.chunks:.3g}", memory, fits, expected))
+        rows.append((str(stage), ranks, layers, f"{turns_open:.3g}", memory, fits, expected))
     some = next(iter(stages.values()))
     chunks = f" of {some.degrees.chunks} chunks" if some.degrees.chunks > 1 else ""
     count = f"{some.degrees.pp} stages{chunks}, {some.trace.micro_batches} micro-batches"
-    title = f"pipeline: {count} a step, {some.time.waiting:.0%} of it waiting"
-    left_out = some.degrees.pp - len(stages)
-    note = (
-        f"\n  {left_out} more have as many layers as the one before, and fewer micro-batches open" if left_out else ""
-    )
-    return f"{title}\n{format_table(rows)}{note}"
+    lines = [f"pipeline: {count} a step, {some.time.waiting:.0%} of it waiting", format_table(rows)]
+    if left_out := some.degrees.pp - len(stages):
+        lines.append(f"  {left_out} more have as many layers as the one before, and fewer micro-batches open")
+    return "\n".join(lines)
 
 
 def render_reads(plan: RunPlan, weights: str, is_here: bool) -> str:

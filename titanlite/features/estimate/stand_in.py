@@ -170,21 +170,12 @@ def _allocate(plan: Plan, model: Model) -> None:
             exchange(entry.tensor, sharded_like(entry.tensor, local))
             continue
         for name in entry.names:  # a buffer that is no DTensor cannot take a fake tensor's place
-            owner, _, leaf = _raw_name(name, model).rpartition(".")
-            model.get_submodule(owner)._buffers[leaf] = local
-
-
-def _raw_name(name: str, model: Model) -> str:
-    """Buffers of a transformers model lie below an attribute that the plan's names leave out."""
-    return name if isinstance(model, nn.Module) and _has_buffer(model, name) else f"_transformers_model.{name}"
-
-
-def _has_buffer(model: nn.Module, name: str) -> bool:
-    try:
-        model.get_buffer(name)
-    except AttributeError:
-        return False
-    return True
+            owner, _, leaf = name.rpartition(".")
+            try:
+                module = model.get_submodule(owner)
+            except AttributeError:  # those of a transformers model lie below an attribute that names leave out
+                module = model.get_submodule(f"_transformers_model.{owner}")
+            module._buffers[leaf] = local
 
 
 def _build_objective(job: JobConfig) -> Any:
