@@ -305,7 +305,7 @@ def _assumptions(checked: Checked, base: Planned) -> Iterator[str]:
         yield "  one pair per row; cached log-probabilities are there already"
     if trace.micro_batches > trace.traced_micro_batches:
         yield f"  {trace.micro_batches} micro-batches: {trace.traced_micro_batches} are traced, others are like them"
-    yield "  expected: from published efficiencies, not measured here (docs/plan.md); no validation, no saving"
+    yield "  expected: published and assumed efficiencies, not measured here (docs/plan.md); no validation, no saving"
 
 
 def _write(path: Path, data: dict[str, Any]) -> None:

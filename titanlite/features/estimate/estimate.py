@@ -1,7 +1,7 @@
 """From traced steps to figures: memory by purpose, whether it fits, and how long a step takes.
 
 No time was measured. At best is a bound: products at the data sheet's peak, links at their rate, all at the same time.
-Expected takes the shares of these rates that others have published, in `EFFICIENCY`.
+Expected takes the shares of these rates in `EFFICIENCY`, which others have published or which are assumed.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from titanlite.features.estimate.tracker import CATEGORIES, GRADIENTS
 
 STAGING_BYTES = 16 << 20  # of checkpoint.reader: at most 16 threads, 1 MiB each on the device, and as much on the host
 
-# Shares of the peak rates. docs/plan.md cites where each is from.
+# Shares of the peak rates. docs/plan.md says which are published and which are assumed.
 EFFICIENCY = MappingProxyType(
     {
         "dense": 0.65,  # cuBLAS in bfloat16 on H100 at the sizes of layers
