@@ -197,17 +197,18 @@ def render_time(estimate: Estimate, hardware: Hardware) -> str:
 
 def render_sweep(found: Sequence[Planned], hardware: Hardware) -> str:
     """The best combinations of degrees."""
-    rows = [("dp_replicate", "dp_shard", "cp", "tp", "ep", "checkpointing", "memory", "expected", "at best")]
+    head = ("dp_replicate", "dp_shard", "cp", "tp", "ep", "checkpointing", "memory", "expected", "at best")
+    rows: list[tuple[str, ...]] = [head]
     fitting = [one for one in found if one.fits]
     for one in (fitting or found)[:_MOST_SWEPT]:
         d, mode = one.estimate.degrees, one.checked.job.activation_checkpoint.mode
         memory = format_memory(one.estimate.memory.total)
         rates = (f"{_rate(one.rate)} per GPU", f"{one.estimate.best_rate:,.0f}")
         rows.append((*map(str, (d.dp_replicate, d.dp_shard, d.cp, d.tp, d.ep)), mode, memory, *rates))
-    head = f"{len(fitting)} of {len(found)} legal combinations of degrees fit {hardware.name}; the fastest:"
+    title = f"{len(fitting)} of {len(found)} legal combinations of degrees fit {hardware.name}; the fastest:"
     if not fitting:
-        head = f"none of {len(found)} legal combinations of degrees fits {hardware.name}; the smallest:"
-    return f"sweep: {head}\n{format_table(rows)}"
+        title = f"none of {len(found)} legal combinations of degrees fits {hardware.name}; the smallest:"
+    return f"sweep: {title}\n{format_table(rows)}"
 
 
 def to_json(plan: RunPlan, base: Planned, estimate: Estimate, proposals: Iterable[Planned]) -> dict[str, Any]:
