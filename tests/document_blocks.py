@@ -88,8 +88,8 @@ def read_blocks(document: Path) -> list[Block]:
         where = f"{document.name}:{number + 1}"
         mark = _MARK.fullmatch(line)
         assert mark, f"{where}: '{line}' is not a mark"
-        words = [] if mark[1] == "file" else shlex.split(mark[2] or "")
-        options = dict(word.partition("=")[::2] for word in words)
+        words = shlex.split("" if mark[1] == "file" else mark[2] or "")
+        options = {key: value for key, _, value in (word.partition("=") for word in words)}
         assert set(options) <= _OPTIONS and all(options.values()), f"{where}: options are {sorted(_OPTIONS)}"
         assert lines[number + 1].startswith("```"), f"{where}: a fenced block must follow in the next line"
         end = next(i for i in range(number + 2, len(lines)) if lines[i].startswith("```"))
