@@ -35,7 +35,7 @@ def build_transformers(config: TransformersConfig, dtype: torch.dtype = torch.fl
     try:
         with torch.device("meta"), _quiet(), recording.active(), no_tie_weights():
             model: Any = build_from_config(cls, hf_config, dtype)
-            _move_to_meta(model, recording)
+            _move_to_meta(model)
             _keep_in_float32(model, dtype)
     except Exception as error:  # noqa: BLE001 - its classes divide by sizes, and multiply them
         text = (str(error).splitlines() or [""])[0]
@@ -96,20 +96,14 @@ def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:
 
 
 @torch.no_grad()
-def _move_to_meta(model: Any, recording: Recording) -> None:
+def _move_to_meta(model: Any) -> None:
     """Move what constructors made elsewhere: legacy ones, such as `torch.FloatTensor`, know no device context."""
     moved: dict[torch.Tensor, torch.Tensor] = {}
-    for module in model.modules():
-        for held in (module._parameters, module._buffers):
-            for name, tensor in held.items():
-                if tensor is None or tensor.is_meta:
-                    continue
-                if tensor not in moved:
-                    # Memory that no call filled may be anything. In a buffer it is a value.
-                    known = held is module._buffers or recording.knows(tensor)
-                    new = tensor.detach().to("meta") if known else torch.empty_like(tensor, device="meta")
-                    parameter = isinstance(tensor, torch.nn.Parameter)
-                    moved[tensor] = torch.nn.Parameter(new, tensor.requires_grad) if parameter else new
+    for held in (held for module in model.modules() for held in (module._parameters, module._buffers)):
+        for name, tensor in held.items():
+            if tensor is not None and not tensor.is_meta:
+                new, is_param = tensor.to("meta"), isinstance(tensor, torch.nn.Parameter)
+                moved.setdefault(tensor, torch.nn.Parameter(new, tensor.requires_grad) if is_param else new)
                 held[name] = moved[tensor]
 
 

@@ -9,7 +9,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from threading import Lock
 from typing import Any, NamedTuple
@@ -42,10 +42,8 @@ class Place(NamedTuple):
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "Place":
         storage = tensor.untyped_storage()
-        size = storage.nbytes() // tensor.element_size()
-        return cls(
-            storage._cdata, size, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
-        )
+        size, offset = storage.nbytes() // tensor.element_size(), int(tensor.storage_offset())
+        return cls(storage._cdata, size, tensor.dtype, tuple(tensor.shape), tensor.stride(), offset)
 
     @property
     def is_whole(self) -> bool:
@@ -102,16 +100,13 @@ class Recording(TorchFunctionMode):
             stack.enter_context(self)
             yield
 
-    def knows(self, tensor: torch.Tensor) -> bool:
-        """True if a call made the memory of `tensor`."""
-        return tensor.untyped_storage()._cdata in self._writers
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         if not self._noting or name in _NO_CALL:
             return func(*args, **kwargs)
         in_place = name == "__setitem__" or name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
-        target = args[0] if in_place and args and isinstance(args[0], torch.Tensor) else kwargs.get("out")
+        target = args[0] if in_place and args else kwargs.get("out")
+        target = target if isinstance(target, torch.Tensor) else None
         return self._note(func, args, kwargs, target, overwrites=name in _OVERWRITING, run=True)
 
     def _initialize(self, function: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -153,7 +148,9 @@ class Recording(TorchFunctionMode):
 
     def _keep_contents(self, tensor: torch.Tensor) -> None:
         key = tensor.untyped_storage()._cdata
-        if not tensor.is_meta and key not in self._writers and key not in self._constants:
+        # Memory that a legacy constructor gave a parameter may be anything.
+        is_value = not tensor.is_meta and not isinstance(tensor, torch.nn.Parameter)
+        if is_value and key not in self._writers and key not in self._constants:
             self._constants[key] = _flat(tensor.detach()).clone()
 
     def trace(self, tensor: torch.Tensor) -> "Replay":
@@ -205,7 +202,7 @@ class Replay(Recipe):
 
     calls: Sequence[Call]
     place: Place
-    constants: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    constants: Mapping[int, torch.Tensor]
 
     def __str__(self) -> str:
         return "as transformers draws it"

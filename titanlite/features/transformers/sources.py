@@ -199,12 +199,7 @@ def _xavier(kind: Callable[..., Recipe], place: Place, gain: float = 1.0, genera
 
 
 def _kaiming(
-    kind: Callable[..., Recipe],
-    place: Place,
-    a: float = 0,
-    mode: str = "fan_in",
-    nonlinearity: Any = "leaky_relu",
-    generator: Any = None,
+    kind: Any, place: Place, a: float = 0, mode: str = "fan_in", nonlinearity: Any = "leaky_relu", generator: Any = None
 ) -> Recipe:
     return kind(std=nn.init.calculate_gain(nonlinearity, a) / math.sqrt(_fans(place)[mode]))
 
