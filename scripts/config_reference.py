@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from titanlite.base.extension import FORM
 from titanlite.config.check import format_value
 from titanlite.config.settings import SOURCES, Setting, get_sections, get_source_section
 
@@ -23,7 +24,8 @@ wins. Override values are read by the type below and never guessed; `none` unset
 
 def _format_type(setting: Setting) -> str:
     """`int`, `float or none`, or the choices of a Literal."""
-    kind = " or ".join(f"`{format_value(choice)}`" for choice in setting.choices) or setting.kind.__name__
+    kinds = [f"`{format_value(choice)}`" for choice in setting.choices] or [setting.kind.__name__]
+    kind = " or ".join([*kinds, *([] if setting.calls is None else [f"`{format_value(FORM)}`"])])
     return f"{kind} or none" if setting.optional else kind
 
 

@@ -4,4 +4,35 @@ A model is described and sharded on the meta device; then every tensor is writte
 shard, from one declared source. Start reading at `titanlite/trainer.py`.
 """
 
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from titanlite.base.errors import TitanliteError
+
+__all__ = ["TitanliteError", "TrainResult", "train"]
 __version__ = "0.1.0"
+
+
+class TrainResult(NamedTuple):
+    """What a run came to: `loss` is of its last step, None if nothing was left to train."""
+
+    step: int
+    loss: float | None
+    checkpoint: Path | None
+    dump_folder: Path
+    stopped: bool
+
+
+def train(config: Any, overrides: Sequence[str] = (), **sections: Mapping[str, Any]) -> TrainResult:
+    """Train in this process, alone or as a rank, and leave it as it was; docs/extending.md has examples.
+
+    `config` is a TOML file, a dictionary of sections, or a parsed configuration. `sections`, as training={"steps": 5},
+    go before it, and `overrides`, as "--training.steps=5", before both. Collective: every rank of a launcher must call.
+
+    Raises:
+        TitanliteError: what is wrong, and what to do; on all ranks.
+        KeyboardInterrupt: after Ctrl-C, when the step is done and saved; at once before the first step.
+    """
+    return import_module("titanlite.features.api").train(config, overrides, sections)  # torch is imported here

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from titanlite.base.errors import ConfigError
+from titanlite.base.extension import FORM, is_extension
 from titanlite.base.log import logger
 from titanlite.checkpoint.commit import step_folder
 from titanlite.checkpoint.description import check_data_order, check_resumed_model, check_saved_tokenizer
@@ -20,7 +21,6 @@ from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.space import check_space
 from titanlite.checkpoint.train_state import resolve_held_out
 from titanlite.config import AnyModelConfig, JobConfig, TransformersConfig
-from titanlite.config.parallelism import Degrees
 from titanlite.config.schema import BLOCK_SIZES
 from titanlite.data.build import build_loader
 from titanlite.data.dataset import Batch
@@ -35,6 +35,9 @@ from titanlite.distributed.parallelize import parallelize
 from titanlite.distributed.process_group import init_distributed
 from titanlite.distributed.schedule import Schedule
 from titanlite.features.cpu import install as install_cpu
+from titanlite.features.custom.metric import build_metric
+from titanlite.features.custom.objective import build_custom_objective
+from titanlite.features.custom.optimizer import build_custom_optimizer
 from titanlite.features.diagnose import (
     DivergenceCheck,
     SpikeDetector,
@@ -73,7 +76,7 @@ from titanlite.metrics.results import Results
 from titanlite.metrics.run_folder import check_same_run, hold_folders, make_dump_folder, record_start
 from titanlite.models.decoder import Decoder, build_decoder
 from titanlite.models.interface import Model
-from titanlite.objective import NextToken
+from titanlite.objective import NextToken, Objective
 from titanlite.optim.expert_bias import warn_of_ignored_balancing
 from titanlite.optim.optimizer import build_optimizer
 from titanlite.optim.parameters import count_parameters, freeze_parameters
@@ -112,16 +115,9 @@ def assemble(checked: Checked) -> Trainer:
     changes = make_dump_folder(job, folder)
     check_shared_folder(folder)
 
-    checkpointer = Checkpointer(  # finds what to resume, if anything
-        job.checkpoint,
-        PeftFormat(job) if job.lora.rank else HFFormat(job),
-        folder,
-        record_event,
-        all_reduce_sum,
-        job.comm.timeout_seconds,
-    )
-    start = checkpointer.start
-    step = 0 if start is None else start.step
+    files = PeftFormat(job) if job.lora.rank else HFFormat(job)
+    checkpointer = Checkpointer(job.checkpoint, files, folder, record_event, all_reduce_sum, job.comm.timeout_seconds)
+    step = 0 if (start := checkpointer.start) is None else start.step  # what to resume, if anything
     if start is not None:
         check_same_run(job, changes, step, start.identity)
         check_resumed_model(model_config, step_folder(checkpointer.folder, step))
@@ -134,18 +130,16 @@ def assemble(checked: Checked) -> Trainer:
     checkpointer.prepare(model, tokenizer, ends)
     plan = fill(job, model, checkpointer.weight_sources(model), device, checkpointer.group)
     check_layout(job, plan)
-    muon = partial(build_muon, all_to_all=all_to_all_single, group=dims.stage_group)
-    optimizer = build_optimizer(model, job.optimizer, {"Muon": muon})
+    optimizer = make_optimizer(job, model, dims)
     checkpointer.load_state(plan, optimizer, device)
-    objective = build_dpo(job, loader.dataset.form) or NextToken()
+    objective = build_objective(job, model.config.vocab_size, loader.dataset.form)
     stepper = TrainStep(job, dims, device, model, optimizer, objective, build_schedule(dims), step)
-    if start is not None:
+    if start is None:
+        loader.start_from(0, 0, job.data.skip_to_sample)
+    else:
         loader.start_from(step, start.samples, job.data.skip_to_sample, start.taken, start.data)
         check_data_order(start, loader)
-    else:
-        loader.start_from(0, 0, job.data.skip_to_sample)
     describe_sources(job, loader, step)
-
     total, trained = count_parameters(model)
     logger.info(
         "model: %s, %.1f M parameters%s, %.1f MiB of weights on this rank",
@@ -166,7 +160,7 @@ def assemble(checked: Checked) -> Trainer:
         divergence=DivergenceCheck(job, plan, optimizer, dims, step),
         spikes=SpikeDetector(job.spike, checkpointer.folder),
         diagnose=partial(diagnose, model, whole_layers=job.compile.enable, stage=dims.stage),
-        metrics=build_metrics(job, folder, model, degrees, device, step),
+        metrics=build_metrics(job, folder, model, dims, device, step),
         render_card=partial(render_model_card, job, family=model_config.family, num_parameters=total),
         log_sample=partial(log_sample, job, model, tokenizer, device, dims),
         push_to_hub=push_to_hub,
@@ -176,13 +170,8 @@ def assemble(checked: Checked) -> Trainer:
     check_space(job, plan, matrices, checkpointer.folder, step)
     facts = {"model": model_config.family, "parameters": total, "trained": trained, "mesh": str(degrees)}
     configure_wandb(save_environment(folder, device, facts))
-    record_start(
-        folder,
-        step,
-        f"{degrees.world_size} ranks on {device.type}, {degrees}",
-        resumed=start is not None,
-        changes=changes,
-    )
+    where = f"{degrees.world_size} ranks on {device.type}, {degrees}"
+    record_start(folder, step, where, resumed=start is not None, changes=changes)
 
     def initial_model() -> Model:
         if step == 0:
@@ -221,11 +210,7 @@ def _coming_batches(job: JobConfig, loader: TrainLoader, step: int) -> Iterator[
 
 
 def build_model(config: AnyModelConfig, dtype: torch.dtype = torch.float32) -> Model:
-    """Describe the model on the meta device: the native decoder, or the class of transformers that stands in for it.
-
-    Raises:
-        ConfigError: transformers cannot build it.
-    """
+    """Describe the model on meta: the native decoder, or the class of transformers that stands in for it."""
     if isinstance(config, TransformersConfig):
         logger.info("model: transformers' %s, because: %s", config.architecture, config.why)
         return build_transformers(config, dtype)
@@ -245,11 +230,7 @@ def build_on_meta(job: JobConfig, model_config: AnyModelConfig, dims: ParallelDi
 
 
 def describe_model(job: JobConfig, model_config: AnyModelConfig, device_type: str) -> Model:
-    """Describe the whole model on the meta device: with its adapters, and with what is trained.
-
-    Raises:
-        ConfigError: patterns that name nothing, or transformers cannot build the model.
-    """
+    """Describe the whole model on meta, with its adapters and what is trained; raises as `build_on_meta`."""
     model = build_model(model_config, base_dtype(job, device_type))
     apply_lora(model, job.lora, getattr(torch, job.training.dtype))
     if job.lora.base_dtype in BLOCK_SIZES:
@@ -280,20 +261,34 @@ def fill(
 
 
 def build_metrics(
-    job: JobConfig, folder: Path, model: Model, degrees: Degrees, device: torch.device, step: int
+    job: JobConfig, folder: Path, model: Model, dims: ParallelDims, device: torch.device, step: int
 ) -> MetricsLogger:
     """Build what writes the metrics of a run that begins after `step`; rank 0 writes, to W&B too if that is on."""
     return MetricsLogger(
         job,
         folder,
         train_flops_per_token(model.config, job.training.seq_len, model),
-        degrees.world_size,
+        dims.degrees.world_size,
         device,
         start_step=step,
         moe_layers=model.moe_layer_numbers(),
-        stage_size=degrees.stage_size,
+        stage_size=dims.degrees.stage_size,
         sink=open_wandb(job, folder),
+        measure=build_metric(job.metrics),
     )
+
+
+def make_optimizer(job: JobConfig, model: Model, dims: ParallelDims) -> torch.optim.Optimizer:
+    """Build the optimizer that `job` names, for the sharded `model`; raises as `build_optimizer`."""
+    muon = partial(build_muon, all_to_all=all_to_all_single, group=dims.stage_group)
+    return build_optimizer(model, job.optimizer, {"Muon": muon, FORM: build_custom_optimizer})
+
+
+def build_objective(job: JobConfig, vocab_size: int, form: str) -> Objective:
+    """Build the objective that `job` names, for rows of `form`; raises as `build_dpo`, `build_custom_objective`."""
+    if is_extension(job.training.objective):
+        return build_custom_objective(job, vocab_size)
+    return build_dpo(job, form) or NextToken()
 
 
 def build_schedule(dims: ParallelDims) -> Schedule:

@@ -18,6 +18,7 @@ from titanlite.base.log import open_console
 from titanlite.config import AnyModelConfig, JobConfig, load_config
 from titanlite.config.assets import assets_key, find_missing_files, find_missing_packages, resolve_assets
 from titanlite.config.parallelism import Degrees, check_parallelism, resolve_degrees
+from titanlite.config.settings import find_extension_problems
 from titanlite.models.families import find_other_model, resolve_model_config
 from titanlite.models.families.hf_config import check_rope
 
@@ -39,7 +40,7 @@ def check(job: JobConfig, world_size: int, *, weights: bool = True) -> Checked:
     Raises:
         ConfigError: lists every contradiction.
     """
-    problems: list[str] = []
+    problems = find_extension_problems(job)
     model_config, degrees = None, None
     try:
         job = resolve_assets(job, weights=weights)
@@ -83,7 +84,8 @@ def _world_sizes(text: str) -> tuple[int, ...]:
     return tuple(int(number) for number in text.split(","))
 
 
-def _check_all(job: JobConfig, world_sizes: tuple[int, ...], *, weights: bool) -> Checked:
+def check_all(job: JobConfig, world_sizes: tuple[int, ...], *, weights: bool) -> Checked:
+    """As `check`, for each of these world sizes, and look for files and packages first: see `check_arguments`."""
     problems = find_missing_packages(job) + find_missing_files(job)
     raise_problems(ConfigError, "configuration", problems)  # before anything large is downloaded
     first, *others = world_sizes
@@ -117,7 +119,7 @@ def check_arguments(argv: Sequence[str] | None, *, weights: bool) -> Checked:
     if job.job.prepare:
         prepare(job)
         job = load_config(rest)  # which kind of data a path has follows from what is there now
-    return _check_all(job, known.world_size, weights=weights)
+    return check_all(job, known.world_size, weights=weights)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

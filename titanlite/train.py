@@ -7,8 +7,10 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from types import ModuleType
 from typing import NoReturn
 
+import titanlite
 from titanlite.base.log import logger, open_console, setup_logger
 from titanlite.base.process import check_limits, lean_imports, leave
 from titanlite.launch.notices import end_with_launcher
@@ -120,6 +122,14 @@ def _say_once(message: str) -> None:
     if claim(hashlib.sha256(message.encode()).hexdigest()):
         print(message, file=sys.stderr, flush=True)
 
+
+class _Callable(ModuleType):
+    """This module, which takes the place of the function `titanlite.train` once it is imported."""
+
+    __call__ = staticmethod(titanlite.train)
+
+
+sys.modules[__name__].__class__ = _Callable
 
 if __name__ == "__main__":
     exit_code = main()

@@ -150,8 +150,8 @@ class TrainStep:
                 with self.schedule.chunk(self.model, chunk):
                     open_losses[number, chunk] = losses = objective(self.model, micro_batches[number])
                 self.balancer.accumulate(chunk)
-                sums += self.sums_here(losses, chunk)
-                losses_finite[number] &= (losses.loss + losses.aux).detach().isfinite()
+                sums += (here := self.sums_here(losses, chunk))
+                losses_finite[number] &= here[:2].isfinite().all()
                 continue
             if count > 1:
                 self.end_backwards_of((chunk,) if number == count - 1 else ())

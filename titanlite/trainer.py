@@ -110,6 +110,7 @@ class Trainer:
         log_sample: logs what the model writes. Collective.
         push_to_hub: called with (folder, repository) on rank 0.
         stopping: the run was asked to end early.
+        loss: of the last step that was logged.
     """
 
     job: JobConfig
@@ -132,6 +133,7 @@ class Trainer:
     log_sample: Callable[[], None] = lambda: None
     push_to_hub: Callable[[Path, str], None] = lambda *_: None
     stopping: bool = False
+    loss: float | None = None
 
     @property
     def step(self) -> int:
@@ -166,6 +168,7 @@ class Trainer:
                 if self.step % job.metrics.log_freq == 0 or self.step == 1 or last:
                     self.raise_if_not_finite()  # synchronization point: the device has finished this step
                     losses = window.loss_values()
+                    self.loss = losses[-1]
                     self.metrics.log_step(self.stepper.describe(result, window, losses, learning_rate))
                     if self.spikes is not None:
                         self.spikes.watch(self.step, losses, self.loader.samples_before(self.step))

@@ -2,8 +2,3 @@
 
 from titanlite.checkpoint.commit import find_complete_before
 from titanlite.checkpoint.train_state import Progress
-
-__all__ = [
-    "Progress",
-    "find_complete_before",
-]

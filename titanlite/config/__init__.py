@@ -3,15 +3,3 @@
 from titanlite.config.load import find_changes, format_changes, load_config, save_resolved
 from titanlite.config.model import AnyModelConfig, ModelConfig, RopeScaling, TransformersConfig
 from titanlite.config.schema import JobConfig
-
-__all__ = [
-    "AnyModelConfig",
-    "JobConfig",
-    "ModelConfig",
-    "RopeScaling",
-    "TransformersConfig",
-    "find_changes",
-    "format_changes",
-    "load_config",
-    "save_resolved",
-]

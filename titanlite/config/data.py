@@ -38,6 +38,7 @@ class SourceSection:
     format: Format | None = setting(None, "As data.format.")
     text_field: str | None = setting(None, "As data.text_field.")
     fields: str | None = setting(None, "As data.fields.")
+    converter: str | None = setting(None, "As data.converter.", calls=("row",))
     train_on: TrainOn | None = setting(None, "As data.train_on.")
     too_long: TooLong | None = setting(None, "As data.too_long.")
     bad_rows: BadRows | None = setting(None, "As data.bad_rows.")
@@ -84,6 +85,9 @@ class DataSection:
         "",
         'Columns that have other names, as a table: {question = "problem", answer = "solution"}, or '
         f"--data.fields.question=problem. What a column can be: {', '.join(FIELDS)}.",
+    )
+    converter: str = setting(
+        "", "Function that makes of each row of any form one of these forms (docs/extending.md).", calls=("row",)
     )
     train_on: TrainOn = setting(
         "assistant", "Tokens in the loss: 'assistant': answers (assistant messages, completions); 'all': everything."

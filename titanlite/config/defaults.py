@@ -13,12 +13,12 @@ from titanlite.config.schema import JobConfig
 
 _MOST_NAMES = 10_000  # of a folder, which are alike after these
 
-# Peak learning rate where a run begins with pretrained weights, by (objective, are they adapters).
+# Peak learning rate where a run begins with pretrained weights, by (is it DPO, are they adapters).
 _FINE_TUNING_RATES = {
-    ("next_token", False): 2e-5,  # Alpaca; the default of TRL's SFTTrainer
-    ("next_token", True): 2e-4,  # QLoRA, arXiv:2305.14314; ten times that of all weights: "LoRA Without Regret", 2025
-    ("dpo", False): 5e-7,  # Zephyr, arXiv:2310.16944; Tulu 3, arXiv:2411.15124
-    ("dpo", True): 5e-6,  # the LoRA recipe of Zephyr
+    (False, False): 2e-5,  # Alpaca; the default of TRL's SFTTrainer
+    (False, True): 2e-4,  # QLoRA, arXiv:2305.14314; ten times that of all weights: "LoRA Without Regret", 2025
+    (True, False): 5e-7,  # Zephyr, arXiv:2310.16944; Tulu 3, arXiv:2411.15124
+    (True, True): 5e-6,  # the LoRA recipe of Zephyr
 }
 
 
@@ -39,7 +39,7 @@ def fill_in(job: JobConfig, given: Mapping[str, str], name: str) -> list[str]:
     problems = _fill_in_model(job) + _fill_in_length(job, given) + _fill_in_data(job, given, default)
     default("job.dump_folder", f"outputs/{name}" if name else "outputs")
     if job.checkpoint.initial_load_path:
-        default("optimizer.lr", _FINE_TUNING_RATES[job.training.objective, job.lora.rank > 0])
+        default("optimizer.lr", _FINE_TUNING_RATES[job.training.objective == "dpo", job.lora.rank > 0])
         default("optimizer.weight_decay", 0.0)
         default("optimizer.beta2", 0.999)
     return problems

@@ -19,6 +19,7 @@ from typing import Any, cast
 from omegaconf import OmegaConf
 
 from titanlite.base.errors import ConfigError, raise_problems
+from titanlite.base.extension import FORM, import_from, is_extension
 from titanlite.base.files import read_regular, replace_file
 from titanlite.config.check import check_values, format_value
 from titanlite.config.data import SourceSection
@@ -57,34 +58,24 @@ _BOOL_HINTS = {"yes": "true", "on": "true", "1": "true", "no": "false", "off": "
 _REMEDIES = {int: "Write a whole number", float: "Write a number", bool: "Write true or false", str: "Put it in quotes"}
 _KIND_NAMES = {int: "an int", float: "a float", bool: "a bool", str: "a str"}
 _MOST_FILE_BYTES = 16 << 20
+CODE = "configuration"  # the place of a setting that Python gives
 _KEY = re.compile(r"[a-z]\w*(?:\.[a-z]\w*)+")
 
 
 def load_config(argv: Sequence[str]) -> JobConfig:
-    """Read the TOML file and the overrides named by the arguments `argv` (without the program's name).
-
-    Prints a usage text and leaves with `SystemExit(0)` on `--help`.
+    """Read the TOML file and the overrides named by the arguments `argv`; on `--help` print a text and leave.
 
     Raises:
-        ConfigError: An argument, the file, a key or a value is wrong, or a value is out of range
-            (`check_values`). All problems are in the one error.
+        ConfigError: an argument, the file, a key or a value is wrong or out of range (`check_values`); all problems.
     """
-    reader = _Reader()
+    reader = Reader()
     path, overrides, wants_help = reader.read_arguments(argv)
     if wants_help:
         sys.stdout.write(USAGE.format(sections=", ".join(get_sections())))
         raise SystemExit(0)
-    table = reader.read_file(path) if path is not None else None
-    if path is not None and table is not None:
-        reader.read_table(path, table)
-    for where, key, text in overrides:
-        reader.read_override(where, key, text)
-    job = reader.build()
-    reader.fill_in(job, path)
-    if path is not None and table is not None:  # otherwise most of what is missing was in that file
-        reader.check(job, path)
-    reader.raise_all()
-    return job
+    table = None if path is None else reader.read_file(path)
+    reader.read_table(path or CODE, table or {})
+    return reader.finish(path, overrides, is_whole=table is not None)
 
 
 def save_resolved(job: JobConfig, path: str | Path) -> None:
@@ -98,7 +89,7 @@ def save_resolved(job: JobConfig, path: str | Path) -> None:
     """
     lines: list[str] = []
     for section, settings in get_sections_of(job).items():
-        values = [(setting.name, get_value(job, setting.key)) for setting in settings if not _follows(job, setting.key)]
+        values = [(setting.name, get_value(job, setting.key)) for setting in settings if not follows(job, setting.key)]
         body = [f"{name} = {format_value(value)}" for name, value in values if value is not None]
         lines += [f"[{section}]", *body, ""] if body else []
     Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -135,7 +126,7 @@ def format_changes(changes: Mapping[str, tuple[Any, Any]]) -> str:
     return ", ".join(f"{key} {before} -> {now}" for key, (before, now) in texts.items())
 
 
-def _follows(job: JobConfig, key: str) -> bool:
+def follows(job: JobConfig, key: str) -> bool:
     """True for what `fill_in` makes of other settings: it is not saved, so that these can be changed."""
     if key == "training.steps":
         return job.training.epochs > 0
@@ -153,12 +144,16 @@ def _check_value(setting: Setting, value: Any) -> Any:
     shown = f"{setting.key} = {_shorten(format_value(value))}"
     if setting.kind is float and type(value) is int:
         value = float(value) if abs(value) < 2**1023 else math.inf
-    if setting.choices and value not in setting.choices:
+    is_free = setting.calls is not None and is_extension(value)
+    if setting.choices and value not in setting.choices and not is_free:
         nearest = get_close_matches(str(value), setting.choices, 1)
         hint = f'; did you mean "{nearest[0]}"?' if nearest else ". Write one of these."
         if setting.key == "data.dataset" and not nearest:
             hint = ". For your own data set data.path: a file, folder or hub id."
-        raise _BadValueError(f"{shown} is not one of {', '.join(map(format_value, setting.choices))}{hint}")
+        choices = [*setting.choices, *([] if setting.calls is None else [FORM])]
+        raise _BadValueError(f"{shown} is not one of {', '.join(map(format_value, choices))}{hint}")
+    if setting.calls and not setting.choices and value and not is_free:
+        raise _BadValueError(f'{shown} does not name a function. Write "{FORM}".')
     if type(value) is not setting.kind:  # not isinstance: a bool is an int
         raise _BadValueError(f"{shown} is not {_KIND_NAMES[setting.kind]}. {_remedy(setting, value)}.")
     if isinstance(value, str):
@@ -242,7 +237,7 @@ def _find_nearest(key: str, candidates: Iterable[str]) -> list[str]:
     return nearest if best >= 0.8 and len(nearest) <= 3 else []
 
 
-class _Reader:
+class Reader:
     """Collects values, where each came from, and all problems."""
 
     def __init__(self) -> None:
@@ -412,12 +407,25 @@ class _Reader:
             OmegaConf.update(config, key, value)
         return cast(JobConfig, OmegaConf.to_object(config))
 
+    def finish(self, path: str | None, overrides: Sequence[tuple[str, str, str]], *, is_whole: bool) -> JobConfig:
+        """Take the overrides; ranges are checked if it `is_whole`, else what is missing may be in the unread file."""
+        for where, key, text in overrides:
+            self.read_override(where, key, text)
+        if path is not None:
+            import_from(Path(path).parent)
+        job = self.build()
+        self.fill_in(job, path)
+        if is_whole:
+            self.check(job, path or CODE)
+        self.raise_all()
+        return job
+
     def fill_in(self, job: JobConfig, path: str | None) -> None:
         """Set what follows from what was given."""
         name = "" if path is None else Path(path).stem
         for problem in fill_in(job, self.origins, name):
             if not self.suspects.intersection(_KEY.findall(problem)):
-                self.refuse(path or "configuration", problem, *_KEY.findall(problem))
+                self.refuse(path or CODE, problem, *_KEY.findall(problem))
 
     def check(self, job: JobConfig, path: str) -> None:
         """Note the problems of `check_values`, but none about a key that already has a problem."""

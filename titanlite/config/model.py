@@ -9,11 +9,17 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 
-def setting(default: Any, doc: str) -> Any:
-    """A dataclass field with its documentation; mutable defaults are copied per instance."""
+def setting(default: Any, doc: str, *, choices: tuple[str, ...] = (), calls: tuple[str, ...] | None = None) -> Any:
+    """A dataclass field with its documentation; mutable defaults are copied per instance.
+
+    Args:
+        choices: allowed values of a text that may also name an extension; others are a Literal.
+        calls: how an extension (`titanlite.base.extension`) is called that the setting may name; None: it may not.
+    """
+    metadata = {"doc": doc, "choices": choices, "calls": calls}
     if callable(default):
-        return field(default_factory=default, metadata={"doc": doc})
-    return field(default=default, metadata={"doc": doc})
+        return field(default_factory=default, metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 def size(doc: str, default: Any = None, *, override: bool = True) -> Any:

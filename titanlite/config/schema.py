@@ -63,7 +63,9 @@ class ModelSection:
     init: Literal["auto", "pretrained", "random"] = setting(
         "auto", "'random': weights from scratch, even with a path; 'auto': pretrained with a path, random without."
     )
-    name: str = setting("qwen3_moe", "Family of the flavor: one of the files in titanlite/models/families.")
+    name: str = setting(
+        "qwen3_moe", "Family of the flavor: one of titanlite/models/families, or yours (docs/extending.md).", calls=()
+    )
     flavor: str = setting("", "Preset sizes of the family, such as '30B-A3B'. Empty: sizes come from path.")
     hf_assets_path: str = setting(
         "", "As path, but without the weights: config.json and tokenizer. With a flavor: the tokenizer only."
@@ -86,9 +88,12 @@ class TrainingSection:
     epochs: float = setting(
         0.0, "Passes over the training data, instead of steps: 3, or 0.5 for half of it. 0: steps decides."
     )
-    objective: Literal["next_token", "dpo"] = setting(
+    objective: str = setting(
         "next_token",
-        "'next_token': cross entropy of the labels; 'dpo': direct preference optimization on pairs (arXiv:2305.18290).",
+        "'next_token': cross entropy of the labels; 'dpo': direct preference optimization on pairs (arXiv:2305.18290); "
+        "or a loss of your own (docs/extending.md).",
+        choices=("next_token", "dpo"),
+        calls=("logits, labels", "log_probs, batch", "job"),
     )
     seq_len: int = setting(2048, "Tokens per sequence.")
     local_batch_size: int = setting(1, "Sequences per data-parallel rank and micro-batch.")
@@ -128,10 +133,13 @@ class TrainingSection:
 
 @dataclass
 class OptimizerSection:
-    name: Literal["AdamW", "Muon"] = setting(
+    name: str = setting(
         "AdamW",
         "'AdamW' (arXiv:1711.05101). 'Muon' (arXiv:2502.16982): orthogonalized momentum for the matrices of layers, "
-        "experts and routers included; AdamW for the rest, with the same learning rate and weight decay.",
+        "experts and routers included; AdamW for the rest, with the same learning rate and weight decay. Or "
+        "your own (docs/extending.md).",
+        choices=("AdamW", "Muon"),
+        calls=("named_parameters, section",),
     )
     lr: float = setting(
         3e-4,
@@ -218,29 +226,19 @@ class ParallelismSection:
     data_parallel_shard_degree: int = setting(-1, "Ranks that share one copy of the parameters (FSDP2); -1: the rest.")
     tensor_parallel_degree: int = setting(1, "Ranks that split each dense layer, and the sequence between layers.")
     context_parallel_degree: int = setting(
-        1,
-        "Ranks that split each sequence: each holds a piece, and in attention the whole sequence for some heads "
-        "(arXiv:2309.14509). FSDP shards over these ranks too.",
+        1, "Ranks that split each sequence, and the heads in attention (arXiv:2309.14509). FSDP shards over them too."
     )
     pipeline_parallel_degree: int = setting(
-        1,
-        "Pipeline stages: groups of ranks that each hold some of the layers. The micro-batches of a step pass "
-        "through them (1F1B, arXiv:2104.04473). The other degrees multiply to the ranks of one stage.",
+        1, "Pipeline stages, each with some of the layers (1F1B, arXiv:2104.04473). Other degrees are of one stage."
     )
     pipeline_parallel_chunks: int = setting(
-        1,
-        "Chunks of layers per stage (virtual stages, interleaved 1F1B). More chunks wait less and communicate more. "
-        "The micro-batches of a step must be a multiple of the stages.",
+        1, "Chunks of layers in a stage (interleaved 1F1B), for less waiting; micro-batches: a multiple of the stages."
     )
     pipeline_parallel_layers: str = setting(
-        "",
-        "Layers of each stage, for example '11,13,13,11'; with chunks first the first chunk of each stage, then the "
-        "second, and so on. Empty: evenly, the remainder before the last stage.",
+        "", "Layers of each stage, as '11,13,13,11'; with chunks, of all first chunks, then all second. Empty: evenly."
     )
     expert_parallel_degree: int = setting(
-        1,
-        "Ranks that split the experts. Folded over data_parallel_shard * context_parallel * tensor_parallel: no "
-        "extra ranks.",
+        1, "Ranks that split the experts: some of those of data_parallel_shard * context_parallel * tensor_parallel."
     )
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = setting(
         "default", "Free gathered parameters after forward; 'default': in all but the last layer."
@@ -260,9 +258,7 @@ class MoESection:
         "CPU. 'reference': slow, for tests. 'auto': triton on CUDA, torch on CPU.",
     )
     expert_bias_update_rate: float | None = setting(
-        None,
-        "Update rate of the balancing bias (arXiv:2408.15664). Unset: 1e-3 if a native architecture has such a bias; "
-        "0 if its Hugging Face model routes without one, and in transformers' implementations.",
+        None, "Step of the balancing bias (arXiv:2408.15664). Unset: 1e-3 where a native architecture has one, else 0."
     )
     aux_loss_coeff: float = setting(0.0, "Coefficient of the sequence-wise balance loss (arXiv:2412.19437, eq. 17).")
     z_loss_coeff: float = setting(0.0, "Coefficient of the router z-loss (arXiv:2202.08906, eq. 5).")
@@ -285,9 +281,7 @@ class CheckpointSection:
         -1, "Step to resume from; -1: the latest complete checkpoint in the folder, if any; 0: begin anew."
     )
     resume: Literal["auto", "force"] = setting(
-        "auto",
-        "'auto': resume only a run with the same base model, data and objective. 'force': resume whatever is in the "
-        "folder.",
+        "auto", "'auto': resume a run of the same base model, data and objective, refuse others; 'force': resume any."
     )
     keep_latest_k: int = setting(3, "Checkpoints to keep; the oldest is removed first. 0: all.")
     keep_every_n_steps: int = setting(0, "Keep every checkpoint whose step is a multiple of this. 0: none.")
@@ -337,6 +331,7 @@ class CompileSection:
 @dataclass
 class MetricsSection:
     log_freq: int = setting(10, "Steps between log lines and metric points.")
+    function: str = setting("", "Function of a point; gives more values to log (docs/extending.md).", calls=("point",))
     enable_tensorboard: bool = setting(True, "Write TensorBoard events to job.dump_folder/save_tb_folder.")
     save_tb_folder: str = setting("tb", "Folder of the TensorBoard events, inside job.dump_folder.")
     enable_wandb: bool = setting(False, "Send metrics and configuration to Weights & Biases (pip install wandb).")
@@ -395,6 +390,8 @@ class EvaluationSection:
         "exact_match",
         "'exact_match': equal text, apart from white space at the ends. 'contains': the answer occurs in the text. "
         "'package.module:function': your function (prediction, reference) -> number, higher is better.",
+        choices=("exact_match", "contains"),
+        calls=("prediction, reference",),
     )
 
 

@@ -7,6 +7,8 @@ from functools import cache
 from types import UnionType
 from typing import Any, Literal, NamedTuple, Union, cast, get_args, get_origin, get_type_hints
 
+from titanlite.base.errors import ConfigError
+from titanlite.base.extension import is_extension, load_extension
 from titanlite.config.data import SourceSection
 from titanlite.config.schema import JobConfig
 
@@ -24,11 +26,13 @@ class Setting(NamedTuple):
     kind: type
     """int, float, bool or str"""
     choices: tuple[str, ...]
-    """Allowed values of a Literal, else empty"""
+    """Allowed values, beside extensions; empty: any"""
     optional: bool
     """None is allowed"""
     default: Any
     doc: str
+    calls: tuple[str, ...] | None = None
+    """How an extension is called that it may name"""
 
     @property
     def section(self) -> str:
@@ -57,12 +61,13 @@ def walk_schema(schema: type, section: str = "") -> Iterable[Setting]:
         kinds = list(get_args(declared)) if get_origin(declared) in (Union, UnionType) else [declared]
         optional = type(None) in kinds
         kinds = [kind for kind in kinds if kind is not type(None)]
-        choices = get_args(kinds[0]) if get_origin(kinds[0]) is Literal else ()
+        choices = get_args(kinds[0]) if get_origin(kinds[0]) is Literal else item.metadata.get("choices", ())
         kind = str if choices and all(isinstance(choice, str) for choice in choices) else kinds[0]
         if len(kinds) != 1 or kind not in _KINDS:
             raise TypeError(f"schema: {key} has type {declared}, which no value can be read as. Use another type.")
         default = item.default if item.default_factory is MISSING else item.default_factory()
-        yield Setting(key, kind, choices, optional, default, item.metadata.get("doc", ""))
+        metadata = item.metadata
+        yield Setting(key, kind, choices, optional, default, metadata.get("doc", ""), metadata.get("calls"))
 
 
 @cache
@@ -105,6 +110,18 @@ def find_setting(key: str) -> Setting | None:
 def get_sections_of(job: JobConfig) -> dict[str, list[Setting]]:
     """As `get_sections`, with the tables of `data.sources` that `job` has."""
     return get_sections() | {f"{SOURCES}.{name}": get_source_section(name) for name in job.data.sources}
+
+
+def find_extension_problems(job: JobConfig) -> list[str]:
+    """What is wrong with the functions of the user's that settings of `job` name. Imports their modules."""
+    problems = []
+    for setting in (each for settings in get_sections_of(job).values() for each in settings if each.calls):
+        if is_extension(value := get_value(job, setting.key)):
+            try:
+                load_extension(setting.key, value, setting.calls or ())
+            except ConfigError as error:
+                problems.append(str(error))
+    return problems
 
 
 def get_value(job: JobConfig, key: str) -> Any:

@@ -4,8 +4,3 @@ Importing this package does not import transformers (0.5 to 1 s): only the funct
 """
 
 from titanlite.data.corpus import Corpus, build_corpus
-
-__all__ = [
-    "Corpus",
-    "build_corpus",
-]

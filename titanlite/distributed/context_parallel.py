@@ -127,4 +127,4 @@ def _gather_results(module: nn.Module, args: Any, kwargs: Any, out: torch.Tensor
         return out
     if out.dim() == 0:
         return gather_parts(out.view(1), 0, peers.group).sum()
-    return gather_parts(out, _SEQUENCE_DIM, peers.group)
+    return gather_parts(out, _SEQUENCE_DIM, peers.group).clone()  # FSDP2 wants no view as a module's result

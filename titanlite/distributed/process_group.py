@@ -6,6 +6,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from titanlite.launch.network import PORT_TAKEN, STORE_FILE, find_interface
 from titanlite.ops.attention import leave_out_cudnn
 
 _MOST_FILES = 1 << 16
+_meetings = count()  # of the ranks, in this process
 _INTERFACES, _LOOPBACK = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo"
 
 
@@ -67,13 +69,19 @@ def _choose_interface() -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = find_interface(os.environ["MASTER_ADDR"])
 
 
-def _meet_in_file(timeout: timedelta) -> dict[str, Any]:
-    """Arguments for `init_process_group`, if the launcher named a file where the ranks of this machine meet."""
-    path = os.environ.get(STORE_FILE)
-    if path is None:
+def _find_store(timeout: timedelta) -> dict[str, Any]:
+    """Arguments for `init_process_group`: the store where the ranks meet, in a file if the launcher named one.
+
+    Ranks that meet again, for another run in their processes, must not find what they left there before.
+    """
+    path, number = os.environ.get(STORE_FILE), next(_meetings)
+    if path is None and number == 0:
         return {}
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = dist.FileStore(path, world_size)
+    if path is None:
+        store = dist.PrefixStore(f"meeting {number}", next(iter(dist.rendezvous("env://", timeout=timeout)))[0])
+    else:
+        store = dist.FileStore(f"{path}.{number}" if number else path, world_size)
     store.set_timeout(timeout)
     return {"store": store, "rank": rank, "world_size": world_size}
 
@@ -133,6 +141,7 @@ def end_distributed() -> None:
     """Leave the other ranks and close the connections to them. Undoes `init_distributed`."""
     dist.destroy_process_group()
     forget_groups()
+    _forget_meshes()
 
 
 def init_distributed(timeout_s: int, dump_folder: Path | None = None) -> torch.device:
@@ -172,7 +181,7 @@ def init_distributed(timeout_s: int, dump_folder: Path | None = None) -> torch.d
     if "RANK" in os.environ:
         _choose_interface()
         try:
-            dist.init_process_group(backend, timeout=timeout, **_meet_in_file(timeout))
+            dist.init_process_group(backend, timeout=timeout, **_find_store(timeout))
         except RuntimeError as error:
             raise _explain(error) from None
     else:

@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from titanlite.base.errors import NOTICE_FOLDER
@@ -25,23 +26,30 @@ BEFORE_TRAINING_S = 8.0  # from the first signal to the end of a run that has no
 _STOP, _ABORT = "stop", "abort"
 # The launcher ends the other ranks with SIGTERM when one has failed; then there is no note within this time.
 _NOTE_WAIT_S = 2.0
-_requested = threading.Event()
+requested = threading.Event()
 
 
-def install() -> None:
-    """Let this rank end in good order on SIGTERM and SIGINT. Call once, in the main thread."""
+def install() -> Callable[[], None]:
+    """Let this rank end in good order on SIGTERM and SIGINT; returns what undoes it. Call in the main thread."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    for number in SIGNALS:
-        signal.signal(number, lambda *_: None)  # the pipe has it
+    descriptor = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    handlers = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}  # the pipe has it
     threading.Thread(target=_watch, args=(reader,), name="signals", daemon=True).start()
+
+    def undo() -> None:
+        signal.set_wakeup_fd(descriptor)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        os.close(writer)  # ends the thread
+
+    return undo
 
 
 def is_requested() -> bool:
     """True once this run was asked to stop. Ranks may learn it at different steps; let them agree."""
     folder = os.environ.get(NOTICE_FOLDER)
-    return _requested.is_set() if folder is None else Path(folder, _STOP).exists()
+    return requested.is_set() if folder is None else Path(folder, _STOP).exists()
 
 
 def asked(folder: str) -> bool:
@@ -60,15 +68,15 @@ def request(folder: str) -> bool:
 
 
 def _watch(reader: int) -> None:
-    while data := os.read(reader, 1):
+    while data := os.read(reader, 1):  # until `undo`
         number = data[0]
         if number not in SIGNALS:
             continue
         folder = os.environ.get(NOTICE_FOLDER)
         if folder is None:
-            if _requested.is_set():
+            if requested.is_set():
                 os._exit(128 + number)
-            _requested.set()
+            requested.set()
             if not heartbeat.current().trains:
                 _end_before_training(reader, number)
             continue

@@ -40,38 +40,6 @@ from titanlite.materialize.sources import (
 )
 from titanlite.materialize.verify import verify
 
-__all__ = [
-    "Alias",
-    "Checkpoint",
-    "Compute",
-    "Constant",
-    "Init",
-    "Keep",
-    "Normal",
-    "Ones",
-    "Plan",
-    "ReadRequest",
-    "Recipe",
-    "Region",
-    "Source",
-    "SourceProvider",
-    "StateDictReader",
-    "TensorEntry",
-    "TensorInfo",
-    "TensorReader",
-    "TorchDefaults",
-    "TruncatedNormal",
-    "Unfit",
-    "Uniform",
-    "Zeros",
-    "allocate",
-    "build_plan",
-    "fill",
-    "materialize",
-    "region_of",
-    "verify",
-]
-
 
 def materialize(
     model: nn.Module,

@@ -7,19 +7,3 @@ from titanlite.metrics.out_of_memory import explain_out_of_memory, start_memory_
 from titanlite.metrics.point import Largest, StepPoint, find_largest
 from titanlite.metrics.profiler import build_profiler
 from titanlite.metrics.ranks import gather_ranks, get_busy_seconds, get_memory
-
-__all__ = [
-    "Largest",
-    "MoEState",
-    "StepPoint",
-    "build_profiler",
-    "expert_load_image",
-    "explain_out_of_memory",
-    "find_largest",
-    "gather_ranks",
-    "get_busy_seconds",
-    "get_memory",
-    "open_events",
-    "record_event",
-    "start_memory_history",
-]

@@ -12,9 +12,11 @@ FILE_NAME = "events.jsonl"
 _state: dict[str, AppendedFile] = {}
 
 
-def open_events(dump_folder: Path) -> None:
-    """Let `record_event` of this process write into `dump_folder`, which exists. A resumed run appends."""
-    _state["file"] = AppendedFile(dump_folder / FILE_NAME)
+def open_events(dump_folder: Path | None) -> None:
+    """Let `record_event` write into `dump_folder`, which exists; None: nowhere. A resumed run appends."""
+    _state.clear()
+    if dump_folder is not None:
+        _state["file"] = AppendedFile(dump_folder / FILE_NAME)
 
 
 def record_event(kind: str, text: str, step: int) -> None:

@@ -13,27 +13,10 @@ from titanlite.models.moe import is_routed
 # Dense (not sparse) bfloat16 tensor-core FLOP/s from the vendors' data sheets. The first entry whose words all occur
 # in the device name wins, so the special cases come first.
 _PEAK_BF16_FLOPS: tuple[tuple[str, float], ...] = (
-    ("GB200", 2500e12),
-    ("B200", 2250e12),
-    ("H200 NVL", 835e12),
-    ("H200", 989e12),
-    ("GH200", 989e12),
-    ("H100 NVL", 835e12),
-    ("H100 PCIE", 756e12),
-    ("H100", 989e12),
-    ("H800", 989e12),
-    ("H20", 148e12),
-    ("A100", 312e12),
-    ("A800", 312e12),
-    ("L40S", 362e12),
-    ("L40", 181e12),
-    ("L4", 121e12),
-    ("A40", 150e12),
-    ("A10", 125e12),
-    ("MI355X", 2500e12),
-    ("MI350X", 2300e12),
-    ("MI325X", 1307e12),
-    ("MI300X", 1307e12),
+    *(("GB200", 2500e12), ("B200", 2250e12), ("H200 NVL", 835e12), ("H200", 989e12), ("GH200", 989e12)),
+    *(("H100 NVL", 835e12), ("H100 PCIE", 756e12), ("H100", 989e12), ("H800", 989e12), ("H20", 148e12)),
+    *(("A100", 312e12), ("A800", 312e12), ("L40S", 362e12), ("L40", 181e12), ("L4", 121e12), ("A40", 150e12)),
+    *(("A10", 125e12), ("MI355X", 2500e12), ("MI350X", 2300e12), ("MI325X", 1307e12), ("MI300X", 1307e12)),
     ("MI250X", 191.5e12),  # per graphics die, which is what torch calls a device
 )
 

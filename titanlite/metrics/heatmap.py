@@ -8,15 +8,8 @@ from torch import Tensor
 # Nine samples of viridis: lightness rises evenly, readable for the colour-blind and in greyscale.
 _VIRIDIS = np.array(
     [
-        (68, 1, 84),
-        (71, 44, 122),
-        (59, 81, 139),
-        (44, 113, 142),
-        (33, 144, 141),
-        (39, 173, 129),
-        (92, 200, 99),
-        (170, 220, 50),
-        (253, 231, 37),
+        *((68, 1, 84), (71, 44, 122), (59, 81, 139), (44, 113, 142), (33, 144, 141)),
+        *((39, 173, 129), (92, 200, 99), (170, 220, 50), (253, 231, 37)),
     ],
     dtype=np.float64,
 )

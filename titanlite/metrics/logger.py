@@ -53,6 +53,7 @@ class MetricsLogger:
         moe_layers: the layer's number for each row of `tokens_per_expert`; left out: 0, 1, ...
         stage_size: ranks that have the same layers; left out: all.
         sink: gets each point as well: the step, and the values by their names in TensorBoard.
+        measure: gives more values of a point, called on rank 0.
 
     Raises:
         TitanliteError: when a metrics file cannot be written and `checkpoint.on_save_error` is "stop", here and in
@@ -71,8 +72,9 @@ class MetricsLogger:
         moe_layers: Sequence[int] = (),
         stage_size: int | None = None,
         sink: Callable[[int, Mapping[str, float]], None] | None = None,
+        measure: Callable[[StepPoint], Mapping[str, float]] = lambda _: {},
     ) -> None:
-        self._stage_size = stage_size
+        self._stage_size, self._measure = stage_size, measure
         self._num_steps = job.training.steps
         self._flops_per_token = flops_per_token
         self._num_ranks = num_ranks
@@ -105,6 +107,7 @@ class MetricsLogger:
         steps = max(point.step - self._last_step, 1)
         self._last_step = point.step
         values = point.values(steps, self._flops_per_token, self._num_ranks)
+        values.update(self._measure(point))
         if self._peak_flops is not None:
             values["throughput/mfu"] = values["throughput/tflops_per_gpu"] * 1e12 / self._peak_flops
         lists: dict[str, Any] = {f"{name}_step": largest.step for name, largest in point.largest.items()}

@@ -23,12 +23,7 @@ _WRITTEN = (".jsonl", ".json", ".toml", ".txt")  # files of the run
 # A run that differs in one of these is another one.
 _BASE = "checkpoint.initial_load_path"
 _IDENTITY = (
-    _BASE,
-    "training.objective",
-    "data.dataset",
-    "data.path",
-    "data.subset",
-    "data.split",
+    *(_BASE, "training.objective", "data.converter", "data.dataset", "data.path", "data.subset", "data.split"),
 )
 _CONFIG, _NEXT_CONFIG = "config.toml", "config.next.toml"  # of the run in a folder, and of one that is being built
 

@@ -6,6 +6,7 @@ of the Hugging Face models, so that checkpoint keys need no table.
 Shapes: B batch, S sequence, D hidden, V vocabulary.
 """
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
@@ -137,7 +138,7 @@ class Decoder(Model):
         labels_BS: torch.Tensor | None = None,
         positions_BS: torch.Tensor | None = None,
         document_ids_BS: torch.Tensor | None = None,
-        reduction: Literal["sum", "none"] = "sum",
+        reduction: Literal["sum", "none"] | Callable[..., torch.Tensor] = "sum",
         cache: Cache | None = None,
     ) -> torch.Tensor | LossSums:
         """Logits (B, S, V), or with labels the `LossSums`, or with a cache the logits (B, V) of each row's next token.
@@ -147,7 +148,8 @@ class Decoder(Model):
             labels_BS: int64 target of each position (the next token), or -100 to leave it out of the loss.
             positions_BS: int64 positions, restarting in each packed document; None counts 0, 1, 2, ...
             document_ids_BS: int64 document of each token for packed rows, -1 for padding; None: one document per row.
-            reduction: "none" leaves the cross entropy of every token, (B, S), 0 where there is no label.
+            reduction: "none" leaves the cross entropy of every token, (B, S), 0 where there is no label; a function, in
+                place of the cross entropy, what it makes of every token: see `linear_cross_entropy`.
             cache: alone with tokens, without gradients. The first call takes the prompts, padded on
                 the right, (B, S). Each later one takes one new token per row, side by side in one sequence: (1, B).
                 Behind those may be any padding.

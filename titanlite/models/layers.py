@@ -151,10 +151,10 @@ class OutputHead(Linear):
         self,
         hidden_BSD: torch.Tensor,
         labels_BS: torch.Tensor | None = None,
-        reduction: str = "sum",
+        reduction: str | Callable[..., torch.Tensor] = "sum",
         select: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """Logits (B, S, V), or with labels the sum of the token losses, a float32 scalar, or each of them, (B, S).
+        """Logits (B, S, V), or with labels the sum of the token losses, a float32 scalar, or each of them, (B, S, ...).
 
         `select` picks the hidden states that are projected: of a long prompt only the last one is wanted.
         """
@@ -167,4 +167,4 @@ class OutputHead(Linear):
             hidden_BSD.flatten(0, 1), weight_VD, labels_BS.flatten(), self.chunk_tokens, reduction=reduction
         )
         # Cloned: FSDP2 wants no view as a module's result.
-        return losses.view_as(labels_BS).clone() if reduction == "none" else losses
+        return losses if reduction == "sum" else losses.unflatten(0, labels_BS.shape).clone()

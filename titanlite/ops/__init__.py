@@ -11,20 +11,3 @@ from titanlite.ops.permute import group_by_expert, permute_tokens, unpermute_sum
 from titanlite.ops.rms_norm import rms_norm
 from titanlite.ops.rope import apply_rope, inverse_frequencies, rope_cos_sin
 from titanlite.ops.swiglu import swiglu
-
-__all__ = [
-    "IGNORE_INDEX",
-    "VocabShard",
-    "apply_rope",
-    "group_by_expert",
-    "grouped_gemm",
-    "inverse_frequencies",
-    "linear",
-    "linear_cross_entropy",
-    "local_tensor",
-    "permute_tokens",
-    "rms_norm",
-    "rope_cos_sin",
-    "swiglu",
-    "unpermute_sum",
-]

@@ -238,7 +238,7 @@ def linear_cross_entropy(
     labels_T: torch.Tensor,
     chunk_tokens: int = 1024,
     shard: VocabShard | None = None,
-    reduction: Literal["sum", "none"] = "sum",
+    reduction: Literal["sum", "none"] | Callable[..., torch.Tensor] = "sum",
 ) -> torch.Tensor:
     """`-log softmax(hidden @ weight.T)[label]` of every token, or the sum over them; float32 (float64 for float64).
 
@@ -251,8 +251,11 @@ def linear_cross_entropy(
         shard: set when the vocabulary is split over ranks. Collectives: two per chunk; all ranks hold the same tokens.
             The result is the full loss on every rank; the gradient of `hidden_TD` is this rank's part of a sum.
         reduction: "sum", a scalar, or "none", (T,), 0 where a token has no label. With "none" backward projects once
-            more, a third of the head's work on top; their gradient must be the same on all ranks of `shard`.
+            more, a third of the head's work on top; their gradient must be the same on all ranks of `shard`. A function
+            of the first five arguments takes the place of the cross entropy; the result is its own.
     """
+    if callable(reduction):
+        return reduction(hidden_TD, weight_VD, labels_T, chunk_tokens, shard)
     if reduction == "none":
         return _TokenCrossEntropy.apply(hidden_TD, weight_VD, labels_T, chunk_tokens, shard)
     # Inside forward gradients are always off, so it must be told whether they are wanted.

@@ -2,10 +2,3 @@
 
 from titanlite.optim.lr_schedule import build_lr_scheduler, lr_factor
 from titanlite.optim.nonfinite import FiniteGuard, NonFiniteSteps
-
-__all__ = [
-    "FiniteGuard",
-    "NonFiniteSteps",
-    "build_lr_scheduler",
-    "lr_factor",
-]

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from titanlite.base.extension import FORM, is_extension
 from titanlite.base.log import logger
 from titanlite.config.schema import OptimizerSection
 from titanlite.optim.adamw import LocalAdamW
@@ -18,15 +19,17 @@ _LEAST_BFLOAT16_LR = 1e-3
 def build_optimizer(
     model: Any, section: OptimizerSection, others: Mapping[str, Callable[..., torch.optim.Optimizer]] | None = None
 ) -> torch.optim.Optimizer:
-    """AdamW of the parameters that are trained, or what the builder in `others` for `section.name` makes of the same.
+    """AdamW of the parameters that are trained, or what the builder in `others` for `section.name` makes of the same;
+    that of the user's own optimizers is under `FORM`.
 
     What other ranks hold is in its groups too, and is never stepped here.
 
     Raises:
         ConfigError: `section.lr_multipliers` names nothing that is trained.
     """
-    if others and section.name in others:
-        return others[section.name](model, section)
+    name = FORM if is_extension(section.name) else section.name
+    if others and name in others:
+        return others[name](model, section)
     assert section.name == "AdamW", section.name
     return build_adamw(group_parameters(model, section)[1], section)
 

@@ -202,7 +202,7 @@ def test_file_that_is_not_text(folder: Path) -> None:
         ("job.zzz = 1", "unknown key 'job.zzz'. Keys of [job]: dump_folder, description, prepare, stop_grace_seconds."),
         (
             "[metrics.log]\nfreq = 1",
-            "unknown section 'metrics.log'. Keys of [metrics]: log_freq, enable_tensorboard, save_tb_folder, "
+            "unknown section 'metrics.log'. Keys of [metrics]: log_freq, function, enable_tensorboard, save_tb_folder, "
             "enable_wandb, wandb_project, grad_norm_groups, enable_progress_bar.",
         ),
         ("[trainin]\nsteps = 5", "unknown section 'trainin'; did you mean 'training'?"),
@@ -428,8 +428,9 @@ def test_a_field_of_an_unreadable_type_is_a_schema_error() -> None:
 
 def values_of(setting: Setting) -> st.SearchStrategy[Any]:
     """Values that the setting's type allows, in range or not."""
-    if setting.choices:
-        values: st.SearchStrategy[Any] = st.sampled_from(setting.choices)
+    if setting.choices or setting.calls:
+        extensions = [] if setting.calls is None else ["a.b:c"]
+        values: st.SearchStrategy[Any] = st.sampled_from([*(setting.choices or [""]), *extensions])
     else:
         values = {
             bool: st.booleans(),

@@ -5,12 +5,3 @@ from titanlite.features.diagnose.determinism import explain_refusal, make_determ
 from titanlite.features.diagnose.divergence import DivergenceCheck
 from titanlite.features.diagnose.nonfinite import diagnose
 from titanlite.features.diagnose.spike import SpikeDetector
-
-__all__ = [
-    "DivergenceCheck",
-    "SpikeDetector",
-    "diagnose",
-    "explain_refusal",
-    "explain_uncompiled",
-    "make_deterministic",
-]

@@ -14,7 +14,7 @@ def build_dpo(job: JobConfig, form: str) -> DPO | None:
     Raises:
         DataError: pairs would be trained token by token, both sides alike, or there are no pairs to compare.
     """
-    if form == "preference" and job.training.objective != "dpo":
+    if form == "preference" and job.training.objective == "next_token":
         raise DataError(
             "data: the rows are preference pairs; next-token training would imitate both sides. Set training.objective "
             '= "dpo".'
@@ -25,7 +25,7 @@ def build_dpo(job: JobConfig, form: str) -> DPO | None:
             'data.dataset = "examples" and data.path to rows with prompt, chosen and rejected; streams say so '
             'themselves, with data.format = "preference".'
         )
-    if job.training.objective == "next_token":
+    if job.training.objective != "dpo":
         return None
     section = job.dpo
     # Adapters that were trained before belong to the model that training begins with.

@@ -15,29 +15,27 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from titanlite.assemble import build_on_meta, build_schedule
+from titanlite.assemble import build_objective, build_on_meta, build_schedule, make_optimizer
 from titanlite.config import AnyModelConfig, JobConfig
 from titanlite.config.parallelism import Degrees
 from titanlite.data.dataset import Batch
 from titanlite.distributed import ParallelDims
-from titanlite.distributed.collectives import all_to_all_single
 from titanlite.distributed.expert_parallel import balanced_routing
 from titanlite.features.cpu import install_kernels
 from titanlite.features.dpo.objective import DPO
 from titanlite.features.dpo.reference import AdaptersOff
 from titanlite.features.estimate.tracker import GRADIENTS, FixedScalars, StepRecorder
 from titanlite.features.images.rows import ImageBatch
-from titanlite.features.muon.muon import build_muon
 from titanlite.materialize import Plan, build_plan
 from titanlite.materialize.execute import exchange, sharded_like
 from titanlite.materialize.layout import is_elsewhere
 from titanlite.models.interface import Model
-from titanlite.objective import NextToken
+from titanlite.objective import Objective
 from titanlite.ops import grouped_gemm
 from titanlite.ops.attention import AttentionBackend, AttentionMask
 from titanlite.ops.attention_varlen import pad_values
 from titanlite.ops.kernels import plan_for_device
-from titanlite.optim.optimizer import build_optimizer, step_if_finite
+from titanlite.optim.optimizer import step_if_finite
 from titanlite.train_step import TrainStep
 
 DeviceType = Literal["cuda", "cpu"]
@@ -53,7 +51,6 @@ class StandInTrainer(TrainStep):
         # Also takes the meshes that a step needs out of `dims`: without data a mesh cannot look its ranks up.
         model = build_on_meta(job, model_config, dims, torch.device(device_type))
         self.plan = build_plan(model)
-        muon = partial(build_muon, all_to_all=all_to_all_single, group=dims.stage_group)
         with FakeTensorMode() as self.fake:
             _allocate(self.plan, model)
             super().__init__(
@@ -61,8 +58,8 @@ class StandInTrainer(TrainStep):
                 dims,
                 device,
                 model,
-                build_optimizer(model, job.optimizer, {"Muon": muon}),
-                _build_objective(job),
+                make_optimizer(job, model, dims),
+                _build_objective(job, model.config.vocab_size),
                 build_schedule(dims),
             )
             with FixedScalars():
@@ -178,14 +175,12 @@ def _allocate(plan: Plan, model: Model) -> None:
             module._buffers[leaf] = local
 
 
-def _build_objective(job: JobConfig) -> Any:
+def _build_objective(job: JobConfig, vocab_size: int) -> Objective:
     """The run's objective; references of preference pairs that are cached cost nothing in a step."""
-    if job.training.objective == "next_token":
-        return NextToken()
-    section = job.dpo
-    if section.reference == "adapters_off" or (section.reference == "auto" and job.lora.rank > 0):
-        return DPO(section.beta, section.label_smoothing, AdaptersOff())
-    return DPO(section.beta, section.label_smoothing, _NoReference())
+    objective = build_objective(job, vocab_size, "preference" if job.training.objective == "dpo" else "text")
+    if isinstance(objective, DPO) and not isinstance(objective.reference, AdaptersOff):
+        objective.reference = _NoReference()
+    return objective
 
 
 class _NoReference:

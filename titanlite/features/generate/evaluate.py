@@ -3,7 +3,6 @@
 The prompts are shared out over the data-parallel ranks for generating, and over all ranks for scoring.
 """
 
-import importlib
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -15,6 +14,7 @@ from torch import nn
 
 from titanlite.base.agree import failing_together, raise_together
 from titanlite.base.errors import ConfigError, DataError, raise_problems
+from titanlite.base.extension import load_extension
 from titanlite.config import AnyModelConfig, JobConfig
 from titanlite.config.assets import assets_folder
 from titanlite.data.dataset import TrainDataset
@@ -40,26 +40,10 @@ def contains(prediction: str, reference: str) -> float:
 
 
 def get_scorer(name: str) -> tuple[str, Scorer]:
-    """(name of the score, function) for `evaluation.scorer`: 'exact_match', 'contains' or 'package.module:function'.
-
-    Raises:
-        ConfigError: the module cannot be imported, or has no such function.
-    """
+    """(name of the score, function) for `evaluation.scorer`; raises as `load_extension`."""
     if name in ("exact_match", "contains"):
         return name, {"exact_match": exact_match, "contains": contains}[name]
-    module_name, _, function_name = name.partition(":")
-    where = f"evaluation.scorer = '{name}'"
-    try:
-        module = importlib.import_module(module_name)
-    except BaseException as error:  # noqa: BLE001  whatever the user's module does when it is imported; sys.exit, too
-        raise ConfigError(
-            f"{where}: cannot import {module_name}: {type(error).__name__}: {error}. The module must lie in the "
-            "current folder, on PYTHONPATH, or be installed."
-        ) from None
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        raise ConfigError(f"{where}: {module_name} has no function '{function_name}'. Correct the name.")
-    return function_name, function  # type: ignore[return-value]
+    return name.partition(":")[2], load_extension("evaluation.scorer", name, ["prediction, reference"])
 
 
 class Evaluator:

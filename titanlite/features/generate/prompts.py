@@ -62,7 +62,7 @@ def read_evaluation_prompts(
 ) -> list[EvaluationPrompt]:
     """As `evaluation_prompts`, of all rows at `path`: what `data.path` may be; `split` is that of a dataset of the hub.
 
-    Rows are rendered as `data` says for training, but may be of another form; all of them must be usable.
+    Rows are converted and rendered as `data` says for training, but may be of another form; all of them must be usable.
 
     Raises:
         DataError: there are no rows, a row cannot be used, or they are plain text, which has no answers.
@@ -71,7 +71,7 @@ def read_evaluation_prompts(
     from titanlite.features.sft.rows import RenamedRows, build_rows
 
     try:
-        rows, fields = build_rows(path, subset=data.subset, split=split), get_fields(data)
+        rows, fields = build_rows(path, subset=data.subset, split=split, converter=data.converter), get_fields(data)
         settings = replace(data, format="auto", bad_rows="error", train_on="assistant")
         first = next(iter(rows)).content
         if isinstance(first, dict) and all(column in first for column in fields.values()):

@@ -250,7 +250,7 @@ class _SendingHead(Elsewhere):
         self,
         hidden_BsD: torch.Tensor,
         labels_BS: torch.Tensor | None = None,
-        reduction: str = "sum",
+        reduction: Any = "sum",
         select: Any = None,
     ) -> torch.Tensor:
         return _send(hidden_BsD, labels_BS, reduction, link=self.link)
@@ -282,13 +282,13 @@ def _receive(tokens_BS: torch.Tensor, *, link: StageLink) -> torch.Tensor:
 
 
 def _send(
-    hidden_BsD: torch.Tensor, labels_BS: torch.Tensor | None = None, reduction: str = "sum", *, link: StageLink
+    hidden_BsD: torch.Tensor, labels_BS: torch.Tensor | None = None, reduction: Any = "sum", *, link: StageLink
 ) -> torch.Tensor:
     """In place of the output head."""
     if labels_BS is None:
         link.send_hidden(hidden_BsD)
         return hidden_BsD
-    shape = tuple(labels_BS.shape) if reduction == "none" else ()
+    shape = () if reduction == "sum" else (*labels_BS.shape, *getattr(reduction, "shape", ()))  # of a function's values
     return _Send.apply(hidden_BsD, _anchor(hidden_BsD), link, shape)  # type: ignore[no-any-return]
 
 

@@ -40,7 +40,8 @@ def build_example_dataset(
         DataError: there is no tokenizer or template, a row is bad, or an example too long, and the settings say so.
     """
     tokenizer = load_example_tokenizer(data) if tokenizer is None else tokenizer
-    rows = RenamedRows(build_rows(data.path, data.pattern, data.subset, data.split), get_fields(data))
+    stored = build_rows(data.path, data.pattern, data.subset, data.split, converter=data.converter)
+    rows = RenamedRows(stored, get_fields(data))
     examples = build_examples(data, rows, tokenizer)
     train = fit_examples(examples, seq_len, data.too_long)
     if data.validation_path:
@@ -58,8 +59,8 @@ def build_example_dataset(
 
 def build_held_out(data: DataSection, seq_len: int, tokenizer: "PreTrainedTokenizerFast") -> ExampleSet:
     """The examples of `data.validation_path`."""
-    held_out = build_rows(data.validation_path, data.pattern, data.subset, data.validation_split)
-    rows = RenamedRows(held_out, get_fields(data))
+    place = (data.validation_path, data.pattern, data.subset, data.validation_split)
+    rows = RenamedRows(build_rows(*place, converter=data.converter), get_fields(data))
     return fit_examples(build_examples(data, rows, tokenizer), seq_len, data.too_long)
 
 

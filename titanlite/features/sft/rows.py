@@ -3,14 +3,17 @@
 import json
 import os
 import re
-from collections.abc import Generator, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from hashlib import sha256
+from modulefinder import ModuleFinder
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from titanlite.base.errors import DataError
+from titanlite.base.extension import load_extension
 from titanlite.base.files import check_regular, open_regular
 from titanlite.config.assets import is_hub_id
 from titanlite.data.cache import read_once
@@ -92,13 +95,54 @@ class RenamedRows:
             content = row.content
             if isinstance(content, dict):
                 try:
-                    content = rename_fields(content, self.fields)
+                    content = self.change(content)
                 except RowError as error:
                     content = error
             yield Row(row.file, row.number, content)
 
+    def change(self, content: dict[str, Any]) -> dict[str, Any]:
+        """The row, renamed. Raises RowError: it cannot be."""
+        return rename_fields(content, self.fields)
+
     def __iter__(self) -> Iterator[Row]:
         return self.iterate_from(0)
+
+
+@dataclass(frozen=True)
+class ConvertedRows(RenamedRows):
+    """Rows that the function of `data.converter` makes into one of the known forms."""
+
+    converter: str
+
+    @cached_property
+    def _function(self) -> Callable[[dict[str, Any]], Any]:
+        return load_extension("data.converter", self.converter, ["row"])  # type: ignore[no-any-return]
+
+    @cached_property
+    def _code(self) -> str:
+        return f"{self.converter}, code {_digest_code(self.converter)[:16]}" if callable(self._function) else ""
+
+    def get_digest(self, cache_folder: Path) -> str:
+        return sha256(f"{self.rows.get_digest(cache_folder)} {self._code}".encode()).hexdigest()
+
+    def get_stamp(self) -> str:
+        return f"{self.rows.get_stamp()} {self._code}"
+
+    def get_identity(self) -> tuple[str, ...]:
+        return (*self.rows.get_identity(), self._code)
+
+    def change(self, content: dict[str, Any]) -> dict[str, Any]:
+        """What the function returns. Raises RowError: it raises something, or returns no dictionary."""
+        where = f"data.converter '{self.converter}'"
+        try:
+            found = self._function(content)
+        except (Exception, SystemExit) as error:  # noqa: BLE001  the user's function may raise anything
+            text = f"{where} raised {type(error).__name__}: {error}. Correct the function or the row."
+            raise RowError("converter failed", text) from None
+        if not isinstance(found, dict):
+            text = f"{where} returned {type(found).__name__}. Return a dictionary."
+            raise RowError("converter failed", text)
+        return found
 
 
 def describe_place(names: tuple[str, ...], file: int, number: int) -> str:
@@ -296,9 +340,39 @@ class HubRows:
         return self.iterate_from(0)
 
 
+def _digest_code(name: str) -> str:
+    """sha256 in hex over the file of an imported extension, and the files of its folder or package that it imports."""
+    module_name = name.partition(":")[0]
+    top = getattr(sys.modules[module_name.partition(".")[0]], "__file__", None) or "/none"
+    root = Path(top).parents[Path(top).name == "__init__.py"]
+    finder = ModuleFinder(path=[] if "site-packages" in root.parts else [str(root)])
+    try:
+        finder.import_hook(module_name)
+    except ImportError:  # not a file of Python, or installed
+        return sha256(module_name.encode()).hexdigest()
+    files = sorted(
+        (key, Path(module.__file__).read_bytes())
+        for key, module in cast(dict[str, Any], finder.modules).items()
+        if module.__file__
+    )
+    return sha256(repr(files).encode()).hexdigest()
+
+
 def build_rows(
-    path: str, pattern: str = "", subset: str = "", split: str = "train", *, streaming: bool = False
+    path: str,
+    pattern: str = "",
+    subset: str = "",
+    split: str = "train",
+    *,
+    streaming: bool = False,
+    converter: str = "",
 ) -> Rows:
+    """As `find_rows`, each made into a known form by the function that `converter` names, if it does."""
+    rows = find_rows(path, pattern, subset, split, streaming=streaming)
+    return ConvertedRows(rows, {}, converter) if converter else rows
+
+
+def find_rows(path: str, pattern: str, subset: str, split: str, *, streaming: bool) -> Rows:
     """The rows at `path`: a file, all such files in a folder and its subfolders, or a dataset of the hub.
 
     A folder that `datasets` saved is its rows; of several splits those of `split`. In another folder, files that match

@@ -298,7 +298,8 @@ def build_stream_dataset(
 ) -> tuple["PreTrainedTokenizerFast", StreamDataset]:
     """The tokenizer, loaded unless it is given, and the stream of `data.path`; `where` is the section, for the log."""
     tokenizer = load_example_tokenizer(data) if tokenizer is None else tokenizer
-    rows = RenamedRows(build_rows(data.path, data.pattern, data.subset, data.split, streaming=True), get_fields(data))
+    place = (data.path, data.pattern, data.subset, data.split)
+    rows = RenamedRows(build_rows(*place, streaming=True, converter=data.converter), get_fields(data))
     held_out = build_held_out(data, seq_len, tokenizer) if data.validation_path else None
     dataset = StreamDataset(data, rows, tokenizer, held_out, seq_len, get_padding(tokenizer), seed)
     logger.info("%s: %s; %d held out", where, dataset.fingerprint, dataset.num_validation_sequences)

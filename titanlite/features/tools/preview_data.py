@@ -119,7 +119,8 @@ def show_data(loader: TrainLoader, show: Painter, num_samples: int) -> None:
 
 def show_kinds(data: DataSection, show: Painter, source: str = "") -> None:
     """Print the first chat of each kind among the first rows, where these are of several kinds."""
-    stored = build_rows(data.path, data.pattern, data.subset, data.split, streaming=data.streaming)
+    place = (data.path, data.pattern, data.subset, data.split)
+    stored = build_rows(*place, streaming=data.streaming, converter=data.converter)
     rows = RenamedRows(stored, get_fields(data))
     batch = list(islice(rows.iterate_from(0), _KIND_ROWS))
     encoder = make_encoder(data, show.tokenizer, batch)

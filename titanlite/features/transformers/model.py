@@ -118,7 +118,7 @@ class TransformersModel(Model):
         labels_BS: torch.Tensor | None = None,
         positions_BS: torch.Tensor | None = None,
         document_ids_BS: torch.Tensor | None = None,
-        reduction: Literal["sum", "none"] = "sum",
+        reduction: Any = "sum",
         cache: TransformersCache | None = None,
         **inputs: Any,
     ) -> torch.Tensor | LossSums:
@@ -150,7 +150,11 @@ class TransformersModel(Model):
             logits_TV = self._logits(tokens_BS, positions_BS, document_ids_BS, **inputs).flatten(0, 1)
             # In float32 as everywhere, and labels as they are: already the next token.
             logits_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
-            loss = F.cross_entropy(logits_TV, labels_BS.flatten(), ignore_index=IGNORE_INDEX, reduction=reduction)
+            labels_T = labels_BS.flatten()
+            if isinstance(reduction, str):
+                loss = F.cross_entropy(logits_TV, labels_T, ignore_index=IGNORE_INDEX, reduction=reduction)
+            else:
+                loss = reduction.of_logits(logits_TV, labels_T)
         else:
             self._labels = (labels_BS, reduction)
             try:
@@ -161,7 +165,8 @@ class TransformersModel(Model):
         if self.loss_copies > 1 and not in_parts and loss.requires_grad:
             loss.register_hook(lambda grad: grad / self.loss_copies)
         # Cloned: FSDP2 wants no view as a module's result.
-        return LossSums(loss if reduction == "sum" else loss.view_as(labels_BS).clone(), loss.new_zeros(()))
+        loss = loss if reduction == "sum" else loss.unflatten(0, labels_BS.shape).clone()
+        return LossSums(loss, loss.new_zeros(()))
 
     def _logits(
         self,

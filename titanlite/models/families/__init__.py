@@ -11,9 +11,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from titanlite.base.errors import ConfigError, raise_problems
+from titanlite.base.extension import is_extension, load_extension
 from titanlite.base.files import read_json
 from titanlite.config.assets import suggest_path, weights_key
 from titanlite.config.model import ROPE_FIELDS, AnyModelConfig, ModelConfig, RopeScaling
@@ -22,19 +23,6 @@ from titanlite.models.families.family import Family
 from titanlite.models.families.hf_config import transformers_config
 from titanlite.models.families.limits import check_model_config
 from titanlite.models.families.rope import NotNativeError
-
-__all__ = [
-    "Family",
-    "NotNativeError",
-    "check_model_config",
-    "describe_differences",
-    "families",
-    "family_of",
-    "find_other_model",
-    "get_model_type",
-    "model_config_from_hf",
-    "resolve_model_config",
-]
 
 # Saved configurations name the tokenizer's padding, whether or not the run that saved them gave it a gradient.
 # Torchtitan's names of families and flavors.
@@ -53,6 +41,21 @@ def families() -> Mapping[str, Family]:
     return dict(sorted(found.items()))
 
 
+def use_family(name: str) -> str:
+    """The name of the family that `model.name` names; an extension joins `families()`, or is refused."""
+    if not is_extension(name):
+        return name
+    family = load_extension("model.name", name)
+    if not isinstance(family, Family):
+        raise ConfigError(f'model.name = "{name}": it is of type {type(family).__name__}. Name a Family.')
+    if families().get(family.name, family) is not family:
+        raise ConfigError(
+            f'model.name = "{name}": there is a family "{family.name}" already. Rename yours, or leave the name out.'
+        )
+    cast(dict[str, Family], families())[family.name] = family
+    return family.name
+
+
 def family_of(config: ModelConfig) -> Family:
     """The family that `config` belongs to."""
     return families()[config.family]
@@ -68,6 +71,7 @@ def resolve_model_config(section: ModelSection, where: str = "model.hf_assets_pa
         ConfigError: unknown family or flavor, unreadable config.json, an architecture that neither implements, or sizes
             that contradict one another.
     """
+    use_family(section.name)
     overrides = _given_overrides(section)
     if section.flavor:
         config = _apply_overrides(_preset(section), overrides)
@@ -147,7 +151,7 @@ def _flatten(config: ModelConfig) -> dict[str, Any]:
 
 
 def _preset(section: ModelSection) -> ModelConfig:
-    name = _TORCHTITAN.get(section.name, section.name)
+    name = use_family(_TORCHTITAN.get(section.name, section.name))
     flavor = _TORCHTITAN.get(section.flavor, section.flavor)
     family = families().get(name)
     if family is None:

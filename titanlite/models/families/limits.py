@@ -94,23 +94,13 @@ def _find_too_large(config: ModelConfig) -> list[str]:
 # A hundred times what the largest models have; beyond, sizes overflow, and layers take minutes to be described.
 MOST_ELEMENTS, MOST_PARAMETERS = 2**40, 2**50
 _MOST: Mapping[str, float] = {
-    "vocab_size": 2**24,
-    "hidden_size": 2**20,
+    **dict.fromkeys(("vocab_size", "intermediate_size", "moe_intermediate_size"), 2**24),
+    **dict.fromkeys(("hidden_size", "kv_lora_rank", "q_lora_rank"), 2**20),
+    **dict.fromkeys(("num_heads", "num_kv_heads", "head_dim", "qk_nope_head_dim", "v_head_dim"), 2**16),
+    **dict.fromkeys(("num_experts", "top_k"), 2**16),
     "num_layers": 4096,
-    "num_heads": 2**16,
-    "num_kv_heads": 2**16,
-    "head_dim": 2**16,
-    "intermediate_size": 2**24,
-    "max_position_embeddings": 2**31,
-    "kv_lora_rank": 2**20,
-    "q_lora_rank": 2**20,
-    "qk_nope_head_dim": 2**16,
-    "v_head_dim": 2**16,
-    "num_experts": 2**16,
-    "top_k": 2**16,
-    "moe_intermediate_size": 2**24,
     "num_shared_experts": 2**10,
-    "num_dense_layers": 2**31,
+    **dict.fromkeys(("max_position_embeddings", "num_dense_layers"), 2**31),
     # The norm of nothing: hidden states would vanish beside the epsilon.
     "rms_norm_eps": 1.0,
     "initializer_range": 1.0,
@@ -120,16 +110,8 @@ _MOST: Mapping[str, float] = {
 
 
 _POSITIVE = (
-    "vocab_size",
-    "hidden_size",
-    "num_layers",
-    "num_heads",
-    "num_kv_heads",
-    "head_dim",
-    "intermediate_size",
-    "max_position_embeddings",
-    "rms_norm_eps",
-    "rope_theta",
+    *("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size"),
+    *("max_position_embeddings", "rms_norm_eps", "rope_theta"),
 )
 _POSITIVE_MOE = ("top_k", "moe_intermediate_size")
 

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from titanlite import train as train_module
+import titanlite.train as train_module
 from titanlite.base.errors import NOTICE_FOLDER
 from titanlite.base.log import logger
 from titanlite.config.schema import JobConfig

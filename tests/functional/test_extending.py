@@ -1,0 +1,244 @@
+"""What docs/extending.md shows: each block runs, and is what is built in, on one rank and on others."""
+
+import json
+import math
+import os
+import re
+import shlex
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import titanlite
+from titanlite.assemble import build_data
+from titanlite.base.errors import ConfigError
+from titanlite.base.log import logger
+from titanlite.checkpoint.folder import read_headers
+from titanlite.config import JobConfig, load_config
+from titanlite.config.parallelism import Degrees
+from titanlite.config.schema import OptimizerSection
+from titanlite.features.api import make_config
+from titanlite.features.custom.objective import build_custom_objective
+from titanlite.features.custom.optimizer import build_custom_optimizer
+from titanlite.features.sft.rows import _digest_code
+from titanlite.models.families import families, resolve_model_config
+from titanlite.preflight import check
+
+PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
+BLOCKS = dict(re.findall(r"```python\n# (\w+)\.py\n(.*?)```", PAGE.read_text(), flags=re.S))
+MESHES = {
+    "1": Degrees(),
+    "FSDP2": Degrees(dp_shard=2),
+    "TP2xEP2": Degrees(dp_shard=2, tp=2, ep=2),
+    "CP2": Degrees(cp=2),
+    "PP2": Degrees(pp=2),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def modules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The blocks as files, importable; ranks are forked from this process."""
+    folder = tmp_path_factory.mktemp("extending")
+    for name, text in BLOCKS.items():
+        (folder / f"{name}.py").write_text(text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        yield folder
+    for name in BLOCKS:
+        sys.modules.pop(name, None)
+
+
+def test_the_page_has_what_is_tested():
+    assert set(BLOCKS) == {"experiment", "my_rows", "my_losses", "my_optimizers", "my_metrics", "my_models"}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("name", ["my_losses:cross_entropy", "my_losses:likelihood"])
+def test_a_loss_of_ones_own_is_the_built_in(train_run: Callable[..., Any], name: str, mesh: str):
+    (expected, *_), (got, *_) = (
+        train_run(MESHES[mesh], *extra, steps=3) for extra in ([], [f"--training.objective={name}"])
+    )
+    assert got.losses == pytest.approx(expected.losses, rel=1e-6)
+    assert got.grad_norms == pytest.approx(expected.grad_norms, rel=1e-5)
+
+
+def test_a_whole_objective_has_its_own_unit(train_run: Callable[..., Any]):
+    """Each of the 4 sequences of a step counts the same: so it is next-token prediction where none has padding."""
+    (expected, *_), (got, *_) = (
+        train_run(MESHES["FSDP2"], *extra, steps=2) for extra in ([], ["--training.objective=my_losses:PerSequence"])
+    )
+    assert got.losses[0] == pytest.approx(expected.losses[0], rel=0.05) and got.losses != expected.losses
+
+
+@pytest.mark.parametrize("mesh", ["1", "TP2xEP2"])
+def test_an_optimizer_of_ones_own_is_the_built_in(train_run: Callable[..., Any], mesh: str):
+    (expected, *_), (got, *_) = (
+        train_run(MESHES[mesh], *extra, steps=4) for extra in ([], ["--optimizer.name=my_optimizers:adamw"])
+    )
+    assert got.losses == pytest.approx(expected.losses, rel=1e-6)
+
+
+def test_its_state_is_saved_and_metrics_are_logged(config_file: Path, tmp_path: Path, run_ranks: Callable[..., Any]):
+    """Two steps and two more are four, in one process; so are those of an objective and of a metric."""
+    own = {
+        "optimizer": {"name": "my_optimizers:sign_sgd", "momentum": 0.9},
+        "training": {"objective": "my_losses:cross_entropy"},
+        "lr_scheduler": {"warmup_steps": 0, "min_lr_factor": 1.0},
+        "metrics": {"log_freq": 1, "enable_tensorboard": False, "function": "my_metrics:perplexity"},
+    }
+
+    def run(steps: int, name: str) -> tuple[Any, list[dict[str, Any]]]:
+        sections = {**own, "training": {**own["training"], "steps": steps}, "job": {"dump_folder": tmp_path / name}}
+        result = titanlite.train(config_file, **sections)
+        return result, [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+
+    def rank_main() -> None:
+        whole, points = run(4, "whole")
+        run(2, "parts")
+        parts, _ = run(4, "parts")
+        assert whole.loss == parts.loss and whole.step == 4 and whole.checkpoint == tmp_path / "whole/checkpoint/step-4"
+        assert points[-1]["metric/perplexity"] == pytest.approx(math.exp(points[-1]["loss/train"]))
+        assert 0 <= points[-1]["objective/accuracy"] <= 1
+        assert (
+            "average.lm_head.weight"
+            in read_headers([whole.checkpoint / "titanlite/optimizer.safetensors"], "test").tensors
+        )
+        with pytest.raises(titanlite.TitanliteError, match=r"another run.*training.objective"):
+            titanlite.train(config_file, training={"steps": 6}, job={"dump_folder": tmp_path / "whole"})
+        with pytest.raises(titanlite.TitanliteError, match=r"unknown key 'training\.step'; did you mean"):
+            titanlite.train(config_file, training={"step": 6})
+
+    run_ranks(1, rank_main)
+
+
+def test_a_converter_makes_the_rows_that_it_says(examples: list[str], tmp_path: Path, config_file: Path, modules: Path):
+    """The tokens are those of the rows as they could be written; another function makes them anew."""
+    asked = [{"ask": f"what {i}", "say": f"one {i}", "score": 0.2 + i / 10} for i in range(9)]
+    plain = [{"prompt": row["ask"], "completion": row["say"]} for row in asked if row["score"] >= 0.5]
+    tokens = {}
+    for name, rows in (("asked", asked), ("plain", plain)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = [*examples, "--data.bad_rows=skip", "--validation.enable=false"]
+    for name, more in (("asked", ["--data.converter=my_rows:convert"]), ("plain", [])):
+        argv = ["--config", str(config_file), *settings, f"--data.path={tmp_path / name}.jsonl", *more]
+        tokens[name] = build_data(load_config(argv), 0, 1)[1].dataset.train.examples
+    assert tokens["asked"].tokens.tolist() == tokens["plain"].tokens.tolist()
+    assert tokens["asked"].header.skipped["converter failed"].count == 3
+    assert "raised ValueError: bad answer" in tokens["asked"].header.skipped["converter failed"].first
+    before = _digest_code("my_rows:convert")
+    (modules / "my_rows.py").write_text(BLOCKS["my_rows"] + "\n# changed\n")
+    assert _digest_code("my_rows:convert") != before
+
+
+def test_a_family_of_ones_own(modules: Path):
+    section = load_config_of("--model.name=my_models:FAMILY", "--model.flavor=small").model
+    config = resolve_model_config(section)
+    assert (config.family, config.num_layers) == ("smollama", 2) and not config.qk_norm
+    theirs = {**families()["smollama"].to_hf(config), "model_type": "smollama"}
+    assert families()["smollama"].from_hf(theirs, "test") == config
+
+
+def load_config_of(*overrides: str) -> JobConfig:
+    return make_config({"data": {"dataset": "stdlib"}}, overrides)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("--training.objective=my_loses:smoothed", "cannot import my_loses: ModuleNotFoundError"),
+        ("--training.objective=my_losses:smothed", "has no 'smothed'. Did you mean 'my_losses:smoothed'?"),
+        ("--training.objective=my_losses:F", "it is module, not a function"),
+        (
+            "--training.objective=my_rows:convert",
+            r"called as convert\(logits, labels\) or .*, but it is convert\(row\)",
+        ),
+        ("--training.objective=cross", 'is not one of "next_token", "dpo", "package.module:name"'),
+        ("--data.converter=convert", "does not name a function"),
+        ("--optimizer.name=my_optimizers:SignSGD", r"it is called as SignSGD\(named_parameters, section\)"),
+        ("--metrics.function=my_losses:smoothed", r"it is called as smoothed\(point\)"),
+        ("--evaluation.scorer=my_rows:convert", r"called as convert\(prediction, reference\)"),
+        ("--model.name=my_rows:convert", "it is of type function. Name a Family"),
+    ],
+)
+def test_what_cannot_be_called_is_refused_before_anything_is_trained(override: str, message: str):
+    with pytest.raises(ConfigError, match=message):
+        check(load_config_of("--model.name=qwen3", "--model.flavor=debug", override), 1)
+
+
+BAD = """
+import torch
+class Rows(torch.optim.SGD):
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param]["rows"], self.state[param]["n"] = param.detach()[0] * 0, 3
+            group["k"] = group.get("k", 0) + 1
+def rows(named_parameters, section):
+    return Rows([param for _, param in named_parameters], lr=0.1)
+def some(named_parameters, section):
+    return torch.optim.SGD([named_parameters[0][1]], lr=0.1)
+def nothing(named_parameters, section): pass
+def scalar(logits, labels):
+    return logits.sum()
+def constant(logits, labels):
+    return labels.float()
+def fails(log_probs, batch):
+    return log_probs.nothing
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("rows", r"(?s)step changes k of a group.*'rows' of a parameter .* is torch.float32.*'n' .* is int"),
+        ("some", "leaves out"),
+        ("nothing", "returned NoneType. Return a torch.optim.Optimizer"),
+        ("scalar", r"the loss is shape \(\), not a tensor of shape \(4,\)"),
+        ("constant", "the loss depends on nothing that is trained"),
+        ("fails", "a trial raised AttributeError"),
+    ],
+)
+def test_what_a_trial_finds_wrong(modules: Path, name: str, message: str):
+    (modules / "bad.py").write_text(BAD)
+    with pytest.raises(ConfigError, match=message):
+        if name in ("rows", "some", "nothing"):
+            build_custom_optimizer(torch.nn.Linear(2, 3), OptimizerSection(name=f"bad:{name}"))
+        else:
+            build_custom_objective(load_config_of("--model.flavor=debug", f"--training.objective=bad:{name}"), 9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [[], ["-m", "titanlite.launch", "--nproc-per-node=2"]], ids=["alone", "launch"])
+def test_the_script_trains_twice(launcher: list[str], tmp_path: Path, run_process: Callable[..., Any], modules: Path):
+    (tmp_path / "poem.txt").write_text("To train is to repeat what is not known. " * 300)
+    shutil.copy(modules / "experiment.py", tmp_path)
+    words = shlex.join([sys.executable, *launcher, "experiment.py"])
+    done = run_process(["bash", "-c", f"cd {tmp_path} && {words}"], 200, {"PYTHONPATH": str(PAGE.parents[1])})
+    assert done.returncode == 0, done.output
+    lines = [line for line in done.stdout.splitlines() if line.startswith(("0.001 3 ", "0.003 3 "))]
+    assert (
+        len(lines) == (4 if launcher else 2) and (tmp_path / "outputs/lr-0.003/checkpoint/step-3/config.json").exists()
+    )
+
+
+def test_ctrl_c_saves_and_is_delivered(tmp_path: Path, config_file: Path, run_ranks: Callable[..., Any]):
+    def rank_main() -> None:
+        handler, states = signal.getsignal(signal.SIGINT), (torch.get_rng_state(), dict(os.environ), logger.handlers[:])
+        timer = threading.Timer(2.0, lambda: os.kill(os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            titanlite.train(
+                config_file, training={"steps": 10**6, "deterministic": True}, job={"dump_folder": tmp_path}
+            )
+        assert any((tmp_path / "checkpoint").glob("step-*/config.json"))
+        assert signal.getsignal(signal.SIGINT) is handler and not torch.are_deterministic_algorithms_enabled()
+        assert torch.equal(torch.get_rng_state(), states[0]) and (dict(os.environ), logger.handlers) == states[1:]
+
+    run_ranks(1, rank_main)

@@ -1,0 +1,83 @@
+"""Functions and objects of the user's that a setting names, as "package.module:name".
+
+The module is imported from the folder of the configuration file, the current folder, PYTHONPATH or the environment.
+"""
+
+import importlib
+import inspect
+import os
+import re
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from titanlite.base.errors import ConfigError
+
+FORM = "package.module:name"
+_NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+_folders: list[Path] = []  # of configuration files, the latest first
+
+
+def is_extension(value: object) -> bool:
+    """True for text of the form "package.module:name"."""
+    return isinstance(value, str) and _NAME.fullmatch(value) is not None
+
+
+def import_from(folder: Path) -> None:
+    """Import extensions from `folder`, that of a configuration file, first."""
+    _folders.insert(0, folder.resolve())
+
+
+def load_extension(key: str, name: str, calls: Sequence[str] = ()) -> Any:
+    """Import what the setting `key` = `name` names; `calls` are the parameters it may be called with, see `get_call`.
+
+    Raises:
+        ConfigError: it cannot be imported, is not there, or cannot be called like this.
+    """
+    module_name, _, attribute = name.partition(":")
+    where = f'{key} = "{name}"'
+    sys.path += [folder for folder in dict.fromkeys(map(str, [*_folders, Path.cwd()])) if folder not in sys.path]
+    importlib.invalidate_caches()
+    try:
+        module = importlib.import_module(module_name)
+    except BaseException as error:  # noqa: BLE001  whatever the user's module does when it is imported; sys.exit, too
+        raise ConfigError(
+            f"{where}: cannot import {module_name}: {type(error).__name__}: {error}. The module must lie in the folder "
+            "of the configuration file, in the current folder, on PYTHONPATH, or be installed."
+        ) from None
+    file = getattr(module, "__file__", None) or "built in"
+    paths = (folder.joinpath(*module_name.split(".")).with_suffix(".py") for folder in _folders)
+    meant = next((path for path in paths if path.exists()), None)
+    if meant is not None and not (os.path.exists(file) and meant.samefile(file)):
+        raise ConfigError(f"{where}: {meant} is hidden by another {module_name} ({file}). Rename your module.")
+    if not hasattr(module, attribute):
+        near = get_close_matches(attribute, vars(module), 1)
+        hint = f"Did you mean '{module_name}:{near[0]}'?" if near else "Correct the name."
+        raise ConfigError(f"{where}: {module_name} ({file}) has no '{attribute}'. {hint}")
+    found = getattr(module, attribute)
+    if calls and not callable(found):
+        raise ConfigError(f"{where}: it is {type(found).__name__}, not a function. Name a function of {module_name}.")
+    if calls and get_call(found, calls) is None:
+        wanted = " or ".join(f"{attribute}({call})" for call in calls)
+        has = f"{attribute}{inspect.signature(found)}"
+        raise ConfigError(f"{where}: it is called as {wanted}, but it is {has}. Give it these parameters.")
+    return found
+
+
+def get_call(function: Any, calls: Sequence[str]) -> str | None:
+    """The one of `calls`, as "logits, labels", that `function` takes: by the names if there are several of them."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # of C, which does not tell
+        return calls[0]
+    for call in calls:
+        names = call.split(", ")
+        try:
+            signature.bind(*names)
+        except TypeError:
+            continue
+        if len(calls) == 1 or [*signature.parameters][: len(names)] == names:
+            return call
+    return None

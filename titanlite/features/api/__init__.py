@@ -1,0 +1,181 @@
+"""Training from Python: `titanlite.train`, which leaves the process as it was."""
+
+import os
+import random
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from titanlite import TrainResult
+from titanlite.assemble import assemble, close, explain
+from titanlite.base.errors import NOTICE_FOLDER, TitanliteError
+from titanlite.base.folder_lock import FolderLock
+from titanlite.base.log import logger, setup_logger, warn_once
+from titanlite.config import JobConfig
+from titanlite.config.load import CODE, Reader, follows
+from titanlite.config.settings import get_sections_of, get_value
+from titanlite.distributed.process_group import end_distributed
+from titanlite.launch import heartbeat, stop
+from titanlite.launch.notices import first_sentence, note_error
+from titanlite.metrics import explain_out_of_memory, open_events, record_event
+from titanlite.preflight import check_all, prepare
+
+Config = str | os.PathLike[str] | Mapping[str, Any] | JobConfig
+
+
+def train(
+    config: str | os.PathLike[str] | Mapping[str, Any] | JobConfig,
+    overrides: Sequence[str],
+    sections: Mapping[str, Any],
+) -> TrainResult:
+    """Implement `titanlite.train`. Collective: every rank of a launcher must call."""
+    with _left_as_found(), _deferred():
+        job = make_config(config, overrides, **sections)
+        if job.job.prepare:
+            prepare(job)
+            job = make_config(config, overrides, **sections)
+        heartbeat.start()
+        code = 1
+        try:
+            ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+            checked = check_all(job, (ranks,), weights=True)
+            job = checked.job
+            heartbeat.configure(job.comm.timeout_seconds, job.job.stop_grace_seconds, job.job.dump_folder)
+            with explain_out_of_memory(job):
+                trainer = assemble(checked)
+                trainer.train()
+            code = 0
+        except Exception as error:
+            FolderLock.remove_unused()
+            refusal = error if isinstance(error, TitanliteError) else explain(error)
+            text = f"{type(error).__name__}: {error}" if refusal is None else str(refusal)
+            note_error(text)
+            record_event("error", first_sentence(text), heartbeat.steps_done())
+            if refusal is None or refusal is error:
+                raise
+            raise refusal from error
+        finally:
+            close(code)
+        saved = trainer.checkpointer.folder / f"step-{trainer.step}"
+        checkpoint = saved if saved.is_dir() else None
+        return TrainResult(trainer.step, trainer.loss, checkpoint, Path(job.job.dump_folder), trainer.stopping)
+
+
+def make_config(config: Config, overrides: Sequence[str] = (), **sections: Any) -> JobConfig:
+    """As `load_config`, from a file, a dictionary of sections, or a configuration; `sections` go before it, and the
+    arguments `overrides` before both.
+    """
+    reader, path = Reader(), None
+    if isinstance(config, JobConfig):
+        for setting in (setting for settings in get_sections_of(config).values() for setting in settings):
+            value = get_value(config, setting.key)
+            if value is not None and not follows(config, setting.key):
+                reader.accept(CODE, setting, value)
+    elif isinstance(config, Mapping):
+        reader.read_table(CODE, _plain(config))
+    else:
+        path = os.fspath(config)
+        reader.read_table(path, reader.read_file(path) or {})
+    reader.read_table("override", _plain(sections))
+    texts = reader.read_arguments(["--config", path or CODE, *overrides])[1]
+    return reader.finish(path, texts, is_whole=path is None or bool(reader.values))
+
+
+def _plain(table: Mapping[str, Any]) -> dict[str, Any]:
+    """`table` as a TOML file could have it: paths are text, and what is None is left out."""
+    values = {key: os.fspath(value) if isinstance(value, Path) else value for key, value in table.items()}
+    return {
+        str(key): _plain(value) if isinstance(value, Mapping) else value
+        for key, value in values.items()
+        if value is not None
+    }
+
+
+@contextmanager
+def _deferred() -> Iterator[None]:
+    """In a program of the user's: SIGTERM and SIGINT end training after its step, and are delivered when this is left.
+
+    The second one, and one before the first step, is delivered at once. Under a launcher as `stop.install`. Only in the
+    main thread.
+    """
+    stop.requested.clear()
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    caught: list[int] = []
+
+    def catch(number: int, frame: object) -> None:
+        caught.append(number)
+        stop.requested.set()
+        if len(caught) > 1 or not heartbeat.current().trains:
+            signal.signal(number, handlers[number])
+            signal.raise_signal(number)
+
+    handlers: dict[int, Any] = {number: signal.getsignal(number) for number in stop.SIGNALS}
+    undo = stop.install() if NOTICE_FOLDER in os.environ else lambda: None
+    try:
+        for number in stop.SIGNALS if NOTICE_FOLDER not in os.environ else ():
+            signal.signal(number, catch)
+        yield
+    finally:
+        undo()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    if caught:
+        signal.raise_signal(caught[0])
+
+
+@contextmanager
+def _left_as_found() -> Iterator[None]:
+    """Put back what a run changes in its process. After an error, several ranks keep their process group: others may be
+    in collectives, for which leaving it would wait.
+    """
+    had_group, environment, path = dist.is_initialized(), dict(os.environ), list(sys.path)
+    log = logger.handlers[:], logger.level, logger.propagate
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    on_cuda = torch.cuda.is_initialized()
+    cuda = (torch.cuda.current_device(), torch.cuda.get_rng_state_all()) if on_cuda else None
+    dtype, sdp = torch.get_default_dtype(), torch.backends.cuda
+    cudnn, deterministic = cast(Any, torch.backends.cudnn), cast(Any, torch.utils.deterministic)
+    modes = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    fill, flags = deterministic.fill_uninitialized_memory, (cudnn.deterministic, cudnn.benchmark)
+    kernels = sdp.mem_efficient_sdp_enabled(), sdp.cudnn_sdp_enabled()
+    failed = True
+    logger.handlers.clear()
+    setup_logger()
+    logger.handlers += log[0]
+    warn_once.cache_clear()
+    open_events(None)
+    try:
+        yield
+        failed = False
+    finally:
+        if dist.is_initialized() and not had_group and not (failed and dist.get_world_size() > 1):
+            end_distributed()
+        open_events(None)
+        logger.handlers[:], logger.propagate = log[0], log[2]
+        logger.setLevel(log[1])
+        sdp.enable_mem_efficient_sdp(kernels[0])
+        sdp.enable_cudnn_sdp(kernels[1])
+        cudnn.deterministic, cudnn.benchmark = flags
+        deterministic.fill_uninitialized_memory = fill
+        torch.use_deterministic_algorithms(modes[0], warn_only=modes[1])
+        torch.set_default_dtype(dtype)
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+        if cuda is not None:
+            torch.cuda.set_device(cuda[0])
+            torch.cuda.set_rng_state_all(cuda[1])
+        sys.path[:] = path
+        for name in os.environ.keys() - environment.keys():
+            del os.environ[name]
+        os.environ.update(environment)

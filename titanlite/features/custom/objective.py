@@ -1,0 +1,206 @@
+"""Objectives of the user's: a loss of each token's logits, in chunks, of log-probabilities, or a whole `Objective`.
+
+Shapes: B rows, S tokens, T = B * S, C tokens of a chunk, V vocabulary, v rows of it on this rank, D width, M = 1 + the
+number of metrics.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from titanlite.base.errors import ConfigError
+from titanlite.base.extension import get_call, load_extension
+from titanlite.config import JobConfig
+from titanlite.config.settings import get_settings
+from titanlite.data.dataset import Batch
+from titanlite.models.interface import Model
+from titanlite.objective import NextToken, Objective, ObjectiveSums
+from titanlite.ops import IGNORE_INDEX, VocabShard
+from titanlite.ops.matmul import multiply, sum_over_rows
+
+_KEY = "training.objective"
+_TRIED_TOKENS = 4
+
+
+def build_custom_objective(job: JobConfig, vocab_size: int) -> Objective:
+    """The objective that `training.objective` names, after a trial on a few tokens.
+
+    Raises:
+        ConfigError: it cannot be imported, raises something, or returns something else than a loss and metrics.
+    """
+    name = job.training.objective
+    calls = list(get_settings()[_KEY].calls or [])
+    function = load_extension(_KEY, name, calls)
+    call, where = get_call(function, calls), f'{_KEY} = "{name}"'
+    try:
+        if call == calls[0]:
+            return TokenObjective(function, vocab_size)
+        if call == calls[1]:
+            return BatchObjective(function, job.training.seq_len)
+        objective = function(job)
+        lacking = [each for each in ("metric_names", "prepare", "count") if not hasattr(objective, each)]
+        if lacking or not callable(objective):
+            raise TypeError(f"{type(objective).__name__} has no {', '.join(lacking) or '__call__'}")
+        return cast(Objective, objective)
+    except Exception as error:
+        raise ConfigError(
+            f"{where}: a trial raised {type(error).__name__}: {error}. Correct the function; docs/extending.md has "
+            "what it takes and returns."
+        ) from error
+
+
+def _split(found: Any, shape: tuple[int, ...]) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+    """Loss and metrics of what a function returned, all of this shape.
+
+    Raises:
+        TypeError: it is neither a loss nor a loss and a dictionary of metrics.
+    """
+    parts: tuple[Any, Any] = found if isinstance(found, tuple) and len(found) == 2 else (found, {})
+    loss, metrics = parts
+    if not isinstance(metrics, Mapping):
+        raise TypeError(f"it returned {type(metrics).__name__} for metrics, not a dictionary")
+    for name, value in {"the loss": loss, **metrics}.items():
+        if not isinstance(value, torch.Tensor) or tuple(value.shape) != shape:
+            kind = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+            raise TypeError(f"{name} is {kind}, not a tensor of shape {shape}")
+    if torch.is_grad_enabled() and not loss.requires_grad:
+        raise TypeError("the loss depends on nothing that is trained")
+    return loss, metrics
+
+
+class TokenObjective(NextToken):
+    """The mean of a function of the logits over the tokens with a label.
+
+    Args:
+        function: called with logits (C, V) float32 and labels (C,) int64, -100 where there is none; returns the losses
+            (C,), and maybe a dictionary of metrics (C,). It is called again in backward, and must do the same.
+        vocab_size: V.
+    """
+
+    def __init__(self, function: Callable[..., Any], vocab_size: int) -> None:
+        logits = torch.zeros(_TRIED_TOKENS, vocab_size, requires_grad=True)
+        labels = torch.arange(_TRIED_TOKENS) - 1
+        with torch.enable_grad():
+            names = [*_split(function(logits, labels.where(labels >= 0, IGNORE_INDEX)), (_TRIED_TOKENS,))[1]]
+        self.metric_names: Sequence[str] = [f"objective/{name}" for name in names]
+        self._values = TokenValues(function, names)
+
+    def __call__(self, model: Model, batch: Batch) -> ObjectiveSums:
+        place = (batch.tokens, batch.labels, batch.positions, batch.document_ids)
+        found = model(*place, reduction=self._values, **batch.inputs)
+        sums_M = found.cross_entropy.flatten(0, -2).sum(dim=0)
+        return ObjectiveSums(sums_M[0], found.aux, sums_M[1:].detach())
+
+
+class TokenValues:
+    """A `reduction` of a model's forward: loss and metrics of every token, (B, S, M), of logits that exist in chunks.
+
+    Attributes:
+        shape: (M,), of the values of a token.
+    """
+
+    def __init__(self, function: Callable[..., Any], names: Sequence[str]) -> None:
+        self._function, self._names = function, names
+        self.shape = (1 + len(names),)
+
+    def __call__(
+        self,
+        hidden_TD: torch.Tensor,
+        weight_vD: torch.Tensor,
+        labels_T: torch.Tensor,
+        chunk_tokens: int,
+        shard: VocabShard | None,
+    ) -> torch.Tensor:
+        """(T, M) float32; as `linear_cross_entropy` with `reduction` = "none".
+
+        Collectives: with `shard` a sum of (C, V) per chunk, in forward and in backward; all ranks hold the same tokens.
+        """
+        return _InChunks.apply(hidden_TD, weight_vD, labels_T, chunk_tokens, shard, self.of_logits)  # type: ignore[no-any-return]
+
+    def of_logits(self, logits_CV: torch.Tensor, labels_C: torch.Tensor) -> torch.Tensor:
+        """(C, M), 0 where there is no label."""
+        loss_C, metrics = _split(self._function(logits_CV, labels_C), tuple(labels_C.shape))
+        columns = [loss_C, *(metrics[name].detach() for name in self._names)]
+        return torch.stack([x.to(logits_CV.dtype) for x in columns], dim=-1).where(
+            labels_C.unsqueeze(-1) != IGNORE_INDEX, 0.0
+        )
+
+
+class _InChunks(torch.autograd.Function):
+    """Backward projects every chunk a second time, and sums the gradient of the weight in float32."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_TD: torch.Tensor,
+        weight_vD: torch.Tensor,
+        labels_T: torch.Tensor,
+        chunk_tokens: int,
+        shard: VocabShard | None,
+        of_logits: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        ctx.save_for_backward(hidden_TD, weight_vD, labels_T)
+        ctx.options = chunk_tokens, shard, of_logits
+        chunks = zip(hidden_TD.split(chunk_tokens), labels_T.split(chunk_tokens), strict=True)
+        return torch.cat([of_logits(_project(hidden, weight_vD, shard), labels) for hidden, labels in chunks])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dvalues_TM: torch.Tensor) -> tuple[Any, ...]:
+        hidden_TD, weight_vD, labels_T = ctx.saved_tensors
+        chunk_tokens, shard, of_logits = ctx.options
+        need_hidden, need_weight = ctx.needs_input_grad[:2]
+        dhidden_TD = torch.empty_like(hidden_TD) if need_hidden else None
+        dweight_vD = torch.zeros_like(weight_vD, dtype=dvalues_TM.dtype) if need_weight else None
+        for start in range(0, hidden_TD.shape[0], chunk_tokens):
+            rows = slice(start, start + chunk_tokens)
+            logits_CV = _project(hidden_TD[rows], weight_vD, shard).requires_grad_()
+            with torch.enable_grad():
+                values_CM = of_logits(logits_CV, labels_T[rows])
+            (grad_CV,) = torch.autograd.grad(values_CM, logits_CV, dvalues_TM[rows])
+            own = grad_CV if shard is None else grad_CV.narrow(1, shard.start, weight_vD.shape[0])
+            grad_Cv = own.to(hidden_TD.dtype)
+            if dhidden_TD is not None:
+                multiply(grad_Cv, weight_vD, out=dhidden_TD[rows])
+            if dweight_vD is not None:
+                sum_over_rows(grad_Cv, hidden_TD[rows], dweight_vD, accumulate=True)
+        return dhidden_TD, None if dweight_vD is None else dweight_vD.to(weight_vD.dtype), None, None, None, None
+
+
+def _project(hidden_CD: torch.Tensor, weight_vD: torch.Tensor, shard: VocabShard | None) -> torch.Tensor:
+    """Logits of the whole vocabulary, (C, V), in float32 or float64."""
+    own_Cv = multiply(hidden_CD, weight_vD.T)
+    own_Cv = own_Cv.to(torch.promote_types(own_Cv.dtype, torch.float32))
+    if shard is None:
+        return own_Cv
+    logits_CV = own_Cv.new_zeros(own_Cv.shape[0], shard.vocab_size)
+    logits_CV[:, shard.start : shard.start + own_Cv.shape[1]] = own_Cv
+    return shard.reduce_sum(logits_CV)
+
+
+class BatchObjective(NextToken):
+    """A function of the log-probability of every label, divided by the number of tokens with a label.
+
+    Args:
+        function: called with log-probabilities (B, S) float32, 0 where there is no label, and the `Batch`; returns the
+            sum of the losses of these rows, a scalar, and maybe a dictionary of metrics, sums as well.
+        seq_len: S, for the trial.
+    """
+
+    def __init__(self, function: Callable[..., Any], seq_len: int) -> None:
+        ids = torch.zeros(1, seq_len, dtype=torch.int64)
+        ids[:, seq_len // 2 :] = 1  # a pair
+        log_probs = torch.full((1, seq_len), -1.0, requires_grad=True)
+        with torch.enable_grad():
+            names = [*_split(function(log_probs, Batch(ids, ids, ids, ids)), ())[1]]
+        self.metric_names: Sequence[str] = [f"objective/{name}" for name in names]
+        self._function, self._names = function, names
+
+    def __call__(self, model: Model, batch: Batch) -> ObjectiveSums:
+        place = (batch.tokens, batch.labels, batch.positions, batch.document_ids)
+        found = model(*place, reduction="none", **batch.inputs)
+        loss, metrics = _split(self._function(-found.cross_entropy, batch), ())
+        values = [metrics[name].detach().float() for name in self._names]
+        return ObjectiveSums(loss, found.aux, torch.stack(values) if values else loss.new_zeros(0))
