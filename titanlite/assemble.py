@@ -86,12 +86,9 @@ from titanlite.trainer import Trainer
 
 
 def assemble(checked: Checked) -> Trainer:
-    """Build everything that training needs, and load what it goes on from.
+    """Build everything that training needs, and load what it resumes from. Collective: every rank must call.
 
-    Raises:
-        TitanliteError: on all ranks; something cannot be built, read or saved as the configuration says.
-
-    Collective: every rank must call.
+    Raises TitanliteError on all ranks: something cannot be built, read or saved as the configuration says.
     """
     job, model_config, degrees = checked.job, checked.model_config, checked.degrees
     folder = Path(job.job.dump_folder)
@@ -220,8 +217,7 @@ def build_model(config: AnyModelConfig, dtype: torch.dtype = torch.float32) -> M
 def build_on_meta(job: JobConfig, model_config: AnyModelConfig, dims: ParallelDims, device: torch.device) -> Model:
     """Describe the model as it will be trained on devices like `device`: sharded, without memory; no communication.
 
-    Raises:
-        ConfigError: patterns that name nothing, or transformers cannot build the model. The same on all ranks.
+    Raises ConfigError, the same on all ranks: patterns name nothing, or transformers cannot build the model.
     """
     model = describe_model(job, model_config, device.type)
     model.configure(job.model.attention_backend, job.moe, job.training.loss_chunk_tokens, device)

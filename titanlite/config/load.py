@@ -81,8 +81,7 @@ def load_config(argv: Sequence[str]) -> JobConfig:
 def save_resolved(job: JobConfig, path: str | Path) -> None:
     """Write every setting of `job` to the TOML file `path`; `load_config(["--config", path])` gives `job` again.
 
-    `job` comes from `load_config`. Settings that are None are left out (that is their default); the folder of `path`
-    is made if it is missing.
+    Settings that are None are left out (that is their default). The folder of `path` is made if it is missing.
 
     Raises:
         OSError: The file cannot be written; one that was there before is left as it was.
@@ -110,7 +109,7 @@ def find_changes(job: JobConfig, path: str | Path) -> dict[str, tuple[Any, Any]]
             setting.key: get_value(one, setting.key)
             for settings in get_sections_of(one).values()
             for setting in settings
-            if setting.key.endswith("_path") or not _follows(one, setting.key)
+            if setting.key.endswith("_path") or not follows(one, setting.key)
         }
         for one in (before, job)
     )
