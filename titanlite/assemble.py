@@ -248,10 +248,7 @@ def shard(model: Model, job: JobConfig, dims: ParallelDims, device_type: str) ->
 def fill(
     job: JobConfig, model: Model, sources: list[SourceProvider], device: torch.device, waiting: Any = None
 ) -> Plan:
-    """Give the sharded `model` its values, every tensor once. Collective: every rank must call.
-
-    `waiting` is the group whose ranks wait for one that reads longer.
-    """
+    """Give the sharded `model` its values; the group `waiting` waits for ranks that read longer. Collective."""
     where = torch.device("cpu") if job.training.enable_cpu_offload else device
     return materialize(model, where, sources, seed=job.training.seed, buffer_device=device, waiting=waiting)
 

@@ -57,8 +57,7 @@ _FLOAT = re.compile(r"[+-]?([0-9]+(_[0-9]+)*(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]
 _BOOL_HINTS = {"yes": "true", "on": "true", "1": "true", "no": "false", "off": "false", "0": "false"}
 _REMEDIES = {int: "Write a whole number", float: "Write a number", bool: "Write true or false", str: "Put it in quotes"}
 _KIND_NAMES = {int: "an int", float: "a float", bool: "a bool", str: "a str"}
-_MOST_FILE_BYTES = 16 << 20
-CODE = "configuration"  # the place of a setting that Python gives
+_MOST_FILE_BYTES, CODE = 16 << 20, "configuration"  # CODE: the place of a setting that Python gives
 _KEY = re.compile(r"[a-z]\w*(?:\.[a-z]\w*)+")
 
 
