@@ -6,7 +6,6 @@ Expected takes the shares of these rates in `EFFICIENCY`, which others have publ
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 
 from titanlite.config import AnyModelConfig, JobConfig
 from titanlite.config.parallelism import Degrees
@@ -17,17 +16,15 @@ from titanlite.features.estimate.tracker import CATEGORIES, GRADIENTS
 STAGING_BYTES = 16 << 20  # of checkpoint.reader: at most 16 threads, 1 MiB each on the device, and as much on the host
 
 # Shares of the peak rates. docs/plan.md says which are published and which are assumed.
-EFFICIENCY = MappingProxyType(
-    {
-        "dense": 0.65,  # cuBLAS in bfloat16 on H100 at the sizes of layers
-        "experts": 0.40,  # grouped GEMMs: 400 of 989 TFLOP/s with small experts and their weight gradients
-        "flash": 0.35,  # FlashAttention-2 forward and backward, causal
-        "masked": 0.14,  # the memory-efficient kernel, which takes a mask and computes what is masked
-        "wide": 0.80,  # float32 without tensor cores
-        "memory": 0.80,  # elementwise kernels, norms, permutations, optimizer
-        "links": 0.65,  # NCCL
-    }
-)
+EFFICIENCY = {
+    "dense": 0.65,  # cuBLAS in bfloat16 on H100 at the sizes of layers
+    "experts": 0.40,  # grouped GEMMs: 400 of 989 TFLOP/s with small experts and their weight gradients
+    "flash": 0.35,  # FlashAttention-2 forward and backward, causal
+    "masked": 0.14,  # the memory-efficient kernel, which takes a mask and computes what is masked
+    "wide": 0.80,  # float32 without tensor cores
+    "memory": 0.80,  # elementwise kernels, norms, permutations, optimizer
+    "links": 0.65,  # NCCL
+}
 _LAUNCH_S = 15e-6  # of the host, per kernel, with autograd and FSDP2: 2 ms per layer and micro-batch of 130 kernels
 _COLLECTIVE_S = 20e-6  # latency
 # Axes whose collectives layers wait for; those of the others run next to other layers.
@@ -244,16 +241,12 @@ def step_time(trace: StepTrace, degrees: Degrees, hardware: Hardware, rank: int 
         else:
             hidden += expected
     work = trace.work
-    low = work.dense + work.experts + work.flash + work.masked - work.skipped
-    compute = low / hardware.flops + work.wide / hardware.float32_flops
-    products = work.wide / hardware.float32_flops / EFFICIENCY["wide"]
-    for name, flops in {
-        "dense": work.dense,
-        "experts": work.experts,
-        "flash": work.flash - work.skipped,
-        "masked": work.masked,
-    }.items():
-        products += flops / hardware.flops / EFFICIENCY[name]
+    flash = max(work.flash - work.skipped, 0)  # in wider floats no attention is done in two-byte ones
+    low = {"dense": work.dense, "experts": work.experts, "flash": flash, "masked": work.masked}
+    wide_s = work.wide / hardware.float32_flops
+    compute = sum(low.values()) / hardware.flops + wide_s
+    products = sum(flops / hardware.flops / EFFICIENCY[name] for name, flops in low.items())
+    products += wide_s / EFFICIENCY["wide"]
     memory = work.nbytes / hardware.memory_bytes_s / EFFICIENCY["memory"]
     launches = work.launches * _LAUNCH_S
     waiting = degrees.waiting(trace.micro_batches)

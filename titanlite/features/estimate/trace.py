@@ -10,7 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -25,7 +25,6 @@ from titanlite.features.transformers.model import TransformersModel
 from titanlite.materialize.layout import is_elsewhere, local_of
 from titanlite.metrics.flops import train_flops_per_token
 
-_K = TypeVar("_K")
 _FEWEST = 2  # layers of a kind: the first and the last
 _FEWEST_WITH_SUMS = 4  # where replicas add up gradients of several micro-batches, the last but one is the fullest
 
@@ -99,26 +98,23 @@ class StepTrace:
     def plus(self, times: int, larger: "StepTrace", smaller: "StepTrace") -> "StepTrace":
         """This trace with `times` the difference of two others added: as many layers more."""
 
-        def line(here: int, more: int, less: int) -> int:
-            return here + times * (more - less)
+        def grown(name: str) -> Any:
+            here, more, less = (getattr(trace, name) for trace in (self, larger, smaller))
+            if isinstance(here, dict):
+                return {key: value + times * (more.get(key, 0) - less.get(key, 0)) for key, value in here.items()}
+            return here + (more + less * -1) * times
 
-        def lines(here: dict[_K, int], more: dict[_K, int], less: dict[_K, int]) -> dict[_K, int]:
-            return {key: line(value, more.get(key, 0), less.get(key, 0)) for key, value in here.items()}
-
-        totals = {
-            name: line(*(getattr(trace, name) for trace in (self, larger, smaller)))
-            for name in ("model_flops_per_token", "weights", "optimizer", "buffers", "padding")
+        peaks = {
+            moment: {
+                name: value + times * (larger.peaks[moment][name] - smaller.peaks[moment][name])
+                for name, value in peak.items()
+            }
+            for moment, peak in self.peaks.items()
+            # A moment that only some of the traces have lies between moments that all have.
+            if moment in larger.peaks and moment in smaller.peaks
         }
-        # A moment that only some of the traces have lies between moments that all have.
-        common = [key for key in self.peaks if key in larger.peaks and key in smaller.peaks]
-        return replace(
-            self,
-            peaks={key: lines(self.peaks[key], larger.peaks[key], smaller.peaks[key]) for key in common},
-            counts=lines(self.counts, larger.counts, smaller.counts),
-            nbytes=lines(self.nbytes, larger.nbytes, smaller.nbytes),
-            work=self.work + (larger.work + smaller.work * -1) * times,
-            **totals,
-        )
+        sizes = ("model_flops_per_token", "weights", "optimizer", "buffers", "padding")
+        return replace(self, peaks=peaks, **{name: grown(name) for name in ("counts", "nbytes", "work", *sizes)})
 
 
 def trace_step(
@@ -220,12 +216,7 @@ def _with_layers(
 
 
 def _trace(
-    job: JobConfig,
-    model_config: AnyModelConfig,
-    degrees: Degrees,
-    rank: int,
-    device_type: DeviceType,
-    documents: bool,
+    job: JobConfig, model_config: AnyModelConfig, degrees: Degrees, rank: int, device_type: DeviceType, documents: bool
 ) -> StepTrace:
     """Trace a step with every layer of `model_config`."""
     job = replace(job, compile=replace(job.compile, enable=False))  # as it is without; compiled code keeps no more
