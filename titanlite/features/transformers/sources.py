@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from titanlite.base.log import logger
-from titanlite.features.transformers.recording import UNWRITTEN, Call, Place, Recording, Replay
+from titanlite.features.transformers.recording import UNWRITTEN, Call, Place, Recording, Replay, leaves
 from titanlite.materialize.recipes import Constant, Normal, Recipe, TruncatedNormal, Uniform
 from titanlite.materialize.sources import Alias, Compute, Init, Source
 
@@ -88,7 +88,10 @@ def _recipe_of(replay: Replay) -> Recipe | None:
     make = (_MADE if call.target is None else _DRAWN).get(call.name)
     if len(replay.calls) > 2 or make is None or written != place or not place.is_whole:
         return None
-    recipe = make(place, *call.args[1:], **call.kwargs)
+    try:
+        recipe = None if leaves((call.args[1:], call.kwargs), Place) else make(place, *call.args[1:], **call.kwargs)
+    except (TypeError, IndexError):  # arguments of another kind, such as `Tensor.uniform_(to=...)`
+        return None
     if recipe is None or len(replay.calls) == 1:
         return recipe
     row = _zero_row(place, replay.calls[1])
@@ -105,7 +108,7 @@ def _zero_row(place: Place, call: Call) -> int | None:
 
 
 def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a.nan_to_num(nan=7.5), b.nan_to_num(nan=7.5)) if a.dtype.is_floating_point else torch.equal(a, b)
+    return bool(((a == b) | ((a != a) & (b != b))).all())  # NaN differs from itself
 
 
 @torch.no_grad()
