@@ -114,9 +114,9 @@ class Cut(ast.NodeTransformer):
 
 
 def copy_without(gone: set[str], tree: Path) -> None:
-    """Copy the package to `tree` without the features that are `gone`."""
+    """Copy the package to `tree` without the features that are `gone`; with bytecode, or each copy is compiled anew."""
     package = tree / "titanlite"
-    shutil.copytree(ROOT / "titanlite", package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "titanlite", package)
     for name in gone:
         shutil.rmtree(package / "features" / name)
     module = package / "assemble.py"
