@@ -319,7 +319,10 @@ def test_data_without_answers_is_refused(run_ranks, checked, monkeypatch):
         ),
         (["--checkpoint.push_to_hub=model"], 'checkpoint.push_to_hub = "model" is no name of a repository.'),
         (["--checkpoint.push_to_hub=a/b", "--checkpoint.enable=false"], "checkpoint.push_to_hub needs checkpoints."),
-        (["--evaluation.scorer=bleu"], 'scorer = bleu is not one of "exact_match", "contains", "package.module:name"'),
+        (
+            ["--evaluation.scorer=bleu"],
+            'evaluation.scorer = "bleu" is not one of "exact_match", "contains", "package.module:name"',
+        ),
         (["--evaluation.freq=0"], "evaluation.freq = 0 is out of range"),
         (["--evaluation.samples=-1"], "evaluation.samples = -1 is out of range"),
         (["--validation.early_stopping_min_delta=-1"], "validation.early_stopping_min_delta = -1.0 is out of range"),
