@@ -74,7 +74,7 @@ def test_pages_are_narrow_and_begin_with_a_command(document):
     if document.name == "config.md":
         return  # generated
     if document.parent != ROOT:
-        assert lines[2] and not lines[2].startswith(("#", "|", "`")), "say what the page is for"
+        assert lines[2] and not lines[2].startswith(("#", "|", "```")), "say what the page is for"
         assert any(line.startswith(("```", "    ")) for line in lines[3:30]), "show a command"
     wide = [line for line in lines if len(line) > 120 and not line.startswith(("<!--", "```"))]
     fenced = re.findall(r"^```.*?^```", document.read_text(), flags=re.M | re.S)
