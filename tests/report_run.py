@@ -7,8 +7,7 @@ import torch
 
 from titanlite.config.load import save_resolved
 from titanlite.config.schema import JobConfig
-from titanlite.metrics import Largest, MoEState, StepPoint
-from titanlite.metrics.events import open_events, record_event
+from titanlite.metrics import Largest, MoEState, StepPoint, open_events, record_event
 from titanlite.metrics.logger import MetricsLogger
 
 LAYERS, EXPERTS, RANKS = 3, 8, 4

@@ -5,10 +5,10 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from difflib import get_close_matches
 from typing import NoReturn
 
 from titanlite import __version__
+from titanlite.base.command_line import suggest
 from titanlite.base.log import open_console
 from titanlite.base.process import check_limits, lean_imports, leave
 from titanlite.launch.notices import end_with_launcher
@@ -32,9 +32,9 @@ _USAGE = """usage: python -m titanlite COMMAND [arguments]
   check      check a configuration without starting anything: --config FILE --world-size N
   plan       what a run will take, without a GPU: --config FILE --world-size N [--gpu NAME] [--sweep] [...]
   data       show what a run would train on: --config FILE [--samples N] [--world-size N] [--section.key=value ...]
-  inspect    show what is in a checkpoint: DIR [--checksums] [--all] [--config FILE --world-size N ...]
-  export     write a checkpoint as a plain Hugging Face model: DIR OUT --dtype bfloat16 [--merge --base MODEL]
-  generate   continue prompts with a model: --model DIR --prompt TEXT [--chat] [--max-new-tokens N ...]
+  inspect    show what is in a checkpoint: MODEL [--checksums] [--all] [--config FILE --world-size N ...]
+  export     write a checkpoint as a plain Hugging Face model: MODEL OUT --dtype bfloat16 [--merge --base MODEL]
+  generate   continue prompts with a model, or chat with it: MODEL [--prompt TEXT] [--max-new-tokens N ...]
   report     write an HTML page on a run: RUN [--output FILE] [--compare RUN2 ...]"""
 
 
@@ -65,9 +65,7 @@ def _run_command(argv: Sequence[str] | None) -> int:
         asked_for_help = name in ("-h", "--help")
         stream = sys.stdout if asked_for_help else sys.stderr
         if name and not asked_for_help:
-            nearest = get_close_matches(name, _MODULES, 1)
-            hint = f" Did you mean '{nearest[0]}'?" if nearest else ""
-            print(f"titanlite: error: there is no command '{name}'.{hint}", file=stream)
+            print(f"titanlite: error: there is no command '{name}'.{suggest(name, _MODULES)}", file=stream)
         print(_USAGE, file=stream)
         return 0 if asked_for_help else 2
     try:

@@ -14,6 +14,7 @@ import torch
 from titanlite.base.errors import ConfigError
 from titanlite.base.extension import FORM, is_extension
 from titanlite.base.log import logger
+from titanlite.base.tables import format_size
 from titanlite.checkpoint.commit import step_folder
 from titanlite.checkpoint.description import check_data_order, check_resumed_model, check_saved_tokenizer
 from titanlite.checkpoint.hf_model import HFFormat, check_layout
@@ -139,9 +140,9 @@ def assemble(checked: Checked) -> Trainer:
     describe_sources(job, loader, step)
     total, trained = count_parameters(model)
     logger.info(
-        "model: %s, %.1f M parameters%s, %.1f MiB of weights on this rank",
+        "model: %s, %.1f M parameters%s, %s of weights",
         *(model_config.family, total / 1e6, "" if trained == total else f", {trained / 1e6:.3f} M of them trained"),
-        plan.local_bytes / 2**20,
+        format_size(sum(entry.tensor.numel() * entry.dtype.itemsize for entry in plan.entries)),
     )
     trainer = Trainer(
         job=job,
@@ -157,7 +158,7 @@ def assemble(checked: Checked) -> Trainer:
         divergence=DivergenceCheck(job, plan, optimizer, dims, step),
         spikes=SpikeDetector(job.spike, checkpointer.folder),
         diagnose=partial(diagnose, model, whole_layers=job.compile.enable, stage=dims.stage),
-        metrics=build_metrics(job, folder, model, dims, device, step),
+        metrics=build_metrics(job, folder, model, loader, dims, device, step),
         render_card=partial(render_model_card, job, family=model_config.family, num_parameters=total),
         log_sample=partial(log_sample, job, model, tokenizer, device, dims),
         push_to_hub=push_to_hub,
@@ -254,7 +255,7 @@ def fill(
 
 
 def build_metrics(
-    job: JobConfig, folder: Path, model: Model, dims: ParallelDims, device: torch.device, step: int
+    job: JobConfig, folder: Path, model: Model, loader: TrainLoader, dims: ParallelDims, device: torch.device, step: int
 ) -> MetricsLogger:
     """Build what writes the metrics of a run that begins after `step`; rank 0 writes, to W&B too if that is on."""
     return MetricsLogger(
@@ -268,6 +269,7 @@ def build_metrics(
         stage_size=dims.degrees.stage_size,
         sink=open_wandb(job, folder),
         measure=build_metric(job.metrics),
+        steps_per_epoch=(loader.dataset.num_train_sequences or 0) / loader.global_batch_size,
     )
 
 

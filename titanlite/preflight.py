@@ -4,7 +4,6 @@
 again, so that a launch without the script says the same.
 """
 
-import argparse
 import fcntl
 import subprocess
 import sys
@@ -13,7 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from titanlite.base.errors import ConfigError, TitanliteError, raise_problems
+from titanlite.base.command_line import Parser, command
+from titanlite.base.errors import ConfigError, raise_problems
 from titanlite.base.log import open_console
 from titanlite.config import AnyModelConfig, JobConfig, load_config
 from titanlite.config.assets import assets_key, find_missing_files, find_missing_packages, resolve_assets
@@ -112,7 +112,7 @@ def check_arguments(argv: Sequence[str] | None, *, weights: bool) -> Checked:
     Raises:
         ConfigError: lists every contradiction.
     """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = Parser("check", add_help=False)  # load_config has help
     parser.add_argument("--world-size", type=_world_sizes, default=(1,))
     known, rest = parser.parse_known_args(argv)
     job = load_config(rest)
@@ -122,17 +122,13 @@ def check_arguments(argv: Sequence[str] | None, *, weights: bool) -> Checked:
     return check_all(job, known.world_size, weights=weights)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@command
+def main(argv: Sequence[str] | None = None) -> None:
     """`python -m titanlite.preflight --world-size N --config FILE ...`: exit code 0, or 2 after one clear error.
 
     A model of the hub is downloaded, here once for all ranks of this machine.
     """
-    try:
-        check_arguments(argv, weights=True)
-    except TitanliteError as error:
-        print(f"titanlite: error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    check_arguments(argv, weights=True)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from titanlite.distributed.replicated_grads import reduce_replicated_grads
 from titanlite.distributed.schedule import Schedule
 from titanlite.launch import heartbeat
 from titanlite.metrics import MoEState, StepPoint, find_largest, gather_ranks, get_busy_seconds, get_memory
-from titanlite.metrics.parameter_groups import group_parameters
+from titanlite.metrics.flops import group_parameters
 from titanlite.models.interface import Model
 from titanlite.objective import Objective, ObjectiveSums
 from titanlite.optim import FiniteGuard, build_lr_scheduler

@@ -163,6 +163,7 @@ class Trainer:
                 self.stepper.timer.start("other")
                 window.add(result)
                 profiler.step(self.step)
+                self.metrics.advance(self.step)
 
                 last = self.step == job.training.steps
                 if self.step % job.metrics.log_freq == 0 or self.step == 1 or last:

@@ -78,7 +78,7 @@ def expect(folder: Path) -> Callable[..., str]:
 def test_one_prompt(command, folder, expect):
     done = command("--model", folder, "--prompt", "def f", "--max-new-tokens", NEW)
     assert (done.code, done.out) == (0, "def f" + expect("def f") + "\n")
-    assert re.fullmatch(rf"generate: 1 prompts, {NEW} new tokens in [\d.]+ s, [\d.]+ tokens/s\n", done.err)
+    assert re.fullmatch(rf"generate: 1 prompt, {NEW} new tokens in [\d.]+ s, [\d.]+ tokens/s\n", done.err)
     assert not dist.is_initialized(), "one process needs no group"
 
 
@@ -122,8 +122,9 @@ def test_draws_are_repeatable_and_differ_by_seed(command, folder):
     assert run(1) == run(1) != run(2)
 
 
-def test_bfloat16(command, folder):
-    done = command("--model", folder, "--prompt", "def f", "--dtype", "bfloat16", "--max-new-tokens", 3)
+@pytest.mark.parametrize("dtype", ["bfloat16", "bf16", "fp16"])
+def test_half_precision(command, folder, dtype):
+    done = command("--model", folder, "--prompt", "def f", "--dtype", dtype, "--max-new-tokens", 3)
     assert done.code == 0 and done.out.startswith("def f")
 
 
@@ -133,10 +134,13 @@ def test_a_checkpoint_of_a_run_and_its_folder(command, run_ranks, checked):
     job = checked(Degrees(), "--training.steps=1", "--lr_scheduler.warmup_steps=1")
     run_ranks(1, lambda: assemble(job).train())
     run = Path(job.job.job.dump_folder)
-    done = command("--model", run / "checkpoint/step-1", "--prompt", "def f", "--max-new-tokens", 3)
-    assert done.code == 0 and done.out.startswith("def f")
-    done = command("--model", run, "--prompt", "def f")
-    assert done.code == 2 and f"holds checkpoints. Give one of them: {run}/checkpoint/step-1." in done.err
+    step = run / "checkpoint/step-1"
+    of_step = command("--model", step, "--prompt", "def f", "--max-new-tokens", 3)
+    assert of_step.code == 0 and of_step.out.startswith("def f")
+    for folder in (run, run / "checkpoint"):
+        done = command(folder, "--prompt", "def f", "--max_new_tokens", 3)
+        assert (done.code, done.out) == (0, of_step.out)
+        assert done.err.startswith(f"generate: took {step}, the newest complete checkpoint\n")
 
 
 @pytest.mark.slow
@@ -192,7 +196,7 @@ def test_bad_arguments(command, folder, case):
 def test_bad_models(command, folder, tmp_path):
     config = json.loads((folder / "config.json").read_text())
     cases = {
-        tmp_path / "nothing": "is no folder. Give a folder with config.json, or a hub id.",
+        tmp_path / "nothing": "nothing is no folder. Give a run's folder (its newest",
         _changed(folder, tmp_path / "a", tokenizer__json=None): "has no tokenizer.json. Give a folder that has one",
         _changed(folder, tmp_path / "b", config__json=None): "there is no",
         _changed(folder, tmp_path / "c", config__json=json.dumps(config | {"model_type": "bloom99"})): "'bloom99'",

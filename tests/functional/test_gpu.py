@@ -12,8 +12,7 @@ from titanlite.assemble import assemble
 from titanlite.base.errors import ConfigError
 from titanlite.config.parallelism import Degrees
 from titanlite.features.diagnose import divergence
-from titanlite.features.generate.generate import Sampling, generate
-from titanlite.features.generate.sampling import choose_tokens
+from titanlite.features.generate.generate import Sampling, choose_tokens, generate
 from titanlite.ops import group_by_expert, linear_cross_entropy, permute_tokens
 from titanlite.ops import grouped_gemm_launch as kernels
 

@@ -120,6 +120,12 @@ class _RankFormatter(logging.Formatter):
         return " ".join([*parts, escape_controls(record.getMessage())])
 
 
+class _OutputHandler(logging.StreamHandler[TextIO]):
+    """Writes to standard output as it is now: a progress bar may be in between."""
+
+    stream = property(lambda self: sys.stdout, lambda self, stream: None)  # type: ignore[assignment]
+
+
 class _FileHandler(logging.Handler):
     """Keeps lines until it knows its file, then appends each to it. Where it cannot write, they wait."""
 
@@ -161,7 +167,7 @@ def setup_logger() -> None:
     """Send the package's log lines to standard output; call once per process, later calls change nothing."""
     if logger.handlers:
         return
-    handler = logging.StreamHandler(sys.stdout)
+    handler = _OutputHandler()
     handler.setFormatter(_RankFormatter())
     logger.addHandler(handler)
     if os.environ.get("RANK", "0") == "0":

@@ -20,18 +20,17 @@ def format_count(number: int, noun: str) -> str:
 
 def format_size(nbytes: int) -> str:
     """Bytes as files are counted: powers of 1000."""
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= scale:
-            return f"{nbytes / scale:.2f} {unit}"
-    return f"{nbytes} B"
+    return _scale(nbytes, ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 
 
 def format_memory(nbytes: float) -> str:
     """Bytes as memory is counted: powers of 1024."""
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if abs(nbytes) >= scale:
-            return f"{nbytes / scale:.2f} {unit}"
-    return f"{nbytes:.0f} B"
+    return _scale(nbytes, ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+
+
+def _scale(number: float, *units: tuple[str, float]) -> str:
+    unit, scale = next(((unit, scale) for unit, scale in units if abs(number) >= scale), ("B", 1))
+    return f"{number:.0f} B" if scale == 1 else f"{number / scale:.2f} {unit}"
 
 
 def texts_between_numbers(name: str) -> tuple[str, ...]:

@@ -95,7 +95,8 @@ class SafetensorsReader:
             CheckpointError: a file is gone, has another size than when its header was read, or cannot be read.
         """
         parts = [part for request in requests for part in self._parts(request)]
-        with Transfer(f"reading {self.name}", sum(part.nbytes for part in parts)) as transfer:
+        folder_bytes = sum(self._file_bytes.values())
+        with Transfer(f"reading {self.name}", sum(part.nbytes for part in parts), folder_bytes) as transfer:
             self._read(parts, transfer.add)
 
     def read_quietly(self, requests: Sequence[ReadRequest]) -> None:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from titanlite.base.log import logger
+from titanlite.base.tables import format_size
 from titanlite.checkpoint.commit import list_steps
 from titanlite.config import JobConfig
 from titanlite.materialize import Plan
@@ -63,10 +64,11 @@ def check_space(job: JobConfig, plan: Plan, muon: Container[torch.Tensor], folde
         free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
     except OSError:
         return  # whoever writes there says what is wrong
-    logger.info("checkpoint: each takes %.3g GB, %.3g GB are free in %s", size / 1e9, free / 1e9, folder)
+    each, room = format_size(size), format_size(free)
+    logger.info("checkpoint: each takes %s, %s are free in %s", each, room, folder)
     if coming * size > free:
         logger.warning(
-            "checkpoint: %d more of %.3g GB each will be kept at once, and %.3g GB are free in %s. Make room, lower "
+            "checkpoint: %d more of %s each will be kept at once, and %s are free in %s. Make room, lower "
             "checkpoint.keep_latest_k, or set another job.dump_folder.",
-            *(coming, size / 1e9, free / 1e9, folder),
+            *(coming, each, room, folder),
         )

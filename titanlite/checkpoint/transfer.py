@@ -7,18 +7,17 @@ import time
 from typing import Any, Self
 
 from titanlite.base.log import logger, raw_output
-
-_GB = 1e9
+from titanlite.base.tables import format_size
 
 
 class Transfer:
     """Counts the bytes of one transfer of this rank; a context manager. Thread-safe.
 
-    Shows a bar on rank 0 if standard output is a terminal and there is more than a moment's work.
+    Shows a bar on rank 0's terminal if there is more than a moment's work. The line at the end is of the whole folder.
     """
 
-    def __init__(self, text: str, total_bytes: int) -> None:
-        self._text, self._total = text, total_bytes
+    def __init__(self, text: str, total_bytes: int, folder_bytes: int) -> None:
+        self._text, self._total, self._folder_bytes = text, total_bytes, folder_bytes
         self._lock = threading.Lock()
         self._bar: Any = None
         self.done_bytes = 0
@@ -26,15 +25,13 @@ class Transfer:
     def __enter__(self) -> Self:
         self._start = time.perf_counter()
         on_terminal = sys.stdout.isatty() and os.environ.get("RANK", "0") == "0"
-        if on_terminal and self._total > 256 << 20:
+        alone = raw_output() in (sys.stdout, getattr(sys.stdout, "raw_stream", None))  # no bar of the training
+        if on_terminal and alone and self._total > 256 << 20:
             from rich import console, progress  # only where someone looks
 
             self._bar = progress.Progress(
-                progress.TextColumn("{task.description}"),
-                progress.BarColumn(),
-                progress.DownloadColumn(),
-                progress.TransferSpeedColumn(),
-                progress.TimeRemainingColumn(),
+                *(progress.TextColumn("{task.description}"), progress.BarColumn(), progress.DownloadColumn()),
+                *(progress.TransferSpeedColumn(), progress.TimeRemainingColumn()),
                 transient=True,
                 console=console.Console(file=raw_output()),
             )
@@ -52,10 +49,11 @@ class Transfer:
         if self._bar is not None:
             self._bar.stop()
         if kind is None and self._total:
-            logger.info("checkpoint: %s: %s", self._text, rate(self.done_bytes, time.perf_counter() - self._start))
+            seconds = time.perf_counter() - self._start
+            logger.info("checkpoint: %s: %s", self._text, format_transfer(self._folder_bytes, seconds))
 
 
-def rate(nbytes: int, seconds: float) -> str:
-    """`0.98 GB in 0.8 s, 1.23 GB/s`."""
-    amount = f"{nbytes / _GB:.2f} GB" if nbytes >= 1e7 else f"{nbytes / 1e6:.2f} MB"
-    return f"{amount} in {seconds:.1f} s, {nbytes / _GB / max(seconds, 1e-9):.2f} GB/s"
+def format_transfer(nbytes: int, seconds: float) -> str:
+    """`0.98 GB in 0.8 s, 1.23 GB/s`; without a rate where it would round to 0."""
+    rate = nbytes / 1e9 / max(seconds, 1e-9)
+    return f"{format_size(nbytes)} in {seconds:.1f} s" + (f", {rate:.2f} GB/s" if rate >= 0.01 else "")

@@ -136,7 +136,8 @@ def write_items(folder: Path, files: Sequence[FileLayout], text: str) -> dict[st
     """
     shares: dict[str, int] = {}
     total = sum(item.nbytes for file in files for item, _ in file.items if item.mine)
-    with Transfer(text, total) as progress, ThreadPoolExecutor(io_threads(), thread_name_prefix="save") as pool:
+    folder_bytes, threads = sum(file.nbytes for file in files), io_threads()
+    with Transfer(text, total, folder_bytes) as progress, ThreadPoolExecutor(threads, "save") as pool:
         first = dist.get_rank() * len(files) // dist.get_world_size() if dist.is_initialized() else 0
         for file in [*files[first:], *files[:first]]:  # not all ranks in the same file at once
             jobs = list(_jobs(file))

@@ -25,7 +25,7 @@ from titanlite.config.check import check_values, format_value
 from titanlite.config.data import SourceSection
 from titanlite.config.defaults import fill_in, wants_held_out
 from titanlite.config.patterns import parse_object
-from titanlite.config.peers import NAMES, VALUES
+from titanlite.config.peers import NAMES, VALUES, spell_dtype
 from titanlite.config.schema import JobConfig
 from titanlite.config.settings import (
     SOURCES,
@@ -142,6 +142,8 @@ def _check_value(setting: Setting, value: Any) -> Any:
     shown = f"{setting.key} = {_shorten(format_value(value))}"
     if setting.kind is float and type(value) is int:
         value = float(value) if abs(value) < 2**1023 else math.inf
+    if isinstance(value, str) and value not in setting.choices and spell_dtype(value) in setting.choices:
+        value = spell_dtype(value)
     is_free = setting.calls is not None and is_extension(value)
     if setting.choices and value not in setting.choices and not is_free:
         nearest = get_close_matches(str(value), setting.choices, 1)

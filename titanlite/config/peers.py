@@ -1,4 +1,4 @@
-"""Names of settings in other trainers, and what they are here: for the message about an unknown key."""
+"""Names in other trainers, and what they are here: of settings, for the message about an unknown key, and of dtypes."""
 
 # What it is here -> the last part of the key in torchtitan, in transformers, TRL and peft, and in axolotl.
 _BY_SETTING = {
@@ -85,3 +85,9 @@ VALUES = {
     "evaluation": "evaluation.enable",
 }
 NAMES = {name: here for here, names in _BY_SETTING.items() for name in names.split()}
+
+
+def spell_dtype(text: str) -> str:
+    """`bfloat16` for `bf16` or `torch.bfloat16`, and so on; other texts in small letters."""
+    name = text.lower().removeprefix("torch.")
+    return {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}.get(name, name)

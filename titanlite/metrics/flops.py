@@ -1,23 +1,30 @@
-"""Parameters, FLOPs per token and peak FLOP/s: what throughput and model FLOPs utilization (MFU) are computed from."""
+"""Parameters by what they are for, FLOPs per token and peak FLOP/s: for gradient norms by group, throughput and MFU."""
 
 import re
 
 import torch
+from torch import nn
 
 from titanlite.config.model import AnyModelConfig, ModelConfig, TransformersConfig
 from titanlite.materialize.layout import num_values
-from titanlite.metrics.parameter_groups import outer_parameters
+from titanlite.materialize.plan import clean_name
 from titanlite.models.interface import Model, is_adapter
 from titanlite.models.moe import is_routed
 
-# Dense (not sparse) bfloat16 tensor-core FLOP/s from the vendors' data sheets. The first entry whose words all occur
-# in the device name wins, so the special cases come first.
-_PEAK_BF16_FLOPS: tuple[tuple[str, float], ...] = (
-    *(("GB200", 2500e12), ("B200", 2250e12), ("H200 NVL", 835e12), ("H200", 989e12), ("GH200", 989e12)),
-    *(("H100 NVL", 835e12), ("H100 PCIE", 756e12), ("H100", 989e12), ("H800", 989e12), ("H20", 148e12)),
-    *(("A100", 312e12), ("A800", 312e12), ("L40S", 362e12), ("L40", 181e12), ("L4", 121e12), ("A40", 150e12)),
-    *(("A10", 125e12), ("MI355X", 2500e12), ("MI350X", 2300e12), ("MI325X", 1307e12), ("MI300X", 1307e12)),
-    ("MI250X", 191.5e12),  # per graphics die, which is what torch calls a device
+# Dense (not sparse) bfloat16 tensor-core TFLOP/s from the vendors' data sheets; of an MI250X per graphics die, which is
+# what torch calls a device. The first entry whose words all occur in the device name wins: special cases come first.
+_PEAK_BF16_TFLOPS = (
+    "GB200 2500, B200 2250, H200 NVL 835, H200 989, GH200 989, H100 NVL 835, H100 PCIE 756, H100 989, H800 989, "
+    "H20 148, A100 312, A800 312, L40S 362, L40 181, L4 121, A40 150, A10 125, MI355X 2500, MI350X 2300, MI325X 1307, "
+    "MI300X 1307, MI250X 191.5"
+)
+# The first group with a word that is in a parameter's name gets it; words of titanlite's and transformers' models.
+_WORDS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("norm", ("norm", ".ln_", ".ln1.", ".ln2.", "layer_norm")),
+    ("experts", ("experts",)),
+    ("router", (".gate.", ".router.", ".e_score_correction_bias")),
+    ("attention", ("attn", "attention")),
+    ("feed_forward", ("mlp", "feed_forward", "ffn", ".fc1.", ".fc2.")),
 )
 
 
@@ -99,7 +106,7 @@ def _saved_flops_per_token(model: Model, config: AnyModelConfig, attention: int)
     saved, reached, unreached_layers = 0, False, set[int]()
     is_sparse = 0 < config.top_k < config.num_experts
 
-    def count(param: torch.nn.Parameter) -> int:
+    def count(param: nn.Parameter) -> int:
         active = num_values(param)
         if is_sparse and param in routed:
             active = active * config.top_k // config.num_experts
@@ -129,7 +136,36 @@ def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
     words = set(re.split(r"[^A-Z0-9]+", device_name.upper()))
     if "MIG" in words:
         return None
-    for model, flops in _PEAK_BF16_FLOPS:
-        if words.issuperset(model.split()):
-            return flops
-    return None
+    pairs = (entry.rpartition(" ") for entry in _PEAK_BF16_TFLOPS.split(", "))
+    return next((float(tflops) * 1e12 for model, _, tflops in pairs if words.issuperset(model.split())), None)
+
+
+def group_parameters(model: Model, *, whole: bool = False) -> dict[str, list[nn.Parameter]]:
+    """The trained parameters of `model`, each in one group; groups without any are left out.
+
+    `embedding` and `head` are found by their modules (a tied weight is `embedding`), adapters by their names (`lora`),
+    and the others by words in their names: `norm`, `experts` (shared ones too), `router`, `attention`, `feed_forward`,
+    else `other`. With `whole` all are one group, `all`. Call it after sharding, which exchanges parameters.
+    """
+    if whole:
+        return {"all": [param for param in model.parameters() if param.requires_grad]}
+    embedding, head = outer_parameters(model)
+    groups: dict[str, list[nn.Parameter]] = {}
+    for name, param in model.named_parameters():
+        if param.requires_grad:
+            groups.setdefault(_group_of(clean_name(name), param, embedding, head), []).append(param)
+    return groups
+
+
+def outer_parameters(model: Model) -> tuple[set[nn.Parameter], set[nn.Parameter]]:
+    """Those of the embedding and of the head; a tied weight is in both."""
+    found = [set() if module is None else set(module.parameters()) for module in model.embedding_and_head()]
+    return found[0], found[1]
+
+
+def _group_of(name: str, param: nn.Parameter, embedding: set[nn.Parameter], head: set[nn.Parameter]) -> str:
+    if is_adapter(name):
+        return "lora"
+    if param in embedding or param in head:
+        return "embedding" if param in embedding else "head"
+    return next((group for group, words in _WORDS if any(word in f".{name}" for word in words)), "other")

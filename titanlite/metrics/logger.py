@@ -19,8 +19,7 @@ from titanlite.base.log import logger
 from titanlite.config.schema import JobConfig
 from titanlite.metrics.console import ProgressBar, can_show_bar, format_line
 from titanlite.metrics.flops import peak_flops
-from titanlite.metrics.heatmap import expert_load_image
-from titanlite.metrics.moe import describe_moe
+from titanlite.metrics.moe import describe_moe, expert_load_image
 from titanlite.metrics.point import StepPoint
 from titanlite.metrics.ranks import describe_ranks
 from titanlite.metrics.tensorboard import EventWriter
@@ -54,6 +53,7 @@ class MetricsLogger:
         stage_size: ranks that have the same layers; left out: all.
         sink: gets each point as well: the step, and the values by their names in TensorBoard.
         measure: gives more values of a point, called on rank 0.
+        steps_per_epoch: for the progress bar; 0 where that is not known.
 
     Raises:
         TitanliteError: when a metrics file cannot be written and `checkpoint.on_save_error` is "stop", here and in
@@ -73,6 +73,7 @@ class MetricsLogger:
         stage_size: int | None = None,
         sink: Callable[[int, Mapping[str, float]], None] | None = None,
         measure: Callable[[StepPoint], Mapping[str, float]] = lambda _: {},
+        steps_per_epoch: float = 0.0,
     ) -> None:
         self._stage_size, self._measure = stage_size, measure
         self._num_steps = job.training.steps
@@ -98,7 +99,20 @@ class MetricsLogger:
             self._writer = EventWriter(Path(dump_folder) / job.metrics.save_tb_folder, start_step)
             self._append(self._writer.file, self._writer.take())
         if job.metrics.enable_progress_bar and can_show_bar():
-            self._start_bar()
+            try:
+                self._bar = ProgressBar(self._num_steps, start_step, steps_per_epoch).__enter__()
+            except Exception as error:  # noqa: BLE001  see advance
+                logger.warning(f"metrics: no progress bar ({error!r}).")
+
+    def advance(self, step: int, values: Mapping[str, float] | None = None) -> None:
+        """Move the progress bar, if there is one. Call after each step; it does not wait for the device."""
+        if self._bar is None:
+            return
+        try:
+            self._bar.show(step, values)
+        except Exception as error:  # noqa: BLE001  a terminal gone wrong must not end a run
+            self._stop_bar()
+            logger.warning(f"metrics: the progress bar failed ({error!r}).")
 
     def log_step(self, point: StepPoint) -> None:
         """Write one point of training. Call at log steps; no collective, and it copies the MoE layers' state."""
@@ -123,7 +137,8 @@ class MetricsLogger:
         self._write(point.step, values, layers, lists)
         if point.moe is not None:
             self._write_load(point.step, point.moe.tokens_per_expert)
-        self._show(point.step, values, layers, lists)
+        logger.info(format_line(point.step, self._num_steps, values, layers, lists.get("ranks/slowest_reason", "")))
+        self.advance(point.step, values)
 
     def log_validation(self, step: int, loss: float, by_source: Mapping[str, float] | None = None) -> None:
         """Write the validation loss (mean per token over all ranks) after `step` optimizer steps, and by source."""
@@ -241,28 +256,6 @@ class MetricsLogger:
             if self._failing == {file.path}:
                 logger.info("metrics: all that waited is written.")
             self._failing.discard(file.path)
-
-    def _show(
-        self,
-        step: int,
-        values: Mapping[str, float],
-        layers: Mapping[str, Sequence[float]],
-        lists: Mapping[str, Any],
-    ) -> None:
-        if self._bar is not None:
-            try:
-                self._bar.show(step, values)
-                return
-            except Exception as error:  # noqa: BLE001  a terminal gone wrong must not end a run; plain lines follow
-                self._stop_bar()
-                logger.warning(f"metrics: the progress bar failed ({error!r}). Plain lines follow.")
-        logger.info(format_line(step, self._num_steps, values, layers, lists.get("ranks/slowest_reason", "")))
-
-    def _start_bar(self) -> None:
-        try:
-            self._bar = ProgressBar(self._num_steps).__enter__()
-        except Exception as error:  # noqa: BLE001  see _show
-            logger.warning(f"metrics: no progress bar ({error!r}). Plain lines follow.")
 
     def _stop_bar(self) -> None:
         bar, self._bar = self._bar, None

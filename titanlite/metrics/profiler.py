@@ -1,6 +1,7 @@
 """Profiler traces of single steps, for chrome://tracing or Perfetto."""
 
 import warnings
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Self
 
@@ -12,11 +13,8 @@ from titanlite.base.log import logger
 from titanlite.config.schema import JobConfig
 
 
-class _NoProfiler:
+class _NoProfiler(AbstractContextManager["_NoProfiler"]):
     """Stands in when profiling is off."""
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         pass

@@ -7,7 +7,6 @@ busy, outside of collectives; the slowest is the one with the most.
 import resource
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
@@ -57,23 +56,11 @@ def get_memory(device: torch.device) -> dict[str, float]:
     return found
 
 
-@dataclass(frozen=True)
-class Slowest:
-    """The rank that the others wait for.
+def find_slowest(busy: Sequence[float], data: Sequence[float], stage_size: int | None = None) -> tuple[int, float, str]:
+    """Find the rank that the others wait for, from the busy times and the parts spent on data, in rank order.
 
-    Attributes:
-        rank: its number.
-        over_median: its busy time over the median of the ranks that have its layers.
-        reason: "data" if most of its excess over the median was spent loading data, else "compute".
-    """
-
-    rank: int
-    over_median: float
-    reason: str
-
-
-def find_slowest(busy: Sequence[float], data: Sequence[float], stage_size: int | None = None) -> Slowest:
-    """Name the slowest rank from the busy times and the parts of them that were spent on data, in rank order.
+    Returns its number, its busy time over the median of the ranks that have its layers, and why: "data" if most of its
+    excess over the median was spent loading data, otherwise "compute".
 
     Of pipeline stages, of `stage_size` neighbouring ranks each, one may have more to do; its ranks are compared with
     each other, and the one that exceeds its own stage's median most is the slowest.
@@ -87,7 +74,7 @@ def find_slowest(busy: Sequence[float], data: Sequence[float], stage_size: int |
     rank = max(range(len(busy)), key=lambda r: (busy[r] - typical_of(busy, r), busy[r]))
     typical = typical_of(busy, rank)
     excess, data_excess = busy[rank] - typical, data[rank] - typical_of(data, rank)
-    return Slowest(rank, busy[rank] / typical if typical else 1.0, "data" if data_excess > 0.5 * excess else "compute")
+    return rank, busy[rank] / typical if typical else 1.0, "data" if data_excess > 0.5 * excess else "compute"
 
 
 def describe_ranks(
@@ -106,12 +93,10 @@ def describe_ranks(
     values = {name: max(column) for name, column in ranks.items() if name.startswith("memory/")}
     if len(busy) == 1:
         return values, {}
-    slowest = find_slowest(busy, data, stage_size)
-    values["ranks/slowest"] = slowest.rank
-    values["ranks/slowest_over_median"] = slowest.over_median
-    values["ranks/busy_max_s"] = busy[slowest.rank]
-    values["ranks/busy_median_s"] = median(busy)
-    lists: dict[str, object] = {"ranks/slowest_reason": slowest.reason}
+    rank, ratio, reason = find_slowest(busy, data, stage_size)
+    values |= {"ranks/slowest": rank, "ranks/slowest_over_median": ratio}
+    values |= {"ranks/busy_max_s": busy[rank], "ranks/busy_median_s": median(busy)}
+    lists: dict[str, object] = {"ranks/slowest_reason": reason}
     if len(busy) <= _MOST_LISTED:  # a line of a large run stays readable
         memory = "memory/max_reserved_gib" if "memory/max_reserved_gib" in ranks else "memory/host_peak_rss_gib"
         lists["ranks/busy_s"] = [round(value, 6) for value in busy]

@@ -1,15 +1,17 @@
-"""The run's folder: locked against other runs, made, and told what begins."""
+"""The run's folder: locked against other runs, made, and told what begins and what happens beside steps."""
 
+import json
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from titanlite.base.agree import on_first_rank
+from titanlite.base.agree import get_rank, on_first_rank
 from titanlite.base.errors import RENDEZVOUS, ConfigError
-from titanlite.base.files import check_regular, is_full
+from titanlite.base.files import AppendedFile, check_regular, is_full
 from titanlite.base.folder_lock import LOCK_WAIT_S, FolderHeldError, FolderLock
 from titanlite.base.log import log_to_folder, logger
 from titanlite.config import JobConfig, find_changes, format_changes, save_resolved
@@ -17,7 +19,6 @@ from titanlite.config.assets import base_model_of, is_hub_id
 from titanlite.config.data import holds_rows
 from titanlite.config.settings import get_value
 from titanlite.launch.notices import read_restart
-from titanlite.metrics.events import open_events, record_event
 
 _WRITTEN = (".jsonl", ".json", ".toml", ".txt")  # files of the run
 # A run that differs in one of these is another one.
@@ -25,6 +26,8 @@ _BASE = "checkpoint.initial_load_path"
 _IDENTITY = (
     *(_BASE, "training.objective", "data.converter", "data.dataset", "data.path", "data.subset", "data.split"),
 )
+EVENTS_FILE = "events.jsonl"
+_state: dict[str, AppendedFile] = {}
 _CONFIG, _NEXT_CONFIG = "config.toml", "config.next.toml"  # of the run in a folder, and of one that is being built
 
 
@@ -184,3 +187,29 @@ def record_start(folder: Path, step: int, where: str, *, resumed: bool, changes:
     text = f"restart {restart.count} of {restart.most}, because {restart.why}; training goes on from step {step}"
     logger.info(text)
     record_event("restart", f"{text}; {where}", step)
+
+
+def open_events(dump_folder: Path | None) -> None:
+    """Let `record_event` write into `dump_folder`, which exists; None: nowhere. A resumed run appends."""
+    _state.clear()
+    if dump_folder is not None:
+        _state["file"] = AppendedFile(dump_folder / EVENTS_FILE)
+
+
+def record_event(kind: str, text: str, step: int) -> None:
+    """Append one event on rank 0; other ranks, and a process without an open run, write nothing.
+
+    A line is `{"time": Unix seconds, "step": step, "kind": kind, "text": text}`. A file that cannot be written is a
+    warning, for an event often goes before a worse error, which must not be replaced; the next event brings it along.
+
+    `kind` is a word for events alike ("start", "save", "skip", "error", ...), `text` a sentence for people, and `step`
+    the optimizer steps done at that time.
+    """
+    file = _state.get("file")
+    if get_rank() or file is None:
+        return
+    event = {"time": round(time.time(), 3), "step": step, "kind": kind, "text": text}
+    try:
+        file.append((json.dumps(event) + "\n").encode("ascii"))
+    except OSError as error:
+        logger.warning("metrics: cannot write %s: %s. The event was: %s", file.path, error.strerror or error, text)

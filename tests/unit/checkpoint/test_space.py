@@ -51,10 +51,10 @@ def test_too_little_room_is_a_warning(monkeypatch, tmp_path: Path, free, warned)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     job, folder = job_of(100, 10, 3), tmp_path / "not/there/yet"
     check_space(job, None, (), folder, 0)  # type: ignore[arg-type]
-    assert said[0] == f"info checkpoint: each takes 10 GB, {free / 1e9:.3g} GB are free in {folder}"
+    assert said[0] == f"info checkpoint: each takes 10.00 GB, {free / 1e9:.2f} GB are free in {folder}"
     assert len(said) == 1 + warned
     if warned:
-        assert said[1].startswith("warning checkpoint: 4 more of 10 GB each will be kept at once, and 39 GB are free")
+        assert said[1].startswith("warning checkpoint: 4 more of 10.00 GB each will be kept at once, and 39.00 GB are")
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     check_space(job, None, (), folder, 0)  # type: ignore[arg-type]
     job.checkpoint.enable = False

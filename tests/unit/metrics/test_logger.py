@@ -334,7 +334,7 @@ def test_a_folder_that_cannot_be_made_is_a_clear_error(job: JobConfig, tmp_path:
 
 def test_a_broken_progress_bar_falls_back_to_plain_lines(job: JobConfig, tmp_path: Path, monkeypatch, console):
     class BrokenBar:
-        def __init__(self, num_steps: int) -> None: ...
+        def __init__(self, *_) -> None: ...
 
         def __enter__(self):
             return self

@@ -6,7 +6,7 @@ from torch import nn
 
 from titanlite.config.schema import LoRASection, OptimizerSection
 from titanlite.features.lora.layers import apply_lora
-from titanlite.metrics.parameter_groups import group_parameters
+from titanlite.metrics.flops import group_parameters
 from titanlite.models.decoder import build_decoder
 from titanlite.models.families import families
 from titanlite.optim.parameters import freeze_parameters

@@ -23,8 +23,7 @@ def test_busy_time_is_the_time_outside_of_collectives():
     ],
 )
 def test_the_slowest_rank_is_named_with_the_larger_part_of_its_excess(busy, data, rank, ratio, reason):
-    slowest = find_slowest(busy, data)
-    assert (slowest.rank, slowest.over_median, slowest.reason) == (rank, pytest.approx(ratio), reason)
+    assert find_slowest(busy, data) == (rank, pytest.approx(ratio), reason)
 
 
 @pytest.mark.parametrize(
@@ -36,8 +35,8 @@ def test_the_slowest_rank_is_named_with_the_larger_part_of_its_excess(busy, data
     ],
 )
 def test_a_rank_is_compared_with_those_of_its_stage(busy, stage_size, rank, ratio):
-    slowest = find_slowest(busy, [0.0] * len(busy), stage_size)
-    assert slowest.over_median == pytest.approx(ratio) and (slowest.rank == rank or stage_size == 2)
+    found, over_median, _ = find_slowest(busy, [0.0] * len(busy), stage_size)
+    assert over_median == pytest.approx(ratio) and (found == rank or stage_size == 2)
 
 
 def test_large_runs_are_summed_up_and_one_rank_has_nobody_to_wait_for():

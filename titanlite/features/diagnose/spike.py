@@ -16,7 +16,7 @@ import torch.distributed as dist
 from titanlite.base.log import logger
 from titanlite.checkpoint import find_complete_before
 from titanlite.config.schema import SpikeSection
-from titanlite.metrics.events import record_event
+from titanlite.metrics import record_event
 
 _MIN_HISTORY = 8
 # Of a normal distribution, the standard deviation over the median absolute deviation.

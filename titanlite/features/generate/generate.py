@@ -7,7 +7,7 @@ log says so.
 Collectives: FSDP and expert parallelism need every rank in every forward. Prompts are shared out over the data-parallel
 ranks, and all ranks run the same number of batches and, by one small all-reduce per token, of steps.
 
-Shapes: B rows, S sequence, V vocabulary.
+Shapes: B rows, S sequence, V vocabulary, k tokens to choose from.
 """
 
 import math
@@ -31,7 +31,6 @@ from titanlite.data.dataset import TrainDataset
 from titanlite.distributed import ParallelDims
 from titanlite.distributed.collectives import all_reduce_sum
 from titanlite.features.generate.kv_cache import build_cache
-from titanlite.features.generate.sampling import choose_tokens
 from titanlite.features.streams.mixture import get_stop_token_ids
 from titanlite.features.transformers.model import TransformersModel
 from titanlite.models.interface import Model
@@ -41,7 +40,7 @@ _SAMPLE_TOKENS = 48
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen; see `ops.choose_tokens`.
+    """How the next token is chosen; see `choose_tokens`.
 
     Attributes:
         temperature: 0 takes the most likely token (greedy decoding).
@@ -262,6 +261,46 @@ class _Batch:
         return self.dims is None or dist.get_rank() == 0
 
 
+def choose_tokens(
+    logits_BV: torch.Tensor,
+    uniform_B: torch.Tensor,
+    *,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+) -> torch.Tensor:
+    """One int64 token per row: the most likely one at temperature 0, else a draw by inverse cumulative sum.
+
+    A function of its arguments alone: the randomness is `uniform_B`, so that a row's draw depends neither on the rows
+    beside it nor on the device.
+
+    Args:
+        logits_BV: logits of any float dtype.
+        uniform_B: numbers in [0, 1), one per row; unused at temperature 0.
+        temperature: divides the logits.
+        top_k: only the k most likely tokens can be drawn; 0: all.
+        top_p: only the most likely tokens that together have this probability (arXiv:1904.09751); after `top_k`.
+    """
+    if temperature == 0:
+        return logits_BV.argmax(dim=-1)
+    device = logits_BV.device
+    if torch.are_deterministic_algorithms_enabled():
+        logits_BV = logits_BV.cpu()  # torch has no deterministic cumulative sum of floats on CUDA
+    # The best one at 0, so that a temperature next to 0 leads to -inf for the others, and never to inf.
+    logits_BV = (logits_BV.float() - logits_BV.amax(dim=-1, keepdim=True).float()) / temperature
+    sorted_Bk, ids_Bk = logits_BV.sort(dim=-1, descending=True, stable=True)
+    if top_k:
+        sorted_Bk, ids_Bk = sorted_Bk[:, :top_k], ids_Bk[:, :top_k]
+    # float64: in float32 the sum over a vocabulary of 150,000 is off by 1e-4, which would move the last draws.
+    probs_Bk = sorted_Bk.double().softmax(dim=-1)
+    cumulative_Bk = probs_Bk.cumsum(dim=-1)
+    kept_B1 = (cumulative_Bk - probs_Bk < top_p).sum(dim=-1, keepdim=True)  # the one that crosses top_p included
+    mass_B1 = cumulative_Bk.gather(1, kept_B1 - 1)
+    target_B1 = uniform_B.to(mass_B1).unsqueeze(1) * mass_B1
+    index_B1 = torch.minimum((cumulative_Bk <= target_B1).sum(dim=-1, keepdim=True), kept_B1 - 1)
+    return ids_Bk.gather(1, index_B1).squeeze(1).to(device)
+
+
 def get_eos_token_ids(tokenizer: Any, folder: Path | None = None) -> list[int]:
     """Tokens that end a text: the tokenizer's own, and those that the model in `folder` names, if given.
 
@@ -303,34 +342,16 @@ def get_end_of_turn_ids(tokenizer: Any, dataset: TrainDataset | None = None) -> 
     return sorted({*collected, *([] if token is None else [token])})
 
 
-def generate_sample(
-    model: nn.Module, tokenizer: Any, prompt: str, *, max_new_tokens: int, device: torch.device, dims: ParallelDims
-) -> str:
-    """`prompt` and a continuation drawn at temperature 0.7, for a look at what was learned.
-
-    Collectives: as in `generate`; every rank must call.
-    """
-    ids: list[int] = tokenizer.encode(prompt)
-    (continuation,) = generate(
-        model,
-        [ids],
-        max_new_tokens=max_new_tokens,
-        device=device,
-        dims=dims,
-        eos_token_ids=get_eos_token_ids(tokenizer),
-        vocab_size=len(tokenizer),
-        sampling=Sampling(temperature=0.7, top_k=40),
-    )
-    return tokenizer.decode(ids + continuation.tokens)
-
-
 def log_sample(job: JobConfig, model: nn.Module, tokenizer: Any, device: torch.device, dims: ParallelDims) -> None:
-    """Log a sample of a model of plain text; what a fine-tuned model can do, evaluations show.
+    """Log a sample of a model of plain text, at temperature 0.7; what a fine-tuned model can do, evaluations show.
 
     Collectives: as in `generate`; every rank must call.
     """
-    if job.data.dataset not in ("stdlib", "text", "none"):
+    if job.data.dataset not in ("stdlib", "text"):
         return
-    prompt = "def __init__(self" if job.data.dataset == "stdlib" else "The"
-    sample = generate_sample(model, tokenizer, prompt, max_new_tokens=_SAMPLE_TOKENS, device=device, dims=dims)
+    ids: list[int] = tokenizer.encode("def __init__(self" if job.data.dataset == "stdlib" else "The")
+    ends, sampling = get_eos_token_ids(tokenizer), Sampling(temperature=0.7, top_k=40)
+    options: dict[str, Any] = {"device": device, "dims": dims, "eos_token_ids": ends, "vocab_size": len(tokenizer)}
+    (continuation,) = generate(model, [ids], max_new_tokens=_SAMPLE_TOKENS, sampling=sampling, **options)
+    sample = tokenizer.decode(ids + continuation.tokens)
     logger.info("sample (temperature 0.7):\n\n    %s\n", sample.replace("\n", "\n    "))

@@ -1,6 +1,6 @@
 """Adapters merged into the weights of their model: `W + alpha / rank * B A`, any part of a weight at a time."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -10,8 +10,13 @@ from titanlite.base.errors import CheckpointError, raise_problems
 from titanlite.checkpoint.folder import Stored
 from titanlite.checkpoint.reader import Placed, SafetensorsReader
 from titanlite.features.lora.adapter import PREFIX, read_adapter
-from titanlite.materialize import ReadRequest, Region
+from titanlite.features.lora.layers import adaptable_experts
+from titanlite.features.transformers.model import TransformersModel
+from titanlite.materialize import ReadRequest, Region, Source, SourceProvider, TensorInfo, Unfit
+from titanlite.materialize.sources import Read, TensorReader
+from titanlite.models.interface import Model
 
+_CHUNK_ELEMENTS = 4 << 20
 _EXPERT_WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 
 
@@ -130,3 +135,68 @@ def _misfit(stored: Stored, key_a: str, key_b: str, shape: tuple[int, ...], rank
     if (a, b) == ((rank * experts, shape[-1]), (shape[-2], rank * experts)):
         return None
     return f"{key_a}: shapes {a} and {b} (lora_B) do not fit rank {rank} and the model's weight {shape}."
+
+
+class MergedSource:
+    """A `SourceProvider` of the weights of `source`, for `model`, with the corrections of `adapters`.
+
+    Raises:
+        CheckpointError: when it is called; the adapters do not fit the model. All problems at once.
+    """
+
+    def __init__(self, source: SourceProvider, adapters: MergedAdapters, model: Model) -> None:
+        self.name, self.complete = source.name, source.complete
+        self._source, self._adapters, self._transposed = source, adapters, transposed_experts(model)
+
+    def __call__(self, tensors: Mapping[str, TensorInfo]) -> Iterable[tuple[str, Source | Unfit]]:
+        shapes = {name: info.shape for name, info in tensors.items() if info.kind == "parameter"}
+        self._adapters.fit(shapes, self._transposed)
+        readers: dict[int, _MergingReader] = {}  # all reads of one reader are handed over together
+        for name, source in self._source(tensors):
+            if isinstance(source, Read):
+                reader = readers.setdefault(id(source.reader), _MergingReader(source.reader, self._adapters))
+                source = Read(reader, source.name, source.shape)
+            yield name, source
+
+
+class _MergingReader:
+    """A `TensorReader` that adds the corrections of adapters in float64, a few MiB at a time, and rounds once."""
+
+    proves_coverage = False
+
+    def __init__(self, inner: TensorReader, adapters: MergedAdapters) -> None:
+        self.name, self.shapes, self._inner, self._adapters = inner.name, inner.shapes, inner, adapters
+
+    def read(self, requests: Sequence[ReadRequest]) -> None:
+        self._inner.read([request for request in requests if not self._adapters.has(request.name)])
+        self._merge(requests)
+
+    def read_quietly(self, requests: Sequence[ReadRequest]) -> None:
+        """`read` without a word on the terminal."""
+        read_quietly(self._inner, [request for request in requests if not self._adapters.has(request.name)])
+        self._merge(requests)
+
+    def _merge(self, requests: Sequence[ReadRequest]) -> None:
+        for request in requests:
+            (first, *starts), (length, *lengths) = request.region.starts, request.region.lengths
+            rows = max(1, _CHUNK_ELEMENTS * length // max(request.region.numel, 1))
+            for row in range(0, length, rows) if self._adapters.has(request.name) else ():
+                count = min(rows, length - row)
+                region = Region((first + row, *starts), (count, *lengths))
+                values = torch.empty(region.lengths, dtype=torch.float64)
+                read_quietly(self._inner, [ReadRequest(request.name, region, values)])
+                request.destination[row : row + count] = self._adapters.add(request.name, region, values)
+
+
+def read_quietly(reader: TensorReader, requests: Sequence[ReadRequest]) -> None:
+    """Read without a word on the terminal, where the reader has any."""
+    getattr(reader, "read_quietly", reader.read)(requests)
+
+
+def transposed_experts(model: Model) -> list[str]:
+    """The weights of experts that are stored (E, in, out)."""
+    if not isinstance(model, TransformersModel):
+        return []
+    modules = dict(model.transformers_model.named_modules())
+    experts = adaptable_experts(model).items()
+    return [f"{name}.{weight}" for name, weights in experts if modules[name].is_transposed for weight in weights]

@@ -1,11 +1,11 @@
 """`python -m titanlite report RUN`: one self-contained HTML page on a run, from the files in its folder."""
 
-import argparse
 import importlib.util
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from titanlite.base.command_line import Parser, command
 from titanlite.base.errors import TitanliteError
 from titanlite.base.files import replace_file
 from titanlite.features.report.read import read_run
@@ -13,14 +13,14 @@ from titanlite.features.report.read import read_run
 _MOST_RUNS = 4
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@command
+def main(argv: Sequence[str] | None = None) -> None:
     """Write the page; exit code 0, or 2 after one clear error."""
-    parser = argparse.ArgumentParser(
-        prog="python -m titanlite report",
-        description="Write one HTML page on a run: plots, expert load, ranks, plan, configuration, environment, "
+    parser = Parser(
+        "report",
+        "Write one HTML page on a run: plots, expert load, ranks, plan, configuration, environment, "
         "events. It loads nothing from a network, so it can be mailed or kept with the run. Needs bokeh: "
         "pip install 'bokeh>=3.9'.",
-        allow_abbrev=False,
     )
     parser.add_argument("run", type=Path, help="folder of the run (job.dump_folder)")
     parser.add_argument("--output", type=Path, help="file to write (default: report.html in the run's folder)")
@@ -29,32 +29,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     known = parser.parse_args(argv)
     output = known.output or known.run / "report.html"
-    try:
-        if importlib.util.find_spec("bokeh") is None:
-            raise TitanliteError(
-                f"report: the plots need bokeh, and {sys.executable} has no package 'bokeh'. Install it, the extra "
-                f"titanlite[report]: `{sys.executable} -m pip install 'bokeh>=3.9'`."
-            )
-        from titanlite.features.report.page import render_page
+    if importlib.util.find_spec("bokeh") is None:
+        raise TitanliteError(
+            f"report: the plots need bokeh, and {sys.executable} has no package 'bokeh'. Install it, the extra "
+            f"titanlite[report]: `{sys.executable} -m pip install 'bokeh>=3.9'`."
+        )
+    from titanlite.features.report.page import render_page
 
-        if len(known.compare) >= _MOST_RUNS:
-            raise TitanliteError(
-                f"report: --compare got {len(known.compare)} runs, and colours for {_MOST_RUNS - 1} are told apart. "
-                "Give fewer."
-            )
-        runs = [read_run(folder) for folder in (known.run, *known.compare)]
-        page = render_page(runs, output)
-        try:
-            replace_file(output, page)
-        except OSError as error:
-            raise TitanliteError(
-                f"report: cannot write {output}: {error.strerror or error}. Choose another file with --output."
-            ) from error
-    except TitanliteError as error:
-        print(f"titanlite: error: {error}", file=sys.stderr)
-        return 2
+    if len(known.compare) >= _MOST_RUNS:
+        raise TitanliteError(
+            f"report: --compare got {len(known.compare)} runs, and colours for {_MOST_RUNS - 1} are told apart. "
+            "Give fewer."
+        )
+    runs = [read_run(folder) for folder in (known.run, *known.compare)]
+    page = render_page(runs, output)
+    try:
+        replace_file(output, page)
+    except OSError as error:
+        raise TitanliteError(
+            f"report: cannot write {output}: {error.strerror or error}. Choose another file with --output."
+        ) from error
     for run in runs:
         for problem in run.problems:
             print(f"titanlite: warning: {run.name}: {problem}", file=sys.stderr)
     print(f"{output} ({len(page.encode()) / 1024:,.0f} KiB)")
-    return 0

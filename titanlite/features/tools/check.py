@@ -1,6 +1,5 @@
 """`python -m titanlite check --config FILE --world-size N`: what would be trained, or what is wrong with that."""
 
-import sys
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -9,7 +8,8 @@ from statistics import mean
 import torch
 
 from titanlite.assemble import describe_model
-from titanlite.base.errors import DataError, TitanliteError, raise_problems
+from titanlite.base.command_line import command
+from titanlite.base.errors import DataError, raise_problems
 from titanlite.config import JobConfig, TransformersConfig
 from titanlite.config.assets import base_model_of
 from titanlite.config.data import get_fields, get_sources
@@ -29,20 +29,12 @@ _ROWS = 64  # of each source
 _SMALL_BATCH = 8  # sequences of a step of fine-tuning
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@command
+def main(argv: Sequence[str] | None = None) -> None:
     """Print what would be trained; exit code 2 after one clear error. Downloads descriptions of models, no weights."""
-    try:
-        checked = check_arguments(argv, weights=False)
-        model, data = list(_describe_model(checked)), list(_describe_rows(checked.job))
-        print(
-            "\n".join(
-                [f"OK on {checked.degrees.world_size} ranks: {checked.degrees}", *model, *data, *_format(checked)]
-            )
-        )
-    except TitanliteError as error:
-        print(f"titanlite: error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    checked = check_arguments(argv, weights=False)
+    model, data = list(_describe_model(checked)), list(_describe_rows(checked.job))
+    print("\n".join([f"OK on {checked.degrees.world_size} ranks: {checked.degrees}", *model, *data, *_format(checked)]))
 
 
 def _describe_model(checked: Checked) -> Iterator[str]:

@@ -1,14 +1,12 @@
-"""`python -m titanlite export DIR OUT --dtype bfloat16`: a checkpoint as a plain Hugging Face model in another dtype.
+"""`python -m titanlite export MODEL OUT --dtype bfloat16`: a checkpoint as a plain Hugging Face model in another dtype.
 
 `--merge` does so with a model and the adapters of a LoRA run. Streams: memory is a few MiB, whatever the size of the
 model, and the adapters of two layers.
 """
 
-import argparse
 import json
 import os
 import shutil
-import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
@@ -17,7 +15,8 @@ import torch
 from tokenizers import Tokenizer
 
 from titanlite.assemble import build_model
-from titanlite.base.errors import CheckpointError, TitanliteError, raise_problems
+from titanlite.base.command_line import Parser, command, one_of
+from titanlite.base.errors import CheckpointError, raise_problems
 from titanlite.base.log import logger, setup_logger
 from titanlite.checkpoint.commit import MANIFEST_FILE, check_folder, hidden_folder
 from titanlite.checkpoint.description import describe_model
@@ -25,20 +24,18 @@ from titanlite.checkpoint.folder import ADAPTER_CONFIG, ADAPTER_FILE, OWN_FOLDER
 from titanlite.checkpoint.hf_model import index_of, warn_of_sidecar
 from titanlite.checkpoint.keys import SIDECAR_FILE, checkpoint_pieces, is_sidecar, whole
 from titanlite.checkpoint.pretrained import weights_of
-from titanlite.checkpoint.reader import SafetensorsReader
 from titanlite.checkpoint.runs import bytes_of
 from titanlite.checkpoint.transfer import Transfer
 from titanlite.checkpoint.writer import FileLayout, Item, create_files, lay_out
 from titanlite.config import ModelConfig
-from titanlite.config.assets import local_folder
-from titanlite.features.lora.layers import adaptable_experts
-from titanlite.features.lora.merge import MergedAdapters
+from titanlite.config.peers import spell_dtype
+from titanlite.features.lora.merge import MergedAdapters, MergedSource, read_quietly
+from titanlite.features.tools.models import MODEL_HELP, find_base, find_model
 from titanlite.features.transformers.checkpoint import saved_entries, stored_forms
 from titanlite.features.transformers.model import TransformersModel
 from titanlite.materialize import Plan, ReadRequest, Region, TensorEntry, build_plan
 from titanlite.materialize.sources import Read
 from titanlite.models.families import any_model_config_from_hf, family_of
-from titanlite.models.interface import Model
 
 _CHUNK_ELEMENTS = 4 << 20
 _WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", ".ckpt", ".pkl"}
@@ -46,42 +43,36 @@ _ADAPTER_ONLY = {ADAPTER_CONFIG, "README.md"}
 _TEMPLATES = "additional_chat_templates"  # where transformers keeps chat templates that have names
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@command
+def main(argv: Sequence[str] | None = None) -> None:
     """Export, and return the exit code: 0, or 2 after one clear error."""
-    parser = argparse.ArgumentParser(
-        prog="python -m titanlite export",
-        description="Write a checkpoint (or any Hugging Face model; FP8 is read for native families) as a plain "
-        "Hugging Face model. Parameters are cast to --dtype, buffers keep theirs.",
-        allow_abbrev=False,
+    parser = Parser(
+        "export",
+        "Write a checkpoint (or any Hugging Face model; FP8 is read for native families) as a plain Hugging Face "
+        "model. Parameters are cast to --dtype, buffers keep theirs.",
     )
-    parser.add_argument("folder", type=Path, metavar="DIR")
+    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument("out", type=Path, metavar="OUT", help="must not exist yet")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="bfloat16")
-    parser.add_argument("--merge", action="store_true", help="DIR holds adapters (LoRA): merge them into their model")
-    parser.add_argument("--base", type=Path, help="that model; default: the one that adapter_config.json names")
+    parser.add_argument("--dtype", type=one_of("float32", "bfloat16", "float16", spell=spell_dtype), default="bfloat16")
+    parser.add_argument("--merge", action="store_true", help="MODEL holds adapters (LoRA): merge them into their model")
+    parser.add_argument("--base", help="that model; default: the one that adapter_config.json names")
     known = parser.parse_args(argv)
     if known.base is not None and not known.merge:
         parser.error("--base is the model to merge adapters into; give --merge too.")
     setup_logger()
-    try:
-        dtype = getattr(torch, known.dtype)
-        if known.merge:
-            export_merged(known.folder, known.out, dtype, known.base)
-        else:
-            export_checkpoint(known.folder, known.out, dtype)
-    except TitanliteError as error:
-        print(f"titanlite: error: {error}", file=sys.stderr)
-        return 2
+    dtype, folder = getattr(torch, known.dtype), find_model("export", known.model)
+    if known.merge:
+        export_merged(folder, known.out, dtype, known.base)
+    else:
+        export_checkpoint(folder, known.out, dtype)
     has_images = "vision_config" in json.loads((known.out / "config.json").read_text(encoding="utf-8"))
     print(f"{known.out}: AutoModelFor{'ImageTextToText' if has_images else 'CausalLM'}.from_pretrained loads it")
-    return 0
 
 
-def export_merged(adapter: Path, out: Path, dtype: torch.dtype, base: Path | None = None) -> None:
+def export_merged(adapter: Path, out: Path, dtype: torch.dtype, base: str | None = None) -> None:
     """Write the model in `base` with the adapters in `adapter` merged to `out`: `W + alpha / rank * B A`.
 
-    Computed in float64 and rounded to `dtype` once. `base` may also be a repository of the hub; None is the model that
-    adapter_config.json names.
+    Computed in float64 and rounded to `dtype` once. `base` as in `find_base`.
 
     Raises:
         CheckpointError: as `export_checkpoint`, or the adapters are damaged or do not fit the model.
@@ -89,13 +80,10 @@ def export_merged(adapter: Path, out: Path, dtype: torch.dtype, base: Path | Non
     """
     if (adapter / MANIFEST_FILE).exists():
         raise_problems(CheckpointError, f"export: {adapter}", check_folder(adapter))
-    adapters = MergedAdapters(adapter)
-    name = str(base) if base is not None else adapters.base
-    if not name:
-        raise CheckpointError(f"export: {adapter} does not name its model. Give it with --base DIR.")
-    folder = Path(local_folder("--base" if base is not None else f"export: {adapter}", name, weights=True))
+    folder = find_base("export", adapter, base)
     trained = adapter / OWN_FOLDER
-    export_checkpoint(folder, out, dtype, adapters, trained if (trained / "config.json").exists() else None)
+    described_in = trained if (trained / "config.json").exists() else None
+    export_checkpoint(folder, out, dtype, MergedAdapters(adapter), described_in)
 
 
 def export_checkpoint(
@@ -131,19 +119,18 @@ def export_checkpoint(
     rest = describe_model(config, None, dtype, folder)
     model = build_model(config)
     # Where the run had more bits than its files, round once.
-    plan = build_plan(model, [weights_of(folder, model, exact=True)])
-    if adapters is not None:
-        shapes = {entry.fqn: entry.info.shape for entry in plan.entries if entry.info.kind == "parameter"}
-        adapters.fit(shapes, transposed_experts(model))
+    weights = weights_of(folder, model, exact=True)
+    plan = build_plan(model, [weights if adapters is None else MergedSource(weights, adapters, model)])
     if isinstance(model, TransformersModel):
-        files, values = _lay_out_transformers(plan, model, dtype, adapters)
+        files, values = _lay_out_transformers(plan, model, dtype)
     else:
         assert isinstance(config, ModelConfig)
-        files, values = _lay_out(plan, config, dtype, adapters)
+        files, values = _lay_out(plan, config, dtype)
     try:
         with hidden_folder(out) as temporary:
             create_files(temporary, files)
-            with Transfer(f"writing {out}", sum(file.nbytes for file in files)) as transfer:
+            nbytes = sum(file.nbytes for file in files)
+            with Transfer(f"writing {out}", nbytes, nbytes) as transfer:
                 _copy_weights(files, values, temporary, transfer)
             for name, content in (rest | index_of(files)).items():
                 (temporary / name).write_bytes(content)
@@ -157,9 +144,7 @@ def export_checkpoint(
     warn_of_sidecar(config, files)
 
 
-def _lay_out(
-    plan: Plan, config: ModelConfig, dtype: torch.dtype, adapters: MergedAdapters | None
-) -> tuple[list[FileLayout], dict[str, "_Values"]]:
+def _lay_out(plan: Plan, config: ModelConfig, dtype: torch.dtype) -> tuple[list[FileLayout], dict[str, "_Values"]]:
     """The files, and for each key where its values come from."""
     family = family_of(config)
     model: list[Item] = []
@@ -176,13 +161,13 @@ def _lay_out(
         for piece in pieces:
             item = Item(piece.key, stored, piece.region, piece.shape, entry.tensor, entry.region, mine=True)
             (sidecar if beside else model).append(item)
-            values[piece.key] = partial(_read, entry, adapters)
+            values[piece.key] = partial(_read, entry)
     stem = f"{OWN_FOLDER}/{SIDECAR_FILE.removesuffix('.safetensors')}"
     return [*lay_out(model, "model"), *(lay_out(sidecar, stem) if sidecar else [])], values
 
 
 def _lay_out_transformers(
-    plan: Plan, model: TransformersModel, dtype: torch.dtype, adapters: MergedAdapters | None
+    plan: Plan, model: TransformersModel, dtype: torch.dtype
 ) -> tuple[list[FileLayout], dict[str, "_Values"]]:
     """As `_lay_out`, with the keys and layouts that the checkpoint has."""
     entries = {
@@ -194,7 +179,7 @@ def _lay_out_transformers(
 
     @lru_cache(maxsize=1)  # the tensors of a conversion follow one another, and each is asked for in pieces
     def convert(group: str) -> dict[str, torch.Tensor]:
-        found = groups[group].convert(lambda name: _read_whole(entries[name], adapters), model)
+        found = groups[group].convert(lambda name: _read_whole(entries[name]), model)
         return {rename(key): value for key, value in found.items()}
 
     def converted(group: str, key: str, region: Region, dtype: torch.dtype) -> torch.Tensor:
@@ -206,41 +191,23 @@ def _lay_out_transformers(
         region = form.region or whole(form.key, form.shape).region
         items.append(Item(form.key, stored, region, form.shape, form.entry.tensor, region, mine=True))
         direct = form.region is not None
-        values[form.key] = (
-            partial(_read, form.entry, adapters) if direct else partial(converted, form.group.first, form.key)
-        )
+        values[form.key] = partial(_read, form.entry) if direct else partial(converted, form.group.first, form.key)
     return lay_out(items, "model"), values
 
 
 _Values = Callable[[Region, torch.dtype], torch.Tensor]
 
 
-def _read(entry: TensorEntry, adapters: MergedAdapters | None, region: Region, dtype: torch.dtype) -> torch.Tensor:
-    """A region of a tensor of the model from its files, with the correction of its adapter if it has one."""
+def _read(entry: TensorEntry, region: Region, dtype: torch.dtype) -> torch.Tensor:
+    """A region of a tensor of the model from its files."""
     assert isinstance(entry.source, Read)
-    name = entry.source.name
-    merge = adapters is not None and adapters.has(name)
-    # Merging adds in float64, so the weight must not be rounded before.
-    chunk = torch.empty(region.lengths, dtype=torch.float64 if merge else dtype)
-    reader, request = entry.source.reader, ReadRequest(name, region, chunk)
-    if isinstance(reader, SafetensorsReader):
-        reader.read_quietly([request])
-    else:
-        reader.read([request])
-    return adapters.add(name, region, chunk).to(dtype) if adapters is not None and merge else chunk
+    chunk = torch.empty(region.lengths, dtype=dtype)
+    read_quietly(entry.source.reader, [ReadRequest(entry.source.name, region, chunk)])
+    return chunk
 
 
-def _read_whole(entry: TensorEntry, adapters: MergedAdapters | None) -> torch.Tensor:
-    return _read(entry, adapters, whole(entry.fqn, entry.info.shape).region, entry.dtype)
-
-
-def transposed_experts(model: Model) -> list[str]:
-    """The weights of experts that are stored (E, in, out)."""
-    if not isinstance(model, TransformersModel):
-        return []
-    modules = dict(model.transformers_model.named_modules())
-    experts = adaptable_experts(model).items()
-    return [f"{name}.{weight}" for name, weights in experts if modules[name].is_transposed for weight in weights]
+def _read_whole(entry: TensorEntry) -> torch.Tensor:
+    return _read(entry, whole(entry.fqn, entry.info.shape).region, entry.dtype)
 
 
 def _copy_weights(files: Sequence[FileLayout], values: Mapping[str, "_Values"], out: Path, transfer: Transfer) -> None:

@@ -1,4 +1,4 @@
-"""`python -m titanlite generate --model DIR --prompt TEXT`: continue prompts with a model, on one process or many.
+"""`python -m titanlite generate MODEL --prompt TEXT`: continue prompts, or chat, with a model on one process or many.
 
 Several ranks, each with a share of the model: `python -m titanlite.launch --nproc-per-node 4 -m titanlite generate ...`
 (torchrun does as well). The text goes to standard output, what is said about it to standard error.
@@ -10,24 +10,27 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from titanlite.assemble import build_model
 from titanlite.base.agree import on_first_rank
+from titanlite.base.command_line import Parser, command, one_of
 from titanlite.base.errors import ConfigError, DataError, TitanliteError, raise_problems
-from titanlite.base.files import parse_json, read_regular
-from titanlite.checkpoint.commit import list_steps
-from titanlite.checkpoint.folder import read_json
+from titanlite.base.files import parse_json, read_json, read_regular
+from titanlite.base.tables import format_count
+from titanlite.checkpoint.folder import ADAPTER_CONFIG, OWN_FOLDER
+from titanlite.checkpoint.folder import read_json as read_object
 from titanlite.checkpoint.pretrained import weights_of
 from titanlite.config import AnyModelConfig, JobConfig
 from titanlite.config.assets import local_folder
 from titanlite.config.parallelism import check_parallelism, resolve_degrees
 from titanlite.config.patterns import parse_object
+from titanlite.config.peers import spell_dtype
 from titanlite.config.schema import ParallelismSection, TrainingSection
 from titanlite.data.tokenizer import count_ids, load_tokenizer
 from titanlite.distributed import ParallelDims
@@ -42,9 +45,12 @@ from titanlite.features.generate.generate import (
     get_eos_token_ids,
     name_of,
 )
+from titanlite.features.lora.merge import MergedAdapters, MergedSource
 from titanlite.features.sft.readers import RowError
 from titanlite.features.sft.row_limits import run_row
-from titanlite.materialize import materialize
+from titanlite.features.tools.chat import TextStream, chat, text_of
+from titanlite.features.tools.models import MODEL_HELP, find_base, find_model
+from titanlite.materialize import SourceProvider, materialize
 from titanlite.metrics.out_of_memory import is_out_of_memory
 from titanlite.models.families import any_model_config_from_hf
 from titanlite.models.interface import Model
@@ -54,48 +60,41 @@ _TIMEOUT_S = 600
 _SHOWN_CHARS = 60
 
 
-@dataclass(frozen=True)
-class Request:
-    """What is to be generated, checked, and the same on all ranks.
+class _Request(NamedTuple):
+    """What is to be generated, checked, and the same on all ranks; without prompts, a chat."""
 
-    Attributes:
-        folder: of the model.
-        config: its sizes.
-        dtype: of weights and activations.
-        prompts: as text, for people.
-        prompt_ids: as tokens.
-        eos_token_ids: tokens that end a text.
-        vocab_size: tokens that the tokenizer knows.
-    """
-
-    folder: Path
+    folder: Path  # of the weights
+    adapters: Path | None  # folder of adapters to merge into them
     config: AnyModelConfig
     dtype: str
-    prompts: list[str]
+    chat: bool  # messages are rendered by the tokenizer's chat template
+    prompts: list[str]  # for people
     prompt_ids: list[list[int]]
     eos_token_ids: list[int]
-    vocab_size: int
+    vocab_size: int  # tokens that the tokenizer knows
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
     """Generate, print, and return the exit code: 0, or 2 after one clear error."""
     options = _parser().parse_args(argv)
     code = 0
     try:
         _run(options)
-    except TitanliteError as error:
-        if _is_first_rank():  # all ranks have the same one
-            print(f"titanlite: error: {error}", file=sys.stderr)
+    except TitanliteError:
         code = 2
+        if _is_first_rank():  # all ranks have the same one
+            raise
     except Exception as error:
         if not is_out_of_memory(error):
             raise
         print(f"titanlite: error: {_out_of_memory(options, error)}", file=sys.stderr)
         code = 2
-    if dist.is_initialized():
-        if code == 0:
-            dist.barrier()  # a rank that leaves while a peer still answers can tear that one's connections down
-        end_distributed()
+    finally:
+        if dist.is_initialized():
+            if code == 0:
+                dist.barrier()  # a rank that leaves while a peer still answers can tear that one's connections down
+            end_distributed()
     return code
 
 
@@ -108,32 +107,37 @@ def _out_of_memory(options: argparse.Namespace, error: Exception) -> str:
     )
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m titanlite generate",
-        description="Continue prompts with a Hugging Face model, or with a checkpoint of a run.",
-        allow_abbrev=False,
-    )
+def _parser() -> Parser:
+    parser = Parser("generate", "Continue prompts with a model, or, without any on a terminal, chat with it.")
     add = parser.add_argument
-    add("--model", required=True, metavar="DIR", help="Hugging Face folder, hub id, or step-N folder of a run")
+    add("model", metavar="MODEL", help=MODEL_HELP)
     add("--prompt", action="append", default=[], metavar="TEXT", help="may be given several times")
     add("--prompts-file", type=Path, metavar="FILE", help="a prompt per line; .jsonl: objects with prompt or messages")
     add("--chat", action="store_true", help="render prompts as messages of a user, by the tokenizer's chat template")
+    add("--system", metavar="TEXT", help="system message of each chat; implies --chat")
+    add("--tools", type=Path, metavar="FILE.json", help="a list of tools for the chat template; implies --chat")
     add("--chat-template-kwargs", default="", metavar="JSON", help="arguments of the chat template, as an object")
-    add("--tokenizer", type=Path, metavar="DIR", help="default: that of --model")
+    add("--tokenizer", type=Path, metavar="DIR", help="default: that of MODEL")
+    add("--base", metavar="MODEL", help="the model of adapters; default: the one that adapter_config.json names")
     add("--max-new-tokens", type=int, default=128, metavar="N")
-    add("--temperature", type=float, default=0.0, help="0 (default): always the most likely token")
+    add("--do-sample", nargs="?", type=one_of("true", "false", spell=str.lower), const="true", help="draw tokens")
+    add("--temperature", type=float, help="0: the likeliest token; default: 1 with other settings of sampling, else 0")
     add("--top-k", type=int, default=0, metavar="K", help="0 (default): all tokens")
     add("--top-p", type=float, default=1.0, metavar="P")
     add("--seed", type=int, default=0)
-    add(
-        "--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="auto: the model's; float32 on the CPU"
-    )
+    dtypes = one_of("auto", "float32", "bfloat16", "float16", spell=spell_dtype)
+    add("--dtype", type=dtypes, default="auto", help="auto (default): the model's; float32 on the CPU")
     add("--batch-size", type=int, default=16, metavar="N", help="prompts at once per data-parallel rank")
     add("--tp", type=int, default=1, metavar="N", help="ranks that split each layer; the others shard by FSDP")
     add("--ep", type=int, default=1, metavar="N", help="ranks that split the experts")
     add("--stream", action="store_true", help="print the text as it grows; for a single prompt")
     return parser
+
+
+def _sampling(options: argparse.Namespace) -> Sampling:
+    draws = options.do_sample == "true" or options.top_k != 0 or options.top_p != 1
+    temperature = float(draws) if options.temperature is None else options.temperature
+    return Sampling(0.0 if options.do_sample == "false" else temperature, options.top_k, options.top_p, options.seed)
 
 
 def _run(options: argparse.Namespace) -> None:
@@ -142,40 +146,56 @@ def _run(options: argparse.Namespace) -> None:
     if "RANK" in os.environ:
         device = init_distributed(_TIMEOUT_S)
     install_cpu(device)
-    sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
+    sampling = _sampling(options)
     problems = sampling.check()
     for name, value in (("--max-new-tokens", options.max_new_tokens), ("--batch-size", options.batch_size)):
         if value < 1:
             problems.append(f"{name} = {value} is out of range. Set it to 1 or more.")
-    if options.stream and (len(options.prompt) != 1 or options.prompts_file):
+    single = len(options.prompt) == 1 and not options.prompts_file
+    if options.stream and not single:
         problems.append("--stream shows one prompt as it is continued. Give a single --prompt, or leave it out.")
     raise_problems(ConfigError, "generate", problems)
-    folder = Path(local_folder("--model", options.model, weights=True))
-    tokenizer, request = None, None
+    local_folder("generate: MODEL", options.model, weights=True)  # on each machine
+    tokenizer: Any = None
 
-    def prepare() -> Request:
+    def prepare() -> _Request:
         nonlocal tokenizer
-        tokenizer = _load_tokenizer(folder, options.tokenizer)
-        return _prepare(options, folder, tokenizer, device)
+        folder = find_model("generate", options.model)
+        base = find_base("generate", folder, options.base) if (folder / ADAPTER_CONFIG).exists() else folder
+        tokenizer = _load_tokenizer(*([options.tokenizer] if options.tokenizer else [folder, base]))
+        return _prepare(options, folder, base, tokenizer, device)
 
     request = on_first_rank(prepare)
-    model, dims = load_model(request.folder, request.config, request.dtype, device, tp=options.tp, ep=options.ep)
+    parts = {"tp": options.tp, "ep": options.ep}
+    model, dims = load_model(
+        *(request.folder, request.config, request.dtype, device), **parts, adapters=request.adapters
+    )
     if not model.can_cache(device) and _is_first_rank():
         print(f"generate: {name_of(model)} keeps no keys and values: every token costs a full forward", file=sys.stderr)
-    stream = None
-    if options.stream:
-        stream = _Stream(tokenizer, request.prompt_ids[0], "" if options.chat else request.prompts[0])
-    began = time.perf_counter()
-    continuations = generate(
+    continue_all = partial(
+        generate,
         model,
-        request.prompt_ids,
-        max_new_tokens=options.max_new_tokens,
         device=device,
         dims=dims,
         eos_token_ids=request.eos_token_ids,
         vocab_size=min(request.vocab_size, request.config.vocab_size),
-        sampling=sampling,
         batch_size=options.batch_size,
+    )
+    if not request.prompts:
+        encode = partial(_encode, tokenizer, chat=True, options=options)
+        limit = request.config.max_position_embeddings
+        chat(tokenizer, encode, continue_all, sampling, options.max_new_tokens, limit)
+        return
+    stream = None
+    if options.stream or (single and sys.stdout.isatty()):
+        stream = TextStream(tokenizer, request.prompt_ids[0])
+        if _is_first_rank():
+            print("" if request.chat else request.prompts[0], end="", flush=True)
+    began = time.perf_counter()
+    continuations = continue_all(
+        request.prompt_ids,
+        max_new_tokens=options.max_new_tokens,
+        sampling=sampling,
         on_token=None if stream is None else stream.add,
     )
     seconds = time.perf_counter() - began
@@ -183,19 +203,28 @@ def _run(options: argparse.Namespace) -> None:
         if stream is not None:
             stream.end()
         else:
-            _print_texts(request, continuations, tokenizer, options.chat)
+            _print_texts(request, continuations, tokenizer)
         count = sum(len(continuation.tokens) for continuation in continuations)
         print(
-            f"generate: {len(continuations)} prompts, {count} new tokens in {seconds:.2f} s, "
+            f"generate: {format_count(len(continuations), 'prompt')}, {count} new tokens in {seconds:.2f} s, "
             f"{count / seconds:.1f} tokens/s",
             file=sys.stderr,
         )
 
 
 def load_model(
-    folder: Path, config: AnyModelConfig, dtype: str, device: torch.device, *, tp: int = 1, ep: int = 1
+    folder: Path,
+    config: AnyModelConfig,
+    dtype: str,
+    device: torch.device,
+    *,
+    tp: int = 1,
+    ep: int = 1,
+    adapters: Path | None = None,
 ) -> tuple[Model, ParallelDims | None]:
     """The model in `folder` in evaluation mode, and its meshes; without a process group it is whole, on this process.
+
+    With the folder of `adapters`, they are merged into the weights while these are read.
 
     Raises:
         ConfigError: the degrees fit neither the number of ranks nor the model.
@@ -215,36 +244,40 @@ def load_model(
     if dist.is_initialized():
         dims = ParallelDims.build(degrees, device.type)
         parallelize(model, job, dims, device.type)
-    materialize(model, device, [weights_of(folder, model)])
+    weights: SourceProvider = weights_of(folder, model)
+    if adapters is not None:
+        weights = MergedSource(weights, MergedAdapters(adapters), model)
+    materialize(model, device, [weights])
     return model.eval(), dims
 
 
-def _load_tokenizer(folder: Path, asked: Path | None) -> Any:
-    place = asked or folder
-    if not folder.is_dir():
-        raise ConfigError(f"generate: --model {folder} is no folder. Give a folder with config.json, or a hub id.")
-    if not (folder / "config.json").exists() and (steps := _steps_below(folder)):
-        raise ConfigError(f"generate: --model {folder} holds checkpoints. Give one of them: {', '.join(steps)}.")
-    if not (place / "tokenizer.json" if place.is_dir() else place).exists():
-        raise DataError(f"generate: {place} has no tokenizer.json. Give a folder that has one with --tokenizer DIR.")
+def _load_tokenizer(*places: Path) -> Any:
+    found = (path for path in places if (path / "tokenizer.json" if path.is_dir() else path).exists())
+    if (place := next(found, None)) is None:
+        raise DataError(
+            f"generate: {places[0]} has no tokenizer.json. Give a folder that has one with --tokenizer DIR."
+        )
     return load_tokenizer(place)
 
 
-def _steps_below(folder: Path) -> list[str]:
-    for inner in (folder, folder / "checkpoint"):
-        if steps := list_steps(inner):
-            return [str(inner / f"step-{step}") for step in steps]
-    return []
-
-
-def _prepare(options: argparse.Namespace, folder: Path, tokenizer: Any, device: torch.device) -> Request:
+def _prepare(options: argparse.Namespace, folder: Path, base: Path, tokenizer: Any, device: torch.device) -> _Request:
     """On rank 0."""
-    config = any_model_config_from_hf(folder, "generate")
+    own = folder / OWN_FOLDER  # adapters have the description of their model there, if it is native
+    described = own if folder != base and (own / "config.json").exists() else base
+    config = any_model_config_from_hf(described, "generate")
     prompts = [*options.prompt, *([] if options.prompts_file is None else _read_prompts(options.prompts_file))]
-    if not prompts:
-        raise ConfigError("generate: there is no prompt. Give --prompt TEXT or --prompts-file FILE.")
-    arguments = parse_object("generate: --chat-template-kwargs", options.chat_template_kwargs)
-    ids = [_encode(tokenizer, prompt, options.chat, arguments) for prompt in prompts]
+    if not prompts and not (sys.stdin.isatty() and sys.stdout.isatty() and not dist.is_initialized()):
+        raise ConfigError(
+            "generate: there is no prompt. Give --prompt TEXT or --prompts-file FILE. On a terminal, and with one "
+            "process, a chat begins without either."
+        )
+    is_chat = options.chat or options.system is not None or options.tools is not None or not prompts
+    if is_chat and not tokenizer.chat_template:
+        raise DataError(
+            "generate: --chat: the tokenizer has no chat template. Leave --chat out and give --prompt TEXT, or add a "
+            "template."
+        )
+    ids = [_encode(tokenizer, prompt, chat=is_chat, options=options) for prompt in prompts]
     limit = config.max_position_embeddings
     problems = []
     for number, tokens in enumerate(ids, start=1):
@@ -262,15 +295,16 @@ def _prepare(options: argparse.Namespace, folder: Path, tokenizer: Any, device: 
             )
     raise_problems(ConfigError, "generate", problems)
     shown = list(map(_show, prompts))
-    dtype = _dtype(options.dtype, folder, device)
-    ends = {*get_eos_token_ids(tokenizer, folder), *(get_end_of_turn_ids(tokenizer) if options.chat else ())}
-    return Request(folder, config, dtype, shown, ids, sorted(ends), count_ids(tokenizer))
+    dtype = _dtype(options.dtype, base, device)
+    ends = {*get_eos_token_ids(tokenizer, base), *(get_end_of_turn_ids(tokenizer) if is_chat else ())}
+    adapters = folder if folder != base else None
+    return _Request(base, adapters, config, dtype, is_chat, shown, ids, sorted(ends), count_ids(tokenizer))
 
 
 def _dtype(asked: str, folder: Path, device: torch.device) -> str:
     if asked != "auto":
         return asked
-    table = read_json(folder / "config.json", f"generate: {folder}")
+    table = read_object(folder / "config.json", f"generate: {folder}")
     stored = table.get("dtype", table.get("torch_dtype"))
     # Few CPUs have bfloat16 instructions; without them it is 80 times slower than float32.
     return "bfloat16" if device.type == "cuda" and stored in ("bfloat16", "float16") else "float32"
@@ -301,61 +335,48 @@ def _read_prompts(path: Path) -> list[Any]:
     return prompts
 
 
-def _encode(tokenizer: Any, prompt: Any, chat: bool, arguments: dict[str, Any] | None = None) -> list[int]:
+def _encode(tokenizer: Any, prompt: Any, *, chat: bool, options: argparse.Namespace) -> list[int]:
+    """The tokens of a text, of a row with messages, or, with `chat`, of a text as the message of a user."""
     if not chat:
         if not isinstance(prompt, str):
             raise ConfigError("generate: messages need a chat template to become text. Add --chat.")
         return tokenizer.encode(prompt)
-    if not tokenizer.chat_template:
-        raise DataError("generate: --chat: the tokenizer has no chat template. Leave --chat out, or add a template.")
     from titanlite.features.sft.encode import encode_prompt
 
-    row = prompt if isinstance(prompt, dict) else {"messages": [{"role": "user", "content": prompt}]}
+    row = dict(prompt) if isinstance(prompt, dict) else {"messages": [{"role": "user", "content": prompt}]}
+    arguments = parse_object("generate: --chat-template-kwargs", options.chat_template_kwargs)
+    row = {"chat_template_kwargs": arguments, "tools": _read_tools(options.tools)} | row
+    if options.system is not None:
+        row["messages"] = [{"role": "system", "content": options.system}, *row["messages"]]
     try:
-        return run_row(encode_prompt, tokenizer, {"chat_template_kwargs": arguments or {}} | row)
+        return run_row(encode_prompt, tokenizer, row)
     except RowError as error:
         shown = _shorten(str(row["messages"]))
         raise DataError(f"generate: --chat: the chat template refuses {shown}: {error}") from None
+
+
+def _read_tools(path: Path | None) -> Any:
+    if path is None:
+        return None
+    try:
+        tools = read_json(path)
+    except (OSError, ValueError) as error:
+        raise DataError(f"generate: --tools {path}: cannot be read: {getattr(error, 'strerror', error)}.") from None
+    if isinstance(tools, list) and tools and all(isinstance(tool, dict) for tool in tools):
+        return tools
+    raise DataError(f"generate: --tools {path}: is no list of objects. Write the tools as [{{...}}, ...].")
 
 
 def _show(prompt: Any) -> str:
     return prompt if isinstance(prompt, str) else json.dumps(prompt.get("messages"), ensure_ascii=False)
 
 
-def _text_of(tokenizer: Any, prompt: list[int], new: list[int]) -> str:
-    """The new tokens as text, read together with the prompt: alone, many tokenizers drop the space before a word."""
-    before: str = tokenizer.decode(prompt)
-    text: str = tokenizer.decode(prompt + new)
-    return text[len(before) :] if text.startswith(before) else tokenizer.decode(new)
-
-
-class _Stream:
-    """Prints a text as its tokens arrive; a character is held back until its last token is there."""
-
-    def __init__(self, tokenizer: Any, prompt: list[int], shown: str) -> None:
-        self._tokenizer, self._prompt, self._new, self._printed = tokenizer, prompt, [], 0
-        if _is_first_rank():
-            print(shown, end="", flush=True)
-
-    def add(self, token: int) -> None:
-        """Print what this token makes readable."""
-        self._new.append(token)
-        text = _text_of(self._tokenizer, self._prompt, self._new)
-        if not text.endswith("\ufffd"):
-            print(text[self._printed :], end="", flush=True)
-            self._printed = len(text)
-
-    def end(self) -> None:
-        """Print the rest and end the line."""
-        print(_text_of(self._tokenizer, self._prompt, self._new)[self._printed :], flush=True)
-
-
-def _print_texts(request: Request, continuations: Sequence[Continuation], tokenizer: Any, chat: bool) -> None:
+def _print_texts(request: _Request, continuations: Sequence[Continuation], tokenizer: Any) -> None:
     for i, continuation in enumerate(continuations):
         if len(continuations) > 1:
             print(f"--- {i + 1}: {_shorten(request.prompts[i])}")
-        text = _text_of(tokenizer, request.prompt_ids[i], continuation.tokens)
-        print(("" if chat else request.prompts[i]) + text)
+        text = text_of(tokenizer, request.prompt_ids[i], continuation.tokens)
+        print(("" if request.chat else request.prompts[i]) + text)
 
 
 def _shorten(text: str) -> str:

@@ -1,13 +1,12 @@
-"""`python -m titanlite inspect DIR`: what is in a checkpoint, is it whole, and what would each rank read of it."""
+"""`python -m titanlite inspect MODEL`: what is in a checkpoint, is it whole, and what would each rank read of it."""
 
-import argparse
-import sys
 from collections import defaultdict
 from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
 
 from titanlite.assemble import build_model, shard
-from titanlite.base.errors import CheckpointError, ConfigError, TitanliteError
+from titanlite.base.command_line import Parser, command
+from titanlite.base.errors import CheckpointError, ConfigError
 from titanlite.base.tables import fold_names, format_count, format_size, format_table, texts_between_numbers
 from titanlite.checkpoint import Progress
 from titanlite.checkpoint.commit import MANIFEST_FILE, check_folder
@@ -20,6 +19,7 @@ from titanlite.distributed import ParallelDims
 from titanlite.distributed.process_group import fake_ranks
 from titanlite.features.lora.adapter import read_adapter
 from titanlite.features.record.planned_reads import PlannedReads, RankReads
+from titanlite.features.tools.models import MODEL_HELP, find_model
 from titanlite.materialize import TensorEntry, build_plan
 from titanlite.materialize.sources import Read
 from titanlite.models.families import any_model_config_from_hf
@@ -29,33 +29,30 @@ _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MOST_RANKS = 16
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the report; exit code 0, 1 if the checkpoint is damaged, 2 if it cannot be inspected."""
-    parser = argparse.ArgumentParser(
-        prog="python -m titanlite inspect",
-        description="Show what is in a checkpoint or Hugging Face model, and check it against its manifest. With "
-        "--config and --world-size (and overrides), also what each rank of such a run would read.",
-        allow_abbrev=False,
+    parser = Parser(
+        "inspect",
+        "Show what is in a checkpoint or Hugging Face model, and check it against its manifest. With --config and "
+        "--world-size (and overrides), also what each rank of such a run would read.",
     )
-    parser.add_argument("folder", type=Path, metavar="DIR")
+    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument("--checksums", action="store_true", help="read every byte and compare with the manifest")
     parser.add_argument("--all", action="store_true", help="one line per tensor, layers and experts not summed up")
     parser.add_argument("--world-size", type=int, help="ranks of the run to show")
     parser.add_argument("--config", action="append", default=[], help="configuration of the run to show")
     known, rest = parser.parse_known_args(argv)
     try:
-        damaged = show_folder(known.folder, checksums=known.checksums, every=known.all)
+        folder = find_model("inspect", known.model)
+        damaged = show_folder(folder, checksums=known.checksums, every=known.all)
         if rest or known.config or known.world_size is not None:
             config = [f"--config={file}" for file in known.config]
-            show_reads(known.folder, [*config, *rest], 1 if known.world_size is None else known.world_size)
-    except TitanliteError as error:
-        print(f"titanlite: error: {error}", file=sys.stderr)
-        return 2
+            show_reads(folder, [*config, *rest], 1 if known.world_size is None else known.world_size)
     except BrokenPipeError:
         raise
     except OSError as error:  # a name that no file can have, or a folder that may not be looked into
-        print(f"titanlite: error: {known.folder}: {error.strerror}.", file=sys.stderr)
-        return 2
+        raise CheckpointError(f"{known.model}: {error.strerror}.") from None
     return 1 if damaged else 0
 
 

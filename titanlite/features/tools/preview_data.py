@@ -1,6 +1,5 @@
 """`python -m titanlite data --config FILE`: what a run would train on, token by token, before it does."""
 
-import argparse
 import logging
 import math
 import os
@@ -12,7 +11,8 @@ from itertools import islice
 import numpy as np
 
 from titanlite.assemble import build_data
-from titanlite.base.errors import ConfigError, TitanliteError, raise_problems
+from titanlite.base.command_line import Parser, command
+from titanlite.base.errors import ConfigError, raise_problems
 from titanlite.base.log import logger, raw_output
 from titanlite.config import data as data_config
 from titanlite.config import load_config
@@ -45,32 +45,24 @@ _KIND_ROWS = 512
 _CANDIDATES = 64  # samples to choose from
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@command
+def main(argv: Sequence[str] | None = None) -> None:
     """Print the report; exit code 0, or 2 after one clear error."""
-    parser = argparse.ArgumentParser(
-        prog="python -m titanlite data",
-        description="Show what a run would train on: decoded samples with the trained tokens coloured (in [[ ]] where "
-        "the output is no terminal), lengths, packing, and what is left out and why. Overrides as for training: "
+    parser = Parser(
+        "data",
+        "Show what a run would train on: decoded samples with the trained tokens coloured (in [[ ]] where the output "
+        "is no terminal), lengths, packing, and what is left out and why. Overrides as for training: "
         "--data.skip_to_sample=N shows the data order from its sequence N on.",
-        allow_abbrev=False,
     )
-    parser.add_argument("--samples", type=int, default=3, help="examples to print with their text (default: 3)")
-    parser.add_argument("--world-size", type=int, default=1, help="ranks of the run (default: 1)")
-    parser.add_argument(
-        "--tokens", type=int, default=0, metavar="N", help="most tokens of a text, its first and last ones (0: all)"
-    )
-    for removed in ("--step", "--rank"):
-        parser.add_argument(removed, help=argparse.SUPPRESS)
+    add = parser.add_argument
+    add("--samples", type=int, default=3, help="examples to print with their text (default: 3)")
+    add("--world-size", type=int, default=1, help="ranks of the run (default: 1)")
+    add("--tokens", type=int, default=0, metavar="N", help="most tokens of a text, its first and last ones (0: all)")
     known, rest = parser.parse_known_args(argv)
     color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     level = logger.level
     logger.setLevel(logging.ERROR)  # the report says it all, and in order
     try:
-        if known.step is not None or known.rank is not None:
-            raise ConfigError(
-                "data: --step and --rank were removed. To see what step N trains on, give --data.skip_to_sample=M with "
-                "M = (N - 1) * training.global_batch_size."
-            )
         job = load_config(rest)
         raise_problems(ConfigError, "configuration", find_missing_files(job))
         checked = check(job, known.world_size, weights=False)
@@ -82,12 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             for name, data in data_config.get_sources(job.data).items():
                 show_kinds(data, painter, name)
         show_data(loader, painter, known.samples)
-    except TitanliteError as error:  # a stream reads its rows only when they are shown
-        print(f"titanlite: error: {error}", file=sys.stderr)
-        return 2
     finally:
         logger.setLevel(level)
-    return 0
 
 
 def show_data(loader: TrainLoader, show: Painter, num_samples: int) -> None:

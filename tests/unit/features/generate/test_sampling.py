@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from titanlite.features.generate.sampling import choose_tokens
+from titanlite.features.generate.generate import choose_tokens
 
 # Probabilities 0.5, 0.25, 0.15, 0.1 of tokens 2, 0, 3, 1.
 LOGITS = torch.tensor([[0.25, 0.1, 0.5, 0.15]]).log()

@@ -34,7 +34,7 @@ def points(run: read.Run, name: str) -> dict[int, float]:
 def test_file_names_are_those_that_a_run_writes():
     assert read.METRICS == "metrics.jsonl" and read.CONFIG == "config.toml" and read.PLAN == "plan.json"
     assert metrics_logger.EXPERT_LOAD_FILE == read.EXPERT_LOAD
-    assert metrics.events.FILE_NAME == read.EVENTS
+    assert metrics.run_folder.EVENTS_FILE == read.EVENTS
     assert environment.FILE_NAME == read.ENVIRONMENT
     assert logger.LOG_FILE == read.LOG
 

@@ -86,16 +86,6 @@ def test_samples_are_of_different_lengths(preview: Callable[..., tuple[int, str,
     assert code == 0 and {low, high} < {*lengths} and len({*lengths}) == 3
 
 
-@pytest.mark.parametrize("option", ["--step=2", "--rank=0"])
-def test_options_that_were_removed(preview: Callable[..., tuple[int, str, str]], option: str) -> None:
-    assert preview(chats(3), option) == (
-        2,
-        "",
-        "titanlite: error: data: --step and --rank were removed. To see what step N trains on, give "
-        "--data.skip_to_sample=M with M = (N - 1) * training.global_batch_size.\n",
-    )
-
-
 def test_one_chat_of_each_kind_is_shown(preview: Callable[..., tuple[int, str, str]]) -> None:
     asked, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "one"}
     kinds = [

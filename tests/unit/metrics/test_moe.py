@@ -1,6 +1,6 @@
 import torch
 
-from titanlite.metrics import expert_load_image
+from titanlite.metrics.moe import expert_load_image
 
 
 def cell(image, layer: int, expert: int, size: int = 24):

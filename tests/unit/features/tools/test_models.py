@@ -1,0 +1,223 @@
+"""Commands take a run, a step or a model; adapters are merged into their model while it is read, as peft computes."""
+
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3MoeConfig
+
+from titanlite.__main__ import main
+from titanlite.base.errors import CheckpointError, ConfigError
+from titanlite.features.lora import merge
+from titanlite.features.tools import generate as generate_tool
+from titanlite.features.tools.models import find_base, find_model
+
+WORDS = ["the", "quick", "brown", "fox", "over", "lazy", "dog", "reads", "a", "page", "of", "old", "news", "in", "sun"]
+SYSTEM = "{% if tools %}{{ tools | length }} {% endif %}"
+TEMPLATE = (
+    SYSTEM + "{% for m in messages %}<|im_start|> {{ m.role }} {{ m.content }} <|im_end|> {% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|> fox{% endif %}"
+)
+
+
+def save_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    vocab = {word: i for i, word in enumerate(["<unk>", "<|im_start|>", "<|im_end|>", *WORDS])}
+    raw = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="<unk>", eos_token="<|im_end|>")
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+def save_model(folder: Path, experts: bool = False) -> None:
+    sizes = {"vocab_size": 18, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    moe = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    config = Qwen3MoeConfig(**sizes, **moe) if experts else Qwen3Config(**sizes)
+    config.initializer_range = 0.3
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    save_tokenizer(folder)
+
+
+def save_adapter(base: Path, folder: Path, **settings: object) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    targets = {"target_modules": ["q_proj", "o_proj"], "r": 4, "lora_alpha": 16} | settings
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(**targets, task_type="CAUSAL_LM"))
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if "lora_" in name:
+                param.add_(torch.randn_like(param) * 0.5)
+    model.save_pretrained(folder)
+
+
+def expect(base: Path, adapter: Path | None, prompt: str) -> str:
+    """What transformers adds to the prompt, greedily, with peft where there are adapters."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(base)
+    model = AutoModelForCausalLM.from_pretrained(base)
+    if adapter is not None:
+        model = PeftModel.from_pretrained(model, adapter).eval()
+    ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+    out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12)
+    text: str = tokenizer.decode(out[0, ids.shape[1] :])
+    return text.removesuffix("<|im_end|>").strip()
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft's
+EXPERTS = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+
+
+@pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
+def test_adapters_generate_what_peft_generates(tmp_path, capsys, monkeypatch, experts):
+    monkeypatch.setattr(merge, "_CHUNK_ELEMENTS", 200)  # every weight in several parts
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    save_model(base, experts)
+    save_adapter(base, adapter, **(EXPERTS if experts else {}))
+    prompt = "the quick brown fox"
+    expected = expect(base, adapter, prompt)
+    assert expected != expect(base, None, prompt), "the adapters change nothing"
+    assert main(["generate", str(adapter), "--prompt", prompt, "--max_new_tokens", "12"]) == 0
+    assert capsys.readouterr().out == f"{prompt} {expected}\n"
+    assert main(["generate", str(base), "--prompt", prompt, "--max_new_tokens", "12", "--do_sample", "False"]) == 0
+    assert capsys.readouterr().out == f"{prompt} {expect(base, None, prompt)}\n"
+
+
+def test_the_base_of_adapters(tmp_path, caplog):
+    run = tmp_path / "run"
+    adapter = run / "checkpoint/step-3"
+    save_model(tmp_path / "base")
+    save_adapter(tmp_path / "base", adapter)
+    assert find_base("generate", adapter) == tmp_path / "base"
+    (tmp_path / "base").rename(tmp_path / "moved")
+    with pytest.raises(ConfigError, match=f"names {tmp_path / 'base'}, which is no folder.*Give the model that the"):
+        find_base("generate", adapter)
+    assert find_base("generate", adapter, str(tmp_path / "moved")) == tmp_path / "moved"
+    (run / "config.toml").write_text(f'[model]\npath = "{tmp_path / "moved"}"\n')
+    assert find_base("generate", adapter) == tmp_path / "moved"
+    (run / "config.toml").write_text('[checkpoint]\ninitial_load_path = "/gone/too"\n')
+    with pytest.raises(ConfigError, match=r"which is no folder\. .*config\.toml names /gone/too, which is no folder\."):
+        find_base("generate", adapter)
+    with pytest.raises(ConfigError, match=r"--base names /no/such, which is no folder\.$"):
+        find_base("generate", adapter, "/no/such")
+
+
+def complete(folder: Path) -> None:
+    (folder / "titanlite").mkdir(parents=True)
+    (folder / "model.safetensors").write_bytes(b"12345678")
+    files = {"model.safetensors": {"bytes": 8, "crc32": "9ae0daaf"}}
+    (folder / "titanlite/manifest.json").write_text(json.dumps({"format": 1, "files": files}))
+
+
+@pytest.mark.parametrize("where", ["checkpoint", ".", "saved"])
+def test_the_newest_complete_checkpoint_of_a_run(tmp_path, capsys, where):
+    inner = tmp_path / "run" / where
+    for step in (2, 10, 30):
+        complete(inner / f"step-{step}")
+    assert find_model("inspect", str(tmp_path / "run")) == inner / "step-30"
+    (inner / "step-30/model.safetensors").write_bytes(b"cut")
+    capsys.readouterr()
+    assert find_model("inspect", str(tmp_path / "run")) == inner / "step-10"
+    said = f"inspect: took {inner / 'step-10'}, the newest complete checkpoint; step-30 is not complete\n"
+    assert capsys.readouterr().err == said
+    assert find_model("inspect", str(inner / "step-2")) == inner / "step-2" and not capsys.readouterr().err
+    for step in (2, 10):
+        (inner / f"step-{step}/model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* is complete; of step-30: model.safetensors"):
+        find_model("inspect", str(tmp_path / "run"))
+
+
+def test_a_folder_that_is_not_there(tmp_path):
+    (tmp_path / "qwen3_moe").mkdir()
+    with pytest.raises(ConfigError, match=r"qwen3moe is no folder\. Did you mean 'qwen3_moe'\?"):
+        find_model("generate", str(tmp_path / "qwen3moe"))
+    assert main(["inspect", str(tmp_path / "other")]) == 2
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def talk(monkeypatch, tmp_path):
+    """Chat with a model on a terminal; a `KeyboardInterrupt` among the lines is one at the prompt."""
+    save_model(tmp_path / "base")
+
+    def run(lines, *options: str) -> tuple[int, list[str]]:
+        queue, out = list(lines), Terminal()
+        monkeypatch.setattr(sys, "stdin", Terminal())
+        monkeypatch.setattr(sys, "stdout", out)
+
+        def answer(prompt: str) -> str:
+            line = queue.pop(0) if queue else EOFError()
+            if isinstance(line, BaseException):
+                raise line
+            return line
+
+        monkeypatch.setattr("builtins.input", answer)
+        code = main(["generate", str(tmp_path / "base"), "--max-new-tokens", "12", *options])
+        assert not queue
+        return code, out.getvalue().splitlines()[1:]
+
+    return run
+
+
+def test_a_chat_keeps_what_was_said(talk, tmp_path):
+    def said(text: str) -> str:
+        return expect(tmp_path / "base", None, text)
+
+    first = "<|im_start|> user the fox <|im_end|> <|im_start|> fox"
+    answer = said(first)
+    second = said(f"<|im_start|> user the fox <|im_end|> <|im_start|> assistant {answer} <|im_end|> {first}")
+    code, lines = talk(["the fox", "the fox", "/rest", "/reset", "", "the fox", KeyboardInterrupt(), "/exit"])
+    assert code == 0 and answer and second != answer
+    assert [line.strip() for line in lines] == [
+        *(answer, second, "There is no command /rest. Did you mean '/reset'?", "The chat begins anew.", answer),
+        *("", "/exit or Control-D ends."),
+    ]
+    system = said(f"<|im_start|> system old news <|im_end|> {first}")
+    assert [line.strip() for line in talk(["the fox"], "--system", "old news")[1]] == [system, ""]
+
+
+def test_control_c_stops_an_answer_only(talk, monkeypatch):
+    generate, calls = generate_tool.generate, []
+
+    def stop_first(model, prompts, *, on_token, **options):
+        def watch(token: int) -> None:
+            on_token(token)
+            calls.append(token)
+            if len(calls) == 3:
+                raise KeyboardInterrupt
+
+        return generate(model, prompts, on_token=watch, **options)
+
+    monkeypatch.setattr(generate_tool, "generate", stop_first)
+    code, lines = talk(["the fox", "the dog"])
+    assert code == 0 and len(lines[0].split()) == 3 and len(lines[1].split()) > 3
+
+
+def test_a_chat_that_is_too_long_says_so(talk):
+    code, lines = talk(["the " * 70, "the fox"])
+    assert code == 0 and "the model reads 64. Use /reset." in lines[0] and len(lines) == 3
+
+
+def test_tools_reach_the_template(tmp_path, capsys):
+    base, file = tmp_path / "base", tmp_path / "tools.json"
+    save_model(base)
+    arguments = ["generate", str(base), "--prompt", "the fox", "--tools", str(file), "--max-new-tokens", "12"]
+    tool = {"type": "function", "function": {"name": "f", "description": "x", "parameters": {"type": "object"}}}
+    file.write_text(json.dumps([tool, tool]))
+    assert main(arguments) == 0
+    text = "2 <|im_start|> user the fox <|im_end|> <|im_start|> fox"
+    assert capsys.readouterr().out.strip() == expect(base, None, text)
+    for content, problem in ((b"{}", "is no list of objects"), (b"[", "cannot be read"), (b"[1]", "is no list of")):
+        file.write_bytes(content)
+        assert main(arguments) == 2 and problem in capsys.readouterr().err
