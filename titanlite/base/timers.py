@@ -4,9 +4,6 @@ On the CPU a phase is timed with `perf_counter`, and every collective blocks its
 exposed. On CUDA events are recorded on the streams and read once they have passed; nothing synchronizes. A collective
 on the compute stream is exposed too. FSDP's run on streams of their own: their duration is known, but how much of it
 the compute stream had to wait for is not (only a profiler trace shows that), so it is kept apart.
-
-A rank that is late makes the others wait inside their collectives: time outside of collectives tells ranks apart where
-wall time is the same for all.
 """
 
 import time

@@ -98,8 +98,8 @@ def _stop(folder: str, number: int, frame: FrameType | None) -> None:
     what = f"ending within {stop.BEFORE_TRAINING_S:g} s, for training has not begun"
     if any(beat.trains for beat in heartbeat.read(folder).values()):
         what = "finishing this step and saving"
-    start = "\n" if sys.stderr.isatty() else ""  # the line may have a progress bar
-    print(f"{start}titanlite: {name.name}: {what}; send it again to end at once.", file=sys.stderr, flush=True)
+    # The line of a terminal may have a progress bar.
+    sys.stderr.write("\n" * sys.stderr.isatty() + f"titanlite: {name.name}: {what}; send it again to end at once.\n")
 
 
 def _has_ranks() -> bool:

@@ -11,12 +11,7 @@ from titanlite.config import JobConfig
 
 @dataclass(frozen=True)
 class Example:
-    """One prompt, as people read it.
-
-    Attributes:
-        prompt, prediction, reference: texts.
-        score: what the scorer gave.
-    """
+    """One prompt, as people read it, and what the scorer gave."""
 
     prompt: str
     prediction: str
@@ -32,8 +27,7 @@ class EvaluationResult:
         name: of the score: that of the scorer.
         score: mean over the prompts.
         ended: share of the texts that the model ended by itself.
-        num_prompts: how many.
-        seconds: how long it took.
+        num_prompts, seconds: how many, and how long it took.
         examples: the first few.
     """
 
@@ -68,12 +62,7 @@ class Series:
 
 
 class Results:
-    """The validation losses and evaluation scores of a run. The same on all ranks, and kept in checkpoints.
-
-    Attributes:
-        validation: losses; lower is better.
-        evaluation: scores; higher is better.
-    """
+    """The losses of validations (lower is better) and scores of evaluations of a run: on all ranks, in checkpoints."""
 
     def __init__(self, job: JobConfig, saved: Mapping[str, Mapping[str, Any]] | None = None) -> None:
         self._validation, self._save_best = job.validation, job.checkpoint.save_best

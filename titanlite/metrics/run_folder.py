@@ -23,9 +23,7 @@ from titanlite.launch.notices import read_restart
 _WRITTEN = (".jsonl", ".json", ".toml", ".txt")  # files of the run
 # A run that differs in one of these is another one.
 _BASE = "checkpoint.initial_load_path"
-_IDENTITY = (
-    *(_BASE, "training.objective", "data.converter", "data.dataset", "data.path", "data.subset", "data.split"),
-)
+_IDENTITY = ("training.objective", "data.converter", "data.dataset", "data.path", "data.subset", "data.split")
 EVENTS_FILE = "events.jsonl"
 _state: dict[str, AppendedFile] = {}
 _CONFIG, _NEXT_CONFIG = "config.toml", "config.next.toml"  # of the run in a folder, and of one that is being built
