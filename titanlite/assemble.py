@@ -30,7 +30,7 @@ from titanlite.data.run_length import check_start, describe_sources, resolve_ste
 from titanlite.data.tokenizer import check_vocabulary, count_ids
 from titanlite.distributed import ParallelDims
 from titanlite.distributed.collectives import all_reduce_sum, all_to_all_single
-from titanlite.distributed.device import check_device, warn_of_large_mask
+from titanlite.distributed.device import check_device, choose_attention, warn_of_large_mask
 from titanlite.distributed.fsdp import base_dtype, mixed_precision_dtypes
 from titanlite.distributed.parallelize import parallelize
 from titanlite.distributed.process_group import init_distributed
@@ -221,7 +221,8 @@ def build_on_meta(job: JobConfig, model_config: AnyModelConfig, dims: ParallelDi
     Raises ConfigError, the same on all ranks: patterns name nothing, or transformers cannot build the model.
     """
     model = describe_model(job, model_config, device.type)
-    model.configure(job.model.attention_backend, job.moe, job.training.loss_chunk_tokens, device)
+    attention = choose_attention(job, model_config, device.type)
+    model.configure(attention, job.moe, job.training.loss_chunk_tokens, device)
     shard(model, job, dims, device.type)
     return model
 

@@ -26,7 +26,7 @@ from titanlite.data.loader import TrainLoader
 from titanlite.data.run_length import describe_sources, resolve_steps
 from titanlite.data.tokenizer import check_vocabulary
 from titanlite.data.tokens import TokenizedCorpus
-from titanlite.distributed.device import check_device, warn_of_large_mask
+from titanlite.distributed.device import check_device, choose_attention, warn_of_large_mask
 from titanlite.features.dpo.objective import turn_off_dropout
 from titanlite.features.lora.peft_format import warn_of_changed_base
 from titanlite.features.sft import chat_template
@@ -98,6 +98,29 @@ def test_a_large_mask_is_a_warning_of_rank_0(warnings, monkeypatch, seq_len, bac
     warn_of_large_mask(job, CONFIG, torch.device(device))
     assert len(warnings) == (said is not None)
     assert said is None or f"1 sequences of {seq_len} tokens with {said}" in warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype", "device", "head_dim", "expected"),
+    [
+        ("auto", "auto", "cuda", 128, "varlen"),
+        ("auto", "auto", "cpu", 128, "sdpa"),
+        ("auto", "float32", "cuda", 128, "sdpa"),
+        ("auto", "auto", "cuda", 12, "sdpa"),
+        ("auto", "auto", "cuda", 264, "sdpa"),
+        ("sdpa", "auto", "cuda", 128, "sdpa"),
+        ("flex", "auto", "cpu", 128, "flex"),  # refused elsewhere
+    ],
+)
+def test_attention_by_default_is_flash_where_it_can_be(monkeypatch, backend, dtype, device, head_dim, expected):
+    job, config = JobConfig(), replace(CONFIG, head_dim=head_dim)
+    job.model.attention_backend, job.training.mixed_precision_param = backend, dtype
+    assert choose_attention(job, config, device) == expected, "planned on a machine without a GPU"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for capability in ((9, 0), (7, 5)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
+        old = capability < (8, 0) and expected == "varlen"
+        assert choose_attention(job, config, device) == ("sdpa" if old else expected)
 
 
 @pytest.mark.parametrize(

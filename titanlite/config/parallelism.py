@@ -346,7 +346,7 @@ def _check_transformers(job: JobConfig, model: TransformersConfig, degrees: Degr
         for key, value in ignored.items()
         if value
     ]
-    if job.model.attention_backend != "sdpa":
+    if job.model.attention_backend not in ("auto", "sdpa"):
         problems.append(
             f"model.attention_backend = '{job.model.attention_backend}': {what} and chooses its own. Set it to 'sdpa'."
         )

@@ -73,11 +73,11 @@ class ModelSection:
     implementation: Literal["auto", "native", "transformers"] = setting(
         "auto", "'native': titanlite's decoder; 'transformers': the class of transformers; 'auto': native where it can."
     )
-    attention_backend: Literal["sdpa", "flex", "varlen"] = setting(
-        "sdpa",
-        "'sdpa': scaled_dot_product_attention; packed documents on CUDA need a dense mask, and masked parts are "
-        "computed too. 'flex': compiled flex_attention on CUDA, which skips masked blocks. 'varlen': FlashAttention "
-        "on each document, on CUDA in bfloat16.",
+    attention_backend: Literal["auto", "sdpa", "flex", "varlen"] = setting(
+        "auto",
+        "'auto': 'varlen' where it can be, otherwise 'sdpa'. 'sdpa': scaled_dot_product_attention; packed documents on "
+        "CUDA need a dense mask, and masked parts are computed too. 'flex': compiled flex_attention on CUDA, which skips "
+        "masked blocks. 'varlen': FlashAttention on each document, on CUDA in bfloat16.",
     )
     overrides: ModelOverrides = setting(ModelOverrides, "Single sizes to change, for example num_layers = 4.")  # type: ignore[valid-type]
 

@@ -8,6 +8,7 @@ from titanlite.base.log import logger
 from titanlite.base.tables import format_memory
 from titanlite.config import AnyModelConfig, JobConfig, ModelConfig
 from titanlite.distributed.fsdp import mixed_precision_dtypes
+from titanlite.ops.attention import AttentionBackend
 from titanlite.ops.grouped_gemm import resolve_backend
 
 _LARGE_MASK = 2 << 30  # bytes
@@ -38,10 +39,26 @@ def check_device(job: JobConfig, device: torch.device) -> None:
         raise ConfigError(f"moe.grouped_gemm: {error}") from None
 
 
+def choose_attention(job: JobConfig, model_config: AnyModelConfig, device_type: str) -> AttentionBackend:
+    """Choose what `model.attention_backend` = "auto" stands for on devices of this type; also for a plan without one.
+
+    FlashAttention wants CUDA from Ampere on, bfloat16, and heads of a multiple of 8 up to 256 values.
+    """
+    if job.model.attention_backend != "auto":
+        return job.model.attention_backend
+    dtype, _ = mixed_precision_dtypes(job, device_type)
+    if device_type != "cuda" or dtype != torch.bfloat16 or not isinstance(model_config, ModelConfig):
+        return "sdpa"
+    is_old = torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0)
+    return "varlen" if model_config.qk_head_dim in range(8, 257, 8) and not is_old else "sdpa"
+
+
 def warn_of_large_mask(job: JobConfig, model_config: AnyModelConfig, device: torch.device) -> None:
     """Say on rank 0 what the dense mask of long packed sequences takes on a GPU, where there is attention without."""
     training, is_native = job.training, isinstance(model_config, ModelConfig)
-    if device.type != "cuda" or not is_native or job.model.attention_backend != "sdpa" or get_rank() != 0:
+    if device.type != "cuda" or not is_native or get_rank() != 0:
+        return
+    if choose_attention(job, model_config, device.type) != "sdpa":
         return
     dtype, _ = mixed_precision_dtypes(job, device.type)
     nbytes = training.local_batch_size * training.seq_len**2 * dtype.itemsize
