@@ -193,7 +193,7 @@ def test_no_scores_are_kept_on_a_gpu(checked):
     """Activations grow in proportion to the sequence, but for one mask in bfloat16, which all layers share."""
     kept = {}
     for length in (256, 512):
-        job = checked(1, 2, f"--training.seq_len={length}")
+        job = checked(1, 2, f"--training.seq_len={length}", "--model.attention_backend=sdpa")
         memory = get_memory(traced(job))
         kept[length] = memory.working[ACTIVATIONS] - 2 * length**2 * 2
         for backend in ("flex", "varlen"):
@@ -231,7 +231,12 @@ def test_checkpointing_never_keeps_more_at_real_sizes(family, flavor):
 @pytest.mark.parametrize("overrides", [(), (MODE + "full",), (EP + "2",)])
 def test_experts_of_transformers_have_the_flops_of_the_native_ones(checked, overrides, dtype):
     """On torch's grouped GEMM, and with experts split over ranks on titanlite's."""
-    options = (f"--training.mixed_precision_param={dtype}", "--moe.aux_loss_coeff=0", *overrides)
+    options = (
+        f"--training.mixed_precision_param={dtype}",
+        "--moe.aux_loss_coeff=0",
+        "--model.attention_backend=sdpa",
+        *overrides,
+    )
     native, other = (
         traced(checked(2, 2, f"--model.implementation={name}", *options)) for name in ("native", "transformers")
     )
