@@ -320,6 +320,7 @@ def _read_arrow(file: Path, *_: Any) -> _Numbered:
     from datasets import Dataset
     from pyarrow import ArrowException
 
+    check_regular(file)
     try:
         rows = Dataset.from_file(str(file))
     except (ArrowException, ValueError, TypeError) as error:
