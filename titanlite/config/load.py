@@ -118,10 +118,8 @@ def find_changes(job: JobConfig, path: str | Path) -> dict[str, tuple[Any, Any]]
 
 def format_changes(changes: Mapping[str, tuple[Any, Any]]) -> str:
     """`changes` as 'optimizer.lr 0.003 -> 0.001, ...'."""
-    texts = {
-        key: ["unset" if value is None else format_value(value) for value in pair] for key, pair in changes.items()
-    }
-    return ", ".join(f"{key} {before} -> {now}" for key, (before, now) in texts.items())
+    shown = [[key, *("unset" if value is None else format_value(value) for value in changes[key])] for key in changes]
+    return ", ".join(f"{key} {before} -> {now}" for key, before, now in shown)
 
 
 def follows(job: JobConfig, key: str) -> bool:

@@ -76,8 +76,8 @@ class ModelSection:
     attention_backend: Literal["auto", "sdpa", "flex", "varlen"] = setting(
         "auto",
         "'auto': 'varlen' where it can be, otherwise 'sdpa'. 'sdpa': scaled_dot_product_attention; packed documents on "
-        "CUDA need a dense mask, and masked parts are computed too. 'flex': compiled flex_attention on CUDA, which skips "
-        "masked blocks. 'varlen': FlashAttention on each document, on CUDA in bfloat16.",
+        "CUDA need a dense mask, and masked parts are computed too. 'flex': compiled flex_attention on CUDA, which "
+        "skips masked blocks. 'varlen': FlashAttention on each document, on CUDA in bfloat16.",
     )
     overrides: ModelOverrides = setting(ModelOverrides, "Single sizes to change, for example num_layers = 4.")  # type: ignore[valid-type]
 
