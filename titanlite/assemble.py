@@ -23,7 +23,7 @@ from titanlite.checkpoint.space import check_space
 from titanlite.checkpoint.train_state import resolve_held_out
 from titanlite.config import AnyModelConfig, JobConfig, TransformersConfig
 from titanlite.config.schema import BLOCK_SIZES
-from titanlite.data.build import build_loader
+from titanlite.data.build import build_loader, build_text
 from titanlite.data.dataset import Batch
 from titanlite.data.loader import TrainLoader
 from titanlite.data.run_length import check_start, describe_sources, resolve_steps
@@ -64,9 +64,11 @@ from titanlite.features.record.plan_file import save_run_plan
 from titanlite.features.record.wandb import configure_wandb, finish_wandb, open_wandb
 from titanlite.features.sft.build import build_sft
 from titanlite.features.sft.chat_template import resolve_chat_date
+from titanlite.features.sft.documents import DocumentRows
 from titanlite.features.streams.mixture import build_mixture
 from titanlite.features.streams.stream import build_stream
 from titanlite.features.transformers.build import build_transformers
+from titanlite.features.transformers.probes import check_rows
 from titanlite.launch import heartbeat
 from titanlite.launch.machines import check_same_settings, check_shared_folder, waiting_for_machines
 from titanlite.materialize import Plan, SourceProvider, materialize
@@ -168,8 +170,13 @@ def assemble(checked: Checked) -> Trainer:
     check_space(job, plan, matrices, checkpointer.folder, step)
     facts = {"model": model_config.family, "parameters": total, "trained": trained, "mesh": str(degrees)}
     configure_wandb(save_environment(folder, device, facts))
-    where = f"{degrees.world_size} ranks on {device.type}, {degrees}"
-    record_start(folder, step, where, resumed=start is not None, changes=changes)
+    record_start(
+        folder,
+        step,
+        f"{degrees.world_size} ranks on {device.type}, {degrees}",
+        resumed=start is not None,
+        changes=changes,
+    )
 
     def initial_model() -> Model:
         if step == 0:
@@ -178,13 +185,15 @@ def assemble(checked: Checked) -> Trainer:
         fill(job, initial, checkpointer.initial_sources(initial), device, checkpointer.group)
         return initial
 
+    check_rows(job, model, device)
     objective.prepare(_coming_batches(job, loader, step), initial_model, device)
     return trainer
 
 
 def build_data(job: JobConfig, dp_rank: int, dp_degree: int) -> tuple[Any, TrainLoader]:
     """Build the tokenizer and the batches of one data-parallel rank, of all kinds of data: see `build_loader`."""
-    builders = {"examples": build_sft, "stream": build_stream, "mixture": build_mixture, "images": build_images}
+    texts = {"documents": partial(build_text, make=DocumentRows)}
+    builders = texts | {"examples": build_sft, "stream": build_stream, "mixture": build_mixture, "images": build_images}
     return build_loader(resolve_held_out(job), dp_rank, dp_degree, builders)
 
 

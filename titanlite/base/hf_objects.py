@@ -4,7 +4,6 @@ No code that comes with a model is run or downloaded, nobody is asked on the ter
 unpickled, and the network is not used. `tests/unit/base/test_hf_objects.py` finds any other way into transformers.
 """
 
-import json
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -55,7 +54,17 @@ def build_config(hf: Mapping[str, Any]) -> Any:
     """
     from transformers import CONFIG_MAPPING
 
-    return CONFIG_MAPPING[hf["model_type"]].from_dict(_without_kernels(json.loads(json.dumps(dict(hf)))))
+    return CONFIG_MAPPING[hf["model_type"]].from_dict(_without_kernels(decode_floats(dict(hf))))
+
+
+def decode_floats(value: Any) -> Any:
+    """A copy of a JSON value, with numbers for what transformers writes as {"__float__": "Infinity"}."""
+    if isinstance(value, Mapping):
+        tag = value.get("__float__", "") if len(value) == 1 else ""
+        if tag in ("Infinity", "-Infinity", "NaN"):
+            return float(tag)
+        return {key: decode_floats(item) for key, item in value.items()}
+    return [decode_floats(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def build_from_config(cls: Any, config: Any, dtype: Any) -> Any:

@@ -111,7 +111,7 @@ def read_json(path: Path, where: str) -> dict[str, Any]:
         CheckpointError: it cannot be read, because of the OSError that is its cause, or is no JSON object.
     """
     try:
-        value = parse_json(read_regular(path))
+        value = parse_json(read_regular(path), any_float=path.name == "config.json")  # some models have infinities
     except FileNotFoundError:
         raise CheckpointError(f"{where}: there is no {path.name}.") from None
     except OSError as error:

@@ -154,16 +154,15 @@ class Table(dict[str, Any]):
     twice: str | None = None
 
 
-def parse_json(text: bytes, start: int = 0) -> Any:
-    """JSON with objects as `Table`, without NaN and Infinity, and with absurdly long integers left as text.
+def parse_json(text: bytes, start: int = 0, any_float: bool = False) -> Any:
+    """JSON with objects as `Table`, NaN and Infinity only if `any_float`, and absurdly long integers left as text.
 
     Raises:
         ValueError: it is no UTF-8 or no JSON; says where, `start` being the first byte.
     """
     try:
-        return json.loads(
-            text.decode("utf-8"), object_pairs_hook=_table, parse_constant=_refuse_constant, parse_int=_parse_int
-        )
+        constant = float if any_float else _refuse_constant
+        return json.loads(text.decode("utf-8"), object_pairs_hook=_table, parse_constant=constant, parse_int=_parse_int)
     except UnicodeDecodeError as error:
         raise ValueError(f"is not UTF-8 (byte {start + error.start})") from None
     except RecursionError:

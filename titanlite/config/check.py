@@ -28,7 +28,7 @@ _ESCAPES = {"\\": "\\\\", '"': '\\"', "\b": "\\b", "\t": "\\t", "\n": "\\n", "\f
 
 _OF_EXAMPLES = (
     *("split", "subset", "validation_path", "validation_split", "format", "text_field", "fields", "train_on"),
-    *("too_long", "bad_rows", "packing", "chat_template", "chat_template_kwargs", "chat_date", "dropped_parts"),
+    *("too_long", "bad_rows", "chat_template", "chat_template_kwargs", "chat_date", "dropped_parts"),
     *("streaming", "streaming_block_rows", "converter"),
 )
 
@@ -64,11 +64,7 @@ _RULES: tuple[tuple[Callable[[float], bool], str, tuple[str, ...]], ...] = (
         ("training.global_batch_size", "parallelism.data_parallel_shard_degree"),
     ),
     (lambda value: value >= -1, "-1 or more", ("checkpoint.load_step", "lr_scheduler.warmup_steps")),
-    (
-        lambda value: 0 < value < math.inf,
-        "more than 0",
-        ("optimizer.eps", "lora.alpha", "dpo.beta", "spike.threshold"),
-    ),
+    (lambda value: 0 < value < math.inf, "more than 0", ("optimizer.eps", "lora.alpha", "dpo.beta", "spike.threshold")),
     (lambda value: value >= 8, "8 or more", ("spike.window",)),
     (
         lambda value: 0 <= value < 1,

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from titanlite.base.agree import get_rank
 from titanlite.base.errors import DataError
@@ -22,6 +22,7 @@ from titanlite.models.families import get_model_type
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+Maker = type[PackedDataset]
 DatasetBuilder = Callable[[JobConfig], tuple["PreTrainedTokenizerFast", TrainDataset]]
 
 
@@ -63,7 +64,7 @@ def build_loader(
 
 
 def get_kind(data: DataSection) -> str:
-    """The kind of data that a configuration asks for: "text", "examples", "stream", "mixture" or "images".
+    """The kind of data that a configuration asks for: "text", "documents", "examples", "stream", "mixture", "images".
 
     Raises:
         DataError: it asks for none.
@@ -76,15 +77,15 @@ def get_kind(data: DataSection) -> str:
     if data.sources and data.dataset != "images":
         return "mixture"
     if data.dataset in ("text", "stdlib"):
-        return "text"
+        return "text" if data.packing else "documents"
     return "stream" if data.dataset == "examples" and data.streaming else data.dataset
 
 
-def build_text(job: JobConfig) -> tuple["PreTrainedTokenizerFast", PackedDataset]:
+def build_text(job: JobConfig, make: Maker = PackedDataset) -> tuple["PreTrainedTokenizerFast", PackedDataset]:
     """The tokenizer and the sequences of plain text; the tokenizer of a run that goes on is its own."""
     data = resolve_tokenizer_path(job)
     tokenizer = None if data.tokenizer_path else _load_own_tokenizer(job)
-    return build_packed(data, job.training.seq_len, "data", tokenizer, get_model_type(job.model))
+    return build_packed(data, job.training.seq_len, "data", tokenizer, get_model_type(job.model), make)
 
 
 def resolve_tokenizer_path(job: JobConfig) -> DataSection:
@@ -123,12 +124,12 @@ def _load_own_tokenizer(job: JobConfig) -> "PreTrainedTokenizerFast | None":
 
 
 def build_packed(
-    data: DataSection, seq_len: int, where: str, tokenizer: "PreTrainedTokenizerFast | None", model_type: str = ""
+    data: DataSection, seq_len: int, where: str, tokenizer: Any, model_type: str = "", make: Maker = PackedDataset
 ) -> tuple["PreTrainedTokenizerFast", PackedDataset]:
     """The tokenizer, trained on the text unless it is given, and the sequences of `data.path`."""
     corpus = build_corpus(data)
     tokenizer = build_tokenizer(data, corpus, model_type) if tokenizer is None else tokenizer
-    dataset = PackedDataset(build_tokens(data, corpus, tokenizer), seq_len, data.validation_share)
+    dataset = make(build_tokens(data, corpus, tokenizer), seq_len, data.validation_share)
     logger.info(
         "%s: %d tokens, vocabulary %d, in %d documents; sequences of %d tokens: %d to train on, %d held out",
         *(where, len(dataset.tokenized.tokens), dataset.tokenized.vocab_size, dataset.tokenized.num_documents),

@@ -180,7 +180,7 @@ class PackedDataset:
         if seq_len < 1:
             raise DataError(f"data: training.seq_len ({seq_len}) is below 1. Raise it.")
         num_tokens = len(tokenized.tokens)
-        num_sequences = max(0, num_tokens - 1) // seq_len  # - 1: the last label needs one more token
+        num_sequences = self.count_sequences(tokenized, seq_len)
         num_needed = 1 if validation_share == 0 else 2
         if num_sequences < num_needed:
             needed = "2 are needed, one to train on and one held out" if num_needed == 2 else "1 is needed"
@@ -195,6 +195,10 @@ class PackedDataset:
         self.num_validation_sequences = get_num_held_out(num_sequences, validation_share)
         self.num_train_sequences = num_sequences - self.num_validation_sequences
         self.order = ShuffledOrder(self.num_train_sequences)
+
+    def count_sequences(self, tokenized: TokenizedCorpus, seq_len: int) -> int:
+        """How many there are: the last label needs one more token."""
+        return max(0, len(tokenized.tokens) - 1) // seq_len
 
     @property
     def vocab_size(self) -> int:

@@ -14,7 +14,8 @@ from titanlite.checkpoint.pretrained import weights_of
 from titanlite.config import load_config
 from titanlite.features.generate.generate import generate
 from titanlite.features.transformers.build import build_transformers
-from titanlite.features.transformers.model import TransformersModel, _plain_tokens
+from titanlite.features.transformers.model import TransformersModel
+from titanlite.features.transformers.probes import plain_tokens
 from titanlite.materialize import materialize
 from titanlite.models.families.hf_config import transformers_config
 from titanlite.preflight import check
@@ -127,7 +128,7 @@ def test_experts_of_any_width_give_a_loss_and_gradients(width: int, dtype: torch
 def test_tokens_of_a_probe_end_and_differ(vocab_size: int) -> None:
     config = ALL_MODELS["qwen2_5_vl"]()
     config.get_text_config().vocab_size = vocab_size
-    tokens = _plain_tokens(config, 13)
+    tokens = plain_tokens(config, 13)
     assert len(tokens) == 13 and all(0 <= token < vocab_size for token in tokens)
     if vocab_size > 40:
         assert len(set(tokens)) == 13 and not {0, 1, 2, 10, 11, 12, 13} & set(tokens)

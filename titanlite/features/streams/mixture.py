@@ -23,9 +23,18 @@ from titanlite.config import data as data_config
 from titanlite.config.data import SourceSection
 from titanlite.config.schema import JobConfig
 from titanlite.data.build import build_packed, resolve_tokenizer_path
-from titanlite.data.dataset import Batch, SequenceDataset, Source, TrainDataset, get_permutation, get_sources
+from titanlite.data.dataset import (
+    Batch,
+    PackedDataset,
+    SequenceDataset,
+    Source,
+    TrainDataset,
+    get_permutation,
+    get_sources,
+)
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.features.sft.build import build_example_dataset, load_example_tokenizer
+from titanlite.features.sft.documents import DocumentRows
 from titanlite.features.streams.stream import build_stream_dataset
 
 PERIOD = 1 << 14  # samples, where there are weights: shares are multiples of 1/16384
@@ -243,7 +252,8 @@ def build_mixture(job: JobConfig) -> tuple[Any, MixtureDataset]:
         where = f"data.sources.{name}"
         with naming_source(name):
             if source.dataset != "examples":
-                _, parts[name] = build_packed(source, seq_len, where, tokenizer)
+                make = PackedDataset if source.packing else DocumentRows
+                _, parts[name] = build_packed(source, seq_len, where, tokenizer, make=make)
             elif source.streaming:
                 seed = get_source_seed(job.training.seed, name)
                 _, parts[name] = build_stream_dataset(source, seq_len, seed, where, tokenizer)

@@ -144,7 +144,9 @@ def count_trained(dataset: SequenceDataset) -> float:
     """Trained tokens of a sequence, in the mean; nan where that is not known before they are made."""
     if isinstance(dataset, ExampleDataset):
         return dataset.train.num_trained / dataset.num_train_sequences
-    return dataset.seq_len if isinstance(dataset, PackedDataset) else math.nan
+    if isinstance(dataset, PackedDataset):  # rows of one document have fewer
+        return min(dataset.seq_len, len(dataset.tokenized.tokens) / dataset.num_sequences)
+    return math.nan
 
 
 def show_source(dataset: SequenceDataset) -> None:

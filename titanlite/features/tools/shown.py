@@ -12,6 +12,7 @@ from titanlite.data.dataset import PackedDataset, TrainDataset
 from titanlite.features.images.rows import ImageDataset
 from titanlite.features.sft.chat import END, TRAINED
 from titanlite.features.sft.dataset import ExampleDataset, ExampleSet
+from titanlite.features.sft.documents import DocumentRows
 from titanlite.features.streams.mixture import MixtureDataset, naming_source
 from titanlite.features.streams.stream import StreamDataset
 
@@ -76,6 +77,8 @@ def _get_from_corpus(dataset: PackedDataset, index: int) -> Iterator[ShownDocume
     corpus, ends = dataset.tokenized, dataset.tokenized.ends
     position = index * dataset.seq_len
     last = position + dataset.seq_len  # a label only
+    if isinstance(dataset, DocumentRows):
+        position, last = dataset.bounds[index].tolist()
     are_documents = len(ends) == corpus.num_documents  # else the text itself has end-of-text tokens
     while position < last:
         number = int(np.searchsorted(ends, position))

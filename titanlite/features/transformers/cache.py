@@ -20,12 +20,13 @@ class TransformersCache:
     computes.
     """
 
-    def __init__(self, config: Any, lengths: Sequence[int], device: torch.device) -> None:
+    def __init__(self, config: Any, lengths: Sequence[int], device: torch.device, first_position: int = 0) -> None:
         from transformers import DynamicCache
 
         self._past = DynamicCache(config=config)
         self._lengths_B = torch.tensor(lengths, dtype=torch.int64, device=device)
         self._mask_BS: torch.Tensor | None = None
+        self._first_position = first_position  # which the class gives to the first token
 
     def inputs(self, tokens: torch.Tensor) -> dict[str, Any]:
         """What the model's forward takes: first for prompts (B, S) padded on the right, then for new tokens (1, B).
@@ -46,7 +47,7 @@ class TransformersCache:
         return {
             "input_ids": tokens,
             "attention_mask": self._mask_BS,
-            "position_ids": positions,
+            "position_ids": positions + self._first_position,
             "past_key_values": self._past,
             "use_cache": True,
             "return_dict": True,

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
 from titanlite.base.errors import ConfigError, raise_problems
 from titanlite.base.log import logger
@@ -30,10 +31,21 @@ from titanlite.features.transformers.experts import (
     use_titanlite_experts,
 )
 from titanlite.features.transformers.packing import (
+    boundaries,
+    check_single_documents,
     forget_longest_forward,
     inside_documents,
     register_document_masks,
     restarting_positions,
+)
+from titanlite.features.transformers.probes import (
+    PROBE_TOKENS,
+    Facts,
+    check_facts,
+    evaluation,
+    find_facts,
+    is_float32,
+    plain_tokens,
 )
 from titanlite.features.transformers.sources import find_sources
 from titanlite.materialize.sources import Source
@@ -42,9 +54,6 @@ from titanlite.models.interface import Model
 from titanlite.models.moe import is_routed
 from titanlite.ops import IGNORE_INDEX, linear_cross_entropy, local_tensor
 from titanlite.ops.attention import AttentionBackend
-
-_PROBE_TOKENS = 6
-_FLAG = "tie_word_embeddings"
 
 
 class TransformersModel(Model):
@@ -88,12 +97,13 @@ class TransformersModel(Model):
         self.config = _with_sizes(config, self)
         self._arguments = frozenset(inspect.signature(model.forward).parameters)
         self._takes_positions = "position_ids" in self._arguments
+        kinds = [parameter.kind for parameter in inspect.signature(model.forward).parameters.values()]
+        self._takes_more = inspect.Parameter.VAR_KEYWORD in kinds
         self._can_cache: bool | None = None  # not known before `can_cache`
         register_document_masks()
-        self._has_plain_head: bool | None = None  # not known before `_probe`
-        self._keeps_documents_apart = False
+        self._facts: Facts | None = None  # not known before the first forward
         self._labels: tuple[torch.Tensor, Literal["sum", "none"]] | None = None
-        head: Any = model.get_output_embeddings()
+        head = _find_head(model)
         self._head = [head]  # in a list, so that it is no submodule a second time
         self.head_project: Callable[[torch.Tensor], torch.Tensor] | None = None
         self.cross_entropy: Callable[..., torch.Tensor] = linear_cross_entropy
@@ -103,6 +113,11 @@ class TransformersModel(Model):
         if self._is_linear_head:
             self.head_project = head.forward
             head.forward = self.head_forward  # type: ignore[method-assign]
+
+    @property
+    def head(self) -> Any:
+        """The module that makes the logits; None if the class does not name one."""
+        return self._head[0]
 
     @property
     def transformers_model(self) -> Any:
@@ -124,30 +139,39 @@ class TransformersModel(Model):
     ) -> torch.Tensor | LossSums:
         """Logits (B, S, V), with labels the `LossSums`, with a cache logits (B, V); arguments as those of `Decoder`.
 
-        The first forward with labels or documents looks at how the model works, on a few fixed tokens; see `_probe`.
+        The first forward with labels or documents looks at how the model works: see `probes`.
 
         Args:
             inputs: what the model's forward takes beside, such as `pixel_values` and `image_grid_thw`.
+
+        Raises:
+            ConfigError: rows of several documents for a model that mixes them, or text for one that is not causal.
         """
         if cache is not None:
             return self._next_logits(tokens_BS, cache)
         if inputs and document_ids_BS is not None:
             raise ValueError("rows with images hold one document each; leave document_ids out")
-        if (labels_BS is not None or document_ids_BS is not None) and self._has_plain_head is None:
-            self._probe(tokens_BS.device)
-        if document_ids_BS is not None:
-            if not self._keeps_documents_apart:
-                raise ConfigError(
-                    f"model: {self.config.architecture} of transformers mixes documents that share a row: alone, the "
-                    "same tokens give other logits. Give it rows of one document each."
-                )
-            positions_BS = restarting_positions(document_ids_BS, positions_BS)
-            if self.config.rope_limit is not None:  # padding is not to be the longest run of the row
-                positions_BS = positions_BS.where(document_ids_BS >= 0, 0)
+        options: dict[str, Any] = dict(inputs)
+        if labels_BS is not None or document_ids_BS is not None:
+            self._facts = facts = self._facts or find_facts(self, tokens_BS.device)
+            check_facts(facts, self, on_text=not inputs)
+            if document_ids_BS is not None:
+                options["valid_BS"] = document_ids_BS >= 0
+                positions_BS = restarting_positions(document_ids_BS, positions_BS)
+                if self.config.rope_limit is not None:  # padding is not to be the longest run of the row
+                    positions_BS = positions_BS.where(document_ids_BS >= 0, 0)
+                if facts.keeps_apart:
+                    positions_BS = positions_BS + facts.first_position
+                    options["with_boundaries"] = facts.takes_boundaries
+                else:
+                    check_single_documents(document_ids_BS, self.config.architecture, facts.why_mixed)
+                    # Padding on the right changes nothing before it. Positions are left to the class.
+                    document_ids_BS, positions_BS = None, None if self.config.rope_limit is None else positions_BS
         if labels_BS is None:
-            return self._logits(tokens_BS, positions_BS, document_ids_BS, **inputs)
-        if not self._has_plain_head:
-            logits_TV = self._logits(tokens_BS, positions_BS, document_ids_BS, **inputs).flatten(0, 1)
+            return self.compute_logits(tokens_BS, positions_BS, document_ids_BS, **options)
+        has_plain_head = self._facts is not None and self._facts.has_plain_head
+        if not has_plain_head:
+            logits_TV = self.compute_logits(tokens_BS, positions_BS, document_ids_BS, **options).flatten(0, 1)
             # In float32 as everywhere, and labels as they are: already the next token.
             logits_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
             labels_T = labels_BS.flatten()
@@ -158,33 +182,73 @@ class TransformersModel(Model):
         else:
             self._labels = (labels_BS, reduction)
             try:
-                loss = self._logits(tokens_BS, positions_BS, document_ids_BS, **inputs)  # see `_head_forward`
+                loss = self.compute_logits(tokens_BS, positions_BS, document_ids_BS, **options)  # see `head_forward`
             finally:
                 self._labels = None
-        in_parts = self._has_plain_head and self.has_split_head
+        in_parts = has_plain_head and self.has_split_head
         if self.loss_copies > 1 and not in_parts and loss.requires_grad:
             loss.register_hook(lambda grad: grad / self.loss_copies)
         # Cloned: FSDP2 wants no view as a module's result.
         loss = loss if reduction == "sum" else loss.unflatten(0, labels_BS.shape).clone()
         return LossSums(loss, loss.new_zeros(()))
 
-    def _logits(
+    def compute_logits(
         self,
         tokens_BS: torch.Tensor,
-        positions_BS: torch.Tensor | None,
-        document_ids_BS: torch.Tensor | None,
+        positions_BS: torch.Tensor | None = None,
+        document_ids_BS: torch.Tensor | None = None,
+        *,
+        valid_BS: torch.Tensor | None = None,
+        with_boundaries: bool = False,
         **inputs: Any,
     ) -> torch.Tensor:
+        """What the class's own forward returns as logits; it sees no other document of a row.
+
+        Args:
+            valid_BS: False for padding, which expert counters leave out.
+            with_boundaries: also tell the class where documents begin, in one row (1, B * S) as its kernels want it.
+        """
+        shape = tokens_BS.shape
+        if with_boundaries and document_ids_BS is not None:
+            document_ids_BS, told = boundaries(document_ids_BS)
+            tokens_BS, inputs = tokens_BS.view(1, -1), inputs | told
+            positions_BS = None if positions_BS is None else positions_BS.reshape(1, -1)
         if positions_BS is not None and self._takes_positions:
             inputs["position_ids"] = positions_BS
         if self.training:
-            valid_BS = None if document_ids_BS is None else document_ids_BS >= 0
             for counter in self._counters.values():
                 counter.begin(valid_BS)
         if self.config.rope_limit is not None:
             forget_longest_forward(self._transformers_model)
         with inside_documents(document_ids_BS):
-            return self._transformers_model(input_ids=tokens_BS, use_cache=False, return_dict=True, **inputs).logits
+            found = self._transformers_model(input_ids=tokens_BS, use_cache=False, return_dict=True, **inputs).logits
+        return found.view(*shape, -1) if found.shape[:-1] == (1, shape.numel()) != shape else found  # or it is a loss
+
+    def document_options(self) -> list[tuple[int, bool]]:
+        """How the class may keep documents apart: (position of their first token, whether boundaries are passed)."""
+        padding = getattr(self._transformers_model.config.get_text_config(), "pad_token_id", None)
+        # RoBERTa and its kin count from after the padding's id.
+        starts = [0, padding + 1] if self._takes_positions and isinstance(padding, int) else [0]
+        return [(start, False) for start in starts] + [(0, True)] * self._takes_more
+
+    @torch.no_grad()
+    def find_facts(self, device: torch.device) -> Facts:
+        """Ask the probes, once. Collectives: those of a few forwards; every rank must call.
+
+        Raises:
+            ConfigError: as `check_facts`. The same on all ranks.
+        """
+        if self._facts is None:
+            tokens = plain_tokens(self._transformers_model.config, PROBE_TOKENS)
+            tokens_1S = torch.tensor([tokens], device=device)
+            with evaluation(self):  # through `self`, for FSDP gathers what lies outside of layers there
+                self(tokens_1S, document_ids_BS=torch.zeros_like(tokens_1S))
+            for module in self.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()  # the root stays gathered after a forward; optimizers are built on shards
+        assert self._facts is not None
+        check_facts(self._facts, self)
+        return self._facts
 
     def _next_logits(self, tokens: torch.Tensor, cache: TransformersCache) -> torch.Tensor:
         if self.config.rope_limit is not None:
@@ -198,7 +262,8 @@ class TransformersModel(Model):
 
     def build_cache(self, lengths: Sequence[int], max_len: int, device: torch.device) -> TransformersCache:
         """An empty cache for prompts of these lengths; `forward` fills it. It grows as needed, whatever `max_len`."""
-        return TransformersCache(self._transformers_model.config, lengths, device)
+        first_position = 0 if self._facts is None else self._facts.first_position
+        return TransformersCache(self._transformers_model.config, lengths, device, first_position)
 
     @torch.no_grad()
     def can_cache(self, device: torch.device) -> bool:
@@ -207,25 +272,38 @@ class TransformersModel(Model):
         The first call looks, on a few fixed tokens: models with a state instead of keys, or ones that take padding for
         text, do not. In evaluation mode.
 
-        Collectives: those of four forwards, on the first call; every rank must call.
+        Raises:
+            ConfigError: as `find_facts`.
+
+        Collectives: those of a few forwards, on the first call; every rank must call.
         """
+        self.find_facts(device)
         if "past_key_values" not in self._arguments or getattr(self._transformers_model, "_is_stateful", False):
             return False
         if self._can_cache is None:
-            tokens = _plain_tokens(self._transformers_model.config, 2 * _PROBE_TOKENS + 1)
-            rows = [tokens[:_PROBE_TOKENS], tokens[_PROBE_TOKENS:]]  # each with the token that comes next
-            lengths = [len(row) - 1 for row in rows]
-            cache = self.build_cache(lengths, max(map(len, rows)), device)
-            prompts = [row[:-1] + [0] * (max(lengths) - len(row) + 1) for row in rows]
-            # Through `self`, for FSDP gathers what lies outside of layers there.
-            first_BV = self(torch.tensor(prompts, device=device), cache=cache)
-            second_BV = self(torch.tensor([[row[-1] for row in rows]], device=device), cache=cache)
-            whole = [self(torch.tensor([row], device=device))[0, -2:] for row in rows]
-            expected = torch.stack(whole).float()
-            found = torch.stack([first_BV, second_BV], dim=1).float()
-            bound = 1e-4 if first_BV.dtype == self._head[0].weight.dtype == torch.float32 else 0.05
-            self._can_cache = bool((found - expected).norm() <= bound * expected.norm())  # synchronization point, once
+            try:
+                self._can_cache = self._compare_cache(device)
+            except Exception as error:  # noqa: BLE001 - caches of other kinds raise all kinds of them
+                text = " ".join(str(error).split())[:300]
+                name, kind = self.config.architecture, type(error).__name__
+                logger.info("generate: a cache does not fit %s: %s: %s", name, kind, text)
+                self._can_cache = False
         return self._can_cache
+
+    def _compare_cache(self, device: torch.device) -> bool:
+        tokens = plain_tokens(self._transformers_model.config, 2 * PROBE_TOKENS + 1)
+        rows = [tokens[:PROBE_TOKENS], tokens[PROBE_TOKENS:]]  # each with the token that comes next
+        lengths = [len(row) - 1 for row in rows]
+        cache = self.build_cache(lengths, max(map(len, rows)), device)
+        prompts = [row[:-1] + [0] * (max(lengths) - len(row) + 1) for row in rows]
+        # Through `self`, for FSDP gathers what lies outside of layers there.
+        first_BV = self(torch.tensor(prompts, device=device), cache=cache)
+        second_BV = self(torch.tensor([[row[-1] for row in rows]], device=device), cache=cache)
+        whole = [self(torch.tensor([row], device=device))[0, -2:] for row in rows]
+        expected = torch.stack(whole).float()
+        found = torch.stack([first_BV, second_BV], dim=1).float()
+        bound = 1e-4 if is_float32(first_BV, self.head) else 0.05
+        return bool((found - expected).norm() <= bound * expected.norm())  # synchronization point, once
 
     def head_forward(self, hidden_BSD: torch.Tensor) -> torch.Tensor:
         """In place of the head's own forward: the logits, or with labels the loss without any logits."""
@@ -233,39 +311,11 @@ class TransformersModel(Model):
         if self._labels is None:
             return self.head_project(hidden_BSD)
         labels_BS, reduction = self._labels
-        weight_VD = local_tensor(self._head[0].weight)
+        weight_VD = local_tensor(self.head.weight)
         hidden_TD = hidden_BSD.flatten(0, 1)
         return self.cross_entropy(
             hidden_TD, weight_VD, labels_BS.flatten(), self.loss_chunk_tokens, reduction=reduction
         )
-
-    @torch.no_grad()
-    def _probe(self, device: torch.device) -> None:
-        """Look at how the model computes, which its class does not tell, with two forwards on a few fixed tokens.
-
-        Its head is plain if the object that the head module returns comes out as the logits: nothing scales, caps or
-        casts them. It keeps documents apart if tokens give the same logits alone and behind another document in a row.
-
-        Collectives: those of two forwards; all ranks come here at the same forward, with the same tokens, and so to the
-        same conclusions.
-        """
-        head, returned, was_training = self._head[0], [], self.training
-        tokens_1S = torch.tensor([_plain_tokens(self._transformers_model.config, 2 * _PROBE_TOKENS)], device=device)
-        alone_1S = tokens_1S[:, _PROBE_TOKENS:]
-        ids_1S = (torch.arange(2 * _PROBE_TOKENS, device=device) // _PROBE_TOKENS).unsqueeze(0)
-        self.eval()
-        handle = head.register_forward_hook(lambda module, args, output: returned.append(output))
-        try:
-            expected = self._logits(alone_1S, restarting_positions(torch.zeros_like(alone_1S), None), None)
-        finally:
-            handle.remove()
-        packed = self._logits(tokens_1S, restarting_positions(ids_1S, None), ids_1S)[:, _PROBE_TOKENS:]
-        self.train(was_training)
-        self._has_plain_head = self.head_project is not None and len(returned) == 1 and returned[0] is expected
-        # Experts get other numbers of rows, and kernels other shapes, so the last bits may differ.
-        bound = 1e-4 if expected.dtype == torch.float32 and head.weight.dtype == torch.float32 else 0.05
-        error = (packed.float() - expected.float()).norm() / expected.float().norm()
-        self._keeps_documents_apart = bool(error <= bound)  # synchronization point, once
 
     def decoder_layers(self) -> list[nn.Module]:
         """The repeated layers, those of a vision tower included, in the model's order."""
@@ -311,11 +361,10 @@ class TransformersModel(Model):
             return [module] if list(module.parameters()) else []
 
         # A head with a bias returns a view, which FSDP warns of: an operation in place on it would lose FSDP's hook.
-        return alone(model.get_input_embeddings()), alone(self._head[0]) if self._is_linear_head else []
+        return alone(model.get_input_embeddings()), alone(self.head) if self._is_linear_head else []
 
     def embedding_and_head(self) -> tuple[nn.Module | None, nn.Module | None]:
-        inner = self._transformers_model
-        return inner.get_input_embeddings(), inner.get_output_embeddings()
+        return self._transformers_model.get_input_embeddings(), self.head
 
     def configure(
         self, attention_backend: AttentionBackend, moe: MoESection, loss_chunk_tokens: int, device: torch.device
@@ -370,16 +419,12 @@ class TransformersModel(Model):
         return dict(self._experts)
 
 
-def _plain_tokens(config: Any, count: int) -> list[int]:
-    """Token ids without a meaning of their own, such as that of a place for an image."""
-    values = {**vars(config), **vars(config.get_text_config())}
-    special = {
-        value
-        for name, value in values.items()
-        if name.endswith(("_token_id", "_token_index")) and isinstance(value, int)
-    }
-    plain = sorted({*range(config.get_text_config().vocab_size)} - special) or [0]
-    return [plain[(2 * i + 1) * len(plain) // (2 * count)] for i in range(count)]  # others, if there are so many
+def _find_head(model: Any) -> Any:
+    """The output embedding of the model, or of the first model inside it that has one."""
+    from transformers import PreTrainedModel
+
+    parts = (part for part in model.modules() if isinstance(part, PreTrainedModel))
+    return next((head for part in parts if (head := part.get_output_embeddings()) is not None), None)
 
 
 def _repeated_layers(model: Any) -> list[nn.Module]:

@@ -12,7 +12,10 @@ from functools import wraps
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+
+from titanlite.base.errors import ConfigError
 
 _IMPLEMENTATIONS = ("sdpa", "eager")
 _documents: ContextVar[torch.Tensor | None] = ContextVar("documents", default=None)
@@ -64,6 +67,33 @@ def restarting_positions(document_ids_BS: torch.Tensor, positions_BS: torch.Tens
     starts_BS[:, 1:] = document_ids_BS[:, 1:] != document_ids_BS[:, :-1]
     restarting_BS = index_S - torch.where(starts_BS, index_S, 0).cummax(dim=1).values
     return restarting_BS if positions_BS is None else torch.where(document_ids_BS >= 0, positions_BS, restarting_BS)
+
+
+def boundaries(document_ids_BS: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Document ids (1, B * S) of the rows in one, and what kernels for such rows are told about them.
+
+    Each run of padding counts as a document. Synchronization point: the number of documents.
+    """
+    starts_BS = torch.ones_like(document_ids_BS, dtype=torch.bool)
+    starts_BS[:, 1:] = document_ids_BS[:, 1:] != document_ids_BS[:, :-1]
+    ids_1T = (starts_BS.flatten().cumsum(0) - 1).unsqueeze(0)
+    ends = F.pad(starts_BS.flatten().nonzero().flatten(), (0, 1), value=document_ids_BS.numel()).to(torch.int32)
+    longest = int(ends.diff().max())
+    told = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+    return ids_1T, {**told, "seq_idx": ids_1T.to(torch.int32)}
+
+
+def check_single_documents(document_ids_BS: torch.Tensor, name: str, why: str) -> None:
+    """Refuse rows where a document follows another one or padding, for a class that mixes them.
+
+    Raises:
+        ConfigError: there is one. Synchronization point.
+    """
+    if bool(((document_ids_BS[:, 1:] != document_ids_BS[:, :-1]) & (document_ids_BS[:, 1:] >= 0)).any()):
+        raise ConfigError(
+            f"model: {name} of transformers mixes documents that share a row: alone, the same tokens give other logits "
+            f"({why}). Give it rows of one document each: set data.packing = false."
+        )
 
 
 def forget_longest_forward(model: nn.Module) -> None:

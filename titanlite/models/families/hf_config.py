@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.base.errors import ConfigError, raise_problems
-from titanlite.base.hf_objects import build_config
+from titanlite.base.hf_objects import build_config, decode_floats
 from titanlite.base.log import logger
-from titanlite.config.data import get_sources
 from titanlite.config.model import AnyModelConfig, TransformersConfig
 from titanlite.config.schema import JobConfig
 from titanlite.models.families.limits import find_absurd
@@ -75,9 +74,7 @@ def check_rope(job: JobConfig, model: AnyModelConfig) -> list[str]:
     limit = model.rope_limit if isinstance(model, TransformersConfig) else None
     if limit is None or job.training.seq_len <= limit:
         return []
-    alone = job.training.local_batch_size == 1 and job.data.dataset == "examples"
-    alone = alone and job.training.objective != "dpo"  # whose pairs share a row
-    if alone and not any(source.packing for source in get_sources(job.data).values()):
+    if job.training.local_batch_size == 1 and not job.data.packing and job.training.objective != "dpo":  # pairs share
         return []
     return [
         f"training.seq_len ({job.training.seq_len}): beyond {limit} tokens (original_max_position_embeddings) the "
@@ -96,17 +93,15 @@ def _get_attention_width(text: Any, heads: int, share: int) -> int:
 
 
 def load_config_and_class(hf: Mapping[str, Any], where: str) -> tuple[Any, type]:
-    """Transformers' configuration object, a fresh one, and the class of the model.
-
-    The class that config.json names is taken if it generates text; otherwise what `AutoModelForCausalLM`, then
-    `AutoModelForImageTextToText` would take.
+    """Transformers' configuration and the class that config.json names, or else that of its auto classes for text.
 
     Raises:
         ConfigError: there is none, or transformers refuses the configuration.
     """
+    import transformers
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
-    from transformers import __version__ as version
 
+    version = transformers.__version__
     model_type = hf.get("model_type")
     if not isinstance(model_type, str):
         raise ConfigError(f"{where}: model_type '{model_type}' is not the name of one.")
@@ -120,7 +115,7 @@ def load_config_and_class(hf: Mapping[str, Any], where: str) -> tuple[Any, type]
             f"{where}: model_type '{model_type}' has neither a native decoder nor a class in transformers {version}. "
             "Correct it, or install a newer transformers."
         )
-    raise_problems(ConfigError, where, list(find_absurd(hf)))
+    raise_problems(ConfigError, where, list(find_absurd(decode_floats(hf))))
 
     def build(table: Mapping[str, Any]) -> Any:
         return build_config({**table, "model_type": model_type})
@@ -131,16 +126,22 @@ def load_config_and_class(hf: Mapping[str, Any], where: str) -> tuple[Any, type]
         named = ", ".join(f"{key} = {format_json(hf[key])}" for key in find_refused(build, hf, error))
         text = f"{named}: {format_refusal(error)}" if named else format_refusal(error)
         raise ConfigError(f"{where}: transformers refuses it: {text}. Correct it there.") from None
-    classes: list[type] = []
+    classes, known = list[Any](), set[Any]()
     for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
         found: Any = auto._model_mapping.get(type(config), None)  # type: ignore[attr-defined]
         classes += list(found) if isinstance(found, tuple | list) else [found] if found is not None else []
-    named = [cls for cls in classes if cls.__name__ in (hf.get("architectures") or [])]
+        known.update(auto._model_mapping._model_mapping.values())  # type: ignore[attr-defined]
+    named = hf.get("architectures") or []
+    if not classes:  # the mappings may list the class under the type of the whole (musicgen for musicgen_decoder)
+        classes = [getattr(transformers, str(name)) for name in named if str(name) in known]
+        classes = [cls for cls in classes if cls.config_class is type(config)]
     if not classes:
         raise ConfigError(
             f"{where}: transformers {version} has no class that generates text for model_type '{model_type}'."
         )
-    return config, (named or classes)[0]
+    cls = next((cls for cls in classes if cls.__name__ in named), classes[0])
+    parts = [getattr(config, name, None) for name in config.sub_configs]  # as `from_config`: of the text alone
+    return next((part for part in parts if type(part) is cls.config_class), config), cls
 
 
 def find_refused(build: Callable[[Mapping[str, Any]], Any], values: Mapping[str, Any], error: Exception) -> list[str]:
@@ -176,9 +177,8 @@ def format_json(value: Any) -> str:
 def save_config(config: Any, folder: Path, original: Mapping[str, Any] | None = None) -> None:
     """Write transformers' `config` as config.json, readable by transformers 4.57 and 5, and by llama.cpp.
 
-    Transformers 5 keeps rotary embeddings in `rope_parameters` and renames some keys; older readers take their defaults
-    for keys that are missing. The older keys are written next to the new ones: as in `original`, the content of the
-    config.json that the model came from, otherwise derived.
+    Transformers 5 renames some keys; the older ones are written, too: as in `original`, the config.json that the model
+    came from, otherwise derived.
     """
     config.save_pretrained(folder)
     path = folder / "config.json"
@@ -252,7 +252,10 @@ _OLDER_KEYS = {
 def _number(config: Any, *names: str) -> int | None:
     """The first of the attributes that is a number; of a list, one per layer, the largest."""
     for name in names:
-        value = getattr(config, name, None)
+        try:
+            value: Any = getattr(config, name, None)
+        except RuntimeError:  # one per layer (Gemma 4), which transformers does not give of the whole
+            value = [getattr(layer, name, None) for layer in config.per_layer_config]
         if isinstance(value, list | tuple) and value and all(isinstance(item, int) for item in value):
             value = max(value)
         if isinstance(value, int) and not isinstance(value, bool):

@@ -154,6 +154,7 @@ _MOST_OF = (
     (_EXPERTS, 2**16),
     (r"^num_labels$", 2**16),
     (r"^max_position_embeddings$|^n_positions$|^n_ctx$|^max_\w*_positions$", 2**27),
-    (r"vocab|size|dim|heads|rank|^d_|_d$|channels|groups|width", 2**24),
+    (r"vocab", 2**26),  # of hashed n-grams, 20 million
+    (r"size|dim|heads|rank|^d_|_d$|channels|groups|width", 2**24),
     (r"^num_|^n_|_freq$|_step$|_interval$|window|length", 2**31),
 )

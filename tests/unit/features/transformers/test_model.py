@@ -15,7 +15,7 @@ from titanlite.config import load_config
 from titanlite.config.model import TransformersConfig
 from titanlite.features.transformers.build import build_transformers
 from titanlite.features.transformers.model import TransformersModel
-from titanlite.materialize import Alias, Init, Normal, build_plan, materialize
+from titanlite.materialize import Alias, Init, build_plan, materialize
 from titanlite.models.families.hf_config import transformers_config
 from titanlite.preflight import Checked, check
 
@@ -146,21 +146,8 @@ def test_the_loss_knows_soft_caps(cap: float | None, plain: bool) -> None:
     logits = model(tokens, None, None, documents)
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)  # float32, other orders of summation
-    assert model._has_plain_head is plain
+    assert model.find_facts(torch.device("cpu")).has_plain_head is plain
     assert (logits.abs().max() <= 2.0).item() is (cap is not None)
-
-
-def test_a_model_that_mixes_documents_is_refused() -> None:
-    """A recurrent state runs through the whole row, whatever mask attention has."""
-    sizes = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}
-    model = build_transformers(transformers_config(transformers.MambaConfig(**sizes).to_dict(), "test"))
-    small = Init(Normal(std=0.1))
-    names = ("mixer.A_log", "conv1d.weight", "dt_proj.bias", "out_proj.weight")  # drawn in ways without a recipe
-    materialize(model, "cpu", [{f"*.{name}": small for name in names}])
-    tokens, labels = torch.randint(3, 64, (2, 1, 8), generator=torch.Generator().manual_seed(0))
-    assert model(tokens, labels).cross_entropy.isfinite()
-    with pytest.raises(ConfigError, match="MambaForCausalLM of transformers mixes documents that share a row"):
-        model(tokens, labels, None, torch.tensor([[0] * 4 + [1] * 4]))
 
 
 def test_images_go_with_one_document_per_row() -> None:

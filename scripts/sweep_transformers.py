@@ -1,0 +1,464 @@
+#!/usr/bin/env python
+"""Does titanlite take every model of transformers? Builds each one tiny, and compares titanlite with transformers.
+
+    python scripts/sweep_transformers.py [TYPE ...] [--part 2/8] [--stages reads,builds,probes]
+
+Every causal and image-text class of the installed transformers gets a configuration shrunk so that each kind of layer
+is there, and random weights. A stage is a function of `STAGES` that returns one word for the table, or raises: a
+`TitanliteError` is a refusal, shown with its reason, and anything else is a traceback. The exit code is 1 if there is a
+traceback, or a result that starts with "WRONG".
+"""
+
+import argparse
+import copy
+import logging
+import re
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from titanlite.base.errors import ConfigError, TitanliteError
+from titanlite.config.model import TransformersConfig
+from titanlite.config.schema import ModelSection
+from titanlite.features.transformers.build import build_transformers
+from titanlite.features.transformers.model import TransformersModel
+from titanlite.models.families import resolve_model_config
+
+_MOST_PARAMETERS = 40_000_000
+# Values by the ends of names of settings; the first that fits counts. None: as it is.
+_SIZES: tuple[tuple[str, int | None], ...] = (
+    (
+        r"(linear_)?(num_)?(key_value_heads|kv_heads|query_groups|global_key_value_heads)|multi_query_group_num|n_kv_head",
+        2,
+    ),
+    (r"linear_num_key_heads|index_kv_heads", 2),
+    (r"mamba_(num|n)_heads|mamba_n_heads|linear_num_value_heads", 4),
+    (
+        r"(\w+_)?(num|n)_(attention_|global_attention_)?heads?|(num_)?(encoder|decoder)_(attention_)?heads|n_head|nhead|index_n_heads",
+        4,
+    ),
+    (
+        r"(mamba_|linear_key_|linear_value_|qk_rope_|v_|index_|mamba_d_|lightning_)head_dim|mamba_d_head|attention_head_dim",
+        16,
+    ),
+    (r"(\w+_)?head_dim|head_size|d_kv|kv_channels|attention_head_size|head_width|(qk_)?(rope|nope)_dim|rotary_dim", 16),
+    (r"(q|kv|o|k|v)_lora_rank|time_step_rank|mamba_dt_rank|\w*lora_rank|\w*low_rank_dim|\w*lora_dim", 16),
+    (r"vocab_size|(\w+_)?vocab_size|codebook_size|num_embeddings", 256),
+    (
+        r"max_(position_embeddings|target_positions|source_positions|seq_len(gth)?)|n_positions|n_ctx|(seq|context)_length|block_size",
+        128,
+    ),
+    (r"sliding_window|window_size|attention_window|local_window|attention_chunk_size|index_topk|index_block_size", 8),
+    (
+        r"(\w+_)?(num|n)_(local_|routed_)?experts|num_local_experts|n_routed_experts|moe_num_experts|num_routed_experts",
+        4,
+    ),
+    (r"num_experts_per_tok(en)?|moe_top_?k|top_k(_experts)?|moe_k|num_selected_experts|num_experts_per_tokens", 2),
+    (r"(mamba_)?n_groups", 2),
+    (r"n_group|topk_group|num_expert_group", 1),
+    (r"first_k_dense_replace|moe_layer_start_index|num_shared_experts|n_shared_experts", 1),
+    (r"(mamba_)?(d_state|state_size|ssm_state_size)|ssm_d_state", 16),
+    (
+        r"(\w+_)?(ffn_dim|ffn_size|intermediate_size|inner_size|ffn_hidden_size|d_ff|mlp_dim|n_inner|lru_width|intermediate_dim)",
+        64,
+    ),
+    (
+        r"(\w+_)?(hidden_size|embed_dim|embedding_size|d_model|n_embd|model_dim|emb_dim|projection_dim|proj_dim|hidden_dim|dim|width|embed_proj_dim)",
+        64,
+    ),
+    (r"(\w+_)?(image_size|img_size)", None),
+    (r"(\w+_)?(num_)?(hidden_)?(layers|blocks)|n_layers?|depth|num_\w*layers|(encoder|decoder)_layers", 2),
+)
+_PER_LAYER = re.compile(r"layer_?types|layers_block_type|\w*_layer_types|layer_types|mlp_only_layers|no_rope_layers")
+_ALTERNATING = ["sliding_attention", "full_attention"]
+# What the rules above do not find, by type and place.
+_ROPES = {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in _ALTERNATING}
+_GEMMA4 = {"vocab_size_per_layer_input": 256, "hidden_size_per_layer_input": 16}
+_MROPE, _HALF_MROPE = (
+    {"text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": sections}}}
+    for sections in ([2, 3, 3], [1, 1, 2])
+)
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16}
+_FIXES: Mapping[str, Mapping[str, Any]] = {
+    "bamba": _MAMBA,
+    "falcon_h1": {**_MAMBA, "mamba_d_ssm": 128},
+    "granitemoehybrid": _MAMBA,
+    "mamba2": {"num_heads": 8},
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen2_5_omni_thinker", "paddleocr_vl"), _MROPE),
+    "hunyuan_vl": {"text_config": {"head_dim": 16}},
+    **dict.fromkeys(("glm4v", "glm_ocr", "glm46v", "glmga"), _MROPE),
+    "glm4v_moe": _HALF_MROPE,
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "step3p7": {"text_config": {"sliding_window": 8}},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+    "xmod": {"default_language": "en_XX"},
+    "gemma3n_text": {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": _ALTERNATING * 2}
+    | {"intermediate_size": [64] * 4, "activation_sparsity_pattern": [0.0] * 4},
+    "hunyuan_v1_dense": {"head_dim": 16},
+    "hunyuan_v1_moe": {"head_dim": 16},
+    "ministral": {"head_dim": 16},
+    "chameleon": {"vocabulary_map": {"<image>": 5}},
+    "emu3": {"vocabulary_map": {"<image>": 5}, "text_config": {"vocabulary_map": {"<image>": 5}}},
+    "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0], "vit_layers": [1, 0]}},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "nemotron": {"num_key_value_heads": 2, "head_dim": 16},
+    "reformer": {"is_decoder": True, "axial_pos_shape": [8, 16], "axial_pos_embds_dim": [32, 32]},
+    "xlnet": {"d_head": 16},
+    "glm5_next": {"text_config": {"num_key_value_heads": 4, "index_topk": 16}},
+    "gemma4_text": _GEMMA4,
+    "gemma4": {"text_config": _GEMMA4},
+    "dots3_note_text": {"num_key_value_heads": 4},
+    "dots3_note": {"text_config": {"num_key_value_heads": 4}},
+    "cohere_compass_text": {"rope_parameters": _ROPES},
+    "cohere_compass": {"text_config": {"rope_parameters": _ROPES}},
+    "blt": {
+        "encoder_hash_byte_group_vocab": 64,
+        "encoder_config": {"hidden_size_global": 128},
+        "decoder_config": {"hidden_size_global": 128},
+        "global_config": {"hidden_size": 128},
+    },
+    "zamba": {
+        "num_hidden_layers": 4,
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+        "attention_hidden_size": 128,
+        "attention_head_dim": 32,
+    },
+}
+
+
+@dataclass
+class Case:
+    """One class of transformers with its tiny configuration; made when it is first asked for."""
+
+    model_type: str
+    class_name: str
+    folder: Path = Path()
+    notes: dict[str, Any] = field(default_factory=dict)  # what one stage leaves for the next
+
+    def __str__(self) -> str:
+        return f"{self.model_type} {self.class_name}"
+
+    @cached_property
+    def cls(self) -> Any:
+        """The class of transformers."""
+        import transformers
+
+        return getattr(transformers, self.class_name)
+
+    @cached_property
+    def model(self) -> Any:
+        """The model of transformers on the CPU, in evaluation mode; every parameter is random."""
+        import transformers
+
+        config_cls = transformers.CONFIG_MAPPING[self.model_type]
+        errors = []
+        for levels in range(3):
+            try:
+                config = own_part(shrink(config_cls, self.model_type, levels), self.cls)
+                with torch.device("meta"):
+                    size = sum(param.numel() for param in self.cls._from_config(copy.deepcopy(config)).parameters())
+                if size > _MOST_PARAMETERS:
+                    raise ValueError(f"{size / 1e6:.0f} M parameters")
+                torch.manual_seed(0)
+                model = self.cls._from_config(config, dtype=torch.float32).eval()
+            except Exception as error:  # noqa: BLE001 - of transformers, all kinds of them
+                errors.append(f"{type(error).__name__}: {error}")
+                continue
+            add_noise(model)
+            return model
+        raise NotBuiltError(errors[0])
+
+    @cached_property
+    def ours(self) -> TransformersModel:
+        """Model of titanlite around the same tensors, in evaluation mode."""
+        ours = TransformersModel(self.model, self.config).eval()
+        add_noise(self.model)  # looking for sources of tensors that are not on meta has initialized them again
+        return ours
+
+    @cached_property
+    def config(self) -> TransformersConfig:
+        """Configuration that titanlite makes of the config.json that transformers saves."""
+        self.model.config.architectures = [self.class_name]
+        self.model.config.save_pretrained(self.folder)
+        found = resolve_model_config(ModelSection(hf_assets_path=str(self.folder), implementation="transformers"))
+        assert isinstance(found, TransformersConfig)
+        return found
+
+
+def add_noise(model: Any) -> None:
+    """Make every parameter random, norms and biases too."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.is_floating_point():
+                param += 0.05 * torch.randn(param.shape, generator=generator)
+
+
+class NotBuiltError(Exception):
+    """transformers does not build the class from the configuration that this script shrinks."""
+
+
+def cases() -> list[Case]:
+    """Every pair of a type and a class of the two auto mappings, in their order."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    pairs: dict[tuple[str, str], None] = {}
+    for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
+        for model_type, names in auto._model_mapping._model_mapping.items():  # type: ignore[attr-defined]
+            for name in names if isinstance(names, tuple | list) else [names]:
+                pairs[model_type, name] = None
+    return [Case(*pair) for pair in pairs]
+
+
+def shrink(config_cls: Any, model_type: str, levels: int = 0) -> Any:
+    """A configuration of `config_cls` with small sizes; `levels` of its sections keep their defaults on retries."""
+    table = config_cls().to_dict()
+    small = _shrunk(table, skip_sizes=levels > 1)
+    _update(small, _FIXES.get(model_type, {}))
+    if levels > 0:
+        small = _without_lists(small)
+    return config_cls.from_dict(small)
+
+
+def own_part(config: Any, cls: Any) -> Any:
+    """The part of a composite configuration that `cls` is made of; the whole one if that is not a part of it."""
+    parts = [getattr(config, name, None) for name in getattr(config, "sub_configs", {})]
+    return next((part for part in parts if type(part) is cls.config_class), config)
+
+
+def _update(table: dict[str, Any], changes: Mapping[str, Any]) -> None:
+    for key, value in changes.items():
+        if isinstance(value, Mapping) and isinstance(table.get(key), dict):
+            _update(table[key], value)
+        else:
+            table[key] = value
+
+
+def _without_lists(table: dict[str, Any]) -> dict[str, Any]:
+    """Without lists of layers, which the configuration then makes itself."""
+    return {
+        key: _without_lists(value) if isinstance(value, dict) else value
+        for key, value in table.items()
+        if not (isinstance(value, list) and _PER_LAYER.fullmatch(key))
+    }
+
+
+def _shrunk(table: Mapping[str, Any], skip_sizes: bool) -> dict[str, Any]:
+    small = dict(table)
+    for key, value in table.items():
+        if isinstance(value, dict) and ("model_type" in value or key.endswith("_config")) and key != "per_layer_config":
+            small[key] = _shrunk(value, skip_sizes)
+        elif isinstance(value, int) and not isinstance(value, bool) and value > 1:
+            small[key] = value if skip_sizes else _small_size(key, value)
+    layers = next(
+        (key for key in ("num_hidden_layers", "n_layer", "num_layers") if isinstance(table.get(key), int)), None
+    )
+    if layers is not None:
+        _keep_kinds(table, small, layers)
+    for key, value in small.items():  # token ids
+        if re.search(r"_token_(id|index)$|_token_ids$", key) and isinstance(value, int) and value >= 200:
+            small[key] = 200 + value % 50
+    if small.get("kv_lora_rank") and isinstance(small.get("num_attention_heads"), int):  # latent attention
+        small["num_key_value_heads"] = small["num_attention_heads"]
+    rope = small.get("rope_parameters")
+    if isinstance(rope, dict):
+        small["rope_parameters"] = _small_rope(rope)
+    return small
+
+
+def _small_rope(rope: dict[str, Any]) -> dict[str, Any]:
+    found = {key: _small_rope(value) if isinstance(value, dict) else value for key, value in rope.items()}
+    if "mrope_section" in found:
+        found["mrope_section"] = [2, 3, 3] if len(found["mrope_section"]) == 3 else [2, 2, 2, 2]
+    return found
+
+
+def _small_size(key: str, value: int) -> int:
+    for pattern, size in _SIZES:
+        if re.fullmatch(pattern, key):
+            return value if size is None else min(value, size)
+    return value
+
+
+def _keep_kinds(table: Mapping[str, Any], small: dict[str, Any], layers: str) -> None:
+    """One layer of each kind, at least two; lists with an entry per layer are cut alike."""
+    count = table[layers]
+    lists = {key: value for key, value in table.items() if isinstance(value, list | tuple) and len(value) == count > 2}
+    own = {int(i): value for i, value in (table.get("per_layer_config") or {}).items()}
+    kinds: dict[str, int] = {}
+    for i in range(count):
+        kinds.setdefault(str([own.get(i), *(v[i] for v in lists.values() if isinstance(v[i], str | bool))]), i)
+    chosen = sorted(kinds.values())[:6]
+    chosen += [i for i in range(count) if i not in chosen][: max(0, 2 - len(chosen))]
+    small[layers] = len(chosen) if lists or own else min(count, 2)
+    if own:
+        small["per_layer_config"] = {
+            i: {key: 32 if key == "head_dim" else _small_size(key, size) for key, size in own[old].items()}
+            for i, old in enumerate(sorted(chosen))
+            if old in own
+        }
+    for key, value in lists.items():
+        small[key] = [
+            _small_size(key.rstrip("s"), item) if type(item) is int else item
+            for item in map(value.__getitem__, sorted(chosen))
+        ]
+
+
+# --- stages: in this order; each gets the case, and may rely on those before it
+
+
+def built(case: Case) -> str:
+    """Build the class from the shrunk configuration."""
+    return f"{sum(param.numel() for param in case.model.parameters()) / 1e6:.1f} M"
+
+
+def reads(case: Case) -> str:
+    """Read the config.json that transformers saves; the class is the same."""
+    found = case.config.architecture
+    return "yes" if found == case.class_name else f"WRONG: {found}"
+
+
+def builds(case: Case) -> str:
+    """Describe the class on meta: the same names and shapes as transformers' own."""
+    ours = build_transformers(case.config)
+    expected = {name: tuple(tensor.shape) for name, tensor in case.model.state_dict().items()}
+    return "yes" if ours.state_shapes == expected else "WRONG: other tensors"
+
+
+def probes(case: Case) -> str:
+    """What titanlite finds out about causality and documents is what transformers' own forward shows."""
+    tokens = torch.randint(3, 190, (1, 24), generator=torch.Generator().manual_seed(2))
+    ours, inner = case.ours, case.model
+    documents = torch.tensor([[0] * 5 + [1] * 11 + [2] * 8])
+    one = torch.tensor([[0] * 20 + [-1] * 4])
+
+    def alone(row: torch.Tensor) -> torch.Tensor | None:
+        try:
+            with torch.no_grad():
+                return inner(input_ids=row, use_cache=False, return_dict=True).logits
+        except Exception:  # noqa: BLE001 - of transformers, all kinds of them
+            return None
+
+    whole, changed = alone(tokens[:, :20]), tokens[:, :20].clone()
+    changed[0, -1] = 191
+    other = alone(changed)
+    parts = [alone(part) for part in tokens.split([5, 11, 8], dim=1)]
+    with torch.no_grad():
+        refused, packed = "", None
+        try:
+            packed = ours(tokens, document_ids_BS=documents)
+        except ConfigError as error:
+            refused = str(error)
+        if whole is None or other is None or None in parts:
+            return f"not on text ({refused})" if refused else "WRONG: accepted"
+        causal = _is_close(other[:, :-1], whole[:, :-1])
+        expected = torch.cat([part for part in parts if part is not None], dim=1)
+        if not causal:
+            return "not causal" if "not causal" in refused else f"WRONG: not causal, but {refused or 'accepted'}"
+        single = ours(tokens, document_ids_BS=one)[:, :20]
+        if not _is_close(single, whole):
+            return "WRONG: one document"
+        if packed is None:
+            return "apart" if "mixes" in refused else f"WRONG: {refused}"
+        return "packed" if _is_close(packed, expected) else "WRONG: packed"
+
+
+def cache(case: Case) -> str:
+    """Greedy generation of two prompts is that of the same prompts without a cache."""
+    from titanlite.features.generate.generate import generate
+
+    prompts = [list(range(3, 9)), list(range(40, 44))]
+    ours = case.ours
+    found = generate(ours, prompts, max_new_tokens=6, device=torch.device("cpu"))
+    kept = ours.can_cache(torch.device("cpu"))
+    for prompt, continuation in zip(prompts, found, strict=True):
+        row = list(prompt)
+        with torch.no_grad():
+            for token in continuation.tokens:
+                logits = case.model(input_ids=torch.tensor([row]), use_cache=False, return_dict=True).logits[0, -1]
+                if logits[token] < logits.max() - 1e-4 * logits.abs().max():  # not a tie
+                    return "WRONG: other tokens" + (" with a cache" if kept else "")
+                row.append(token)
+    return "kept" if kept else "none"
+
+
+def _is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    return bool((found - expected).norm() <= 1e-4 * expected.norm())  # float32; experts see other numbers of rows
+
+
+STAGES: tuple[Callable[[Case], str], ...] = (built, reads, builds, probes, cache)
+
+
+def run(case: Case, stages: tuple[Callable[[Case], str], ...]) -> Iterator[str]:
+    """The word of each stage for one case; after a refusal or a traceback the other stages have none."""
+    for stage in stages:
+        try:
+            yield stage(case)
+        except NotBuiltError as error:
+            yield f"not built: {error}"
+            return
+        except TitanliteError as error:
+            yield f"refused: {error}"
+        except Exception as error:  # noqa: BLE001 - a traceback is what this script looks for
+            where = traceback.extract_tb(error.__traceback__)
+            own = next((frame for frame in reversed(where) if "titanlite/" in frame.filename), where[-1])
+            yield f"TRACEBACK: {type(error).__name__}: {error} ({Path(own.filename).name}:{own.lineno})"
+            return
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Neither transformers' nor titanlite's log, which say much about models this small."""
+    from transformers.utils import logging as theirs
+
+    theirs.set_verbosity_error()
+    theirs.disable_progress_bar()
+    logging.disable(logging.CRITICAL)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def main() -> int:
+    """Print the table; 1 if anything is wrong."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("types", nargs="*", help="model types; none: all")
+    parser.add_argument("--part", default="1/1", help="I/N: every Nth case, from the Ith on")
+    parser.add_argument("--stages", default=",".join(stage.__name__ for stage in STAGES))
+    parser.add_argument("--limit-s", type=float, default=0.0, help="begin no further case after so many seconds")
+    given = parser.parse_args()
+    number, parts = map(int, given.part.split("/"))
+    stages = tuple(stage for stage in STAGES if stage.__name__ in given.stages.split(","))
+    chosen = [case for case in cases() if not given.types or case.model_type in given.types][number - 1 :: parts]
+    counts: dict[str, Counter[str]] = {stage.__name__: Counter() for stage in stages}
+    wrong, began = 0, time.monotonic()
+    with quiet(), tempfile.TemporaryDirectory() as folder:
+        for i, case in enumerate(chosen):
+            if given.limit_s and time.monotonic() - began > given.limit_s:
+                print(f"-- time is up: {len(chosen) - i} cases left, from {case}")
+                break
+            case.folder = Path(folder) / str(i)
+            words = [" ".join(word.split())[:300] for word in run(case, stages)]
+            print("| " + " | ".join([case.model_type, case.class_name, *words]) + " |", flush=True)
+            wrong += any(word.startswith(("TRACEBACK", "WRONG")) for word in words)
+            for stage, word in zip(stages, words, strict=False):
+                counts[stage.__name__][re.split(r"[ :]", word)[0] if stage is not built else word[:3]] += 1
+            vars(case).clear()
+    for name, found in counts.items():
+        print(f"{name}: {', '.join(f'{count} {word}' for word, count in found.most_common())}")
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

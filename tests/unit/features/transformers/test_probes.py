@@ -1,0 +1,175 @@
+"""What is found out about classes that mix documents, see later tokens, count positions otherwise, or raise."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tiny_transformers import ALL_MODELS
+
+from titanlite.base.errors import ConfigError
+from titanlite.config.schema import DataSection, JobConfig, TrainingSection
+from titanlite.features.generate.generate import generate
+from titanlite.features.transformers.model import TransformersModel
+from titanlite.features.transformers.packing import boundaries
+from titanlite.features.transformers.probes import check_rows
+from titanlite.models.families.hf_config import transformers_config
+
+CPU = torch.device("cpu")
+_ENCODER: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "max_position_embeddings": 40,
+    "pad_token_id": 1,
+}
+_MAMBA: dict[str, Any] = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4}
+_MINIMAX: dict[str, Any] = (
+    _ENCODER
+    | {"num_key_value_heads": 1, "head_dim": 8, "num_local_experts": 2}
+    | {"layer_types": ["linear_attention", "full_attention"]}
+)
+DOCUMENTS = torch.tensor([[0] * 5 + [1] * 9 + [2] * 6])
+
+
+def build(config: Any) -> TransformersModel:
+    """A model in evaluation mode whose documents would show in each other, if they saw each other."""
+    found = transformers_config(config.to_dict(), "test")
+    model = TransformersModel(getattr(transformers, found.architecture)(config), found).eval()
+    generator = torch.Generator().manual_seed(1)
+    for param in model.parameters():
+        param.data.normal_(std=0.3, generator=generator)
+    return model
+
+
+def tokens_and_labels() -> tuple[torch.Tensor, torch.Tensor]:
+    tokens, labels = torch.randint(3, 60, (2, 1, 20), generator=torch.Generator().manual_seed(0))
+    return tokens, labels
+
+
+@torch.no_grad()
+def alone(model: TransformersModel, tokens: torch.Tensor, *lengths: int) -> torch.Tensor:
+    """Logits of the class's own forward of each document, without positions."""
+    parts = tokens.split(list(lengths), dim=1)
+    return torch.cat([model.transformers_model(input_ids=part, use_cache=False).logits for part in parts], dim=1)
+
+
+@pytest.mark.parametrize("name", ["Bert", "Roberta", "Electra"])
+def test_a_class_that_sees_later_tokens_is_refused(name: str) -> None:
+    model = build(getattr(transformers, f"{name}Config")(**_ENCODER))
+    message = f"{model.config.architecture} of transformers is not causal: .* Set is_decoder = true in its config.json"
+    tokens, labels = tokens_and_labels()
+    with pytest.raises(ConfigError, match=message):
+        model(tokens, labels)
+    with pytest.raises(ConfigError, match=message):
+        generate(model, [[5, 6]], max_new_tokens=2, device=CPU)
+
+
+@pytest.mark.parametrize("name", ["Bert", "Roberta", "Camembert", "XLMRoberta"])
+def test_documents_have_the_positions_that_the_class_counts(name: str) -> None:
+    """RoBERTa and its kin begin after the padding's id."""
+    model = build(getattr(transformers, f"{name}Config")(**_ENCODER, is_decoder=True))
+    tokens, _ = tokens_and_labels()
+    with torch.no_grad():
+        packed = model(tokens, document_ids_BS=DOCUMENTS)
+    torch.testing.assert_close(packed, alone(model, tokens, 5, 9, 6), rtol=1e-4, atol=1e-5)  # float32
+    assert model.find_facts(CPU).first_position == (0 if name == "Bert" else 2)
+    assert model.can_cache(CPU)
+
+
+@pytest.mark.parametrize("config", [transformers.MambaConfig(**_MAMBA), transformers.MiniMaxConfig(**_MINIMAX)])
+def test_a_class_that_mixes_documents_takes_rows_of_one(config: Any) -> None:
+    model = build(config)
+    tokens, labels = tokens_and_labels()
+    one = torch.tensor([[0] * 14 + [-1] * 6])
+    with torch.no_grad():
+        logits = model(tokens, document_ids_BS=one)[:, :14]
+        loss = model(tokens, labels.where(one >= 0, -100), document_ids_BS=one).cross_entropy
+    expected = alone(model, tokens[:, :14], 14)
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)  # float32
+    wanted = torch.nn.functional.cross_entropy(expected[0], labels[0, :14], reduction="sum")
+    assert loss.item() == pytest.approx(wanted.item(), rel=1e-5)
+    for documents in (DOCUMENTS, one.flip(1)):  # padding before a document is seen, too
+        with pytest.raises(ConfigError, match=r"mixes documents that share a row: .* set data\.packing = false"):
+            model(tokens, labels, document_ids_BS=documents)
+
+
+def test_boundaries_of_rows_with_padding() -> None:
+    ids, told = boundaries(torch.tensor([[0, 0, 1, -1], [0, 0, 0, 0]]))
+    assert ids.tolist() == [[0, 0, 1, 2, 3, 3, 3, 3]]
+    assert told["cu_seq_lens_q"].tolist() == [0, 2, 3, 4, 8]
+    assert (told["max_length_k"], told["seq_idx"].dtype) == (4, torch.int32)
+
+
+def test_a_class_that_takes_boundaries_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with the kernels of flash-linear-attention, which are not installed here: each document by itself."""
+    model = build(transformers.MambaConfig(**_MAMBA))
+    inner = model.transformers_model
+    plain = inner.forward
+
+    def forward(input_ids: torch.Tensor, cu_seq_lens_q: torch.Tensor | None = None, **kwargs: Any) -> Any:
+        for unused in ("cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"):
+            kwargs.pop(unused, None)
+        if cu_seq_lens_q is None:
+            return plain(input_ids=input_ids, **kwargs)
+        parts = input_ids.split(cu_seq_lens_q.diff().tolist(), dim=1)
+        found = [plain(input_ids=part, **kwargs) for part in parts]
+        found[0].logits = torch.cat([part.logits for part in found], dim=1)
+        return found[0]
+
+    tokens, labels = tokens_and_labels()
+    expected = torch.cat([alone(model, tokens, 5, 9, 6), alone(model, tokens, 20)])
+    monkeypatch.setattr(inner, "forward", forward)
+    monkeypatch.setattr(model, "_takes_more", True)
+    monkeypatch.setattr(inner.lm_head, "forward", model.head_project)
+    monkeypatch.setattr(model, "head_project", None)  # the logits are put together, not the losses
+    rows, ids = tokens.repeat(2, 1), torch.cat([DOCUMENTS, torch.zeros_like(DOCUMENTS)])
+    with torch.no_grad():
+        logits = model(rows, document_ids_BS=ids)
+        loss = model(rows, labels.repeat(2, 1), document_ids_BS=ids, reduction="none").cross_entropy
+    assert model.find_facts(CPU).takes_boundaries
+    assert (logits.shape, loss.shape) == ((2, 20, 64), (2, 20))
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)  # float32
+
+
+def test_what_a_forward_raises_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build(ALL_MODELS["llama"]())
+    plain = model.transformers_model.forward
+
+    def forward(*args: Any, position_ids: torch.Tensor | None = None, **kwargs: Any) -> Any:
+        if position_ids is not None:
+            raise IndexError("index 12 is out of bounds")
+        return plain(*args, **kwargs)
+
+    monkeypatch.setattr(model.transformers_model, "forward", forward)
+    tokens, labels = tokens_and_labels()
+    with pytest.raises(ConfigError, match=r"mixes documents .*IndexError: index 12 is out of bounds"):
+        model(tokens, labels, document_ids_BS=DOCUMENTS)
+    assert not model.can_cache(CPU)
+    assert len(generate(model, [[5, 6, 7], [8]], max_new_tokens=3, device=CPU)) == 2
+
+
+def test_a_class_that_needs_more_than_text_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build(ALL_MODELS["llama"]())
+
+    def forward(**kwargs: Any) -> Any:
+        raise ValueError("You must give pixel_values")
+
+    monkeypatch.setattr(model.transformers_model, "forward", forward)
+    with pytest.raises(ConfigError, match="does not run on text alone: ValueError: You must give pixel_values"):
+        model(*tokens_and_labels())
+
+
+def test_rows_are_refused_before_the_first_step() -> None:
+    mixes, packs = build(transformers.MambaConfig(**_MAMBA)), build(ALL_MODELS["llama"]())
+    job = JobConfig(data=DataSection(dataset="text"))
+    check_rows(job, packs, CPU)
+    with pytest.raises(ConfigError, match=r"mixes documents .*data\.packing = true .* Set data\.packing = false"):
+        check_rows(job, mixes, CPU)
+    check_rows(replace(job, data=replace(job.data, packing=False)), mixes, CPU)
+    pairs = JobConfig(data=DataSection(packing=False), training=TrainingSection(objective="dpo"))
+    with pytest.raises(ConfigError, match=r'training\.objective = "dpo" puts both sides of a pair into one'):
+        check_rows(pairs, mixes, CPU)

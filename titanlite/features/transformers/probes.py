@@ -1,0 +1,198 @@
+"""Facts about a model of transformers that its class does not state, found by forwards on a few fixed tokens.
+
+Each question has a control: the same rows, compared where the answer is known to be yes. A forward that raises answers
+no, and the log says what it raised.
+
+Shapes: S sequence; 2 rows in a batch.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from titanlite.base.errors import ConfigError, raise_problems
+from titanlite.base.log import logger
+from titanlite.config.schema import JobConfig
+from titanlite.features.transformers.packing import restarting_positions
+
+if TYPE_CHECKING:
+    from titanlite.features.transformers.model import TransformersModel
+
+PROBE_TOKENS = 6
+_LEAK = 0.05  # of what a document changes in the next one where nothing separates them
+_FLAGS = ("is_decoder", "is_causal", "causal")  # settings that make a class causal
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Answers of the probes.
+
+    Attributes:
+        has_plain_head: the logits are the object that the head's module returns: nothing scales, caps or casts them.
+        is_causal: another last token changes no earlier logits.
+        keeps_apart: tokens give the same logits alone and after another document in a row.
+        takes_boundaries: it does so only if it is told where documents begin (`packing.boundaries`).
+        first_position: position of a document's first token.
+        failure: exception of a forward on text alone, as text; empty if there is none.
+        why_mixed: difference or exception for which it does not keep documents apart.
+    """
+
+    has_plain_head: bool = False
+    is_causal: bool = True
+    keeps_apart: bool = False
+    takes_boundaries: bool = False
+    first_position: int = 0
+    failure: str = ""
+    why_mixed: str = ""
+
+
+@torch.no_grad()
+def find_facts(model: "TransformersModel", device: torch.device) -> Facts:
+    """Look at how `model` computes, in evaluation mode.
+
+    Collectives: those of three to five forwards, the same on all ranks, which have the same tokens.
+    """
+    size = PROBE_TOKENS
+    tokens = plain_tokens(model.transformers_model.config, 3 * size)
+    first, second, other = tokens[:size], tokens[size : 2 * size], tokens[2 * size :]
+    alone_2S = torch.tensor([second, [*second[:-1], other[-1]]], device=device)
+    both_2S = torch.tensor([first + second, other + second], device=device)
+    ids_2S = (torch.arange(2 * size, device=device) // size).expand(2, -1)
+    reasons: list[str] = []
+
+    def run(tokens_2S: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor | None:
+        try:
+            return model.compute_logits(tokens_2S, *args, **options)
+        except Exception as error:  # noqa: BLE001 - classes that cannot do this raise all kinds of them
+            reasons.append(f"{type(error).__name__}: {' '.join(str(error).split())[:300].rstrip('.')}")
+            return None
+
+    with evaluation(model), _returned(model.head) as returned:
+        alone = run(alone_2S)
+        is_plain = model.head_project is not None and len(returned) == 1 and returned[0] is alone
+        mixed = run(both_2S)  # the control: how much a document changes what comes after it
+        if alone is None or mixed is None or not alone.isfinite().all():
+            return Facts(failure=reasons[0] if reasons else "its logits on 6 tokens are not finite")
+        effect = (mixed[0, size:] - mixed[1, size:]).float().norm()
+        expected = alone[0].float()
+        moved = (alone[0, :-1] - alone[1, :-1]).float().norm()
+        # Experts get other numbers of rows, and kernels other shapes, so the last bits may differ.
+        bound = (1e-4 if is_float32(alone, model.head) else 0.05) * expected.norm()
+        for starts, with_boundaries in model.document_options():
+            positions_2S = restarting_positions(ids_2S, None) + starts
+            packed = run(both_2S, positions_2S, ids_2S, with_boundaries=with_boundaries)
+            if packed is None:
+                continue
+            leak = (packed[0, size:] - packed[1, size:]).float().norm()
+            error = (packed[0, size:].float() - expected).norm()
+            if bool((leak <= _LEAK * effect) & (error <= bound)):  # synchronization point
+                reasons.clear()
+                break
+            reasons.append(f"logits differ by {(error / expected.norm()).item():.1g}")
+        else:
+            starts, with_boundaries = 0, False
+    return Facts(
+        has_plain_head=is_plain,
+        is_causal=bool(moved <= _LEAK * effect),
+        keeps_apart=not reasons,
+        takes_boundaries=with_boundaries,
+        first_position=starts,
+        why_mixed=reasons[-1] if reasons else "",
+    )
+
+
+def check_facts(facts: Facts, model: "TransformersModel", *, on_text: bool = True) -> None:
+    """Refuse a model that cannot be trained, or continue text.
+
+    Raises:
+        ConfigError: its forward raises on text alone, if it is to have no more (`on_text`), or it is not causal.
+    """
+    name, config = model.config.architecture, model.transformers_model.config.get_text_config()
+    if facts.failure and on_text:
+        raise ConfigError(
+            f"model: {name} of transformers does not run on text alone: {facts.failure}. Use another one."
+        )
+    if not facts.is_causal:
+        flags = [f"{flag} = true" for flag in _FLAGS if getattr(config, flag, None) is False]
+        remedy = f"Set {' and '.join(flags)} in its config.json" if flags else "Use another one"
+        raise ConfigError(
+            f"model: {name} of transformers is not causal: another last token changes the logits of earlier ones, so "
+            f"it sees what it is to predict. {remedy}."
+        )
+
+
+def check_rows(job: JobConfig, model: nn.Module, device: torch.device) -> None:
+    """Refuse, before anything is trained, rows of several documents for a model that mixes them.
+
+    Collectives: those of a few forwards; every rank must call.
+
+    Raises:
+        ConfigError: names the setting; or the model cannot be trained on text at all. The same on all ranks.
+    """
+    from titanlite.features.transformers.model import TransformersModel
+
+    if not isinstance(model, TransformersModel) or job.data.dataset == "images":
+        return
+    facts = model.find_facts(device)
+    if facts.keeps_apart:
+        return
+    what = f"{model.config.architecture} of transformers mixes documents that share a row ({facts.why_mixed})"
+    logger.info("model: %s", what)
+    problems = []
+    if job.data.packing:
+        problems.append("data.packing = true puts several into one. Set data.packing = false.")
+    if job.training.objective == "dpo":
+        problems.append(
+            'training.objective = "dpo" puts both sides of a pair into one. Set it to "next_token", or use another '
+            "model."
+        )
+    raise_problems(ConfigError, f"model: {what}", problems)
+
+
+def is_float32(logits: torch.Tensor, head: nn.Module | None) -> bool:
+    """True if the logits were computed in float32, as far as they and the head's weight tell."""
+    weight = getattr(head, "weight", logits)
+    return logits.dtype == weight.dtype == torch.float32
+
+
+def plain_tokens(config: Any, count: int) -> list[int]:
+    """Token ids without a meaning of their own, such as that of a place for an image."""
+    values = {**vars(config), **vars(config.get_text_config())}
+    special = {
+        value
+        for name, value in values.items()
+        if name.endswith(("_token_id", "_token_index")) and isinstance(value, int)
+    }
+    size = getattr(config.get_text_config(), "vocab_size", None) or 1  # of some classes only a part has one
+    plain = sorted({*range(size)} - special) or [0]
+    return [plain[(2 * i + 1) * len(plain) // (2 * count)] for i in range(count)]  # others, if there are so many
+
+
+@contextmanager
+def evaluation(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode for a while."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+
+
+@contextmanager
+def _returned(head: nn.Module | None) -> Iterator[list[Any]]:
+    """What the head returned in its first forward, which no later one changes."""
+    found: list[Any] = []
+
+    def note(module: nn.Module, args: Any, output: Any) -> None:
+        found.append(output)
+
+    remove: Callable[[], None] = (lambda: None) if head is None else head.register_forward_hook(note).remove
+    try:
+        yield found
+    finally:
+        remove()
