@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from titanlite.base.errors import ConfigError
+from titanlite.base.errors import TitanliteError
 from titanlite.base.extension import FORM, is_extension
 from titanlite.base.log import logger
 from titanlite.base.tables import format_size
@@ -43,9 +43,11 @@ from titanlite.features.diagnose import (
     DivergenceCheck,
     SpikeDetector,
     diagnose,
+    explain_out_of_memory,
     explain_refusal,
     explain_uncompiled,
     make_deterministic,
+    start_memory_history,
 )
 from titanlite.features.dpo.build import build_dpo
 from titanlite.features.dpo.objective import turn_off_dropout
@@ -72,7 +74,7 @@ from titanlite.features.transformers.probes import check_rows
 from titanlite.launch import heartbeat
 from titanlite.launch.machines import check_same_settings, check_shared_folder, waiting_for_machines
 from titanlite.materialize import Plan, SourceProvider, materialize
-from titanlite.metrics import record_event, start_memory_history
+from titanlite.metrics import record_event
 from titanlite.metrics.flops import train_flops_per_token
 from titanlite.metrics.logger import MetricsLogger
 from titanlite.metrics.results import Results
@@ -301,9 +303,9 @@ def build_schedule(dims: ParallelDims) -> Schedule:
     return PipelineSchedule(dims) if dims.degrees.pp > 1 else Schedule()
 
 
-def explain(error: BaseException) -> ConfigError | None:
-    """Turn what torch raises because of a setting into an error that names it; None for other errors."""
-    return explain_refusal(error) or explain_uncompiled(error)
+def explain(error: BaseException, job: JobConfig | None) -> TitanliteError | None:
+    """Turn what torch raises because of a setting, or of memory, into an error that says so; None for other errors."""
+    return (job and explain_out_of_memory(job, error)) or explain_refusal(error) or explain_uncompiled(error)
 
 
 def close(exit_code: int) -> None:

@@ -32,7 +32,7 @@ with lean_imports():
     from titanlite.distributed.process_group import end_distributed
     from titanlite.launch import heartbeat, stop
     from titanlite.launch.notices import claim, first_sentence, note_error, note_lost_peer
-    from titanlite.metrics import explain_out_of_memory, record_event
+    from titanlite.metrics import record_event
     from titanlite.preflight import Checked, check
     from titanlite.trainer import Trainer
 
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     A run that was asked to stop ends with 0 too, if it could save.
     """
     setup_logger()
-    code = 0
+    code, job = 0, None
     try:
         stop.install()
         heartbeat.start()
@@ -56,12 +56,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         heartbeat.configure(job.comm.timeout_seconds, job.job.stop_grace_seconds, job.job.dump_folder)
         if job.job.description:
             logger.info("job: %s", job.job.description)
-        with explain_out_of_memory(job):
-            trainer = train(checked)
+        trainer = train(checked)
         if trainer.stopping and not job.checkpoint.enable:
             code = 128 + signal.SIGTERM  # what was trained is lost
     except Exception as error:  # noqa: BLE001 - `_fail` raises it, or says it
-        refusal = error if isinstance(error, TitanliteError) else explain(error)
+        refusal = error if isinstance(error, TitanliteError) else explain(error, job)
         if refusal is None:
             _fail(error)
         _say_once(f"titanlite: error: {refusal}")

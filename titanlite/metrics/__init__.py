@@ -1,7 +1,6 @@
 """Metrics of a run: model FLOPs, TensorBoard, Weights & Biases, `metrics.jsonl` and the console."""
 
 from titanlite.metrics.moe import MoEState
-from titanlite.metrics.out_of_memory import explain_out_of_memory, start_memory_history
 from titanlite.metrics.point import Largest, StepPoint, find_largest
 from titanlite.metrics.profiler import build_profiler
 from titanlite.metrics.ranks import gather_ranks, get_busy_seconds, get_memory

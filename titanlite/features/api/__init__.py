@@ -25,7 +25,7 @@ from titanlite.config.settings import get_sections_of, get_value
 from titanlite.distributed.process_group import end_distributed
 from titanlite.launch import heartbeat, stop
 from titanlite.launch.notices import first_sentence, note_error
-from titanlite.metrics import explain_out_of_memory, open_events, record_event
+from titanlite.metrics import open_events, record_event
 from titanlite.preflight import check_all, prepare
 
 Config = str | os.PathLike[str] | Mapping[str, Any] | JobConfig
@@ -49,13 +49,12 @@ def train(
             checked = check_all(job, (ranks,), weights=True)
             job = checked.job
             heartbeat.configure(job.comm.timeout_seconds, job.job.stop_grace_seconds, job.job.dump_folder)
-            with explain_out_of_memory(job):
-                trainer = assemble(checked)
-                trainer.train()
+            trainer = assemble(checked)
+            trainer.train()
             code = 0
         except Exception as error:
             FolderLock.remove_unused()
-            refusal = error if isinstance(error, TitanliteError) else explain(error)
+            refusal = error if isinstance(error, TitanliteError) else explain(error, job)
             text = f"{type(error).__name__}: {error}" if refusal is None else str(refusal)
             note_error(text)
             record_event("error", first_sentence(text), heartbeat.steps_done())

@@ -4,4 +4,5 @@ from titanlite.features.diagnose.compilation import explain_uncompiled
 from titanlite.features.diagnose.determinism import explain_refusal, make_deterministic
 from titanlite.features.diagnose.divergence import DivergenceCheck
 from titanlite.features.diagnose.nonfinite import diagnose
+from titanlite.features.diagnose.out_of_memory import explain_out_of_memory, start_memory_history
 from titanlite.features.diagnose.spike import SpikeDetector

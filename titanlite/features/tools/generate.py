@@ -37,6 +37,7 @@ from titanlite.distributed import ParallelDims
 from titanlite.distributed.parallelize import parallelize
 from titanlite.distributed.process_group import end_distributed, init_distributed
 from titanlite.features.cpu import install as install_cpu
+from titanlite.features.diagnose.out_of_memory import is_out_of_memory
 from titanlite.features.generate.generate import (
     Continuation,
     Sampling,
@@ -51,7 +52,6 @@ from titanlite.features.sft.row_limits import run_row
 from titanlite.features.tools.chat import TextStream, chat, text_of
 from titanlite.features.tools.models import MODEL_HELP, find_base, find_model
 from titanlite.materialize import SourceProvider, materialize
-from titanlite.metrics.out_of_memory import is_out_of_memory
 from titanlite.models.families import any_model_config_from_hf
 from titanlite.models.interface import Model
 from titanlite.ops.attention import leave_out_cudnn

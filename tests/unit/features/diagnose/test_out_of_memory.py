@@ -11,8 +11,9 @@ import torch.distributed as dist
 
 from titanlite.base.errors import ConfigError, TrainingError
 from titanlite.config.schema import JobConfig
+from titanlite.features.diagnose import out_of_memory
+from titanlite.features.diagnose.out_of_memory import start_memory_history
 from titanlite.features.sft import readers
-from titanlite.metrics.out_of_memory import explain_out_of_memory, start_memory_history
 
 
 @pytest.fixture
@@ -40,6 +41,17 @@ def cuda(monkeypatch) -> list[tuple]:
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 70 * 2**30)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 78 * 2**30)
     return calls
+
+
+@contextmanager
+def explain_out_of_memory(job: JobConfig) -> Iterator[None]:
+    """As a rank does with what ends it."""
+    try:
+        yield
+    except Exception as error:
+        if (found := out_of_memory.explain_out_of_memory(job, error)) is None:
+            raise
+        raise found from error
 
 
 @contextmanager

@@ -2,8 +2,6 @@
 
 import os
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -47,26 +45,20 @@ def start_memory_history(job: JobConfig, device: torch.device) -> None:
     record(max_entries=_ENTRIES)
 
 
-@contextmanager
-def explain_out_of_memory(job: JobConfig) -> Iterator[None]:
-    """Turn running out of memory inside into one clear error, and dump the recorded history if there is one.
+def explain_out_of_memory(job: JobConfig, error: BaseException) -> TrainingError | None:
+    """Turn running out of memory into one clear error, and dump the recorded history if there is one.
 
-    The snapshot is `dump_folder/memory/rankN.pickle`, for https://pytorch.org/memory_viz.
-
-    Raises:
-        TrainingError: memory ran out, on this rank. Other ranks wait for it until the launcher ends them.
+    The snapshot is `dump_folder/memory/rankN.pickle`, for https://pytorch.org/memory_viz. None for other errors. Other
+    ranks wait for this one until the launcher ends them.
     """
-    try:
-        yield
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        if _is_of_device(error):
-            raise TrainingError(_describe(job, error, _device_memory(), _dump(job))) from error
-        raise TrainingError(_describe(job, error, "", "")) from error
+    if not is_out_of_memory(error):
+        return None
+    if _is_of_device(error):
+        return TrainingError(_describe(job, error, _device_memory(), _dump(job)))
+    return TrainingError(_describe(job, error, "", ""))
 
 
-def is_out_of_memory(error: Exception) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """True if the device or the host has no memory left."""
     if isinstance(error, dist.DistBackendError):
         return "out of memory" in str(error)  # NCCL makes its buffers when a group is first used
@@ -92,7 +84,7 @@ def _describe(job: JobConfig, error: BaseException, memory: str, snapshot: str) 
 
 def _place(error: BaseException) -> str:
     """The innermost line of titanlite on the way to the error."""
-    package = Path(__file__).parents[1]
+    package = Path(__file__).parents[2]
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     frames = [frame for frame in frames if Path(frame.filename).is_relative_to(package)]
     if not frames:
