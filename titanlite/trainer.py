@@ -314,9 +314,9 @@ class Trainer:
             )
         elif self.checkpointer.start is not None and self.step == self.checkpointer.start.step:
             logger.info(
-                "nothing left to train: the checkpoint is of step %d, training.steps is %d. Raise training.steps to "
-                "train on, or set another job.dump_folder to begin anew.",
-                *(self.step, job.training.steps),
+                "nothing left to train: the checkpoint is of step %d of %d. Raise training.%s to train on, or set "
+                "another job.dump_folder to begin anew.",
+                *(self.step, job.training.steps, "epochs" if job.training.epochs else "steps"),
             )
         self.log_sample()
         if job.checkpoint.enable:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Literal
@@ -37,6 +38,9 @@ def fill_in(job: JobConfig, given: Mapping[str, str], name: str) -> list[str]:
             setattr(getattr(job, section), setting, value)
 
     problems = _fill_in_model(job) + _fill_in_length(job, given) + _fill_in_data(job, given, default)
+    adapters = [key for key in given if key.startswith("lora.")]
+    if adapters and "lora.rank" not in given:
+        problems.append(f"{adapters[0]} is set, but lora.rank is not, and no adapters are trained. Set lora.rank.")
     default("job.dump_folder", f"outputs/{name}" if name else "outputs")
     if job.checkpoint.initial_load_path:
         default("optimizer.lr", _FINE_TUNING_RATES[job.training.objective == "dpo", job.lora.rank > 0])
@@ -113,6 +117,18 @@ def find_kind(path: str, pattern: str = "") -> Literal["examples", "text", "mixe
     return "mixed" if len(kinds) == 2 else "examples" if True in kinds else "text"
 
 
+def _find_no_text(file: Path) -> str:
+    """Say what `file` is, and what to do, if it is not for people to read: "" if it may be a document."""
+    if file.suffix in (".zip", ".tar", ".tgz", ".gz", ".xz", ".bz2", ".zst", ".7z"):
+        return "packed. Unpack it"
+    if file.suffix in (".tsv", ".xlsx", ".xls", ".yaml", ".yml", ".xml", ".pdf", ".docx", ".npy", ".pt", ".pkl"):
+        return f"a {file.suffix} file, and would be trained as it is written. Write rows as .jsonl, .csv or .parquet"
+    with suppress(OSError), open(file, "rb") as stream:
+        if not file.suffix and stream.read(2).startswith((b"{", b"[{")):
+            return "JSON without an ending. Rename it to .jsonl"
+    return ""
+
+
 def _fill_in_data(job: JobConfig, given: Mapping[str, str], default: Callable[[str, object], None]) -> list[str]:
     """The kind of data that the paths are."""
     data = job.data
@@ -129,6 +145,10 @@ def _fill_in_data(job: JobConfig, given: Mapping[str, str], default: Callable[[s
     elif job.checkpoint.initial_load_path:
         default("data.dataset", "none")
     sources = get_sources(data).values() if data.dataset == "text" else ()
+    for source in sources:
+        place = Path(os.path.expanduser(source.path))
+        if place.is_file() and (what := _find_no_text(place)):
+            return [f"data.path = {format_value(source.path)} is {what}."]
     rows = [s.path for s in sources if (not Path(s.path).is_dir() and holds_rows(s.path)) or ".jsonl" in s.pattern]
     if rows:
         return [

@@ -10,9 +10,9 @@ import math
 import re
 import sys
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from difflib import SequenceMatcher, get_close_matches
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,12 +25,13 @@ from titanlite.config.check import check_values, format_value
 from titanlite.config.data import SourceSection
 from titanlite.config.defaults import fill_in, wants_held_out
 from titanlite.config.patterns import parse_object
-from titanlite.config.peers import NAMES, VALUES, spell_dtype
+from titanlite.config.peers import CHOICES, NAMES, VALUES, spell_dtype
 from titanlite.config.schema import JobConfig
 from titanlite.config.settings import (
     SOURCES,
     TABLES,
     Setting,
+    find_nearest,
     find_section,
     find_setting,
     get_sections,
@@ -142,9 +143,15 @@ def _check_value(setting: Setting, value: Any) -> Any:
         value = float(value) if abs(value) < 2**1023 else math.inf
     if isinstance(value, str) and value not in setting.choices and spell_dtype(value) in setting.choices:
         value = spell_dtype(value)
+    if setting.key == "lora.targets" and isinstance(value, list):  # as in PEFT
+        value = ", ".join(map(str, value))
+    if setting.key == "lora.targets" and value == "all-linear":
+        value = ""
     is_free = setting.calls is not None and is_extension(value)
     if setting.choices and value not in setting.choices and not is_free:
-        nearest = get_close_matches(str(value), setting.choices, 1)
+        meant = CHOICES.get(str(value), str(value)).lower()
+        nearest = [choice for choice in setting.choices if choice.lower() == meant]
+        nearest = nearest or get_close_matches(str(value), setting.choices, 1)
         hint = f'; did you mean "{nearest[0]}"?' if nearest else ". Write one of these."
         if setting.key == "data.dataset" and not nearest:
             hint = ". For your own data set data.path: a file, folder or hub id."
@@ -217,22 +224,6 @@ def _parse_text(setting: Setting, text: str) -> Any:
 def _shorten(text: str) -> str:
     """At most 80 characters, so that a pasted table or template does not bury the message."""
     return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def _find_nearest(key: str, candidates: Iterable[str]) -> list[str]:
-    """Up to three dotted candidates that `key` may have meant, all equally near; empty if none is near."""
-    section, _, name = key.rpartition(".")
-    scores: dict[str, float] = {}
-    for candidate in candidates:
-        its_section, _, its_name = candidate.rpartition(".")
-        likeness = SequenceMatcher(None, name, its_name).ratio()
-        if its_name.startswith(f"{name}_"):
-            likeness = 0.95  # enable: enable_profiling
-        # An exact name in another section beats a vague one here, but a near one here beats it.
-        scores[candidate] = likeness + 0.2 * SequenceMatcher(None, section, its_section).ratio()
-    best = max(scores.values())
-    nearest = [candidate for candidate, score in scores.items() if score == best]
-    return nearest if best >= 0.8 and len(nearest) <= 3 else []
 
 
 class Reader:
@@ -375,11 +366,11 @@ class Reader:
             section = section.rpartition(".")[0]
         settings = find_section(section) or []
         known = [*get_sections(), SOURCES] if noun == "section" else [*get_settings(), *(s.key for s in settings)]
-        nearest = _find_nearest(key, known)
+        nearest = find_nearest(key, known)
         if section == SOURCES:
             nearest, hint = [], f". Name a source with small letters, digits and underscores: {SOURCES}.my_data."
-        elif name in NAMES:
-            nearest, here = _KEY.findall(NAMES[name]), NAMES[name]
+        elif here := NAMES.get(f"{section}.{name}", NAMES.get(name)):
+            nearest = _KEY.findall(here)
             hint = f", which other trainers have: here it is {here}."
             if here.startswith("nothing"):
                 hint = f", which other trainers have. Leave it out{here.removeprefix('nothing')}."

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
+from difflib import SequenceMatcher
 from functools import cache
 from types import UnionType
 from typing import Any, Literal, NamedTuple, Union, cast, get_args, get_origin, get_type_hints
@@ -134,3 +135,19 @@ def get_value(job: JobConfig, key: str) -> Any:
     for name in key.split("."):
         value = cast(Mapping[str, Any], value)[name] if isinstance(value, dict) else getattr(value, name)
     return value
+
+
+def find_nearest(key: str, candidates: Iterable[str]) -> list[str]:
+    """Up to three dotted candidates that `key` may have meant, all equally near; empty if none is near."""
+    section, _, name = key.rpartition(".")
+    scores: dict[str, float] = {}
+    for candidate in candidates:
+        its_section, _, its_name = candidate.rpartition(".")
+        likeness = SequenceMatcher(None, name, its_name).ratio()
+        if its_name.startswith(f"{name}_"):
+            likeness = 0.95  # enable: enable_profiling
+        # An exact name in another section beats a vague one here, but a near one here beats it.
+        scores[candidate] = likeness + 0.2 * SequenceMatcher(None, section, its_section).ratio()
+    best = max(scores.values())
+    nearest = [candidate for candidate, score in scores.items() if score == best]
+    return nearest if best >= 0.8 and len(nearest) <= 3 else []

@@ -23,7 +23,16 @@ from titanlite.launch.notices import read_restart
 _WRITTEN = (".jsonl", ".json", ".toml", ".txt")  # files of the run
 # A run that differs in one of these is another one.
 _BASE = "checkpoint.initial_load_path"
-_IDENTITY = ("training.objective", "data.converter", "data.dataset", "data.path", "data.subset", "data.split")
+_IDENTITY = (
+    _BASE,
+    "training.objective",
+    "lora.rank",
+    "data.converter",
+    "data.dataset",
+    "data.path",
+    "data.subset",
+    "data.split",
+)
 EVENTS_FILE = "events.jsonl"
 _state: dict[str, AppendedFile] = {}
 _CONFIG, _NEXT_CONFIG = "config.toml", "config.next.toml"  # of the run in a folder, and of one that is being built
@@ -110,7 +119,7 @@ def make_dump_folder(job: JobConfig, folder: Path) -> dict[str, tuple[Any, Any]]
 def get_identity(job: JobConfig) -> dict[str, str]:
     """The settings that tell a run from others, by key; a model of the hub by its id and commit."""
     share = job.data.validation_share
-    settings = {key: get_value(job, key) for key in _IDENTITY}
+    settings = {key: str(get_value(job, key)) for key in _IDENTITY}
     settings["data.validation_share"] = "" if share is None else f"{share:g}"
     base = base_model_of(job.checkpoint.initial_load_path)
     return settings | ({_BASE: f"{base.name}@{base.revision}"} if base and base.on_hub else {})
@@ -139,12 +148,17 @@ def check_same_run(
         now = get_identity(job)
         pairs = {key: (before[key], now[key]) for key in now if key in before} if before else changes
         others = {key: pairs[key] for key in _IDENTITY if key in pairs}
-        return format_changes({key: pair for key, pair in others.items() if not _is_same(*pair)})
+        return format_changes({key: pair for key, pair in others.items() if not _is_same(*map(str, pair))})
 
     text = on_first_rank(find)
-    if text and (job.checkpoint.resume == "auto" or step >= asked):
+    never = "lora.rank" in text  # its weights do not fit
+    if text and (job.checkpoint.resume == "auto" or step >= asked or never):
         weights = Path(folder) / job.checkpoint.folder / f"step-{step}"
-        forced = f", or train {asked - step} more steps in it with --checkpoint.resume=force" if step < asked else ""
+        forced = (
+            f", or train {asked - step} more steps in it with --checkpoint.resume=force"
+            if step < asked and not never
+            else ""
+        )
         raise ConfigError(
             f"checkpoint: {folder} holds another run, at step {step}: {text}. Set another job.dump_folder to begin "
             f"anew, there with model.path = {weights} to begin with its weights{forced}."

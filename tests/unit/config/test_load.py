@@ -311,10 +311,6 @@ def test_override_wins_over_the_file_and_the_last_one_over_others() -> None:
         ("--compile.enable=Off", "compile.enable = Off is not a bool. Write false."),
         ("--compile.enable=maybe", "compile.enable = maybe is not a bool. Write true or false."),
         (
-            "--training.dtype=bf16",
-            'training.dtype = "bf16" is not one of "float32", "bfloat16"; did you mean "bfloat16"?',
-        ),
-        (
             "--data.dataset=c4",
             'data.dataset = "c4" is not one of "stdlib", "text", "examples", "images", "none". For your own '
             "data set data.path: a file, folder or hub id.",

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from titanlite.base.errors import ConfigError
 from titanlite.config import JobConfig
-from titanlite.metrics.run_folder import _is_same, get_identity
+from titanlite.metrics.run_folder import _is_same, check_same_run, get_identity
 
 SNAPSHOT = "/root/.cache/huggingface/hub/models--Qwen--Qwen3-8B/snapshots/0123abc"
 
@@ -41,3 +42,28 @@ def test_a_model_of_the_hub_is_known_by_its_id() -> None:
     job = JobConfig()
     job = replace(job, checkpoint=replace(job.checkpoint, initial_load_path=SNAPSHOT))
     assert get_identity(job)["checkpoint.initial_load_path"] == "Qwen/Qwen3-8B@0123abc"
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "value", "can_be_forced"),
+    [
+        ("checkpoint", "initial_load_path", "other", True),
+        ("training", "objective", "dpo", True),
+        ("data", "path", "other.jsonl", True),
+        ("lora", "rank", 8, False),
+    ],
+)
+def test_another_run_is_refused(section: str, name: str, value: object, can_be_forced: bool) -> None:
+    job = JobConfig()
+    before = get_identity(job)
+    check_same_run(job, {}, 3, before)
+    setattr(getattr(job, section), name, value)
+    text = "" if can_be_forced else r"begin with its weights\.$"
+    with pytest.raises(ConfigError, match=rf"holds another run, at step 3: {section}\.{name} .*{text}"):
+        check_same_run(job, {}, 3, before)
+    job.checkpoint.resume = "force"
+    if can_be_forced:
+        check_same_run(job, {}, 3, before)
+        return
+    with pytest.raises(ConfigError, match="holds another run"):
+        check_same_run(job, {}, 3, before)

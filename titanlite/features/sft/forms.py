@@ -167,6 +167,12 @@ def _parse_messages(row: dict[str, Any]) -> Chat:
 
 
 def _parse_prompt_completion(row: dict[str, Any]) -> Chat | Plain:
+    if isinstance(row.get("label"), bool):
+        raise RowError(
+            "label",
+            "prompt, completion and a label that is true or false are of KTO: answers that are not wanted would be "
+            "imitated. Keep those with true and remove 'label', or write pairs of chosen and rejected.",
+        )
     prompt, completion = (_unpack(row, name) for name in ("prompt", "completion"))
     kinds = {type(prompt), type(completion)}
     if kinds == {str, list}:

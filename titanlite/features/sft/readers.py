@@ -34,6 +34,7 @@ _BUFFER_BYTES = 2**16  # with the default of 8 KiB, skipping lines of 3 KB takes
 _MARK_BYTES = 2**26  # skipped in 0.02 s; the index of a file of 1 TB is then 400 KB
 _BATCH_ROWS = 256  # of Parquet, in memory at once as Python objects
 _MOST_ARRAY_BYTES = 2**30  # of a .json file with an array, which is read at once
+_UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # as some editors write
 
 
@@ -88,6 +89,10 @@ def _read_jsonl(file: Path, start: int, marks: Sequence[Mark]) -> _Numbered:
             num_to_skip -= 1
         elif isinstance(line, int):
             yield number, too_long("line", line)
+        elif number == 1 and line.startswith(_UTF_16):
+            text = f"the file is UTF-16. Convert it: iconv -f UTF-16 -t UTF-8 {file.name} > converted{file.suffix}"
+            yield 0, RowError("not UTF-8", f"{text}.")
+            return
         else:
             text = line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line
             try:
@@ -247,6 +252,9 @@ def _read_csv(file: Path) -> _Numbered:
                 continue
             if header is None:
                 header = cells
+                if len(cells) == 1 and ";" in cells[0]:
+                    yield number, RowError("invalid CSV", "columns are separated by ';'. Write ',' between them.")
+                    return
             else:
                 yield number, _csv_row(header, cells)
 

@@ -403,7 +403,7 @@ def test_settings_of_examples_are_refused_elsewhere() -> None:
     assert check_values(job) == []
     job.data.packing, job.data.format = False, "text"
     assert check_values(job) == [
-        'data.format, data.packing have an effect on data.dataset = "examples" only. Set that, or remove them.'
+        'data.format has an effect on data.dataset = "examples" only. Set that, or remove them.'
     ]
     job.data = DataSection(dataset="examples")
     assert check_values(job) == [

@@ -1,5 +1,6 @@
 """A template that loops, nests or fills the memory is its row's error, in any thread, and leaves nothing behind."""
 
+import argparse
 import os
 import time
 import warnings
@@ -71,10 +72,13 @@ def test_a_row_whose_template_loops_is_named_and_the_next_is_encoded(
     assert len(first) == len(last) == 1
 
 
+_OPTIONS = argparse.Namespace(chat_template_kwargs="", tools=None, system=None)
+
+
 def test_every_way_to_a_template_has_the_limit(folder: Path, soon: None, tmp_path: Path) -> None:
     template = ENDLESS["loops"]
     with pytest.raises(DataError, match=r"generate: --chat: .* may loop without end"):
-        _encode(with_template(folder, template), "what", chat=True)
+        _encode(with_template(folder, template), "what", chat=True, options=_OPTIONS)
     assert get_end_of_turn_ids(with_template(folder, template)) == []
     processor = load_processor(str(folder))
     processor.chat_template = template

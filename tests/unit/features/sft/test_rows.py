@@ -110,7 +110,9 @@ def test_bytes_that_are_not_utf8(make_job: MakeJob) -> None:
     with pytest.raises(DataError, match=rf"rows\.jsonl, line 3: byte {start + 12} of the file is not UTF-8"):
         build_data(job, 0, 1)
     file.write_bytes(json.dumps(GOOD).encode("utf-16"))
-    with pytest.raises(DataError, match=r"rows\.jsonl, line 1: byte 0 of the file is not UTF-8"):
+    with pytest.raises(
+        DataError, match=r"rows\.jsonl: the file is UTF-16\. Convert it: iconv -f UTF-16 -t UTF-8 rows\.jsonl > "
+    ):
         build_data(job, 0, 1)
 
 

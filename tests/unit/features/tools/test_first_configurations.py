@@ -23,6 +23,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     "completions": [{"prompt": "a", "completion": "b"}] * 30,
     "pairs": [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 30,
     "gsm": [{"q": "a", "a": "b"}] * 30,
+    "kto": [{"prompt": "a", "completion": "b", "label": False}] * 30,
 }
 MODEL = '[model]\npath = "model"\n'
 SHORT = "[training]\nseq_len = 64\nsteps = 10\n"
@@ -56,6 +57,9 @@ def run(
         dataset.to_parquet("alpaca.parquet")
         dataset.to_csv("alpaca.csv")
         datasets.DatasetDict({"train": dataset}).save_to_disk("saved")
+        Path("rows.zip").write_bytes(b"PK")
+        Path("rows.tsv").write_text("a\tb\n")
+        Path("rows").write_text('{"text": "a"}\n')
         for name, text in {"book.txt": "one two " * 99, "books/a.txt": "one", "notes/a.md": "one"}.items():
             Path(name).parent.mkdir(exist_ok=True)
             Path(name).write_text(text)
@@ -87,6 +91,12 @@ TRAINED = {
     "books": (data("books"), ["books, text, 1 files"]),
     "markdown": (data("notes", 'pattern = "*.md"'), ["notes, text, 1 files"]),
     "dpo": (data("pairs.jsonl") + 'objective = "dpo"\n', ["form preference", "dpo, 10 steps", "lr 5e-07"]),
+    "an objective in capitals": (data("pairs.jsonl") + 'objective = "DPO"\n', ["dpo, 10 steps"]),
+    "lora as in PEFT": (
+        data("chats.jsonl") + '[lora]\nrank = 8\ntargets = ["q_proj", "v_proj"]\n',
+        ["adapters of rank 8"],
+    ),
+    "all linear": (data("chats.jsonl") + '[lora]\nrank = 8\ntargets = "all-linear"\n', ["adapters of rank 8"]),
     "lora": (data("chats.jsonl") + "[lora]\nrank = 8\n", ["adapters of rank 8", "lr 0.0002", "of them trained"]),
     "epochs": (f'{MODEL}[data]\npath = "chats.jsonl"\n[training]\nseq_len = 64\nepochs = 3\n', ["3 epochs"]),
     "new": (f"{NEW}{SHORT}", ["random weights", "standard library", "lr 0.0003, weight decay 0.1, beta2 0.95"]),
@@ -176,6 +186,17 @@ REFUSED = {
     "YAML": ("model:\n  path: model\n", ["not valid TOML", "Write sections as [model]"]),
     "a section in capitals": ('[Model]\npath = "model"\n', ["did you mean 'model'?"]),
     "adapters without a rank": (data("chats.jsonl") + "[lora]\nalpha = 32\n", ["Set lora.rank"]),
+    "adapters by their default": (data("chats.jsonl") + "[lora]\nalpha = 16\n", ["Set lora.rank"]),
+    "labels of KTO": (data("kto.jsonl"), ["lines 1-30: ", "are of KTO"]),
+    "a packed file": (data("rows.zip"), ["is packed. Unpack it"]),
+    "tabs": (data("rows.tsv"), ["Write rows as .jsonl, .csv or .parquet"]),
+    "JSON without an ending": (data("rows"), ["Rename it to .jsonl"]),
+    "an objective of TRL": (data("chats.jsonl") + 'objective = "sft"\n', ['did you mean "next_token"?']),
+    "an optimizer of axolotl": (
+        data("chats.jsonl") + '[optimizer]\nname = "adamw_torch"\n[lr_scheduler]\ntype = "cosine"\n',
+        ['did you mean "AdamW"?', "here it is lr_scheduler.decay_type"],
+    ),
+    "a form of axolotl": (data("chats.jsonl", 'type = "sharegpt"'), ["here it is data.format"]),
 }
 
 
