@@ -200,7 +200,7 @@ def build_data(job: JobConfig, dp_rank: int, dp_degree: int) -> tuple[Any, Train
 
 
 def _read_data(job: JobConfig, model_config: AnyModelConfig, dims: ParallelDims) -> tuple[JobConfig, Any, TrainLoader]:
-    """The job with its number of steps, the tokenizer, and the batches of this rank."""
+    """Return the job with its number of steps, the tokenizer, and the batches of this rank."""
     job = resolve_held_out(job)
     tokenizer, loader = build_data(job, dims.dp_rank, dims.degrees.dp)
     job = resolve_steps(job, loader)

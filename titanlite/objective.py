@@ -44,7 +44,7 @@ class Objective(Protocol):
         ...
 
     def __call__(self, model: Model, batch: Batch) -> ObjectiveSums:
-        """The sums over `batch`. Collective: runs the sharded model; every rank must call."""
+        """Return the sums over `batch`. Collective: runs the sharded model; every rank must call."""
         ...
 
 

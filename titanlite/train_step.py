@@ -219,7 +219,7 @@ class TrainStep:
         return units, num_tokens
 
     def scaled_loss(self, losses: ObjectiveSums, units: torch.Tensor, num_tokens: torch.Tensor) -> torch.Tensor:
-        """What backward of a micro-batch begins with: its share of the mean over the global batch.
+        """Return what backward of a micro-batch begins with: its share of the mean over the global batch.
 
         Routers balance all tokens, those of a prompt too: a mean over what has labels would weigh balance more, the
         less of a chat is trained.
@@ -227,7 +227,7 @@ class TrainStep:
         return losses.loss / units + losses.aux / num_tokens
 
     def sums_here(self, losses: ObjectiveSums, chunk: int) -> torch.Tensor:
-        """What this rank adds to the sums of loss, balance losses and metrics, on the device.
+        """Return what this rank adds to the sums of loss, balance losses and metrics, on the device.
 
         cp and tp ranks hold the same losses, but the balance losses of their own positions; and each chunk of a
         pipeline stage those of its own layers, while only the last one of all has losses.
@@ -288,7 +288,7 @@ class TrainStep:
         )
 
     def _extra_metrics(self, result: StepResult) -> dict[str, float]:
-        """What this run has beside the loss, for the log. Synchronizes."""
+        """Return what this run has beside the loss, for the log. Synchronizes."""
         found = dict(zip(self.objective.metric_names, result.metrics.tolist(), strict=True))
         if self.job.training.on_nonfinite == "skip":
             found["nonfinite_steps"] = float(self.finite_guard.total)

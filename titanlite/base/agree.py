@@ -35,7 +35,7 @@ def raise_together(
 
 
 def gather_objects(value: _T, group: dist.ProcessGroup | None = None) -> list[_T]:
-    """The small objects of all ranks, in their order.
+    """Return the small objects of all ranks, in their order.
 
     Collectives: one all-gather over `group` (the default one), if there is one; every rank must call.
     """
@@ -47,7 +47,7 @@ def gather_objects(value: _T, group: dist.ProcessGroup | None = None) -> list[_T
 
 
 def merge_problems(gathered: Sequence[Sequence[str]]) -> list[str]:
-    """The problems of all ranks, each once, with the ranks that have it."""
+    """Return the problems of all ranks, each once, with the ranks that have it."""
     ranks_of: defaultdict[str, list[int]] = defaultdict(list)
     for rank, problems in enumerate(gathered):
         for problem in problems:
@@ -58,7 +58,7 @@ def merge_problems(gathered: Sequence[Sequence[str]]) -> list[str]:
 
 
 def new_host_group(timeout: timedelta) -> dist.ProcessGroup:
-    """A group of all ranks, on the host, whose collectives wait that long. Collective: every rank must call."""
+    """Return a group of all ranks, on the host, whose collectives wait that long. Collective: every rank must call."""
     group = dist.new_group(backend="gloo", timeout=timeout)
     assert isinstance(group, dist.ProcessGroup), "every rank is a member"
     return group
@@ -70,7 +70,7 @@ def list_ranks(ranks: Sequence[int]) -> str:
 
 
 def on_first_rank(function: Callable[[], _T], group: dist.ProcessGroup | None = None) -> _T:
-    """What `function()` returns on rank 0, on all ranks; its `TitanliteError` is raised on all of them.
+    """Return what `function()` returns on rank 0, on all ranks; its `TitanliteError` is raised on all of them.
 
     Collectives: one broadcast of the pickled result over `group` (the default one); every rank must call.
     """
@@ -110,12 +110,12 @@ def failing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
 
 
 def get_rank() -> int:
-    """This rank's number, also before it has joined the others."""
+    """Return this rank's number, also before it has joined the others."""
     return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
 
 
 def is_lost_peer(error: Exception) -> bool:
-    """True if a collective failed because another rank is gone or hangs."""
+    """Return True if a collective failed because another rank is gone or hangs."""
     text = str(error)
     if isinstance(error, dist.DistBackendError) and "gloo" not in text:
         # NCCL: a rank's own trouble (memory, /dev/shm, two ranks on one GPU) is reported as any error is.

@@ -21,7 +21,7 @@ _folders: list[Path] = []  # of configuration files, the latest first
 
 
 def is_extension(value: object) -> bool:
-    """True for text of the form "package.module:name"."""
+    """Return True for text of the form "package.module:name"."""
     return isinstance(value, str) and _NAME.fullmatch(value) is not None
 
 

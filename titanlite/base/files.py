@@ -25,7 +25,7 @@ _KINDS = {
 
 
 def check_regular(path: str | Path) -> os.stat_result:
-    """The status of a regular file; a link to one is one.
+    """Return the status of a regular file; a link to one is one.
 
     Raises:
         OSError: there is none, or `path` is a folder, a pipe, a device or a socket; `strerror` says which.
@@ -64,7 +64,7 @@ def open_regular(path: str | Path, mode: str = "rb", **options: Any) -> IO[Any]:
 
 
 def read_regular(path: str | Path, most_bytes: int | None = None) -> bytes:
-    """The content of a regular file.
+    """Return the content of a regular file.
 
     Raises:
         OSError: as `open_regular`, or it has more than `most_bytes`.
@@ -85,7 +85,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object whose names differ; of two equal ones some readers take the first, others the last."""
+    """Return a JSON object whose names differ; of two equal ones some readers take the first, others the last."""
     table = dict(pairs)
     if len(table) < len(pairs):
         counts = Counter(name for name, _ in pairs)
@@ -94,7 +94,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_json(path: str | Path) -> Any:
-    """The content of a JSON file in UTF-8, of at most 256 MiB.
+    """Return the content of a JSON file in UTF-8, of at most 256 MiB.
 
     Raises:
         OSError: as `read_regular`.
@@ -181,5 +181,5 @@ def sync(path: Path) -> None:
 
 
 def is_full(error: OSError) -> bool:
-    """True if there is no space, or not for this user or file: what may be better later."""
+    """Return True if there is no space, or not for this user or file: what may be better later."""
     return error.errno in _NO_SPACE

@@ -112,7 +112,7 @@ class FolderLock:
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-    """True unless somebody has removed the open file, or put another one in its place."""
+    """Return True unless somebody has removed the open file, or put another one in its place."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except OSError:

@@ -21,7 +21,7 @@ _OWN_IMPLEMENTATIONS = (None, "eager", "sdpa")
 
 
 def load_from_folder(name: str, folder: str | Path) -> Any:
-    """What the class `name` of transformers, such as AutoTokenizer, makes of the files in a local folder.
+    """Return what the class `name` of transformers, such as AutoTokenizer, makes of the files in a local folder.
 
     Raises:
         OSError: a file of the folder is no regular one, or has more than 256 MiB of text.
@@ -39,7 +39,7 @@ def load_from_folder(name: str, folder: str | Path) -> Any:
 
 
 def load_tokenizer_file(file: Path) -> Any:
-    """The tokenizer of a single tokenizer.json; raises as `load_from_folder`."""
+    """Return the tokenizer of a single tokenizer.json; raises as `load_from_folder`."""
     from transformers import PreTrainedTokenizerFast
 
     _check_file(file)
@@ -47,7 +47,7 @@ def load_tokenizer_file(file: Path) -> Any:
 
 
 def build_config(hf: Mapping[str, Any]) -> Any:
-    """The configuration object of `hf`, the content of a config.json whose model_type transformers knows.
+    """Return the configuration object of `hf`, the content of a config.json whose model_type transformers knows.
 
     Raises:
         Exception: of any kind, what transformers raises.
@@ -58,7 +58,7 @@ def build_config(hf: Mapping[str, Any]) -> Any:
 
 
 def decode_floats(value: Any) -> Any:
-    """A copy of a JSON value, with numbers for what transformers writes as {"__float__": "Infinity"}."""
+    """Return a copy of a JSON value, with numbers for what transformers writes as {"__float__": "Infinity"}."""
     if isinstance(value, Mapping):
         tag = value.get("__float__", "") if len(value) == 1 else ""
         if tag in ("Infinity", "-Infinity", "NaN"):
@@ -68,7 +68,7 @@ def decode_floats(value: Any) -> Any:
 
 
 def build_from_config(cls: Any, config: Any, dtype: Any) -> Any:
-    """A model of the class `cls` from a configuration of `build_config`."""
+    """Return a model of the class `cls` from a configuration of `build_config`."""
     return cls._from_config(config, dtype=dtype)
 
 

@@ -100,7 +100,7 @@ def open_console(*, goes_on: bool) -> None:
 
 
 def raw_output() -> TextIO:
-    """Standard output for what draws on the terminal: colors and bars, and no text that was not escaped."""
+    """Return standard output for what draws on the terminal: colors and bars, and no text that was not escaped."""
     stream = sys.stdout
     while (inner := getattr(stream, "raw_stream", None)) is not None:  # a bar may be in between
         stream = inner

@@ -34,7 +34,7 @@ def _scale(number: float, *units: tuple[str, float]) -> str:
 
 
 def texts_between_numbers(name: str) -> tuple[str, ...]:
-    """What names of the same tensor in different layers and experts have in common; the key to fold them by."""
+    """Return what names of the same tensor in different layers and experts have in common; the key to fold them by."""
     return tuple(_NUMBER.split(name)[::2])
 
 

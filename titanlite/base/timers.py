@@ -65,7 +65,7 @@ class StepTimer:
         self._collect(wait=False)
 
     def mark(self) -> _Mark:
-        """This point in time, on the current stream."""
+        """Return this point in time, on the current stream."""
         if not self._is_cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -143,7 +143,7 @@ def activate(timer: StepTimer) -> None:
 
 
 def get_active() -> StepTimer | None:
-    """The timer that collectives count for, if any."""
+    """Return the timer that collectives count for, if any."""
     return _active[0] if _active else None
 
 

@@ -14,7 +14,7 @@ LINK = "best"
 
 
 def read_best(folder: Path) -> int | None:
-    """The step that `folder`/best leads to, complete or not; None if there is no such link."""
+    """Return the step that `folder`/best leads to, complete or not; None if there is no such link."""
     try:
         target = os.readlink(folder / LINK)
     except OSError:  # not there, or not a link

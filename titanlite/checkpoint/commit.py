@@ -105,7 +105,7 @@ def commit_folder(
 
 
 def _new_token() -> str:
-    """A part of a hidden folder's name that no other process has: the machine, and random digits."""
+    """Return a part of a hidden folder's name that no other process has: the machine, and random digits."""
     return f"{_machine()}~{secrets.token_hex(4)}"
 
 
@@ -232,7 +232,7 @@ def check_folder(folder: Path, *, checksums: bool = False, share: tuple[int, int
 
 
 def _find_unlisted(names: Iterable[str]) -> list[str]:
-    """A problem if the files `names` have no weights among them, or if numbered ones are not all there."""
+    """Return a problem if the files `names` have no weights among them, or if numbered ones are not all there."""
     weights = [name for name in names if any(fnmatchcase(name, pattern) for pattern in _WEIGHTS)]
     if not weights:
         return [f"{MANIFEST_FILE} lists no weights: a process that was disturbed has saved it."]
@@ -268,7 +268,7 @@ def step_folder(folder: Path, step: int) -> Path:
 
 
 def find_complete_before(folder: Path, step: int) -> int | None:
-    """The newest complete checkpoint of before `step`, by its number; None if there is none."""
+    """Return the newest complete checkpoint of before `step`, by its number; None if there is none."""
     return next(
         (s for s in reversed(list_steps(folder)) if s < step and not check_folder(step_folder(folder, s))), None
     )
@@ -302,7 +302,7 @@ def clean_up(folder: Path) -> None:
 
 
 def _is_in_use(path: Path, token: str | None) -> bool:
-    """True if the process whose hidden folder `path` is may be alive: it holds a lock on the one that it writes.
+    """Return True if the process whose hidden folder `path` is may be alive: it holds a lock on the one that it writes.
 
     Where locks are not known, or may not be seen from this machine, it is if the folder changed lately.
     """

@@ -100,7 +100,7 @@ def describe_model(
 
 
 def render(write: Callable[[Path], None]) -> dict[str, bytes]:
-    """The content, by file name, of what `write` writes into an empty folder.
+    """Return the content, by file name, of what `write` writes into an empty folder.
 
     Raises:
         CheckpointError: whatever it raises, so that it can be raised on all ranks.
@@ -156,7 +156,7 @@ def write_config(folder: Path, config: AnyModelConfig, tokenizer: Any, dtype: to
 
 
 def _native_config(config: ModelConfig, tokenizer: Any, dtype: torch.dtype, assets: Path | None) -> Any:
-    """Transformers' configuration of the model, which it has accepted.
+    """Return Transformers' configuration of the model, which it has accepted.
 
     Raises:
         CheckpointError: it refuses values; names each with the file that it is from.
@@ -200,7 +200,7 @@ def _build(family: str, values: Mapping[str, Any], is_given: bool) -> Any:
 def _values_of(
     config: ModelConfig, tokenizer: Any, assets: Path | None
 ) -> tuple[dict[str, Any], dict[str, str | Path]]:
-    """What config.json is to say, and which file or setting the keys are from that are not `[model]`'s own.
+    """Return what config.json is to say, and which file or setting the keys are from that are not `[model]`'s own.
 
     The original config.json counts where titanlite has no setting for a key.
     """
@@ -238,7 +238,7 @@ def _add_end_of_turn(path: Path, ids: Sequence[int]) -> None:
 
 
 def _transformers_config(config: TransformersConfig, dtype: torch.dtype) -> Any:
-    """The configuration that the model was built from, with the dtype of what is saved."""
+    """Return the configuration that the model was built from, with the dtype of what is saved."""
     hf_config, _ = load_config_and_class(config.hf, config.family)
     hf_config.architectures, hf_config.dtype = [config.architecture], dtype
     vars(hf_config).pop("auto_map", None)  # names files with code, which are not written

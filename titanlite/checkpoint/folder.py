@@ -74,7 +74,7 @@ def read_model_headers(folder: Path) -> Stored:
 
 
 def how_to_finish(folder: Path) -> str:
-    """What to do with a checkpoint whose weights could not be saved in their own form; empty if they were."""
+    """Return what to do with a checkpoint whose weights could not be saved in their own form; empty if they were."""
     if not any((folder / OWN_FOLDER).glob(UNFINISHED_FILES)):
         return ""
     if (folder / ADAPTER_CONFIG).exists():
@@ -83,7 +83,7 @@ def how_to_finish(folder: Path) -> str:
 
 
 def read_headers(files: Iterable[Path], where: str) -> Stored:
-    """The tensors of `files` together.
+    """Return the tensors of `files` together.
 
     Raises:
         CheckpointError: a file is missing or damaged, or two files have the same key. Lists all problems.
@@ -105,7 +105,7 @@ def read_headers(files: Iterable[Path], where: str) -> Stored:
 
 
 def read_json(path: Path, where: str) -> dict[str, Any]:
-    """The JSON object in `path`.
+    """Return the JSON object in `path`.
 
     Raises:
         CheckpointError: it cannot be read, because of the OSError that is its cause, or is no JSON object.

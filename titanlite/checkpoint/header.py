@@ -58,7 +58,7 @@ class StoredTensor(NamedTuple):
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of the safetensors file `path` by key, in the order of their bytes. Reads the header only.
+    """Return the tensors of the safetensors file `path` by key, in the order of their bytes. Reads the header only.
 
     Raises:
         CheckpointError: `path` cannot be read, is no regular file, is shorter than its header says, or its header is
@@ -110,7 +110,7 @@ def shown(text: object) -> str:
 
 
 def _read_text(path: Path) -> tuple[bytes, int]:
-    """The header's JSON and the size of the file."""
+    """Return the header's JSON and the size of the file."""
     where = f"checkpoint {path}"
     try:
         # O_NONBLOCK: opening a named pipe would wait for a writer.
@@ -180,7 +180,7 @@ def _table(pairs: list[tuple[str, Any]]) -> Table:
 
 
 def find_twice(value: Any) -> str | None:
-    """A name that an object in `value`, of `parse_json`, has twice, however deep it lies; or None."""
+    """Return a name that an object in `value`, of `parse_json`, has twice, however deep it lies; or None."""
     waiting = [value]
     while waiting:
         part = waiting.pop()

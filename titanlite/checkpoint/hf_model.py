@@ -96,7 +96,7 @@ def save_hf_model(
 
 
 def index_of(files: Sequence[FileLayout]) -> dict[str, bytes]:
-    """The index of the model's `files` by its file name, if there are several."""
+    """Return the index of the model's `files` by its file name, if there are several."""
     models = [file for file in files if "/" not in file.name]
     if len(models) < 2:
         return {}
@@ -176,7 +176,7 @@ def model_files(plan: Plan, config: AnyModelConfig, dtype: torch.dtype, *, exact
 
 
 def _own_format(plan: Plan) -> Any:
-    """The `Model.checkpoint_format` of the planned model; None: the native one."""
+    """Return the `Model.checkpoint_format` of the planned model; None: the native one."""
     return getattr(plan.model, "checkpoint_format", None)
 
 

@@ -34,7 +34,7 @@ class Piece:
 
 
 def is_sidecar(name: str, family: Family) -> bool:
-    """True if Hugging Face's architecture has no place for the tensor `name`."""
+    """Return True if Hugging Face's architecture has no place for the tensor `name`."""
     return name.endswith(".expert_bias") and family.expert_bias_key is None
 
 

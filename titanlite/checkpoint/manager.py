@@ -99,7 +99,7 @@ class Checkpointer:
         return self._format.sources(step_folder(self.folder, self.start.step), model)
 
     def initial_sources(self, model: Model) -> list[SourceProvider]:
-        """What a new run begins with: a pretrained model, or nothing."""
+        """Return what a new run begins with: a pretrained model, or nothing."""
         return self._format.initial_sources(model)
 
     def load_state(self, plan: Plan, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
@@ -108,7 +108,7 @@ class Checkpointer:
             load_state(step_folder(self.folder, self.start.step), plan, optimizer, device)
 
     def _find(self) -> Progress | None:
-        """The checkpoint to resume from; rank 0 chooses, all ranks help with checksums."""
+        """Return the checkpoint to resume from; rank 0 chooses, all ranks help with checksums."""
         refused: list[int] = []
         while True:
             step, newest = on_first_rank(lambda: self._choose(refused), self.group)
@@ -185,7 +185,7 @@ class Checkpointer:
         self._record("damaged", text, -1)
 
     def _damages(self, folder: Path) -> list[str]:
-        """What the checksums of all files say; every rank reads its share of them."""
+        """Return what the checksums of all files say; every rank reads its share of them."""
         mine = check_folder(folder, checksums=True, share=(dist.get_rank(), dist.get_world_size()))
         return [problem for problems in gather_objects(mine, self.group) for problem in problems]
 
@@ -196,7 +196,7 @@ class Checkpointer:
         return section.enable and section.interval > 0 and step % section.interval == 0
 
     def has_saved(self, step: int) -> bool:
-        """True if the checkpoint of `step` is there: this run wrote it last, or resumed from it."""
+        """Return True if the checkpoint of `step` is there: this run wrote it last, or resumed from it."""
         return self._saved_step == step
 
     def prepare(self, model: Model, tokenizer: Any, end_of_turn_ids: Sequence[int] = ()) -> None:
@@ -346,7 +346,7 @@ class Checkpointer:
         )
 
     def agree(self, stop: bool) -> bool:
-        """True on all ranks if any of them says `stop`. Call after each step.
+        """Return True on all ranks if any of them says `stop`. Call after each step.
 
         Raises:
             CheckpointError: a save in the background failed, on all ranks at the same step, and

@@ -35,7 +35,7 @@ class Parts:
         self._group, self._failed = group, dict[str, str]()
 
     def attempt(self, part: str, build: Callable[[], _T]) -> _T | None:
-        """What `build` returns, or None on all ranks if it fails on any. Collective: every rank must call.
+        """Return what `build` returns, or None on all ranks if it fails on any. Collective: every rank must call.
 
         Raises:
             TransientError: `build` failed here alone, and the others wait in a collective of it for too long.
@@ -61,7 +61,7 @@ class Parts:
         return None if problems else result
 
     def attempt_here(self, part: str, build: Callable[[], dict[str, bytes]]) -> dict[str, bytes]:
-        """The files that `build` returns, on rank 0; elsewhere, or if it fails, none."""
+        """Return the files that `build` returns, on rank 0; elsewhere, or if it fails, none."""
         if dist.get_rank(self._group) == 0:
             try:
                 return build()
@@ -70,7 +70,7 @@ class Parts:
         return {}
 
     def explain(self, folder: Path) -> str:
-        """What failed of the checkpoint in `folder`, and how to go on; empty if nothing did."""
+        """Return what failed of the checkpoint in `folder`, and how to go on; empty if nothing did."""
         if not self._failed:
             return ""
         failed = "; ".join(f"{part} ({problem})" for part, problem in self._failed.items())

@@ -45,7 +45,7 @@ _FLAG, _OVERRIDE = "tie_word_embeddings", ", or in training model.overrides.tie_
 
 
 def weights_of(folder: Path, model: Model, *, exact: bool = False) -> Any:
-    """The weights of the Hugging Face model in `folder`, as a source for `materialize(model)`.
+    """Return the weights of the Hugging Face model in `folder`, as a source for `materialize(model)`.
 
     It has `untied`, what is wrong with tied tensors that are stored twice, by name.
 
@@ -60,7 +60,7 @@ def weights_of(folder: Path, model: Model, *, exact: bool = False) -> Any:
 
 
 def hf_checkpoint(folder: Path, config: ModelConfig, *, exact: bool = False) -> "HFCheckpoint":
-    """The weights of the Hugging Face model in `folder`, as a source for `materialize` of the native decoder.
+    """Return the weights of the Hugging Face model in `folder`, as a source for `materialize` of the native decoder.
 
     Rank 0 reads headers and index, and all ranks learn from it what is where. `expert_bias` that the architecture has
     no key for is taken from the folder's titanlite part, if it has one. So are, with `exact`, parameters that were
@@ -81,7 +81,7 @@ def hf_checkpoint(folder: Path, config: ModelConfig, *, exact: bool = False) -> 
 
 
 def _read_stored(folder: Path, exact: bool) -> tuple[Stored, dict[str, Any] | None]:
-    """What is in `folder`, as rank 0 sees it, and its quantization_config."""
+    """Return what is in `folder`, as rank 0 sees it, and its quantization_config."""
 
     def read() -> tuple[Stored, dict[str, Any] | None]:
         unfinished = sorted((folder / OWN_FOLDER).glob(UNFINISHED_FILES)) if exact else []
@@ -148,7 +148,7 @@ class HFCheckpoint:
         return claims
 
     def find_untied(self) -> dict[str, str]:
-        """What is wrong with a stored head that the model ties to the embedding: other values. By name."""
+        """Return what is wrong with a stored head that the model ties to the embedding: other values. By name."""
         places: dict[str, tuple[tuple[int, ...], Sequence[Placed]]] = {}
         for key in (_HEAD, _EMBEDDING):
             shape = self._stored.tensors[key].shape

@@ -64,7 +64,7 @@ def overlap(stored: Region, local: Region) -> Runs | None:
 
 
 def bytes_of(flat: torch.Tensor) -> memoryview:
-    """The memory of a contiguous one-dimensional CPU tensor."""
+    """Return the memory of a contiguous one-dimensional CPU tensor."""
     return flat.view(torch.uint8).numpy().data
 
 

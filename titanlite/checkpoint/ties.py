@@ -10,7 +10,7 @@ _CHUNK_ELEMENTS = 4 << 20
 
 
 def is_equal(first: Read, second: Read) -> bool:
-    """True if both hold the same values, whatever their dtypes. Streams: two chunks of 32 MiB are in memory.
+    """Return True if both hold the same values, whatever their dtypes. Streams: two chunks of 32 MiB are in memory.
 
     What can only be read whole, is: its reader converts it anyway.
     """

@@ -90,7 +90,7 @@ class Progress:
 
 
 def find_progress(folder: Path, load_step: int = -1) -> Progress | None:
-    """The state that a run with its checkpoints in `folder` would resume from; None: none.
+    """Return the state that a run with its checkpoints in `folder` would resume from; None: none.
 
     As `Checkpointer` finds it, but from one process, without checksums, and nothing is renamed or removed.
 
@@ -137,7 +137,7 @@ def resolve_held_out(job: JobConfig) -> JobConfig:
 
 
 def find_missing_state(folder: Path) -> list[str]:
-    """A problem for each file without which a run cannot resume from the checkpoint in `folder`."""
+    """Return a problem for each file without which a run cannot resume from the checkpoint in `folder`."""
     needed = (STATE_FILE, f"{_RNG}.safetensors")
     return [f"{name}: missing, a run cannot resume without it." for name in needed if not (folder / name).exists()]
 
@@ -147,7 +147,7 @@ _SERIES_VALUES = ("first", "last", "best", "reference")
 
 
 def _is_series(table: Any) -> bool:
-    """True for what `titanlite.metrics.results` writes: these keys, and values that are numbers or null."""
+    """Return True for what `titanlite.metrics.results` writes: these keys, and values that are numbers or null."""
     return (
         isinstance(table, dict)
         and table.keys() == {*_SERIES, *_SERIES_VALUES}

@@ -157,7 +157,7 @@ def write_items(folder: Path, files: Sequence[FileLayout], text: str) -> dict[st
 
 
 def header_crcs(files: Iterable[FileLayout]) -> dict[str, int]:
-    """The share of each header in the CRC-32 of its file."""
+    """Return the share of each header in the CRC-32 of its file."""
     return {
         file.name: combine(
             np.array([zlib.crc32(file.header)], dtype=np.uint32), np.array([file.nbytes - len(file.header)])

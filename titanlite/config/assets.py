@@ -43,7 +43,7 @@ class BaseModel:
 
 
 def base_model_of(path: str) -> BaseModel | None:
-    """What `checkpoint.initial_load_path`, by now a local folder, was; None for random weights."""
+    """Return what `checkpoint.initial_load_path`, by now a local folder, was; None for random weights."""
     if not path:
         return None
     if match := _HUB_CACHE.search(Path(path).as_posix()):
@@ -87,12 +87,12 @@ def resolve_assets(job: JobConfig, *, weights: bool = True) -> JobConfig:
 
 
 def weights_key(job: JobConfig) -> str:
-    """The setting that names the weights a run begins with, as the user wrote it."""
+    """Return the setting that names the weights a run begins with, as the user wrote it."""
     return "model.path" if job.model.path else "checkpoint.initial_load_path"
 
 
 def assets_key(job: JobConfig) -> str:
-    """The setting that names the folder with config.json and tokenizer, as the user wrote it."""
+    """Return the setting that names the folder with config.json and tokenizer, as the user wrote it."""
     if job.model.path:
         return "model.path"
     same = job.model.hf_assets_path == job.checkpoint.initial_load_path
@@ -134,7 +134,7 @@ def find_missing_files(job: JobConfig) -> list[str]:
 
 
 def suggest_path(key: str, name: str) -> str:
-    """What to write where there is nothing at the path `name`."""
+    """Return what to write where there is nothing at the path `name`."""
     if match := _HUB_ADDRESS.match(name):
         return f'Of the Hugging Face hub give the id: {key} = "{match[1]}".'
     folder, pattern = os.path.split(name)
@@ -145,7 +145,7 @@ def suggest_path(key: str, name: str) -> str:
 
 
 def find_missing_packages(job: JobConfig) -> list[str]:
-    """A problem for each package that is needed for a setting alone, and is not installed."""
+    """Return a problem for each package that is needed for a setting alone, and is not installed."""
     if not job.metrics.enable_wandb or importlib.util.find_spec("wandb") is not None:
         return []
     return [
@@ -202,7 +202,7 @@ def local_folder(key: str, name: str, *, weights: bool) -> str:
 
 
 def _get_remedy(error: Exception) -> str:
-    """What helps against an error of the hub."""
+    """Return what helps against an error of the hub."""
     status = getattr(getattr(error, "response", None), "status_code", None)
     if status in (401, 403):
         return (
@@ -223,5 +223,5 @@ def public_name(text: str) -> str:
 
 
 def _is_path(text: str) -> bool:
-    """True for what names a place on this machine, and not a repository, a pattern or a mode."""
+    """Return True for what names a place on this machine, and not a repository, a pattern or a mode."""
     return text.startswith(("/", "~", "./", "../")) or (not is_hub_id(text) and "/" in text)

@@ -143,7 +143,7 @@ class DataSection:
 
 
 def holds_rows(name: str) -> bool:
-    """True for the name of a file of rows, packed or not."""
+    """Return True for the name of a file of rows, packed or not."""
     for packed in (".gz", ".zst"):
         name = name.removesuffix(packed)
     return name.endswith((".jsonl", ".json", ".parquet", ".csv", ".arrow"))
@@ -160,13 +160,13 @@ def get_sources(data: DataSection) -> dict[str, DataSection]:
 
 
 def get_source_key(data: DataSection, source: str, name: str) -> str:
-    """The key of setting `name` of a source: where it is set, which may be `[data]`."""
+    """Return the key of setting `name` of a source: where it is set, which may be `[data]`."""
     own = source and name in _get_given(data.sources[source])
     return f"data.sources.{source}.{name}" if own else f"data.{name}"
 
 
 def get_fields(data: DataSection, key: str = "data.fields") -> dict[str, str]:
-    """The column of each field that `data.fields` or `data.text_field` names; `key` is where they are set.
+    """Return the column of each field that `data.fields` or `data.text_field` names; `key` is where they are set.
 
     Raises:
         ConfigError: it is no table of names, or has an unknown field.

@@ -96,7 +96,7 @@ def _fill_in_length(job: JobConfig, given: Mapping[str, str]) -> list[str]:
 
 
 def wants_held_out(job: JobConfig) -> bool:
-    """True if rows of the training data are held out for a validation or an evaluation."""
+    """Return True if rows of the training data are held out for a validation or an evaluation."""
     return job.validation.enable or (job.evaluation.enable and not job.evaluation.path)
 
 
@@ -130,7 +130,7 @@ def _find_no_text(file: Path) -> str:
 
 
 def _fill_in_data(job: JobConfig, given: Mapping[str, str], default: Callable[[str, object], None]) -> list[str]:
-    """The kind of data that the paths are."""
+    """Return the kind of data that the paths are."""
     data = job.data
     kinds = {s.path: find_kind(s.path, s.pattern) for s in get_sources(data).values() if s.path}
     if "data.dataset" not in given and kinds:

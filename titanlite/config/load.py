@@ -96,7 +96,7 @@ def save_resolved(job: JobConfig, path: str | Path) -> None:
 
 
 def find_changes(job: JobConfig, path: str | Path) -> dict[str, tuple[Any, Any]]:
-    """The settings of `job` that were others when `save_resolved` wrote `path`, by key, as (before, now).
+    """Return the settings of `job` that were others when `save_resolved` wrote `path`, by key, as (before, now).
 
     None if there is no such file, or one that this version cannot read.
     """
@@ -118,13 +118,13 @@ def find_changes(job: JobConfig, path: str | Path) -> dict[str, tuple[Any, Any]]
 
 
 def format_changes(changes: Mapping[str, tuple[Any, Any]]) -> str:
-    """`changes` as 'optimizer.lr 0.003 -> 0.001, ...'."""
+    """Return `changes` as 'optimizer.lr 0.003 -> 0.001, ...'."""
     shown = [[key, *("unset" if value is None else format_value(value) for value in changes[key])] for key in changes]
     return ", ".join(f"{key} {before} -> {now}" for key, before, now in shown)
 
 
 def follows(job: JobConfig, key: str) -> bool:
-    """True for what `fill_in` makes of other settings: it is not saved, so that these can be changed."""
+    """Return True for what `fill_in` makes of other settings: it is not saved, so that these can be changed."""
     if key == "training.steps":
         return job.training.epochs > 0
     if key == "data.validation_share":
@@ -176,7 +176,7 @@ def _check_value(setting: Setting, value: Any) -> Any:
 
 
 def _remedy(setting: Setting, value: Any) -> str:
-    """What to write instead of a TOML value of the wrong type."""
+    """Return what to write instead of a TOML value of the wrong type."""
     remedy = _REMEDIES[setting.kind]
     if isinstance(value, str) and setting.kind is not str:
         try:
@@ -192,7 +192,7 @@ def _remedy(setting: Setting, value: Any) -> str:
 
 
 def _parse_text(setting: Setting, text: str) -> Any:
-    """An override's text as the setting's declared type; never guessed from how the text looks."""
+    """Return an override's text as the setting's declared type; never guessed from how the text looks."""
     if setting.optional and text == "none":
         return None
     value: Any = text
@@ -239,7 +239,7 @@ class Reader:
         """Keys and sections with a problem of their own: a range check on them would mislead."""
 
     def read_arguments(self, argv: Sequence[str]) -> tuple[str | None, list[tuple[str, str, str]], bool]:
-        """The configuration file, the overrides as (where, key, text), and whether help is wanted."""
+        """Return the configuration file, the overrides as (where, key, text), and whether help is wanted."""
         paths: list[str] = []
         overrides: list[tuple[str, str, str]] = []
         wants_help = lacks_path = False
@@ -276,7 +276,7 @@ class Reader:
         return (paths[0] if len(paths) == 1 and not lacks_path else None), overrides, wants_help
 
     def read_file(self, path: str) -> dict[str, object] | None:
-        """The parsed TOML file, or None with a problem noted."""
+        """Return the parsed TOML file, or None with a problem noted."""
         try:
             return tomllib.loads(read_regular(path, _MOST_FILE_BYTES).decode("utf-8"))
         except FileNotFoundError:
@@ -388,7 +388,7 @@ class Reader:
         self.suspects.update(suspects)
 
     def build(self) -> JobConfig:
-        """The configuration of all values that were accepted."""
+        """Return the configuration of all values that were accepted."""
         config = OmegaConf.structured(JobConfig)
         for name in self.sources:  # OmegaConf.update makes none
             config.data.sources[name] = SourceSection()

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 
 def setting(default: Any, doc: str, *, choices: tuple[str, ...] = (), calls: tuple[str, ...] | None = None) -> Any:
-    """A dataclass field with its documentation; mutable defaults are copied per instance.
+    """Return a dataclass field with its documentation; mutable defaults are copied per instance.
 
     Args:
         choices: allowed values of a text that may also name an extension; others are a Literal.
@@ -23,7 +23,7 @@ def setting(default: Any, doc: str, *, choices: tuple[str, ...] = (), calls: tup
 
 
 def size(doc: str, default: Any = None, *, override: bool = True) -> Any:
-    """A ModelConfig field with its documentation; `override=False` keeps it out of `[model.overrides]`."""
+    """Return a ModelConfig field with its documentation; `override=False` keeps it out of `[model.overrides]`."""
     return field(default=default, metadata={"doc": doc, "override": override})
 
 

@@ -69,7 +69,7 @@ class Degrees:
         return self.pp * self.stage_size
 
     def stage_of(self, rank: int) -> int:
-        """The pipeline stage of a global rank."""
+        """Return the pipeline stage of a global rank."""
         return rank // self.stage_size
 
     def part_sizes(self, num_layers: int) -> list[int]:
@@ -83,7 +83,7 @@ class Degrees:
         return [even + (count - 1 - more <= part < count - 1) for part in range(count)]
 
     def stage_parts(self, num_layers: int, stage: int) -> list[range]:
-        """The layers of a pipeline stage, those of each of its chunks."""
+        """Return the layers of a pipeline stage, those of each of its chunks."""
         sizes = self.part_sizes(num_layers)
         starts = [sum(sizes[:part]) for part in range(stage, len(sizes), self.pp)]
         return [range(start, start + size) for start, size in zip(starts, sizes[stage :: self.pp], strict=True)]
@@ -99,7 +99,7 @@ class Degrees:
         return behind if self.chunks == 1 else 2 * behind + (self.chunks - 1) * self.pp
 
     def waiting(self, num_micro_batches: int) -> float:
-        """The share of a step that a rank waits for other pipeline stages: (p - 1) / (v * n + p - 1)."""
+        """Return the share of a step that a rank waits for other pipeline stages: (p - 1) / (v * n + p - 1)."""
         return (self.pp - 1) / (self.chunks * num_micro_batches + self.pp - 1)
 
     @property
@@ -237,7 +237,7 @@ def _check_resharding(section: ParallelismSection) -> list[str]:
 
 
 def _feed_forward_widths(model: ModelConfig) -> dict[str, int]:
-    """What tensor parallelism splits of feed-forward layers, those of experts left out."""
+    """Return what tensor parallelism splits of feed-forward layers, those of experts left out."""
     widths = {}
     if model.num_experts == 0 or model.num_dense_layers:
         widths["intermediate_size"] = model.intermediate_size
@@ -303,7 +303,7 @@ def _check_heads(num_heads: int, num_kv_heads: int, degrees: Degrees) -> list[st
 
 
 def _check_transformers(job: JobConfig, model: TransformersConfig, degrees: Degrees) -> list[str]:
-    """What a class of transformers cannot do here, and settings that it would ignore."""
+    """Return what a class of transformers cannot do here, and settings that it would ignore."""
     what = f"{model.architecture} is transformers' implementation"
     problems = _check_resharding(job.parallelism)
     if degrees.cp > 1:

@@ -14,7 +14,7 @@ from titanlite.base.errors import ConfigError, raise_problems
 
 
 def split_patterns(key: str, text: str) -> list[str]:
-    """The comma-separated patterns of the setting `key` = `text`; none if it is empty.
+    """Return the comma-separated patterns of the setting `key` = `text`; none if it is empty.
 
     Raises:
         ConfigError: there is nothing between two commas.
@@ -26,7 +26,7 @@ def split_patterns(key: str, text: str) -> list[str]:
 
 
 def parse_multipliers(key: str, text: str) -> dict[str, float]:
-    """The comma-separated `pattern=factor` of the setting `key` = `text`, in order.
+    """Return the comma-separated `pattern=factor` of the setting `key` = `text`, in order.
 
     Raises:
         ConfigError: an entry is not of this form, its factor is not positive and finite, or a pattern is there twice.
@@ -59,7 +59,7 @@ def match_names(pattern: str, names: Iterable[str]) -> list[str]:
 
 
 def parse_object(key: str, text: Any) -> dict[str, Any]:
-    """The JSON object that setting `key` has as text; empty text is an empty one.
+    """Return the JSON object that setting `key` has as text; empty text is an empty one.
 
     Raises:
         ConfigError: the text is something else.
@@ -74,7 +74,7 @@ def parse_object(key: str, text: Any) -> dict[str, Any]:
 
 
 def parse_date(key: str, text: str) -> date | None:
-    """The date that setting `key` has as ISO text; None if it is empty.
+    """Return the date that setting `key` has as ISO text; None if it is empty.
 
     Raises:
         ConfigError: the text is something else.

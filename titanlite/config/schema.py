@@ -33,7 +33,7 @@ class JobSection:
 
 
 def _overrides_of(config: type, name: str, *more: tuple[str, Any, Any]) -> type:
-    """A section with every field of `config` that may be overridden; None keeps what is there."""
+    """Return a section with every field of `config` that may be overridden; None keeps what is there."""
     own = [
         (f.name, cast(type, f.type) | None, field(default=None, metadata=f.metadata))
         for f in fields(config)

@@ -45,7 +45,7 @@ class Setting(NamedTuple):
 
 
 def walk_schema(schema: type, section: str = "") -> Iterable[Setting]:
-    """The settings of dataclass `schema` and of the dataclasses inside it, in order, keys below `section`.
+    """Yield the settings of dataclass `schema` and of the dataclasses inside it, in order, keys below `section`.
 
     Raises:
         TypeError: A field's type is not int, float, bool, str, a Literal of strings, or one of these or None; or a
@@ -79,7 +79,7 @@ def get_settings() -> dict[str, Setting]:
 
 @cache
 def get_sections() -> dict[str, list[Setting]]:
-    """The settings of each section, nested sections (`model.overrides`) on their own."""
+    """Return the settings of each section, nested sections (`model.overrides`) on their own."""
     sections: dict[str, list[Setting]] = {}
     for setting in get_settings().values():
         sections.setdefault(setting.section, []).append(setting)
@@ -88,12 +88,12 @@ def get_sections() -> dict[str, list[Setting]]:
 
 @cache
 def get_source_section(name: str) -> list[Setting]:
-    """The settings of the table `data.sources.NAME`."""
+    """Return the settings of the table `data.sources.NAME`."""
     return list(walk_schema(SourceSection, f"{SOURCES}.{name}"))
 
 
 def find_section(key: str) -> list[Setting] | None:
-    """The settings of section `key`, or None if there is no such section; `data.sources` has tables only."""
+    """Return the settings of section `key`, or None if there is no such section; `data.sources` has tables only."""
     if key == SOURCES:
         return []
     match = _SOURCE.fullmatch(key)
@@ -101,7 +101,7 @@ def find_section(key: str) -> list[Setting] | None:
 
 
 def find_setting(key: str) -> Setting | None:
-    """The setting with the dotted `key`, or None."""
+    """Return the setting with the dotted `key`, or None."""
     match = _SOURCE.fullmatch(key)
     if match and match[2]:
         return next((setting for setting in get_source_section(match[1]) if setting.name == match[2]), None)
@@ -114,7 +114,7 @@ def get_sections_of(job: JobConfig) -> dict[str, list[Setting]]:
 
 
 def find_extension_problems(job: JobConfig) -> list[str]:
-    """What is wrong with the functions of the user's that settings of `job` name. Imports their modules."""
+    """Return what is wrong with the functions of the user's that settings of `job` name. Imports their modules."""
     problems = []
     for setting in (each for settings in get_sections_of(job).values() for each in settings if each.calls):
         if is_extension(value := get_value(job, setting.key)):
@@ -126,7 +126,7 @@ def find_extension_problems(job: JobConfig) -> list[str]:
 
 
 def get_value(job: JobConfig, key: str) -> Any:
-    """The value of a dotted `key`, for example `get_value(job, "training.steps")`.
+    """Return the value of a dotted `key`, for example `get_value(job, "training.steps")`.
 
     Raises:
         AttributeError, KeyError: `key` names no setting.

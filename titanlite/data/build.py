@@ -29,7 +29,7 @@ DatasetBuilder = Callable[[JobConfig], tuple["PreTrainedTokenizerFast", TrainDat
 def build_loader(
     job: JobConfig, dp_rank: int, dp_degree: int, builders: Mapping[str, DatasetBuilder]
 ) -> tuple["PreTrainedTokenizerFast", TrainLoader]:
-    """The tokenizer and the batches of one data-parallel rank; every process may call it at any time.
+    """Return the tokenizer and the batches of one data-parallel rank; every process may call it at any time.
 
     No collectives: processes of one machine share the work through the cache folder. The vocabulary that the model
     must have at least is `loader.dataset.vocab_size`. `training.global_batch_size` = -1 means
@@ -82,7 +82,7 @@ def get_kind(data: DataSection) -> str:
 
 
 def build_text(job: JobConfig, make: Maker = PackedDataset) -> tuple["PreTrainedTokenizerFast", PackedDataset]:
-    """The tokenizer and the sequences of plain text; the tokenizer of a run that goes on is its own."""
+    """Return the tokenizer and the sequences of plain text; the tokenizer of a run that goes on is its own."""
     data = resolve_tokenizer_path(job)
     tokenizer = None if data.tokenizer_path else _load_own_tokenizer(job)
     return build_packed(data, job.training.seq_len, "data", tokenizer, get_model_type(job.model), make)
@@ -100,7 +100,7 @@ def resolve_tokenizer_path(job: JobConfig) -> DataSection:
 
 
 def _load_own_tokenizer(job: JobConfig) -> "PreTrainedTokenizerFast | None":
-    """The BPE that this run was begun with, from the checkpoint that it goes on with; None: it begins.
+    """Return the BPE that this run was begun with, from the checkpoint that it goes on with; None: it begins.
 
     Another version of titanlite or of transformers would train another one.
     """
@@ -126,7 +126,7 @@ def _load_own_tokenizer(job: JobConfig) -> "PreTrainedTokenizerFast | None":
 def build_packed(
     data: DataSection, seq_len: int, where: str, tokenizer: Any, model_type: str = "", make: Maker = PackedDataset
 ) -> tuple["PreTrainedTokenizerFast", PackedDataset]:
-    """The tokenizer, trained on the text unless it is given, and the sequences of `data.path`."""
+    """Return the tokenizer, trained on the text unless it is given, and the sequences of `data.path`."""
     corpus = build_corpus(data)
     tokenizer = build_tokenizer(data, corpus, model_type) if tokenizer is None else tokenizer
     dataset = make(build_tokens(data, corpus, tokenizer), seq_len, data.validation_share)

@@ -34,7 +34,7 @@ def get_cache_folder(data: DataSection) -> Path:
 
 @cache
 def get_code_digest(*folders: Path) -> str:
-    """A digest of the code in `folders`: what is cached was made by it, and changes with it."""
+    """Return a digest of the code in `folders`: what is cached was made by it, and changes with it."""
     digest = sha256()
     for file in sorted(file for folder in folders for file in folder.glob("*.py")):
         digest.update(f"{file.name} {file.stat().st_size} ".encode() + file.read_bytes())

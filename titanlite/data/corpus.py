@@ -58,7 +58,7 @@ class Corpus:
                 yield name, text
 
     def get_document_files(self) -> list[Path]:
-        """The file of each document, in order. Only where some may be undecodable, all of them are read."""
+        """Return the file of each document, in order. Only where some may be undecodable, all of them are read."""
         if not self.skip_undecodable:
             return [path for _, path in self.files if _get_size(path)]
         names = {name for name, _ in self}

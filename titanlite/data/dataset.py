@@ -54,11 +54,11 @@ class Batch:
         return 0
 
     def to(self, device: torch.device | str) -> "Batch":
-        """A copy of the batch on `device`; tensors that are already there are shared."""
+        """Return a copy of the batch on `device`; tensors that are already there are shared."""
         return Batch(**{field.name: copy_to(device, getattr(self, field.name)) for field in fields(self)})
 
     def with_rows(self, count: int) -> "Batch":
-        """A batch of the same shape whose rows from `count` on are padding: no label, no document."""
+        """Return a batch of the same shape whose rows from `count` on are padding: no label, no document."""
         if count >= len(self.tokens):
             return self
         fill = {"labels": IGNORE_INDEX, "positions": 0, "document_ids": -1}
@@ -107,7 +107,7 @@ class TrainDataset(Protocol):
         ...
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
-        """The sequences `indices` (B,), as CPU tensors in that order."""
+        """Return the sequences `indices` (B,), as CPU tensors in that order."""
         ...
 
 
@@ -159,7 +159,7 @@ class Mixture(Protocol):
 
 
 def get_sources(dataset: TrainDataset) -> list[Source]:
-    """The sources of a mixture, or the one that `dataset` is."""
+    """Return the sources of a mixture, or the one that `dataset` is."""
     return dataset.sources if isinstance(dataset, Mixture) else [Source("", 1.0, cast(SequenceDataset, dataset))]
 
 
@@ -225,7 +225,7 @@ class PackedDataset:
         return self.num_train_sequences + np.arange(start, stop, dtype=np.int64) % self.num_validation_sequences
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
-        """The sequences `indices` (B,), as CPU tensors in that order.
+        """Return the sequences `indices` (B,), as CPU tensors in that order.
 
         Raises:
             IndexError: an index is negative or not below `num_sequences`.
@@ -294,7 +294,7 @@ class ShuffledOrder:
 
 
 def get_orders(dataset: TrainDataset) -> list[ShuffledOrder]:
-    """The orders of a dataset, or of its sources, that are shuffled as a whole."""
+    """Return the orders of a dataset, or of its sources, that are shuffled as a whole."""
     orders = (getattr(source.dataset, "order", None) for source in get_sources(dataset))
     return [order for order in orders if isinstance(order, ShuffledOrder)]
 

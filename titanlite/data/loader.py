@@ -115,7 +115,7 @@ class TrainLoader:
         return self.dataset.get_taken(self.seed, self.samples_before(step))
 
     def samples_before(self, step: int) -> int:
-        """Samples of the data order that the steps before `step` trained on, or left out.
+        """Return samples of the data order that the steps before `step` trained on, or left out.
 
         Raises:
             ValueError: the run was resumed after `step`.
@@ -126,7 +126,7 @@ class TrainLoader:
         return samples + (step - first) * self.global_batch_size
 
     def micro_batches(self, step: int) -> list[Batch]:
-        """The micro-batches of this rank in training step `step`, counted from 0; CPU tensors.
+        """Return the micro-batches of this rank in training step `step`, counted from 0; CPU tensors.
 
         A list and not an iterator: the loss of the first micro-batch is divided by the valid tokens of all of them.
         """
@@ -149,7 +149,7 @@ class TrainLoader:
         ]
 
     def validation_batches(self, num_steps: int) -> Iterator[Batch]:
-        """The micro-batches of this rank in all `validation_sets`, one after the other; CPU tensors."""
+        """Return the micro-batches of this rank in all `validation_sets`, one after the other; CPU tensors."""
         return chain.from_iterable(held_out.batches for held_out in self.validation_sets(num_steps))
 
     def log_validation_size(self, num_steps: int, freq: int) -> None:
@@ -171,7 +171,7 @@ class TrainLoader:
             )
 
     def _held_out(self, num_steps: int) -> list[tuple[Source, int]]:
-        """The sources with held-out sequences, each with the number of them that a validation takes."""
+        """Return the sources with held-out sequences, each with the number of them that a validation takes."""
         most = num_steps * self.global_batch_size or sys.maxsize
         counts = [(source, source.dataset.num_validation_sequences) for source in get_sources(self.dataset)]
         return [(source, min(most, count)) for source, count in counts if count]
@@ -183,6 +183,6 @@ class TrainLoader:
             yield dataset.batch(indices).with_rows(max(0, count - start))
 
     def _split(self, dataset: TrainDataset, global_indices: np.ndarray) -> list[Batch]:
-        """This rank's share of a global batch, one Batch per micro-batch."""
+        """Return this rank's share of a global batch, one Batch per micro-batch."""
         indices = global_indices.reshape(self.num_micro_batches, self.dp_degree, self.local_batch_size)
         return [dataset.batch(micro_batch) for micro_batch in indices[:, self.dp_rank]]

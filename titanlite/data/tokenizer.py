@@ -61,7 +61,7 @@ def count_ids(tokenizer: "PreTrainedTokenizerFast") -> int:
 
 
 def get_prefix(tokenizer: "PreTrainedTokenizerFast") -> tuple[int, ...]:
-    """The special tokens that the tokenizer puts in front of any text."""
+    """Return the special tokens that the tokenizer puts in front of any text."""
     text = "a"
     bare = tokenizer(text, add_special_tokens=False)["input_ids"]
     full = tokenizer(text)["input_ids"]
@@ -72,7 +72,7 @@ def get_prefix(tokenizer: "PreTrainedTokenizerFast") -> tuple[int, ...]:
 
 
 def get_bpe_form(model_type: str) -> Tokenizer:
-    """An untrained byte-level BPE with the normalization and splitting of transformers' class for `model_type`.
+    """Return an untrained byte-level BPE with the normalization and splitting of transformers' class for `model_type`.
 
     GPT-2's, without normalization, where the class takes tokenizer.json as it is, or is no byte-level BPE.
     """
@@ -114,14 +114,14 @@ def train_bpe(corpus: Corpus, vocab_size: int, form: Tokenizer | None = None) ->
 
 
 def _get_training_pieces(corpus: Corpus) -> Iterator[str]:
-    """The text to train on: every nth piece of the corpus, n = 1 unless it is too large."""
+    """Return the text to train on: every nth piece of the corpus, n = 1 unless it is too large."""
     stride = -(-corpus.num_bytes // _MAX_TRAINING_BYTES)
     pieces = (piece for _, text in corpus for piece in split_text(text, _TRAINING_PIECE_CHARS))
     return (piece for i, piece in enumerate(pieces) if i % stride == 0)
 
 
 def build_tokenizer(data: DataSection, corpus: Corpus, model_type: str = "") -> "PreTrainedTokenizerFast":
-    """The tokenizer at `data.tokenizer_path`, or a byte-level BPE of `data.bpe_vocab_size` tokens for `corpus`.
+    """Return the tokenizer at `data.tokenizer_path`, or a byte-level BPE of `data.bpe_vocab_size` tokens for `corpus`.
 
     The BPE has the form that transformers reads the tokenizers of `model_type` in, see `get_bpe_form`.
     The BPE is trained once per machine, corpus and size, and cached in `data.cache_folder`; several processes may ask
@@ -277,7 +277,7 @@ _PROBE = (
 
 
 def describe_other_ids(ours: "PreTrainedTokenizerFast", theirs: "PreTrainedTokenizerFast", texts: Iterable[str]) -> str:
-    """The first difference of `theirs` on `texts` and on a few hard words; empty: the same ids."""
+    """Return the first difference of `theirs` on `texts` and on a few hard words; empty: the same ids."""
     if json.loads(serialize(ours)) == json.loads(serialize(theirs)):
         return ""
     if count_ids(theirs) != count_ids(ours):

@@ -49,7 +49,7 @@ class TokenizedCorpus:
         return np.concatenate(found)
 
     def describe_place(self, document: int) -> str:
-        """The file of a document, counted from 0, or else its number."""
+        """Return the file of a document, counted from 0, or else its number."""
         known = len(self._files) == self.num_documents
         return str(self._files[document]) if known else f"document {document + 1} of {self.num_documents}"
 
@@ -107,7 +107,7 @@ def build_tokens(data: DataSection, corpus: Corpus, tokenizer: "PreTrainedTokeni
 
 @lru_cache(maxsize=2)  # several sources share one: of 150 k tokens it takes half a second and 50 MB
 def get_plain_encoder(serialized: str, *, special_is_text: bool = True) -> Tokenizer:
-    """A copy of the tokenizer that treats special tokens as text, or not, and never truncates or pads."""
+    """Return a copy of the tokenizer that treats special tokens as text, or not, and never truncates or pads."""
     encoder = Tokenizer.from_str(serialized)
     encoder.encode_special_tokens = special_is_text
     encoder.no_truncation()
@@ -116,7 +116,7 @@ def get_plain_encoder(serialized: str, *, special_is_text: bool = True) -> Token
 
 
 def _batches(corpus: Corpus) -> Iterator[list[tuple[str, bool, bool]]]:
-    """Groups of (piece of a document, whether it is the first one of its document, whether the last)."""
+    """Yield groups of (piece of a document, whether it is the first one of its document, whether the last)."""
     batch: list[tuple[str, bool, bool]] = []
     num_chars = 0
     for _, text in corpus:

@@ -66,7 +66,7 @@ def checkpoint_operations(model: Model, section: ActivationCheckpointSection) ->
 
 
 def _is_wide(module: FeedForward) -> bool:
-    """True if this rank's part of it is wider inside than its result is."""
+    """Return True if this rank's part of it is wider inside than its result is."""
     inside, outside = (local_tensor(linear.weight).shape[0] for linear in (module.up_proj, module.down_proj))
     return inside > outside
 

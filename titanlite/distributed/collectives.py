@@ -149,7 +149,7 @@ def _is_on_gloo(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup) ->
 
 
 def _transport(group: dist.ProcessGroup) -> Transport | None:
-    """The transport between the ranks of `group`, or None. Collective at the first call for a group."""
+    """Return the transport between the ranks of `group`, or None. Collective at the first call for a group."""
     if group not in _transports:
         timeout_s = _timeout_s if group is dist.group.WORLD else DEFAULT_TIMEOUT_S
         open_transport = find_kernel("transport", torch.device("cpu"))
@@ -250,7 +250,7 @@ def all_to_all(x: torch.Tensor, output_splits: Sequence[int], input_splits: Sequ
 
 
 def own_part(x: torch.Tensor, dim: int, size: int, rank: int) -> torch.Tensor:
-    """The piece of rank `rank` of `x`, which `size` ranks have alike, split evenly along `dim`; a view."""
+    """Return the piece of rank `rank` of `x`, which `size` ranks have alike, split evenly along `dim`; a view."""
     return x.unflatten(dim, (size, -1)).select(dim, rank)
 
 

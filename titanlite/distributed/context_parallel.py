@@ -94,13 +94,13 @@ def _own(x: torch.Tensor, peers: _Peers) -> torch.Tensor:
 
 
 def _keep_own_tokens(module: nn.Module, args: Any, *, peers: _Peers) -> Any:
-    """The embedding gets this rank's tokens, the rotary table their positions."""
+    """Return the embedding gets this rank's tokens, the rotary table their positions."""
     whole_BS, *rest = args
     return _own(whole_BS, peers), *rest
 
 
 def _keep_own_valid(module: nn.Module, args: Any, *, peers: _Peers) -> Any:
-    """The MoE layer gets this rank's positions of `valid_BS`, as it gets this rank's positions of x."""
+    """Return the MoE layer gets this rank's positions of `valid_BS`, as it gets this rank's positions of x."""
     x_BsD, valid_BS = args
     return x_BsD, None if valid_BS is None else _own(valid_BS, peers)
 

@@ -146,7 +146,7 @@ def prepare_backward(model: Model, job: JobConfig, dims: ParallelDims, ending: C
 
 
 def _layers_by_chunk(model: Model, dims: ParallelDims) -> list[list[nn.Module]]:
-    """The layers that run here, those of each chunk of this pipeline stage."""
+    """Return the layers that run here, those of each chunk of this pipeline stage."""
     layers = iter(model.decoder_layers())
     parts = dims.degrees.stage_parts(len(model.all_layers()), dims.stage)
     return [list(islice(layers, len(part))) for part in parts]
@@ -178,7 +178,7 @@ def _expert_placement(model: Model, dims: ParallelDims) -> Callable[[nn.Paramete
 def _experts_need_no_fsdp(
     units: Iterable[list[nn.Module]], job: JobConfig, dims: ParallelDims, policy: MixedPrecisionPolicy
 ) -> bool:
-    """True if each expert's weights lie whole on one rank, in the dtype that they are used in.
+    """Return True if each expert's weights lie whole on one rank, in the dtype that they are used in.
 
     Then FSDP would gather and reduce over one rank: five copies of weights and gradients per step that change nothing.
     """

@@ -71,7 +71,7 @@ class ParallelDims:
         return self.stage == self.degrees.pp - 1
 
     def is_last_part(self, chunk: int) -> bool:
-        """True if a forward of this rank's `chunk` ends with the losses."""
+        """Return True if a forward of this rank's `chunk` ends with the losses."""
         return self.is_last_stage and chunk == self.degrees.chunks - 1
 
     @cached_property

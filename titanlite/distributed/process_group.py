@@ -26,7 +26,7 @@ _INTERFACES, _LOOPBACK = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo"
 
 
 def _explain(error: RuntimeError) -> Exception:
-    """What a user can do about the failure to connect all ranks; other errors as they are."""
+    """Return what a user can do about the failure to connect all ranks; other errors as they are."""
     text, interface = str(error), os.environ.get("GLOO_SOCKET_IFNAME", "that of the host name")
     where = f"network: rank {os.environ['RANK']} on {socket.gethostname()}"
     if "Unable to find address" in text:

@@ -122,7 +122,7 @@ def _vocab_parallel_embedding(module: Embedding, tokens_BS: torch.Tensor, *, sta
 
 
 def vocab_shard(weight_VD: torch.Tensor, mesh: DeviceMesh) -> VocabShard:
-    """This rank's rows of the output head's weight, for `linear_cross_entropy`."""
+    """Return this rank's rows of the output head's weight, for `linear_cross_entropy`."""
     start, group = region_of(weight_VD).starts[0], mesh.get_group()
     reduce_max, reduce_sum = partial(_all_reduce_max, group=group), partial(all_reduce, group=register_group(group))
     return VocabShard(start, weight_VD.shape[0], reduce_max, reduce_sum)

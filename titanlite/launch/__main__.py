@@ -103,7 +103,7 @@ def _stop(folder: str, number: int, frame: FrameType | None) -> None:
 
 
 def _has_ranks() -> bool:
-    """True if this process has children."""
+    """Return True if this process has children."""
     return any(path.read_text() for path in Path("/proc/self/task").glob("*/children"))
 
 

@@ -136,7 +136,7 @@ class Guard:
         _say(f"{text}\n  All {num_ranks} ranks of this machine were ended.")
 
     def _is_over_grace(self, beats: Mapping[int, Beat]) -> bool:
-        """True if the run was asked to stop and has not done so in time.
+        """Return True if the run was asked to stop and has not done so in time.
 
         Training has the time that the configuration gives it. Before, there is nothing to save.
         """

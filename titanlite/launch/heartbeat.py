@@ -124,7 +124,7 @@ def steps_done() -> int:
 
 
 def current() -> Beat:
-    """This rank's latest beat, with a launcher or without."""
+    """Return this rank's latest beat, with a launcher or without."""
     return _heart.beat
 
 

@@ -27,7 +27,7 @@ PORT_TAKEN = "failed to listen"  # in torch's error where a store cannot open it
 
 
 def find_local_address(host: str) -> str:
-    """The address of this machine from which `host` is reached, and by which `host` reaches this machine.
+    """Return the address of this machine from which `host` is reached, and by which `host` reaches this machine.
 
     If `host` is this machine under a name, it is the address of the default route, or else of the first interface that
     has one; if it is a loopback address, all ranks are on this machine, and it is the result.
@@ -50,7 +50,7 @@ def find_local_address(host: str) -> str:
 
 
 def find_interface(host: str) -> str:
-    """The name of the network interface with the address of `find_local_address`, for example `eth0`.
+    """Return the name of the network interface with the address of `find_local_address`, for example `eth0`.
 
     Raises:
         ConfigError: `host` cannot be resolved, or no interface has that address.
@@ -66,7 +66,7 @@ def find_interface(host: str) -> str:
 
 
 def find_free_port() -> int:
-    """A port on which nobody listens, for a process that will in a few seconds.
+    """Return a port on which nobody listens, for a process that will in a few seconds.
 
     Not one of those that the kernel gives to connections, as long as there are others: of them, any connection of any
     process may get this one meanwhile.
@@ -79,7 +79,7 @@ def find_free_port() -> int:
 
 
 def is_free(port: int) -> bool:
-    """True unless something listens there already."""
+    """Return True unless something listens there already."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -101,7 +101,7 @@ def _ports_to_listen_on() -> range:
 
 
 def is_this_machine(host: str) -> bool:
-    """True if an address of `host` belongs to this machine.
+    """Return True if an address of `host` belongs to this machine.
 
     Raises:
         ConfigError: `host` cannot be resolved.
@@ -117,7 +117,7 @@ def is_this_machine(host: str) -> bool:
 
 
 def resolve(host: str) -> list[str]:
-    """The addresses of `host`, IPv4 and IPv6, in the order of the resolver.
+    """Return the addresses of `host`, IPv4 and IPv6, in the order of the resolver.
 
     Raises:
         ConfigError: it has none.
@@ -133,7 +133,7 @@ def resolve(host: str) -> list[str]:
 
 
 def _source_towards(address: str) -> str | None:
-    """The address that packets to `address` would come from, or None without a route."""
+    """Return the address that packets to `address` would come from, or None without a route."""
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((address, _ANY_PORT))

@@ -63,7 +63,7 @@ def shared_folder() -> Iterator[str]:
 
 
 def _is_abandoned(folder: Path) -> bool:
-    """True if `folder` is of a launcher of this user that is gone."""
+    """Return True if `folder` is of a launcher of this user that is gone."""
     try:
         lock = os.open(folder / _LAUNCHER, os.O_RDWR | os.O_NOFOLLOW)
     except OSError:
@@ -114,7 +114,7 @@ def read_restart() -> Restart | None:
 
 
 def claim(name: str) -> bool:
-    """True on the first rank of this machine that asks for `name`, and on every rank without a launcher."""
+    """Return True on the first rank of this machine that asks for `name`, and on every rank without a launcher."""
     folder = os.environ.get(NOTICE_FOLDER)
     if folder is None:
         return True

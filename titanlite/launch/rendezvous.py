@@ -83,7 +83,7 @@ class LocalRendezvous(RendezvousHandler):
 
 
 def is_one_machine(options: argparse.Namespace) -> bool:
-    """True unless ranks of other machines belong to the run, or may."""
+    """Return True unless ranks of other machines belong to the run, or may."""
     return options.standalone or options.nnodes in ("1", "1:1")
 
 
@@ -139,7 +139,7 @@ def get_endpoint(options: argparse.Namespace) -> tuple[str, int]:
 
 
 def describe_failure(error: Exception, options: argparse.Namespace) -> str:
-    """What to say of one of `RENDEZVOUS_ERRORS`."""
+    """Return what to say of one of `RENDEZVOUS_ERRORS`."""
     if isinstance(error, ConfigError):
         return str(error)
     host, port = get_endpoint(options)
@@ -169,7 +169,7 @@ def describe_failure(error: Exception, options: argparse.Namespace) -> str:
 
 
 def _last_line(error: BaseException) -> str:
-    """The text of the innermost cause, in one line."""
+    """Return the text of the innermost cause, in one line."""
     while error.__cause__ is not None:
         error = error.__cause__
     lines = str(error).strip().splitlines() or [type(error).__name__]

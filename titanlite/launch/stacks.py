@@ -92,7 +92,7 @@ def describe(folder: str | Path, beats: Mapping[int, Beat], silent: Iterable[int
 
 
 def _failed_collectives(folder: str | Path, ranks: Iterable[int]) -> dict[str, int]:
-    """The errors of collectives, each with the first rank that has it."""
+    """Return the errors of collectives, each with the first rank that has it."""
     found: dict[str, int] = {}
     for rank in sorted(ranks):
         with suppress(OSError):
@@ -128,7 +128,7 @@ def find_collective(frames: Sequence[re.Match[str]]) -> str | None:
 
 
 def is_stopped(pid: int) -> bool:
-    """True if the process is stopped by a signal or a debugger."""
+    """Return True if the process is stopped by a signal or a debugger."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
     except (OSError, IndexError):
@@ -140,7 +140,7 @@ def _where(beat: Beat) -> str:
 
 
 def _place(frames: Sequence[re.Match[str]]) -> str:
-    """The innermost frame, and the innermost of titanlite."""
+    """Return the innermost frame, and the innermost of titanlite."""
     own = next((frame for frame in frames if "/titanlite/" in frame["file"]), frames[0])
     places = [frames[0]] if own is frames[0] else [frames[0], own]
     return ", called by ".join(f"{frame['name']} ({frame['file']}:{frame['line']})" for frame in places)

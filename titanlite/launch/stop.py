@@ -47,7 +47,7 @@ def install() -> Callable[[], None]:
 
 
 def is_requested() -> bool:
-    """True once this run was asked to stop. Ranks may learn it at different steps; let them agree."""
+    """Return True once this run was asked to stop. Ranks may learn it at different steps; let them agree."""
     folder = os.environ.get(NOTICE_FOLDER)
     return requested.is_set() if folder is None else Path(folder, _STOP).exists()
 

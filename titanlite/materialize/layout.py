@@ -35,7 +35,7 @@ class Region:
         return math.prod(self.lengths)
 
     def slabs(self, elements: int) -> Iterator["Region"]:
-        """The region in parts of about so many elements, cut along its first dim that has more than one."""
+        """Yield the region in parts of about so many elements, cut along its first dim that has more than one."""
         if not self.lengths:
             yield self
             return
@@ -49,7 +49,7 @@ class Region:
             yield Region(tuple(starts), tuple(lengths))
 
     def row_runs(self, shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-        """Runs (first row, number of rows) of the region in the (rows, shape[-1]) view of a tensor of `shape`.
+        """Yield runs (first row, number of rows) of the region in the (rows, shape[-1]) view of a tensor of `shape`.
 
         Laid end to end, the runs are the rows of the region's own (rows, lengths[-1]) view, in order.
         """
@@ -80,7 +80,7 @@ class Encoding(Protocol):
         ...
 
     def values_in(self, stored: Region) -> Region:
-        """The region of the values that lies in `stored`, a region of the tensor itself."""
+        """Return the region of the values that lies in `stored`, a region of the tensor itself."""
         ...
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
@@ -109,7 +109,7 @@ def set_encoding(tensor: torch.Tensor, encoding: Encoding) -> None:
 
 
 def encoding_of(tensor: torch.Tensor) -> Encoding | None:
-    """What `set_encoding` was called with; None: the tensor is its values."""
+    """Return what `set_encoding` was called with; None: the tensor is its values."""
     return getattr(tensor, _ENCODING, None)
 
 
@@ -131,7 +131,7 @@ def write_rows(encoding: Encoding, values: torch.Tensor, local: torch.Tensor, fi
 
 
 def rows_of(local: torch.Tensor, row_bytes: int) -> torch.Tensor:
-    """The memory of a contiguous tensor as rows (N, row_bytes), uint8."""
+    """Return the memory of a contiguous tensor as rows (N, row_bytes), uint8."""
     return local.view(torch.uint8).view(-1, row_bytes)
 
 
@@ -150,17 +150,17 @@ def set_sharing_group(model: nn.Module, group: dist.ProcessGroup) -> None:
 
 
 def get_sharing_group(model: nn.Module) -> dist.ProcessGroup | None:
-    """The ranks that `set_sharing_group` named; None: all."""
+    """Return the ranks that `set_sharing_group` named; None: all."""
     return getattr(model, _SHARING_GROUP, None)
 
 
 def is_elsewhere(tensor: torch.Tensor) -> bool:
-    """True for what `leave_elsewhere` was called with."""
+    """Return True for what `leave_elsewhere` was called with."""
     return getattr(tensor, _ELSEWHERE, False)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The plain tensor with this rank's data; shares memory with `tensor`. Empty where others hold it."""
+    """Return the plain tensor with this rank's data; shares memory with `tensor`. Empty where others hold it."""
     if is_elsewhere(tensor):
         return torch.empty((0,) * tensor.dim(), dtype=tensor.dtype)
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()

@@ -112,11 +112,11 @@ class Plan:
         return sum(entry.local_bytes for entry in self.entries)
 
     def count(self, source_type: type) -> int:
-        """Number of tensors whose source is of `source_type`."""
+        """Return number of tensors whose source is of `source_type`."""
         return sum(isinstance(entry.source, source_type) for entry in self.entries)
 
     def __str__(self) -> str:
-        """A table: name, global shape, dtype, local region, source."""
+        """Return a table: name, global shape, dtype, local region, source."""
         rows = [("tensor", "global shape", "dtype", "on this rank", "source")]
         for entry in self.entries:
             local = ", ".join(f"{s}:{s + n}" for s, n in zip(entry.region.starts, entry.region.lengths, strict=True))
@@ -194,7 +194,7 @@ def build_plan(model: nn.Module, sources: Sequence[SourceProvider | Mapping[str,
 
 
 def _declarations(model: nn.Module, infos: Mapping[str, TensorInfo], problems: list[str]) -> dict[str, Source]:
-    """The modules' own `declare_sources`, by fully qualified name."""
+    """Return the modules' own `declare_sources`, by fully qualified name."""
     declared: dict[str, Source] = {}
     owners: dict[str, str] = {}
     for raw_prefix, module in model.named_modules():
@@ -223,7 +223,7 @@ def _declarations(model: nn.Module, infos: Mapping[str, TensorInfo], problems: l
 
 
 def _class_name(module: nn.Module) -> str:
-    """The name of the module's class as its author wrote it: `fully_shard` derives an FSDPName from Name."""
+    """Return the name of the module's class as its author wrote it: `fully_shard` derives an FSDPName from Name."""
     name = type(module).__name__
     plain = name.removeprefix("FSDP")
     return plain if any(base.__name__ == plain for base in type(module).__mro__) else name
@@ -294,7 +294,7 @@ def _pick(
     complete: Sequence[str],
     problems: list[str],
 ) -> Source | None:
-    """The one source of a tensor object, or None after recording what is wrong."""
+    """Return the one source of a tensor object, or None after recording what is wrong."""
     tensor, info, names = found
     claims = {name: claimed[name] for name in names if name in claimed}
     own = {n: declared[n] for n in names if n in declared and not isinstance(declared[n], Alias)}
@@ -324,7 +324,7 @@ def _pick(
 
 
 def _pick_claim(info: TensorInfo, claims: Mapping[str, Source], problems: list[str]) -> Source | None:
-    """The one source among the claims on a meta tensor's names."""
+    """Return the one source among the claims on a meta tensor's names."""
     for name, source in claims.items():
         if isinstance(source, Read) and source.shape != info.shape:
             problems.append(f"{name}: {source.reader.name} has {source.shape}, the model expects {info.shape}.")

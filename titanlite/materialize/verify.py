@@ -91,7 +91,7 @@ def _entry_problems(entry: TensorEntry, current: dict[str, torch.Tensor]) -> lis
 
 
 def _has_finite_sum(local: torch.Tensor) -> bool:
-    """False if an element is NaN or infinite, or, rarely, if the sum overflows; then look closer.
+    """Return False if an element is NaN or infinite, or, rarely, if the sum overflows; then look closer.
 
     One pass over the memory and no temporary, so that looking at every weight costs little beside loading it.
     """
@@ -124,7 +124,7 @@ def _digest(local: torch.Tensor) -> _Digest:
 
 
 def _differing(gathered: list[dict[tuple[str, Region], _Digest]]) -> list[str]:
-    """The replicated tensors whose digests differ between the ranks that hold them."""
+    """Return the replicated tensors whose digests differ between the ranks that hold them."""
     holders: defaultdict[tuple[str, Region], defaultdict[_Digest, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, digests in enumerate(gathered):
         for place, digest in digests.items():

@@ -115,7 +115,7 @@ class ProgressBar:
         self._progress.update(self._task, completed=step, description=self._describe(step), refresh=True)
 
     def _describe(self, step: int) -> str:
-        """What stands after the bar; the least important parts are left out where the terminal is narrow."""
+        """Return what stands after the bar; the least important parts are left out where the terminal is narrow."""
         values, now = self._values, time.monotonic()
         parts = {"epoch": f"epoch {step / self._steps_per_epoch:.2f}"} if self._steps_per_epoch else {}
         parts |= {label: f"{label} {values[name]:.{digits}f}" for label, name, digits in _SHOWN if name in values}

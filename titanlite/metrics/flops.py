@@ -139,7 +139,7 @@ def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
 
 
 def group_parameters(model: Model, *, whole: bool = False) -> dict[str, list[nn.Parameter]]:
-    """The trained parameters of `model`, each in one group; groups without any are left out.
+    """Return the trained parameters of `model`, each in one group; groups without any are left out.
 
     `embedding` and `head` are found by their modules (a tied weight is `embedding`), adapters by their names (`lora`),
     and the others by words in their names: `norm`, `experts` (shared ones too), `router`, `attention`, `feed_forward`,

@@ -20,7 +20,7 @@ class Largest(NamedTuple):
 
 
 def find_largest(values: Sequence[float], last_step: int) -> Largest:
-    """The largest of the `values` of the steps up to `last_step`; the first that is not finite, if any is not.
+    """Return the largest of the `values` of the steps up to `last_step`; the first that is not finite, if any is not.
 
     Raises:
         ValueError: there are no values.
@@ -73,7 +73,7 @@ class StepPoint:
         return self.tokens - self.num_padding
 
     def values(self, steps: int, flops_per_token: int, num_ranks: int) -> dict[str, float]:
-        """The values that need no other rank, by metric name; it covers `steps` optimizer steps."""
+        """Return the values that need no other rank, by metric name; it covers `steps` optimizer steps."""
         seconds = max(self.seconds, 1e-9)
         flops_per_gpu = self.tokens * flops_per_token / seconds / num_ranks
         values = {

@@ -20,7 +20,7 @@ _MOST_LISTED = 128
 
 
 def gather_ranks(values: Mapping[str, float]) -> dict[str, list[float]]:
-    """The `values` of every rank, by name, in order of ranks.
+    """Return the `values` of every rank, by name, in order of ranks.
 
     Collectives: one all-gather of a few host floats over the default process group, on gloo; every rank must call, with
     the same names.

@@ -93,7 +93,7 @@ class Results:
         return self._validation.enable and 0 < patience <= self.validation.stale
 
     def describe(self) -> str:
-        """The state of the validation loss in words."""
+        """Return the state of the validation loss in words."""
         series = self.validation
         if series.best is None:
             return f"the {series.name} was never a number"
@@ -103,7 +103,7 @@ class Results:
         )
 
     def state(self) -> dict[str, dict[str, Any]]:
-        """What `__init__` takes as `saved`; empty for what has no results."""
+        """Return what `__init__` takes as `saved`; empty for what has no results."""
         kinds = {"validation": self.validation, "evaluation": self.evaluation}
         return {kind: asdict(series) for kind, series in kinds.items() if series.last_step >= 0}
 

@@ -117,7 +117,7 @@ def make_dump_folder(job: JobConfig, folder: Path) -> dict[str, tuple[Any, Any]]
 
 
 def get_identity(job: JobConfig) -> dict[str, str]:
-    """The settings that tell a run from others, by key; a model of the hub by its id and commit."""
+    """Return the settings that tell a run from others, by key; a model of the hub by its id and commit."""
     share = job.data.validation_share
     settings = {key: str(get_value(job, key)) for key in _IDENTITY}
     settings["data.validation_share"] = "" if share is None else f"{share:g}"
@@ -172,7 +172,7 @@ def check_same_run(
 
 
 def _is_same(before: str, now: str) -> bool:
-    """True if `now` is what `before` was: it was moved and kept its name, or is the same of the hub."""
+    """Return True if `now` is what `before` was: it was moved and kept its name, or is the same of the hub."""
     (old, _, old_revision), (new, _, new_revision) = before.partition("@"), now.partition("@")
     on_hub = [is_hub_id(name) and not holds_rows(name) and not Path(name).exists() for name in (before, now)]
     if all(on_hub):

@@ -56,7 +56,7 @@ class EventWriter:
         self._add(step, summary=self._summary.image(name, image, dataformats="HWC"))
 
     def take(self) -> bytes:
-        """What was added since the last call."""
+        """Return what was added since the last call."""
         records, self._records = b"".join(self._records), []
         return records
 

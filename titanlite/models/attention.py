@@ -162,5 +162,5 @@ class LatentAttention(SelfAttention):
 
 
 def build_attention(config: ModelConfig) -> SelfAttention:
-    """The kind of attention that `config` describes."""
+    """Return the kind of attention that `config` describes."""
     return LatentAttention(config) if config.kv_lora_rank else Attention(config)

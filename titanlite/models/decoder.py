@@ -108,7 +108,7 @@ class Backbone(nn.Module):
 
 
 def is_here(module: nn.Module) -> bool:
-    """False for a stand-in of a module that another pipeline stage has."""
+    """Return False for a stand-in of a module that another pipeline stage has."""
     return not any(map(is_elsewhere, module.parameters()))
 
 
@@ -164,7 +164,7 @@ class Decoder(Model):
         return out if labels_BS is None else LossSums(out, out.new_zeros(()) if aux is None else aux)
 
     def can_cache(self, device: torch.device) -> bool:
-        """True: keys and values can be kept."""
+        """Return True: keys and values can be kept."""
         return True
 
     def configure(
@@ -191,11 +191,11 @@ class Decoder(Model):
                 )
 
     def all_layers(self) -> list[nn.Module]:
-        """The layers of all pipeline stages, in order; stand-ins for those of others."""
+        """Return the layers of all pipeline stages, in order; stand-ins for those of others."""
         return list(self.model.layers)
 
     def decoder_layers(self) -> list[DecoderLayer]:
-        """The layers that run here, in order."""
+        """Return the layers that run here, in order."""
         return [layer for layer in self.model.layers if isinstance(layer, DecoderLayer)]
 
     def experts_in(self, layer: nn.Module) -> list[nn.Module]:
@@ -217,7 +217,7 @@ class Decoder(Model):
         return {f"model.layers.{i}.mlp": moe for i, moe in self._moe_by_layer().items()}
 
     def moe_layer_numbers(self) -> list[int]:
-        """The numbers of the layers with experts, those of all pipeline stages."""
+        """Return the numbers of the layers with experts, those of all pipeline stages."""
         return [i for i, layer in enumerate(self.model.layers) if isinstance(layer.mlp, MoE)]
 
     def split_experts(self) -> list[nn.Module]:
@@ -229,11 +229,11 @@ class Decoder(Model):
             moe.dispatch = dispatch
 
     def draws_random(self) -> bool:
-        """True with dropout, which the layers have none of by themselves."""
+        """Return True with dropout, which the layers have none of by themselves."""
         return any(getattr(module, "dropout", 0.0) > 0.0 for module in self.modules())
 
     def expert_counters(self) -> dict[int, ExpertCounter]:
-        """What counts the rows of each MoE layer that runs here, by the layer's number."""
+        """Return what counts the rows of each MoE layer that runs here, by the layer's number."""
         return dict(self._moe_by_layer())
 
     def _moe_by_layer(self) -> dict[int, MoE]:

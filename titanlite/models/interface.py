@@ -63,11 +63,11 @@ class Model(nn.Module):
         raise NotImplementedError
 
     def all_layers(self) -> list[nn.Module]:
-        """The repeated layers of all pipeline stages, in order."""
+        """Return the repeated layers of all pipeline stages, in order."""
         raise NotImplementedError
 
     def decoder_layers(self) -> Sequence[nn.Module]:
-        """The repeated layers that run on this rank, in order."""
+        """Return the repeated layers that run on this rank, in order."""
         raise NotImplementedError
 
     def outer_units(self) -> tuple[list[nn.Module], list[nn.Module]]:
@@ -79,7 +79,7 @@ class Model(nn.Module):
         raise NotImplementedError
 
     def experts_in(self, layer: nn.Module) -> list[nn.Module]:
-        """The modules of `layer` that hold routed experts."""
+        """Return the modules of `layer` that hold routed experts."""
         raise NotImplementedError
 
     def moe_layers(self) -> dict[str, Any]:
@@ -87,15 +87,15 @@ class Model(nn.Module):
         raise NotImplementedError
 
     def moe_layer_numbers(self) -> list[int]:
-        """The numbers of the layers with counted experts, in all pipeline stages."""
+        """Return the numbers of the layers with counted experts, in all pipeline stages."""
         raise NotImplementedError
 
     def expert_counters(self) -> dict[int, Any]:
-        """The counters of routed rows of the MoE layers on this rank, by the layer's number."""
+        """Return the counters of routed rows of the MoE layers on this rank, by the layer's number."""
         raise NotImplementedError
 
     def split_experts(self) -> list[nn.Module]:
-        """The modules whose parameters have one slice per expert, for expert parallelism to split along dim 0.
+        """Return the modules whose parameters have one slice per expert, for expert parallelism to split along dim 0.
 
         Raises:
             ConfigError: the experts cannot be split. The same on all ranks.
@@ -111,7 +111,7 @@ class Model(nn.Module):
         raise NotImplementedError
 
     def draws_random(self) -> bool:
-        """True if a forward in training mode may draw random numbers.
+        """Return True if a forward in training mode may draw random numbers.
 
         Recomputed layers must draw the same again; saving the generator's state costs a copy from the device.
         """
@@ -130,5 +130,5 @@ class Model(nn.Module):
 
 
 def is_adapter(name: str) -> bool:
-    """True for the names of low-rank adapters' parameters."""
+    """Return True for the names of low-rank adapters' parameters."""
     return name.endswith(("lora_A", "lora_B"))

@@ -46,7 +46,7 @@ class Linear(nn.Linear):
         """Nothing: values come from `declare_sources`."""
 
     def split_parameters(self, dim: int) -> list[nn.Parameter]:
-        """The parameters that are split with `dim` of the weight: 0 the output, 1 the input."""
+        """Return the parameters that are split with `dim` of the weight: 0 the output, 1 the input."""
         return [self.weight] if dim == 1 or self.bias is None else [self.weight, self.bias]
 
     def declare_sources(self) -> dict[str, Source]:

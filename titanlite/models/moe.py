@@ -205,7 +205,7 @@ class Experts(nn.Module):
         return self.multiply is None
 
     def project(self, name: str, x: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
-        """The grouped rows `x` times the weight `name`, transposed."""
+        """Return the grouped rows `x` times the weight `name`, transposed."""
         weight = local_tensor(getattr(self, name))
         if self.multiply is None:
             return grouped_gemm(x, weight.to(x.dtype).mT, offsets_E, self.grouped_gemm_backend)
@@ -218,7 +218,7 @@ TokenDispatcher = Callable[[Experts, torch.Tensor, torch.Tensor, torch.Tensor], 
 
 
 def is_routed(name: str) -> bool:
-    """True for parameters of routed experts, by their name in any model; False for those of shared ones."""
+    """Return True for parameters of routed experts, by their name in any model; False for those of shared ones."""
     return ".experts." in name
 
 

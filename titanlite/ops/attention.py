@@ -139,5 +139,5 @@ def cached_attention(
 
 @cache
 def _compiled(function: Any) -> Any:
-    """`function` compiled at first use: uncompiled, flex_attention and its mask would build all S x S scores."""
+    """Return `function` compiled at first use: uncompiled, flex_attention and its mask would build all S x S scores."""
     return compile_function(function, dynamic=False)

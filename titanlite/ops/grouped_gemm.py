@@ -67,7 +67,7 @@ def grouped_gemm(
 
 
 def resolve_backend(backend: GroupedGemmBackend, device: torch.device, dtype: torch.dtype) -> GroupedGemmBackend:
-    """The backend that serves tensors of `dtype` on `device`.
+    """Return the backend that serves tensors of `dtype` on `device`.
 
     Raises:
         ValueError: `triton` was asked for and cannot run there.

@@ -34,12 +34,12 @@ def install_kernel(operator: str, device_type: str, kernel: Kernel, costly: Sequ
 
 
 def find_kernel(operator: str, device: torch.device) -> Kernel | None:
-    """The kernel of `operator` for tensors on `device`; None: there is none."""
+    """Return the kernel of `operator` for tensors on `device`; None: there is none."""
     return _kernels.get((operator, kernel_device(device)))
 
 
 def is_costly(op: Any) -> bool:
-    """True for the torch operators that were installed as costly."""
+    """Return True for the torch operators that were installed as costly."""
     return op in _costly
 
 
@@ -62,5 +62,5 @@ def plan_for_device(device_type: str, kernels: Mapping[str, Kernel] | None = Non
 
 
 def kernel_device(device: torch.device) -> str:
-    """The type of the device whose kernels serve a tensor on `device`."""
+    """Return the type of the device whose kernels serve a tensor on `device`."""
     return _planned_device or device.type

@@ -37,6 +37,6 @@ def sum_over_rows(
 
 
 def _multiply_by_kernel(a: torch.Tensor, b_KN: torch.Tensor, rows: int) -> torch.Tensor | None:
-    """`a @ b` by the kernel `product`, which is also told the number of tokens, `rows`: the size that varies."""
+    """Return `a @ b` by the kernel `product`, which is also told the number of tokens, `rows`: the size that varies."""
     kernel = find_kernel("product", a.device)
     return None if kernel is None else kernel(a, b_KN, rows)

@@ -88,7 +88,7 @@ class ExpertBiasBalancer:
             self.row_difference[here, first : first + given.shape[1]] -= given
 
     def _of_layers_here(self, of_all: torch.Tensor) -> torch.Tensor:
-        """What `of_all` (layers, ...) says of the layers that run here, in their order."""
+        """Return what `of_all` (layers, ...) says of the layers that run here, in their order."""
         return torch.cat([of_all[here] for here in self._here])
 
     @torch.no_grad()
@@ -155,7 +155,7 @@ class ExpertBiasBalancer:
 
 
 def get_bias_update_rate(job: JobConfig, model_config: AnyModelConfig) -> float:
-    """The configured rate; unset, a bias is trained only where the exported architecture can hold it."""
+    """Return the configured rate; unset, a bias is trained only where the exported architecture can hold it."""
     if isinstance(model_config, TransformersConfig):
         return 0.0
     if job.moe.expert_bias_update_rate is not None:

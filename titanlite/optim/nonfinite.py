@@ -52,7 +52,7 @@ class FiniteGuard:
 
     @torch.no_grad()
     def admit(self, step: int, finite: torch.Tensor, losses_finite: torch.Tensor | None = None) -> torch.Tensor:
-        """True, as a bool scalar on the device, if step `step` (counted from 1) is to be applied.
+        """Return True, as a bool scalar on the device, if step `step` (counted from 1) is to be applied.
 
         Args:
             step: that is about to be applied.

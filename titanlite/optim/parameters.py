@@ -35,7 +35,7 @@ def freeze_parameters(model: nn.Module, section: OptimizerSection) -> None:
 
 
 def lr_multipliers(model: nn.Module, section: OptimizerSection) -> dict[nn.Parameter, float]:
-    """The factor on the learning rate of each trained parameter that `optimizer.lr_multipliers` names.
+    """Return the factor on the learning rate of each trained parameter that `optimizer.lr_multipliers` names.
 
     Raises:
         ConfigError: a pattern matches no parameter, or only frozen ones. The same on all ranks.

@@ -26,7 +26,7 @@ _LONGEST = 1024
 def attend(
     q_BSHK: torch.Tensor, k_BSGK: torch.Tensor, v_BSGK: torch.Tensor, mask: AttentionMask, scale: float
 ) -> torch.Tensor | None:
-    """The kernel of `ops.attention`; None where torch's is faster: it spreads heads over several threads."""
+    """Return the kernel of `ops.attention`; None where torch's is faster: it spreads heads over several threads."""
     fits = q_BSHK.itemsize >= 4 and 0 < q_BSHK.shape[1] <= _LONGEST and q_BSHK.shape[-1] == v_BSGK.shape[-1]
     if mask.backend != "sdpa" or not fits or _num_threads() != 1:
         return None
@@ -93,7 +93,7 @@ def host_attention_backward(
 
 
 def _by_head(x_BSHK: torch.Tensor, num_groups: int | None = None) -> torch.Tensor:
-    """A copy, (B, H, S, K), or with groups of heads (B, G, R, S, K)."""
+    """Return a copy, (B, H, S, K), or with groups of heads (B, G, R, S, K)."""
     heads_first = x_BSHK.transpose(1, 2) if num_groups is None else x_BSHK.unflatten(2, (num_groups, -1)).movedim(1, 3)
     return heads_first.clone(memory_format=torch.contiguous_format)
 

@@ -106,7 +106,7 @@ class _Slice:
         self._compute, self._padded = compute, _round_up(self.count, multiple)
 
     def gather(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """The rows' tokens, (C, D), in the dtype of products."""
+        """Return the rows' tokens, (C, D), in the dtype of products."""
         if self._padded == self.count:
             return x_TD.index_select(0, self.tokens).to(self._compute)
         x_CD = x_TD.new_empty(self._padded, x_TD.shape[1])
@@ -114,7 +114,7 @@ class _Slice:
         return self._fill(x_CD).to(self._compute)
 
     def take(self, values_R: torch.Tensor) -> torch.Tensor:
-        """The rows of something that has one for each, (C, ...); perhaps a view."""
+        """Return the rows of something that has one for each, (C, ...); perhaps a view."""
         if self._padded == self.count:
             return values_R[self.rows]
         values_C = values_R.new_empty(self._padded, *values_R.shape[1:])

@@ -24,7 +24,7 @@ _WORTHWHILE = 1 << 21
 
 
 def multiply_linear(x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> torch.Tensor | None:
-    """The kernel of `ops.linear`; None for what torch multiplies as fast."""
+    """Return the kernel of `ops.linear`; None for what torch multiplies as fast."""
     if not _takes_onednn(x, weight_NK, x.numel() // max(x.shape[-1], 1), x.numel() * weight_NK.shape[0]):
         return None
     y = _Linear.apply(x, weight_NK)
@@ -37,13 +37,13 @@ def multiply(a: torch.Tensor, b_KN: torch.Tensor, rows: int) -> torch.Tensor | N
 
 
 def prefers_onednn() -> bool:
-    """True if oneDNN multiplies float32 faster here, and `torch.backends.mkldnn.enabled` is not off."""
+    """Return True if oneDNN multiplies float32 faster here, and `torch.backends.mkldnn.enabled` is not off."""
     return torch.backends.mkldnn.enabled and _is_onednn_faster()
 
 
 @cache
 def _is_onednn_faster() -> bool:
-    """True on x86 processors with AVX-512 that are not Intel's."""
+    """Return True on x86 processors with AVX-512 that are not Intel's."""
     if torch.backends.cpu.get_cpu_capability() != "AVX512" or get_onednn_op() is None:
         return False
     try:

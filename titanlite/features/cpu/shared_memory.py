@@ -170,7 +170,7 @@ class SharedMemory:
             done = upto
 
     def _next_regions(self, dtype: torch.dtype) -> torch.Tensor:
-        """The regions of the next round, (members, elements)."""
+        """Return the regions of the next round, (members, elements)."""
         self._round += 1
         return self._bytes[self._round % 2].view(dtype)
 

@@ -10,7 +10,7 @@ from titanlite.metrics import StepPoint
 
 
 def build_metric(section: MetricsSection) -> Callable[[StepPoint], Mapping[str, float]]:
-    """The function of `metrics.function`, whose values are logged as metric/NAME; nothing without one.
+    """Return the function of `metrics.function`, whose values are logged as metric/NAME; nothing without one.
 
     Raises:
         ConfigError: it cannot be imported.

@@ -25,7 +25,7 @@ _TRIED_TOKENS = 4
 
 
 def build_custom_objective(job: JobConfig, vocab_size: int) -> Objective:
-    """The objective that `training.objective` names, after a trial on a few tokens.
+    """Return the objective that `training.objective` names, after a trial on a few tokens.
 
     Raises:
         ConfigError: it cannot be imported, raises something, or returns something else than a loss and metrics.

@@ -18,7 +18,7 @@ _Build = Callable[[_Named, OptimizerSection], torch.optim.Optimizer]
 
 
 def build_custom_optimizer(model: nn.Module, section: OptimizerSection) -> torch.optim.Optimizer:
-    """The optimizer that the function of `optimizer.name` makes of (name, parameter) of all that is trained.
+    """Return the optimizer that the function of `optimizer.name` makes of (name, parameter) of all that is trained.
 
     Raises:
         ConfigError: it cannot be built or stepped, leaves a parameter out, or has states that cannot be saved: others

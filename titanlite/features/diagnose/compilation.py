@@ -8,7 +8,7 @@ _CODE = re.compile(r'^\s*File "(?P<file>[^"]*)", line (?P<line>\d+), in (?P<name
 
 
 def explain_uncompiled(error: BaseException) -> ConfigError | None:
-    """What to do about a layer that torch cannot trace or generate code for; None for other errors."""
+    """Return what to do about a layer that torch cannot trace or generate code for; None for other errors."""
     if not any(kind.__module__.startswith(("torch._dynamo.", "torch._inductor.")) for kind in type(error).__mro__):
         return None
     text = str(error)

@@ -18,7 +18,7 @@ _WORKSPACES = (":4096:8", ":16:8")
 
 
 def explain_refusal(error: BaseException) -> ConfigError | None:
-    """What to do about an operation that torch refuses under `training.deterministic`; None for other errors."""
+    """Return what to do about an operation that torch refuses under `training.deterministic`; None for other errors."""
     match = re.search(r"(\S+) does not have a deterministic implementation", str(error))
     if match is None:
         return None

@@ -44,7 +44,7 @@ class DivergenceCheck:
         self._agreed_step = step
 
     def is_due(self, step: int) -> bool:
-        """True if the ranks are to be compared after `step`."""
+        """Return True if the ranks are to be compared after `step`."""
         return self._freq > 0 and step % self._freq == 0
 
     @torch.no_grad()
@@ -132,7 +132,7 @@ def _is_place(key: Any) -> bool:
 
 
 def _differing(gathered: list[dict[Any, Any]]) -> dict[Any, str]:
-    """The keys whose values are not the same on all ranks that have them, with the ranks, the most first."""
+    """Return the keys whose values are not the same on all ranks that have them, with the ranks, the most first."""
     ranks_of: defaultdict[Any, defaultdict[Any, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, found in enumerate(gathered):
         for key, value in found.items():

@@ -59,7 +59,7 @@ def explain_out_of_memory(job: JobConfig, error: BaseException) -> TrainingError
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """True if the device or the host has no memory left."""
+    """Return True if the device or the host has no memory left."""
     if isinstance(error, dist.DistBackendError):
         return "out of memory" in str(error)  # NCCL makes its buffers when a group is first used
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
@@ -83,7 +83,7 @@ def _describe(job: JobConfig, error: BaseException, memory: str, snapshot: str) 
 
 
 def _place(error: BaseException) -> str:
-    """The innermost line of titanlite on the way to the error."""
+    """Return the innermost line of titanlite on the way to the error."""
     package = Path(__file__).parents[2]
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     frames = [frame for frame in frames if Path(frame.filename).is_relative_to(package)]

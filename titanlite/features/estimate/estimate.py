@@ -120,7 +120,7 @@ class Estimate:
     tokens: int
 
     def fits(self, hardware: Hardware) -> bool:
-        """The device's memory is enough."""
+        """Return the device's memory is enough."""
         return self.memory.total <= hardware.usable_bytes
 
     @property
@@ -163,14 +163,14 @@ def stages_to_trace(model_config: AnyModelConfig, degrees: Degrees) -> list[int]
 
 
 def merge_stages(stages: Mapping[int, Estimate]) -> Estimate:
-    """The run: as full as its fullest stage, and as slow as the slowest."""
+    """Return the run: as full as its fullest stage, and as slow as the slowest."""
     fullest = max(stages.values(), key=lambda found: found.memory.total)
     slowest = max(stages.values(), key=lambda found: (found.time.expected_s, found.time.best_s))
     return replace(slowest, memory=fullest.memory)
 
 
 def build_estimate(job: JobConfig, degrees: Degrees, trace: StepTrace, hardware: Hardware, rank: int = 0) -> Estimate:
-    """The meaning of `trace` on `hardware`."""
+    """Return the meaning of `trace` on `hardware`."""
     tokens = trace.micro_batches * job.training.local_batch_size * job.training.seq_len * degrees.dp
     memory = get_memory(trace, offload=job.training.enable_cpu_offload)
     return Estimate(degrees, memory, step_time(trace, degrees, hardware, rank), trace, tokens)

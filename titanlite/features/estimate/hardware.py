@@ -106,7 +106,7 @@ DEFAULT_GPU = "h100-80gb"
 
 
 def get_hardware(name: str) -> Hardware:
-    """The GPU that `--gpu` names: "h100", "RTX 4090", "a100-40gb".
+    """Return the GPU that `--gpu` names: "h100", "RTX 4090", "a100-40gb".
 
     Raises:
         ConfigError: it is not in the table.

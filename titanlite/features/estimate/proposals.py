@@ -168,7 +168,7 @@ def _adapters(base: Planned, best: Planned) -> Iterator[tuple[tuple[str, ...], s
 
 
 def _more_gpus(base: Planned, best: Planned, plan: Plan) -> Iterator[Planned]:
-    """The smallest power of 2 times as many GPUs on which the run fits as it is, or with the best settings."""
+    """Yield the smallest power of 2 times as many GPUs on which the run fits as it is, or with the best settings."""
     ranks = base.estimate.degrees.world_size
     factor = 2
     while factor <= _MOST_GPUS:

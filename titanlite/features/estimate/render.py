@@ -87,7 +87,7 @@ def _hours(hours: float) -> str:
 
 
 def render_tensors(plan: RunPlan) -> str:
-    """A table of tensors or groups of them."""
+    """Return a table of tensors or groups of them."""
     rows = [("tensor", "count", "shape", "dtype", "placement", "source", "bytes here")]
     for tensor in plan.tensors:
         size = format_memory(tensor.local_bytes)
@@ -97,7 +97,7 @@ def render_tensors(plan: RunPlan) -> str:
 
 
 def render_memory(plan: RunPlan, estimate: Estimate, hardware: Hardware) -> str:
-    """What a rank holds at the fullest moment of a step, against the GPU's memory."""
+    """Return what a rank holds at the fullest moment of a step, against the GPU's memory."""
     memory = estimate.memory
     padding = estimate.trace.padding
     padded = f", {format_memory(padding)} of it padding of uneven shards" if padding else ""
@@ -157,7 +157,7 @@ def render_reads(plan: RunPlan, weights: str, is_here: bool) -> str:
 
 
 def render_collectives(estimate: Estimate, hardware: Hardware, rank: int) -> str:
-    """Collectives of an optimizer step, by axis and kind."""
+    """Return collectives of an optimizer step, by axis and kind."""
     rows = [("axis", "ranks", "links", "collective", "count", "bytes", "at least")]
     for traffic, count in sorted(estimate.trace.counts.items(), key=lambda item: (item[0].axis, item[0].kind)):
         ranks = axis_ranks(estimate.degrees, traffic.axis, rank)
@@ -196,7 +196,7 @@ def render_time(estimate: Estimate, hardware: Hardware) -> str:
 
 
 def render_sweep(found: Sequence[Planned], hardware: Hardware) -> str:
-    """The best combinations of degrees."""
+    """Return the best combinations of degrees."""
     head = ("dp_replicate", "dp_shard", "cp", "tp", "ep", "checkpointing", "memory", "expected", "at best")
     rows: list[tuple[str, ...]] = [head]
     fitting = [one for one in found if one.fits]
@@ -253,7 +253,7 @@ def to_json(plan: RunPlan, base: Planned, estimate: Estimate, proposals: Iterabl
 
 
 def planned_to_json(one: Planned) -> dict[str, Any]:
-    """The figures of one command line."""
+    """Return the figures of one command line."""
     return {
         "arguments": list(one.arguments),
         "note": one.note,

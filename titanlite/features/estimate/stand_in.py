@@ -176,7 +176,7 @@ def _allocate(plan: Plan, model: Model) -> None:
 
 
 def _build_objective(job: JobConfig, vocab_size: int) -> Objective:
-    """The run's objective; references of preference pairs that are cached cost nothing in a step."""
+    """Return the run's objective; references of preference pairs that are cached cost nothing in a step."""
     objective = build_objective(job, vocab_size, "preference" if job.training.objective == "dpo" else "text")
     if isinstance(objective, DPO) and not isinstance(objective.reference, AdaptersOff):
         objective.reference = _NoReference()
@@ -250,7 +250,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """The kernel that CUDA takes for two-byte floats: flash without a mask, memory-efficient with one.
+    """Return the kernel that CUDA takes for two-byte floats: flash without a mask, memory-efficient with one.
 
     The latter also where values are of another width than queries and keys.
     """

@@ -96,7 +96,7 @@ class StepTrace:
     layers: tuple[range, ...]
 
     def plus(self, times: int, larger: "StepTrace", smaller: "StepTrace") -> "StepTrace":
-        """This trace with `times` the difference of two others added: as many layers more."""
+        """Return this trace with `times` the difference of two others added: as many layers more."""
 
         def grown(name: str) -> Any:
             here, more, less = (getattr(trace, name) for trace in (self, larger, smaller))
@@ -192,7 +192,7 @@ def layers_by_kind(model_config: AnyModelConfig, degrees: Degrees, stage: int) -
 
 
 def layers_of_chunks(model_config: AnyModelConfig, degrees: Degrees, stage: int) -> list[tuple[int, int]]:
-    """The same of each chunk of that stage."""
+    """Return the same of each chunk of that stage."""
     if not isinstance(model_config, ModelConfig):
         return [(model_config.num_layers, 0)]
     num_dense = model_config.num_dense_layers if model_config.num_experts else model_config.num_layers
@@ -204,7 +204,7 @@ def layers_of_chunks(model_config: AnyModelConfig, degrees: Degrees, stage: int)
 def _with_layers(
     model_config: ModelConfig, degrees: Degrees, stage: int, by_kind: tuple[int, ...]
 ) -> tuple[ModelConfig, Degrees]:
-    """The model with so many layers in one pipeline stage, of one chunk, and the others as they are."""
+    """Return the model with so many layers in one pipeline stage, of one chunk, and the others as they are."""
     sizes = degrees.part_sizes(model_config.num_layers)
     removed = sizes[stage] - sum(by_kind)
     sizes[stage] = sum(by_kind)
@@ -240,7 +240,7 @@ def _trace(
 
 
 def _micro_batches_to_trace(micro_batches: int, trainer: StandInTrainer) -> int:
-    """The first, one like those that follow, and the last where that differs.
+    """Return the first, one like those that follow, and the last where that differs.
 
     A pipeline stage holds more and more activations, of as many micro-batches as there are stages;
     one of several chunks, whose micro-batches come in groups of that many, during the first two groups.
@@ -261,14 +261,14 @@ def _repeated_micro_batches(trainer: StandInTrainer, traced: int) -> range:
 
 
 def _last_differs(trainer: StandInTrainer) -> bool:
-    """True if the last micro-batch reduces gradients that others do not (`prepare_backward`)."""
+    """Return True if the last micro-batch reduces gradients that others do not (`prepare_backward`)."""
     return trainer.dims.degrees.dp_replicate > 1 or trainer.job.parallelism.fsdp_once_per_step
 
 
 def summarize(
     recorder: StepRecorder, trainer: StandInTrainer, num_layers: tuple[int, ...], micro_batches: int, traced: int
 ) -> StepTrace:
-    """The figures of a recorded step of `traced` micro-batches, as those of all `micro_batches`."""
+    """Return the figures of a recorded step of `traced` micro-batches, as those of all `micro_batches`."""
     assert dist.group.WORLD is not None
     world = dist.group.WORLD.group_name
     repeated = _repeated_micro_batches(trainer, traced)

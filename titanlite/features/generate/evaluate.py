@@ -169,7 +169,7 @@ def build_evaluator(
     dims: ParallelDims,
     device: torch.device,
 ) -> Evaluator | None:
-    """The evaluator that `[evaluation]` describes, or None if it is not enabled.
+    """Return the evaluator that `[evaluation]` describes, or None if it is not enabled.
 
     Raises:
         ConfigError, DataError: as `build_evaluation_prompts` and `Evaluator`; the same on all ranks.

@@ -56,7 +56,7 @@ class Sampling:
     seed: int = 0
 
     def check(self) -> list[str]:
-        """What is out of range, one message each; nan is."""
+        """Return what is out of range, one message each; nan is."""
         problems = []
         if not 0 <= self.temperature < math.inf:
             problems.append(f"temperature = {self.temperature} is out of range. Set it to 0 or more.")
@@ -151,7 +151,7 @@ def get_rope_limit(model: nn.Module) -> int | None:
 
 
 def name_of(model: nn.Module) -> str:
-    """The class of `model`, or of the model of transformers in it."""
+    """Return the class of `model`, or of the model of transformers in it."""
     return model.config.architecture if isinstance(model, TransformersModel) else type(model).__name__
 
 
@@ -250,7 +250,7 @@ class _Batch:
         return chosen_B
 
     def _all_ended(self, ended: Sequence[bool]) -> bool:
-        """True on all ranks if no rank has a row to go on with."""
+        """Return True on all ranks if no rank has a row to go on with."""
         if self.dims is None or dist.get_world_size() == 1:
             return all(ended)
         going = torch.tensor([not all(ended)], dtype=torch.int32, device=self.device)

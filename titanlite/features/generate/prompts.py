@@ -37,7 +37,7 @@ class EvaluationPrompt(NamedTuple):
 def evaluation_prompts(
     dataset: TrainDataset, tokenizer: "PreTrainedTokenizerFast", max_prompts: int | None = None
 ) -> list[EvaluationPrompt]:
-    """The held-out examples, each as the prompt up to its last answer; of preference pairs, the chosen side.
+    """Return the held-out examples, each as the prompt up to its last answer; of preference pairs, the chosen side.
 
     The first `max_prompts` of each source, the same on every rank; no collectives. Prompt and reference are the tokens
     of the training data, so what a template adds to an answer (Qwen3: empty thoughts) is part of the reference, as it

@@ -57,7 +57,7 @@ class ImageBatch:
     num_padding: int = 0
 
     def to(self, device: torch.device | str) -> "ImageBatch":
-        """A copy of the batch on `device`."""
+        """Return a copy of the batch on `device`."""
         inputs = {name: copy_to(device, value) for name, value in self.inputs.items()}
         return replace(self, tokens=copy_to(device, self.tokens), labels=copy_to(device, self.labels), inputs=inputs)
 
@@ -140,7 +140,7 @@ class ImageDataset:
         return self.num_train_sequences + np.arange(start, stop, dtype=np.int64) % self.num_validation_sequences
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> ImageBatch:
-        """The rows `indices` (B,), as CPU tensors in that order."""
+        """Return the rows `indices` (B,), as CPU tensors in that order."""
         parts = [self._process(self._rows[int(index)]) for index in indices]
         tokens = torch.full((len(parts), self.seq_len), self._padding)
         labels = torch.full((len(parts), self.seq_len), IGNORE_INDEX)
@@ -195,7 +195,7 @@ class ImageDataset:
         return ids, trained, extra
 
     def _find_turn(self, row: ImageRow, i: int) -> tuple[str, str]:
-        """The prompt of the answer messages[i], and the text up to and including what ends the answer."""
+        """Return the prompt of the answer messages[i], and the text up to and including what ends the answer."""
         messages = row.messages[: i + 1]
         prompt, done = self._show(messages[:i], prompt=True), self._show(messages)
         found = self._finder.probe(self._show, messages, prompt)
@@ -217,7 +217,7 @@ class ImageDataset:
     def _encode(
         self, row: ImageRow, num_messages: int, text: str, images: list[Any]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The tokens of `text`, which shows the first `num_messages` messages, and the other inputs."""
+        """Return the tokens of `text`, which shows the first `num_messages` messages, and the other inputs."""
         count = sum(part.get("type") == "image" for m in row.messages[:num_messages] for part in _parts_of(m))
         try:
             found = self._processor(text=[text], images=images[:count] or None, return_tensors="pt")
@@ -232,7 +232,7 @@ def _begins(whole: Tensor, start: Tensor) -> bool:
 
 
 def load_processor(folder: str) -> Any:
-    """The processor of the model in `folder`.
+    """Return the processor of the model in `folder`.
 
     Raises:
         DataError: there is none, or it has no chat template.
@@ -250,7 +250,7 @@ def load_processor(folder: str) -> Any:
 
 
 def load_image(place: str, path: Path) -> Any:
-    """The decoded image, RGB.
+    """Return the decoded image, RGB.
 
     Raises:
         DataError: it is not there, or does not decode; names `place` and the file.
@@ -295,7 +295,7 @@ def _limit_pixels(image: Any) -> None:
 
 
 def _to_rgb(image: Any) -> Any:
-    """The first frame, decoded, and turned as its EXIF data say, as transformers turns it at inference."""
+    """Return the first frame, decoded, and turned as its EXIF data say, as transformers turns it at inference."""
     from PIL import Image, ImageOps
 
     if image.mode.startswith("I;16"):  # Pillow would show all above 255 of 65535 as white
@@ -306,7 +306,7 @@ def _to_rgb(image: Any) -> Any:
 
 
 def read_image_rows(path: Path) -> list[ImageRow]:
-    """The chats of a .jsonl file.
+    """Return the chats of a .jsonl file.
 
     Raises:
         DataError: the file cannot be read; or lists all rows that are no chats with images, with their lines.

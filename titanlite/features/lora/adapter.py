@@ -63,7 +63,7 @@ class AdapterPlace:
 
 
 def adapter_place(name: str, shape: tuple[int, ...], names: Iterable[str]) -> AdapterPlace:
-    """The place of the adapter `name` of global `shape`; `names` are those of all adapters of the model."""
+    """Return the place of the adapter `name` of global `shape`; `names` are those of all adapters of the model."""
     match = _EXPERT_ADAPTER.fullmatch(name)
     if match is None:
         module, _, leaf = name.rpartition(".")
@@ -83,7 +83,7 @@ def name_of_base(folder: str) -> str:
 
 
 def adapter_checkpoint(folder: Path, section: LoRASection, base: str = "", *, key: str = "") -> "AdapterCheckpoint":
-    """The adapters in `folder` as a source for `materialize`, beside the one of the model in the folder `base`.
+    """Return the adapters in `folder` as a source for `materialize`, beside the one of the model in the folder `base`.
 
     Warns if they were trained on a model of another name. `key` is the setting that asks for them; without one they are
     of the run to resume.

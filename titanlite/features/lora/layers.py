@@ -70,7 +70,7 @@ class LoRALinear(Linear):
         self.scaling, self.dropout, self.adapter_enabled = scaling_of(section), section.dropout, True
 
     def split_parameters(self, dim: int) -> list[nn.Parameter]:
-        """The matrix on the other side of the rank stays whole."""
+        """Return the matrix on the other side of the rank stays whole."""
         return [*super().split_parameters(dim), self.lora_B if dim == 0 else self.lora_A]
 
     def declare_sources(self) -> dict[str, Source]:
@@ -211,7 +211,7 @@ def apply_lora(model: Model, section: LoRASection, dtype: torch.dtype) -> None:
 
 
 def adapted_modules(model: nn.Module) -> dict[str, LoRALinear | LoRAExperts | LoRATransformersExperts]:
-    """The modules with adapters, by name; none without LoRA."""
+    """Return the modules with adapters, by name; none without LoRA."""
     return {
         name: module
         for name, module in _root(model).named_modules()
@@ -220,7 +220,7 @@ def adapted_modules(model: nn.Module) -> dict[str, LoRALinear | LoRAExperts | Lo
 
 
 def _root(model: nn.Module) -> nn.Module:
-    """The module below which names are those of tensors."""
+    """Return the module below which names are those of tensors."""
     return model.transformers_model if isinstance(model, TransformersModel) else model
 
 
@@ -238,7 +238,7 @@ def adapters_disabled(model: nn.Module) -> Iterator[None]:
 
 
 def adaptable_names(model: nn.Module) -> list[str]:
-    """What can have an adapter: linear layers but the output head, and the weights of the experts."""
+    """Return what can have an adapter: linear layers but the output head, and the weights of the experts."""
     names: list[str] = []
     experts = adaptable_experts(model)
     layers: set[nn.Module] = set()
@@ -255,7 +255,7 @@ def adaptable_names(model: nn.Module) -> list[str]:
 
 
 def adaptable_experts(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """The modules of experts by name, and those of their weights that can have adapters."""
+    """Return the modules of experts by name, and those of their weights that can have adapters."""
     if not isinstance(model, TransformersModel):
         return {name: _EXPERT_WEIGHTS for name, module in model.named_modules() if isinstance(module, Experts)}
     modules = {clean: module for clean, module in _root(model).named_modules() if hasattr(module, "has_gate")}
@@ -279,7 +279,7 @@ def other_modules(model: nn.Module) -> list[str]:
 
 
 def _targets(model: nn.Module, section: LoRASection) -> dict[str, frozenset[str]]:
-    """Module name -> the weights of experts that get an adapter (for a linear layer the empty set)."""
+    """Return module name -> the weights of experts that get an adapter (for a linear layer the empty set)."""
     possible = adaptable_names(model)
     experts = set(adaptable_experts(model))
     patterns = split_patterns("lora.targets", section.targets)

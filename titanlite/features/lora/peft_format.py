@@ -152,7 +152,7 @@ def _targets(model: Model) -> tuple[list[str], list[str]]:
 
 
 def _shorten(targeted: Mapping[str, bool], short_of: Mapping[str, str]) -> list[str]:
-    """The targeted names; a short one where all names that it stands for are targeted."""
+    """Return the targeted names; a short one where all names that it stands for are targeted."""
     not_all = {short_of[name] for name, is_target in targeted.items() if not is_target}
     return sorted(
         {name if short_of[name] in not_all else short_of[name] for name, is_target in targeted.items() if is_target}

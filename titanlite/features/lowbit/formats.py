@@ -53,7 +53,7 @@ class BlockFormat:
         return self.code_bytes + _FACTOR_BYTES
 
     def num_records(self, width: int) -> int:
-        """Records of a row of `width` values; what the last one does not need is zeros."""
+        """Return records of a row of `width` values; what the last one does not need is zeros."""
         return -(-width // self.block)
 
 
@@ -158,7 +158,7 @@ def _split(records: torch.Tensor, layout: BlockFormat) -> tuple[torch.Tensor, to
 
 
 def _decode_codes(codes: torch.Tensor, layout: BlockFormat) -> torch.Tensor:
-    """What codes (N, n, code_bytes) stand for before the factor, float32 (N, n, block)."""
+    """Return what codes (N, n, code_bytes) stand for before the factor, float32 (N, n, block)."""
     if layout is FP8:
         return codes.contiguous().view(torch.float8_e4m3fn).to(torch.float32)
     return F.embedding(codes.to(torch.int32), _nf4_pairs(codes.device)).flatten(-2)
@@ -173,7 +173,7 @@ def _table(layout: str, device: torch.device) -> torch.Tensor:
 
 @cache
 def _nf4_pairs(device: torch.device) -> torch.Tensor:
-    """What the two codes in each of the 256 bytes stand for, float32 (256, 2)."""
+    """Return what the two codes in each of the 256 bytes stand for, float32 (256, 2)."""
     table = _table(NF4.name, device)
     with torch.inference_mode(False):
         return torch.cartesian_prod(table, table)

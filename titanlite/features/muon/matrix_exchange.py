@@ -175,7 +175,7 @@ class MatrixExchange:
 
 
 def _make_loads() -> defaultdict[tuple[int, ...], Counter[int]]:
-    """What each rank has to do among the ranks of a tuple."""
+    """Return what each rank has to do among the ranks of a tuple."""
     return defaultdict(Counter)
 
 
@@ -211,7 +211,7 @@ def _get_holders(param: torch.Tensor) -> list[tuple[int, Region]]:
 
 
 def _are_split(param: torch.Tensor, holders: list[tuple[int, Region]]) -> bool:
-    """True if a rank holds a part of a matrix only."""
+    """Return True if a rank holds a part of a matrix only."""
     whole = tuple(param.shape[-2:])
     return any(region.numel and region.lengths[-2:] != whole for _, region in holders)
 

@@ -29,7 +29,7 @@ class Elsewhere(nn.Module):
         return declare()
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """What comes in goes out."""
+        """Return what comes in goes out."""
         return x
 
 
@@ -37,7 +37,7 @@ class ElsewhereLayer(Elsewhere):
     """Stands for a decoder layer."""
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
-        """The hidden states as they are, without balance losses."""
+        """Return the hidden states as they are, without balance losses."""
         return x, None
 
 

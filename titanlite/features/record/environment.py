@@ -86,7 +86,7 @@ def _git(root: Path, *arguments: str) -> str:
 
 
 def _describe_processor() -> str:
-    """The model name, which `platform.processor` does not know on Linux."""
+    """Return the model name, which `platform.processor` does not know on Linux."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

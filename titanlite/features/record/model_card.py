@@ -27,7 +27,7 @@ _QUOTES = "\"'"
 
 
 def render_model_card(job: JobConfig, *, family: str, num_parameters: int, progress: Progress, results: Results) -> str:
-    """The card as Markdown with the hub's YAML header; ends with a line break.
+    """Return the card as Markdown with the hub's YAML header; ends with a line break.
 
     Args:
         job: the configuration; what differs from the defaults is listed.
@@ -60,7 +60,7 @@ def render_model_card(job: JobConfig, *, family: str, num_parameters: int, progr
 
 
 def _header(base: BaseModel | None, job: JobConfig) -> list[str]:
-    """The hub's metadata. JSON strings are YAML strings."""
+    """Return the hub's metadata. JSON strings are YAML strings."""
     lines = ["library_name: transformers", "pipeline_tag: text-generation", "tags:", "- titanlite"]
     if base is not None and base.on_hub:
         lines.append(f"base_model: {json.dumps(base.name)}")
@@ -90,7 +90,7 @@ def _license(folder: str) -> list[str]:
 
 
 def _model_index(name: str, job: JobConfig, results: Results) -> list[str]:
-    """The latest results as the hub's metadata, which it shows beside the model."""
+    """Return the latest results as the hub's metadata, which it shows beside the model."""
     held_out = [source.validation_path or source.path for source in get_sources(job.data).values()]
     evaluated = [job.evaluation.path] if job.evaluation.path else held_out
     measured = [

@@ -85,7 +85,7 @@ class RunPlan:
 
 
 def build_run_plan(plan: Plan, muon: Container[torch.Tensor] = (), *, fold: bool = True) -> RunPlan:
-    """The figures of this rank. No communication; what lies in files is taken from their headers, read already.
+    """Return the figures of this rank. No communication; what lies in files is taken from their headers, read already.
 
     `muon` are the parameters that Muon steps, and not AdamW, which counts its steps.
     """
@@ -155,6 +155,6 @@ def describe_placement(tensor: torch.Tensor) -> str:
 
 
 def _describe_source(entry: TensorEntry) -> str:
-    """The source; of a checkpoint without the key, which is the tensor's name or follows from it."""
+    """Return the source; of a checkpoint without the key, which is the tensor's name or follows from it."""
     source = entry.source
     return f"checkpoint {source.reader.name}" if isinstance(source, Read) else str(source)

@@ -43,7 +43,7 @@ class PlannedReads:
         self._reads = [(share, source) for share, (_, source) in zip(shares, reads, strict=True)]
 
     def of_rank(self, rank: int) -> RankReads:
-        """What global rank `rank`, of the plan's stage, will hold and read. Adapters in memory count nothing."""
+        """Return what global rank `rank`, of the plan's stage, will hold and read. Adapters in memory count nothing."""
         held = read = 0
         files: set[Path] = set()
         for share, source in self._reads:

@@ -134,7 +134,7 @@ class WandbRun:
 
 
 def _get_id(path: Path) -> str:
-    """The id in the file, or a new one that is there from now on."""
+    """Return the id in the file, or a new one that is there from now on."""
     with suppress(OSError):
         return read_regular(path, 1024).decode("ascii").strip()
     name = uuid.uuid4().hex[:12]

@@ -53,7 +53,7 @@ const touched = matchMedia("(pointer: coarse)").matches && setInterval(() => {
 
 
 def render_page(runs: Sequence[Run], output: Path) -> str:
-    """The page of the first run, compared with the others, for the file `output`."""
+    """Return the page of the first run, compared with the others, for the file `output`."""
     run, plots = runs[0], build_plots(runs)
     scripts = [*Resources(mode="inline", components=["bokeh"], log_level="error").js_raw]
     places: dict[str, str] = {}
@@ -119,7 +119,7 @@ def _tiles(tiles: Sequence[tuple[str, str, str]]) -> str:
 
 
 def _checkpoint(run: Run, output: Path) -> str:
-    """A link to the newest checkpoint, and how to load it."""
+    """Return a link to the newest checkpoint, and how to load it."""
     saved = run.folder / str(run.config.get("checkpoint.folder", "checkpoint"))
     steps = [int(path.name[5:]) for path in saved.glob("step-*") if path.name[5:].isdecimal()]
     if not steps:
@@ -263,7 +263,7 @@ def format_number(value: float) -> str:
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[Any]], classes: str, marked: Iterable[Any] = ()) -> str:
-    """A table; `classes` of its columns, separated by blanks; `marked` rows stand out."""
+    """Return a table; `classes` of its columns, separated by blanks; `marked` rows stand out."""
     kinds, marks = [f' class="{kind}"' for kind in classes.split()], list(marked)
     head = "".join(f"<th{kind}>{escape(text)}</th>" for text, kind in zip(header, kinds, strict=True))
     body = []
@@ -290,7 +290,7 @@ def _comparison(runs: Sequence[Run]) -> str:
 
 
 def _examples(run: Run) -> str:
-    """Generations of the last evaluation."""
+    """Return generations of the last evaluation."""
     if not run.examples:
         return ""
     names = ("prompt", "prediction", "reference", "score")
@@ -325,7 +325,7 @@ def _plan(run: Run) -> str:
 
 
 def _config(run: Run) -> str:
-    """Settings that differ from their defaults, and all of them."""
+    """Return settings that differ from their defaults, and all of them."""
     if not run.config:
         return _note("There is no config.toml.")
     rows = []

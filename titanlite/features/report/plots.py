@@ -70,7 +70,7 @@ class Plot:
 
 @np.errstate(all="ignore")  # a stranger's values may be too large for a sum of them
 def build_plots(runs: Sequence[Run]) -> dict[str, Plot]:
-    """The plots of the first run by name, with lines of the others where runs compare; none without data."""
+    """Return the plots of the first run by name, with lines of the others where runs compare; none without data."""
     plots = _Plots(runs)
     add, names = plots.add, list(runs[0].scalars)
     nats = "nats per pair" if "rewards/margin" in names else "nats per token"
@@ -162,7 +162,7 @@ class _Plots:
         return lines + self.largest("loss/train_max", "loss/train", 2)
 
     def largest(self, largest: str, metric: str, color: int) -> list[Line]:
-        """The largest value of a step since the last point, of one run whose points are of several steps."""
+        """Return the largest value of a step since the last point, of one run whose points are of several steps."""
         series = self.run.scalars.get(largest)
         if len(self.runs) > 1 or series is None or series.values == self.run.scalars[metric].values:
             return []
@@ -335,7 +335,7 @@ class _Plots:
         plot.add_layout(bar, "right")
 
     def _figure(self, x_range: Any, x: str, y: str, scale: str = "linear", rows: int = 0) -> Any:
-        """An empty figure, with as much height as `rows` rows of cells need, if there are some."""
+        """Return an empty figure, with as much height as `rows` rows of cells need, if there are some."""
         height = rows * max(4, min(22, 300 // rows)) if rows else 190
         zoom = models.BoxZoomTool(dimensions="auto")
         tools = [zoom, models.PanTool(), models.WheelZoomTool(), models.ResetTool(), models.SaveTool()]
@@ -376,7 +376,7 @@ def _stack(plot: Any, x: str, at: Any, parts: Mapping[str, Any], draw: Callable[
 
 
 def thin(columns: Sequence[Any], most: int = _POINTS) -> np.ndarray:
-    """Indices of about `most` points at most: both ends, and the extremes of each column in each stretch.
+    """Return indices of about `most` points at most: both ends, and the extremes of each column in each stretch.
 
     So no spike is lost. Of values that are not finite one per stretch stays: a line has a gap there.
     """

@@ -136,7 +136,7 @@ def _why_no_run(folder: Path) -> str:
 
 
 def _read_lines(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:
-    """The objects of a file of JSON lines, those that are broken named in `problems`."""
+    """Yield the objects of a file of JSON lines, those that are broken named in `problems`."""
     broken: list[int] = []
     number = 0
     if not path.exists():
@@ -237,7 +237,7 @@ def _are_counts(rows: Any) -> TypeGuard[list[list[int]]]:
 
 
 def _read_table(path: Path, problems: list[str], read: Callable[[Path], Any]) -> dict[str, Any]:
-    """The object in a file; empty if there is none."""
+    """Return the object in a file; empty if there is none."""
     try:
         found = read(path) if path.exists() else {}
     except (OSError, ValueError, RecursionError) as error:

@@ -58,14 +58,14 @@ def build_example_dataset(
 
 
 def build_held_out(data: DataSection, seq_len: int, tokenizer: "PreTrainedTokenizerFast") -> ExampleSet:
-    """The examples of `data.validation_path`."""
+    """Return the examples of `data.validation_path`."""
     place = (data.validation_path, data.pattern, data.subset, data.validation_split)
     rows = RenamedRows(build_rows(*place, converter=data.converter), get_fields(data))
     return fit_examples(build_examples(data, rows, tokenizer), seq_len, data.too_long)
 
 
 def load_example_tokenizer(data: DataSection) -> "PreTrainedTokenizerFast":
-    """The tokenizer with its chat template."""
+    """Return the tokenizer with its chat template."""
     if not data.tokenizer_path:
         raise DataError(
             "data: rows of examples need a tokenizer, and there is no tokenizer.json at model.path. Set model.path to "
@@ -82,7 +82,7 @@ def load_example_tokenizer(data: DataSection) -> "PreTrainedTokenizerFast":
 
 
 def get_padding(tokenizer: "PreTrainedTokenizerFast") -> int:
-    """The token that fills rows."""
+    """Return the token that fills rows."""
     padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     return cast(int, padding)
 

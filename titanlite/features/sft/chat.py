@@ -121,7 +121,7 @@ class ChatRenderer:
         return self._finder.cutting
 
     def render_prompt(self, chat: Chat) -> str:
-        """The text that the model gets at inference to answer all messages of `chat`.
+        """Return the text that the model gets at inference to answer all messages of `chat`.
 
         Raises:
             DataError: the tokenizer has no chat template.
@@ -131,7 +131,7 @@ class ChatRenderer:
         return self._apply(chat, chat.messages, prompt=True)
 
     def render(self, chat: Chat) -> Conversation:
-        """The answers of one chat, each as inference produces it.
+        """Return the answers of one chat, each as inference produces it.
 
         Raises:
             DataError: the tokenizer has no chat template.
@@ -178,7 +178,7 @@ class ChatRenderer:
         return sorted(tokens - plain)
 
     def take_counts(self) -> dict[str, int]:
-        """`counts` since the last call."""
+        """Return `counts` since the last call."""
         taken, self.counts = dict(self.counts), Counter()
         return taken
 
@@ -228,7 +228,7 @@ class ChatRenderer:
         return self._kinds[whole]
 
     def _find_turn(self, chat: Chat, i: int, key: int, prompt: str, done: str, marks: Marks | None) -> Turn:
-        """The answer messages[i], of its prompt and the text of the conversation up to and including it."""
+        """Return the answer messages[i], of its prompt and the text of the conversation up to and including it."""
         frame = self._frames.get(key)
         start = None if frame is None else frame.get_start(prompt, done)
         if frame is None or start is None:
@@ -355,7 +355,7 @@ def _list_keys(shapes: list[tuple[Any, ...]], answers: list[int], common: tuple[
 
 
 def get_end_token(tokenizer: "PreTrainedTokenizerFast") -> int | None:
-    """The special token that ends an answer of the tokenizer's chat template; None if there is none."""
+    """Return the special token that ends an answer of the tokenizer's chat template; None if there is none."""
     chat = Chat([{"role": "user", "content": PROBES[0]}, {"role": "assistant", "content": PROBES[1]}])
     try:
         turn = run_row(ChatRenderer(tokenizer).render, chat).turns[0]

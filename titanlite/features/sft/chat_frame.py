@@ -70,7 +70,7 @@ class FrameFinder:
         )
 
     def probe(self, show: Show, messages: Messages, prompt: str) -> tuple[Frame, int] | None:
-        """What the template writes around the last of `messages`, and where this answer starts in their text.
+        """Return what the template writes around the last of `messages`, and where this answer starts in their text.
 
         Found by putting other texts in its place. None if the finished turn shows another prompt
         or nothing of the answer.
@@ -158,7 +158,7 @@ class FrameFinder:
 
 
 def _get_following(show: Show, finished: list[Messages]) -> str | None:
-    """The end that the `finished` conversations have in common when a message follows; None if none can."""
+    """Return the end that the `finished` conversations have in common when a message follows; None if none can."""
     calls = finished[0][-1].get("tool_calls")
     user = {"role": "user", "content": _FOLLOWING}
     result = {"role": "tool", "content": _FOLLOWING}

@@ -22,7 +22,7 @@ class Part(NamedTuple):
 
 
 def get_shape(message: dict[str, Any]) -> tuple[Any, ...]:
-    """The kind of a message: everything but its words that templates are known to look at."""
+    """Return the kind of a message: everything but its words that templates are known to look at."""
     content = message.get("content", "")
     if len(message) == 2:  # most are role and content alone
         return message["role"], bool(content) and not content.isspace(), "</think>" in content
@@ -66,7 +66,7 @@ def list_python_texts(value: Any) -> list[str]:
 
 
 def get_parts(message: dict[str, Any]) -> Iterator[Part]:
-    """The parts of a message that a template can drop: content, thought, and names and arguments of calls."""
+    """Yield the parts of a message that a template can drop: content, thought, and names and arguments of calls."""
     content = message.get("content", "")
     if not isinstance(content, str):  # a list of parts, images among them
         return
@@ -98,7 +98,7 @@ def _name_content(message: dict[str, Any]) -> str:
 
 
 def get_tool_parts(tool: dict[str, Any]) -> Iterator[Part]:
-    """The parts of a tool that a template can drop: its name, description and parameters."""
+    """Yield the parts of a tool that a template can drop: its name, description and parameters."""
     inside: tuple[str, ...] = ("function",) if isinstance(tool.get("function"), dict) else ()
     function = tool["function"] if inside else tool
     for key in ("name", "description"):
@@ -138,13 +138,13 @@ def _probe_call(call: dict[str, Any], probe: str) -> dict[str, Any]:
 
 
 def get_common_start(*texts: str) -> int:
-    """Number of characters that all `texts` begin with alike."""
+    """Return number of characters that all `texts` begin with alike."""
     first, last = min(texts), max(texts)  # what these two begin with, all do
     return next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
 
 
 def get_common_end(*texts: str) -> str:
-    """What all `texts` end with."""
+    """Return what all `texts` end with."""
     length = get_common_start(*(text[::-1] for text in texts))
     return texts[0][len(texts[0]) - length :]
 
@@ -171,7 +171,7 @@ def _renamed(call: dict[str, Any], name: str) -> Callable[[str], dict[str, Any]]
 
 
 def _like(value: Any) -> Callable[[str], Any]:
-    """A probe of the type of `value`, for templates write each type in their own way."""
+    """Return a probe of the type of `value`, for templates write each type in their own way."""
     if isinstance(value, bool):
         return lambda probe: (not value) if probe == PROBES[0] else value
     if isinstance(value, int | float):

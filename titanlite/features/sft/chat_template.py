@@ -83,7 +83,7 @@ class ChatTemplate:
         return list(zip(texts, cast(Any, marks) if marked else [None] * len(texts), strict=True))
 
     def _get(self, tools: Messages | None) -> tuple[str, bool]:
-        """The Jinja text for rows with or without tools, its dates written out, and whether it has marks.
+        """Return the Jinja text for rows with or without tools, its dates written out, and whether it has marks.
 
         Raises:
             DataError: there is none, or it is not known which one of several.
@@ -105,7 +105,7 @@ class ChatTemplate:
         return self._texts[has_tools]
 
     def describe_arguments(self, tools: Messages | None) -> str:
-        """A remedy that names the arguments which the template reads; empty if there are none."""
+        """Return a remedy that names the arguments which the template reads; empty if there are none."""
         names = _list_arguments(self._get(tools)[0]) - self._special.keys()
         if not names:
             return ""
@@ -152,7 +152,7 @@ def _list_arguments(template: str) -> frozenset[str]:
 
 
 def get_chat_date(job: JobConfig) -> str:
-    """What chat templates take for today, as ISO text: as set, as in the checkpoint to resume from, or today."""
+    """Return what chat templates take for today, as ISO text: as set, as in the checkpoint to resume from, or today."""
     if job.data.chat_date or not job.checkpoint.enable:
         return job.data.chat_date or Date.today().isoformat()
     found = find_progress(Path(job.job.dump_folder) / job.checkpoint.folder, job.checkpoint.load_step)

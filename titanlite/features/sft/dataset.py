@@ -46,11 +46,11 @@ class ExampleSet:
     dropped: dict[str, int] = field(default_factory=dict)
 
     def subset(self, which: np.ndarray) -> "ExampleSet":
-        """The examples `which`, indices or a mask over `selected`; counts stay with the whole."""
+        """Return the examples `which`, indices or a mask over `selected`; counts stay with the whole."""
         return ExampleSet(self.examples, self.selected[which], self.starts[which], self.lengths[which])
 
     def get_documents(self, member: int) -> Iterator[slice]:
-        """What is used of the documents of example number `member`, as places in `tokens` and `flags`."""
+        """Return what is used of the documents of example number `member`, as places in `tokens` and `flags`."""
         places = self.examples.get_documents(int(self.selected[member]))
         parts = zip(places, self.starts[member].tolist(), self.lengths[member].tolist(), strict=True)
         return (slice(place.start + start, place.start + start + length) for place, start, length in parts)
@@ -83,7 +83,7 @@ def _count_trained(examples: TokenizedExamples, example: int, document: int, len
 def fit_examples(
     examples: TokenizedExamples, seq_len: int, too_long: TooLong, *, may_be_empty: bool = False
 ) -> ExampleSet:
-    """The examples that fit into `seq_len` tokens, or can be made to.
+    """Return the examples that fit into `seq_len` tokens, or can be made to.
 
     'cut' keeps the first tokens; of a pair, the shorter side keeps what it has and the longer one the rest, or each
     gets half. A cut example without a trained token is dropped, and so is a pair of equal sides. All are counted.
@@ -271,11 +271,11 @@ class ExampleDataset:
         return self.num_train_sequences + np.arange(start, stop, dtype=np.int64) % self.num_validation_sequences
 
     def get_members(self, index: int) -> tuple[ExampleSet, np.ndarray]:
-        """What is in sequence `index`: the set, and numbers of its examples in their order."""
+        """Return what is in sequence `index`: the set, and numbers of its examples in their order."""
         return self._rows[index]
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
-        """The sequences `indices` (B,), as CPU tensors in that order.
+        """Return the sequences `indices` (B,), as CPU tensors in that order.
 
         Raises:
             IndexError: an index is negative or not below `num_sequences`.
@@ -287,7 +287,7 @@ class ExampleDataset:
 
 
 def pack_examples(part: ExampleSet, seq_len: int, *, packing: bool) -> list[np.ndarray]:
-    """The examples in each row, as numbers into `part.selected`; without `packing`, one to a row."""
+    """Return the examples in each row, as numbers into `part.selected`; without `packing`, one to a row."""
     if packing:
         return pack_best_fit(part.lengths.sum(1), seq_len)
     return list(np.arange(len(part.selected)).reshape(-1, 1))
@@ -301,7 +301,7 @@ def get_documents(part: ExampleSet, members: np.ndarray) -> Iterable[tuple[np.nd
 
 
 def make_batch(rows: Sequence[Iterable[tuple[np.ndarray, np.ndarray]]], seq_len: int, pad_token_id: int) -> Batch:
-    """A batch of rows, each of documents (ids, flags) that fit into `seq_len` together.
+    """Return a batch of rows, each of documents (ids, flags) that fit into `seq_len` together.
 
     The label of a token is the next one of its document, where that is trained; the last token of a document has none.
     """

@@ -110,7 +110,7 @@ class ExampleEncoder:
         self._prefix = get_prefix(tokenizer)
 
     def encode(self, rows: Sequence[dict[str, Any]]) -> Iterator[list[Example] | RowError]:
-        """The examples of each row, or why it has none; in order. All texts are tokenized in one call.
+        """Yield the examples of each row, or why it has none; in order. All texts are tokenized in one call.
 
         Raises:
             DataError: the tokenizer has no chat template.
@@ -129,7 +129,7 @@ class ExampleEncoder:
             yield self._join([next(documents) for _ in found])
 
     def _join(self, sides: list[list[Document]]) -> list[Example] | RowError:
-        """The examples of one row: of its document or documents, or of the two sides of a pair."""
+        """Return the examples of one row: of its document or documents, or of the two sides of a pair."""
         if not all(document.num_trained for side in sides for document in side):
             return RowError("no trained token", "no token of the row is trained. Remove it, or look at the template.")
         if len(sides) > 1 and any(len(side) != 1 for side in sides):
@@ -197,7 +197,7 @@ class ExampleEncoder:
         return tuple(seams)
 
     def _tokenize(self, drafts: list[_Draft]) -> list[list[Document]]:
-        """The documents of each draft."""
+        """Return the documents of each draft."""
         texts = [(piece.text, draft.plain) for draft in drafts for piece in draft.pieces]
         texts += [(text, False) for draft in drafts for seam in draft.seams for text in (*seam, "".join(seam))]
         ids = iter(self._encode_batch(texts))

@@ -86,7 +86,7 @@ class TokenizedExamples:
     content: str
 
     def describe_place(self, example: int) -> str:
-        """The file and line, or row, of an example."""
+        """Return the file and line, or row, of an example."""
         place = int(self.places[example])
         return describe_place(self.header.names, place >> _FILE_SHIFT, place & (1 << _FILE_SHIFT) - 1)
 
@@ -124,7 +124,7 @@ def build_examples(data: DataSection, rows: Rows, tokenizer: "PreTrainedTokenize
 
 
 def _get_content(data: DataSection, rows: Rows, tokenizer: "PreTrainedTokenizerFast") -> str:
-    """A digest of all that the tokens depend on."""
+    """Return a digest of all that the tokens depend on."""
     settings = [
         *(5, metadata.version("transformers"), data.format, data.train_on, data.bad_rows),
         *(tokenizer.eos_token_id, tokenizer.special_tokens_map, *get_chat_settings(data, tokenizer)),
@@ -135,12 +135,12 @@ def _get_content(data: DataSection, rows: Rows, tokenizer: "PreTrainedTokenizerF
 
 
 def get_chat_settings(data: DataSection, tokenizer: "PreTrainedTokenizerFast") -> list[object]:
-    """What of the template and its settings is part of a key: the date only where the template shows one."""
+    """Return what of the template and its settings is part of a key: the date only where the template shows one."""
     return [set_date(tokenizer.chat_template, data.chat_date), data.dropped_parts]
 
 
 def get_field_settings(data: DataSection) -> list[str]:
-    """What of `get_fields` is part of a key: nothing where it is empty, so that older caches stay valid."""
+    """Return what of `get_fields` is part of a key: nothing where it is empty, so that older caches stay valid."""
     fields = get_fields(data)
     return [f"fields {json.dumps(fields, sort_keys=True)}"] if fields else []
 
@@ -264,7 +264,7 @@ def make_encoder(data: DataSection, tokenizer: "PreTrainedTokenizerFast", batch:
 
 
 def make_renderer(data: DataSection, tokenizer: "PreTrainedTokenizerFast", *, train_all: bool = False) -> ChatRenderer:
-    """Renders chats as the run's settings say."""
+    """Return renders chats as the run's settings say."""
     return ChatRenderer(
         tokenizer,
         train_all=train_all,

@@ -91,7 +91,7 @@ def rename_fields(row: dict[str, Any], fields: Mapping[str, str]) -> dict[str, A
 
 
 def detect_form(row: Mapping[str, Any]) -> Form | None:
-    """The form whose fields `row` has, or None."""
+    """Return the form whose fields `row` has, or None."""
     if "chosen" in row and "rejected" in row:
         return "preference"
     if "messages" in row or "conversations" in row:
@@ -119,20 +119,20 @@ def parse_row(row: dict[str, Any], form: Form) -> tuple[Chat | Plain, ...]:
 
 
 def _find_question(row: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The fields of a question and its answer, where `row` has no messages."""
+    """Return the fields of a question and its answer, where `row` has no messages."""
     if "messages" in row or "conversations" in row:
         return None
     return next(((question, answer) for question, answer in QUESTIONS if question in row and answer in row), None)
 
 
 def _ask(row: dict[str, Any], question: str, answer: str) -> list[dict[str, Any]]:
-    """A question with its answer as two messages."""
+    """Return a question with its answer as two messages."""
     content = _add_contexts(row, question)
     return [{"role": "user", "content": content}, {"role": "assistant", "content": _get_text(row, answer)}]
 
 
 def _add_contexts(row: dict[str, Any], question: str) -> str:
-    """The text of the question, and of what it is about."""
+    """Return the text of the question, and of what it is about."""
     text = _get_text(row, question)
     for name in _CONTEXTS:
         if not row.get(name) or name == question:
@@ -148,7 +148,7 @@ def _add_contexts(row: dict[str, Any], question: str) -> str:
 
 
 def _get_system(row: dict[str, Any]) -> str:
-    """The system message that a row has beside its turns, or ''."""
+    """Return the system message that a row has beside its turns, or ''."""
     texts = (row.get(name) for name in ("system", "system_prompt"))
     return next((text for text in texts if isinstance(text, str) and text), "")
 
@@ -273,7 +273,7 @@ def _get_text(row: dict[str, Any], name: str, *, may_be_empty: bool = False, set
 
 
 def _unpack(row: dict[str, Any], name: str) -> Any:
-    """The field, out of JSON where a CSV or Parquet file holds a list of messages as text."""
+    """Return the field, out of JSON where a CSV or Parquet file holds a list of messages as text."""
     if name not in row:
         raise _missing(row, name)
     value = row[name]
@@ -290,7 +290,7 @@ def _unpack(row: dict[str, Any], name: str) -> Any:
 
 
 def _get_messages(row: dict[str, Any], name: str) -> tuple[list[dict[str, Any]], frozenset[int]]:
-    """The messages of a field in OpenAI's form, and the indices of those with weight 0."""
+    """Return the messages of a field in OpenAI's form, and the indices of those with weight 0."""
     value = _unpack(row, name)
     if not isinstance(value, list):
         raise _wrong_type(f"field '{name}' is {_describe_type(value)}, not a list of messages", "Write a list.")

@@ -107,7 +107,7 @@ def _read_jsonl(file: Path, start: int, marks: Sequence[Mark]) -> _Numbered:
 
 
 def _read_lines(file: Path, begin: Mark) -> Iterator[bytes | int]:
-    """The lines of a file from `begin` on, decompressed; of one longer than 64 MiB only its length in bytes.
+    """Yield the lines of a file from `begin` on, decompressed; of one longer than 64 MiB only its length in bytes.
 
     Raises:
         DataError: the file is damaged or cut off, or cannot be decompressed here.
@@ -166,7 +166,7 @@ def _is_blank(line: bytes | int, *, is_first: bool) -> bool:
 
 
 def _read_json(file: Path) -> _Numbered:
-    """A file with one array of rows, or JSON lines under another name."""
+    """Return a file with one array of rows, or JSON lines under another name."""
     with open_regular(file) as stream:
         head = stream.read(64).removeprefix(_BYTE_ORDER_MARK).lstrip()
     if not head.startswith(b"["):
@@ -324,7 +324,7 @@ def _read_parquet(file: Path, start: int, _: Sequence[Mark]) -> _Numbered:
 
 
 def _read_arrow(file: Path, *_: Any) -> _Numbered:
-    """The rows of a file of a folder that `datasets` saved."""
+    """Return the rows of a file of a folder that `datasets` saved."""
     from datasets import Dataset
     from pyarrow import ArrowException
 
@@ -339,7 +339,7 @@ def _read_arrow(file: Path, *_: Any) -> _Numbered:
 
 
 def _convert(batch: Any) -> list[dict[str, Any] | RowError]:
-    """The rows of a batch as `datasets` gives them: what it wrote as JSON, for one, is objects again."""
+    """Return the rows of a batch as `datasets` gives them: what it wrote as JSON, for one, is objects again."""
     from datasets import Features
     from datasets.table import table_cast
     from pyarrow import ArrowException, Table
@@ -370,13 +370,13 @@ def drop_none(value: Any) -> Any:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, without what follows its first line; its name if it says nothing."""
+    """Return what an error says, without what follows its first line; its name if it says nothing."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 
 
 def get_suffix(file: Path) -> str:
-    """The end of a file's name that says how to read it: '.jsonl.gz' is one."""
+    """Return the end of a file's name that says how to read it: '.jsonl.gz' is one."""
     ending = "".join(file.suffixes[-2:])
     return ending if ending in READERS else file.suffix
 

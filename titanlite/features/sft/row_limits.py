@@ -39,7 +39,7 @@ def skip_line(stream: IO[Any], line: Any) -> int:
 
 
 def too_long(what: str, num_bytes: int) -> RowError:
-    """The error of a line or a row."""
+    """Return the error of a line or a row."""
     text = f"the {what} has {num_bytes} bytes, more than the {MOST_LINE_BYTES} of a row. Split it, or take it out."
     return RowError("too long", text)
 
@@ -132,7 +132,7 @@ def _raise_in(thread: int, error: type[Exception] | None) -> None:
 
 
 def run_row(function: Callable[..., T], *arguments: Any) -> T:
-    """What `function` makes of one row.
+    """Return what `function` makes of one row.
 
     Raises:
         RowError: it takes more than 60 s, nests deeper than Python's stack, or needs more memory than there is.

@@ -53,7 +53,7 @@ class Rows(Protocol):
         ...
 
     def get_stamp(self) -> str:
-        """What tells these rows from others without reading them all."""
+        """Return what tells these rows from others without reading them all."""
         ...
 
     def get_identity(self) -> tuple[str, ...]:
@@ -61,7 +61,7 @@ class Rows(Protocol):
         ...
 
     def iterate_from(self, start: int, cache_folder: Path | None = None) -> Iterator[Row]:
-        """The rows from the one with the index `start` on, bad ones counted too.
+        """Return the rows from the one with the index `start` on, bad ones counted too.
 
         What is found out about files on the way to `start` is kept in `cache_folder`.
         """
@@ -101,7 +101,7 @@ class RenamedRows:
             yield Row(row.file, row.number, content)
 
     def change(self, content: dict[str, Any]) -> dict[str, Any]:
-        """The row, renamed. Raises RowError: it cannot be."""
+        """Return the row, renamed. Raises RowError: it cannot be."""
         return rename_fields(content, self.fields)
 
     def __iter__(self) -> Iterator[Row]:
@@ -132,7 +132,7 @@ class ConvertedRows(RenamedRows):
         return (*self.rows.get_identity(), self._code)
 
     def change(self, content: dict[str, Any]) -> dict[str, Any]:
-        """What the function returns. Raises RowError: it raises something, or returns no dictionary."""
+        """Return what the function returns. Raises RowError: it raises something, or returns no dictionary."""
         where = f"data.converter '{self.converter}'"
         try:
             found = self._function(content)
@@ -225,7 +225,7 @@ class LocalRows:
             start = max(start - num_rows, 0)
 
     def _read(self, index: int, start: int, cache_folder: Path | None) -> Generator[Row, None, int]:
-        """The rows of a file from `start` on; returns how many it has, those before `start` included."""
+        """Yield the rows of a file from `start` on; returns how many it has, those before `start` included."""
         file = self.files[index]
         marks = _get_index(file, cache_folder) if start else []
         if marks and marks[-1].num_rows <= start:
@@ -242,7 +242,7 @@ class LocalRows:
 
 
 def _get_index(file: Path, cache_folder: Path | None) -> list[Mark]:
-    """The marks of a file; none where its rows can only be read to be counted."""
+    """Return the marks of a file; none where its rows can only be read to be counted."""
     reader = READERS[get_suffix(file)]
     if reader.index is None:
         return []
@@ -256,7 +256,7 @@ def _unreadable(file: Path, error: OSError) -> DataError:
 
 
 def _hub_errors() -> tuple[type[Exception], ...]:
-    """What reading from the hub raises, the errors of the HTTP library included, whichever that is."""
+    """Return what reading from the hub raises, the errors of the HTTP library included, whichever that is."""
     from datasets.exceptions import DatasetsError
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -373,7 +373,7 @@ def build_rows(
 
 
 def find_rows(path: str, pattern: str, subset: str, split: str, *, streaming: bool) -> Rows:
-    """The rows at `path`: a file, all such files in a folder and its subfolders, or a dataset of the hub.
+    """Return the rows at `path`: a file, all such files in a folder and its subfolders, or a dataset of the hub.
 
     A folder that `datasets` saved is its rows; of several splits those of `split`. In another folder, files that match
     `pattern`; without a pattern all `.jsonl`, `.json` (also with `.gz` or `.zst` behind),

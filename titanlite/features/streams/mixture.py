@@ -41,7 +41,7 @@ PERIOD = 1 << 14  # samples, where there are weights: shares are multiples of 1/
 
 
 def get_source_seed(seed: int, name: str) -> int:
-    """The seed of the order of source `name`: sources of one size are not to go side by side."""
+    """Return the seed of the order of source `name`: sources of one size are not to go side by side."""
     return seed + (zlib.crc32(name.encode()) << 32)
 
 
@@ -123,7 +123,7 @@ class MixtureDataset:
         return self.names[number], self.parts[number], place
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
-        """The sequences `indices` (B,), as CPU tensors in that order.
+        """Return the sequences `indices` (B,), as CPU tensors in that order.
 
         Raises:
             IndexError: an index is negative, or the source has no such sequence.
@@ -184,7 +184,7 @@ class _Order:
 
         @lru_cache(maxsize=2)  # a step can straddle two periods
         def get_period(seed: int, period: int) -> tuple[np.ndarray, np.ndarray]:
-            """The source of each sample, and how often each source comes before every `PERIOD`th."""
+            """Return the source of each sample, and how often each source comes before every `PERIOD`th."""
             sources = places[get_permutation(seed, period, self.length)]
             starts = range(0, self.length, PERIOD)
             counts = [np.bincount(sources[start : start + PERIOD], minlength=len(quotas)) for start in starts]
@@ -216,7 +216,7 @@ class _Order:
 
 
 def _get_quotas(weights: Sequence[float]) -> np.ndarray:
-    """The weights as int64 that add up to `PERIOD`: largest remainders, and at least 1 each."""
+    """Return the weights as int64 that add up to `PERIOD`: largest remainders, and at least 1 each."""
     shares = np.asarray(weights, dtype=np.float64) / np.max(weights)  # first: the sum of huge ones is infinite
     exact = PERIOD * shares / shares.sum()
     quotas = np.floor(exact).astype(np.int64)

@@ -167,7 +167,7 @@ class StreamDataset:
         return make_batch(rows, self.seq_len, self.pad_token_id)
 
     def get_members(self, index: int) -> tuple[ExampleSet, np.ndarray]:
-        """What is in sequence `index`: a set of examples, and numbers of those in it, in their order."""
+        """Return what is in sequence `index`: a set of examples, and numbers of those in it, in their order."""
         if index < self.num_validation_sequences:
             assert self.held_out is not None
             return self.held_out, self._held_out_rows[index]
@@ -199,7 +199,7 @@ class StreamDataset:
         return self._blocks[number]
 
     def _get_next_start(self, start: int, num_rows: int) -> int:
-        """The first row of the block behind that of `num_rows` rows from `start` on: a short one ends a pass."""
+        """Return the first row of the block behind that of `num_rows` rows from `start` on: a short one ends a pass."""
         return start + num_rows if num_rows == self.data.streaming_block_rows else 0
 
     def _add(self, block: _Block) -> None:
@@ -239,7 +239,7 @@ class StreamDataset:
         return _Block(start, len(batch), content, sequences, left_out, self._get_next_start(start, len(batch)))
 
     def _collect(self, block: EncodedBlock, left_out: _LeftOut) -> ExampleSet | None:
-        """The examples of a block that fit, or None; the others are added to `left_out`."""
+        """Return the examples of a block that fit, or None; the others are added to `left_out`."""
         for reason, text in block.problems:
             left_out.add("rows skipped", reason, 1, text)
         if self.data.bad_rows == "error" and block.problems:

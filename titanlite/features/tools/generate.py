@@ -336,7 +336,7 @@ def _read_prompts(path: Path) -> list[Any]:
 
 
 def _encode(tokenizer: Any, prompt: Any, *, chat: bool, options: argparse.Namespace) -> list[int]:
-    """The tokens of a text, of a row with messages, or, with `chat`, of a text as the message of a user."""
+    """Return the tokens of a text, of a row with messages, or, with `chat`, of a text as the message of a user."""
     if not chat:
         if not isinstance(prompt, str):
             raise ConfigError("generate: messages need a chat template to become text. Add --chat.")

@@ -87,7 +87,7 @@ def show_folder(folder: Path, *, checksums: bool, every: bool) -> bool:
 
 
 def _find_untied(folder: Path, keys: Container[str]) -> list[str]:
-    """A problem for each tensor that config.json ties to another one, and that is stored with other values."""
+    """Return a problem for each tensor that config.json ties to another one, and that is stored with other values."""
     if "lm_head.weight" not in keys or not (folder / "config.json").is_file():
         return []
     config = any_model_config_from_hf(folder, "inspect")
@@ -98,7 +98,7 @@ def _find_untied(folder: Path, keys: Container[str]) -> list[str]:
 
 
 def _describe(folder: Path) -> tuple[list[str], list[StoredTensor]]:
-    """What the files say about themselves, and all tensors in them."""
+    """Return what the files say about themselves, and all tensors in them."""
     is_adapter = (folder / ADAPTER_FILE).exists() and not list(folder.glob("model*.safetensors*"))
     model = read_adapter(folder)[0] if is_adapter else read_model_headers(folder)
     own_files = sorted((folder / OWN_FOLDER).glob("*.safetensors"))

@@ -17,7 +17,7 @@ MODEL_HELP = "run's folder (its newest complete checkpoint), step-N folder, Hugg
 
 
 def find_model(command: str, name: str) -> Path:
-    """The folder that `name` means. Which step of a run it is, is said on standard error.
+    """Return the folder that `name` means. Which step of a run it is, is said on standard error.
 
     Raises:
         CheckpointError: the run has no complete checkpoint.
@@ -47,7 +47,7 @@ def find_model(command: str, name: str) -> Path:
 
 
 def find_base(command: str, adapter: Path, asked: str | None = None) -> Path:
-    """The folder of the model that the adapters in the folder `adapter` are for.
+    """Return the folder of the model that the adapters in the folder `adapter` are for.
 
     `asked`, a folder or hub id, if given; or else the one that adapter_config.json names; or, if that is gone, the one
     that the configuration of their run names.
@@ -78,7 +78,7 @@ def find_base(command: str, adapter: Path, asked: str | None = None) -> Path:
 
 
 def _name_of_run(adapter: Path) -> dict[str, str]:
-    """What the configuration of the run that saved the adapters calls its model, by the file that says so."""
+    """Return what the configuration of the run that saved the adapters calls its model, by the file that says so."""
     for parent in adapter.absolute().parents[:3]:
         try:
             table = tomllib.loads((parent / "config.toml").read_text(encoding="utf-8"))

@@ -50,7 +50,7 @@ class ShownDocument:
 
 
 def get_shown_documents(dataset: TrainDataset, index: int) -> list[ShownDocument]:
-    """The documents of sequence `index`, in order, without padding.
+    """Return the documents of sequence `index`, in order, without padding.
 
     The first call for a corpus reads all of its tokens, a stream reads on as far as needed.
 

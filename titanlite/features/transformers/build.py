@@ -55,7 +55,7 @@ def build_transformers(config: TransformersConfig, dtype: torch.dtype = torch.fl
 
 
 def find_flag(config: TransformersConfig, name: str) -> str:
-    """The keys of config.json with which the tensor `name` is not tied, found by building the model; or none."""
+    """Return the keys of config.json with which the tensor `name` is not tied, found by building the model; or none."""
     for places in (("",), ("text_config",), ("", "text_config")):  # of some classes either of both ties
         hf = dict(config.hf)
         if "text_config" in places and not isinstance(hf.get("text_config"), Mapping):

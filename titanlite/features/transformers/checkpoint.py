@@ -189,7 +189,7 @@ def _is_float8(dtype: torch.dtype) -> bool:
 
 
 def _block(stored: StoredTensor, part: TracedPart) -> StoredTensor:
-    """The block of a stored tensor as a stored tensor of its own.
+    """Return the block of a stored tensor as a stored tensor of its own.
 
     Raises:
         NotTraceable: its bytes do not follow one another in the file.
@@ -312,7 +312,7 @@ def stored_forms(entries: Mapping[str, TensorEntry], model: TransformersModel) -
 def transformers_items(
     entries: Mapping[str, TensorEntry], mine: Mapping[str, bool], model: TransformersModel, dtype: torch.dtype
 ) -> list[Item]:
-    """The stored tensors of `model`, with the keys and layouts of the checkpoint that it was loaded from.
+    """Return the stored tensors of `model`, with the keys and layouts of the checkpoint that it was loaded from.
 
     Tensors that are stored transposed or put together from several are gathered and converted whole; the ranks take
     turns to keep and write them, in host memory.
@@ -381,7 +381,7 @@ def _converted(
 
 
 def _only_part(traced: Traced) -> TracedPart:
-    """The one block of one tensor that a stored tensor is.
+    """Return the one block of one tensor that a stored tensor is.
 
     Raises:
         NotTraceable: it is put together from several.

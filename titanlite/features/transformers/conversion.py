@@ -58,7 +58,7 @@ class Traced:
 
     @classmethod
     def source(cls, key: str, shape: tuple[int, ...]) -> "Traced":
-        """The whole of the source `key`."""
+        """Return the whole of the source `key`."""
         return cls(shape, (TracedPart(key, (0,) * len(shape), (0,) * len(shape), shape, tuple(range(len(shape)))),))
 
     @classmethod
@@ -96,7 +96,7 @@ class Traced:
         return Traced(_without(self.shape, dim), tuple(parts))
 
     def narrow(self, dim: int, start: int, length: int) -> "Traced":
-        """Indices start to start + length along `dim`."""
+        """Return indices start to start + length along `dim`."""
         dim %= len(self.shape)
         parts = []
         for part in self.parts:

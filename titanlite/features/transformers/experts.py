@@ -72,7 +72,7 @@ def register_experts() -> None:
 def experts_forward(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """The forward of an experts module of transformers: (T, D), (T, k), (T, k) -> (T, D).
+    """Return the forward of an experts module of transformers: (T, D), (T, k), (T, k) -> (T, D).
 
     With a token dispatcher, put in by `distributed.apply_expert_parallel`, tokens travel to the ranks of their experts.
     """
@@ -133,7 +133,7 @@ def _is_plain_swiglu(module: Any) -> bool:
 
 
 def _adapted(module: Any) -> frozenset[str]:
-    """The weights whose adapters, put in by `features.lora`, take part."""
+    """Return the weights whose adapters, put in by `features.lora`, take part."""
     return getattr(module, "adapted", frozenset()) if getattr(module, "adapter_enabled", False) else frozenset()
 
 
@@ -220,7 +220,7 @@ class TransformersExpertCounter(nn.Module):
 
 
 def build_counters(experts: Mapping[str, nn.Module]) -> dict[int, TransformersExpertCounter]:
-    """A counter for each module of experts, by the number of its layer, which its name tells; else 0, 1, ...
+    """Return a counter for each module of experts, by the number of its layer, which its name tells; else 0, 1, ...
 
     None if layers have other numbers of experts than others: one table is to hold all counts.
     """

@@ -202,7 +202,7 @@ class TransformersModel(Model):
         with_boundaries: bool = False,
         **inputs: Any,
     ) -> torch.Tensor:
-        """What the class's own forward returns as logits; it sees no other document of a row.
+        """Return what the class's own forward returns as logits; it sees no other document of a row.
 
         Args:
             valid_BS: False for padding, which expert counters leave out.
@@ -318,7 +318,7 @@ class TransformersModel(Model):
         )
 
     def decoder_layers(self) -> list[nn.Module]:
-        """The repeated layers, those of a vision tower included, in the model's order."""
+        """Return the repeated layers, those of a vision tower included, in the model's order."""
         return list(self._layers)
 
     def all_layers(self) -> list[nn.Module]:
@@ -334,7 +334,7 @@ class TransformersModel(Model):
         return dict(self._counters)
 
     def moe_layer_numbers(self) -> list[int]:
-        """The numbers of the layers with experts that are counted."""
+        """Return the numbers of the layers with experts that are counted."""
         return list(self._counters)
 
     def why_not_counted(self) -> str:
@@ -345,7 +345,7 @@ class TransformersModel(Model):
         return "no expert load is logged, for its experts do not run through transformers' experts interface"
 
     def experts_in(self, layer: nn.Module) -> list[nn.Module]:
-        """The modules of `layer` that hold routed experts."""
+        """Return the modules of `layer` that hold routed experts."""
         inside = set(layer.modules())
         return [module for module in self._experts.values() if module in inside]
 
@@ -377,7 +377,7 @@ class TransformersModel(Model):
             )
 
     def split_experts(self) -> list[nn.Module]:
-        """The modules of experts; their parameters must have one slice per expert."""
+        """Return the modules of experts; their parameters must have one slice per expert."""
         problems = [
             f"{name}.{leaf} {tuple(param.shape)} is not one slice for each of {getattr(module, 'num_experts', 0)} "
             "experts."
@@ -405,7 +405,7 @@ class TransformersModel(Model):
         apply_transformers_tensor_parallel(self, mesh)
 
     def draws_random(self) -> bool:
-        """True: what the class does is not known."""
+        """Return True: what the class does is not known."""
         return True
 
     @property
@@ -420,7 +420,7 @@ class TransformersModel(Model):
 
 
 def _find_head(model: Any) -> Any:
-    """The output embedding of the model, or of the first model inside it that has one."""
+    """Return the output embedding of the model, or of the first model inside it that has one."""
     from transformers import PreTrainedModel
 
     parts = (part for part in model.modules() if isinstance(part, PreTrainedModel))
@@ -439,7 +439,7 @@ def _repeated_layers(model: Any) -> list[nn.Module]:
 
 
 def _with_sizes(config: TransformersConfig, model: TransformersModel) -> TransformersConfig:
-    """The configuration with the numbers of parameters, all and those that work for one token."""
+    """Return the configuration with the numbers of parameters, all and those that work for one token."""
     total = sum(param.numel() for param in model.parameters())
     routed = sum(param.numel() for name, param in model.named_parameters() if is_routed(name))
     # Where the configuration does not say how many are chosen, none is taken for idle.

@@ -154,7 +154,7 @@ def check_rows(job: JobConfig, model: nn.Module, device: torch.device) -> None:
 
 
 def is_float32(logits: torch.Tensor, head: nn.Module | None) -> bool:
-    """True if the logits were computed in float32, as far as they and the head's weight tell."""
+    """Return True if the logits were computed in float32, as far as they and the head's weight tell."""
     weight = getattr(head, "weight", logits)
     return logits.dtype == weight.dtype == torch.float32
 

@@ -154,7 +154,7 @@ class Recording(TorchFunctionMode):
             self._constants[key] = _flat(tensor.detach()).clone()
 
     def trace(self, tensor: torch.Tensor) -> "Replay":
-        """The calls that together make what `tensor` holds, in order."""
+        """Return the calls that together make what `tensor` holds, in order."""
         found: dict[int, Call] = {}
         todo = [(tensor.untyped_storage()._cdata, len(self._calls))]
         while todo:
@@ -189,7 +189,7 @@ def leaves(value: Any, kind: type) -> list[Any]:
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole storage of `tensor`."""
+    """Return the whole storage of `tensor`."""
     return tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
 
 
@@ -213,7 +213,7 @@ class Replay(Recipe):
 
     @torch.no_grad()
     def compute(self, seed: int, filling: float | None = None) -> torch.Tensor:
-        """The whole tensor, on the CPU. Elements that no call writes are `filling`, or poison."""
+        """Return the whole tensor, on the CPU. Elements that no call writes are `filling`, or poison."""
         memory = {key: value.clone() for key, value in self.constants.items()}
 
         def fresh(size: int, dtype: torch.dtype) -> torch.Tensor:

@@ -22,7 +22,7 @@ from titanlite.materialize.sources import Alias, Compute, Init, Source
 
 
 def find_sources(model: Any, recording: Recording | None = None) -> dict[str, Source]:
-    """A source for every tensor of the transformers `model` that its own code determines.
+    """Return a source for every tensor of the transformers `model` that its own code determines.
 
     Parameters get layout-invariant `Init` recipes of the distributions that transformers uses, or a `Replay`; buffers
     a `Compute` with the values of `from_pretrained`, bit for bit; ties, from `_tied_weights_keys`, an `Alias`.
@@ -82,7 +82,7 @@ def _source_of(name: str, replay: Replay, *, may_draw: bool) -> Source | None:
 
 
 def _recipe_of(replay: Replay) -> Recipe | None:
-    """The recipe of one call that draws all of a parameter, and perhaps of a second that makes a row zero."""
+    """Return the recipe of one call that draws all of a parameter, and perhaps of a second that makes a row zero."""
     call, place = replay.calls[0], replay.place
     written = call.results if call.target is None else call.target
     make = (_MADE if call.target is None else _DRAWN).get(call.name)
@@ -99,7 +99,7 @@ def _recipe_of(replay: Replay) -> Recipe | None:
 
 
 def _zero_row(place: Place, call: Call) -> int | None:
-    """The row of a parameter that a call makes zero: an embedding's padding."""
+    """Return the row of a parameter that a call makes zero: an embedding's padding."""
     view = call.target
     value = {"zeros_": 0, "zero_": 0}.get(call.name, call.args[1] if call.name in ("fill_", "constant_") else None)
     if value != 0 or view is None or view.shape != place.shape[1:] or view.stride != place.stride[1:]:

@@ -94,7 +94,7 @@ def resolve_tensor_parallel_plan(model: TransformersModel, size: int) -> dict[st
 
 
 def _holds(experts: nn.Module) -> bool:
-    """True if the matrices of experts are slices of the module's own parameters."""
+    """Return True if the matrices of experts are slices of the module's own parameters."""
     return any(param.dim() == 3 for param in experts.parameters(recurse=False))
 
 
@@ -121,7 +121,7 @@ def _follow_ties(modules: dict[str, nn.Module], found: dict[str, Style]) -> Iter
 
 
 def _misfits(name: str, style: Style, modules: dict[str, nn.Module], size: int, *, is_head: bool) -> Iterator[str]:
-    """What keeps one module from being split over `size` ranks."""
+    """Yield what keeps one module from being split over `size` ranks."""
     module: Any = modules[name]
     wanted = nn.Embedding if style.startswith("embedding") else nn.Linear
     if not isinstance(module, wanted):

@@ -42,7 +42,7 @@ def families() -> Mapping[str, Family]:
 
 
 def use_family(name: str) -> str:
-    """The name of the family that `model.name` names; an extension joins `families()`, or is refused."""
+    """Return the name of the family that `model.name` names; an extension joins `families()`, or is refused."""
     if not is_extension(name):
         return name
     family = load_extension("model.name", name)
@@ -57,7 +57,7 @@ def use_family(name: str) -> str:
 
 
 def family_of(config: ModelConfig) -> Family:
-    """The family that `config` belongs to."""
+    """Return the family that `config` belongs to."""
     return families()[config.family]
 
 
@@ -106,7 +106,7 @@ def get_model_type(section: ModelSection) -> str:
 
 
 def find_other_model(job: JobConfig, config: AnyModelConfig) -> list[str]:
-    """A problem if `config`, of a flavor, is another model than the one whose weights the run begins with.
+    """Return a problem if `config`, of a flavor, is another model than the one whose weights the run begins with.
 
     Weights of the same shapes fit, and yet are another function with another rope_theta or epsilon. What is set in
     [model.overrides] is meant.
@@ -167,14 +167,14 @@ def _preset(section: ModelSection) -> ModelConfig:
 
 
 def _given_overrides(section: ModelSection) -> dict[str, Any]:
-    """What `[model.overrides]` sets; `rope_scaling`, if any of it is set, is the dictionary of what is."""
+    """Return what `[model.overrides]` sets; `rope_scaling`, if any of it is set, is the dictionary of what is."""
     given: dict[str, Any] = asdict(section.overrides)  # type: ignore[call-overload]
     given["rope_scaling"] = {key: value for key, value in given["rope_scaling"].items() if value is not None} or None
     return {key: value for key, value in given.items() if value is not None}
 
 
 def _override_rope_scaling(config: ModelConfig, given: Mapping[str, Any]) -> RopeScaling:
-    """The scaling of `config` with the values `given`, or a new one if they name another type.
+    """Return the scaling of `config` with the values `given`, or a new one if they name another type.
 
     Raises:
         ConfigError: values that are missing, or that the type does not have.

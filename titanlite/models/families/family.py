@@ -160,7 +160,7 @@ class Family:
         return [text.format(**vars(config)) for holds, text in self.rules if not holds(config)]
 
     def to_hf(self, config: ModelConfig, original: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """The Hugging Face configuration of `config`, as keyword arguments of the family's config class.
+        """Return the Hugging Face configuration of `config`, as keyword arguments of the family's config class.
 
         The rotary table keeps the entries of `original`, the config.json that the model came from, that mean nothing
         here, such as other names for the same thing.
@@ -178,7 +178,7 @@ class Family:
         return hf | {"rope_parameters": rope, "architectures": [self.architecture]}
 
     def _read(self, key: str, hf: Mapping[str, Any]) -> Any:
-        """The value of `key`, which may stand under its other name."""
+        """Return the value of `key`, which may stand under its other name."""
         alias = KEY_ALIASES.get(key, "")
         return self.declared[key].read(key, {key: hf[alias], **hf} if alias in hf else hf)
 
@@ -199,7 +199,7 @@ class Family:
         return problems
 
     def _find_lacking(self, hf: Mapping[str, Any]) -> list[str]:
-        """What the decoder does not have, one message each."""
+        """Return what the decoder does not have, one message each."""
         lacking = []
         for key, allowed in {**UNIVERSALLY_REQUIRED, **self.required}.items():
             value = hf.get(key, allowed[0])
@@ -220,7 +220,7 @@ class Family:
         return lacking
 
     def _has_full_attention(self, hf: Mapping[str, Any]) -> bool:
-        """True if a sliding window that `hf` has is used by none of its layers."""
+        """Return True if a sliding window that `hf` has is used by none of its layers."""
         first = self.declared.get("max_window_layers")
         if first is None:
             return False
@@ -231,7 +231,7 @@ class Family:
 
 
 def is_readable_quantization(quantization: Any) -> bool:
-    """True without quantization, and for block-scaled FP8, which is dequantized while it is read."""
+    """Return True without quantization, and for block-scaled FP8, which is dequantized while it is read."""
     if quantization is None:
         return True
     if not isinstance(quantization, Mapping) or quantization.get("quant_method") != "fp8":

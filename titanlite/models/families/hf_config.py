@@ -207,7 +207,7 @@ def _with_older_keys(table: Mapping[str, Any], original: Mapping[str, Any]) -> d
 
 
 def _older_rope(rope: Mapping[str, Any], model_type: str) -> dict[str, Any]:
-    """The separate keys that `rope_parameters` has replaced."""
+    """Return the separate keys that `rope_parameters` has replaced."""
     older: dict[str, Any] = {}
     if any(isinstance(value, dict) for value in rope.values()):
         if model_type not in _LOCAL_THETA:
@@ -226,7 +226,7 @@ def _older_rope(rope: Mapping[str, Any], model_type: str) -> dict[str, Any]:
 
 
 def _is_part(expected: Any, read: Any) -> bool:
-    """True if `read` has all that `expected` has; it may have more."""
+    """Return True if `read` has all that `expected` has; it may have more."""
     if isinstance(expected, dict) and isinstance(read, dict):
         return all(key in read and _is_part(value, read[key]) for key, value in expected.items())
     return expected == read
@@ -250,7 +250,7 @@ _OLDER_KEYS = {
 
 
 def _number(config: Any, *names: str) -> int | None:
-    """The first of the attributes that is a number; of a list, one per layer, the largest."""
+    """Return the first of the attributes that is a number; of a list, one per layer, the largest."""
     for name in names:
         try:
             value: Any = getattr(config, name, None)

@@ -46,7 +46,7 @@ class Key:
     null: Any = MISSING
 
     def find_problem(self, key: str, value: Any) -> str | None:
-        """What is wrong with `value`, if anything."""
+        """Return what is wrong with `value`, if anything."""
         if not any(_KINDS[kind][1](value) for kind in self.kind.split(" | ")):
             wanted = " or ".join(_KINDS[kind][0] for kind in self.kind.split(" | "))
             hint = (
@@ -60,7 +60,7 @@ class Key:
         return None
 
     def read(self, key: str, hf: Mapping[str, Any]) -> Any:
-        """The value of `key` in `hf`, whose kinds are right; MISSING if there is none to compute with."""
+        """Return the value of `key` in `hf`, whose kinds are right; MISSING if there is none to compute with."""
         value = hf.get(key, MISSING)
         meaning = self.default if value is MISSING else self.null if value is None else value
         return meaning(hf) if callable(meaning) else meaning
@@ -73,7 +73,7 @@ def show(value: Any) -> str:
 
 
 def find_infinite(value: Any, path: str = "") -> Iterator[str]:
-    """The places in `value` with a number that is not finite, such as 1e400."""
+    """Yield the places in `value` with a number that is not finite, such as 1e400."""
     if isinstance(value, float) and not math.isfinite(value):
         yield f"{path} = {show(value)} is not a finite number."
     for key, item in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
@@ -127,7 +127,7 @@ def get_padding_row(hf: Mapping[str, Any]) -> int | None:
 
 
 def find_other_loss(hf: Mapping[str, Any]) -> list[str]:
-    """What transformers would add to the training loss, and titanlite does not."""
+    """Return what transformers would add to the training loss, and titanlite does not."""
     if not hf.get("output_router_logits"):
         return []
     coefficient = hf.get("router_aux_loss_coef", hf.get("router_aux_loss_coefficient"))
@@ -148,7 +148,7 @@ def _heads(hf: Mapping[str, Any]) -> Any:
 
 
 def _share(hf: Mapping[str, Any]) -> Any:
-    """What transformers takes for the width of a head: an equal share of the hidden width."""
+    """Return what transformers takes for the width of a head: an equal share of the hidden width."""
     hidden, heads = hf.get("hidden_size", MISSING), _heads(hf)
     return MISSING if MISSING in (hidden, heads) else hidden // heads if heads > 0 else 0
 

@@ -40,7 +40,7 @@ class Rope:
 
 
 def rope_table(hf: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The older `rope_scaling`, which counts where it has entries, or `rope_parameters`."""
+    """Return the older `rope_scaling`, which counts where it has entries, or `rope_parameters`."""
     for name in (_OLDER, _NEWER):
         if hf.get(name) is not None and not isinstance(hf[name], Mapping):
             raise ConfigError(f"{name} = {show(hf[name])} is not a table.")
@@ -48,7 +48,7 @@ def rope_table(hf: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def read_rope(hf: Mapping[str, Any], partial: Key, *, is_latent: bool) -> Rope:
-    """The rotary embeddings of `hf`, whichever form it has.
+    """Return the rotary embeddings of `hf`, whichever form it has.
 
     Args:
         hf: a configuration.
@@ -102,7 +102,7 @@ def _read_table(hf: Mapping[str, Any], table: Mapping[str, Any], partial: Key, i
 
 
 def _get_number(hf: Mapping[str, Any], table: Mapping[str, Any], name: str, key: str, default: Any) -> Any:
-    """The number `key` of the table, or that next to it; null next to it says nothing if it is not needed."""
+    """Return the number `key` of the table, or that next to it; null next to it says nothing if it is not needed."""
     for source, prefix, may_be_null in ((table, f"{name}: ", False), (hf, "", key in table or default is MISSING)):
         value = source.get(key, MISSING)
         if value is not MISSING and not _is_number(value) and not (value is None and may_be_null):
@@ -140,7 +140,7 @@ def _read_scaling(hf: Mapping[str, Any], table: Mapping[str, Any], rope_type: st
 
 
 def _get_length_ratio(hf: Mapping[str, Any], original: Any) -> Any:
-    """The factor that YaRN has where the table says null; None if it cannot be had."""
+    """Return the factor that YaRN has where the table says null; None if it cannot be had."""
     longest = hf.get("max_position_embeddings")
     lengths = [length for length in (longest, original) if type(length) is int and length > 0]
     return lengths[0] / lengths[1] if len(lengths) == 2 else None
