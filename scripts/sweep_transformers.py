@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from sweep_stages import loads, scratch
 
 from titanlite.base.errors import ConfigError, TitanliteError
 from titanlite.config.model import TransformersConfig
@@ -397,7 +398,7 @@ def _is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
     return bool((found - expected).norm() <= 1e-4 * expected.norm())  # float32; experts see other numbers of rows
 
 
-STAGES: tuple[Callable[[Case], str], ...] = (built, reads, builds, probes, cache)
+STAGES: tuple[Callable[[Case], str], ...] = (built, reads, builds, probes, cache, loads, scratch)
 
 
 def run(case: Case, stages: tuple[Callable[[Case], str], ...]) -> Iterator[str]:
