@@ -34,8 +34,8 @@ class Objective(Protocol):
     metric_names: Sequence[str]
 
     def prepare(self, batches: Iterable[Batch], get_model: Callable[[], Model], device: torch.device) -> None:
-        """Called once before the first step, with all batches to come (on the host, read only if wanted) and the model
-        with the run's initial weights. Collective: every rank must call.
+        """Prepare for the run: called once before the first step, with all batches to come (on the host, read only if
+        wanted) and the model with the run's initial weights. Collective: every rank must call.
         """
         ...
 

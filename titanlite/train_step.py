@@ -251,7 +251,7 @@ class TrainStep:
         return value // copies if value.dtype == torch.int64 else value / copies
 
     def describe(self, result: StepResult, window: Window, losses: Sequence[float], learning_rate: float) -> StepPoint:
-        """The point of a log step, with what every rank measured. Collective: every rank must call. Synchronizes.
+        """Build the point of a log step, with what every rank measured. Collective: every rank must call. Synchronizes.
 
         Args:
             result: of the latest step.
@@ -288,7 +288,7 @@ class TrainStep:
         )
 
     def _extra_metrics(self, result: StepResult) -> dict[str, float]:
-        """Return what this run has beside the loss, for the log. Synchronizes."""
+        """Return the metrics that this run has beside the loss, for the log. Synchronizes."""
         found = dict(zip(self.objective.metric_names, result.metrics.tolist(), strict=True))
         if self.job.training.on_nonfinite == "skip":
             found["nonfinite_steps"] = float(self.finite_guard.total)

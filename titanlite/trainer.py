@@ -73,7 +73,7 @@ class Diagnosis:
     repeats: bool
 
     def to_error(self, found: NonFiniteSteps, saved: str, samples: int) -> TrainingError:
-        """The error that ends a run after `found`; one that a new start may get past if the step does not repeat it.
+        """Return the error that ends a run after `found`: a transient one if the step does not repeat it.
 
         `samples` of the data order lie before that step.
         """

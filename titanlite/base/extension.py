@@ -67,7 +67,7 @@ def load_extension(key: str, name: str, calls: Sequence[str] = ()) -> Any:
 
 
 def get_call(function: Any, calls: Sequence[str]) -> str | None:
-    """The one of `calls`, as "logits, labels", that `function` takes: by the names if there are several of them."""
+    """Return the one of `calls`, as "logits, labels", that `function` takes, by names if there are several; or None."""
     try:
         signature = inspect.signature(function)
     except ValueError:  # of C, which does not tell

@@ -85,7 +85,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object whose names differ; of two equal ones some readers take the first, others the last."""
+    """Build a JSON object; raise ValueError if a name comes twice: some readers take the first, others the last."""
     table = dict(pairs)
     if len(table) < len(pairs):
         counts = Counter(name for name, _ in pairs)

@@ -97,7 +97,7 @@ def _check_file(path: Path) -> None:
 
 @contextmanager
 def _no_terminal() -> Iterator[None]:
-    """Transformers passes `trust_remote_code` on to most of what it loads, and asks on the terminal for the rest."""
+    """Empty standard input: transformers asks on the terminal wherever it does not pass `trust_remote_code` on."""
     terminal = sys.stdin
     with open(os.devnull, encoding="utf-8") as nothing:
         sys.stdin = nothing

@@ -65,7 +65,7 @@ class StepTimer:
         self._collect(wait=False)
 
     def mark(self) -> _Mark:
-        """Return this point in time, on the current stream."""
+        """Mark this point in time, on the current stream."""
         if not self._is_cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)

@@ -186,7 +186,7 @@ def _check_written(folder: Path, written: Mapping[str, tuple[int, int]]) -> None
 
 
 def check_folder(folder: Path, *, checksums: bool = False, share: tuple[int, int] = (0, 1)) -> list[str]:
-    """What is wrong with the checkpoint in `folder`, by its manifest: files gone, of another size, or with other bytes.
+    """List what is wrong with the checkpoint in `folder`, by its manifest: files gone, of another size, or other bytes.
 
     A manifest without weights, or with a part of them, is wrong too. Sizes cost a system call per file; `checksums`
     reads every byte. With `share` = (i, n) only every nth file is looked at, from the ith on.
@@ -268,7 +268,7 @@ def step_folder(folder: Path, step: int) -> Path:
 
 
 def find_complete_before(folder: Path, step: int) -> int | None:
-    """Return the newest complete checkpoint of before `step`, by its number; None if there is none."""
+    """Return the number of the newest complete checkpoint before `step`; None if there is none."""
     return next(
         (s for s in reversed(list_steps(folder)) if s < step and not check_folder(step_folder(folder, s))), None
     )
@@ -302,7 +302,7 @@ def clean_up(folder: Path) -> None:
 
 
 def _is_in_use(path: Path, token: str | None) -> bool:
-    """Return True if the process whose hidden folder `path` is may be alive: it holds a lock on the one that it writes.
+    """Return True if the process that owns the hidden folder `path` may be alive: it locks the folder that it writes.
 
     Where locks are not known, or may not be seen from this machine, it is if the folder changed lately.
     """

@@ -156,7 +156,7 @@ def write_config(folder: Path, config: AnyModelConfig, tokenizer: Any, dtype: to
 
 
 def _native_config(config: ModelConfig, tokenizer: Any, dtype: torch.dtype, assets: Path | None) -> Any:
-    """Return Transformers' configuration of the model, which it has accepted.
+    """Return transformers' configuration of the model, which it has accepted.
 
     Raises:
         CheckpointError: it refuses values; names each with the file that it is from.
@@ -184,7 +184,7 @@ _REFUSED = "checkpoint: transformers {} refuses the config.json to be saved"
 
 
 def _build(family: str, values: Mapping[str, Any], is_given: bool) -> Any:
-    """Transformers' configuration from `values`; if they are of a file, its class is built from it on meta, too."""
+    """Build transformers' configuration from `values`; if they are a file's, try its class on the meta device, too."""
     from transformers import AutoConfig
 
     hf_config = AutoConfig.for_model(family, **copy.deepcopy(dict(values)))
@@ -228,7 +228,7 @@ def _values_of(
 
 
 def _add_end_of_turn(path: Path, ids: Sequence[int]) -> None:
-    """A base model that was tuned on chats ends its turns with another token than its texts."""
+    """Add `ids` to `eos_token_id`: a base model tuned on chats ends its turns with another token than its texts."""
     config = read_json(path, f"checkpoint: {path.parent}")
     eos = config.get("eos_token_id")
     known = eos if isinstance(eos, list) else [] if eos is None else [eos]
@@ -306,7 +306,7 @@ def _take_sequences(job: JobConfig, loader: TrainLoader) -> list[list[int]]:
 
 
 def check_resumed_model(model_config: AnyModelConfig, folder: Path) -> None:
-    """The model of the checkpoint in `folder` must be this one, in all that its weights compute.
+    """Check that the model of the checkpoint in `folder` is this one, in all that its weights compute.
 
     Tensors of other shapes are refused where they are read; these would fit, and yet be another function.
 

@@ -35,7 +35,7 @@ class Stored:
 
 
 def read_model_headers(folder: Path) -> Stored:
-    """The tensors of the Hugging Face model in `folder`: of model.safetensors, or of the files that the index names.
+    """Read the headers of the Hugging Face model in `folder`: model.safetensors, or the files that the index names.
 
     Raises:
         CheckpointError: there is no model, only pickle files, a file is missing or damaged, two files have the same
@@ -83,7 +83,7 @@ def how_to_finish(folder: Path) -> str:
 
 
 def read_headers(files: Iterable[Path], where: str) -> Stored:
-    """Return the tensors of `files` together.
+    """Read the headers of `files` together.
 
     Raises:
         CheckpointError: a file is missing or damaged, or two files have the same key. Lists all problems.

@@ -224,7 +224,7 @@ def _is_text(text: str) -> bool:
 
 
 def _check_entry(key: str, entry: Any, path: Path, data_start: int, file_bytes: int) -> StoredTensor:
-    """Raises ValueError with what is wrong."""
+    """Check the header's entry `key` and return its tensor. Raises ValueError with what is wrong."""
     if not _is_text(key):
         raise ValueError("the name is not valid Unicode")
     if isinstance(entry, Table) and entry.twice is not None:

@@ -93,7 +93,7 @@ class Checkpointer:
     # --- loading
 
     def weight_sources(self, model: Model) -> list[SourceProvider]:
-        """What `materialize` reads the weights from: the checkpoint to resume, a pretrained model, or nothing."""
+        """Return what `materialize` reads weights from: the checkpoint to resume, a pretrained model, or nothing."""
         if self.start is None:
             return self.initial_sources(model)
         return self._format.sources(step_folder(self.folder, self.start.step), model)
@@ -132,7 +132,7 @@ class Checkpointer:
             return progress
 
     def _begin_from(self, folder: Path) -> tuple[Progress, bool]:
-        """The progress of the checkpoint in `folder`, and whether its weights are in their own form; on rank 0."""
+        """Read the progress of the checkpoint in `folder`, and whether its weights are in their own form; on rank 0."""
         progress = Progress.read(folder)
         if self._section.save_best != "none":
             repair_best(self.folder, self._best_step(progress))
@@ -185,7 +185,7 @@ class Checkpointer:
         self._record("damaged", text, -1)
 
     def _damages(self, folder: Path) -> list[str]:
-        """Return what the checksums of all files say; every rank reads its share of them."""
+        """Return the problems that the checksums of all files show; every rank reads its share of them."""
         mine = check_folder(folder, checksums=True, share=(dist.get_rank(), dist.get_world_size()))
         return [problem for problems in gather_objects(mine, self.group) for problem in problems]
 
@@ -297,7 +297,7 @@ class Checkpointer:
             self._record("save failed", text, step)
 
     def final_folder(self, step: int) -> Path:
-        """What to hand out after training: the checkpoint marked by `checkpoint.save_best`, or else that of `step`."""
+        """Return the checkpoint to hand out after training: that of `checkpoint.save_best`, or else that of `step`."""
         best = read_best(self.folder) if self._section.save_best != "none" else None
         return step_folder(self.folder, step if best is None else best)
 

@@ -258,7 +258,7 @@ def _jobs(parts: Sequence[_Part], files: _Files) -> Generator[_Job, None, None]:
 
 
 def _is_direct(part: _Part) -> bool:
-    """Return the bytes on disk are those in memory, and the kernel can put them there."""
+    """Return True if the bytes on disk are those in memory, and the kernel can put them there."""
     as_it_is = part.placed.scale is None and part.encoding is None
     return as_it_is and part.target.device.type == "cpu" and part.target.dtype == part.placed.stored.dtype
 
@@ -346,7 +346,7 @@ class _Staging:
     def _factors(
         self, files: _Files, part: _Part, values: torch.Tensor
     ) -> tuple[torch.Tensor, np.ndarray, int, torch.Tensor, int, tuple[int, int]]:
-        """Return runs inside single rows, and what `dequantize` needs with them."""
+        """Read the factors; return runs inside single rows, and what `dequantize` needs with them."""
         scale, block, cols = part.placed.scale, part.placed.block, part.placed.stored.shape[-1]
         assert scale is not None
         first = part.runs.stored

@@ -46,7 +46,7 @@ class Runs:
 
 
 def overlap(stored: Region, local: Region) -> Runs | None:
-    """The elements of `stored` that `local` holds, both being regions of one tensor stored row by row; None if none."""
+    """Return the elements of `stored` that `local` holds, two regions of one tensor stored row by row; None if none."""
     starts: list[int] = []
     lengths: list[int] = []
     for a, n, b, m in zip(stored.starts, stored.lengths, local.starts, local.lengths, strict=True):

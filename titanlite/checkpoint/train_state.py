@@ -62,7 +62,7 @@ class Progress:
 
     @classmethod
     def read(cls, folder: Path) -> "Progress":
-        """Raises CheckpointError: there is no train_state.json, or not of this format."""
+        """Read train_state.json in `folder`. Raises CheckpointError: it is missing, damaged, or not of this format."""
         where = f"checkpoint {folder}"
         table = read_json(folder / STATE_FILE, where)
         if table.pop("format", None) != 1:
@@ -273,7 +273,7 @@ def _empty_state(
 
 
 def _rng_items(device: torch.device) -> Iterator[Item]:
-    """The states of torch's generators, of each rank. titanlite's own numbers come from counters and need none."""
+    """Yield each rank's states of torch's generators. titanlite's own numbers come from counters and need none."""
     for kind, state in _generators(device).items():
         piece = whole(kind, tuple(state.shape))
         for rank in range(dist.get_world_size()):

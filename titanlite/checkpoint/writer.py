@@ -284,7 +284,7 @@ def merge_crcs(shares: Iterable[Mapping[str, int]]) -> dict[str, int]:
 def snapshot(
     files: Sequence[FileLayout], kept: Mapping[int, torch.Tensor]
 ) -> tuple[list[FileLayout], dict[int, torch.Tensor]]:
-    """The same layout over copies of this rank's shards in host memory, and the memory to give as `kept` next time."""
+    """Copy this rank's shards to host memory; return the same layout over the copies, and the next call's `kept`."""
     copies: dict[int, torch.Tensor] = {}
     buffers: dict[int, torch.Tensor] = {}
 

@@ -43,7 +43,7 @@ class BaseModel:
 
 
 def base_model_of(path: str) -> BaseModel | None:
-    """Return what `checkpoint.initial_load_path`, by now a local folder, was; None for random weights."""
+    """Return the model that `checkpoint.initial_load_path`, by now a local folder, named; None for random weights."""
     if not path:
         return None
     if match := _HUB_CACHE.search(Path(path).as_posix()):
@@ -52,7 +52,7 @@ def base_model_of(path: str) -> BaseModel | None:
 
 
 def is_hub_id(name: str) -> bool:
-    """True if `name` has the form `owner/name[@revision]` of the Hugging Face hub; a path here may have it, too."""
+    """Return True for the form `owner/name[@revision]` of the Hugging Face hub; a path here may have it, too."""
     return _HUB_ID.fullmatch(name) is not None
 
 
@@ -109,7 +109,7 @@ def assets_folder(job: JobConfig) -> Path | None:
 
 
 def find_missing_files(job: JobConfig) -> list[str]:
-    """A problem for each path of `[data]` and `[evaluation]` with nothing at it that is no name of the hub either."""
+    """Return a problem for each path of `[data]` and `[evaluation]` that does not exist and is no name of the hub."""
     data = job.data
     on_hub = data.dataset == "examples"
     paths = [("data.tokenizer_path", data.tokenizer_path, False), ("data.chat_template", data.chat_template, False)]
@@ -134,7 +134,7 @@ def find_missing_files(job: JobConfig) -> list[str]:
 
 
 def suggest_path(key: str, name: str) -> str:
-    """Return what to write where there is nothing at the path `name`."""
+    """Suggest what to write where there is nothing at the path `name`."""
     if match := _HUB_ADDRESS.match(name):
         return f'Of the Hugging Face hub give the id: {key} = "{match[1]}".'
     folder, pattern = os.path.split(name)
@@ -155,7 +155,7 @@ def find_missing_packages(job: JobConfig) -> list[str]:
 
 
 def local_folder(key: str, name: str, *, weights: bool) -> str:
-    """The folder that the setting `key` = `name` means: a path, or a local copy of the hub's `owner/model[@revision]`.
+    """Return the folder of setting `key` = `name`: a path, or a local copy of the hub's `owner/model[@revision]`.
 
     Raises:
         ConfigError: the repository is neither in the local cache nor can it be downloaded.
@@ -202,7 +202,7 @@ def local_folder(key: str, name: str, *, weights: bool) -> str:
 
 
 def _get_remedy(error: Exception) -> str:
-    """Return what helps against an error of the hub."""
+    """Return the remedy for an error of the hub."""
     status = getattr(getattr(error, "response", None), "status_code", None)
     if status in (401, 403):
         return (
@@ -223,5 +223,5 @@ def public_name(text: str) -> str:
 
 
 def _is_path(text: str) -> bool:
-    """Return True for what names a place on this machine, and not a repository, a pattern or a mode."""
+    """Return True if `text` names a place on this machine, and not a repository, a pattern or a mode."""
     return text.startswith(("/", "~", "./", "../")) or (not is_hub_id(text) and "/" in text)

@@ -178,7 +178,7 @@ def _check_sources(data: DataSection) -> list[str]:
 
 
 def _check_held_out(job: JobConfig) -> list[str]:
-    """Return settings about what is held out that have no effect, and users of it who find nothing."""
+    """Return problems of what is held out: settings without effect, and users of it that find nothing."""
     data, problems, empty = job.data, [], []
     for name, source in get_sources(data).items():
         share, key = source.validation_share, get_source_key(data, name, "validation_share")
@@ -258,7 +258,7 @@ def _check_source(job: JobConfig, name: str, source: DataSection) -> list[str]:
 
 
 def _check_unused(data: DataSection) -> list[str]:
-    """Return settings of `[data]` that have an effect on none of several sources."""
+    """Return a problem for each setting of `[data]` that has an effect on none of several sources."""
     if not data.sources or data.dataset != "examples":
         return []
     found = {name: _find_unused(data, name, source) for name, source in get_sources(data).items()}
@@ -272,7 +272,7 @@ def _check_unused(data: DataSection) -> list[str]:
 
 
 def _find_unused(data: DataSection, name: str, source: DataSection) -> dict[str, str]:
-    """Return settings of a source of examples that are ignored, by key, in words; a key may be that of `[data]`."""
+    """Return the ignored settings of a source of examples, in words, by key; a key may be that of `[data]`."""
     default = DataSection()
     ignored = []
     for path, settings in ((source.path, ("split", "subset")), (source.validation_path, ("validation_split",))):
@@ -359,7 +359,7 @@ def _check_fine_tuning(job: JobConfig) -> list[str]:
 
 
 def _check_results(job: JobConfig) -> list[str]:
-    """Return settings about validations and evaluations that would be ignored, or name nothing."""
+    """Return problems of validations and evaluations: settings that would be ignored, or that name nothing."""
     problems = []
     evaluation, default = job.evaluation, EvaluationSection()
     if evaluation.path and not evaluation.enable:

@@ -150,7 +150,7 @@ def holds_rows(name: str) -> bool:
 
 
 def get_sources(data: DataSection) -> dict[str, DataSection]:
-    """What to read, as one `[data]` section for each source, by name: `data` itself, as "", where it has no sources.
+    """Return one `[data]` section for each source to read, by name; without sources `data` itself, as "".
 
     What a source does not set is as in `data`.
     """

@@ -101,9 +101,9 @@ def wants_held_out(job: JobConfig) -> bool:
 
 
 def find_kind(path: str, pattern: str = "") -> Literal["examples", "text", "mixed"]:
-    """What is at `path`, by the names of files: rows for fine-tuning, or documents as they are; a folder may have both.
+    """Tell what is at `path`, by file names: rows for fine-tuning, documents as they are, or both in a folder.
 
-    What does not exist is rows if its name is that of a dataset of the hub or of a file of rows.
+    A path that does not exist is rows if its name is that of a dataset of the hub or of a file of rows.
     """
     place = Path(os.path.expanduser(path))
     if not place.exists():
@@ -130,7 +130,7 @@ def _find_no_text(file: Path) -> str:
 
 
 def _fill_in_data(job: JobConfig, given: Mapping[str, str], default: Callable[[str, object], None]) -> list[str]:
-    """Return the kind of data that the paths are."""
+    """Set `data.dataset` by what is at the paths, unless it is given; return what contradicts it."""
     data = job.data
     kinds = {s.path: find_kind(s.path, s.pattern) for s in get_sources(data).values() if s.path}
     if "data.dataset" not in given and kinds:

@@ -124,7 +124,7 @@ def format_changes(changes: Mapping[str, tuple[Any, Any]]) -> str:
 
 
 def follows(job: JobConfig, key: str) -> bool:
-    """Return True for what `fill_in` makes of other settings: it is not saved, so that these can be changed."""
+    """Return True for a setting that `fill_in` derives from others: it is not saved, so that these can be changed."""
     if key == "training.steps":
         return job.training.epochs > 0
     if key == "data.validation_share":
@@ -192,7 +192,7 @@ def _remedy(setting: Setting, value: Any) -> str:
 
 
 def _parse_text(setting: Setting, text: str) -> Any:
-    """Return an override's text as the setting's declared type; never guessed from how the text looks."""
+    """Convert an override's text to the setting's declared type; never guess from how the text looks."""
     if setting.optional and text == "none":
         return None
     value: Any = text
@@ -388,7 +388,7 @@ class Reader:
         self.suspects.update(suspects)
 
     def build(self) -> JobConfig:
-        """Return the configuration of all values that were accepted."""
+        """Build the configuration of all values that were accepted."""
         config = OmegaConf.structured(JobConfig)
         for name in self.sources:  # OmegaConf.update makes none
             config.data.sources[name] = SourceSection()

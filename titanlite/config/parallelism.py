@@ -237,7 +237,7 @@ def _check_resharding(section: ParallelismSection) -> list[str]:
 
 
 def _feed_forward_widths(model: ModelConfig) -> dict[str, int]:
-    """Return what tensor parallelism splits of feed-forward layers, those of experts left out."""
+    """Return the widths of feed-forward layers that tensor parallelism splits, without those of experts."""
     widths = {}
     if model.num_experts == 0 or model.num_dense_layers:
         widths["intermediate_size"] = model.intermediate_size

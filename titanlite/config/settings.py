@@ -114,7 +114,7 @@ def get_sections_of(job: JobConfig) -> dict[str, list[Setting]]:
 
 
 def find_extension_problems(job: JobConfig) -> list[str]:
-    """Return what is wrong with the functions of the user's that settings of `job` name. Imports their modules."""
+    """Return what is wrong with the user's functions that settings of `job` name. Imports their modules."""
     problems = []
     for setting in (each for settings in get_sections_of(job).values() for each in settings if each.calls):
         if is_extension(value := get_value(job, setting.key)):

@@ -64,7 +64,7 @@ def build_loader(
 
 
 def get_kind(data: DataSection) -> str:
-    """The kind of data that a configuration asks for: "text", "documents", "examples", "stream", "mixture", "images".
+    """Return the configured kind of data: "text", "documents", "examples", "stream", "mixture" or "images".
 
     Raises:
         DataError: it asks for none.
@@ -100,7 +100,7 @@ def resolve_tokenizer_path(job: JobConfig) -> DataSection:
 
 
 def _load_own_tokenizer(job: JobConfig) -> "PreTrainedTokenizerFast | None":
-    """Return the BPE that this run was begun with, from the checkpoint that it goes on with; None: it begins.
+    """Return the BPE that this run was begun with, from the checkpoint that it resumes; None for a new run.
 
     Another version of titanlite or of transformers would train another one.
     """

@@ -322,7 +322,7 @@ def permute_places(seed: int, epoch: int, num_sequences: int, places: np.ndarray
 
 
 def get_permutation(seed: int, epoch: int, num_sequences: int) -> np.ndarray:
-    """A permutation (num_sequences,) int64, the same on every machine and with every numpy version; not to be written.
+    """Return a read-only permutation (num_sequences,) int64, the same on every machine and with every numpy version.
 
     numpy keeps the raw stream of its bit generators for good, but not what `Generator.permutation` makes of it; so
     sequences are sorted by their raw random numbers.

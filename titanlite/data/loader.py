@@ -115,7 +115,7 @@ class TrainLoader:
         return self.dataset.get_taken(self.seed, self.samples_before(step))
 
     def samples_before(self, step: int) -> int:
-        """Return samples of the data order that the steps before `step` trained on, or left out.
+        """Count the samples of the data order that the steps before `step` trained on, or left out.
 
         Raises:
             ValueError: the run was resumed after `step`.

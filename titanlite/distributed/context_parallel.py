@@ -94,19 +94,19 @@ def _own(x: torch.Tensor, peers: _Peers) -> torch.Tensor:
 
 
 def _keep_own_tokens(module: nn.Module, args: Any, *, peers: _Peers) -> Any:
-    """Return the embedding gets this rank's tokens, the rotary table their positions."""
+    """Give the embedding this rank's tokens, and the rotary table their positions."""
     whole_BS, *rest = args
     return _own(whole_BS, peers), *rest
 
 
 def _keep_own_valid(module: nn.Module, args: Any, *, peers: _Peers) -> Any:
-    """Return the MoE layer gets this rank's positions of `valid_BS`, as it gets this rank's positions of x."""
+    """Give the MoE layer this rank's positions of `valid_BS`, as it gets this rank's positions of x."""
     x_BsD, valid_BS = args
     return x_BsD, None if valid_BS is None else _own(valid_BS, peers)
 
 
 def _keep_own_labels(module: nn.Module, args: Any, kwargs: Any, *, peers: _Peers) -> Any:
-    """The output head gets the labels of this rank's positions; what it selects, it selects from all positions."""
+    """Give the output head the labels of this rank's positions; `select` still selects from all positions."""
     hidden_BsD, *rest = args
     if rest and rest[0] is not None:
         rest[0] = _own(rest[0], peers)

@@ -95,7 +95,7 @@ def _gather_logits(module: nn.Module, args, out: torch.Tensor, *, group: str) ->
 
 
 def _own_positions(module: nn.Module, args, kwargs, *, mesh: DeviceMesh):
-    """The MoE layer gets this rank's positions of `valid_BS`, as it gets this rank's positions of x."""
+    """Give the MoE layer this rank's positions of `valid_BS`, as it gets this rank's positions of x."""
     x_BsD, valid_BS = args
     if valid_BS is not None:
         valid_BS = own_part(valid_BS, _SEQUENCE_DIM, mesh.size(), mesh.get_local_rank())

@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _stop(folder: str, number: int, frame: FrameType | None) -> None:
-    """The first signal asks the ranks to stop, the second has the launcher end them.
+    """Ask the ranks to stop at the first signal; at the second, have the launcher end them.
 
     Before there are ranks, while machines wait for each other, there is nothing to save.
     """

@@ -56,7 +56,7 @@ class Guard:
         self._stopped_since: dict[int, float] = {}
 
     def began(self) -> None:
-        """New ranks start."""
+        """Forget the last failure: new ranks start."""
         self.failure, self._looked = None, time.monotonic()
 
     def watch(self, pids: Mapping[int, int]) -> None:
@@ -120,7 +120,7 @@ class Guard:
         return any(stopped) or any(beat.limit_s and now - beat.time_s > beat.limit_s for beat in beats.values())
 
     def _is_stopped_for_long(self, rank: int, beat: Beat, now: float) -> bool:
-        """Loading and saving may take hours, but not of a process that does not run. Debuggers stop it for a moment."""
+        """Return True if a process is stopped for too long, even to load or save; debuggers stop it for a moment."""
         if not beat.stopped_limit_s or not is_stopped(beat.pid):
             self._stopped_since.pop(rank, None)
             return False

@@ -101,7 +101,7 @@ def configure(timeout_s: float, grace_s: float, dump_folder: str | Path) -> None
 
 
 def beat(phase: str, step: int | None = None) -> None:
-    """This rank begins `phase`, in step `step` if that is a new one. After 'loading', the next step is a first one."""
+    """Note that this rank begins `phase`, in step `step` if that is new. The step after 'loading' is a first one."""
     heart = _heart
     heart.rounds = 0 if phase == "loading" else heart.rounds + (phase == "data")
     limited = heart.rounds > 1 and phase in _LIMITED

@@ -91,7 +91,7 @@ def check_shared_folder(folder: Path) -> None:
 
 @contextmanager
 def waiting_for_machines() -> Iterator[None]:
-    """What is inside may take each machine its own time: at the end all wait for the last, whatever `comm` says.
+    """Give each machine its own time for what is inside: at the end all wait for the last, whatever `comm` says.
 
     One may have the data in its cache where another, that took the place of a lost one, has hours of work to do. With
     the limit of other collectives the run would end, start again, and end again.

@@ -139,7 +139,7 @@ def get_endpoint(options: argparse.Namespace) -> tuple[str, int]:
 
 
 def describe_failure(error: Exception, options: argparse.Namespace) -> str:
-    """Return what to say of one of `RENDEZVOUS_ERRORS`."""
+    """Describe one of `RENDEZVOUS_ERRORS`."""
     if isinstance(error, ConfigError):
         return str(error)
     host, port = get_endpoint(options)

@@ -86,7 +86,7 @@ def exchange(tensor: torch.Tensor, new: torch.Tensor) -> None:
 
 
 def poison_of(dtype: torch.dtype) -> float | int | None:
-    """What fresh memory of `dtype` is filled with: NaN, the integer farthest from 0; None for bool, which has none."""
+    """Return what fills fresh memory of `dtype`: NaN, the integer farthest from 0; None for bool, which has none."""
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")
     if dtype == torch.bool:

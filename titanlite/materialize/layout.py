@@ -88,7 +88,7 @@ class Encoding(Protocol):
         ...
 
     def keeps(self, dtype: torch.dtype, block: tuple[int, int]) -> bool:
-        """True if values that a file has as codes of `dtype`, with a factor for each `block`, are kept as they are."""
+        """Return True if a file's codes of `dtype`, with a factor for each `block`, are kept as they are."""
         ...
 
     def keep(self, codes: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
@@ -229,7 +229,7 @@ def _stored_at(tensor: torch.Tensor, coordinate: Sequence[int]) -> Region:
 
 
 def num_replicas(tensor: torch.Tensor, world_size: int) -> int:
-    """Number of ranks that hold each element of `tensor`, of `world_size` that share it; all of them a plain tensor."""
+    """Count the ranks that hold each element of `tensor`, of `world_size` that share it; all of them a plain tensor."""
     if not isinstance(tensor, DTensor):
         return world_size
     split = [s for p, s in zip(tensor.placements, tensor.device_mesh.shape, strict=True) if _is_split(p)]

@@ -112,7 +112,7 @@ class Plan:
         return sum(entry.local_bytes for entry in self.entries)
 
     def count(self, source_type: type) -> int:
-        """Return number of tensors whose source is of `source_type`."""
+        """Count the tensors whose source is of `source_type`."""
         return sum(isinstance(entry.source, source_type) for entry in self.entries)
 
     def __str__(self) -> str:
@@ -260,7 +260,7 @@ def _claims(
 def _check_aliases(
     declared: Mapping[str, Source], objects: Mapping[int, _Found], infos: Mapping[str, TensorInfo], problems: list[str]
 ) -> None:
-    """A declared tie must be one object; value comparison would be meaningless on meta and expensive elsewhere."""
+    """Check that a declared tie is one object; comparing values is meaningless on meta and expensive elsewhere."""
     owner_of = {name: key for key, found in objects.items() for name in found.names}
     for fqn, source in declared.items():
         if not isinstance(source, Alias):
@@ -275,7 +275,7 @@ def _check_aliases(
 
 
 def _check_unregistered(model: nn.Module, problems: list[str]) -> None:
-    """A tensor on meta that is a plain attribute of a module would stay there, and the first forward would fail."""
+    """Report module attributes that are plain tensors on meta: they would stay there and the first forward fail."""
     for raw_prefix, module in model.named_modules():
         for name, value in vars(module).items():
             held = value if isinstance(value, list | tuple) else [value]
@@ -344,7 +344,7 @@ def _pick_claim(info: TensorInfo, claims: Mapping[str, Source], problems: list[s
 
 
 def _final_dtype(found: _Found, source: Source, declared: Mapping[str, Source], problems: list[str]) -> torch.dtype:
-    """The declared dtype if there is one: a cast of the model on meta lost nothing yet, so a buffer gets it back."""
+    """Return the declared dtype, if any: a cast of the model on meta lost nothing yet, so a buffer gets it back."""
     _, info, names = found
     wanted = next(
         (s.dtype for s in (source, *(declared.get(n) for n in names)) if isinstance(s, Init | Compute) and s.dtype),

@@ -53,7 +53,7 @@ class Share:
     group: dist.ProcessGroup | None = None
 
     def place_of(self, rank: int) -> tuple[Region, bool]:
-        """The region of the tensor that global rank `rank` of the group holds, and whether it is in charge of it."""
+        """Return the region of the tensor that global rank `rank` of the group holds, and whether it is in charge."""
         if is_elsewhere(self.tensor) or not isinstance(self.tensor, DTensor):
             in_charge = not self.replica or rank == _global_rank(self.group, self.replica[0])
             return region_of(self.tensor), in_charge

@@ -220,7 +220,7 @@ class MetricsLogger:
         self._append(self._writer.file, self._writer.take())
 
     def _write_load(self, step: int, tokens_per_expert: Tensor) -> None:
-        """The counts of all experts: a picture for TensorBoard, and for the report some of the points."""
+        """Write the counts of all experts: a picture for TensorBoard, and for the report some of the points."""
         if self._writer is not None:
             self._writer.add_image("moe/expert_load", expert_load_image(tokens_per_expert), step)
             self._append(self._writer.file, self._writer.take())

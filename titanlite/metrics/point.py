@@ -73,7 +73,7 @@ class StepPoint:
         return self.tokens - self.num_padding
 
     def values(self, steps: int, flops_per_token: int, num_ranks: int) -> dict[str, float]:
-        """Return the values that need no other rank, by metric name; it covers `steps` optimizer steps."""
+        """Return the values that need no other rank, by metric name; this point covers `steps` optimizer steps."""
         seconds = max(self.seconds, 1e-9)
         flops_per_gpu = self.tokens * flops_per_token / seconds / num_ranks
         values = {

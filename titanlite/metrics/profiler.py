@@ -65,7 +65,7 @@ class _Profiler(_NoProfiler):
 
 
 def build_profiler(job: JobConfig, dump_folder: Path) -> _NoProfiler:
-    """A context manager with `step(n)`, to be called after every training step with the steps that the run has done.
+    """Build a context manager; after every training step call its `step(n)` with the steps that the run has done.
 
     With `profiling.enable_profiling` it records the last step of every `profile_freq` steps of this process, after one
     warm-up step, and every rank writes `save_traces_folder/step-N/rank-R.json`; N is `n`. A step that is trained again,

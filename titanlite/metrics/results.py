@@ -109,7 +109,7 @@ class Results:
 
 
 def _add(series: Series, name: str, step: int, value: float, sign: float, min_delta: float) -> bool:
-    """True if `value` is the best so far. What was found before training is no candidate: it has no checkpoint."""
+    """Add a value; return True if it is the best so far. One from before training never is: it has no checkpoint."""
     if series.name != name:  # another scorer than before the resume: nothing to compare with
         series.__dict__.update(asdict(Series(name=name)))
     series.last, series.last_step = value, step

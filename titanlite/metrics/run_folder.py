@@ -128,7 +128,7 @@ def get_identity(job: JobConfig) -> dict[str, str]:
 def check_same_run(
     job: JobConfig, changes: Mapping[str, tuple[Any, Any]], step: int, before: Mapping[str, str]
 ) -> None:
-    """A run resumes its own checkpoints only: those of another base model, data or objective are refused.
+    """Check that a run resumes its own checkpoint: one of another base model, data or objective is refused.
 
     A file or folder that was moved and kept its name is the same; of a mixture the sources may change.
 

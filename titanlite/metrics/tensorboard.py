@@ -52,7 +52,7 @@ class EventWriter:
         self._add(step, summary=self._summary.scalar(name, value))
 
     def add_image(self, name: str, image: np.ndarray, step: int) -> None:
-        """A picture: [height, width, channels], uint8."""
+        """Add a picture: [height, width, channels], uint8."""
         self._add(step, summary=self._summary.image(name, image, dataformats="HWC"))
 
     def take(self) -> bytes:

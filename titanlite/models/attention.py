@@ -64,7 +64,7 @@ class SelfAttention(nn.Module):
         mask: AttentionMask,
         cache: LayerCache | None = None,
     ) -> torch.Tensor:
-        """What each head found, side by side, (B, S, heads of this rank * width): all but the output projection."""
+        """Return each head's output side by side, (B, S, heads of this rank * width), without the output projection."""
         raise NotImplementedError
 
 
@@ -162,5 +162,5 @@ class LatentAttention(SelfAttention):
 
 
 def build_attention(config: ModelConfig) -> SelfAttention:
-    """Return the kind of attention that `config` describes."""
+    """Build the kind of attention that `config` describes."""
     return LatentAttention(config) if config.kv_lora_rank else Attention(config)

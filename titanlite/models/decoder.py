@@ -202,7 +202,7 @@ class Decoder(Model):
         return [module for module in layer.modules() if isinstance(module, Experts)]
 
     def outer_units(self) -> tuple[list[nn.Module], list[nn.Module]]:
-        """What lies before and behind the layers, for FSDP units of their own; empty where they share a parameter."""
+        """Return what lies before and behind the layers, for own FSDP units; empty where they share a parameter."""
         if self.config.tie_word_embeddings:
             return [], []
         before, behind = [self.model.embed_tokens], [self.model.norm, self.lm_head]

@@ -118,14 +118,14 @@ class Model(nn.Module):
         raise NotImplementedError
 
     def build_cache(self, lengths: Sequence[int], max_len: int, device: torch.device) -> Any:
-        """An empty cache of the model's own kind for prompts of these lengths that grow to at most `max_len` tokens.
+        """Build an empty cache of the model's own kind for prompts of these lengths, up to `max_len` tokens long.
 
         None: the model takes any `Cache`.
         """
         return None
 
     def can_cache(self, device: torch.device) -> bool:
-        """True if generating with a cache gives what the model computes without. Collective on the first call."""
+        """Return True if generating with a cache gives what the model computes without. Collective on first call."""
         raise NotImplementedError
 
 

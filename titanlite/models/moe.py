@@ -126,7 +126,7 @@ class Router(nn.Module):
         return grouped_TGe.masked_fill(~allowed_TG.unsqueeze(-1), float("-inf")).flatten(1)
 
     def _count(self, ids_BSk: torch.Tensor, valid_BS: torch.Tensor | None) -> torch.Tensor:
-        """Valid rows per sequence and expert, (B, E) int64: bfloat16 cannot count past 256, float32 past 16.7 M."""
+        """Count each expert's valid rows per sequence, (B, E) int64: bfloat16 counts to 256 only, float32 to 16.7 M."""
         ones_BSk = torch.ones_like(ids_BSk)
         if valid_BS is not None:
             ones_BSk = ones_BSk * valid_BS.unsqueeze(-1)

@@ -105,7 +105,7 @@ def triton_problem() -> str | None:
 
 @cache
 def is_blackwell() -> bool:
-    """True if there is a data-centre GPU of that generation: with tensor cores that read memory asynchronously."""
+    """Return True if there is a data-centre Blackwell GPU: with tensor cores that read memory asynchronously."""
     return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] in _BLACKWELL
 
 
@@ -152,7 +152,7 @@ def grouped_mm_wgrad(
 
 
 def _kernels() -> Any:
-    """The Triton kernels, imported where they are used: nothing else needs triton, and importing it takes a while."""
+    """Import the Triton kernels where they are used: nothing else needs triton, and importing it takes a while."""
     from titanlite.ops import grouped_gemm_launch
 
     return grouped_gemm_launch

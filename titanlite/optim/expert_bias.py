@@ -77,7 +77,7 @@ class ExpertBiasBalancer:
             self._compare_rows(counters, here)
 
     def _compare_rows(self, counters: list[ExpertCounter], here: slice) -> None:
-        """Summed over the ranks, what the routers chose is what the experts were given, unless rows are lost."""
+        """Add what routers chose less what experts were given: zero, summed over the ranks, unless rows are lost."""
         chosen = [counter.chosen_rows for counter in counters if counter.chosen_rows is not None]
         ends = [counter.row_ends for counter in counters if counter.row_ends is not None]
         self._rows_are_known = len(chosen) == len(ends) == len(counters)

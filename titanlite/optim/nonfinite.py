@@ -83,7 +83,7 @@ class FiniteGuard:
         return self._seen
 
     def look(self) -> NonFiniteSteps | None:
-        """What was not finite since the last look, or None. Synchronizes; alike on all ranks but `micro_batches`."""
+        """Return what was not finite since the last look, or None. Synchronizes; only `micro_batches` vary by rank."""
         first_new, first, in_a_row, total = self._state.tolist()
         if total == self._seen:
             return None

@@ -26,7 +26,7 @@ _LONGEST = 1024
 def attend(
     q_BSHK: torch.Tensor, k_BSGK: torch.Tensor, v_BSGK: torch.Tensor, mask: AttentionMask, scale: float
 ) -> torch.Tensor | None:
-    """Return the kernel of `ops.attention`; None where torch's is faster: it spreads heads over several threads."""
+    """Compute `ops.attention`; None where torch's kernel is faster: it spreads heads over several threads."""
     fits = q_BSHK.itemsize >= 4 and 0 < q_BSHK.shape[1] <= _LONGEST and q_BSHK.shape[-1] == v_BSGK.shape[-1]
     if mask.backend != "sdpa" or not fits or _num_threads() != 1:
         return None

@@ -114,7 +114,7 @@ class _Slice:
         return self._fill(x_CD).to(self._compute)
 
     def take(self, values_R: torch.Tensor) -> torch.Tensor:
-        """Return the rows of something that has one for each, (C, ...); perhaps a view."""
+        """Return these rows of `values_R`, (C, ...); perhaps a view."""
         if self._padded == self.count:
             return values_R[self.rows]
         values_C = values_R.new_empty(self._padded, *values_R.shape[1:])
@@ -122,7 +122,7 @@ class _Slice:
         return self._fill(values_C)
 
     def write(self, values_R: torch.Tensor, values_C: torch.Tensor) -> None:
-        """The opposite of `take`."""
+        """Write `values_C` to these rows of `values_R`, in place: the opposite of `take`."""
         values_R[self.rows] = values_C[: self.count]
 
     def _fill(self, values_C: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,7 @@ _WORTHWHILE = 1 << 21
 
 
 def multiply_linear(x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> torch.Tensor | None:
-    """Return the kernel of `ops.linear`; None for what torch multiplies as fast."""
+    """Compute `ops.linear` with oneDNN; None for what torch multiplies as fast."""
     if not _takes_onednn(x, weight_NK, x.numel() // max(x.shape[-1], 1), x.numel() * weight_NK.shape[0]):
         return None
     y = _Linear.apply(x, weight_NK)
@@ -32,7 +32,7 @@ def multiply_linear(x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tens
 
 
 def multiply(a: torch.Tensor, b_KN: torch.Tensor, rows: int) -> torch.Tensor | None:
-    """The kernel of products inside operators, of which one size is the number of tokens, `rows`; None as above."""
+    """Multiply inside operators, where one size is the number of tokens, `rows`; None as in `multiply_linear`."""
     return _multiply(a, b_KN) if _takes_onednn(a, b_KN, rows, a.shape[0] * b_KN.numel()) else None
 
 
@@ -54,7 +54,7 @@ def _is_onednn_faster() -> bool:
 
 @cache
 def get_onednn_op() -> Any:
-    """The operator for `x @ weight.T` by oneDNN, not documented (torch 2.11 to 2.13 have it); None without it."""
+    """Return oneDNN's operator for `x @ weight.T`, which is not documented (torch 2.11 to 2.13 have it); else None."""
     packet = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch.backends.mkldnn.is_available() else None
     return None if packet is None else packet.default
 

@@ -200,7 +200,7 @@ class SharedMemory:
         return said
 
     def _failed(self, peer: int, what: str) -> Exception:
-        """The error to raise. The others are told that this rank will not come, whatever its program does now."""
+        """Return the error to raise; tell the others that this rank will not come, whatever its program does now."""
         for connection in self._peers.values():
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_WR)

@@ -152,10 +152,7 @@ def _floating(output: Any) -> Iterator[torch.Tensor]:
 
 @contextmanager
 def _watched(model: nn.Module, whole_layers: bool) -> Iterator[list[tuple[int, int, str]]]:
-    """The modules whose forward gives what is not finite: in which chunk, how many had ended before, and the name.
-
-    The first first.
-    """
+    """Collect modules whose forward gives non-finite values, in order: chunk, how many had ended before, and name."""
     names: list[tuple[int, int, str]] = []
     ended, chunk = itertools.count(), 0
 

@@ -289,7 +289,7 @@ def _sweep(request: Request, planner: _Planner) -> int:
 
 
 def _assumptions(checked: Checked, base: Planned) -> Iterator[str]:
-    """Yield what the figures take for granted."""
+    """Yield the assumptions behind the figures."""
     job, trace = checked.job, base.estimate.trace
     if checked.model_config.num_experts:
         yield "  routing is balanced: each expert gets equally many tokens, each rank sends equally many rows"

@@ -120,7 +120,7 @@ class Estimate:
     tokens: int
 
     def fits(self, hardware: Hardware) -> bool:
-        """Return the device's memory is enough."""
+        """Return True if the device's memory is enough."""
         return self.memory.total <= hardware.usable_bytes
 
     @property
@@ -163,21 +163,21 @@ def stages_to_trace(model_config: AnyModelConfig, degrees: Degrees) -> list[int]
 
 
 def merge_stages(stages: Mapping[int, Estimate]) -> Estimate:
-    """Return the run: as full as its fullest stage, and as slow as the slowest."""
+    """Merge stages into a run, which is as full as the fullest and as slow as the slowest."""
     fullest = max(stages.values(), key=lambda found: found.memory.total)
     slowest = max(stages.values(), key=lambda found: (found.time.expected_s, found.time.best_s))
     return replace(slowest, memory=fullest.memory)
 
 
 def build_estimate(job: JobConfig, degrees: Degrees, trace: StepTrace, hardware: Hardware, rank: int = 0) -> Estimate:
-    """Return the meaning of `trace` on `hardware`."""
+    """Build the estimate that `trace` gives on `hardware`."""
     tokens = trace.micro_batches * job.training.local_batch_size * job.training.seq_len * degrees.dp
     memory = get_memory(trace, offload=job.training.enable_cpu_offload)
     return Estimate(degrees, memory, step_time(trace, degrees, hardware, rank), trace, tokens)
 
 
 def get_memory(trace: StepTrace, *, offload: bool = False) -> Memory:
-    """The fullest moment of `trace`; with `offload` weights, gradients and optimizer states are not on the device."""
+    """Find the fullest moment of `trace`; with `offload`, weights, gradients and optimizer states are on the host."""
 
     def on_device(moment: Moment) -> int:
         peak = trace.peaks[moment]

@@ -285,14 +285,14 @@ def _experts_backward_inside(args: tuple[Any, ...], out: Any) -> int:
 
 
 def _pieces(args: tuple[Any, ...], out: Any) -> int:
-    """The tensor in the order of the ranks, before it is gathered into, or scattered from, the order of its dim."""
+    """Count the bytes of the copy in order of the ranks, made before a gather into, or a scatter from, a later dim."""
     whole = max(args[0].nbytes, out.nbytes)
     # Along the first dim that has more than one element the orders are the same.
     return 0 if math.prod(args[0].shape[: args[1]]) == 1 else whole
 
 
 def _flash_backward_inside(args: tuple[Any, ...], out: Any) -> int:
-    """The gradient of q is summed in float32, its row sums too; those of shared heads are made for every query head."""
+    """Count the bytes of q's gradient and row sums in float32, and of shared heads' gradients for each query head."""
     _, q, k, *_ = args
     batch, heads, queries, width = q.shape
     rounded = -(-queries // 128) * 128

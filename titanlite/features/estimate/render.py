@@ -97,7 +97,7 @@ def render_tensors(plan: RunPlan) -> str:
 
 
 def render_memory(plan: RunPlan, estimate: Estimate, hardware: Hardware) -> str:
-    """Return what a rank holds at the fullest moment of a step, against the GPU's memory."""
+    """Render what a rank holds at the fullest moment of a step, against the GPU's memory."""
     memory = estimate.memory
     padding = estimate.trace.padding
     padded = f", {format_memory(padding)} of it padding of uneven shards" if padding else ""
@@ -157,7 +157,7 @@ def render_reads(plan: RunPlan, weights: str, is_here: bool) -> str:
 
 
 def render_collectives(estimate: Estimate, hardware: Hardware, rank: int) -> str:
-    """Return collectives of an optimizer step, by axis and kind."""
+    """Return a table of the collectives of an optimizer step, by axis and kind."""
     rows = [("axis", "ranks", "links", "collective", "count", "bytes", "at least")]
     for traffic, count in sorted(estimate.trace.counts.items(), key=lambda item: (item[0].axis, item[0].kind)):
         ranks = axis_ranks(estimate.degrees, traffic.axis, rank)
@@ -196,7 +196,7 @@ def render_time(estimate: Estimate, hardware: Hardware) -> str:
 
 
 def render_sweep(found: Sequence[Planned], hardware: Hardware) -> str:
-    """Return the best combinations of degrees."""
+    """Return a table of the best combinations of degrees."""
     head = ("dp_replicate", "dp_shard", "cp", "tp", "ep", "checkpointing", "memory", "expected", "at best")
     rows: list[tuple[str, ...]] = [head]
     fitting = [one for one in found if one.fits]

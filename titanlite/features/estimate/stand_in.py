@@ -193,7 +193,7 @@ class _NoReference:
 
 @contextmanager
 def _own_grouped_gemm() -> Iterator[None]:
-    """The grouped GEMM of transformers' experts, torch's, as titanlite's, whose sizes are known in every dtype.
+    """Replace torch's grouped GEMM, for transformers' experts, by titanlite's, whose sizes are known in every dtype.
 
     Without data torch takes two-byte floats alone, though its kernels take others.
     """
@@ -250,7 +250,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Return the kernel that CUDA takes for two-byte floats: flash without a mask, memory-efficient with one.
+    """Call the kernel that CUDA takes for two-byte floats: flash without a mask, memory-efficient with one.
 
     The latter also where values are of another width than queries and keys.
     """

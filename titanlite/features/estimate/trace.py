@@ -192,7 +192,7 @@ def layers_by_kind(model_config: AnyModelConfig, degrees: Degrees, stage: int) -
 
 
 def layers_of_chunks(model_config: AnyModelConfig, degrees: Degrees, stage: int) -> list[tuple[int, int]]:
-    """Return the same of each chunk of that stage."""
+    """Return the same as `layers_by_kind` for each chunk of that stage."""
     if not isinstance(model_config, ModelConfig):
         return [(model_config.num_layers, 0)]
     num_dense = model_config.num_dense_layers if model_config.num_experts else model_config.num_layers
@@ -204,7 +204,7 @@ def layers_of_chunks(model_config: AnyModelConfig, degrees: Degrees, stage: int)
 def _with_layers(
     model_config: ModelConfig, degrees: Degrees, stage: int, by_kind: tuple[int, ...]
 ) -> tuple[ModelConfig, Degrees]:
-    """Return the model with so many layers in one pipeline stage, of one chunk, and the others as they are."""
+    """Return model and degrees with so many layers in one pipeline stage, of one chunk, the others as they are."""
     sizes = degrees.part_sizes(model_config.num_layers)
     removed = sizes[stage] - sum(by_kind)
     sizes[stage] = sum(by_kind)
@@ -240,7 +240,7 @@ def _trace(
 
 
 def _micro_batches_to_trace(micro_batches: int, trainer: StandInTrainer) -> int:
-    """Return the first, one like those that follow, and the last where that differs.
+    """Count the micro-batches to trace: the first, one like those that follow, and the last where that differs.
 
     A pipeline stage holds more and more activations, of as many micro-batches as there are stages;
     one of several chunks, whose micro-batches come in groups of that many, during the first two groups.

@@ -128,7 +128,7 @@ class StepRecorder(TorchDispatchMode):
         gc.enable()
 
     def begin(self, micro_batch: int, phase: str, layer: int = -1) -> None:
-        """A stretch begins, and the one before ends."""
+        """Begin a segment, and end the one before."""
         turn = sum(isinstance(e, Segment) and e[:3] == (micro_batch, phase, layer) for e in self._events)
         self._segment = Segment(micro_batch, phase, layer, turn)
         self._events.append(self._segment)
@@ -167,7 +167,7 @@ class StepRecorder(TorchDispatchMode):
         return out
 
     def _seen(self, storage: torch.UntypedStorage, *, is_argument: bool = False) -> None:
-        """A storage that is not known yet. As an argument it was there before: gloo, say, made it for itself."""
+        """Add a storage that is not known yet. As an argument it was there before: gloo, say, made it for itself."""
         address = storage._cdata
         if is_argument:
             self._serials[address] = None

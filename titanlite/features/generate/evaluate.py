@@ -91,7 +91,7 @@ class Evaluator:
         )
 
     def is_due(self, step: int, last: bool) -> bool:
-        """True if an evaluation follows after `step` steps: before the first, at intervals, and after the last."""
+        """Return True if an evaluation follows `step` steps: before the first, at intervals, and after the last."""
         return step == 0 or step % self._section.freq == 0 or last
 
     def run(self, model: nn.Module) -> EvaluationResult:

@@ -56,7 +56,7 @@ class Sampling:
     seed: int = 0
 
     def check(self) -> list[str]:
-        """Return what is out of range, one message each; nan is."""
+        """Return a message for each value that is out of range; nan is."""
         problems = []
         if not 0 <= self.temperature < math.inf:
             problems.append(f"temperature = {self.temperature} is out of range. Set it to 0 or more.")

@@ -62,7 +62,7 @@ class ImageBatch:
         return replace(self, tokens=copy_to(device, self.tokens), labels=copy_to(device, self.labels), inputs=inputs)
 
     def with_rows(self, count: int) -> "ImageBatch":
-        """The same batch without labels from row `count` on. Images stay: every rank must run the vision tower."""
+        """Return the batch without labels from row `count` on. Images stay: every rank must run the vision tower."""
         kept = torch.arange(len(self.labels), device=self.labels.device) < count
         return replace(self, labels=self.labels.where(kept.unsqueeze(1), IGNORE_INDEX))
 

@@ -39,7 +39,7 @@ def scaling_of(section: LoRASection) -> float:
 
 
 def _adapter_sources(prefix: str, in_features: int) -> dict[str, Source]:
-    """A uniform within 1 / sqrt(in), which is Kaiming's with a = sqrt(5) as in PEFT; B zero: training begins at W."""
+    """Return sources: A uniform within 1 / sqrt(in), Kaiming's with a = sqrt(5) as in PEFT; B zero, to begin at W."""
     bound = in_features**-0.5
     return {
         f"{prefix}lora_A": Init(Uniform(low=-bound, high=bound), may_be_absent=True),
@@ -70,7 +70,7 @@ class LoRALinear(Linear):
         self.scaling, self.dropout, self.adapter_enabled = scaling_of(section), section.dropout, True
 
     def split_parameters(self, dim: int) -> list[nn.Parameter]:
-        """Return the matrix on the other side of the rank stays whole."""
+        """Return what is split with `dim` of the weight; the matrix on the other side of the rank stays whole."""
         return [*super().split_parameters(dim), self.lora_B if dim == 0 else self.lora_A]
 
     def declare_sources(self) -> dict[str, Source]:
@@ -220,7 +220,7 @@ def adapted_modules(model: nn.Module) -> dict[str, LoRALinear | LoRAExperts | Lo
 
 
 def _root(model: nn.Module) -> nn.Module:
-    """Return the module below which names are those of tensors."""
+    """Return the module from which names of modules begin: the transformers model, or the native one."""
     return model.transformers_model if isinstance(model, TransformersModel) else model
 
 
@@ -238,7 +238,7 @@ def adapters_disabled(model: nn.Module) -> Iterator[None]:
 
 
 def adaptable_names(model: nn.Module) -> list[str]:
-    """Return what can have an adapter: linear layers but the output head, and the weights of the experts."""
+    """Return the names of what can have an adapter: linear layers but the output head, and the experts' weights."""
     names: list[str] = []
     experts = adaptable_experts(model)
     layers: set[nn.Module] = set()
@@ -279,7 +279,7 @@ def other_modules(model: nn.Module) -> list[str]:
 
 
 def _targets(model: nn.Module, section: LoRASection) -> dict[str, frozenset[str]]:
-    """Return module name -> the weights of experts that get an adapter (for a linear layer the empty set)."""
+    """Return the weights of experts that get an adapter, by module name; for a linear layer the empty set."""
     possible = adaptable_names(model)
     experts = set(adaptable_experts(model))
     patterns = split_patterns("lora.targets", section.targets)

@@ -114,7 +114,7 @@ class MergedAdapters:
         return values + self._scaling * delta
 
     def _read_pair(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a and B of the weight `name` in float64; of experts (E, r, in) and (E, out, r)."""
+        """Return A and B of the weight `name` in float64; of experts (E, r, in) and (E, out, r)."""
         a, b = (self._read(key) for key in self._pairs[name])
         if len(self._shapes[name]) == 2:
             return a, b
@@ -194,7 +194,7 @@ def read_quietly(reader: TensorReader, requests: Sequence[ReadRequest]) -> None:
 
 
 def transposed_experts(model: Model) -> list[str]:
-    """Return the weights of experts that are stored (E, in, out)."""
+    """Return the names of the experts' weights that are stored (E, in, out)."""
     if not isinstance(model, TransformersModel):
         return []
     modules = dict(model.transformers_model.named_modules())

@@ -53,7 +53,7 @@ class BlockFormat:
         return self.code_bytes + _FACTOR_BYTES
 
     def num_records(self, width: int) -> int:
-        """Return records of a row of `width` values; what the last one does not need is zeros."""
+        """Count the records of a row of `width` values; what the last one does not need is zeros."""
         return -(-width // self.block)
 
 
@@ -63,7 +63,7 @@ BLOCK_FORMATS = {layout.name: layout for layout in (FP8, NF4)}
 
 
 def encode_blocks(values_NW: torch.Tensor, layout: BlockFormat) -> torch.Tensor:
-    """Records (N, n, record_bytes), uint8, of floating-point values, on their device. One with NaN or infinity is NaN.
+    """Encode floating-point values as records (N, n, record_bytes), uint8, on their device. One with NaN or inf is NaN.
 
     A value that is as far from one code as from the next may get either.
     """
@@ -82,7 +82,7 @@ def encode_blocks(values_NW: torch.Tensor, layout: BlockFormat) -> torch.Tensor:
 
 
 def keep_fp8(codes_NW: torch.Tensor, factors_Nn: torch.Tensor) -> torch.Tensor:
-    """Records of `fp8`, uint8, from codes that are float8_e4m3fn already, and the factor of every 128 of them."""
+    """Join codes that are float8_e4m3fn already, and the factor of every 128 of them, into records of `fp8`, uint8."""
     return _join(_in_blocks(codes_NW.view(torch.uint8), FP8), factors_Nn.to(torch.float32).unsqueeze(-1))
 
 
@@ -166,7 +166,7 @@ def _decode_codes(codes: torch.Tensor, layout: BlockFormat) -> torch.Tensor:
 
 @cache
 def _table(layout: str, device: torch.device) -> torch.Tensor:
-    """What each code stands for, float32: (256,) or (16,). Made once: copying it to a GPU makes the host wait."""
+    """Return the value of each code, float32: (256,) or (16,). Made once: copying it to a GPU makes the host wait."""
     with torch.inference_mode(False), torch.device(device):
         return _fp8_values() if layout == FP8.name else torch.tensor(_NORMAL_FLOAT, dtype=torch.float32)
 

@@ -43,7 +43,7 @@ class BlockEncoding:
         return Region((*rows, start), (*heights, end - start))
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
-        """Return records, end to end."""
+        """Encode `values` as records, end to end."""
         return encode_blocks(values, self.layout).flatten(1)
 
     def keeps(self, dtype: torch.dtype, block: tuple[int, int]) -> bool:
@@ -51,7 +51,7 @@ class BlockEncoding:
         return self.layout is FP8 and dtype == torch.float8_e4m3fn and block[1] == FP8.block
 
     def keep(self, codes: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-        """Return records, end to end."""
+        """Join codes and factors into records, end to end."""
         return keep_fp8(codes, factors).flatten(1)
 
     def count_not_finite(self, local: torch.Tensor) -> int:

@@ -175,7 +175,7 @@ class MatrixExchange:
 
 
 def _make_loads() -> defaultdict[tuple[int, ...], Counter[int]]:
-    """Return what each rank has to do among the ranks of a tuple."""
+    """Return a counter of what each rank has to do, for each tuple of ranks."""
     return defaultdict(Counter)
 
 
@@ -193,7 +193,7 @@ def _fill_buckets(numbers: Sequence[int], sizes: Sequence[float]) -> Iterator[li
 
 
 def _get_holders(param: torch.Tensor) -> list[tuple[int, Region]]:
-    """The ranks of this replica of `param` with the part that each holds; this rank alone for what is not split."""
+    """Return the ranks of this replica of `param` and what each holds of it; this rank alone if it is not split."""
     if not isinstance(param, DTensor):
         return [(dist.get_rank() if dist.is_initialized() else 0, region_of(param))]
     mesh, coordinate = param.device_mesh, param.device_mesh.get_coordinate()

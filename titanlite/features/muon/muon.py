@@ -63,7 +63,7 @@ def build_muon(
 
 
 def muon_matrices(model: Model, section: OptimizerSection) -> dict[nn.Parameter, int]:
-    """The trained parameters that Muon steps, each with the number of matrices stacked in its rows; none for AdamW.
+    """Return the trained parameters that Muon steps, each with the number of matrices in its rows; none for AdamW.
 
     These are the matrices of layers and of their experts, routers included, and those of a vision tower's blocks.
     Embedding, output head, norms, biases and what lies outside of layers are AdamW's (arXiv:2502.16982, 2.1).

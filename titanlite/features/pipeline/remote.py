@@ -29,7 +29,7 @@ class Elsewhere(nn.Module):
         return declare()
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Return what comes in goes out."""
+        """Return `x` as it is."""
         return x
 
 

@@ -62,7 +62,7 @@ class PipelineSchedule(Schedule):
 
 
 def order_turns(num_micro_batches: int, degrees: Degrees, stage: int) -> Iterator[Turn]:
-    """Yield what a stage does one after the other in an optimizer step.
+    """Yield the turns of a stage in an optimizer step, one after the other.
 
     With several chunks `num_micro_batches` must be a multiple of the stages.
     """
@@ -264,7 +264,7 @@ class _RoundTrip(BetweenChunks):
         self.link = link
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
-        """Return the hidden states of the stage before, when those that come in have gone through all others."""
+        """Send the hidden states through all other stages; return those that the stage before sends at the end."""
         return _SendAndReceive.apply(x, _anchor(x), self.link), None
 
 

@@ -86,7 +86,7 @@ def _git(root: Path, *arguments: str) -> str:
 
 
 def _describe_processor() -> str:
-    """Return the model name, which `platform.processor` does not know on Linux."""
+    """Return the processor's model name, which `platform.processor` does not know on Linux."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

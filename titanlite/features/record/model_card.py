@@ -75,7 +75,7 @@ def _get_paths(job: JobConfig) -> list[str]:
 
 
 def _license(folder: str) -> list[str]:
-    """What the card of the model in `folder` says about its license; a model trained from it is bound by that."""
+    """Return the license lines of the card of the model in `folder`: a model trained from it is bound by them."""
     path = Path(folder, "README.md")
     try:
         text = read_regular(path, _MOST_CARD_BYTES).decode("utf-8") if folder and path.is_file() else ""

@@ -155,6 +155,6 @@ def describe_placement(tensor: torch.Tensor) -> str:
 
 
 def _describe_source(entry: TensorEntry) -> str:
-    """Return the source; of a checkpoint without the key, which is the tensor's name or follows from it."""
+    """Describe the source; of a checkpoint without the key, which is the tensor's name or follows from it."""
     source = entry.source
     return f"checkpoint {source.reader.name}" if isinstance(source, Read) else str(source)

@@ -181,7 +181,7 @@ def _lost_rows(run: Run) -> str:
 
 
 def get_headline(run: Run) -> list[tuple[str, str, str]]:
-    """The numbers that a reader wants first, as far as the run has them: label, value with unit, remark or nothing."""
+    """Return the numbers that a reader wants first, where the run has them: label, value with unit, remark or ""."""
     steps, total = run.scalars["loss/train"].steps, run.config.get("training.steps")
     found = [("Steps", f"{steps[-1]:,}", f"of {total:,}" if isinstance(total, int) else "")]
     for name, label, form in (
@@ -290,7 +290,7 @@ def _comparison(runs: Sequence[Run]) -> str:
 
 
 def _examples(run: Run) -> str:
-    """Return generations of the last evaluation."""
+    """Return a table of the last evaluation's generations."""
     if not run.examples:
         return ""
     names = ("prompt", "prediction", "reference", "score")
@@ -325,7 +325,7 @@ def _plan(run: Run) -> str:
 
 
 def _config(run: Run) -> str:
-    """Return settings that differ from their defaults, and all of them."""
+    """Return tables of the settings that differ from their defaults, and of all."""
     if not run.config:
         return _note("There is no config.toml.")
     rows = []

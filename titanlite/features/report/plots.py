@@ -162,7 +162,7 @@ class _Plots:
         return lines + self.largest("loss/train_max", "loss/train", 2)
 
     def largest(self, largest: str, metric: str, color: int) -> list[Line]:
-        """Return the largest value of a step since the last point, of one run whose points are of several steps."""
+        """Return a line of the largest values of a step between points, of one run with several steps per point."""
         series = self.run.scalars.get(largest)
         if len(self.runs) > 1 or series is None or series.values == self.run.scalars[metric].values:
             return []
@@ -183,7 +183,7 @@ class _Plots:
         marks: bool = False,
         zeros: bool = True,
     ) -> None:
-        """A plot of metrics or lines; on a logarithmic scale if `log` and values differ by more than a factor of three.
+        """Add a plot of metrics or lines, on a log scale if `log` and values differ by more than a factor of three.
 
         Lines over the same steps share a tooltip. `low` and `high` are ends of the y axis, `marks` draws the run's
         events, `zeros` keeps a plot of zeros alone.
@@ -230,7 +230,7 @@ class _Plots:
         self.found[name] = Plot(title, plot, note)
 
     def _mark_events(self, plot: Any) -> None:
-        """A vertical line where the run was resumed, skipped a step, or had a spike or an error."""
+        """Draw a vertical line where the run was resumed, skipped a step, or had a spike or an error."""
         marked = [e for e in self.run.events if e.get("kind") in _MARKED and is_count(e.get("step"))]
         if marked := marked[-_MOST_MARKS:]:
             texts = [f"{event['kind']}: {event.get('text', '')}" for event in marked]

@@ -111,7 +111,7 @@ def read_run(folder: Path) -> Run:
 
 
 def read_metrics(path: Path) -> Run:
-    """The run of a `metrics.jsonl`, without the other files of its folder; lines are left out as in `read_run`."""
+    """Read the run of a `metrics.jsonl`, without the other files of its folder; leaves out lines as `read_run` does."""
     run = Run(path.parent)
     for line in _read_lines(path, run.problems):
         try:
@@ -196,7 +196,7 @@ def _number(value: Any) -> float:
 
 
 def _drop_redone(run: Run, line: Mapping[str, Any], step: int) -> None:
-    """A step that comes again, or an earlier one, means that the run was resumed before it."""
+    """Drop the later points if `step` comes again, or an earlier one: the run was resumed before it."""
     # All values of a line go together, so one of them tells.
     name = next((name for name in line if name not in ("step", "time")), "")
     series = run.scalars.get(name) or run.lists.get(name)

@@ -228,7 +228,7 @@ class ChatRenderer:
         return self._kinds[whole]
 
     def _find_turn(self, chat: Chat, i: int, key: int, prompt: str, done: str, marks: Marks | None) -> Turn:
-        """Return the answer messages[i], of its prompt and the text of the conversation up to and including it."""
+        """Return the turn of the answer messages[i]; `done` is the text of the conversation up to and including it."""
         frame = self._frames.get(key)
         start = None if frame is None else frame.get_start(prompt, done)
         if frame is None or start is None:

@@ -130,7 +130,7 @@ class FrameFinder:
     def _choose_end(
         self, show: Show, messages: Messages, prompt: str, ends: list["re.Match[str]"], answer: str
     ) -> "re.Match[str] | None":
-        """The first of the special tokens `ends` that ends every turn; one that stands inside of answers does not."""
+        """Return the first of the special tokens `ends` that ends every turn and is not inside of answers; or None."""
         if messages[-1].get("tool_calls") and ends:  # those of a call may end each call of several
             try:
                 plain = self.probe(show, [*messages[:-1], {"role": "assistant", "content": PROBES[0]}], prompt)

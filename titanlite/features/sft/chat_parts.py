@@ -138,13 +138,13 @@ def _probe_call(call: dict[str, Any], probe: str) -> dict[str, Any]:
 
 
 def get_common_start(*texts: str) -> int:
-    """Return number of characters that all `texts` begin with alike."""
+    """Count the characters that all `texts` begin with alike."""
     first, last = min(texts), max(texts)  # what these two begin with, all do
     return next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
 
 
 def get_common_end(*texts: str) -> str:
-    """Return what all `texts` end with."""
+    """Return the end that all `texts` have in common."""
     length = get_common_start(*(text[::-1] for text in texts))
     return texts[0][len(texts[0]) - length :]
 

@@ -147,7 +147,7 @@ def fit_examples(
 
 
 def _is_equal(examples: TokenizedExamples, pair: int, lengths: np.ndarray) -> bool:
-    """True if what is used of both sides of a pair is equal, or would be if the shorter one were not cut first."""
+    """Return True if what is used of a pair's two sides is equal, or would be if the shorter one were not cut first."""
     places, used = list(examples.get_documents(pair)), int(lengths.min())
     whole = places[lengths.argmin()]
     if lengths[0] != lengths[1] and whole.stop - whole.start == used:

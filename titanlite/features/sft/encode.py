@@ -74,7 +74,7 @@ Example = tuple[Document, ...]  # one document, or chosen and rejected
 
 
 def encode_prompt(tokenizer: "PreTrainedTokenizerFast", row: dict[str, Any]) -> list[int]:
-    """The tokens that a model gets to answer the chat of `row`, of form 'messages': those that it is trained after.
+    """Return the tokens that a model gets to answer the chat of `row`, of form 'messages': those it is trained after.
 
     Raises:
         DataError: the tokenizer has no chat template.
@@ -259,7 +259,7 @@ class ExampleEncoder:
         return [found[text] for text in texts]
 
     def _encode_whole(self, texts: list[str]) -> list[list[int]] | None:
-        """The tokens of the joined texts, cut where each text begins; None if a prompt alone has other tokens."""
+        """Tokenize the joined texts and cut them where each text begins; None if a prompt alone has other tokens."""
         encoder: Tokenizer = self._special
         whole = encoder.encode("".join(texts), add_special_tokens=False).ids
         cuts = [0]

@@ -135,12 +135,12 @@ def _get_content(data: DataSection, rows: Rows, tokenizer: "PreTrainedTokenizerF
 
 
 def get_chat_settings(data: DataSection, tokenizer: "PreTrainedTokenizerFast") -> list[object]:
-    """Return what of the template and its settings is part of a key: the date only where the template shows one."""
+    """Return the part of a cache's key for template and settings: the date only where the template shows one."""
     return [set_date(tokenizer.chat_template, data.chat_date), data.dropped_parts]
 
 
 def get_field_settings(data: DataSection) -> list[str]:
-    """Return what of `get_fields` is part of a key: nothing where it is empty, so that older caches stay valid."""
+    """Return the part of a cache's key for `get_fields`: nothing if that is empty, so that older caches stay valid."""
     fields = get_fields(data)
     return [f"fields {json.dumps(fields, sort_keys=True)}"] if fields else []
 
@@ -264,7 +264,7 @@ def make_encoder(data: DataSection, tokenizer: "PreTrainedTokenizerFast", batch:
 
 
 def make_renderer(data: DataSection, tokenizer: "PreTrainedTokenizerFast", *, train_all: bool = False) -> ChatRenderer:
-    """Return renders chats as the run's settings say."""
+    """Build the renderer of chats as the run's settings say."""
     return ChatRenderer(
         tokenizer,
         train_all=train_all,

@@ -166,7 +166,7 @@ def _is_blank(line: bytes | int, *, is_first: bool) -> bool:
 
 
 def _read_json(file: Path) -> _Numbered:
-    """Return a file with one array of rows, or JSON lines under another name."""
+    """Yield the rows of a file with one array of rows, or JSON lines under another name."""
     with open_regular(file) as stream:
         head = stream.read(64).removeprefix(_BYTE_ORDER_MARK).lstrip()
     if not head.startswith(b"["):
@@ -324,7 +324,7 @@ def _read_parquet(file: Path, start: int, _: Sequence[Mark]) -> _Numbered:
 
 
 def _read_arrow(file: Path, *_: Any) -> _Numbered:
-    """Return the rows of a file of a folder that `datasets` saved."""
+    """Yield the rows of a file of a folder that `datasets` saved."""
     from datasets import Dataset
     from pyarrow import ArrowException
 

@@ -51,13 +51,13 @@ def describe(dataset: ExampleDataset) -> str:
 
 
 def get_warnings(dataset: ExampleDataset) -> list[str]:
-    """Return what is no error but most likely not meant."""
+    """Return warnings about what is no error but most likely not meant."""
     headers = [source.examples.header for source in dataset.sources]
     return [f"{header.names[0]}: {text}" for header in headers for text in get_chat_warnings(header.counts)]
 
 
 def get_chat_warnings(counts: Mapping[str, int]) -> list[str]:
-    """Return what is no error but most likely not meant, of `ExampleHeader.counts`."""
+    """Return warnings about what in `ExampleHeader.counts` is no error but most likely not meant."""
     remedies = {
         NO_END: "the model will not learn to stop. Use a chat template that closes the assistant's turn with a token.",
         SPELLED: "they are trained as letters. Give such chats as messages, or as prompt and completion.",

@@ -39,7 +39,7 @@ def skip_line(stream: IO[Any], line: Any) -> int:
 
 
 def too_long(what: str, num_bytes: int) -> RowError:
-    """Return the error of a line or a row."""
+    """Return the error for a line or a row that is too long."""
     text = f"the {what} has {num_bytes} bytes, more than the {MOST_LINE_BYTES} of a row. Split it, or take it out."
     return RowError("too long", text)
 

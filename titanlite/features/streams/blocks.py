@@ -114,7 +114,7 @@ def _load(path: Path) -> EncodedBlock | None:
 
 
 def _join(found: list[tuple[Row, Example]], encoder: ExampleEncoder, names: tuple[str, ...]) -> TokenizedExamples:
-    """Return the same arrays as a tokenized file has."""
+    """Join examples to the same arrays as a tokenized file has."""
     documents = [document for _, example in found for document in example]
     offsets = np.cumsum([0, *(len(document.ids) for document in documents)])
     header = ExampleHeader(

@@ -142,7 +142,7 @@ class MixtureDataset:
 
 @contextmanager
 def naming_source(name: str) -> Iterator[None]:
-    """A `DataError` inside names the source, and settings by the keys that it has for them."""
+    """Name the source in a `DataError` raised inside, and settings by the keys that the source has for them."""
     try:
         yield
     except DataError as error:

@@ -162,7 +162,7 @@ class StreamDataset:
         return np.arange(start, stop, dtype=np.int64) % self.num_validation_sequences
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
-        """The sequences `indices` (B,), as CPU tensors in that order; reads on in the stream as far as needed."""
+        """Return the sequences `indices` (B,), as CPU tensors in that order; reads on in the stream as needed."""
         rows = [get_documents(*self.get_members(index)) for index in np.asarray(indices, dtype=np.int64).tolist()]
         return make_batch(rows, self.seq_len, self.pad_token_id)
 
@@ -296,7 +296,7 @@ def build_stream(job: JobConfig) -> tuple["PreTrainedTokenizerFast", StreamDatas
 def build_stream_dataset(
     data: DataSection, seq_len: int, seed: int, where: str = "data", tokenizer: "PreTrainedTokenizerFast | None" = None
 ) -> tuple["PreTrainedTokenizerFast", StreamDataset]:
-    """The tokenizer, loaded unless it is given, and the stream of `data.path`; `where` is the section, for the log."""
+    """Return the tokenizer, loaded unless given, and the stream of `data.path`; `where` is the section, for the log."""
     tokenizer = load_example_tokenizer(data) if tokenizer is None else tokenizer
     place = (data.path, data.pattern, data.subset, data.split)
     rows = RenamedRows(build_rows(*place, streaming=True, converter=data.converter), get_fields(data))

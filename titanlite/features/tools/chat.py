@@ -13,7 +13,7 @@ _COMMANDS = ("/exit", "/reset")
 
 
 def text_of(tokenizer: Any, prompt: Sequence[int], new: Sequence[int]) -> str:
-    """The new tokens as text, read together with the prompt: alone, many tokenizers drop the space before a word."""
+    """Decode the new tokens together with the prompt: alone, many tokenizers drop the space before a word."""
     before: str = tokenizer.decode(prompt)
     text: str = tokenizer.decode([*prompt, *new])
     return text[len(before) :] if text.startswith(before) else tokenizer.decode(new)

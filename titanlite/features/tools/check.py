@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _describe_model(checked: Checked) -> Iterator[str]:
-    """Yield the model, with its adapters, and what it takes of memory before a step."""
+    """Yield lines about the model, with its adapters, and the memory that it takes before a step."""
     job, config, degrees = checked.job, checked.model_config, checked.degrees
     path = job.checkpoint.initial_load_path
     base = base_model_of(path)
@@ -63,7 +63,7 @@ def _describe_model(checked: Checked) -> Iterator[str]:
 
 
 def _describe_rows(job: JobConfig) -> Iterator[str]:
-    """Yield the data of each source, and what their first rows are.
+    """Yield lines about the data of each source and their first rows.
 
     Raises:
         TitanliteError: a row cannot be used, or the rows are not for this objective, or not for random weights.

@@ -145,7 +145,7 @@ def export_checkpoint(
 
 
 def _lay_out(plan: Plan, config: ModelConfig, dtype: torch.dtype) -> tuple[list[FileLayout], dict[str, "_Values"]]:
-    """Return the files, and for each key where its values come from."""
+    """Lay out the files; return them, and for each key where its values come from."""
     family = family_of(config)
     model: list[Item] = []
     sidecar: list[Item] = []
@@ -199,7 +199,7 @@ _Values = Callable[[Region, torch.dtype], torch.Tensor]
 
 
 def _read(entry: TensorEntry, region: Region, dtype: torch.dtype) -> torch.Tensor:
-    """Return a region of a tensor of the model from its files."""
+    """Read a region of a tensor of the model from its files."""
     assert isinstance(entry.source, Read)
     chunk = torch.empty(region.lengths, dtype=dtype)
     read_quietly(entry.source.reader, [ReadRequest(entry.source.name, region, chunk)])

@@ -222,7 +222,7 @@ def load_model(
     ep: int = 1,
     adapters: Path | None = None,
 ) -> tuple[Model, ParallelDims | None]:
-    """The model in `folder` in evaluation mode, and its meshes; without a process group it is whole, on this process.
+    """Load the model in `folder` for evaluation, with its meshes; without a process group it is whole, on this process.
 
     With the folder of `adapters`, they are merged into the weights while these are read.
 

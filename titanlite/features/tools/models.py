@@ -17,7 +17,7 @@ MODEL_HELP = "run's folder (its newest complete checkpoint), step-N folder, Hugg
 
 
 def find_model(command: str, name: str) -> Path:
-    """Return the folder that `name` means. Which step of a run it is, is said on standard error.
+    """Find the folder that `name` means, and say on standard error which step of a run it is.
 
     Raises:
         CheckpointError: the run has no complete checkpoint.

@@ -73,7 +73,7 @@ def find_flag(config: TransformersConfig, name: str) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Transformers logs what it thinks of generation settings each time a model is built."""
+    """Silence transformers, which logs what it thinks of generation settings each time a model is built."""
     from transformers.utils import logging
 
     verbosity = logging.get_verbosity()

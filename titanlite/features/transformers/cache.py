@@ -29,7 +29,7 @@ class TransformersCache:
         self._first_position = first_position  # which the class gives to the first token
 
     def inputs(self, tokens: torch.Tensor) -> dict[str, Any]:
-        """What the model's forward takes: first for prompts (B, S) padded on the right, then for new tokens (1, B).
+        """Return the forward's inputs: first for prompts (B, S) padded on the right, then for new tokens (1, B).
 
         Behind those may be any padding.
         """

@@ -85,7 +85,7 @@ class TransformersCheckpoint:
         return unexpected
 
     def find_untied(self) -> dict[str, str]:
-        """What is wrong with tensors that are stored, and that the model ties to others with other values; by name."""
+        """Return what is wrong with stored tensors that the model ties to others with other values, by name."""
         ties = {n: s.target for n, s in self._model.declare_sources().items() if isinstance(s, Alias)}
         if not ties:
             return {}
@@ -153,7 +153,7 @@ class TransformersCheckpoint:
                     self._claims[name] = Unfit(self.untied[name])
 
     def _allow_absent(self, tensors: Mapping[str, TensorInfo]) -> None:
-        """What the class says a checkpoint may lack comes from its own initialization."""
+        """Claim the class's own initialization for what it says a checkpoint may lack."""
         patterns = self._model.transformers_model._keys_to_ignore_on_load_missing or ()
         declared = self._model.declare_sources()
         for name, info in tensors.items():
@@ -255,7 +255,7 @@ class ConvertingReader:
 
 
 def saved_entries(entries: Iterable[TensorEntry], model: TransformersModel) -> dict[str, TensorEntry]:
-    """The tensors that a checkpoint of `model` has, by the name that transformers saves them under: tied ones once."""
+    """Return the tensors that a checkpoint of `model` has, by the names that transformers saves: tied ones once."""
     aliases = {name for name, source in model.declare_sources().items() if isinstance(source, Alias)}
     ignored = model.transformers_model._keys_to_ignore_on_save or ()
     found = {}
@@ -287,7 +287,7 @@ class StoredForm:
 
 
 def stored_forms(entries: Mapping[str, TensorEntry], model: TransformersModel) -> tuple[list[StoredForm], Renaming]:
-    """What a checkpoint of `model` holds, in the model's order, with keys and layouts of the one it was loaded from.
+    """List what a checkpoint of `model` holds, in the model's order, with keys and layouts of the one it came from.
 
     `entries` are from `saved_entries`. Also returns the last renaming of what conversions result in.
     """
@@ -359,7 +359,7 @@ def transformers_items(
 def _converted(
     group: Group, entries: Mapping[str, TensorEntry], model: TransformersModel, problems: list[str]
 ) -> dict[str, torch.Tensor]:
-    """The targets of `group`, or none and a further problem: the other ranks are in collectives that wait for this one.
+    """Convert `group` to its targets; or return none and add a problem: other ranks wait in collectives for this one.
 
     Collectives: one all-gather for each source, also after a problem; one that fails is raised, for it may be missed.
     """

@@ -96,7 +96,7 @@ class Traced:
         return Traced(_without(self.shape, dim), tuple(parts))
 
     def narrow(self, dim: int, start: int, length: int) -> "Traced":
-        """Return indices start to start + length along `dim`."""
+        """Return the indices from start to start + length along `dim`."""
         dim %= len(self.shape)
         parts = []
         for part in self.parts:

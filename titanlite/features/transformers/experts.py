@@ -72,7 +72,7 @@ def register_experts() -> None:
 def experts_forward(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """Return the forward of an experts module of transformers: (T, D), (T, k), (T, k) -> (T, D).
+    """Compute the forward of an experts module of transformers: (T, D), (T, k), (T, k) -> (T, D).
 
     With a token dispatcher, put in by `distributed.apply_expert_parallel`, tokens travel to the ranks of their experts.
     """
@@ -188,7 +188,7 @@ class TransformersExpertCounter(nn.Module):
         return {"tokens_per_expert": Init(Zeros())}
 
     def begin(self, valid_BS: torch.Tensor | None) -> None:
-        """A forward in training mode begins. Of tokens in other numbers than `valid_BS` has, all are counted.
+        """Begin a forward in training mode. If there are not as many tokens as in `valid_BS`, all are counted.
 
         The mask stays, for recomputation in backward counts once more.
         """

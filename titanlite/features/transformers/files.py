@@ -28,7 +28,7 @@ class TransformersFormat:
         self._model = model
 
     def sources(self, folder: str, stored: Stored) -> TransformersCheckpoint:
-        """The stored weights in `folder`. Collective: of tied tensors that are stored twice rank 0 reads both."""
+        """Return the stored weights in `folder`. Collective: of tied tensors stored twice, rank 0 reads both."""
         checkpoint = TransformersCheckpoint(folder, stored, self._model)
         checkpoint.untied = on_first_rank(checkpoint.find_untied)
         return checkpoint

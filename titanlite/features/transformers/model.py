@@ -261,16 +261,16 @@ class TransformersModel(Model):
         return self._transformers_model(**inputs).logits[:, -1]
 
     def build_cache(self, lengths: Sequence[int], max_len: int, device: torch.device) -> TransformersCache:
-        """An empty cache for prompts of these lengths; `forward` fills it. It grows as needed, whatever `max_len`."""
+        """Build an empty cache for prompts of these lengths; `forward` fills it. `max_len` does not limit it."""
         first_position = 0 if self._facts is None else self._facts.first_position
         return TransformersCache(self._transformers_model.config, lengths, device, first_position)
 
     @torch.no_grad()
     def can_cache(self, device: torch.device) -> bool:
-        """True if the model computes the same with its keys and values kept as without, also for rows of two lengths.
+        """Return True if the model computes the same with its keys and values kept, also for rows of two lengths.
 
-        The first call looks, on a few fixed tokens: models with a state instead of keys, or ones that take padding for
-        text, do not. In evaluation mode.
+        The first call tries it on a few fixed tokens: models with a state instead of keys, or ones that take padding
+        for text, do not. In evaluation mode.
 
         Raises:
             ConfigError: as `find_facts`.
@@ -330,7 +330,7 @@ class TransformersModel(Model):
         return {}
 
     def expert_counters(self) -> dict[int, TransformersExpertCounter]:
-        """What counts the rows of each MoE layer, by the layer's number; empty where experts cannot be counted."""
+        """Return the counters of rows of the MoE layers, by layer number; empty where experts cannot be counted."""
         return dict(self._counters)
 
     def moe_layer_numbers(self) -> list[int]:
@@ -392,7 +392,7 @@ class TransformersModel(Model):
         return list(self._experts.values())
 
     def set_dispatch(self, dispatch: Callable[..., Any], mesh: DeviceMesh) -> None:
-        """The experts run on titanlite's grouped GEMM from then on."""
+        """Run the experts on titanlite's grouped GEMM from then on, with `dispatch` over the one-axis `mesh`."""
         for experts in self._experts.values():
             setattr(experts, DISPATCH, dispatch)
         for counter in self._counters.values():

@@ -174,7 +174,7 @@ def plain_tokens(config: Any, count: int) -> list[int]:
 
 @contextmanager
 def evaluation(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode for a while."""
+    """Put the model into evaluation mode for a while."""
     was_training = model.training
     model.eval()
     try:
@@ -185,7 +185,7 @@ def evaluation(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _returned(head: nn.Module | None) -> Iterator[list[Any]]:
-    """What the head returned in its first forward, which no later one changes."""
+    """Collect what the head returns; the first entry is of its first forward, and no later one changes it."""
     found: list[Any] = []
 
     def note(module: nn.Module, args: Any, output: Any) -> None:

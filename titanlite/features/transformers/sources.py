@@ -64,7 +64,7 @@ def find_sources(model: Any, recording: Recording | None = None) -> dict[str, So
 
 
 def _source_of(name: str, replay: Replay, *, may_draw: bool) -> Source | None:
-    """A recipe, a value that does not depend on the seed, or the calls as they are; None if they leave some of it."""
+    """Return a recipe, a value that ignores the seed, or the calls as they are; None if they leave some unwritten."""
     if all(call.name in UNWRITTEN for call in replay.calls):
         return None
     if may_draw and (recipe := _recipe_of(replay)) is not None:

@@ -160,7 +160,7 @@ def _gather_output(forward: _Forward, *args: Any, width: int, axis: _Axis) -> to
 
 
 def _sum_output(module: nn.Module, product: _Forward, x: torch.Tensor, *, axis: _Axis, cut_input: bool) -> torch.Tensor:
-    """Return the sum of all ranks' products, and the bias once."""
+    """Return the sum of all ranks' products, plus the bias once."""
     if cut_input:
         x = x.chunk(axis.size, dim=-1)[axis.rank]
     out = all_reduce(product(x), axis.group)
@@ -169,7 +169,7 @@ def _sum_output(module: nn.Module, product: _Forward, x: torch.Tensor, *, axis: 
 
 
 def _split_table(module: Any, forward: _Forward, axis: _Axis) -> _Forward:
-    """Return an embedding that looks up the tokens of this rank's rows, zeros elsewhere, and sums over the ranks."""
+    """Return a forward that looks up the tokens of this rank's rows, zeros elsewhere, and sums over the ranks."""
     region = region_of(module.weight)
     start, rows = region.starts[0], region.lengths[0]
     if module.padding_idx is not None:  # its row has no gradient
@@ -187,7 +187,7 @@ def _split_table(module: Any, forward: _Forward, axis: _Axis) -> _Forward:
 def _own_tokens(
     forward: _Forward, hidden_TD: torch.Tensor, ids_Tk: torch.Tensor, weights_Tk: torch.Tensor, *, axis: _Axis
 ) -> torch.Tensor:
-    """Return the experts' forward on this rank's share of the tokens, and the results of all ranks.
+    """Run the experts on this rank's share of the tokens, and return the results of all ranks.
 
     Where tokens do not go round, the last ones are zeros for the first expert, with weight 0.
     """

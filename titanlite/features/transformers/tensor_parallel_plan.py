@@ -47,7 +47,7 @@ SPLIT_DIM: dict[Style, int] = {
 
 
 def resolve_tensor_parallel_plan(model: TransformersModel, size: int) -> dict[str, Style]:
-    """The style of every module of `model` that is split over `size` ranks, by its name in the transformers model.
+    """Return the style of each module of `model` split over `size` ranks, by its name in the transformers model.
 
     Experts are in none: they are never split inside, also where the plan of the class splits their parameters. A module
     that shares its weight with a split one is split with it.

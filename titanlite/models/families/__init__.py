@@ -131,7 +131,7 @@ def find_other_model(job: JobConfig, config: AnyModelConfig) -> list[str]:
 
 
 def describe_differences(ours: ModelConfig, theirs: ModelConfig, meant: Collection[str] = ()) -> str:
-    """What the same weights would compute otherwise with `theirs`, but for the fields in `meant`; empty: nothing."""
+    """Describe what `theirs` makes of the same weights otherwise, but for the fields in `meant`; empty: nothing."""
     here, there, left_out = _flatten(ours), _flatten(theirs), {*meant, *_WITHOUT_EFFECT_ON_WEIGHTS}
     return "; ".join(
         f"{key} is {value!r}, there {there[key]!r}"
@@ -229,7 +229,7 @@ def model_config_from_hf(folder: Path, where: str = "model.hf_assets_path") -> M
 
 
 def any_model_config_from_hf(folder: Path, where: str) -> AnyModelConfig:
-    """The native decoder's configuration from `folder`/config.json or, where that cannot express it, transformers'.
+    """Read the native decoder's configuration from `folder`/config.json or, if that cannot express it, transformers'.
 
     Raises:
         ConfigError: as `resolve_model_config`.

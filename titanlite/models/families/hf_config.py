@@ -19,7 +19,7 @@ _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk
 
 
 def transformers_config(hf: Mapping[str, Any], where: str, why: str = "") -> TransformersConfig:
-    """What titanlite asks about the model that `hf` describes; `where` names it in errors, `why` goes to the log.
+    """Build the configuration of the model that `hf` describes; `where` names it in errors, `why` goes to the log.
 
     Raises:
         ConfigError: no class of transformers generates text from it, its weights are quantized, or transformers refuses
@@ -56,7 +56,7 @@ def transformers_config(hf: Mapping[str, Any], where: str, why: str = "") -> Tra
 
 
 def _get_rope_limit(text: Any) -> int | None:
-    """The fewest tokens from which on one of the rotary embeddings looks at the longest position of a forward."""
+    """Return the fewest tokens from which on a rotary embedding depends on a forward's longest position; or None."""
     rope = getattr(text, "rope_parameters", None) or {}
     tables = [rope, *(table for table in rope.values() if isinstance(table, dict))]  # one, or one per kind of layer
     limits = []
@@ -93,7 +93,7 @@ def _get_attention_width(text: Any, heads: int, share: int) -> int:
 
 
 def load_config_and_class(hf: Mapping[str, Any], where: str) -> tuple[Any, type]:
-    """Transformers' configuration and the class that config.json names, or else that of its auto classes for text.
+    """Return transformers' configuration and the class that config.json names, or else that of auto classes for text.
 
     Raises:
         ConfigError: there is none, or transformers refuses the configuration.
@@ -145,7 +145,7 @@ def load_config_and_class(hf: Mapping[str, Any], where: str) -> tuple[Any, type]
 
 
 def find_refused(build: Callable[[Mapping[str, Any]], Any], values: Mapping[str, Any], error: Exception) -> list[str]:
-    """The keys of `values` that `build` raises `error` for: without one of them, it raises none, or another one."""
+    """Find the keys of `values` that `build` raises `error` for: without one of them, it raises none, or another."""
     named = re.match(r"Validation error for field '(\w+)'", str(error))
     if named and named[1] in values:
         return [named[1]]

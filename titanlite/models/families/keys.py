@@ -121,7 +121,7 @@ def _is_number(text: Any) -> bool:
 
 
 def get_padding_row(hf: Mapping[str, Any]) -> int | None:
-    """The row of the embedding that transformers gives no gradient; a negative `pad_token_id` counts from the end."""
+    """Return the embedding row that transformers gives no gradient; a negative `pad_token_id` counts from the end."""
     row = hf.get("pad_token_id")
     return row + hf["vocab_size"] if row is not None and row < 0 else row
 

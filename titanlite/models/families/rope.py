@@ -102,7 +102,7 @@ def _read_table(hf: Mapping[str, Any], table: Mapping[str, Any], partial: Key, i
 
 
 def _get_number(hf: Mapping[str, Any], table: Mapping[str, Any], name: str, key: str, default: Any) -> Any:
-    """Return the number `key` of the table, or that next to it; null next to it says nothing if it is not needed."""
+    """Return the number `key` of the table, else of `hf`, which may have null if the number is not needed."""
     for source, prefix, may_be_null in ((table, f"{name}: ", False), (hf, "", key in table or default is MISSING)):
         value = source.get(key, MISSING)
         if value is not MISSING and not _is_number(value) and not (value is None and may_be_null):
@@ -140,7 +140,7 @@ def _read_scaling(hf: Mapping[str, Any], table: Mapping[str, Any], rope_type: st
 
 
 def _get_length_ratio(hf: Mapping[str, Any], original: Any) -> Any:
-    """Return the factor that YaRN has where the table says null; None if it cannot be had."""
+    """Return YaRN's factor where the table says null; None if it cannot be computed."""
     longest = hf.get("max_position_embeddings")
     lengths = [length for length in (longest, original) if type(length) is int and length > 0]
     return lengths[0] / lengths[1] if len(lengths) == 2 else None
@@ -165,7 +165,7 @@ def _find_without_effect(table: Mapping[str, Any], name: str, rope_type: str) ->
 
 
 def rope_to_hf(scaling: RopeScaling | None, original: Mapping[str, Any]) -> dict[str, Any]:
-    """The table that `read_rope` reads, without what may be left out and says nothing, unless `original` says it."""
+    """Return the table that `read_rope` reads; optional values that are the default only if `original` has them."""
     rope_type = "default" if scaling is None else scaling.rope_type
     kept = original if original.get("rope_type", original.get("type", "default")) == rope_type else {}
     kept = {key: value for key, value in kept.items() if key not in ("rope_theta", PARTIAL)}
