@@ -20,7 +20,7 @@ from titanlite.checkpoint.description import check_data_order, check_resumed_mod
 from titanlite.checkpoint.hf_model import HFFormat, check_layout
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.space import check_space
-from titanlite.checkpoint.train_state import resolve_held_out
+from titanlite.checkpoint.train_state import find_start, resolve_held_out
 from titanlite.config import AnyModelConfig, JobConfig, TransformersConfig
 from titanlite.config.schema import BLOCK_SIZES
 from titanlite.data.build import build_loader, build_text
@@ -117,7 +117,7 @@ def assemble(checked: Checked) -> Trainer:
     changes = make_dump_folder(job, folder)
     check_shared_folder(folder)
 
-    files = PeftFormat(job) if job.lora.rank else HFFormat(job)
+    files = PeftFormat(job) if job.lora.rank else HFFormat(job)  # what a checkpoint holds of the model
     checkpointer = Checkpointer(job.checkpoint, files, folder, record_event, all_reduce_sum, job.comm.timeout_seconds)
     step = 0 if (start := checkpointer.start) is None else start.step  # what to resume, if anything
     if start is not None:
@@ -203,7 +203,7 @@ def _read_data(job: JobConfig, model_config: AnyModelConfig, dims: ParallelDims)
     """Return the job with its number of steps, the tokenizer, and the batches of this rank."""
     job = resolve_held_out(job)
     tokenizer, loader = build_data(job, dims.dp_rank, dims.degrees.dp)
-    job = resolve_steps(job, loader)
+    job = resolve_steps(job, loader, find_start(job))
     describe_pipeline(loader, model_config, dims.degrees)
     check_start(job, loader)
     check_vocabulary(job, loader.dataset.vocab_size, count_ids(tokenizer), model_config)

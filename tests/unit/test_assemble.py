@@ -200,6 +200,15 @@ def loader_of(num_sequences: int | None, size: int = 8) -> TrainLoader:
     return loader
 
 
+def test_a_run_with_another_batch_trains_the_epochs_that_it_was_asked_for():
+    job = JobConfig()
+    job.training.epochs = 4.0
+    before = SimpleNamespace(step=50, samples=100)  # two sequences a step
+    assert resolve_steps(job, loader_of(100), before).training.steps == 50 + 38  # 300 of 400 are left, 8 a step
+    job.data.skip_to_sample = 200
+    assert resolve_steps(job, loader_of(100), before).training.steps == 50
+
+
 @pytest.mark.parametrize(("epochs", "steps"), [(0.0, 600), (1.0, 13), (3.0, 38), (0.5, 7), (0.01, 1)])
 def test_epochs_are_steps(epochs, steps, monkeypatch):
     said: list[str] = []
@@ -307,7 +316,7 @@ def test_a_tokenizer_that_a_saved_folder_would_not_give_back_is_an_error_in_a_ne
 
 
 def test_a_resumed_run_keeps_the_date_of_its_chats(tmp_path, monkeypatch):
-    monkeypatch.setattr(chat_template, "find_progress", lambda folder, step: SimpleNamespace(chat_date="2024-05-06"))
+    monkeypatch.setattr(chat_template, "find_start", lambda job: SimpleNamespace(chat_date="2024-05-06"))
     job = JobConfig()
     job.job.dump_folder, job.data.dataset, job.checkpoint.enable = str(tmp_path), "examples", True
     assert with_chat_date(job).data.chat_date == "2024-05-06"

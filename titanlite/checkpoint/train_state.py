@@ -89,20 +89,17 @@ class Progress:
         return cls(**table)
 
 
-def find_progress(folder: Path, load_step: int = -1) -> Progress | None:
-    """Return the state that a run with its checkpoints in `folder` would resume from; None: none.
+def find_start(job: JobConfig) -> Progress | None:
+    """Return the state that the run of `job` would resume from; None: none.
 
     As `Checkpointer` finds it, but from one process, without checksums, and nothing is renamed or removed.
 
-    Args:
-        folder: may not exist.
-        load_step: as `checkpoint.load_step`: -1 for the newest complete checkpoint, 0 for none.
-
     Raises:
-        CheckpointError: there is no complete checkpoint of `load_step`, or its state is damaged.
+        CheckpointError: there is no complete checkpoint of `checkpoint.load_step`, or its state is damaged.
     """
+    load_step, folder = job.checkpoint.load_step, Path(job.job.dump_folder) / job.checkpoint.folder
     steps = reversed(list_steps(folder)) if load_step < 0 else [load_step] * (load_step > 0)
-    for step in steps:
+    for step in steps if job.checkpoint.enable else ():
         problems = check_folder(step_folder(folder, step))
         if not problems:
             return Progress.read(step_folder(folder, step))
@@ -112,17 +109,13 @@ def find_progress(folder: Path, load_step: int = -1) -> Progress | None:
 
 
 def resolve_held_out(job: JobConfig) -> JobConfig:
-    """`job` with the share of rows that is held out: as in the run that it goes on with, otherwise none for nobody.
+    """Return `job` with the share of rows that is held out: that of the run that it resumes, or none for nobody.
 
-    Raises:
-        ConfigError: the run trains on all rows, and now some are to be held out.
+    Raises ConfigError: the run was trained on all rows, and now some are to be held out.
     """
     if job.data.validation_share is not None:
         return job
-    section, before = job.checkpoint, None
-    if section.enable:
-        before = find_progress(Path(job.job.dump_folder) / section.folder, section.load_step)
-    if before is None:
+    if (before := find_start(job)) is None:
         share = None if wants_held_out(job) else 0.0
     else:  # versions before this setting was kept held rows out in any case
         share = float(text) if (text := before.identity.get("data.validation_share", "")) else None

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 from titanlite.base.agree import get_rank
 from titanlite.base.errors import ConfigError
@@ -13,12 +14,15 @@ from titanlite.data.loader import TrainLoader
 _MANY_EPOCHS = 10  # of a pretrained model's new data
 
 
-def resolve_steps(job: JobConfig, loader: TrainLoader) -> JobConfig:
-    """`job` with the `training.steps` that `training.epochs` are, if it has any; says how long the run is."""
+def resolve_steps(job: JobConfig, loader: TrainLoader, before: Any = None) -> JobConfig:
+    """Return `job` with the steps that its epochs are, counted on from `before`, a `Progress`; log how long it is."""
     size, num_sequences = loader.global_batch_size, loader.dataset.num_train_sequences
     steps = job.training.steps
     if job.training.epochs and num_sequences is not None:
-        steps = math.ceil(job.training.epochs * num_sequences / size)
+        wanted, done = job.training.epochs * num_sequences, 0
+        if before is not None and not job.data.skip_to_sample:  # otherwise what was left out would count
+            wanted, done = wanted - before.samples, before.step
+        steps = done + math.ceil(wanted / size)
         job = replace(job, training=replace(job.training, steps=steps))
     length = f"{steps:,} steps of {size} sequences, {steps * size * job.training.seq_len:,} tokens with padding"
     if num_sequences is None:
@@ -31,11 +35,7 @@ def resolve_steps(job: JobConfig, loader: TrainLoader) -> JobConfig:
 
 
 def check_start(job: JobConfig, loader: TrainLoader) -> None:
-    """Chats, pairs and answers are for models that are trained already.
-
-    Raises:
-        ConfigError: this run would begin with random weights, and nobody asked for them.
-    """
+    """Refuse rows for trained models where random weights were not asked for: a ConfigError, the same on all ranks."""
     check_form(job, loader.dataset.form)
 
 

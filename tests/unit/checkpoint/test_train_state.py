@@ -94,7 +94,7 @@ def test_runs_of_older_versions_that_went_back_are_refused(tmp_path, more):
 )
 def test_a_run_goes_on_with_the_rows_that_it_was_trained_on(monkeypatch, identity, wants, share):
     before = None if identity is None else Progress(7, 56, "data", 4, {}, identity=identity)
-    monkeypatch.setattr(train_state, "find_progress", lambda *_: before)
+    monkeypatch.setattr(train_state, "find_start", lambda *_: before)
     job = JobConfig()
     job.validation.enable = wants
     assert resolve_held_out(job).data.validation_share == share
@@ -104,7 +104,7 @@ def test_a_run_goes_on_with_the_rows_that_it_was_trained_on(monkeypatch, identit
 
 def test_rows_that_were_trained_on_are_not_held_out_later(monkeypatch):
     before = Progress(7, 56, "data", 4, {}, identity={"data.validation_share": "0"})
-    monkeypatch.setattr(train_state, "find_progress", lambda *_: before)
+    monkeypatch.setattr(train_state, "find_start", lambda *_: before)
     job = JobConfig()
     job.validation.enable = True
     with pytest.raises(ConfigError, match=r"is trained on all rows, .* Set data\.validation_path to others"):

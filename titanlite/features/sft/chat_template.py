@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import date as Date
 from functools import lru_cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from jinja2 import meta
@@ -18,7 +17,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from titanlite.base.agree import on_first_rank
 from titanlite.base.errors import DataError
-from titanlite.checkpoint.train_state import find_progress
+from titanlite.checkpoint.train_state import find_start
 from titanlite.config import JobConfig
 from titanlite.features.sft.readers import RowError
 from titanlite.features.sft.row_limits import check_template
@@ -155,7 +154,7 @@ def get_chat_date(job: JobConfig) -> str:
     """Return what chat templates take for today, as ISO text: as set, as in the checkpoint to resume from, or today."""
     if job.data.chat_date or not job.checkpoint.enable:
         return job.data.chat_date or Date.today().isoformat()
-    found = find_progress(Path(job.job.dump_folder) / job.checkpoint.folder, job.checkpoint.load_step)
+    found = find_start(job)
     return (found and found.chat_date) or Date.today().isoformat()
 
 
