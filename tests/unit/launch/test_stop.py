@@ -38,7 +38,7 @@ time.sleep(float(sys.argv[2]))
 def requested(monkeypatch):
     monkeypatch.delenv(NOTICE_FOLDER, raising=False)
     event = threading.Event()
-    monkeypatch.setattr(stop, "_requested", event)
+    monkeypatch.setattr(stop, "requested", event)
     return event
 
 

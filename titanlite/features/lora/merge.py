@@ -147,9 +147,12 @@ class MergedSource:
     def __init__(self, source: SourceProvider, adapters: MergedAdapters, model: Model) -> None:
         self.name, self.complete = source.name, source.complete
         self._source, self._adapters, self._transposed = source, adapters, transposed_experts(model)
+        names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        self._tied = names - {name for name, _ in model.named_parameters()}  # no weights of their own to add to
 
     def __call__(self, tensors: Mapping[str, TensorInfo]) -> Iterable[tuple[str, Source | Unfit]]:
-        shapes = {name: info.shape for name, info in tensors.items() if info.kind == "parameter"}
+        own = {name: info for name, info in tensors.items() if name not in self._tied}
+        shapes = {name: info.shape for name, info in own.items() if info.kind == "parameter"}
         self._adapters.fit(shapes, self._transposed)
         readers: dict[int, _MergingReader] = {}  # all reads of one reader are handed over together
         for name, source in self._source(tensors):
