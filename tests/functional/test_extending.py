@@ -230,6 +230,7 @@ def test_the_script_trains_twice(launcher: list[str], tmp_path: Path, run_proces
 
 def test_ctrl_c_saves_and_is_delivered(tmp_path: Path, config_file: Path, run_ranks: Callable[..., Any]):
     def rank_main() -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in jobs in the background of a shell
         handler, states = signal.getsignal(signal.SIGINT), (torch.get_rng_state(), dict(os.environ), logger.handlers[:])
         timer = threading.Timer(2.0, lambda: os.kill(os.getpid(), signal.SIGINT))
         timer.start()

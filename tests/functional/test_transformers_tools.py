@@ -129,7 +129,7 @@ def test_the_commands_take_a_folder_of_any_model(tmp_path: Path, capsys: pytest.
     assert main(["generate", *map(str, options)]) == 0
     out, err = capsys.readouterr()
     assert out.startswith("what is this") and len(out.split()) >= 4
-    assert "1 prompts, 4 new tokens" in err and "keeps no keys" not in err
+    assert "1 prompt, 4 new tokens" in err and "keeps no keys" not in err
     config = tmp_path / "job.toml"
     config.write_text(f'checkpoint.initial_load_path = "{folder}"\ntraining.seq_len = 16\n')
     options = [folder, "--config", config, "--world-size", "4", "--parallelism.tensor_parallel_degree=2"]

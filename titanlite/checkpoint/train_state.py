@@ -92,19 +92,16 @@ class Progress:
 def find_start(job: JobConfig) -> Progress | None:
     """Return the state that the run of `job` would resume from; None: none.
 
-    As `Checkpointer` finds it, but from one process, without checksums, and nothing is renamed or removed.
+    As `Checkpointer` finds it, but from one process, without checksums, and nothing is renamed or removed; nor is it
+    refused that there is none of `checkpoint.load_step`.
 
-    Raises:
-        CheckpointError: there is no complete checkpoint of `checkpoint.load_step`, or its state is damaged.
+    Raises CheckpointError: its state is damaged.
     """
     load_step, folder = job.checkpoint.load_step, Path(job.job.dump_folder) / job.checkpoint.folder
     steps = reversed(list_steps(folder)) if load_step < 0 else [load_step] * (load_step > 0)
     for step in steps if job.checkpoint.enable else ():
-        problems = check_folder(step_folder(folder, step))
-        if not problems:
+        if not (check_folder(step_folder(folder, step)) or find_missing_state(step_folder(folder, step))):
             return Progress.read(step_folder(folder, step))
-        if load_step > 0:
-            raise_problems(CheckpointError, f"checkpoint.load_step = {load_step}", problems)
     return None
 
 
