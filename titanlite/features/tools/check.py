@@ -1,7 +1,7 @@
 """`python -m titanlite check --config FILE --world-size N`: what would be trained, or what is wrong with that."""
 
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from statistics import mean
 
@@ -20,13 +20,14 @@ from titanlite.data.run_length import check_form
 from titanlite.features.dpo.build import build_dpo
 from titanlite.features.sft.build import load_example_tokenizer
 from titanlite.features.sft.examples import encode_rows, make_encoder
+from titanlite.features.sft.forms import FORM_FIELDS, QUESTIONS
 from titanlite.features.sft.readers import RowError
 from titanlite.features.sft.rows import RenamedRows, build_rows, describe_place, merge_problems
 from titanlite.optim.parameters import count_parameters, lr_multipliers
 from titanlite.preflight import Checked, check_arguments
 
 _ROWS = 64  # of each source
-_SMALL_BATCH = 8  # sequences of a step of fine-tuning
+_ALSO = {*chain(*QUESTIONS), "conversations", "system_prompt", "context", "chat_template_kwargs"}  # columns with names
 
 
 @command
@@ -63,11 +64,7 @@ def _describe_model(checked: Checked) -> Iterator[str]:
 
 
 def _describe_rows(job: JobConfig) -> Iterator[str]:
-    """Yield lines about the data of each source and their first rows.
-
-    Raises:
-        TitanliteError: a row cannot be used, or the rows are not for this objective, or not for random weights.
-    """
+    """Yield lines about the data of each source and their first rows, if they can be used for this objective."""
     get_kind(job.data)
     data = resolve_tokenizer_path(job)
     tokenizer = None
@@ -80,7 +77,8 @@ def _describe_rows(job: JobConfig) -> Iterator[str]:
             yield f"  data       {where}{what.get(source.dataset, f'{source.path}, {source.dataset}')}"
             continue
         tokenizer = load_example_tokenizer(data) if tokenizer is None else tokenizer
-        rows = RenamedRows(build_rows(source.path, source.pattern), get_fields(source))
+        place = (source.path, source.pattern, source.subset, source.split)
+        rows = RenamedRows(build_rows(*place, converter=source.converter), get_fields(source))
         batch = list(islice(rows, _ROWS))
         encoder = make_encoder(source, tokenizer, batch)
         problems, lengths = [], []
@@ -99,9 +97,12 @@ def _describe_rows(job: JobConfig) -> Iterator[str]:
                 f"data: one of the first {len(batch)} rows of {source.path} has {max(lengths)} tokens, but "
                 f'training.seq_len is {job.training.seq_len}. Raise it, or set data.too_long to "cut" or "drop".'
             )
+        columns = {column for row in batch if isinstance(row.content, dict) for column in row.content}
+        unused = sorted(columns - {*FORM_FIELDS[encoder.form], *(_ALSO if encoder.form != "text" else ())})
         yield (
             f"  data       {where}{source.path}, form {encoder.form}; its first {len(batch)} rows have "
             f"{mean(lengths):.0f} tokens in the mean, {max(lengths)} at most"
+            + (f"; columns not used: {', '.join(unused)}" if unused else "")
         )
 
 
@@ -114,7 +115,7 @@ def _format(checked: Checked) -> list[str]:
     warmup = job.lr_scheduler.warmup_steps
     warm = f"of {warmup} steps" if warmup >= 0 else "3% of the steps, at most 200"
     warm += ", which is the whole run" if not training.epochs and warmup >= training.steps > 0 else ""
-    few = batch < _SMALL_BATCH and job.checkpoint.initial_load_path
+    few = batch < 8 and job.checkpoint.initial_load_path
     note = [
         "  note       guides take 16 to 128 examples a step (QLoRA 16, Zephyr's DPO 32, Alpaca 128); a packed sequence "
         "holds several. Set training.global_batch_size."

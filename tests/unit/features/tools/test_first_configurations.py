@@ -23,6 +23,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     "completions": [{"prompt": "a", "completion": "b"}] * 30,
     "pairs": [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 30,
     "gsm": [{"q": "a", "a": "b"}] * 30,
+    "summaries": [{"text": "a", "summary": "b"}] * 30,
     "kto": [{"prompt": "a", "completion": "b", "label": False}] * 30,
 }
 MODEL = '[model]\npath = "model"\n'
@@ -87,6 +88,7 @@ TRAINED = {
     "sharegpt": (data("sharegpt.jsonl"), ["form messages"]),
     "completions": (data("completions.jsonl"), ["form prompt_completion"]),
     "columns": (data("gsm.jsonl", 'fields.question = "q"', 'fields.answer = "a"'), ["form messages"]),
+    "a column more": (data("summaries.jsonl"), ["form text", "columns not used: summary"]),
     "a book": (data("book.txt"), ["book.txt, text, 1 files"]),
     "books": (data("books"), ["books, text, 1 files"]),
     "markdown": (data("notes", 'pattern = "*.md"'), ["notes, text, 1 files"]),
