@@ -20,7 +20,7 @@ from titanlite.checkpoint.description import check_data_order, check_resumed_mod
 from titanlite.checkpoint.hf_model import HFFormat, check_layout
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.space import check_space
-from titanlite.checkpoint.train_state import find_start, resolve_held_out
+from titanlite.checkpoint.train_state import Progress, find_start, resolve_held_out
 from titanlite.config import AnyModelConfig, JobConfig, TransformersConfig
 from titanlite.config.schema import BLOCK_SIZES
 from titanlite.data.build import build_loader, build_text
@@ -192,18 +192,18 @@ def assemble(checked: Checked) -> Trainer:
     return trainer
 
 
-def build_data(job: JobConfig, dp_rank: int, dp_degree: int) -> tuple[Any, TrainLoader]:
+def build_data(job: JobConfig, dp_rank: int, dp_degree: int, before: Progress | None = None) -> tuple[Any, TrainLoader]:
     """Build the tokenizer and the batches of one data-parallel rank, of all kinds of data: see `build_loader`."""
     texts = {"documents": partial(build_text, make=DocumentRows)}
     builders = texts | {"examples": build_sft, "stream": build_stream, "mixture": build_mixture, "images": build_images}
-    return build_loader(resolve_held_out(job), dp_rank, dp_degree, builders)
+    return build_loader(resolve_held_out(job, before or find_start(job)), dp_rank, dp_degree, builders)
 
 
 def _read_data(job: JobConfig, model_config: AnyModelConfig, dims: ParallelDims) -> tuple[JobConfig, Any, TrainLoader]:
     """Return the job with its number of steps, the tokenizer, and the batches of this rank."""
-    job = resolve_held_out(job)
-    tokenizer, loader = build_data(job, dims.dp_rank, dims.degrees.dp)
-    job = resolve_steps(job, loader, find_start(job))
+    job = resolve_held_out(job, before := find_start(job))
+    tokenizer, loader = build_data(job, dims.dp_rank, dims.degrees.dp, before)
+    job = resolve_steps(job, loader, before)
     describe_pipeline(loader, model_config, dims.degrees)
     check_start(job, loader)
     check_vocabulary(job, loader.dataset.vocab_size, count_ids(tokenizer), model_config)

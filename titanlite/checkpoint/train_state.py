@@ -105,14 +105,14 @@ def find_start(job: JobConfig) -> Progress | None:
     return None
 
 
-def resolve_held_out(job: JobConfig) -> JobConfig:
-    """Return `job` with the share of rows that is held out: that of the run that it resumes, or none for nobody.
+def resolve_held_out(job: JobConfig, before: Progress | None) -> JobConfig:
+    """Return `job` with the share of rows that is held out: that of the run before (`find_start`), or none for nobody.
 
     Raises ConfigError: the run was trained on all rows, and now some are to be held out.
     """
     if job.data.validation_share is not None:
         return job
-    if (before := find_start(job)) is None:
+    if before is None:
         share = None if wants_held_out(job) else 0.0
     else:  # versions before this setting was kept held rows out in any case
         share = float(text) if (text := before.identity.get("data.validation_share", "")) else None

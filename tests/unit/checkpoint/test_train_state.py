@@ -5,7 +5,7 @@ import json
 import pytest
 
 from titanlite.base.errors import CheckpointError, ConfigError
-from titanlite.checkpoint import Progress, train_state
+from titanlite.checkpoint import Progress
 from titanlite.checkpoint.train_state import STATE_FILE, resolve_held_out
 from titanlite.config import JobConfig
 from titanlite.metrics.results import Results
@@ -92,22 +92,20 @@ def test_runs_of_older_versions_that_went_back_are_refused(tmp_path, more):
         ({}, False, None),  # of a version that always held rows out
     ],
 )
-def test_a_run_goes_on_with_the_rows_that_it_was_trained_on(monkeypatch, identity, wants, share):
+def test_a_run_goes_on_with_the_rows_that_it_was_trained_on(identity, wants, share):
     before = None if identity is None else Progress(7, 56, "data", 4, {}, identity=identity)
-    monkeypatch.setattr(train_state, "find_start", lambda *_: before)
     job = JobConfig()
     job.validation.enable = wants
-    assert resolve_held_out(job).data.validation_share == share
+    assert resolve_held_out(job, before).data.validation_share == share
     job.data.validation_share = 0.3
-    assert resolve_held_out(job).data.validation_share == 0.3
+    assert resolve_held_out(job, before).data.validation_share == 0.3
 
 
-def test_rows_that_were_trained_on_are_not_held_out_later(monkeypatch):
+def test_rows_that_were_trained_on_are_not_held_out_later():
     before = Progress(7, 56, "data", 4, {}, identity={"data.validation_share": "0"})
-    monkeypatch.setattr(train_state, "find_start", lambda *_: before)
     job = JobConfig()
     job.validation.enable = True
     with pytest.raises(ConfigError, match=r"is trained on all rows, .* Set data\.validation_path to others"):
-        resolve_held_out(job)
+        resolve_held_out(job, before)
     job.data.validation_path = "others.jsonl"
-    assert resolve_held_out(job).data.validation_share == 0
+    assert resolve_held_out(job, before).data.validation_share == 0
