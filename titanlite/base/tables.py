@@ -1,7 +1,7 @@
 """Text for people: tables, sizes, and names of tensors folded over layers and experts."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 _NUMBER = re.compile(r"(?<=\.)(\d{1,18})(?=\.|$)")
 
@@ -46,13 +46,13 @@ def fold_names(names: Sequence[str]) -> str:
         columns = zip(*(_NUMBER.findall(name) for name in names), strict=True)
         for column, text in zip(columns, between[1:], strict=True):
             # A number that all share stays as it is written: `cpu.00000` is the name of a tensor.
-            folded += (column[0] if len(set(column)) == 1 else f"{{{_runs(sorted(set(map(int, column))))}}}") + text
+            folded += (column[0] if len(set(column)) == 1 else f"{{{format_runs(map(int, column))}}}") + text
     return folded
 
 
-def _runs(numbers: Sequence[int]) -> str:
-    """`0-10,47` for ascending numbers."""
-    all_numbers = set(numbers)
-    starts = [number for number in numbers if number - 1 not in all_numbers]
-    ends = [number for number in numbers if number + 1 not in all_numbers]
+def format_runs(numbers: Iterable[int]) -> str:
+    """Return `0-10,47` for numbers in any order."""
+    found = set(numbers)
+    starts = sorted(number for number in found if number - 1 not in found)
+    ends = sorted(number for number in found if number + 1 not in found)
     return ",".join(f"{start}" if start == end else f"{start}-{end}" for start, end in zip(starts, ends, strict=True))

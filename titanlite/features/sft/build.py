@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, cast
 from titanlite.base.errors import DataError
 from titanlite.base.files import read_regular
 from titanlite.base.log import logger
-from titanlite.config.data import DataSection, get_fields
+from titanlite.config.data import DataSection
 from titanlite.config.patterns import parse_object
 from titanlite.config.schema import JobConfig
 from titanlite.data.build import resolve_tokenizer_path
@@ -16,7 +16,7 @@ from titanlite.features.sft.chat_template import set_arguments
 from titanlite.features.sft.dataset import ExampleDataset, ExampleSet, fit_examples, hold_out
 from titanlite.features.sft.examples import build_examples
 from titanlite.features.sft.report import describe, get_warnings
-from titanlite.features.sft.rows import RenamedRows, build_rows
+from titanlite.features.sft.rows import open_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -40,9 +40,7 @@ def build_example_dataset(
         DataError: there is no tokenizer or template, a row is bad, or an example too long, and the settings say so.
     """
     tokenizer = load_example_tokenizer(data) if tokenizer is None else tokenizer
-    stored = build_rows(data.path, data.pattern, data.subset, data.split, converter=data.converter)
-    rows = RenamedRows(stored, get_fields(data))
-    examples = build_examples(data, rows, tokenizer)
+    examples = build_examples(data, open_rows(data), tokenizer)
     train = fit_examples(examples, seq_len, data.too_long)
     if data.validation_path:
         held_out = build_held_out(replace(data, format=examples.header.form), seq_len, tokenizer)
@@ -59,8 +57,7 @@ def build_example_dataset(
 
 def build_held_out(data: DataSection, seq_len: int, tokenizer: "PreTrainedTokenizerFast") -> ExampleSet:
     """Return the examples of `data.validation_path`."""
-    place = (data.validation_path, data.pattern, data.subset, data.validation_split)
-    rows = RenamedRows(build_rows(*place, converter=data.converter), get_fields(data))
+    rows = open_rows(replace(data, path=data.validation_path, split=data.validation_split))
     return fit_examples(build_examples(data, rows, tokenizer), seq_len, data.too_long)
 
 

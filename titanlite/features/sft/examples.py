@@ -23,7 +23,7 @@ from titanlite.features.sft.chat_template import set_date
 from titanlite.features.sft.encode import Document, ExampleEncoder
 from titanlite.features.sft.forms import FORM_FIELDS, Form, detect_form
 from titanlite.features.sft.readers import RowError
-from titanlite.features.sft.rows import Row, Rows, describe_place, merge_problems
+from titanlite.features.sft.rows import Row, Rows, describe_place, merge_row_problems
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 CODE = Path(__file__).parent, Path(cache.__file__).parent  # that makes tokens of rows
 _BATCH_ROWS = 512  # texts and encodings of this many rows are in memory at once
 _FILE_SHIFT = 40  # a place is file << 40 | number
-SKIP_REMEDY = 'To leave such rows out and count them, set data.bad_rows = "skip".'
+_SKIP_REMEDY = 'To leave such rows out and count them, set data.bad_rows = "skip".'
 
 
 @dataclass(frozen=True)
@@ -218,8 +218,7 @@ class _Builder:
                     for example in found:
                         yield row, example, encoder
             if self.data.bad_rows == "error" and problems:
-                *others, last = merge_problems(problems)
-                raise_problems(DataError, "data", [*others, f"{last} {SKIP_REMEDY}"])
+                refuse_rows(problems)
 
     def _nothing(self) -> DataError:
         where = self.rows.names[0] if len(self.rows.names) == 1 else f"{len(self.rows.names)} files"
@@ -228,6 +227,12 @@ class _Builder:
         reasons = "; ".join(f"{skipped.count} rows: {reason}" for reason, skipped in self.skipped.items())
         first = next(iter(self.skipped.values())).first
         return DataError(f"data: {where}: none of {self.num_rows} rows can be used ({reasons}). The first: {first}")
+
+
+def refuse_rows(problems: list[str]) -> None:
+    """Raise a DataError for rows that cannot be used, one line for equal problems, and how to leave them out."""
+    *others, last = merge_row_problems(problems)
+    raise_problems(DataError, "data", [*others, f"{last} {_SKIP_REMEDY}"])
 
 
 def get_place(row: Row) -> int:

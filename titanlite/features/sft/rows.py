@@ -15,7 +15,9 @@ from typing import Any, Protocol, cast
 from titanlite.base.errors import DataError
 from titanlite.base.extension import load_extension
 from titanlite.base.files import check_regular, open_regular
+from titanlite.base.tables import format_runs
 from titanlite.config.assets import is_hub_id
+from titanlite.config.data import DataSection, get_fields
 from titanlite.data.cache import read_once
 from titanlite.data.corpus import find_files
 from titanlite.features.sft.forms import rename_fields
@@ -152,7 +154,7 @@ def describe_place(names: tuple[str, ...], file: int, number: int) -> str:
     return f"{names[file]}, {'line' if names[file].endswith(_OF_LINES) else 'row'} {number}"
 
 
-def merge_problems(problems: Sequence[str]) -> list[str]:
+def merge_row_problems(problems: Sequence[str]) -> list[str]:
     """Problems of rows, as "place: text", with one line for all rows of a file that have the same."""
     found: dict[tuple[str, str], list[int]] = {}
     for problem in problems:
@@ -166,11 +168,9 @@ def merge_problems(problems: Sequence[str]) -> list[str]:
 
 def _format_numbers(numbers: list[int]) -> str:
     """Ascending numbers as "1-360, 362"; of many stretches the first ones and a count."""
-    starts = [i for i, number in enumerate(numbers) if not i or number != numbers[i - 1] + 1]
-    stretches = [(numbers[i], numbers[j - 1]) for i, j in zip(starts, [*starts[1:], len(numbers)], strict=True)]
-    texts = [f"{first}-{last}" if last > first else str(first) for first, last in stretches]
-    more = f" and {len(numbers)} in all" if len(texts) > _MOST_STRETCHES else ""
-    return ", ".join(texts[:_MOST_STRETCHES]) + more
+    stretches = format_runs(numbers).split(",")
+    more = f" and {len(numbers)} in all" if len(stretches) > _MOST_STRETCHES else ""
+    return ", ".join(stretches[:_MOST_STRETCHES]) + more
 
 
 @dataclass(frozen=True)
@@ -358,6 +358,13 @@ def _digest_code(name: str) -> str:
     return sha256(repr(files).encode()).hexdigest()
 
 
+def open_rows(data: DataSection, *, streaming: bool = False) -> Rows:
+    """Return the rows of `data.path` as `[data]` says: converted, and with its names for columns."""
+    rows = build_rows(data.path, data.pattern, data.subset, data.split, streaming=streaming, converter=data.converter)
+    fields = get_fields(data)
+    return RenamedRows(rows, fields) if fields else rows
+
+
 def build_rows(
     path: str,
     pattern: str = "",
@@ -376,10 +383,9 @@ def find_rows(path: str, pattern: str, subset: str, split: str, *, streaming: bo
     """Return the rows at `path`: a file, all such files in a folder and its subfolders, or a dataset of the hub.
 
     A folder that `datasets` saved is its rows; of several splits those of `split`. In another folder, files that match
-    `pattern`; without a pattern all `.jsonl`, `.json` (also with `.gz` or `.zst` behind),
-    `.parquet` and `.csv` files.
-    A name of the form `owner/name` or `owner/name@revision` that is no path here is looked up on the hub;
-    with `streaming` its rows are downloaded as they are read.
+    `pattern`; without a pattern all `.jsonl`, `.json` (also with `.gz` or `.zst` behind), `.parquet` and `.csv` files.
+    A name `owner/name` or `owner/name@revision` that is no path here is looked up on the hub; with `streaming` its rows
+    are downloaded as they are read.
 
     Raises:
         DataError: there is nothing at `path`, or nothing that can hold rows.

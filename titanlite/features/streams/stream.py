@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from titanlite.base.errors import DataError, raise_problems
+from titanlite.base.errors import DataError
 from titanlite.base.log import logger
-from titanlite.config.data import DataSection, get_fields
+from titanlite.config.data import DataSection
 from titanlite.config.schema import JobConfig
 from titanlite.data.build import resolve_tokenizer_path
 from titanlite.data.cache import get_cache_folder, write_atomic
@@ -35,9 +35,9 @@ from titanlite.data.tokenizer import count_ids, serialize
 from titanlite.features.sft.build import build_held_out, get_padding, load_example_tokenizer
 from titanlite.features.sft.dataset import ExampleSet, fit_examples, get_documents, make_batch, pack_examples
 from titanlite.features.sft.encode import ExampleEncoder
-from titanlite.features.sft.examples import SKIP_REMEDY, get_chat_settings, get_field_settings, make_encoder
+from titanlite.features.sft.examples import get_chat_settings, get_field_settings, make_encoder, refuse_rows
 from titanlite.features.sft.report import get_chat_warnings
-from titanlite.features.sft.rows import RenamedRows, Row, Rows, build_rows, merge_problems
+from titanlite.features.sft.rows import Row, Rows, open_rows
 from titanlite.features.streams.ahead import StreamAhead
 from titanlite.features.streams.blocks import EncodedBlock, encode_block, name_folder, share_block
 
@@ -243,8 +243,7 @@ class StreamDataset:
         for reason, text in block.problems:
             left_out.add("rows skipped", reason, 1, text)
         if self.data.bad_rows == "error" and block.problems:
-            *others, last = merge_problems([text for _, text in block.problems])
-            raise_problems(DataError, "data", [*others, f"{last} {SKIP_REMEDY}"])
+            refuse_rows([text for _, text in block.problems])
         if block.examples is None:
             return None
         fitting = fit_examples(block.examples, self.seq_len, self.data.too_long, may_be_empty=True)
@@ -298,8 +297,7 @@ def build_stream_dataset(
 ) -> tuple["PreTrainedTokenizerFast", StreamDataset]:
     """Return the tokenizer, loaded unless given, and the stream of `data.path`; `where` is the section, for the log."""
     tokenizer = load_example_tokenizer(data) if tokenizer is None else tokenizer
-    place = (data.path, data.pattern, data.subset, data.split)
-    rows = RenamedRows(build_rows(*place, streaming=True, converter=data.converter), get_fields(data))
+    rows = open_rows(data, streaming=True)
     held_out = build_held_out(data, seq_len, tokenizer) if data.validation_path else None
     dataset = StreamDataset(data, rows, tokenizer, held_out, seq_len, get_padding(tokenizer), seed)
     logger.info("%s: %s; %d held out", where, dataset.fingerprint, dataset.num_validation_sequences)

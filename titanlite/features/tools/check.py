@@ -12,7 +12,7 @@ from titanlite.base.command_line import command
 from titanlite.base.errors import DataError, raise_problems
 from titanlite.config import JobConfig, TransformersConfig
 from titanlite.config.assets import base_model_of
-from titanlite.config.data import get_fields, get_sources
+from titanlite.config.data import get_sources
 from titanlite.config.parallelism import resolve_global_batch_size
 from titanlite.data.build import get_kind, resolve_tokenizer_path
 from titanlite.data.corpus import build_corpus
@@ -22,7 +22,7 @@ from titanlite.features.sft.build import load_example_tokenizer
 from titanlite.features.sft.examples import encode_rows, make_encoder
 from titanlite.features.sft.forms import FORM_FIELDS, QUESTIONS
 from titanlite.features.sft.readers import RowError
-from titanlite.features.sft.rows import RenamedRows, build_rows, describe_place, merge_problems
+from titanlite.features.sft.rows import describe_place, merge_row_problems, open_rows
 from titanlite.optim.parameters import count_parameters, lr_multipliers
 from titanlite.preflight import Checked, check_arguments
 
@@ -41,8 +41,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _describe_model(checked: Checked) -> Iterator[str]:
     """Yield lines about the model, with its adapters, and the memory that it takes before a step."""
     job, config, degrees = checked.job, checked.model_config, checked.degrees
-    path = job.checkpoint.initial_load_path
-    base = base_model_of(path)
+    base = base_model_of(path := job.checkpoint.initial_load_path)
     weights = f"weights of {base.name if base.on_hub else path}" if base else "random weights"
     family = f"{config.family} ({config.architecture})" if isinstance(config, TransformersConfig) else config.family
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -52,11 +51,9 @@ def _describe_model(checked: Checked) -> Iterator[str]:
     some = "" if trained == total else f", {trained / 1e6:,.3f} M of them trained"
     adapters = f", adapters of rank {job.lora.rank}" if job.lora.rank else ""
     yield f"  model      {family}, {total / 1e6:,.1f} M parameters{some}, {weights}{adapters}"
-    weights_bytes = sum(param.numel() * param.element_size() for param in model.parameters())
-    trained_bytes = sum(param.numel() * param.element_size() for param in model.parameters() if param.requires_grad)
-    ranks = degrees.world_size // degrees.dp_replicate
-    moments = 1 if job.optimizer.name == "Muon" else 2
-    gib = (weights_bytes + (1 + moments) * trained_bytes) / ranks / 2**30
+    copies = 3 - (job.optimizer.name == "Muon")  # of what is trained: gradients and moments
+    nbytes = sum(param.nbytes * (1 + copies * param.requires_grad) for param in model.parameters())
+    gib = nbytes / (degrees.world_size // degrees.dp_replicate) / 2**30
     room = torch.cuda.get_device_properties(0).total_memory / 2**30 if device == "cuda" else None
     verdict = "" if room is None else f": {'fits' if gib < room else 'DOES NOT FIT'} in {room:.0f} GiB"
     size = f"{gib:,.1f} GiB" if gib >= 1 else f"{gib * 2**10:,.1f} MiB"
@@ -77,8 +74,7 @@ def _describe_rows(job: JobConfig) -> Iterator[str]:
             yield f"  data       {where}{what.get(source.dataset, f'{source.path}, {source.dataset}')}"
             continue
         tokenizer = load_example_tokenizer(data) if tokenizer is None else tokenizer
-        place = (source.path, source.pattern, source.subset, source.split)
-        rows = RenamedRows(build_rows(*place, converter=source.converter), get_fields(source))
+        rows = open_rows(source)
         batch = list(islice(rows, _ROWS))
         encoder = make_encoder(source, tokenizer, batch)
         problems, lengths = [], []
@@ -88,7 +84,7 @@ def _describe_rows(job: JobConfig) -> Iterator[str]:
             else:
                 lengths += [sum(len(document.ids) for document in example) for example in found]
         if source.bad_rows == "error" or not lengths:
-            raise_problems(DataError, "data", merge_problems(problems))
+            raise_problems(DataError, "data", merge_row_problems(problems))
         assert encoder is not None
         check_form(job, encoder.form)
         build_dpo(job, encoder.form)

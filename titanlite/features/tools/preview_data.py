@@ -17,7 +17,7 @@ from titanlite.base.log import logger, raw_output
 from titanlite.config import data as data_config
 from titanlite.config import load_config
 from titanlite.config.assets import find_missing_files
-from titanlite.config.data import DataSection, get_fields
+from titanlite.config.data import DataSection
 from titanlite.data.dataset import PackedDataset, SequenceDataset, get_sources
 from titanlite.data.loader import TrainLoader
 from titanlite.features.sft.chat import END, TRAINED
@@ -34,7 +34,7 @@ from titanlite.features.sft.report import (
     get_trained_share,
     get_warnings,
 )
-from titanlite.features.sft.rows import RenamedRows, Row, build_rows, describe_place
+from titanlite.features.sft.rows import Row, describe_place, open_rows
 from titanlite.features.streams.stream import StreamDataset
 from titanlite.features.tools.shown import Painter, ShownDocument, escape, get_shown_documents
 from titanlite.preflight import check
@@ -107,9 +107,7 @@ def show_data(loader: TrainLoader, show: Painter, num_samples: int) -> None:
 
 def show_kinds(data: DataSection, show: Painter, source: str = "") -> None:
     """Print the first chat of each kind among the first rows, where these are of several kinds."""
-    place = (data.path, data.pattern, data.subset, data.split)
-    stored = build_rows(*place, streaming=data.streaming, converter=data.converter)
-    rows = RenamedRows(stored, get_fields(data))
+    rows = open_rows(data, streaming=data.streaming)
     batch = list(islice(rows.iterate_from(0), _KIND_ROWS))
     encoder = make_encoder(data, show.tokenizer, batch)
     if encoder is None or encoder.form != "messages":
