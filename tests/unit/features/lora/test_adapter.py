@@ -12,6 +12,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora.config import CordaConfig, EvaConfig, LoraGAConfig, LoraRuntimeConfig
+from tiny_transformers import shift_adapters
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from titanlite.base.errors import CheckpointError
@@ -96,11 +97,7 @@ def make(base: Path, folder: Path, **values: Any) -> torch.Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about settings without an effect
         model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(**settings))
-        torch.manual_seed(1)
-        with torch.no_grad():
-            for name, param in model.named_parameters():
-                if "lora_" in name:
-                    param.add_(torch.randn_like(param) * 0.1)
+        shift_adapters(model, 0.1)
         model.save_pretrained(folder)
         again = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder).eval()
     with torch.no_grad():

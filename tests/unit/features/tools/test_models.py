@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
+from tiny_transformers import shift_adapters
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3MoeConfig
 
@@ -51,11 +52,7 @@ def save_adapter(base: Path, folder: Path, **settings: object) -> None:
 
     targets = {"target_modules": ["q_proj", "o_proj"], "r": 4, "lora_alpha": 16} | settings
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(**targets, task_type="CAUSAL_LM"))
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for name, param in model.named_parameters():
-            if "lora_" in name:
-                param.add_(torch.randn_like(param) * 0.5)
+    shift_adapters(model, 0.5)
     model.save_pretrained(folder)
 
 
