@@ -88,7 +88,7 @@ class PairLoader:
 
 @pytest.fixture(autouse=True)
 def pairs_instead_of_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    def build(job: Any, dp_rank: int, dp_degree: int) -> tuple[Any, PairLoader]:
+    def build(job: Any, dp_rank: int, dp_degree: int, *_: Any) -> tuple[Any, PairLoader]:
         tokenizer, _ = build_data(job, 0, 1)
         return tokenizer, PairLoader(dp_rank, dp_degree, job.training.local_batch_size)
 
