@@ -32,7 +32,7 @@ import titanlite.train
 from titanlite.assemble import assemble
 from titanlite.base.errors import CheckpointError
 from titanlite.base.log import logger
-from titanlite.checkpoint import commit, pretrained, train_state, writer
+from titanlite.checkpoint import commit, model_source, train_state, writer
 from titanlite.checkpoint.commit import check_folder, list_steps, step_folder
 from titanlite.config import load_config
 from titanlite.config.parallelism import Degrees
@@ -712,7 +712,7 @@ def after_reading_headers(monkeypatch: pytest.MonkeyPatch, action: Callable[[], 
 
         return reading
 
-    for module, name in ((pretrained, "read_model_headers"), (train_state, "read_headers")):
+    for module, name in ((model_source, "read_model_headers"), (train_state, "read_headers")):
         monkeypatch.setattr(module, name, wrap(getattr(module, name)))
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny_transformers import ALL_MODELS, VOCAB_SIZE, save_tiny
 
-from titanlite.checkpoint.pretrained import weights_of
+from titanlite.checkpoint.model_source import weights_of
 from titanlite.config import load_config
 from titanlite.distributed import ParallelDims
 from titanlite.distributed.parallelize import parallelize

@@ -15,8 +15,8 @@ from titanlite.checkpoint.commit import commit_folder
 from titanlite.checkpoint.description import describe_model
 from titanlite.checkpoint.folder import INDEX_FILE, OWN_FOLDER, UNFINISHED_FILES
 from titanlite.checkpoint.keys import MASTER_PREFIX, SIDECAR_FILE, checkpoint_pieces, is_sidecar, whole
+from titanlite.checkpoint.model_source import weights_of
 from titanlite.checkpoint.parts import MODEL
-from titanlite.checkpoint.pretrained import weights_of
 from titanlite.checkpoint.writer import FileLayout, Item, lay_out
 from titanlite.config import AnyModelConfig, JobConfig, ModelConfig
 from titanlite.config.assets import assets_folder

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from titanlite.base.errors import CheckpointError, ConfigError, PlanError
 from titanlite.checkpoint.fp8 import dequantize, scale_shape
 from titanlite.checkpoint.header import read_header
-from titanlite.checkpoint.pretrained import hf_checkpoint
+from titanlite.checkpoint.model_source import hf_checkpoint
 from titanlite.checkpoint.reader import Placed, SafetensorsReader
 from titanlite.materialize import ReadRequest, Region, build_plan, materialize
 from titanlite.models.decoder import build_decoder

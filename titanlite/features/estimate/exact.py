@@ -7,7 +7,7 @@ import torch
 
 from titanlite.assemble import build_model, build_on_meta
 from titanlite.base.errors import CheckpointError
-from titanlite.checkpoint.pretrained import weights_of
+from titanlite.checkpoint.model_source import weights_of
 from titanlite.distributed import ParallelDims
 from titanlite.distributed.process_group import fake_ranks
 from titanlite.features.muon.muon import muon_matrices

@@ -23,7 +23,7 @@ from titanlite.checkpoint.description import describe_model
 from titanlite.checkpoint.folder import ADAPTER_CONFIG, ADAPTER_FILE, OWN_FOLDER, how_to_finish
 from titanlite.checkpoint.hf_model import index_of, warn_of_sidecar
 from titanlite.checkpoint.keys import SIDECAR_FILE, checkpoint_pieces, is_sidecar, whole
-from titanlite.checkpoint.pretrained import weights_of
+from titanlite.checkpoint.model_source import weights_of
 from titanlite.checkpoint.runs import bytes_of
 from titanlite.checkpoint.transfer import Transfer
 from titanlite.checkpoint.writer import FileLayout, Item, create_files, lay_out

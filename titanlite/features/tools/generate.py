@@ -25,7 +25,7 @@ from titanlite.base.files import parse_json, read_json, read_regular
 from titanlite.base.tables import format_count
 from titanlite.checkpoint.folder import ADAPTER_CONFIG, OWN_FOLDER
 from titanlite.checkpoint.folder import read_json as read_object
-from titanlite.checkpoint.pretrained import weights_of
+from titanlite.checkpoint.model_source import weights_of
 from titanlite.config import AnyModelConfig, JobConfig
 from titanlite.config.assets import local_folder
 from titanlite.config.parallelism import check_parallelism, resolve_degrees

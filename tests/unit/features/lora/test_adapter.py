@@ -16,7 +16,7 @@ from tiny_transformers import shift_adapters
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from titanlite.base.errors import CheckpointError
-from titanlite.checkpoint.pretrained import weights_of
+from titanlite.checkpoint.model_source import weights_of
 from titanlite.config.schema import CheckpointSection, JobConfig, LoRASection
 from titanlite.features.lora.adapter import adapter_checkpoint, read_adapter
 from titanlite.features.lora.layers import apply_lora

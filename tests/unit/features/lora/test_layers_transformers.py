@@ -12,7 +12,7 @@ from tiny_transformers import VOCAB_SIZE, save_tiny
 from titanlite.base.errors import ConfigError
 from titanlite.checkpoint.commit import commit_folder
 from titanlite.checkpoint.description import render
-from titanlite.checkpoint.pretrained import weights_of
+from titanlite.checkpoint.model_source import weights_of
 from titanlite.config.schema import LoRASection
 from titanlite.features.lora.adapter import adapter_checkpoint
 from titanlite.features.lora.layers import adapted_modules, adapters_disabled, apply_lora

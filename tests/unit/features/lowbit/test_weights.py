@@ -12,7 +12,7 @@ from titanlite.checkpoint import reader as reader_module
 from titanlite.checkpoint.header import read_header
 from titanlite.checkpoint.hf_model import save_hf_model
 from titanlite.checkpoint.keys import checkpoint_pieces
-from titanlite.checkpoint.pretrained import hf_checkpoint
+from titanlite.checkpoint.model_source import hf_checkpoint
 from titanlite.config.schema import LoRASection
 from titanlite.features.lora.layers import adapters_disabled, apply_lora
 from titanlite.features.lowbit.formats import BLOCK_FORMATS, FP8, NF4, decode_blocks, encode_blocks

@@ -18,7 +18,7 @@ from transformers import core_model_loading
 
 from titanlite.base.errors import CheckpointError, PlanError
 from titanlite.checkpoint.hf_model import model_files, save_hf_model
-from titanlite.checkpoint.pretrained import weights_of
+from titanlite.checkpoint.model_source import weights_of
 from titanlite.features.transformers.build import build_transformers, find_flag
 from titanlite.features.transformers.checkpoint import ConvertingReader
 from titanlite.features.transformers.conversion import Group, NotTraceable, Traced

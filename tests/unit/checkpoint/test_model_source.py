@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from titanlite.base.errors import CheckpointError, PlanError
 from titanlite.checkpoint import ties
-from titanlite.checkpoint.pretrained import hf_checkpoint
+from titanlite.checkpoint.model_source import hf_checkpoint
 from titanlite.features.tools import export as export_checkpoint
 from titanlite.features.tools import inspect as inspect_checkpoint
 from titanlite.features.tools.generate import load_model
