@@ -20,7 +20,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from titanlite.checkpoint.crc import combine
 from titanlite.checkpoint.header import encode_header
 from titanlite.checkpoint.reader import io_threads
 from titanlite.checkpoint.runs import Runs, bytes_of, overlap
@@ -30,6 +29,7 @@ from titanlite.materialize import Region
 FILE_BYTES = 4 * 1024**3
 _DIRECT_BYTES = 8 << 20
 _STAGED_BYTES = 1 << 20
+_POLYNOMIAL = np.uint32(0xEDB88320)  # of CRC-32, reflected, as zlib has it: the highest bit is x^0
 
 
 @dataclass(frozen=True)
@@ -279,6 +279,38 @@ def merge_crcs(shares: Iterable[Mapping[str, int]]) -> dict[str, int]:
         for name, crc in share.items():
             merged[name] = merged.get(name, 0) ^ crc
     return merged
+
+
+def combine(crcs: np.ndarray, bytes_after: np.ndarray) -> int:
+    """Exclusive or of the CRC-32 `crcs` (N,), each moved past its `bytes_after` (N,).
+
+    CRC-32 is linear: the checksum of a file is the exclusive or of its parts' checksums, each moved past the bytes that
+    follow it. Moving past n bytes multiplies by x^(8n) modulo the polynomial; `zlib.crc32` of the file is the same.
+
+    Over all parts of a file this is the file's checksum; over those of one rank, that rank's share of it.
+    """
+    if not len(crcs):
+        return 0
+    moved = crcs.astype(np.uint32)
+    power = np.full(1, 1 << 30, dtype=np.uint32)  # x^1
+    for _ in range(3):  # to x^8: one byte
+        power = _multiply(power, power)
+    rest = bytes_after.astype(np.int64)
+    while rest.any():
+        odd = (rest & 1).astype(bool)
+        moved[odd] = _multiply(moved[odd], np.broadcast_to(power, (int(odd.sum()),)))
+        power = _multiply(power, power)
+        rest = rest >> 1
+    return int(np.bitwise_xor.reduce(moved))
+
+
+def _multiply(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Products of polynomials over GF(2), modulo the CRC's polynomial."""
+    product, b = np.zeros_like(a), b.copy()
+    for bit in range(31, -1, -1):
+        product ^= np.where((a >> np.uint32(bit)) & np.uint32(1), b, np.uint32(0))
+        b = (b >> np.uint32(1)) ^ np.where(b & np.uint32(1), _POLYNOMIAL, np.uint32(0))
+    return product
 
 
 def snapshot(

@@ -16,8 +16,8 @@ from titanlite.base.log import logger
 from titanlite.checkpoint.folder import Stored
 from titanlite.checkpoint.header import StoredTensor, shown
 from titanlite.checkpoint.keys import IGNORED_SUFFIXES, MASTER_PREFIX, whole
+from titanlite.checkpoint.model_source import explain_untied, is_equal
 from titanlite.checkpoint.reader import Placed, SafetensorsReader
-from titanlite.checkpoint.ties import explain_untied, is_equal
 from titanlite.checkpoint.writer import Item
 from titanlite.features.transformers.build import find_flag
 from titanlite.features.transformers.conversion import (
