@@ -21,10 +21,10 @@ def dequantize(
     """Elements (N, L) of a weight with `cols` columns, as float32.
 
     Args:
-        raw: (N, L) float8; each row is a run of elements inside one row of the weight.
-        first: (N,) index of each run's first element in the weight; all runs begin at the same column.
+        raw: (N, L) float8; each row is a segment of elements inside one row of the weight.
+        first: (N,) index of each segment's first element in the weight; all segments begin at the same column.
         cols: columns of the weight.
-        scale: (S, ceil(cols / block[1])) the rows of factors from `first_scale_row` on, those that the runs need.
+        scale: (S, ceil(cols / block[1])) the rows of factors from `first_scale_row` on, those that the segments need.
         first_scale_row: see `scale`.
         block: rows and columns of a block.
     """
@@ -40,7 +40,7 @@ def factors_at(
     first_scale_row: int,
     block: tuple[int, int],
 ) -> torch.Tensor:
-    """Factors (N, C), float32, of the elements at `columns` (C,) of each run; other arguments as in `dequantize`."""
+    """Factors (N, C), float32, of the elements at `columns` (C,) of each segment; the rest as in `dequantize`."""
     scale_rows = torch.from_numpy(first // cols // block[0] - first_scale_row)
     scale_cols = (int(first[0]) % cols + columns) // block[1]
     return scale.to(torch.float32)[scale_rows][:, scale_cols]

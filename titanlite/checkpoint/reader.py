@@ -20,8 +20,8 @@ import torch
 from titanlite.base.errors import CheckpointError
 from titanlite.checkpoint.fp8 import dequantize, factors_at
 from titanlite.checkpoint.header import StoredTensor
-from titanlite.checkpoint.runs import Runs, bytes_of, overlap
-from titanlite.checkpoint.transfer import Transfer
+from titanlite.checkpoint.progress import Transfer
+from titanlite.checkpoint.segments import Segments, bytes_of, overlap
 from titanlite.materialize import ReadRequest, Region
 from titanlite.materialize.layout import Encoding, rows_of
 
@@ -42,14 +42,14 @@ class Placed:
 
 @dataclass(frozen=True)
 class _Part:
-    """Runs of one stored tensor that go into one shard, given as a flat tensor; if it is encoded, of whole rows.
+    """Segments of one stored tensor that go into one shard, given as a flat tensor; if it is encoded, of whole rows.
 
     Attributes:
         width: values in a row of the shard.
     """
 
     placed: Placed
-    runs: Runs
+    segments: Segments
     target: torch.Tensor
     encoding: Encoding | None = None
     width: int = 1
@@ -57,11 +57,11 @@ class _Part:
     @property
     def offset(self) -> int:
         """First byte in the file."""
-        return self.placed.stored.offset + int(self.runs.stored[0]) * self.placed.stored.dtype.itemsize
+        return self.placed.stored.offset + int(self.segments.stored[0]) * self.placed.stored.dtype.itemsize
 
     @property
     def nbytes(self) -> int:
-        return self.runs.numel * self.placed.stored.dtype.itemsize
+        return self.segments.numel * self.placed.stored.dtype.itemsize
 
 
 class SafetensorsReader:
@@ -115,10 +115,10 @@ class SafetensorsReader:
         """Bytes of each file that a read of `region` of tensor `name` takes; reads nothing."""
         found: dict[Path, int] = {}
         for placed in self._tensors[name][1]:
-            runs = overlap(placed.region, region)
-            if runs is not None:
+            segments = overlap(placed.region, region)
+            if segments is not None:
                 file = placed.stored.file
-                found[file] = found.get(file, 0) + runs.numel * placed.stored.dtype.itemsize
+                found[file] = found.get(file, 0) + segments.numel * placed.stored.dtype.itemsize
         return found
 
     def _parts(self, request: ReadRequest) -> Iterator[_Part]:
@@ -129,16 +129,16 @@ class SafetensorsReader:
             )
         missing = request.region.numel
         for placed in self._tensors[request.name][1]:
-            runs = overlap(placed.region, request.region)
-            if runs is not None and runs.numel:
-                missing -= runs.numel
+            segments = overlap(placed.region, request.region)
+            if segments is not None and segments.numel:
+                missing -= segments.numel
                 width = request.region.lengths[-1] if request.region.lengths else 1
-                if request.encoding is not None and runs.length % width:
+                if request.encoding is not None and segments.length % width:
                     raise CheckpointError(
                         f"checkpoint {self.name}: {placed.stored.key} has parts of rows of {request.name}, which "
                         f"cannot be kept as {request.encoding.name}."
                     )
-                yield _Part(placed, runs, target.view(-1), request.encoding, width)
+                yield _Part(placed, segments, target.view(-1), request.encoding, width)
         if missing:
             raise CheckpointError(f"checkpoint {self.name}: {request.name} is not all there, {missing} elements lack.")
 
@@ -241,8 +241,8 @@ def _jobs(parts: Sequence[_Part], files: _Files) -> Generator[_Job, None, None]:
             nbytes //= 4  # likewise, where encoding is not done on a GPU
         if whole.encoding is not None:
             row = whole.width
-        for runs in whole.runs.split(nbytes // itemsize, max(row, 1)):
-            part = replace(whole, runs=runs)
+        for segments in whole.segments.split(nbytes // itemsize, max(row, 1)):
+            part = replace(whole, segments=segments)
             if not direct:
                 yield partial(staging.read, files, part)
                 continue
@@ -269,8 +269,8 @@ def _read_direct(files: _Files, parts: Sequence[_Part]) -> int:
     start = end = 0
     for part in parts:
         memory, itemsize = bytes_of(part.target), part.target.dtype.itemsize
-        base, length = part.placed.stored.offset, part.runs.length * itemsize
-        for stored, local in zip(part.runs.stored.tolist(), part.runs.local.tolist(), strict=True):
+        base, length = part.placed.stored.offset, part.segments.length * itemsize
+        for stored, local in zip(part.segments.stored.tolist(), part.segments.local.tolist(), strict=True):
             offset = base + stored * itemsize
             if offset != end:
                 files.read(part.placed.stored.file, views, start)
@@ -314,10 +314,10 @@ class _Staging:
         buffer = self._buffer(part.target.device, part.nbytes)
         stored, itemsize = part.placed.stored, part.placed.stored.dtype.itemsize
         raw = buffer.memory[: part.nbytes]
-        memory, length = bytes_of(raw), part.runs.length * itemsize
-        for i, first in enumerate(part.runs.stored.tolist()):
+        memory, length = bytes_of(raw), part.segments.length * itemsize
+        for i, first in enumerate(part.segments.stored.tolist()):
             files.read(stored.file, [memory[i * length : (i + 1) * length]], stored.offset + first * itemsize)
-        values = raw.view(stored.dtype).view(len(part.runs.stored), part.runs.length)
+        values = raw.view(stored.dtype).view(len(part.segments.stored), part.segments.length)
         scaled, encoding = part.placed.scale is not None, part.encoding
         is_kept = scaled and encoding is not None and encoding.keeps(stored.dtype, part.placed.block)
         if is_kept:
@@ -346,12 +346,12 @@ class _Staging:
     def _factors(
         self, files: _Files, part: _Part, values: torch.Tensor
     ) -> tuple[torch.Tensor, np.ndarray, int, torch.Tensor, int, tuple[int, int]]:
-        """Read the factors; return runs inside single rows, and what `dequantize` needs with them."""
+        """Read the factors; return segments inside single rows, and what `dequantize` needs with them."""
         scale, block, cols = part.placed.scale, part.placed.block, part.placed.stored.shape[-1]
         assert scale is not None
-        first = part.runs.stored
-        if part.runs.length > cols:  # whole rows: look at them one by one
-            first = (first[:, None] + cols * np.arange(part.runs.length // cols)).reshape(-1)
+        first = part.segments.stored
+        if part.segments.length > cols:  # whole rows: look at them one by one
+            first = (first[:, None] + cols * np.arange(part.segments.length // cols)).reshape(-1)
             values = values.view(-1, cols)
         top, bottom = int(first.min()) // cols // block[0], int(first.max()) // cols // block[0]
         per_row = scale.shape[-1]
@@ -361,15 +361,15 @@ class _Staging:
 
 
 def _scatter(values: torch.Tensor, part: _Part, *, is_encoded: bool) -> None:
-    """Copy `values`, the runs end to end, to their places in the shard; if that is encoded, as rows of its encoding."""
-    runs, target = part.runs, part.target
+    """Copy `values`, segments end to end, to their places in the shard; if encoded, as rows of its encoding."""
+    segments, target = part.segments, part.target
     if part.encoding is not None:
         rows = values if is_encoded else part.encoding.encode(values.reshape(-1, part.width))
-        places, per_run = rows_of(target, rows.shape[-1]), runs.length // part.width
-        for run, local in zip(rows.split(per_run), (runs.local // part.width).tolist(), strict=True):
+        places, per_run = rows_of(target, rows.shape[-1]), segments.length // part.width
+        for run, local in zip(rows.split(per_run), (segments.local // part.width).tolist(), strict=True):
             places[local : local + per_run] = run
-    elif runs.is_local_contiguous:
-        target[int(runs.local[0]) : int(runs.local[0]) + runs.numel].copy_(values.reshape(-1))
+    elif segments.is_local_contiguous:
+        target[int(segments.local[0]) : int(segments.local[0]) + segments.numel].copy_(values.reshape(-1))
     else:
-        for row, local in zip(values.reshape(-1, runs.length), runs.local.tolist(), strict=True):
-            target[local : local + runs.length].copy_(row)
+        for row, local in zip(values.reshape(-1, segments.length), segments.local.tolist(), strict=True):
+            target[local : local + segments.length].copy_(row)

@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 
 from titanlite.checkpoint.header import encode_header
+from titanlite.checkpoint.progress import Transfer
 from titanlite.checkpoint.reader import io_threads
-from titanlite.checkpoint.runs import Runs, bytes_of, overlap
-from titanlite.checkpoint.transfer import Transfer
+from titanlite.checkpoint.segments import Segments, bytes_of, overlap
 from titanlite.materialize import Region
 
 FILE_BYTES = 4 * 1024**3
@@ -166,16 +166,16 @@ def header_crcs(files: Iterable[FileLayout]) -> dict[str, int]:
     }
 
 
-_Written = tuple[np.ndarray, np.ndarray, int]  # first byte after each segment, its CRC-32, bytes in all
+_Written = tuple[np.ndarray, np.ndarray, int]  # first byte after each write, its CRC-32, bytes in all
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Runs of one shard, with the byte of the file at which the stored tensor begins."""
+    """Segments of one shard, with the byte of the file at which the stored tensor begins."""
 
     item: Item
     base: int
-    runs: Runs
+    segments: Segments
 
 
 def _counted(written: _Written, progress: Transfer) -> _Written:
@@ -192,12 +192,12 @@ def _jobs(file: FileLayout) -> Iterator[partial[_Written]]:
         if whole is None or not whole.numel:
             continue
         direct = item.local.device.type == "cpu" and item.local.dtype == item.dtype and item.local.is_contiguous()
-        for runs in whole.split((_DIRECT_BYTES if direct else _STAGED_BYTES) // item.dtype.itemsize):
-            part = _Part(item, base, runs)
+        for segments in whole.split((_DIRECT_BYTES if direct else _STAGED_BYTES) // item.dtype.itemsize):
+            part = _Part(item, base, segments)
             if not direct:
                 yield partial(_write_staged, part=part)
                 continue
-            nbytes = runs.numel * item.dtype.itemsize
+            nbytes = segments.numel * item.dtype.itemsize
             if batch and batch_bytes + nbytes > _DIRECT_BYTES:
                 yield partial(_write_direct, parts=batch)
                 batch, batch_bytes = [], 0
@@ -209,46 +209,46 @@ def _jobs(file: FileLayout) -> Iterator[partial[_Written]]:
 
 def _write_direct(descriptor: int, parts: Sequence[_Part]) -> _Written:
     """Write from the shards; what follows one another in the file takes one system call."""
-    segments: list[tuple[int, list[memoryview]]] = []
+    writes: list[tuple[int, list[memoryview]]] = []
     end = -1
     for part in parts:
         memory = bytes_of(part.item.local.view(-1))
         itemsize = part.item.dtype.itemsize
-        length = part.runs.length * itemsize
-        for stored, local in zip(part.runs.stored.tolist(), part.runs.local.tolist(), strict=True):
+        length = part.segments.length * itemsize
+        for stored, local in zip(part.segments.stored.tolist(), part.segments.local.tolist(), strict=True):
             offset = part.base + stored * itemsize
             if offset != end:
-                segments.append((offset, []))
-            segments[-1][1].append(memory[local * itemsize : local * itemsize + length])
+                writes.append((offset, []))
+            writes[-1][1].append(memory[local * itemsize : local * itemsize + length])
             end = offset + length
-    return _write_segments(descriptor, segments)
+    return _write_views(descriptor, writes)
 
 
 def _write_staged(descriptor: int, part: _Part) -> _Written:
-    """Gather the runs, cast them where they are, copy them to the host and write them."""
-    local, runs = part.item.local.reshape(-1), part.runs
+    """Gather the segments, cast them where they are, copy them to the host and write them."""
+    local, segments = part.item.local.reshape(-1), part.segments
     with torch.no_grad():
-        if runs.is_local_contiguous:
-            values = local[int(runs.local[0]) : int(runs.local[0]) + runs.numel]
+        if segments.is_local_contiguous:
+            values = local[int(segments.local[0]) : int(segments.local[0]) + segments.numel]
         else:
-            values = torch.stack([local[start : start + runs.length] for start in runs.local.tolist()])
+            values = torch.stack([local[start : start + segments.length] for start in segments.local.tolist()])
         values = values.to(part.item.dtype).to("cpu").contiguous()
     memory = bytes_of(values.view(-1))
-    itemsize, length = part.item.dtype.itemsize, runs.length * part.item.dtype.itemsize
-    segments: list[tuple[int, list[memoryview]]] = []
+    itemsize, length = part.item.dtype.itemsize, segments.length * part.item.dtype.itemsize
+    writes: list[tuple[int, list[memoryview]]] = []
     end = -1
-    for i, stored in enumerate(runs.stored.tolist()):
+    for i, stored in enumerate(segments.stored.tolist()):
         offset = part.base + stored * itemsize
         if offset != end:
-            segments.append((offset, []))
-        segments[-1][1].append(memory[i * length : (i + 1) * length])
+            writes.append((offset, []))
+        writes[-1][1].append(memory[i * length : (i + 1) * length])
         end = offset + length
-    return _write_segments(descriptor, segments)
+    return _write_views(descriptor, writes)
 
 
-def _write_segments(descriptor: int, segments: Sequence[tuple[int, list[memoryview]]]) -> _Written:
+def _write_views(descriptor: int, writes: Sequence[tuple[int, list[memoryview]]]) -> _Written:
     ends, crcs, total = [], [], 0
-    for offset, views in segments:
+    for offset, views in writes:
         crc = 0
         for view in views:
             crc = zlib.crc32(view, crc)

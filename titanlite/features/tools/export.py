@@ -24,8 +24,8 @@ from titanlite.checkpoint.folder import ADAPTER_CONFIG, ADAPTER_FILE, OWN_FOLDER
 from titanlite.checkpoint.hf_model import index_of, warn_of_sidecar
 from titanlite.checkpoint.keys import SIDECAR_FILE, checkpoint_pieces, is_sidecar, whole
 from titanlite.checkpoint.model_source import weights_of
-from titanlite.checkpoint.runs import bytes_of
-from titanlite.checkpoint.transfer import Transfer
+from titanlite.checkpoint.progress import Transfer
+from titanlite.checkpoint.segments import bytes_of
 from titanlite.checkpoint.writer import FileLayout, Item, create_files, lay_out
 from titanlite.config import ModelConfig
 from titanlite.config.peers import spell_dtype

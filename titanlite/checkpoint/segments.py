@@ -1,4 +1,4 @@
-"""Where a stored tensor and a shard in memory overlap: runs of elements that are contiguous in both."""
+"""Where a stored tensor and a shard in memory overlap: segments of elements that are contiguous in both."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,13 +10,13 @@ from titanlite.materialize import Region
 
 
 @dataclass(frozen=True)
-class Runs:
-    """Equally long runs, in the order of the stored tensor.
+class Segments:
+    """Equally long segments, in the order of the stored tensor.
 
     Attributes:
-        stored: int64 (N,), first element of each run, counted from the first of the stored tensor.
+        stored: int64 (N,), first element of each segment, counted from the first of the stored tensor.
         local: int64 (N,), the same in the shard.
-        length: elements per run.
+        length: elements per segment.
     """
 
     stored: np.ndarray
@@ -29,23 +29,25 @@ class Runs:
 
     @property
     def is_local_contiguous(self) -> bool:
-        """The runs lie end to end in the shard."""
+        """The segments lie end to end in the shard."""
         return len(self.local) < 2 or bool((np.diff(self.local) == self.length).all())
 
-    def split(self, max_elements: int, unit: int = 1) -> Iterator["Runs"]:
-        """Parts of at most `max_elements`; long runs are cut at multiples of `unit` elements."""
+    def split(self, max_elements: int, unit: int = 1) -> Iterator["Segments"]:
+        """Parts of at most `max_elements`; long segments are cut at multiples of `unit` elements."""
         if self.length > max_elements:
             step = max(max_elements // unit, 1) * unit
             for stored, local in zip(self.stored, self.local, strict=True):
                 for start in range(0, self.length, step):
-                    yield Runs(np.array([stored + start]), np.array([local + start]), min(step, self.length - start))
+                    yield Segments(
+                        np.array([stored + start]), np.array([local + start]), min(step, self.length - start)
+                    )
         else:
             count = max(max_elements // max(self.length, 1), 1)
             for start in range(0, len(self.stored), count):
-                yield Runs(self.stored[start : start + count], self.local[start : start + count], self.length)
+                yield Segments(self.stored[start : start + count], self.local[start : start + count], self.length)
 
 
-def overlap(stored: Region, local: Region) -> Runs | None:
+def overlap(stored: Region, local: Region) -> Segments | None:
     """Return the elements of `stored` that `local` holds, two regions of one tensor stored row by row; None if none."""
     starts: list[int] = []
     lengths: list[int] = []
@@ -60,7 +62,7 @@ def overlap(stored: Region, local: Region) -> Runs | None:
         run *= lengths[outer]
         if not lengths[outer] == stored.lengths[outer] == local.lengths[outer]:
             break
-    return Runs(_offsets(starts, lengths, stored, outer), _offsets(starts, lengths, local, outer), run)
+    return Segments(_offsets(starts, lengths, stored, outer), _offsets(starts, lengths, local, outer), run)
 
 
 def bytes_of(flat: torch.Tensor) -> memoryview:
@@ -69,7 +71,7 @@ def bytes_of(flat: torch.Tensor) -> memoryview:
 
 
 def _offsets(starts: list[int], lengths: list[int], box: Region, outer: int) -> np.ndarray:
-    """First element of every run inside `box`; the dims before `outer` are walked through."""
+    """First element of every segment inside `box`; the dims before `outer` are walked through."""
     first = 0
     walked: list[tuple[int, int]] = []  # length and stride
     stride = 1

@@ -1,7 +1,7 @@
 import pytest
 
-from titanlite.checkpoint import transfer
-from titanlite.checkpoint.transfer import Transfer, format_transfer
+from titanlite.checkpoint import progress
+from titanlite.checkpoint.progress import Transfer, format_transfer
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ def test_a_rate_that_would_be_0_is_left_out(nbytes: int, seconds: float, text: s
 
 def test_the_line_has_the_size_of_the_folder_not_that_of_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr(transfer.logger, "info", lambda text, *values: said.append(text % values))
+    monkeypatch.setattr(progress.logger, "info", lambda text, *values: said.append(text % values))
     with Transfer("reading x", 10, 4_000_000) as one:
         one.add(10)
     with Transfer("reading nothing on this rank", 0, 4_000_000):

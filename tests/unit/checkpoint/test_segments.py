@@ -1,4 +1,4 @@
-"""Where a stored tensor and a shard overlap, against numbered elements; parts of runs."""
+"""Where a stored tensor and a shard overlap, against numbered elements; parts of segments."""
 
 import math
 
@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titanlite.checkpoint.runs import Runs, bytes_of, overlap
+from titanlite.checkpoint.segments import Segments, bytes_of, overlap
 from titanlite.materialize import Region
 
 
@@ -31,18 +31,22 @@ def two_regions(draw):
 
 
 @st.composite
-def some_runs(draw):
+def some_segments(draw):
     length, gap = draw(st.integers(1, 12)), draw(st.integers(0, 3))
     count = draw(st.integers(1, 9))
     stored = np.arange(count) * (length + gap) + draw(st.integers(0, 5))
-    return Runs(stored, np.arange(count) * (length + draw(st.integers(0, 2))), length)
+    return Segments(stored, np.arange(count) * (length + draw(st.integers(0, 2))), length)
 
 
-def pairs(runs):
+def pairs(segments):
     """(stored element, local element) of every element, in order."""
-    inside = np.arange(runs.length)
+    inside = np.arange(segments.length)
     return list(
-        zip((runs.stored[:, None] + inside).ravel().tolist(), (runs.local[:, None] + inside).ravel(), strict=True)
+        zip(
+            (segments.stored[:, None] + inside).ravel().tolist(),
+            (segments.local[:, None] + inside).ravel(),
+            strict=True,
+        )
     )
 
 
@@ -58,16 +62,16 @@ def brute_force(shape, stored, local):
 def test_overlap_is_what_numbered_elements_say(case):
     shape, stored, local = case
     expected = brute_force(shape, stored, local)
-    runs = overlap(stored, local)
+    segments = overlap(stored, local)
     if not expected:
-        assert runs is None
+        assert segments is None
         return
-    assert runs is not None
-    assert pairs(runs) == expected
-    assert runs.numel == len(expected)
+    assert segments is not None
+    assert pairs(segments) == expected
+    assert segments.numel == len(expected)
     in_shard = [b for _, b in expected]
-    assert runs.is_local_contiguous == (in_shard == list(range(in_shard[0], in_shard[0] + len(in_shard))))
-    assert runs.stored.dtype == runs.local.dtype == np.int64
+    assert segments.is_local_contiguous == (in_shard == list(range(in_shard[0], in_shard[0] + len(in_shard))))
+    assert segments.stored.dtype == segments.local.dtype == np.int64
 
 
 @pytest.mark.parametrize(
@@ -88,8 +92,8 @@ def test_overlap_is_what_numbered_elements_say(case):
     ],
 )
 def test_runs_are_as_long_as_they_can_be(stored, local, expected):
-    runs = overlap(Region(*stored), Region(*local))
-    assert (runs.stored.tolist(), runs.local.tolist(), runs.length) == expected
+    segments = overlap(Region(*stored), Region(*local))
+    assert (segments.stored.tolist(), segments.local.tolist(), segments.length) == expected
 
 
 @pytest.mark.parametrize(
@@ -107,29 +111,29 @@ def test_nothing_in_common(stored, local):
 
 def test_offsets_beyond_32_bits():
     shape = (2**20, 2**17)  # 2**37 elements; nothing of that size is allocated
-    runs = overlap(Region((0, 0), shape), Region((2**20 - 2, 5), (2, 3)))
-    assert runs.stored.tolist() == [(2**20 - 2) * 2**17 + 5, (2**20 - 1) * 2**17 + 5]
-    assert runs.local.tolist() == [0, 3]
+    segments = overlap(Region((0, 0), shape), Region((2**20 - 2, 5), (2, 3)))
+    assert segments.stored.tolist() == [(2**20 - 2) * 2**17 + 5, (2**20 - 1) * 2**17 + 5]
+    assert segments.local.tolist() == [0, 3]
 
 
 @settings(max_examples=500)
-@given(runs=some_runs(), max_elements=st.integers(1, 40), unit=st.integers(1, 9))
-def test_split_covers_every_element_once_and_keeps_to_the_limits(runs, max_elements, unit):
-    parts = list(runs.split(max_elements, unit))
-    assert [pair for part in parts for pair in pairs(part)] == pairs(runs)
+@given(segments=some_segments(), max_elements=st.integers(1, 40), unit=st.integers(1, 9))
+def test_split_covers_every_element_once_and_keeps_to_the_limits(segments, max_elements, unit):
+    parts = list(segments.split(max_elements, unit))
+    assert [pair for part in parts for pair in pairs(part)] == pairs(segments)
     assert all(0 < part.numel <= max(max_elements, unit) for part in parts)
-    begins = set(runs.stored.tolist())
+    begins = set(segments.stored.tolist())
     for part in parts:
         for begin in set(part.stored.tolist()) - begins:  # inside a run: only at multiples of the unit
             assert (begin - max(b for b in begins if b < begin)) % unit == 0
 
 
 def test_split_fills_parts_up_to_the_limit():
-    runs = Runs(np.arange(10) * 5, np.arange(10) * 3, 3)
-    assert [len(part.stored) for part in runs.split(9)] == [3, 3, 3, 1]
-    assert [part.length for part in Runs(np.array([4]), np.array([0]), 10).split(7, unit=3)] == [6, 4]
+    segments = Segments(np.arange(10) * 5, np.arange(10) * 3, 3)
+    assert [len(part.stored) for part in segments.split(9)] == [3, 3, 3, 1]
+    assert [part.length for part in Segments(np.array([4]), np.array([0]), 10).split(7, unit=3)] == [6, 4]
     # A unit that is longer than the limit stays whole: a row of factors cannot be cut.
-    assert [part.length for part in Runs(np.array([4]), np.array([0]), 10).split(2, unit=5)] == [5, 5]
+    assert [part.length for part in Segments(np.array([4]), np.array([0]), 10).split(2, unit=5)] == [5, 5]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.int64])
