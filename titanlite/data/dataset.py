@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from typing import NamedTuple, Protocol, cast, runtime_checkable
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import numpy as np
 import torch
@@ -293,10 +293,10 @@ class ShuffledOrder:
         return indices
 
 
-def get_orders(dataset: TrainDataset) -> list[ShuffledOrder]:
-    """Return the orders of a dataset, or of its sources, that are shuffled as a whole."""
-    orders = (getattr(source.dataset, "order", None) for source in get_sources(dataset))
-    return [order for order in orders if isinstance(order, ShuffledOrder)]
+def get_orders(dataset: TrainDataset) -> list[Any]:
+    """Return what has an `is_keyed`: the orders of a dataset, and of its sources, that are shuffled as a whole."""
+    orders = (getattr(part, "order", None) for part in (dataset, *(source.dataset for source in get_sources(dataset))))
+    return [order for order in orders if hasattr(order, "is_keyed")]
 
 
 def permute_places(seed: int, epoch: int, num_sequences: int, places: np.ndarray) -> np.ndarray:

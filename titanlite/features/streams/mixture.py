@@ -3,16 +3,17 @@
 Samples come in periods. Each has a fixed number of places for every source, its quota, in an order that depends on
 (seed, period). So shares hold in every period, how many sequences a source gave before sample n is known without
 counting them from the first one, and a run resumes at any sample. With weights, a period has 16384 samples, and each
-source goes through epochs of its own. Without, quotas are the sizes of the sources: a period is an epoch of them all.
+source goes through epochs of its own. Without, quotas are the sizes of the sources: a period is an epoch of them all,
+of which 16384 samples at a time are held if there are many.
 """
 
 import re
 import zlib
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import lru_cache
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from titanlite.data.dataset import (
     Batch,
     PackedDataset,
     SequenceDataset,
+    ShuffledOrder,
     Source,
     TrainDataset,
     get_permutation,
@@ -69,11 +71,11 @@ class MixtureDataset:
         if weights is None and len(sizes) == 1:
             weights = dict.fromkeys(self.names, 1.0)  # a stream may be the only one
         if weights is None:
-            self._order = _Order(_check_sizes(self.names, sizes))
+            self.order = _Order(_check_sizes(self.names, sizes))
         else:
-            self._order = _Order(_get_quotas([weights[name] for name in self.names]))
+            self.order = _Order(_get_quotas([weights[name] for name in self.names]))
         # Sequences of an epoch of all sources; None with weights, with which each has epochs of its own.
-        self.num_train_sequences = self._order.length if weights is None else None
+        self.num_train_sequences = self.order.length if weights is None else None
         self.offsets: dict[str, int] = {}
 
     @property
@@ -84,19 +86,19 @@ class MixtureDataset:
     @property
     def fingerprint(self) -> str:
         """The fingerprints of the sources, with their quotas where these are chosen."""
-        quotas = [f" {quota}/{PERIOD}" if self.num_train_sequences is None else "" for quota in self._order.quotas]
+        quotas = [f" {quota}/{PERIOD}" if self.num_train_sequences is None else "" for quota in self.order.quotas]
         parts = zip(self.names, quotas, self.parts, strict=True)
         return "; ".join(f"{name}{quota}: {part.fingerprint}" for name, quota, part in parts)
 
     @property
     def sources(self) -> list[Source]:
         """The sources with their shares of the training sequences."""
-        shares = (self._order.quotas / self._order.length).tolist()
+        shares = (self.order.quotas / self.order.length).tolist()
         return [Source(*item) for item in zip(self.names, shares, self.parts, strict=True)]
 
     def get_taken(self, seed: int, samples: int) -> dict[str, int]:
         """How many sequences of each source lie before the training samples from `samples` on."""
-        counts = self._order.count_before(seed, samples).tolist()
+        counts = self.order.count_before(seed, samples).tolist()
         return {name: self.offsets.get(name, 0) + n for name, n in zip(self.names, counts, strict=True)}
 
     def go_on(self, seed: int, samples: int, taken: Mapping[str, int]) -> None:
@@ -108,7 +110,7 @@ class MixtureDataset:
     def get_train_indices(self, seed: int, start: int, stop: int) -> np.ndarray:
         """Sequence indices (stop - start,) int64 of the training samples [start, stop), counted from the first step."""
         indices = np.empty(stop - start, dtype=np.int64)
-        for places, number, first in self._order.get_runs(seed, start, stop):
+        for places, number, first in self.order.get_runs(seed, start, stop):
             name = self.names[number]
             first += self.offsets.get(name, 0)
             part_seed, last = get_source_seed(seed, name), first + len(places)
@@ -176,43 +178,70 @@ def _get_form(sources: Mapping[str, SequenceDataset]) -> str:
 
 
 class _Order:
-    """Periods of `sum(quotas)` samples, in each of which source s has quotas[s] places, by (seed, period)."""
+    """Periods of `sum(quotas)` samples, in each of which source s has quotas[s] places, by (seed, period).
+
+    Attributes:
+        is_keyed: of a long period, each `PERIOD` samples are a piece of its own, over which the places of a source are
+            spread evenly, and only that piece is shuffled and held. Otherwise the period is one piece. Set it before
+            the first sample.
+    """
 
     def __init__(self, quotas: np.ndarray) -> None:
         self.quotas, self.length = quotas, int(quotas.sum())
-        places = np.repeat(np.arange(len(quotas), dtype=np.int16), quotas)
+        self.is_keyed = ShuffledOrder(self.length).is_keyed
+        self._shuffled = lru_cache(maxsize=2)(self._shuffle)  # a step can straddle two pieces
 
-        @lru_cache(maxsize=2)  # a step can straddle two periods
-        def get_period(seed: int, period: int) -> tuple[np.ndarray, np.ndarray]:
-            """Return the source of each sample, and how often each source comes before every `PERIOD`th."""
-            sources = places[get_permutation(seed, period, self.length)]
-            starts = range(0, self.length, PERIOD)
-            counts = [np.bincount(sources[start : start + PERIOD], minlength=len(quotas)) for start in starts]
-            return sources, np.cumsum([np.zeros_like(quotas), *counts[:-1]], axis=0)
+    def _find_piece(self, sample: int) -> tuple[int, int, int, int]:
+        """(number of the piece that `sample` is in, its first place in the period, its length, place of `sample`)."""
+        period, place = divmod(sample, self.length)
+        length = PERIOD if self.is_keyed else self.length
+        start = place // length * length
+        return period * -(-self.length // length) + start // length, start, min(length, self.length - start), place
 
-        self._get_period = get_period
+    def _shuffle(self, seed: int, number: int, start: int, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the source of each sample of a piece, and how often each source comes before every `PERIOD`th."""
+        quotas = self._count_first(start + length) - self._count_first(start)
+        sources = np.repeat(np.arange(len(quotas), dtype=np.int16), quotas)[get_permutation(seed, number, length)]
+        counts = [np.bincount(sources[i : i + PERIOD], minlength=len(quotas)) for i in range(0, length, PERIOD)]
+        return sources, np.cumsum([np.zeros_like(quotas), *counts[:-1]], axis=0)
+
+    def _count_first(self, places: int) -> np.ndarray:
+        """How many of the first `places` of a period are of each source, (S,) int64, where they are spread evenly.
+
+        Place k of the q of a source is due at (2k + 1) / 2q of the period; of those due at once, first sources go first.
+        """
+
+        def count_due(time: int) -> np.ndarray:
+            return np.array([(2 * q * time + self.length) // (2 * self.length) for q in self.quotas.tolist()])
+
+        time = bisect_right(range(self.length + 1), places, key=lambda time: count_due(time).sum()) - 1
+        counts = count_due(time)
+        due = count_due(min(time + 1, self.length)) - counts
+        return counts + np.clip(places - counts.sum() - np.cumsum(due) + due, 0, due)
 
     def count_before(self, seed: int, sample: int) -> np.ndarray:
         """How many samples before `sample` are of each source, (S,) int64."""
-        period, place = divmod(sample, self.length)
-        if place == 0:
-            return period * self.quotas
-        sources, counts = self._get_period(seed, period)
-        piece, start = place // PERIOD, place // PERIOD * PERIOD
-        return period * self.quotas + counts[piece] + np.bincount(sources[start:place], minlength=len(self.quotas))
+        number, start, length, place = self._find_piece(sample)
+        before = sample // self.length * self.quotas + self._count_first(start)
+        if place == start:
+            return before
+        sources, counts = self._shuffled(seed, number, start, length)
+        part = (place - start) // PERIOD
+        rest = sources[part * PERIOD : place - start]
+        return before + counts[part] + np.bincount(rest, minlength=len(self.quotas))
 
     def get_runs(self, seed: int, start: int, stop: int) -> Iterator[tuple[np.ndarray, int, int]]:
         """Where each source is in the samples [start, stop): (samples (n,) int64, source, number of the first there).
 
-        In a source they follow each other. Each source comes once for each period.
+        In a source they follow each other. Each source comes at most once for each piece.
         """
-        firsts = range(start - start % self.length + self.length, stop, self.length)
-        for low, high in pairwise([start, *firsts, stop]):
-            period, place = divmod(low, self.length)
-            here = self._get_period(seed, period)[0][place : place + high - low]
-            before = self.count_before(seed, low)
-            for number in np.unique(here).tolist():
-                yield low + np.flatnonzero(here == number), number, int(before[number])
+        while start < stop:
+            number, first, length, place = self._find_piece(start)
+            here = self._shuffled(seed, number, first, length)[0][place - first :][: stop - start]
+            before = self.count_before(seed, start)
+            for source in np.unique(here).tolist():
+                yield start + np.flatnonzero(here == source), source, int(before[source])
+            start += len(here)
 
 
 def _get_quotas(weights: Sequence[float]) -> np.ndarray:

@@ -1,6 +1,7 @@
 """Sources that are mixed: shares, orders that depend on (seed, sample) alone, validation by source, what is shown."""
 
 import json
+import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from titanlite.data.dataset import PackedDataset, get_permutation, get_sources
 from titanlite.data.loader import TrainLoader
 from titanlite.data.tokens import TokenizedCorpus
 from titanlite.features.generate.prompts import evaluation_prompts
-from titanlite.features.streams.mixture import PERIOD, MixtureDataset, _get_quotas, get_source_seed
+from titanlite.features.streams.mixture import PERIOD, MixtureDataset, _get_quotas, _Order, get_source_seed
 from titanlite.features.streams.stream import StreamDataset
 from titanlite.features.tools.shown import get_shown_documents
 
@@ -99,6 +100,57 @@ def test_the_order_is_pinned() -> None:
     """A run must find the same samples with later versions."""
     assert ids(make_mixture([1, 2, 5]), 100, 112) == PINNED_BY_WEIGHT
     assert ids(make_mixture(), 100, 112) == PINNED_BY_SIZE
+
+
+def shorten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sources of a mixture of 297 sequences are found in pieces of 16, as those of 2**20 in pieces of `PERIOD`."""
+    monkeypatch.setattr("titanlite.data.dataset._MOST_SORTED", 290)
+    monkeypatch.setattr("titanlite.features.streams.mixture.PERIOD", 16)
+
+
+def test_a_long_epoch_is_shuffled_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = make_loader(make_mixture())
+    shorten(monkeypatch)
+    keyed = make_loader(make_mixture())
+    total = 297
+    whole = ids(keyed.dataset, 0, 3 * total)
+    assert whole[100:112] == [2059, 1003, 1015, 2169, 2145, 2098, 2080, 2119, 2003, 1088, 1048, 2000], "pinned"
+    epochs = [whole[i * total : (i + 1) * total] for i in range(3)]
+    assert set(epochs[0]) == set(epochs[1]) == set(epochs[2]) and len(set(epochs[0])) == total
+    assert len({tuple(kinds(epoch)) for epoch in epochs}) == 3
+    for stop in range(0, total, 16):  # spread evenly, and in another order in each piece
+        counts = Counter(kinds(epochs[0][:stop]))
+        assert all(abs(counts[kind] - stop * q / total) <= 1.5 for kind, q in ((1, 90), (2, 180), (3, 27)))
+    for start, stop in ((0, 1), (15, 17), (100, 250), (290, 300), (880, 891)):
+        assert ids(keyed.dataset, start, stop) == whole[start:stop]
+        assert sum(keyed.dataset.get_taken(5, stop).values()) == stop
+    for before in (held, keyed):  # a run goes on in the order that it began in
+        resumed = make_loader(make_mixture())
+        resumed.start_from(30, 120, taken=before.get_taken(30), fingerprint=before.fingerprint)
+        assert resumed.fingerprint == before.fingerprint and resumed.dataset.offsets == {}
+        assert ids(resumed.dataset, 120, 400) == ids(before.dataset, 120, 400)
+    assert ids(held.dataset, 120, 400) != ids(keyed.dataset, 120, 400)
+
+
+@given(st.lists(st.integers(1, 400), min_size=1, max_size=9))
+@example([2**41, 1, 3])
+def test_sources_are_spread_evenly(sizes: list[int]) -> None:
+    order = _Order(np.array(sizes))
+    places = sorted({0, *(n for n in (1, 2, 7, 64, sum(sizes) // 2) if n <= sum(sizes)), sum(sizes)})
+    counts = [order._count_first(n).tolist() for n in places]
+    assert [sum(of_all) for of_all in counts] == places and counts[-1] == sizes
+    for before, after in zip(counts, counts[1:], strict=False):
+        assert all(0 <= a <= b for a, b in zip(before, after, strict=True))
+
+
+def test_many_sequences_take_no_memory() -> None:
+    order = _Order(np.array([200_000_000, 40_000_000, 7, 4_000_000]))
+    tracemalloc.start()
+    found = [(source, first) for _, source, first in order.get_runs(3, 2 * order.length - 9, 2 * order.length + 9)]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1 << 20 and {source for source, _ in found} <= {0, 1, 2, 3}
+    assert order.count_before(3, 2 * order.length).tolist() == [400_000_000, 80_000_000, 14, 8_000_000]
 
 
 @given(st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=40))
