@@ -16,8 +16,6 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, cast
 
-from omegaconf import OmegaConf
-
 from titanlite.base.errors import ConfigError, raise_problems
 from titanlite.base.extension import FORM, import_from, is_extension
 from titanlite.base.files import read_regular, replace_file
@@ -389,6 +387,8 @@ class Reader:
 
     def build(self) -> JobConfig:
         """Build the configuration of all values that were accepted."""
+        from omegaconf import OmegaConf  # here: kernels and their benchmarks run where it is missing
+
         config = OmegaConf.structured(JobConfig)
         for name in self.sources:  # OmegaConf.update makes none
             config.data.sources[name] = SourceSection()

@@ -533,12 +533,12 @@ def test_no_override_text_escapes_as_another_error(base: str, setting: Setting, 
 
 def test_import_is_light() -> None:
     code = (
-        "import sys, json, omegaconf; before = set(sys.modules); import titanlite.config; "
+        "import sys, json; before = set(sys.modules); import titanlite.config; "
         "print(json.dumps(sorted({name.partition('.')[0] for name in set(sys.modules) - before})))"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     added = set(json.loads(result.stdout))
     assert "titanlite" in added
-    # Beyond omegaconf only the standard library: so neither torch nor transformers, nor anything else that is slow.
+    # So neither torch nor transformers, nor anything else that is slow or that machines with GPUs may not have.
     assert added - set(sys.stdlib_module_names) == {"titanlite"}
