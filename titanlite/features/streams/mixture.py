@@ -192,7 +192,7 @@ class _Order:
         self._shuffled = lru_cache(maxsize=2)(self._shuffle)  # a step can straddle two pieces
 
     def _find_piece(self, sample: int) -> tuple[int, int, int, int]:
-        """(number of the piece that `sample` is in, its first place in the period, its length, place of `sample`)."""
+        """Return number, first place in the period and length of the piece of `sample`, and the place of `sample`."""
         period, place = divmod(sample, self.length)
         length = PERIOD if self.is_keyed else self.length
         start = place // length * length
@@ -208,7 +208,8 @@ class _Order:
     def _count_first(self, places: int) -> np.ndarray:
         """How many of the first `places` of a period are of each source, (S,) int64, where they are spread evenly.
 
-        Place k of the q of a source is due at (2k + 1) / 2q of the period; of those due at once, first sources go first.
+        Place k of the q of a source is due at (2k + 1) / 2q of the period; of those due at once, first sources go
+        first.
         """
 
         def count_due(time: int) -> np.ndarray:

@@ -4,6 +4,7 @@ import json
 import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -139,7 +140,7 @@ def test_sources_are_spread_evenly(sizes: list[int]) -> None:
     places = sorted({0, *(n for n in (1, 2, 7, 64, sum(sizes) // 2) if n <= sum(sizes)), sum(sizes)})
     counts = [order._count_first(n).tolist() for n in places]
     assert [sum(of_all) for of_all in counts] == places and counts[-1] == sizes
-    for before, after in zip(counts, counts[1:], strict=False):
+    for before, after in pairwise(counts):
         assert all(0 <= a <= b for a, b in zip(before, after, strict=True))
 
 
