@@ -208,20 +208,7 @@ def _jobs(file: FileLayout) -> Iterator[partial[_Written]]:
 
 
 def _write_direct(descriptor: int, parts: Sequence[_Part]) -> _Written:
-    """Write from the shards; what follows one another in the file takes one system call."""
-    writes: list[tuple[int, list[memoryview]]] = []
-    end = -1
-    for part in parts:
-        memory = bytes_of(part.item.local.view(-1))
-        itemsize = part.item.dtype.itemsize
-        length = part.segments.length * itemsize
-        for stored, local in zip(part.segments.stored.tolist(), part.segments.local.tolist(), strict=True):
-            offset = part.base + stored * itemsize
-            if offset != end:
-                writes.append((offset, []))
-            writes[-1][1].append(memory[local * itemsize : local * itemsize + length])
-            end = offset + length
-    return _write_views(descriptor, writes)
+    return _write_parts(descriptor, [(part, part.item.local, part.segments.local) for part in parts])
 
 
 def _write_staged(descriptor: int, part: _Part) -> _Written:
@@ -233,20 +220,23 @@ def _write_staged(descriptor: int, part: _Part) -> _Written:
         else:
             values = torch.stack([local[start : start + segments.length] for start in segments.local.tolist()])
         values = values.to(part.item.dtype).to("cpu").contiguous()
-    memory = bytes_of(values.view(-1))
-    itemsize, length = part.item.dtype.itemsize, segments.length * part.item.dtype.itemsize
+    return _write_parts(descriptor, [(part, values, np.arange(len(segments.stored)) * segments.length)])
+
+
+def _write_parts(descriptor: int, parts: Sequence[tuple[_Part, torch.Tensor, np.ndarray]]) -> _Written:
+    """Write segments from where they are in memory; what follows one another in the file takes one system call."""
     writes: list[tuple[int, list[memoryview]]] = []
     end = -1
-    for i, stored in enumerate(segments.stored.tolist()):
-        offset = part.base + stored * itemsize
-        if offset != end:
-            writes.append((offset, []))
-        writes[-1][1].append(memory[i * length : (i + 1) * length])
-        end = offset + length
-    return _write_views(descriptor, writes)
-
-
-def _write_views(descriptor: int, writes: Sequence[tuple[int, list[memoryview]]]) -> _Written:
+    for part, values, places in parts:
+        memory = bytes_of(values.view(-1))
+        itemsize = part.item.dtype.itemsize
+        length = part.segments.length * itemsize
+        for stored, local in zip(part.segments.stored.tolist(), places.tolist(), strict=True):
+            offset = part.base + stored * itemsize
+            if offset != end:
+                writes.append((offset, []))
+            writes[-1][1].append(memory[local * itemsize : local * itemsize + length])
+            end = offset + length
     ends, crcs, total = [], [], 0
     for offset, views in writes:
         crc = 0
