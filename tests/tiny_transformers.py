@@ -64,7 +64,8 @@ def _phi3() -> Any:
 def _gpt_oss() -> Any:
     from transformers import GptOssConfig
 
-    return GptOssConfig(**_SIZES, head_dim=8, sliding_window=4, num_local_experts=4, num_experts_per_tok=2)
+    sizes = {**_SIZES, "hidden_size": 64, "intermediate_size": 64}  # MXFP4 has blocks of 32
+    return GptOssConfig(**sizes, head_dim=8, sliding_window=4, num_local_experts=4, num_experts_per_tok=2)
 
 
 def _mixtral() -> Any:
@@ -168,6 +169,18 @@ def save_tiny(name: str, folder: Path) -> Any:
                 tensor += 0.05 * torch.randn(tensor.shape, generator=generator)
     model.save_pretrained(folder)
     return auto.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def mapping_of(kind: str) -> list[Any]:
+    """How transformers would read a Llama whose feed-forward is stored transposed, or whose q, k and v are fused."""
+    from transformers.core_model_loading import Transpose, WeightConverter
+
+    if kind == "transposed":
+        return [WeightConverter("mlp.down_proj.weight", "mlp.down_proj.weight", [Transpose(0, 1)])]
+    from transformers.core_model_loading import Split
+
+    targets = [f"self_attn.{part}_proj.weight" for part in "qkv"]
+    return [WeightConverter("self_attn.qkv.weight", targets, [Split(dim=0)])]
 
 
 _CHAT_TEMPLATE = (

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from files import file_digest
-from fp8_folder import write_fp8
+from quantized_folder import write_fp8
 from safetensors.torch import load_file, save_file
 from traced_layers import TORCH_COMPILE_WARNINGS
 

@@ -28,10 +28,12 @@ class Stored:
     Attributes:
         tensors: by key.
         file_bytes: size of every file when its header was read.
+        block: rows and columns of an FP8 weight with a common factor, as config.json has them, if it does.
     """
 
     tensors: dict[str, StoredTensor]
     file_bytes: dict[Path, int]
+    block: tuple[int, int] | None = (128, 128)
 
 
 def read_model_headers(folder: Path) -> Stored:

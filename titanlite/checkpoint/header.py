@@ -27,6 +27,7 @@ DTYPES: Mapping[str, torch.dtype] = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
@@ -55,6 +56,15 @@ class StoredTensor(NamedTuple):
     file: Path
     offset: int
     nbytes: int
+
+    def rows(self, start: int, length: int) -> "StoredTensor":
+        """Return `length` indices of the first dim, from `start` on, as a stored tensor of its own."""
+        size = self.nbytes // max(self.shape[0], 1)
+        return self._replace(shape=(length, *self.shape[1:]), offset=self.offset + start * size, nbytes=length * size)
+
+    def index(self, i: int) -> "StoredTensor":
+        """Return index `i` of the first dim, without that dim."""
+        return self.rows(i, 1)._replace(shape=self.shape[1:])
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:

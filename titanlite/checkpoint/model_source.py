@@ -1,6 +1,7 @@
 """A Hugging Face folder as the source of a model's weights."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ from titanlite.checkpoint.folder import (
     read_json,
     read_model_headers,
 )
-from titanlite.checkpoint.fp8 import SCALE_SUFFIX, scale_shape
-from titanlite.checkpoint.header import StoredTensor, shown
+from titanlite.checkpoint.fp8 import FP8, companions
+from titanlite.checkpoint.header import shown
 from titanlite.checkpoint.keys import (
     IGNORED_SUFFIXES,
     MASTER_PREFIX,
@@ -29,16 +30,15 @@ from titanlite.checkpoint.keys import (
     is_sidecar,
     whole,
 )
-from titanlite.checkpoint.reader import Placed, SafetensorsReader
+from titanlite.checkpoint.reader import Placed, SafetensorsReader, place
 from titanlite.config import ModelConfig
 from titanlite.materialize import ReadRequest, Region, Source, TensorInfo, Unfit
 from titanlite.materialize.sources import Read
 from titanlite.models.families import Family, family_of
-from titanlite.models.families.family import QUANTIZATION_PROBLEM, is_readable_quantization
+from titanlite.models.families.keys import describe_unreadable, find_quantization
 from titanlite.models.interface import Model
 
 _CHUNK_ELEMENTS = 4 << 20
-_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _MTP_KEY = "eh_proj.weight"
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _FLAG, _OVERRIDE = "tie_word_embeddings", ", or in training model.overrides.tie_word_embeddings = false"
@@ -55,7 +55,7 @@ def weights_of(folder: Path, model: Model, *, exact: bool = False) -> Any:
     Collectives: two broadcasts; every rank must call. Of tied tensors that are stored twice rank 0 reads both.
     """
     if (own := model.checkpoint_format) is not None:
-        return own.sources(str(folder), _read_stored(folder, exact)[0])
+        return own.sources(str(folder), _read_stored(folder, exact))
     return hf_checkpoint(folder, model.config, exact=exact)
 
 
@@ -71,19 +71,17 @@ def hf_checkpoint(folder: Path, config: ModelConfig, *, exact: bool = False) -> 
 
     Collectives: two broadcasts; every rank must call. Of a tied head that is stored too rank 0 reads both.
     """
-
-    stored, quantization = _read_stored(folder, exact)
-    rows, cols = (quantization or {}).get("weight_block_size", (128, 128))
-    checkpoint = HFCheckpoint(str(folder), stored, family_of(config), (rows, cols))
+    stored = _read_stored(folder, exact)
+    checkpoint = HFCheckpoint(str(folder), stored, family_of(config))
     if config.tie_word_embeddings and {_HEAD, _EMBEDDING} <= stored.tensors.keys():
         checkpoint.untied = on_first_rank(checkpoint.find_untied)
     return checkpoint
 
 
-def _read_stored(folder: Path, exact: bool) -> tuple[Stored, dict[str, Any] | None]:
-    """Return what is in `folder`, as rank 0 sees it, and its quantization_config."""
+def _read_stored(folder: Path, exact: bool) -> Stored:
+    """Return what is in `folder`, as rank 0 sees it."""
 
-    def read() -> tuple[Stored, dict[str, Any] | None]:
+    def read() -> Stored:
         unfinished = sorted((folder / OWN_FOLDER).glob(UNFINISHED_FILES)) if exact else []
         stored = read_headers(unfinished, f"checkpoint {folder}") if unfinished else read_model_headers(folder)
         own = [folder / OWN_FOLDER / SIDECAR_FILE, *sorted((folder / OWN_FOLDER).glob("weights*.safetensors"))]
@@ -93,10 +91,11 @@ def _read_stored(folder: Path, exact: bool) -> tuple[Stored, dict[str, Any] | No
             stored = Stored(stored.tensors | extra.tensors, stored.file_bytes | extra.file_bytes)
         has_config = (folder / "config.json").exists()
         hf_config = read_json(folder / "config.json", f"checkpoint {folder}") if has_config else {}
-        quantization = hf_config.get("quantization_config")
-        if not is_readable_quantization(quantization):
-            raise CheckpointError(f"checkpoint {folder}: config.json: {QUANTIZATION_PROBLEM}")
-        return stored, quantization
+        quantization = find_quantization(hf_config)
+        if problem := describe_unreadable(quantization):
+            raise CheckpointError(f"checkpoint {folder}: config.json: {problem}")
+        block = {"weight_block_size": (128, 128), **(quantization or {})}["weight_block_size"]
+        return replace(stored, block=block and tuple(block))
 
     return on_first_rank(read)
 
@@ -109,9 +108,9 @@ class HFCheckpoint:
 
     complete = True
 
-    def __init__(self, folder: str, stored: Stored, family: Family, block: tuple[int, int] = (128, 128)) -> None:
+    def __init__(self, folder: str, stored: Stored, family: Family) -> None:
         self.name = f"checkpoint {folder}"
-        self._folder, self._stored, self._family, self._block = folder, stored, family, block
+        self._folder, self._stored, self._family = folder, stored, family
         self.untied: Mapping[str, str] = {}  # what is wrong with tied tensors that are stored twice
         self.reader: SafetensorsReader | None = None
 
@@ -132,9 +131,7 @@ class HFCheckpoint:
                 continue  # the plan knows whether it may be absent
             missing = [piece.key for piece in pieces if piece.key not in self._stored.tensors]
             problems = [f"missing, {self.name} does not have {shown(key)}." for key in missing]
-            parts = []
-            for piece in found:
-                parts.append(self._place(piece, used, problems))
+            parts = [part for piece in found for part in self._place(piece, used, problems)]
             claims += [(name, Unfit(problem)) for problem in problems]
             placed[name] = (info.shape, parts)
             claims.append((name, Read(self.reader, name, info.shape)))
@@ -152,7 +149,7 @@ class HFCheckpoint:
         places: dict[str, tuple[tuple[int, ...], Sequence[Placed]]] = {}
         for key in (_HEAD, _EMBEDDING):
             shape = self._stored.tensors[key].shape
-            places[key] = shape, [self._place(whole(key, shape), set(), [])]
+            places[key] = shape, self._place(whole(key, shape), set(), [])
         reader = SafetensorsReader(self._folder, places, self._stored.file_bytes)
         reads = [Read(reader, key, shape) for key, (shape, _) in places.items()]
         return {} if is_equal(*reads) else {_HEAD: explain_untied(self.name, _EMBEDDING, _FLAG, _OVERRIDE)}
@@ -181,31 +178,18 @@ class HFCheckpoint:
             return [whole(name, shape)]  # also fused experts, as transformers has them in memory
         return list(checkpoint_pieces(name, shape, self._family))
 
-    def _place(self, piece: Piece, used: set[str], problems: list[str]) -> Placed:
+    def _place(self, piece: Piece, used: set[str], problems: list[str]) -> list[Placed]:
         stored = self._stored.tensors[piece.key]
         if stored.shape != piece.shape:
             problems.append(
                 f"{self.name} has {shown(piece.key)} with shape {stored.shape}, the model expects {piece.shape}."
             )
-        if stored.dtype not in _FP8:
-            return Placed(stored, piece.region)
-        scale = self._scale(piece, stored, problems)
-        used.add(piece.key + SCALE_SUFFIX)
-        return Placed(stored, piece.region, scale, self._block)
-
-    def _scale(self, piece: Piece, stored: StoredTensor, problems: list[str]) -> StoredTensor | None:
-        scale = self._stored.tensors.get(piece.key + SCALE_SUFFIX)
-        if scale is None:
-            problems.append(
-                f"{shown(piece.key)} is {stored.dtype} in {self.name} without {shown(piece.key)}{SCALE_SUFFIX}; only "
-                "block-scaled FP8 can be read."
-            )
-        elif len(stored.shape) != 2 or scale.shape != scale_shape(stored.shape, self._block):
-            problems.append(
-                f"{shown(scale.key)} in {self.name} has shape {scale.shape}, which does not fit {stored.shape} in "
-                f"blocks of {self._block}."
-            )
-        return scale
+        used.update(companions(piece.key) if stored.dtype in FP8 else ())
+        try:
+            return place(stored, piece.region, self._stored.tensors, self._stored.block)
+        except ValueError as error:
+            problems.append(f"{self.name}: {error}.")
+            return []
 
 
 def is_equal(first: Read, second: Read) -> bool:

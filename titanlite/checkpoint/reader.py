@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from titanlite.base.errors import CheckpointError
-from titanlite.checkpoint.fp8 import dequantize, factors_at
+from titanlite.checkpoint.fp8 import FP8, find_scale
 from titanlite.checkpoint.header import StoredTensor
 from titanlite.checkpoint.progress import Transfer
 from titanlite.checkpoint.segments import Segments, bytes_of, overlap
@@ -38,6 +38,21 @@ class Placed:
     region: Region
     scale: StoredTensor | None = None
     block: tuple[int, int] = (128, 128)
+
+
+def place(
+    stored: StoredTensor, region: Region, tensors: Mapping[str, StoredTensor], block: tuple[int, int] | None
+) -> list[Placed]:
+    """Place a stored tensor, of FP8 each matrix with its factors; arguments and errors as those of `find_scale`."""
+    if stored.dtype not in FP8:
+        return [Placed(stored, region)]
+    scale, block = find_scale(stored, tensors, block)
+    if len(stored.shape) == 2:
+        return [Placed(stored, region, scale, block)]
+    return [
+        Placed(stored.index(i), Region((start, *region.starts[1:]), (1, *region.lengths[1:])), scale.index(i), block)
+        for i, start in enumerate(range(region.starts[0], region.starts[0] + stored.shape[0]))  # experts
+    ]
 
 
 @dataclass(frozen=True)
@@ -108,8 +123,8 @@ class SafetensorsReader:
         if parts:
             needed = {part.placed.stored.file for part in parts}
             needed |= {part.placed.scale.file for part in parts if part.placed.scale is not None}
-            with _Files(self._file_bytes, needed) as files:
-                _run(_jobs(parts, files), self._threads, count)
+            with Files(self._file_bytes, needed) as files:
+                run_jobs(_jobs(parts, files), self._threads, count)
 
     def plan_bytes(self, name: str, region: Region) -> dict[Path, int]:
         """Bytes of each file that a read of `region` of tensor `name` takes; reads nothing."""
@@ -149,7 +164,7 @@ def io_threads() -> int:
     return min(max(cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1), 16)
 
 
-class _Files:
+class Files:
     """Descriptors of the files, opened once, shared by all threads."""
 
     def __init__(self, file_bytes: Mapping[Path, int], files: Iterable[Path]) -> None:
@@ -163,14 +178,13 @@ class _Files:
                         f"checkpoint {file}: has {size} bytes, but had {file_bytes[file]} when its header was read. "
                         "Something is changing it, or this machine sees another copy."
                     )
-        except OSError as error:
+        except BaseException as error:
             self.close()
-            raise CheckpointError(f"checkpoint {error.filename}: cannot be opened: {error.strerror}.") from None
-        except CheckpointError:
-            self.close()
+            if isinstance(error, OSError):
+                raise CheckpointError(f"checkpoint {error.filename}: cannot be opened: {error.strerror}.") from None
             raise
 
-    def __enter__(self) -> "_Files":
+    def __enter__(self) -> "Files":
         return self
 
     def __exit__(self, *args: object) -> None:
@@ -201,7 +215,7 @@ class _Files:
 _Job = Callable[[], int]
 
 
-def _run(jobs: Generator[_Job, None, None], threads: int, count: Callable[[int], None]) -> None:
+def run_jobs(jobs: Generator[_Job, None, None], threads: int, count: Callable[[int], None]) -> None:
     """Carry out `jobs`; the first error ends the rest."""
     lock = threading.Lock()
 
@@ -224,7 +238,7 @@ def _run(jobs: Generator[_Job, None, None], threads: int, count: Callable[[int],
             worker.result()
 
 
-def _jobs(parts: Sequence[_Part], files: _Files) -> Generator[_Job, None, None]:
+def _jobs(parts: Sequence[_Part], files: Files) -> Generator[_Job, None, None]:
     """Work for one thread at a time: reads that follow one another in a file."""
     staging = _Staging()
     batch: list[_Part] = []
@@ -263,7 +277,7 @@ def _is_direct(part: _Part) -> bool:
     return as_it_is and part.target.device.type == "cpu" and part.target.dtype == part.placed.stored.dtype
 
 
-def _read_direct(files: _Files, parts: Sequence[_Part]) -> int:
+def _read_direct(files: Files, parts: Sequence[_Part]) -> int:
     """Read into the shards; what is contiguous in the file takes one system call, wherever it goes."""
     views: list[memoryview] = []
     start = end = 0
@@ -310,7 +324,7 @@ class _Staging:
         return buffer
 
     @torch.no_grad()
-    def read(self, files: _Files, part: _Part) -> int:
+    def read(self, files: Files, part: _Part) -> int:
         buffer = self._buffer(part.target.device, part.nbytes)
         stored, itemsize = part.placed.stored, part.placed.stored.dtype.itemsize
         raw = buffer.memory[: part.nbytes]
@@ -320,10 +334,8 @@ class _Staging:
         values = raw.view(stored.dtype).view(len(part.segments.stored), part.segments.length)
         scaled, encoding = part.placed.scale is not None, part.encoding
         is_kept = scaled and encoding is not None and encoding.keeps(stored.dtype, part.placed.block)
-        if is_kept:
-            values = self._keep(files, part, values)
-        elif scaled:
-            values = self._dequantize(files, part, values)
+        if scaled:
+            values = self._dequantize(files, part, values, encoding if is_kept else None)
         if buffer.stream is None:
             _scatter(values, part, is_encoded=is_kept)
         else:
@@ -333,31 +345,23 @@ class _Staging:
             buffer.stream.synchronize()
         return part.nbytes
 
-    def _keep(self, files: _Files, part: _Part, codes: torch.Tensor) -> torch.Tensor:
-        """Codes and their factors, encoded as they are."""
-        assert part.encoding is not None
-        codes, first, cols, factors, top, block = self._factors(files, part, codes)
-        starts = torch.arange(0, part.width, block[1])
-        return part.encoding.keep(codes, factors_at(starts, first, cols, factors, top, block))
-
-    def _dequantize(self, files: _Files, part: _Part, values: torch.Tensor) -> torch.Tensor:
-        return dequantize(*self._factors(files, part, values))
-
-    def _factors(
-        self, files: _Files, part: _Part, values: torch.Tensor
-    ) -> tuple[torch.Tensor, np.ndarray, int, torch.Tensor, int, tuple[int, int]]:
-        """Read the factors; return segments inside single rows, and what `dequantize` needs with them."""
+    def _dequantize(self, files: Files, part: _Part, codes: torch.Tensor, kept_by: Encoding | None) -> torch.Tensor:
+        """Read the factors; return the values, float32, or codes and factors encoded as they are."""
         scale, block, cols = part.placed.scale, part.placed.block, part.placed.stored.shape[-1]
         assert scale is not None
         first = part.segments.stored
         if part.segments.length > cols:  # whole rows: look at them one by one
             first = (first[:, None] + cols * np.arange(part.segments.length // cols)).reshape(-1)
-            values = values.view(-1, cols)
-        top, bottom = int(first.min()) // cols // block[0], int(first.max()) // cols // block[0]
-        per_row = scale.shape[-1]
-        factors = torch.empty(((bottom + 1 - top), per_row), dtype=scale.dtype)
-        files.read(scale.file, [bytes_of(factors.view(-1))], scale.offset + top * per_row * scale.dtype.itemsize)
-        return values, first, cols, factors, top, block
+            codes = codes.view(-1, cols)
+        top = int(first.min()) // cols // block[0]
+        needed = scale.rows(top, int(first.max()) // cols // block[0] + 1 - top)
+        dtype = torch.float8_e8m0fnu if needed.dtype == torch.uint8 else needed.dtype  # exponents
+        factors = torch.empty(needed.shape, dtype=dtype)
+        files.read(needed.file, [bytes_of(factors.view(-1))], needed.offset)
+        columns = torch.arange(codes.shape[1]) if kept_by is None else torch.arange(0, part.width, block[1])
+        rows, columns = torch.from_numpy(first // cols // block[0] - top), (int(first[0]) % cols + columns) // block[1]
+        factors = factors.to(torch.float32)[rows][:, columns]
+        return codes.to(torch.float32).mul_(factors) if kept_by is None else kept_by.keep(codes, factors)
 
 
 def _scatter(values: torch.Tensor, part: _Part, *, is_encoded: bool) -> None:

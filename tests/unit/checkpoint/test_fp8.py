@@ -11,7 +11,7 @@ from processes import anonymous_bytes
 from safetensors.torch import save_file
 
 from titanlite.base.errors import CheckpointError, ConfigError, PlanError
-from titanlite.checkpoint.fp8 import dequantize, scale_shape
+from titanlite.checkpoint.fp8 import scale_shape
 from titanlite.checkpoint.header import read_header
 from titanlite.checkpoint.model_source import hf_checkpoint
 from titanlite.checkpoint.reader import Placed, SafetensorsReader
@@ -46,21 +46,6 @@ def spread(weight, scale, block):
     """The same as `plain_loop`, for large weights."""
     factors = scale.to(torch.float32).repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
     return weight.to(torch.float32) * factors[: weight.shape[0], : weight.shape[1]]
-
-
-@pytest.mark.parametrize("shape", [(1, 1), (16, 24), (17, 25), (40, 50), (5, 100), (100, 5)])
-@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])
-def test_dequantize(shape, scale_dtype):
-    block = (16, 24)
-    weight, scale = quantized(shape, block, 1, scale_dtype)
-    expected = plain_loop(weight, scale, block)
-    rows, cols = shape
-    for top, left, width in [(0, 0, cols), (rows // 2, 0, cols), (rows // 3, cols // 2, cols - cols // 2)]:
-        first = np.arange(top, rows) * cols + left
-        needed = scale[top // block[0] :]
-        got = dequantize(weight[top:, left : left + width], first, cols, needed, top // block[0], block)
-        assert got.dtype == torch.float32
-        assert torch.equal(got, expected[top:, left : left + width])
 
 
 def open_weight(folder, weight, scale, block, two_files=False):
@@ -243,22 +228,23 @@ def test_missing_factors_and_factors_of_another_shape(tmp_path):
     write_model(tmp_path, stored, block)
     text = refusal(tmp_path)
     assert text.startswith("materialize: 2 problems:")
+    assert (f"{q}: checkpoint {tmp_path}: {q} is torch.float8_e4m3fn without factors ({q}_scale_inv).") in text
     assert (
-        f"{q}: {q} is torch.float8_e4m3fn in checkpoint {tmp_path} without {q}_scale_inv; "
-        "only block-scaled FP8 can be read."
-    ) in text
-    assert (
-        f"model.layers.2.mlp.experts.gate_up_proj: {expert}_scale_inv in checkpoint {tmp_path} has shape (2, 2), "
+        f"model.layers.2.mlp.experts.gate_up_proj: checkpoint {tmp_path}: {expert}_scale_inv has shape (2, 2), "
         "which does not fit (32, 64) in blocks of (16, 24)."
     ) in text
 
 
-def test_one_factor_per_tensor_is_refused(tmp_path):
+@pytest.mark.parametrize("shape", [(), (1,), (64, 1), (64, 2)])
+def test_a_factor_may_serve_the_tensor_or_a_row(tmp_path, shape):
     stored, _ = fp8_files(QWEN3_MOE, (16, 24))
     key = "model.layers.1.self_attn.o_proj.weight"
-    stored[f"{key}_scale_inv"] = torch.ones(())
+    scale = stored[f"{key}_scale_inv"] = torch.rand(shape) + 0.1
     write_model(tmp_path, stored, (16, 24))
-    assert f"{key}_scale_inv in checkpoint {tmp_path} has shape (), which does not fit (64, 64)" in refusal(tmp_path)
+    model = build_decoder(QWEN3_MOE)
+    materialize(model, "cpu", [hf_checkpoint(tmp_path, QWEN3_MOE)])
+    factors = scale.repeat_interleave(64 // shape[1], 1) if len(shape) == 2 else scale
+    assert torch.equal(dict(model.named_parameters())[key].detach(), stored[key].float() * factors)
 
 
 def test_fp8_that_is_no_matrix_is_refused(tmp_path):
@@ -266,7 +252,7 @@ def test_fp8_that_is_no_matrix_is_refused(tmp_path):
     stored["model.norm.weight"] = torch.ones(64).to(torch.float8_e4m3fn)
     stored["model.norm.weight_scale_inv"] = torch.ones(3)
     write_model(tmp_path, stored, (16, 24))
-    assert "model.norm.weight: model.norm.weight_scale_inv" in refusal(tmp_path)
+    assert "model.norm.weight_scale_inv has shape (3,), which does not fit (64,)" in refusal(tmp_path)
 
 
 def test_factors_without_an_fp8_weight_are_unexpected(tmp_path):
@@ -282,7 +268,7 @@ def hf_config(**quantization):
     return {**hf, "quantization_config": quantization} if quantization else hf
 
 
-@pytest.mark.parametrize("block", [[128, 128], [64, 256]])
+@pytest.mark.parametrize("block", [[128, 128], [64, 256], None])
 def test_config_with_blocks_is_accepted(block):
     hf = hf_config(quant_method="fp8", activation_scheme="dynamic", fmt="e4m3", weight_block_size=block)
     assert families()["qwen3_moe"].from_hf(hf, "config.json") == QWEN3_MOE
@@ -291,7 +277,6 @@ def test_config_with_blocks_is_accepted(block):
 @pytest.mark.parametrize(
     "quantization",
     [
-        {"quant_method": "fp8", "weight_block_size": None},  # a factor per tensor
         {"quant_method": "fp8", "weight_block_size": [128]},
         {"quant_method": "fp8", "weight_block_size": [128, 0]},
         {"quant_method": "fp8", "weight_block_size": ["128", "128"]},
@@ -302,12 +287,10 @@ def test_config_with_blocks_is_accepted(block):
     ],
 )
 def test_other_quantization_is_refused(quantization):
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(
+        ConfigError, match=r"quantization_config: weights of quant_method .* cannot be read, only those"
+    ):
         families()["qwen3_moe"].from_hf(hf_config(**quantization), "config.json")
-    assert str(error.value) == (
-        "config.json: quantization_config: of quantized weights only FP8 with a scale per block (quant_method 'fp8' "
-        "with a weight_block_size of two numbers) can be read."
-    )
 
 
 def test_without_blocks_in_the_config_they_are_128_by_128(tmp_path):

@@ -11,6 +11,7 @@ from titanlite.base.tables import fold_names, format_count, format_size, format_
 from titanlite.checkpoint import Progress
 from titanlite.checkpoint.commit import MANIFEST_FILE, check_folder
 from titanlite.checkpoint.folder import ADAPTER_FILE, OWN_FOLDER, Stored, read_headers, read_json, read_model_headers
+from titanlite.checkpoint.fp8 import FP8, companions
 from titanlite.checkpoint.header import DTYPES, StoredTensor, shown
 from titanlite.checkpoint.model_source import weights_of
 from titanlite.checkpoint.train_state import STATE_FILE
@@ -20,6 +21,7 @@ from titanlite.distributed.process_group import fake_ranks
 from titanlite.features.lora.adapter import read_adapter
 from titanlite.features.record.planned_reads import PlannedReads, RankReads
 from titanlite.features.tools.models import MODEL_HELP, find_model
+from titanlite.features.transformers.mxfp4 import find_packed
 from titanlite.materialize import TensorEntry, build_plan
 from titanlite.materialize.sources import Read
 from titanlite.models.families import any_model_config_from_hf
@@ -128,8 +130,12 @@ def _describe_model(folder: Path, model: Stored) -> str:
     except CheckpointError:
         there = (folder / "config.json").exists()
         config = {"model_type": "config.json cannot be read" if there else "no config.json"}
-    weights = [tensor for tensor in model.tensors.values() if not tensor.key.endswith("_scale_inv")]
+    packed = find_packed(model.tensors)
+    factors = {scales.key for _, scales in packed.values()}
+    factors.update(*(companions(key) for key, tensor in model.tensors.items() if tensor.dtype in FP8))
+    weights = [tensor for key, tensor in model.tensors.items() if key not in factors]
     numel = sum(tensor.nbytes // tensor.dtype.itemsize for tensor in weights)
+    numel += sum(blocks.nbytes for blocks, _ in packed.values())  # two in a byte
     dtypes = ", ".join(sorted({_DTYPE_NAMES[tensor.dtype] for tensor in weights}))
     size = sum(tensor.nbytes for tensor in model.tensors.values())
     name = shown(config.get("model_type", "no model_type"))

@@ -14,10 +14,11 @@ from titanlite.base.agree import raise_together
 from titanlite.base.errors import CheckpointError
 from titanlite.base.log import logger
 from titanlite.checkpoint.folder import Stored
+from titanlite.checkpoint.fp8 import FP8, companions, find_scale
 from titanlite.checkpoint.header import StoredTensor, shown
 from titanlite.checkpoint.keys import IGNORED_SUFFIXES, MASTER_PREFIX, whole
 from titanlite.checkpoint.model_source import explain_untied, is_equal
-from titanlite.checkpoint.reader import Placed, SafetensorsReader
+from titanlite.checkpoint.reader import Placed, SafetensorsReader, place
 from titanlite.checkpoint.writer import Item
 from titanlite.features.transformers.build import find_flag
 from titanlite.features.transformers.conversion import (
@@ -29,6 +30,7 @@ from titanlite.features.transformers.conversion import (
     saving_groups,
 )
 from titanlite.features.transformers.model import TransformersModel
+from titanlite.features.transformers.mxfp4 import Mxfp4Reader, find_packed
 from titanlite.materialize import Alias, ReadRequest, Region, Source, TensorEntry, TensorInfo, Unfit
 from titanlite.materialize.layout import local_of
 from titanlite.materialize.plan import named_tensors
@@ -78,7 +80,12 @@ class TransformersCheckpoint:
         self._whole: dict[str, Group] = {}
         self.reader = SafetensorsReader(self._folder, self._placed, self._stored.file_bytes)
         converting = ConvertingReader(self._folder, self._stored, self._model, self._whole)
-        keys = [key for key in self._stored.tensors if not key.startswith(MASTER_PREFIX)]
+        self._packed = find_packed(self._stored.tensors)
+        self._unpacking = Mxfp4Reader(self._folder, self._stored.file_bytes)
+        parts = {part.key for packed in self._packed.values() for part in packed}
+        parts.update(*(companions(key) for key, stored in self._stored.tensors.items() if stored.dtype in FP8))
+        found = [key for key in self._stored.tensors if key not in parts and not key.startswith(MASTER_PREFIX)]
+        keys = [*found, *self._packed]
         groups, unexpected = loading_groups(keys, self._model) if keys else ([], [])
         for group in groups:
             self._claim(group, tensors, converting)
@@ -98,18 +105,19 @@ class TransformersCheckpoint:
         return found
 
     def _claim(self, group: Group, tensors: Mapping[str, TensorInfo], converting: "ConvertingReader") -> None:
-        wrong = [key for key in group.keys if _is_float8(self._stored.tensors[key].dtype)]
-        if wrong:
-            reason = f"{shown(wrong[0])} is {self._stored.tensors[wrong[0]].dtype} in {self.name}, quantized."
-            self._claims[group.first] = Unfit(f"{reason} Dequantize the checkpoint with transformers first.")
+        if group.first in tensors and group.keys[0] in self._packed:
+            blocks, scales = self._packed[group.keys[0]]
+            problem = self._unpacking.add(group.first, tensors[group.first].shape, blocks, scales)
+            read = Read(self._unpacking, group.first, tensors[group.first].shape)
+            self._claims[group.first] = Unfit(f"{self.name}: {problem}.") if problem else read
             return
         try:
             found = group.convert(lambda key: Traced.source(key, self._stored.tensors[key].shape), self._model)
-            placed = {name: [self._place(part) for part in traced.parts] for name, traced in found.items()}
+            placed = {name: [p for part in traced.parts for p in self._place(part)] for name, traced in found.items()}
             shapes = {name: traced.shape for name, traced in found.items()}
         except NotTraceable:
             try:
-                meta = group.convert(lambda key: self._meta(key), self._model)
+                meta = group.convert(self._meta, self._model)
             except ValueError as error:
                 self._claims[group.first] = Unfit(f"{self.name}: {error}.")
                 return
@@ -138,11 +146,22 @@ class TransformersCheckpoint:
 
     def _meta(self, key: str) -> torch.Tensor:
         stored = self._stored.tensors[key]
+        if stored.dtype in FP8:
+            find_scale(stored, self._stored.tensors, self._stored.block)
         return torch.empty(stored.shape, dtype=stored.dtype, device="meta")
 
-    def _place(self, part: TracedPart) -> Placed:
-        stored = self._stored.tensors[part.key]
-        return Placed(_block(stored, part), Region(part.starts, part.lengths))
+    def _place(self, part: TracedPart) -> list[Placed]:
+        stored, region = self._stored.tensors[part.key], Region(part.starts, part.lengths)
+        if stored.dtype not in FP8:
+            return [Placed(_block(stored, part), region)]
+        if part.source_lengths == stored.shape and len(region.lengths) >= len(stored.shape):
+            return place(stored, region, self._stored.tensors, self._stored.block)
+        scale, (rows, _) = find_scale(stored, self._stored.tensors, self._stored.block)
+        cut, first, count = _block(stored, part), part.source_starts[0], part.source_lengths[0]
+        if len(stored.shape) != 2 or first % rows:
+            raise NotTraceable("a cut inside a block of FP8")
+        factors = scale.rows(first // rows, -(-count // rows))._replace(key=scale.key)
+        return [Placed(cut, region, factors, (rows, _))]
 
     def _drop_tied(self, tensors: Mapping[str, TensorInfo]) -> None:
         """Of a tied tensor that is stored under two names, the one that the model ties to the other is not read."""
@@ -184,10 +203,6 @@ class TransformersCheckpoint:
             )
 
 
-def _is_float8(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point and dtype.itemsize == 1
-
-
 def _block(stored: StoredTensor, part: TracedPart) -> StoredTensor:
     """Return the block of a stored tensor as a stored tensor of its own.
 
@@ -200,10 +215,7 @@ def _block(stored: StoredTensor, part: TracedPart) -> StoredTensor:
     outer = next(dim for dim in range(len(lengths)) if lengths[dim] != stored.shape[dim])
     if lengths[outer + 1 :] != stored.shape[outer + 1 :] or math.prod(stored.shape[:outer]) != 1:
         raise NotTraceable("a cut that is not along the first dim")
-    row_bytes = math.prod(lengths[outer + 1 :]) * stored.dtype.itemsize
-    return stored._replace(
-        shape=lengths, offset=stored.offset + starts[outer] * row_bytes, nbytes=lengths[outer] * row_bytes
-    )
+    return stored._replace(shape=stored.shape[outer:]).rows(starts[outer], lengths[outer])._replace(shape=lengths)
 
 
 class ConvertingReader:
@@ -232,7 +244,7 @@ class ConvertingReader:
             by_group.setdefault(self._groups[request.name].first, []).append(request)
         for of_group in by_group.values():
             group = self._groups[of_group[0].name]
-            values = self._read_whole(group.keys)
+            values = self._read_whole(group.keys, of_group[0].destination.dtype)
             found = group.convert(values.__getitem__, self._model)
             for request in of_group:
                 request.destination.copy_(found[request.name][request.region.slices])
@@ -245,12 +257,17 @@ class ConvertingReader:
             found[stored.file] = found.get(stored.file, 0) + stored.nbytes
         return found
 
-    def _read_whole(self, keys: Sequence[str]) -> dict[str, torch.Tensor]:
+    def _read_whole(self, keys: Sequence[str], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """Read `keys` in the dtypes of the files, FP8 in `dtype`."""
         stored = {key: self._stored.tensors[key] for key in keys}
-        placed = {key: (t.shape, [Placed(t, whole(key, t.shape).region)]) for key, t in stored.items()}
-        values = {key: torch.empty(tensor.shape, dtype=tensor.dtype) for key, tensor in stored.items()}
+        regions = {key: whole(key, tensor.shape).region for key, tensor in stored.items()}
+        placed = {
+            key: (tensor.shape, place(tensor, regions[key], self._stored.tensors, self._stored.block))
+            for key, tensor in stored.items()
+        }
+        values = {key: torch.empty(t.shape, dtype=dtype if t.dtype in FP8 else t.dtype) for key, t in stored.items()}
         reader = SafetensorsReader(self.name, placed, self._stored.file_bytes)
-        reader.read_quietly([ReadRequest(key, placed[key][1][0].region, values[key]) for key in keys])
+        reader.read_quietly([ReadRequest(key, regions[key], values[key]) for key in keys])
         return values
 
 

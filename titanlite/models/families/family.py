@@ -11,9 +11,11 @@ from titanlite.models.families.keys import (
     COMMON_DECLARED,
     MISSING,
     Key,
+    describe_unreadable,
     find_contradictions,
     find_infinite,
     find_other_loss,
+    find_quantization,
     get_padding_row,
     show,
 )
@@ -73,10 +75,6 @@ GROUP_RULES: Sequence[tuple[Callable[[ModelConfig], bool], str]] = (
         lambda config: config.num_shared_experts > 0,
         "num_shared_experts ({num_shared_experts}) is not positive, which transformers' class demands.",
     ),
-)
-QUANTIZATION_PROBLEM = (
-    "quantization_config: of quantized weights only FP8 with a scale per block (quant_method 'fp8' with a "
-    "weight_block_size of two numbers) can be read."
 )
 
 
@@ -212,8 +210,8 @@ class Family:
             wanted = " or ".join(repr(one) for one in allowed)
             default = "" if key in hf else ", which transformers takes where the key is missing,"
             lacking.append(f"{key} = {value!a}{default} is not supported by the native decoder, only {wanted} is.")
-        if not is_readable_quantization(hf.get("quantization_config")):
-            lacking.append(QUANTIZATION_PROBLEM)
+        if problem := describe_unreadable(find_quantization(hf)):
+            lacking.append(problem)
         types = hf.get("layer_types")
         if isinstance(types, list) and any(kind != "full_attention" for kind in types):
             lacking.append("layer_types has other entries than 'full_attention', which the native decoder lacks.")
@@ -228,13 +226,3 @@ class Family:
             return True  # looked at by themselves
         first, count = hf.get("max_window_layers", first.default), hf.get("num_hidden_layers")
         return type(first) is int and type(count) is int and first >= count
-
-
-def is_readable_quantization(quantization: Any) -> bool:
-    """Return True without quantization, and for block-scaled FP8, which is dequantized while it is read."""
-    if quantization is None:
-        return True
-    if not isinstance(quantization, Mapping) or quantization.get("quant_method") != "fp8":
-        return False
-    block = quantization.get("weight_block_size", [128, 128])
-    return isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)

@@ -11,6 +11,7 @@ from titanlite.base.hf_objects import build_config, decode_floats
 from titanlite.base.log import logger
 from titanlite.config.model import AnyModelConfig, TransformersConfig
 from titanlite.config.schema import JobConfig
+from titanlite.models.families.keys import QUANTIZATION, describe_unreadable, find_quantization
 from titanlite.models.families.limits import find_absurd
 
 _SHOWN_CHARS = 80
@@ -22,16 +23,17 @@ def transformers_config(hf: Mapping[str, Any], where: str, why: str = "") -> Tra
     """Build the configuration of the model that `hf` describes; `where` names it in errors, `why` goes to the log.
 
     Raises:
-        ConfigError: no class of transformers generates text from it, its weights are quantized, or transformers refuses
-            the configuration.
+        ConfigError: no class of transformers generates text from it, its weights are in a format that cannot be read,
+            or transformers refuses the configuration.
     """
-    if hf.get("quantization_config") is not None:
-        method = hf["quantization_config"].get("quant_method") if isinstance(hf["quantization_config"], dict) else None
-        raise ConfigError(
-            f"{where}: quantization_config: the weights are quantized ({method}), and transformers' classes are "
-            "trained on full weights here. Load the model with transformers, dequantize it, and save it with "
-            "save_pretrained; then use that folder."
-        )
+    if problem := describe_unreadable(find_quantization(hf)):
+        raise ConfigError(f"{where}: {problem}")
+    # They are dequantized while they are read, and saved so.
+    parts = {key: value for key, value in hf.items() if key not in QUANTIZATION}
+    hf = {
+        k: {n: v for n, v in part.items() if n not in QUANTIZATION} if isinstance(part, dict) else part
+        for k, part in parts.items()
+    }
     config, cls = load_config_and_class(hf, where)
     text = config.get_text_config()
     heads = _number(text, "num_attention_heads") or 1

@@ -22,6 +22,7 @@ _KINDS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "list[str]": ("a list of texts", lambda value: _is_list_of(value, str)),
     "None": ("null", lambda value: value is None),
 }
+QUANTIZATION = ("quantization_config", "compression_config")
 _MOST_SHOWN = 80
 # No key counts anything larger; a size of its own has a smaller limit in `limits`.
 _MOST = 2**31
@@ -70,6 +71,28 @@ def show(value: Any) -> str:
     """`value` of a config.json as it may stand in a message: printable, and not long."""
     text = "null" if value is None else ascii(value)
     return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 3]}..."
+
+
+def find_quantization(hf: Mapping[str, Any]) -> Any:
+    """Return what `hf`, or one of its parts, says of quantized weights; or None."""
+    parts = [hf, *(value for key, value in hf.items() if key.endswith("_config") and isinstance(value, Mapping))]
+    return next((part[key] for part in parts for key in QUANTIZATION if part.get(key) is not None), None)
+
+
+def describe_unreadable(quantization: Any) -> str:
+    """Return why weights of `quantization` cannot be read; empty if they can, dequantized on the way."""
+    found = quantization if isinstance(quantization, Mapping) else {}
+    method, block = found.get("quant_method"), found.get("weight_block_size", [128, 128])
+    is_fp8 = method == "fp8" and found.get("expert_dtype", "fp8") == "fp8"
+    has_blocks = block is None or (_is_list_of(block, int) and len(block) == 2 and min(block) > 0)
+    if quantization is None or method == "mxfp4" or (is_fp8 and has_blocks):
+        return ""
+    given = {key: found[key] for key in ("quant_algo", "expert_dtype", "weight_block_size") if key in found}
+    return (
+        f"quantization_config: weights of quant_method {show(method)}{f' ({show(given)})' if given else ''} cannot be "
+        "read, only those of 'fp8' (weight_block_size: two numbers, or null) and 'mxfp4' can. Give the folder of the "
+        "weights that were quantized."
+    )
 
 
 def find_infinite(value: Any, path: str = "") -> Iterator[str]:
@@ -184,10 +207,8 @@ COMMON_DECLARED: Mapping[str, Key] = {
     **dict.fromkeys(("layer_types", "mlp_layer_types"), Key("list[str] | None")),
 }
 MOE_DECLARED: Mapping[str, Key] = {
-    "num_experts_per_tok": Key("int"),
-    "moe_intermediate_size": Key("int"),
+    **dict.fromkeys(("num_experts_per_tok", "moe_intermediate_size", "num_local_experts"), Key("int")),
     "output_router_logits": Key("bool"),
-    "num_local_experts": Key("int"),
 }
 WINDOW_DECLARED: Mapping[str, Key] = {
     "use_sliding_window": Key("bool", False),

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fp8_folder import write_fp8
+from quantized_folder import write_fp8
 from safetensors.torch import save_file
 
 from titanlite.base.errors import CheckpointError

@@ -1,0 +1,253 @@
+"""FP8 and MXFP4 folders are read as transformers dequantizes them, each region by its own bytes."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from quantized_folder import write_fp8, write_mxfp4
+from safetensors.torch import load_file, save_file
+from tiny_transformers import ALL_MODELS, mapping_of, save_tiny
+from torch.distributed.fsdp import fully_shard
+
+from titanlite.base.errors import ConfigError, PlanError, VerifyError
+from titanlite.checkpoint.hf_model import save_hf_model
+from titanlite.checkpoint.model_source import weights_of
+from titanlite.features.transformers.build import build_transformers
+from titanlite.features.transformers.model import TransformersModel
+from titanlite.materialize import Plan, ReadRequest, Region, materialize
+from titanlite.materialize.layout import local_of
+from titanlite.models.families.hf_config import transformers_config
+
+BLOCK = (8, 16)
+
+
+def build(folder: Path, dtype: torch.dtype = torch.bfloat16) -> TransformersModel:
+    hf = json.loads((folder / "config.json").read_text())
+    return build_transformers(transformers_config(hf, "config.json"), dtype)
+
+
+def load(folder: Path, dtype: torch.dtype = torch.bfloat16) -> tuple[TransformersModel, Plan, Any]:
+    model = build(folder, dtype)
+    source = weights_of(folder, model)
+    return model, materialize(model, "cpu", [source]), source
+
+
+def save(name: str, folder: Path) -> Path:
+    save_tiny(name, folder)
+    return folder
+
+
+def assert_as_transformers(folder: Path, dtype: torch.dtype, config: Any) -> None:
+    model, plan, _ = load(folder, dtype)
+    theirs = type(model.transformers_model).from_pretrained(folder, dtype=dtype, quantization_config=config)
+    expected = theirs.state_dict()
+    for entry in plan.entries:
+        if entry.info.persistent:
+            name = next(name for name in entry.names if name in expected)
+            assert torch.equal(entry.tensor, expected[name]), name
+            assert entry.tensor.dtype == expected[name].dtype
+
+
+@pytest.mark.parametrize(
+    ("name", "block", "factors"),
+    [
+        ("mixtral", BLOCK, ""),  # experts fused from one matrix each
+        ("mixtral", None, "tensor"),
+        ("glm4_moe", None, "row"),
+        ("qwen2_5_vl", BLOCK, ""),
+    ],
+)
+def test_fp8_is_read_as_transformers_dequantizes_it(
+    tmp_path: Path, name: str, block: tuple[int, int] | None, factors: str
+) -> None:
+    from transformers import FineGrainedFP8Config
+
+    folder = save(name, tmp_path / name)
+    write_fp8(folder, block, factors)
+    config = FineGrainedFP8Config(weight_block_size=block, dequantize=True)  # type: ignore[arg-type]
+    assert_as_transformers(folder, torch.bfloat16, config)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_mxfp4_is_read_as_transformers_dequantizes_it(tmp_path: Path, dtype: torch.dtype) -> None:
+    from transformers import Mxfp4Config
+
+    folder = save("gpt_oss", tmp_path / "gpt_oss")
+    write_mxfp4(folder)
+    assert_as_transformers(folder, dtype, Mxfp4Config(dequantize=True))
+
+
+@pytest.mark.parametrize(
+    ("block", "suffix", "edit"),
+    [
+        ((7, 24), "_scale_inv", lambda scale: scale),  # edges cut blocks
+        ((7, 24), "_scale", lambda scale: scale.bfloat16()),
+        ((1, 16), "_scale_inv", lambda scale: (scale.log2() + 127).to(torch.uint8)),  # exponents
+        (BLOCK, "_scale_inv", lambda scale: scale.to(torch.float8_e8m0fnu)),
+    ],
+)
+def test_other_forms_of_factors(
+    tmp_path: Path, block: tuple[int, int], suffix: str, edit: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """Also experts that are fused in the file, and factors of activations, which nothing here needs."""
+    folder = save("gpt_oss", tmp_path / "gpt_oss")
+    expected = write_fp8(folder, block, "", suffix, edit)
+    if suffix == "_scale":
+        stored = load_file(folder / "model.safetensors")
+        stored["model.layers.0.self_attn.q_proj.input_scale"] = torch.ones(())
+        save_file(stored, folder / "model.safetensors")
+        expected = {k: v for k, v in expected.items() if stored[k].dtype != torch.float8_e4m3fn}
+    model, _, source = load(folder, torch.float32)
+    state = model.transformers_model.state_dict()
+    for key, value in expected.items():
+        assert torch.equal(state[key], value), key
+    if suffix != "_scale":
+        name = "model.layers.1.mlp.experts.down_proj"
+        for region in (Region((2, 0, 0), (1, 64, 64)), Region((0, 5, 15), (4, 4, 18))):
+            assert torch.equal(read(source.reader, name, region), expected[name][region.slices])
+
+
+def read(reader: Any, name: str, region: Region) -> torch.Tensor:
+    shard = torch.full(region.lengths, float("nan"))
+    reader.read([ReadRequest(name, region, shard)])
+    return shard
+
+
+def fused(tensors: dict[str, torch.Tensor]) -> None:
+    for prefix in ("model.layers.0.self_attn.", "model.layers.1.self_attn."):
+        for suffix in (".weight", ".weight_scale_inv"):
+            parts = [tensors.pop(f"{prefix}{part}_proj{suffix}") for part in "qkv"]
+            tensors[f"{prefix}qkv{suffix}"] = torch.cat(parts)
+
+
+def transposed(tensors: dict[str, torch.Tensor]) -> None:
+    for key in [key for key in tensors if "down_proj.weight" in key]:
+        tensors[key] = tensors[key].T.contiguous()
+
+
+@pytest.mark.parametrize(
+    ("kind", "edit", "block"),
+    [("fused", fused, BLOCK), ("fused", fused, (1, 32)), ("transposed", transposed, (16, 16))],
+)
+def test_fp8_is_cut_and_converted(tmp_path: Path, kind: str, edit: Any, block: tuple[int, int]) -> None:
+    folder = save("llama", tmp_path / "llama")
+    expected = write_fp8(folder, block)
+    stored = load_file(folder / "model.safetensors")
+    edit(stored)
+    save_file(stored, folder / "model.safetensors")
+    model = build(folder)
+    model.all_conversions = mapping_of(kind)
+    materialize(model, "cpu", [weights_of(folder, model)])
+    for key, value in model.transformers_model.state_dict().items():
+        assert torch.equal(value, expected[key].bfloat16()), key
+
+
+def test_a_region_of_mxfp4_takes_its_own_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("titanlite.features.transformers.mxfp4._JOB_BYTES", 64)
+    folder = save("gpt_oss", tmp_path / "gpt_oss")
+    expected = write_mxfp4(folder)
+    model = build(folder)
+    name = "model.layers.1.mlp.experts.gate_up_proj"  # (4, 64, 128)
+    (source,) = (e.source for e in materialize(model, "cpu", [weights_of(folder, model)]).entries if e.fqn == name)
+    for region, nbytes in [
+        (Region((0, 0, 0), (4, 64, 128)), 4 * 128 * 2 * 17),
+        (Region((2, 0, 0), (1, 64, 128)), 128 * 2 * 17),  # expert parallel
+        (Region((0, 0, 64), (4, 64, 64)), 4 * 64 * 2 * 17),  # tensor parallel
+        (Region((1, 32, 0), (2, 32, 128)), 2 * 128 * 17),
+        (Region((3, 17, 5), (1, 20, 3)), 3 * 2 * 17),  # blocks cut
+        (Region((4, 0, 0), (0, 64, 128)), 0),
+    ]:
+        assert torch.equal(read(source.reader, name, region), expected[name][region.slices]), region
+        assert sum(source.reader.plan_bytes(name, region).values()) == nbytes, region
+
+
+def test_a_dequantized_gpt_oss_trains_and_is_saved_in_full(run_ranks: Any, tmp_path: Path) -> None:
+    folder = save("gpt_oss", tmp_path / "gpt_oss")
+    expected = write_mxfp4(folder)
+
+    def rank_main() -> tuple[list[float], dict[str, torch.Tensor]]:
+        model = build(folder, torch.float32)
+        for layer in model.decoder_layers():
+            fully_shard(layer)
+        fully_shard(model)
+        plan = materialize(model, "cpu", [weights_of(folder, model)])
+        for entry in plan.entries:
+            if entry.fqn in expected:
+                assert torch.equal(entry.tensor.full_tensor(), expected[entry.fqn]), entry.fqn
+        with torch.no_grad():  # random exponents make random weights of any size
+            for param in model.parameters():
+                local_of(param).clamp_(-0.1, 0.1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        tokens, losses = torch.arange(16).view(2, 8), []
+        for _ in range(2):
+            loss = model(tokens, tokens.roll(-1)).cross_entropy / tokens.numel()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        save_hf_model(model, plan, None, tmp_path / "out", torch.bfloat16, folder)
+        return losses, {
+            entry.fqn: entry.tensor.full_tensor().bfloat16() for entry in plan.entries if entry.info.persistent
+        }
+
+    (losses, trained), _ = run_ranks(2, rank_main)
+    assert losses[1] < losses[0]
+    assert "quantization_config" not in (tmp_path / "out/config.json").read_text()
+    model = load(tmp_path / "out")[0].transformers_model
+    theirs = type(model).from_pretrained(tmp_path / "out", dtype=torch.bfloat16).state_dict()
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, trained[key]) and torch.equal(theirs[key], value), key
+
+
+def change_scale(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.layers.0.mlp.experts.down_proj_scales"][1, 2, 0] = 255
+
+
+def drop_scales(tensors: dict[str, torch.Tensor]) -> None:
+    del tensors["model.layers.0.mlp.experts.down_proj_scales"]
+
+
+def cut_scales(tensors: dict[str, torch.Tensor]) -> None:
+    key = "model.layers.0.mlp.experts.down_proj_scales"
+    tensors[key] = tensors[key][:, :-1].contiguous()
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (change_scale, r"layers\.0\.mlp\.experts\.down_proj: not filled, or NaN, in 32 of"),
+        (drop_scales, r"down_proj: missing"),
+        (cut_scales, r"down_proj_scales \(4, 63, 2\), which is not \(4, 64, 64\) in MXFP4"),
+    ],
+)
+def test_damaged_mxfp4_is_refused(tmp_path: Path, edit: Any, message: str) -> None:
+    folder = save("gpt_oss", tmp_path / "gpt_oss")
+    write_mxfp4(folder)
+    stored = load_file(folder / "model.safetensors")
+    edit(stored)
+    save_file(stored, folder / "model.safetensors")
+    with pytest.raises((PlanError, VerifyError), match=message):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "named"),
+    [
+        ({"quant_method": "awq", "bits": 4}, "'awq'"),
+        ({"quant_method": "gptq", "bits": 4}, "'gptq'"),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "'bitsandbytes'"),
+        ({"quant_method": "compressed-tensors", "format": "float-quantized"}, "'compressed-tensors'"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, r"'modelopt' \(\{'quant_algo': 'NVFP4'\}\)"),
+        ({"quant_method": "fp8", "expert_dtype": "fp4"}, r"'fp8' \(\{'expert_dtype': 'fp4'\}\)"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, r"'fp8' \(\{'weight_block_size': \[128\]\}\)"),
+    ],
+)
+@pytest.mark.parametrize("part", ["", "text_config"])
+def test_other_formats_are_named_and_refused(quantization: dict[str, Any], named: str, part: str) -> None:
+    hf = json.loads(ALL_MODELS["qwen2_5_vl"]().to_json_string())
+    (hf[part] if part else hf)["quantization_config"] = quantization
+    with pytest.raises(ConfigError, match=rf"config.json: quantization_config: weights of quant_method {named} cannot"):
+        transformers_config(hf, "config.json")
