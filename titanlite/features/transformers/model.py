@@ -7,7 +7,6 @@ Shapes: B batch, S sequence, D hidden, V vocabulary.
 """
 
 import inspect
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -42,10 +41,13 @@ from titanlite.features.transformers.probes import (
     PROBE_TOKENS,
     Facts,
     check_facts,
+    count_holders,
     evaluation,
     find_facts,
+    find_head,
     is_float32,
     plain_tokens,
+    repeated_layers,
 )
 from titanlite.features.transformers.sources import find_sources
 from titanlite.materialize.sources import Source
@@ -86,7 +88,7 @@ class TransformersModel(Model):
         # All of these look at class names, which sharding changes, so they are asked now.
         self._sources = find_sources(model) if sources is None else sources
         # In plain containers: the modules are registered below `model` once.
-        self._layers = tuple(_repeated_layers(model))
+        self._layers = tuple(repeated_layers(model))
         self._experts = find_experts(model)
         self._counters = build_counters(self._experts)
         self.counters = nn.ModuleList(self._counters.values())
@@ -103,7 +105,7 @@ class TransformersModel(Model):
         register_document_masks()
         self._facts: Facts | None = None  # not known before the first forward
         self._labels: tuple[torch.Tensor, Literal["sum", "none"]] | None = None
-        head = _find_head(model)
+        head = find_head(model)
         self._head = [head]  # in a list, so that it is no submodule a second time
         self.head_project: Callable[[torch.Tensor], torch.Tensor] | None = None
         self.cross_entropy: Callable[..., torch.Tensor] = linear_cross_entropy
@@ -207,6 +209,9 @@ class TransformersModel(Model):
         Args:
             valid_BS: False for padding, which expert counters leave out.
             with_boundaries: also tell the class where documents begin, in one row (1, B * S) as its kernels want it.
+
+        Raises:
+            ConfigError: the class says that it does not take these inputs.
         """
         shape = tokens_BS.shape
         if with_boundaries and document_ids_BS is not None:
@@ -220,8 +225,16 @@ class TransformersModel(Model):
                 counter.begin(valid_BS)
         if self.config.rope_limit is not None:
             forget_longest_forward(self._transformers_model)
-        with inside_documents(document_ids_BS):
-            found = self._transformers_model(input_ids=tokens_BS, use_cache=False, return_dict=True, **inputs).logits
+        try:
+            with inside_documents(document_ids_BS):
+                found = self._transformers_model(input_ids=tokens_BS, use_cache=False, return_dict=True, **inputs)
+        except ValueError as error:  # what the class says itself; torch's errors are others
+            text = " ".join(str(error).split()).rstrip(".")
+            raise ConfigError(
+                f"model: {self.config.architecture} of transformers refuses a forward of {list(tokens_BS.shape)} "
+                f"tokens: {text}. Set training.seq_len or the data so that it takes them, or use another one."
+            ) from error
+        found = found.logits
         return found.view(*shape, -1) if found.shape[:-1] == (1, shape.numel()) != shape else found  # or it is a loss
 
     def document_options(self) -> list[tuple[int, bool]]:
@@ -352,7 +365,7 @@ class TransformersModel(Model):
     def outer_units(self) -> tuple[list[nn.Module], list[nn.Module]]:
         """Embedding and head, for FSDP units of their own; those that share a parameter belong into the root's."""
         model = self._transformers_model
-        holders = Counter(param for m in model.modules() for param in m._parameters.values() if param is not None)
+        holders = count_holders(model)
         in_layers = {module for layer in self._layers for module in layer.modules()}
 
         def alone(module: nn.Module | None) -> list[nn.Module]:
@@ -417,25 +430,6 @@ class TransformersModel(Model):
     def expert_modules(self) -> dict[str, nn.Module]:
         """Modules that hold fused experts and compute them through transformers' experts interface, by name."""
         return dict(self._experts)
-
-
-def _find_head(model: Any) -> Any:
-    """Return the output embedding of the model, or of the first model inside it that has one."""
-    from transformers import PreTrainedModel
-
-    parts = (part for part in model.modules() if isinstance(part, PreTrainedModel))
-    return next((head for part in parts if (head := part.get_output_embeddings()) is not None), None)
-
-
-def _repeated_layers(model: Any) -> list[nn.Module]:
-    """Modules of the classes that transformers says must not be split, outermost only."""
-    found: list[nn.Module] = []
-    inside: set[nn.Module] = set()
-    for module in model.modules():
-        if module not in inside and type(module).__name__ in model._no_split_modules:
-            found.append(module)
-            inside.update(module.modules())
-    return found
 
 
 def _with_sizes(config: TransformersConfig, model: TransformersModel) -> TransformersConfig:

@@ -6,6 +6,7 @@ no, and the log says what it raised.
 Shapes: S sequence; 2 rows in a batch.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,8 +33,8 @@ class Facts:
     """Answers of the probes.
 
     Attributes:
-        has_plain_head: the logits are the object that the head's module returns: nothing scales, caps or casts them.
-        is_causal: another last token changes no earlier logits.
+        has_plain_head: the logits are what the head's module returns: nothing scales, caps, masks or casts them.
+        is_causal: neither another last token nor a longer row changes earlier logits.
         keeps_apart: tokens give the same logits alone and after another document in a row.
         takes_boundaries: it does so only if it is told where documents begin (`packing.boundaries`).
         first_position: position of a document's first token.
@@ -59,7 +60,7 @@ def find_facts(model: "TransformersModel", device: torch.device) -> Facts:
     size = PROBE_TOKENS
     tokens = plain_tokens(model.transformers_model.config, 3 * size)
     first, second, other = tokens[:size], tokens[size : 2 * size], tokens[2 * size :]
-    alone_2S = torch.tensor([second, [*second[:-1], other[-1]]], device=device)
+    alone_3S = torch.tensor([second, [*second[:-1], other[-1]], first], device=device)
     both_2S = torch.tensor([first + second, other + second], device=device)
     ids_2S = (torch.arange(2 * size, device=device) // size).expand(2, -1)
     reasons: list[str] = []
@@ -68,20 +69,26 @@ def find_facts(model: "TransformersModel", device: torch.device) -> Facts:
         try:
             return model.compute_logits(tokens_2S, *args, **options)
         except Exception as error:  # noqa: BLE001 - classes that cannot do this raise all kinds of them
+            error = error.__cause__ if isinstance(error.__cause__, Exception) else error
             reasons.append(f"{type(error).__name__}: {' '.join(str(error).split())[:300].rstrip('.')}")
             return None
 
     with evaluation(model), _returned(model.head) as returned:
-        alone = run(alone_2S)
-        is_plain = model.head_project is not None and len(returned) == 1 and returned[0] is alone
+        alone = run(alone_3S)
+        is_plain = model.head_project is not None and len(returned) == 1 and returned[0][0] is alone
+        is_plain = is_plain and alone._version == returned[0][1]  # Chameleon masks them in place
         mixed = run(both_2S)  # the control: how much a document changes what comes after it
         if alone is None or mixed is None or not alone.isfinite().all():
             return Facts(failure=reasons[0] if reasons else "its logits on 6 tokens are not finite")
+        if alone.shape[:2] != alone_3S.shape:
+            return Facts(failure=f"it has logits {list(alone.shape)} for {list(alone_3S.shape)} tokens")
         effect = (mixed[0, size:] - mixed[1, size:]).float().norm()
         expected = alone[0].float()
         moved = (alone[0, :-1] - alone[1, :-1]).float().norm()
+        lengthened = (alone[2] - mixed[0, :size]).float().norm()  # ProphetNet mixes up positions
         # Experts get other numbers of rows, and kernels other shapes, so the last bits may differ.
-        bound = (1e-4 if is_float32(alone, model.head) else 0.05) * expected.norm()
+        is_exact = is_float32(alone, model.head)
+        bound = (1e-4 if is_exact else 0.05) * expected.norm()
         for starts, with_boundaries in model.document_options():
             positions_2S = restarting_positions(ids_2S, None) + starts
             packed = run(both_2S, positions_2S, ids_2S, with_boundaries=with_boundaries)
@@ -97,7 +104,7 @@ def find_facts(model: "TransformersModel", device: torch.device) -> Facts:
             starts, with_boundaries = 0, False
     return Facts(
         has_plain_head=is_plain,
-        is_causal=bool(moved <= _LEAK * effect),
+        is_causal=bool((moved <= _LEAK * effect) & (lengthened <= bound * (1 if is_exact else 5))),
         keeps_apart=not reasons,
         takes_boundaries=with_boundaries,
         first_position=starts,
@@ -120,7 +127,7 @@ def check_facts(facts: Facts, model: "TransformersModel", *, on_text: bool = Tru
         flags = [f"{flag} = true" for flag in _FLAGS if getattr(config, flag, None) is False]
         remedy = f"Set {' and '.join(flags)} in its config.json" if flags else "Use another one"
         raise ConfigError(
-            f"model: {name} of transformers is not causal: another last token changes the logits of earlier ones, so "
+            f"model: {name} of transformers is not causal: other tokens change the logits of earlier ones, so "
             f"it sees what it is to predict. {remedy}."
         )
 
@@ -185,14 +192,46 @@ def evaluation(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _returned(head: nn.Module | None) -> Iterator[list[Any]]:
-    """Collect what the head returns; the first entry is of its first forward, and no later one changes it."""
+    """Collect what the head returns, with its version then; the first entry is of its first forward."""
     found: list[Any] = []
 
     def note(module: nn.Module, args: Any, output: Any) -> None:
-        found.append(output)
+        found.append((output, output._version))
 
     remove: Callable[[], None] = (lambda: None) if head is None else head.register_forward_hook(note).remove
     try:
         yield found
     finally:
         remove()
+
+
+# --- without a forward
+
+
+def find_head(model: Any) -> Any:
+    """Return the output embedding of the model, or of the first model inside it that has one."""
+    from transformers import PreTrainedModel
+
+    parts = (part for part in model.modules() if isinstance(part, PreTrainedModel))
+    return next((head for part in parts if (head := part.get_output_embeddings()) is not None), None)
+
+
+def repeated_layers(model: Any) -> list[nn.Module]:
+    """Return the modules of the classes that transformers says must not be split, outermost only.
+
+    One that shares a parameter with a module outside (BERT's embeddings) is not among them: FSDP would part the two.
+    """
+    found: list[nn.Module] = []
+    inside: set[nn.Module] = set()
+    holders = count_holders(model)
+    for module in model.modules():
+        is_layer = module not in inside and type(module).__name__ in model._no_split_modules
+        if is_layer and count_holders(module).items() <= holders.items():
+            found.append(module)
+            inside.update(module.modules())
+    return found
+
+
+def count_holders(model: nn.Module) -> Counter[nn.Parameter]:
+    """Count the modules that hold each parameter."""
+    return Counter(param for m in model.modules() for param in m._parameters.values() if param is not None)

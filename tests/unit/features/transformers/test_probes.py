@@ -173,3 +173,63 @@ def test_rows_are_refused_before_the_first_step() -> None:
     pairs = JobConfig(data=DataSection(packing=False), training=TrainingSection(objective="dpo"))
     with pytest.raises(ConfigError, match=r'training\.objective = "dpo" puts both sides of a pair into one'):
         check_rows(pairs, mixes, CPU)
+
+
+@pytest.mark.parametrize("attribute", ["logits", "rows"])
+def test_what_is_no_next_token_model_is_refused(attribute: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits of another shape, as of an encoder and decoder, or ones that depend on how long the row is."""
+    model = build(ALL_MODELS["qwen3"]())
+    compute = model.compute_logits
+
+    def changed(tokens: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        logits = compute(tokens, *args, **options)
+        return logits[:, :1] if attribute == "logits" else logits * tokens.shape[1]
+
+    monkeypatch.setattr(model, "compute_logits", changed)
+    what = (
+        "does not run on text alone: it has logits" if attribute == "logits" else "is not causal: other tokens change"
+    )
+    with pytest.raises(ConfigError, match=what):
+        model.find_facts(CPU)
+
+
+def test_logits_that_are_masked_in_place_are_not_the_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Chameleon does with image tokens: loss and gradients are those of the masked logits."""
+    model = build(ALL_MODELS["llama"]())
+    forward = model.transformers_model.forward
+
+    def masked(*args: Any, **options: Any) -> Any:
+        found = forward(*args, **options)
+        found.logits[:, :, 5:9] = -1e4
+        return found
+
+    monkeypatch.setattr(model.transformers_model, "forward", masked)
+    tokens, labels = tokens_and_labels()
+    loss = model(tokens, labels, None, DOCUMENTS).cross_entropy
+    logits = alone(model, tokens, 5, 9, 6)[0]
+    assert loss.item() == pytest.approx(torch.nn.functional.cross_entropy(logits, labels[0], reduction="sum").item())
+
+
+def test_what_a_class_says_of_its_inputs_is_the_error() -> None:
+    config = transformers.ReformerConfig(
+        **{name: _ENCODER[name] for name in ("vocab_size", "hidden_size", "num_attention_heads")},
+        attention_head_size=8,
+        attn_layers=["local"],
+        is_decoder=True,
+        feed_forward_size=16,
+        axial_pos_shape=[4, 6],
+        axial_pos_embds_dim=[8, 8],
+        max_position_embeddings=24,
+    )
+    model = build(config).train()
+    tokens, labels = tokens_and_labels()
+    with pytest.raises(
+        ConfigError, match=r"refuses a forward of \[1, 20\] tokens: If training, .* Set training.seq_len"
+    ):
+        model(tokens, labels, None, torch.zeros_like(tokens))
+
+
+def test_embeddings_that_share_their_weight_are_no_layer() -> None:
+    """BERT's must not be split, and the head has their weight: with FSDP the two would part."""
+    model = build(transformers.BertConfig(**_ENCODER, is_decoder=True))
+    assert {type(layer).__name__ for layer in model.decoder_layers()} == {"BertLayer"}
