@@ -11,23 +11,27 @@ traceback, or a result that starts with "WRONG".
 
 import argparse
 import copy
+import json
 import logging
+import os
 import re
+import resource
+import signal
 import sys
 import tempfile
-import time
 import traceback
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from sweep_stages import loads, scratch
+from sweep_table import Result, table_of
+from sweep_training import exports, generates, trains
 
 from titanlite.base.errors import ConfigError, TitanliteError
 from titanlite.config.model import TransformersConfig
@@ -37,10 +41,11 @@ from titanlite.features.transformers.model import TransformersModel
 from titanlite.models.families import resolve_model_config
 
 _MOST_PARAMETERS = 40_000_000
+_SHOWN_CHARS = 600
 # Values by the ends of names of settings; the first that fits counts. None: as it is.
 _SIZES: tuple[tuple[str, int | None], ...] = (
     (
-        r"(linear_)?(num_)?(key_value_heads|kv_heads|query_groups|global_key_value_heads)|multi_query_group_num|n_kv_head",
+        r"(linear_|swa_)?(num_)?(key_value_heads|kv_heads|query_groups|global_key_value_heads)|multi_query_group_num|n_kv_head",
         2,
     ),
     (r"linear_num_key_heads|index_kv_heads", 2),
@@ -81,11 +86,18 @@ _SIZES: tuple[tuple[str, int | None], ...] = (
     (r"(\w+_)?(image_size|img_size)", None),
     (r"(\w+_)?(num_)?(hidden_)?(layers|blocks)|n_layers?|depth|num_\w*layers|(encoder|decoder)_layers", 2),
 )
+_RANDOM = re.compile(r"drop|jitter|pdrop")  # what makes a forward in training mode random
 _PER_LAYER = re.compile(r"layer_?types|layers_block_type|\w*_layer_types|layer_types|mlp_only_layers|no_rope_layers")
 _ALTERNATING = ["sliding_attention", "full_attention"]
 # What the rules above do not find, by type and place.
 _ROPES = {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in _ALTERNATING}
 _GEMMA4 = {"vocab_size_per_layer_input": 256, "hidden_size_per_layer_input": 16}
+_DOTS3 = {
+    "head_dim": 32,
+    "index_n_heads": 64,
+    "num_key_value_heads": 4,
+    "per_layer_config": {2: {"num_key_value_heads": 4}},
+}
 _MROPE, _HALF_MROPE = (
     {"text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": sections}}}
     for sections in ([2, 3, 3], [1, 1, 2])
@@ -97,7 +109,15 @@ _FIXES: Mapping[str, Mapping[str, Any]] = {
     "granitemoehybrid": _MAMBA,
     "mamba2": {"num_heads": 8},
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen2_5_omni_thinker", "paddleocr_vl"), _MROPE),
-    "hunyuan_vl": {"text_config": {"head_dim": 16}},
+    "hunyuan_vl": {"text_config": {"head_dim": 16, "rope_parameters": {"mrope_section": [2, 2, 2, 2]}}},
+    "ernie4_5_vl_moe": {
+        "text_config": {
+            "moe_intermediate_size": [64, 64],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5e5, "mrope_section": [3, 3, 2]},
+        }
+    },
+    "inkling2_text": {"n_layers_per_attn_res_block": 1},
+    "xlm": {"causal": True},
     **dict.fromkeys(("glm4v", "glm_ocr", "glm46v", "glmga"), _MROPE),
     "glm4v_moe": _HALF_MROPE,
     "deepseek_v2": {"num_experts_per_tok": 2},
@@ -105,29 +125,49 @@ _FIXES: Mapping[str, Mapping[str, Any]] = {
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
     "xmod": {"default_language": "en_XX"},
     "gemma3n_text": {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": _ALTERNATING * 2}
-    | {"intermediate_size": [64] * 4, "activation_sparsity_pattern": [0.0] * 4},
+    | {"intermediate_size": [64] * 4, "activation_sparsity_pattern": [0.0] * 4}
+    | _GEMMA4,
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16},
     "ministral": {"head_dim": 16},
     "chameleon": {"vocabulary_map": {"<image>": 5}},
-    "emu3": {"vocabulary_map": {"<image>": 5}, "text_config": {"vocabulary_map": {"<image>": 5}}},
     "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0], "vit_layers": [1, 0]}},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "nemotron": {"num_key_value_heads": 2, "head_dim": 16},
-    "reformer": {"is_decoder": True, "axial_pos_shape": [8, 16], "axial_pos_embds_dim": [32, 32]},
+    "reformer": {"is_decoder": True, "axial_pos_embds": False},
     "xlnet": {"d_head": 16},
     "glm5_next": {"text_config": {"num_key_value_heads": 4, "index_topk": 16}},
+    "longcat_flash": {"qk_head_dim": 32},
+    "mistral4": {"head_dim": 32},
+    "zamba2": {"mamba_headdim": 16, "attention_hidden_size": 128, "attention_head_dim": 32} | {"hybrid_layer_ids": [1]},
+    "dbrx": {"attn_config": {"rope_theta": 1e4, "clip_qkv": 8.0}},
+    "emu3": {
+        "vocabulary_map": {"<image>": 5},
+        "text_config": {"vocabulary_map": {"<image>": 5}},
+        "vq_config": {"base_channels": 32},
+    },
+    "janus": {"vq_config": {"base_channels": 32}},
     "gemma4_text": _GEMMA4,
     "gemma4": {"text_config": _GEMMA4},
-    "dots3_note_text": {"num_key_value_heads": 4},
-    "dots3_note": {"text_config": {"num_key_value_heads": 4}},
+    "dots3_note_text": _DOTS3,
+    "dots3_note": {
+        "text_config": _DOTS3,
+        "vision_config": {"adapter_in_dim": 64, "adapter_out_dim": 64},
+        "audio_config": {"adapter_input_size": 64, "adapter_out_dim": 64},
+    },
+    "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense", "sparse"], "num_experts_per_tok": 2}},
+    "diffusion_gemma": {"text_config": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 64}},
+    "florence2": {
+        "vision_config": {"depths": [1] * 4, "embed_dim": [16, 32, 64, 64], "num_heads": [2] * 4, "num_groups": [2] * 4}
+    },
+    "granite4_vision": {"deepstack_layer_map": [[0, 0]], "spatial_target_layers": [1], "downsample_rate": "1/2"},
     "cohere_compass_text": {"rope_parameters": _ROPES},
     "cohere_compass": {"text_config": {"rope_parameters": _ROPES}},
     "blt": {
         "encoder_hash_byte_group_vocab": 64,
         "encoder_config": {"hidden_size_global": 128},
         "decoder_config": {"hidden_size_global": 128},
-        "global_config": {"hidden_size": 128},
+        "global_config": {"hidden_size": 128, "num_attention_heads": 8, "num_key_value_heads": 8},
     },
     "zamba": {
         "num_hidden_layers": 4,
@@ -186,6 +226,12 @@ class Case:
         ours = TransformersModel(self.model, self.config).eval()
         add_noise(self.model)  # looking for sources of tensors that are not on meta has initialized them again
         return ours
+
+    @cached_property
+    def saved(self) -> Path:
+        """The folder, with what transformers saves of the model."""
+        self.model.save_pretrained(self.folder)
+        return self.folder
 
     @cached_property
     def config(self) -> TransformersConfig:
@@ -260,6 +306,8 @@ def _shrunk(table: Mapping[str, Any], skip_sizes: bool) -> dict[str, Any]:
     for key, value in table.items():
         if isinstance(value, dict) and ("model_type" in value or key.endswith("_config")) and key != "per_layer_config":
             small[key] = _shrunk(value, skip_sizes)
+        elif isinstance(value, float) and _RANDOM.search(key):
+            small[key] = 0.0
         elif isinstance(value, int) and not isinstance(value, bool) and value > 1:
             small[key] = value if skip_sizes else _small_size(key, value)
     layers = next(
@@ -272,6 +320,8 @@ def _shrunk(table: Mapping[str, Any], skip_sizes: bool) -> dict[str, Any]:
             small[key] = 200 + value % 50
     if small.get("kv_lora_rank") and isinstance(small.get("num_attention_heads"), int):  # latent attention
         small["num_key_value_heads"] = small["num_attention_heads"]
+    if small.get("is_decoder") is False and not small.get("is_encoder_decoder"):
+        small["is_decoder"] = True  # or BERT and its kin are not causal
     rope = small.get("rope_parameters")
     if isinstance(rope, dict):
         small["rope_parameters"] = _small_rope(rope)
@@ -361,6 +411,8 @@ def probes(case: Case) -> str:
             packed = ours(tokens, document_ids_BS=documents)
         except ConfigError as error:
             refused = str(error)
+        if "does not run on text" in refused:
+            return "not on text"
         if whole is None or other is None or None in parts:
             return f"not on text ({refused})" if refused else "WRONG: accepted"
         causal = _is_close(other[:, :-1], whole[:, :-1])
@@ -375,30 +427,21 @@ def probes(case: Case) -> str:
         return "packed" if _is_close(packed, expected) else "WRONG: packed"
 
 
-def cache(case: Case) -> str:
-    """Greedy generation of two prompts is that of the same prompts without a cache."""
-    from titanlite.features.generate.generate import generate
-
-    prompts = [list(range(3, 9)), list(range(40, 44))]
-    ours = case.ours
-    found = generate(ours, prompts, max_new_tokens=6, device=torch.device("cpu"))
-    kept = ours.can_cache(torch.device("cpu"))
-    for prompt, continuation in zip(prompts, found, strict=True):
-        row = list(prompt)
-        with torch.no_grad():
-            for token in continuation.tokens:
-                logits = case.model(input_ids=torch.tensor([row]), use_cache=False, return_dict=True).logits[0, -1]
-                if logits[token] < logits.max() - 1e-4 * logits.abs().max():  # not a tie
-                    return "WRONG: other tokens" + (" with a cache" if kept else "")
-                row.append(token)
-    return "kept" if kept else "none"
-
-
 def _is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
     return bool((found - expected).norm() <= 1e-4 * expected.norm())  # float32; experts see other numbers of rows
 
 
-STAGES: tuple[Callable[[Case], str], ...] = (built, reads, builds, probes, cache, loads, scratch)
+STAGES: tuple[Callable[[Case], str], ...] = (
+    built,
+    reads,
+    builds,
+    probes,
+    generates,
+    loads,
+    trains,
+    exports,
+    scratch,
+)
 
 
 def run(case: Case, stages: tuple[Callable[[Case], str], ...]) -> Iterator[str]:
@@ -415,7 +458,32 @@ def run(case: Case, stages: tuple[Callable[[Case], str], ...]) -> Iterator[str]:
             where = traceback.extract_tb(error.__traceback__)
             own = next((frame for frame in reversed(where) if "titanlite/" in frame.filename), where[-1])
             yield f"TRACEBACK: {type(error).__name__}: {error} ({Path(own.filename).name}:{own.lineno})"
-            return
+
+
+def run_apart(case: Case, stages: tuple[Callable[[Case], str], ...], limit_s: int) -> list[str]:
+    """As `run`, in a process of its own that may take `limit_s` seconds of CPU time, and 5 times as long in all."""
+    reader, writer = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            os.close(reader)
+            resource.setrlimit(resource.RLIMIT_CPU, (limit_s, limit_s))
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            signal.alarm(5 * limit_s)
+            with os.fdopen(writer, "w") as pipe, tempfile.TemporaryDirectory() as folder:
+                case.folder = Path(folder)
+                for word in run(case, stages):
+                    print(" ".join(word.split())[:_SHOWN_CHARS], file=pipe, flush=True)
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        words = pipe.read().splitlines()
+    _, status = os.waitpid(child, 0)
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        late = number in (signal.SIGXCPU, signal.SIGKILL, signal.SIGALRM)
+        words.append(f"LIMIT: {limit_s} s" if late else f"TRACEBACK: {signal.Signals(number).name}")
+    return words
 
 
 @contextmanager
@@ -432,33 +500,29 @@ def quiet() -> Iterator[None]:
 
 
 def main() -> int:
-    """Print the table; 1 if anything is wrong."""
+    """Print a line for each case, and the table; 1 if anything is wrong."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("types", nargs="*", help="model types; none: all")
     parser.add_argument("--part", default="1/1", help="I/N: every Nth case, from the Ith on")
     parser.add_argument("--stages", default=",".join(stage.__name__ for stage in STAGES))
-    parser.add_argument("--limit-s", type=float, default=0.0, help="begin no further case after so many seconds")
+    parser.add_argument("--case-s", type=int, default=60, help="seconds of CPU time for a case")
+    parser.add_argument("--results", type=Path, help="file of lines in JSON, to which each case's is added")
     given = parser.parse_args()
     number, parts = map(int, given.part.split("/"))
     stages = tuple(stage for stage in STAGES if stage.__name__ in given.stages.split(","))
     chosen = [case for case in cases() if not given.types or case.model_type in given.types][number - 1 :: parts]
-    counts: dict[str, Counter[str]] = {stage.__name__: Counter() for stage in stages}
-    wrong, began = 0, time.monotonic()
-    with quiet(), tempfile.TemporaryDirectory() as folder:
-        for i, case in enumerate(chosen):
-            if given.limit_s and time.monotonic() - began > given.limit_s:
-                print(f"-- time is up: {len(chosen) - i} cases left, from {case}")
-                break
-            case.folder = Path(folder) / str(i)
-            words = [" ".join(word.split())[:300] for word in run(case, stages)]
-            print("| " + " | ".join([case.model_type, case.class_name, *words]) + " |", flush=True)
-            wrong += any(word.startswith(("TRACEBACK", "WRONG")) for word in words)
-            for stage, word in zip(stages, words, strict=False):
-                counts[stage.__name__][re.split(r"[ :]", word)[0] if stage is not built else word[:3]] += 1
-            vars(case).clear()
-    for name, found in counts.items():
-        print(f"{name}: {', '.join(f'{count} {word}' for word, count in found.most_common())}")
-    return int(wrong > 0)
+    results = []
+    with quiet():
+        for case in chosen:
+            words = run_apart(case, stages, given.case_s)
+            names = [stage.__name__ for stage in stages]
+            results.append(Result(case.model_type, case.class_name, dict(zip(names, words, strict=False))))
+            print(results[-1], flush=True)
+            if given.results:
+                with given.results.open("a") as file:
+                    print(json.dumps(asdict(results[-1])), file=file)
+    print(*table_of(results), sep="\n")
+    return int(any(result.is_wrong for result in results))
 
 
 if __name__ == "__main__":

@@ -23,11 +23,13 @@ def case(tmp_path: Path) -> Any:
     model = transformers.Qwen3ForCausalLM._from_config(hf, dtype=torch.float32)
     with torch.no_grad():
         model.model.norm.weight += 0.1
+    model.save_pretrained(tmp_path)
     return SimpleNamespace(
         cls=transformers.Qwen3ForCausalLM,
         model=model,
         config=transformers_config(model.config.to_dict(), "test"),
         folder=tmp_path,
+        saved=tmp_path,
     )
 
 

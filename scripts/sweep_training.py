@@ -1,0 +1,211 @@
+"""Stages of `sweep_transformers.py` that compute: an optimizer step, its export, and greedy generation.
+
+A stage takes a case and returns a word, as those in `sweep_stages.py` do. The step goes through titanlite's own path:
+described on meta, sharded (over one rank), filled from the folder that transformers saved, stepped by `TrainStep`.
+"""
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from sweep_stages import is_same
+
+from titanlite.assemble import build_on_meta, build_schedule, fill, make_optimizer
+from titanlite.checkpoint.folder import read_model_headers
+from titanlite.checkpoint.hf_model import save_hf_model
+from titanlite.checkpoint.pretrained import weights_of
+from titanlite.config import JobConfig, TransformersConfig
+from titanlite.config.parallelism import Degrees
+from titanlite.data.dataset import IGNORE_INDEX, Batch
+from titanlite.distributed import ParallelDims
+from titanlite.features.generate.generate import generate
+from titanlite.features.transformers.packing import restarting_positions
+from titanlite.features.transformers.probes import check_rows
+from titanlite.materialize.plan import clean_name
+from titanlite.objective import NextToken
+from titanlite.train_step import TrainStep
+
+_CPU = torch.device("cpu")
+_PACKED, _APART = ([[13, 11], [16]], [[24], [16]])  # lengths of the documents of both rows; the rest is padding
+# With a smaller eps a step takes gradients that are all rounding for as large as the others.
+_STEPS, _LR, _EPS = 2, 1e-3, 1e-3
+# float32; packed rows sum in another order, and experts see other numbers of rows.
+_LOSS_BOUND, _GRADIENT_BOUND, _FLOOR = 1e-6, 1e-4, 1e-3
+
+
+def rows_of(packed: bool) -> Batch:
+    """Two rows of random documents, several in one if `packed`; labels are the next tokens, padding has none."""
+    lengths, size = _PACKED if packed else _APART, 24
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(3, 190, (len(lengths), size), generator=generator)
+    labels, documents = torch.full_like(tokens, IGNORE_INDEX), torch.full_like(tokens, -1)
+    for row, in_row in enumerate(lengths):
+        start = 0
+        for number, length in enumerate(in_row):
+            labels[row, start : start + length - 1] = tokens[row, start + 1 : start + length]
+            documents[row, start : start + length] = number
+            start += length
+        tokens[row, start:] = 0
+    return Batch(tokens, labels, restarting_positions(documents, None), documents)
+
+
+@dataclass
+class Trained:
+    """What came of some optimizer steps.
+
+    Attributes:
+        losses: mean loss of each step.
+        gradients: of the first step, whole, by name.
+        model: after the steps, and its `plan`; of titanlite only.
+        packed: rows held several documents.
+    """
+
+    losses: list[float]
+    gradients: dict[str, torch.Tensor]
+    model: Any = None
+    plan: Any = None
+    packed: bool = True
+
+    def difference(self, other: "Trained") -> str:
+        """What differs from `other` by more than rounding; empty if nothing does."""
+        for step, (loss, expected) in enumerate(zip(self.losses, other.losses, strict=True), start=1):
+            if not abs(loss - expected) <= _LOSS_BOUND * abs(expected):
+                return f"loss {loss:.8g} of step {step}, of transformers {expected:.8g}"
+        names = sorted(self.gradients.keys() | other.gradients.keys())
+        floor = _FLOOR * torch.stack([grad.norm() for grad in other.gradients.values()]).norm()
+        unlike = []
+        for name in names:
+            got, wanted = (of.gradients.get(name, torch.zeros(())) for of in (self, other))
+            error = (got - wanted).norm() / torch.maximum(wanted.norm(), floor)
+            if not error <= _GRADIENT_BOUND:
+                unlike.append(f"{name} by {error:.2g}")
+        return f"{len(unlike)} of {len(names)} gradients, among them {unlike[0]}" if unlike else ""
+
+
+def our_steps(config: TransformersConfig, folder: Path) -> Trained:
+    """Optimizer steps from the weights in `folder`, on all ranks. Collective: every rank must call."""
+    job = JobConfig()
+    job.training.max_norm, job.training.steps = 0.0, _STEPS
+    job.optimizer.lr, job.optimizer.eps, job.optimizer.weight_decay = _LR, _EPS, 0.0
+    job.lr_scheduler.warmup_steps, job.lr_scheduler.min_lr_factor = 0, 1.0
+    dims = ParallelDims.build(Degrees(dp_shard=dist.get_world_size()), "cpu")
+    model: Any = build_on_meta(job, config, dims, _CPU)
+    plan = fill(job, model, [weights_of(folder, model)], _CPU)
+    optimizer = make_optimizer(job, model, dims)
+    job.data.packing = model.find_facts(_CPU).keeps_apart
+    check_rows(job, model, _CPU)
+    gradients: dict[str, torch.Tensor] = {}
+
+    def note(*args: Any) -> None:
+        for name, param in model.named_parameters():
+            if param.grad is not None:
+                gradients.setdefault(clean_name(name), param.grad.full_tensor().clone())
+
+    optimizer.register_step_pre_hook(note)
+    stepper = TrainStep(job, dims, _CPU, model, optimizer, NextToken(), build_schedule(dims))
+    batch = rows_of(job.data.packing)
+    mine = Batch(*(getattr(batch, of.name)[dims.dp_rank :: dims.degrees.dp] for of in fields(batch)))
+    losses = [stepper.train_step([mine]).loss.item() for _ in range(_STEPS)]
+    return Trained(losses, gradients, model, plan, job.data.packing)
+
+
+def their_steps(model: Any, packed: bool) -> Trained:
+    """The same on transformers' model in one process, each document alone."""
+    batch, optimizer = rows_of(packed), torch.optim.AdamW(model.parameters(), _LR, (0.9, 0.95), _EPS, 0.0)
+    losses: list[float] = []
+    gradients: dict[str, torch.Tensor] = {}
+    for _ in range(_STEPS):
+        loss = torch.zeros(())
+        for tokens, labels, documents in zip(batch.tokens, batch.labels, batch.document_ids, strict=True):
+            for number in range(int(documents.max()) + 1):
+                mine = documents == number
+                logits = model(input_ids=tokens[mine].unsqueeze(0), use_cache=False, return_dict=True).logits[0]
+                loss = loss + F.cross_entropy(logits.float(), labels[mine], ignore_index=IGNORE_INDEX, reduction="sum")
+        loss = loss / (batch.labels != IGNORE_INDEX).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        losses.append(loss.item())
+        gradients = gradients or {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        optimizer.step()
+    return Trained(losses, gradients)
+
+
+def trains(case: Any) -> str:
+    """Make two optimizer steps, and compare losses and gradients with transformers' own, each document alone."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    found = our_steps(case.config, case.saved)
+    expected = their_steps(case.cls.from_pretrained(case.saved, dtype=torch.float32).train(), found.packed)
+    case.notes["trained"] = found
+    if difference := found.difference(expected):
+        return f"WRONG: {difference}"
+    return "packed" if found.packed else "apart"
+
+
+def exports(case: Any) -> str:
+    """Save the trained model; transformers reads every parameter bit for bit, and the folder has the same keys."""
+    if "trained" not in case.notes:
+        return "-"
+    trained = case.notes.pop("trained")
+    model, folder = trained.model, case.folder / "trained"
+    save_hf_model(model, trained.plan, None, folder, torch.float32, case.saved)
+    loaded, info = case.cls.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    if any(info.values()):
+        return f"WRONG: {next(f'{name} {value}' for name, value in info.items() if value)}"
+    own = {clean_name(name): param.full_tensor() for name, param in model.named_parameters()}
+    read = dict(loaded.named_parameters(remove_duplicate=False))
+    differing = [name for name, tensor in own.items() if name not in read or not is_same(read[name], tensor)]
+    if differing:
+        return f"WRONG: {len(differing)} parameters, among them {differing[0]}"
+    began = dict(case.cls.from_pretrained(case.saved, dtype=torch.float32).named_parameters())
+    if all(torch.equal(own[name], tensor) for name, tensor in began.items()):
+        return "WRONG: nothing was trained"
+    keys = [read_model_headers(place).tensors.keys() for place in (folder, case.saved)]
+    return "equal" if keys[0] == keys[1] else f"other keys: {sorted(keys[0] ^ keys[1])[:3]}"
+
+
+def generates(case: Any) -> str:
+    """Greedy continuations of two prompts in a batch are those of transformers' `generate`, with and without a cache.
+
+    Where they part, the token must be a tie of logits without a cache.
+    """
+    prompts = [list(range(3, 9)), list(range(40, 44))]
+    ours = case.ours
+    found = generate(ours, prompts, max_new_tokens=6, device=_CPU)
+    kept = ours.can_cache(_CPU)
+    known = "no generate of transformers"
+    for prompt, continuation in zip(prompts, found, strict=True):
+        theirs = [their_continuation(case.model, prompt, use_cache) for use_cache in (False, True)]
+        if None not in theirs:
+            known = "transformers' cache gives others" if theirs[0] != theirs[1] else ""
+        if continuation.tokens in theirs and theirs[0] == theirs[1]:
+            continue
+        row = list(prompt)
+        with torch.no_grad():
+            for token in continuation.tokens:
+                logits = case.model(input_ids=torch.tensor([row]), use_cache=False, return_dict=True).logits[0, -1]
+                if logits[token] < logits.max() - 1e-4 * logits.abs().max():  # not a tie
+                    return f"WRONG: {continuation.tokens}, of transformers {theirs}"
+                if token == getattr(case.model.config, "pad_token_id", None):
+                    break  # some classes take it for padding when they read it
+                row.append(token)
+    return ("cached" if kept else "whole") + (f" ({known})" if known else "")
+
+
+def their_continuation(model: Any, prompt: list[int], use_cache: bool) -> list[int] | None:
+    """Six tokens by transformers' own greedy `generate`; None if it raises."""
+    from transformers import GenerationConfig
+
+    config = GenerationConfig(max_new_tokens=6, do_sample=False, use_cache=use_cache, pad_token_id=0)
+    own, model.generation_config = getattr(model, "generation_config", None), config
+    try:
+        with torch.no_grad():
+            row = model.generate(torch.tensor([prompt]), generation_config=config, attention_mask=None)[0].tolist()
+    except Exception:  # noqa: BLE001 - of transformers, all kinds of them
+        return None
+    finally:
+        model.generation_config = own
+    return row[len(prompt) :] if row[: len(prompt)] == prompt else row[-6:]
