@@ -16,7 +16,7 @@ from sweep_stages import is_same
 from titanlite.assemble import build_on_meta, build_schedule, fill, make_optimizer
 from titanlite.checkpoint.folder import read_model_headers
 from titanlite.checkpoint.hf_model import save_hf_model
-from titanlite.checkpoint.pretrained import weights_of
+from titanlite.checkpoint.model_source import weights_of
 from titanlite.config import JobConfig, TransformersConfig
 from titanlite.config.parallelism import Degrees
 from titanlite.data.dataset import IGNORE_INDEX, Batch
