@@ -103,9 +103,6 @@ if [ "$gpus" -gt 0 ]; then
     [ "$threads" -ge 1 ] || threads=1
     [ "$threads" -le 8 ] || threads=8
     export TITANLITE_GPUS="$gpus" # ranks refuse to go on without them
-    # With expert parallelism the sizes of tensors change in every step, which would break up the GPU's memory.
-    [ -n "${PYTORCH_ALLOC_CONF:-}${PYTORCH_CUDA_ALLOC_CONF:-}" ] ||
-        export PYTORCH_ALLOC_CONF=expandable_segments:True
 fi
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$threads}"
 

@@ -30,7 +30,7 @@ from titanlite.data.run_length import check_start, describe_sources, resolve_ste
 from titanlite.data.tokenizer import check_vocabulary, count_ids
 from titanlite.distributed import ParallelDims
 from titanlite.distributed.collectives import all_reduce_sum, all_to_all_single
-from titanlite.distributed.device import check_device, choose_attention, warn_of_large_mask
+from titanlite.distributed.device import check_device, choose_attention
 from titanlite.distributed.fsdp import base_dtype, mixed_precision_dtypes
 from titanlite.distributed.parallelize import parallelize
 from titanlite.distributed.process_group import init_distributed
@@ -42,12 +42,15 @@ from titanlite.features.custom.optimizer import build_custom_optimizer
 from titanlite.features.diagnose import (
     DivergenceCheck,
     SpikeDetector,
+    check_triton,
     diagnose,
+    enable_flight_recorder,
     explain_out_of_memory,
     explain_refusal,
     explain_uncompiled,
     make_deterministic,
     start_memory_history,
+    warn_of_large_mask,
 )
 from titanlite.features.dpo.build import build_dpo
 from titanlite.features.dpo.objective import turn_off_dropout
@@ -82,6 +85,7 @@ from titanlite.metrics.run_folder import check_same_run, hold_folders, make_dump
 from titanlite.models.decoder import Decoder, build_decoder
 from titanlite.models.interface import Model
 from titanlite.objective import NextToken, Objective
+from titanlite.ops.kernels import use_triton
 from titanlite.optim.expert_bias import warn_of_ignored_balancing
 from titanlite.optim.optimizer import build_optimizer
 from titanlite.optim.parameters import count_parameters, freeze_parameters
@@ -98,12 +102,11 @@ def assemble(checked: Checked) -> Trainer:
     job, model_config, degrees = checked.job, checked.model_config, checked.degrees
     folder = Path(job.job.dump_folder)
     heartbeat.beat("loading", 0)
-    make_deterministic(job)
-    device = init_distributed(job.comm.timeout_seconds, folder)
-    install_cpu(device)
+    device = _join(job, folder)
     check_same_settings(job)
     locks = hold_folders(job, folder)  # before anything there is read or cleaned
     check_device(job, device)
+    check_triton(job, device)
     start_memory_history(job, device)
     dims = ParallelDims.build(degrees, device.type)
     logger.info("mesh: %s, %d ranks on %s", degrees, degrees.world_size, device.type)
@@ -192,6 +195,15 @@ def assemble(checked: Checked) -> Trainer:
     return trainer
 
 
+def _join(job: JobConfig, folder: Path) -> torch.device:
+    """Join the other ranks; return the device of this one, with the kernels for it."""
+    make_deterministic(job)
+    enable_flight_recorder(folder)
+    device = init_distributed(job.comm.timeout_seconds)
+    install_cpu(device)
+    return device
+
+
 def build_data(job: JobConfig, dp_rank: int, dp_degree: int, before: Progress | None = None) -> tuple[Any, TrainLoader]:
     """Build the tokenizer and the batches of one data-parallel rank, of all kinds of data: see `build_loader`."""
     texts = {"documents": partial(build_text, make=DocumentRows)}
@@ -231,6 +243,7 @@ def build_on_meta(job: JobConfig, model_config: AnyModelConfig, dims: ParallelDi
 
     Raises ConfigError, the same on all ranks: patterns name nothing, or transformers cannot build the model.
     """
+    use_triton(job.training.triton_kernels)
     model = describe_model(job, model_config, device.type)
     attention = choose_attention(job, model_config, device.type)
     model.configure(attention, job.moe, job.training.loss_chunk_tokens, device)

@@ -6,7 +6,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from types import ModuleType
 from typing import NoReturn
 
@@ -15,10 +15,21 @@ from titanlite.base.log import logger, open_console, setup_logger
 from titanlite.base.process import check_limits, lean_imports, leave
 from titanlite.launch.notices import end_with_launcher
 
+
+def set_gpu_defaults(environment: MutableMapping[str, str]) -> None:
+    """Set what torch and CUDA read once, at their start, unless the user has set it."""
+    # With expert parallelism sizes change in every step, which would break up the GPU's memory.
+    if "PYTORCH_CUDA_ALLOC_CONF" not in environment:
+        environment.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    # Collectives of several mesh axes run side by side; of the 8 queues that are usual they would share some.
+    environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+
+
 if __name__ == "__main__":
     end_with_launcher()
     open_console(goes_on=True)
     check_limits()
+    set_gpu_defaults(os.environ)
 
 with lean_imports():
     import torch.distributed as dist

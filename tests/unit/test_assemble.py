@@ -26,7 +26,8 @@ from titanlite.data.loader import TrainLoader
 from titanlite.data.run_length import describe_sources, resolve_steps
 from titanlite.data.tokenizer import check_vocabulary
 from titanlite.data.tokens import TokenizedCorpus
-from titanlite.distributed.device import check_device, choose_attention, warn_of_large_mask
+from titanlite.distributed.device import check_device, choose_attention
+from titanlite.features.diagnose import warn_of_large_mask
 from titanlite.features.dpo.objective import turn_off_dropout
 from titanlite.features.lora.peft_format import warn_of_changed_base
 from titanlite.features.sft import chat_template

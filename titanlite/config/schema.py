@@ -114,6 +114,7 @@ class TrainingSection:
     loss_chunk_tokens: int = setting(
         1024, "Tokens per chunk of the output projection and loss. Full logits never exist at once."
     )
+    triton_kernels: bool = setting(True, "Use titanlite's Triton kernels on CUDA; they need a C compiler there.")
     seed: int = setting(42, "Seed of weights and data order. The same seed gives the same weights on any mesh.")
     deterministic: bool = setting(
         False, "Same bits in every run on the same mesh, and after a resume. Slower on CUDA, with more memory."

@@ -67,10 +67,9 @@ class Batch:
 
 
 def copy_to(device: torch.device | str, tensor: Tensor) -> Tensor:
-    """`tensor` on `device`; itself if it is there.
+    """Return `tensor` on `device`, itself if it is there; from the host to CUDA it is queued, out of pinned memory.
 
-    From the host to a CUDA device the copy is queued from pinned memory, for a copy from pageable memory would wait for
-    all the work that is queued before it.
+    A copy out of pageable memory would wait for all the work that is queued before it.
     """
     if torch.device(device).type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
@@ -270,8 +269,8 @@ class ShuffledOrder:
     (seed, epoch) alone.
 
     Attributes:
-        is_keyed: the permutation is computed place by place (`permute_places`) and not held, which of 244 million
-            sequences would take 6 GB on every rank. True for many sequences; set it before the first sample.
+        is_keyed: the permutation is computed place by place (`permute_places`) and not held, for which 244 million
+            sequences would take 6 GB. True for many; set it before the first sample.
     """
 
     def __init__(self, num_sequences: int) -> None:

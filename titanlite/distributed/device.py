@@ -2,16 +2,11 @@
 
 import torch
 
-from titanlite.base.agree import get_rank
 from titanlite.base.errors import ConfigError
-from titanlite.base.log import logger
-from titanlite.base.tables import format_memory
 from titanlite.config import AnyModelConfig, JobConfig, ModelConfig
 from titanlite.distributed.fsdp import mixed_precision_dtypes
 from titanlite.ops.attention import AttentionBackend
 from titanlite.ops.grouped_gemm import resolve_backend
-
-_LARGE_MASK = 2 << 30  # bytes
 
 
 def check_device(job: JobConfig, device: torch.device) -> None:
@@ -33,6 +28,8 @@ def check_device(job: JobConfig, device: torch.device) -> None:
             )
     if job.training.enable_cpu_offload and device.type != "cuda":
         raise ConfigError("training.enable_cpu_offload: there is no CUDA device to offload from. Set it to false.")
+    if job.moe.grouped_gemm == "triton" and not job.training.triton_kernels:
+        raise ConfigError("moe.grouped_gemm = 'triton', but training.triton_kernels is false. Set one of them.")
     try:
         resolve_backend(job.moe.grouped_gemm, device, torch.float32)
     except ValueError as error:
@@ -51,21 +48,3 @@ def choose_attention(job: JobConfig, model_config: AnyModelConfig, device_type: 
         return "sdpa"
     is_old = torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0)
     return "varlen" if model_config.qk_head_dim in range(8, 257, 8) and not is_old else "sdpa"
-
-
-def warn_of_large_mask(job: JobConfig, model_config: AnyModelConfig, device: torch.device) -> None:
-    """Say on rank 0 what the dense mask of long packed sequences takes on a GPU, where there is attention without."""
-    training, is_native = job.training, isinstance(model_config, ModelConfig)
-    if device.type != "cuda" or not is_native or get_rank() != 0:
-        return
-    if choose_attention(job, model_config, device.type) != "sdpa":
-        return
-    dtype, _ = mixed_precision_dtypes(job, device.type)
-    nbytes = training.local_batch_size * training.seq_len**2 * dtype.itemsize
-    if nbytes >= _LARGE_MASK:
-        other = "'varlen'" if dtype == torch.bfloat16 else "'flex'"
-        logger.warning(
-            "model.attention_backend: 'sdpa' masks %d sequences of %d tokens with %s on every rank, however many ranks "
-            "split them. Set it to %s, which needs no such mask.",
-            *(training.local_batch_size, training.seq_len, format_memory(nbytes), other),
-        )

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from torch.distributed.tensor import debug
 
 from titanlite.base.errors import ConfigError, TransientError
 from titanlite.distributed.collectives import forget_groups, limit_waiting
-from titanlite.distributed.flight_recorder import enable_flight_recorder
 from titanlite.launch.network import PORT_TAKEN, STORE_FILE, find_interface
 from titanlite.ops.attention import leave_out_cudnn
 
@@ -144,13 +142,11 @@ def end_distributed() -> None:
     _forget_meshes()
 
 
-def init_distributed(timeout_s: int, dump_folder: Path | None = None) -> torch.device:
+def init_distributed(timeout_s: int) -> torch.device:
     """Join the process group that torchrun announced, or make one of size 1; return this rank's device.
 
     NCCL for CUDA tensors with gloo beside it for small host objects; gloo alone without a GPU. A collective that waits
-    longer than `timeout_s` seconds ends the rank with an error instead of hanging; with NCCL, every rank then leaves a
-    record of its last collectives in `dump_folder`, if there is one and the launcher's guard, which waits no longer,
-    has not ended the ranks before.
+    longer than `timeout_s` seconds ends the rank with an error instead of hanging.
 
     With several machines, gloo takes the network interface that leads to the first one, unless GLOO_SOCKET_IFNAME
     is set; NCCL finds its own. The ranks of one machine meet in a file and talk over the loopback interface: nothing
@@ -175,8 +171,6 @@ def init_distributed(timeout_s: int, dump_folder: Path | None = None) -> torch.d
         device, backend = torch.device("cpu"), "gloo"
     if dist.is_initialized():
         return device
-    if "nccl" in backend and dump_folder is not None:
-        enable_flight_recorder(dump_folder)
     _stay_on_this_machine()
     if "RANK" in os.environ:
         _choose_interface()

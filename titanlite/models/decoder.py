@@ -23,7 +23,7 @@ from titanlite.models.interface import Cache, LayerCache, Model
 from titanlite.models.layers import Embedding, FeedForward, OutputHead, RMSNorm, RotaryEmbedding
 from titanlite.models.moe import ExpertCounter, Experts, MoE, TokenDispatcher
 from titanlite.ops.attention import AttentionBackend, AttentionMask, build_attention_mask
-from titanlite.ops.grouped_gemm import resolve_backend, triton_problem
+from titanlite.ops.grouped_gemm import resolve_backend
 
 
 class LossSums(NamedTuple):
@@ -184,11 +184,6 @@ class Decoder(Model):
         if self.moe_layers():
             backend = resolve_backend(moe.grouped_gemm, device, torch.float32)
             logger.info("moe: grouped GEMM backend: %s", backend)
-            chosen = device.type == "cuda" and moe.grouped_gemm == "auto" and backend == "torch"
-            if chosen and (problem := triton_problem()) is not None:
-                logger.warning(
-                    "moe: %s titanlite's kernels are left out, which is slower. Install a newer torch.", problem
-                )
 
     def all_layers(self) -> list[nn.Module]:
         """Return the layers of all pipeline stages, in order; stand-ins for those of others."""

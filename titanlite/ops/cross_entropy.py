@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 from torch.autograd.function import once_differentiable
 
-from titanlite.ops.kernels import kernel_device
+from titanlite.ops.grouped_gemm import resolve_backend
 from titanlite.ops.matmul import multiply, sum_over_rows
 
 IGNORE_INDEX = -100
@@ -44,7 +44,7 @@ class VocabShard:
 
 
 def _use_kernels(x: torch.Tensor) -> bool:
-    return kernel_device(x.device) == "cuda" and x.dtype in (torch.bfloat16, torch.float16, torch.float32)
+    return resolve_backend("auto", x.device, x.dtype) == "triton"
 
 
 def _project(hidden_CD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:

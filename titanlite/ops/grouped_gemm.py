@@ -10,25 +10,26 @@ activation checkpointing know it. Backends:
   on CPU leaves rows beyond offsets[-1] uninitialized, wants 16-byte strides, has no float64, and refuses float32 under
   compile; on Blackwell experts without rows get gradients (pytorch #172439, open with torch 2.13).
 - `reference`: a plain loop, any device and dtype; what the tests compare with.
-- `auto`: `triton` on CUDA, unless there is a `triton_problem`; `torch` elsewhere.
+- `auto`: `triton` on CUDA, unless there is a `triton_problem` or `use_triton(False)`; `torch` elsewhere.
 
 Shapes: M rows, E experts, K reduction, N output. Weights are usually kept as (E, N, K) and passed as `weight.mT`.
 """
 
 import os
+import re
 from functools import cache
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 
-from titanlite.ops.kernels import kernel_device
+from titanlite.ops.kernels import has_triton, kernel_device
 
 GroupedGemmBackend = Literal["auto", "triton", "torch", "reference"]
 
 _TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _BLACKWELL = (10, 11)  # major compute capabilities
-_TRITON_FOR_BLACKWELL = (3, 7, 1)
+_TRITON_WITH_FENCES = (3, 7, 1)
 
 
 def grouped_gemm(
@@ -74,7 +75,7 @@ def resolve_backend(backend: GroupedGemmBackend, device: torch.device, dtype: to
     """
     where = kernel_device(device)
     if backend == "auto":
-        return "triton" if where == "cuda" and dtype in _TRITON_DTYPES and triton_problem() is None else "torch"
+        return "triton" if has_triton(device) and dtype in _TRITON_DTYPES and triton_problem() is None else "torch"
     if backend == "triton":
         interpreted = os.environ.get("TRITON_INTERPRET") == "1"
         if where not in ("cuda", "meta") and not interpreted:
@@ -96,11 +97,15 @@ def triton_problem() -> str | None:
         return None
     import triton
 
-    version = triton.__version__
-    if tuple(int(part) for part in version.split("+")[0].split(".")[:3] if part.isdecimal()) >= _TRITON_FOR_BLACKWELL:
+    if has_fences(version := triton.__version__):
         return None
-    wanted = ".".join(map(str, _TRITON_FOR_BLACKWELL))
+    wanted = ".".join(map(str, _TRITON_WITH_FENCES))
     return f"Triton {version} leaves out fences between memory accesses on this GPU, {wanted} does not (triton #9610)."
+
+
+def has_fences(version: str) -> bool:
+    """Return True if that Triton has the tensor cores wait for what `cp.async` writes (scripts/compile_kernels.py)."""
+    return tuple(map(int, re.findall(r"\d+", version.split("+")[0])[:3])) >= _TRITON_WITH_FENCES
 
 
 @cache

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from titanlite.ops.grouped_gemm import has_fences
 from titanlite.ops.grouped_gemm_triton import (
     PLAIN,
     SWIGLU,
@@ -141,6 +142,8 @@ def row_grouped_swiglu_backward(
     """(dz, h, drow_weight) from `dy[rows] @ weight`, the gradient of h / row_weight; weight (E, D, I) is down_proj."""
     M, inner = _num_rows(dy, rows_M), weight_EKN.shape[2]
     chosen = tile or _tile_of("swiglu_backward", dy)
+    if tile is None and not (_tma_fits(weight_EKN) if tma is None else tma):
+        chosen = without_tma("swiglu_backward", chosen)
     dz, h = dy.new_empty(M, 2 * inner), dy.new_empty(M, inner)
     parts = torch.empty(M, -(-inner // chosen.cols), dtype=torch.float32, device=dy.device)
     _launch_rows(
@@ -166,6 +169,9 @@ def reduction_grouped_gemm(
     dw = x.new_empty((E, N, K)).mT if k_major else x.new_empty((E, K, N))
     if not x.shape[0] or not dy.shape[0] or not dw.numel():
         return dw.zero_()
+    if unfenced := _is_unfenced(x):
+        x, dy = (t if r is None else t.index_select(0, r) for t, r in ((x, x_rows_M), (dy, dy_rows_M)))
+        x_rows_M = dy_rows_M = None
     gathered = x_rows_M is not None or dy_rows_M is not None
     tile = tile or _tile_of("wgrad_gather" if gathered else "wgrad", x)
     tma = not gathered and (_tma_fits(x, dy) if tma is None else tma)
@@ -180,7 +186,7 @@ def reduction_grouped_gemm(
         _wgrad[(min(programs, _most_programs(x, tile)),)](
             *operands, dw, x_rows_M, dy_rows_M, offsets_E, N, K, E, x.stride(0), dy.stride(0), *dw.stride(),
             BK=tile.rows, BN=tile.cols, BM=tile.depth, BAND=_SWIZZLE, TMA=tma, PRECISION=_precision(x),
-            num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True,
+            num_warps=tile.warps, num_stages=1 if unfenced and not tma else tile.stages, enable_fp_fusion=True,
         )  # fmt: skip
     return dw
 
@@ -227,6 +233,8 @@ def _launch_rows(
     M = _num_rows(x, rows)
     if not M or not N:
         return
+    if (unfenced := _is_unfenced(x)) and rows is not None:
+        x, rows = x.index_select(0, rows), None
     if tile is None:
         few = M // E <= _FEW_ROWS
         plain = "gemm_gather" if rows is not None else "gemm_few_rows" if few else "gemm"
@@ -241,6 +249,7 @@ def _launch_rows(
         )
         if rows is None and (_tma_fits(x) if tma is None else tma):
             operands[0] = TensorDescriptor.from_tensor(x, [tile.rows, tile.depth])
+    by_tma = operands[0] is not x and use_tma
     most_tiles = (M // tile.rows + E + 1) * triton.cdiv(N, tile.cols)  # how many there are, only the device knows
     with device_of(x):
         _row_gemm[(min(most_tiles, _most_programs(x, tile)),)](
@@ -248,8 +257,24 @@ def _launch_rows(
             x.stride(0), weight.stride(0), weight.stride(2), weight.stride(1), *(_stride(t) for t in (y, z, h)),
             BM=tile.rows, BN=tile.cols, BK=tile.depth, BAND=_SWIZZLE, E_CEIL=triton.next_power_of_2(E + 1),
             EPILOGUE=epilogue, K_MAJOR=k_major, TMA_X=operands[0] is not x, TMA_W=use_tma, EVEN_K=K % tile.depth == 0,
-            PRECISION=_precision(x), num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True,
+            PRECISION=_precision(x), num_warps=tile.warps, num_stages=1 if unfenced and not by_tma else tile.stages,
+            enable_fp_fusion=True,
         )  # fmt: skip
+
+
+def _is_unfenced(x: torch.Tensor) -> bool:
+    """Return True if Hopper's tensor cores might read shared memory before `cp.async` has written it.
+
+    Then rows are copied before they are multiplied, and what TMA cannot load goes through registers, in one stage.
+    """
+    if INTERPRETED or has_fences(triton.__version__):
+        return False
+    return torch.cuda.get_device_capability(x.device)[0] == 9
+
+
+def without_tma(kernel: str, tile: Tile) -> Tile:
+    """`tile`, or a smaller one: with pointers to the weight, which take registers, this one spills with Triton 3.8."""
+    return TILES["blackwell"][kernel] if kernel == "swiglu_backward" and tile == TILES["large"][kernel] else tile
 
 
 def device_of(tensor: torch.Tensor) -> AbstractContextManager[Any]:

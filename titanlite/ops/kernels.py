@@ -18,6 +18,7 @@ _kernels: dict[tuple[str, str], Kernel] = {}
 _costly: set[Any] = set()
 # Not a context variable: a compiled forward cannot read one.
 _planned_device: str | None = None
+_has_triton = True
 
 
 def install_kernel(operator: str, device_type: str, kernel: Kernel, costly: Sequence[Any] = ()) -> None:
@@ -36,6 +37,17 @@ def install_kernel(operator: str, device_type: str, kernel: Kernel, costly: Sequ
 def find_kernel(operator: str, device: torch.device) -> Kernel | None:
     """Return the kernel of `operator` for tensors on `device`; None: there is none."""
     return _kernels.get((operator, kernel_device(device)))
+
+
+def use_triton(wanted: bool) -> None:
+    """Let titanlite's Triton kernels serve CUDA in this process, or leave them out: `training.triton_kernels`."""
+    global _has_triton
+    _has_triton = wanted
+
+
+def has_triton(device: torch.device) -> bool:
+    """Return True if Triton kernels may serve tensors on `device`."""
+    return _has_triton and kernel_device(device) == "cuda"
 
 
 def is_costly(op: Any) -> bool:

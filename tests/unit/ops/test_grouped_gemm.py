@@ -8,8 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titanlite.ops import grouped_gemm
+from titanlite.ops import cross_entropy, grouped_gemm
 from titanlite.ops.grouped_gemm import grouped_mm, grouped_mm_wgrad, is_blackwell, resolve_backend, triton_problem
+from titanlite.ops.kernels import plan_for_device, use_triton
 
 # Relative Frobenius error against float64 of the same rounded inputs. float32: 1.8e-8 * sqrt(K) was measured for a
 # sequential sum; bfloat16: rounding of the result alone gives 1.7e-3.
@@ -270,3 +271,16 @@ def test_blackwell_is_not_served_by_a_triton_that_leaves_out_fences(capability, 
                 resolve_backend("triton", cuda, torch.bfloat16)
     finally:
         is_blackwell.cache_clear()
+
+
+def test_triton_can_be_left_out():
+    cuda = torch.device("cuda")
+    try:
+        use_triton(False)
+        assert resolve_backend("auto", cuda, torch.bfloat16) == "torch"
+        with plan_for_device("cuda"):
+            assert not cross_entropy._use_kernels(torch.empty(1, dtype=torch.bfloat16))
+            use_triton(True)
+            assert cross_entropy._use_kernels(torch.empty(1, dtype=torch.bfloat16))
+    finally:
+        use_triton(True)

@@ -198,6 +198,19 @@ def test_recomputed_under_activation_checkpointing():
     assert all(torch.equal(a, b) for a, b in zip(layer.results(layer.run("triton")), layer.results(again), strict=True))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_that_are_copied_before_give_the_same(dtype, monkeypatch):
+    """As with a Triton that leaves out fences on Hopper."""
+    layer, copied = layer_of(SIZES["uneven"], 4, dtype), []
+    gathered = layer.results(layer.run("triton"))
+    index_select = torch.Tensor.index_select
+    monkeypatch.setattr(torch.Tensor, "index_select", lambda *a: (copied.append(a[0].dim()), index_select(*a))[1])
+    monkeypatch.setattr(kernels, "_is_unfenced", lambda x: True)
+    for one, other in zip(layer.results(layer.run("triton")), gathered, strict=True):
+        assert torch.equal(one, other)
+    assert copied.count(2) == 4, "tokens, gradients of the results, and both for the gradients of the weights"
+
+
 def test_opcheck():
     layer = ExpertLayer([5, 0, 9], 2, hidden=16, inner=16, device=DEVICE)
     x, gate_up, down, weight, token, rows, offsets = layer.arguments()

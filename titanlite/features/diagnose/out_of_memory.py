@@ -8,11 +8,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from titanlite.base.agree import get_rank
 from titanlite.base.errors import ConfigError, TrainingError
-from titanlite.config.schema import JobConfig
+from titanlite.base.log import logger
+from titanlite.base.tables import format_memory
+from titanlite.config import AnyModelConfig, JobConfig, ModelConfig
+from titanlite.distributed.device import choose_attention
+from titanlite.distributed.fsdp import mixed_precision_dtypes
 
 FOLDER = "memory"
 _GIB = 2**30
+_LARGE_MASK = 2 * _GIB
 _LONG = 8192  # tokens of a sequence on a rank
 # Allocations and frees that are kept with their stacks: some steps, and some 100 MB of host memory.
 _ENTRIES = 100_000
@@ -40,9 +46,27 @@ def start_memory_history(job: JobConfig, device: torch.device) -> None:
     if record is None or not hasattr(torch.cuda.memory, _DUMP):
         raise ConfigError(
             f"{key}: torch {torch.__version__} has no torch.cuda.memory.{_RECORD}. Set it to false, or use torch 2.11 "
-            "to 2.13."
+            "to 2.14."
         )
     record(max_entries=_ENTRIES)
+
+
+def warn_of_large_mask(job: JobConfig, model_config: AnyModelConfig, device: torch.device) -> None:
+    """Say on rank 0 what the dense mask of long packed sequences takes on a GPU, where there is attention without."""
+    training, is_native = job.training, isinstance(model_config, ModelConfig)
+    if device.type != "cuda" or not is_native or get_rank() != 0:
+        return
+    if choose_attention(job, model_config, device.type) != "sdpa":
+        return
+    dtype, _ = mixed_precision_dtypes(job, device.type)
+    nbytes = training.local_batch_size * training.seq_len**2 * dtype.itemsize
+    if nbytes >= _LARGE_MASK:
+        other = "'varlen'" if dtype == torch.bfloat16 else "'flex'"
+        logger.warning(
+            "model.attention_backend: 'sdpa' masks %d sequences of %d tokens with %s on every rank, however many ranks "
+            "split them. Set it to %s, which needs no such mask.",
+            *(training.local_batch_size, training.seq_len, format_memory(nbytes), other),
+        )
 
 
 def explain_out_of_memory(job: JobConfig, error: BaseException) -> TrainingError | None:

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from titanlite.config.schema import BLOCK_SIZES
+from titanlite.ops.kernels import has_triton
 
 _FACTOR_BYTES = 4
 _LARGEST_FP8 = 448.0
@@ -130,7 +131,7 @@ def decode_blocks_op(
     values = records.new_empty((*records.shape[:-2], width), dtype=dtype)
     if not values.numel():
         return values
-    if records.device.type == "cuda":
+    if records.is_cuda and has_triton(records.device):
         from titanlite.features.lowbit import formats_launch as kernels  # nothing else needs triton
 
         table = _table(layout, records.device)

@@ -1,11 +1,14 @@
 """What a user reads when torch cannot compile a layer."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
-from titanlite.features.diagnose import explain_uncompiled
+from titanlite.base.errors import ConfigError
+from titanlite.config import JobConfig
+from titanlite.features.diagnose import check_triton, compilation, explain_uncompiled
 
 
 def graph_break(x: torch.Tensor) -> torch.Tensor:
@@ -45,3 +48,48 @@ def test_a_machine_without_a_compiler(monkeypatch, tmp_path):
 
 def test_other_errors_are_not_touched():
     assert explain_uncompiled(RuntimeError("something else")) is None
+
+
+# Triton on a machine without a compiler
+
+
+CUDA = torch.device("cuda")
+REMEDY = "gcc and Python's headers: install them .*, or set training.triton_kernels = false"
+
+
+@pytest.fixture
+def compiling(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The first kernel is no more than what Triton compiles in C for every one."""
+    build = pytest.importorskip("triton.runtime.build")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    clear = getattr(getattr(build, "_find_compiler", None), "cache_clear", lambda: None)
+    clear()
+    source = "#include <Python.h>\nint nothing;\n"
+    monkeypatch.setattr(compilation, "_run_kernel", lambda _: build.compile_module_from_src(source, "nothing"))
+    yield
+    clear()
+
+
+def test_a_missing_compiler_is_told_before_anything_is_read(compiling, monkeypatch):
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(ConfigError, match=rf"^training.triton_kernels: .* Failed to find C compiler.*{REMEDY}"):
+        check_triton(JobConfig(), CUDA)
+
+
+def test_missing_headers_are_told(compiling, monkeypatch, tmp_path):
+    (tmp_path / "gcc").write_text("#!/bin/sh\necho 'fatal error: Python.h: No such file or directory' >&2\nexit 1\n")
+    (tmp_path / "gcc").chmod(0o755)
+    monkeypatch.setenv("CC", str(tmp_path / "gcc"))
+    with pytest.raises(ConfigError, match=rf"fails on .*: {tmp_path}/gcc ended with exit code 1\. .*{REMEDY}"):
+        check_triton(JobConfig(), CUDA)
+
+
+def test_no_kernel_is_tried_where_none_is_used(monkeypatch):
+    monkeypatch.setattr(compilation, "_run_kernel", lambda _: 1 / 0)
+    check_triton(JobConfig(), torch.device("cpu"))
+    job = JobConfig()
+    job.training.triton_kernels = False
+    check_triton(job, CUDA)
+    with pytest.raises(ConfigError, match="ZeroDivisionError: division by zero"):
+        check_triton(JobConfig(), CUDA)

@@ -2,16 +2,20 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from titanlite.distributed import process_group
-from titanlite.distributed.flight_recorder import enable_flight_recorder
+from titanlite.features.diagnose.flight_recorder import enable_flight_recorder
+
+
+@pytest.fixture(autouse=True)
+def _has_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
 
 
 def test_dumps_go_into_the_folder_of_the_run(tmp_path: Path):
     environment: dict[str, str] = {}
-    folder = enable_flight_recorder(tmp_path / "run", environment)
-    assert folder == tmp_path / "run" / "flight_recorder" and folder.is_dir()
+    enable_flight_recorder(tmp_path / "run", environment)
+    folder = tmp_path / "run" / "flight_recorder"
+    assert folder.is_dir()
     assert environment == {
         "TORCH_FR_BUFFER_SIZE": "2000",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
@@ -43,13 +47,8 @@ def test_torch_reads_these_names():
     assert b"TORCH_FR_DUMP_TEMP_FILE" in library
 
 
-@pytest.mark.parametrize("has_cuda", [False, True])
-def test_it_is_set_before_the_process_group_of_nccl_and_only_there(tmp_path: Path, monkeypatch, has_cuda):
-    calls = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: calls.append(backend))
-    monkeypatch.setattr(process_group, "enable_flight_recorder", calls.append)
-    monkeypatch.delenv("RANK", raising=False)
-    process_group.init_distributed(60, tmp_path)
-    assert calls == ([tmp_path, "cpu:gloo,cuda:nccl"] if has_cuda else ["gloo"])
+def test_there_is_none_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    environment: dict[str, str] = {}
+    enable_flight_recorder(tmp_path, environment)
+    assert not environment and not list(tmp_path.iterdir())
