@@ -19,7 +19,6 @@ from titanlite.checkpoint.commit import step_folder
 from titanlite.checkpoint.description import check_data_order, check_resumed_model, check_saved_tokenizer
 from titanlite.checkpoint.hf_model import HFFormat, check_layout
 from titanlite.checkpoint.manager import Checkpointer
-from titanlite.checkpoint.space import check_space
 from titanlite.checkpoint.train_state import Progress, find_start, resolve_held_out
 from titanlite.config import AnyModelConfig, JobConfig, TransformersConfig
 from titanlite.config.schema import BLOCK_SIZES
@@ -66,6 +65,7 @@ from titanlite.features.record.environment import save_environment
 from titanlite.features.record.hub import push_to_hub
 from titanlite.features.record.model_card import render_model_card
 from titanlite.features.record.plan_file import save_run_plan
+from titanlite.features.record.space import check_space
 from titanlite.features.record.wandb import configure_wandb, finish_wandb, open_wandb
 from titanlite.features.sft.build import build_sft
 from titanlite.features.sft.chat_template import resolve_chat_date

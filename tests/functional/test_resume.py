@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 
 from titanlite.assemble import assemble
 from titanlite.checkpoint.commit import check_folder
-from titanlite.checkpoint.space import count_bytes
 from titanlite.config.parallelism import Degrees
 from titanlite.features.muon.muon import muon_matrices
+from titanlite.features.record.space import count_bytes
 from titanlite.preflight import Checked
 from titanlite.trainer import Trainer
 

@@ -85,7 +85,7 @@ class Checkpointer:
         self._parts_group = new_host_group(timedelta(seconds=timeout_s))
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-writer")
         self._pending: Future[None] | None = None
-        self._host_buffers: dict[int, torch.Tensor] = {}
+        self._host_buffer: torch.Tensor | None = None
         self._description: dict[str, bytes] = {}
         self._saved_step = -1
         self.start = self._find() if self._section.enable else None
@@ -260,7 +260,7 @@ class Checkpointer:
                 self._saved_step = progress.step
                 return
             self._saved_step = progress.step
-            files, self._host_buffers = snapshot(files, self._host_buffers)
+            files, self._host_buffer = snapshot(files, self._host_buffer)
             self._pending = self._pool.submit(write)
             logger.info(
                 "checkpoint: step %d copied in %.2f s, written in the background",

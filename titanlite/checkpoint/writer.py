@@ -9,17 +9,21 @@ import ctypes
 import errno
 import os
 import sys
+import weakref
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from titanlite.base.log import logger
 from titanlite.checkpoint.header import encode_header
 from titanlite.checkpoint.progress import Transfer
 from titanlite.checkpoint.reader import io_threads
@@ -29,6 +33,7 @@ from titanlite.materialize import Region
 FILE_BYTES = 4 * 1024**3
 _DIRECT_BYTES = 8 << 20
 _STAGED_BYTES = 1 << 20
+_ALIGN = 64  # bytes
 _POLYNOMIAL = np.uint32(0xEDB88320)  # of CRC-32, reflected, as zlib has it: the highest bit is x^0
 
 
@@ -303,24 +308,26 @@ def _multiply(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return product
 
 
-def snapshot(
-    files: Sequence[FileLayout], kept: Mapping[int, torch.Tensor]
-) -> tuple[list[FileLayout], dict[int, torch.Tensor]]:
-    """Copy this rank's shards to host memory; return the same layout over the copies, and the next call's `kept`."""
-    copies: dict[int, torch.Tensor] = {}
-    buffers: dict[int, torch.Tensor] = {}
+def snapshot(files: Sequence[FileLayout], kept: torch.Tensor | None) -> tuple[list[FileLayout], torch.Tensor]:
+    """Copy this rank's shards to one buffer of the host; return the same layout over the copies, and the buffer.
+
+    The buffer is to be the next call's `kept`: allocating and pinning it takes longer than the copies.
+    """
+    # By address: `local_of` makes a new tensor object of the same memory each time.
+    shards = {
+        (item.local.data_ptr(), item.local.nbytes): item.local for file in files for item, _ in file.items if item.mine
+    }
+    *starts, nbytes = accumulate((-(-local.nbytes // _ALIGN) * _ALIGN for local in shards.values()), initial=0)
+    if kept is None or kept.numel() != nbytes:
+        kept = host_buffer(nbytes, pinned=any(local.is_cuda for local in shards.values()))
+    places, buffer = dict(zip(shards, starts, strict=True)), kept
 
     def copy_of(local: torch.Tensor) -> torch.Tensor:
-        # By address: `local_of` makes a new tensor object of the same memory each time.
-        key = local.data_ptr() if local.numel() else 0
-        if key not in copies:
-            buffer = kept.get(key)
-            if buffer is None or buffer.shape != local.shape or buffer.dtype != local.dtype:
-                buffer = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
-            buffers[key] = buffer
-            copies[key] = buffer.copy_(local, non_blocking=local.is_cuda)
-        return copies[key]
+        start = places[local.data_ptr(), local.nbytes]
+        return buffer[start : start + local.nbytes].view(local.dtype).view(local.shape)
 
+    for local in shards.values():
+        copy_of(local).copy_(local, non_blocking=local.is_cuda)
     copied = [
         replace(
             file,
@@ -332,4 +339,19 @@ def snapshot(
     ]
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    return copied, buffers
+    return copied, buffer
+
+
+def host_buffer(nbytes: int, *, pinned: bool) -> torch.Tensor:
+    """`nbytes` of the host, (nbytes,) uint8, from and to which CUDA copies at full speed if it is `pinned`.
+
+    torch's own pinned memory comes in powers of two: 61 GB for the 45.8 GB of a rank of Qwen3-30B-A3B.
+    """
+    buffer = torch.empty(nbytes, dtype=torch.uint8)
+    if pinned and nbytes:
+        cudart: Any = torch.cuda.cudart()
+        if code := int(cudart.cudaHostRegister(buffer.data_ptr(), nbytes, 1)):  # 1: for all devices of the process
+            logger.warning("checkpoint: %d bytes cannot be pinned (CUDA error %d): saving copies slowly", nbytes, code)
+        else:
+            weakref.finalize(buffer, cudart.cudaHostUnregister, buffer.data_ptr()).atexit = False
+    return buffer

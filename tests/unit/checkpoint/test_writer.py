@@ -9,7 +9,9 @@ import random
 import sys
 import time
 import zlib
+from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from titanlite.checkpoint import writer
 from titanlite.checkpoint.header import DTYPES, read_header
 from titanlite.checkpoint.writer import (
     Item,
@@ -26,6 +29,7 @@ from titanlite.checkpoint.writer import (
     lay_out,
     merge_crcs,
     reserve,
+    snapshot,
     write_items,
 )
 from titanlite.materialize import Region
@@ -415,3 +419,49 @@ def test_checksums_of_many_parts_take_no_time():
     assert combine(crcs, after) == zlib.crc32(data)
     assert combine(crcs, after + (2**32 - 1)) == zlib.crc32(data)
     assert time.perf_counter() - start < 2.0  # measured: 0.1 s
+
+
+# Copies for a save in the background
+
+
+def test_a_snapshot_is_one_buffer_of_the_size_of_the_shards():
+    first, second = random_tensor((3, 5), torch.bfloat16), random_tensor((7, 2), seed=1)
+    tensors = {"a": first, "tied": first, "b": second.T, "empty": first[:0], "none": second[:0], "flag": first > 0}
+    tensors["scalar"] = torch.tensor(3.0)
+    items = [*(item(key, tensor) for key, tensor in tensors.items()), item("not mine", first + 1, mine=False)]
+    files = lay_out(items, "model")
+    copied, buffer = snapshot(files, None)
+    assert buffer.numel() == 4 * 64, "30, 56, 15 and 4 bytes, each from a multiple of 64 on"
+    before = {key: tensor.clone() for key, tensor in tensors.items()}
+    first.zero_(), second.zero_()
+    for (copy, offset), (original, same) in zip(copied[0].items, files[0].items, strict=True):
+        assert offset == same and replace(copy, local=original.local) == original
+        assert copy.local is original.local if not copy.mine else same_bits(copy.local, before[copy.key])
+    again, kept = snapshot(files, buffer)
+    assert kept is buffer and not again[0].items[0][0].local.any()
+    assert snapshot(lay_out(items[:2], "model"), buffer)[1].numel() == 64, "of another layout: another buffer"
+
+
+@pytest.mark.parametrize("code", [0, 2])
+def test_a_buffer_for_a_gpu_is_pinned_at_its_size(code, monkeypatch, caplog):
+    """torch's own allocator of pinned memory would round it up to a power of two."""
+
+    class Runtime:
+        pinned: ClassVar[dict[int, int]] = {}
+
+        def cudaHostRegister(self, address, nbytes, flags):  # noqa: N802
+            assert flags == 1
+            self.pinned |= {} if code else {address: nbytes}
+            return code
+
+        def cudaHostUnregister(self, address):  # noqa: N802
+            del self.pinned[address]
+
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    buffer = writer.host_buffer(1000, pinned=True)
+    assert Runtime.pinned == ({} if code else {buffer.data_ptr(): 1000}) and buffer.numel() == 1000
+    assert ("1000 bytes cannot be pinned (CUDA error 2)" in caplog.text) == bool(code)
+    del buffer
+    assert not Runtime.pinned, "before its memory is given back"
+    writer.host_buffer(1000, pinned=False)
+    writer.host_buffer(0, pinned=True)

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from titanlite.base.files import replace_file
 from titanlite.base.log import logger
 from titanlite.base.tables import fold_names, format_memory, texts_between_numbers
-from titanlite.checkpoint.space import count_moments
 from titanlite.features.record.planned_reads import PlannedReads
+from titanlite.features.record.space import count_moments
 from titanlite.materialize import Plan, TensorEntry
 from titanlite.materialize.layout import is_elsewhere
 from titanlite.materialize.sources import Read

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from titanlite.checkpoint import space
-from titanlite.checkpoint.space import check_space, count_coming
 from titanlite.config import JobConfig
+from titanlite.features.record import space
+from titanlite.features.record.space import check_space, count_coming
 
 Usage = namedtuple("Usage", "total used free")
 
