@@ -128,7 +128,7 @@ def measure(checked: Checked) -> dict[str, Any]:
         "read": read,
         "calls": calls,
         "torch_flops": flops.get_total_flops(),
-        "flops": sum(work.counted for work in recorder.work.values()),
+        "flops": sum(work.counted for kind, work in recorder.work.items() if not kind.group),
         "peak": max(recorder.peaks().values(), key=lambda peak: sum(peak.values())),
     }
 
@@ -153,14 +153,14 @@ def compare(checked: Checked, source: str, ranks: list[dict[str, Any]], *, balan
         assert (trace.weights, trace.optimizer, trace.buffers) == (plan.weights, plan.optimizer, plan.buffers)
         assert trace.weights + trace.padding == real["storages"]
         called: Counter[tuple[str, str, str]] = Counter()
-        for traffic, count in trace.counts.items():
+        for traffic, work in trace.traffic.items():
             ranks_of = axis_ranks(checked.degrees, traffic.axis, rank)
             axis = traffic.axis if len(ranks_of) < checked.degrees.world_size else "all"
-            called[traffic.kind, axis, "count"] += count
-            called[traffic.kind, axis, "bytes"] += trace.nbytes[traffic]
+            called[traffic.kind, axis, "count"] += work.launches
+            called[traffic.kind, axis, "bytes"] += work.nbytes
         if balanced:
             assert called == real["calls"]
-            assert trace.work.counted == real["flops"]
+            assert trace.total.counted == real["flops"]
             # The same operators on tensors with and without data; real routing changes nothing but values.
             peak = max(trace.peaks.values(), key=lambda peak: sum(peak.values()))
             # Of each micro-batch there is one byte, whether its loss is finite.

@@ -88,8 +88,8 @@ class ExpertParallelDispatcher:
 
     def _splits(self, sent_ne: torch.Tensor, received_ne: torch.Tensor, num_rows: int) -> tuple[list[int], list[int]]:
         """Rows that go to each rank, and that come from each."""
+        send, receive = torch.stack([sent_ne.sum(1), received_ne.sum(1)]).tolist()  # synchronization point
         if _assume_balanced.get():
             even = [num_rows // self._size + (rank < num_rows % self._size) for rank in range(self._size)]
             return even, [even[self._group.rank()]] * self._size
-        send, receive = torch.stack([sent_ne.sum(1), received_ne.sum(1)]).tolist()  # synchronization point
         return send, receive

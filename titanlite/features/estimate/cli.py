@@ -263,7 +263,7 @@ def _plan(request: Request, planner: _Planner) -> int:
     parts += [
         render.render_reads(run_plan, request.weights, bool(checked.job.checkpoint.initial_load_path)),
         render.render_collectives(estimate, hardware, known.rank),
-        render.render_time(base.estimate, hardware),
+        render.render_parts(base.estimate, hardware),
     ]
     if known.tensors or known.all:
         parts.append(render.render_tensors(run_plan))

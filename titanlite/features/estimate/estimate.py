@@ -1,34 +1,25 @@
 """From traced steps to figures: memory by purpose, whether it fits, and how long a step takes.
 
 No time was measured. At best is a bound: products at the data sheet's peak, links at their rate, all at the same time.
-Expected takes the shares of these rates in `EFFICIENCY`, which others have published or which are assumed.
+Expected takes the shares of these rates in `hardware.RATES`, which others have published or which are assumed.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from titanlite.config import AnyModelConfig, JobConfig
 from titanlite.config.parallelism import Degrees
-from titanlite.features.estimate.hardware import Hardware
+from titanlite.features.estimate.hardware import COLLECTIVE_S, KERNEL_S, LAUNCH_S, LINKS, SYNC_S, Hardware
+from titanlite.features.estimate.operators import Work
 from titanlite.features.estimate.trace import Moment, StepTrace, layers_of_chunks, trace_step
-from titanlite.features.estimate.tracker import CATEGORIES, GRADIENTS
+from titanlite.features.estimate.tracker import CATEGORIES, GRADIENTS, Kind
 
 STAGING_BYTES = 16 << 20  # of checkpoint.reader: at most 16 threads, 1 MiB each on the device, and as much on the host
 
-# Shares of the peak rates. docs/plan.md says which are published and which are assumed.
-EFFICIENCY = {
-    "dense": 0.65,  # cuBLAS in bfloat16 on H100 at the sizes of layers
-    "experts": 0.40,  # grouped GEMMs: 400 of 989 TFLOP/s with small experts and their weight gradients
-    "flash": 0.35,  # FlashAttention-2 forward and backward, causal
-    "masked": 0.14,  # the memory-efficient kernel, which takes a mask and computes what is masked
-    "wide": 0.80,  # float32 without tensor cores
-    "memory": 0.80,  # elementwise kernels, norms, permutations, optimizer
-    "links": 0.65,  # NCCL
-}
-_LAUNCH_S = 15e-6  # of the host, per kernel, with autograd and FSDP2: 2 ms per layer and micro-batch of 130 kernels
-_COLLECTIVE_S = 20e-6  # latency
 # Axes whose collectives layers wait for; those of the others run next to other layers.
 _WAITED_FOR = ("ep", "tp", "cp")
+_SYNCS, _HOST = "host synchronizations", "waiting for launches"
 
 
 @dataclass(frozen=True)
@@ -56,26 +47,37 @@ class Memory:
 
 
 @dataclass(frozen=True)
+class Part:
+    """A part of an optimizer step.
+
+    Attributes:
+        work: what it does.
+        exposed_s, hidden_s: expected seconds in which nothing else runs, and those next to other parts.
+    """
+
+    work: Work
+    exposed_s: float
+    hidden_s: float = 0.0
+
+    def __add__(self, other: "Part") -> "Part":
+        return Part(self.work + other.work, self.exposed_s + other.exposed_s, self.hidden_s + other.hidden_s)
+
+
+@dataclass(frozen=True)
 class StepTime:
     """Seconds of an optimizer step.
 
     Attributes:
+        parts: by name: `tracker.PARTS`, collectives of each axis, and what the host makes the device wait for.
         compute_s: FLOPs at the GPU's peak.
         intra_node_s, inter_node_s: bytes on the links inside nodes and between them, at their rate.
-        products_s, memory_s: expected for matrix products, and for reading and writing the GPU's memory.
-        waited_s, hidden_s: expected for collectives that layers wait for, and for those that run next to layers.
-        launches_s: expected for the host to launch all kernels, next to the GPU.
         waiting: the share of a step that a pipeline stage waits for others.
     """
 
+    parts: dict[str, Part]
     compute_s: float
     intra_node_s: float
     inter_node_s: float
-    products_s: float
-    memory_s: float
-    waited_s: float
-    hidden_s: float
-    launches_s: float
     waiting: float = 0.0
 
     @property
@@ -85,24 +87,8 @@ class StepTime:
 
     @property
     def expected_s(self) -> float:
-        """Kernels one after the other and the collectives that they wait for; or the host, or hidden collectives, if
-        these take longer.
-        """
-        device = max(self.products_s + self.memory_s, self.hidden_s) + self.waited_s
-        return max(device, self.launches_s) / (1 - self.waiting)
-
-    @property
-    def busy(self) -> dict[str, float]:
-        """Seconds for which each part is busy, next to one another or not; the first is what bounds the step."""
-        network = "network" if self.inter_node_s > self.intra_node_s else "links inside nodes"
-        parts = {"compute": self.products_s, "GPU memory": self.memory_s, network: self.waited_s + self.hidden_s}
-        device = max(self.products_s + self.memory_s, self.hidden_s) + self.waited_s
-        bounding = dict(parts)
-        if self.hidden_s < self.products_s + self.memory_s:
-            bounding[network] = self.waited_s
-        first = "kernel launches" if self.launches_s > device else max(bounding, key=bounding.__getitem__)
-        parts["kernel launches"] = self.launches_s
-        return {first: parts.pop(first)} | dict(sorted(parts.items(), key=lambda item: -item[1]))
+        """What is exposed of all parts."""
+        return sum(part.exposed_s for part in self.parts.values()) / (1 - self.waiting)
 
 
 @dataclass(frozen=True)
@@ -227,27 +213,57 @@ def axis_ranks(degrees: Degrees, axis: str, rank: int = 0) -> list[int]:
 
 
 def step_time(trace: StepTrace, degrees: Degrees, hardware: Hardware, rank: int = 0) -> StepTime:
-    """Seconds of a step on `hardware`."""
-    intra = inter = waited = hidden = 0.0
-    for traffic, nbytes in trace.nbytes.items():
-        ranks = axis_ranks(degrees, traffic.axis, rank)
-        inside, outside = hardware.collective_s(traffic.kind, ranks, nbytes)
-        intra, inter = intra + inside, inter + outside
-        expected = (inside + outside) / EFFICIENCY["links"]
-        if len(ranks) > 1:
-            expected += trace.counts[traffic] * _COLLECTIVE_S
-        if traffic.axis in _WAITED_FOR or traffic.per_step:
-            waited += expected
-        else:
-            hidden += expected
-    work = trace.work
-    flash = max(work.flash - work.skipped, 0)  # in wider floats no attention is done in two-byte ones
-    low = {"dense": work.dense, "experts": work.experts, "flash": flash, "masked": work.masked}
-    wide_s = work.wide / hardware.float32_flops
-    compute = sum(low.values()) / hardware.flops + wide_s
-    products = sum(flops / hardware.flops / EFFICIENCY[name] for name, flops in low.items())
-    products += wide_s / EFFICIENCY["wide"]
-    memory = work.nbytes / hardware.memory_bytes_s / EFFICIENCY["memory"]
-    launches = work.launches * _LAUNCH_S
-    waiting = degrees.waiting(trace.micro_batches)
-    return StepTime(compute, intra, inter, products, memory, waited, hidden, launches, waiting)
+    """Seconds of a step on `hardware`.
+
+    Kernels run one after the other; so do the collectives that layers wait for. The others run next to the kernels of
+    the same forward or backward, and are exposed where they take longer. The host launches next to the device.
+    """
+    parts: dict[str, Part] = {}
+    compute = intra = inter = 0.0
+    stretches: defaultdict[tuple[int, str], list[tuple[Kind, Work]]] = defaultdict(list)
+    for kind, work in trace.step_work():
+        stretches[kind[:2]].append((kind, work))
+
+    def add(name: str, part: Part) -> None:
+        parts[name] = parts[name] + part if name in parts else part
+
+    for (micro_batch, _), entries in stretches.items():
+        busy = launches = beside = 0.0
+        others: list[tuple[str, Work, float]] = []
+        for kind, work in entries:
+            launches += work.launches * LAUNCH_S
+            if not kind.group:
+                seconds = work.launches * KERNEL_S + kernel_s(kind, work, hardware)
+                compute += work.flops / (hardware.float32_flops if kind.call.rate == "float32" else hardware.flops)
+                add(kind.part, Part(replace(work, syncs=0), seconds))
+                if work.syncs:
+                    add(_SYNCS, Part(Work(syncs=work.syncs), work.syncs * SYNC_S))
+                busy += seconds + work.syncs * SYNC_S
+                continue
+            ranks = axis_ranks(degrees, kind.group, rank)
+            inside, outside = hardware.collective_s(kind.call.rate, ranks, work.nbytes)
+            intra, inter = intra + inside, inter + outside
+            seconds = (inside + outside) / LINKS + (work.launches * COLLECTIVE_S if len(ranks) > 1 else 0.0)
+            name = f"{kind.call.rate} over {kind.group}"
+            if kind.group in _WAITED_FOR or micro_batch < 0:
+                add(name, Part(work, seconds))
+                busy += seconds
+            else:
+                others.append((name, work, seconds))
+                beside += seconds
+        exposed = max(beside - busy, 0.0)
+        for name, work, seconds in others:
+            shown = exposed * seconds / beside if beside else 0.0
+            add(name, Part(work, shown, seconds - shown))
+        if launches > busy + exposed:
+            add(_HOST, Part(Work(), launches - busy - exposed))
+    return StepTime(parts, compute, intra, inter, degrees.waiting(trace.micro_batches))
+
+
+def kernel_s(kind: Kind, work: Work, hardware: Hardware) -> float:
+    """Return the expected seconds of kernels: of a product for its FLOPs or its bytes, whichever take longer."""
+    call = kind.call
+    if not call.flops:
+        return work.nbytes / hardware.rate(call.rate)
+    one = max(call.flops / hardware.rate(call.rate), call.nbytes / hardware.rate("memory"))
+    return one * work.flops / call.flops

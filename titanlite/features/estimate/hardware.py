@@ -9,6 +9,26 @@ from titanlite.base.errors import ConfigError
 
 _GIB = 2**30
 
+# What calls reach, as a share of a peak: of products in bfloat16 ("flops"), in float32, or of the memory. docs/plan.md
+# says which are published and which are assumed.
+RATES = {
+    "dense": ("flops", 0.65),  # cuBLAS on H100, all dims of 512 or more
+    "thin": ("flops", 0.30),  # products with a smaller dim
+    "grouped": ("flops", 0.45),  # rows through small experts
+    "grouped weights": ("flops", 0.32),  # their weight gradients, in tiles of 128 x 128
+    "flash": ("flops", 0.35),  # FlashAttention-2, causal
+    "flash backward": ("flops", 0.27),
+    "masked": ("flops", 0.115),  # the memory-efficient kernel, which takes a mask and computes what is masked
+    "float32": ("float32_flops", 0.80),  # without tensor cores
+    "memory": ("memory_bytes_s", 0.80),  # elementwise kernels, norms, permutations, optimizer
+    "sum of rows": ("memory_bytes_s", 0.30),  # torch's embedding_bag: about 1 TB/s
+}
+LINKS = 0.65  # NCCL, of the links' rates
+KERNEL_S = 2e-6  # from the end of one kernel to the start of the next
+LAUNCH_S = 15e-6  # of the host, per kernel, with autograd and FSDP2: 2 ms per layer and micro-batch of 130 kernels
+COLLECTIVE_S = 20e-6  # latency
+SYNC_S = 100e-6  # the GPU is idle from the end of its queue until the host has launched again
+
 
 @dataclass(frozen=True)
 class Hardware:
@@ -41,6 +61,11 @@ class Hardware:
     def usable_bytes(self) -> int:
         """Memory that training can have."""
         return self.memory_bytes - self.reserved_bytes
+
+    def rate(self, name: str) -> float:
+        """FLOP/s or bytes per second that calls of a kind of `RATES` are expected to reach."""
+        peak, share = RATES[name]
+        return getattr(self, peak) * share
 
     def collective_s(self, kind: str, ranks: Sequence[int], nbytes: float) -> tuple[float, float]:
         """Seconds on (links inside nodes, network between nodes) that one collective over `ranks` takes at least.

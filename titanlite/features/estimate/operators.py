@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_iter
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 
 import titanlite.features.cpu.attention
-import titanlite.ops.attention
+import titanlite.ops.attention_varlen
 import titanlite.ops.moe_experts  # noqa: F401
 from titanlite.distributed import collectives  # noqa: F401 - defines torch.ops.titanlite.all_gather and others
 from titanlite.features.cpu.onednn import get_onednn_op
@@ -23,26 +23,22 @@ _c10d, _functional = torch.ops.c10d, torch.ops._c10d_functional
 
 @dataclass(frozen=True)
 class Work:
-    """Work of kernels. FLOPs are the multiplications and additions of matrix products.
+    """Work of calls.
 
     Attributes:
-        dense, experts: FLOPs in two-byte floats: of plain products, and of the grouped ones of experts.
-        flash, masked: the same of attention: of the flash kernel, and of the memory-efficient one that takes a mask.
-        wide: FLOPs in wider floats.
-        skipped: of all these, those above the diagonal of causal attention, which a causal kernel leaves out.
-            torch's FlopCounterMode counts them.
-        nbytes: read from and written to memory.
-        launches: of kernels.
+        flops: multiplications and additions of matrix products, as kernels do them.
+        skipped: those above the diagonal of causal attention, which a causal kernel leaves out. torch's FlopCounterMode
+            counts them.
+        nbytes: read from and written to memory; of collectives, the bytes of their tensors.
+        launches: kernels.
+        syncs: how often the host waits for the device.
     """
 
-    dense: int = 0
-    experts: int = 0
-    flash: int = 0
-    masked: int = 0
-    wide: int = 0
+    flops: int = 0
     skipped: int = 0
     nbytes: int = 0
     launches: int = 0
+    syncs: int = 0
 
     def __add__(self, other: "Work") -> "Work":
         return Work(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(Work)))
@@ -53,12 +49,21 @@ class Work:
     @property
     def counted(self) -> int:
         """FLOPs as torch's FlopCounterMode counts."""
-        return self.dense + self.experts + self.flash + self.masked + self.wide
+        return self.flops + self.skipped
 
-    @property
-    def done(self) -> int:
-        """FLOPs as kernels do them."""
-        return self.counted - self.skipped
+
+class Call(NamedTuple):
+    """What the time of one call depends on.
+
+    Attributes:
+        rate: key of `hardware.RATES`.
+        flops, nbytes: of a matrix product, which takes as long as the slower of the two; otherwise 0, for the time of
+            all other kernels follows from their bytes together.
+    """
+
+    rate: str
+    flops: int = 0
+    nbytes: int = 0
 
 
 def _rows_through(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> int:
@@ -66,37 +71,47 @@ def _rows_through(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> int:
     return 2 * x.shape[0] * x.shape[1] * weight.shape[-1]
 
 
-def _moe_experts_forward(*args: Any) -> int:
+def _moe_experts_forward(*args: Any) -> dict[str, int]:
     _, gate_up, _, _, token, *_ = args
     _, two_inner, hidden = gate_up.shape
-    return 2 * token.shape[0] * hidden * (two_inner + two_inner // 2)
+    return {"grouped": 2 * token.shape[0] * hidden * (two_inner + two_inner // 2)}
 
 
-def _moe_experts_backward(*args: Any) -> int:
+def _moe_experts_backward(*args: Any) -> dict[str, int]:
     """Gradients dh (always: the gradient of the row weights needs it), dx, and those of the two weights."""
     _, _, gate_up, _, _, token, *rest = args
     _, two_inner, hidden = gate_up.shape
     need_x, need_gate_up, need_down, _ = rest[-2]
-    widths = two_inner // 2 * (1 + need_down) + two_inner * (need_x + need_gate_up)
-    return 2 * token.shape[0] * hidden * widths
+    one = 2 * token.shape[0] * hidden * (two_inner // 2)
+    return {"grouped": one * (1 + 2 * need_x), "grouped weights": one * (need_down + 2 * need_gate_up)}
+
+
+def _scores(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, products: tuple[int, int]) -> int:
+    """FLOPs of so many products over the width of keys, and over that of values, with a head of keys per query head."""
+    return 2 * q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] * (products[0] * q.shape[3] + products[1] * v.shape[3])
 
 
 def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> int:
-    return sdpa_flop_count(q.shape, *_repeated(q, k, v))
+    return _scores(q, k, v, (1, 1))
 
 
 def _sdpa_backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> int:
-    return sdpa_backward_flop_count(dout.shape, q.shape, *_repeated(q, k, v))
-
-
-def _repeated(q: torch.Tensor, *others: torch.Tensor) -> list[tuple[int, ...]]:
-    """Shapes of keys and values with a head for each query head: torch 2.11 counts no others."""
-    return [(other.shape[0], q.shape[1], *other.shape[2:]) for other in others]
+    return _scores(q, k, v, (3, 2))
 
 
 def _of_host(formula: Callable[..., int], tensors: int) -> Callable[..., int]:
     """For the CPU's attention, whose heads are dim 2; with the scores above the diagonal, as torch counts its own."""
     return lambda *args: formula(*(tensor.transpose(1, 2) for tensor in args[:tensors]))
+
+
+def _varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> int:
+    """As if each document were as long as the longest may be: tokens x longest x (width + width of values)."""
+    return 2 * q.shape[0] * rest[2] * q.shape[1] * (q.shape[2] + v.shape[2])
+
+
+def _varlen_backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> int:
+    """`rest` begins with the output, its logsumexp, and where documents begin."""
+    return 2 * q.shape[0] * rest[4] * q.shape[1] * (3 * q.shape[2] + 2 * v.shape[2])
 
 
 _FLASH = _aten._scaled_dot_product_flash_attention.default
@@ -105,87 +120,129 @@ _EFFICIENT = _aten._scaled_dot_product_efficient_attention.default
 _EFFICIENT_BACKWARD = _aten._scaled_dot_product_efficient_attention_backward.default
 _HOST_FLASH = _aten._scaled_dot_product_flash_attention_for_cpu.default
 _HOST_FLASH_BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-_EXPERTS: dict[Any, Callable[..., int]] = {
-    _own.grouped_mm.default: _rows_through,
-    _own.grouped_mm_wgrad.default: lambda x, dy, *rest: 2 * x.shape[0] * x.shape[1] * dy.shape[1],
-    _own.moe_experts_forward.default: _moe_experts_forward,
-    _own.moe_experts_backward.default: _moe_experts_backward,
-    _aten._grouped_mm.default: _rows_through,
+_VARLEN = torch.ops.torch_attn._varlen_attn.default
+_VARLEN_BACKWARD = torch.ops.torch_attn._varlen_attn_backward.default
+GROUPED_OPS: dict[Any, tuple[str, Callable[..., int | dict[str, int]]]] = {
+    _own.grouped_mm.default: ("grouped", _rows_through),
+    _own.grouped_mm_wgrad.default: ("grouped weights", lambda x, dy, *rest: 2 * x.shape[0] * x.shape[1] * dy.shape[1]),
+    _own.moe_experts_forward.default: ("grouped", _moe_experts_forward),
+    _own.moe_experts_backward.default: ("grouped", _moe_experts_backward),
+    _aten._grouped_mm.default: ("grouped", _rows_through),
+}
+ATTENTION_OPS: dict[Any, tuple[str, Callable[..., int]]] = {
+    _own.host_attention.default: ("flash", _of_host(_sdpa, 3)),
+    _own.host_attention_backward.default: ("flash backward", _of_host(_sdpa_backward, 4)),
+    _FLASH: ("flash", _sdpa),
+    _FLASH_BACKWARD: ("flash backward", _sdpa_backward),
+    _VARLEN: ("flash", _varlen),
+    _VARLEN_BACKWARD: ("flash backward", _varlen_backward),
+    _HOST_FLASH: ("flash", _sdpa),
+    _HOST_FLASH_BACKWARD: ("flash backward", _sdpa_backward),
+    _EFFICIENT: ("masked", _sdpa),
+    _EFFICIENT_BACKWARD: ("masked", _sdpa_backward),
 }
 # For the others torch has formulas of its own.
-_FORMULAS: dict[Any, Callable[..., int]] = {
-    **_EXPERTS,
-    _own.host_attention.default: _of_host(_sdpa, 3),
-    _own.host_attention_backward.default: _of_host(_sdpa_backward, 4),
-    _FLASH: _sdpa,
-    _FLASH_BACKWARD: _sdpa_backward,
-    _HOST_FLASH: _sdpa,
-    _HOST_FLASH_BACKWARD: _sdpa_backward,
-    _aten.addmm_.default: lambda out, a, b, *rest: 2 * a.shape[0] * a.shape[1] * b.shape[1],  # torch knows addmm only
-    get_onednn_op(): lambda x, weight, *rest: 2 * x.numel() * weight.shape[0],
+_FORMULAS: dict[Any, tuple[str, Callable[..., int | dict[str, int]]]] = {
+    **GROUPED_OPS,
+    **ATTENTION_OPS,
+    get_onednn_op(): ("dense", lambda x, weight, *rest: 2 * x.numel() * weight.shape[0]),
 }
 _ALWAYS_CAUSAL = {_own.host_attention.default, _own.host_attention_backward.default}
 # Operator -> place of `is_causal` among its arguments.
-_CAUSAL = {_FLASH: 4, _FLASH_BACKWARD: 11, _HOST_FLASH: 4, _HOST_FLASH_BACKWARD: 7}
+_CAUSAL = {_FLASH: 4, _FLASH_BACKWARD: 11, _HOST_FLASH: 4, _HOST_FLASH_BACKWARD: 7, _VARLEN: 7, _VARLEN_BACKWARD: 10}
 _CAUSAL |= {_EFFICIENT: 6, _EFFICIENT_BACKWARD: 11}
+_THIN = 512  # a product with a dim of fewer elements fills no tensor cores
 
 
-def count_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Work:
-    """FLOPs of one call, forward or backward; nothing for operators that multiply no matrices."""
-    formula = _FORMULAS.get(func)
-    if formula is not None:
-        count = formula(*args)
+def count_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> dict[str, Work]:
+    """FLOPs of one call by rate, forward or backward; nothing for operators that multiply no matrices."""
+    packet = getattr(func, "_overloadpacket", None)
+    if func in _FORMULAS:
+        rate, formula = _FORMULAS[func]
+        found = formula(*args)
+        counts = found if isinstance(found, dict) else {rate: found}
+    elif packet in (_aten.mm, _aten.addmm, _aten.addmm_):  # with or without a wider result
+        a, b = [arg for arg in args if isinstance(arg, torch.Tensor)][-2:] if packet is _aten.mm else args[1:3]
+        sizes = (*a.shape, b.shape[1])
+        counts = {"dense" if min(sizes) >= _THIN else "thin": 2 * math.prod(sizes)}
     else:
-        formula = flop_registry.get(getattr(func, "_overloadpacket", None))
+        formula = flop_registry.get(packet)
         if formula is None:
-            return Work()
-        count = formula(*args, **kwargs, out_val=out)
+            return {}
+        counts = {"thin": formula(*args, **kwargs, out_val=out)}
     place = _CAUSAL.get(func)
     causal = func in _ALWAYS_CAUSAL or (
         place is not None and (args[place] if len(args) > place else kwargs.get("is_causal", False))
     )
-    kind = "experts" if func in _EXPERTS else "dense"
-    if place is not None:
-        kind = "flash" if causal or func in (_FLASH, _FLASH_BACKWARD) else "masked"
+    if causal:  # the memory-efficient kernel skips blocks above the diagonal, too
+        return {rate: Work(flops=count - count // 2, skipped=count // 2) for rate, count in counts.items()}
     first = next(arg for arg in args if isinstance(arg, torch.Tensor))
-    return Work(**{kind if first.dtype.itemsize <= 2 else "wide": count}, skipped=count // 2 if causal else 0)
+    if first.dtype.itemsize > 2:
+        return {"float32": Work(flops=sum(counts.values()))}
+    return {rate: Work(flops=count) for rate, count in counts.items()}
 
 
 # Those that read as much as they write, whatever the size of what they read from.
 _PICKING = {_aten.embedding.default, _aten.index_select.default, _aten.index.Tensor, _aten.gather.default}
+_OVERWRITING = {_aten.copy_.default, _aten._foreach_copy_.default, _aten.fill_.Scalar, _aten.zero_.default}
+_OVERWRITING |= {torch.ops.fsdp.split_with_sizes_copy.default, torch.ops.fsdp.chunk_cat.default}
 _WITHOUT_KERNEL = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
 
 
 @cache
-def _written(func: Any) -> tuple[int, ...]:
-    """Places of the arguments that `func` changes."""
-    return tuple(
-        place
-        for place, argument in enumerate(func._schema.arguments)
-        if getattr(argument.alias_info, "is_write", False)
-    )
+def _written(func: Any) -> dict[str, bool]:
+    """Arguments that `func` changes; True: whatever they hold before, so that they are not read."""
+    names = [a.name for a in func._schema.arguments if getattr(a.alias_info, "is_write", False)]
+    overwrites = func in _OVERWRITING
+    return {name: overwrites or name in ("out", "grad_input") for name in names}
 
 
-def measure(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, *, moves: bool, inside: int) -> Work:
+# Kernels of operators that launch several. One over many tensors counts as one.
+_KERNELS = {
+    "titanlite::moe_experts_forward": 3,  # SwiGLU, product, sum
+    "titanlite::moe_experts_backward": 7,  # SwiGLU, its sum over columns, two products of rows, a sum, two of weights
+    "titanlite::planned_rms_norm_backward": 2,
+    "torch_attn::_varlen_attn_backward": 3,
+}
+
+
+def measure(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, *, moves: bool, inside: int
+) -> dict[Call, Work]:
     """Everything of one call. Views launch nothing; a collective (`moves`) has time of its own, on links.
 
     `inside` are the bytes that the kernel holds while it runs, which it writes and reads.
     """
-    if moves:
-        return Work(launches=1)
-    if getattr(func, "_overloadpacket", None) in _WITHOUT_KERNEL or func.namespace in ("c10d", "_c10d_functional"):
-        return Work()
+    if moves or func.namespace in ("c10d", "_c10d_functional", "profiler"):
+        return {}
+    if getattr(func, "_overloadpacket", None) in _WITHOUT_KERNEL:
+        return {}
+    if func is _aten._local_scalar_dense.default:
+        return {Call("memory"): Work(syncs=1)}
     flops = count_flops(func, args, kwargs, out)
     written = _written(func)
     read, made = list(_tensors((args, kwargs))), list(_tensors(out))
-    if not written and not flops.counted and _share_storage(read, made):
-        return Work()
+    if not written and not flops and _share_storage(read, made):
+        return {}
     if func in _PICKING:
         nbytes = 2 * sum(map(_held, made))
     else:
-        changed = [tensor for place in written if place < len(args) for tensor in _tensors(args[place])]
-        nbytes = sum(map(_held, read)) + sum(map(_held, changed or made))
-    return flops + Work(nbytes=nbytes + 2 * inside, launches=1)
+        given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+        changed = {name: sum(map(_held, _tensors(given.get(name)))) for name in written}
+        nbytes = sum(map(_held, read)) + (sum(changed.values()) if written else sum(map(_held, made)))
+        nbytes -= sum(changed[name] for name, is_overwritten in written.items() if is_overwritten)
+        if func is _aten._fused_adamw_.default:
+            nbytes -= changed["grads"]  # it writes gradients only to unscale them
+    nbytes += 2 * inside
+    launches = _KERNELS.get(func.name(), 1)
+    if not flops:
+        rate = "sum of rows" if "_embedding_bag" in func.name() else "memory"
+        return {Call(rate): Work(nbytes=nbytes, launches=launches)}
+    found = {}
+    for rate, work in flops.items():
+        found[Call(rate, work.flops, nbytes)] = work + Work(nbytes=nbytes, launches=launches)
+        nbytes = launches = 0  # with the first of several products
+    return found
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:
@@ -294,6 +351,8 @@ def _pieces(args: tuple[Any, ...], out: Any) -> int:
 def _flash_backward_inside(args: tuple[Any, ...], out: Any) -> int:
     """Count the bytes of q's gradient and row sums in float32, and of shared heads' gradients for each query head."""
     _, q, k, *_ = args
+    if q.dim() == 3:  # tokens of all documents, heads, width
+        q, k = (x.transpose(0, 1).unsqueeze(0) for x in (q, k))
     batch, heads, queries, width = q.shape
     rounded = -(-queries // 128) * 128
     shared = 2 * batch * heads * k.shape[2] * width * q.element_size() if heads != k.shape[1] else 0
@@ -314,5 +373,6 @@ _INSIDE = {
     _own.all_gather.default: _pieces,
     _own.reduce_scatter.default: _pieces,
     _FLASH_BACKWARD: _flash_backward_inside,
+    _VARLEN_BACKWARD: _flash_backward_inside,
     _EFFICIENT_BACKWARD: _efficient_backward_inside,
 }

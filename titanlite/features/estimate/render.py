@@ -5,9 +5,9 @@ from typing import Any
 
 from titanlite.base.tables import format_memory, format_size, format_table
 from titanlite.features.estimate.estimate import STAGING_BYTES, Estimate, axis_ranks
-from titanlite.features.estimate.hardware import Hardware
+from titanlite.features.estimate.hardware import COLLECTIVE_S, KERNEL_S, LAUNCH_S, LINKS, RATES, SYNC_S, Hardware
 from titanlite.features.estimate.proposals import Planned
-from titanlite.features.estimate.tracker import EXCHANGED, GATHERED, GRADIENTS, LOGITS, TEMPORARIES, UNREDUCED
+from titanlite.features.estimate.tracker import EXCHANGED, GATHERED, GRADIENTS, LOGITS, PARTS, TEMPORARIES, UNREDUCED
 from titanlite.features.record.plan_file import RunPlan
 
 _MOST_SWEPT = 15
@@ -36,13 +36,14 @@ def render_verdict(
     verdict = f"fits, {format_memory(room)} free" if room >= 0 else f"DOES NOT FIT, {format_memory(-room)} too much"
     held = f"{format_memory(estimate.memory.total)} of {format_memory(hardware.usable_bytes)} per GPU"
     expected_s = time.expected_s * (1 - time.waiting)
-    first, *others = (f"{name} {seconds / expected_s:.0%}" for name, seconds in time.busy.items() if seconds)
+    exposed = sorted(((part.exposed_s / expected_s, name) for name, part in time.parts.items()), reverse=True)
+    bounds = ", ".join(f"{name} {share:.0%}" for share, name in exposed[:4])
     waiting = f"; waiting for other stages {time.waiting:.0%}" if time.waiting else ""
     mfu = estimate.trace.model_flops_per_token / hardware.flops
     lines = [
         f"{objective} of {start} ({sizes}) on {ranks} x {hardware.name}: {estimate.degrees}",
         f"memory    {verdict}: {held}, fullest in {estimate.memory.where}",
-        f"bound by  {first} of an expected step; busy as well {', '.join(others)}{waiting}",
+        f"bound by  {bounds} of an expected step{waiting}",
         f"speed     {_rate(estimate.expected_rate)} per GPU expected (MFU {mfu * estimate.expected_rate:.1%}); at best "
         f"{_rate(estimate.best_rate)} ({mfu * estimate.best_rate:.1%})",
         _length(estimate, training.steps if not training.epochs else 0, tokens),
@@ -159,9 +160,9 @@ def render_reads(plan: RunPlan, weights: str, is_here: bool) -> str:
 def render_collectives(estimate: Estimate, hardware: Hardware, rank: int) -> str:
     """Return a table of the collectives of an optimizer step, by axis and kind."""
     rows = [("axis", "ranks", "links", "collective", "count", "bytes", "at least")]
-    for traffic, count in sorted(estimate.trace.counts.items(), key=lambda item: (item[0].axis, item[0].kind)):
+    for traffic, work in sorted(estimate.trace.traffic.items(), key=lambda item: (item[0].axis, item[0].kind)):
         ranks = axis_ranks(estimate.degrees, traffic.axis, rank)
-        nbytes = estimate.trace.nbytes[traffic]
+        count, nbytes = work.launches, work.nbytes
         if len(ranks) < 2:
             continue
         seconds = sum(hardware.collective_s(traffic.kind, ranks, nbytes))
@@ -175,22 +176,49 @@ def render_collectives(estimate: Estimate, hardware: Hardware, rank: int) -> str
     return title + "\n" + (format_table(rows) if len(rows) > 1 else "  none")
 
 
-def render_time(estimate: Estimate, hardware: Hardware) -> str:
-    """FLOPs, and the parts of a step, of the rank that was traced or of its pipeline stage."""
+def render_rates(hardware: Hardware) -> str:
+    """Return the rates that expected times are computed with."""
+    rates = [
+        f"{name} {hardware.rate(name) / 1e12:,.3g} {'TB' if peak == 'memory_bytes_s' else 'TFLOP'}/s"
+        for name, (peak, _) in RATES.items()
+    ]
+    links = (hardware.intra_node_bytes_s, hardware.inter_node_bytes_s)
+    inside, between = (f"{rate * LINKS / 1e9:,.3g} GB/s" for rate in links)
+    host = (
+        f"{KERNEL_S * 1e6:g} us between kernels, {LAUNCH_S * 1e6:g} us of the host for each, {COLLECTIVE_S * 1e6:g} us"
+    )
+    return (
+        f"rates assumed for {hardware.name}: {', '.join(rates)}; links inside nodes {inside}, between nodes {between}; "
+        f"{host} for a collective, {SYNC_S * 1e6:g} us for a synchronization"
+    )
+
+
+def render_parts(estimate: Estimate, hardware: Hardware) -> str:
+    """Where the time of an average micro-batch of this rank goes, with its share of what is done once per step."""
     time, trace = estimate.time, estimate.trace
-    done = trace.work.done * estimate.degrees.stage_size / estimate.tokens
-    parts = " and ".join(f"{part.start} to {part.stop - 1}" for part in trace.layers)
-    where = f" in layers {parts}" if estimate.degrees.pp > 1 else ""
+    count = trace.micro_batches
+    rows = [("per micro-batch", "TFLOP", "GB", "launches", "syncs", "exposed ms", "hidden ms")]
+    order = {name: place for place, name in enumerate(PARTS)}
+    for name, part in sorted(time.parts.items(), key=lambda item: (order.get(item[0], len(order)), item[0])):
+        work = part.work
+        amounts = (work.flops / 1e12, work.nbytes / 1e9, part.exposed_s * 1e3, part.hidden_s * 1e3)
+        flops, nbytes, exposed, hidden = (f"{amount / count:,.2f}" if amount else "" for amount in amounts)
+        calls, syncs = (f"{amount / count:,.0f}" if amount else "" for amount in (work.launches, work.syncs))
+        rows.append((name, flops, nbytes, calls, syncs, exposed, hidden))
+    if time.waiting:
+        waited = f"{time.expected_s * time.waiting * 1e3 / count:,.2f}"
+        rows.append(("waiting for other stages", "", "", "", "", waited, ""))
+    done = trace.total.flops * estimate.degrees.stage_size / estimate.tokens
+    layers = " and ".join(f"{part.start} to {part.stop - 1}" for part in trace.layers)
+    where = f" in layers {layers}" if estimate.degrees.pp > 1 else ""
     return "\n".join(
         [
-            f"compute: {trace.model_flops_per_token / 1e9:.2f} GFLOP per token (model, as MFU counts), "
-            f"{done / 1e9:.2f} done{where} (recomputation included)",
-            f"step of {estimate.tokens:,} tokens ({trace.micro_batches} micro-batches)",
-            f"  expected {_ms(time.expected_s)}: products {_ms(time.products_s)}, GPU memory {_ms(time.memory_s)}, "
-            f"collectives that layers wait for {_ms(time.waited_s)}, those next to layers {_ms(time.hidden_s)}, "
-            f"launches by the host {_ms(time.launches_s)}",
-            f"  at best {_ms(time.best_s)}: products {_ms(time.compute_s)} at {hardware.flops / 1e12:.0f} TFLOP/s, "
-            f"links inside nodes {_ms(time.intra_node_s)}, between nodes {_ms(time.inter_node_s)}",
+            format_table(rows),
+            f"  {trace.model_flops_per_token / 1e9:.2f} GFLOP per token (model, as MFU counts), {done / 1e9:.2f} done"
+            f"{where} (recomputation included); {count} micro-batches in a step of {estimate.tokens:,} tokens",
+            f"  at best {_ms(time.best_s)} a step: products {_ms(time.compute_s)} at {hardware.flops / 1e12:.0f} "
+            f"TFLOP/s, links inside nodes {_ms(time.intra_node_s)}, between nodes {_ms(time.inter_node_s)}",
+            f"total: {time.expected_s * 1e3 / count:,.1f} ms per micro-batch",
         ]
     )
 
@@ -226,14 +254,15 @@ def to_json(plan: RunPlan, base: Planned, estimate: Estimate, proposals: Iterabl
         "fits": estimate.fits(hardware),
     }
     data["collectives"] = [
-        {**traffic._asdict(), "count": count, "bytes": trace.nbytes[traffic]} for traffic, count in trace.counts.items()
+        {**traffic._asdict(), "count": work.launches, "bytes": work.nbytes} for traffic, work in trace.traffic.items()
     ]
     data["flops"] = {
-        "per_step": trace.work.done,
-        "per_step_as_torch_counts": trace.work.counted,
+        "per_step": trace.total.flops,
+        "per_step_as_torch_counts": trace.total.counted,
         "model_per_token": trace.model_flops_per_token,
     }
-    times = {**vars(time), "at_best_s": time.best_s, "expected_s": time.expected_s}
+    parts = {name: {**vars(part), "work": vars(part.work)} for name, part in time.parts.items()}
+    times = {**vars(time), "parts": parts, "at_best_s": time.best_s, "expected_s": time.expected_s}
     data["step"] = {"tokens": estimate.tokens, "micro_batches": trace.micro_batches, **times}
     data["stages"] = [
         {

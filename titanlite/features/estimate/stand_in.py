@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from titanlite.assemble import build_objective, build_on_meta, build_schedule, make_optimizer
 from titanlite.config import AnyModelConfig, JobConfig
 from titanlite.config.parallelism import Degrees
+from titanlite.config.schema import TrainingSection
 from titanlite.data.dataset import Batch
 from titanlite.distributed import ParallelDims
 from titanlite.distributed.expert_parallel import balanced_routing
@@ -33,7 +34,6 @@ from titanlite.models.interface import Model
 from titanlite.objective import Objective
 from titanlite.ops import grouped_gemm
 from titanlite.ops.attention import AttentionBackend, AttentionMask
-from titanlite.ops.attention_varlen import pad_values
 from titanlite.ops.kernels import plan_for_device
 from titanlite.optim.optimizer import step_if_finite
 from titanlite.train_step import TrainStep
@@ -108,7 +108,7 @@ def without_data(trainer: StandInTrainer, device_type: DeviceType) -> Iterator[N
         stack.enter_context(balanced_routing())
         stack.enter_context(_own_grouped_gemm())
         if device_type == "cuda":
-            stack.enter_context(plan_for_device("cuda", {"attention_mask": _mask, "attention": _flash_attention}))
+            stack.enter_context(plan_for_device("cuda", {"attention_mask": partial(_mask, trainer.job.training)}))
             stack.enter_context(_cuda_kernels())
         stack.enter_context(trainer.fake)
         stack.enter_context(FixedScalars())
@@ -209,20 +209,11 @@ def _own_grouped_gemm() -> Iterator[None]:
         F.grouped_mm = composed
 
 
-def _mask(backend: AttentionBackend) -> AttentionMask | None:
-    """Other masks than that of `sdpa` look at the documents while they are made."""
-    return None if backend == "sdpa" else AttentionMask(backend)
-
-
-def _flash_attention(
-    q_BSHK: torch.Tensor, k_BSGK: torch.Tensor, v_BSGV: torch.Tensor, mask: AttentionMask, scale: float
-) -> torch.Tensor | None:
-    """Other backends than `sdpa` keep what the flash kernel keeps."""
-    if mask.backend == "sdpa":
+def _mask(training: TrainingSection, backend: AttentionBackend) -> AttentionMask | None:
+    """Other masks than that of `sdpa` look at the documents while they are made: here each row is one."""
+    if backend == "sdpa":
         return None
-    q, k, v = (x.transpose(1, 2) for x in (q_BSHK, k_BSGK, v_BSGV))
-    out = torch.ops.aten._scaled_dot_product_flash_attention(q, k, pad_values(q, v), 0.0, True, scale=scale)[0]
-    return out.transpose(1, 2)[..., : v_BSGV.shape[-1]]
+    return AttentionMask("varlen", starts_N1=torch.zeros(training.local_batch_size + 1, dtype=torch.int32))
 
 
 @contextmanager
@@ -284,16 +275,32 @@ def _rms_norm(
     return _FusedRMSNorm.apply(x, weight)
 
 
-class _FusedRMSNorm(torch.autograd.Function):
-    """What CUDA's kernel leaves: its input and one float32 per row. On the CPU torch has no such kernel to call."""
+@torch.library.custom_op("titanlite::planned_rms_norm", mutates_args=())
+def _norm(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what CUDA's kernel does, which torch does not have on the CPU: the result, and one float32 per row."""
+    return torch.empty_like(x), x.new_empty(x.shape[: x.dim() - weight.dim()], dtype=torch.float32)
 
+
+@torch.library.custom_op("titanlite::planned_rms_norm_backward", mutates_args=())
+def _norm_backward(
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, statistics: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradients of x and of the weight, of two kernels."""
+    return torch.empty_like(x), torch.empty_like(weight)
+
+
+_norm.register_fake(lambda x, weight: _norm._init_fn(x, weight))
+_norm_backward.register_fake(lambda *args: _norm_backward._init_fn(*args))
+
+
+class _FusedRMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x, weight, x.new_empty(*x.shape[: -weight.dim()], dtype=torch.float32))
-        return torch.empty_like(x)
+        result, statistics = _norm(x, weight)
+        ctx.save_for_backward(x, weight, statistics)
+        return result
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight, _ = ctx.saved_tensors
-        need_x, need_weight = ctx.needs_input_grad
-        return torch.empty_like(x) if need_x else None, torch.empty_like(weight) if need_weight else None
+        grads = _norm_backward(grad, *ctx.saved_tensors)
+        return tuple(one if need else None for one, need in zip(grads, ctx.needs_input_grad, strict=True))

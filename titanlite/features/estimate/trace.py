@@ -7,7 +7,6 @@ the other, whose most is at an end. `trace_step(..., every_layer=True)` traces a
 """
 
 import re
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -20,7 +19,7 @@ from titanlite.distributed import ParallelDims
 from titanlite.distributed.process_group import fake_ranks
 from titanlite.features.estimate.operators import Work, cuda_workspace
 from titanlite.features.estimate.stand_in import DeviceType, StandInTrainer, observed, without_data
-from titanlite.features.estimate.tracker import Segment, StepRecorder
+from titanlite.features.estimate.tracker import Kind, Segment, StepRecorder
 from titanlite.features.transformers.model import TransformersModel
 from titanlite.materialize.layout import is_elsewhere, local_of
 from titanlite.metrics.flops import train_flops_per_token
@@ -68,8 +67,9 @@ class StepTrace:
 
     Attributes:
         peaks: live bytes by category (`tracker.CATEGORIES`) at the fullest moment of each stretch.
-        counts, nbytes: collectives of the step, and their bytes.
-        work: of the step on this rank, recomputation included.
+        work: of one of each traced micro-batch, and of what is done once per step, recomputation included; the part of
+            a collective is its axis.
+        repeats: how often the step does the work of each traced micro-batch.
         model_flops_per_token: as MFU counts them: causal attention, no recomputation.
         weights, optimizer, buffers, padding: bytes that are there all the time; padding is what FSDP2 adds to shards
             of uneven size.
@@ -81,9 +81,8 @@ class StepTrace:
     """
 
     peaks: dict[Moment, dict[str, int]]
-    counts: dict[Traffic, int]
-    nbytes: dict[Traffic, int]
-    work: Work
+    work: dict[Kind, Work]
+    repeats: tuple[int, ...]
     model_flops_per_token: int
     weights: int
     optimizer: int
@@ -95,13 +94,36 @@ class StepTrace:
     traced_micro_batches: int
     layers: tuple[range, ...]
 
+    def step_work(self) -> Iterator[tuple[Kind, Work]]:
+        """Yield the work of the whole step by kind."""
+        for kind, work in self.work.items():
+            yield kind, work * (self.repeats[kind.micro_batch] if kind.micro_batch >= 0 else 1)
+
+    @property
+    def total(self) -> Work:
+        """Of kernels, in the whole step."""
+        return sum((work for kind, work in self.step_work() if not kind.group), Work())
+
+    @property
+    def traffic(self) -> dict[Traffic, Work]:
+        """Collectives of the whole step: calls are `launches`."""
+        found: dict[Traffic, Work] = {}
+        for kind, work in self.step_work():
+            if kind.group:
+                traffic = Traffic(kind.call.rate, kind.group, kind.micro_batch < 0)
+                found[traffic] = found.get(traffic, Work()) + work
+        return found
+
     def plus(self, times: int, larger: "StepTrace", smaller: "StepTrace") -> "StepTrace":
         """Return this trace with `times` the difference of two others added: as many layers more."""
 
         def grown(name: str) -> Any:
             here, more, less = (getattr(trace, name) for trace in (self, larger, smaller))
             if isinstance(here, dict):
-                return {key: value + times * (more.get(key, 0) - less.get(key, 0)) for key, value in here.items()}
+                none = Work()
+                keys = {**here, **more}  # of one layer more, a call on all layers' tensors at once has another size
+                found = {k: here.get(k, none) + (more.get(k, none) + less.get(k, none) * -1) * times for k in keys}
+                return {key: work for key, work in found.items() if work != none}
             return here + (more + less * -1) * times
 
         peaks = {
@@ -114,7 +136,7 @@ class StepTrace:
             if moment in larger.peaks and moment in smaller.peaks
         }
         sizes = ("model_flops_per_token", "weights", "optimizer", "buffers", "padding")
-        return replace(self, peaks=peaks, **{name: grown(name) for name in ("counts", "nbytes", "work", *sizes)})
+        return replace(self, peaks=peaks, **{name: grown(name) for name in ("work", *sizes)})
 
 
 def trace_step(
@@ -273,25 +295,20 @@ def summarize(
     world = dist.group.WORLD.group_name
     repeated = _repeated_micro_batches(trainer, traced)
 
-    def times(segment: Segment) -> int:
-        return 1 + (micro_batches - traced) // len(repeated) if segment.micro_batch in repeated else 1
-
-    axes = axis_names(trainer.dims)
-    counts, nbytes = Counter[Traffic](), Counter[Traffic]()
-    for call in recorder.collectives:
-        per_step = call.segment.micro_batch < 0
-        traffic = Traffic(call.kind, "world" if per_step and call.group == world else axes[call.group], per_step)
-        counts[traffic] += times(call.segment)
-        nbytes[traffic] += times(call.segment) * call.nbytes
-    work = sum((work * times(segment) for segment, work in recorder.work.items()), Work())
+    repeats = tuple(1 + (micro_batches - traced) // len(repeated) * (n in repeated) for n in range(traced))
+    axes = axis_names(trainer.dims) | {"": ""}
+    work: dict[Kind, Work] = {}
+    for kind, found in recorder.work.items():
+        is_global = kind.micro_batch < 0 and kind.group == world
+        kind = kind._replace(group="world" if is_global else axes[kind.group])
+        work[kind] = work.get(kind, Work()) + found
     model = trainer.model
     params = [local_of(param) for param in model.parameters() if not is_elsewhere(param)]
     weights = sum(param.nbytes for param in params)
     return StepTrace(
         peaks={_moment(segment, num_layers): peak for segment, peak in recorder.peaks().items()},
-        counts=dict(counts),
-        nbytes=dict(nbytes),
         work=work,
+        repeats=repeats,
         model_flops_per_token=train_flops_per_token(model.config, trainer.job.training.seq_len, model),
         weights=weights,
         optimizer=sum(local_of(state).nbytes for state in trainer.optimizer_states()),

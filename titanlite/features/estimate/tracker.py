@@ -1,4 +1,4 @@
-"""A training step, operation by operation: live bytes, collectives and work.
+"""A training step, operation by operation: live bytes, and work by part of the step.
 
 `StepRecorder` watches every operator that reaches local tensors and follows their storages by weak references, so that
 memory is counted when it is really given back: views share, in-place results add nothing, and what autograd or FSDP2
@@ -6,18 +6,19 @@ keeps stays alive. It works alike on real tensors and on fake ones, which have s
 """
 
 import gc
+import sys
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from titanlite.features.estimate.operators import EXCHANGES, Work, measure, moved_by
+from titanlite.features.estimate.operators import ATTENTION_OPS, EXCHANGES, GROUPED_OPS, Call, Work, measure, moved_by
 
 GATHERED, UNREDUCED, EXCHANGED = "gathered parameters", "unreduced gradients", "exchanged activations"
 GRADIENTS, ACTIVATIONS, LOGITS, TEMPORARIES = "gradients", "activations", "logits and loss", "temporaries"
@@ -46,20 +47,53 @@ class Segment(NamedTuple):
     turn: int = 0
 
 
-@dataclass(frozen=True)
-class Collective:
-    """One call of a collective on this rank.
+class Kind(NamedTuple):
+    """Calls that are counted together.
 
     Attributes:
-        kind, group: as in `operators.Moved`.
-        nbytes: of its tensor.
-        segment: when.
+        micro_batch, phase: as in `Segment`.
+        part: one of `PARTS`; of a collective "", and `call.rate` is its kind.
+        group: name of a collective's process group, or "".
+        call: as in `operators.Call`.
     """
 
-    kind: str
+    micro_batch: int
+    phase: str
+    part: str
     group: str
-    nbytes: int
-    segment: Segment
+    call: Call
+
+
+ATTENTION, DENSE, GROUPED, ROUTING = "attention", "dense GEMM", "grouped GEMM", "routing and permutation"
+ELEMENTWISE, HEAD, FSDP = "norms / rope / elementwise", "head and loss", "FSDP copies and casts"
+CLIPPING, OPTIMIZER = "norm and clipping", "optimizer"
+PARTS = (ATTENTION, DENSE, GROUPED, ROUTING, ELEMENTWISE, HEAD, FSDP, CLIPPING, OPTIMIZER)
+# By the innermost function that has such a file.
+_PLACES = {
+    "/titanlite/ops/attention": ATTENTION,
+    "/titanlite/features/cpu/attention": ATTENTION,
+    "/titanlite/ops/permute.py": ROUTING,
+    "/titanlite/models/moe.py": ROUTING,
+    "/titanlite/distributed/expert_parallel.py": ROUTING,
+    "/titanlite/ops/cross_entropy": HEAD,
+    "/titanlite/ops/swiglu.py": ELEMENTWISE,
+    "/titanlite/ops/rope.py": ELEMENTWISE,
+    "/titanlite/models/": ELEMENTWISE,
+    "/titanlite/features/lora/": ELEMENTWISE,
+    "/titanlite/features/lowbit/": ELEMENTWISE,
+    "/titanlite/distributed/clip_grad.py": CLIPPING,
+    "/titanlite/optim/": OPTIMIZER,
+    "/torch/distributed/fsdp/": FSDP,
+}
+_ENGINE = "/torch/autograd/graph.py"  # which calls the backward of an operator: no file says what that belongs to
+_ACCUMULATES = (1 << 64) - 1  # number of the nodes that add up the gradient of a parameter
+_place_of_file: dict[str, str] = {}
+
+
+def _place(filename: str) -> str:
+    if filename not in _place_of_file:
+        _place_of_file[filename] = next((part for end, part in _PLACES.items() if end in filename), "")
+    return _place_of_file[filename]
 
 
 # A stretch that begins, or the serial number of a storage and the bytes that it now has.
@@ -76,14 +110,13 @@ class StepRecorder(TorchDispatchMode):
         workspace: (operator, arguments, result) -> bytes that its kernel holds only while it runs.
 
     Attributes:
-        collectives: in order.
-        work: of each stretch.
+        work: by kind of call.
     """
 
     def __init__(self, persistent: Iterable[torch.Tensor], workspace: Workspace = lambda *_: 0) -> None:
         super().__init__()
-        self.collectives: list[Collective] = []
-        self.work: dict[Segment, Work] = {}
+        self.work: dict[Kind, Work] = {}
+        self._parts: dict[int, str] = {}  # by number of the autograd node that a forward made
         self._workspace = workspace
         self._segment = Segment(-1, "optimizer", -1)
         self._events: list[_Event] = [self._segment]
@@ -160,11 +193,47 @@ class StepRecorder(TorchDispatchMode):
         if inside:
             self._events.append((_INSIDE_KERNEL, inside))
         self._classify(func, args, out, kwargs)
-        moved = moved_by(func, args, out)
-        self.collectives += [Collective(kind, group, tensor.nbytes, self._segment) for kind, group, tensor in moved]
-        work = measure(func, args, kwargs, out, moves=bool(moved), inside=inside)
-        self.work[self._segment] = self.work.get(self._segment, Work()) + work
+        moved, asked_by = moved_by(func, args, out), self._asked_by()
+        for kind, group, tensor in moved:
+            self._add("", group, Call(kind), Work(nbytes=tensor.nbytes, launches=1))
+        for call, work in measure(func, args, kwargs, out, moves=bool(moved), inside=inside).items():
+            self._add(self._part_of(func, asked_by, call), "", call, work)
         return out
+
+    def _add(self, part: str, group: str, call: Call, work: Work) -> None:
+        kind = Kind(self._segment.micro_batch, self._segment.phase, part, group, call)
+        self.work[kind] = self.work.get(kind, Work()) + work
+
+    def _asked_by(self) -> str:
+        """Return the part whose code calls an operator, or called the one that this is the backward of; "": no part.
+
+        Nodes of autograd are numbered as forwards make them.
+        """
+        frame, node = sys._getframe(2), torch._C._current_autograd_node()  # pyright: ignore
+        while frame is not None:
+            filename = frame.f_code.co_filename
+            if node is not None and filename.endswith(_ENGINE):
+                number = node._sequence_nr()
+                return self._parts.get(number, FSDP if number == _ACCUMULATES else "")
+            if part := _place(filename):
+                break
+            frame = frame.f_back
+        else:
+            part = ""
+        # Before the operator's kernel its node was made; what makes none must not claim the one before.
+        self._parts.setdefault(torch.autograd._get_sequence_nr() - 1, part)  # pyright: ignore
+        return part
+
+    def _part_of(self, func: Any, asked_by: str, call: Call) -> str:
+        """Return the part of the step that a kernel is counted with."""
+        phase, is_product = self._segment.phase, call.flops > 0
+        if phase == "optimizer":
+            return asked_by if asked_by == CLIPPING else OPTIMIZER
+        if func in GROUPED_OPS or func in ATTENTION_OPS:
+            return GROUPED if func in GROUPED_OPS else ATTENTION
+        if self._segment.layer < 0 and phase != "forward" and asked_by in ("", ELEMENTWISE):
+            return HEAD
+        return DENSE if is_product and asked_by in ("", ELEMENTWISE) else asked_by or ELEMENTWISE
 
     def _seen(self, storage: torch.UntypedStorage, *, is_argument: bool = False) -> None:
         """Add a storage that is not known yet. As an argument it was there before: gloo, say, made it for itself."""
@@ -262,6 +331,20 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 class FixedScalars(TorchDispatchMode):
     """Let tensors without data read as 1 or True where the host looks at one: a finite norm, a count, a flag."""
+
+    def __enter__(self) -> "FixedScalars":
+        def tolist(tensor: torch.Tensor) -> Any:  # one read, where by itself it would be one of each element
+            values: Any = tensor.flatten()[0].item() if tensor.numel() else 1
+            for size in reversed(tensor.shape):
+                values = [values] * size
+            return values
+
+        self._tolist, FakeTensor.tolist = FakeTensor.tolist, tolist  # pyright: ignore[reportAttributeAccessIssue]
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        FakeTensor.tolist = self._tolist
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):

@@ -64,7 +64,7 @@ def test_few_layers_stand_for_all(checked, world_size, num_layers, overrides):
     few, every = traced(job), traced(job, every_layer=True)
     assert few.traced_layers < 2 * every.traced_layers and few.num_layers == every.num_layers
     sizes = ("weights", "optimizer", "buffers", "padding")
-    for name in ("counts", "nbytes", "work", "model_flops_per_token", *sizes, "micro_batches"):
+    for name in ("work", "repeats", "model_flops_per_token", *sizes, "micro_batches"):
         assert getattr(few, name) == getattr(every, name), name
     assert get_memory(few) == get_memory(every)
     # The optimizer's own moment holds some bytes per tensor, for norms, which are not extrapolated.
@@ -86,10 +86,10 @@ def test_few_layers_stand_for_all_of_a_stage(checked, rank, overrides):
     few, every = traced(job, rank=rank), traced(job, every_layer=True, rank=rank)
     assert few.layers == every.layers == (range(7) if rank < 2 else range(7, 13),)
     assert few.num_layers == every.num_layers and sum(few.num_layers) == (7 if rank < 2 else 6)
-    for name in ("counts", "nbytes", "work", "model_flops_per_token", "weights", "optimizer", "buffers", "padding"):
+    for name in ("work", "repeats", "model_flops_per_token", "weights", "optimizer", "buffers", "padding"):
         assert getattr(few, name) == getattr(every, name), name
     assert get_memory(few) == get_memory(every)
-    sent = {traffic: count for traffic, count in few.counts.items() if traffic.axis == "pp"}
+    sent = {traffic: work.launches for traffic, work in few.traffic.items() if traffic.axis == "pp"}
     assert {(traffic.kind, count) for traffic, count in sent.items()} == {("send", few.micro_batches)}
 
 
@@ -102,7 +102,7 @@ def test_stages_of_a_pipeline_are_the_whole_model(checked):
     assert {stage.model_flops_per_token for stage in stages} == {one.model_flops_per_token}
     for name in ("weights", "optimizer"):
         assert sum(getattr(stage, name) for stage in stages) == getattr(one, name)
-    assert sum(stage.work.dense + stage.work.experts for stage in stages) == one.work.dense + one.work.experts
+    assert sum(stage.total.flops for stage in stages) == one.total.flops
     assert one.micro_batches == stages[0].micro_batches == 4
     kept = [get_memory(stage).working[ACTIVATIONS] for stage in stages]
     assert kept == sorted(kept, reverse=True), "earlier stages have more micro-batches open"
@@ -130,7 +130,7 @@ def test_what_is_done_once_per_step_is_counted_once(checked, replicas):
     def counts(*overrides: str) -> dict[tuple[str, str], int]:
         trace = traced(checked(4, 6, *batch, *overrides))
         assert trace.micro_batches == (6 if "=24" in overrides[0] else 1)
-        return {(traffic.kind, traffic.axis): n for traffic, n in trace.counts.items() if not traffic.per_step}
+        return {(t.kind, t.axis): work.launches for t, work in trace.traffic.items() if not t.per_step}
 
     single, plain, once = (
         counts("--training.global_batch_size=4", ONCE),
@@ -157,12 +157,12 @@ def test_chunks_send_more_and_gather_and_reduce_no_more(checked, mode, rank):
         return traced(job, rank=rank)
 
     def counts(trace: StepTrace, *, sent: bool) -> dict[Traffic, int]:
-        return {traffic: count for traffic, count in trace.counts.items() if (traffic.kind == "send") == sent}
+        return {t: work.launches for t, work in trace.traffic.items() if (t.kind == "send") == sent}
 
     one, *several = traces = [trace(chunks) for chunks in (1, 2, 3)]
     for found in several:
         assert counts(found, sent=False) == counts(one, sent=False)
-        assert (found.work.done, found.weights, found.optimizer) == (one.work.done, one.weights, one.optimizer)
+        assert (found.total.flops, found.weights, found.optimizer) == (one.total.flops, one.weights, one.optimizer)
     # Between two parts of the model one hidden state and one gradient.
     assert [sum(counts(found, sent=True).values()) for found in traces] == [8, 8 * 3, 8 * 5]
     assert [len(found.layers) for found in traces] == [1, 2, 3] and {found.micro_batches for found in traces} == {8}
@@ -241,11 +241,12 @@ def test_experts_of_transformers_have_the_flops_of_the_native_ones(checked, over
         traced(checked(2, 2, f"--model.implementation={name}", *options)) for name in ("native", "transformers")
     )
     # transformers 5.17 makes the angles of 32 positions by a float32 matmul with the 16 frequencies, 5.23 does not.
-    angles = other.work.done - native.work.done
+    angles = other.total.flops - native.total.flops
     assert angles in (0, 2 * 32 * 16)
     assert other.model_flops_per_token == native.model_flops_per_token
     # The native router computes in float32.
-    assert (other.work.wide > angles) == (dtype == "float32")
+    wide = sum(work.flops for kind, work in other.work.items() if kind.call.rate == "float32")
+    assert (wide > angles) == (dtype == "float32")
 
 
 def test_torchs_grouped_gemm_is_counted():
@@ -254,7 +255,7 @@ def test_torchs_grouped_gemm_is_counted():
 
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             out = func(*args, **(kwargs or {}))
-            self.total += count_flops(func, args, kwargs or {}, out).done
+            self.total += sum(work.flops for work in count_flops(func, args, kwargs or {}, out).values())
             return out
 
     x = torch.randn(24, 16, dtype=torch.bfloat16, requires_grad=True)

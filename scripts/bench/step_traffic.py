@@ -1,0 +1,40 @@
+#!/usr/bin/env python
+"""Where the time of a micro-batch goes on GPUs, part by part, without one.
+
+    python scripts/bench/step_traffic.py --config configs/recipes/qwen3_30b_a3b_sft.toml --world-size 8 --rates h100
+
+Traces an optimizer step of one rank on CUDA's branches, on tensors without data, as `python -m titanlite plan` does,
+and prints an average micro-batch with its share of the optimizer's step. Counts are exact; times are estimates from
+the rates that are printed, not measured. Further arguments change settings, as in training.
+"""
+
+import argparse
+import sys
+
+from titanlite.base.errors import TitanliteError
+from titanlite.features.estimate.cli import read_request
+from titanlite.features.estimate.estimate import estimate_stages, merge_stages
+from titanlite.features.estimate.render import render_parts, render_rates
+
+
+def main() -> int:
+    """Print the table; 2 after one clear error."""
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--rates", default="h100", help="GPU: h100, h200 or another that `plan --gpu` knows")
+    known, rest = parser.parse_known_args()
+    try:
+        request = read_request([*rest, f"--gpu={known.rates}"])
+        checked, hardware = request.check(), request.hardware
+        stages = estimate_stages(checked.job, checked.model_config, checked.degrees, hardware, rank=request.known.rank)
+    except TitanliteError as error:
+        print(f"step_traffic: error: {error}", file=sys.stderr)
+        return 2
+    print(render_rates(hardware))
+    print(render_parts(merge_stages(stages), hardware))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
