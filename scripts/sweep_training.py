@@ -149,13 +149,18 @@ def exports(case: Any) -> str:
     """Save the trained model; transformers reads every parameter bit for bit, and the folder has the same keys."""
     if "trained" not in case.notes:
         return "-"
-    trained = case.notes.pop("trained")
-    model, folder = trained.model, case.folder / "trained"
-    save_hf_model(model, trained.plan, None, folder, torch.float32, case.saved)
+    return save_and_compare(case, case.notes.pop("trained"), case.folder / "trained")
+
+
+def save_and_compare(case: Any, trained: Trained, folder: Path) -> str:
+    """Save what was trained into `folder`; the first rank reads it with transformers. Collective."""
+    save_hf_model(trained.model, trained.plan, None, folder, torch.float32, case.saved)
+    own = {clean_name(name): param.full_tensor() for name, param in trained.model.named_parameters()}
+    if dist.get_rank() > 0:
+        return ""
     loaded, info = case.cls.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
     if any(info.values()):
         return f"WRONG: {next(f'{name} {value}' for name, value in info.items() if value)}"
-    own = {clean_name(name): param.full_tensor() for name, param in model.named_parameters()}
     read = dict(loaded.named_parameters(remove_duplicate=False))
     differing = [name for name, tensor in own.items() if name not in read or not is_same(read[name], tensor)]
     if differing:

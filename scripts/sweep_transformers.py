@@ -14,6 +14,7 @@ import copy
 import json
 import logging
 import os
+import random
 import re
 import resource
 import signal
@@ -29,10 +30,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from sweep_stages import loads, scratch
 from sweep_table import Result, table_of
 from sweep_training import exports, generates, trains
 
+import titanlite
 from titanlite.base.errors import ConfigError, TitanliteError
 from titanlite.config.model import TransformersConfig
 from titanlite.config.schema import ModelSection
@@ -193,15 +196,11 @@ class Case:
     @cached_property
     def cls(self) -> Any:
         """The class of transformers."""
-        import transformers
-
         return getattr(transformers, self.class_name)
 
     @cached_property
     def model(self) -> Any:
         """The model of transformers on the CPU, in evaluation mode; every parameter is random."""
-        import transformers
-
         config_cls = transformers.CONFIG_MAPPING[self.model_type]
         errors = []
         for levels in range(3):
@@ -445,7 +444,7 @@ STAGES: tuple[Callable[[Case], str], ...] = (
 
 
 def run(case: Case, stages: tuple[Callable[[Case], str], ...]) -> Iterator[str]:
-    """The word of each stage for one case; after a refusal or a traceback the other stages have none."""
+    """The word of each stage for one case; one that is not built has no others."""
     for stage in stages:
         try:
             yield stage(case)
@@ -504,6 +503,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("types", nargs="*", help="model types; none: all")
     parser.add_argument("--part", default="1/1", help="I/N: every Nth case, from the Ith on")
+    parser.add_argument("--sample", type=int, default=0, help="so many cases, others with each version; 0: all")
     parser.add_argument("--stages", default=",".join(stage.__name__ for stage in STAGES))
     parser.add_argument("--case-s", type=int, default=60, help="seconds of CPU time for a case")
     parser.add_argument("--results", type=Path, help="file of lines in JSON, to which each case's is added")
@@ -511,6 +511,8 @@ def main() -> int:
     number, parts = map(int, given.part.split("/"))
     stages = tuple(stage for stage in STAGES if stage.__name__ in given.stages.split(","))
     chosen = [case for case in cases() if not given.types or case.model_type in given.types][number - 1 :: parts]
+    if given.sample:
+        chosen = random.Random(f"{titanlite.__version__} {transformers.__version__}").sample(chosen, given.sample)
     results = []
     with quiet():
         for case in chosen:

@@ -1,0 +1,66 @@
+"""The sweep over transformers' classes: its most used families on two ranks, and a sample of all."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+import sweep_training
+import sweep_transformers
+
+FAMILIES = (
+    *(
+        "llama",
+        "mistral",
+        "mixtral",
+        "qwen2",
+        "qwen2_moe",
+        "qwen3",
+        "qwen3_moe",
+        "qwen3_next",
+        "qwen3_5",
+        "qwen3_5_moe",
+    ),
+    *("gemma2", "gemma3", "gemma4", "phi3", "gpt_oss", "deepseek_v3", "deepseek_v4", "glm4_moe", "kimi_k25"),
+    *("nemotron_h", "olmo3", "granitemoehybrid", "minimax_m2", "llama4_text", "cohere2"),
+)
+
+
+@pytest.mark.slow
+def test_families_train_on_two_ranks(run_ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
+    """Losses of two steps to 1e-6, gradients to 1e-4; transformers reads the whole checkpoint, bit for bit."""
+    with sweep_transformers.quiet():
+        chosen = {case.model_type: case for case in sweep_transformers.cases() if case.model_type in FAMILIES}
+        for name, case in chosen.items():
+            case.folder = tmp_path / name
+            assert case.config.family == name and case.saved
+
+        def rank_main() -> dict[str, tuple[str, sweep_training.Trained]]:
+            seen = {}
+            for name, case in chosen.items():
+                found = sweep_training.our_steps(case.config, case.saved)
+                text = sweep_training.save_and_compare(case, found, tmp_path / f"{name}-trained")
+                found.model = found.plan = None
+                seen[name] = text, found
+            return seen
+
+        ranks = run_ranks(2, rank_main, timeout_s=300)
+        assert {name: text for name, (text, _) in ranks[0].items()} == dict.fromkeys(FAMILIES, "equal")
+        for name, case in chosen.items():
+            model = case.cls.from_pretrained(case.saved, dtype=torch.float32).train()
+            expected = sweep_training.their_steps(model, ranks[0][name][1].packed)
+            assert [seen[name][1].difference(expected) for seen in ranks] == ["", ""], name
+
+
+@pytest.mark.slow
+def test_a_sample_of_all_classes() -> None:
+    """Neither a traceback nor a difference in 30 classes, others with each version."""
+    command = [sys.executable, sweep_transformers.__file__, "--sample", "30"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    assert "reads: 2" in done.stdout or "reads: 3" in done.stdout, done.stdout
