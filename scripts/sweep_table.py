@@ -1,16 +1,41 @@
 #!/usr/bin/env python
-"""Results of `sweep_transformers.py`, counted.
+"""Results of `sweep_transformers.py`, counted; and the part of docs/models.md that shows them, written anew.
 
-python scripts/sweep_table.py RESULTS.jsonl
+python scripts/sweep_table.py RESULTS.jsonl            # counts
+python scripts/sweep_table.py RESULTS.jsonl --write    # and docs/models.md
 """
 
 import json
 import re
+import subprocess
 import sys
+import textwrap
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+_PAGE = Path(__file__).parents[1] / "docs" / "models.md"
+_BEGINNING, _WIDTH = "## All classes, tried", 120  # where the part begins, and its columns
+# What the page says of a stage, and the words that stand for "as in transformers".
+_STAGES: Mapping[str, tuple[str, str]] = {
+    "reads": ("config.json of transformers leads to the same class", "yes"),
+    "builds": ("on the meta device it has the same tensors", "yes"),
+    "loads": ("parameters, buffers and ties are those of `from_pretrained`, bit for bit", "equal"),
+    "trains": ("losses of 2 optimizer steps to 1e-6, gradients to 1e-4, each document alone", "packed|apart"),
+    "exports": ("transformers reads what was trained, bit for bit, under the same keys", "equal"),
+    "generates": ("greedy tokens in a batch are those of `generate`, with and without a cache", "cached|whole"),
+    "scratch": ("means and deviations of drawn parameters; buffers bit for bit", "equal"),
+}
+# Reasons for which a class is not trained, and how a message tells.
+_REASONS: Mapping[str, str] = {
+    "sees later tokens, so it predicts nothing": r"is not causal",
+    "needs more than text: images, audio codes, a canvas": r"does not run on text alone|is required as a model input",
+    "transformers does not read what it saves of it": r"^lost",
+    "not built: a package is missing here": r"ImportError|ModuleNotFoundError",
+    "not built: transformers refuses the small configuration": r"^not built",
+    "other": r"refused|WRONG|TRACEBACK|LIMIT",
+}
 
 
 @dataclass
@@ -25,6 +50,17 @@ class Result:
     def is_wrong(self) -> bool:
         """True after a traceback, a difference, or too long a time."""
         return any(word.startswith(("TRACEBACK", "WRONG", "LIMIT")) for word in self.words.values())
+
+    @property
+    def is_built(self) -> bool:
+        """True if transformers builds the small model."""
+        return not self.words.get("built", "not").startswith("not")
+
+    @property
+    def why_untrained(self) -> str:
+        """The reason in `_REASONS` for which it is not trained; empty if it is."""
+        words = [self.words.get(stage, "") for stage in ("built", "loads", "trains")]
+        return next((why for why, told in _REASONS.items() if any(re.search(told, word) for word in words)), "")
 
     def __str__(self) -> str:
         return "| " + " | ".join([self.model_type, self.class_name, *self.words.values()]) + " |"
@@ -41,11 +77,63 @@ def table_of(results: Sequence[Result]) -> Iterator[str]:
         yield f"{stage}: {', '.join(f'{count} {word}' for word, count in found.most_common())}"
 
 
+def part_of_page(results: Sequence[Result], where: str) -> Iterator[str]:
+    """The lines of the page from its heading on; `where` is what was tried with what."""
+    built = [result for result in results if result.is_built]
+    causal = [result for result in built if not result.why_untrained.startswith(("sees", "needs"))]
+    wrong = sum(result.is_wrong for result in results)
+    yield from (_BEGINNING, "")
+    yield from _filled(
+        f"`scripts/sweep_transformers.py` builds each class of transformers' auto mappings for text and images with "
+        f"text, tiny and random, and compares it with transformers, in float32: {len(results)} entries, of which "
+        f"transformers builds {len(built)}; {len(causal)} predict a next token from text alone and are trained. "
+        f"{wrong or 'None'} ended in a traceback, in a difference or after 60 s."
+    )
+    yield from ("", "| stage | compared | as in transformers |", "|---|---|---|")
+    for stage, (text, good) in _STAGES.items():
+        of = causal if stage in ("trains", "exports", "generates") else built
+        count = sum(bool(re.match(good, result.words.get(stage, ""))) for result in of)
+        yield f"| {stage} | {text} | {count} of {len(of)} |"
+    yield ""
+    yield from _named("Trained on rows of one document each (`data.packing = false`)", results, _is_apart)
+    for why in _REASONS:
+        yield from _named(f"Refused: {why}", results, lambda result, why=why: result.why_untrained == why)  # type: ignore[misc]
+    yield where
+
+
+def _is_apart(result: Result) -> bool:
+    return result.words.get("trains", "").startswith("apart")
+
+
+def _named(what: str, results: Sequence[Result], chosen: Callable[[Result], bool]) -> Iterator[str]:
+    names = sorted({result.model_type for result in results if chosen(result)})
+    if names:
+        yield from (*_filled(f"**{what}**, {len(names)}: {', '.join(names)}."), "")
+
+
+def _filled(text: str) -> list[str]:
+    return textwrap.wrap(text, _WIDTH, break_long_words=False, break_on_hyphens=False)
+
+
 def read(path: Path) -> list[Result]:
     """The results in a file; of a class that is there twice, the later one."""
     found = [Result(**json.loads(line)) for line in path.read_text().splitlines()]
     return list({(result.model_type, result.class_name): result for result in found}.values())
 
 
+def main() -> None:
+    """Print the counts; with `--write` replace the part of the page, too."""
+    results = read(Path(sys.argv[1]))
+    print(*table_of(results), sep="\n")
+    if "--write" in sys.argv:
+        import torch
+        import transformers
+
+        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+        where = f"Tried with transformers {transformers.__version__} and torch {torch.__version__}, commit {commit}."
+        kept = _PAGE.read_text().partition(_BEGINNING)[0]
+        _PAGE.write_text(kept + "\n".join(part_of_page(results, where)) + "\n")
+
+
 if __name__ == "__main__":
-    print(*table_of(read(Path(sys.argv[1]))), sep="\n")
+    main()

@@ -43,6 +43,7 @@ from titanlite.features.transformers.probes import (
     check_facts,
     count_holders,
     evaluation,
+    find_embedding,
     find_facts,
     find_head,
     is_float32,
@@ -374,10 +375,10 @@ class TransformersModel(Model):
             return [module] if list(module.parameters()) else []
 
         # A head with a bias returns a view, which FSDP warns of: an operation in place on it would lose FSDP's hook.
-        return alone(model.get_input_embeddings()), alone(self.head) if self._is_linear_head else []
+        return alone(find_embedding(model)), alone(self.head) if self._is_linear_head else []
 
     def embedding_and_head(self) -> tuple[nn.Module | None, nn.Module | None]:
-        return self._transformers_model.get_input_embeddings(), self.head
+        return find_embedding(self._transformers_model), self.head
 
     def configure(
         self, attention_backend: AttentionBackend, moe: MoESection, loss_chunk_tokens: int, device: torch.device

@@ -216,6 +216,14 @@ def find_head(model: Any) -> Any:
     return next((head for part in parts if (head := part.get_output_embeddings()) is not None), None)
 
 
+def find_embedding(model: Any) -> nn.Module | None:
+    """Return the input embedding of the model; None if its class does not name one."""
+    try:
+        return model.get_input_embeddings()
+    except NotImplementedError:
+        return None
+
+
 def repeated_layers(model: Any) -> list[nn.Module]:
     """Return the modules of the classes that transformers says must not be split, outermost only.
 
