@@ -60,6 +60,7 @@ from titanlite.features.lora.layers import apply_lora
 from titanlite.features.lora.peft_format import PeftFormat, warn_of_changed_base
 from titanlite.features.lowbit.weights import encode_weights
 from titanlite.features.muon.muon import build_muon, muon_matrices
+from titanlite.features.passengers import carry_passengers
 from titanlite.features.pipeline.schedule import PipelineSchedule, apply_pipeline_parallel, describe_pipeline
 from titanlite.features.record.environment import save_environment
 from titanlite.features.record.hub import push_to_hub
@@ -131,9 +132,11 @@ def assemble(checked: Checked) -> Trainer:
 
     torch.manual_seed(job.training.seed + dims.dropout_rank)  # ranks with other tokens drop other elements
     model = build_on_meta(job, model_config, dims, device)
-    ends = [] if loader.dataset.form == "text" else get_end_of_turn_ids(tokenizer, loader.dataset)
-    checkpointer.prepare(model, tokenizer, ends)
-    plan = fill(job, model, checkpointer.weight_sources(model), device, checkpointer.group)
+    checkpointer.prepare(
+        model, tokenizer, [] if loader.dataset.form == "text" else get_end_of_turn_ids(tokenizer, loader.dataset)
+    )
+    plan = fill(job, model, sources := checkpointer.weight_sources(model), device, checkpointer.group)
+    carry_passengers(job, model.config, sources, checkpointer)
     check_layout(job, plan)
     optimizer = make_optimizer(job, model, dims)
     checkpointer.load_state(plan, optimizer, device)
@@ -172,7 +175,7 @@ def assemble(checked: Checked) -> Trainer:
     )
     matrices = muon_matrices(model, job.optimizer) if job.optimizer.name == "Muon" else {}
     save_run_plan(plan, matrices, folder)
-    check_space(job, plan, matrices, checkpointer.folder, step)
+    check_space(job, plan, matrices, checkpointer.folder, step, checkpointer.carried_bytes)
     facts = {"model": model_config.family, "parameters": total, "trained": trained, "mesh": str(degrees)}
     configure_wandb(save_environment(folder, device, facts))
     record_start(

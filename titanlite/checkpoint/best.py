@@ -26,8 +26,7 @@ def read_best(folder: Path) -> int | None:
 def point_best(folder: Path, step: int) -> None:
     """Let the link lead to step-`step`, if that is complete. One process at a time.
 
-    Raises:
-        OSError: the file system has no links, or something else has the name.
+    Raises OSError: the file system has no links, or something else has the name.
     """
     if read_best(folder) == step or check_folder(step_folder(folder, step)):
         return

@@ -60,8 +60,7 @@ def commit_folder(
         rest: content of all other files by name; that of rank 0 counts.
         group: the ranks.
 
-    Raises:
-        CheckpointError: on all ranks of `group`, if any of them could not write; an older `folder` is untouched.
+    Raises CheckpointError: on all ranks of `group`, if any of them could not write; an older `folder` is untouched.
 
     Collectives: four small ones over `group`; every rank must call, and all must see the same file system.
     """
@@ -172,8 +171,7 @@ def _write_rest(folder: Path, rest: Mapping[str, bytes]) -> None:
 def _check_written(folder: Path, written: Mapping[str, tuple[int, int]]) -> None:
     """Compare the files in `folder` with their sizes and checksums in `written`, by size.
 
-    Raises:
-        CheckpointError: one is missing or has another size: another process is changing the folder.
+    Raises CheckpointError: one is missing or has another size: another process is changing the folder.
     """
     problems = []
     for name, (nbytes, _) in written.items():
@@ -191,8 +189,7 @@ def check_folder(folder: Path, *, checksums: bool = False, share: tuple[int, int
     A manifest without weights, or with a part of them, is wrong too. Sizes cost a system call per file; `checksums`
     reads every byte. With `share` = (i, n) only every nth file is looked at, from the ith on.
 
-    Raises:
-        TransientError: the file system does not answer, which says nothing of the checkpoint.
+    Raises TransientError: the file system does not answer, which says nothing of the checkpoint.
     """
     try:
         manifest = read_json(folder / MANIFEST_FILE, str(folder))
@@ -277,8 +274,7 @@ def find_complete_before(folder: Path, step: int) -> int | None:
 def set_aside(path: Path, kind: str) -> Path:
     """Rename the checkpoint `path` to `path`.`kind`, or `path`.`kind`-2, ...: no run looks at it or removes it there.
 
-    Raises:
-        OSError: it cannot be renamed.
+    Raises OSError: it cannot be renamed.
     """
     names = (path.with_name(f"{path.name}.{kind}{f'-{n}' if n > 1 else ''}") for n in itertools.count(1))
     aside = next(name for name in names if not name.exists())

@@ -82,8 +82,7 @@ def describe_model(
         assets: folder of the model that training began with; what it says beyond the architecture is kept.
         end_of_turn_ids: end a text as well, beside what the model's own generation_config.json says.
 
-    Raises:
-        CheckpointError: transformers refuses something; names it, its value, and the file that it is from.
+    Raises CheckpointError: transformers refuses something; names it, its value, and the file that it is from.
     """
 
     def write(folder: Path) -> None:
@@ -102,8 +101,7 @@ def describe_model(
 def render(write: Callable[[Path], None]) -> dict[str, bytes]:
     """Return the content, by file name, of what `write` writes into an empty folder.
 
-    Raises:
-        CheckpointError: whatever it raises, so that it can be raised on all ranks.
+    Raises CheckpointError: whatever it raises, so that it can be raised on all ranks.
     """
     with _explained("what stands beside the weights"), TemporaryDirectory(prefix="titanlite-") as name:
         write(Path(name))
@@ -158,8 +156,7 @@ def write_config(folder: Path, config: AnyModelConfig, tokenizer: Any, dtype: to
 def _native_config(config: ModelConfig, tokenizer: Any, dtype: torch.dtype, assets: Path | None) -> Any:
     """Return transformers' configuration of the model, which it has accepted.
 
-    Raises:
-        CheckpointError: it refuses values; names each with the file that it is from.
+    Raises CheckpointError: it refuses values; names each with the file that it is from.
     """
     values, origins = _values_of(config, tokenizer, assets)
     values["dtype"] = str(dtype).removeprefix("torch.")
@@ -269,8 +266,7 @@ def check_saved_tokenizer(
     Transformers builds the tokenizers of some models anew, in the form of the model's class. Of a model that is not new
     (`is_new`) the tokenizer cannot be chosen: it gets a warning.
 
-    Raises:
-        DataError: it will read texts otherwise. The same on all ranks. Collective: every rank must call.
+    Raises DataError: it will read texts otherwise. The same on all ranks. Collective: every rank must call.
     """
 
     def find() -> str:
@@ -310,8 +306,7 @@ def check_resumed_model(model_config: AnyModelConfig, folder: Path) -> None:
 
     Tensors of other shapes are refused where they are read; these would fit, and yet be another function.
 
-    Raises:
-        ConfigError: it is another one. The same on all ranks. Collective: every rank must call.
+    Raises ConfigError: it is another one. The same on all ranks. Collective: every rank must call.
     """
 
     def find() -> str:

@@ -39,9 +39,8 @@ class Stored:
 def read_model_headers(folder: Path) -> Stored:
     """Read the headers of the Hugging Face model in `folder`: model.safetensors, or the files that the index names.
 
-    Raises:
-        CheckpointError: there is no model, only pickle files, a file is missing or damaged, two files have the same
-            key, or index and files contradict each other. Lists all problems.
+    Raises CheckpointError: there is no model, only pickle files, a file is missing or damaged, two files have the same
+    key, or index and files contradict each other. Lists all problems.
     """
     where = f"checkpoint {folder}"
     try:
@@ -87,8 +86,7 @@ def how_to_finish(folder: Path) -> str:
 def read_headers(files: Iterable[Path], where: str) -> Stored:
     """Read the headers of `files` together.
 
-    Raises:
-        CheckpointError: a file is missing or damaged, or two files have the same key. Lists all problems.
+    Raises CheckpointError: a file is missing or damaged, or two files have the same key. Lists all problems.
     """
     found = Stored({}, {})
     problems: list[str] = []
@@ -109,8 +107,7 @@ def read_headers(files: Iterable[Path], where: str) -> Stored:
 def read_json(path: Path, where: str) -> dict[str, Any]:
     """Return the JSON object in `path`.
 
-    Raises:
-        CheckpointError: it cannot be read, because of the OSError that is its cause, or is no JSON object.
+    Raises CheckpointError: it cannot be read, because of the OSError that is its cause, or is no JSON object.
     """
     try:
         value = parse_json(read_regular(path), any_float=path.name == "config.json")  # some models have infinities

@@ -30,8 +30,7 @@ def find_scale(
         tensors: all that is stored, by key.
         declared: rows and columns of a block, as config.json has them; edges may cut blocks.
 
-    Raises:
-        ValueError: there are none, or they do not fit.
+    Raises ValueError: there are none, or they do not fit.
     """
     scale = next((tensors[key] for key in companions(stored.key)[:4] if key in tensors), None)
     if scale is None:

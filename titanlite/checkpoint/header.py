@@ -70,10 +70,9 @@ class StoredTensor(NamedTuple):
 def read_header(path: Path) -> dict[str, StoredTensor]:
     """Return the tensors of the safetensors file `path` by key, in the order of their bytes. Reads the header only.
 
-    Raises:
-        CheckpointError: `path` cannot be read, is no regular file, is shorter than its header says, or its header is
-            not what the format allows: no UTF-8, no JSON, a name twice, an unknown dtype, offsets that are out of
-            range, overlap, leave a gap, or contradict dtype and shape. Names the file and every such tensor.
+    Raises CheckpointError: `path` cannot be read, is no regular file, is shorter than its header says, or its header is
+    not what the format allows: no UTF-8, no JSON, a name twice, an unknown dtype, offsets that are out of range,
+    overlap, leave a gap, or contradict dtype and shape. Names the file and every such tensor.
     """
     return read_header_and_size(path)[0]
 
@@ -167,8 +166,7 @@ class Table(dict[str, Any]):
 def parse_json(text: bytes, start: int = 0, any_float: bool = False) -> Any:
     """JSON with objects as `Table`, NaN and Infinity only if `any_float`, and absurdly long integers left as text.
 
-    Raises:
-        ValueError: it is no UTF-8 or no JSON; says where, `start` being the first byte.
+    Raises ValueError: it is no UTF-8 or no JSON; says where, `start` being the first byte.
     """
     try:
         constant = float if any_float else _refuse_constant

@@ -71,20 +71,11 @@ def save_hf_model(
 ) -> None:
     """Write weights, config.json, generation_config.json and tokenizer into `folder`, as `save_pretrained` would.
 
-    The folder appears in one step, see `commit_folder`. Parameters are cast to `dtype`; buffers keep theirs.
+    `folder` appears, or is replaced, in one step, see `commit_folder`. Parameters are cast to `dtype`; buffers keep
+    theirs. `tokenizer` is of transformers, or None to leave it out. What config.json and generation_config.json in
+    `assets` say beyond the architecture is kept.
 
-    Args:
-        model: the model, materialized.
-        plan: its plan.
-        tokenizer: a transformers tokenizer, or None to leave it out.
-        folder: where to; an older folder is replaced.
-        dtype: dtype of the parameters on disk.
-        assets: folder of the model that training began with; what its config.json and generation_config.json say
-            beyond the architecture is kept.
-
-    Raises:
-        CheckpointError: on all ranks, if transformers refuses the configuration or any rank could not write; `folder`
-            is untouched.
+    Raises CheckpointError on all ranks: transformers refuses the configuration, or a rank could not write.
 
     Collectives: five small ones; every rank must call, and all ranks must see the same file system.
     """
@@ -109,13 +100,12 @@ def index_of(files: Sequence[FileLayout]) -> dict[str, bytes]:
 def check_layout(job: JobConfig, plan: Plan) -> None:
     """Find out before training whether the model's tensors have a place in its files.
 
-    Raises:
-        CheckpointError: they have none. The same on all ranks.
+    Raises CheckpointError: they have none. The same on all ranks.
     """
     if not job.checkpoint.enable or job.lora.rank:
         return
     _refuse_encoded(plan)
-    if (own := _own_format(plan)) is not None:
+    if (own := getattr(plan.model, "checkpoint_format", None)) is not None:  # not of the native decoder
         own.check(plan)
 
 
@@ -128,8 +118,8 @@ def unfinished_files(plan: Plan) -> list[FileLayout]:
     entries = [entry for entry in entries if is_adapter(entry.fqn)] or entries
     items = []
     for entry, share in zip(entries, share_out((entry.tensor for entry in entries), plan.group), strict=True):
-        piece, local = whole(MASTER_PREFIX + entry.fqn, entry.info.shape), local_of(entry.tensor)
-        items.append(Item(piece.key, entry.dtype, piece.region, piece.shape, local, entry.region, share.mine))
+        piece = whole(MASTER_PREFIX + entry.fqn, entry.info.shape)
+        items.append(Item.of(piece, entry.dtype, local_of(entry.tensor), entry.region, share.mine))
     return lay_out(items, f"{OWN_FOLDER}/{UNFINISHED_FILES.removesuffix('*.safetensors')}")
 
 
@@ -139,14 +129,13 @@ def model_files(plan: Plan, config: AnyModelConfig, dtype: torch.dtype, *, exact
     What the architecture has no key for goes to a file in the titanlite folder. With `exact`, so do parameters that
     lose bits in `dtype`, once more in their own dtype, for a resumed run to go on from.
 
-    Raises:
-        CheckpointError: a tensor is kept in another form than its values. The same on all ranks.
+    Raises CheckpointError: a tensor is kept in another form than its values. The same on all ranks.
 
     Collectives: those of the model's own format, and with pipeline stages one gather of small objects; every rank
     must call.
     """
     _refuse_encoded(plan)
-    if (own := _own_format(plan)) is not None:
+    if (own := getattr(plan.model, "checkpoint_format", None)) is not None:
         return own.files(plan, dtype, exact=exact)
     assert isinstance(config, ModelConfig), "a model without a native family has a format of its own"
     family = family_of(config)
@@ -160,24 +149,18 @@ def model_files(plan: Plan, config: AnyModelConfig, dtype: torch.dtype, *, exact
         stored = dtype if entry.info.kind == "parameter" else entry.dtype
         if is_sidecar(entry.fqn, family):
             if entry.fqn in used:
-                piece = whole(entry.fqn, entry.info.shape)
-                sidecar.append(Item(entry.fqn, stored, piece.region, piece.shape, local, region, share.mine))
+                sidecar.append(Item.of(whole(entry.fqn, entry.info.shape), stored, local, region, share.mine))
             continue
-        for piece in checkpoint_pieces(entry.fqn, entry.info.shape, family):
-            model.append(Item(piece.key, stored, piece.region, piece.shape, local, region, share.mine))
+        pieces = checkpoint_pieces(entry.fqn, entry.info.shape, family)
+        model += [Item.of(piece, stored, local, region, share.mine) for piece in pieces]
         if exact and stored.itemsize < entry.dtype.itemsize:
             piece = whole(MASTER_PREFIX + entry.fqn, entry.info.shape)
-            masters.append(Item(piece.key, entry.dtype, piece.region, piece.shape, local, region, share.mine))
+            masters.append(Item.of(piece, entry.dtype, local, region, share.mine))
     return [
         *lay_out(model, "model"),
         *(lay_out(sidecar, f"{OWN_FOLDER}/{SIDECAR_FILE.removesuffix('.safetensors')}") if sidecar else []),
         *(lay_out(masters, f"{OWN_FOLDER}/weights") if masters else []),
     ]
-
-
-def _own_format(plan: Plan) -> Any:
-    """Return the `Model.checkpoint_format` of the planned model; None: the native one."""
-    return getattr(plan.model, "checkpoint_format", None)
 
 
 def _refuse_encoded(plan: Plan) -> None:

@@ -4,7 +4,8 @@ Run-time names are Hugging Face's already; on disk, experts are stored one by on
 router's bias has the family's own name, or none.
 """
 
-from collections.abc import Iterator
+import re
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from titanlite.materialize import Region
@@ -16,6 +17,10 @@ SIDECAR_FILE = "expert_bias.safetensors"
 MASTER_PREFIX = "master."
 # Written by other programs, computed from the configuration here.
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
+# A layer, or a part of a whole model that a class of text leaves out; and the projection of a layer for multi-token
+# prediction, which combines the last layer's result with an embedding.
+_PART = re.compile(r"(?:model\.)?(mtp\w*|visual|vision_\w+|audio_\w+|multi_modal_projector)\.|(?:.*?\.)?layers\.\d+\.")
+PREDICTION_KEY = "eh_proj.weight"
 
 
 @dataclass(frozen=True)
@@ -60,3 +65,28 @@ def checkpoint_pieces(name: str, shape: tuple[int, ...], family: Family) -> Iter
         yield whole(
             f"{prefix}.{family.expert_bias_key}" if leaf == "expert_bias" and family.expert_bias_key else name, shape
         )
+
+
+def find_passengers(keys: Iterable[str], used: Collection[str], patterns: Iterable[str] = ()) -> list[str]:
+    """Return the stored `keys` that a model, which has `used` of them, does not compute, and that are no mistake.
+
+    Transformers' class passes them over (`patterns`), or they are in a part with a name, or in a layer for multi-token
+    prediction beyond the last layer, of which nothing is used.
+    """
+    rest = [key for key in keys if key not in used and not key.endswith(IGNORED_SUFFIXES)]
+    found = [(key, match) for key in rest if (match := _PART.match(key))]
+    parts = {match[0] for key, match in found if match[1] or key == match[0] + PREDICTION_KEY}
+    parts -= {part_of(key) for key in used}
+    passed = re.compile("|".join(f"(?:{pattern})" for pattern in patterns) or r"(?!)")
+    return [key for key in rest if part_of(key) in parts or passed.search(key)]
+
+
+def part_of(key: str) -> str:
+    """Return the layer or part of a model that the stored tensor `key` is in, up to its last dot; or nothing."""
+    match = _PART.match(key)
+    return match[0] if match else ""
+
+
+def explain_unexpected(where: str) -> str:
+    """Why a stored tensor is refused that `find_passengers` does not name."""
+    return f"unexpected, {where} has it and the model does not. Correct its name, or remove it there."

@@ -60,12 +60,12 @@ class Checkpointer:
 
     Attributes:
         folder: where the checkpoints of this run are.
+        carried_bytes: of what `carry` was called with.
         start: progress of the checkpoint that the run resumes from, or None.
         group: all ranks, on the host; it waits `checkpoint.timeout_seconds` for one that reads or writes longer.
 
-    Raises:
-        CheckpointError: on all ranks; the checkpoint that was asked for is not there or not complete, or later ones are
-            in the way.
+    Raises CheckpointError: on all ranks; the checkpoint that was asked for is not there or not complete, or later ones
+    are in the way.
     """
 
     def __init__(
@@ -87,6 +87,8 @@ class Checkpointer:
         self._pending: Future[None] | None = None
         self._host_buffer: torch.Tensor | None = None
         self._description: dict[str, bytes] = {}
+        self._carried: Any = None
+        self.carried_bytes = 0
         self._saved_step = -1
         self.start = self._find() if self._section.enable else None
 
@@ -204,8 +206,7 @@ class Checkpointer:
 
         `model` may be on meta. `end_of_turn_ids` stop the generations of what is saved.
 
-        Raises:
-            CheckpointError: on all ranks; something of it cannot be built, or transformers refuses it.
+        Raises CheckpointError: on all ranks; something of it cannot be built, or transformers refuses it.
         """
 
         def build() -> None:  # kept where it was built: a tokenizer is too much to send
@@ -213,6 +214,15 @@ class Checkpointer:
 
         if self._section.enable:
             on_first_rank(build, self.group)
+
+    def carry(self, carried: Any) -> None:
+        """Let every checkpoint hold tensors that the model does not compute, too: `features/passengers`.
+
+        Raises CheckpointError on all ranks: the model's description cannot be changed to say so.
+        """
+        self._carried, self.carried_bytes = carried, carried.nbytes
+        if self._section.enable:
+            on_first_rank(lambda: self._description.update(carried.describe(self._description)), self.group)
 
     def save(
         self,
@@ -228,9 +238,8 @@ class Checkpointer:
         `card` renders its README.md, if any, on rank 0. The link `best` leads to the step if it is the best by
         `progress.results`. What cannot be built is left out or kept in another form, and a warning says how to go on.
 
-        Raises:
-            CheckpointError: on all ranks; this save failed, or the one before it that ran in the background, and
-                `checkpoint.on_save_error` is "stop".
+        Raises CheckpointError: on all ranks; this save failed, or the one before it that ran in the background, and
+        `checkpoint.on_save_error` is "stop".
         """
         if not self._section.enable or progress.step == self._saved_step:
             return
@@ -241,6 +250,7 @@ class Checkpointer:
             in_form = parts.attempt(self._format.part, lambda: self._format.files(model, plan))
             files = unfinished_files(plan) if in_form is None else in_form
             warn_of_sidecar(model.config, files)
+            files = files if self._carried is None else self._carried.add_to(files)
             files += parts.attempt(STATES, lambda: state_files(plan, optimizer, device)) or []
             rest = self._description | index_of(files)
             rest |= parts.attempt_here(CARD, lambda: {"README.md": text.encode()} if (text := card()) else {})
@@ -248,6 +258,8 @@ class Checkpointer:
 
             def write() -> None:
                 commit_folder(folder, files, rest, self.group)
+                if self._carried is not None:
+                    self._carried.follow(folder, files)
                 self._record("save", f"checkpoint {folder.name}", progress.step)
                 if dist.get_rank() == 0:
                     if text := parts.explain(folder):
@@ -319,8 +331,7 @@ class Checkpointer:
     def wait(self) -> None:
         """Wait for a save in the background.
 
-        Raises:
-            CheckpointError: it failed, and `checkpoint.on_save_error` is "stop"; on all ranks.
+        Raises CheckpointError: it failed, and `checkpoint.on_save_error` is "stop"; on all ranks.
         """
         pending, self._pending = self._pending, None
         if pending is not None:
@@ -348,9 +359,8 @@ class Checkpointer:
     def agree(self, stop: bool) -> bool:
         """Return True on all ranks if any of them says `stop`. Call after each step.
 
-        Raises:
-            CheckpointError: a save in the background failed, on all ranks at the same step, and
-                `checkpoint.on_save_error` is "stop".
+        Raises CheckpointError: a save in the background failed, on all ranks at the same step, and
+        `checkpoint.on_save_error` is "stop".
         """
         failed = self._pending is not None and self._pending.done() and self._pending.exception() is not None
         flags = torch.tensor([stop, failed], dtype=torch.int32)

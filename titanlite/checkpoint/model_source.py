@@ -6,11 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from titanlite.base.agree import on_first_rank
 from titanlite.base.errors import CheckpointError
-from titanlite.base.log import logger
 from titanlite.checkpoint.folder import (
     OWN_FOLDER,
     UNFINISHED_FILES,
@@ -27,6 +25,8 @@ from titanlite.checkpoint.keys import (
     SIDECAR_FILE,
     Piece,
     checkpoint_pieces,
+    explain_unexpected,
+    find_passengers,
     is_sidecar,
     whole,
 )
@@ -39,7 +39,6 @@ from titanlite.models.families.keys import describe_unreadable, find_quantizatio
 from titanlite.models.interface import Model
 
 _CHUNK_ELEMENTS = 4 << 20
-_MTP_KEY = "eh_proj.weight"
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _FLAG, _OVERRIDE = "tie_word_embeddings", ", or in training model.overrides.tie_word_embeddings = false"
 
@@ -49,8 +48,7 @@ def weights_of(folder: Path, model: Model, *, exact: bool = False) -> Any:
 
     It has `untied`, what is wrong with tied tensors that are stored twice, by name.
 
-    Raises:
-        CheckpointError: as `hf_checkpoint`.
+    Raises CheckpointError: as `hf_checkpoint`.
 
     Collectives: two broadcasts; every rank must call. Of tied tensors that are stored twice rank 0 reads both.
     """
@@ -66,8 +64,7 @@ def hf_checkpoint(folder: Path, config: ModelConfig, *, exact: bool = False) -> 
     no key for is taken from the folder's titanlite part, if it has one. So are, with `exact`, parameters that were
     saved once more in the precision of the run.
 
-    Raises:
-        CheckpointError: on all ranks; there is no model there, or files are missing or damaged.
+    Raises CheckpointError: on all ranks; there is no model there, or files are missing or damaged.
 
     Collectives: two broadcasts; every rank must call. Of a tied head that is stored too rank 0 reads both.
     """
@@ -104,13 +101,17 @@ class HFCheckpoint:
     """A `SourceProvider`: every persistent tensor of the model is read from the stored tensors that make it up.
 
     Complete and strict: what is missing, unexpected, or of another shape is an error, all of them at once.
+
+    Attributes:
+        stored: all that the folder has.
+        passengers: what of it the model does not compute (`find_passengers`), once the source was called.
     """
 
     complete = True
 
     def __init__(self, folder: str, stored: Stored, family: Family) -> None:
-        self.name = f"checkpoint {folder}"
-        self._folder, self._stored, self._family = folder, stored, family
+        self.name, self.passengers = f"checkpoint {folder}", list[str]()
+        self._folder, self.stored, self._family = folder, stored, family
         self.untied: Mapping[str, str] = {}  # what is wrong with tied tensors that are stored twice
         self.reader: SafetensorsReader | None = None
 
@@ -118,7 +119,7 @@ class HFCheckpoint:
         claims: list[tuple[str, Source | Unfit]] = []
         placed: dict[str, tuple[tuple[int, ...], Sequence[Placed]]] = {}
         used: set[str] = set()
-        self.reader = SafetensorsReader(self._folder, placed, self._stored.file_bytes)
+        self.reader = SafetensorsReader(self._folder, placed, self.stored.file_bytes)
         for name, info in tensors.items():
             if not info.persistent:
                 continue
@@ -126,21 +127,22 @@ class HFCheckpoint:
             used.update([piece.key for piece in pieces])
             if pieces[0].key.startswith(MASTER_PREFIX):  # the model's own files have it too, with fewer bits
                 used.update([piece.key for piece in checkpoint_pieces(name, info.shape, self._family)])
-            found = [piece for piece in pieces if piece.key in self._stored.tensors]
+            found = [piece for piece in pieces if piece.key in self.stored.tensors]
             if not found:
                 continue  # the plan knows whether it may be absent
-            missing = [piece.key for piece in pieces if piece.key not in self._stored.tensors]
+            missing = [piece.key for piece in pieces if piece.key not in self.stored.tensors]
             problems = [f"missing, {self.name} does not have {shown(key)}." for key in missing]
             parts = [part for piece in found for part in self._place(piece, used, problems)]
             claims += [(name, Unfit(problem)) for problem in problems]
             placed[name] = (info.shape, parts)
             claims.append((name, Read(self.reader, name, info.shape)))
         claims += [(name, Unfit(problem)) for name, problem in self.untied.items()]
-        ignored = self._mtp_keys(used)
+        self.passengers = find_passengers(self.stored.tensors, used)
+        known = used.union(self.passengers)
         claims += [
-            (shown(key), Unfit(f"unexpected, {self.name} has it and the model does not."))
-            for key in self._stored.tensors
-            if key not in used and key not in ignored and not key.endswith(IGNORED_SUFFIXES)
+            (shown(key), Unfit(explain_unexpected(self.name)))
+            for key in self.stored.tensors
+            if key not in known and not key.endswith(IGNORED_SUFFIXES)
         ]
         return claims
 
@@ -148,45 +150,28 @@ class HFCheckpoint:
         """Return what is wrong with a stored head that the model ties to the embedding: other values. By name."""
         places: dict[str, tuple[tuple[int, ...], Sequence[Placed]]] = {}
         for key in (_HEAD, _EMBEDDING):
-            shape = self._stored.tensors[key].shape
+            shape = self.stored.tensors[key].shape
             places[key] = shape, self._place(whole(key, shape), set(), [])
-        reader = SafetensorsReader(self._folder, places, self._stored.file_bytes)
+        reader = SafetensorsReader(self._folder, places, self.stored.file_bytes)
         reads = [Read(reader, key, shape) for key, (shape, _) in places.items()]
         return {} if is_equal(*reads) else {_HEAD: explain_untied(self.name, _EMBEDDING, _FLAG, _OVERRIDE)}
 
-    def _mtp_keys(self, used: set[str]) -> set[str]:
-        """Tensors of layers for multi-token prediction, which combine the last layer's result with an embedding.
-
-        They lie behind the layers that the model has: nothing of them is `used`.
-        """
-        keys = self._stored.tensors.keys()
-        layers = {key.removesuffix(_MTP_KEY) for key in keys if self._family.mtp_key and key.endswith(_MTP_KEY)}
-        layers -= {layer for layer in layers if any(key.startswith(layer) for key in used)}
-        ignored = {key for key in keys if key.startswith(tuple(layers))}
-        if ignored and (not dist.is_initialized() or dist.get_rank() == 0):
-            logger.warning(
-                "%s: %d tensors of %s, for multi-token prediction, are not read and not saved again: a serving engine "
-                "cannot speculate with them.",
-                *(self.name, len(ignored), ", ".join(shown(layer.removesuffix(".")) for layer in sorted(layers))),
-            )
-        return ignored
-
     def _pieces(self, name: str, shape: tuple[int, ...]) -> list[Piece]:
-        if MASTER_PREFIX + name in self._stored.tensors:
+        if MASTER_PREFIX + name in self.stored.tensors:
             return [whole(MASTER_PREFIX + name, shape)]
-        if is_sidecar(name, self._family) or name in self._stored.tensors:
+        if is_sidecar(name, self._family) or name in self.stored.tensors:
             return [whole(name, shape)]  # also fused experts, as transformers has them in memory
         return list(checkpoint_pieces(name, shape, self._family))
 
     def _place(self, piece: Piece, used: set[str], problems: list[str]) -> list[Placed]:
-        stored = self._stored.tensors[piece.key]
+        stored = self.stored.tensors[piece.key]
         if stored.shape != piece.shape:
             problems.append(
                 f"{self.name} has {shown(piece.key)} with shape {stored.shape}, the model expects {piece.shape}."
             )
         used.update(companions(piece.key) if stored.dtype in FP8 else ())
         try:
-            return place(stored, piece.region, self._stored.tensors, self._stored.block)
+            return place(stored, piece.region, self.stored.tensors, self.stored.block)
         except ValueError as error:
             problems.append(f"{self.name}: {error}.")
             return []
@@ -209,11 +194,7 @@ def is_equal(first: Read, second: Read) -> bool:
 
 def _read(read: Read, region: Region) -> torch.Tensor:
     values = torch.empty(region.lengths, dtype=torch.float64)  # which holds the values of all others
-    request = ReadRequest(read.name, region, values)
-    if isinstance(read.reader, SafetensorsReader):
-        read.reader.read_quietly([request])
-    else:
-        read.reader.read([request])
+    getattr(read.reader, "read_quietly", read.reader.read)([ReadRequest(read.name, region, values)])
     return values
 
 

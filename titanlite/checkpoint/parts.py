@@ -37,8 +37,7 @@ class Parts:
     def attempt(self, part: str, build: Callable[[], _T]) -> _T | None:
         """Return what `build` returns, or None on all ranks if it fails on any. Collective: every rank must call.
 
-        Raises:
-            TransientError: `build` failed here alone, and the others wait in a collective of it for too long.
+        Raises TransientError: `build` failed here alone, and the others wait in a collective of it for too long.
         """
         result, mine = None, list[str]()
         try:

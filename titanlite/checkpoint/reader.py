@@ -106,8 +106,7 @@ class SafetensorsReader:
     def read(self, requests: Sequence[ReadRequest]) -> None:
         """Write every requested region into its destination, cast to its dtype.
 
-        Raises:
-            CheckpointError: a file is gone, has another size than when its header was read, or cannot be read.
+        Raises CheckpointError: a file is gone, has another size than when its header was read, or cannot be read.
         """
         parts = [part for request in requests for part in self._parts(request)]
         folder_bytes = sum(self._file_bytes.values())

@@ -21,7 +21,7 @@ from titanlite.checkpoint.writer import FileLayout, Item, lay_out
 from titanlite.config import JobConfig
 from titanlite.config.data import get_sources
 from titanlite.config.defaults import wants_held_out
-from titanlite.materialize import Plan, region_of
+from titanlite.materialize import Plan, ReadRequest, region_of
 from titanlite.materialize.execute import empty, read_tensors, sharded_like
 from titanlite.materialize.layout import is_elsewhere, leave_elsewhere, local_of
 from titanlite.materialize.replicas import share_out
@@ -155,15 +155,14 @@ def state_files(plan: Plan, optimizer: torch.optim.Optimizer, device: torch.devi
     items = []
     for (key, value), share in zip(states, share_out((value for _, value in states), plan.group), strict=True):
         piece = whole(key, tuple(value.shape))
-        items.append(Item(key, value.dtype, piece.region, piece.shape, local_of(value), region_of(value), share.mine))
+        items.append(Item.of(piece, value.dtype, local_of(value), region_of(value), share.mine))
     return [*(lay_out(items, _OPTIMIZER) if items else []), *lay_out(_rng_items(device), _RNG)]
 
 
 def _named_states(plan: Plan, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
     """Key and tensor of every state, in the plan's order; of what other stages hold, tensors on meta marked so.
 
-    Raises:
-        CheckpointError: with pipeline stages, on all ranks; a trained parameter has no state where others have.
+    Raises CheckpointError: with pipeline stages, on all ranks; a trained parameter has no state where others have.
     """
     names_of = {param: group["state_names"] for group in optimizer.param_groups for param in group["params"]}
     was_stepped = plan.group is not None and any(gather_objects(bool(optimizer.state)))
@@ -189,8 +188,7 @@ def _state_elsewhere(param: torch.Tensor, name: str) -> torch.Tensor:
 def load_state(folder: Path, plan: Plan, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
     """Give `optimizer` and this rank's generators the states of the checkpoint in `folder`.
 
-    Raises:
-        CheckpointError: on all ranks; files are missing or damaged, or hold states of another model.
+    Raises CheckpointError: on all ranks; files are missing or damaged, or hold states of another model.
 
     Collectives: a broadcast of the headers, those of `read_tensors`, and a gather; every rank must call.
     """
@@ -198,7 +196,7 @@ def load_state(folder: Path, plan: Plan, optimizer: torch.optim.Optimizer, devic
     files = [*sorted((folder / OWN_FOLDER).glob("optimizer*.safetensors")), folder / f"{_RNG}.safetensors"]
     stored = on_first_rank(lambda: read_headers(files, where))
     states = {key: tensor for key, tensor in stored.tensors.items() if not key.startswith(("cpu.", "cuda."))}
-    placed = {key: (tensor.shape, [Placed(tensor, whole(key, tensor.shape).region)]) for key, tensor in states.items()}
+    placed = {key: (t.shape, [Placed(t, whole(key, t.shape).region)]) for key, t in stored.tensors.items()}
     reader = SafetensorsReader(f"optimizer states of {folder}", placed, stored.file_bytes)
     reads: list[tuple[torch.Tensor, Read]] = []
     for param, name, key in _match(where, states, plan, optimizer):
@@ -209,8 +207,8 @@ def load_state(folder: Path, plan: Plan, optimizer: torch.optim.Optimizer, devic
     read_tensors(reads, plan)
     problems: list[str] = []
     try:
-        _load_rng(stored.tensors, device)
-    except (OSError, CheckpointError) as error:
+        _load_rng(stored.tensors, reader, device)
+    except CheckpointError as error:
         problems.append(str(error))
     raise_together(CheckpointError, where, problems)
 
@@ -265,10 +263,9 @@ def _empty_state(
 def _rng_items(device: torch.device) -> Iterator[Item]:
     """Yield each rank's states of torch's generators. titanlite's own numbers come from counters and need none."""
     for kind, state in _generators(device).items():
-        piece = whole(kind, tuple(state.shape))
         for rank in range(dist.get_world_size()):
-            mine = rank == dist.get_rank()
-            yield Item(f"{kind}.{rank:05d}", torch.uint8, piece.region, piece.shape, state, piece.region, mine)
+            piece = whole(f"{kind}.{rank:05d}", tuple(state.shape))
+            yield Item.of(piece, torch.uint8, state, piece.region, rank == dist.get_rank())
 
 
 def _generators(device: torch.device) -> dict[str, torch.Tensor]:
@@ -278,19 +275,15 @@ def _generators(device: torch.device) -> dict[str, torch.Tensor]:
     return states
 
 
-def _load_rng(stored: Mapping[str, StoredTensor], device: torch.device) -> None:
+def _load_rng(stored: Mapping[str, StoredTensor], reader: SafetensorsReader, device: torch.device) -> None:
     """Restore this rank's generators; ranks that the checkpoint does not know keep a fresh state."""
     for kind, state in _generators(device).items():
         tensor = stored.get(f"{kind}.{dist.get_rank():05d}")
         if tensor is None or tensor.shape != tuple(state.shape) or tensor.dtype != torch.uint8:
             logger.info("checkpoint: no state of the %s generator for this rank; it keeps a fresh one", kind)
             continue
-        with open(tensor.file, "rb") as file:
-            file.seek(tensor.offset)
-            data = bytearray(file.read(tensor.nbytes))
-        if len(data) != tensor.nbytes:
-            raise CheckpointError(f"{tensor.file}: ended {tensor.nbytes - len(data)} bytes too early; it was cut off.")
-        saved = torch.frombuffer(data, dtype=torch.uint8)
+        saved = torch.empty(tensor.shape, dtype=torch.uint8)
+        reader.read_quietly([ReadRequest(tensor.key, whole(tensor.key, tensor.shape).region, saved)])
         if kind == "cuda":
             torch.cuda.set_rng_state(saved, device)
         else:

@@ -1,8 +1,8 @@
 """Write shards into safetensors files in place: every rank its own bytes, at their final offsets.
 
 Headers follow from names, shapes and dtypes, so every rank knows the layout of every file without asking. Nothing is
-gathered, and memory beyond the shards is a staging buffer of 1 MiB per thread, where a shard must be cast or is on a
-GPU.
+gathered, and memory beyond the shards is a staging buffer of 1 MiB per thread, where a shard must be cast, is on a GPU,
+or is read from another file.
 """
 
 import ctypes
@@ -11,7 +11,7 @@ import os
 import sys
 import weakref
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from titanlite.base.log import logger
 from titanlite.checkpoint.header import encode_header
+from titanlite.checkpoint.keys import Piece
 from titanlite.checkpoint.progress import Transfer
 from titanlite.checkpoint.reader import io_threads
 from titanlite.checkpoint.segments import Segments, bytes_of, overlap
@@ -49,6 +50,8 @@ class Item:
         local: this rank's shard of the run-time tensor, a plain tensor on any device.
         local_region: the part of the run-time tensor that `local` is.
         mine: of several ranks with this shard, this one writes it.
+        read: for a tensor that is not in memory, `local` being empty: returns a part of `region` in `dtype`. The rank
+            that writes it asks for parts that follow one another in the file, in several threads.
     """
 
     key: str
@@ -58,6 +61,11 @@ class Item:
     local: torch.Tensor
     local_region: Region
     mine: bool
+    read: Callable[[Region], torch.Tensor] | None = None
+
+    @classmethod
+    def of(cls, piece: Piece, dtype: torch.dtype, local: torch.Tensor, local_region: Region, mine: bool) -> "Item":
+        return cls(piece.key, dtype, piece.region, piece.shape, local, local_region, mine)
 
     @property
     def nbytes(self) -> int:
@@ -119,8 +127,7 @@ def reserve(descriptor: int, nbytes: int) -> None:
     `os.posix_fallocate` writes a byte to every block where it cannot, as with NFS before version 4.2: each checkpoint
     would go over the network twice, once as zeros and from one rank.
 
-    Raises:
-        OSError: there is no such space.
+    Raises OSError: there is no such space.
     """
     fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None) if sys.platform == "linux" else None
     if fallocate is None:
@@ -193,6 +200,13 @@ def _jobs(file: FileLayout) -> Iterator[partial[_Written]]:
     batch: list[_Part] = []
     batch_bytes = 0
     for item, base in file.items:
+        if item.read is not None:
+            start = 0
+            for region in item.region.slabs(_STAGED_BYTES // item.dtype.itemsize) if item.mine else ():
+                segment = Segments(np.array([start]), np.array([0]), region.numel)
+                yield partial(_write_read, part=_Part(item, base, segment), read=item.read, region=region)
+                start += region.numel
+            continue
         whole = overlap(item.region, item.local_region) if item.mine else None
         if whole is None or not whole.numel:
             continue
@@ -226,6 +240,10 @@ def _write_staged(descriptor: int, part: _Part) -> _Written:
             values = torch.stack([local[start : start + segments.length] for start in segments.local.tolist()])
         values = values.to(part.item.dtype).to("cpu").contiguous()
     return _write_parts(descriptor, [(part, values, np.arange(len(segments.stored)) * segments.length)])
+
+
+def _write_read(descriptor: int, part: _Part, read: Callable[[Region], torch.Tensor], region: Region) -> _Written:
+    return _write_parts(descriptor, [(part, read(region).contiguous(), part.segments.local)])
 
 
 def _write_parts(descriptor: int, parts: Sequence[tuple[_Part, torch.Tensor, np.ndarray]]) -> _Written:

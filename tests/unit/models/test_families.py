@@ -360,8 +360,7 @@ def test_where_the_rotated_part_of_a_head_may_stand():
     assert from_hf({**hf, "rope_parameters": table}) == replace(air, partial_rotary_factor=0.25)
 
 
-def test_the_layer_for_multi_token_prediction_is_not_promised():
-    # It is not saved, so config.json must not say that it is there.
+def test_the_layer_for_multi_token_prediction_is_not_promised_without_its_weights():
     assert family_of(from_hf(GLM_4_5_AIR)).to_hf(from_hf(GLM_4_5_AIR))["num_nextn_predict_layers"] == 0
 
 

@@ -55,11 +55,13 @@ def count_coming(job: JobConfig, present: int, step: int) -> int:
     return min(coming, max(section.keep_latest_k - present, 0) + 1 + always)
 
 
-def check_space(job: JobConfig, plan: Plan, muon: Container[torch.Tensor], folder: Path, step: int) -> None:
+def check_space(
+    job: JobConfig, plan: Plan, muon: Container[torch.Tensor], folder: Path, step: int, carried_bytes: int = 0
+) -> None:
     """Say on rank 0 how large a checkpoint will be, and warn if those that will be kept have no room in `folder`."""
     if not job.checkpoint.enable or dist.get_rank() != 0:
         return
-    size, coming = count_bytes(plan, job, muon), count_coming(job, len(list_steps(folder)), step)
+    size, coming = count_bytes(plan, job, muon) + carried_bytes, count_coming(job, len(list_steps(folder)), step)
     try:
         free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
     except OSError:

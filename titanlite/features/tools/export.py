@@ -30,6 +30,7 @@ from titanlite.checkpoint.writer import FileLayout, Item, create_files, lay_out
 from titanlite.config import ModelConfig
 from titanlite.config.peers import spell_dtype
 from titanlite.features.lora.merge import MergedAdapters, MergedSource, read_quietly
+from titanlite.features.passengers import find_carried
 from titanlite.features.tools.models import MODEL_HELP, find_base, find_model
 from titanlite.features.transformers.checkpoint import saved_entries, stored_forms
 from titanlite.features.transformers.model import TransformersModel
@@ -126,6 +127,10 @@ def export_checkpoint(
     else:
         assert isinstance(config, ModelConfig)
         files, values = _lay_out(plan, config, dtype)
+    if (carried := find_carried([weights], config, dtype)) is not None:
+        rest |= carried.describe(rest)
+        values |= {copy: values[key] for copy, key in carried.originals(values).items()}
+        files = carried.add_to(files)
     try:
         with hidden_folder(out) as temporary:
             create_files(temporary, files)
@@ -216,7 +221,8 @@ def _copy_weights(files: Sequence[FileLayout], values: Mapping[str, "_Values"], 
             for item, offset in file.items:
                 handle.seek(offset)
                 for region in item.region.slabs(_CHUNK_ELEMENTS):
-                    chunk = values[item.key](region, item.dtype).contiguous()
+                    chunk = item.read(region) if item.read is not None else values[item.key](region, item.dtype)
+                    chunk = chunk.contiguous()
                     if item.dtype == torch.float16 and not bool(chunk.isfinite().all()):
                         raise CheckpointError(
                             f"export: {item.key} has values that float16 cannot hold (beyond 65504). Use bfloat16."

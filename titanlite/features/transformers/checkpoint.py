@@ -16,7 +16,7 @@ from titanlite.base.log import logger
 from titanlite.checkpoint.folder import Stored
 from titanlite.checkpoint.fp8 import FP8, companions, find_scale
 from titanlite.checkpoint.header import StoredTensor, shown
-from titanlite.checkpoint.keys import IGNORED_SUFFIXES, MASTER_PREFIX, whole
+from titanlite.checkpoint.keys import IGNORED_SUFFIXES, MASTER_PREFIX, explain_unexpected, find_passengers, whole
 from titanlite.checkpoint.model_source import explain_untied, is_equal
 from titanlite.checkpoint.reader import Placed, SafetensorsReader, place
 from titanlite.checkpoint.writer import Item
@@ -42,22 +42,21 @@ Renaming = Callable[[str], str]
 class TransformersCheckpoint:
     """A `SourceProvider`: every persistent tensor of a transformers model, read through transformers' own mapping.
 
-    Complete and strict as `HFCheckpoint`. What the class says may be absent or superfluous is allowed to be; what is
-    superfluous and not read is not exported either, and a warning counts it.
+    Complete and strict as `HFCheckpoint`, with its attributes. What the class says may be absent is allowed to be.
     """
 
     complete = True
 
     def __init__(self, folder: str, stored: Stored, model: TransformersModel) -> None:
-        self.name = f"checkpoint {folder}"
+        self.name, self.passengers = f"checkpoint {folder}", list[str]()
         self.untied: Mapping[str, str] = {}  # what is wrong with tied tensors that are stored twice
-        self._folder, self._stored, self._model = folder, stored, model
+        self._folder, self.stored, self._model = folder, stored, model
         self.reader: SafetensorsReader | None = None
 
     def __call__(self, tensors: Mapping[str, TensorInfo]) -> Iterable[tuple[str, Source | Unfit]]:
         unexpected = self._claim_stored(tensors)
         for name, info in tensors.items():
-            master = self._stored.tensors.get(MASTER_PREFIX + name)
+            master = self.stored.tensors.get(MASTER_PREFIX + name)
             if master is not None:  # the model's own files have it too, with fewer bits
                 self._claim_parts(name, info, [Placed(master, whole(name, info.shape).region)], master.shape)
         self._drop_tied(tensors)
@@ -67,8 +66,8 @@ class TransformersCheckpoint:
         return [
             *claims,
             *(
-                (shown(key), Unfit(f"unexpected, {self.name} has it and the model does not."))
-                for key in self._stored.tensors
+                (shown(key), Unfit(explain_unexpected(self.name)))
+                for key in self.stored.tensors
                 if key.startswith(MASTER_PREFIX) and key.removeprefix(MASTER_PREFIX) not in tensors
             ),
         ]
@@ -78,18 +77,24 @@ class TransformersCheckpoint:
         self._claims: dict[str, Source | Unfit] = {}
         self._placed: dict[str, tuple[tuple[int, ...], Sequence[Placed]]] = {}
         self._whole: dict[str, Group] = {}
-        self.reader = SafetensorsReader(self._folder, self._placed, self._stored.file_bytes)
-        converting = ConvertingReader(self._folder, self._stored, self._model, self._whole)
-        self._packed = find_packed(self._stored.tensors)
-        self._unpacking = Mxfp4Reader(self._folder, self._stored.file_bytes)
+        self.reader = SafetensorsReader(self._folder, self._placed, self.stored.file_bytes)
+        converting = ConvertingReader(self._folder, self.stored, self._model, self._whole)
+        self._packed = find_packed(self.stored.tensors)
+        self._unpacking = Mxfp4Reader(self._folder, self.stored.file_bytes)
         parts = {part.key for packed in self._packed.values() for part in packed}
-        parts.update(*(companions(key) for key, stored in self._stored.tensors.items() if stored.dtype in FP8))
-        found = [key for key in self._stored.tensors if key not in parts and not key.startswith(MASTER_PREFIX)]
+        parts.update(*(companions(key) for key, stored in self.stored.tensors.items() if stored.dtype in FP8))
+        found = [key for key in self.stored.tensors if key not in parts and not key.startswith(MASTER_PREFIX)]
         keys = [*found, *self._packed]
         groups, unexpected = loading_groups(keys, self._model) if keys else ([], [])
+        self._used = {*keys, *parts}.difference(unexpected)
+        self._used -= {name for key in unexpected for name in self._parts_of(key)}
         for group in groups:
             self._claim(group, tensors, converting)
         return unexpected
+
+    def _parts_of(self, key: str) -> list[str]:
+        """Return the stored tensors with which the weight `key` is quantized."""
+        return [part.key for part in self._packed[key]] if key in self._packed else companions(key)
 
     def find_untied(self) -> dict[str, str]:
         """Return what is wrong with stored tensors that the model ties to others with other values, by name."""
@@ -112,7 +117,7 @@ class TransformersCheckpoint:
             self._claims[group.first] = Unfit(f"{self.name}: {problem}.") if problem else read
             return
         try:
-            found = group.convert(lambda key: Traced.source(key, self._stored.tensors[key].shape), self._model)
+            found = group.convert(lambda key: Traced.source(key, self.stored.tensors[key].shape), self._model)
             placed = {name: [p for part in traced.parts for p in self._place(part)] for name, traced in found.items()}
             shapes = {name: traced.shape for name, traced in found.items()}
         except NotTraceable:
@@ -133,7 +138,7 @@ class TransformersCheckpoint:
             if name in tensors:
                 self._claim_parts(name, tensors[name], parts, shapes[name])
             else:
-                self._claims[name] = Unfit(f"unexpected, {self.name} has it and the model does not.")
+                self._claims[name] = Unfit(explain_unexpected(self.name))
 
     def _claim_parts(self, name: str, info: TensorInfo, parts: list[Placed], shape: tuple[int, ...]) -> None:
         if shape != info.shape:
@@ -145,18 +150,18 @@ class TransformersCheckpoint:
         self._whole.pop(name, None)
 
     def _meta(self, key: str) -> torch.Tensor:
-        stored = self._stored.tensors[key]
+        stored = self.stored.tensors[key]
         if stored.dtype in FP8:
-            find_scale(stored, self._stored.tensors, self._stored.block)
+            find_scale(stored, self.stored.tensors, self.stored.block)
         return torch.empty(stored.shape, dtype=stored.dtype, device="meta")
 
     def _place(self, part: TracedPart) -> list[Placed]:
-        stored, region = self._stored.tensors[part.key], Region(part.starts, part.lengths)
+        stored, region = self.stored.tensors[part.key], Region(part.starts, part.lengths)
         if stored.dtype not in FP8:
             return [Placed(_block(stored, part), region)]
         if part.source_lengths == stored.shape and len(region.lengths) >= len(stored.shape):
-            return place(stored, region, self._stored.tensors, self._stored.block)
-        scale, (rows, _) = find_scale(stored, self._stored.tensors, self._stored.block)
+            return place(stored, region, self.stored.tensors, self.stored.block)
+        scale, (rows, _) = find_scale(stored, self.stored.tensors, self.stored.block)
         cut, first, count = _block(stored, part), part.source_starts[0], part.source_lengths[0]
         if len(stored.shape) != 2 or first % rows:
             raise NotTraceable("a cut inside a block of FP8")
@@ -183,15 +188,13 @@ class TransformersCheckpoint:
 
     def _unexpected(self, keys: Iterable[str]) -> Iterable[tuple[str, Unfit]]:
         patterns = self._model.transformers_model._keys_to_ignore_on_load_unexpected or ()
-        ignored = [key for key in keys if any(re.search(pattern, key) for pattern in patterns)]
-        if ignored:
-            logger.warning(
-                "%s: %d tensors that %s has no use for are not read and not saved again, among them %s.",
-                *(self.name, len(ignored), self._model.config.architecture, shown(ignored[0])),
-            )
+        stored = [key for key in self.stored.tensors if not key.startswith(MASTER_PREFIX)]
+        self.passengers = find_passengers(stored, self._used, patterns)
+        known = {*self.passengers}
         for key in keys:
-            if key not in ignored and not key.endswith(IGNORED_SUFFIXES):
-                yield shown(key), Unfit(f"unexpected, {self.name} has it and the model does not.")
+            first = self._packed[key][0].key if key in self._packed else key
+            if first not in known and not key.endswith(IGNORED_SUFFIXES):
+                yield shown(key), Unfit(explain_unexpected(self.name))
 
     def _say_whole(self, tensors: Mapping[str, TensorInfo]) -> None:
         if self._whole:

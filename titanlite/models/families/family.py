@@ -94,8 +94,8 @@ class Family:
         required: Hugging Face keys that, if present, must have one of these values: the decoder has no other. The first
             one is written.
         rules: what must hold for a configuration of this family, and the text of the problem if it does not.
-        mtp_key: Hugging Face key that counts the layers for multi-token prediction behind the last one; those are
-            left out, and 0 is written. None if the architecture has none.
+        mtp_key: Hugging Face key that counts the layers for multi-token prediction behind the last one; those are not
+            computed, and 0 is written unless a folder carries them. None if the architecture has none.
         expert_bias_key: name of the router's bias buffer in checkpoints; None if the architecture has none.
     """
 

@@ -1,0 +1,241 @@
+"""What is a passenger, what becomes of it, and that it is never in memory."""
+
+import dataclasses
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from safetensors.torch import load_file, save_file
+
+from titanlite.base.errors import CheckpointError, PlanError
+from titanlite.checkpoint import reader, writer
+from titanlite.checkpoint.folder import UNFINISHED_FILES
+from titanlite.checkpoint.hf_model import model_files, save_hf_model, unfinished_files
+from titanlite.checkpoint.keys import find_passengers
+from titanlite.checkpoint.model_source import weights_of
+from titanlite.checkpoint.writer import create_files, snapshot, write_items
+from titanlite.features.passengers import find_carried
+from titanlite.features.tools.export import export_checkpoint
+from titanlite.materialize import materialize
+from titanlite.models.decoder import build_decoder
+from titanlite.models.families import families
+
+GLM, QWEN3 = (families()[name].presets["debug"] for name in ("glm4_moe", "qwen3"))
+LAYER = f"model.layers.{GLM.num_layers}."
+COPY_OF_EMBEDDING, COPY_OF_HEAD = f"{LAYER}embed_tokens.weight", f"{LAYER}shared_head.head.weight"
+EH_PROJ = {f"{LAYER}eh_proj.weight": torch.randn(8, 16, generator=torch.Generator().manual_seed(1))}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A GLM-4.5 without a layer for prediction."""
+    folder, model = tmp_path_factory.mktemp("glm"), build_decoder(GLM)
+    save_alone(model, folder / "model")
+    return folder / "model"
+
+
+def save_alone(model: Any, folder: Path) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        save_hf_model(model, materialize(model, "cpu", seed=4), None, folder, torch.float32)
+    finally:
+        dist.destroy_process_group()
+
+
+def with_more(saved: Path, folder: Path, more: Mapping[str, torch.Tensor], **config: Any) -> dict[str, torch.Tensor]:
+    """Copy the model to `folder` with `more` tensors and settings in config.json; return its own tensors."""
+    folder.mkdir()
+    tensors = load_file(saved / "model.safetensors")
+    save_file(tensors | {key: tensor.clone() for key, tensor in more.items()}, folder / "model.safetensors")
+    table = json.loads((saved / "config.json").read_text()) | config
+    (folder / "config.json").write_text(json.dumps(table))
+    return tensors
+
+
+def carried_in(folder: Path, config: Any = GLM) -> tuple[Any, Any]:
+    """Plan and passengers of a native model in `folder`."""
+    model = build_decoder(config)
+    source = weights_of(folder, model, exact=True)
+    plan = materialize(model, "cpu", [source])
+    return plan, find_carried([source], config, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("key", "is_one"),
+    [
+        ("mtp.fc.weight", True),
+        ("mtp.layers.0.self_attn.q_proj.weight", True),
+        ("model.mtp.embed_tokens.weight", True),
+        ("model.mtp_layers.0.norm.weight", True),
+        ("model.visual.blocks.0.attn.qkv.weight", True),
+        ("visual.merger.mlp.0.weight", True),
+        ("vision_tower.encoder.layers.3.mlp.fc1.weight", True),
+        ("multi_modal_projector.linear.weight", True),
+        ("model.layers.2.eh_proj.weight", True),
+        ("model.layers.2.mlp.experts.0.up_proj.weight", True),  # in a layer with eh_proj
+        ("model.language_model.layers.9.eh_proj.weight", True),
+        ("model.layers.3.mlp.up_proj.weight", False),  # a layer too many, which predicts nothing
+        ("model.layers.1.eh_proj.weight", False),  # in a layer that is computed
+        ("model.layers.1.mlp.up.weight", False),
+        ("model.vision_part.head.weight", False),  # another tensor of the part is computed
+        ("model.mtpx", False),
+        ("extra.weight", False),
+        ("eh_proj.weight", False),
+        ("passed.over.by.transformers", True),
+        ("model.layers.2.rotary_emb.inv_freq", False),  # from the configuration
+    ],
+)
+def test_which_tensors_may_be_carried(key: str, is_one: bool) -> None:
+    used = {"model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight", "model.vision_part.proj.weight"}
+    keys = [*used, "model.layers.2.eh_proj.weight", key]
+    assert (key in find_passengers(keys, used, ["^passed.over"])) == is_one
+
+
+def test_what_is_neither_computed_nor_a_passenger_is_refused(saved: Path, tmp_path: Path) -> None:
+    with_more(saved, tmp_path / "base", EH_PROJ | {"model.layers.0.mlp.up.weight": torch.ones(2)})
+    with pytest.raises(PlanError) as error:
+        carried_in(tmp_path / "base")
+    text = "unexpected, checkpoint {} has it and the model does not. Correct its name, or remove it there."
+    assert str(error.value).endswith(f"model.layers.0.mlp.up.weight: {text.format(tmp_path / 'base')}")
+
+
+def test_copies_are_told_by_their_bytes_and_said(saved: Path, tmp_path: Path, caplog: Any) -> None:
+    tensors = load_file(saved / "model.safetensors")
+    embedding, head = tensors["model.embed_tokens.weight"], tensors["lm_head.weight"]
+    more = EH_PROJ | {COPY_OF_EMBEDDING: embedding, COPY_OF_HEAD: head, f"{LAYER}other.weight": embedding + 1}
+    with_more(saved, tmp_path / "base", more)
+    with caplog.at_level(logging.WARNING):
+        _, carried = carried_in(tmp_path / "base")
+    assert carried.originals(tensors) == {
+        COPY_OF_EMBEDDING: "model.embed_tokens.weight",
+        COPY_OF_HEAD: "lm_head.weight",
+    }
+    name = LAYER.removesuffix(".")
+    said = [record.message for record in caplog.records if "not trained" in record.message]
+    assert len(said) == 1 and "4 tensors (" in said[0] and f"into what is saved: {name} (4). {COPY_OF_EMB}" in said[0]
+
+
+COPY_OF_EMB = f"{COPY_OF_EMBEDDING} follows model.embed_tokens.weight. {COPY_OF_HEAD} follows lm_head.weight."
+
+
+def test_of_a_tied_model_the_copy_of_the_head_follows_the_embedding(tmp_path: Path) -> None:
+    config = dataclasses.replace(QWEN3, tie_word_embeddings=True)
+    save_alone(build_decoder(config), tmp_path / "model")
+    embedding = load_file(tmp_path / "model/model.safetensors")["model.embed_tokens.weight"]
+    with_more(tmp_path / "model", tmp_path / "base", {"lm_head.weight": embedding, "mtp.lm_head.weight": embedding})
+    plan, carried = carried_in(tmp_path / "base", config)
+    with torch.no_grad():
+        plan.model.model.embed_tokens.weight.add_(1)
+    files = carried.add_to(model_files(plan, config, torch.float32))
+    assert {item.key for file in files for item, _ in file.items} >= {"mtp.lm_head.weight"}
+    create_files(tmp_path, files)
+    write_items(tmp_path, files, "writing")
+    assert torch.equal(load_file(tmp_path / "model.safetensors")["mtp.lm_head.weight"], embedding + 1)
+
+
+def test_fp8_is_dequantized_as_the_trained_weights_are(saved: Path, tmp_path: Path) -> None:
+    key, block = f"{LAYER}mlp.down_proj.weight", [4, 3]
+    codes = torch.randn(10, 8).to(torch.float8_e4m3fn)
+    scale = torch.rand(3, 3)
+    quantization = {"quant_method": "fp8", "weight_block_size": block}
+    more = EH_PROJ | {key: codes, f"{key}_scale_inv": scale}
+    with_more(saved, tmp_path / "base", more, quantization_config=quantization)
+    export_checkpoint(tmp_path / "base", tmp_path / "out", torch.float32)
+    got = load_file(tmp_path / "out/model.safetensors")
+    spread = scale.repeat_interleave(4, 0)[:10].repeat_interleave(3, 1)[:, :8]
+    assert torch.equal(got[key], codes.float() * spread) and f"{key}_scale_inv" not in got
+    assert torch.equal(got[f"{LAYER}eh_proj.weight"], EH_PROJ[f"{LAYER}eh_proj.weight"])
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert "quantization_config" not in config and config["num_nextn_predict_layers"] == 1
+    assert "num_mtp_layers" not in config
+
+    with_more(saved, tmp_path / "bad", EH_PROJ | {key: codes, f"{key}_scale_inv": scale[:2]})
+    with pytest.raises(CheckpointError, match=rf"{key}_scale_inv has shape .* Dequantize the checkpoint with transformers first\."):
+        carried_in(tmp_path / "bad")
+
+
+def anonymous_mib() -> float:
+    """Memory of this process that no file stands behind."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("Anonymous:")) / 1024
+
+
+def test_they_are_never_in_memory(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one tensor of 96 MiB the largest buffer has 1 MiB, also when the shards are copied for the background."""
+    large = torch.arange(12 << 20, dtype=torch.int64).view(3, 4, -1)
+    with_more(saved, tmp_path / "base", {"mtp.large": large})
+    nbytes, total = large.nbytes, large.sum()
+    del large
+    plan, carried = carried_in(tmp_path / "base")
+    sizes, levels = list[int](), list[float]()
+    read = reader.Files.read
+
+    def counting(self: Any, file: Path, views: list[memoryview], offset: int) -> None:
+        sizes.append(sum(map(len, views)))
+        levels.append(anonymous_mib())
+        read(self, file, views, offset)
+
+    monkeypatch.setattr(reader.Files, "read", counting)
+    monkeypatch.setattr(writer, "io_threads", lambda: 2)
+    files, _ = snapshot(carried.add_to(model_files(plan, GLM, torch.float32)), None)
+    before = anonymous_mib()
+    create_files(tmp_path, files)
+    write_items(tmp_path, files, "writing")
+    assert max(sizes) == 1 << 20 and sum(sizes) == nbytes == carried.nbytes
+    # What malloc keeps of the buffers that two threads gave back: 30 MiB after 40 of 96 reads, and no more after that.
+    assert max(levels) - before < 48 and max(levels) - levels[len(levels) // 2] < 4
+    assert load_file(tmp_path / "model.safetensors")["mtp.large"].sum() == total
+
+
+def test_a_checkpoint_whose_model_could_not_be_saved_has_them_too(saved: Path, tmp_path: Path) -> None:
+    tensors = load_file(saved / "model.safetensors")
+    with_more(saved, tmp_path / "base", EH_PROJ | {COPY_OF_HEAD: tensors["lm_head.weight"]})
+    plan, carried = carried_in(tmp_path / "base")
+    with torch.no_grad():
+        plan.model.lm_head.weight.mul_(2)
+    (tmp_path / "step").mkdir()
+    files = carried.add_to(unfinished_files(plan))
+    create_files(tmp_path / "step", files)
+    write_items(tmp_path / "step", files, "writing")
+    assert list((tmp_path / "step/titanlite").glob(UNFINISHED_FILES))
+    plan, again = carried_in(tmp_path / "step")
+    assert again.originals(tensors) == {COPY_OF_HEAD: "lm_head.weight"}
+    files = again.add_to(model_files(plan, GLM, torch.float32))
+    create_files(tmp_path, files)
+    write_items(tmp_path, files, "writing")
+    got = load_file(tmp_path / "model.safetensors")
+    assert torch.equal(got[COPY_OF_HEAD], tensors["lm_head.weight"] * 2)
+    assert torch.equal(got[f"{LAYER}eh_proj.weight"], EH_PROJ[f"{LAYER}eh_proj.weight"])
+
+
+def test_the_text_part_of_a_larger_model_stays_a_part_of_it(tmp_path: Path) -> None:
+    """Vision tower and config.json survive, so that the whole can be loaded again."""
+    text: dict[str, Any] = dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "head_dim"), 8)
+    text |= dict.fromkeys(("num_attention_heads", "linear_num_value_heads"), 4)
+    text |= dict.fromkeys(("num_hidden_layers", "num_key_value_heads", "linear_num_key_heads"), 2)
+    text |= {"vocab_size": 96, "hidden_size": 32, "layer_types": ["linear_attention", "full_attention"]}
+    vision = dict.fromkeys(("hidden_size", "intermediate_size", "out_hidden_size", "num_position_embeddings"), 16)
+    vision |= {"depth": 1, "num_heads": 2, "patch_size": 4}
+    transformers.utils.logging.disable_progress_bar()
+    config = transformers.Qwen3_5Config(text_config=text, vision_config=vision)
+    transformers.Qwen3_5ForConditionalGeneration(config).save_pretrained(tmp_path / "whole")
+    table = json.loads((tmp_path / "whole/config.json").read_text())
+    table["architectures"] = ["Qwen3_5ForCausalLM"]
+    (tmp_path / "whole/config.json").write_text(json.dumps(table))
+    with_more(tmp_path / "whole", tmp_path / "base", {"mtp.fc.weight": torch.randn(32, 64)})
+    export_checkpoint(tmp_path / "base", tmp_path / "out", torch.float32)
+    base, out = (load_file(tmp_path / name / "model.safetensors") for name in ("base", "out"))
+    assert base.keys() == out.keys() and all(torch.equal(base[key], out[key]) for key in base)
+    assert json.loads((tmp_path / "out/config.json").read_text())["vision_config"]["depth"] == 1
+    load = transformers.Qwen3_5ForConditionalGeneration.from_pretrained
+    _, info = load(tmp_path / "out", output_loading_info=True)
+    assert not any(info.values())
+    tokens = torch.arange(10)[None]
+    loaded = [transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("base", "out")]
+    assert torch.equal(loaded[0](tokens).logits, loaded[1](tokens).logits)

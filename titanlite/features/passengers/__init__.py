@@ -1,0 +1,242 @@
+"""Passengers: tensors of a model's folder that the model does not compute, in every checkpoint and exported folder.
+
+Such are layers for multi-token prediction and, in a run on text, the vision tower; `checkpoint.keys.find_passengers`
+has the rule. They stay in their files, and saving copies their bytes from there, 1 MiB at a time. Two kinds change:
+
+- Copies of the embedding or of the output head, recognized by their bytes, are written from the trained tensor.
+- Block FP8 is dequantized, as the trained weights are: config.json of what is saved says nothing of scales, and readers
+  would take the codes for weights.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from titanlite.base.agree import get_rank, on_first_rank
+from titanlite.base.errors import CheckpointError, raise_problems
+from titanlite.base.hf_objects import build_config
+from titanlite.base.log import logger
+from titanlite.base.tables import format_size
+from titanlite.checkpoint.description import render
+from titanlite.checkpoint.folder import OWN_FOLDER
+from titanlite.checkpoint.fp8 import FP8, companions, find_scale
+from titanlite.checkpoint.header import StoredTensor, shown
+from titanlite.checkpoint.keys import MASTER_PREFIX, PREDICTION_KEY, part_of, whole
+from titanlite.checkpoint.manager import Checkpointer
+from titanlite.checkpoint.reader import Files, SafetensorsReader, place
+from titanlite.checkpoint.segments import bytes_of
+from titanlite.checkpoint.writer import FileLayout, Item, lay_out
+from titanlite.config import AnyModelConfig, JobConfig, TransformersConfig
+from titanlite.materialize import ReadRequest, Region, SourceProvider
+from titanlite.models.families import family_of
+from titanlite.models.families.hf_config import save_config
+
+_CHUNK_BYTES = 4 << 20
+
+
+def carry_passengers(
+    job: JobConfig, config: AnyModelConfig, sources: Iterable[SourceProvider], checkpointer: Checkpointer
+) -> None:
+    """Let the checkpoints of a run, whose weights came from `sources`, carry the passengers; adapters do not.
+
+    Raises:
+        CheckpointError: as `find_carried`. Collective: every rank must call.
+    """
+    dtype = getattr(torch, job.checkpoint.export_dtype)
+    if job.checkpoint.enable and not job.lora.rank and (carried := find_carried(sources, config, dtype)) is not None:
+        checkpointer.carry(carried)
+
+
+def find_carried(
+    sources: Iterable[SourceProvider], config: AnyModelConfig, dtype: torch.dtype
+) -> "CarriedTensors | None":
+    """Return the passengers of the folder behind `sources`, which a plan was built of, and say what they are.
+
+    What is dequantized becomes `dtype`.
+
+    Raises:
+        CheckpointError: FP8 without the factors of its blocks. The same on all ranks.
+
+    Collectives: a broadcast, if there are passengers; rank 0 reads those that may be copies.
+    """
+    source: Any = next((source for source in sources if getattr(source, "passengers", ())), None)
+    if source is None:
+        return None
+    carried = CarriedTensors(source, config, dtype)
+    if get_rank() == 0:
+        logger.warning("%s", carried.explain())
+    return carried
+
+
+class CarriedTensors:
+    """The passengers of one folder, wherever they are stored at present."""
+
+    def __init__(self, source: Any, config: AnyModelConfig, dtype: torch.dtype) -> None:
+        self._name, self._config, self._dtype, self._block = source.name, config, dtype, source.stored.block
+        tensors: Mapping[str, StoredTensor] = source.stored.tensors
+        self._file_bytes: dict[Path, int] = dict(source.stored.file_bytes)
+        self._stored = {key: tensors[key] for key in source.passengers}
+        self._factors = self._take_factors()
+        # By copy the stored tensors, not of passengers, that it is the same as; the likeliest first.
+        self._copies = on_first_rank(lambda: self._find_copies(tensors))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a checkpoint."""
+        return sum(item.nbytes for item in self._items({}))
+
+    def explain(self) -> str:
+        """Return what is carried, by part, and what becomes of it, in one line."""
+        by_part = groupby(sorted(self._stored, key=_name_part), key=_name_part)
+        parts = ", ".join(f"{shown(part)} ({len([*keys])})" for part, keys in by_part)
+        size = format_size(sum(tensor.nbytes for tensor in self._stored.values()))
+        copies = "".join(f" {shown(key)} follows {shown(keys[0])}." for key, keys in self._copies.items())
+        count = sum(tensor.dtype in FP8 for tensor in self._stored.values())
+        dequantized = f" {count} in FP8 are saved as {self._dtype}." if count else ""
+        return (
+            f"{self._name}: {len(self._stored)} tensors ({size}) are not computed, so not trained, and are carried into"
+            f" what is saved: {parts}.{copies}{dequantized}"
+        )
+
+    def describe(self, description: Mapping[str, bytes]) -> Mapping[str, bytes]:
+        """Return config.json with the counts and parts that belong to the passengers. On one rank.
+
+        Raises:
+            CheckpointError: transformers refuses it.
+        """
+        if "config.json" not in description:
+            return {}
+        table = json.loads(description["config.json"])
+        if isinstance(self._config, TransformersConfig):
+            if (hf := self._config.hf).get("model_type") == table.get("model_type"):
+                return {}
+            # The class computes the text part of a larger model, whose other parts are carried.
+            larger = build_config({key: value for key, value in hf.items() if key != "auto_map"})
+            larger.architectures, larger.dtype = hf.get("architectures"), self._dtype
+            return render(lambda folder: save_config(larger, folder, hf))
+        if (key := family_of(self._config).mtp_key) is None:
+            return {}
+        table[key] = sum(part_of(name) + PREDICTION_KEY == name for name in self._stored)
+        return {"config.json": (json.dumps(table, indent=2, sort_keys=True) + "\n").encode()}
+
+    def add_to(self, files: Sequence[FileLayout]) -> list[FileLayout]:
+        """Lay out the model's `files` anew, with the passengers behind its own tensors. The same on all ranks."""
+        in_own_form = any("/" not in file.name for file in files)
+        stem = (
+            "model" if in_own_form else f"{OWN_FOLDER}/model"
+        )  # the form in which a part of a save that failed is kept
+        models = [file for file in files if file.name.startswith(stem) and in_own_form == ("/" not in file.name)]
+        items = [item for file in models for item, _ in file.items]
+        carried = self._items({item.key.removeprefix(MASTER_PREFIX): item for item in items})
+        return [*lay_out([*items, *carried], stem), *(file for file in files if file not in models)]
+
+    def originals(self, keys: Iterable[str]) -> dict[str, str]:
+        """Return for each copy that one of the saved tensors `keys` which it follows."""
+        saved = set(keys)
+        found = {copy: next((key for key in same if key in saved), "") for copy, same in self._copies.items()}
+        return {copy: key for copy, key in found.items() if key}
+
+    def follow(self, folder: Path, files: Sequence[FileLayout]) -> None:
+        """Read the passengers from the checkpoint in `folder`, which has `files`, from now on."""
+        places = {
+            item.key: StoredTensor(item.key, item.dtype, item.shape, folder / file.name, start, item.nbytes)
+            for file in files
+            for item, start in file.items
+            if item.key in self._stored
+        }
+        self._file_bytes = {folder / file.name: file.nbytes for file in files}
+        self._stored = places
+
+    def _take_factors(self) -> dict[str, StoredTensor]:
+        """Take the factors of FP8 weights out of the passengers."""
+        factors, problems = dict[str, StoredTensor](), list[str]()
+        for key, tensor in self._stored.items():
+            if tensor.dtype in FP8:
+                factors |= {name: self._stored[name] for name in companions(key) if name in self._stored}
+                try:
+                    find_scale(tensor, factors, self._block)
+                except ValueError as error:
+                    problems.append(f"{error}. Dequantize the checkpoint with transformers first.")
+            elif key.endswith("_blocks") and f"{key.removesuffix('blocks')}scales" in self._stored:
+                problems.append(f"{shown(key)} is in MXFP4, and is not computed. Dequantize it, or remove it.")
+        raise_problems(CheckpointError, self._name, problems)
+        self._stored = {key: tensor for key, tensor in self._stored.items() if key not in factors}
+        return factors
+
+    def _find_copies(self, tensors: Mapping[str, StoredTensor]) -> dict[str, list[str]]:
+        """Find the passengers that are the same, byte for byte, as stored tensors with a row for each token."""
+        rows = self._config.vocab_size
+        tables = [
+            t for key, t in tensors.items() if key not in self._stored and len(t.shape) == 2 and t.shape[0] == rows
+        ]
+        found = {}
+        for key, tensor in self._stored.items():
+            like = [table for table in tables if (table.shape, table.dtype) == (tensor.shape, tensor.dtype)]
+            same = [table.key.removeprefix(MASTER_PREFIX) for table in like if self._is_same(tensor, table)]
+            if same:
+                found[key] = sorted(same, key=lambda name, of_head="head" in key: ("head" in name) != of_head)
+        return found
+
+    def _is_same(self, first: StoredTensor, second: StoredTensor) -> bool:
+        starts = range(0, first.nbytes, _CHUNK_BYTES)
+        return all(
+            torch.equal(
+                *(_read_bytes(t, self._file_bytes, i, min(_CHUNK_BYTES, t.nbytes - i)) for t in (first, second))
+            )
+            for i in starts
+        )
+
+    def _items(self, saved: Mapping[str, Item]) -> list[Item]:
+        """Return what to save of the passengers, shared out over the ranks by bytes; copies of what is `saved` are."""
+        rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        loads, originals, items = [0] * world_size, self.originals(saved), list[Item]()
+        for key, tensor in self._stored.items():
+            if key in originals:
+                items.append(replace(saved[originals[key]], key=key))
+                continue
+            turn = loads.index(min(loads))
+            loads[turn] += tensor.nbytes
+            if tensor.dtype in FP8:
+                dtype, region = self._dtype, whole(key, tensor.shape).region
+                placed = {key: (tensor.shape, place(tensor, region, self._factors, self._block))}
+                reader = SafetensorsReader(self._name, placed, self._file_bytes, threads=1)
+                read = partial(_dequantize, reader, key, dtype)
+            else:  # bytes one after the other
+                dtype, region = tensor.dtype, whole(key, (tensor.nbytes // tensor.dtype.itemsize,)).region
+                read = partial(_read_elements, tensor, self._file_bytes)
+            nothing = torch.empty(0)
+            items.append(Item(key, dtype, region, tensor.shape, nothing, region, turn == rank, read))
+        return items
+
+
+def _name_part(key: str) -> str:
+    """Return the layer or part that the tensor `key` is in, or else the module."""
+    return part_of(key).removesuffix(".") or key.rpartition(".")[0]
+
+
+def _read_bytes(tensor: StoredTensor, file_bytes: Mapping[Path, int], start: int, nbytes: int) -> torch.Tensor:
+    """Read `nbytes` (uint8) from the byte `start` of a stored tensor."""
+    found = torch.empty(nbytes, dtype=torch.uint8)
+    with Files(file_bytes, [tensor.file]) as files:
+        files.read(tensor.file, [bytes_of(found)], tensor.offset + start)
+    return found
+
+
+def _read_elements(tensor: StoredTensor, file_bytes: Mapping[Path, int], region: Region) -> torch.Tensor:
+    """Read a region of a stored tensor as if it had one dim."""
+    size = tensor.dtype.itemsize
+    return _read_bytes(tensor, file_bytes, region.starts[0] * size, region.lengths[0] * size).view(tensor.dtype)
+
+
+def _dequantize(reader: SafetensorsReader, key: str, dtype: torch.dtype, region: Region) -> torch.Tensor:
+    """Read rows of a tensor in FP8 as `dtype`."""
+    values = torch.empty(region.lengths, dtype=dtype)
+    reader.read_quietly([ReadRequest(key, region, values)])
+    return values
