@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 VOCAB_SIZE = 128
-_SIZES: Mapping[str, Any] = {
+TEXT_SIZES: Mapping[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -21,26 +21,26 @@ _SIZES: Mapping[str, Any] = {
 }
 
 # Split over two ranks it does not go round.
-_ODD_VOCABULARY: Mapping[str, Any] = {**_SIZES, "vocab_size": VOCAB_SIZE + 1}
+_ODD_VOCABULARY: Mapping[str, Any] = {**TEXT_SIZES, "vocab_size": VOCAB_SIZE + 1}
 
 
 def _qwen3() -> Any:
     from transformers import Qwen3Config
 
-    return Qwen3Config(**_SIZES, head_dim=8, tie_word_embeddings=True)
+    return Qwen3Config(**TEXT_SIZES, head_dim=8, tie_word_embeddings=True)
 
 
 def _gemma3() -> Any:
     from transformers import Gemma3TextConfig
 
     layer_types = ["sliding_attention", "full_attention"]
-    return Gemma3TextConfig(**_SIZES, head_dim=8, sliding_window=4, layer_types=layer_types)
+    return Gemma3TextConfig(**TEXT_SIZES, head_dim=8, sliding_window=4, layer_types=layer_types)
 
 
 def _llama() -> Any:
     from transformers import LlamaConfig
 
-    return LlamaConfig(**_SIZES)
+    return LlamaConfig(**TEXT_SIZES)
 
 
 def _mistral() -> Any:
@@ -58,26 +58,26 @@ def _phi() -> Any:
 def _phi3() -> Any:
     from transformers import Phi3Config
 
-    return Phi3Config(**_SIZES, resid_pdrop=0.0)
+    return Phi3Config(**TEXT_SIZES, resid_pdrop=0.0)
 
 
 def _gpt_oss() -> Any:
     from transformers import GptOssConfig
 
-    sizes = {**_SIZES, "hidden_size": 64, "intermediate_size": 64}  # MXFP4 has blocks of 32
+    sizes = {**TEXT_SIZES, "hidden_size": 64, "intermediate_size": 64}  # MXFP4 has blocks of 32
     return GptOssConfig(**sizes, head_dim=8, sliding_window=4, num_local_experts=4, num_experts_per_tok=2)
 
 
 def _mixtral() -> Any:
     from transformers import MixtralConfig
 
-    return MixtralConfig(**_SIZES, num_local_experts=4, num_experts_per_tok=2)
+    return MixtralConfig(**TEXT_SIZES, num_local_experts=4, num_experts_per_tok=2)
 
 
 def _deepseek_v3() -> Any:
     from transformers import DeepseekV3Config
 
-    sizes = {**_SIZES, "num_key_value_heads": 4}
+    sizes = {**TEXT_SIZES, "num_key_value_heads": 4}
     return DeepseekV3Config(
         **sizes,
         moe_intermediate_size=16,
@@ -98,7 +98,7 @@ def _glm4_moe() -> Any:
     from transformers import Glm4MoeConfig
 
     return Glm4MoeConfig(
-        **_SIZES,
+        **TEXT_SIZES,
         head_dim=8,
         moe_intermediate_size=16,
         first_k_dense_replace=1,
@@ -110,7 +110,7 @@ def _glm4_moe() -> Any:
 def _qwen2_5_vl() -> Any:
     from transformers import Qwen2_5_VLConfig
 
-    text = {**_SIZES, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
+    text = {**TEXT_SIZES, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
     vision = {
         "depth": 2,
         "hidden_size": 32,
@@ -190,24 +190,32 @@ _CHAT_TEMPLATE = (
 )
 
 
-def save_tiny_processor(folder: Path) -> None:
-    """A processor of LLaVA: 8 x 8 pixels in patches of 4, words for tokens. It needs Pillow and no torchvision."""
+def word_tokenizer(special: list[str], **options: Any) -> Any:
+    """A tokenizer of words between spaces, with `special` tokens from the fourth id on."""
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlavaProcessor, PreTrainedTokenizerFast
-    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+    from transformers import PreTrainedTokenizerFast
 
-    special = ["<pad>", "<bos>", "<eos>", "<image>", "<user>", "<assistant>"]
-    words = [*special, "what", "is", "this", "red", "blue", *(f"w{i}" for i in range(50))]
+    tokens = ["<pad>", "<bos>", "<eos>", *special]
+    words = [*tokens, "what", "is", "this", "red", "blue", *(f"w{i}" for i in range(50))]
     inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="w0"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(
         tokenizer_object=inner,
         pad_token="<pad>",
         bos_token="<bos>",
         eos_token="<eos>",
         unk_token="w0",
-        additional_special_tokens=["<image>", "<user>", "<assistant>"],
+        additional_special_tokens=special,
+        **options,
     )
+
+
+def save_tiny_processor(folder: Path) -> None:
+    """A processor of LLaVA: 8 x 8 pixels in patches of 4, words for tokens. It needs Pillow and no torchvision."""
+    from transformers import LlavaProcessor
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+    tokenizer = word_tokenizer(["<image>", "<user>", "<assistant>"])
     LlavaProcessor(
         image_processor=CLIPImageProcessorPil(size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8}),
         tokenizer=tokenizer,
@@ -231,7 +239,7 @@ def save_tiny_llava(folder: Path) -> None:
         patch_size=4,
         projection_dim=32,
     )
-    config = LlavaConfig(vision_config=vision, text_config=LlamaConfig(**_SIZES), image_token_id=3)
+    config = LlavaConfig(vision_config=vision, text_config=LlamaConfig(**TEXT_SIZES), image_token_id=3)
     torch.manual_seed(0)
     AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
     save_tiny_processor(folder)

@@ -154,7 +154,7 @@ class ImageDataset:
                     value = torch.nn.functional.pad(value, (0, self.seq_len - length))
                 inputs.setdefault(name, []).append(value)
         num_padding = tokens.numel() - sum(len(ids) for ids, _, _ in parts)
-        inputs_of_all = {name: torch.cat(values) for name, values in inputs.items()}
+        inputs_of_all = {name: _join(values) for name, values in inputs.items()}
         return ImageBatch(tokens, labels, inputs_of_all, num_padding=num_padding)
 
     def get_document(self, index: int) -> tuple[ImageRow, list[int], list[bool]]:
@@ -225,6 +225,16 @@ class ImageDataset:
             raise DataError(f"{row.place}: the model's processor refuses it: {first_line(error)}") from error
         extra = {name: value for name, value in found.items() if name not in ("input_ids", "attention_mask")}
         return found["input_ids"][0], extra
+
+
+def _join(values: list[Tensor]) -> Tensor:
+    """Join along the first dim; smaller images get zeros behind, as processors have it for images of a batch."""
+    shape = [max(sizes) for sizes in zip(*(value.shape[1:] for value in values), strict=True)]
+    padded = []
+    for value in values:
+        missing = [size - length for size, length in zip(shape, value.shape[1:], strict=True)]
+        padded.append(torch.nn.functional.pad(value, [n for size in reversed(missing) for n in (0, size)]))
+    return torch.cat(padded)
 
 
 def _begins(whole: Tensor, start: Tensor) -> bool:
