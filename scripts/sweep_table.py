@@ -22,7 +22,7 @@ _STAGES: Mapping[str, tuple[str, str]] = {
     "reads": ("config.json of transformers leads to the same class", "yes"),
     "builds": ("on the meta device it has the same tensors", "yes"),
     "loads": ("parameters, buffers and ties are those of `from_pretrained`, bit for bit", "equal"),
-    "trains": ("losses of 2 optimizer steps to 1e-6, gradients to 1e-4, each document alone", "packed|apart"),
+    "trains": ("losses of 2 optimizer steps to 1e-6, gradients to 1e-4, each document alone", "packed|apart|inputs"),
     "exports": ("transformers reads what was trained, bit for bit, under the same keys", "equal"),
     "generates": ("greedy tokens in a batch are those of `generate`, with and without a cache", "cached|whole"),
     "scratch": ("means and deviations of drawn parameters; buffers bit for bit", "equal"),
@@ -30,7 +30,7 @@ _STAGES: Mapping[str, tuple[str, str]] = {
 # Reasons for which a class is not trained, and how a message tells.
 _REASONS: Mapping[str, str] = {
     "sees later tokens, so it predicts nothing": r"is not causal",
-    "needs more than text: images, audio codes, a canvas": r"does not run on text alone|is required as a model input",
+    "needs an encoder's input, audio codes, a canvas or a state": r"does not run on text alone|is required as a model input",
     "transformers does not read what it saves of it": r"^lost",
     "not built: a package is missing here": r"ImportError|ModuleNotFoundError",
     "not built: transformers refuses the small configuration": r"^not built",
@@ -60,6 +60,8 @@ class Result:
     def why_untrained(self) -> str:
         """The reason in `_REASONS` for which it is not trained; empty if it is."""
         words = [self.words.get(stage, "") for stage in ("built", "loads", "trains")]
+        if words[2].startswith(("packed", "apart", "inputs")):
+            return ""
         return next((why for why, told in _REASONS.items() if any(re.search(told, word) for word in words)), "")
 
     def __str__(self) -> str:
@@ -80,29 +82,30 @@ def table_of(results: Sequence[Result]) -> Iterator[str]:
 def part_of_page(results: Sequence[Result], where: str) -> Iterator[str]:
     """The lines of the page from its heading on; `where` is what was tried with what."""
     built = [result for result in results if result.is_built]
-    causal = [result for result in built if not result.why_untrained.startswith(("sees", "needs"))]
+    trained = [result for result in built if not result.why_untrained]
     wrong = sum(result.is_wrong for result in results)
     yield from (_BEGINNING, "")
     yield from _filled(
         f"`scripts/sweep_transformers.py` builds each class of transformers' auto mappings for text and images with "
         f"text, tiny and random, and compares it with transformers, in float32: {len(results)} entries, of which "
-        f"transformers builds {len(built)}; {len(causal)} predict a next token from text alone and are trained. "
+        f"transformers builds {len(built)}, of which {len(trained)} are trained. "
         f"{wrong or 'None'} ended in a traceback, in a difference or after 60 s."
     )
     yield from ("", "| stage | compared | as in transformers |", "|---|---|---|")
     for stage, (text, good) in _STAGES.items():
-        of = causal if stage in ("trains", "exports", "generates") else built
+        of = trained if stage in ("exports", "generates") else built
         count = sum(bool(re.match(good, result.words.get(stage, ""))) for result in of)
         yield f"| {stage} | {text} | {count} of {len(of)} |"
     yield ""
-    yield from _named("Trained on rows of one document each (`data.packing = false`)", results, _is_apart)
+    yield from _named("Trained on rows of one document each (`data.packing = false`)", results, _is("apart"))
+    yield from _named("Trained with images only (tried with random ones)", results, _is("inputs"))
     for why in _REASONS:
         yield from _named(f"Refused: {why}", results, lambda result, why=why: result.why_untrained == why)  # type: ignore[misc]
     yield where
 
 
-def _is_apart(result: Result) -> bool:
-    return result.words.get("trains", "").startswith("apart")
+def _is(word: str) -> Callable[[Result], bool]:
+    return lambda result: result.words.get("trains", "").startswith(word)
 
 
 def _named(what: str, results: Sequence[Result], chosen: Callable[[Result], bool]) -> Iterator[str]:

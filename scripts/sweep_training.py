@@ -4,7 +4,7 @@ A stage takes a case and returns a word, as those in `sweep_stages.py` do. The s
 described on meta, sharded (over one rank), filled from the folder that transformers saved, stepped by `TrainStep`.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,52 @@ def rows_of(packed: bool) -> Batch:
     return Batch(tokens, labels, restarting_positions(documents, None), documents)
 
 
+@dataclass(frozen=True)
+class BatchWithInputs(Batch):
+    """Rows of one document each, with what a class wants beside text, by row."""
+
+    document_ids: Any = None
+    extra: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def inputs(self) -> dict[str, torch.Tensor]:
+        return self.extra
+
+    def to(self, device: torch.device | str) -> "BatchWithInputs":
+        """Return the batch, which is on the CPU."""
+        return self
+
+
+def inputs_of(model_type: str, config: Any, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Random images and the like for classes that want more than text, by row; marks their places in `tokens`."""
+    rows, length = tokens.shape
+    kinds = {"blip", "blip-2", "instructblip", "instructblipvideo", "idefics", "kosmos-2", "paligemma"}
+    if model_type == "molmo2":
+        return {"mm_token_type_ids": torch.zeros_like(tokens)}
+    if model_type not in kinds:
+        return {}
+    between = {"instructblipvideo": (2,), "idefics": (1,)}.get(model_type, ())
+    size = config.vision_config.image_size
+    generator = torch.Generator().manual_seed(4)
+    found = {"pixel_values": torch.randn(rows, *between, 3, size, size, generator=generator)}
+    if model_type.startswith("instructblip"):
+        found["qformer_input_ids"] = tokens[:, -4:].clone()
+    if model_type == "idefics":
+        found["image_attention_mask"] = torch.ones(rows, length, 1, dtype=torch.int64)
+    if model_type == "kosmos-2":
+        found["image_embeds_position_mask"] = (torch.arange(length) < config.latent_query_num).expand(rows, -1)
+    places = {"paligemma": (size // config.vision_config.patch_size) ** 2}
+    places |= {kind: config.num_query_tokens for kind in kinds if hasattr(config, "num_query_tokens")}
+    for name in ("image_token_id", "image_token_index", "video_token_index"):
+        token = getattr(config, name, None)
+        if model_type in places and isinstance(token, int):
+            tokens[:, : places[model_type] * (between[0] if between else 1)] = token
+            break
+    if model_type == "paligemma":  # what follows the image is to be predicted
+        found["token_type_ids"] = (torch.arange(length) >= places["paligemma"]).to(torch.int64).repeat(rows, 1)
+    return found
+
+
 @dataclass
 class Trained:
     """What came of some optimizer steps.
@@ -60,14 +106,16 @@ class Trained:
         losses: mean loss of each step.
         gradients: of the first step, whole, by name.
         model: after the steps, and its `plan`; of titanlite only.
-        packed: rows held several documents.
+        batch: what it was trained on: of all ranks.
+        kind: of these rows: packed, apart (one document in each), or with inputs beside text.
     """
 
     losses: list[float]
     gradients: dict[str, torch.Tensor]
     model: Any = None
     plan: Any = None
-    packed: bool = True
+    batch: Any = None
+    kind: str = "packed"
 
     def difference(self, other: "Trained") -> str:
         """What differs from `other` by more than rounding; empty if nothing does."""
@@ -95,7 +143,15 @@ def our_steps(config: TransformersConfig, folder: Path) -> Trained:
     model: Any = build_on_meta(job, config, dims, _CPU)
     plan = fill(job, model, [weights_of(folder, model)], _CPU)
     optimizer = make_optimizer(job, model, dims)
-    job.data.packing = model.find_facts(_CPU).keeps_apart
+    batch = rows_of(packed=False)
+    extra = inputs_of(config.family, model.transformers_model.config, batch.tokens)
+    if extra:
+        labels = batch.labels.where(torch.arange(batch.labels.shape[1]) >= 8, IGNORE_INDEX)
+        batch, kind = BatchWithInputs(batch.tokens, labels, None, None, extra), "inputs"  # type: ignore[arg-type]
+        job.data.dataset = "images"
+    else:
+        job.data.packing = model.find_facts(_CPU).keeps_apart
+        batch, kind = (rows_of(packed=True), "packed") if job.data.packing else (batch, "apart")
     check_rows(job, model, _CPU)
     gradients: dict[str, torch.Tensor] = {}
 
@@ -106,23 +162,31 @@ def our_steps(config: TransformersConfig, folder: Path) -> Trained:
 
     optimizer.register_step_pre_hook(note)
     stepper = TrainStep(job, dims, _CPU, model, optimizer, NextToken(), build_schedule(dims))
-    batch = rows_of(job.data.packing)
-    mine = Batch(*(getattr(batch, of.name)[dims.dp_rank :: dims.degrees.dp] for of in fields(batch)))
-    losses = [stepper.train_step([mine]).loss.item() for _ in range(_STEPS)]
-    return Trained(losses, gradients, model, plan, job.data.packing)
+    mine = slice(dims.dp_rank, None, dims.degrees.dp)
+    own = {of.name: value[mine] for of in fields(batch) if isinstance(value := getattr(batch, of.name), torch.Tensor)}
+    if extra:
+        own |= {"positions": None, "extra": {name: value[mine] for name, value in extra.items()}}  # type: ignore[dict-item]
+    losses = [stepper.train_step([replace(batch, **own)]).loss.item() for _ in range(_STEPS)]
+    return Trained(losses, gradients, model, plan, batch, kind)
 
 
-def their_steps(model: Any, packed: bool) -> Trained:
+def their_steps(case: Any, batch: Batch) -> Trained:
     """The same on transformers' model in one process, each document alone."""
-    batch, optimizer = rows_of(packed), torch.optim.AdamW(model.parameters(), _LR, (0.9, 0.95), _EPS, 0.0)
+    model = case.cls.from_pretrained(case.saved, dtype=torch.float32).train()
+    for name, param in case.model.named_parameters():  # loading forgets what the constructor froze (Idefics)
+        model.get_parameter(name).requires_grad_(param.requires_grad)
+    optimizer = torch.optim.AdamW(model.parameters(), _LR, (0.9, 0.95), _EPS, 0.0)
+    documents = torch.zeros_like(batch.tokens) if batch.document_ids is None else batch.document_ids
     losses: list[float] = []
     gradients: dict[str, torch.Tensor] = {}
     for _ in range(_STEPS):
         loss = torch.zeros(())
-        for tokens, labels, documents in zip(batch.tokens, batch.labels, batch.document_ids, strict=True):
-            for number in range(int(documents.max()) + 1):
-                mine = documents == number
-                logits = model(input_ids=tokens[mine].unsqueeze(0), use_cache=False, return_dict=True).logits[0]
+        for row, (tokens, labels, ids) in enumerate(zip(batch.tokens, batch.labels, documents, strict=True)):
+            extra = {name: value[row : row + 1] for name, value in batch.inputs.items()}
+            for number in range(int(ids.max()) + 1):
+                mine = ids == number
+                inputs = extra | {"input_ids": tokens[mine].unsqueeze(0)}
+                logits = model(**inputs, use_cache=False, return_dict=True).logits[0]
                 loss = loss + F.cross_entropy(logits.float(), labels[mine], ignore_index=IGNORE_INDEX, reduction="sum")
         loss = loss / (batch.labels != IGNORE_INDEX).sum()
         optimizer.zero_grad()
@@ -138,11 +202,11 @@ def trains(case: Any) -> str:
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     found = our_steps(case.config, case.saved)
-    expected = their_steps(case.cls.from_pretrained(case.saved, dtype=torch.float32).train(), found.packed)
+    expected = their_steps(case, found.batch)
     case.notes["trained"] = found
     if difference := found.difference(expected):
         return f"WRONG: {difference}"
-    return "packed" if found.packed else "apart"
+    return found.kind
 
 
 def exports(case: Any) -> str:

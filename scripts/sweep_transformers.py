@@ -47,6 +47,7 @@ _MOST_PARAMETERS = 40_000_000
 _SHOWN_CHARS = 600
 # Values by the ends of names of settings; the first that fits counts. None: as it is.
 _SIZES: tuple[tuple[str, int | None], ...] = (
+    ("index_n_heads", 64),  # with fewer, ReLU leaves scores of 0 and ties
     (
         r"(linear_|swa_)?(num_)?(key_value_heads|kv_heads|query_groups|global_key_value_heads)|multi_query_group_num|n_kv_head",
         2,
@@ -54,7 +55,7 @@ _SIZES: tuple[tuple[str, int | None], ...] = (
     (r"linear_num_key_heads|index_kv_heads", 2),
     (r"mamba_(num|n)_heads|mamba_n_heads|linear_num_value_heads", 4),
     (
-        r"(\w+_)?(num|n)_(attention_|global_attention_)?heads?|(num_)?(encoder|decoder)_(attention_)?heads|n_head|nhead|index_n_heads",
+        r"(\w+_)?(num|n)_(attention_|global_attention_)?heads?|(num_)?(encoder|decoder)_(attention_)?heads|n_head|nhead",
         4,
     ),
     (
@@ -95,9 +96,9 @@ _ALTERNATING = ["sliding_attention", "full_attention"]
 # What the rules above do not find, by type and place.
 _ROPES = {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in _ALTERNATING}
 _GEMMA4 = {"vocab_size_per_layer_input": 256, "hidden_size_per_layer_input": 16}
+_QUERIES = {"num_query_tokens": 4, "image_token_index": 5, "video_token_index": 5}
 _DOTS3 = {
     "head_dim": 32,
-    "index_n_heads": 64,
     "num_key_value_heads": 4,
     "per_layer_config": {2: {"num_key_value_heads": 4}},
 }
@@ -121,6 +122,9 @@ _FIXES: Mapping[str, Mapping[str, Any]] = {
     },
     "inkling2_text": {"n_layers_per_attn_res_block": 1},
     "xlm": {"causal": True},
+    **dict.fromkeys(("blip-2", "instructblip", "instructblipvideo"), _QUERIES),
+    "kosmos-2": {"latent_query_num": 4},
+    "paligemma": {"vision_config": {"image_size": 28}},
     **dict.fromkeys(("glm4v", "glm_ocr", "glm46v", "glmga"), _MROPE),
     "glm4v_moe": _HALF_MROPE,
     "deepseek_v2": {"num_experts_per_tok": 2},

@@ -157,7 +157,7 @@ class TransformersModel(Model):
         options: dict[str, Any] = dict(inputs)
         if labels_BS is not None or document_ids_BS is not None:
             self._facts = facts = self._facts or find_facts(self, tokens_BS.device)
-            check_facts(facts, self, on_text=not inputs)
+            check_facts(facts, self, inputs)
             if document_ids_BS is not None:
                 options["valid_BS"] = document_ids_BS >= 0
                 positions_BS = restarting_positions(document_ids_BS, positions_BS)

@@ -7,7 +7,7 @@ Shapes: S sequence; 2 rows in a batch.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -112,18 +112,19 @@ def find_facts(model: "TransformersModel", device: torch.device) -> Facts:
     )
 
 
-def check_facts(facts: Facts, model: "TransformersModel", *, on_text: bool = True) -> None:
-    """Refuse a model that cannot be trained, or continue text.
+def check_facts(facts: Facts, model: "TransformersModel", inputs: Collection[str] = ()) -> None:
+    """Refuse a model that cannot be trained, or continue text; `inputs` are what its forward gets beside tokens.
 
     Raises:
-        ConfigError: its forward raises on text alone, if it is to have no more (`on_text`), or it is not causal.
+        ConfigError: its forward raises on text alone, if it gets no more, or it is not causal, if it is not told where
+            to be (`token_type_ids` of PaliGemma).
     """
     name, config = model.config.architecture, model.transformers_model.config.get_text_config()
-    if facts.failure and on_text:
+    if facts.failure and not inputs:
         raise ConfigError(
             f"model: {name} of transformers does not run on text alone: {facts.failure}. Use another one."
         )
-    if not facts.is_causal:
+    if not facts.is_causal and "token_type_ids" not in inputs:
         flags = [f"{flag} = true" for flag in _FLAGS if getattr(config, flag, None) is False]
         remedy = f"Set {' and '.join(flags)} in its config.json" if flags else "Use another one"
         raise ConfigError(
