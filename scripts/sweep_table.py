@@ -30,7 +30,7 @@ _STAGES: Mapping[str, tuple[str, str]] = {
 # Reasons for which a class is not trained, and how a message tells.
 _REASONS: Mapping[str, str] = {
     "sees later tokens, so it predicts nothing": r"is not causal",
-    "needs an encoder's input, audio codes, a canvas or a state": r"does not run on text alone|is required as a model input",
+    "needs an encoder's input, audio codes, a canvas or a state": r"does not run on text alone",
     "transformers does not read what it saves of it": r"^lost",
     "not built: a package is missing here": r"ImportError|ModuleNotFoundError",
     "not built: transformers refuses the small configuration": r"^not built",

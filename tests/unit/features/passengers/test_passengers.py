@@ -156,7 +156,9 @@ def test_fp8_is_dequantized_as_the_trained_weights_are(saved: Path, tmp_path: Pa
     assert "num_mtp_layers" not in config
 
     with_more(saved, tmp_path / "bad", EH_PROJ | {key: codes, f"{key}_scale_inv": scale[:2]})
-    with pytest.raises(CheckpointError, match=rf"{key}_scale_inv has shape .* Dequantize the checkpoint with transformers first\."):
+    with pytest.raises(
+        CheckpointError, match=rf"{key}_scale_inv has shape .* Dequantize the checkpoint with transformers first\."
+    ):
         carried_in(tmp_path / "bad")
 
 
