@@ -75,13 +75,14 @@ def find_facts(model: "TransformersModel", device: torch.device) -> Facts:
 
     with evaluation(model), _returned(model.head) as returned:
         alone = run(alone_3S)
-        is_plain = model.head_project is not None and len(returned) == 1 and returned[0][0] is alone
-        is_plain = is_plain and alone._version == returned[0][1]  # Chameleon masks them in place
+        of_alone = list(returned)
         mixed = run(both_2S)  # the control: how much a document changes what comes after it
         if alone is None or mixed is None or not alone.isfinite().all():
             return Facts(failure=reasons[0] if reasons else "its logits on 6 tokens are not finite")
         if alone.shape[:2] != alone_3S.shape:
             return Facts(failure=f"it has logits {list(alone.shape)} for {list(alone_3S.shape)} tokens")
+        # Of another version are logits that were changed in place: Chameleon masks some.
+        is_plain = [(id(output), version) for output, version in of_alone] == [(id(alone), alone._version)]
         effect = (mixed[0, size:] - mixed[1, size:]).float().norm()
         expected = alone[0].float()
         moved = (alone[0, :-1] - alone[1, :-1]).float().norm()
@@ -103,7 +104,7 @@ def find_facts(model: "TransformersModel", device: torch.device) -> Facts:
         else:
             starts, with_boundaries = 0, False
     return Facts(
-        has_plain_head=is_plain,
+        has_plain_head=is_plain and model.head_project is not None,
         is_causal=bool((moved <= _LEAK * effect) & (lengthened <= bound * (1 if is_exact else 5))),
         keeps_apart=not reasons,
         takes_boundaries=with_boundaries,
