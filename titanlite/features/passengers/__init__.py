@@ -224,8 +224,11 @@ def _name_part(key: str) -> str:
 def _read_bytes(tensor: StoredTensor, file_bytes: Mapping[Path, int], start: int, nbytes: int) -> torch.Tensor:
     """Read `nbytes` (uint8) from the byte `start` of a stored tensor."""
     found = torch.empty(nbytes, dtype=torch.uint8)
-    with Files(file_bytes, [tensor.file]) as files:
-        files.read(tensor.file, [bytes_of(found)], tensor.offset + start)
+    try:
+        with Files(file_bytes, [tensor.file]) as files:
+            files.read(tensor.file, [bytes_of(found)], tensor.offset + start)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error} It has tensors that every save copies. Put it back as it was.") from None
     return found
 
 
