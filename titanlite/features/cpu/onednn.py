@@ -54,7 +54,7 @@ def _is_onednn_faster() -> bool:
 
 @cache
 def get_onednn_op() -> Any:
-    """Return oneDNN's operator for `x @ weight.T`, which is not documented (torch 2.11 to 2.13 have it); else None."""
+    """Return oneDNN's operator for `x @ weight.T`, which is not documented (torch 2.11 to 2.14 have it); else None."""
     packet = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch.backends.mkldnn.is_available() else None
     return None if packet is None else packet.default
 

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+CACHE_ARGUMENTS = ("cache", "past_key_values")  # of a class's forward; the second one before transformers 5.24
+
 
 class TransformersCache:
     """Made by `TransformersModel.build_cache`, held by the caller.
@@ -28,7 +30,7 @@ class TransformersCache:
         self._mask_BS: torch.Tensor | None = None
         self._first_position = first_position  # which the class gives to the first token
 
-    def inputs(self, tokens: torch.Tensor) -> dict[str, Any]:
+    def inputs(self, tokens: torch.Tensor, cache_argument: str) -> dict[str, Any]:
         """Return the forward's inputs: first for prompts (B, S) padded on the right, then for new tokens (1, B).
 
         Behind those may be any padding.
@@ -48,7 +50,7 @@ class TransformersCache:
             "input_ids": tokens,
             "attention_mask": self._mask_BS,
             "position_ids": positions + self._first_position,
-            "past_key_values": self._past,
+            cache_argument: self._past,
             "use_cache": True,
             "return_dict": True,
         }

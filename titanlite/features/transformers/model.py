@@ -21,7 +21,7 @@ from titanlite.base.errors import ConfigError, raise_problems
 from titanlite.base.log import logger
 from titanlite.config.model import TransformersConfig
 from titanlite.config.schema import MoESection
-from titanlite.features.transformers.cache import TransformersCache
+from titanlite.features.transformers.cache import CACHE_ARGUMENTS, TransformersCache
 from titanlite.features.transformers.experts import (
     DISPATCH,
     TransformersExpertCounter,
@@ -100,6 +100,7 @@ class TransformersModel(Model):
         self.config = _with_sizes(config, self)
         self._arguments = frozenset(inspect.signature(model.forward).parameters)
         self._takes_positions = "position_ids" in self._arguments
+        self._cache_argument = next((name for name in CACHE_ARGUMENTS if name in self._arguments), "")
         kinds = [parameter.kind for parameter in inspect.signature(model.forward).parameters.values()]
         self._takes_more = inspect.Parameter.VAR_KEYWORD in kinds
         self._can_cache: bool | None = None  # not known before `can_cache`
@@ -267,7 +268,7 @@ class TransformersModel(Model):
     def _next_logits(self, tokens: torch.Tensor, cache: TransformersCache) -> torch.Tensor:
         if self.config.rope_limit is not None:
             forget_longest_forward(self._transformers_model)
-        inputs = cache.inputs(tokens)
+        inputs = cache.inputs(tokens, self._cache_argument)
         if not self._takes_positions:
             del inputs["position_ids"]
         if "logits_to_keep" in self._arguments:  # of a long prompt only the last one is wanted
@@ -292,7 +293,7 @@ class TransformersModel(Model):
         Collectives: those of a few forwards, on the first call; every rank must call.
         """
         self.find_facts(device)
-        if "past_key_values" not in self._arguments or getattr(self._transformers_model, "_is_stateful", False):
+        if not self._cache_argument or getattr(self._transformers_model, "_is_stateful", False):
             return False
         if self._can_cache is None:
             try:
