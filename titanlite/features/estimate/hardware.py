@@ -16,6 +16,8 @@ RATES = {
     "thin": ("flops", 0.30),  # products with a smaller dim
     "grouped": ("flops", 0.45),  # rows through small experts
     "grouped weights": ("flops", 0.32),  # their weight gradients, in tiles of 128 x 128
+    "grouped wide": ("flops", 0.55),  # rows through experts of 1024 or wider: 564 to 628 published
+    "grouped wide weights": ("flops", 0.40),
     "flash": ("flops", 0.35),  # FlashAttention-2, causal
     "flash backward": ("flops", 0.27),
     "masked": ("flops", 0.115),  # the memory-efficient kernel, which takes a mask and computes what is masked

@@ -71,10 +71,13 @@ def _rows_through(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> int:
     return 2 * x.shape[0] * x.shape[1] * weight.shape[-1]
 
 
+_WIDE_EXPERTS = 1024
+
+
 def _moe_experts_forward(*args: Any) -> dict[str, int]:
     _, gate_up, _, _, token, *_ = args
     _, two_inner, hidden = gate_up.shape
-    return {"grouped": 2 * token.shape[0] * hidden * (two_inner + two_inner // 2)}
+    return {_grouped(hidden, two_inner // 2): 2 * token.shape[0] * hidden * (two_inner + two_inner // 2)}
 
 
 def _moe_experts_backward(*args: Any) -> dict[str, int]:
@@ -83,7 +86,12 @@ def _moe_experts_backward(*args: Any) -> dict[str, int]:
     _, two_inner, hidden = gate_up.shape
     need_x, need_gate_up, need_down, _ = rest[-2]
     one = 2 * token.shape[0] * hidden * (two_inner // 2)
-    return {"grouped": one * (1 + 2 * need_x), "grouped weights": one * (need_down + 2 * need_gate_up)}
+    rate = _grouped(hidden, two_inner // 2)
+    return {rate: one * (1 + 2 * need_x), f"{rate} weights": one * (need_down + 2 * need_gate_up)}
+
+
+def _grouped(hidden: int, inner: int) -> str:
+    return "grouped wide" if min(hidden, inner) >= _WIDE_EXPERTS else "grouped"
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, products: tuple[int, int]) -> int:

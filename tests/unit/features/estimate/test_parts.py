@@ -1,0 +1,174 @@
+"""Parts of a step: FLOPs, bytes, launches and synchronizations counted by hand, and the time that follows."""
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from titanlite.config import load_config
+from titanlite.config.parallelism import Degrees
+from titanlite.features.estimate import hardware, tracker
+from titanlite.features.estimate.cli import read_request
+from titanlite.features.estimate.estimate import step_time
+from titanlite.features.estimate.hardware import get_hardware
+from titanlite.features.estimate.operators import Call, Work
+from titanlite.features.estimate.stand_in import _FusedRMSNorm
+from titanlite.features.estimate.trace import StepTrace, trace_step
+from titanlite.features.estimate.tracker import Kind, StepRecorder
+from titanlite.models.families import families
+from titanlite.preflight import check
+
+CONFIG = Path(__file__).parents[4] / "configs" / "qwen3_moe.toml"
+PARALLELISM, MODE = "--parallelism.", "--activation_checkpoint.mode="
+MODES = ("none", "selective", "full")
+
+
+def trace(world_size: int, *overrides: str) -> StepTrace:
+    sizes = ["--model.flavor=debug", "--model.overrides.vocab_size=310", "--model.overrides.num_layers=2"]
+    batch = ["--training.seq_len=32", "--training.local_batch_size=2", "--training.global_batch_size=-1"]
+    argv = ["--config", str(CONFIG), f"{PARALLELISM}tensor_parallel_degree=1", *sizes, *batch, *overrides]
+    checked = check(load_config(argv), world_size)
+    return trace_step(checked.job, checked.model_config, checked.degrees)
+
+
+def experts_over(ranks: int) -> str:
+    return f"{PARALLELISM}expert_parallel_degree={ranks}"
+
+
+def by_part(found: StepTrace) -> dict[str, Work]:
+    parts: dict[str, Work] = {}
+    for kind, work in found.step_work():
+        name = kind.part or f"{kind.call.rate} over {kind.group}"
+        parts[name] = parts.get(name, Work()) + work
+    return parts
+
+
+T, S, D, V, LAYERS = 64, 32, 64, 310, 2  # tokens, of a row, width, vocabulary
+HEADS, KEY_HEADS, WIDTH = 4, 2, 16
+E, ROWS, INNER = 8, 64 * 2, 32
+DENSE = D * WIDTH * (2 * HEADS + 2 * KEY_HEADS)  # elements of a layer's projections
+EXPERTS = 3 * INNER * D  # of an expert
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_products_and_collectives_are_those_of_the_layers(mode):
+    parts = by_part(trace(2, experts_over(2), MODE + mode))
+    again = mode == "full"
+    assert parts[tracker.DENSE].flops == (3 + again) * 2 * T * DENSE * LAYERS
+    # Two products over all pairs of a row in forward and five in backward, half of them above the diagonal.
+    assert parts[tracker.ATTENTION].flops == (2 * (1 + again) + 5) * 2 * T * S * HEADS * WIDTH // 2 * LAYERS
+    assert parts[tracker.GROUPED].flops == (3 + again) * 2 * ROWS * EXPERTS * LAYERS
+    assert parts[tracker.GROUPED].launches == (3 * (1 + again) + 7) * LAYERS
+    assert parts[tracker.HEAD].flops == 3 * 2 * T * D * V
+    assert parts[tracker.ROUTING].flops == (3 + again) * 2 * T * D * E * LAYERS
+    # Rows and results there and back; the counts and the routers' weights are small.
+    moved, rows = parts["all_to_all over ep"].nbytes, 2 * (2 + again) * ROWS * D * 2 * LAYERS
+    assert rows <= moved < 1.03 * rows
+    # Each layer, the embedding, and the head with its norm: gathered in two bytes, reduced in four.
+    sharded = LAYERS * (DENSE + 2 * D + 2 * WIDTH + E * D) + 2 * V * D + D
+    assert parts["all_gather over dp_shard"].nbytes >= 2 * sharded
+    assert parts["reduce_scatter over dp_shard"] == Work(nbytes=4 * sharded, launches=LAYERS + 2)
+    # AdamW reads four numbers of each parameter and writes three; some scalars are in it.
+    here = sharded // 2 + LAYERS * E // 2 * EXPERTS
+    assert parts[tracker.OPTIMIZER].nbytes == pytest.approx(28 * here, rel=0.01)
+    assert parts[tracker.FSDP].nbytes > 0 and parts[tracker.ELEMENTWISE].nbytes > 0
+
+
+def test_bytes_of_a_norm():
+    with FakeTensorMode():
+        x = torch.empty(4, 16, D, dtype=torch.bfloat16, requires_grad=True)
+        weight = torch.empty(D, dtype=torch.bfloat16, requires_grad=True)
+        with StepRecorder([x, weight]) as recorder:
+            recorder.begin(0, "forward", 0)
+            y = _FusedRMSNorm.apply(x, weight)
+            recorder.begin(0, "backward", 0)
+            torch.autograd.grad(y, (x, weight), torch.empty_like(y))
+    found = {(kind.phase, kind.part): work for kind, work in recorder.work.items()}
+    once, statistics = T * D * 2, T * 4
+    assert found == {
+        ("forward", tracker.ELEMENTWISE): Work(nbytes=2 * once + 2 * D + statistics, launches=1),
+        ("backward", tracker.ELEMENTWISE): Work(nbytes=3 * once + 2 * 2 * D + statistics, launches=2),
+    }
+
+
+def waits(found: StepTrace) -> tuple[int, int]:
+    """Return how often the host waits in a step, and how often it may: once per MoE layer, forward and recompute."""
+    moe_layers = found.num_layers[1] * found.micro_batches
+    return found.total.syncs, moe_layers
+
+
+@pytest.mark.parametrize("family", families())
+def test_steps_of_every_family_are_traced_on_the_branches_of_cuda(family):
+    """Only expert parallelism makes the host wait, once in each forward and recompute of an MoE layer."""
+    has_experts = families()[family].presets["debug"].num_experts
+    options = (f"--model.name={family}", "--moe.aux_loss_coeff=0")
+    for mode in MODES:
+        assert trace(2, *options, experts_over(1), MODE + mode).total.syncs == 0
+        if has_experts and mode != "selective":
+            syncs, moe_layers = waits(trace(2, *options, experts_over(2), MODE + mode))
+            assert syncs == moe_layers * (2 if mode == "full" else 1)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "options"),
+    [
+        (2, ("tensor_parallel_degree=2",)),
+        (2, ("context_parallel_degree=2",)),
+        (2, ("pipeline_parallel_degree=2",)),
+        (4, ("data_parallel_replicate_degree=2", "expert_parallel_degree=2")),
+        (4, ("fsdp_once_per_step=true", "expert_parallel_degree=4")),
+        (4, ("pipeline_parallel_degree=2", "expert_parallel_degree=2")),
+    ],
+    ids=lambda value: value if isinstance(value, int) else "-".join(value),
+)
+def test_steps_of_every_mesh_wait_for_the_split_sizes_alone(world_size, options):
+    found = trace(world_size, experts_over(1), *(PARALLELISM + option for option in options))
+    syncs, moe_layers = waits(found)
+    assert syncs == (moe_layers if "expert_parallel_degree" in options[-1] else 0)
+
+
+@pytest.mark.parametrize("option", ["--lora.base_dtype=auto", "--lora.base_dtype=nf4", "--lora.base_dtype=fp8"])
+def test_adapters_make_no_host_wait(option):
+    request = read_request(["--model=Qwen/Qwen3-30B-A3B", "--gpus=1xh100", "--lora.rank=8", option])
+    checked = request.check()
+    found = trace_step(checked.job, checked.model_config, checked.degrees)
+    assert found.total.syncs == 0 and found.num_layers == (0, 48)
+
+
+def test_collectives_of_fsdp_are_exposed_where_they_take_longer_than_the_kernels_next_to_them():
+    h100 = get_hardware("h100")
+    millisecond = int(h100.rate("memory") * 1e-3)
+    gathered = int(8 / 7 * h100.intra_node_bytes_s * hardware.LINKS * 1e-3)
+
+    def kind(phase: str, group: str, call: str, part: str = "") -> Kind:
+        return Kind(0, phase, part, group, Call(call))
+
+    work = {
+        kind("forward", "", "memory", tracker.ELEMENTWISE): Work(nbytes=3 * millisecond),
+        kind("forward", "dp_shard", "all_gather"): Work(nbytes=5 * gathered),
+        kind("forward", "ep", "all_to_all"): Work(nbytes=gathered),
+        kind("backward", "", "memory", tracker.ELEMENTWISE): Work(nbytes=7 * millisecond, syncs=10),
+        kind("backward", "dp_shard", "all_gather"): Work(nbytes=2 * gathered),
+    }
+    base = replace(trace(2), work=work, repeats=(2,), micro_batches=2)
+    time = step_time(base, Degrees(dp_shard=8, ep=8), h100)
+    exposed = {name: round(part.exposed_s * 1e3, 3) for name, part in time.parts.items()}
+    hidden = Counter({name: round(part.hidden_s * 1e3, 3) for name, part in time.parts.items() if part.hidden_s})
+    assert exposed == {
+        tracker.ELEMENTWISE: 20.0,
+        "all_to_all over ep": 2.0,
+        "all_gather over dp_shard": 2.0,  # of a forward's 5 ms, 4 run next to kernels and the exchange
+        "host synchronizations": 2.0,
+    }
+    assert hidden == {"all_gather over dp_shard": 12.0}
+    assert time.expected_s == pytest.approx(26e-3, rel=1e-6)
+
+
+def test_a_product_takes_the_time_of_its_flops_or_of_its_bytes():
+    h100 = get_hardware("h100")
+    long, small = int(h100.rate("dense") * 1e-3), int(h100.rate("memory") * 2e-3)
+    work = {Kind(0, "forward", tracker.DENSE, "", Call("dense", long, small)): Work(flops=3 * long, nbytes=3 * small)}
+    assert step_time(replace(trace(2), work=work), Degrees(), h100).expected_s == pytest.approx(6e-3, rel=1e-6)
