@@ -25,7 +25,7 @@ from titanlite.config.schema import BLOCK_SIZES
 from titanlite.data.build import build_loader, build_text
 from titanlite.data.dataset import Batch
 from titanlite.data.loader import TrainLoader
-from titanlite.data.run_length import check_start, describe_sources, resolve_steps
+from titanlite.data.run_length import check_form, describe_sources, resolve_steps
 from titanlite.data.tokenizer import check_vocabulary, count_ids
 from titanlite.distributed import ParallelDims
 from titanlite.distributed.collectives import all_reduce_sum, all_to_all_single
@@ -179,11 +179,7 @@ def assemble(checked: Checked) -> Trainer:
     facts = {"model": model_config.family, "parameters": total, "trained": trained, "mesh": str(degrees)}
     configure_wandb(save_environment(folder, device, facts))
     record_start(
-        folder,
-        step,
-        f"{degrees.world_size} ranks on {device.type}, {degrees}",
-        resumed=start is not None,
-        changes=changes,
+        folder, step, f"{degrees.world_size} ranks on {device.type}, {degrees}", resumed=bool(start), changes=changes
     )
 
     def initial_model() -> Model:
@@ -211,7 +207,8 @@ def build_data(job: JobConfig, dp_rank: int, dp_degree: int, before: Progress | 
     """Build the tokenizer and the batches of one data-parallel rank, of all kinds of data: see `build_loader`."""
     texts = {"documents": partial(build_text, make=DocumentRows)}
     builders = texts | {"examples": build_sft, "stream": build_stream, "mixture": build_mixture, "images": build_images}
-    return build_loader(resolve_held_out(job, before or find_start(job)), dp_rank, dp_degree, builders)
+    before = before or find_start(job)
+    return build_loader(resolve_held_out(job, before), dp_rank, dp_degree, builders, before and before.batch_size)
 
 
 def _read_data(job: JobConfig, model_config: AnyModelConfig, dims: ParallelDims) -> tuple[JobConfig, Any, TrainLoader]:
@@ -220,7 +217,7 @@ def _read_data(job: JobConfig, model_config: AnyModelConfig, dims: ParallelDims)
     tokenizer, loader = build_data(job, dims.dp_rank, dims.degrees.dp, before)
     job = resolve_steps(job, loader, before)
     describe_pipeline(loader, model_config, dims.degrees)
-    check_start(job, loader)
+    check_form(job, loader.dataset.form)
     check_vocabulary(job, loader.dataset.vocab_size, count_ids(tokenizer), model_config)
     return job, tokenizer, loader
 

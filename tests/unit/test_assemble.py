@@ -210,6 +210,23 @@ def test_a_run_with_another_batch_trains_the_epochs_that_it_was_asked_for():
     assert resolve_steps(job, loader_of(100), before).training.steps == 50
 
 
+def test_a_batch_that_is_not_set_is_kept_and_logged(warnings, monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(logger, "info", lambda text, *values: said.append(text % values))
+    job = JobConfig()
+    job.training.global_batch_size = None
+    assert resolve_steps(job, loader_of(100)).training.global_batch_size == 8
+    assert "so a step has 8 sequences (for 16 examples: QLoRA" in said[0]
+    for number, batch in enumerate((8, -1)):
+        before = SimpleNamespace(step=50, samples=100, batch_size=batch)
+        assert resolve_steps(job, loader_of(100), before).training.global_batch_size == 8
+        assert f"8 sequences (before: {batch})" in said[2 + 2 * number] and warnings == []
+    resolve_steps(job, loader_of(100), SimpleNamespace(step=50, samples=100, batch_size=12))
+    assert warnings == ["training: training.global_batch_size is not set, so a step has 8 sequences (before: 12)"]
+    job.training.global_batch_size = -1
+    assert resolve_steps(job, loader_of(100)).training.global_batch_size == -1
+
+
 @pytest.mark.parametrize(("epochs", "steps"), [(0.0, 600), (1.0, 13), (3.0, 38), (0.5, 7), (0.01, 1)])
 def test_epochs_are_steps(epochs, steps, monkeypatch):
     said: list[str] = []

@@ -57,6 +57,11 @@ class Progress:
     chat_date: str = ""
     identity: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def batch_size(self) -> int:
+        """As `training.global_batch_size`; -1 in older checkpoints, which had no other default."""
+        return int(self.identity.get("training.global_batch_size", -1))
+
     def to_json(self) -> bytes:
         return (json.dumps({"format": 1, **asdict(self)}, indent=1) + "\n").encode()
 
@@ -69,8 +74,7 @@ class Progress:
             raise CheckpointError(f"{where}: {STATE_FILE} is of a format that this version does not know.")
         later = {"results": dict, "taken": dict, "chat_date": str, "identity": dict}
         kinds = {"step": int, "samples": int, "data": str, "world_size": int, "versions": dict, **later}
-        for name, kind in later.items():
-            table.setdefault(name, kind())
+        table = {name: kind() for name, kind in later.items()} | table
         rewinds = [table.pop(name, None) for name in ("rewinds", "stretches", "skip_to")]  # of older versions
         if rewinds[0] or rewinds[2] or len(rewinds[1] or ()) > 1:
             raise CheckpointError(
@@ -224,8 +228,10 @@ def _match(
     optimized = {id(param) for group in optimizer.param_groups for param in group["params"]}
     params = {entry.fqn: entry.tensor for entry in plan.entries if id(entry.tensor) in optimized}
     problems, found = [], []
+    covered: dict[str, set[str]] = {}
     for key, tensor in states.items():
         name, _, fqn = key.partition(".")
+        covered.setdefault(fqn, set()).add(name)
         param = params.get(fqn)
         if param is None:
             problems.append(f"{key}: the model has no parameter {fqn} that is trained.")
@@ -233,10 +239,6 @@ def _match(
             problems.append(f"{key}: has shape {tensor.shape}, the parameter {tuple(param.shape)}.")
         else:
             found.append((param, name, key))
-    covered: dict[str, set[str]] = {}
-    for key in states:
-        name, _, fqn = key.partition(".")
-        covered.setdefault(fqn, set()).add(name)
     problems += [f"{fqn}: the optimizer has no state for it." for fqn in params if states and fqn not in covered]
     needed = {id(param): group["state_names"] for group in optimizer.param_groups for param in group["params"]}
     for fqn, names in covered.items():
@@ -269,10 +271,8 @@ def _rng_items(device: torch.device) -> Iterator[Item]:
 
 
 def _generators(device: torch.device) -> dict[str, torch.Tensor]:
-    states = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
-    return states
+    cuda = {"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}
+    return {"cpu": torch.get_rng_state(), **cuda}
 
 
 def _load_rng(stored: Mapping[str, StoredTensor], reader: SafetensorsReader, device: torch.device) -> None:

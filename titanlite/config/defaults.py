@@ -42,6 +42,10 @@ def fill_in(job: JobConfig, given: Mapping[str, str], name: str) -> list[str]:
     if adapters and "lora.rank" not in given:
         problems.append(f"{adapters[0]} is set, but lora.rank is not, and no adapters are trained. Set lora.rank.")
     default("job.dump_folder", f"outputs/{name}" if name else "outputs")
+    if job.checkpoint.initial_load_path and (job.data.dataset not in ("text", "stdlib") or job.lora.rank > 0):
+        default("training.global_batch_size", None)  # other runs with weights go on with pretraining
+    elif job.training.global_batch_size is None:
+        job.training.global_batch_size = -1
     if job.checkpoint.initial_load_path:
         default("optimizer.lr", _FINE_TUNING_RATES[job.training.objective == "dpo", job.lora.rank > 0])
         default("optimizer.weight_decay", 0.0)
@@ -106,10 +110,8 @@ def find_kind(path: str, pattern: str = "") -> Literal["examples", "text", "mixe
     A path that does not exist is rows if its name is that of a dataset of the hub or of a file of rows.
     """
     place = Path(os.path.expanduser(path))
-    if not place.exists():
-        return "examples" if is_hub_id(path) or holds_rows(place.name) else "text"
     if not place.is_dir():
-        return "examples" if holds_rows(place.name) else "text"
+        return "examples" if holds_rows(place.name) or (is_hub_id(path) and not place.exists()) else "text"
     if pattern:
         return "examples" if holds_rows(pattern) else "text"
     names = islice((name for _, _, files in os.walk(place) for name in files), _MOST_NAMES)

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 from titanlite.base.errors import ConfigError
 from titanlite.config.model import AnyModelConfig, ModelConfig, TransformersConfig
-from titanlite.config.schema import BLOCK_SIZES, JobConfig, ParallelismSection, TrainingSection
+from titanlite.config.schema import BLOCK_SIZES, JobConfig, ParallelismSection
+
+# Examples of an optimizer step where none is set, by whether it is DPO: how many, their name, and where that is from.
+BATCHES = {False: (16, "examples", "QLoRA, arXiv:2305.14314"), True: (32, "pairs", "Zephyr, arXiv:2310.16944")}
 
 
 @dataclass(frozen=True)
@@ -124,14 +127,9 @@ def resolve_degrees(section: ParallelismSection, world_size: int) -> Degrees:
     Raises:
         ConfigError: they do not, or the experts cannot be split so.
     """
-    replicate, cp, tp, ep, pp = (
-        section.data_parallel_replicate_degree,
-        section.context_parallel_degree,
-        section.tensor_parallel_degree,
-        section.expert_parallel_degree,
-        section.pipeline_parallel_degree,
-    )
-    shard = section.data_parallel_shard_degree
+    replicate, shard = section.data_parallel_replicate_degree, section.data_parallel_shard_degree
+    cp, tp, pp = section.context_parallel_degree, section.tensor_parallel_degree, section.pipeline_parallel_degree
+    ep = section.expert_parallel_degree
     of_cp, of_pp = f" * cp ({cp})" if cp > 1 else "", f"pp ({pp}) * " if pp > 1 else ""
     if world_size < 1:
         raise ConfigError(f"parallelism: a world size of {world_size}; a run has at least 1 rank.")
@@ -164,11 +162,8 @@ def _parse_layers(section: ParallelismSection) -> tuple[int, ...]:
     Raises:
         ConfigError: they are no numbers, or not one for each chunk of each stage; or there is one stage only.
     """
-    text, pp, chunks = (
-        section.pipeline_parallel_layers,
-        section.pipeline_parallel_degree,
-        section.pipeline_parallel_chunks,
-    )
+    text, pp = section.pipeline_parallel_layers, section.pipeline_parallel_degree
+    chunks = section.pipeline_parallel_chunks
     words = [word.strip() for word in text.split(",")] if text else []
     useless = {"layers": f"'{text}'"} if words else {"chunks": chunks} if chunks > 1 else {}
     if useless and pp == 1:
@@ -208,23 +203,27 @@ def check_parallelism(job: JobConfig, model: AnyModelConfig, degrees: Degrees) -
     problems += _check_stages(model, degrees) + _check_blocks(job, model, degrees)
     if not any(size % tp for size in (model.num_heads, model.num_kv_heads)):
         problems += _check_heads(model.num_heads // tp, model.num_kv_heads // tp, degrees)
-    if model.num_experts == 0 and ep > 1:
-        problems.append(f"parallelism: expert_parallel_degree is {ep}, but the model has no experts. Set it to 1.")
-    elif model.num_experts and model.num_experts % ep:
-        problems.append(
-            f"parallelism: expert_parallel_degree ({ep}) does not divide the model's num_experts ({model.num_experts})."
-        )
+    if unfit := _check_experts(model, ep):
+        problems += unfit
     elif model.num_experts and degrees.expert_shard_dim(model.num_experts) == 1:
-        for name, size in (
-            ("2 * moe_intermediate_size", 2 * model.moe_intermediate_size),
-            ("hidden_size", model.hidden_size),
-        ):
-            if size % degrees.efsdp:
-                problems.append(
-                    f"parallelism: {degrees.efsdp * ep} ranks share {model.num_experts} experts, so each is split in "
-                    f"{degrees.efsdp}, but that does not divide {name} ({size}). Raise expert_parallel_degree."
-                )
+        widths = {"2 * moe_intermediate_size": 2 * model.moe_intermediate_size, "hidden_size": model.hidden_size}
+        problems += [
+            f"parallelism: {degrees.efsdp * ep} ranks share {model.num_experts} experts, so each is split in "
+            f"{degrees.efsdp}, but that does not divide {name} ({size}). Raise expert_parallel_degree."
+            for name, size in widths.items()
+            if size % degrees.efsdp
+        ]
     return problems + _check_batches(job, model, degrees)
+
+
+def _check_experts(model: AnyModelConfig, ep: int) -> list[str]:
+    if model.num_experts == 0 and ep > 1:
+        return [f"parallelism: expert_parallel_degree is {ep}, but the model has no experts. Set it to 1."]
+    if model.num_experts % ep == 0:
+        return []
+    return [
+        f"parallelism: expert_parallel_degree ({ep}) does not divide the model's num_experts ({model.num_experts})."
+    ]
 
 
 def _check_resharding(section: ParallelismSection) -> list[str]:
@@ -289,47 +288,28 @@ def _check_stages(model: ModelConfig, degrees: Degrees) -> list[str]:
 def _check_heads(num_heads: int, num_kv_heads: int, degrees: Degrees) -> list[str]:
     """Whether cp ranks can share the heads that tp leaves each of them."""
     cp, left = degrees.cp, f" that tensor_parallel_degree ({degrees.tp}) leaves" if degrees.tp > 1 else ""
+    why = ""
     if num_heads % cp:
-        return [
-            f"parallelism: context_parallel_degree ({cp}) does not divide the {num_heads} attention heads{left}: "
-            "inside attention each rank has all positions of some heads."
-        ]
-    if num_kv_heads % cp and cp % num_kv_heads:
-        return [
-            f"parallelism: context_parallel_degree ({cp}) is neither a divisor nor a multiple of the {num_kv_heads} "
-            f"key/value heads{left}."
-        ]
-    return []
+        why = f"does not divide the {num_heads} attention heads{left}: inside attention each rank has some of them"
+    elif num_kv_heads % cp and cp % num_kv_heads:
+        why = f"is neither a divisor nor a multiple of the {num_kv_heads} key/value heads{left}"
+    return [f"parallelism: context_parallel_degree ({cp}) {why}."] if why else []
 
 
 def _check_transformers(job: JobConfig, model: TransformersConfig, degrees: Degrees) -> list[str]:
     """Return what a class of transformers cannot do here, and settings that it would ignore."""
     what = f"{model.architecture} is transformers' implementation"
-    problems = _check_resharding(job.parallelism)
-    if degrees.cp > 1:
-        problems.append(
-            f"parallelism: context_parallel_degree is {degrees.cp}, but {what}, whose attention cannot be split so "
-            "here. Set it to 1, or use a native family."
+    problems = _check_resharding(job.parallelism) + _check_experts(model, degrees.ep)
+    problems += [
+        f"parallelism: {name}_parallel_degree is {degree}, but {what}, whose {why} here. Set it to 1, or use a native "
+        "family."
+        for name, degree, why in (
+            ("context", degrees.cp, "attention cannot be split so"),
+            ("pipeline", degrees.pp, "forward cannot be cut into stages"),
+            ("tensor", 1 if model.has_tp_plan else degrees.tp, "class carries no plan for it"),
         )
-    if degrees.pp > 1:
-        problems.append(
-            f"parallelism: pipeline_parallel_degree is {degrees.pp}, but {what}, whose forward cannot be cut into "
-            "stages here. Set it to 1, or use a native family."
-        )
-    if degrees.tp > 1 and not model.has_tp_plan:
-        problems.append(
-            f"parallelism: tensor_parallel_degree is {degrees.tp}, but {what}, and that class carries no plan for it. "
-            "Set it to 1; FSDP shards the model over all ranks."
-        )
-    if degrees.ep > 1 and model.num_experts == 0:
-        problems.append(
-            f"parallelism: expert_parallel_degree is {degrees.ep}, but the model has no experts. Set it to 1."
-        )
-    elif degrees.ep > 1 and model.num_experts % degrees.ep:
-        problems.append(
-            f"parallelism: expert_parallel_degree ({degrees.ep}) does not divide the model's num_experts "
-            f"({model.num_experts})."
-        )
+        if degree > 1
+    ]
     if job.lora.base_dtype in BLOCK_SIZES:
         problems.append(
             f"lora.base_dtype = '{job.lora.base_dtype}': {what}, whose layers multiply with plain weights. Set it to "
@@ -364,12 +344,12 @@ def _check_batches(job: JobConfig, model: AnyModelConfig, degrees: Degrees) -> l
     if job.data.dataset == "images" and not (isinstance(model, TransformersConfig) and model.takes_images):
         problems.append(f'data.dataset = "images": {model.family} takes no images. Use an image-and-text model.')
     local, total = job.training.local_batch_size, job.training.global_batch_size
-    if total != -1 and total % (local * degrees.dp):
+    if total and total > 0 and total % (local * degrees.dp):
         problems.append(
             f"training.global_batch_size ({total}) is not a multiple of local_batch_size ({local}) * data-parallel "
             f"degree ({degrees.dp}) = {local * degrees.dp}."
         )
-    elif degrees.chunks > 1 and (count := count_micro_batches(job.training, degrees.dp)) % degrees.pp:
+    elif degrees.chunks > 1 and (count := count_micro_batches(job, degrees.dp)) % degrees.pp:
         nearest = -(-count // degrees.pp) * degrees.pp * local * degrees.dp
         problems.append(
             f"parallelism: with pipeline_parallel_chunks ({degrees.chunks}) micro-batches go through the "
@@ -383,22 +363,37 @@ def _check_batches(job: JobConfig, model: AnyModelConfig, degrees: Degrees) -> l
         )
     scaling = None if isinstance(model, TransformersConfig) else model.rope_scaling
     if scaling is not None and scaling.rope_type == "yarn":
-        reached = round(scaling.factor * scaling.original_max_position_embeddings)
-        if job.training.seq_len > reached:
+        factor, original = scaling.factor, scaling.original_max_position_embeddings
+        if job.training.seq_len > (reached := round(factor * original)):
             problems.append(
                 f"training.seq_len ({job.training.seq_len}) exceeds the {reached} tokens that YaRN reaches here, its "
-                f"factor ({scaling.factor}) * original_max_position_embeddings "
-                f"({scaling.original_max_position_embeddings}). Raise model.overrides.rope_scaling.factor."
+                f"factor ({factor}) * original_max_position_embeddings ({original}). Raise "
+                "model.overrides.rope_scaling.factor."
             )
     return problems
 
 
-def resolve_global_batch_size(training: TrainingSection, dp_degree: int) -> int:
-    """Sequences per optimizer step."""
-    total = training.global_batch_size
-    return training.local_batch_size * dp_degree if total == -1 else total
+def resolve_global_batch_size(
+    job: JobConfig, dp_degree: int, examples: float = 1.0, num_sequences: int | None = None, before: int | None = None
+) -> int:
+    """Return the sequences of an optimizer step on all ranks.
+
+    Where none is set: as many as hold the examples of `BATCHES`, if each holds `examples`, but at most a 32nd of the
+    `num_sequences` of an epoch, so that it has 32 steps or more (as LIMA, arXiv:2305.11206); or `before`, those of the
+    run that is resumed. Rounded down to whole micro-batches on all ranks, at least one each.
+    """
+    total, section = job.training.global_batch_size, job.parallelism
+    size = job.training.local_batch_size * dp_degree
+    if total is not None:
+        return size if total == -1 else total
+    if section.pipeline_parallel_chunks > 1:  # micro-batches go through the stages in groups
+        size *= section.pipeline_parallel_degree
+    wanted = BATCHES[job.training.objective == "dpo"][0] / examples if before is None else before
+    if before is None and num_sequences is not None:
+        wanted = min(wanted, num_sequences / 32)
+    return max(int(wanted) // size, 1) * size
 
 
-def count_micro_batches(training: TrainingSection, dp_degree: int) -> int:
-    """Micro-batches of a data-parallel rank in an optimizer step."""
-    return resolve_global_batch_size(training, dp_degree) // (training.local_batch_size * dp_degree)
+def count_micro_batches(job: JobConfig, dp_degree: int) -> int:
+    """Micro-batches of a data-parallel rank in an optimizer step; at most so many where that depends on the data."""
+    return resolve_global_batch_size(job, dp_degree) // (job.training.local_batch_size * dp_degree)

@@ -97,8 +97,11 @@ class TrainingSection:
     )
     seq_len: int = setting(2048, "Tokens per sequence.")
     local_batch_size: int = setting(1, "Sequences per data-parallel rank and micro-batch.")
-    global_batch_size: int = setting(
-        -1, "Sequences per optimizer step; -1 means local_batch_size * data-parallel degree (no accumulation)."
+    global_batch_size: int | None = setting(
+        -1,
+        "Sequences per optimizer step; -1: local_batch_size * data-parallel degree (no accumulation). Not set, in "
+        "fine-tuning: about 16 examples (QLoRA, arXiv:2305.14314), DPO 32 pairs (Zephyr, arXiv:2310.16944), but at most "
+        "1/32 of the data, and at least one micro-batch per rank; a resumed run keeps its batch.",
     )
     max_norm: float = setting(1.0, "Largest total 2-norm of the gradients, by scaling; 0: no clipping.")
     dtype: Literal["float32", "bfloat16"] = setting(
@@ -143,16 +146,14 @@ class OptimizerSection:
         calls=("named_parameters, section",),
     )
     lr: float = setting(
-        3e-4,
-        "Peak learning rate. Not set, with pretrained weights: 2e-5, adapters 2e-4; DPO 5e-7, adapters 5e-6.",
+        3e-4, "Peak learning rate. Not set, with pretrained weights: 2e-5, adapters 2e-4; DPO 5e-7, adapters 5e-6."
     )
     beta1: float = setting(0.9, "Decay of the first moment.")
     beta2: float = setting(0.95, "Decay of the second moment. Not set, with pretrained weights: 0.999.")
     eps: float = setting(1e-8, "Added to the root of the second moment.")
     momentum: float = setting(0.95, "Nesterov momentum of Muon's matrices.")
     weight_decay: float = setting(
-        0.1,
-        "Decoupled weight decay of matrices; norms and biases have none. Not set, with pretrained weights: 0.",
+        0.1, "Decoupled weight decay of matrices; norms and biases have none. Not set, with pretrained weights: 0."
     )
     implementation: Literal["fused", "foreach", "for-loop"] = setting("fused", "Kernel of the optimizer step.")
     freeze: str = setting(
@@ -380,8 +381,7 @@ class EvaluationSection:
     )
     freq: int = setting(500, "Steps between evaluations.")
     path: str = setting(
-        "",
-        "Examples to evaluate on: a file, folder or hub id, as data.path. Empty: the held-out examples.",
+        "", "Examples to evaluate on: a file, folder or hub id, as data.path. Empty: the held-out examples."
     )
     split: str = setting("test", "Split of evaluation.path, if that is a dataset of the hub.")
     samples: int = setting(0, "Prompts per evaluation, spread evenly over the examples. 0: all.")
@@ -398,14 +398,10 @@ class EvaluationSection:
 
 @dataclass
 class SpikeSection:
-    enable: bool = setting(
-        False,
-        "Warn about a loss spike, and print how to restart before it without its data.",
-    )
+    enable: bool = setting(False, "Warn about a loss spike, and print how to restart before it without its data.")
     window: int = setting(100, "Steps in the window that a loss is compared with.")
     threshold: float = setting(
-        8.0,
-        "A spike is more than this many robust standard deviations above the median of the window.",
+        8.0, "A spike is more than this many robust standard deviations above the median of the window."
     )
 
 

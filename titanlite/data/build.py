@@ -13,7 +13,7 @@ from titanlite.config.defaults import wants_held_out
 from titanlite.config.parallelism import resolve_global_batch_size
 from titanlite.config.schema import JobConfig
 from titanlite.data.corpus import build_corpus
-from titanlite.data.dataset import PackedDataset, TrainDataset
+from titanlite.data.dataset import PackedDataset, TrainDataset, get_sources
 from titanlite.data.loader import TrainLoader
 from titanlite.data.tokenizer import build_tokenizer, load_tokenizer
 from titanlite.data.tokens import build_tokens
@@ -27,14 +27,14 @@ DatasetBuilder = Callable[[JobConfig], tuple["PreTrainedTokenizerFast", TrainDat
 
 
 def build_loader(
-    job: JobConfig, dp_rank: int, dp_degree: int, builders: Mapping[str, DatasetBuilder]
+    job: JobConfig, dp_rank: int, dp_degree: int, builders: Mapping[str, DatasetBuilder], before: int | None = None
 ) -> tuple["PreTrainedTokenizerFast", TrainLoader]:
     """Return the tokenizer and the batches of one data-parallel rank; every process may call it at any time.
 
     No collectives: processes of one machine share the work through the cache folder. The vocabulary that the model
-    must have at least is `loader.dataset.vocab_size`. `training.global_batch_size` = -1 means
-    `local_batch_size * dp_degree`. With `data.tokenizer_path` empty, a tokenizer.json in `model.hf_assets_path` is
-    used before a BPE is trained. `builders` make what is not plain text, by `get_kind`.
+    must have at least is `loader.dataset.vocab_size`. With `data.tokenizer_path` empty, a tokenizer.json in
+    `model.hf_assets_path` is used before a BPE is trained. `builders` make what is not plain text, by `get_kind`;
+    `before` is the batch size of the run that is resumed.
 
     Raises:
         DataError: the text, a row or the tokenizer is missing or unusable, or there is too little for `seq_len`.
@@ -42,16 +42,19 @@ def build_loader(
     """
     training = job.training
     if job.data.validation_share and not wants_held_out(job) and get_rank() == 0:
-        logger.warning(
-            "data: validation_share = %g holds rows out of training, and nothing looks at them. Set "
-            "validation.enable = true, or leave it out.",
-            job.data.validation_share,
-        )
+        text = "data.validation_share = %g holds out rows for nothing. Set validation.enable = true, or leave it out."
+        logger.warning(text, job.data.validation_share)
     tokenizer, dataset = {"text": build_text, **builders}[get_kind(job.data)](job)
+    # For streams this reads rows, so only where it counts. A document of plain text, or an image, is one example.
+    sources = get_sources(dataset) if training.global_batch_size is None and before is None else []
+    examples = sum(source.share * getattr(source.dataset, "examples_per_sequence", 1.0) for source in sources)
+    sizes = [source.dataset.num_train_sequences or 0 for source in sources]
     loader = TrainLoader(
         dataset,
         seed=training.seed,
-        global_batch_size=resolve_global_batch_size(training, dp_degree),
+        global_batch_size=resolve_global_batch_size(
+            job, dp_degree, examples, sum(sizes) if all(sizes) else None, before
+        ),
         local_batch_size=training.local_batch_size,
         dp_rank=dp_rank,
         dp_degree=dp_degree,
@@ -110,16 +113,14 @@ def _load_own_tokenizer(job: JobConfig) -> "PreTrainedTokenizerFast | None":
     folder = Path(job.job.dump_folder) / section.folder
     steps = {path.parent: path.parent.name.removeprefix("step-") for path in folder.glob("step-*/tokenizer.json")}
     found = {int(step): path for path, step in steps.items() if step.isdecimal()}  # others were set aside
-    wanted = sorted(found, reverse=True) if section.load_step < 0 else [section.load_step]
-    for step in wanted:
-        if step in found:
-            try:
-                tokenizer = load_tokenizer(found[step] / "tokenizer.json")
-            except DataError as error:  # the checkpoint is damaged, and the run goes on with one before
-                logger.warning("%s", error)
-                continue
-            logger.info("data: the tokenizer is that of the checkpoint %s", found[step])
-            return tokenizer
+    for step in sorted(found if section.load_step < 0 else found.keys() & {section.load_step}, reverse=True):
+        try:
+            tokenizer = load_tokenizer(found[step] / "tokenizer.json")
+        except DataError as error:  # the checkpoint is damaged, and the run goes on with one before
+            logger.warning("%s", error)
+            continue
+        logger.info("data: the tokenizer is that of the checkpoint %s", found[step])
+        return tokenizer
     return None
 
 

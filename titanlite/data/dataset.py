@@ -162,7 +162,23 @@ def get_sources(dataset: TrainDataset) -> list[Source]:
     return dataset.sources if isinstance(dataset, Mixture) else [Source("", 1.0, cast(SequenceDataset, dataset))]
 
 
-class PackedDataset:
+class ShuffledSequences:
+    """A `SequenceDataset` of sequences in a shuffled order, and held-out ones after them."""
+
+    order: "ShuffledOrder"
+    num_train_sequences: int
+    num_validation_sequences: int
+
+    def get_train_indices(self, seed: int, start: int, stop: int) -> np.ndarray:
+        """Sequence indices (stop - start,) int64 of the training samples [start, stop), counted from the first step."""
+        return self.order.get_indices(seed, start, stop)
+
+    def get_validation_indices(self, start: int, stop: int) -> np.ndarray:
+        """Sequence indices (stop - start,) int64 of the validation samples [start, stop), repeating past the last."""
+        return self.num_train_sequences + np.arange(start, stop, dtype=np.int64) % self.num_validation_sequences
+
+
+class PackedDataset(ShuffledSequences):
     """Sequence i is `tokens[i * L : i * L + L + 1]`: L inputs and, shifted by one, L labels.
 
     The last sequences are held out for validation, whether or not it is enabled, so that switching it on does not
@@ -214,14 +230,6 @@ class PackedDataset:
             f"sequences of {self.seq_len}"
             + ("" if self.validation_share is None else f", {self.num_validation_sequences} held out")
         )
-
-    def get_train_indices(self, seed: int, start: int, stop: int) -> np.ndarray:
-        """Sequence indices (stop - start,) int64 of the training samples [start, stop), counted from the first step."""
-        return self.order.get_indices(seed, start, stop)
-
-    def get_validation_indices(self, start: int, stop: int) -> np.ndarray:
-        """Sequence indices (stop - start,) int64 of the validation samples [start, stop), repeating past the last."""
-        return self.num_train_sequences + np.arange(start, stop, dtype=np.int64) % self.num_validation_sequences
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
         """Return the sequences `indices` (B,), as CPU tensors in that order.

@@ -89,12 +89,7 @@ class TrainLoader:
         return ", ".join(f"{source.share:.2%} {source.name}" for source in sources) if sources[0].name else ""
 
     def start_from(
-        self,
-        step: int,
-        samples: int,
-        skip_to: int = 0,
-        taken: Mapping[str, int] | None = None,
-        fingerprint: str = "",
+        self, step: int, samples: int, skip_to: int = 0, taken: Mapping[str, int] | None = None, fingerprint: str = ""
     ) -> None:
         """Start step `step` after the first `samples` samples of the data order; leave out those before `skip_to`.
 

@@ -8,6 +8,7 @@ from titanlite.base.agree import get_rank
 from titanlite.base.errors import ConfigError
 from titanlite.base.log import logger
 from titanlite.config import JobConfig
+from titanlite.config.parallelism import BATCHES
 from titanlite.data.dataset import get_sources
 from titanlite.data.loader import TrainLoader
 
@@ -15,8 +16,14 @@ _MANY_EPOCHS = 10  # of a pretrained model's new data
 
 
 def resolve_steps(job: JobConfig, loader: TrainLoader, before: Any = None) -> JobConfig:
-    """Return `job` with the steps that its epochs are, counted on from `before`, a `Progress`; log how long it is."""
+    """Return `job` with its batch, and the steps that its epochs are, counted on from `before`, a `Progress`."""
     size, num_sequences = loader.global_batch_size, loader.dataset.num_train_sequences
+    if job.training.global_batch_size is None:
+        kept, guide = before is None or before.batch_size in (-1, size), BATCHES[job.training.objective == "dpo"]
+        how = "for {} {}: {}".format(*guide) if before is None else f"before: {before.batch_size}"
+        log = logger.info if kept else logger.warning
+        log("training: training.global_batch_size is not set, so a step has %d sequences (%s)", size, how)
+        job = replace(job, training=replace(job.training, global_batch_size=size))
     steps = job.training.steps
     if job.training.epochs and num_sequences is not None:
         wanted, done = job.training.epochs * num_sequences, 0
@@ -25,22 +32,14 @@ def resolve_steps(job: JobConfig, loader: TrainLoader, before: Any = None) -> Jo
         steps = done + math.ceil(wanted / size)
         job = replace(job, training=replace(job.training, steps=steps))
     length = f"{steps:,} steps of {size} sequences, {steps * size * job.training.seq_len:,} tokens with padding"
-    if num_sequences is None:
-        logger.info("training: %s", length)
-        return job
-    epochs = steps * size / num_sequences
-    logger.info("training: %s, %.3g epochs", length, epochs)
+    epochs = 0.0 if num_sequences is None else steps * size / num_sequences
+    logger.info("training: %s%s", length, "" if num_sequences is None else f", {epochs:.3g} epochs")
     _warn_of_many_epochs(job, epochs, "", "training.epochs")
     return job
 
 
-def check_start(job: JobConfig, loader: TrainLoader) -> None:
-    """Refuse rows for trained models where random weights were not asked for: a ConfigError, the same on all ranks."""
-    check_form(job, loader.dataset.form)
-
-
 def check_form(job: JobConfig, form: str) -> None:
-    """As `check_start`, for rows of `form`."""
+    """Refuse rows of a `form` for trained models where random weights were not asked for: a ConfigError."""
     if form == "text" or job.checkpoint.initial_load_path or job.model.init == "random":
         return
     raise ConfigError(

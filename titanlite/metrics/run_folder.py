@@ -93,24 +93,23 @@ def make_dump_folder(job: JobConfig, folder: Path) -> dict[str, tuple[Any, Any]]
         ConfigError: on all ranks, if rank 0 cannot write there; a full disk is only a warning if
             `checkpoint.on_save_error` is "continue". Collective: every rank must call.
     """
-    failure: list[str | None] = [None]
     changes: dict[str, tuple[Any, Any]] = {}
-    if dist.get_rank() == 0:
+
+    def make() -> None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             for path in folder.iterdir():
                 if path.suffix in _WRITTEN and path.exists():
                     check_regular(path)
-            changes = find_changes(job, folder / _CONFIG)
+            changes.update(find_changes(job, folder / _CONFIG))
             save_resolved(job, folder / _NEXT_CONFIG)
         except OSError as error:
-            if is_full(error) and job.checkpoint.on_save_error == "continue":
-                logger.warning("cannot write %s: %s.", folder / _CONFIG, error.strerror)
-            else:
-                failure[0] = str(error)
-    dist.broadcast_object_list(failure, src=0)
-    if failure[0] is not None:
-        raise ConfigError(f"job.dump_folder: cannot write to {folder}: {failure[0]}. Choose another folder.")
+            if not is_full(error) or job.checkpoint.on_save_error == "stop":
+                text = f"job.dump_folder: cannot write to {folder}: {error}. Choose another folder."
+                raise ConfigError(text) from None
+            logger.warning("cannot write %s: %s.", folder / _CONFIG, error.strerror)
+
+    on_first_rank(make)
     log_to_folder(folder)
     open_events(folder)
     return changes
@@ -119,7 +118,7 @@ def make_dump_folder(job: JobConfig, folder: Path) -> dict[str, tuple[Any, Any]]
 def get_identity(job: JobConfig) -> dict[str, str]:
     """Return the settings that tell a run from others, by key; a model of the hub by its id and commit."""
     share = job.data.validation_share
-    settings = {key: str(get_value(job, key)) for key in _IDENTITY}
+    settings = {key: str(get_value(job, key)) for key in (*_IDENTITY, "training.global_batch_size")}
     settings["data.validation_share"] = "" if share is None else f"{share:g}"
     base = base_model_of(job.checkpoint.initial_load_path)
     return settings | ({_BASE: f"{base.name}@{base.revision}"} if base and base.on_hub else {})

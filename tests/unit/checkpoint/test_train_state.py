@@ -94,6 +94,7 @@ def test_runs_of_older_versions_that_went_back_are_refused(tmp_path, more):
 )
 def test_a_run_goes_on_with_the_rows_that_it_was_trained_on(identity, wants, share):
     before = None if identity is None else Progress(7, 56, "data", 4, {}, identity=identity)
+    assert before is None or before.batch_size == -1, "of a version that knew no other default"
     job = JobConfig()
     job.validation.enable = wants
     assert resolve_held_out(job, before).data.validation_share == share

@@ -8,7 +8,13 @@ from hypothesis import strategies as st
 
 from titanlite.base.errors import ConfigError
 from titanlite.config import JobConfig, ModelConfig, RopeScaling
-from titanlite.config.parallelism import Degrees, check_parallelism, resolve_degrees, resolve_global_batch_size
+from titanlite.config.parallelism import (
+    Degrees,
+    check_parallelism,
+    count_micro_batches,
+    resolve_degrees,
+    resolve_global_batch_size,
+)
 from titanlite.config.schema import ParallelismSection
 
 MODEL = ModelConfig(
@@ -274,9 +280,63 @@ def test_all_problems_are_listed():
     assert len(found) == 4
 
 
-def test_global_batch_size():
-    training = JobConfig().training
-    training.local_batch_size = 3
-    assert resolve_global_batch_size(training, Degrees(2, 2, 2).dp) == 12
-    training.global_batch_size = 48
-    assert resolve_global_batch_size(training, Degrees(2, 2, 2).dp) == 48
+def test_a_batch_that_is_set():
+    job = JobConfig()
+    job.training.local_batch_size = 3
+    assert resolve_global_batch_size(job, Degrees(2, 2, 2).dp) == 12, "the default without weights"
+    assert resolve_global_batch_size(job, 4, 8.0, 10_000, before=24) == 12
+    job.training.global_batch_size = 48
+    assert resolve_global_batch_size(job, Degrees(2, 2, 2).dp) == 48
+    assert resolve_global_batch_size(job, 4, 8.0, 10_000, before=24) == 48
+
+
+# 16 examples or 32 pairs, a 32nd of the data at most, whole micro-batches, one on each rank at least.
+@pytest.mark.parametrize(
+    ("objective", "examples", "num_sequences", "of_ranks"),
+    [
+        ("next_token", 1.0, 3, {1: 1, 4: 4, 8: 8}),
+        ("next_token", 1.0, 100, {1: 3, 4: 4, 8: 8}),
+        ("next_token", 1.0, 10_000, {1: 16, 4: 16, 8: 16, 3: 15, 16: 16, 64: 64}),
+        ("next_token", 1.0, None, {1: 16, 4: 16, 8: 16}),
+        ("next_token", 33.3, 3, {1: 1, 4: 4, 8: 8}),
+        ("next_token", 3.0, 100, {1: 3, 4: 4, 8: 8}),
+        ("next_token", 3.0, 10_000, {1: 5, 4: 4, 8: 8}),
+        ("next_token", 1.5, 10_000, {1: 10, 4: 8, 8: 8}),
+        ("dpo", 1.0, 3, {1: 1, 4: 4, 8: 8}),
+        ("dpo", 1.0, 100, {1: 3, 4: 4, 8: 8}),
+        ("dpo", 1.0, 10_000, {1: 32, 4: 32, 8: 32}),
+        ("dpo", 4.0, 10_000, {1: 8, 4: 8, 8: 8}),
+        ("module:function", 1.0, 10_000, {1: 16}),
+    ],
+)
+def test_a_batch_that_is_not_set(objective, examples, num_sequences, of_ranks):
+    job = JobConfig()
+    job.training.global_batch_size, job.training.objective = None, objective
+    assert {dp: resolve_global_batch_size(job, dp, examples, num_sequences) for dp in of_ranks} == of_ranks
+
+
+def test_micro_batches_of_a_batch_that_is_not_set_are_whole():
+    job = JobConfig()
+    job.training.global_batch_size, job.training.local_batch_size = None, 3
+    assert resolve_global_batch_size(job, 2) == 12 and count_micro_batches(job, 2) == 2
+    assert resolve_global_batch_size(job, 8) == 24 and count_micro_batches(job, 8) == 1
+    job.parallelism.pipeline_parallel_degree = 4
+    assert resolve_global_batch_size(job, 1) == 15, "one chunk takes any number of micro-batches"
+    job.parallelism.pipeline_parallel_chunks = 2
+    assert resolve_global_batch_size(job, 1) == 12 and count_micro_batches(job, 1) == 4
+    job.training.seq_len = 128
+    assert check_parallelism(job, replace(MODEL, num_layers=8), Degrees(pp=4, chunks=2)) == []
+
+
+@pytest.mark.parametrize(
+    ("before", "of_ranks"),
+    [
+        (12, {1: 12, 4: 12, 6: 12, 5: 10, 24: 24}),  # as before where ranks share it evenly
+        (1, {1: 1, 4: 4}),
+        (-1, {1: 1, 4: 4, 8: 8}),  # no accumulation, as all runs without a batch once had
+    ],
+)
+def test_a_resumed_run_keeps_its_batch(before, of_ranks):
+    job = JobConfig()
+    job.training.global_batch_size = None
+    assert {dp: resolve_global_batch_size(job, dp, 2.0, 10_000, before) for dp in of_ranks} == of_ranks

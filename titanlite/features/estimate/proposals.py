@@ -4,11 +4,12 @@ A candidate is a list of arguments of `python -m titanlite plan`. Its figures ar
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from titanlite.base.errors import ConfigError, TitanliteError
 from titanlite.config import JobConfig, ModelConfig
+from titanlite.config.parallelism import resolve_global_batch_size
 from titanlite.config.schema import BLOCK_SIZES
 from titanlite.features.estimate.estimate import Estimate
 from titanlite.features.estimate.hardware import Hardware
@@ -131,13 +132,14 @@ def _candidates(base: Planned) -> dict[str, list[tuple[tuple[str, ...], str]]]:
     now = job.activation_checkpoint.mode
     found["checkpoints"] = [((f"--activation_checkpoint.mode={mode}",), "") for mode in MODES if mode != now]
     sizes = (training.local_batch_size * 2, training.local_batch_size // 2)
+    jobs = [replace(job, training=replace(training, local_batch_size=size)) for size in sizes if size]
+    steps = [resolve_global_batch_size(one, degrees.dp) * training.seq_len for one in jobs]
     found["micro-batch"] = [
         (
-            (f"--training.local_batch_size={size}",),
-            "" if training.global_batch_size > 0 else f"steps of {size * degrees.dp * training.seq_len:,} tokens",
+            (f"--training.local_batch_size={one.training.local_batch_size}",),
+            "" if tokens == base.estimate.tokens else f"steps of {tokens:,} tokens",
         )
-        for size in sizes
-        if size
+        for one, tokens in zip(jobs, steps, strict=True)
     ]
     split = []
     if model.num_experts:

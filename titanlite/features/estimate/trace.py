@@ -197,9 +197,7 @@ def layers_to_trace(
     section, period = job.activation_checkpoint, 1
     if section.mode == "selective" and section.selective_ac_option != "op":
         period = int(section.selective_ac_option)
-    fewest = (
-        _FEWEST_WITH_SUMS if degrees.dp_replicate > 1 and count_micro_batches(job.training, degrees.dp) > 1 else _FEWEST
-    )
+    fewest = _FEWEST_WITH_SUMS if degrees.dp_replicate > 1 and count_micro_batches(job, degrees.dp) > 1 else _FEWEST
     few = []
     for num in wanted:
         least = fewest * period + (num - fewest * period) % period
@@ -243,7 +241,7 @@ def _trace(
     """Trace a step with every layer of `model_config`."""
     job = replace(job, compile=replace(job.compile, enable=False))  # as it is without; compiled code keeps no more
     job = replace(job, training=replace(job.training, enable_cpu_offload=False))
-    micro_batches = count_micro_batches(job.training, degrees.dp)
+    micro_batches = count_micro_batches(job, degrees.dp)
     with fake_ranks(degrees.world_size, rank):
         trainer = StandInTrainer(job, model_config, degrees, device_type)
         with without_data(trainer, device_type):

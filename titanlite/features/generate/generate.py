@@ -262,12 +262,7 @@ class _Batch:
 
 
 def choose_tokens(
-    logits_BV: torch.Tensor,
-    uniform_B: torch.Tensor,
-    *,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
+    logits_BV: torch.Tensor, uniform_B: torch.Tensor, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
 ) -> torch.Tensor:
     """One int64 token per row: the most likely one at temperature 0, else a draw by inverse cumulative sum.
 

@@ -25,7 +25,7 @@ from titanlite.base.files import open_regular
 from titanlite.base.hf_objects import load_from_folder
 from titanlite.base.log import logger
 from titanlite.config.schema import JobConfig
-from titanlite.data.dataset import SequenceDataset, ShuffledOrder, copy_to, get_num_held_out
+from titanlite.data.dataset import SequenceDataset, ShuffledOrder, ShuffledSequences, copy_to, get_num_held_out
 from titanlite.data.tokenizer import count_ids
 from titanlite.features.sft.chat_frame import FrameFinder
 from titanlite.features.sft.chat_template import set_date
@@ -76,7 +76,7 @@ class ImageRow:
     images: tuple[Path, ...]
 
 
-class ImageDataset:
+class ImageDataset(ShuffledSequences):
     """The rows of a file as sequences, processed when they are needed; a `SequenceDataset`.
 
     Args:
@@ -130,14 +130,6 @@ class ImageDataset:
     def vocab_size(self) -> int:
         """One more than the largest id that the tokenizer can produce."""
         return count_ids(self._processor.tokenizer)
-
-    def get_train_indices(self, seed: int, start: int, stop: int) -> np.ndarray:
-        """Row indices (stop - start,) int64 of the training samples [start, stop)."""
-        return self.order.get_indices(seed, start, stop)
-
-    def get_validation_indices(self, start: int, stop: int) -> np.ndarray:
-        """Row indices (stop - start,) int64 of the validation samples [start, stop), repeating past the last."""
-        return self.num_train_sequences + np.arange(start, stop, dtype=np.int64) % self.num_validation_sequences
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> ImageBatch:
         """Return the rows `indices` (B,), as CPU tensors in that order."""

@@ -31,9 +31,7 @@ from titanlite.checkpoint.folder import (
 from titanlite.checkpoint.keys import MASTER_PREFIX
 from titanlite.checkpoint.reader import Placed, SafetensorsReader
 from titanlite.config.schema import LoRASection
-from titanlite.features.lora.layers import (
-    scaling_of,
-)
+from titanlite.features.lora.layers import scaling_of
 from titanlite.materialize import ReadRequest, Region, Source, TensorInfo, Unfit
 from titanlite.materialize.sources import Read
 from titanlite.models.interface import is_adapter

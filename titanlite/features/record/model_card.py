@@ -93,10 +93,7 @@ def _model_index(name: str, job: JobConfig, results: Results) -> list[str]:
     """Return the latest results as the hub's metadata, which it shows beside the model."""
     held_out = [source.validation_path or source.path for source in get_sources(job.data).values()]
     evaluated = [job.evaluation.path] if job.evaluation.path else held_out
-    measured = [
-        ("loss", results.validation, held_out),
-        (results.evaluation.name, results.evaluation, evaluated),
-    ]
+    measured = [("loss", results.validation, held_out), (results.evaluation.name, results.evaluation, evaluated)]
     rows = [(*row, row[1].last) for row in measured if row[1].last is not None and math.isfinite(row[1].last)]
     if not rows:
         return []

@@ -14,7 +14,7 @@ import torch
 
 from titanlite.base.errors import DataError, raise_problems
 from titanlite.config.data import TooLong
-from titanlite.data.dataset import Batch, ShuffledOrder, get_num_held_out, get_permutation
+from titanlite.data.dataset import Batch, ShuffledOrder, ShuffledSequences, get_num_held_out, get_permutation
 from titanlite.features.sft.chat import TRAINED
 from titanlite.features.sft.examples import TokenizedExamples
 from titanlite.features.sft.forms import Form
@@ -197,7 +197,7 @@ def hold_out(whole: ExampleSet, share: float | None = None) -> tuple[ExampleSet,
     return whole.subset(~is_held_out[row_of]), whole.subset(is_held_out[row_of])
 
 
-class ExampleDataset:
+class ExampleDataset(ShuffledSequences):
     """Training rows, then held-out rows, of `seq_len` tokens each.
 
     With `packing`, examples are packed best-fit-decreasing, which depends on their lengths alone and not on seed or
@@ -248,6 +248,11 @@ class ExampleDataset:
         return self.train.examples.header.form
 
     @property
+    def examples_per_sequence(self) -> float:
+        """Examples, or pairs, in a training row, in the mean."""
+        return len(self.train.selected) / self.num_train_sequences
+
+    @property
     def packing_efficiency(self) -> float:
         """Share of the training rows that is not padding."""
         return self.train.num_tokens / (self.num_train_sequences * self.seq_len)
@@ -261,14 +266,6 @@ class ExampleDataset:
             f"{len(self.train.selected)} examples of {self.train.num_tokens} tokens (digest {digest.hexdigest()[:8]}), "
             f"sequences of {self.seq_len}"
         )
-
-    def get_train_indices(self, seed: int, start: int, stop: int) -> np.ndarray:
-        """Sequence indices (stop - start,) int64 of the training samples [start, stop), counted from the first step."""
-        return self.order.get_indices(seed, start, stop)
-
-    def get_validation_indices(self, start: int, stop: int) -> np.ndarray:
-        """Sequence indices (stop - start,) int64 of the validation samples [start, stop), repeating past the last."""
-        return self.num_train_sequences + np.arange(start, stop, dtype=np.int64) % self.num_validation_sequences
 
     def get_members(self, index: int) -> tuple[ExampleSet, np.ndarray]:
         """Return what is in sequence `index`: the set, and numbers of its examples in their order."""

@@ -271,10 +271,7 @@ def make_encoder(data: DataSection, tokenizer: "PreTrainedTokenizerFast", batch:
 def make_renderer(data: DataSection, tokenizer: "PreTrainedTokenizerFast", *, train_all: bool = False) -> ChatRenderer:
     """Build the renderer of chats as the run's settings say."""
     return ChatRenderer(
-        tokenizer,
-        train_all=train_all,
-        warn_of_dropped=data.dropped_parts == "warn",
-        date=data.chat_date,
+        tokenizer, train_all=train_all, warn_of_dropped=data.dropped_parts == "warn", date=data.chat_date
     )
 
 

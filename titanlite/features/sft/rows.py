@@ -286,11 +286,7 @@ class HubRows:
             if self.streaming:  # the revision of today, or a resumed run could go on in other rows
                 revision = self.get_stamp()
             return load_dataset(
-                repository,
-                self.subset or None,
-                split=self.split,
-                revision=revision or None,
-                streaming=self.streaming,
+                repository, self.subset or None, split=self.split, revision=revision or None, streaming=self.streaming
             )
         except (*_hub_errors(), ValueError) as error:  # ValueError: no such subset or split
             raise DataError(

@@ -5,28 +5,33 @@ from itertools import chain, islice
 from pathlib import Path
 from statistics import mean
 
+import numpy as np
 import torch
 
 from titanlite.assemble import describe_model
 from titanlite.base.command_line import command
 from titanlite.base.errors import DataError, raise_problems
+from titanlite.checkpoint.train_state import find_start, resolve_held_out
 from titanlite.config import JobConfig, TransformersConfig
 from titanlite.config.assets import base_model_of
-from titanlite.config.data import get_sources
-from titanlite.config.parallelism import resolve_global_batch_size
+from titanlite.config.data import DataSection, get_sources
+from titanlite.config.parallelism import BATCHES, resolve_global_batch_size
 from titanlite.data.build import get_kind, resolve_tokenizer_path
 from titanlite.data.corpus import build_corpus
+from titanlite.data.dataset import get_num_held_out
 from titanlite.data.run_length import check_form
 from titanlite.features.dpo.build import build_dpo
 from titanlite.features.sft.build import load_example_tokenizer
+from titanlite.features.sft.dataset import pack_best_fit
 from titanlite.features.sft.examples import encode_rows, make_encoder
 from titanlite.features.sft.forms import FORM_FIELDS, QUESTIONS
 from titanlite.features.sft.readers import RowError
-from titanlite.features.sft.rows import describe_place, merge_row_problems, open_rows
+from titanlite.features.sft.rows import Rows, describe_place, merge_row_problems, open_rows
 from titanlite.optim.parameters import count_parameters, lr_multipliers
 from titanlite.preflight import Checked, check_arguments
 
 _ROWS = 64  # of each source
+_MANY = 32 * max(size for size, _, _ in BATCHES.values())  # rows of which a 32nd is a batch
 _ALSO = {*chain(*QUESTIONS), "conversations", "system_prompt", "context", "chat_template_kwargs"}  # columns with names
 
 
@@ -34,8 +39,9 @@ _ALSO = {*chain(*QUESTIONS), "conversations", "system_prompt", "context", "chat_
 def main(argv: Sequence[str] | None = None) -> None:
     """Print what would be trained; exit code 2 after one clear error. Downloads descriptions of models, no weights."""
     checked = check_arguments(argv, weights=False)
-    model, data = list(_describe_model(checked)), list(_describe_rows(checked.job))
-    print("\n".join([f"OK on {checked.degrees.world_size} ranks: {checked.degrees}", *model, *data, *_format(checked)]))
+    job, counts = resolve_held_out(checked.job, find_start(checked.job)), list[tuple[float, int | None]]()
+    lines = [*_describe_model(checked), *_describe_rows(job, counts), *_format(checked, counts)]
+    print("\n".join([f"OK on {checked.degrees.world_size} ranks: {checked.degrees}", *lines]))
 
 
 def _describe_model(checked: Checked) -> Iterator[str]:
@@ -60,8 +66,8 @@ def _describe_model(checked: Checked) -> Iterator[str]:
     yield f"  memory     about {size} a rank for weights, gradients and optimizer states{verdict}; more for activations"
 
 
-def _describe_rows(job: JobConfig) -> Iterator[str]:
-    """Yield lines about the data of each source and their first rows, if they can be used for this objective."""
+def _describe_rows(job: JobConfig, counts: list[tuple[float, int | None]]) -> Iterator[str]:
+    """Yield lines about each source and its first rows, if they can be used; add its `_count_sequences` to `counts`."""
     get_kind(job.data)
     data = resolve_tokenizer_path(job)
     tokenizer = None
@@ -93,6 +99,7 @@ def _describe_rows(job: JobConfig) -> Iterator[str]:
                 f"data: one of the first {len(batch)} rows of {source.path} has {max(lengths)} tokens, but "
                 f'training.seq_len is {job.training.seq_len}. Raise it, or set data.too_long to "cut" or "drop".'
             )
+        counts.append(_count_sequences(job, source, rows, len(batch), lengths))
         columns = {column for row in batch if isinstance(row.content, dict) for column in row.content}
         unused = sorted(columns - {*FORM_FIELDS[encoder.form], *(_ALSO if encoder.form != "text" else ())})
         yield (
@@ -102,23 +109,38 @@ def _describe_rows(job: JobConfig) -> Iterator[str]:
         )
 
 
-def _format(checked: Checked) -> list[str]:
+def _count_sequences(
+    job: JobConfig, source: DataSection, rows: Rows, num_rows: int, lengths: list[int]
+) -> tuple[float, int | None]:
+    """Return the examples of a sequence and the sequences of an epoch (None: many), as the first rows tell them."""
+    total, seq_len = sum(1 for _ in islice(rows, _MANY)), job.training.seq_len
+    if source.too_long == "split":
+        lengths = [min(seq_len, length - start) for length in lengths for start in range(0, length, seq_len)]
+    copies = 1 if num_rows == total else -(-_MANY // num_rows)  # a last sequence that is not full says little of many
+    fitting = np.tile(np.minimum(lengths, seq_len), copies)
+    examples = len(fitting) / len(pack_best_fit(fitting, seq_len)) if source.packing else 1.0
+    train = total - (0 if source.validation_path else get_num_held_out(total, source.validation_share))
+    return examples, None if total == _MANY or source.streaming else round(train * len(lengths) / num_rows / examples)
+
+
+def _format(checked: Checked, counts: Sequence[tuple[float, int | None]]) -> list[str]:
     job, degrees = checked.job, checked.degrees
     training, optimizer = job.training, job.optimizer
-    length = f"{training.epochs:g} epochs" if training.epochs else f"{training.steps:,} steps"
-    batch = resolve_global_batch_size(training, degrees.dp)
-    tokens = "" if training.epochs else f", {training.steps * batch * training.seq_len:,} tokens with padding"
+    before = find_start(job)
+    known = counts if len(counts) == 1 == len(get_sources(job.data)) else []
+    examples, num_sequences = known[0] if known else (1.0, None)
+    batch = resolve_global_batch_size(job, degrees.dp, examples, num_sequences, before and before.batch_size)
     warmup = job.lr_scheduler.warmup_steps
     warm = f"of {warmup} steps" if warmup >= 0 else "3% of the steps, at most 200"
     warm += ", which is the whole run" if not training.epochs and warmup >= training.steps > 0 else ""
-    few = batch < 8 and job.checkpoint.initial_load_path
-    note = [
-        "  note       guides take 16 to 128 examples a step (QLoRA 16, Zephyr's DPO 32, Alpaca 128); a packed sequence "
-        "holds several. Set training.global_batch_size."
-    ]
+    guide = "guide, {} {} ({}), at most 1/32 of the data".format(*BATCHES[training.objective == "dpo"])
+    chosen = "" if training.global_batch_size else f"; from: {f'the run in {job.job.dump_folder}' if before else guide}"
+    about = "" if not chosen or before else "about " if known else "at most "
+    tokens = f"{about}{training.steps * batch * training.seq_len:,} tokens with padding"
+    length = f"{training.epochs:g} epochs" if training.epochs else f"{training.steps:,} steps, {tokens}"
     return [
-        f"  training   {training.objective}, {length} of {batch} sequences of {training.seq_len:,} tokens{tokens}",
-        *(note if few else []),
+        f"  training   {training.objective}, {length}",
+        f"  batch      {about}{batch} sequences of {training.seq_len:,} tokens{chosen}",
         f"  optimizer  {optimizer.name}, lr {optimizer.lr:g}, weight decay {optimizer.weight_decay:g}, beta2 "
         f"{optimizer.beta2:g}, warm-up {warm}",
         f"  folder     {job.job.dump_folder}",

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -336,6 +337,23 @@ def test_streams_and_examples(make_sources: MakeJob) -> None:
     assert sorted(lines[:48]) == list(range(1, 49)) and lines[:16] != sorted(lines[:16])
     again = build_data(job, 0, 1)[1]
     assert get_rows(again, 250, 300) == places[250:]
+
+
+def test_a_batch_that_is_not_set_counts_the_examples_of_all_sources(make_sources: MakeJob) -> None:
+    def build(streaming: bool = False, **settings: object) -> TrainLoader:
+        job = make_sources(**settings, streaming_block_rows=16)
+        job.data.sources["b"].streaming, job.training.global_batch_size = streaming, None
+        return build_data(job, 0, 1)[1]
+
+    assert build(weights=None).global_batch_size == build().global_batch_size == (36 + 72) // 32
+    assert build(streaming=True).global_batch_size == 16, "how many sequences there are is not known"
+    loader = build(streaming=True, packing=True)
+    a, b = (cast(Any, source.dataset) for source in get_sources(loader.dataset))
+    of_a = len(a.train.selected) / a.num_train_sequences
+    numbers = b.get_train_indices(b.seed, 0, 16)
+    held = (b.batch(numbers).document_ids.amax(1) + 1).cumsum(0).tolist()
+    of_b = 16 / (held.index(16) + 1)  # of the sequences in the first block of 16 rows
+    assert 1 < of_b < of_a + 1 and loader.global_batch_size == int(16 / (0.75 * of_a + 0.25 * of_b)) > 1
 
 
 def test_text(make_job: MakeJob, tmp_path: Path, make_sources: MakeJob) -> None:

@@ -49,7 +49,7 @@ def test_what_would_be_trained(run: Any) -> None:
     for line in (
         "OK on 4 ranks: dp_replicate 1 x dp_shard 2 x tp 2, ep 1\n  model      qwen3_moe, 0.4 M parameters, random wei",
         "  memory     about 1.7 MiB a rank for weights, gradients and optimizer states; more for activations\n",
-        "steps of 2 sequences of 64 tokens, 128,000 tokens with padding\n",
+        "  training   next_token, 1,000 steps, 128,000 tokens with padding\n  batch      2 sequences of 64 tokens\n",
         "  optimizer  AdamW, lr 0.0003, weight decay 0.1, beta2 0.95, warm-up 3% of the steps, at most 200\n",
         "\n  folder     outputs/mine\nNot looked at: the other rows",
     ):

@@ -10,6 +10,9 @@ from typing import Any
 import datasets
 import pytest
 
+from titanlite.assemble import build_data
+from titanlite.config import load_config
+from titanlite.config.parallelism import count_micro_batches
 from titanlite.features.tools import check
 
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8}
@@ -78,7 +81,10 @@ def run(
 TRAINED = {
     "chats": (
         data("chats.jsonl"),
-        ["form messages", "weights of model", "lr 2e-05, weight decay 0, beta2 0.999", "guides take 16 to 128"],
+        [
+            *("form messages", "weights of model", "lr 2e-05, weight decay 0, beta2 0.999"),
+            "batch      about 1 sequences of 64 tokens; from: guide, 16 examples (QLoRA, arXiv:2305.14314), ",
+        ],
     ),
     "alpaca": (data("alpaca.jsonl"), ["form messages"]),
     "an array": (data("alpaca.json"), ["form messages"]),
@@ -89,19 +95,36 @@ TRAINED = {
     "completions": (data("completions.jsonl"), ["form prompt_completion"]),
     "columns": (data("gsm.jsonl", 'fields.question = "q"', 'fields.answer = "a"'), ["form messages"]),
     "a column more": (data("summaries.jsonl"), ["form text", "columns not used: summary"]),
-    "a book": (data("book.txt"), ["book.txt, text, 1 files"]),
+    "a book": (data("book.txt"), ["book.txt, text, 1 files", "batch      1 sequences of 64 tokens\n"]),
+    "a book for adapters": (data("book.txt") + "[lora]\nrank = 8\n", ["at most 16 sequences", "from: guide, 16 exam"]),
+    "a batch": (data("chats.jsonl") + "global_batch_size = 8\n", ["batch      8 sequences of 64 tokens\n"]),
+    "no accumulation": (data("chats.jsonl") + "global_batch_size = -1\n", ["batch      1 sequences of 64 tokens\n"]),
     "books": (data("books"), ["books, text, 1 files"]),
     "markdown": (data("notes", 'pattern = "*.md"'), ["notes, text, 1 files"]),
-    "dpo": (data("pairs.jsonl") + 'objective = "dpo"\n', ["form preference", "dpo, 10 steps", "lr 5e-07"]),
+    "dpo": (
+        data("pairs.jsonl") + 'objective = "dpo"\n',
+        ["form preference", "dpo, 10 steps", "lr 5e-07", "32 pairs (Zephyr, arXiv:2310.16944)"],
+    ),
     "an objective in capitals": (data("pairs.jsonl") + 'objective = "DPO"\n', ["dpo, 10 steps"]),
     "lora as in PEFT": (
         data("chats.jsonl") + '[lora]\nrank = 8\ntargets = ["q_proj", "v_proj"]\n',
         ["adapters of rank 8"],
     ),
     "all linear": (data("chats.jsonl") + '[lora]\nrank = 8\ntargets = "all-linear"\n', ["adapters of rank 8"]),
-    "lora": (data("chats.jsonl") + "[lora]\nrank = 8\n", ["adapters of rank 8", "lr 0.0002", "of them trained"]),
+    "lora": (
+        data("chats.jsonl") + "[lora]\nrank = 8\n",
+        ["adapters of rank 8", "lr 0.0002", "of them trained", "16 examples"],
+    ),
     "epochs": (f'{MODEL}[data]\npath = "chats.jsonl"\n[training]\nseq_len = 64\nepochs = 3\n', ["3 epochs"]),
-    "new": (f"{NEW}{SHORT}", ["random weights", "standard library", "lr 0.0003, weight decay 0.1, beta2 0.95"]),
+    "new": (
+        f"{NEW}{SHORT}",
+        [
+            "random weights",
+            "standard library",
+            "lr 0.0003, weight decay 0.1, beta2 0.95",
+            "batch      1 sequences of 64",
+        ],
+    ),
     "asked for": (data("chats.jsonl").replace('"model"\n', '"model"\ninit = "random"\n', 1), ["random weights"]),
     "a long warm-up": (data("chats.jsonl") + "[lr_scheduler]\nwarmup_steps = 10\n", ["which is the whole run"]),
     "torchtitan": (
@@ -120,6 +143,48 @@ def test_it_is_what_was_meant(run: Callable[..., tuple[int, str]], name: str) ->
     code, said = run(text)
     assert code == 0, said
     assert [part for part in expected if part not in said] == [], said
+
+
+@pytest.mark.parametrize("world_size", [1, 4])
+@pytest.mark.parametrize(
+    ("kind", "num_rows", "settings", "batch"),
+    [
+        ("chats", 30, [], 1),
+        ("chats", 60, ["packing=false"], 1),
+        ("chats", 300, ["packing=false"], 9),
+        ("chats", 300, ["packing=false", "validation_share=0.5"], 4),
+        ("chats", 1200, ["packing=false"], 16),
+        ("chats", 1200, [], 4),  # four examples in a sequence
+        ("chats", 1200, ["streaming=true"], 4),
+        ("chats", 60, ["packing=false", "streaming=true"], 16),  # how many there are is not known
+        ("pairs", 1200, ["packing=false"], 32),
+        ("pairs", 1200, [], 3),
+    ],
+)
+def test_check_says_the_batch_that_a_run_takes(
+    run: Callable[..., tuple[int, str]],
+    kind: str,
+    num_rows: int,
+    settings: list[str],
+    batch: int,
+    world_size: int,
+    tmp_path: Path,
+) -> None:
+    Path("many.jsonl").write_text("".join(json.dumps(ROWS[kind][0]) + "\n" for _ in range(num_rows)))
+    overrides = [f"--data.{setting}" for setting in settings] + [f"--data.cache_folder={tmp_path}"]
+    if kind == "pairs":
+        overrides += ["--training.objective=dpo", "--data.format=preference"]
+    code, said = run(data("many.jsonl"), *overrides, world_size=world_size)
+    batch = max(batch // world_size, 1) * world_size
+    assert code == 0 and f"batch      about {batch} sequences of 64 tokens; from: guide" in said, said
+    job = load_config(["--config=mine.toml", *overrides])
+    assert build_data(job, 0, world_size)[1].global_batch_size == batch
+    planned = {"pairs": 32}.get(kind, 16)
+    assert count_micro_batches(job, world_size) == planned // world_size, (
+        "a plan knows no data: the most that it can be"
+    )
+    job = load_config(["--config=mine.toml", *overrides, "--training.global_batch_size=12"])
+    assert build_data(job, 0, world_size)[1].global_batch_size == 12
 
 
 REFUSED = {

@@ -197,7 +197,7 @@ def test_auto_takes_the_native_decoder_where_it_can(
             "gemma3_text",
             {"model_type": "opt"},
             ["--parallelism.tensor_parallel_degree=2"],
-            "that class carries no plan",
+            "class carries no plan",
         ),
         ("gemma3_text", {}, ["--parallelism.expert_parallel_degree=2"], "the model has no experts"),
         ("gpt_oss", {"num_local_experts": 3}, ["--parallelism.expert_parallel_degree=2"], r"\(2\) does not divide"),
