@@ -100,8 +100,8 @@ class TrainingSection:
     global_batch_size: int | None = setting(
         -1,
         "Sequences per optimizer step; -1: local_batch_size * data-parallel degree (no accumulation). Not set, in "
-        "fine-tuning: about 16 examples (QLoRA, arXiv:2305.14314), DPO 32 pairs (Zephyr, arXiv:2310.16944), but at most "
-        "1/32 of the data, and at least one micro-batch per rank; a resumed run keeps its batch.",
+        "fine-tuning: about 16 examples (QLoRA, arXiv:2305.14314), DPO 32 pairs (Zephyr, arXiv:2310.16944), at most "
+        "1/32 of the data, at least one micro-batch per rank; a resumed run keeps its batch.",
     )
     max_norm: float = setting(1.0, "Largest total 2-norm of the gradients, by scaling; 0: no clipping.")
     dtype: Literal["float32", "bfloat16"] = setting(

@@ -303,6 +303,8 @@ def _assumptions(checked: Checked, base: Planned) -> Iterator[str]:
         yield "  images are not traced: add the vision tower's activations, which depend on their sizes"
     if job.training.objective == "dpo":
         yield "  one pair per row; cached log-probabilities are there already"
+    if job.training.global_batch_size is None:
+        yield "  training.global_batch_size is not set: one example in a sequence; packed, a step has fewer"
     if trace.micro_batches > trace.traced_micro_batches:
         yield f"  {trace.micro_batches} micro-batches: {trace.traced_micro_batches} are traced, others are like them"
     yield "  expected: published and assumed efficiencies, not measured here (docs/plan.md); no validation, no saving"

@@ -97,9 +97,13 @@ def propose(base: Planned, plan: Plan) -> list[Planned]:
         kinds = {kind: [] if any(taken & set(p.arguments) for p in found) else found for kind, found in kinds.items()}
     found = {one.arguments: one for one in [best, *singles] if one.fits and one.is_better_than(base)}
     neutral = sorted(found.values(), key=lambda p: -p.rate)
-    others = [one for one in _try_all(plan, _adapters(base, best)) if one.fits]
+    # The smallest of what does not fit may be slow once it does: the fastest degrees are tried, too.
+    degrees = sorted((one for one in singles if "_degree=" in one.arguments[0]), key=lambda p: -p.rate)
+    starts = [best] if best.fits else [best, *degrees[:1]]
+    adapted = zip(*(_adapters(base, start) for start in starts), strict=True)
+    others = [one for found in adapted for one in _best_that_fits(plan, found)]
     if not best.fits:
-        others += _more_gpus(base, best, plan)
+        others += _more_gpus(base, starts, plan)
     return [*neutral[: _MOST - len(others)], *others][:_MOST]
 
 
@@ -110,6 +114,11 @@ def _try_all(plan: Plan, candidates: Iterable[tuple[tuple[str, ...], str]]) -> I
             yield plan(arguments, note)
         except TitanliteError:
             continue
+
+
+def _best_that_fits(plan: Plan, candidates: Iterable[tuple[tuple[str, ...], str]]) -> list[Planned]:
+    fitting = [one for one in _try_all(plan, candidates) if one.fits]
+    return [max(fitting, key=lambda p: p.rate)] if fitting else []
 
 
 def _most_promising(kind: str, found: list[Planned]) -> list[Planned]:
@@ -131,16 +140,12 @@ def _candidates(base: Planned) -> dict[str, list[tuple[tuple[str, ...], str]]]:
         found["attention"] = [(("--model.attention_backend=varlen",), "")]
     now = job.activation_checkpoint.mode
     found["checkpoints"] = [((f"--activation_checkpoint.mode={mode}",), "") for mode in MODES if mode != now]
-    sizes = (training.local_batch_size * 2, training.local_batch_size // 2)
-    jobs = [replace(job, training=replace(training, local_batch_size=size)) for size in sizes if size]
-    steps = [resolve_global_batch_size(one, degrees.dp) * training.seq_len for one in jobs]
-    found["micro-batch"] = [
-        (
-            (f"--training.local_batch_size={one.training.local_batch_size}",),
-            "" if tokens == base.estimate.tokens else f"steps of {tokens:,} tokens",
-        )
-        for one, tokens in zip(jobs, steps, strict=True)
-    ]
+    found["micro-batch"] = []
+    for size in (training.local_batch_size * 2, training.local_batch_size // 2):
+        one = replace(job, training=replace(training, local_batch_size=max(size, 1)))
+        tokens = resolve_global_batch_size(one, degrees.dp) * training.seq_len
+        note = "" if tokens == base.estimate.tokens else f"steps of {tokens:,} tokens"
+        found["micro-batch"] += [((f"--training.local_batch_size={size}",), note)] if size else []
     split = []
     if model.num_experts:
         widths = {1, min(base.hardware.gpus_per_node, degrees.fsdp * degrees.tp)} - {degrees.ep}
@@ -169,17 +174,14 @@ def _adapters(base: Planned, best: Planned) -> Iterator[tuple[tuple[str, ...], s
         yield (*best.arguments, *rank, "--lora.base_dtype=nf4"), "; ".join(notes)
 
 
-def _more_gpus(base: Planned, best: Planned, plan: Plan) -> Iterator[Planned]:
-    """Yield the smallest power of 2 times as many GPUs on which the run fits as it is, or with the best settings."""
-    ranks = base.estimate.degrees.world_size
-    factor = 2
-    while factor <= _MOST_GPUS:
+def _more_gpus(base: Planned, starts: Sequence[Planned], plan: Plan) -> list[Planned]:
+    """Return the smallest power of 2 times as many GPUs on which the run fits as one of `starts`, the fastest."""
+    ranks, factor, found = base.estimate.degrees.world_size, 2, list[Planned]()
+    while factor <= _MOST_GPUS and not found:
         more = f"--gpus={factor * ranks}x{base.hardware.name}"
-        for found in _try_all(plan, [((*best.arguments, more), "")]):
-            if found.fits:
-                yield found
-                return
+        found = _best_that_fits(plan, [((*start.arguments, more), start.note) for start in starts])
         factor *= 2
+    return found
 
 
 def sweep(job: JobConfig, hardware: Hardware, world_size: int, plan: Plan, check: Check) -> tuple[list[Planned], int]:

@@ -225,6 +225,7 @@ class ExampleDataset(ShuffledSequences):
         self._rows = [(train, members) for members in pack_examples(train, seq_len, packing=packing)]
         self.num_train_sequences = len(self._rows)
         self.order = ShuffledOrder(self.num_train_sequences)
+        self.examples_per_sequence = len(train.selected) / self.num_train_sequences  # in the mean; pairs are one
         self._rows += [(held_out, members) for members in pack_examples(held_out, seq_len, packing=packing)]
         self.num_sequences = len(self._rows)
         self.num_validation_sequences = self.num_sequences - self.num_train_sequences
@@ -246,11 +247,6 @@ class ExampleDataset(ShuffledSequences):
     def form(self) -> Form:
         """The form of the training rows; pairs ('preference') are two documents each and not meant to be imitated."""
         return self.train.examples.header.form
-
-    @property
-    def examples_per_sequence(self) -> float:
-        """Examples, or pairs, in a training row, in the mean."""
-        return len(self.train.selected) / self.num_train_sequences
 
     @property
     def packing_efficiency(self) -> float:

@@ -141,8 +141,8 @@ class StreamDataset:
     @property
     def examples_per_sequence(self) -> float:
         """Examples, or pairs, in a sequence, in the mean of the first block that has any, which this reads."""
-        content, _ = self.get_members(self.num_validation_sequences)
-        return len(content.selected) / next(size for _, _, size in self._known if size)
+        count = len(self.get_members(self.num_validation_sequences)[0].selected)
+        return count / next(size for _, _, size in self._known if size)
 
     def get_train_indices(self, seed: int, start: int, stop: int) -> np.ndarray:
         """Sequence indices (stop - start,) int64 of the training samples [start, stop), in the order of the stream.

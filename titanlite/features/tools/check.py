@@ -32,6 +32,7 @@ from titanlite.preflight import Checked, check_arguments
 
 _ROWS = 64  # of each source
 _MANY = 32 * max(size for size, _, _ in BATCHES.values())  # rows of which a 32nd is a batch
+_Counts = tuple[float, int | None]
 _ALSO = {*chain(*QUESTIONS), "conversations", "system_prompt", "context", "chat_template_kwargs"}  # columns with names
 
 
@@ -39,7 +40,7 @@ _ALSO = {*chain(*QUESTIONS), "conversations", "system_prompt", "context", "chat_
 def main(argv: Sequence[str] | None = None) -> None:
     """Print what would be trained; exit code 2 after one clear error. Downloads descriptions of models, no weights."""
     checked = check_arguments(argv, weights=False)
-    job, counts = resolve_held_out(checked.job, find_start(checked.job)), list[tuple[float, int | None]]()
+    job, counts = resolve_held_out(checked.job, find_start(checked.job)), list[_Counts]()
     lines = [*_describe_model(checked), *_describe_rows(job, counts), *_format(checked, counts)]
     print("\n".join([f"OK on {checked.degrees.world_size} ranks: {checked.degrees}", *lines]))
 
@@ -66,7 +67,7 @@ def _describe_model(checked: Checked) -> Iterator[str]:
     yield f"  memory     about {size} a rank for weights, gradients and optimizer states{verdict}; more for activations"
 
 
-def _describe_rows(job: JobConfig, counts: list[tuple[float, int | None]]) -> Iterator[str]:
+def _describe_rows(job: JobConfig, counts: list[_Counts]) -> Iterator[str]:
     """Yield lines about each source and its first rows, if they can be used; add its `_count_sequences` to `counts`."""
     get_kind(job.data)
     data = resolve_tokenizer_path(job)
@@ -109,21 +110,18 @@ def _describe_rows(job: JobConfig, counts: list[tuple[float, int | None]]) -> It
         )
 
 
-def _count_sequences(
-    job: JobConfig, source: DataSection, rows: Rows, num_rows: int, lengths: list[int]
-) -> tuple[float, int | None]:
+def _count_sequences(job: JobConfig, source: DataSection, rows: Rows, num_rows: int, lengths: list[int]) -> _Counts:
     """Return the examples of a sequence and the sequences of an epoch (None: many), as the first rows tell them."""
     total, seq_len = sum(1 for _ in islice(rows, _MANY)), job.training.seq_len
     if source.too_long == "split":
         lengths = [min(seq_len, length - start) for length in lengths for start in range(0, length, seq_len)]
-    copies = 1 if num_rows == total else -(-_MANY // num_rows)  # a last sequence that is not full says little of many
-    fitting = np.tile(np.minimum(lengths, seq_len), copies)
+    fitting = np.tile(np.minimum(lengths, seq_len), 1 if num_rows == total else 32)  # of many, few are half full
     examples = len(fitting) / len(pack_best_fit(fitting, seq_len)) if source.packing else 1.0
     train = total - (0 if source.validation_path else get_num_held_out(total, source.validation_share))
     return examples, None if total == _MANY or source.streaming else round(train * len(lengths) / num_rows / examples)
 
 
-def _format(checked: Checked, counts: Sequence[tuple[float, int | None]]) -> list[str]:
+def _format(checked: Checked, counts: Sequence[_Counts]) -> list[str]:
     job, degrees = checked.job, checked.degrees
     training, optimizer = job.training, job.optimizer
     before = find_start(job)

@@ -229,7 +229,8 @@ def test_a_folder_that_has_sizes_alone(name, capsys, tmp_path):
     assert main(["plan", "--model", str(tmp_path / name), "--gpus", "2xa100", *more]) == 0
     out = capsys.readouterr().out
     assert out.startswith(f"dpo of adapters of rank 16 of {tmp_path / name} (config.json) on 2 x a100-80gb: ")
-    assert "2 B tokens in 15,625,000 steps of 128" in out and "which is not here" in out
+    assert "2 B tokens in 976,563 steps of 2,048" in out and "which is not here" in out
+    assert "training.global_batch_size is not set: one example in a sequence" in out, "32 pairs of 64 tokens"
 
 
 @pytest.mark.parametrize(
