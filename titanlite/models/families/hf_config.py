@@ -179,8 +179,8 @@ def format_json(value: Any) -> str:
 def save_config(config: Any, folder: Path, original: Mapping[str, Any] | None = None) -> None:
     """Write transformers' `config` as config.json, readable by transformers 4.57 and 5, and by llama.cpp.
 
-    Transformers 5 renames some keys; the older ones are written, too: as in `original`, the config.json that the model
-    came from, otherwise derived.
+    Transformers 5 renames some keys, and writes infinities in a form of its own; the older ones are written, too, and
+    literal ones kept: as in `original`, the config.json that the model came from. Without it keys are derived.
     """
     config.save_pretrained(folder)
     path = folder / "config.json"
@@ -203,9 +203,9 @@ def _with_older_keys(table: Mapping[str, Any], original: Mapping[str, Any]) -> d
     derived = _older_rope(rope, table.get("model_type", "")) if isinstance(rope, dict) else {}
     if "num_local_experts" in table:
         derived["num_experts"] = table["num_local_experts"]
-    is_older = not original.get("rope_parameters")
-    kept = {key: value for key, value in original.items() if is_older and key in _OLDER_KEYS}
-    return {**derived, **kept, **both}
+    kept = {key: value for key, value in original.items() if not original.get("rope_parameters") and key in _OLDER_KEYS}
+    literal = {key: old for key, old in original.items() if table.get(key) != old == decode_floats(table.get(key))}
+    return {**derived, **kept, **both, **literal}
 
 
 def _older_rope(rope: Mapping[str, Any], model_type: str) -> dict[str, Any]:
