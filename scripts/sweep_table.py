@@ -30,10 +30,10 @@ _STAGES: Mapping[str, tuple[str, str]] = {
 # Reasons for which a class is not trained, and how a message tells.
 _REASONS: Mapping[str, str] = {
     "sees later tokens, so it predicts nothing": r"is not causal",
-    "needs an encoder's input, audio codes, a canvas or a state": r"does not run on text alone",
+    "gets more than tokens: an encoder's input, audio codes, a canvas, a state": r"does not run on text alone",
     "transformers does not read what it saves of it": r"^lost",
     "not built: a package is missing here": r"ImportError|ModuleNotFoundError",
-    "not built: transformers refuses the small configuration": r"^not built",
+    "not built: it drafts for another model, with that one's cache": r"^not built",
     "other": r"refused|WRONG|TRACEBACK|LIMIT",
 }
 
@@ -87,9 +87,9 @@ def part_of_page(results: Sequence[Result], where: str) -> Iterator[str]:
     yield from (_BEGINNING, "")
     yield from _filled(
         f"`scripts/sweep_transformers.py` builds each class of transformers' auto mappings for text and images with "
-        f"text, tiny and random, and compares it with transformers, in float32: {len(results)} entries, of which "
-        f"transformers builds {len(built)}, of which {len(trained)} are trained. "
-        f"{wrong or 'None'} ended in a traceback, in a difference or after 60 s."
+        f"text, tiny and random, and compares it with transformers, in float32. Of {len(results)} entries {len(built)} "
+        f"are built, and {len(trained)} of those trained; {wrong or 'none'} ended in a traceback, in a difference or "
+        "after 60 s."
     )
     yield from ("", "| stage | compared | as in transformers |", "|---|---|---|")
     for stage, (text, good) in _STAGES.items():
@@ -101,7 +101,7 @@ def part_of_page(results: Sequence[Result], where: str) -> Iterator[str]:
     yield from _named("Trained with images only (tried with random ones)", results, _is("inputs"))
     for why in _REASONS:
         yield from _named(f"Refused: {why}", results, lambda result, why=why: result.why_untrained == why)  # type: ignore[misc]
-    yield where
+    yield from ("", where)
 
 
 def _is(word: str) -> Callable[[Result], bool]:
@@ -111,11 +111,11 @@ def _is(word: str) -> Callable[[Result], bool]:
 def _named(what: str, results: Sequence[Result], chosen: Callable[[Result], bool]) -> Iterator[str]:
     names = sorted({result.model_type for result in results if chosen(result)})
     if names:
-        yield from (*_filled(f"**{what}**, {len(names)}: {', '.join(names)}."), "")
+        yield from _filled(f"- **{what}**, {len(names)}: {', '.join(names)}.", "  ")
 
 
-def _filled(text: str) -> list[str]:
-    return textwrap.wrap(text, _WIDTH, break_long_words=False, break_on_hyphens=False)
+def _filled(text: str, indent: str = "") -> list[str]:
+    return textwrap.wrap(text, _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def read(path: Path) -> list[Result]:
