@@ -97,12 +97,13 @@ def test_a_prediction_layer_survives_training_resumes_other_meshes_and_export(
     again, before = stored(last), again
     assert last.name == "step-6" and is_same(again, layer) and follows(again, before)
 
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(last, dtype=torch.float32, output_loading_info=True)
+    load: Any = transformers.AutoModelForCausalLM.from_pretrained
+    model, info = load(last, dtype=torch.float32, output_loading_info=True)
     assert not info["missing_keys"] and info["unexpected_keys"] == set(layer)
     own = {key: tensor for key, tensor in again.items() if key not in layer}
     shutil.copytree(last, tmp_path / "alone", ignore=shutil.ignore_patterns("*.safetensors*", "titanlite"))
     save_file(own, tmp_path / "alone/model.safetensors", {"format": "pt"})
-    alone = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "alone", dtype=torch.float32)
+    alone = load(tmp_path / "alone", dtype=torch.float32)
     tokens = torch.arange(24).view(2, 12)
     assert torch.equal(model(tokens).logits, alone(tokens).logits)
 

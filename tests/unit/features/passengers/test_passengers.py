@@ -155,6 +155,10 @@ def test_fp8_is_dequantized_as_the_trained_weights_are(saved: Path, tmp_path: Pa
     assert "quantization_config" not in config and config["num_nextn_predict_layers"] == 1
     assert "num_mtp_layers" not in config
 
+    packed = {"mtp.w_blocks": torch.zeros(1, 2, 16, dtype=torch.uint8), "mtp.w_scales": torch.zeros(1, 2)}
+    with_more(saved, tmp_path / "packed", packed)
+    with pytest.raises(CheckpointError, match=r"mtp.w_blocks is in MXFP4, and is not computed\. Dequantize it, or"):
+        carried_in(tmp_path / "packed")
     with_more(saved, tmp_path / "bad", EH_PROJ | {key: codes, f"{key}_scale_inv": scale[:2]})
     with pytest.raises(
         CheckpointError, match=rf"{key}_scale_inv has shape .* Dequantize the checkpoint with transformers first\."
