@@ -62,13 +62,8 @@ class HFFormat:
 
 
 def save_hf_model(
-    model: Model,
-    plan: Plan,
-    tokenizer: Any,
-    folder: Path,
-    dtype: torch.dtype,
-    assets: Path | None = None,
-) -> None:
+    model: Model, plan: Plan, tokenizer: Any, folder: Path, dtype: torch.dtype, assets: Path | None = None,
+) -> None:  # fmt: skip
     """Write weights, config.json, generation_config.json and tokenizer into `folder`, as `save_pretrained` would.
 
     `folder` appears, or is replaced, in one step, see `commit_folder`. Parameters are cast to `dtype`; buffers keep

@@ -35,10 +35,9 @@ def checkpoint_operations(model: Model, section: ActivationCheckpointSection) ->
     """Let regions of a layer keep the results of costly operators alone, if `section` says so.
 
     Regions, not whole layers: selective checkpointing replays a region operation by operation, and the hooks of an FSDP
-    unit inside it would do other operations the second time. A region keeps its own result as well if a product makes
-    it, which no backward needs, so regions are chosen where they keep less than without: attention up to its output
-    projection, feed-forward that is wider inside than outside, and experts with adapters or
-    in few bits; others are one operator, which keeps what its backward needs.
+    unit inside it would do other operations the second time. A region also keeps its own result if a product makes it,
+    so regions are attention up to its output projection, feed-forward that is wider inside than outside, and experts
+    with adapters or in few bits; other experts are one operator, which keeps what its backward needs.
 
     The collectives of tensor and expert parallelism lie between the regions, so their results are kept. Those of
     context parallelism lie inside of attention and are done again: what they send is kept already, and what they bring

@@ -86,14 +86,9 @@ INTERPRETED = not isinstance(_row_gemm, triton.JITFunction)
 
 
 def row_grouped_gemm(
-    x: torch.Tensor,
-    weight_EKN: torch.Tensor,
-    offsets_E: torch.Tensor,
-    rows_M: torch.Tensor | None = None,
-    *,
-    tile: Tile | None = None,
-    tma: bool | None = None,
-) -> torch.Tensor:
+    x: torch.Tensor, weight_EKN: torch.Tensor, offsets_E: torch.Tensor, rows_M: torch.Tensor | None = None, *,
+    tile: Tile | None = None, tma: bool | None = None,
+) -> torch.Tensor:  # fmt: skip
     """y[m] = x[m or rows[m]] @ weight[group of m], (M, N); rows behind the last group are zero.
 
     Args:
@@ -111,16 +106,9 @@ def row_grouped_gemm(
 
 
 def row_grouped_swiglu(
-    x: torch.Tensor,
-    weight_EKN: torch.Tensor,
-    offsets_E: torch.Tensor,
-    rows_M: torch.Tensor | None,
-    row_weight_M: torch.Tensor,
-    *,
-    keep: bool,
-    tile: Tile | None = None,
-    tma: bool | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    x: torch.Tensor, weight_EKN: torch.Tensor, offsets_E: torch.Tensor, rows_M: torch.Tensor | None,
+    row_weight_M: torch.Tensor, *, keep: bool, tile: Tile | None = None, tma: bool | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """(h, z): z = [gate | up] = x @ weight, (M, 2 I), if `keep`; h = silu(gate) * up * row_weight, (M, I)."""
     M, inner = _num_rows(x, rows_M), weight_EKN.shape[2] // 2
     h, z = x.new_empty(M, inner), x.new_empty(M, 2 * inner) if keep else None
@@ -129,16 +117,9 @@ def row_grouped_swiglu(
 
 
 def row_grouped_swiglu_backward(
-    dy: torch.Tensor,
-    weight_EKN: torch.Tensor,
-    offsets_E: torch.Tensor,
-    rows_M: torch.Tensor | None,
-    row_weight_M: torch.Tensor,
-    z_M2I: torch.Tensor,
-    *,
-    tile: Tile | None = None,
-    tma: bool | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    dy: torch.Tensor, weight_EKN: torch.Tensor, offsets_E: torch.Tensor, rows_M: torch.Tensor | None,
+    row_weight_M: torch.Tensor, z_M2I: torch.Tensor, *, tile: Tile | None = None, tma: bool | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """(dz, h, drow_weight) from `dy[rows] @ weight`, the gradient of h / row_weight; weight (E, D, I) is down_proj."""
     M, inner = _num_rows(dy, rows_M), weight_EKN.shape[2]
     chosen = tile or _tile_of("swiglu_backward", dy)
@@ -154,16 +135,9 @@ def row_grouped_swiglu_backward(
 
 
 def reduction_grouped_gemm(
-    x: torch.Tensor,
-    dy: torch.Tensor,
-    offsets_E: torch.Tensor,
-    x_rows_M: torch.Tensor | None = None,
-    dy_rows_M: torch.Tensor | None = None,
-    *,
-    k_major: bool = True,
-    tile: Tile | None = None,
-    tma: bool | None = None,
-) -> torch.Tensor:
+    x: torch.Tensor, dy: torch.Tensor, offsets_E: torch.Tensor, x_rows_M: torch.Tensor | None = None,
+    dy_rows_M: torch.Tensor | None = None, *, k_major: bool = True, tile: Tile | None = None, tma: bool | None = None,
+) -> torch.Tensor:  # fmt: skip
     """dweight[e] = x_e^T @ dy_e, (E, K, N), stored as (E, N, K) if `k_major`; both operands may be gathered."""
     E, K, N = offsets_E.shape[0], x.shape[1], dy.shape[1]
     dw = x.new_empty((E, N, K)).mT if k_major else x.new_empty((E, K, N))
@@ -199,36 +173,17 @@ def gather_sum(y_MN: torch.Tensor, rows_Tk: torch.Tensor) -> torch.Tensor:
         block = min(triton.next_power_of_2(y_MN.shape[1]), 1024)
         with device_of(y_MN):
             _gather_sum[(T, triton.cdiv(y_MN.shape[1], block))](
-                y_MN,
-                rows_Tk,
-                out,
-                y_MN.shape[1],
-                y_MN.stride(0),
-                out.stride(0),
-                TOP_K=top_k,
-                BN=block,
-                num_warps=4,
+                y_MN, rows_Tk, out, y_MN.shape[1], y_MN.stride(0), out.stride(0), TOP_K=top_k, BN=block, num_warps=4,
                 enable_fp_fusion=True,
-            )
+            )  # fmt: skip
     return out
 
 
 def _launch_rows(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    offsets: torch.Tensor,
-    rows: torch.Tensor | None,
-    epilogue: int,
-    N: int,
-    tile: Tile | None,
-    tma: bool | None,
-    *,
-    y: torch.Tensor | None = None,
-    z: torch.Tensor | None = None,
-    h: torch.Tensor | None = None,
-    row_weight: torch.Tensor | None = None,
-    drow_weight: torch.Tensor | None = None,
-) -> None:
+    x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, rows: torch.Tensor | None, epilogue: int, N: int,
+    tile: Tile | None, tma: bool | None, *, y: torch.Tensor | None = None, z: torch.Tensor | None = None,
+    h: torch.Tensor | None = None, row_weight: torch.Tensor | None = None, drow_weight: torch.Tensor | None = None,
+) -> None:  # fmt: skip
     E, K, _ = weight.shape
     M = _num_rows(x, rows)
     if not M or not N:

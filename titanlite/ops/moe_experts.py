@@ -20,15 +20,9 @@ from titanlite.ops.swiglu import swiglu
 
 
 def moe_experts(
-    x_TD: torch.Tensor,
-    gate_up_proj: torch.Tensor,
-    down_proj: torch.Tensor,
-    row_weight_R: torch.Tensor,
-    token_R: torch.Tensor,
-    rows_Tk: torch.Tensor,
-    offsets_E: torch.Tensor,
-    backend: GroupedGemmBackend = "auto",
-) -> torch.Tensor:
+    x_TD: torch.Tensor, gate_up_proj: torch.Tensor, down_proj: torch.Tensor, row_weight_R: torch.Tensor,
+    token_R: torch.Tensor, rows_Tk: torch.Tensor, offsets_E: torch.Tensor, backend: GroupedGemmBackend = "auto",
+) -> torch.Tensor:  # fmt: skip
     """out[t] = sum over the rows r of token t of row_weight[r] * expert_of(r)(x[t]), (T, D) in the dtype of x.
 
     Args:
@@ -46,9 +40,7 @@ def moe_experts(
     """
     chosen = resolve_backend(backend, x_TD.device, x_TD.dtype)
     if chosen == "triton" or (chosen == "torch" and find_kernel("moe_experts", x_TD.device) is not None):
-        keep = torch.is_grad_enabled() and any(
-            tensor.requires_grad for tensor in (x_TD, gate_up_proj, down_proj, row_weight_R)
-        )
+        keep = any(t.requires_grad for t in (x_TD, gate_up_proj, down_proj, row_weight_R)) and torch.is_grad_enabled()
         if chosen == "triton":
             token_R, rows_Tk = token_R.int(), rows_Tk.int()
         return moe_experts_forward(
@@ -61,16 +53,9 @@ def moe_experts(
 
 @torch.library.custom_op("titanlite::moe_experts_forward", mutates_args=())
 def moe_experts_forward(
-    x: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    row_weight: torch.Tensor,
-    token: torch.Tensor,
-    rows: torch.Tensor,
-    offsets: torch.Tensor,
-    keep: bool,
-    backend: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, row_weight: torch.Tensor, token: torch.Tensor,
+    rows: torch.Tensor, offsets: torch.Tensor, keep: bool, backend: str,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """(out, z); z is empty unless `keep`. `backend`: "triton", with int32 indices, or "torch" for a kernel."""
     if backend == "torch":
         kernel = find_kernel("moe_experts", x.device)
@@ -85,18 +70,9 @@ def moe_experts_forward(
 
 @torch.library.custom_op("titanlite::moe_experts_backward", mutates_args=())
 def moe_experts_backward(
-    dout: torch.Tensor,
-    x: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    row_weight: torch.Tensor,
-    token: torch.Tensor,
-    rows: torch.Tensor,
-    offsets: torch.Tensor,
-    z: torch.Tensor,
-    needed: list[bool],
-    backend: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    dout: torch.Tensor, x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, row_weight: torch.Tensor,
+    token: torch.Tensor, rows: torch.Tensor, offsets: torch.Tensor, z: torch.Tensor, needed: list[bool], backend: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Gradients of (x, gate_up, down, row_weight); those of the first three that are not `needed` are empty."""
     if backend == "torch":
         kernel = find_kernel("moe_experts_backward", x.device)
@@ -115,33 +91,17 @@ def moe_experts_backward(
 
 @moe_experts_forward.register_fake
 def _(
-    x: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    row_weight: torch.Tensor,
-    token: torch.Tensor,
-    rows: torch.Tensor,
-    offsets: torch.Tensor,
-    keep: bool,
-    backend: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, row_weight: torch.Tensor, token: torch.Tensor,
+    rows: torch.Tensor, offsets: torch.Tensor, keep: bool, backend: str,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     return torch.empty_like(x), x.new_empty(token.shape[0] if keep else 0, gate_up.shape[1])
 
 
 @moe_experts_backward.register_fake
 def _(
-    dout: torch.Tensor,
-    x: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    row_weight: torch.Tensor,
-    token: torch.Tensor,
-    rows: torch.Tensor,
-    offsets: torch.Tensor,
-    z: torch.Tensor,
-    needed: list[bool],
-    backend: str,
-) -> tuple[torch.Tensor, ...]:
+    dout: torch.Tensor, x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, row_weight: torch.Tensor,
+    token: torch.Tensor, rows: torch.Tensor, offsets: torch.Tensor, z: torch.Tensor, needed: list[bool], backend: str,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
     need_x, need_gate_up, need_down, _ = needed
     return (
         torch.empty_like(x) if need_x else x.new_empty(0),
