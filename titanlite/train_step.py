@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 
 import torch
@@ -24,7 +25,7 @@ from titanlite.models.interface import Model
 from titanlite.objective import Objective, ObjectiveSums
 from titanlite.optim import FiniteGuard, build_lr_scheduler
 from titanlite.optim.expert_bias import ExpertBiasBalancer, get_bias_update_rate
-from titanlite.optim.optimizer import step_if_finite
+from titanlite.optim.optimizer import scale_gradients, step_if_finite
 
 
 @dataclass
@@ -106,16 +107,9 @@ class TrainStep:
     """
 
     def __init__(
-        self,
-        job: JobConfig,
-        dims: ParallelDims,
-        device: torch.device,
-        model: Model,
-        optimizer: torch.optim.Optimizer,
-        objective: Objective,
-        schedule: Schedule,
-        step: int = 0,
-    ) -> None:
+        self, job: JobConfig, dims: ParallelDims, device: torch.device, model: Model, optimizer: torch.optim.Optimizer,
+        objective: Objective, schedule: Schedule, step: int = 0,
+    ) -> None:  # fmt: skip
         self.schedule = schedule
         self.job, self.dims, self.device = job, dims, device
         self.model, self.optimizer, self.objective, self.step = model, optimizer, objective, step
@@ -163,7 +157,8 @@ class TrainStep:
         reduce_replicated_grads(self.model.parameters(), self.dims)
         where = torch.device("cpu") if self.job.training.enable_cpu_offload else self.device
         max_norm = self.job.training.max_norm
-        grad_norm, group_norms = clip_grad_norms(self.grad_groups, max_norm, self.dims.stage_group, where)
+        scale = partial(scale_gradients, self.optimizer)
+        grad_norm, group_norms = clip_grad_norms(self.grad_groups, max_norm, self.dims.stage_group, where, scale)
         self.step += 1
         finite = grad_norm.to(self.device).isfinite() & sums[:2].isfinite().all()  # both are global
         apply = self.finite_guard.admit(self.step, finite, losses_finite).to(grad_norm.device)
@@ -176,15 +171,9 @@ class TrainStep:
         means = sums / units
         aux_loss = sums[1] / num_tokens
         return StepResult(
-            loss=means[0],
-            aux_loss=aux_loss,
-            grad_norm=grad_norm,
-            group_norms=group_norms,
-            tokens=tokens,
-            unpadded_tokens=num_tokens,
-            tokens_per_expert=tokens_per_expert,
-            metrics=means[2:],
-        )
+            loss=means[0], aux_loss=aux_loss, grad_norm=grad_norm, group_norms=group_norms, tokens=tokens,
+            unpadded_tokens=num_tokens, tokens_per_expert=tokens_per_expert, metrics=means[2:],
+        )  # fmt: skip
 
     def run_forwards(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, int, ObjectiveSums]]:
         """Losses without backward: of each batch, and each chunk of this rank's pipeline stage.

@@ -16,7 +16,7 @@ from titanlite.base.errors import TrainingError
 from titanlite.config.parallelism import Degrees
 from titanlite.data.dataset import Batch
 from titanlite.distributed import ParallelDims
-from titanlite.distributed.clip_grad import clip_grad_norm
+from titanlite.distributed.clip_grad import clip_grad_norms
 from titanlite.distributed.replicated_grads import reduce_replicated_grads
 from titanlite.materialize import materialize
 from titanlite.models.decoder import Decoder, build_decoder
@@ -118,7 +118,7 @@ def test_clip_grad_norm_is_that_of_torch_on_one_process(run_ranks, checked):
     def rank_main() -> None:
         for max_norm in (0.5, 1e6):
             ours, theirs = (build_with_gradients(checked(Degrees()), shard=False) for _ in range(2))
-            norm = clip_grad_norm(ours.parameters(), max_norm)
+            norm = clip_grad_norms({"": ours.parameters()}, max_norm)[0]
             expected = torch.nn.utils.clip_grad_norm_(theirs.parameters(), max_norm)
             assert norm.dtype == torch.float32 and norm > 0.5
             # Ours sums in float64, torch in float32.
@@ -138,14 +138,14 @@ def test_clip_grad_norm_scales_all_shards_to_the_norm_of_one_process(run_ranks, 
     def rank_main():
         params = list(build_with_gradients(job, shard=True).parameters())
         before = [local_of(param.grad).clone() for param in params]
-        only_computed = clip_grad_norm(params, 0.0)
-        unclipped = clip_grad_norm(params, 2 * expected.item())
+        only_computed = clip_grad_norms({"": params}, 0.0)[0]
+        unclipped = clip_grad_norms({"": params}, 2 * expected.item())[0]
         untouched = all(torch.equal(local_of(p.grad), grad) for p, grad in zip(params, before, strict=True))
-        norm = clip_grad_norm(params, 0.5)
+        norm = clip_grad_norms({"": params}, 0.5)[0]
         factor = 0.5 / (norm + 1e-6)
         for param, grad in zip(params, before, strict=True):
             torch.testing.assert_close(local_of(param.grad), grad * factor, rtol=1e-6, atol=0)
-        return only_computed, unclipped, untouched, norm, clip_grad_norm(params, 0.5)
+        return only_computed, unclipped, untouched, norm, clip_grad_norms({"": params}, 0.5)[0]
 
     for only_computed, unclipped, untouched, norm, after in run_ranks(4, rank_main):
         assert untouched, "max_norm 0 and a norm below max_norm leave the gradients alone"

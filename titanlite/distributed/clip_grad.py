@@ -1,7 +1,7 @@
 """Global gradient norm and clipping over parameters of several meshes, with one all-reduce."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -16,20 +16,13 @@ def _norm_dtype(grads: list[torch.Tensor]) -> torch.dtype:
     return torch.promote_types(grads[0].dtype, torch.float32)
 
 
-def clip_grad_norm(params: Iterable[torch.nn.Parameter], max_norm: float) -> torch.Tensor:
-    """Scale the gradients in place so that their total 2-norm is at most `max_norm`; return the norm before, float32.
-
-    As `clip_grad_norms` with a single group.
-    """
-    return clip_grad_norms({"": params}, max_norm)[0]
-
-
 @torch.no_grad()
 def clip_grad_norms(
     groups: Mapping[str, Iterable[torch.nn.Parameter]],
     max_norm: float,
     sharing: dist.ProcessGroup | None = None,
     device: torch.device | None = None,
+    scale: Callable[[list[torch.Tensor], torch.Tensor], object] = torch._foreach_mul_,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Clip the gradients of all groups together; return their total 2-norm before, and that of each group (groups,).
 
@@ -37,7 +30,8 @@ def clip_grad_norms(
     sums the squares of its local shards, each divided by the number of ranks that hold the same shard, and one
     all-reduce over the world gives the totals. `max_norm` = 0 only computes the norms, which are float32. `sharing` are
     the ranks that have the same parameters as this one, or shards of them: its pipeline stage; None: all. A stage may
-    have no gradients, and takes part on `device`, where those of the others are.
+    have no gradients, and takes part on `device`, where those of the others are. `scale` multiplies gradients, now or
+    when the optimizer reads them.
 
     A norm that is not finite leaves the gradients as they are; the caller must not step.
 
@@ -63,8 +57,8 @@ def clip_grad_norms(
         all_reduce_sum(squares)
     norm = squares.sum().sqrt().to(torch.float32)
     if max_norm > 0 and grads:
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_(grads, torch.where(norm.isfinite(), scale, 1.0))
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        scale(grads, torch.where(norm.isfinite(), factor, 1.0))
     return norm, squares.sqrt().to(torch.float32)
 
 

@@ -10,6 +10,7 @@ from torch import nn
 from titanlite.base.extension import FORM, is_extension
 from titanlite.base.log import logger
 from titanlite.config.schema import OptimizerSection
+from titanlite.ops.kernels import kernel_device
 from titanlite.optim.adamw import LocalAdamW
 from titanlite.optim.parameters import lr_multipliers
 
@@ -78,6 +79,17 @@ def group_parameters(
         for which in (True, False)
     )
     return lies_apart, rest
+
+
+def scale_gradients(optimizer: torch.optim.Optimizer, grads: list[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply `grads`, those of all parameters of `optimizer`, by the scalar `factor` before its next step.
+
+    On CUDA the kernel of fused AdamW does so while it reads them: a pass over all gradients less.
+    """
+    if type(optimizer) is LocalAdamW and optimizer.defaults["fused"] and kernel_device(grads[0].device) == "cuda":
+        optimizer.grad_scale = factor.reciprocal()  # type: ignore[attr-defined]
+    else:
+        torch._foreach_mul_(grads, factor)
 
 
 def step_if_finite(optimizer: torch.optim.Optimizer, finite: torch.Tensor) -> None:
