@@ -91,14 +91,11 @@ def cases(arch: int) -> Iterator[Case]:
                     for k_major in (True, False) if name == "gemm" else (epilogue != kernels.SWIGLU_BACKWARD,):
                         yield _rows(f"{name} {dtype}", dtype, tile, epilogue, gather, k_major, tma)
     yield _rows("gemm bf16 ones", "bf16", table["gemm"], kernels.PLAIN, False, True, False, ones=("N", "K", "E"))
-    yield Case(
-        "gather_sum bf16",
-        kernels.gather_sum_kernel,
-        {"y_ptr": "*bf16", "rows_ptr": "*i32", "out_ptr": "*bf16", "N": "i32", "stride_ym": "i32", "stride_om": "i32"},
-        {"TOP_K": 8, "BN": 1024},
-        launch.Tile(1, 1024, 1, 4, 3, 1),
-        ("N", "stride_ym", "stride_om"),
-    )
+    sizes = ("N", "stride_ym", "stride_om")
+    for index in ("i32", "i64"):  # of experts, and of tokens on their way to other ranks
+        types = {"y_ptr": "*bf16", "rows_ptr": f"*{index}", "out_ptr": "*bf16", **dict.fromkeys(sizes, "i32")}
+        tile, constants = launch.Tile(1, 1024, 1, 4, 3, 1), {"TOP_K": 8, "BN": 1024}
+        yield Case(f"gather_sum bf16 {index}", kernels.gather_sum_kernel, types, constants, tile, sizes)
     for dtype in ("bf16", "fp32"):
         yield from _softmax(dtype)
         yield from _decode(dtype)

@@ -12,10 +12,29 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from titanlite.ops.grouped_gemm import resolve_backend
+
 
 def gather_sum(y_RD: torch.Tensor, rows_Tk: torch.Tensor) -> torch.Tensor:
     """out[t] = sum over j of y[rows[t, j]], in order of j, accumulated in float32 or better; no (T, k, D) copy."""
+    if rows_Tk.shape[1] == 1:
+        return y_RD.index_select(0, rows_Tk.squeeze(1))
+    if resolve_backend("auto", y_RD.device, y_RD.dtype) == "triton":
+        return gather_sum_rows(y_RD, rows_Tk)
     return F.embedding_bag(rows_Tk, y_RD, mode="sum")
+
+
+@torch.library.custom_op("titanlite::gather_sum", mutates_args=())
+def gather_sum_rows(y: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """`gather_sum` by titanlite's kernel."""
+    from titanlite.ops import grouped_gemm_launch as kernels
+
+    return kernels.gather_sum(y.contiguous(), rows)
+
+
+@gather_sum_rows.register_fake
+def _(y: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    return y.new_empty(rows.shape[0], y.shape[1])
 
 
 class _Permute(torch.autograd.Function):
