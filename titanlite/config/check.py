@@ -43,13 +43,14 @@ _RULES: tuple[tuple[Callable[[float], bool], str, tuple[str, ...]], ...] = (
             *("lora.rank", "moe.expert_bias_update_rate", "moe.aux_loss_coeff", "moe.z_loss_coeff"),
             *("checkpoint.interval", "checkpoint.keep_latest_k", "checkpoint.keep_every_n_steps", "validation.steps"),
             *("validation.early_stopping_patience", "validation.early_stopping_min_delta", "evaluation.samples"),
+            "training.loss_chunk_tokens",
         ),
     ),
     (
         lambda value: value >= 1,
         "1 or more",
         (
-            *("training.seq_len", "training.local_batch_size", "training.loss_chunk_tokens"),
+            *("training.seq_len", "training.local_batch_size"),
             *("parallelism.data_parallel_replicate_degree", "parallelism.tensor_parallel_degree"),
             *("parallelism.context_parallel_degree", "parallelism.pipeline_parallel_degree"),
             *("parallelism.pipeline_parallel_chunks", "parallelism.expert_parallel_degree", "metrics.log_freq"),

@@ -18,8 +18,9 @@ from titanlite.config.model import ModelConfig
 from titanlite.materialize.recipes import Normal, Zeros
 from titanlite.materialize.sources import Init, Source
 from titanlite.models.layers import FeedForward
-from titanlite.ops import group_by_expert, grouped_gemm, linear, local_tensor, permute_tokens, swiglu, unpermute_sum
+from titanlite.ops import group_by_expert, grouped_gemm, local_tensor, permute_tokens, swiglu, unpermute_sum
 from titanlite.ops.grouped_gemm import GroupedGemmBackend
+from titanlite.ops.matmul import wide_linear
 from titanlite.ops.moe_experts import moe_experts
 
 
@@ -95,7 +96,7 @@ class Router(nn.Module):
     def forward(self, x_BSD: torch.Tensor, valid_BS: torch.Tensor | None = None) -> Routing:
         """Route every token; tokens where `valid_BS` is False are routed, but neither counted nor balanced."""
         config = self.config
-        logits_BSE = linear(x_BSD.float(), local_tensor(self.weight).float())
+        logits_BSE = wide_linear(x_BSD, local_tensor(self.weight))
         scores_BSE = logits_BSE.softmax(dim=-1) if config.score_func == "softmax" else logits_BSE.sigmoid()
         scores_TE = scores_BSE.flatten(0, 1)
         choice_TE = (scores_TE + self.expert_bias).detach()
@@ -160,6 +161,7 @@ class Experts(nn.Module):
         first_expert: which of all experts is the first one here; 0 unless expert parallelism splits them.
         multiply: (rows, weight, offsets, backend) to the grouped rows times the transposed weights, where these are not
             stored as above; None: they are, and one operator computes all.
+        read: parameter to the local tensor that is multiplied.
     """
 
     stacked_matrices: ClassVar[dict[str, int]] = {"gate_up_proj": 2}
@@ -174,6 +176,7 @@ class Experts(nn.Module):
         self.grouped_gemm_backend: GroupedGemmBackend = "auto"
         self.first_expert = 0
         self.multiply: Callable[..., torch.Tensor] | None = None
+        self.read: Callable[[nn.Parameter], torch.Tensor] = local_tensor
 
     @property
     def num_experts(self) -> int:
@@ -193,7 +196,7 @@ class Experts(nn.Module):
     ) -> torch.Tensor:
         """Weighted sum of the experts' results per token, (T, D); arguments as in `moe_experts`."""
         if self.is_fused:
-            gate_up, down = local_tensor(self.gate_up_proj), local_tensor(self.down_proj)
+            gate_up, down = self.read(self.gate_up_proj), self.read(self.down_proj)
             return moe_experts(x_TD, gate_up, down, weight_R, token_R, rows_Tk, offsets_E, self.grouped_gemm_backend)
         gate_up_R2I = self.project("gate_up_proj", permute_tokens(x_TD, token_R, rows_Tk), offsets_E)
         y_RD = self.project("down_proj", swiglu(gate_up_R2I, weight_R), offsets_E)
@@ -206,7 +209,7 @@ class Experts(nn.Module):
 
     def project(self, name: str, x: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
         """Return the grouped rows `x` times the weight `name`, transposed."""
-        weight = local_tensor(getattr(self, name))
+        weight = self.read(getattr(self, name))
         if self.multiply is None:
             return grouped_gemm(x, weight.to(x.dtype).mT, offsets_E, self.grouped_gemm_backend)
         return self.multiply(x, weight, offsets_E, self.grouped_gemm_backend)

@@ -141,14 +141,9 @@ def _(logits: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor, hit: torch
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden_TD: torch.Tensor,
-        weight_VD: torch.Tensor,
-        labels_T: torch.Tensor,
-        chunk_tokens: int,
-        shard: VocabShard | None,
-        grad_enabled: bool,
-    ) -> torch.Tensor:
+        ctx: Any, hidden_TD: torch.Tensor, weight_VD: torch.Tensor, labels_T: torch.Tensor, chunk_tokens: int,
+        shard: VocabShard | None, grad_enabled: bool,
+    ) -> torch.Tensor:  # fmt: skip
         need_hidden, need_weight = (grad_enabled and needed for needed in ctx.needs_input_grad[:2])
         accumulate = _wide(weight_VD)
         dhidden_TD = torch.empty_like(hidden_TD) if need_hidden else None
@@ -177,20 +172,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
             # As a matrix the factor stays float32; a scalar would be rounded to bfloat16 first, up to 0.4 % off.
             dhidden_TD = torch.mul(dhidden_TD, dloss.view(1, 1), out=torch.empty_like(dhidden_TD))
         if dweight_VD is not None:
-            dweight_VD = (dweight_VD * dloss).to(ctx.weight_dtype)
+            dweight_VD = torch.mul(dweight_VD, dloss, out=torch.empty_like(dweight_VD, dtype=ctx.weight_dtype))
         return dhidden_TD, dweight_VD, None, None, None, None
 
 
 class _TokenCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden_TD: torch.Tensor,
-        weight_VD: torch.Tensor,
-        labels_T: torch.Tensor,
-        chunk_tokens: int,
+        ctx: Any, hidden_TD: torch.Tensor, weight_VD: torch.Tensor, labels_T: torch.Tensor, chunk_tokens: int,
         shard: VocabShard | None,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor:  # fmt: skip
         accumulate = _wide(weight_VD)
         loss_T, logsumexp_T = (hidden_TD.new_empty(hidden_TD.shape[0], dtype=accumulate) for _ in range(2))
         for start in range(0, hidden_TD.shape[0], chunk_tokens):
@@ -233,13 +224,9 @@ class _TokenCrossEntropy(torch.autograd.Function):
 
 
 def linear_cross_entropy(
-    hidden_TD: torch.Tensor,
-    weight_VD: torch.Tensor,
-    labels_T: torch.Tensor,
-    chunk_tokens: int = 1024,
-    shard: VocabShard | None = None,
-    reduction: Literal["sum", "none"] | Callable[..., torch.Tensor] = "sum",
-) -> torch.Tensor:
+    hidden_TD: torch.Tensor, weight_VD: torch.Tensor, labels_T: torch.Tensor, chunk_tokens: int = 0,
+    shard: VocabShard | None = None, reduction: Literal["sum", "none"] | Callable[..., torch.Tensor] = "sum",
+) -> torch.Tensor:  # fmt: skip
     """`-log softmax(hidden @ weight.T)[label]` of every token, or the sum over them; float32 (float64 for float64).
 
     Args:
@@ -247,13 +234,15 @@ def linear_cross_entropy(
         weight_VD: (V, D) output projection, same dtype; with `shard`, this rank's rows only.
         labels_T: (T,) int64 ids of the whole vocabulary; IGNORE_INDEX (-100) leaves a token out.
         chunk_tokens: tokens projected at once; peak memory is about 2 * chunk_tokens * V floats, on CUDA a chunk's
-            logits in the dtype of `hidden_TD`.
+            logits in the dtype of `hidden_TD`. 0: 4096 with the kernels, for every chunk reads the weight and
+            adds to its gradient, and 1024 without and for functions as `reduction`, which may make more of the logits.
         shard: set when the vocabulary is split over ranks. Collectives: two per chunk; all ranks hold the same tokens.
             The result is the full loss on every rank; the gradient of `hidden_TD` is this rank's part of a sum.
         reduction: "sum", a scalar, or "none", (T,), 0 where a token has no label. With "none" backward projects once
             more, a third of the head's work on top; their gradient must be the same on all ranks of `shard`. A function
             of the first five arguments takes the place of the cross entropy; the result is its own.
     """
+    chunk_tokens = chunk_tokens or (4096 if _use_kernels(hidden_TD) and not callable(reduction) else 1024)
     if callable(reduction):
         return reduction(hidden_TD, weight_VD, labels_T, chunk_tokens, shard)
     if reduction == "none":

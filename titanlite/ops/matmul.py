@@ -3,10 +3,13 @@
 Shapes: M rows (tokens), K reduction, N columns.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 
-from titanlite.ops.kernels import find_kernel
+from titanlite.ops.kernels import find_kernel, kernel_device
 
 
 def linear(x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None) -> torch.Tensor:
@@ -31,9 +34,47 @@ def sum_over_rows(
     product_NK = _multiply_by_kernel(dy_MN.T, x_MK, x_MK.shape[0])
     if product_NK is None and out_NK.dtype == x_MK.dtype:
         return out_NK.addmm_(dy_MN.T, x_MK) if accumulate else torch.mm(dy_MN.T, x_MK, out=out_NK)
+    if product_NK is None and kernel_device(x_MK.device) == "cuda" and accumulate:  # never rounded to two bytes
+        return torch.addmm(out_NK, dy_MN.T, x_MK, out_dtype=out_NK.dtype, out=out_NK)
     if product_NK is None:
         product_NK = dy_MN.T @ x_MK
     return out_NK.add_(product_NK) if accumulate else out_NK.copy_(product_NK)
+
+
+def wide_linear(x: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
+    """`x.float() @ weight.float().T`, (..., N) float32, of x (..., K).
+
+    On CUDA two-byte operands are multiplied as they are, which is exact, and kept as they are for backward.
+    """
+    if kernel_device(x.device) == "cuda" and x.dtype == weight_NK.dtype and x.dtype.itemsize == 2:
+        return _WideLinear.apply(x, weight_NK)
+    return linear(x.float(), weight_NK.float())
+
+
+class _WideLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight_NK)
+        return _multiply_wide(x.flatten(0, -2), weight_NK.T).unflatten(0, x.shape[:-1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Split dy into two parts of two bytes, 16 bits of bfloat16 together, and multiply both in one product."""
+        x, weight_NK = ctx.saved_tensors
+        dy_MN, x_MK = dy.flatten(0, -2), x.flatten(0, -2)
+        high_MN = dy_MN.to(x.dtype)
+        parts_M2N = torch.cat([high_MN, (dy_MN - high_MN).to(x.dtype)], dim=1)
+        dx_MK = parts_M2N @ torch.cat([weight_NK, weight_NK])
+        dweight_NK = _multiply_wide(parts_M2N.T, x_MK).unflatten(0, (2, -1)).sum(dim=0)
+        return dx_MK.view_as(x), dweight_NK.to(weight_NK.dtype)
+
+
+def _multiply_wide(a: torch.Tensor, b_KN: torch.Tensor) -> torch.Tensor:
+    """`a.float() @ b.float()`; torch multiplies narrow operands into a wide result on CUDA alone."""
+    if kernel_device(a.device) == "cuda":
+        return torch.mm(a, b_KN, out_dtype=torch.float32)
+    return a.float() @ b_KN.float()
 
 
 def _multiply_by_kernel(a: torch.Tensor, b_KN: torch.Tensor, rows: int) -> torch.Tensor | None:

@@ -29,7 +29,7 @@ def make_job(**values: Any) -> JobConfig:
         ("training.local_batch_size", [1], [0]),
         ("training.global_batch_size", [-1, 1], [0, -2]),
         ("training.max_norm", [0.0, 1.0], [-0.1, float("nan"), float("inf")]),
-        ("training.loss_chunk_tokens", [1], [0]),
+        ("training.loss_chunk_tokens", [0], [-1]),
         ("optimizer.lr", [0.0, 1.0], [-1e-9, float("nan")]),
         ("optimizer.beta1", [0.0, 0.999], [1.0, -0.1]),
         ("optimizer.beta2", [0.0, 0.999], [1.0, -0.1]),

@@ -130,8 +130,9 @@ def describe_remedies(job: JobConfig) -> str:
     cp = job.parallelism.context_parallel_degree
     if job.model.implementation != "transformers" and training.seq_len // cp >= _LONG:
         found.append(f"split sequences over more ranks (parallelism.context_parallel_degree, {cp})")
-    if training.loss_chunk_tokens > 256:
-        found.append(f"lower training.loss_chunk_tokens ({training.loss_chunk_tokens})")
+    chunk = training.loss_chunk_tokens or 4096
+    if chunk > 256:
+        found.append(f"lower training.loss_chunk_tokens ({chunk})")
     found.append("or train on more ranks (parallelism.data_parallel_shard_degree)")
     text = ", ".join(found)
     return f"{text[0].upper()}{text[1:]}."

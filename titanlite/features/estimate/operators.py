@@ -184,7 +184,8 @@ def count_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: A
     )
     if causal:  # the memory-efficient kernel skips blocks above the diagonal, too
         return {rate: Work(flops=count - count // 2, skipped=count // 2) for rate, count in counts.items()}
-    first = next(arg for arg in args if isinstance(arg, torch.Tensor))
+    added = packet in (_aten.addmm, _aten.addmm_)  # to the first, which may be wider than the factors
+    first = next(arg for arg in args[added:] if isinstance(arg, torch.Tensor))
     if first.dtype.itemsize > 2:
         return {"float32": Work(flops=sum(counts.values()))}
     return {rate: Work(flops=count) for rate, count in counts.items()}

@@ -1,0 +1,82 @@
+"""Products on CUDA's branch: float32 sums of two-byte operands. Values on the CPU, kernels chosen with fake tensors."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from titanlite.ops import linear_cross_entropy
+from titanlite.ops.kernels import plan_for_device
+from titanlite.ops.matmul import _WideLinear, wide_linear
+from titanlite.ops.permute import permute_tokens, unpermute_sum
+
+BF16 = torch.bfloat16
+
+
+class Calls(TorchDispatchMode):
+    """Counts operators. Fake tensors have no values: what waits for the device is an error."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found[str(func).removeprefix("aten.").removeprefix("titanlite.")] += 1
+        return func(*args, **kwargs or {})
+
+
+def test_the_router_follows_float64() -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(3, 40, 64).to(BF16).requires_grad_(), torch.randn(16, 64).to(BF16).requires_grad_()
+    dy = torch.randn(3, 40, 16)
+    wide_x, wide_weight = (tensor.detach().double().requires_grad_() for tensor in (x, weight))
+    y = _WideLinear.apply(x, weight)
+    expected = wide_x @ wide_weight.T
+    assert y.dtype == torch.float32 and (y - expected).norm() <= 1e-6 * expected.norm()
+    y.backward(dy)
+    expected.backward(dy.double())
+    for actual, wanted in ((x.grad, wide_x.grad), (weight.grad, wide_weight.grad)):
+        assert actual is not None and wanted is not None and actual.dtype == BF16
+        # Nearly always the nearest number: with dy rounded to bfloat16 one in four would be another.
+        assert (actual == wanted.to(BF16)).double().mean() > 0.98
+
+
+def test_the_router_multiplies_two_bytes_on_cuda_and_keeps_them() -> None:
+    with FakeTensorMode(), plan_for_device("cuda"):
+        x, weight = (torch.zeros(2, 40, 64, dtype=BF16), torch.zeros(16, 64, dtype=BF16))
+        y = wide_linear(x.requires_grad_(), weight.requires_grad_())
+        kept = [tensor.dtype for tensor in y.grad_fn.saved_tensors]  # pyright: ignore[reportOptionalMemberAccess]
+        with Calls() as calls:
+            y.backward(torch.zeros_like(y))
+    assert y.dtype == torch.float32 and y.shape == (2, 40, 16) and kept == [BF16, BF16]
+    assert (calls.found["mm.default"], calls.found["mm.dtype"]) == (1, 1)
+    exact = torch.randn(4, 8), torch.randn(3, 8)
+    assert torch.equal(wide_linear(*exact), exact[0] @ exact[1].T)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_the_head_adds_its_weight_gradient_inside_the_product(reduction: Any) -> None:
+    """Of 8192 tokens two chunks; no float32 matrix of the vocabulary is added to another."""
+    with FakeTensorMode(), plan_for_device("cuda"), Calls() as calls:
+        hidden, weight = torch.zeros(8192, 16, dtype=BF16), torch.zeros(96, 16, dtype=BF16)
+        labels = torch.zeros(8192, dtype=torch.int64)
+        loss = linear_cross_entropy(hidden.requires_grad_(), weight.requires_grad_(), labels, reduction=reduction)
+        loss.sum().backward()
+        assert weight.grad is not None and weight.grad.dtype == BF16
+    assert calls.found["addmm.dtype_out"] == 2 and not calls.found["add_.Tensor"]
+
+
+@pytest.mark.parametrize(("top_k", "summed", "picked"), [(1, 0, 4), (4, 2, 2)])
+def test_rows_are_summed_by_titanlites_kernel_on_cuda(top_k: int, summed: int, picked: int) -> None:
+    """And picked where there is one row per token. Forward and backward, both ways."""
+    with FakeTensorMode(), plan_for_device("cuda"), Calls() as calls:
+        x, rows = torch.zeros(6, 8, dtype=BF16, requires_grad=True), torch.zeros(6, top_k, dtype=torch.int64)
+        token = torch.zeros(6 * top_k, dtype=torch.int64)
+        out = unpermute_sum(permute_tokens(x, token, rows), token, rows)
+        out.sum().backward()
+        assert out.shape == x.shape and out.dtype == BF16 and x.grad is not None and x.grad.shape == x.shape
+    assert (calls.found["gather_sum.default"], calls.found["index_select.default"]) == (summed, picked)
+    assert not any("embedding_bag" in name for name in calls.found)
