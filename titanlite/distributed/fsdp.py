@@ -1,8 +1,8 @@
 """FSDP2 (`fully_shard`): parameters, gradients and optimizer states sharded over the data-parallel ranks.
 
 Experts form FSDP units of their own whenever they live on the sparse mesh, and none where they are split no further
-than by expert parallelism. Gradients are summed, never averaged: the
-loss is divided by the global number of valid tokens, so that dense and expert gradients scale alike.
+than by expert parallelism: over one rank FSDP would only cast and copy. Gradients are summed, never averaged: the loss
+is divided by the global number of valid tokens, so that dense and expert gradients scale alike.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -11,14 +11,19 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from titanlite.config.schema import BLOCK_SIZES, JobConfig
 from titanlite.distributed.fsdp_timing import time_collectives
 from titanlite.distributed.parallel_dims import ParallelDims
-from titanlite.materialize.layout import is_elsewhere
+from titanlite.materialize.execute import sharded_like
+from titanlite.materialize.layout import is_elsewhere, local_of
 from titanlite.models.interface import Model, is_adapter
+from titanlite.models.moe import Experts
+from titanlite.ops import local_tensor
 
 
 def mixed_precision_dtypes(job: JobConfig, device_type: str) -> tuple[torch.dtype, torch.dtype]:
@@ -46,8 +51,8 @@ def apply_fsdp(model: Model, job: JobConfig, dims: ParallelDims, device_type: st
     """Shard `model` in place, on meta. Attributes that were set on parameters are carried over.
 
     Units: each decoder layer, its experts if they live on another mesh, the embedding, and final norm with output head.
-    With tied embeddings the last two stay together in the root unit, where one parameter can serve both. In a model of
-    transformers the blocks of a vision tower are layers too, and whatever lies outside of layers is in the root unit.
+    Tied, the last two are in the root unit, where one parameter serves both. In a model of transformers the blocks of a
+    vision tower are layers too, and what lies outside of layers is in the root unit.
     """
     attributes = {name: dict(vars(param)) for name, param in model.named_parameters(remove_duplicate=False)}
     param_dtype, reduce_dtype = mixed_precision_dtypes(job, device_type)
@@ -64,8 +69,11 @@ def apply_fsdp(model: Model, job: JobConfig, dims: ParallelDims, device_type: st
     placement = _expert_placement(model, dims)
     units = {layer: list(model.experts_in(layer)) if dims.degrees.experts_on_own_mesh else [] for layer in layers}
     ignored = {param for param in model.parameters() if is_elsewhere(param)}
-    if _experts_need_no_fsdp(units.values(), job, dims, policy):
-        ignored |= {p for experts in units.values() for m in experts for p in m.parameters()}
+    if _experts_need_no_fsdp(units.values(), job, dims, param_dtype):
+        for module in (module for experts in units.values() for module in experts):
+            ignored |= set(module.parameters())
+            if isinstance(module, Experts):
+                module.read = ExpertCopies(param_dtype)
         units = {layer: [] for layer in layers}
     if ignored:
         shared["ignored_params"] = ignored
@@ -73,21 +81,10 @@ def apply_fsdp(model: Model, job: JobConfig, dims: ParallelDims, device_type: st
         # The last layer's parameters are needed again at once, when backward begins.
         last = layer is layers[-1] and dims.is_last_stage
         reshard_layer = reshard == "always" or (reshard == "default" and not last)
+        options = shared | {"reshard_after_forward": reshard_layer, "shard_placement_fn": placement}
         for experts in units[layer]:
-            fully_shard(
-                experts,
-                mesh=dims.expert_fsdp_mesh,
-                reshard_after_forward=reshard_layer,
-                shard_placement_fn=placement,
-                **shared,
-            )
-        fully_shard(
-            layer,
-            mesh=dims.fsdp_mesh,
-            reshard_after_forward=reshard_layer,
-            shard_placement_fn=placement,
-            **shared,
-        )
+            fully_shard(experts, mesh=dims.expert_fsdp_mesh, **options)
+        fully_shard(layer, mesh=dims.fsdp_mesh, **options)
     embedding, head = model.outer_units()
     if embedding:
         fully_shard(embedding, mesh=dims.fsdp_mesh, reshard_after_forward=reshard != "never", **shared)
@@ -116,16 +113,14 @@ def apply_fsdp(model: Model, job: JobConfig, dims: ParallelDims, device_type: st
 
 
 def prepare_backward(model: Model, job: JobConfig, dims: ParallelDims, ending: Collection[int]) -> None:
-    """Say for which chunks of a pipeline stage backwards do, from the next one on, what is done once per step.
+    """Select the chunks of a pipeline stage whose next backwards run the once-per-step work.
 
-    With all chunks, as it is when a model was made, every backward does so. A step says it before the backward of its
-    last micro-batch. Where that is of one chunk, others may have gradients open, which a backward would end, too:
-    they are told that theirs is not yet.
+    A new model does so in every backward. A step selects before the backward of its last micro-batch: of one chunk,
+    where others may have gradients open, which a backward would end, too.
 
-    What is done once is the all-reduce of gradients over `dp_replicate`. Without this FSDP does so for each
-    micro-batch, over the slowest links, and from the second on keeps every unit's sum until backward ends. Between them
-    this rank's gradients are in FSDP's own buffers, not in `grad`. With `parallelism.fsdp_once_per_step` it is every
-    reduction of gradients, and gathered parameters are kept until then.
+    The work is the all-reduce of gradients over `dp_replicate`: FSDP would do it for each micro-batch, over the slowest
+    links. Until then this rank's gradients are in FSDP's own buffers, not in `grad`. With
+    `parallelism.fsdp_once_per_step` it is every reduction of gradients, and gathered parameters are kept until then.
     """
     # fully_shard made FSDPModules of them, which their static types do not show.
     root: Any = model
@@ -146,16 +141,15 @@ def prepare_backward(model: Model, job: JobConfig, dims: ParallelDims, ending: C
 
 
 def _layers_by_chunk(model: Model, dims: ParallelDims) -> list[list[nn.Module]]:
-    """Return the layers that run here, those of each chunk of this pipeline stage."""
+    """Return the layers of each chunk of this pipeline stage."""
     layers = iter(model.decoder_layers())
     parts = dims.degrees.stage_parts(len(model.all_layers()), dims.stage)
     return [list(islice(layers, len(part))) for part in parts]
 
 
 def _expert_placement(model: Model, dims: ParallelDims) -> Callable[[nn.Parameter], Shard | None]:
-    """Split experts along dim 1 where there are more ranks than experts; everything else along dim 0.
-
-    Also experts of transformers, whose other dims need not divide: there, ranks beyond the number of experts hold none.
+    """Split experts along dim 1 where there are more ranks than experts; everything else along dim 0, with experts of
+    transformers, whose other dims need not divide: there, ranks beyond the number of experts hold none.
     """
     if not model.splits_inside_experts:
         return lambda param: None
@@ -176,21 +170,77 @@ def _expert_placement(model: Model, dims: ParallelDims) -> Callable[[nn.Paramete
 
 
 def _experts_need_no_fsdp(
-    units: Iterable[list[nn.Module]], job: JobConfig, dims: ParallelDims, policy: MixedPrecisionPolicy
+    units: Iterable[list[nn.Module]], job: JobConfig, dims: ParallelDims, dtype: torch.dtype
 ) -> bool:
-    """Return True if each expert's weights lie whole on one rank, in the dtype that they are used in.
+    """Return True if each expert's weights lie whole on one rank, and are stored as `dtype` or can be `ExpertCopies`.
 
-    Then FSDP would gather and reduce over one rank: five copies of weights and gradients per step that change nothing.
+    FSDP would cast them in every forward and recompute, and copy each micro-batch's gradients three times.
     """
-    d = dims.degrees
-    params = [param for experts in units for module in experts for param in module.parameters()]
-    casts = any(not param.dtype == policy.param_dtype == policy.reduce_dtype for param in params)
-    return bool(params) and d.efsdp * d.dp_replicate == 1 and not casts and not job.training.enable_cpu_offload
+    d, modules = dims.degrees, [module for experts in units for module in experts]
+    casts = any(p.dtype != dtype for m in modules if not isinstance(m, Experts) for p in m.parameters())
+    return bool(modules) and d.efsdp * d.dp_replicate == 1 and not casts and not job.training.enable_cpu_offload
+
+
+_num_optimizer_steps = 0
+
+
+def _count_optimizer_step(*_: Any) -> None:
+    global _num_optimizer_steps
+    _num_optimizer_steps += 1
+
+
+register_optimizer_step_post_hook(_count_optimizer_step)
+
+
+class ExpertCopies:
+    """Copies of parameters in the dtype of matmuls, made anew after an optimizer step; gradients are added to those of
+    the parameters, in their dtype and in place.
+
+    Attributes:
+        by_param: local copies, each with what it was made of: the version of the parameter, and the number of steps of
+            all optimizers, for fused ones change a tensor and not its version.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.by_param: dict[nn.Parameter, tuple[torch.Tensor, tuple[int, int]]] = {}
+
+    def __call__(self, param: nn.Parameter) -> torch.Tensor:
+        """Return the local tensor of `param` in `dtype`."""
+        if param.dtype == self.dtype:
+            return local_tensor(param)
+        local = local_of(param)
+        copy, before = self.by_param.get(param, (None, None))
+        now = local._version, _num_optimizer_steps
+        if copy is None or before != now:
+            with torch.no_grad():
+                copy = local.to(self.dtype) if copy is None else copy.copy_(local)
+            self.by_param[param] = copy, now
+        return _ReadCopy.apply(param, copy)
+
+
+class _ReadCopy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, param: nn.Parameter, copy: torch.Tensor) -> torch.Tensor:
+        ctx.param = param
+        return copy.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None]:
+        """Return nothing: autograd would cast the gradient first, and add it in a second pass."""
+        param = ctx.param
+        if param.grad is None:
+            param.grad = sharded_like(param, grad.to(param.dtype))
+        else:
+            local_of(param.grad).add_(grad)
+        return None, None
 
 
 def _prefetch_nothing_in_backward(units: Iterable[nn.Module]) -> None:
-    """For what is gathered once per step, and for a pipeline stage's first units. By itself FSDP2 would gather the last
-    unit once more: it lists those of all micro-batches together, and before the first of one comes the last of another.
+    """Prefetch nothing for what is gathered once per step, and for a pipeline stage's first units.
+
+    FSDP2 lists the units of all micro-batches together, and would gather the last one again before the first.
     """
     modules: Any = units  # FSDPModules, which their static type does not show
     for module in modules:
@@ -198,11 +248,10 @@ def _prefetch_nothing_in_backward(units: Iterable[nn.Module]) -> None:
 
 
 def _prefetch_explicitly(units_of_layers: list[list[nn.Module]]) -> None:
-    """Order the all-gathers by hand. The host copy of the split sizes in each MoE layer stops implicit prefetching, and
-    where forwards run ahead, FSDP2 forgets the order of units after a backward.
+    """Order the all-gathers of each layer's FSDP units, itself first, by hand.
 
-    Args:
-        units_of_layers: of each decoder layer its FSDP units, itself first.
+    The host copy of the split sizes in each MoE layer stops implicit prefetching, and where forwards run ahead, FSDP2
+    forgets the order of units after a backward.
     """
     # fully_shard made FSDPModules of them, which their static types do not show.
     layers: Any = units_of_layers

@@ -1,6 +1,7 @@
 """Which modules become FSDP units, on ranks that are not there."""
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
@@ -8,6 +9,7 @@ from titanlite.config import JobConfig
 from titanlite.config.model import ModelConfig
 from titanlite.config.parallelism import Degrees
 from titanlite.distributed import ParallelDims
+from titanlite.distributed.fsdp import ExpertCopies
 from titanlite.distributed.parallelize import parallelize
 from titanlite.distributed.process_group import fake_ranks
 from titanlite.models.decoder import build_decoder
@@ -31,7 +33,7 @@ CONFIG = ModelConfig(
     ("degrees", "param_dtype", "expected"),
     [
         (Degrees(dp_shard=4, ep=4), "float32", False),  # whole on their ranks: one rank has nothing to gather
-        (Degrees(dp_shard=4, ep=4), "bfloat16", True),  # FSDP casts
+        (Degrees(dp_shard=4, ep=4), "bfloat16", False),  # `ExpertCopies` cast
         (Degrees(dp_shard=4, ep=2), "float32", True),
         (Degrees(dp_replicate=2, dp_shard=2, ep=2), "float32", True),  # FSDP reduces over replicas
         (Degrees(dp_shard=2, tp=2, ep=4), "float32", False),
@@ -47,6 +49,35 @@ def test_experts_are_units_where_that_changes_anything(degrees: Degrees, param_d
         assert {isinstance(module, FSDPModule) for module in experts} == {expected}
         axes = {len(param.device_mesh.shape) for module in experts for param in module.parameters()}
         assert (axes == {1}) == (not expected), "split by expert parallelism alone, or by FSDP too"
+
+
+def test_copies_of_experts_are_made_once_per_step_and_their_gradients_added_in_float32() -> None:
+    """As FSDP over one rank would: products see bfloat16, sums of micro-batches are float32."""
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.randn(3, 5, 4))
+    frozen = torch.nn.Parameter(torch.randn(2, 3), requires_grad=False)
+    optimizer, read = torch.optim.AdamW([weight], lr=0.1, fused=True), ExpertCopies(torch.bfloat16)
+    for _ in range(2):
+        total, address = torch.zeros(3, 5, 4), None
+        for _ in range(3):
+            copy = read(weight)
+            assert torch.equal(copy, weight.detach().bfloat16()) and copy.requires_grad
+            assert address in (None, copy.data_ptr()) and not read(frozen).requires_grad
+            address = copy.data_ptr()
+            factor = torch.randn(3, 5, 4).bfloat16()
+            (copy * factor).sum().backward()
+            total += factor.float()
+            assert weight.grad is not None and weight.grad.dtype == torch.float32
+            assert torch.equal(weight.grad, total), "bfloat16 sums would be rounded"
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len(read.by_param) == 2
+    with torch.no_grad():
+        weight.mul_(2)  # as a checkpoint that is loaded
+    with torch.no_grad():
+        assert torch.equal(read(weight), weight.bfloat16())
+    same = ExpertCopies(torch.float32)
+    assert same(weight) is weight and not same.by_param
 
 
 @pytest.mark.parametrize("ep", [2, 4])

@@ -11,21 +11,25 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from titanlite.config import AnyModelConfig, JobConfig, ModelConfig
 from titanlite.config.parallelism import Degrees, count_micro_batches
 from titanlite.distributed import ParallelDims
+from titanlite.distributed.fsdp import ExpertCopies
 from titanlite.distributed.process_group import fake_ranks
 from titanlite.features.estimate.operators import Work, cuda_workspace
 from titanlite.features.estimate.stand_in import DeviceType, StandInTrainer, observed, without_data
-from titanlite.features.estimate.tracker import Kind, Segment, StepRecorder
+from titanlite.features.estimate.tracker import GATHERED, Kind, Segment, StepRecorder
 from titanlite.features.transformers.model import TransformersModel
 from titanlite.materialize.layout import is_elsewhere, local_of
 from titanlite.metrics.flops import train_flops_per_token
+from titanlite.models.interface import Model
+from titanlite.models.moe import Experts
 
 _FEWEST = 2  # layers of a kind: the first and the last
-_FEWEST_WITH_SUMS = 4  # where replicas add up gradients of several micro-batches, the last but one is the fullest
+_FEWEST_WITH_SUMS = 4  # where gradients add up over micro-batches beside FSDP, the last but one is the fullest
 
 
 class Moment(NamedTuple):
@@ -197,7 +201,9 @@ def layers_to_trace(
     section, period = job.activation_checkpoint, 1
     if section.mode == "selective" and section.selective_ac_option != "op":
         period = int(section.selective_ac_option)
-    fewest = _FEWEST_WITH_SUMS if degrees.dp_replicate > 1 and count_micro_batches(job, degrees.dp) > 1 else _FEWEST
+    many = count_micro_batches(job, degrees.dp) > 1
+    sums = degrees.dp_replicate > 1 or (degrees.experts_on_own_mesh and degrees.efsdp == 1)
+    fewest = _FEWEST_WITH_SUMS if many and sums else _FEWEST
     few = []
     for num in wanted:
         least = fewest * period + (num - fewest * period) % period
@@ -253,10 +259,17 @@ def _trace(
             with observed(trainer, recorder):
                 trainer.train_step(batches)
             recorder.leave_out(trainer.persistent())
+            recorder.mark(_expert_copies(trainer.model), GATHERED)
             num_layers = layers_by_kind(model_config, degrees, degrees.stage_of(rank))
             if not isinstance(model_config, ModelConfig):
                 num_layers = (len(trainer.model.decoder_layers()), 0)
             return summarize(recorder, trainer, num_layers, micro_batches, len(batches))
+
+
+def _expert_copies(model: Model) -> list[torch.Tensor]:
+    """Return what stands in for gathered experts where FSDP has none to gather."""
+    readers = [module.read for module in model.modules() if isinstance(module, Experts)]
+    return [copy for read in readers if isinstance(read, ExpertCopies) for copy, _ in read.by_param.values()]
 
 
 def _micro_batches_to_trace(micro_batches: int, trainer: StandInTrainer) -> int:

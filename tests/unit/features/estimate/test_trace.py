@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -189,16 +190,19 @@ def test_layers_named_by_number_are_all_traced(checked):
     assert trace.model_flops_per_token < every.model_flops_per_token
 
 
+def most_activations(trace: StepTrace) -> int:
+    return max(peak[ACTIVATIONS] for peak in trace.peaks.values())
+
+
 def test_no_scores_are_kept_on_a_gpu(checked):
     """Activations grow in proportion to the sequence, but for one mask in bfloat16, which all layers share."""
     kept = {}
     for length in (256, 512):
         job = checked(1, 2, f"--training.seq_len={length}", "--model.attention_backend=sdpa")
-        memory = get_memory(traced(job))
-        kept[length] = memory.working[ACTIVATIONS] - 2 * length**2 * 2
+        kept[length] = most_activations(traced(job)) - 2 * length**2 * 2
         for backend in ("flex", "varlen"):
             other = replace(job, job=replace(job.job, model=replace(job.job.model, attention_backend=backend)))
-            assert get_memory(traced(other)).working[ACTIVATIONS] <= kept[length]
+            assert most_activations(traced(other)) <= kept[length]
     assert kept[512] == pytest.approx(2 * kept[256], rel=0.01)
 
 
@@ -237,14 +241,15 @@ def test_experts_of_transformers_have_the_flops_of_the_native_ones(checked, over
         "--model.attention_backend=sdpa",
         *overrides,
     )
-    native, other = (
-        traced(checked(2, 2, f"--model.implementation={name}", *options)) for name in ("native", "transformers")
-    )
+    jobs = [checked(2, 2, f"--model.implementation={name}", *options) for name in ("native", "transformers")]
+    native, other = map(traced, jobs)
+    native_config: Any = jobs[0].model_config
+    # The native router multiplies float32 gradients as two halves: 2 products of 64 tokens more in each of 2 layers.
+    halves = 2 * 2 * 2 * 64 * native_config.hidden_size * native_config.num_experts if dtype == "bfloat16" else 0
     # transformers 5.17 makes the angles of 32 positions by a float32 matmul with the 16 frequencies, 5.23 does not.
-    angles = other.total.flops - native.total.flops
+    angles = other.total.flops - native.total.flops + halves
     assert angles in (0, 2 * 32 * 16)
     assert other.model_flops_per_token == native.model_flops_per_token
-    # The native router computes in float32.
     wide = sum(work.flops for kind, work in other.work.items() if kind.call.rate == "float32")
     assert (wide > angles) == (dtype == "float32")
 
