@@ -16,6 +16,7 @@ from torch import Tensor
 from titanlite.base.errors import DataError
 from titanlite.data.tokens import TokenizedCorpus
 from titanlite.ops import IGNORE_INDEX
+from titanlite.ops.attention_varlen import find_starts
 
 _MOST_SORTED = 2**20  # sequences of an order that is held: 8 MB
 _ROUNDS = 6  # of the Feistel network
@@ -55,7 +56,10 @@ class Batch:
 
     def to(self, device: torch.device | str) -> "Batch":
         """Return a copy of the batch on `device`; tensors that are already there are shared."""
-        return Batch(**{field.name: copy_to(device, getattr(self, field.name)) for field in fields(self)})
+        moved = {field.name: copy_to(device, getattr(self, field.name)) for field in fields(Batch)}
+        if torch.device(device).type == "cuda" and self.document_ids.device.type == "cpu":
+            return BatchWithStarts(**moved, starts=copy_to(device, find_starts(self.document_ids)))
+        return Batch(**moved)
 
     def with_rows(self, count: int) -> "Batch":
         """Return a batch of the same shape whose rows from `count` on are padding: no label, no document."""
@@ -64,6 +68,17 @@ class Batch:
         fill = {"labels": IGNORE_INDEX, "positions": 0, "document_ids": -1}
         kept = (torch.arange(len(self.tokens), device=self.tokens.device) < count).unsqueeze(1)
         return replace(self, **{name: getattr(self, name).where(kept, value) for name, value in fill.items()})
+
+
+@dataclass(frozen=True)
+class BatchWithStarts(Batch):
+    """A batch on a CUDA device, and where its documents begin, as `find_starts` found without a wait on the host."""
+
+    starts: Tensor
+
+    @property
+    def inputs(self) -> dict[str, Tensor]:
+        return {"starts_N1": self.starts}
 
 
 def copy_to(device: torch.device | str, tensor: Tensor) -> Tensor:

@@ -54,13 +54,9 @@ class DecoderLayer(nn.Module):
         )
 
     def forward(
-        self,
-        x_BSD: torch.Tensor,
-        cos_sin: tuple[torch.Tensor, torch.Tensor],
-        mask: AttentionMask,
-        valid_BS: torch.Tensor | None,
-        cache: LayerCache | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self, x_BSD: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor], mask: AttentionMask,
+        valid_BS: torch.Tensor | None, cache: LayerCache | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
         """Return the hidden states and this layer's balance losses (None for dense layers)."""
         x_BSD = x_BSD + self.self_attn(self.input_layernorm(x_BSD), cos_sin, mask, cache)
         normed_BSD = self.post_attention_layernorm(x_BSD)
@@ -85,18 +81,15 @@ class Backbone(nn.Module):
         self.attention_backend: AttentionBackend = "sdpa"
 
     def forward(
-        self,
-        tokens_BS: torch.Tensor,
-        positions_BS: torch.Tensor | None,
-        document_ids_BS: torch.Tensor | None,
-        cache: Cache | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self, tokens_BS: torch.Tensor, positions_BS: torch.Tensor | None, document_ids_BS: torch.Tensor | None,
+        cache: Cache | None = None, starts_N1: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
         """Return the final hidden states (B, S, D) and the sum of the layers' balance losses, or None."""
         if positions_BS is None:
             positions_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device).expand_as(tokens_BS)
         x_BSD = self.embed_tokens(tokens_BS)
         cos_sin = self.rotary_emb(positions_BS, x_BSD.dtype)
-        mask = build_attention_mask(document_ids_BS, self.attention_backend, x_BSD.dtype)
+        mask = build_attention_mask(document_ids_BS, self.attention_backend, x_BSD.dtype, starts_N1)
         valid_BS = None if document_ids_BS is None else document_ids_BS >= 0
         aux_losses = []
         layer_caches = [None] * len(self.layers) if cache is None else cache.layers
@@ -133,14 +126,11 @@ class Decoder(Model):
         return {"lm_head.weight": Alias("model.embed_tokens.weight")} if self.config.tie_word_embeddings else {}
 
     def forward(
-        self,
-        tokens_BS: torch.Tensor,
-        labels_BS: torch.Tensor | None = None,
-        positions_BS: torch.Tensor | None = None,
+        self, tokens_BS: torch.Tensor, labels_BS: torch.Tensor | None = None, positions_BS: torch.Tensor | None = None,
         document_ids_BS: torch.Tensor | None = None,
-        reduction: Literal["sum", "none"] | Callable[..., torch.Tensor] = "sum",
-        cache: Cache | None = None,
-    ) -> torch.Tensor | LossSums:
+        reduction: Literal["sum", "none"] | Callable[..., torch.Tensor] = "sum", cache: Cache | None = None,
+        starts_N1: torch.Tensor | None = None,
+    ) -> torch.Tensor | LossSums:  # fmt: skip
         """Logits (B, S, V), or with labels the `LossSums`, or with a cache the logits (B, V) of each row's next token.
 
         Args:
@@ -153,13 +143,14 @@ class Decoder(Model):
             cache: alone with tokens, without gradients. The first call takes the prompts, padded on
                 the right, (B, S). Each later one takes one new token per row, side by side in one sequence: (1, B).
                 Behind those may be any padding.
+            starts_N1: what `find_starts` found in `document_ids_BS` on the host, so that nothing waits for the device.
         """
         if cache is not None:
             hidden_BSD, _ = self.model(tokens_BS, cache.positions(tokens_BS), None, cache)
             logits_BV = self.lm_head(hidden_BSD, select=cache.newest)
             cache.advance()
             return logits_BV
-        hidden_BSD, aux = self.model(tokens_BS, positions_BS, document_ids_BS)
+        hidden_BSD, aux = self.model(tokens_BS, positions_BS, document_ids_BS, starts_N1=starts_N1)
         out = self.lm_head(hidden_BSD, labels_BS, reduction)
         return out if labels_BS is None else LossSums(out, out.new_zeros(()) if aux is None else aux)
 

@@ -46,7 +46,10 @@ def leave_out_cudnn() -> None:
 
 
 def build_attention_mask(
-    document_ids_BS: torch.Tensor | None, backend: AttentionBackend = "sdpa", dtype: torch.dtype = torch.float32
+    document_ids_BS: torch.Tensor | None,
+    backend: AttentionBackend = "sdpa",
+    dtype: torch.dtype = torch.float32,
+    starts_N1: torch.Tensor | None = None,
 ) -> AttentionMask:
     """Mask for causal attention inside documents: query s sees key t if t <= s and both are of one document.
 
@@ -54,9 +57,9 @@ def build_attention_mask(
         document_ids_BS: (B, S) int64 document of each token, or None for one document per row. Padding has id -1:
             padded positions see one another and nothing else, so that no softmax row is empty.
         backend: `sdpa` makes a (B, 1, S, S) mask, or none at all without documents; `flex` makes a BlockMask; `varlen`
-            finds where documents begin, for which it waits for the device. There a document ends where its run of
-            tokens does.
+            needs to know where documents begin. There a document ends where its run of tokens does.
         dtype: of the queries.
+        starts_N1: what `find_starts` gave; None: `varlen` calls it, which waits for the device.
     """
     if document_ids_BS is None:
         return AttentionMask("sdpa")
@@ -65,7 +68,10 @@ def build_attention_mask(
         return mask
     batch, seq_len = document_ids_BS.shape
     if backend == "varlen":
-        return AttentionMask("varlen", starts_N1=find_starts(document_ids_BS))
+        starts_N1 = find_starts(document_ids_BS) if starts_N1 is None else starts_N1
+        # Or a layer would be compiled again for another number of documents.
+        torch._dynamo.mark_dynamic(starts_N1, 0)  # pyright: ignore[reportPrivateUsage]  documented, for all its name
+        return AttentionMask("varlen", starts_N1=starts_N1)
     if backend == "sdpa":
         same_BSS = document_ids_BS[:, :, None] == document_ids_BS[:, None, :]
         allowed_B1SS = same_BSS.tril().unsqueeze(1)
@@ -110,14 +116,9 @@ def attention(
             k_BGSK, v_BGSV = (x.repeat_interleave(repeats, dim=1) for x in (k_BGSK, v_BGSV))
             grouped = False
         out = F.scaled_dot_product_attention(
-            q_BHSK,
-            k_BGSK,
-            v_BGSV,
-            attn_mask=mask.allowed_B1SS,
-            is_causal=mask.allowed_B1SS is None,
-            scale=scale,
+            q_BHSK, k_BGSK, v_BGSV, attn_mask=mask.allowed_B1SS, is_causal=mask.allowed_B1SS is None, scale=scale,
             enable_gqa=grouped,
-        )
+        )  # fmt: skip
     return out.transpose(1, 2)
 
 

@@ -18,15 +18,12 @@ _GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signa
 def find_starts(document_ids_BS: torch.Tensor) -> torch.Tensor:
     """Where each run of tokens of one document begins among B x S tokens, and B x S: (N + 1,) int32.
 
-    Waits for the device.
+    Waits for a CUDA device.
     """
     begins_BS = torch.ones_like(document_ids_BS, dtype=torch.bool)
     begins_BS[:, 1:] = document_ids_BS[:, 1:] != document_ids_BS[:, :-1]
     starts_N = begins_BS.flatten().nonzero().flatten()
-    starts_N1 = F.pad(starts_N, (0, 1), value=document_ids_BS.numel()).int()
-    # Or a layer would be compiled again for another number of documents.
-    torch._dynamo.mark_dynamic(starts_N1, 0)  # pyright: ignore[reportPrivateUsage]  documented, for all its name
-    return starts_N1
+    return F.pad(starts_N, (0, 1), value=document_ids_BS.numel()).int()
 
 
 def varlen_attention(

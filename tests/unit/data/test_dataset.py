@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from titanlite.base.errors import DataError
+from titanlite.data import dataset as dataset_module
 from titanlite.data.dataset import IGNORE_INDEX, PackedDataset
 from titanlite.data.tokens import TokenizedCorpus
 
@@ -29,6 +30,17 @@ def test_batch_against_a_naive_reference(make_dataset: MakeDataset) -> None:
                 position, document_id = 0, document_id + 1
     assert (batch.labels == IGNORE_INDEX).any()
     assert batch.document_ids.max() > 2
+
+
+def test_on_its_way_to_cuda_a_batch_learns_where_documents_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = np.array([5, 6, 0, 7, 0, 0, 8, 9, 9, 0, 9, 9, 9], dtype=np.uint32)
+    batch = PackedDataset(TokenizedCorpus(tokens, 0, 10, 3), seq_len=6).batch([0, 1])
+    assert not batch.to("cpu").inputs
+    monkeypatch.setattr(dataset_module, "copy_to", lambda device, tensor: tensor)
+    moved = batch.to("cuda")
+    assert moved.inputs["starts_N1"].tolist() == [0, 3, 5, 6, 10, 12]
+    assert moved.inputs["starts_N1"].dtype == torch.int32 and moved.tokens is batch.tokens
+    assert moved.with_rows(2) is moved
 
 
 def test_batch_by_hand() -> None:

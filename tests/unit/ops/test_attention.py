@@ -3,6 +3,7 @@
 import pytest
 import torch
 import varlen_kernel  # noqa: F401  torch's operator, on the CPU
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 
 from titanlite.ops.attention import attention, build_attention_mask, leave_out_cudnn
 from titanlite.ops.kernels import plan_for_device
@@ -143,6 +144,15 @@ def test_rows_do_not_run_into_each_other():
     q, k, v = make_qkv(3, 3)
     expected = attention(q, k, v, build_attention_mask(document_ids), SCALE)
     torch.testing.assert_close(attention(q, k, v, mask, SCALE), expected, rtol=0, atol=1e-12)
+
+
+def test_known_starts_are_not_looked_for():
+    """Without data nothing could be."""
+    with FakeTensorMode():
+        ids, starts = torch.zeros(2, 8, dtype=torch.int64), torch.zeros(5, dtype=torch.int32)
+        assert build_attention_mask(ids, "varlen", starts_N1=starts).starts_N1 is starts
+        with pytest.raises(DynamicOutputShapeException):
+            build_attention_mask(ids, "varlen")
 
 
 def test_on_cuda_all_layers_share_one_mask_in_the_dtype_of_the_scores():

@@ -88,7 +88,7 @@ def document_log_probs(model: Model, batch: Batch) -> tuple[torch.Tensor, torch.
     Summed in float64 by a matrix product with the documents' masks: in fixed order, where an `index_add` on CUDA would
     use atomics. The number of documents is copied to the host, a synchronization point.
     """
-    losses = model(batch.tokens, batch.labels, batch.positions, batch.document_ids, reduction="none")
+    losses = model(batch.tokens, batch.labels, batch.positions, batch.document_ids, reduction="none", **batch.inputs)
     member_BNS = _membership(batch.document_ids, num_documents(batch.document_ids)).double()
     return -(member_BNS @ losses.cross_entropy.double().unsqueeze(-1)).squeeze(-1), losses.aux
 

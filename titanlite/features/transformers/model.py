@@ -153,6 +153,7 @@ class TransformersModel(Model):
         """
         if cache is not None:
             return self._next_logits(tokens_BS, cache)
+        inputs.pop("starts_N1", None)  # for titanlite's own attention
         if inputs and document_ids_BS is not None:
             raise ValueError("rows with images hold one document each; leave document_ids out")
         options: dict[str, Any] = dict(inputs)
