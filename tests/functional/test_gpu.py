@@ -11,10 +11,17 @@ import torch.distributed as dist
 from titanlite.assemble import assemble
 from titanlite.base.errors import ConfigError
 from titanlite.config.parallelism import Degrees
+from titanlite.config.schema import OptimizerSection
+from titanlite.data.dataset import Batch
+from titanlite.distributed.fsdp import ExpertCopies
 from titanlite.features.diagnose import divergence
 from titanlite.features.generate.generate import Sampling, choose_tokens, generate
 from titanlite.ops import group_by_expert, linear_cross_entropy, permute_tokens
 from titanlite.ops import grouped_gemm_launch as kernels
+from titanlite.ops.attention import build_attention_mask
+from titanlite.ops.matmul import sum_over_rows, wide_linear
+from titanlite.ops.permute import gather_sum
+from titanlite.optim.optimizer import build_optimizer, scale_gradients, step_if_finite
 
 # torch looks at it once in a process, at the first product, which is that of a test without determinism.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -34,6 +41,14 @@ def _flags() -> Iterator[None]:
     torch.backends.cudnn.deterministic = False
     torch.backends.cuda.enable_mem_efficient_sdp(True)
     torch.backends.cuda.enable_cudnn_sdp(True)
+
+
+def randn(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda").bfloat16()
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((actual.double() - expected).norm() / expected.norm()).item()
 
 
 @pytest.fixture
@@ -117,6 +132,69 @@ def test_attention_never_takes_cudnn(checked):
     assert not torch.backends.cuda.cudnn_sdp_enabled()
     trainer.metrics.close()
     dist.destroy_process_group()
+
+
+def test_sums_of_two_byte_products_are_float32():
+    """The head's weight gradient and the router's logits, added up inside the product."""
+    dy, x, total = randn(3000, 96), randn(3000, 64), randn(96, 64).float()
+    expected = total.double() + dy.double().T @ x.double()
+    assert relative_error(sum_over_rows(dy, x, total, accumulate=True), expected) < 1e-6
+    weight = randn(128, 64).requires_grad_()
+    logits = wide_linear(x.requires_grad_(), weight)
+    assert logits.dtype == torch.float32
+    assert relative_error(logits, x.double() @ weight.double().T) < 1e-6
+    dlogits = torch.randn_like(logits)
+    logits.backward(dlogits)
+    assert relative_error(x.grad, dlogits.double() @ weight.double()) < 3e-3  # bfloat16 once
+    assert relative_error(weight.grad, dlogits.double().T @ x.double()) < 3e-3
+
+
+@pytest.mark.parametrize("top_k", [1, 8])
+def test_rows_are_summed_without_atomics(top_k):
+    y, rows = randn(512 * top_k, 2048), torch.randperm(512 * top_k, device="cuda").view(512, top_k)
+    assert relative_error(gather_sum(y, rows), y.double()[rows].sum(1)) < 3e-3
+
+
+def test_fused_adamw_scales_gradients():
+    found = []
+    for implementation in ("fused", "for-loop"):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(64, 32, device="cuda")
+        optimizer = build_optimizer(model, OptimizerSection(implementation=implementation, lr=0.1))
+        for factor in (0.25, 1.0):
+            for param in model.parameters():
+                param.grad = torch.randn_like(param)
+            scale_gradients(optimizer, [p.grad for p in model.parameters()], torch.tensor(factor, device="cuda"))
+            step_if_finite(optimizer, torch.tensor(True, device="cuda"))
+        found.append([*model.parameters(), *(optimizer.state[p]["exp_avg_sq"] for p in model.parameters())])
+    for actual, wanted in zip(*found, strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_copies_of_experts_follow_a_fused_step():
+    """Its kernel changes parameters without a new version."""
+    weight, read = torch.nn.Parameter(randn(4, 32, 16).float()), ExpertCopies(torch.bfloat16)
+    optimizer = torch.optim.AdamW([weight], lr=0.1, fused=True)
+    for _ in range(2):
+        for count in (1.0, 2.0):
+            copy = read(weight)
+            assert torch.equal(copy, weight.detach().bfloat16())
+            copy.sum().backward()
+            assert weight.grad.dtype == torch.float32 and (weight.grad == count).all()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_batch_finds_its_documents_before_it_is_moved():
+    ids = torch.tensor([[0, 0, 1, 1], [0, 1, 1, -1]])
+    batch = Batch(ids, ids, ids, ids)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        moved = batch.to("cuda")
+        mask = build_attention_mask(moved.document_ids, "varlen", torch.bfloat16, **moved.inputs)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert mask.starts_N1 is not None and mask.starts_N1.tolist() == [0, 2, 4, 5, 7, 8]
 
 
 def test_draws_are_possible_with_deterministic_algorithms():
