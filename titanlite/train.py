@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import titanlite
 from titanlite.base.log import logger, open_console, setup_logger
-from titanlite.base.process import check_limits, lean_imports, leave
+from titanlite.base.process import check_limits, end_on_interrupt, lean_imports, leave
 from titanlite.launch.notices import end_with_launcher
 
 
@@ -27,6 +27,7 @@ def set_gpu_defaults(environment: MutableMapping[str, str]) -> None:
 
 if __name__ == "__main__":
     end_with_launcher()
+    end_on_interrupt()
     open_console(goes_on=True)
     check_limits()
     set_gpu_defaults(os.environ)
@@ -51,10 +52,7 @@ _LAUNCHER_WAIT_S = 10.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Check the configuration, train, and return the exit code: 0, or 2 or 3 after a `TitanliteError`, 1 after others.
-
-    A run that was asked to stop ends with 0 too, if it could save.
-    """
+    """Check the configuration and train; 0, also if asked to stop and saved, 2 or 3 for a `TitanliteError`, else 1."""
     setup_logger()
     code, job = 0, None
     try:

@@ -4,6 +4,7 @@ import atexit
 import gc
 import os
 import resource
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -37,6 +38,11 @@ def check_limits() -> None:
     if problems:
         sys.stderr.write(f"titanlite: error: this shell allows {' and '.join(problems)}. Raise it.\n")
         _end_now(2)
+
+
+def end_on_interrupt() -> None:
+    """Let Ctrl-C end this process without a traceback, as long as nothing else is installed: torch imports for long."""
+    signal.signal(signal.SIGINT, lambda *_: _end_now(128 + signal.SIGINT))
 
 
 @contextmanager

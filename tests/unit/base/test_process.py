@@ -60,6 +60,13 @@ def _end_with_a_busy_group(folder: Path, code: int) -> subprocess.CompletedProce
         return subprocess.run([*command, "0", str(folder), str(code)], capture_output=True, text=True, timeout=60)
 
 
+def test_control_c_before_training_ends_a_process_without_a_traceback():
+    script = "import os, signal; from titanlite.base.process import end_on_interrupt; end_on_interrupt(); "
+    script += "os.kill(os.getpid(), signal.SIGINT); import torch"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 @pytest.mark.parametrize("enabled", [True, False])
 def test_the_collector_is_as_it_was_before_also_after_a_failed_import(enabled):
     was = gc.isenabled()

@@ -1,5 +1,6 @@
 """A chat on the terminal, and text that is printed as its tokens arrive."""
 
+import signal
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -56,6 +57,7 @@ def chat(
     `encode` gives the tokens of a row with messages, `continue_all` is `generate` of the model, and each answer draws
     with a seed of its own. An answer has at most `max_new_tokens`, the whole chat at most `limit` tokens.
     """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with suppress(ImportError):
         import readline  # noqa: F401 - lines can be edited, and called back
     print("Chat with the model. /reset begins anew, /exit or Control-D ends, Control-C stops an answer.")
