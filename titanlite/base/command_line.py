@@ -51,7 +51,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse's; `--model X` is the positional `model`, and what is near to an option is an error."""
         options = [option for action in self._actions for option in action.option_strings]
-        takes_model = any(action.dest == "model" for action in self._actions)
+        takes_model = any(action.dest == "model" and not action.option_strings for action in self._actions)
         model, words, queue = [], [], list(sys.argv[1:] if args is None else args)
         while queue:
             name, has_value, value = queue.pop(0).partition("=")

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from titanlite.base.command_line import Parser, one_of
 from titanlite.base.errors import ConfigError, TitanliteError
 from titanlite.base.log import logger
 from titanlite.config import JobConfig, load_config
@@ -101,16 +102,20 @@ class _Gpus(argparse.Action):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m titanlite plan",
-        description="Say before a run is started whether it fits the GPUs, how fast it is, and what to change; then "
+    parser = Parser(
+        "plan",
+        "Say before a run is started whether it fits the GPUs, how fast it is, and what to change; then "
         "memory by purpose and where the time goes. Takes --config FILE and overrides as training does, or --model "
         "without a file. Nothing is downloaded except a model's config.json, if no preset has its sizes.",
-        allow_abbrev=False,
     )
     parser.add_argument("--model", metavar="PATH", help="hub id, folder or config.json; the same as --model.path")
     parser.add_argument("--gpus", action=_Gpus, metavar="NxGPU", help="for example 8xh100: --world-size and --gpu")
-    parser.add_argument("--objective", choices=_OBJECTIVES, help="what is trained (without a file: sft)")
+    parser.add_argument(
+        "--objective",
+        type=one_of(*_OBJECTIVES),
+        metavar="|".join(_OBJECTIVES),
+        help="what is trained (without a file: sft)",
+    )
     parser.add_argument("--world-size", type=int, default=1, help="ranks of the run (default: 1)")
     parser.add_argument("--gpu", default=DEFAULT_GPU, help=f"{', '.join(GPUS)} (default: %(default)s)")
     parser.add_argument("--tokens", type=float, help="tokens to train on, such as 2e9 (default: those of the run)")
@@ -150,6 +155,7 @@ def read_request(argv: Sequence[str]) -> Request:
         job = load_config([*model, *objective, *rest])
     else:
         objective.append(f"--data.path={_SOME_DATA[known.objective or 'sft']}")
+        objective += [] if any(word.startswith("--training.epochs") for word in rest) else ["--training.steps=1000"]
         with tempfile.NamedTemporaryFile(suffix=".toml") as empty:
             try:
                 job = load_config(["--config", empty.name, *model, *objective, *rest])

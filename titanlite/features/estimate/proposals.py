@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from titanlite.base.errors import ConfigError, TitanliteError
+from titanlite.base.log import logger
 from titanlite.config import JobConfig, ModelConfig
 from titanlite.config.parallelism import resolve_global_batch_size
 from titanlite.config.schema import BLOCK_SIZES
@@ -108,12 +109,14 @@ def propose(base: Planned, plan: Plan) -> list[Planned]:
 
 
 def _try_all(plan: Plan, candidates: Iterable[tuple[tuple[str, ...], str]]) -> Iterator[Planned]:
-    """Those that are legal."""
+    """Those that are legal; one that fails for another reason is named, and costs nothing but itself."""
     for arguments, note in candidates:
         try:
             yield plan(arguments, note)
         except TitanliteError:
             continue
+        except Exception as error:  # noqa: BLE001  of torch or transformers, while they trace what is not asked for
+            logger.error("plan: %s is left out: %s: %s", " ".join(arguments), type(error).__name__, error)
 
 
 def _best_that_fits(plan: Plan, candidates: Iterable[tuple[tuple[str, ...], str]]) -> list[Planned]:
