@@ -140,9 +140,8 @@ def read_adapter(folder: Path, *, exact: bool = False) -> tuple[Stored, AdapterC
     if not files[0].exists():
         how = how_to_finish(folder)
         if not how or not (folder / ADAPTER_CONFIG).exists():
-            raise CheckpointError(
-                f"{where}: has no {ADAPTER_FILE}, so it is not of a run with adapters. Set lora.rank = 0."
-            )
+            remedy = "Set lora.rank = 0" if exact else "Give a folder with adapters"
+            raise CheckpointError(f"{where}: has no {ADAPTER_FILE}, so it is not of a run with adapters. {remedy}.")
         if not exact:
             raise CheckpointError(f"{where}: has no {ADAPTER_FILE}, which could not be saved. {how}")
         files = sorted((folder / OWN_FOLDER).glob(UNFINISHED_FILES))

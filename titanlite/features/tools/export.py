@@ -79,6 +79,8 @@ def export_merged(adapter: Path, out: Path, dtype: torch.dtype, base: str | None
         CheckpointError: as `export_checkpoint`, or the adapters are damaged or do not fit the model.
         ConfigError: as `export_checkpoint`, or there is no such model.
     """
+    if not (adapter / ADAPTER_CONFIG).exists() and (adapter / "config.json").exists():
+        raise CheckpointError(f"export: {adapter} is a whole model, without adapters to merge. Leave --merge out.")
     if (adapter / MANIFEST_FILE).exists():
         raise_problems(CheckpointError, f"export: {adapter}", check_folder(adapter))
     folder = find_base("export", adapter, base)

@@ -10,8 +10,9 @@ import torch
 from tiny_transformers import VOCAB_SIZE, save_tiny
 from tokenizers import Tokenizer, models
 
+from titanlite.base.errors import CheckpointError
 from titanlite.checkpoint import commit
-from titanlite.features.tools.export import export_checkpoint
+from titanlite.features.tools.export import export_checkpoint, export_merged
 
 
 @pytest.mark.parametrize(("more", "warns"), [(0, False), (3, True)])
@@ -52,3 +53,9 @@ def test_what_an_export_left_that_was_killed_is_removed_by_the_next_to_the_same_
     export_checkpoint(tmp_path / "in", tmp_path / "out", torch.float32)
     os.close(lock)
     assert {path.name for path in tmp_path.iterdir()} == {"in", "out", live.name, other.name}
+
+
+def test_merging_needs_adapters(tmp_path: Path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"is a whole model, without adapters to merge\. Leave --merge out\."):
+        export_merged(tmp_path, tmp_path / "out", torch.bfloat16)
