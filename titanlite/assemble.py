@@ -14,7 +14,7 @@ import torch
 from titanlite.base.errors import TitanliteError
 from titanlite.base.extension import FORM, is_extension
 from titanlite.base.log import logger
-from titanlite.base.tables import format_size
+from titanlite.base.tables import format_count, format_size
 from titanlite.checkpoint.commit import step_folder
 from titanlite.checkpoint.description import check_data_order, check_resumed_model, check_saved_tokenizer
 from titanlite.checkpoint.hf_model import HFFormat, check_layout
@@ -110,7 +110,8 @@ def assemble(checked: Checked) -> Trainer:
     check_triton(job, device)
     start_memory_history(job, device)
     dims = ParallelDims.build(degrees, device.type)
-    logger.info("mesh: %s, %d ranks on %s", degrees, degrees.world_size, device.type)
+    where = f"{format_count(degrees.world_size, 'rank')} on {device.type}, {degrees}"
+    logger.info("mesh: %s", where)
 
     job = resolve_chat_date(job)
     with waiting_for_machines():  # each rank reads files by itself: no collective in here
@@ -178,9 +179,7 @@ def assemble(checked: Checked) -> Trainer:
     check_space(job, plan, matrices, checkpointer.folder, step, checkpointer.carried_bytes)
     facts = {"model": model_config.family, "parameters": total, "trained": trained, "mesh": str(degrees)}
     configure_wandb(save_environment(folder, device, facts))
-    record_start(
-        folder, step, f"{degrees.world_size} ranks on {device.type}, {degrees}", resumed=bool(start), changes=changes
-    )
+    record_start(folder, step, where, resumed=bool(start), changes=changes)
 
     def initial_model() -> Model:
         if step == 0:

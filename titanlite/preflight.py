@@ -17,7 +17,7 @@ from titanlite.base.errors import ConfigError, raise_problems
 from titanlite.base.log import open_console
 from titanlite.config import AnyModelConfig, JobConfig, load_config
 from titanlite.config.assets import assets_key, find_missing_files, find_missing_packages, resolve_assets
-from titanlite.config.parallelism import Degrees, check_parallelism, resolve_degrees
+from titanlite.config.parallelism import Degrees, check_parallelism, resolve_degrees, resolve_seq_len
 from titanlite.config.settings import find_extension_problems
 from titanlite.models.families import find_other_model, resolve_model_config
 from titanlite.models.families.hf_config import check_rope
@@ -45,6 +45,7 @@ def check(job: JobConfig, world_size: int, *, weights: bool = True) -> Checked:
     try:
         job = resolve_assets(job, weights=weights)
         model_config = resolve_model_config(job.model, assets_key(job))
+        job = resolve_seq_len(job, model_config)
         problems += find_other_model(job, model_config)
     except ConfigError as error:
         problems.append(str(error))

@@ -310,7 +310,7 @@ def test_data_without_answers_is_refused(run_ranks, checked, monkeypatch):
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["--validation.early_stopping_patience=2"], "validation.early_stopping_patience = 2 needs validations."),
+        (["--validation.early_stopping_patience=2"], "patience is given, but validation.enable is not"),
         (["--checkpoint.save_best=validation"], 'checkpoint.save_best = "validation" needs validations.'),
         (["--checkpoint.save_best=evaluation"], 'checkpoint.save_best = "evaluation" needs evaluations.'),
         (
@@ -323,9 +323,9 @@ def test_data_without_answers_is_refused(run_ranks, checked, monkeypatch):
             ["--evaluation.scorer=bleu"],
             'evaluation.scorer = "bleu" is not one of "exact_match", "contains", "package.module:name"',
         ),
-        (["--evaluation.freq=0"], "evaluation.freq = 0 is out of range"),
-        (["--evaluation.samples=-1"], "evaluation.samples = -1 is out of range"),
-        (["--validation.early_stopping_min_delta=-1"], "validation.early_stopping_min_delta = -1.0 is out of range"),
+        (["--evaluation.enable=true", "--evaluation.freq=0"], "evaluation.freq = 0 is out of range"),
+        (["--evaluation.enable=true", "--evaluation.samples=-1"], "evaluation.samples = -1 is out of range"),
+        ([*VALIDATION, "--validation.early_stopping_min_delta=-1"], "early_stopping_min_delta = -1.0 is out of range"),
     ],
 )
 def test_settings_that_would_be_ignored_are_refused(checked, overrides, words):

@@ -260,7 +260,7 @@ def test_a_run_goes_on_with_the_machines_that_are_left(cluster, undisturbed, tmp
     second.kill()
     run.end(first)
     assert "dp_shard 2 x tp 1, ep 1, 2 ranks on cpu" in run.out
-    assert "dp_shard 1 x tp 1, ep 1, 1 ranks on cpu" in run.out
+    assert "dp_shard 1 x tp 1, ep 1, 1 rank on cpu" in run.out
     undisturbed(16)
     reference = Cluster(Path(), tmp_path, 16, env={})
     assert run.losses().keys() == reference.losses().keys() == set(range(1, 17))

@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from titanlite.base.errors import ConfigError, DataError
 from titanlite.base.log import logger
+from titanlite.base.tables import format_count
 from titanlite.checkpoint.description import check_saved_tokenizer
 from titanlite.config import JobConfig
 from titanlite.data.dataset import PackedDataset
@@ -236,7 +237,9 @@ def test_epochs_are_steps(epochs, steps, monkeypatch):
     assert resolve_steps(job, loader_of(100)).training.steps == steps  # 100 sequences, 8 in a step
     assert job.training.steps == 600, "the caller's own is as it was"
     (line,) = said
-    assert line.startswith(f"training: {steps} steps of 8 sequences, {steps * 8000:,} tokens with padding, ")
+    assert line.startswith(
+        f"training: {format_count(steps, 'step')} of 8 sequences, {steps * 8000:,} tokens with padding, "
+    )
     assert line.endswith(f" {steps * 0.08:.3g} epochs")
 
 

@@ -9,10 +9,10 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from titanlite.base.command_line import suggest
 from titanlite.base.errors import ConfigError
 
 FORM = "package.module:name"
@@ -53,9 +53,8 @@ def load_extension(key: str, name: str, calls: Sequence[str] = ()) -> Any:
     if meant is not None and not (os.path.exists(file) and meant.samefile(file)):
         raise ConfigError(f"{where}: {meant} is hidden by another {module_name} ({file}). Rename your module.")
     if not hasattr(module, attribute):
-        near = get_close_matches(attribute, vars(module), 1)
-        hint = f"Did you mean '{module_name}:{near[0]}'?" if near else "Correct the name."
-        raise ConfigError(f"{where}: {module_name} ({file}) has no '{attribute}'. {hint}")
+        hint = suggest(attribute, vars(module)) or " Correct the name."
+        raise ConfigError(f"{where}: {module_name} ({file}) has no '{attribute}'.{hint}")
     found = getattr(module, attribute)
     if calls and not callable(found):
         raise ConfigError(f"{where}: it is {type(found).__name__}, not a function. Name a function of {module_name}.")

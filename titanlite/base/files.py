@@ -16,12 +16,7 @@ from typing import IO, Any
 _MOST_BYTES = 16 << 20
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _MOST_JSON_BYTES = 256 << 20  # the largest tokenizer.json of a public model has 34 MB
-_KINDS = {
-    stat.S_IFIFO: "a named pipe",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-    stat.S_IFSOCK: "a socket",
-}
+_KINDS = {stat.S_IFIFO: "a named pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket"}
 
 
 def check_regular(path: str | Path) -> os.stat_result:

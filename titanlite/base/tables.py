@@ -13,9 +13,9 @@ def format_table(rows: Sequence[tuple[str, ...]], indent: str = "  ") -> str:
     return "\n".join((indent + line).rstrip() for line in lines)
 
 
-def format_count(number: int, noun: str) -> str:
-    """`1 file`, `2 files`."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+def format_count(number: float, noun: str) -> str:
+    """`1 file`, `2,000 files`, `0.5 epochs`."""
+    return f"{number:{',' if isinstance(number, int) else 'g'}} {noun}{'' if number == 1 else 's'}"
 
 
 def format_size(nbytes: int) -> str:

@@ -118,7 +118,12 @@ def find_missing_files(job: JobConfig) -> list[str]:
             given = {"path": source.path, "validation_path": source.validation_path}
             paths += [(get_source_key(data, name, setting), path, on_hub) for setting, path in given.items()]
     paths.append(("evaluation.path", job.evaluation.path, True))
+    place = Path(job.job.dump_folder).absolute()
+    there = next(path for path in (place, *place.parents) if path.exists())
     problems = []
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        why = "it cannot be written to" if there.is_dir() else "it is a file"
+        problems.append(f"job.dump_folder: {job.job.dump_folder} cannot be used. Of {there}: {why}. Choose another.")
     for key, name, may_be_on_hub in paths:
         try:
             if name:
@@ -137,6 +142,12 @@ def suggest_path(key: str, name: str) -> str:
     """Suggest what to write where there is nothing at the path `name`."""
     if match := _HUB_ADDRESS.match(name):
         return f'Of the Hugging Face hub give the id: {key} = "{match[1]}".'
+    if key == "data.chat_template" and re.fullmatch(r"\w+", name):
+        return f"It is a Jinja file. Leave {key} out: then the tokenizer's own template is used."
+    if name[0] in "\"'":
+        return "Write it without these quotes."
+    if "$" in name:
+        return f'Variables of the shell mean nothing here. Write "{os.path.expandvars(name)}".'
     folder, pattern = os.path.split(name)
     if any(sign in name for sign in "*?[") and key.endswith("data.path"):
         return f'Give the folder, and the pattern by itself: {key} = "{folder or "."}", data.pattern = "{pattern}".'

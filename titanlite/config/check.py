@@ -39,7 +39,7 @@ _RULES: tuple[tuple[Callable[[float], bool], str, tuple[str, ...]], ...] = (
         "0 or more",
         (
             *("job.stop_grace_seconds", "training.steps", "training.epochs", "training.max_norm"),
-            *("training.divergence_check_freq", "data.skip_to_sample", "optimizer.lr", "optimizer.weight_decay"),
+            *("training.divergence_check_freq", "data.skip_to_sample", "optimizer.weight_decay"),
             *("lora.rank", "moe.expert_bias_update_rate", "moe.aux_loss_coeff", "moe.z_loss_coeff"),
             *("checkpoint.interval", "checkpoint.keep_latest_k", "checkpoint.keep_every_n_steps", "validation.steps"),
             *("validation.early_stopping_patience", "validation.early_stopping_min_delta", "evaluation.samples"),
@@ -50,7 +50,7 @@ _RULES: tuple[tuple[Callable[[float], bool], str, tuple[str, ...]], ...] = (
         lambda value: value >= 1,
         "1 or more",
         (
-            *("training.seq_len", "training.local_batch_size"),
+            "training.local_batch_size",
             *("parallelism.data_parallel_replicate_degree", "parallelism.tensor_parallel_degree"),
             *("parallelism.context_parallel_degree", "parallelism.pipeline_parallel_degree"),
             *("parallelism.pipeline_parallel_chunks", "parallelism.expert_parallel_degree", "metrics.log_freq"),
@@ -62,7 +62,7 @@ _RULES: tuple[tuple[Callable[[float], bool], str, tuple[str, ...]], ...] = (
     (
         lambda value: value == -1 or value >= 1,
         "1 or more, or to -1",
-        ("training.global_batch_size", "parallelism.data_parallel_shard_degree"),
+        ("training.seq_len", "training.global_batch_size", "parallelism.data_parallel_shard_degree"),
     ),
     (lambda value: value >= -1, "-1 or more", ("checkpoint.load_step", "lr_scheduler.warmup_steps")),
     (lambda value: 0 < value < math.inf, "more than 0", ("optimizer.eps", "lora.alpha", "dpo.beta", "spike.threshold")),
@@ -73,7 +73,7 @@ _RULES: tuple[tuple[Callable[[float], bool], str, tuple[str, ...]], ...] = (
         ("optimizer.beta1", "optimizer.beta2", "optimizer.momentum", "lora.dropout", "data.validation_share"),
     ),
     (lambda value: 0 <= value < 0.5, "0 or more and less than 0.5", ("dpo.label_smoothing",)),
-    (lambda value: 0 < value <= 1, "more than 0 and at most 1", ("lr_scheduler.decay_ratio",)),
+    (lambda value: 0 < value <= 1, "more than 0 and at most 1", ("optimizer.lr", "lr_scheduler.decay_ratio")),
     (lambda value: 0 <= value <= 1, "0 to 1", ("lr_scheduler.min_lr_factor",)),
     # A byte-level BPE has the 256 bytes and at least one special token.
     (lambda value: value >= 257, "257 or more (256 bytes and a special token)", ("data.bpe_vocab_size",)),
@@ -277,8 +277,9 @@ def _find_unused(data: DataSection, name: str, source: DataSection) -> dict[str,
     default = DataSection()
     ignored = []
     for path, settings in ((source.path, ("split", "subset")), (source.validation_path, ("validation_split",))):
-        if not is_hub_id(path) or Path(path).expanduser().exists():
-            ignored += [(setting, "is for a dataset of the hub") for setting in settings]
+        if not is_hub_id(path) or Path(path).exists():
+            which = [setting for setting in settings if setting == "subset" or not path or not Path(path).is_dir()]
+            ignored += [(setting, "is for a dataset of the hub") for setting in which]
     if not source.streaming:
         ignored.append(("streaming_block_rows", "is for data.streaming"))
     found = {}
@@ -362,22 +363,11 @@ def _check_fine_tuning(job: JobConfig) -> list[str]:
 def _check_results(job: JobConfig) -> list[str]:
     """Return problems of validations and evaluations: settings that would be ignored, or that name nothing."""
     problems = []
-    evaluation, default = job.evaluation, EvaluationSection()
-    if evaluation.path and not evaluation.enable:
-        problems.append(
-            f"evaluation.path = {format_value(evaluation.path)} is set, but evaluation.enable = false. Set it to true, "
-            + "or leave the path out."
-        )
+    evaluation, default, checkpoint = job.evaluation, EvaluationSection(), job.checkpoint
     if evaluation.split != default.split and not evaluation.path:
         problems.append(
             f"evaluation.split = {format_value(evaluation.split)} is set, but evaluation.path is empty. Set that, or "
             + "leave the split out."
-        )
-    checkpoint, patience = job.checkpoint, job.validation.early_stopping_patience
-    if patience > 0 and not job.validation.enable:
-        problems.append(
-            f"validation.early_stopping_patience = {patience} needs validations. Set validation.enable = true, or the "
-            + "patience to 0."
         )
     if checkpoint.save_best != "none":
         if not getattr(job, checkpoint.save_best).enable:

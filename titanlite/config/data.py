@@ -2,9 +2,9 @@
 
 import json
 from dataclasses import dataclass, fields, replace
-from difflib import get_close_matches
 from typing import Literal
 
+from titanlite.base.command_line import suggest
 from titanlite.base.errors import ConfigError
 from titanlite.config.model import setting
 from titanlite.config.patterns import parse_object
@@ -16,8 +16,8 @@ BadRows = Literal["error", "skip"]
 DroppedParts = Literal["error", "warn"]
 # What a column can be taken for, with `data.fields`.
 FIELDS = (
-    *("messages", "question", "answer", "instruction", "input", "output", "system", "tools"),
-    *("prompt", "completion", "text", "chosen", "rejected"),
+    *("messages", "conversations", "question", "answer", "instruction", "input", "output", "response", "query"),
+    *("problem", "solution", "context", "system", "tools", "prompt", "completion", "text", "chosen", "rejected"),
 )
 
 
@@ -65,8 +65,7 @@ class DataSection:
     split: str = setting("train", "Split of a dataset of the hub.")
     subset: str = setting("", "Subset (configuration) of a dataset of the hub; empty: its default.")
     validation_path: str = setting(
-        "",
-        "Held-out examples, as path (a hub dataset with validation_split). Empty: some rows of path are held out.",
+        "", "Held-out examples, as path (a hub dataset with validation_split). Empty: some rows of path are held out."
     )
     validation_share: float | None = setting(
         None,
@@ -102,8 +101,7 @@ class DataSection:
     )
     packing: bool = setting(True, "Put several examples, or documents, into one sequence. They do not see each other.")
     streaming: bool = setting(
-        False,
-        "Tokenize examples during training, for datasets that are too large to tokenize before.",
+        False, "Tokenize examples during training, for datasets that are too large to tokenize before."
     )
     streaming_block_rows: int = setting(
         1024, "Rows that are read, packed and shuffled together when streaming. They are in memory at once."
@@ -122,8 +120,7 @@ class DataSection:
         "`titanlite data` begins there.",
     )
     chat_date: str = setting(
-        "",
-        "Today's date for chat templates (YYYY-MM-DD). Empty: the day on which the run first began.",
+        "", "Today's date for chat templates (YYYY-MM-DD). Empty: the day on which the run first began."
     )
     dropped_parts: DroppedParts = setting(
         "error",
@@ -174,10 +171,10 @@ def get_fields(data: DataSection, key: str = "data.fields") -> dict[str, str]:
     own = parse_object(key, data.fields)
     for name, column in own.items():
         if name not in FIELDS or not isinstance(column, str) or not column:
-            nearest = get_close_matches(name, FIELDS, 1)
-            hint = f"Did you mean {nearest[0]}?" if nearest else f"Fields are {', '.join(FIELDS)}."
-            hint = hint if name not in FIELDS else "Write the name of a column as text."
-            raise ConfigError(f"{key}.{name} = {json.dumps(column)} cannot be used. {hint}")
+            hint = suggest(name, FIELDS) or f" Fields are {', '.join(FIELDS)}."
+            hint = hint if column not in FIELDS else f' Write it the other way round: {column} = "{name}".'
+            hint = hint if name not in FIELDS else " Write the name of a column as text."
+            raise ConfigError(f"{key}.{name} = {json.dumps(column)} cannot be used.{hint}")
     return ({} if data.text_field == DataSection.text_field else {"text": data.text_field}) | own
 
 

@@ -7,6 +7,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Literal
 
+from titanlite.base.log import warn_once
 from titanlite.config.assets import is_hub_id
 from titanlite.config.check import format_value
 from titanlite.config.data import get_sources, holds_rows
@@ -20,6 +21,17 @@ _FINE_TUNING_RATES = {
     (False, True): 2e-4,  # QLoRA, arXiv:2305.14314; ten times that of all weights: "LoRA Without Regret", 2025
     (True, False): 5e-7,  # Zephyr, arXiv:2310.16944; Tulu 3, arXiv:2411.15124
     (True, True): 5e-6,  # the LoRA recipe of Zephyr
+}
+# Sections and settings, and what they have no effect without.
+_SWITCHES = {
+    "lora": "lora.rank",
+    "dpo": "training.objective",
+    "compile": "compile.enable",
+    "validation": "validation.enable",
+    "evaluation": "evaluation.enable",
+    "spike": "spike.enable",
+    "metrics.wandb_project": "metrics.enable_wandb",
+    "profiling.profile_freq": "profiling.enable_profiling",
 }
 
 
@@ -38,9 +50,18 @@ def fill_in(job: JobConfig, given: Mapping[str, str], name: str) -> list[str]:
             setattr(getattr(job, section), setting, value)
 
     problems = _fill_in_model(job) + _fill_in_length(job, given) + _fill_in_data(job, given, default)
-    adapters = [key for key in given if key.startswith("lora.")]
-    if adapters and "lora.rank" not in given:
-        problems.append(f"{adapters[0]} is set, but lora.rank is not, and no adapters are trained. Set lora.rank.")
+    off = {_SWITCHES[part]: key for key in given for part in (key, key.partition(".")[0]) if part in _SWITCHES}
+    problems += [
+        f"{key if '.' in key else f'[{key}]'} is given, but {switch} is not, without which it has no effect. Set "
+        + f"{switch}, or leave {key} out."
+        for switch, key in off.items()
+        if switch not in given
+    ]
+    for key in ("validation_share", "validation_path"):
+        if (value := getattr(job.data, key)) and not wants_held_out(job):
+            text = f"data.{key} = {format_value(value)} holds rows out, and nothing looks at them"
+            warn_once(f"{text}. Set validation.enable = true, or leave it out.")
+    default("training.seq_len", -1)
     default("job.dump_folder", f"outputs/{name}" if name else "outputs")
     if job.checkpoint.initial_load_path and (job.data.dataset not in ("text", "stdlib") or job.lora.rank > 0):
         default("training.global_batch_size", None)  # other runs with weights go on with pretraining
@@ -83,9 +104,15 @@ def _fill_in_model(job: JobConfig) -> list[str]:
 
 
 def _fill_in_length(job: JobConfig, given: Mapping[str, str]) -> list[str]:
-    """One of `training.steps` and `training.epochs`: the later place counts, the command line."""
-    training = job.training
+    """One of `training.steps` and `training.epochs`, the later; 3 epochs for pretrained weights without either."""
+    training, data = job.training, job.data
     steps, epochs = given.get("training.steps"), given.get("training.epochs")
+    if steps is None and epochs is None:
+        mixed = any(source.weight is not None for source in data.sources.values())
+        if job.checkpoint.initial_load_path and not mixed and not any(s.streaming for s in get_sources(data).values()):
+            training.epochs = 3.0  # as in transformers
+    elif steps is None and not training.epochs:
+        return ["training.epochs = 0 trains nothing. Set it to more, or leave it out."]
     if steps is None or epochs is None or not training.epochs:
         return []
     is_late = [place.startswith("override") for place in (steps, epochs)]
@@ -102,6 +129,15 @@ def _fill_in_length(job: JobConfig, given: Mapping[str, str]) -> list[str]:
 def wants_held_out(job: JobConfig) -> bool:
     """Return True if rows of the training data are held out for a validation or an evaluation."""
     return job.validation.enable or (job.evaluation.enable and not job.evaluation.path)
+
+
+def follows(job: JobConfig, key: str) -> bool:
+    """Return True for a setting that `fill_in` derives from others: it is not saved, so that these can be changed."""
+    if key == "training.steps":
+        return job.training.epochs > 0
+    if key == "data.validation_share":
+        return job.data.validation_share == 0 and not wants_held_out(job)
+    return key in ("model.hf_assets_path", "checkpoint.initial_load_path") and job.model.path != ""
 
 
 def find_kind(path: str, pattern: str = "") -> Literal["examples", "text", "mixed"]:

@@ -7,6 +7,7 @@ stop at the first error, without the file's name.
 
 import json
 import math
+import os
 import re
 import sys
 import tomllib
@@ -21,9 +22,9 @@ from titanlite.base.extension import FORM, import_from, is_extension
 from titanlite.base.files import read_regular, replace_file
 from titanlite.config.check import check_values, format_value
 from titanlite.config.data import SourceSection
-from titanlite.config.defaults import fill_in, wants_held_out
+from titanlite.config.defaults import fill_in, follows
 from titanlite.config.patterns import parse_object
-from titanlite.config.peers import CHOICES, NAMES, VALUES, spell_dtype
+from titanlite.config.peers import CHOICES, NAMES, SAME, VALUES, spell_dtype
 from titanlite.config.schema import JobConfig
 from titanlite.config.settings import (
     SOURCES,
@@ -121,15 +122,6 @@ def format_changes(changes: Mapping[str, tuple[Any, Any]]) -> str:
     return ", ".join(f"{key} {before} -> {now}" for key, before, now in shown)
 
 
-def follows(job: JobConfig, key: str) -> bool:
-    """Return True for a setting that `fill_in` derives from others: it is not saved, so that these can be changed."""
-    if key == "training.steps":
-        return job.training.epochs > 0
-    if key == "data.validation_share":
-        return job.data.validation_share == 0 and not wants_held_out(job)
-    return key in ("model.hf_assets_path", "checkpoint.initial_load_path") and job.model.path != ""
-
-
 class _BadValueError(Exception):
     """A value does not fit its setting; the text is the problem without its place."""
 
@@ -141,17 +133,20 @@ def _check_value(setting: Setting, value: Any) -> Any:
         value = float(value) if abs(value) < 2**1023 else math.inf
     if isinstance(value, str) and value not in setting.choices and spell_dtype(value) in setting.choices:
         value = spell_dtype(value)
-    if setting.key == "lora.targets" and isinstance(value, list):  # as in PEFT
+    if setting.is_list and isinstance(value, list):
         value = ", ".join(map(str, value))
-    if setting.key == "lora.targets" and value == "all-linear":
-        value = ""
+    value = SAME.get((setting.key, str(value)), value)
+    if setting.kind is str and setting.name.endswith(("path", "folder")) and isinstance(value, str):
+        value = os.path.expanduser(value)
     is_free = setting.calls is not None and is_extension(value)
     if setting.choices and value not in setting.choices and not is_free:
-        meant = CHOICES.get(str(value), str(value)).lower()
-        nearest = [choice for choice in setting.choices if choice.lower() == meant]
-        nearest = nearest or get_close_matches(str(value), setting.choices, 1)
+        meant = CHOICES.get(str(value).lower(), str(value))
+        nearest = [choice for choice in setting.choices if choice.lower() in meant.lower()]
+        nearest = nearest or [near for word in (meant, str(value)) for near in get_close_matches(word, setting.choices)]
         hint = f'; did you mean "{nearest[0]}"?' if nearest else ". Write one of these."
-        if setting.key == "data.dataset" and not nearest:
+        if meant.endswith("."):
+            hint = f". {meant}"
+        elif setting.key == "data.dataset" and not nearest:
             hint = ". For your own data set data.path: a file, folder or hub id."
         choices = [*setting.choices, *([] if setting.calls is None else [FORM])]
         raise _BadValueError(f"{shown} is not one of {', '.join(map(format_value, choices))}{hint}")
@@ -182,6 +177,10 @@ def _remedy(setting: Setting, value: Any) -> str:
             return f"Write {format_value(parsed)} without quotes"
         except _BadValueError:
             pass  # the text is no better as a number: the plain remedy says what is wanted
+    if setting.kind is int and isinstance(value, float) and value.is_integer():
+        return f"Write {int(value)}"
+    if setting.name in TABLES:
+        return 'Write a table, as {question = "problem"}'
     if isinstance(value, list) and setting.key.endswith("path"):
         return "Write one path; several are [data.sources.NAME] with a path each"
     if setting.kind is str and isinstance(value, int | float):
@@ -194,6 +193,9 @@ def _parse_text(setting: Setting, text: str) -> Any:
     if setting.optional and text == "none":
         return None
     value: Any = text
+    if setting.is_list and text.startswith("["):
+        with suppress(ValueError):
+            value = json.loads(text)
     if setting.kind is str:
         try:
             text.encode()
@@ -250,7 +252,7 @@ class Reader:
                 continue
             if not argument.startswith("--") or not key:
                 likely = "--config " if argument.endswith(".toml") else "--" if key and has_value else ""
-                hint = f"Did you mean '{likely}{argument.lstrip('-')}'?" if likely else "Write --section.key=value."
+                hint = f"Did you mean '{likely}{argument.lstrip('-+')}'?" if likely else "Write --section.key=value."
                 self.refuse(f"argument {argument!r}", f"is neither --config nor an override. {hint}")
                 continue
             if not has_value and queue and not queue[0].startswith("--"):
@@ -291,7 +293,7 @@ class Reader:
         except RecursionError:
             self.refuse(path, "is nested too deeply. Write values without so many brackets.")
         except ValueError as error:  # TOMLDecodeError, and Python's limit on the digits of an int
-            text = 'Write sections as [model] and values as path = "..."; booleans are true and false'
+            text = "Write sections as [model], each once; text in quotes (with a \\ in single ones); true or false"
             self.refuse(path, f"not valid TOML: {error}. {text}.")
         return None
 
@@ -308,6 +310,8 @@ class Reader:
                 self.refuse_unknown(where, key, "section" if isinstance(value, dict) else "key")
             elif isinstance(value, dict):
                 self.note_source(key)  # even if it is empty: that is a mistake to be named
+                if not value:
+                    self.origins[key] = where
                 self.read_table(where, cast(dict[str, object], value), key)
             else:
                 shown, header, suspects = _shorten(format_value(value)), key, [key]
@@ -364,7 +368,7 @@ class Reader:
             section = section.rpartition(".")[0]
         settings = find_section(section) or []
         known = [*get_sections(), SOURCES] if noun == "section" else [*get_settings(), *(s.key for s in settings)]
-        nearest = find_nearest(key, known)
+        nearest = find_nearest(key, known) or [each for each in known if each.replace(".", "_") == name]
         if section == SOURCES:
             nearest, hint = [], f". Name a source with small letters, digits and underscores: {SOURCES}.my_data."
         elif here := NAMES.get(f"{section}.{name}", NAMES.get(name)):
@@ -414,7 +418,7 @@ class Reader:
         name = "" if path is None else Path(path).stem
         for problem in fill_in(job, self.origins, name):
             if not self.suspects.intersection(_KEY.findall(problem)):
-                self.refuse(path or CODE, problem, *_KEY.findall(problem))
+                self.refuse(self.find_place(problem, path or CODE), problem, *_KEY.findall(problem))
 
     def check(self, job: JobConfig, path: str) -> None:
         """Note the problems of `check_values`, but none about a key that already has a problem."""
@@ -422,8 +426,12 @@ class Reader:
             keys = [key for key in _KEY.findall(problem) if find_setting(key) is not None]
             if any(key == s or key.startswith(f"{s}.") for key in keys for s in self.suspects):
                 continue
-            wheres = [self.origins[key] for key in keys if key in self.origins]
-            self.problems.append((next((where for where in wheres if where != path), path), problem))
+            self.problems.append((self.find_place(problem, path), problem))
+
+    def find_place(self, problem: str, path: str) -> str:
+        """Return where a setting that `problem` names was given, other than in the file `path` if one was."""
+        wheres = (self.origins.get(key, path) for key in _KEY.findall(problem))
+        return next((where for where in wheres if where != path), path)
 
     def raise_all(self) -> None:
         """Raise one ConfigError if there is any problem."""

@@ -9,14 +9,15 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 
-def setting(default: Any, doc: str, *, choices: tuple[str, ...] = (), calls: tuple[str, ...] | None = None) -> Any:
+def setting(default: Any, doc: str, **metadata: Any) -> Any:
     """Return a dataclass field with its documentation; mutable defaults are copied per instance.
 
     Args:
         choices: allowed values of a text that may also name an extension; others are a Literal.
         calls: how an extension (`titanlite.base.extension`) is called that the setting may name; None: it may not.
+        is_list: text with commas, which may be given as a list.
     """
-    metadata = {"doc": doc, "choices": choices, "calls": calls}
+    metadata["doc"] = doc
     if callable(default):
         return field(default_factory=default, metadata=metadata)
     return field(default=default, metadata=metadata)

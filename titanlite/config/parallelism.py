@@ -3,14 +3,16 @@
 All checks of degrees live here, so that the preflight and every rank say the same before any collective.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from titanlite.base.errors import ConfigError
+from titanlite.base.log import logger
 from titanlite.config.model import AnyModelConfig, ModelConfig, TransformersConfig
 from titanlite.config.schema import BLOCK_SIZES, JobConfig, ParallelismSection
 
 # Examples of an optimizer step where none is set, by whether it is DPO: how many, their name, and where that is from.
 BATCHES = {False: (16, "examples", "QLoRA, arXiv:2305.14314"), True: (32, "pairs", "Zephyr, arXiv:2310.16944")}
+_SEQ_LEN = 2048  # where none is set
 
 
 @dataclass(frozen=True)
@@ -371,6 +373,15 @@ def _check_batches(job: JobConfig, model: AnyModelConfig, degrees: Degrees) -> l
                 "model.overrides.rope_scaling.factor."
             )
     return problems
+
+
+def resolve_seq_len(job: JobConfig, model: AnyModelConfig) -> JobConfig:
+    """Return `job` with the tokens per sequence where none are set: 2048, or the model's limit."""
+    if job.training.seq_len != -1:
+        return job
+    if (limit := model.max_position_embeddings or _SEQ_LEN) < _SEQ_LEN:
+        logger.info("training.seq_len is %d, the model's max_position_embeddings; by default it is %d", limit, _SEQ_LEN)
+    return replace(job, training=replace(job.training, seq_len=min(limit, _SEQ_LEN)))
 
 
 def resolve_global_batch_size(

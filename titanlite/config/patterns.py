@@ -69,7 +69,8 @@ def parse_object(key: str, text: Any) -> dict[str, Any]:
     except ValueError:
         found = None
     if not isinstance(found, dict):
-        raise ConfigError(f'{key} = "{text}" is no JSON object. Write one, for example {{"enable_thinking": false}}.')
+        example = '"question": "problem"' if key.endswith("fields") else '"enable_thinking": false'
+        raise ConfigError(f'{key} = "{text}" is no JSON object. Write one, for example {{{example}}}.')
     return found
 
 

@@ -1,103 +1,15 @@
 """Names in other trainers, and what they are here: of settings, for the message about an unknown key, and of dtypes."""
 
-# What it is here -> the last part of the key in torchtitan, in transformers, TRL and peft, and in axolotl.
-_BY_SETTING = {
-    "model.path": "initial_load_in_hf name_or_path model_name_or_path model_name base_model",
-    "model.attention_backend": "flash_attention attn_implementation",
-    "job.dump_folder": "output_dir",
-    "data.path": "dataset_path dataset_name dataset train_path data_files data.file",
-    "data.format": "data.type",
-    "data.path, or [data.sources.NAME] for several": "datasets",
-    "data.subset": "dataset_config",
-    "data.split": "dataset_train_split",
-    "data.validation_path": "test_datasets",
-    "data.validation_split": "dataset_test_split",
-    "data.validation_share, with validation.enable = true": "val_set_size",
-    "data.text_field": "dataset_text_field",
-    "data.fields": "field_messages field_instruction field_input field_output",
-    "data.train_on": "completion_only_loss assistant_only_loss train_on_inputs",
-    "data.packing": "sample_packing",
-    "data.too_long": "excess_length_strategy",
-    "data.cache_folder": "dataset_prepared_path",
-    "data.chat_template": "chat_template_path chat_template_jinja",
-    "data.tokenizer_path": "tokenizer_name tokenizer_config",
-    "training.objective": "rl",
-    "training.epochs": "num_train_epochs num_epochs",
-    "training.steps": "max_steps",
-    "training.seq_len": "max_seq_length max_length sequence_len",
-    "training.local_batch_size": "per_device_train_batch_size micro_batch_size",
-    "training.global_batch_size, the sequences of a step on all ranks": "gradient_accumulation_steps"
-    " training.batch_size",
-    "training.max_norm": "max_grad_norm",
-    "training.mixed_precision_param": "bf16",
-    "optimizer.name": "optim",
-    "optimizer.lr": "learning_rate",
-    "optimizer.beta1": "adam_beta1",
-    "optimizer.beta2": "adam_beta2",
-    "optimizer.eps": "adam_epsilon",
-    "lr_scheduler.decay_type": "lr_scheduler_type lr_scheduler.type lr_scheduler.name",
-    "lr_scheduler.min_lr_factor": "lr_min",
-    "lr_scheduler.warmup_steps; not set, it is 3% of the run": "warmup_ratio",
-    "parallelism.tensor_parallel_degree": "tensor_parallel_size",
-    "parallelism.context_parallel_degree": "context_parallel_size",
-    "parallelism.expert_parallel_degree": "expert_parallel_size",
-    "parallelism.data_parallel_shard_degree": "dp_shard_size",
-    "parallelism.data_parallel_replicate_degree": "dp_replicate_size",
-    "parallelism.pipeline_parallel_chunks": "pipeline_parallel_schedule",
-    "activation_checkpoint.mode": "gradient_checkpointing",
-    "compile.enable": "torch_compile components",
-    "lora.rank": "use_peft adapter lora_r r lora.enable peft",
-    "lora.alpha": "lora_alpha",
-    "lora.dropout": "lora_dropout",
-    "lora.targets": "lora_target_modules target_modules",
-    "lora.targets; not set, it is all of them": "lora_target_linear",
-    "lora.init_from": "lora_model_dir",
-    'lora.base_dtype = "fp8"': "load_in_8bit",
-    'lora.base_dtype = "nf4"': "load_in_4bit",
-    "dpo.beta": "rl_beta training.beta",
-    "checkpoint.enable": "enable_checkpoint",
-    "checkpoint.interval": "save_steps",
-    "checkpoint.keep_latest_k": "save_total_limit",
-    "checkpoint.load_step; not set, a run resumes by itself": "resume_from_checkpoint",
-    "checkpoint.push_to_hub": "push_to_hub_model_id hub_model_id",
-    "validation.enable": "eval_strategy eval",
-    "validation.freq": "eval_steps",
-    "metrics.log_freq": "logging_steps",
-    "metrics.enable_wandb, metrics.enable_tensorboard": "report_to",
-    "comm.timeout_seconds": "init_timeout_seconds train_timeout_seconds",
-    "nothing": "enable_color_printing gc_freq enable_async_tensor_parallel experimental",
-    'nothing: weights of adapters\' base can be lora.base_dtype = "fp8"': "float8 mx quantize",
-    "nothing: code of repositories is never run": "trust_remote_code",
-    "nothing: FSDP2 is always on": "fsdp fsdp_config deepspeed",
-    "nothing: every checkpoint is a Hugging Face folder": "last_save_in_hf",
-    "nothing: `titanlite export` writes a model alone": "last_save_model_only model_weights_only",
-    "nothing: the optimizer steps once, after all gradients": "early_step_in_backward",
-    "nothing: logits are never whole": "disable_loss_parallel use_liger_kernel",
-}
-# A value in the place of a section, and the key that it is for.
-VALUES = {
-    "model": "model.path",
-    "data": "data.path",
-    "optimizer": "optimizer.name",
-    "lr_scheduler": "lr_scheduler.decay_type",
-    "lora": "lora.rank",
-    "activation_checkpoint": "activation_checkpoint.mode",
-    "compile": "compile.enable",
-    "checkpoint": "checkpoint.enable",
-    "validation": "validation.enable",
-    "evaluation": "evaluation.enable",
-}
-# Values of other trainers, and what they are here.
-CHOICES = {
-    "sft": "next_token",
-    "adamw_torch": "AdamW",
-    "adamw_torch_fused": "AdamW",
-    "adamw_8bit": "AdamW",
-    "alpaca": "messages",
-    "sharegpt": "messages",
-    "chat_template": "messages",
-}
-NAMES = {name: here for here, names in _BY_SETTING.items() for name in names.split()}
+import tomllib
+from pathlib import Path
+
+_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+NAMES, CHOICES = (
+    {name: here for here, names in _TABLES[kind].items() for name in names.split()} for kind in ("settings", "values")
+)
+VALUES = _TABLES["sections"]
+# Values that are others here, by setting: as in PEFT.
+SAME = {("lora.targets", "all-linear"): ""}
 
 
 def spell_dtype(text: str) -> str:

@@ -86,7 +86,9 @@ class ModelSection:
 class TrainingSection:
     steps: int = setting(1000, "Optimizer steps to run, unless epochs is set.")
     epochs: float = setting(
-        0.0, "Passes over the training data, instead of steps: 3, or 0.5 for half of it. 0: steps decides."
+        0.0,
+        "Passes over the training data, instead of steps: 3, or 0.5 for half of it. Neither set, with pretrained "
+        "weights and data that end: 3.",
     )
     objective: str = setting(
         "next_token",
@@ -95,7 +97,7 @@ class TrainingSection:
         choices=("next_token", "dpo"),
         calls=("logits, labels", "log_probs, batch", "job"),
     )
-    seq_len: int = setting(2048, "Tokens per sequence.")
+    seq_len: int = setting(2048, "Tokens per sequence. Not set, or -1: 2048, or the model's limit if that is less.")
     local_batch_size: int = setting(1, "Sequences per data-parallel rank and micro-batch.")
     global_batch_size: int | None = setting(
         -1,
@@ -160,11 +162,13 @@ class OptimizerSection:
         "",
         "Parameters that are not trained: shell patterns over their names, separated by commas, for example "
         "'model.embed_tokens*, *.mlp.gate.*'. The expert_bias of a frozen router does not change.",
+        is_list=True,
     )
     lr_multipliers: str = setting(
         "",
         "Factors on the learning rate by pattern, for example 'lm_head*=2, *.experts.*=0.5'. The last pattern that "
         "matches counts.",
+        is_list=True,
     )
 
 
@@ -183,6 +187,7 @@ class LoRASection:
         "",
         "Layers that get an adapter: shell patterns over their names or the last parts of them, separated by commas, "
         "for example 'q_proj, v_proj, experts'. Empty: all linear layers in decoder layers, and the experts.",
+        is_list=True,
     )
     init_from: str = setting(
         "",
@@ -237,7 +242,9 @@ class ParallelismSection:
         1, "Chunks of layers in a stage (interleaved 1F1B), for less waiting; micro-batches: a multiple of the stages."
     )
     pipeline_parallel_layers: str = setting(
-        "", "Layers of each stage, as '11,13,13,11'; with chunks, of all first chunks, then all second. Empty: evenly."
+        "",
+        "Layers of each stage, as '11,13,13,11'; with chunks, of all first chunks, then all second. Empty: evenly.",
+        is_list=True,
     )
     expert_parallel_degree: int = setting(
         1, "Ranks that split the experts: some of those of data_parallel_shard * context_parallel * tensor_parallel."

@@ -34,6 +34,8 @@ class Setting(NamedTuple):
     doc: str
     calls: tuple[str, ...] | None = None
     """How an extension is called that it may name"""
+    is_list: bool = False
+    """Text with commas, which may be given as a list"""
 
     @property
     def section(self) -> str:
@@ -67,8 +69,8 @@ def walk_schema(schema: type, section: str = "") -> Iterable[Setting]:
         if len(kinds) != 1 or kind not in _KINDS:
             raise TypeError(f"schema: {key} has type {declared}, which no value can be read as. Use another type.")
         default = item.default if item.default_factory is MISSING else item.default_factory()
-        metadata = item.metadata
-        yield Setting(key, kind, choices, optional, default, metadata.get("doc", ""), metadata.get("calls"))
+        calls, is_list = item.metadata.get("calls"), item.metadata.get("is_list", False)
+        yield Setting(key, kind, choices, optional, default, item.metadata.get("doc", ""), calls, is_list)
 
 
 @cache

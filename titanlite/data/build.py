@@ -5,14 +5,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titanlite.base.agree import get_rank
 from titanlite.base.errors import DataError
 from titanlite.base.log import logger
 from titanlite.config.data import DataSection
-from titanlite.config.defaults import wants_held_out
 from titanlite.config.parallelism import resolve_global_batch_size
 from titanlite.config.schema import JobConfig
-from titanlite.data.corpus import build_corpus
+from titanlite.data.corpus import build_corpus, describe_left_out
 from titanlite.data.dataset import PackedDataset, TrainDataset, get_sources
 from titanlite.data.loader import TrainLoader
 from titanlite.data.tokenizer import build_tokenizer, load_tokenizer
@@ -41,9 +39,6 @@ def build_loader(
         ConfigError: the batch sizes and `dp_degree` do not fit each other.
     """
     training = job.training
-    if job.data.validation_share and not wants_held_out(job) and get_rank() == 0:
-        text = "data.validation_share = %g holds out rows for nothing. Set validation.enable = true, or leave it out."
-        logger.warning(text, job.data.validation_share)
     tokenizer, dataset = {"text": build_text, **builders}[get_kind(job.data)](job)
     # For streams this reads rows, so only where it counts. A document of plain text, or an image, is one example.
     sources = get_sources(dataset) if training.global_batch_size is None and before is None else []
@@ -132,8 +127,9 @@ def build_packed(
     tokenizer = build_tokenizer(data, corpus, model_type) if tokenizer is None else tokenizer
     dataset = make(build_tokens(data, corpus, tokenizer), seq_len, data.validation_share)
     logger.info(
-        "%s: %d tokens, vocabulary %d, in %d documents; sequences of %d tokens: %d to train on, %d held out",
+        "%s: %d tokens, vocabulary %d, in %d documents; sequences of %d tokens: %d to train on, %d held out%s",
         *(where, len(dataset.tokenized.tokens), dataset.tokenized.vocab_size, dataset.tokenized.num_documents),
         *(dataset.seq_len, dataset.num_train_sequences, dataset.num_validation_sequences),
+        describe_left_out(data, [path for _, path in corpus.files]),
     )
     return tokenizer, dataset

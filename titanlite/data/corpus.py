@@ -1,13 +1,13 @@
 """Documents of a dataset, in an order that depends on nothing but their names and bytes.
 
-Files are read again on every pass instead of being kept: a corpus may be larger than memory, and a second pass over
-10 MB costs 40 ms. A file that changes while a job starts is not noticed.
+Files are read again on every pass: a corpus may be larger than memory. One that changes meanwhile is not noticed.
 """
 
 import os
+import re
 import sysconfig
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from functools import cached_property
@@ -21,6 +21,12 @@ from titanlite.data.cache import get_cache_folder, read_once
 
 # Installed packages differ from machine to machine, and test data holds deliberately broken files.
 _NOT_STDLIB = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+# Words in names of files, as `datasets` understands them.
+_SPLITS = {
+    "train": {"train", "training"},
+    "validation": {"validation", "valid", "val", "dev"},
+    "test": {"test", "testing", "eval", "evaluation"},
+}
 
 
 @dataclass(frozen=True)
@@ -130,6 +136,29 @@ def find_files(root: Path, pattern: str, skipped_folders: frozenset[str] = froze
     return tuple(sorted(found))
 
 
+def choose_split(files: Sequence[Path], root: Path, split: str) -> list[Path]:
+    """Return those of the `files` in `root` that are of `split` by their names; else those that are of none, or all."""
+    splits = {file: _find_split(file.relative_to(root)) for file in files}
+    wanted = next((name for name in (_find_split(Path(split)), None) if name in splits.values()), ...)
+    return [file for file in files if wanted in (..., splits[file])]
+
+
+def _find_split(path: Path) -> str | None:
+    words = re.split(r"[-._ \d/]+", path.as_posix().lower())
+    return next((split for split, names in _SPLITS.items() if not names.isdisjoint(words)), None)
+
+
+def describe_left_out(data: DataSection, read: Iterable[str | Path]) -> str:
+    """Say which files of the folder `data.path` are not `read`: "; not read: 2 *.md, test.txt"; "" for none."""
+    known = {Path(file) for file in read}
+    same = {file.suffix for file in known}
+    files = find_files(Path(data.path), "*") if os.path.isdir(data.path) and not data.pattern else ()
+    rest = [file for name, file in files if file not in known and not re.search(r"(^|/)\.", name)]
+    kinds = Counter(file.name if file.suffix in same else f"*{file.suffix or file.name}" for file in rest)
+    found = [f"{count} {kind}" if kind[0] == "*" else kind for kind, count in kinds.most_common(6)]
+    return f"; not read: {', '.join(found)}" if found else ""
+
+
 def build_stdlib_corpus(root: str | Path | None = None) -> Corpus:
     """Find the `.py` files of the running Python's standard library, or of `root`, without packages, tests and caches.
 
@@ -145,22 +174,27 @@ def build_stdlib_corpus(root: str | Path | None = None) -> Corpus:
     return corpus
 
 
-def build_text_corpus(path: str | Path, pattern: str = "*.txt") -> Corpus:
+def build_text_corpus(path: str | Path, pattern: str = "") -> Corpus:
     """One file, or all files in a folder and its subfolders whose name or relative path matches `pattern`.
 
-    Each file is one document. `pattern` has no effect on a single file.
+    Without a pattern all .txt files; where each is of a split (train.txt, test.txt), those for training. Each file is
+    one document. `pattern` has no effect on a single file.
 
     Raises:
         DataError: `path` does not exist, nothing matches `pattern`, or every file is empty.
     """
-    root = Path(path).expanduser()
+    root = Path(path)
     if root.is_dir():
-        files = find_files(root, pattern)
+        files = find_files(root, pattern or "*.txt")
+        if not pattern and all(_find_split(Path(name)) for name, _ in files):
+            chosen = choose_split([path for _, path in files], root, "train")
+            files = tuple(pair for pair in files if pair[1] in chosen)
         if not files:
             endings = Counter(file.suffix for _, file in find_files(root, "*") if file.suffix).most_common(1)
             there = f'; for example, {endings[0][1]} match "*{endings[0][0]}"' if endings else ""
             raise DataError(
-                f'data: no file in {root} matches pattern "{pattern}"{there}. Change data.pattern or data.path.'
+                f'data: no file in {root} matches pattern "{pattern or "*.txt"}"{there}. Change data.pattern or '
+                "data.path."
             )
     elif root.exists():
         files = ((root.name, root),)
@@ -175,7 +209,7 @@ def build_corpus(data: DataSection) -> Corpus:
     """Build the corpus that the `[data]` section names. DataError as `build_stdlib_corpus` and `build_text_corpus`."""
     if data.dataset == "stdlib":
         return replace(build_stdlib_corpus(), cache_folder=get_cache_folder(data))
-    return replace(build_text_corpus(data.path, data.pattern or "*.txt"), cache_folder=get_cache_folder(data))
+    return replace(build_text_corpus(data.path, data.pattern), cache_folder=get_cache_folder(data))
 
 
 def split_text(text: str, max_chars: int) -> Iterator[str]:

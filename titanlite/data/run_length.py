@@ -7,6 +7,7 @@ from typing import Any
 from titanlite.base.agree import get_rank
 from titanlite.base.errors import ConfigError
 from titanlite.base.log import logger
+from titanlite.base.tables import format_count
 from titanlite.config import JobConfig
 from titanlite.config.parallelism import BATCHES
 from titanlite.data.dataset import get_sources
@@ -31,9 +32,10 @@ def resolve_steps(job: JobConfig, loader: TrainLoader, before: Any = None) -> Jo
             wanted, done = wanted - before.samples, before.step
         steps = done + math.ceil(wanted / size)
         job = replace(job, training=replace(job.training, steps=steps))
-    length = f"{steps:,} steps of {size} sequences, {steps * size * job.training.seq_len:,} tokens with padding"
-    epochs = 0.0 if num_sequences is None else steps * size / num_sequences
-    logger.info("training: %s%s", length, "" if num_sequences is None else f", {epochs:.3g} epochs")
+    tokens = f"{steps * size * job.training.seq_len:,} tokens with padding"
+    epochs = 0.0 if num_sequences is None else float(f"{steps * size / num_sequences:.3g}")
+    shown = "" if num_sequences is None else f", {format_count(epochs, 'epoch')}"
+    logger.info("training: %s of %s, %s%s", format_count(steps, "step"), format_count(size, "sequence"), tokens, shown)
     _warn_of_many_epochs(job, epochs, "", "training.epochs")
     return job
 

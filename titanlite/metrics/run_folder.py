@@ -14,10 +14,11 @@ from titanlite.base.errors import RENDEZVOUS, ConfigError
 from titanlite.base.files import AppendedFile, check_regular, is_full
 from titanlite.base.folder_lock import LOCK_WAIT_S, FolderHeldError, FolderLock
 from titanlite.base.log import log_to_folder, logger
+from titanlite.base.tables import format_count
 from titanlite.config import JobConfig, find_changes, format_changes, save_resolved
 from titanlite.config.assets import base_model_of, is_hub_id
 from titanlite.config.data import holds_rows
-from titanlite.config.settings import get_value
+from titanlite.config.settings import get_settings, get_value
 from titanlite.launch.notices import read_restart
 
 _WRITTEN = (".jsonl", ".json", ".toml", ".txt")  # files of the run
@@ -147,23 +148,23 @@ def check_same_run(
         now = get_identity(job)
         pairs = {key: (before[key], now[key]) for key in now if key in before} if before else changes
         others = {key: pairs[key] for key in _IDENTITY if key in pairs}
-        return format_changes({key: pair for key, pair in others.items() if not _is_same(*map(str, pair))})
+        others = {key: pair for key, pair in others.items() if not _is_same(*map(str, pair))}
+        return format_changes({key: tuple(map(get_settings()[key].kind, pair)) for key, pair in others.items()})
 
     text = on_first_rank(find)
     never = "lora.rank" in text  # its weights do not fit
     if text and (job.checkpoint.resume == "auto" or step >= asked or never):
         weights = Path(folder) / job.checkpoint.folder / f"step-{step}"
-        forced = (
-            f", or train {asked - step} more steps in it with --checkpoint.resume=force"
-            if step < asked and not never
-            else ""
-        )
+        more = f"train {asked - step} more steps" if step < asked else f"set more than {step} steps, and train the rest"
+        forced = "" if never else f", or {more} in it with --checkpoint.resume=force"
         raise ConfigError(
             f"checkpoint: {folder} holds another run, at step {step}: {text}. Set another job.dump_folder to begin "
             f"anew, there with model.path = {weights} to begin with its weights{forced}."
         )
     if step > asked:
-        length = f"training.epochs = {job.training.epochs:g} are {asked} steps" if job.training.epochs else ""
+        length = (
+            f"training.epochs = {job.training.epochs:g}, {format_count(asked, 'step')}" if job.training.epochs else ""
+        )
         raise ConfigError(
             f"{length or f'training.steps = {asked}'}, but the checkpoint in {folder} is of step {step}. Set more to "
             "train on, or another job.dump_folder to begin anew."

@@ -25,12 +25,12 @@ def make_job(**values: Any) -> JobConfig:
     ("key", "good", "bad"),
     [
         ("training.steps", [0, 1], [-1]),
-        ("training.seq_len", [1], [0, -1]),
+        ("training.seq_len", [1, -1], [0, -2]),
         ("training.local_batch_size", [1], [0]),
         ("training.global_batch_size", [-1, 1], [0, -2]),
         ("training.max_norm", [0.0, 1.0], [-0.1, float("nan"), float("inf")]),
         ("training.loss_chunk_tokens", [0], [-1]),
-        ("optimizer.lr", [0.0, 1.0], [-1e-9, float("nan")]),
+        ("optimizer.lr", [1e-9, 1.0], [0.0, 5.0, float("nan")]),
         ("optimizer.beta1", [0.0, 0.999], [1.0, -0.1]),
         ("optimizer.beta2", [0.0, 0.999], [1.0, -0.1]),
         ("optimizer.eps", [1e-30], [0.0, -1e-8]),
@@ -139,8 +139,9 @@ def test_epochs_of_a_stream_are_unknown() -> None:
 def test_a_folder_that_is_named_like_a_dataset_of_the_hub_is_a_folder(tmp_path, monkeypatch) -> None:
     (tmp_path / "a/b").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    (problem,) = check_values(make_job(**EXAMPLES | {"data__path": "a/b"}, data__split="test"))
-    assert problem == 'data.split = "test" is for a dataset of the hub, which this is not. Leave it out.'
+    assert check_values(make_job(**EXAMPLES | {"data__path": "a/b"}, data__split="test")) == []
+    (problem,) = check_values(make_job(**EXAMPLES | {"data__path": "a/b"}, data__subset="test"))
+    assert problem == 'data.subset = "test" is for a dataset of the hub, which this is not. Leave it out.'
 
 
 def test_all_problems_are_listed() -> None:
@@ -214,7 +215,6 @@ LORA = {"lora__rank": 8, "checkpoint__initial_load_path": "model", "model__flavo
             ["adapters of a pretrained model, and there is none. Set model.path to that model."],
         ),
         ({"evaluation__path": "rows.csv", "evaluation__enable": True, "evaluation__split": "train"}, []),
-        ({"evaluation__path": "rows.csv"}, ['evaluation.path = "rows.csv" is set, but evaluation.enable = false']),
         ({"evaluation__split": "train"}, ['evaluation.split = "train" is set, but evaluation.path is empty']),
         (
             {"lora__alpha": 3.0, "lora__targets": "q_proj", "lora__init_from": "adapters"},

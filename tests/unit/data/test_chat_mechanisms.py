@@ -257,7 +257,9 @@ def test_dropped_parts_and_template_arguments_from_a_toml_file(
     row = {"messages": [*chat("hi"), {"role": "assistant", "content": "x", "tool_calls": [call]}]}
     make_job([row], template.replace("tool_calls", "nothing"))
     toml = tmp_path / "run.toml"
-    text = f"""[model]
+    text = f"""training.seq_len = 2048
+
+[model]
 flavor = "debug"
 
 [data]

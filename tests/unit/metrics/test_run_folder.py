@@ -58,9 +58,15 @@ def test_another_run_is_refused(section: str, name: str, value: object, can_be_f
     before = get_identity(job)
     check_same_run(job, {}, 3, before)
     setattr(getattr(job, section), name, value)
-    text = "" if can_be_forced else r"begin with its weights\.$"
-    with pytest.raises(ConfigError, match=rf"holds another run, at step 3: {section}\.{name} .*{text}"):
-        check_same_run(job, {}, 3, before)
+    shown = "0 -> 8" if value == 8 else f'-> "{value}"'
+    for steps, more in ((1000, "train 997 more steps"), (2, "set more than 3 steps, and train the rest")):
+        job.training.steps = steps
+        forced = (
+            rf", or {more} in it with --checkpoint.resume=force\.$" if can_be_forced else r"begin with its weights\.$"
+        )
+        with pytest.raises(ConfigError, match=rf"holds another run, at step 3: {section}\.{name} .*{shown}.*{forced}"):
+            check_same_run(job, {}, 3, before)
+    job.training.steps = 1000
     job.checkpoint.resume = "force"
     if can_be_forced:
         check_same_run(job, {}, 3, before)

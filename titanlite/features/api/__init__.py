@@ -20,7 +20,8 @@ from titanlite.base.errors import NOTICE_FOLDER, TitanliteError
 from titanlite.base.folder_lock import FolderLock
 from titanlite.base.log import logger, setup_logger, warn_once
 from titanlite.config import JobConfig
-from titanlite.config.load import CODE, Reader, follows
+from titanlite.config.defaults import follows
+from titanlite.config.load import CODE, Reader
 from titanlite.config.settings import get_sections_of, get_value
 from titanlite.distributed.process_group import end_distributed
 from titanlite.launch import heartbeat, stop

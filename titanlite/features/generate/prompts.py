@@ -77,6 +77,7 @@ def read_evaluation_prompts(
         if isinstance(first, dict) and all(column in first for column in fields.values()):
             rows = RenamedRows(rows, fields)
         else:
+            rows = RenamedRows(rows, {})
             settings = replace(settings, fields="", text_field=DataSection.text_field)
         examples = build_examples(settings, rows, tokenizer)
         count = (len(examples.offsets) - 1) // examples.header.documents_per_example

@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 
 from titanlite.base.files import read_regular
+from titanlite.base.tables import format_count
 from titanlite.checkpoint import Progress
 from titanlite.config import JobConfig
 from titanlite.config.assets import BaseModel, base_model_of, is_hub_id, public_name
@@ -44,7 +45,14 @@ def render_model_card(job: JobConfig, *, family: str, num_parameters: int, progr
     lines += [f"A `{family}` model with {num_parameters / 1e6:,.1f} M parameters, {origin} with titanlite.", ""]
     paths = "".join(f", `{public_name(path)}`" for path in _get_paths(job))
     lines += ["## Data", "", f"- dataset: `{job.data.dataset}`{paths}", f"- fingerprint: {progress.data}", ""]
-    lines += ["## Results", "", f"After {progress.step} of {job.training.steps} steps.", "", *_results(results), ""]
+    lines += [
+        "## Results",
+        "",
+        f"After {progress.step} of {format_count(job.training.steps, 'step')}.",
+        "",
+        *_results(results),
+        "",
+    ]
     lines += [
         "## Configuration",
         "",

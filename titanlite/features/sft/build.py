@@ -11,6 +11,7 @@ from titanlite.config.data import DataSection
 from titanlite.config.patterns import parse_object
 from titanlite.config.schema import JobConfig
 from titanlite.data.build import resolve_tokenizer_path
+from titanlite.data.corpus import describe_left_out
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.features.sft.chat_template import set_arguments
 from titanlite.features.sft.dataset import ExampleDataset, ExampleSet, fit_examples, hold_out
@@ -40,7 +41,8 @@ def build_example_dataset(
         DataError: there is no tokenizer or template, a row is bad, or an example too long, and the settings say so.
     """
     tokenizer = load_example_tokenizer(data) if tokenizer is None else tokenizer
-    examples = build_examples(data, open_rows(data), tokenizer)
+    rows = open_rows(data)
+    examples = build_examples(data, rows, tokenizer)
     train = fit_examples(examples, seq_len, data.too_long)
     if data.validation_path:
         held_out = build_held_out(replace(data, format=examples.header.form), seq_len, tokenizer)
@@ -49,7 +51,7 @@ def build_example_dataset(
         sources = (train,)
         train, held_out = hold_out(train, data.validation_share)
     dataset = ExampleDataset(train, held_out, sources, seq_len, get_padding(tokenizer), packing=data.packing)
-    logger.info("%s: %s", where, describe(dataset))
+    logger.info("%s: %s%s", where, describe(dataset), describe_left_out(data, rows.names))
     for warning in get_warnings(dataset):
         logger.warning("%s: %s", where, warning)
     return tokenizer, dataset

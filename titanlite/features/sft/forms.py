@@ -19,13 +19,16 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from titanlite.base.files import parse_json
+from titanlite.config.data import FIELDS
 from titanlite.features.sft.readers import RowError
 
 Form = Literal["messages", "prompt_completion", "text", "preference"]
 FORMS: tuple[str, ...] = get_args(Form)
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
-_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "function_call": "assistant"}
+# What ShareGPT and others call them, in small letters.
+_OTHER_ROLES = {"human": "user", "observation": "tool", "function_call": "assistant"}
+_OTHER_ROLES |= dict.fromkeys(("gpt", "bot", "chatbot", "chatgpt", "model", "ai"), "assistant")
 # Fields of a question and its answer, as instruction data have them.
 QUESTIONS = (
     ("instruction", "output"),
@@ -43,7 +46,10 @@ QUESTIONS = (
 )
 # Fields that a form takes from `data.fields`.
 FORM_FIELDS: dict[Form, tuple[str, ...]] = {
-    "messages": ("messages", "question", "answer", "instruction", "input", "output", "prompt", "system", "tools"),
+    "messages": (
+        *("messages", "conversations", "question", "answer", "instruction", "input", "output", "response", "query"),
+        *("problem", "solution", "context", "prompt", "system", "tools"),
+    ),
     "prompt_completion": ("prompt", "completion", "tools"),
     "text": ("text",),
     "preference": ("prompt", "question", "instruction", "input", "chosen", "rejected", "system", "tools"),
@@ -52,6 +58,8 @@ FORM_FIELDS: dict[Form, tuple[str, ...]] = {
 _SUBJECTS = ("input", "context")
 _CONTEXTS = (*_SUBJECTS, "passage", "document", "history", "choices", "options", "cot", "rationale")
 REASONING = ("reasoning_content", "thinking", "reasoning")
+# Columns that mean something by their name, also with capitals or blanks around it.
+COLUMNS = {*FIELDS, *_CONTEXTS, "system_prompt", "label", "chat_template_kwargs"}
 
 
 @dataclass(frozen=True)
@@ -75,11 +83,15 @@ class Plain:
 
 
 def rename_fields(row: dict[str, Any], fields: Mapping[str, str]) -> dict[str, Any]:
-    """`row` with its columns under the names of `fields`, which gives the column of each field.
+    """`row` with its columns under the names of `fields`, which gives the column of each field, or of `COLUMNS`.
 
     Raises:
         RowError: a column is missing.
     """
+    others = (name for name in row if name not in COLUMNS and name not in fields.values())
+    plain = {name: known for name in others if (known := name.strip().lower()) in COLUMNS and known not in row}
+    if plain:
+        row = {plain.get(name, name): value for name, value in row.items()}
     if not fields:
         return row
     for name, column in fields.items():
@@ -303,7 +315,7 @@ def _get_messages(row: dict[str, Any], name: str) -> tuple[list[dict[str, Any]],
             raise _wrong_type(
                 f"{where} is {_describe_type(given)}, not a message", 'Write {"role": ..., "content": ...}.'
             )
-        message = _from_sharegpt(given, where) if "from" in given and "role" not in given else dict(given)
+        message = _unify(given, where)
         weight = message.pop("weight", None)
         if weight not in (None, 0, 1):
             raise _wrong_type(f"{where}.weight is {weight!r}", "Write 0 or 1.")
@@ -313,15 +325,18 @@ def _get_messages(row: dict[str, Any], name: str) -> tuple[list[dict[str, Any]],
     return messages, frozenset(untrained)
 
 
-def _from_sharegpt(given: dict[str, Any], where: str) -> dict[str, Any]:
-    said = given["from"]
-    message: dict[str, Any] = {key: value for key, value in given.items() if key not in ("from", "value")}
-    message["role"] = _SHAREGPT_ROLES.get(said, said) if isinstance(said, str) else said
-    if said == "function_call":
-        call = parse_object(given.get("value"), f"{where}.value")
+def _unify(given: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return a message with `role` and `content`, also of ShareGPT's `from` and `value`."""
+    name = "from" if "from" in given and "role" not in given else "role"
+    said, value = given.get(name), "value" if "value" in given and "content" not in given else "content"
+    message: dict[str, Any] = {key: item for key, item in given.items() if key not in (name, value)}
+    plain = said.strip().lower() if isinstance(said, str) else ""
+    message["role"] = _OTHER_ROLES.get(plain, plain if plain in ROLES else said)
+    if name == "from" and said == "function_call":
+        call = parse_object(given.get(value), f"{where}.{value}")
         message["tool_calls"] = [{"type": "function", "function": call}]
-    else:
-        message["content"] = given.get("value")
+    elif value in given:
+        message["content"] = given[value]
     return message
 
 

@@ -80,8 +80,7 @@ def _index_jsonl(file: Path) -> list[Mark]:
 
 def _read_jsonl(file: Path, start: int, marks: Sequence[Mark]) -> _Numbered:
     begin = max((mark for mark in marks if mark.num_rows <= start), default=Mark(0))
-    num_to_skip, num_bytes = start - begin.num_rows, begin.num_bytes
-    what = "decompressed file" if _is_compressed(file) else "file"
+    num_to_skip = start - begin.num_rows
     for number, line in enumerate(_read_lines(file, begin), begin.num_lines + 1):
         if _is_blank(line, is_first=number == 1):
             pass
@@ -90,20 +89,44 @@ def _read_jsonl(file: Path, start: int, marks: Sequence[Mark]) -> _Numbered:
         elif isinstance(line, int):
             yield number, too_long("line", line)
         elif number == 1 and line.startswith(_UTF_16):
-            text = f"the file is UTF-16. Convert it: iconv -f UTF-16 -t UTF-8 {file.name} > converted{file.suffix}"
-            yield 0, RowError("not UTF-8", f"{text}.")
+            yield 0, _not_utf8(file, "UTF-16")
             return
         else:
             text = line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line
             try:
                 yield number, _parse_json(text.rstrip())
             except RowError as error:
+                if number == 1 and (whole := _read_whole(file)):
+                    yield whole
+                    return
                 yield number, error
-            except UnicodeDecodeError as error:
-                byte = num_bytes + len(line) - len(text) + error.start
-                reason = f"byte {byte} of the {what} is not UTF-8 ({error.reason}). Convert the file."
-                yield number, RowError("not UTF-8", reason)
-        num_bytes += _length(line)
+            except UnicodeDecodeError:
+                yield number, _not_utf8(file)
+
+
+def _not_utf8(file: Path, encoding: str = "ISO-8859-1") -> RowError:
+    """Return an error that is the same for all rows of a file."""
+    what = "the file is UTF-16" if encoding == "UTF-16" else "not UTF-8"
+    how = f": iconv -f {encoding} -t UTF-8 {file.name} > converted{file.suffix}"
+    return RowError("not UTF-8", f"{what}. Convert it{'' if _is_compressed(file) else how}.")
+
+
+def _read_whole(file: Path) -> tuple[int, dict[str, Any] | RowError] | None:
+    """Return what a file holds whose first row goes over several lines, or is an array; None: it does not."""
+    if _is_compressed(file) or file.stat().st_size > _MOST_ARRAY_BYTES:
+        return None
+    try:
+        text = file.read_text(encoding="utf-8-sig").lstrip()
+        value, end = json.JSONDecoder().raw_decode(text)
+    except (ValueError, RecursionError):
+        return None
+    is_one, name = not text[end:].strip(), file.name
+    if is_one and isinstance(value, list) and file.suffix != ".json":
+        return 0, RowError("invalid JSON", f"the file is one JSON array. Rename it to {file.stem}.json.")
+    if "\n" not in text[:end] or not isinstance(value, dict):
+        return None
+    text = f"an object goes over several lines. Write one in each line: jq -c . {name} > rows.jsonl."
+    return (1, value) if is_one else (0, RowError("invalid JSON", text))
 
 
 def _read_lines(file: Path, begin: Mark) -> Iterator[bytes | int]:
@@ -181,9 +204,8 @@ def _read_json(file: Path) -> _Numbered:
     except RowError as error:
         yield 0, error
         return
-    except UnicodeDecodeError as error:
-        text = f"byte {error.start} of the file is not UTF-8 ({error.reason}). Convert the file."
-        yield 0, RowError("not UTF-8", text)
+    except UnicodeDecodeError:
+        yield 0, _not_utf8(file)
         return
     for number, row in enumerate(rows, 1):
         yield number, row if isinstance(row, dict) else _not_an_object(row)
@@ -203,7 +225,8 @@ def _load_json(content: bytes) -> Any:
         raise
     except json.JSONDecodeError as error:
         line = f"line {error.lineno}, " if error.lineno > 1 else ""
-        text = f"not valid JSON ({error.msg}, {line}column {error.colno}). Write one JSON object per line."
+        place = f", {line}column {error.colno}" if error.msg != "Extra data" else ""  # where each row ends
+        text = f"not valid JSON ({error.msg}{place}). Write one JSON object per line."
         raise RowError("invalid JSON", text) from None
     except ValueError as error:
         text = f"not valid JSON ({error}). Write one JSON object per line, with each name once."
@@ -221,8 +244,11 @@ def _load_json(content: bytes) -> Any:
 
 
 def _not_an_object(row: Any) -> RowError:
-    text = f"the row is a JSON {_json_type(row)}, not an object. Write rows such as {{"
-    return RowError("wrong type", text + '"prompt": "...", "completion": "..."}.')
+    text = f"the row is a JSON {_json_type(row)}, not an object. Write rows such as "
+    has_messages = isinstance(row, list) and row and isinstance(row[0], dict)
+    return RowError(
+        "wrong type", text + ('{"messages": [...]}.' if has_messages else '{"prompt": "...", "completion": "..."}.')
+    )
 
 
 def _json_type(value: Any) -> str:
@@ -252,22 +278,19 @@ def _read_csv(file: Path) -> _Numbered:
                 continue
             if header is None:
                 header = cells
-                if len(cells) == 1 and ";" in cells[0]:
-                    yield number, RowError("invalid CSV", "columns are separated by ';'. Write ',' between them.")
+                if len(cells) == 1 and (sign := next((sign for sign in ";\t|" if sign in cells[0]), "")):
+                    yield number, RowError("invalid CSV", f"columns are separated by {sign!r}. Write ',' between them.")
                     return
             else:
-                yield number, _csv_row(header, cells)
+                yield number, _csv_row(file, header, cells)
 
 
-def _csv_row(header: list[str], cells: list[str]) -> dict[str, Any] | RowError:
+def _csv_row(file: Path, header: list[str], cells: list[str]) -> dict[str, Any] | RowError:
     if len(cells) != len(header):
         text = f"{len(cells)} fields, but the first line names {len(header)} columns. Quote fields that hold commas."
         return RowError("invalid CSV", text)
-    for name, cell in zip(header, cells, strict=True):
-        escaped = re.search("[\ud800-\udfff]", cell)
-        if escaped:
-            byte = ord(escaped[0]) - 0xDC00
-            return RowError("not UTF-8", f"column '{name}' holds the byte 0x{byte:02x}, no UTF-8. Convert the file.")
+    if any(re.search("[\ud800-\udfff]", cell) for cell in (*header, *cells)):
+        return _not_utf8(file)
     return dict(zip(header, cells, strict=True))
 
 

@@ -19,7 +19,7 @@ from titanlite.base.tables import format_runs
 from titanlite.config.assets import is_hub_id
 from titanlite.config.data import DataSection, get_fields
 from titanlite.data.cache import read_once
-from titanlite.data.corpus import find_files
+from titanlite.data.corpus import choose_split, find_files
 from titanlite.features.sft.forms import rename_fields
 from titanlite.features.sft.readers import READERS, Mark, RowError, drop_none, first_line, get_suffix
 
@@ -357,8 +357,7 @@ def _digest_code(name: str) -> str:
 def open_rows(data: DataSection, *, streaming: bool = False) -> Rows:
     """Return the rows of `data.path` as `[data]` says: converted, and with its names for columns."""
     rows = build_rows(data.path, data.pattern, data.subset, data.split, streaming=streaming, converter=data.converter)
-    fields = get_fields(data)
-    return RenamedRows(rows, fields) if fields else rows
+    return RenamedRows(rows, get_fields(data))
 
 
 def build_rows(
@@ -379,14 +378,15 @@ def find_rows(path: str, pattern: str, subset: str, split: str, *, streaming: bo
     """Return the rows at `path`: a file, all such files in a folder and its subfolders, or a dataset of the hub.
 
     A folder that `datasets` saved is its rows; of several splits those of `split`. In another folder, files that match
-    `pattern`; without a pattern all `.jsonl`, `.json` (also with `.gz` or `.zst` behind), `.parquet` and `.csv` files.
+    `pattern`; without a pattern all `.jsonl`, `.json` (also with `.gz` or `.zst` behind), `.parquet` and `.csv` files
+    of `split` (`choose_split`).
     A name `owner/name` or `owner/name@revision` that is no path here is looked up on the hub; with `streaming` its rows
     are downloaded as they are read.
 
     Raises:
         DataError: there is nothing at `path`, or nothing that can hold rows.
     """
-    root = Path(path).expanduser()
+    root = Path(path)
     if (root / "dataset_dict.json").is_file():  # as `DatasetDict.save_to_disk` writes it
         root = root / split
     if (root / "state.json").is_file() and (root / "dataset_info.json").is_file():
@@ -394,7 +394,7 @@ def find_rows(path: str, pattern: str, subset: str, split: str, *, streaming: bo
     elif root.is_dir():
         files = [file for _, file in find_files(root, pattern or "*")]
         if not pattern:
-            files = [file for file in files if get_suffix(file) in _SUFFIXES]
+            files = choose_split([file for file in files if get_suffix(file) in _SUFFIXES], root, split)
         if not files:
             wanted = f'matches pattern "{pattern}"' if pattern else f"ends with {', '.join(_SUFFIXES)}"
             raise DataError(f"data: no file in {root} {wanted}. Change data.pattern or data.path.")

@@ -1,7 +1,7 @@
 """`python -m titanlite check --config FILE --world-size N`: what would be trained, or what is wrong with that."""
 
 from collections.abc import Iterator, Sequence
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from statistics import mean
 
@@ -11,20 +11,21 @@ import torch
 from titanlite.assemble import describe_model
 from titanlite.base.command_line import command
 from titanlite.base.errors import DataError, raise_problems
+from titanlite.base.tables import format_count
 from titanlite.checkpoint.train_state import find_start, resolve_held_out
 from titanlite.config import JobConfig, TransformersConfig
 from titanlite.config.assets import base_model_of
 from titanlite.config.data import DataSection, get_sources
 from titanlite.config.parallelism import BATCHES, resolve_global_batch_size
 from titanlite.data.build import get_kind, resolve_tokenizer_path
-from titanlite.data.corpus import build_corpus
+from titanlite.data.corpus import build_corpus, describe_left_out
 from titanlite.data.dataset import get_num_held_out
 from titanlite.data.run_length import check_form
 from titanlite.features.dpo.build import build_dpo
 from titanlite.features.sft.build import load_example_tokenizer
 from titanlite.features.sft.dataset import pack_best_fit
 from titanlite.features.sft.examples import encode_rows, make_encoder
-from titanlite.features.sft.forms import FORM_FIELDS, QUESTIONS
+from titanlite.features.sft.forms import COLUMNS, FORM_FIELDS
 from titanlite.features.sft.readers import RowError
 from titanlite.features.sft.rows import Rows, describe_place, merge_row_problems, open_rows
 from titanlite.optim.parameters import count_parameters, lr_multipliers
@@ -33,7 +34,6 @@ from titanlite.preflight import Checked, check_arguments
 _ROWS = 64  # of each source
 _MANY = 32 * max(size for size, _, _ in BATCHES.values())  # rows of which a 32nd is a batch
 _Counts = tuple[float, int | None]
-_ALSO = {*chain(*QUESTIONS), "conversations", "system_prompt", "context", "chat_template_kwargs"}  # columns with names
 
 
 @command
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     checked = check_arguments(argv, weights=False)
     job, counts = resolve_held_out(checked.job, find_start(checked.job)), list[_Counts]()
     lines = [*_describe_model(checked), *_describe_rows(job, counts), *_format(checked, counts)]
-    print("\n".join([f"OK on {checked.degrees.world_size} ranks: {checked.degrees}", *lines]))
+    print("\n".join([f"OK on {format_count(checked.degrees.world_size, 'rank')}: {checked.degrees}", *lines]))
 
 
 def _describe_model(checked: Checked) -> Iterator[str]:
@@ -77,7 +77,9 @@ def _describe_rows(job: JobConfig, counts: list[_Counts]) -> Iterator[str]:
         if source.dataset != "examples" or not Path(source.path).expanduser().exists():
             what = {"stdlib": "Python files of the standard library", "examples": f"{source.path}, on the hub"}
             if source.dataset == "text":
-                what["text"] = f"{source.path}, text, {len(build_corpus(source).files):,} files"
+                files = build_corpus(source).files
+                left_out = describe_left_out(source, [path for _, path in files])
+                what["text"] = f"{source.path}, text, {format_count(len(files), 'file')}{left_out}"
             yield f"  data       {where}{what.get(source.dataset, f'{source.path}, {source.dataset}')}"
             continue
         tokenizer = load_example_tokenizer(data) if tokenizer is None else tokenizer
@@ -102,11 +104,12 @@ def _describe_rows(job: JobConfig, counts: list[_Counts]) -> Iterator[str]:
             )
         counts.append(_count_sequences(job, source, rows, len(batch), lengths))
         columns = {column for row in batch if isinstance(row.content, dict) for column in row.content}
-        unused = sorted(columns - {*FORM_FIELDS[encoder.form], *(_ALSO if encoder.form != "text" else ())})
+        unused = sorted(columns - {*FORM_FIELDS[encoder.form], *(COLUMNS if encoder.form != "text" else ())})
         yield (
-            f"  data       {where}{source.path}, form {encoder.form}; its first {len(batch)} rows have "
-            f"{mean(lengths):.0f} tokens in the mean, {max(lengths)} at most"
+            f"  data       {where}{source.path}, form {encoder.form}; its first "
+            f"{format_count(len(batch), 'row')} have {mean(lengths):.0f} tokens in the mean, {max(lengths)} at most"
             + (f"; columns not used: {', '.join(unused)}" if unused else "")
+            + describe_left_out(source, rows.names)
         )
 
 
@@ -129,16 +132,18 @@ def _format(checked: Checked, counts: Sequence[_Counts]) -> list[str]:
     examples, num_sequences = known[0] if known else (1.0, None)
     batch = resolve_global_batch_size(job, degrees.dp, examples, num_sequences, before and before.batch_size)
     warmup = job.lr_scheduler.warmup_steps
-    warm = f"of {warmup} steps" if warmup >= 0 else "3% of the steps, at most 200"
+    warm = f"of {format_count(warmup, 'step')}" if warmup >= 0 else "3% of the steps, at most 200"
     warm += ", which is the whole run" if not training.epochs and warmup >= training.steps > 0 else ""
     guide = "guide, {} {} ({}), at most 1/32 of the data".format(*BATCHES[training.objective == "dpo"])
     chosen = "" if training.global_batch_size else f"; from: {f'the run in {job.job.dump_folder}' if before else guide}"
     about = "" if not chosen or before else "about " if known else "at most "
     tokens = f"{about}{training.steps * batch * training.seq_len:,} tokens with padding"
-    length = f"{training.epochs:g} epochs" if training.epochs else f"{training.steps:,} steps, {tokens}"
+    length = f"{format_count(training.steps, 'step')}, {tokens}"
+    length = format_count(training.epochs, "epoch") if training.epochs else length
+    limit = ", the model's limit" if training.seq_len == checked.model_config.max_position_embeddings else ""
     return [
         f"  training   {training.objective}, {length}",
-        f"  batch      {about}{batch} sequences of {training.seq_len:,} tokens{chosen}",
+        f"  batch      {about}{format_count(batch, 'sequence')} of {training.seq_len:,} tokens{limit}{chosen}",
         f"  optimizer  {optimizer.name}, lr {optimizer.lr:g}, weight decay {optimizer.weight_decay:g}, beta2 "
         f"{optimizer.beta2:g}, warm-up {warm}",
         f"  folder     {job.job.dump_folder}",

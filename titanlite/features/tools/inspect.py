@@ -182,7 +182,7 @@ def show_reads(folder: Path, overrides: Sequence[str], world_size: int) -> None:
         received = format_size(of_rank.held - of_rank.read)
         sizes = (format_size(of_rank.held), format_size(of_rank.read), received)
         rows.append((str(rank), *sizes, str(len(of_rank.files))))
-    print(f"\n{degrees}, {world_size} ranks; bytes as they are on disk:\n")
+    print(f"\n{degrees}, {format_count(world_size, 'rank')}; bytes as they are on disk:\n")
     print(format_table(rows))
     if world_size > _MOST_RANKS:
         print(f"  ... and {world_size - _MOST_RANKS} ranks more")

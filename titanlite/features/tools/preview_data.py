@@ -14,6 +14,7 @@ from titanlite.assemble import build_data
 from titanlite.base.command_line import Parser, command
 from titanlite.base.errors import ConfigError, raise_problems
 from titanlite.base.log import logger, raw_output
+from titanlite.base.tables import format_count
 from titanlite.config import data as data_config
 from titanlite.config import load_config
 from titanlite.config.assets import find_missing_files
@@ -94,7 +95,8 @@ def show_data(loader: TrainLoader, show: Painter, num_samples: int) -> None:
         show_source(source.dataset)
     size, total = loader.global_batch_size, dataset.num_train_sequences
     epoch = "" if total is None else f"{total / size:.1f} to an epoch, "
-    print(f"  steps      {epoch}of {size} sequences each, on {loader.dp_degree} data ranks")
+    ranks = format_count(loader.dp_degree, "data rank")
+    print(f"  steps      {epoch}of {format_count(size, 'sequence')} each, on {ranks}")
     print(f"  order      {loader.fingerprint}", flush=True)  # a stream may take its time for the first sample
     show_samples(loader, show, num_samples)
     for source in sources:

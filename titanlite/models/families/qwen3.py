@@ -24,11 +24,7 @@ FAMILY = Family(
     declared={**COMMON_DECLARED, **WINDOW_DECLARED, "head_dim": Key("int", 128)},
     required={"use_sliding_window": (False,)},
     presets={
-        "debug": ModelConfig(
-            family="qwen3",
-            **DEBUG_SIZES,
-            tie_word_embeddings=True,
-        ),
+        "debug": ModelConfig(family="qwen3", **DEBUG_SIZES, tie_word_embeddings=True),
         "0.6B": _qwen3(1024, 28, 16, 3072, tied=True),
         "1.7B": _qwen3(2048, 28, 16, 6144, tied=True),
         "4B": _qwen3(2560, 36, 32, 9728, tied=True),

@@ -38,13 +38,7 @@ FAMILY = Family(
             top_k=2,
             moe_intermediate_size=192,
         ),
-        "debug": ModelConfig(
-            family="qwen3_moe",
-            **DEBUG_SIZES,
-            num_experts=8,
-            top_k=2,
-            moe_intermediate_size=32,
-        ),
+        "debug": ModelConfig(family="qwen3_moe", **DEBUG_SIZES, num_experts=8, top_k=2, moe_intermediate_size=32),
         "30B-A3B": ModelConfig(
             family="qwen3_moe",
             hidden_size=2048,

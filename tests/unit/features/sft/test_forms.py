@@ -99,7 +99,7 @@ def test_unknown_fields_are_refused(make_job: MakeJob) -> None:
     job = make_job([])
     job.model.flavor = "debug"
     for text, problem in {
-        '{"promt": "a"}': 'data.fields.promt = "a" cannot be used. Did you mean prompt?',
+        '{"promt": "a"}': "data.fields.promt = \"a\" cannot be used. Did you mean 'prompt'?",
         '{"prompt": 3}': "data.fields.prompt = 3 cannot be used. Write the name of a column as text.",
         "question": 'data.fields = "question" is no JSON object.',
     }.items():

@@ -11,6 +11,7 @@ import datasets
 import pytest
 
 from titanlite.assemble import build_data
+from titanlite.base.tables import format_count
 from titanlite.config import load_config
 from titanlite.config.parallelism import count_micro_batches
 from titanlite.features.tools import check
@@ -29,6 +30,35 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     "summaries": [{"text": "a", "summary": "b"}] * 30,
     "kto": [{"prompt": "a", "completion": "b", "label": False}] * 30,
 }
+TURNS = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+ROWS |= {
+    "capitals": [{" Instruction ": "a", "Output": "b"}] * 30,
+    "bots": [{"messages": [{"role": "Human", "content": "a"}, {"role": "bot", "content": "b"}]}] * 30,
+    "values": [{"conversations": [{"role": "user", "value": "a"}, {"role": "assistant", "value": "b"}]}] * 30,
+    "mixed": [{"conversations": [{"from": "user", "content": "a"}, {"from": "gpt", "content": "b"}]}] * 30,
+    "dialogs": [{"dialog": TURNS}] * 30,
+    "bare": [TURNS] * 30,
+    "squad": [{"context": "c", "question": "q", "answers": {"text": ["a"], "answer_start": [1]}}] * 30,
+    "content": [{"content": "one two three"}] * 90,
+}
+FILES = {
+    "book.txt": "one two " * 99,
+    "books/a.txt": "one",
+    "notes/a.md": "one",
+    "both/a.txt": "one two",
+    "both/b.md": "one",
+    "wiki/train.txt": "one two " * 99,
+    "wiki/test.txt": "one",
+    **{f"splits/{name}.jsonl": json.dumps(ALPACA[0]) + "\n" for name in ("train", "test", "validation")},
+    **{f"halves/{name}.jsonl": json.dumps(ALPACA[0]) + "\n" for name in ("rows", "dev")},
+    "quoted.csv": "Question, Answer\n" + '"say ""hi"", please","ok, hi"\n' * 30,
+    "tabs.csv": "instruction\toutput\na\tb\n",
+    "wrapped.json": json.dumps({"train": ALPACA}, indent=1),
+    "by_id.json": json.dumps({str(i): row for i, row in enumerate(ALPACA)}),
+    "array.jsonl": json.dumps(ALPACA, indent=1),
+    "pretty.jsonl": "\n".join(json.dumps(row, indent=1) for row in ALPACA),
+    "commas.jsonl": "".join(json.dumps({**row, "id": 10**i}) + ",\n" for i, row in enumerate(ALPACA)),
+}
 MODEL = '[model]\npath = "model"\n'
 SHORT = "[training]\nseq_len = 64\nsteps = 10\n"
 NEW = '[model]\nname = "qwen3"\nflavor = "debug"\n'
@@ -46,7 +76,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory, _chat_tokenizer_json: Any) 
 
 @pytest.fixture
 def run(
-    folder: Path, make_tokenizer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    folder: Path,
+    make_tokenizer: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> Callable[..., tuple[int, str]]:
     """Check a configuration, given as text; gives the exit code and what was said."""
     monkeypatch.chdir(folder)
@@ -64,16 +97,17 @@ def run(
         Path("rows.zip").write_bytes(b"PK")
         Path("rows.tsv").write_text("a\tb\n")
         Path("rows").write_text('{"text": "a"}\n')
-        for name, text in {"book.txt": "one two " * 99, "books/a.txt": "one", "notes/a.md": "one"}.items():
+        for name, text in FILES.items():
             Path(name).parent.mkdir(exist_ok=True)
             Path(name).write_text(text)
+        Path("latin.csv").write_bytes(("instruction,output\n" + "caf\xe9,b\n" * 30).encode("latin-1"))
 
     def run_check(text: str, *overrides: str, world_size: int = 1) -> tuple[int, str]:
         Path("mine.toml").write_text(text)
         said = io.StringIO()
         with redirect_stdout(said), redirect_stderr(said):
             code = check.main([f"--world-size={world_size}", "--config=mine.toml", *overrides])
-        return code, said.getvalue()
+        return code, said.getvalue() + caplog.text
 
     return run_check
 
@@ -83,7 +117,7 @@ TRAINED = {
         data("chats.jsonl"),
         [
             *("form messages", "weights of model", "lr 2e-05, weight decay 0, beta2 0.999"),
-            "batch      about 1 sequences of 64 tokens; from: guide, 16 examples (QLoRA, arXiv:2305.14314), ",
+            "batch      about 1 sequence of 64 tokens; from: guide, 16 examples (QLoRA, arXiv:2305.14314), ",
         ],
     ),
     "alpaca": (data("alpaca.jsonl"), ["form messages"]),
@@ -95,12 +129,12 @@ TRAINED = {
     "completions": (data("completions.jsonl"), ["form prompt_completion"]),
     "columns": (data("gsm.jsonl", 'fields.question = "q"', 'fields.answer = "a"'), ["form messages"]),
     "a column more": (data("summaries.jsonl"), ["form text", "columns not used: summary"]),
-    "a book": (data("book.txt"), ["book.txt, text, 1 files", "batch      1 sequences of 64 tokens\n"]),
+    "a book": (data("book.txt"), ["book.txt, text, 1 file", "batch      1 sequence of 64 tokens\n"]),
     "a book for adapters": (data("book.txt") + "[lora]\nrank = 8\n", ["at most 16 sequences", "from: guide, 16 exam"]),
     "a batch": (data("chats.jsonl") + "global_batch_size = 8\n", ["batch      8 sequences of 64 tokens\n"]),
-    "no accumulation": (data("chats.jsonl") + "global_batch_size = -1\n", ["batch      1 sequences of 64 tokens\n"]),
-    "books": (data("books"), ["books, text, 1 files"]),
-    "markdown": (data("notes", 'pattern = "*.md"'), ["notes, text, 1 files"]),
+    "no accumulation": (data("chats.jsonl") + "global_batch_size = -1\n", ["batch      1 sequence of 64 tokens\n"]),
+    "books": (data("books"), ["books, text, 1 file"]),
+    "markdown": (data("notes", 'pattern = "*.md"'), ["notes, text, 1 file"]),
     "dpo": (
         data("pairs.jsonl") + 'objective = "dpo"\n',
         ["form preference", "dpo, 10 steps", "lr 5e-07", "32 pairs (Zephyr, arXiv:2310.16944)"],
@@ -122,9 +156,29 @@ TRAINED = {
             "random weights",
             "standard library",
             "lr 0.0003, weight decay 0.1, beta2 0.95",
-            "batch      1 sequences of 64",
+            "batch      1 sequence of 64",
         ],
     ),
+    "no length": (f'{MODEL}[data]\npath = "chats.jsonl"\n', ["3 epochs", "of 512 tokens, the model's limit"]),
+    "text and markdown": (data("both"), ["both, text, 1 file; not read: 1 *.md"]),
+    "splits by names": (data("splits"), ["; not read: test.jsonl, validation.jsonl"]),
+    "a split of them": (data("splits", 'split = "test"'), ["; not read: train.jsonl, validation.jsonl"]),
+    "rows beside a split": (data("halves"), ["; not read: dev.jsonl"]),
+    "splits of text": (data("wiki"), ["1 file; not read: test.txt"]),
+    "columns with capitals": (data("capitals.jsonl"), ["form messages"]),
+    "roles of others": (data("bots.jsonl"), ["form messages"]),
+    "role and value": (data("values.jsonl"), ["form messages"]),
+    "from and content": (data("mixed.jsonl"), ["form messages"]),
+    "quotes": (data("quoted.csv"), ["form messages"]),
+    "another name of a field": (data("gsm.jsonl", 'fields.instruction = "q"', 'fields.response = "a"'), ["messages"]),
+    "a field of text": (data("content.jsonl", 'text_field = "content"'), ["form text"]),
+    "patterns as a list": (
+        data("chats.jsonl") + '[optimizer]\nfreeze = ["model.embed_tokens*"]\n',
+        ["of them trained"],
+    ),
+    "rows for nobody": (data("chats.jsonl", "validation_share = 0.2"), ["form messages", "nothing looks at them"]),
+    "one of each": (data("splits"), ["OK on 1 rank:", "first 1 row have", "about 1 sequence of 64"]),
+    "a folder of home": (data("chats.jsonl") + '[job]\ndump_folder = "~/run"\n', [f"folder     {Path.home()}/run"]),
     "asked for": (data("chats.jsonl").replace('"model"\n', '"model"\ninit = "random"\n', 1), ["random weights"]),
     "a long warm-up": (data("chats.jsonl") + "[lr_scheduler]\nwarmup_steps = 10\n", ["which is the whole run"]),
     "torchtitan": (
@@ -176,7 +230,8 @@ def test_check_says_the_batch_that_a_run_takes(
         overrides += ["--training.objective=dpo", "--data.format=preference"]
     code, said = run(data("many.jsonl"), *overrides, world_size=world_size)
     batch = max(batch // world_size, 1) * world_size
-    assert code == 0 and f"batch      about {batch} sequences of 64 tokens; from: guide" in said, said
+    size = format_count(batch, "sequence")
+    assert code == 0 and f"batch      about {size} of 64 tokens; from: guide" in said, said
     job = load_config(["--config=mine.toml", *overrides])
     assert build_data(job, 0, world_size)[1].global_batch_size == batch
     planned = {"pairs": 32}.get(kind, 16)
@@ -263,6 +318,38 @@ REFUSED = {
         data("chats.jsonl") + '[optimizer]\nname = "adamw_torch"\n[lr_scheduler]\ntype = "cosine"\n',
         ['did you mean "AdamW"?', "here it is lr_scheduler.decay_type"],
     ),
+    "no epochs": (f'{MODEL}[data]\npath = "chats.jsonl"\n[training]\nepochs = 0\n', ["epochs = 0 trains nothing"]),
+    "a section without its switch": (data("chats.jsonl") + "[lora]\n", ["[lora] is given, but lora.rank is not"]),
+    "another": (data("chats.jsonl") + "[validation]\nfreq = 5\n", ["freq is given, but validation.enable is not"]),
+    "DPO's section alone": (data("pairs.jsonl") + "[dpo]\nbeta = 0.1\n", ["Set training.objective"]),
+    "a project alone": (data("chats.jsonl") + '[metrics]\nwandb_project = "x"\n', ["Set metrics.enable_wandb"]),
+    "no learning": (data("chats.jsonl") + "[optimizer]\nlr = 0\n", ["more than 0 and at most 1"]),
+    "2e5 for 2e-5": (data("chats.jsonl") + "[optimizer]\nlr = 2e5\n", ["more than 0 and at most 1"]),
+    "a file for a folder": (data("chats.jsonl") + '[job]\ndump_folder = "book.txt/x"\n', ["book.txt: it is a file"]),
+    "a written length": (f'{MODEL}[data]\npath = "chats.jsonl"\n[training]\nseq_len = 2048\n', ["(512). Set it to"]),
+    "a variable": (data("$HOME/rows.jsonl"), [f'Write "{Path.home()}/rows.jsonl"']),
+    "a constant rate": (data("chats.jsonl") + '[lr_scheduler]\ndecay_type = "constant"\n', ["min_lr_factor = 1"]),
+    "a template's name": (data("chats.jsonl", 'chat_template = "chatml"'), ["Leave data.chat_template out"]),
+    "sections of others": (
+        data("chats.jsonl", "max_samples = 100") + '[peft]\nr = 8\n[output]\ndir = "x"\n',
+        ["here it is lora.rank", "here it is job.dump_folder", "train fewer steps"],
+    ),
+    "8 bits": (data("chats.jsonl") + '[optimizer]\nname = "paged_adamw_8bit"\n', ['did you mean "AdamW"?']),
+    "half precision": (data("chats.jsonl") + 'mixed_precision_param = "fp16"\n', ['did you mean "bfloat16"?']),
+    "steps as a float": (f'{MODEL}[data]\npath = "chats.jsonl"\n[training]\nsteps = 1e3\n', ["Write 1000."]),
+    "fields the other way": (data("gsm.jsonl", 'fields = {q = "question"}'), ['question = "q"']),
+    "fields as a list": (data("gsm.jsonl", 'fields = ["q", "a"]'), ["Write a table"]),
+    "chats by another name": (data("dialogs.jsonl"), ["--data.fields.messages=dialog"]),
+    "bare chats": (data("bare.jsonl"), ["lines 1-30: ", '{"messages": [...]}']),
+    "questions of SQuAD": (data("squad.jsonl"), ["lines 1-30: ", "data.converter"]),
+    "rows in an object": (data("wrapped.json"), ["jq -c '.train[]' FILE > rows.jsonl"]),
+    "rows by their ids": (data("by_id.json"), ["jq -c '.[]' FILE > rows.jsonl"]),
+    "an array by another name": (data("array.jsonl"), ["one JSON array. Rename it to array.json"]),
+    "indented rows": (data("pretty.jsonl"), ["jq -c . pretty.jsonl > rows.jsonl"]),
+    "commas": (data("commas.jsonl"), ["lines 1-30: not valid JSON (Extra data)"]),
+    "Latin-1": (data("latin.csv"), ["lines 2-31: not UTF-8. Convert it: iconv -f ISO-8859-1 -t UTF-8 latin.csv > "]),
+    "tabs in CSV": (data("tabs.csv"), ["line 1: columns are separated by '\\t'. Write ','"]),
+    "True": (data("chats.jsonl", "packing = True"), ["text in quotes", "true or false"]),
     "a form of axolotl": (data("chats.jsonl", 'type = "sharegpt"'), ["here it is data.format"]),
 }
 
@@ -280,6 +367,10 @@ def test_it_is_refused_with_what_to_do(run: Callable[..., tuple[int, str]], name
     [
         ("--training.epochs=2", "2 epochs"),  # a later place goes before the file's steps
         ("--lr=1e-5", "did you mean 'optimizer.lr'?"),
+        ("--training-steps=5", "did you mean 'training.steps'?"),
+        ("+training.steps=5", "Did you mean '--training.steps=5'?"),
+        ('--data.path="chats.jsonl"', "Write it without these quotes."),
+        ('--optimizer.freeze=["model.embed_tokens*"]', "of them trained"),
         ("--optimizer.learning-rate=1e-5", "here it is optimizer.lr"),
         ("--parallelism.tensor_parallel_degree=3", "does not divide the world size (4)"),
     ],
