@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from titanlite.base.errors import ConfigError, PlanError, VerifyError
 from titanlite.checkpoint.hf_model import save_hf_model
 from titanlite.checkpoint.model_source import weights_of
+from titanlite.features.tools.inspect import main as inspect
 from titanlite.features.transformers.build import build_transformers
 from titanlite.features.transformers.model import TransformersModel
 from titanlite.materialize import Plan, ReadRequest, Region, materialize
@@ -47,8 +48,7 @@ def assert_as_transformers(folder: Path, dtype: torch.dtype, config: Any) -> Non
     for entry in plan.entries:
         if entry.info.persistent:
             name = next(name for name in entry.names if name in expected)
-            assert torch.equal(entry.tensor, expected[name]), name
-            assert entry.tensor.dtype == expected[name].dtype
+            assert torch.equal(entry.tensor, expected[name].to(entry.tensor.dtype)), name
 
 
 @pytest.mark.parametrize(
@@ -200,6 +200,18 @@ def test_a_dequantized_gpt_oss_trains_and_is_saved_in_full(run_ranks: Any, tmp_p
     theirs = type(model).from_pretrained(tmp_path / "out", dtype=torch.bfloat16).state_dict()
     for key, value in model.state_dict().items():
         assert torch.equal(value, trained[key]) and torch.equal(theirs[key], value), key
+
+
+@pytest.mark.parametrize("form", ["fp8", "mxfp4"])
+def test_inspect_counts_weights_and_no_factors(tmp_path: Path, form: str, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = save("gpt_oss", tmp_path / "gpt_oss")
+    count = sum(tensor.numel() for tensor in load_file(folder / "model.safetensors").values())
+    if form == "fp8":
+        write_fp8(folder, (1, 4))
+    else:
+        write_mxfp4(folder)
+    assert inspect([str(folder)]) == 0
+    assert f"gpt_oss, {count / 1e6:,.1f} M parameters, " in capsys.readouterr().out
 
 
 def change_scale(tensors: dict[str, torch.Tensor]) -> None:
