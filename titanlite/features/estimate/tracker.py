@@ -18,6 +18,7 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from titanlite.base.errors import ConfigError
 from titanlite.features.estimate.operators import ATTENTION_OPS, EXCHANGES, GROUPED_OPS, Call, Work, measure, moved_by
 
 GATHERED, UNREDUCED, EXCHANGED = "gathered parameters", "unreduced gradients", "exchanged activations"
@@ -99,6 +100,13 @@ def _place(filename: str) -> str:
 # A stretch that begins, or the serial number of a storage and the bytes that it now has.
 _Event = Segment | tuple[int, int]
 Workspace = Callable[[Any, tuple[Any, ...], Any], int]
+
+
+def _ask_autograd(owner: Any, name: str) -> Any:
+    """Call a private function of torch, so that a version without it is one clear error and not an AttributeError."""
+    if (ask := getattr(owner, name, None)) is None:
+        raise ConfigError(f"plan: torch {torch.__version__} has no {name}. Use torch 2.11 to 2.14.")
+    return ask()
 
 
 class StepRecorder(TorchDispatchMode):
@@ -209,7 +217,7 @@ class StepRecorder(TorchDispatchMode):
 
         Nodes of autograd are numbered as forwards make them.
         """
-        frame, node = sys._getframe(2), torch._C._current_autograd_node()  # pyright: ignore
+        frame, node = sys._getframe(2), _ask_autograd(torch._C, "_current_autograd_node")
         while frame is not None:
             filename = frame.f_code.co_filename
             if node is not None and filename.endswith(_ENGINE):
@@ -221,7 +229,7 @@ class StepRecorder(TorchDispatchMode):
         else:
             part = ""
         # Before the operator's kernel its node was made; what makes none must not claim the one before.
-        self._parts.setdefault(torch.autograd._get_sequence_nr() - 1, part)  # pyright: ignore
+        self._parts.setdefault(_ask_autograd(torch.autograd, "_get_sequence_nr") - 1, part)
         return part
 
     def _part_of(self, func: Any, asked_by: str, call: Call) -> str:

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from titanlite.base.errors import ConfigError
 from titanlite.distributed import collectives
 from titanlite.features.estimate.operators import Work, cuda_workspace, moved_by
 from titanlite.features.estimate.tracker import ACTIVATIONS, LOGITS, TEMPORARIES, FixedScalars, Segment, StepRecorder
@@ -49,6 +50,14 @@ def test_live_bytes_of_views_and_results_in_place():
     peaks = [total(recorder, Segment(0, phase, -1)) for phase in ("forward", "head", "backward")]
     assert peaks == [2 * KIB, 2 * KIB, KIB]
     assert recorder.peaks()[Segment(-1, "optimizer", -1, 1)][TEMPORARIES] == 0
+
+
+def test_a_torch_without_the_numbers_of_autograd_is_named(monkeypatch):
+    monkeypatch.delattr(torch.autograd, "_get_sequence_nr")
+    x = torch.zeros(KIB)
+    with pytest.raises(ConfigError, match="has no _get_sequence_nr"), StepRecorder([x]) as recorder:
+        recorder.begin(0, "forward")
+        x + 1
 
 
 def test_what_takes_the_place_of_a_persistent_tensor_that_ends_counts():
