@@ -21,7 +21,10 @@ WRONG = {
         ["--activation_checkpoint.mode=ful"],
         ['activation_checkpoint.mode = "ful"', 'did you mean "full"?'],
     ),
-    "out of range": (["--training.seq_len=0"], ["training.seq_len = 0 is out of range. Set it to 1 or more, or to -1."]),
+    "out of range": (
+        ["--training.seq_len=0"],
+        ["training.seq_len = 0 is out of range. Set it to 1 or more, or to -1."],
+    ),
     "degrees above the world size": (
         ["--parallelism.data_parallel_shard_degree=4", "--parallelism.tensor_parallel_degree=2"],
         ["dp_replicate (1) * dp_shard (4) * tp (2) = 8", "the world size is 4"],
