@@ -144,8 +144,8 @@ def read_request(argv: Sequence[str]) -> Request:
     if known.world_size < 1:
         raise ConfigError(f"--world-size={known.world_size}: a run has at least 1 rank. Write --gpus=8xh100.")
     if not 0 <= known.rank < known.world_size:
-        raise ConfigError(f"--rank={known.rank}: with --world-size={known.world_size} there are ranks 0 to "
-                          f"{known.world_size - 1}.")  # fmt: skip
+        last = known.world_size - 1
+        raise ConfigError(f"--rank={known.rank}: with --world-size={known.world_size} there are ranks 0 to {last}.")
     has_file = any(argument.split("=")[0] in ("--config", "--job.config_file") for argument in rest)
     if not (has_file or known.model):
         raise ConfigError("plan: nothing to plan. Write --model=Qwen/Qwen3-8B --gpus=8xh100, or --config FILE.")
