@@ -34,7 +34,7 @@ class Facts:
 
     Attributes:
         has_plain_head: the logits are what the head's module returns: nothing scales, caps, masks or casts them.
-        is_causal: neither another last token nor a longer row changes earlier logits.
+        is_causal: neither another last token nor a longer row changes earlier logits, except by the longest position.
         keeps_apart: tokens give the same logits alone and after another document in a row.
         takes_boundaries: it does so only if it is told where documents begin (`packing.boundaries`).
         first_position: position of a document's first token.
@@ -55,7 +55,7 @@ class Facts:
 def find_facts(model: "TransformersModel", device: torch.device) -> Facts:
     """Look at how `model` computes, in evaluation mode.
 
-    Collectives: those of three to five forwards, the same on all ranks, which have the same tokens.
+    Collectives: those of three to six forwards, the same on all ranks, which have the same tokens.
     """
     size = PROBE_TOKENS
     tokens = plain_tokens(model.transformers_model.config, 3 * size)
@@ -86,10 +86,19 @@ def find_facts(model: "TransformersModel", device: torch.device) -> Facts:
         effect = (mixed[0, size:] - mixed[1, size:]).float().norm()
         expected = alone[0].float()
         moved = (alone[0, :-1] - alone[1, :-1]).float().norm()
-        lengthened = (alone[2] - mixed[0, :size]).float().norm()  # ProphetNet mixes up positions
         # Experts get other numbers of rows, and kernels other shapes, so the last bits may differ.
         is_exact = is_float32(alone, model.head)
         bound = (1e-4 if is_exact else 0.05) * expected.norm()
+
+        def lengthened(short_2S: torch.Tensor) -> bool:  # synchronization point
+            return bool((short_2S[-1] - mixed[0, :size]).float().norm() > bound * (1 if is_exact else 5))
+
+        depends = lengthened(alone)  # ProphetNet mixes up positions
+        if depends:  # `dynamic` and `longrope` choose frequencies by the longest position, here that of another row
+            rows_2S = torch.arange(2 * size, device=device).view(2, size).flip(0)
+            same = run(torch.tensor([second, first], device=device), rows_2S)
+            depends = same is None or lengthened(same)
+            reasons.clear()
         for starts, with_boundaries in model.document_options():
             positions_2S = restarting_positions(ids_2S, None) + starts
             packed = run(both_2S, positions_2S, ids_2S, with_boundaries=with_boundaries)
@@ -105,7 +114,7 @@ def find_facts(model: "TransformersModel", device: torch.device) -> Facts:
             starts, with_boundaries = 0, False
     return Facts(
         has_plain_head=is_plain and model.head_project is not None,
-        is_causal=bool((moved <= _LEAK * effect) & (lengthened <= bound * (1 if is_exact else 5))),
+        is_causal=bool(moved <= _LEAK * effect) and not depends,
         keeps_apart=not reasons,
         takes_boundaries=with_boundaries,
         first_position=starts,
