@@ -1,5 +1,7 @@
 """Activation checkpointing (arXiv:1604.06174): whole layers, or selected operations inside them."""
 
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -80,7 +82,37 @@ def checkpoint_layers(model: Model, section: ActivationCheckpointSection) -> Non
     every = 1 if section.mode == "full" else int(section.selective_ac_option)
     keeps_rng, here = model.draws_random(), set(model.decoder_layers())
     for layer in here.intersection(model.all_layers()[::every]):
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=keeps_rng)
+        layer.forward = partial(_checkpoint, layer.forward, preserve_rng_state=keeps_rng)
+
+
+_values: ContextVar[list[Any] | Iterator[Any] | None] = ContextVar("values", default=None)
+
+
+def keep(make: Callable[[], Any]) -> Any:
+    """Return `make()`, or, while a whole layer is recomputed, what it returned in the forward: for what is small.
+
+    A tensor is kept without its history: gradients flow through what the forward returned.
+    """
+    values = _values.get()
+    if isinstance(values, Iterator):
+        return next(values)
+    made = make()
+    if values is not None:
+        values.append(made.detach().requires_grad_(made.requires_grad) if isinstance(made, torch.Tensor) else made)
+    return made
+
+
+def _checkpoint(forward: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    return checkpoint(partial(_run, forward, []), *args, use_reentrant=False, **options)
+
+
+def _run(forward: Callable[..., Any], values: list[Any], *args: Any, **kwargs: Any) -> Any:
+    """Run `forward`, in which `keep` fills `values`, and takes them in each further run."""
+    token = _values.set(iter(values) if values else values)
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        _values.reset(token)
 
 
 def _is_by_operation(section: ActivationCheckpointSection) -> bool:

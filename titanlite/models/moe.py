@@ -277,11 +277,11 @@ class MoE(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return (B, S, D) and the balance losses of this layer, summed over tokens, or None."""
         scores_Tk, expert_ids_Tk, aux_loss = self.gate(x_BSD, valid_BS)
+        # First: a recomputation of the layer then ends with the routed experts, before their results travel back.
+        shared_BSD = None if self.shared_experts is None else self.shared_experts(x_BSD)
         out_TD, row_ends = self.dispatch(self.experts, x_BSD.flatten(0, 1), scores_Tk, expert_ids_Tk)
         if self.training:
             self.chosen_rows = count_rows(expert_ids_Tk, self.gate.config.num_experts)
             self.row_ends = row_ends
         out_BSD = out_TD.view_as(x_BSD)
-        if self.shared_experts is not None:
-            out_BSD = out_BSD + self.shared_experts(x_BSD)
-        return out_BSD, aux_loss
+        return out_BSD if shared_BSD is None else out_BSD + shared_BSD, aux_loss
