@@ -148,10 +148,10 @@ def get_active() -> StepTimer | None:
 
 
 @contextmanager
-def collective() -> Iterator[None]:
+def collective(*, on_own_stream: bool = False) -> Iterator[None]:
     """Count what is inside as communication of the active timer, if there is one."""
     if not _active:
         yield
         return
-    with _active[0].collective():
+    with _active[0].collective(on_own_stream=on_own_stream):
         yield

@@ -47,10 +47,7 @@ _OF_DAMAGED_FOLDERS = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, e
 
 
 def commit_folder(
-    folder: Path,
-    files: Sequence[FileLayout],
-    rest: Mapping[str, bytes],
-    group: dist.ProcessGroup | None = None,
+    folder: Path, files: Sequence[FileLayout], rest: Mapping[str, bytes], group: dist.ProcessGroup | None = None
 ) -> None:
     """Write `files`, and `rest` on rank 0, and let `folder` appear with exactly these, or be replaced.
 

@@ -67,11 +67,7 @@ _STANDARD_TOKENS = {f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pa
 
 
 def describe_model(
-    config: AnyModelConfig,
-    tokenizer: Any,
-    dtype: torch.dtype,
-    assets: Path | None,
-    end_of_turn_ids: Sequence[int] = (),
+    config: AnyModelConfig, tokenizer: Any, dtype: torch.dtype, assets: Path | None, end_of_turn_ids: Sequence[int] = ()
 ) -> dict[str, bytes]:
     """Build what stands beside the weights, and check that transformers takes it: content by file name. On one rank.
 

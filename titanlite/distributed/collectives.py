@@ -80,12 +80,7 @@ def all_gather_single(
 
 
 def reduce_scatter_single(
-    out: torch.Tensor,
-    x: torch.Tensor,
-    *,
-    group: dist.ProcessGroup,
-    op: Any = dist.ReduceOp.SUM,
-    async_op: bool = False,
+    out: torch.Tensor, x: torch.Tensor, *, group: dist.ProcessGroup, op: Any = dist.ReduceOp.SUM, async_op: bool = False
 ) -> dist.Work | None:
     """`torch.distributed.reduce_scatter_single`; sums on the host see `host_reduce_scatter`."""
     if async_op or op != dist.ReduceOp.SUM or not _is_on_gloo(out, x, group):

@@ -30,10 +30,7 @@ class _TimedAllGather(_Allocator):
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        timer = timers.get_active()
-        if timer is None:
-            return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
-        with timer.collective(on_own_stream=True):
+        with timers.collective(on_own_stream=True):
             return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
@@ -59,10 +56,7 @@ class _TimedReduceScatter(_Allocator):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        timer = timers.get_active()
-        if timer is None:
-            return reduce_scatter_single(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
-        with timer.collective(on_own_stream=True):
+        with timers.collective(on_own_stream=True):
             work = reduce_scatter_single(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
         self._note()
         return work

@@ -16,6 +16,7 @@ from titanlite.models.layers import Linear, RMSNorm
 from titanlite.ops import apply_rope
 from titanlite.ops.attention import AttentionMask, attention
 
+CosSin = tuple[torch.Tensor, torch.Tensor]
 _LATENT_EPS = 1e-6
 """Of the norms on latents, whatever the model's: DeepSeek's code and transformers' take their norm's default."""
 
@@ -49,20 +50,12 @@ class SelfAttention(nn.Module):
     core_attention: CoreAttention
 
     def forward(
-        self,
-        x_BSD: torch.Tensor,
-        cos_sin: tuple[torch.Tensor, torch.Tensor],
-        mask: AttentionMask,
-        cache: LayerCache | None = None,
+        self, x_BSD: torch.Tensor, cos_sin: CosSin, mask: AttentionMask, cache: LayerCache | None = None
     ) -> torch.Tensor:
         return self.o_proj(self.attend(x_BSD, cos_sin, mask, cache))
 
     def attend(
-        self,
-        x_BSD: torch.Tensor,
-        cos_sin: tuple[torch.Tensor, torch.Tensor],
-        mask: AttentionMask,
-        cache: LayerCache | None = None,
+        self, x_BSD: torch.Tensor, cos_sin: CosSin, mask: AttentionMask, cache: LayerCache | None = None
     ) -> torch.Tensor:
         """Return each head's output side by side, (B, S, heads of this rank * width), without the output projection."""
         raise NotImplementedError
@@ -85,11 +78,7 @@ class Attention(SelfAttention):
         self.core_attention = CoreAttention(config.head_dim**-0.5)
 
     def attend(
-        self,
-        x_BSD: torch.Tensor,
-        cos_sin: tuple[torch.Tensor, torch.Tensor],
-        mask: AttentionMask,
-        cache: LayerCache | None = None,
+        self, x_BSD: torch.Tensor, cos_sin: CosSin, mask: AttentionMask, cache: LayerCache | None = None
     ) -> torch.Tensor:
         q_BSHK = self.q_proj(x_BSD).unflatten(-1, (-1, self.head_dim))
         k_BSGK = self.k_proj(x_BSD).unflatten(-1, (-1, self.head_dim))
@@ -127,11 +116,7 @@ class LatentAttention(SelfAttention):
         self.core_attention = CoreAttention(config.softmax_scale)
 
     def attend(
-        self,
-        x_BSD: torch.Tensor,
-        cos_sin: tuple[torch.Tensor, torch.Tensor],
-        mask: AttentionMask,
-        cache: LayerCache | None = None,
+        self, x_BSD: torch.Tensor, cos_sin: CosSin, mask: AttentionMask, cache: LayerCache | None = None
     ) -> torch.Tensor:
         q_BSHK = self._queries(x_BSD).unflatten(-1, (-1, self.plain_dim + self.rotary_dim))
         q_plain, q_rotary = q_BSHK.split([self.plain_dim, self.rotary_dim], dim=-1)
@@ -151,7 +136,7 @@ class LatentAttention(SelfAttention):
         assert self.q_a_proj is not None and self.q_a_layernorm is not None and self.q_b_proj is not None
         return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_BSD)))
 
-    def _rotate(self, x_BSHR: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    def _rotate(self, x_BSHR: torch.Tensor, cos_sin: CosSin) -> torch.Tensor:
         """Rotate pairs of neighbours, if the checkpoint has them so, else those of `apply_rope`.
 
         The result has the latter's order either way: only products of queries and keys count, and both have it.

@@ -1,4 +1,4 @@
-"""Grouped GEMM: one matmul per expert over consecutive groups of rows, as one differentiable operator.
+"""Grouped GEMM: one matmul per expert over consecutive groups of rows, as one operator that is differentiable once.
 
 `y[m] = x[m] @ weight[e]` for the rows m of group e, where group e owns rows offsets[e - 1] to offsets[e].
 
@@ -120,8 +120,8 @@ def grouped_mm(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, bac
     if backend == "triton":
         return _kernels().row_grouped_gemm(x, weight, offsets)
     if _use_torch_kernel(x, weight, backend):
-        y = F.grouped_mm(x, weight, offs=offsets)
-        return y.masked_fill_(_tail_mask(x, offsets), 0.0)
+        is_tail_M = torch.arange(x.shape[0], device=x.device) >= offsets[-1]
+        return F.grouped_mm(x, weight, offs=offsets).masked_fill_(is_tail_M.unsqueeze(-1), 0.0)
     y = x.new_empty(x.shape[0], weight.shape[2])
     compute, groups = get_compute_dtype(x), get_groups(offsets)
     y[groups[-1][1] if groups else 0 :] = 0
@@ -175,10 +175,6 @@ def get_compute_dtype(x: torch.Tensor) -> torch.dtype:
     return torch.float32 if not x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) else x.dtype
 
 
-def _tail_mask(x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    return (torch.arange(x.shape[0], device=x.device) >= offsets[-1]).unsqueeze(-1)
-
-
 def get_groups(offsets: torch.Tensor) -> list[tuple[int, int]]:
     """(start, end) of each group. Copies the offsets to the host: a synchronization point on CUDA."""
     ends = offsets.tolist()
@@ -211,17 +207,4 @@ def _backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
     return dx, dw, None, None
 
 
-def _save_for_double_backward(ctx: Any, inputs: Any, output: Any) -> None:
-    x, dy, offsets, _, backend = inputs
-    ctx.save_for_backward(x, dy, offsets)
-    ctx.backend = backend
-
-
-def _double_backward(ctx: Any, ddw: torch.Tensor) -> tuple[Any, ...]:
-    x, dy, offsets = ctx.saved_tensors
-    ddw = ddw.contiguous()
-    return grouped_mm(dy, ddw.mT, offsets, ctx.backend), grouped_mm(x, ddw, offsets, ctx.backend), None, None, None
-
-
 grouped_mm.register_autograd(_backward, setup_context=_save_for_backward)
-grouped_mm_wgrad.register_autograd(_double_backward, setup_context=_save_for_double_backward)
