@@ -86,6 +86,19 @@ def test_padding_chooses_no_frequencies(tmp_path: Path, rope: str) -> None:
     assert (padded - alone).norm() <= 1e-5 * alone.norm() < 1e-2 * (long - alone).norm()
 
 
+@pytest.mark.parametrize("rope", ROPES)
+def test_the_limit_is_that_of_the_class(tmp_path: Path, rope: str) -> None:
+    """Shown by the position of the last token, which earlier ones do not see."""
+    model = make(tmp_path, rope)
+    positions = torch.arange(6).repeat(3, 1)
+    positions[:, -1] = torch.tensor([5, LIMIT - 1, LIMIT])
+    with torch.no_grad():
+        short, same, other = (
+            model(torch.arange(20, 26).view(1, -1), None, row.view(1, -1))[0, :5] for row in positions
+        )
+    assert torch.equal(short, same) and (other - short).norm() > 1e-3 * short.norm()
+
+
 def test_training_beyond_the_original_length_is_refused(tmp_path: Path) -> None:
     make(tmp_path / "model", "phi3 longrope")
     (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')

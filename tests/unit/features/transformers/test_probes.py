@@ -175,6 +175,15 @@ def test_rows_are_refused_before_the_first_step() -> None:
         check_rows(pairs, mixes, CPU)
 
 
+def test_a_class_that_mixes_up_positions_of_a_longer_row_is_refused() -> None:
+    sizes: dict[str, Any] = {"encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
+    sizes |= {f"num_{part}_{n}": 2 for part in ("encoder", "decoder") for n in ("layers", "attention_heads")}
+    config = transformers.ProphetNetConfig(vocab_size=64, hidden_size=16, **sizes, is_encoder_decoder=False)
+    config.is_decoder = True
+    with pytest.raises(ConfigError, match="ProphetNetForCausalLM of transformers is not causal"):
+        build(config).find_facts(CPU)
+
+
 @pytest.mark.parametrize("attribute", ["logits", "rows"])
 def test_what_is_no_next_token_model_is_refused(attribute: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Logits of another shape, as of an encoder and decoder, or ones that depend on how long the row is."""
