@@ -51,6 +51,7 @@ class Facts:
     why_mixed: str = ""
 
 
+@torch.inference_mode(False)  # where tensors have no versions
 @torch.no_grad()
 def find_facts(model: "TransformersModel", device: torch.device) -> Facts:
     """Look at how `model` computes, in evaluation mode.
@@ -207,7 +208,7 @@ def _returned(head: nn.Module | None) -> Iterator[list[Any]]:
     found: list[Any] = []
 
     def note(module: nn.Module, args: Any, output: Any) -> None:
-        found.append((output, output._version))
+        found.append((output, getattr(output, "_version", None)))
 
     remove: Callable[[], None] = (lambda: None) if head is None else head.register_forward_hook(note).remove
     try:

@@ -152,6 +152,16 @@ def test_what_a_forward_raises_is_the_reason(monkeypatch: pytest.MonkeyPatch) ->
     assert len(generate(model, [[5, 6, 7], [8]], max_new_tokens=3, device=CPU)) == 2
 
 
+def test_inference_mode_around_the_first_forward_changes_nothing() -> None:
+    texts = []
+    for mode in (torch.no_grad(), torch.inference_mode()):
+        model = build(ALL_MODELS["llama"]())
+        with mode:
+            texts.append(generate(model, [[5, 6, 7], [8]], max_new_tokens=3, device=CPU))
+        assert model.find_facts(CPU).has_plain_head and model.can_cache(CPU)
+    assert texts[0] == texts[1]
+
+
 def test_a_class_that_needs_more_than_text_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(ALL_MODELS["llama"]())
 
