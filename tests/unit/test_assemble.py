@@ -54,6 +54,8 @@ def test_a_tokenizer_far_smaller_than_the_embedding_is_a_warning_of_rank_0(warni
     check_vocabulary(JobConfig(), 499, 499, CONFIG)
     assert warnings == []
     monkeypatch.setenv("RANK", "0")
+    check_vocabulary(JobConfig(), 8, 500, CONFIG)  # few ids in the data, of a tokenizer of the model's size
+    assert warnings == []
     check_vocabulary(JobConfig(), 499, 499, CONFIG)
     (text,) = warnings
     assert text.startswith("data: the tokenizer has 499 tokens, the embedding 1000 rows")
@@ -202,11 +204,15 @@ def loader_of(num_sequences: int | None, size: int = 8) -> TrainLoader:
     return loader
 
 
-def test_a_run_with_another_batch_trains_the_epochs_that_it_was_asked_for():
+def test_a_run_with_another_batch_trains_the_epochs_that_it_was_asked_for(monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(logger, "info", lambda text, *values: said.append(text % values))
     job = JobConfig()
+    job.training.seq_len = 2048
     job.training.epochs = 4.0
     before = SimpleNamespace(step=50, samples=100)  # two sequences a step
     assert resolve_steps(job, loader_of(100), before).training.steps == 50 + 38  # 300 of 400 are left, 8 a step
+    assert "88 steps of 8 sequences, 827,392 tokens with padding, 4.04 epochs" in said[-1]  # (100 + 38 * 8) * 2048
     job.data.skip_to_sample = 200
     assert resolve_steps(job, loader_of(100), before).training.steps == 50
 

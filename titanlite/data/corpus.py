@@ -137,9 +137,17 @@ def find_files(root: Path, pattern: str, skipped_folders: frozenset[str] = froze
 
 
 def choose_split(files: Sequence[Path], root: Path, split: str) -> list[Path]:
-    """Return those of the `files` in `root` that are of `split` by their names; else those that are of none, or all."""
+    """Return the `files` in `root` with `split` in their names, of its kind, or of none; DataError: others."""
     splits = {file: _find_split(file.relative_to(root)) for file in files}
-    wanted = next((name for name in (_find_split(Path(split)), None) if name in splits.values()), ...)
+    kind, kinds = _find_split(Path(split)), sorted({name for name in splits.values() if name})
+    named = rf"(?<![a-z]){re.escape(split.lower())}(?![a-z])"  # train_prefs, next to train_sft
+    exact = [file for file in files if split != kind and re.search(named, str(file.relative_to(root)).lower())]
+    if exact:
+        return exact
+    wanted = next((name for name in (kind, None) if name in splits.values()), ...)
+    if wanted is ... and len(kinds) > 1:
+        text = f"data: no file in {root} is of split '{split}', their names have {', '.join(kinds)}. "
+        raise DataError(text + "Set data.split (or data.validation_split) to one of them.")
     return [file for file in files if wanted in (..., splits[file])]
 
 
@@ -177,8 +185,7 @@ def build_stdlib_corpus(root: str | Path | None = None) -> Corpus:
 def build_text_corpus(path: str | Path, pattern: str = "") -> Corpus:
     """One file, or all files in a folder and its subfolders whose name or relative path matches `pattern`.
 
-    Without a pattern all .txt files; where each is of a split (train.txt, test.txt), those for training. Each file is
-    one document. `pattern` has no effect on a single file.
+    Without a pattern all .txt files; where each is of a split (train.txt, test.txt), those for training.
 
     Raises:
         DataError: `path` does not exist, nothing matches `pattern`, or every file is empty.
@@ -192,10 +199,8 @@ def build_text_corpus(path: str | Path, pattern: str = "") -> Corpus:
         if not files:
             endings = Counter(file.suffix for _, file in find_files(root, "*") if file.suffix).most_common(1)
             there = f'; for example, {endings[0][1]} match "*{endings[0][0]}"' if endings else ""
-            raise DataError(
-                f'data: no file in {root} matches pattern "{pattern or "*.txt"}"{there}. Change data.pattern or '
-                "data.path."
-            )
+            text = f'data: no file in {root} matches pattern "{pattern or "*.txt"}"{there}. '
+            raise DataError(f"{text}Change data.pattern or data.path.")
     elif root.exists():
         files = ((root.name, root),)
     else:

@@ -21,19 +21,19 @@ def resolve_steps(job: JobConfig, loader: TrainLoader, before: Any = None) -> Jo
     size, num_sequences = loader.global_batch_size, loader.dataset.num_train_sequences
     if job.training.global_batch_size is None:
         kept, guide = before is None or before.batch_size in (-1, size), BATCHES[job.training.objective == "dpo"]
-        how = "for {} {}: {}".format(*guide) if before is None else f"before: {before.batch_size}"
-        log = logger.info if kept else logger.warning
-        log("training: training.global_batch_size is not set, so a step has %d sequences (%s)", size, how)
+        how = "for {} {}: {}; at most 1/32 of all".format(*guide) if before is None else f"before: {before.batch_size}"
+        log, text = logger.info if kept or get_rank() else logger.warning, format_count(size, "sequence")
+        log("training: training.global_batch_size is not set, so a step has %s (%s)", text, how)
         job = replace(job, training=replace(job.training, global_batch_size=size))
-    steps = job.training.steps
+    steps, taken, done = job.training.steps, 0, 0
+    if before is not None and not job.data.skip_to_sample:  # otherwise what was left out would count
+        taken, done = before.samples, before.step
     if job.training.epochs and num_sequences is not None:
-        wanted, done = job.training.epochs * num_sequences, 0
-        if before is not None and not job.data.skip_to_sample:  # otherwise what was left out would count
-            wanted, done = wanted - before.samples, before.step
-        steps = done + math.ceil(wanted / size)
+        steps = done + math.ceil((job.training.epochs * num_sequences - taken) / size)
         job = replace(job, training=replace(job.training, steps=steps))
-    tokens = f"{steps * size * job.training.seq_len:,} tokens with padding"
-    epochs = 0.0 if num_sequences is None else float(f"{steps * size / num_sequences:.3g}")
+    taken += (steps - done) * size
+    tokens = f"{taken * job.training.seq_len:,} tokens with padding"
+    epochs = 0.0 if num_sequences is None else float(f"{taken / num_sequences:.3g}")
     shown = "" if num_sequences is None else f", {format_count(epochs, 'epoch')}"
     logger.info("training: %s of %s, %s%s", format_count(steps, "step"), format_count(size, "sequence"), tokens, shown)
     _warn_of_many_epochs(job, epochs, "", "training.epochs")
@@ -63,8 +63,5 @@ def describe_sources(job: JobConfig, loader: TrainLoader, step: int = 0) -> None
 
 def _warn_of_many_epochs(job: JobConfig, epochs: float, source: str, remedy: str) -> None:
     if job.checkpoint.initial_load_path and epochs > _MANY_EPOCHS and get_rank() == 0:
-        logger.warning(
-            "training: a pretrained model sees the data%s %.0f times, which it learns by heart. Set %s, or lower "
-            "training.steps, if that is not meant.",
-            *(source, epochs, remedy),
-        )
+        text = "training: a pretrained model sees the data%s %.0f times, which it learns by heart. Set %s, or lower "
+        logger.warning(text + "training.steps, if that is not meant.", source, epochs, remedy)

@@ -7,7 +7,7 @@ import pytest
 
 from titanlite.base.errors import DataError
 from titanlite.config.data import DataSection
-from titanlite.data.corpus import build_corpus, build_stdlib_corpus, build_text_corpus, split_text
+from titanlite.data.corpus import build_corpus, build_stdlib_corpus, build_text_corpus, choose_split, split_text
 
 
 def test_stdlib_of_this_python() -> None:
@@ -135,3 +135,24 @@ def test_split_text_loses_nothing_and_cuts_after_newlines(max_chars: int) -> Non
     assert max(map(len, pieces)) <= max_chars
     if max_chars == 5:
         assert pieces == ["ab\n", "cd\n\n", "efghi", "jkl\nm"]
+
+
+@pytest.mark.parametrize(
+    ("names", "split", "chosen"),
+    [
+        (["test.jsonl", "train.jsonl"], "train", ["train.jsonl"]),
+        (["test.jsonl", "train.jsonl"], "eval", ["test.jsonl"]),
+        (["train_prefs-0.jsonl", "train_sft-0.jsonl"], "train_prefs", ["train_prefs-0.jsonl"]),
+        (["train_prefs-0.jsonl", "train_sft-0.jsonl"], "train", ["train_prefs-0.jsonl", "train_sft-0.jsonl"]),
+        (["a.jsonl", "test.jsonl"], "train", ["a.jsonl"]),
+        (["test.jsonl"], "train", ["test.jsonl"]),
+    ],
+)
+def test_files_of_a_split(tmp_path, names, split, chosen):
+    assert [file.name for file in choose_split([tmp_path / name for name in names], tmp_path, split)] == chosen
+
+
+@pytest.mark.parametrize("split", ["dev", "trian"])
+def test_a_split_that_no_file_has_never_takes_the_others_together(tmp_path, split):
+    with pytest.raises(DataError, match=rf"is of split '{split}', their names have test, train\. Set data\.split"):
+        choose_split([tmp_path / "train.jsonl", tmp_path / "test.jsonl"], tmp_path, split)
