@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from itertools import accumulate
 
 from titanlite.base.errors import ConfigError
 
@@ -102,7 +103,7 @@ class Hardware:
 # Name, TFLOP/s of dense products in bfloat16 (with float32 sums) and in float32, GiB as torch reports them, TB/s of the
 # memory; GB/s in one direction of NVLink (PCIe x16 where there is none) and of one network adapter per GPU, as in the
 # vendors' own machines with 8. From the data sheets of NVIDIA and AMD; for RTX from the white papers of GA102, Ada and
-# Blackwell. A short name means the first that begins with it.
+# Blackwell. A short name means the first whose first parts it is.
 _TABLE = (
     ("h100-80gb", 989, 67, 79.1, 3.35, 450, 50),
     ("h100-nvl-94gb", 835, 60, 93.1, 3.9, 300, 50),
@@ -140,11 +141,12 @@ def get_hardware(name: str) -> Hardware:
     """
 
     def plain(text: str) -> str:
-        return re.sub(r"nvidia|geforce|amd|instinct|sxm\d?|[^a-z0-9]", "", text.lower())
+        return re.sub(r"nvidia|geforce|amd|instinct|sxm\d?|gb?$|[^a-z0-9]", "", text.lower())
 
     wanted = plain(name)
     for known, gpu in GPUS.items():
-        if wanted and any(plain(known).removeprefix(brand).startswith(wanted) for brand in ("", "rtx")):
+        names = accumulate(known.split("-"))  # h100, h10080gb, but not h10
+        if wanted in {plain(text).removeprefix(brand) for text in names for brand in ("", "rtx")}:
             return gpu
     near = get_close_matches(wanted, [plain(known) for known in GPUS], 1)
     hint = next((f"Did you mean {known}? " for known in GPUS if plain(known) in near), "")
