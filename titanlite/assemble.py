@@ -110,7 +110,7 @@ def assemble(checked: Checked) -> Trainer:
     check_triton(job, device)
     start_memory_history(job, device)
     dims = ParallelDims.build(degrees, device.type)
-    where = f"{format_count(degrees.world_size, 'rank')} on {device.type}, {degrees}"
+    where = f"{degrees}, {format_count(degrees.world_size, 'rank')} on {device.type}"
     logger.info("mesh: %s", where)
 
     job = resolve_chat_date(job)

@@ -49,8 +49,9 @@ def test_every_setting_has_a_sentence_of_documentation() -> None:
 
 
 def test_every_default_has_the_declared_type() -> None:
+    filled_in = {"training.global_batch_size"}  # None again as it is read: test_what_was_filled_in_is_saved
     for key, item in get_settings().items():
-        if item.optional:
+        if item.optional and key not in filled_in:
             assert item.default is None, f"{key}: save_resolved leaves None out, so None must be the default"
         else:
             assert type(item.default) is item.kind, key
