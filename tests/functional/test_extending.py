@@ -153,7 +153,7 @@ def load_config_of(*overrides: str) -> JobConfig:
     ("override", "message"),
     [
         ("--training.objective=my_loses:smoothed", "cannot import my_loses: ModuleNotFoundError"),
-        ("--training.objective=my_losses:smothed", "has no 'smothed'. Did you mean 'my_losses:smoothed'?"),
+        ("--training.objective=my_losses:smothed", "has no 'smothed'. Did you mean 'smoothed'?"),
         ("--training.objective=my_losses:F", "it is module, not a function"),
         (
             "--training.objective=my_rows:convert",
@@ -163,13 +163,13 @@ def load_config_of(*overrides: str) -> JobConfig:
         ("--data.converter=convert", "does not name a function"),
         ("--optimizer.name=my_optimizers:SignSGD", r"it is called as SignSGD\(named_parameters, section\)"),
         ("--metrics.function=my_losses:smoothed", r"it is called as smoothed\(point\)"),
-        ("--evaluation.scorer=my_rows:convert", r"called as convert\(prediction, reference\)"),
+        ("--evaluation.enable=true --evaluation.scorer=my_rows:convert", r"called as convert\(prediction, reference\)"),
         ("--model.name=my_rows:convert", "it is of type function. Name a Family"),
     ],
 )
 def test_what_cannot_be_called_is_refused_before_anything_is_trained(override: str, message: str):
     with pytest.raises(ConfigError, match=message):
-        check(load_config_of("--model.name=qwen3", "--model.flavor=debug", override), 1)
+        check(load_config_of("--model.name=qwen3", "--model.flavor=debug", *override.split()), 1)
 
 
 BAD = """
@@ -211,7 +211,8 @@ def test_what_a_trial_finds_wrong(modules: Path, name: str, message: str):
         if name in ("rows", "some", "nothing"):
             build_custom_optimizer(torch.nn.Linear(2, 3), OptimizerSection(name=f"bad:{name}"))
         else:
-            build_custom_objective(load_config_of("--model.flavor=debug", f"--training.objective=bad:{name}"), 9)
+            settings = ("--model.flavor=debug", "--training.seq_len=8", f"--training.objective=bad:{name}")
+            build_custom_objective(load_config_of(*settings), 9)
 
 
 @pytest.mark.slow
