@@ -38,6 +38,7 @@ from titanlite.config import load_config
 from titanlite.config.parallelism import Degrees
 from titanlite.materialize.layout import local_of
 from titanlite.preflight import Checked, check
+from titanlite.train_step import TrainStep
 from titanlite.trainer import Trainer
 
 FSDP2 = Degrees(dp_shard=2)
@@ -540,8 +541,15 @@ def test_checkpoint_that_cannot_be_replaced_is_untouched(run_ranks, checked, sav
 def test_background_save_is_finished_when_training_ends_with_an_error(checked, config_file, tmp_path, monkeypatch):
     """The loss is not finite at step 2, while step 1, which is good, is still being written."""
     arguments = ["--config", str(config_file), f"--job.dump_folder={tmp_path / 'run'}", *SMALL]
-    arguments += ["--parallelism.data_parallel_shard_degree=2", "--optimizer.lr=1e38", "--checkpoint.async_mode=async"]
-    pwritev = os.pwritev
+    arguments += ["--parallelism.data_parallel_shard_degree=2", "--checkpoint.async_mode=async"]
+    pwritev, step = os.pwritev, TrainStep.train_step
+
+    def broken(self: TrainStep, *args: Any) -> Any:
+        if self.step == 1:
+            local_of(next(self.model.parameters())).data.fill_(math.nan)
+        return step(self, *args)
+
+    monkeypatch.setattr(TrainStep, "train_step", broken)
 
     def slow(*args: Any) -> int:
         time.sleep(0.1)

@@ -12,9 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from titanlite.assemble import assemble
 from titanlite.base.errors import PlanError
 from titanlite.distributed import ParallelDims
+from titanlite.distributed.fsdp import ExpertCopies
 from titanlite.distributed.parallelize import parallelize
 from titanlite.materialize import Alias, Init, Keep, Normal, Ones, Source, Zeros, materialize
 from titanlite.models.decoder import Decoder, build_decoder
+from titanlite.models.moe import Experts
 from titanlite.preflight import Checked
 
 SEED = 7
@@ -211,7 +213,9 @@ def test_spec_dtype_is_local_dtype_with_bfloat16_mixed_precision_on_an_moe(run_r
             def hook(module: torch.nn.Module, args: Any) -> None:
                 for leaf, param in module.named_parameters(recurse=False):
                     local = param.to_local() if isinstance(param, DTensor) else param
-                    seen.setdefault(f"{name}.{leaf}", []).append((param.dtype, local.dtype))
+                    read = module.read if isinstance(module, Experts) else None
+                    dtypes = (read(param).dtype,) * 2 if isinstance(read, ExpertCopies) else (param.dtype, local.dtype)
+                    seen.setdefault(f"{name}.{leaf}", []).append(dtypes)
 
             return hook
 
