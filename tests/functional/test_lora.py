@@ -233,7 +233,7 @@ def test_resume_on_another_mesh_and_without_adapters(train, run_ranks, checked, 
             assemble(plain)
         return str(error.value)
 
-    assert all('holds another run, at step 4: lora.rank 4 -> 0' in text for text in run_ranks(4, rank_main))
+    assert all("holds another run, at step 4: lora.rank 4 -> 0" in text for text in run_ranks(4, rank_main))
 
 
 def test_adapters_belong_to_the_model_that_they_were_trained_on(train, overrides_of, tmp_path):
