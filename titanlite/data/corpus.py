@@ -145,7 +145,7 @@ def choose_split(files: Sequence[Path], root: Path, split: str) -> list[Path]:
     if exact:
         return exact
     wanted = next((name for name in (kind, None) if name in splits.values()), ...)
-    if wanted is ... and len(kinds) > 1:
+    if wanted is ... and kinds and (len(kinds) > 1 or "train" in (kind, *kinds)):  # validation may be called test
         text = f"data: no file in {root} is of split '{split}', their names have {', '.join(kinds)}. "
         raise DataError(text + "Set data.split (or data.validation_split) to one of them.")
     return [file for file in files if wanted in (..., splits[file])]
@@ -193,7 +193,8 @@ def build_text_corpus(path: str | Path, pattern: str = "") -> Corpus:
     root = Path(path)
     if root.is_dir():
         files = find_files(root, pattern or "*.txt")
-        if not pattern and all(_find_split(Path(name)) for name, _ in files):
+        kinds = [_find_split(Path(name)) for name, _ in files]
+        if not pattern and all(kinds) and "train" in kinds:
             chosen = choose_split([path for _, path in files], root, "train")
             files = tuple(pair for pair in files if pair[1] in chosen)
         if not files:

@@ -145,11 +145,23 @@ def test_split_text_loses_nothing_and_cuts_after_newlines(max_chars: int) -> Non
         (["train_prefs-0.jsonl", "train_sft-0.jsonl"], "train_prefs", ["train_prefs-0.jsonl"]),
         (["train_prefs-0.jsonl", "train_sft-0.jsonl"], "train", ["train_prefs-0.jsonl", "train_sft-0.jsonl"]),
         (["a.jsonl", "test.jsonl"], "train", ["a.jsonl"]),
-        (["test.jsonl"], "train", ["test.jsonl"]),
+        (["eval.jsonl"], "validation", ["eval.jsonl"]),
     ],
 )
 def test_files_of_a_split(tmp_path, names, split, chosen):
     assert [file.name for file in choose_split([tmp_path / name for name in names], tmp_path, split)] == chosen
+
+
+@pytest.mark.parametrize(("name", "split"), [("test.jsonl", "train"), ("train.jsonl", "test"), ("dev.jsonl", "train")])
+def test_held_out_files_are_not_trained_and_training_files_not_held_out(tmp_path, name, split):
+    with pytest.raises(DataError, match=rf"is of split '{split}'"):
+        choose_split([tmp_path / name], tmp_path, split)
+
+
+def test_a_folder_of_texts_without_one_for_training_is_read_whole(tmp_path):
+    for name in ("test.txt", "val.txt"):
+        (tmp_path / name).write_text("text")
+    assert len(build_text_corpus(tmp_path).files) == 2
 
 
 @pytest.mark.parametrize("split", ["dev", "trian"])
