@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from titanlite import __main__, __version__
 from titanlite.assemble import assemble
+from titanlite.base.tables import format_count
 from titanlite.checkpoint import commit, writer
 from titanlite.config import load_config
 from titanlite.config.parallelism import Degrees
@@ -261,7 +262,11 @@ def test_every_byte_is_read_once(command, step, config_file, meshes, mesh):
     ranks, biases, total = degrees.world_size, total_bytes(step / SIDECAR), total_bytes(step / MODEL, step / SIDECAR)
     done = command("inspect", step, "--config", config_file, f"--world-size={ranks}", *flags)
     rows = done.table("rank")
-    assert done.code == 0 and f"{degrees}, {ranks} ranks" in done.out and column(rows, "rank") == [*range(ranks)]
+    assert (
+        done.code == 0
+        and f"{degrees}, {format_count(ranks, 'rank')}" in done.out
+        and column(rows, "rank") == [*range(ranks)]
+    )
     holds, reads, receives = (column(rows, name) for name in ("holds", "reads", "receives"))
     assert sum(reads) == total and f"all ranks together read {total} B" in done.out
     assert [held - read for held, read in zip(holds, reads, strict=True)] == receives

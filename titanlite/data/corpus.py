@@ -141,8 +141,7 @@ def choose_split(files: Sequence[Path], root: Path, split: str) -> list[Path]:
     splits = {file: _find_split(file.relative_to(root)) for file in files}
     kind, kinds = _find_split(Path(split)), sorted({name for name in splits.values() if name})
     named = rf"(?<![a-z]){re.escape(split.lower())}(?![a-z])"  # train_prefs, next to train_sft
-    exact = [file for file in files if split != kind and re.search(named, str(file.relative_to(root)).lower())]
-    if exact:
+    if exact := [file for file in files if split != kind and re.search(named, str(file.relative_to(root)).lower())]:
         return exact
     wanted = next((name for name in (kind, None) if name in splits.values()), ...)
     if wanted is ... and kinds and (len(kinds) > 1 or "train" in (kind, *kinds)):  # validation may be called test
