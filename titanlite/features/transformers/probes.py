@@ -91,14 +91,14 @@ def find_facts(model: "TransformersModel", device: torch.device) -> Facts:
         is_exact = is_float32(alone, model.head)
         bound = (1e-4 if is_exact else 0.05) * expected.norm()
 
-        def lengthened(short_2S: torch.Tensor) -> bool:  # synchronization point
-            return bool((short_2S[-1] - mixed[0, :size]).float().norm() > bound * (1 if is_exact else 5))
+        def is_as_in_longer_row(short_2S: torch.Tensor) -> bool:  # synchronization point; True in a trace
+            return bool((short_2S[-1] - mixed[0, :size]).float().norm() <= bound * (1 if is_exact else 5))
 
-        depends = lengthened(alone)  # ProphetNet mixes up positions
-        if depends:  # `dynamic` and `longrope` choose frequencies by the longest position, here that of another row
+        is_alike = is_as_in_longer_row(alone)  # ProphetNet mixes up positions
+        if not is_alike:  # `dynamic` and `longrope` choose frequencies by the longest position, here another row's
             rows_2S = torch.arange(2 * size, device=device).view(2, size).flip(0)
             same = run(torch.tensor([second, first], device=device), rows_2S)
-            depends = same is None or lengthened(same)
+            is_alike = same is not None and is_as_in_longer_row(same)
             reasons.clear()
         for starts, with_boundaries in model.document_options():
             positions_2S = restarting_positions(ids_2S, None) + starts
@@ -115,7 +115,7 @@ def find_facts(model: "TransformersModel", device: torch.device) -> Facts:
             starts, with_boundaries = 0, False
     return Facts(
         has_plain_head=is_plain and model.head_project is not None,
-        is_causal=bool(moved <= _LEAK * effect) and not depends,
+        is_causal=bool(moved <= _LEAK * effect) and is_alike,
         keeps_apart=not reasons,
         takes_boundaries=with_boundaries,
         first_position=starts,
