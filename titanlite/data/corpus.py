@@ -143,11 +143,11 @@ def choose_split(files: Sequence[Path], root: Path, split: str) -> list[Path]:
     named = rf"(?<![a-z]){re.escape(split.lower())}(?![a-z])"  # train_prefs, next to train_sft
     if exact := [file for file in files if split != kind and re.search(named, str(file.relative_to(root)).lower())]:
         return exact
-    wanted = next((name for name in (kind, None) if name in splits.values()), ...)
-    if wanted is ... and kinds and (len(kinds) > 1 or "train" in (kind, *kinds)):  # validation may be called test
+    found = [file for file in files if splits[file] == kind] or [file for file in files if splits[file] is None]
+    if not found and kinds and (len(kinds) > 1 or "train" in (kind, *kinds)):  # validation may be called test
         text = f"data: no file in {root} is of split '{split}', their names have {', '.join(kinds)}. "
         raise DataError(text + "Set data.split (or data.validation_split) to one of them.")
-    return [file for file in files if wanted in (..., splits[file])]
+    return found or list(files)
 
 
 def _find_split(path: Path) -> str | None:
