@@ -147,6 +147,15 @@ def internvl() -> Made:
     return config, processor
 
 
+def clip_and_llama(config: Any, tokenizer: Any, **options: Any) -> Any:
+    return config(
+        text_config={"model_type": "llama", **TEXT_SIZES, "vocab_size": len(tokenizer)},
+        vision_config={"model_type": "clip_vision_model", **clip_vision(), "projection_dim": 32},
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        **options,
+    )
+
+
 def llava() -> Made:
     import transformers as hf
 
@@ -159,12 +168,7 @@ def llava() -> Made:
         num_additional_image_tokens=1,
         chat_template=TEMPLATE.format(image="<image>"),
     )
-    config = hf.LlavaConfig(
-        text_config={"model_type": "llama", **TEXT_SIZES, "vocab_size": len(tokenizer)},
-        vision_config={"model_type": "clip_vision_model", **clip_vision(), "projection_dim": 32},
-        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
-    )
-    return config, processor
+    return clip_and_llama(hf.LlavaConfig, tokenizer), processor
 
 
 def llava_next() -> Made:
@@ -184,13 +188,7 @@ def llava_next() -> Made:
         num_additional_image_tokens=1,
         chat_template=TEMPLATE.format(image="<image>"),
     )
-    config = hf.LlavaNextConfig(
-        text_config={"model_type": "llama", **TEXT_SIZES, "vocab_size": len(tokenizer)},
-        vision_config={"model_type": "clip_vision_model", **clip_vision(), "projection_dim": 32},
-        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
-        image_grid_pinpoints=[[8, 16], [16, 16]],
-    )
-    return config, processor
+    return clip_and_llama(hf.LlavaNextConfig, tokenizer, image_grid_pinpoints=[[8, 16], [16, 16]]), processor
 
 
 def idefics3() -> Made:
