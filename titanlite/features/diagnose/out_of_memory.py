@@ -53,8 +53,8 @@ def start_memory_history(job: JobConfig, device: torch.device) -> None:
 
 def warn_of_large_mask(job: JobConfig, model_config: AnyModelConfig, device: torch.device) -> None:
     """Say on rank 0 what the dense mask of long packed sequences takes on a GPU, where there is attention without."""
-    training, is_native = job.training, isinstance(model_config, ModelConfig)
-    if device.type != "cuda" or not is_native or get_rank() != 0:
+    training = job.training
+    if device.type != "cuda" or not isinstance(model_config, ModelConfig) or get_rank() != 0:
         return
     if choose_attention(job, model_config, device.type) != "sdpa":
         return
@@ -77,9 +77,16 @@ def explain_out_of_memory(job: JobConfig, error: BaseException) -> TrainingError
     """
     if not is_out_of_memory(error):
         return None
-    if _is_of_device(error):
-        return TrainingError(_describe(job, error, _device_memory(), _dump(job)))
-    return TrainingError(_describe(job, error, "", ""))
+    of_device = _is_of_device(error)
+    said = str(error).strip().splitlines()
+    reason = f" ({said[0].rstrip('.')})" if said else ""
+    place = _place(error)
+    memory, snapshot = (_device_memory(), _dump(job)) if of_device else ("", "")
+    remedies = _DATA_REMEDY if any(room in place for room in _DATA_ROOMS) else _describe_remedies(job)
+    return TrainingError(
+        f"memory: rank {os.environ.get('RANK', '0')} ran out of memory of {'the GPU' if of_device else 'the host'}"
+        f"{place}{reason}.{memory} {remedies}{snapshot}"
+    )
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -96,16 +103,6 @@ def _is_of_device(error: BaseException) -> bool:
     return of_class or any(text in str(error) for text in _OF_DEVICE)
 
 
-def _describe(job: JobConfig, error: BaseException, memory: str, snapshot: str) -> str:
-    rank = os.environ.get("RANK", "0")
-    what = str(error).strip().splitlines()
-    kind = "the GPU" if _is_of_device(error) else "the host"
-    said = f" ({what[0].rstrip('.')})" if what else ""
-    place = _place(error)
-    remedies = _DATA_REMEDY if any(room in place for room in _DATA_ROOMS) else describe_remedies(job)
-    return f"memory: rank {rank} ran out of memory of {kind}{place}{said}.{memory} {remedies}{snapshot}".strip()
-
-
 def _place(error: BaseException) -> str:
     """Return the innermost line of titanlite on the way to the error."""
     package = Path(__file__).parents[2]
@@ -117,7 +114,7 @@ def _place(error: BaseException) -> str:
     return f" in {frames[-1].name}, {path}:{frames[-1].lineno}"
 
 
-def describe_remedies(job: JobConfig) -> str:
+def _describe_remedies(job: JobConfig) -> str:
     """Name the settings that save memory, with their values; leave out what cannot be lowered any more."""
     training, found = job.training, []
     if job.parallelism.fsdp_once_per_step:
@@ -130,9 +127,10 @@ def describe_remedies(job: JobConfig) -> str:
     cp = job.parallelism.context_parallel_degree
     if job.model.implementation != "transformers" and training.seq_len // cp >= _LONG:
         found.append(f"split sequences over more ranks (parallelism.context_parallel_degree, {cp})")
-    chunk = training.loss_chunk_tokens or 4096
-    if chunk > 256:
-        found.append(f"lower training.loss_chunk_tokens ({chunk})")
+    if training.loss_chunk_tokens == 0:
+        found.append("set training.loss_chunk_tokens = 256")
+    elif training.loss_chunk_tokens > 256:
+        found.append(f"lower training.loss_chunk_tokens ({training.loss_chunk_tokens})")
     found.append("or train on more ranks (parallelism.data_parallel_shard_degree)")
     text = ", ".join(found)
     return f"{text[0].upper()}{text[1:]}."

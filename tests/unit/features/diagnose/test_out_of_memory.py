@@ -103,6 +103,10 @@ def test_without_the_setting_nothing_is_recorded_and_the_message_names_it(job: J
     with explain(job, r"set profiling\.enable_memory_snapshot = true\.$") as raised:
         run_out(torch.OutOfMemoryError("CUDA out of memory."))
     assert cuda == [] and "local_batch_size" not in str(raised.value), "1 cannot be lowered"
+    assert "set training.loss_chunk_tokens = 256, or" in str(raised.value), "what 0 means depends on the kernels"
+    job.training.loss_chunk_tokens = 512
+    with explain(job, r"lower training\.loss_chunk_tokens \(512\), or"):
+        run_out(torch.OutOfMemoryError("CUDA out of memory."))
 
 
 def test_long_sequences_can_be_split(job: JobConfig, cuda):
