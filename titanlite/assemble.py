@@ -38,19 +38,12 @@ from titanlite.features.cpu import install as install_cpu
 from titanlite.features.custom.metric import build_metric
 from titanlite.features.custom.objective import build_custom_objective
 from titanlite.features.custom.optimizer import build_custom_optimizer
-from titanlite.features.diagnose import (
-    DivergenceCheck,
-    SpikeDetector,
-    check_triton,
-    diagnose,
-    enable_flight_recorder,
-    explain_out_of_memory,
-    explain_refusal,
-    explain_uncompiled,
-    make_deterministic,
-    start_memory_history,
-    warn_of_large_mask,
-)
+from titanlite.features.diagnose.compilation import check_triton, explain_uncompiled
+from titanlite.features.diagnose.divergence import DivergenceCheck
+from titanlite.features.diagnose.nonfinite import diagnose
+from titanlite.features.diagnose.out_of_memory import explain_out_of_memory, start_memory_history, warn_of_large_mask
+from titanlite.features.diagnose.process import enable_flight_recorder, explain_refusal, make_deterministic
+from titanlite.features.diagnose.spike import SpikeDetector
 from titanlite.features.dpo.build import build_dpo
 from titanlite.features.dpo.objective import turn_off_dropout
 from titanlite.features.generate.evaluate import build_evaluator

@@ -28,12 +28,8 @@ _Place = tuple[tuple[str, int], ...]
 class DivergenceCheck:
     """Compares what ranks must have in common, every `training.divergence_check_freq` steps.
 
-    Args:
-        job: the configuration; that ranks have the same one, `titanlite.launch.machines` sees to at the start.
-        plan: of the model's tensors.
-        optimizer: whose states are compared.
-        dims: ranks with the same `dp_rank` must read the same batches, those of a stage may hold the same tensors.
-        step: steps done so far.
+    Ranks with the same `dims.dp_rank` must read the same batches, and those of a stage may hold the same tensors. The
+    comparison is with `step` and later ones. That ranks have the same configuration is seen to at the start.
     """
 
     def __init__(
@@ -44,7 +40,6 @@ class DivergenceCheck:
         self._agreed_step = step
 
     def is_due(self, step: int) -> bool:
-        """Return True if the ranks are to be compared after `step`."""
         return self._freq > 0 and step % self._freq == 0
 
     @torch.no_grad()
@@ -63,20 +58,27 @@ class DivergenceCheck:
         Collectives: one all-gather of small objects over the default process group, a second one where ranks differ;
         every rank must call.
         """
-        held = dict(self._held())
+        held = list(self._held())
         # Some states are on the CPU where others are not: `step` of AdamW unless it is fused, and what is offloaded.
         device = batches[0].tokens.device
-        digests = [bit_digest(local_of(tensor)).to(device, non_blocking=True) for _, tensor in held.values()]
-        digests = torch.stack(digests).tolist() if digests else []
-        by_place: defaultdict[_Place, list[tuple[int, int]]] = defaultdict(list)
-        for (place, _), digest in zip(held.values(), digests, strict=True):
-            by_place[place].append(tuple(digest))
-        batch = torch.stack([bit_digest(batch.tokens) for batch in batches]).tolist()
-        mine: dict[Any, Any] = {place: hash(tuple(found)) for place, found in by_place.items()}
-        mine["step"], mine["samples of the data order"] = step, samples
-        mine["data order"] = data
-        mine["batch of data-parallel rank", self._dims.dp_rank] = batch
-        problems = self._compare(gather_objects(mine), held, digests)
+        sums = [bit_digest(local_of(tensor)).to(device, non_blocking=True) for _, _, tensor in held]
+        digests = [tuple(found) for found in torch.stack(sums).tolist()] if sums else []
+        by_place: defaultdict[_Place, list[tuple[int, ...]]] = defaultdict(list)
+        for (_, place, _), digest in zip(held, digests, strict=True):
+            by_place[place].append(digest)
+        facts = {
+            "step": step,
+            "samples of the data order": samples,
+            "data order": data,
+            f"batch of data-parallel rank {self._dims.dp_rank}": [bit_digest(b.tokens).tolist() for b in batches],
+        }
+        gathered = gather_objects((facts, {place: hash(tuple(found)) for place, found in by_place.items()}))
+        differing = _differing([found for found, _ in gathered])
+        problems = [f"the {name} is not the same on {ranks}." for name, ranks in differing.items()]
+        if _differing([found for _, found in gathered]):
+            by_name = {(name, place): digest for (name, place, _), digest in zip(held, digests, strict=True)}
+            named = _differing(gather_objects(by_name))
+            problems += [f"{name}: replicas differ between {ranks}." for (name, _), ranks in named.items()]
         if problems:
             since = f"between step {self._agreed_step} and step {step}"
             problems[-1] += (
@@ -86,36 +88,19 @@ class DivergenceCheck:
         raise_problems(DivergenceError, f"ranks differ after step {step}", problems)
         self._agreed_step = step
 
-    def _held(self) -> Iterator[tuple[str, tuple[_Place, torch.Tensor]]]:
-        """(name, (place, tensor)) of everything that another rank must hold, too."""
+    def _held(self) -> Iterator[tuple[str, _Place, torch.Tensor]]:
+        """Yield the name, place and tensor of everything that another rank must hold, too."""
         sharing, stage = self._dims.degrees.stage_size, (("pp", self._dims.stage),)
         for entry in self._plan.entries:
             if entry.is_elsewhere:
                 continue
             # What is not persistent may belong to this rank, such as the tokens that its experts got.
-            if entry.info.persistent and num_replicas(entry.tensor, sharing) > 1:
-                yield entry.fqn, (stage + _place(entry.tensor), entry.tensor)
-            for name, state in sorted(self._optimizer.state.get(entry.tensor, {}).items()):
-                if isinstance(state, torch.Tensor) and num_replicas(state, sharing) > 1:
-                    yield f"{name} of {entry.fqn}", (stage + _place(state), state)
-
-    def _compare(
-        self, gathered: list[dict[Any, Any]], held: dict[str, tuple[_Place, torch.Tensor]], digests: list[list[int]]
-    ) -> list[str]:
-        """Problems, the same on all ranks."""
-        differing = _differing(gathered)
-        problems = [
-            f"the {' '.join(map(str, key)) if isinstance(key, tuple) else key} is not the same on {ranks}."
-            for key, ranks in differing.items()
-            if not _is_place(key)
-        ]
-        if any(_is_place(key) for key in differing):
-            by_name = {(name, place): tuple(d) for (name, (place, _)), d in zip(held.items(), digests, strict=True)}
-            problems += [
-                f"{name}: replicas differ between {ranks}."
-                for (name, _), ranks in _differing(gather_objects(by_name)).items()
-            ]
-        return problems
+            found = [(entry.fqn, entry.tensor)] if entry.info.persistent else []
+            states = sorted(self._optimizer.state.get(entry.tensor, {}).items())
+            found += [(f"{name} of {entry.fqn}", state) for name, state in states if isinstance(state, torch.Tensor)]
+            for name, tensor in found:
+                if num_replicas(tensor, sharing) > 1:
+                    yield name, stage + _place(tensor), tensor
 
 
 def _place(tensor: torch.Tensor) -> _Place:
@@ -123,24 +108,19 @@ def _place(tensor: torch.Tensor) -> _Place:
         return ()
     coordinate, names = tensor.device_mesh.get_coordinate(), tensor.device_mesh.mesh_dim_names
     assert coordinate is not None and names is not None
-    split = [name for name, placement in zip(names, tensor.placements, strict=True) if hasattr(placement, "dim")]
-    return tuple((name, at) for name, at in zip(names, coordinate, strict=True) if name in split)
+    axes = zip(names, coordinate, tensor.placements, strict=True)
+    return tuple((name, at) for name, at, placement in axes if hasattr(placement, "dim"))
 
 
-def _is_place(key: Any) -> bool:
-    return isinstance(key, tuple) and all(isinstance(axis, tuple) for axis in key)
-
-
-def _differing(gathered: list[dict[Any, Any]]) -> dict[Any, str]:
+def _differing(gathered: Sequence[dict[Any, Any]]) -> dict[Any, str]:
     """Return the keys whose values are not the same on all ranks that have them, with the ranks, the most first."""
-    ranks_of: defaultdict[Any, defaultdict[Any, list[int]]] = defaultdict(lambda: defaultdict(list))
+    ranks_of: defaultdict[Any, defaultdict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, found in enumerate(gathered):
         for key, value in found.items():
             ranks_of[key][repr(value)].append(rank)
-    return {
-        key: " and ".join(
-            f"ranks {list_ranks(ranks)}" for ranks in sorted(by_value.values(), key=lambda r: (-len(r), r))
-        )
-        for key, by_value in ranks_of.items()
-        if len(by_value) > 1
-    }
+    differing = {}
+    for key, by_value in ranks_of.items():
+        if len(by_value) > 1:
+            groups = sorted(by_value.values(), key=lambda ranks: (-len(ranks), ranks))
+            differing[key] = " and ".join(f"ranks {list_ranks(ranks)}" for ranks in groups)
+    return differing

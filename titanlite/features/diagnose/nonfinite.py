@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_iter
 
 from titanlite.base.agree import gather_objects, list_ranks
 from titanlite.data.dataset import Batch
@@ -67,7 +68,8 @@ def diagnose(
     mine = _Found(stage, found.micro_batches)
     params = list(model.named_parameters())
     mine.weights = [name for name, param in params if not _has_finite_values(param)]
-    with _kept_generators():
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices=devices):  # dropout draws the same numbers after this as without it
         for number, batch in enumerate(micro_batches):
             with _watched(model, whole_layers) as first:
                 loss = scaled_loss(batch)
@@ -134,20 +136,12 @@ def _has_finite_values(param: torch.Tensor) -> bool:
     return _is_finite(param) if encoding is None else not encoding.count_not_finite(local_of(param))
 
 
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
 def _is_finite(tensor: torch.Tensor) -> bool:
     return bool(local_of(tensor).isfinite().all())
-
-
-def _floating(output: Any) -> Iterator[torch.Tensor]:
-    if isinstance(output, torch.Tensor):
-        if output.is_floating_point():
-            yield output.detach()
-    elif isinstance(output, dict):
-        for value in output.values():
-            yield from _floating(value)
-    elif isinstance(output, list | tuple):
-        for value in output:
-            yield from _floating(value)
 
 
 @contextmanager
@@ -161,7 +155,7 @@ def _watched(model: nn.Module, whole_layers: bool) -> Iterator[list[tuple[int, i
             nonlocal chunk
             chunk += isinstance(module, BetweenChunks)
             place = next(ended)
-            if not all(_is_finite(tensor) for tensor in _floating(output)):
+            if not all(_is_finite(tensor) for tensor in tree_iter(output) if _is_floating(tensor)):
                 names.append((chunk, place, f"that of {name}" if name else "that of the model"))
 
         return hook
@@ -177,11 +171,3 @@ def _watched(model: nn.Module, whole_layers: bool) -> Iterator[list[tuple[int, i
     finally:
         for handle in handles:
             handle.remove()
-
-
-@contextmanager
-def _kept_generators() -> Iterator[None]:
-    """Dropout draws the same numbers after this as without it."""
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    with torch.random.fork_rng(devices=devices):
-        yield

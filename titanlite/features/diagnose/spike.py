@@ -8,8 +8,8 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -25,16 +25,8 @@ _MAD_TO_STD = 1.4826
 _SMALLEST_SHARE = 1e-3
 
 
-@dataclass(frozen=True)
-class Spike:
-    """A loss that stands out.
-
-    Attributes:
-        step: whose loss it is.
-        loss: of that step.
-        median: of the steps before it.
-        score: deviation from the median over the robust standard deviation.
-    """
+class Spike(NamedTuple):
+    """A loss that stands out; `score` is its deviation from the median over the robust standard deviation."""
 
     step: int
     loss: float
@@ -56,15 +48,31 @@ class SpikeDetector:
         self._needed = max(_MIN_HISTORY, section.window // 2)
 
     def watch(self, last_step: int, losses: Sequence[float], samples: int) -> None:
-        """Take the losses of the steps up to `last_step`, and warn of a spike among them.
+        """Take the losses of the steps up to `last_step`; warn on rank 0 of a spike, and say how to go back before it.
 
-        `samples` of the data order lie before the next step.
+        `samples` of the data order lie before the next step: those are what a restart leaves out.
         """
-        if spike := self.add(last_step, losses):
-            report_spike(spike, self._folder, last_step, samples)
+        spike = self.add(last_step, losses)
+        if spike is None or dist.get_rank() != 0:
+            return
+        text = (
+            f"the loss of step {spike.step} is {spike.loss:.4f}, {spike.score:.1f} robust standard deviations above "
+            f"the median of {spike.median:.4f}; training goes on."
+        )
+        target = find_complete_before(self._folder, spike.step)
+        if target is None:
+            text += " There is no checkpoint of before to go back to."
+        else:
+            text += (
+                f" To leave out the data of steps {target + 1} to {last_step}: stop this run, move the checkpoints "
+                f"after step-{target} out of {self._folder}, and start the same command with "
+                f"--data.skip_to_sample={samples}"
+            )
+        logger.warning("spike: %s", text)
+        record_event("spike", text, last_step)
 
     def add(self, last_step: int, losses: Sequence[float]) -> Spike | None:
-        """Take the losses of the steps up to `last_step`; the first spike among them, or None.
+        """Take the losses of the steps up to `last_step`; return the first spike among them, or None.
 
         Losses that are not finite are passed over: those steps were not applied.
         """
@@ -81,26 +89,3 @@ class SpikeDetector:
                     return Spike(step, loss, median, score)
             self._losses.append(loss)
         return None
-
-
-def report_spike(spike: Spike, folder: Path, step: int, samples: int) -> None:
-    """Warn of `spike`, found after `step`, and say how to go back to a checkpoint in `folder`; on rank 0.
-
-    `samples` of the data order lie before the next step: those are what a restart leaves out.
-    """
-    if dist.get_rank() != 0:
-        return
-    text = (
-        f"the loss of step {spike.step} is {spike.loss:.4f}, {spike.score:.1f} robust standard deviations above "
-        f"the median of {spike.median:.4f}; training goes on."
-    )
-    target = find_complete_before(folder, spike.step)
-    if target is None:
-        text += " There is no checkpoint of before to go back to."
-    else:
-        text += (
-            f" To leave out the data of steps {target + 1} to {step}: stop this run, move the checkpoints after "
-            f"step-{target} out of {folder}, and start the same command with --data.skip_to_sample={samples}"
-        )
-    logger.warning("spike: %s", text)
-    record_event("spike", text, step)

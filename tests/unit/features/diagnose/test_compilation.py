@@ -8,7 +8,8 @@ import torch
 
 from titanlite.base.errors import ConfigError
 from titanlite.config import JobConfig
-from titanlite.features.diagnose import check_triton, compilation, explain_uncompiled
+from titanlite.features.diagnose import compilation
+from titanlite.features.diagnose.compilation import check_triton, explain_uncompiled
 
 
 def graph_break(x: torch.Tensor) -> torch.Tensor:

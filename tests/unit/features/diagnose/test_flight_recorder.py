@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from titanlite.features.diagnose.flight_recorder import enable_flight_recorder
+from titanlite.features.diagnose.process import enable_flight_recorder
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ import torch
 
 from titanlite.base.errors import ConfigError
 from titanlite.config import JobConfig
-from titanlite.features.diagnose import explain_refusal, make_deterministic
+from titanlite.features.diagnose.process import explain_refusal, make_deterministic
 
 
 def test_off_changes_nothing(monkeypatch):

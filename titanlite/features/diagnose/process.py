@@ -1,8 +1,11 @@
-"""`training.deterministic`: the same bits in every run on the same mesh, and in a resumed one."""
+"""How a process is set up before its process group starts: `training.deterministic`, and NCCL's flight recorder."""
 
 import os
 import random
 import re
+from collections.abc import MutableMapping
+from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -15,6 +18,13 @@ from titanlite.config import JobConfig
 _ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
 # What cuBLAS documents as deterministic.
 _WORKSPACES = (":4096:8", ":16:8")
+# Names that torch 2.11 to 2.14 read for the flight recorder, each with the older one that it still honours. 2,000
+# collectives take about 1 MiB per rank and are several steps of a large model.
+_FLIGHT_RECORDER = (
+    ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE", "2000"),
+    ("TORCH_NCCL_DUMP_ON_TIMEOUT", "", "1"),
+    ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", ""),
+)
 
 
 def explain_refusal(error: BaseException) -> ConfigError | None:
@@ -62,3 +72,20 @@ def make_deterministic(job: JobConfig) -> None:
     # FlashAttention's backward honours the flag above; these two do not, or choose their plan by themselves.
     torch.backends.cuda.enable_mem_efficient_sdp(False)
     torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+def enable_flight_recorder(dump_folder: Path, environment: MutableMapping[str, str] = os.environ) -> None:
+    """Have NCCL, if there are GPUs, dump to `dump_folder/flight_recorder/rank_N` when a collective times out.
+
+    Call it before the process group is made, which reads the environment. What the user has set there stays. gloo has
+    no flight recorder; there the error of the rank that waited says which collective it was.
+    """
+    if not torch.cuda.is_available():
+        return
+    folder = dump_folder.absolute() / "flight_recorder"
+    for name, old_name, value in _FLIGHT_RECORDER:
+        if name not in environment and old_name not in environment:
+            environment[name] = value or f"{folder}/rank_"
+    # NCCL's watchdog makes no folder. A run that cannot write here ends soon with a clear error of `make_dump_folder`.
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
