@@ -56,10 +56,8 @@ from titanlite.features.muon.muon import build_muon, muon_matrices
 from titanlite.features.passengers import carry_passengers
 from titanlite.features.pipeline.schedule import PipelineSchedule, apply_pipeline_parallel, describe_pipeline
 from titanlite.features.record.environment import save_environment
-from titanlite.features.record.hub import push_to_hub
-from titanlite.features.record.model_card import render_model_card
-from titanlite.features.record.plan_file import save_run_plan
-from titanlite.features.record.space import check_space
+from titanlite.features.record.hub import push_to_hub, render_model_card
+from titanlite.features.record.plan_file import check_space, save_run_plan
 from titanlite.features.record.wandb import configure_wandb, finish_wandb, open_wandb
 from titanlite.features.sft.build import build_sft
 from titanlite.features.sft.chat_template import resolve_chat_date

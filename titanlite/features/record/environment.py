@@ -1,6 +1,5 @@
 """`environment.json`: what a run ran on. Versions, machines, devices, the commit, the command."""
 
-import json
 import os
 import platform
 import shlex
@@ -16,9 +15,8 @@ import torch
 import torch.distributed as dist
 
 from titanlite.base.agree import gather_objects
-from titanlite.base.files import replace_file
-from titanlite.base.log import logger
 from titanlite.checkpoint.description import describe_versions
+from titanlite.features.record import write_json
 
 FILE_NAME = "environment.json"
 _GIT_TIMEOUT_S = 5.0
@@ -56,10 +54,7 @@ def save_environment(folder: Path, device: torch.device, facts: Mapping[str, Any
         "processor": f"{_describe_processor()}, {os.cpu_count()} logical cores",
         "machines": machines,
     }
-    try:
-        replace_file(folder / FILE_NAME, json.dumps(found, indent=1) + "\n")
-    except OSError as error:
-        logger.warning("cannot write %s: %s.", folder / FILE_NAME, error.strerror or error)
+    write_json(folder / FILE_NAME, found)
     return found
 
 

@@ -1,11 +1,163 @@
-"""Upload of a finished model to the Hugging Face hub."""
+"""The model on the Hugging Face hub: its card, the README.md of a checkpoint, and the upload.
 
+Nothing in the card depends on when or where the run took place, so that a resumed run writes the same. Local folders
+appear by their last part only.
+"""
+
+import json
+import math
+import re
 from pathlib import Path
 
 from titanlite.base.errors import CheckpointError
+from titanlite.base.files import read_regular
 from titanlite.base.log import logger
+from titanlite.base.tables import format_count
+from titanlite.checkpoint import Progress
 from titanlite.checkpoint.folder import OWN_FOLDER, how_to_finish
 from titanlite.checkpoint.keys import SIDECAR_FILE
+from titanlite.config import JobConfig
+from titanlite.config.assets import BaseModel, base_model_of, is_hub_id, public_name
+from titanlite.config.check import format_value
+from titanlite.config.data import get_sources
+from titanlite.config.settings import get_sections_of, get_value
+from titanlite.metrics.results import Results
+
+# These say where and how a run took place, not what the model is.
+_LEFT_OUT = ("job", "metrics", "profiling", "comm")
+_LEFT_OUT_KEYS = ("checkpoint.folder", "data.cache_folder", "checkpoint.push_to_hub")
+_LICENSE = re.compile(r"(license|license_name|license_link):\s*(\S.*)")
+_MOST_CARD_BYTES = 16 << 20
+_QUOTES = "\"'"
+
+
+def render_model_card(job: JobConfig, *, family: str, num_parameters: int, progress: Progress, results: Results) -> str:
+    """Return the card as Markdown with the hub's YAML header; ends with a line break.
+
+    Args:
+        job: the configuration; what differs from the defaults is listed.
+        family: Hugging Face model_type.
+        num_parameters: of the whole model.
+        progress: steps done, data order and versions.
+        results: validation losses and evaluation scores.
+    """
+    base = base_model_of(job.checkpoint.initial_load_path)
+    header = [*_header(base, job), *_license(job.checkpoint.initial_load_path)]
+    header += _model_index(base.name if base is not None else family, job, results)
+    origin = "trained from random weights"
+    if base is not None:
+        link = f"[{base.name}](https://huggingface.co/{base.name}) (revision `{base.revision[:12]}`)"
+        origin = f"trained from {link if base.on_hub else f'`{base.name}`'}"
+    paths = "".join(f", `{public_name(path)}`" for path in _get_paths(job))
+    lines = "\n".join
+    return f"""---
+{lines(header)}
+---
+
+# Model card
+
+A `{family}` model with {num_parameters / 1e6:,.1f} M parameters, {origin} with titanlite.
+
+## Data
+
+- dataset: `{job.data.dataset}`{paths}
+- fingerprint: {progress.data}
+
+## Results
+
+After {progress.step} of {format_count(job.training.steps, "step")}.
+
+{lines(_results(results))}
+
+## Configuration
+
+Settings that differ from the defaults:
+
+```toml
+{lines(_settings(job))}
+```
+
+## Versions
+
+{lines(f"- {name} {version}" for name, version in sorted(progress.versions.items()))}
+"""
+
+
+def _header(base: BaseModel | None, job: JobConfig) -> list[str]:
+    """Return the hub's metadata. JSON strings are YAML strings."""
+    lines = ["library_name: transformers", "pipeline_tag: text-generation", "tags:", "- titanlite"]
+    if base is not None and base.on_hub:
+        lines.append(f"base_model: {json.dumps(base.name)}")
+    names = [path.partition("@")[0] for path in _get_paths(job) if is_hub_id(path) and not Path(path).exists()]
+    if names:
+        lines += ["datasets:", *(f"- {json.dumps(name)}" for name in dict.fromkeys(names))]
+    return lines
+
+
+def _get_paths(job: JobConfig) -> list[str]:
+    return [source.path for source in get_sources(job.data).values() if source.path]
+
+
+def _license(folder: str) -> list[str]:
+    """Return the license lines of the card of the model in `folder`: a model trained from it is bound by them."""
+    path = Path(folder, "README.md")
+    try:
+        text = read_regular(path, _MOST_CARD_BYTES).decode("utf-8") if folder and path.is_file() else ""
+    except (OSError, UnicodeDecodeError):
+        return []
+    parts = text.split("---\n", 2)
+    if not text.startswith("---\n") or len(parts) < 3:
+        return []
+    # Only keys at the top level with a value on the same line, so that nothing else of the header can come along.
+    found = (_LICENSE.fullmatch(line.rstrip()) for line in parts[1].splitlines())
+    return [f"{match[1]}: {json.dumps(match[2].strip().strip(_QUOTES))}" for match in found if match]
+
+
+def _model_index(name: str, job: JobConfig, results: Results) -> list[str]:
+    """Return the latest results as the hub's metadata, which it shows beside the model."""
+    held_out = [source.validation_path or source.path for source in get_sources(job.data).values()]
+    evaluated = [job.evaluation.path] if job.evaluation.path else held_out
+    measured = [("loss", results.validation, held_out), (results.evaluation.name, results.evaluation, evaluated)]
+    rows = [(*row, row[1].last) for row in measured if row[1].last is not None and math.isfinite(row[1].last)]
+    if not rows:
+        return []
+    lines = ["model-index:", f"- name: {json.dumps(name)}", "  results:"]
+    for kind, series, paths, value in rows:
+        dataset = json.dumps(", ".join(map(public_name, paths)) or job.data.dataset)
+        lines += ["  - task:", "      type: text-generation", "    dataset:"]
+        lines += [f"      type: {dataset}", f"      name: {dataset}", "    metrics:"]
+        lines += [f"    - type: {json.dumps(kind)}", f"      value: {value!r}"]
+        lines += [f"      name: {json.dumps(series.name)}"]
+    return lines
+
+
+def _results(results: Results) -> list[str]:
+    def shown(value: float | None) -> str:
+        return "-" if value is None else f"{value:.4f}"
+
+    rows = []
+    for series in (results.validation, results.evaluation):
+        if series.last_step >= 0:
+            best = f"{shown(series.best)} (step {series.best_step})" if series.best_step >= 0 else "-"
+            last = f"{shown(series.last)} (step {series.last_step})"
+            rows.append(f"| {series.name} | {shown(series.first)} | {last} | {best} |")
+    if not rows:
+        return ["No validation or evaluation took place."]
+    return ["| metric | first | last | best |", "|---|---|---|---|", *rows]
+
+
+def _settings(job: JobConfig) -> list[str]:
+    lines: list[str] = []
+    for section, settings in get_sections_of(job).items():
+        changed = []
+        for setting in settings if section.split(".")[0] not in _LEFT_OUT else ():
+            value = get_value(job, setting.key)
+            if setting.key not in _LEFT_OUT_KEYS and value is not None and value != setting.default:
+                shown = public_name(value) if isinstance(value, str) else value
+                changed.append(f"{setting.name} = {format_value(shown)}")
+        if changed:
+            lines += [*([""] if lines else []), f"[{section}]", *changed]
+    return lines
 
 
 def push_to_hub(folder: Path, repository: str) -> None:

@@ -1,27 +1,31 @@
-"""The exact part of a plan: every tensor of this rank with placement, source and bytes. Follows from shapes alone.
+"""Sizes that follow from shapes alone: every tensor of a rank with placement, source and bytes, and the checkpoints.
 
-A real run writes it to `plan.json` in its folder; `python -m titanlite plan` shows it, with what has to be traced.
+A real run writes the former to `plan.json` in its folder; `python -m titanlite plan` shows it, with what has to be
+traced. Whether there is room for its checkpoints a run says before the first is written.
 """
 
-import json
+import math
+import shutil
 from collections import defaultdict
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from titanlite.base.files import replace_file
 from titanlite.base.log import logger
-from titanlite.base.tables import fold_names, format_memory, texts_between_numbers
-from titanlite.features.record.planned_reads import PlannedReads
-from titanlite.features.record.space import count_moments
-from titanlite.materialize import Plan, TensorEntry
+from titanlite.base.tables import fold_names, format_memory, format_size, texts_between_numbers
+from titanlite.checkpoint.commit import list_steps
+from titanlite.config import JobConfig
+from titanlite.features.record import write_json
+from titanlite.materialize import Plan, Region, TensorEntry
 from titanlite.materialize.layout import is_elsewhere
+from titanlite.materialize.replicas import share_out
 from titanlite.materialize.sources import Read
+from titanlite.models.interface import is_adapter
 
 PLAN_FILE = "plan.json"
 _STEP_BYTES = 4  # AdamW's count of steps, one float32 per parameter
@@ -29,48 +33,30 @@ _STEP_BYTES = 4  # AdamW's count of steps, one float32 per parameter
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """A tensor, or tensors that differ only in the numbers of their layers.
+    """A tensor, or `count` tensors that differ only in the numbers of their layers."""
 
-    Attributes:
-        name: first name, numbers folded: `model.layers.{0-47}.mlp.gate.weight`.
-        count: how many tensors.
-        shape, dtype: of the values of each, over all ranks; with an encoding its name is the dtype.
-        placement: how it is split, mesh axes of one rank left out: `dp_shard 4: shard 0, tp 2: replicate`.
-        source: where values come from.
-        trained: it gets gradients and optimizer states.
-        local_bytes: of all of them on this rank.
-    """
-
-    name: str
+    name: str  # the first name, numbers folded: `model.layers.{0-47}.mlp.gate.weight`
     count: int
-    shape: tuple[int, ...]
-    dtype: str
-    placement: str
+    shape: tuple[int, ...]  # of the values of each, over all ranks
+    dtype: str  # likewise; or the name of their encoding
+    placement: str  # mesh axes of one rank left out: `dp_shard 4: shard 0, tp 2: replicate`
     source: str
     trained: bool
-    local_bytes: int
+    local_bytes: int  # of all of them on this rank
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """Exact bytes of one rank, as tensors count them: the padding of uneven shards is not in.
-
-    Attributes:
-        weights: of parameters.
-        gradients: of those that are trained, once all are there.
-        optimizer: its states, once there was a step.
-        buffers: of buffers.
-        read_bytes: what this rank reads of a checkpoint itself, bytes on disk; optimizer states not counted.
-    """
+    """Exact bytes of one rank, as tensors count them: the padding of uneven shards is not in."""
 
     rank: int
     world_size: int
     tensors: tuple[PlannedTensor, ...]
     weights: int
-    gradients: int
-    optimizer: int
+    gradients: int  # of the weights that are trained, once all are there
+    optimizer: int  # its states, once there was a step
     buffers: int
-    read_bytes: int
+    read_bytes: int  # of a checkpoint, by this rank itself, as they are on disk; optimizer states not counted
 
     def to_json(self) -> dict[str, Any]:
         """As in `plan.json`."""
@@ -105,18 +91,51 @@ def build_run_plan(plan: Plan, muon: Container[torch.Tensor] = (), *, fold: bool
     )
 
 
-def save_run_plan(plan: Plan, muon: Container[torch.Tensor], folder: Path) -> None:
-    """Write the plan of rank 0 to `plan.json` in `folder`, and log its sums; on rank 0. No communication.
+@runtime_checkable
+class CountingReader(Protocol):
+    """A reader that can say beforehand how many bytes of each file a read of `region` of tensor `name` takes."""
 
-    It only describes the run, so that a file that cannot be written is a warning.
-    """
+    def plan_bytes(self, name: str, region: Region) -> Mapping[Path, int]: ...
+
+
+class RankReads(NamedTuple):
+    """Of one rank, bytes as they are on disk."""
+
+    held: int  # what its shards are made of
+    read: int  # the part of it that this rank reads itself; the rest comes from ranks that hold the same
+    files: frozenset[Path]  # that it reads from
+
+
+class PlannedReads:
+    """The reads of a plan, shared out among the replicas as `materialize` will do it."""
+
+    def __init__(self, plan: Plan) -> None:
+        reads = [(entry.tensor, entry.source) for entry in plan.entries if isinstance(entry.source, Read)]
+        shares = share_out((tensor for tensor, _ in reads), plan.group)
+        self._reads = [(share, source) for share, (_, source) in zip(shares, reads, strict=True)]
+
+    def of_rank(self, rank: int) -> RankReads:
+        """Return what global rank `rank`, of the plan's stage, will hold and read. Adapters in memory count nothing."""
+        held = read = 0
+        files: set[Path] = set()
+        for share, source in self._reads:
+            region, in_charge = share.place_of(rank)
+            if not isinstance(source.reader, CountingReader):
+                continue
+            needed = source.reader.plan_bytes(source.name, region)
+            held += sum(needed.values())
+            if in_charge:
+                read += sum(needed.values())
+                files.update(needed)
+        return RankReads(held, read, frozenset(files))
+
+
+def save_run_plan(plan: Plan, muon: Container[torch.Tensor], folder: Path) -> None:
+    """Write the plan of rank 0 to `plan.json` in `folder`, and log its sums; on rank 0. No communication."""
     if dist.get_rank() != 0:
         return
     run_plan = build_run_plan(plan, muon)
-    try:
-        replace_file(folder / PLAN_FILE, json.dumps(run_plan.to_json(), indent=1) + "\n")
-    except OSError as error:
-        logger.warning("cannot write %s: %s.", folder / PLAN_FILE, error.strerror or error)
+    write_json(folder / PLAN_FILE, run_plan.to_json())
     sizes = (run_plan.weights, run_plan.gradients, run_plan.optimizer, run_plan.read_bytes)
     logger.info(
         "plan: rank 0 holds weights %s, gradients %s, optimizer states %s; reads %s of a checkpoint",
@@ -158,3 +177,63 @@ def _describe_source(entry: TensorEntry) -> str:
     """Describe the source; of a checkpoint without the key, which is the tensor's name or follows from it."""
     source = entry.source
     return f"checkpoint {source.reader.name}" if isinstance(source, Read) else str(source)
+
+
+def count_moments(param: torch.Tensor, muon: Container[torch.Tensor]) -> int:
+    """How many moments the optimizer keeps of a trained parameter, in its dtype; `muon` are those that Muon steps."""
+    return 1 if param in muon else 2
+
+
+def count_bytes(plan: Plan, job: JobConfig, muon: Container[torch.Tensor]) -> int:
+    """Bytes of a checkpoint: the model in `checkpoint.export_dtype`, its exact weights if that loses bits, the moments.
+
+    With adapters, of these alone. Headers, tokenizer and other small files are not counted. `muon` as in
+    `count_moments`.
+    """
+    total = 0
+    for entry in plan.entries:
+        is_param = entry.info.kind == "parameter"
+        if not entry.info.persistent or (job.lora.rank and not is_adapter(entry.fqn)):
+            continue
+        own = entry.dtype.itemsize
+        export = getattr(torch, job.checkpoint.export_dtype).itemsize if is_param and not job.lora.rank else own
+        moments = count_moments(entry.tensor, muon) if is_param and entry.tensor.requires_grad else 0
+        total += math.prod(entry.info.shape) * (export + (own if export < own else 0) + moments * own)
+    return total
+
+
+def count_coming(job: JobConfig, present: int, step: int) -> int:
+    """Count the most checkpoints that exist at once beside the `present` ones, from `step` to the end of the run.
+
+    One is removed only when the next is complete.
+    """
+    section, steps = job.checkpoint, job.training.steps
+    coming = steps // section.interval - step // section.interval if section.interval else 0
+    coming += steps > step and (not section.interval or steps % section.interval > 0)
+    if not section.keep_latest_k:
+        return coming
+    always = (
+        steps // section.keep_every_n_steps - step // section.keep_every_n_steps if section.keep_every_n_steps else 0
+    )
+    return min(coming, max(section.keep_latest_k - present, 0) + 1 + always)
+
+
+def check_space(
+    job: JobConfig, plan: Plan, muon: Container[torch.Tensor], folder: Path, step: int, carried_bytes: int = 0
+) -> None:
+    """Say on rank 0 how large a checkpoint will be, and warn if those that will be kept have no room in `folder`."""
+    if not job.checkpoint.enable or dist.get_rank() != 0:
+        return
+    size, coming = count_bytes(plan, job, muon) + carried_bytes, count_coming(job, len(list_steps(folder)), step)
+    try:
+        free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
+    except OSError:
+        return  # whoever writes there says what is wrong
+    each, room = format_size(size), format_size(free)
+    logger.info("checkpoint: each takes %s, %s are free in %s", each, room, folder)
+    if coming * size > free:
+        logger.warning(
+            "checkpoint: %d more of %s each will be kept at once, and %s are free in %s. Make room, lower "
+            "checkpoint.keep_latest_k, or set another job.dump_folder.",
+            *(coming, each, room, folder),
+        )

@@ -74,10 +74,12 @@ class WandbRun:
             "WANDB_DISABLE_GIT": ("disable_git", True),
         }
         settings = dict(defaults[name] for name in defaults if name not in os.environ)
-        config = {
-            section: {setting.name: _get_public(job, setting.key) for setting in settings_of}
-            for section, settings_of in get_sections_of(job).items()
-        }
+        config: dict[str, dict[str, Any]] = {}
+        for section, known in get_sections_of(job).items():
+            values = {setting.name: get_value(job, setting.key) for setting in known}
+            public = {name: public_name(value) for name, value in values.items() if isinstance(value, str)}
+            config[section] = values | public
+        config["job"]["description"] = job.job.description
         self._calls: queue.Queue[Callable[[Any], object] | None] = queue.Queue(_MOST_WAITING)
         self._is_off = self._is_closed = False
         self._thread = threading.Thread(target=self._work, args=(settings, config), name="wandb", daemon=True)
@@ -143,8 +145,3 @@ def _get_id(path: Path) -> str:
     except OSError as error:
         logger.warning("cannot write %s: %s. A resume will be another run of W&B.", path, error.strerror or error)
     return name
-
-
-def _get_public(job: JobConfig, key: str) -> Any:
-    value = get_value(job, key)
-    return public_name(value) if isinstance(value, str) and key != "job.description" else value

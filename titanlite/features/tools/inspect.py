@@ -19,7 +19,7 @@ from titanlite.config import load_config
 from titanlite.distributed import ParallelDims
 from titanlite.distributed.process_group import fake_ranks
 from titanlite.features.lora.adapter import read_adapter
-from titanlite.features.record.planned_reads import PlannedReads, RankReads
+from titanlite.features.record.plan_file import PlannedReads, RankReads
 from titanlite.features.tools.models import MODEL_HELP, find_model
 from titanlite.features.transformers.mxfp4 import find_packed
 from titanlite.materialize import TensorEntry, build_plan
