@@ -494,12 +494,19 @@ def quiet() -> Iterator[None]:
     """Neither transformers' nor titanlite's log, which say much about models this small."""
     from transformers.utils import logging as theirs
 
+    before = theirs.get_verbosity(), theirs.is_progress_bar_enabled(), logging.root.manager.disable
     theirs.set_verbosity_error()
     theirs.disable_progress_bar()
     logging.disable(logging.CRITICAL)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        theirs.set_verbosity(before[0])
+        logging.disable(before[2])
+        if before[1]:
+            theirs.enable_progress_bar()
 
 
 def main() -> int:
