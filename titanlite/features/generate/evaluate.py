@@ -5,9 +5,12 @@ The prompts are shared out over the data-parallel ranks for generating, and over
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, SupportsFloat
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple, SupportsFloat
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -17,25 +20,111 @@ from titanlite.base.errors import ConfigError, DataError, raise_problems
 from titanlite.base.extension import load_extension
 from titanlite.config import AnyModelConfig, JobConfig
 from titanlite.config.assets import assets_folder
-from titanlite.data.dataset import TrainDataset
+from titanlite.config.data import DataSection, get_fields
+from titanlite.data.dataset import TrainDataset, get_sources
 from titanlite.data.tokenizer import count_ids
 from titanlite.distributed import ParallelDims
 from titanlite.distributed.collectives import all_reduce_sum
 from titanlite.features.generate.generate import generate, get_end_of_turn_ids, get_eos_token_ids
-from titanlite.features.generate.prompts import EvaluationPrompt, evaluation_prompts, read_evaluation_prompts
+from titanlite.features.sft.chat import ANSWER, END
+from titanlite.features.sft.dataset import ExampleDataset
+from titanlite.features.streams.stream import StreamDataset
 from titanlite.metrics.results import EvaluationResult, Example
+
+if TYPE_CHECKING:
+    from titanlite.features.sft.examples import TokenizedExamples
 
 Scorer = Callable[[str, str], float]
 _EXAMPLES = 2
 
 
+class EvaluationPrompt(NamedTuple):
+    """A prompt, its reference answer, and the row that they come from."""
+
+    prompt_ids: list[int]  # what the model gets at inference, generation prompt included
+    reference: str  # decoded without special tokens: compare with a generation decoded that way
+    where: str  # file and line, or row
+
+
+def evaluation_prompts(dataset: TrainDataset, tokenizer: Any) -> list[EvaluationPrompt]:
+    """Return the held-out examples, each as the prompt up to its last answer; of preference pairs, the chosen side.
+
+    The same on every rank; no collectives. Prompt and reference are the tokens of the training data, so what a template
+    adds to an answer (Qwen3: empty thoughts) is part of the reference, as it is part of what a trained model generates.
+    Examples are taken in full, also where `data.too_long` cuts them for training.
+
+    Raises:
+        DataError: the held-out rows are plain text, which has no answers; nothing is held out.
+    """
+    parts = [source.dataset for source in get_sources(dataset)]
+    held_out = [part.held_out for part in parts if isinstance(part, ExampleDataset | StreamDataset) and part.held_out]
+    if not held_out:
+        raise DataError("data: streaming holds no rows out. Set data.validation_path or evaluation.path.")
+    found = [_prompts(part.examples, part.selected.tolist(), tokenizer) for part in held_out]
+    if not any(found):
+        raise _no_answers("held-out", held_out[0].examples)
+    return list(chain.from_iterable(found))
+
+
+def read_evaluation_prompts(data: DataSection, path: str, split: str, tokenizer: Any) -> list[EvaluationPrompt]:
+    """As `evaluation_prompts`, of all rows at `path`: what `data.path` may be; `split` is that of a dataset of the hub.
+
+    Rows are converted and rendered as `data` says for training, but may be of another form; all of them must be usable.
+
+    Raises:
+        DataError: there are no rows, a row cannot be used, or they are plain text, which has no answers.
+    """
+    from titanlite.features.sft.examples import build_examples
+    from titanlite.features.sft.rows import RenamedRows, build_rows
+
+    try:
+        rows, fields = build_rows(path, subset=data.subset, split=split, converter=data.converter), get_fields(data)
+        settings = replace(data, format="auto", bad_rows="error", train_on="assistant")
+        first = next(iter(rows)).content
+        if not (isinstance(first, dict) and all(column in first for column in fields.values())):
+            fields, settings = {}, replace(settings, fields="", text_field=DataSection.text_field)
+        examples = build_examples(settings, RenamedRows(rows, fields), tokenizer)
+        count = (len(examples.offsets) - 1) // examples.header.documents_per_example
+        found = _prompts(examples, range(count), tokenizer)
+        if not found:
+            raise _no_answers(path, examples)
+        return found
+    except DataError as error:
+        raise DataError(f"evaluation.path: {error}") from None
+
+
+def _prompts(examples: "TokenizedExamples", which: Iterable[int], tokenizer: Any) -> list[EvaluationPrompt]:
+    found = []
+    for example in which:
+        place = next(iter(examples.get_documents(example)))
+        is_answer = (examples.flags[place] & ANSWER) != 0
+        if not is_answer.any():
+            continue
+        stop = int(np.flatnonzero(is_answer)[-1]) + 1
+        # An answer may follow another one directly, behind the token that ends it.
+        ends = (examples.flags[place] & END) != 0
+        before = np.flatnonzero(~is_answer[: stop - 1] | (ends[: stop - 1] & ~ends[1:stop]))
+        start = int(before[-1]) + 1 if len(before) else 0
+        ids = examples.tokens[place]
+        reference = tokenizer.decode(ids[start:stop].tolist(), skip_special_tokens=True)
+        found.append(EvaluationPrompt(ids[:start].tolist(), str(reference), examples.describe_place(example)))
+    return found
+
+
+def _no_answers(what: str, examples: "TokenizedExamples") -> DataError:
+    return DataError(
+        f"data: the {what} examples ({examples.header.form}) have no answers to compare with. Evaluate by generation "
+        "on messages or prompt and completion only."
+    )
+
+
 def exact_match(prediction: str, reference: str) -> float:
-    """1 if both texts are the same, white space at the ends aside."""
+    """Compare texts, white space at the ends aside."""
     return float(prediction.strip() == reference.strip())
 
 
 def contains(prediction: str, reference: str) -> float:
-    """1 if the reference, white space at its ends aside, occurs in the prediction."""
+    """Look for the reference, white space at its ends aside, in the prediction."""
     return float(reference.strip() in prediction)
 
 
@@ -62,7 +151,7 @@ class Evaluator:
         model_config: AnyModelConfig,
         dims: ParallelDims,
         device: torch.device,
-        end_ids: Sequence[int] = (),
+        end_ids: Sequence[int],
     ) -> None:
         self._section, self._tokenizer, self._dims, self._device = job.evaluation, tokenizer, dims, device
         self.name, self._scorer = get_scorer(self._section.scorer)
@@ -86,12 +175,9 @@ class Evaluator:
             ],
         )
         self._vocab_size = min(count_ids(tokenizer), model_config.vocab_size)
-        self._eos_token_ids = sorted(
-            {*get_eos_token_ids(tokenizer, assets_folder(job)), *(end_ids or get_end_of_turn_ids(tokenizer))}
-        )
+        self._eos_token_ids = sorted({*get_eos_token_ids(tokenizer, assets_folder(job)), *end_ids})
 
     def is_due(self, step: int, last: bool) -> bool:
-        """Return True if an evaluation follows `step` steps: before the first, at intervals, and after the last."""
         return step == 0 or step % self._section.freq == 0 or last
 
     def run(self, model: nn.Module) -> EvaluationResult:
@@ -144,12 +230,7 @@ class Evaluator:
 
 
 def build_evaluation_prompts(job: JobConfig, dataset: TrainDataset, tokenizer: Any) -> Sequence[EvaluationPrompt]:
-    """Prompts with reference answers, the same on all ranks: of `evaluation.path`, or the held-out ones of `dataset`.
-
-    Raises:
-        ConfigError: the data has none.
-        DataError: as `evaluation_prompts` and `read_evaluation_prompts`.
-    """
+    """Return those of `evaluation.path`, or the held-out ones of `dataset`; raises ConfigError if it has none."""
     section = job.evaluation
     if section.path:
         return read_evaluation_prompts(job.data, section.path, section.split, tokenizer)

@@ -42,15 +42,11 @@ _SAMPLE_TOKENS = 48
 class Sampling:
     """How the next token is chosen; see `choose_tokens`.
 
-    Attributes:
-        temperature: 0 takes the most likely token (greedy decoding).
-        top_k: draw from so many tokens only; 0: all.
-        top_p: draw from the most likely tokens that together have this probability.
-        seed: each prompt draws from a stream of its own, keyed by (seed, number of the prompt): the same on any mesh
-            and in any batch, up to the rounding of the logits.
+    Each prompt draws from a stream of its own, keyed by (seed, number of the prompt): the same on any mesh and in any
+    batch, up to the rounding of the logits.
     """
 
-    temperature: float = 0.0
+    temperature: float = 0.0  # greedy decoding
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
@@ -69,15 +65,10 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Continuation:
-    """What a prompt was continued with.
-
-    Attributes:
-        tokens: the new tokens, without the end-of-text token.
-        ended: True if the model ended the text; False if it reached the limit of new tokens.
-    """
+    """What a prompt was continued with, without the end-of-text token."""
 
     tokens: list[int]
-    ended: bool
+    ended: bool  # by the model; otherwise at the limit of new tokens
 
 
 @torch.no_grad()
@@ -101,8 +92,6 @@ def generate(
     Args:
         model: maps int64 tokens to logits, and may be a `Model`; parallelized over `dims`, if given.
         prompts: token ids, each at least one; the same on all ranks.
-        max_new_tokens: most new tokens per prompt.
-        device: where tokens go.
         dims: meshes of the model; None: this process has all of it.
         eos_token_ids: tokens that end a text.
         vocab_size: only smaller ids are chosen. An embedding may have more rows than the tokenizer has tokens.
@@ -122,7 +111,7 @@ def generate(
         if value < 1:
             problems.append(f"{name} = {value} is out of range. Set it to 1 or more.")
     raise_problems(ConfigError, "generate", problems)
-    limit = get_rope_limit(model)
+    limit = _get_rope_limit(model)
     if limit is not None and any(len(prompt) + max_new_tokens > limit for prompt in prompts):
         batch_size = 1  # or the longest text of a batch would choose the frequencies of all
         logger.info("generate: one prompt at a time: beyond %d tokens rotary frequencies depend on the longest", limit)
@@ -145,8 +134,7 @@ def generate(
     return [found[i] for i in range(len(prompts))]
 
 
-def get_rope_limit(model: nn.Module) -> int | None:
-    """`TransformersConfig.rope_limit` of `model`; None of other ones."""
+def _get_rope_limit(model: nn.Module) -> int | None:
     return model.config.rope_limit if isinstance(model, TransformersModel) else None
 
 
@@ -183,10 +171,11 @@ class _Batch:
         """Continue these prompts, by number. With none it takes part in the other ranks' forwards."""
         rows = list(prompts.values()) or [[0]]
         streams = [random.Random(f"{self.sampling.seed} {number}") for number in prompts] or [random.Random(0)]
-        watched = 0 if on_token is not None and 0 in prompts and self._is_first_rank() else None
+        is_first_rank = self.dims is None or dist.get_rank() == 0
+        watched = list(prompts).index(0) if on_token is not None and 0 in prompts and is_first_rank else -1
         new: list[list[int]] = [[] for _ in rows]
         ended = [not prompts] * len(rows)
-        longest, limit = max(map(len, rows)), get_rope_limit(self.model)
+        longest, limit = max(map(len, rows)), _get_rope_limit(self.model)
         # Keys that were kept are of other frequencies once the text passes the limit.
         stale = limit is not None and longest <= limit < longest + self.max_new_tokens
         steps = self._cached_steps(rows) if self.cached and not stale else self._full_steps(rows)
@@ -200,7 +189,7 @@ class _Batch:
                     ended[row] = True
                     continue
                 new[row].append(token)
-                if on_token is not None and watched is not None and list(prompts)[row] == watched:
+                if on_token is not None and row == watched:
                     on_token(token)
             if number == self.max_new_tokens or self._all_ended(ended):
                 break
@@ -243,10 +232,10 @@ class _Batch:
         )
         # The tp ranks, and then the cp ranks, have the same logits. If a kernel ever rounded otherwise on one of them,
         # their texts would part, and then the shapes of their collectives.
-        if self.dims is not None and self.dims.degrees.tp > 1:
-            dist.broadcast(chosen_B, group=self.dims.tp_mesh.get_group(), group_src=0)
-        if self.dims is not None and self.dims.cp_group is not None:
-            dist.broadcast(chosen_B, group=self.dims.cp_group, group_src=0)
+        if self.dims is not None:
+            tp_group = self.dims.tp_mesh.get_group() if self.dims.degrees.tp > 1 else None
+            for group in filter(None, (tp_group, self.dims.cp_group)):
+                dist.broadcast(chosen_B, group=group, group_src=0)
         return chosen_B
 
     def _all_ended(self, ended: Sequence[bool]) -> bool:
@@ -257,22 +246,17 @@ class _Batch:
         all_reduce_sum(going)
         return not bool(going.item())
 
-    def _is_first_rank(self) -> bool:
-        return self.dims is None or dist.get_rank() == 0
-
 
 def choose_tokens(
     logits_BV: torch.Tensor, uniform_B: torch.Tensor, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
 ) -> torch.Tensor:
-    """One int64 token per row: the most likely one at temperature 0, else a draw by inverse cumulative sum.
+    """Choose one int64 token per row: the most likely one at temperature 0, otherwise by inverse cumulative sum.
 
-    A function of its arguments alone: the randomness is `uniform_B`, so that a row's draw depends neither on the rows
-    beside it nor on the device.
+    The randomness is `uniform_B`, numbers in [0, 1): a row's draw depends neither on other rows nor on the device.
 
     Args:
         logits_BV: logits of any float dtype.
-        uniform_B: numbers in [0, 1), one per row; unused at temperature 0.
-        temperature: divides the logits.
+        uniform_B: one per row; unused at temperature 0.
         top_k: only the k most likely tokens can be drawn; 0: all.
         top_p: only the most likely tokens that together have this probability (arXiv:1904.09751); after `top_k`.
     """
@@ -309,16 +293,13 @@ def get_eos_token_ids(tokenizer: Any, folder: Path | None = None) -> list[int]:
         path = Path(folder or "", name)
         if not path.exists():
             continue
-        named = read_json(path, f"generate: {folder}").get("eos_token_id")
-        if named is None:
-            continue
-        ids = named if isinstance(named, list) else [named]
-        if not all(type(token) is int for token in ids):
-            raise CheckpointError(
-                f"generate: {path}: eos_token_id = {named!r} is neither a token id nor a list of them."
-            )
-        found.update(ids)
-        break
+        if (named := read_json(path, f"generate: {folder}").get("eos_token_id")) is not None:
+            ids = named if isinstance(named, list) else [named]
+            if not all(type(token) is int for token in ids):
+                raise CheckpointError(
+                    f"generate: {path}: eos_token_id = {named!r} is neither a token id nor a list of them."
+                )
+            return sorted(found | set(ids))
     return sorted(found)
 
 
@@ -345,8 +326,15 @@ def log_sample(job: JobConfig, model: nn.Module, tokenizer: Any, device: torch.d
     if job.data.dataset not in ("stdlib", "text"):
         return
     ids: list[int] = tokenizer.encode("def __init__(self" if job.data.dataset == "stdlib" else "The")
-    ends, sampling = get_eos_token_ids(tokenizer), Sampling(temperature=0.7, top_k=40)
-    options: dict[str, Any] = {"device": device, "dims": dims, "eos_token_ids": ends, "vocab_size": len(tokenizer)}
-    (continuation,) = generate(model, [ids], max_new_tokens=_SAMPLE_TOKENS, sampling=sampling, **options)
+    (continuation,) = generate(
+        model,
+        [ids],
+        max_new_tokens=_SAMPLE_TOKENS,
+        device=device,
+        dims=dims,
+        eos_token_ids=get_eos_token_ids(tokenizer),
+        vocab_size=len(tokenizer),
+        sampling=Sampling(temperature=0.7, top_k=40),
+    )
     sample = tokenizer.decode(ids + continuation.tokens)
     logger.info("sample (temperature 0.7):\n\n    %s\n", sample.replace("\n", "\n    "))

@@ -32,12 +32,7 @@ class KVCache:
 
     A rank holds the key/value heads that it computes, in the dtype of its activations: heads / (cp * tp), and the rows
     of its own data-parallel share. Memory: layers * B * G * T * (K + V) elements, allocated at once in the first
-    forward.
-
-    Attributes:
-        layers: one `LayerCache` per decoder layer.
-        lengths_B: tokens in the cache, by row, int64; also the position of the next token.
-        max_len: slots per row (T).
+    forward. `lengths_B` are tokens in the cache, by row; also the position of the next token.
     """
 
     def __init__(self, num_layers: int, lengths: Sequence[int], max_len: int, device: torch.device) -> None:

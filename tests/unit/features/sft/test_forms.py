@@ -11,7 +11,7 @@ from titanlite.assemble import build_data
 from titanlite.base.errors import DataError
 from titanlite.config.check import check_values
 from titanlite.config.schema import JobConfig
-from titanlite.features.generate.prompts import read_evaluation_prompts
+from titanlite.features.generate.evaluate import read_evaluation_prompts
 from titanlite.features.sft import examples
 from titanlite.features.sft.forms import Chat, Plain, detect_form, parse_row
 from titanlite.features.sft.readers import RowError

@@ -21,7 +21,7 @@ from titanlite.config.schema import JobConfig
 from titanlite.data.dataset import PackedDataset, get_permutation, get_sources
 from titanlite.data.loader import TrainLoader
 from titanlite.data.tokens import TokenizedCorpus
-from titanlite.features.generate.prompts import evaluation_prompts
+from titanlite.features.generate.evaluate import evaluation_prompts
 from titanlite.features.streams.mixture import PERIOD, MixtureDataset, _get_quotas, _Order, get_source_seed
 from titanlite.features.streams.stream import StreamDataset
 from titanlite.features.tools.shown import get_shown_documents
