@@ -14,7 +14,25 @@ import sys
 from titanlite.base.errors import TitanliteError
 from titanlite.features.estimate.cli import read_request
 from titanlite.features.estimate.estimate import estimate_stages, merge_stages
-from titanlite.features.estimate.render import render_parts, render_rates
+from titanlite.features.estimate.hardware import COLLECTIVE_S, KERNEL_S, LAUNCH_S, LINKS, RATES, SYNC_S, Hardware
+from titanlite.features.estimate.render import render_parts
+
+
+def render_rates(hardware: Hardware) -> str:
+    """Return the rates that expected times are computed with."""
+    rates = [
+        f"{name} {hardware.rate(name) / 1e12:,.3g} {'TB' if peak == 'memory_bytes_s' else 'TFLOP'}/s"
+        for name, (peak, _) in RATES.items()
+    ]
+    links = (hardware.intra_node_bytes_s, hardware.inter_node_bytes_s)
+    inside, between = (f"{rate * LINKS / 1e9:,.3g} GB/s" for rate in links)
+    host = (
+        f"{KERNEL_S * 1e6:g} us between kernels, {LAUNCH_S * 1e6:g} us of the host for each, {COLLECTIVE_S * 1e6:g} us"
+    )
+    return (
+        f"rates assumed for {hardware.name}: {', '.join(rates)}; links inside nodes {inside}, between nodes {between}; "
+        f"{host} for a collective, {SYNC_S * 1e6:g} us for a synchronization"
+    )
 
 
 def main() -> int:

@@ -6,6 +6,7 @@ import logging
 import re
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -43,24 +44,20 @@ _OBJECTIVES = {
     "dpo": ("--data.dataset=examples", "--training.objective=dpo"),
 }
 _SOME_DATA = {"sft": "train.jsonl", "pretrain": "corpus", "dpo": "pairs.jsonl"}  # which need not be there
+_LONG_S = 15.0
 # What names of models on the hub have behind the sizes.
 _VARIANT = re.compile(r"([-_.](instruct|base|chat|thinking|hf|\d{4}))+$")
 
 
 @dataclass(frozen=True)
 class Request:
-    """Arguments, understood.
-
-    Attributes:
-        weights: name of the model whose weights a run begins with; "" for random ones.
-        sizes: where its sizes come from, in words.
-    """
+    """Arguments, understood."""
 
     known: argparse.Namespace
-    job: JobConfig
     hardware: Hardware
-    weights: str
-    sizes: str
+    job: JobConfig
+    weights: str  # name of the model whose weights a run begins with; "" for random ones
+    sizes: str  # where its sizes come from, in words
 
     def check(self) -> Checked:
         """Check the configuration; raises ConfigError."""
@@ -79,6 +76,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     level = logger.level
     logger.setLevel(logging.ERROR)  # what a run would log is not what is asked
     planner = _Planner(given)
+    waiting = threading.Timer(_LONG_S, planner.say_that_it_takes_long)
+    waiting.daemon = True
+    waiting.start()
     try:
         request = read_request(given)
         return _sweep(request, planner) if request.known.sweep else _plan(request, planner)
@@ -87,18 +87,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"titanlite: error: {error}", file=sys.stderr)
         return 2
     finally:
+        waiting.cancel()
         logger.setLevel(level)
-
-
-class _Gpus(argparse.Action):
-    """`8xh100`: the number of ranks and the GPU."""
-
-    def __call__(self, parser: Any, known: argparse.Namespace, value: Any, option: str | None = None) -> None:
-        match = re.fullmatch(r"\s*(\d+)\s*(?:x\s*(.+))?", str(value))
-        if match is None:
-            raise ConfigError(f"--gpus={value}: not a number of GPUs. Write --gpus=8xh100, or --gpus=8.")
-        known.world_size = int(match[1])
-        known.gpu = match[2] or known.gpu
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -108,28 +98,23 @@ def _parser() -> argparse.ArgumentParser:
         "memory by purpose and where the time goes. Takes --config FILE and overrides as training does, or --model "
         "without a file. Nothing is downloaded except a model's config.json, if no preset has its sizes.",
     )
-    parser.add_argument("--model", metavar="PATH", help="hub id, folder or config.json; the same as --model.path")
-    parser.add_argument("--gpus", action=_Gpus, metavar="NxGPU", help="for example 8xh100: --world-size and --gpu")
-    parser.add_argument(
-        "--objective",
-        type=one_of(*_OBJECTIVES),
-        metavar="|".join(_OBJECTIVES),
-        help="what is trained (without a file: sft)",
-    )
-    parser.add_argument("--world-size", type=int, default=1, help="ranks of the run (default: 1)")
-    parser.add_argument("--gpu", default=DEFAULT_GPU, help=f"{', '.join(GPUS)} (default: %(default)s)")
-    parser.add_argument("--tokens", type=float, help="tokens to train on, such as 2e9 (default: those of the run)")
-    parser.add_argument("--sweep", action="store_true", help="try all degrees instead")
-    parser.add_argument(
-        "--proposals", action=argparse.BooleanOptionalAction, help="say what to change (default: if that is quick)"
-    )
-    parser.add_argument("--tensors", action="store_true", help="show every tensor of a rank, layers folded")
-    parser.add_argument("--all", action="store_true", help="the same, one line per tensor")
-    parser.add_argument("--rank", type=int, default=0, help="rank to look at (default: 0)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the plan there, too")
-    parser.add_argument("--every-layer", action="store_true", help="trace all layers, not few of each kind; slower")
+    add, objectives = parser.add_argument, "|".join(_OBJECTIVES)
+    add("--model", metavar="PATH", help="hub id, folder or config.json; the same as --model.path")
+    add("--gpus", metavar="NxGPU", help="for example 8xh100: --world-size and --gpu")
+    text = "what is trained (without a file: sft)"
+    add("--objective", type=one_of(*_OBJECTIVES), metavar=objectives, help=text)
+    add("--world-size", type=int, default=1, help="ranks of the run (default: 1)")
+    add("--gpu", default=DEFAULT_GPU, help=f"{', '.join(GPUS)} (default: %(default)s)")
+    add("--tokens", type=float, help="tokens to train on, such as 2e9 (default: those of the run)")
+    add("--sweep", action="store_true", help="try all degrees instead")
+    add("--proposals", action=argparse.BooleanOptionalAction, help="say what to change (default: if that is quick)")
+    add("--tensors", action="store_true", help="show every tensor of a rank, layers folded")
+    add("--all", action="store_true", help="the same, one line per tensor")
+    add("--rank", type=int, default=0, help="rank to look at (default: 0)")
+    add("--json", type=Path, metavar="FILE", help="write the plan there, too")
+    add("--every-layer", action="store_true", help="trace all layers, not few of each kind; slower")
     for option, (_, _, text) in _FIGURES.items():
-        parser.add_argument(f"--{option}", type=float, help=text)
+        add(f"--{option}", type=float, help=text)
     return parser
 
 
@@ -140,6 +125,11 @@ def read_request(argv: Sequence[str]) -> Request:
         ConfigError: one of them is wrong.
     """
     known, rest = _parser().parse_known_args(argv)
+    if known.gpus is not None:
+        match = re.fullmatch(r"\s*(\d+)\s*(?:x\s*(.+))?", known.gpus)
+        if match is None:
+            raise ConfigError(f"--gpus={known.gpus}: not a number of GPUs. Write --gpus=8xh100, or --gpus=8.")
+        known.world_size, known.gpu = int(match[1]), match[2] or known.gpu
     hardware = _hardware(known)
     if known.world_size < 1:
         raise ConfigError(f"--world-size={known.world_size}: a run has at least 1 rank. Write --gpus=8xh100.")
@@ -161,11 +151,11 @@ def read_request(argv: Sequence[str]) -> Request:
                 job = load_config(["--config", empty.name, *model, *objective, *rest])
             except ConfigError as error:
                 raise ConfigError(str(error).replace(empty.name, "command line")) from None
-    return Request(known, *_localize(job, hardware))
+    return Request(known, hardware, *_localize(job))
 
 
-def _localize(job: JobConfig, hardware: Hardware) -> tuple[JobConfig, Hardware, str, str]:
-    """`job` for a machine without the weights; where these and the sizes come from."""
+def _localize(job: JobConfig) -> tuple[JobConfig, str, str]:
+    """Return `job` for a machine without the weights; where these and the sizes come from."""
     model, checkpoint = job.model, job.checkpoint
     weights, described = checkpoint.initial_load_path, model.hf_assets_path
     if weights and not any(Path(weights).expanduser().glob("*.safetensors")):
@@ -179,7 +169,7 @@ def _localize(job: JobConfig, hardware: Hardware) -> tuple[JobConfig, Hardware, 
             model = replace(model, name=preset[0], flavor=preset[1], hf_assets_path="")
     if model.flavor:
         sizes = f"preset {model.name} {model.flavor}"
-    return replace(job, model=model, checkpoint=checkpoint), hardware, weights, sizes
+    return replace(job, model=model, checkpoint=checkpoint), weights, sizes
 
 
 def _plain(text: str) -> str:
@@ -239,6 +229,11 @@ class _Planner:
             every_layer=known.every_layer or checked.job.optimizer.name == "Muon",
         )
         return Planned(tuple(more), checked, request.hardware, merge_stages(stages), note, stages)
+
+    def say_that_it_takes_long(self) -> None:
+        """Print one line where no line of progress is shown."""
+        if not sys.stderr.isatty():
+            print("plan: traces a step for each setting that it tries, which may take minutes", file=sys.stderr)
 
     def show(self, text: str = "") -> None:
         """Replace the line of progress; without `text` clear it."""
@@ -322,7 +317,3 @@ def _write(path: Path, data: dict[str, Any]) -> None:
     except OSError as error:
         raise ConfigError(f"--json={path}: cannot be written: {error.strerror}. Choose another file.") from None
     print(f"written to {path}")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

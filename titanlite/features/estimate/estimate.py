@@ -24,21 +24,14 @@ _SYNCS, _HOST = "host synchronizations", "waiting for launches"
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of a rank at the fullest moment of a step.
+    """Bytes of a rank at the fullest moment of a step."""
 
-    Attributes:
-        weights, optimizer, buffers: held all the time; weights with the padding of uneven shards.
-        working: the rest by category (`tracker.CATEGORIES`), gradients among them.
-        on_host: of the former, bytes that training.enable_cpu_offload keeps on the host.
-        where: the fullest moment, in words.
-    """
-
-    weights: int
+    weights: int  # held all the time, as the next two; with the padding of uneven shards
     optimizer: int
     buffers: int
-    working: dict[str, int]
-    on_host: int
-    where: str
+    working: dict[str, int]  # the rest by category (`tracker.CATEGORIES`), gradients among them
+    on_host: int  # of all these, what training.enable_cpu_offload keeps on the host
+    where: str  # the fullest moment, in words
 
     @property
     def total(self) -> int:
@@ -48,16 +41,11 @@ class Memory:
 
 @dataclass(frozen=True)
 class Part:
-    """A part of an optimizer step.
-
-    Attributes:
-        work: what it does.
-        exposed_s, hidden_s: expected seconds in which nothing else runs, and those next to other parts.
-    """
+    """A part of an optimizer step."""
 
     work: Work
-    exposed_s: float
-    hidden_s: float = 0.0
+    exposed_s: float  # expected seconds in which nothing else runs
+    hidden_s: float = 0.0  # those next to other parts
 
     def __add__(self, other: "Part") -> "Part":
         return Part(self.work + other.work, self.exposed_s + other.exposed_s, self.hidden_s + other.hidden_s)
@@ -65,20 +53,13 @@ class Part:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of an optimizer step.
+    """Seconds of an optimizer step."""
 
-    Attributes:
-        parts: by name: `tracker.PARTS`, collectives of each axis, and what the host makes the device wait for.
-        compute_s: FLOPs at the GPU's peak.
-        intra_node_s, inter_node_s: bytes on the links inside nodes and between them, at their rate.
-        waiting: the share of a step that a pipeline stage waits for others.
-    """
-
-    parts: dict[str, Part]
-    compute_s: float
-    intra_node_s: float
+    parts: dict[str, Part]  # `tracker.PARTS`, collectives of each axis, and what the host makes the device wait for
+    compute_s: float  # FLOPs at the GPU's peak
+    intra_node_s: float  # bytes on the links inside nodes, at their rate
     inter_node_s: float
-    waiting: float = 0.0
+    waiting: float = 0.0  # the share of a step that a pipeline stage waits for others
 
     @property
     def best_s(self) -> float:
@@ -93,30 +74,24 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Figures of one configuration.
-
-    Attributes:
-        tokens: of an optimizer step, all ranks.
-    """
+    """Figures of one configuration."""
 
     degrees: Degrees
     memory: Memory
     time: StepTime
     trace: StepTrace
-    tokens: int
+    tokens: int  # of an optimizer step, all ranks
 
     def fits(self, hardware: Hardware) -> bool:
-        """Return True if the device's memory is enough."""
         return self.memory.total <= hardware.usable_bytes
 
     @property
     def expected_rate(self) -> float:
-        """Tokens per second and GPU, as expected."""
+        """Tokens per second and GPU."""
         return self.tokens / self.time.expected_s / self.degrees.world_size
 
     @property
     def best_rate(self) -> float:
-        """Tokens per second and GPU at best."""
         return self.tokens / max(self.time.best_s, 1e-12) / self.degrees.world_size
 
 
@@ -135,7 +110,10 @@ def estimate_stages(
     found = {}
     for one in ranks:
         trace = trace_step(job, model_config, degrees, rank=one, every_layer=every_layer)
-        found[degrees.stage_of(one)] = build_estimate(job, degrees, trace, hardware, one)
+        tokens = trace.micro_batches * job.training.local_batch_size * job.training.seq_len * degrees.dp
+        memory = get_memory(trace, offload=job.training.enable_cpu_offload)
+        time = step_time(trace, degrees, hardware, one)
+        found[degrees.stage_of(one)] = Estimate(degrees, memory, time, trace, tokens)
     return found
 
 
@@ -153,13 +131,6 @@ def merge_stages(stages: Mapping[int, Estimate]) -> Estimate:
     fullest = max(stages.values(), key=lambda found: found.memory.total)
     slowest = max(stages.values(), key=lambda found: (found.time.expected_s, found.time.best_s))
     return replace(slowest, memory=fullest.memory)
-
-
-def build_estimate(job: JobConfig, degrees: Degrees, trace: StepTrace, hardware: Hardware, rank: int = 0) -> Estimate:
-    """Build the estimate that `trace` gives on `hardware`."""
-    tokens = trace.micro_batches * job.training.local_batch_size * job.training.seq_len * degrees.dp
-    memory = get_memory(trace, offload=job.training.enable_cpu_offload)
-    return Estimate(degrees, memory, step_time(trace, degrees, hardware, rank), trace, tokens)
 
 
 def get_memory(trace: StepTrace, *, offload: bool = False) -> Memory:

@@ -6,6 +6,7 @@ A candidate is a list of arguments of `python -m titanlite plan`. Its figures ar
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from operator import attrgetter
 
 from titanlite.base.errors import ConfigError, TitanliteError
 from titanlite.base.log import logger
@@ -31,29 +32,21 @@ _THE_REST = f"{_PARALLELISM}data_parallel_shard_degree=-1"
 
 @dataclass(frozen=True)
 class Planned:
-    """The plan of the command line with more arguments.
-
-    Attributes:
-        estimate: of the run: of its fullest and of its slowest stage.
-        note: what the arguments change except memory and time.
-        stages: of the pipeline stages that were traced.
-    """
+    """The plan of the command line with more arguments."""
 
     arguments: tuple[str, ...]
     checked: Checked
     hardware: Hardware
-    estimate: Estimate
-    note: str
-    stages: Mapping[int, Estimate]
+    estimate: Estimate  # of the run: of its fullest and of its slowest stage
+    note: str  # what the arguments change except memory and time
+    stages: Mapping[int, Estimate]  # pipeline stages that were traced
 
     @property
     def fits(self) -> bool:
-        """The GPU's memory is enough."""
         return self.estimate.fits(self.hardware)
 
     @property
     def rate(self) -> float:
-        """Expected tokens per second and GPU."""
         return self.estimate.expected_rate
 
     @property
@@ -70,10 +63,10 @@ class Planned:
         return self.estimate.memory.total * _WORTH < other.estimate.memory.total
 
 
+# Plan the run with more arguments, and a note on them; check it alone. Both raise a TitanliteError if it is not legal.
 Plan = Callable[[Sequence[str], str], Planned]
-"""Plan the run with more arguments, and a note on them. Raises a TitanliteError for what is not legal."""
 Check = Callable[[Sequence[str]], object]
-"""Raise a TitanliteError if the run with more arguments is not legal."""
+_Candidate = tuple[tuple[str, ...], str]
 
 
 def propose(base: Planned, plan: Plan) -> list[Planned]:
@@ -88,19 +81,24 @@ def propose(base: Planned, plan: Plan) -> list[Planned]:
     for _ in range(_MOST_ROUNDS):
         tried = singles
         if best is not base:  # of degrees all, for which is best depends on the rest
-            rest = [p for kind, found in kinds.items() if found for p in _most_promising(kind, found)]
-            tried = [one for more in rest for one in _add(plan, best, more)]
-        better = max((one for one in tried if one.is_better_than(best)), key=lambda p: p.merit, default=None)
+            rest = [found if kind == "degrees" else [max(found, key=_merit)] for kind, found in kinds.items() if found]
+            added = [
+                ((*best.arguments, *one.arguments), "; ".join(filter(None, (best.note, one.note))))
+                for found in rest
+                for one in found
+            ]
+            tried = list(_try_all(plan, added))
+        better = max((one for one in tried if one.is_better_than(best)), key=_merit, default=None)
         if better is None:
             break
         best = better
         taken = set(best.arguments)
         kinds = {kind: [] if any(taken & set(p.arguments) for p in found) else found for kind, found in kinds.items()}
     found = {one.arguments: one for one in [best, *singles] if one.fits and one.is_better_than(base)}
-    neutral = sorted(found.values(), key=lambda p: -p.rate)
+    neutral = sorted(found.values(), key=_rate, reverse=True)
     # The smallest of what does not fit may be slow once it does: the fastest degrees are tried, too.
-    degrees = sorted((one for one in singles if "_degree=" in one.arguments[0]), key=lambda p: -p.rate)
-    starts = [best] if best.fits else [best, *degrees[:1]]
+    degrees = [one for one in singles if "_degree=" in one.arguments[0]]
+    starts = [best] if best.fits or not degrees else [best, max(degrees, key=_rate)]
     adapted = zip(*(_adapters(base, start) for start in starts), strict=True)
     others = [one for found in adapted for one in _best_that_fits(plan, found)]
     if not best.fits:
@@ -108,7 +106,10 @@ def propose(base: Planned, plan: Plan) -> list[Planned]:
     return [*neutral[: _MOST - len(others)], *others][:_MOST]
 
 
-def _try_all(plan: Plan, candidates: Iterable[tuple[tuple[str, ...], str]]) -> Iterator[Planned]:
+_rate, _merit = attrgetter("rate"), attrgetter("merit")
+
+
+def _try_all(plan: Plan, candidates: Iterable[_Candidate]) -> Iterator[Planned]:
     """Those that are legal; one that fails for another reason is named, and costs nothing but itself."""
     for arguments, note in candidates:
         try:
@@ -119,26 +120,17 @@ def _try_all(plan: Plan, candidates: Iterable[tuple[tuple[str, ...], str]]) -> I
             logger.error("plan: %s is left out: %s: %s", " ".join(arguments), type(error).__name__, error)
 
 
-def _best_that_fits(plan: Plan, candidates: Iterable[tuple[tuple[str, ...], str]]) -> list[Planned]:
+def _best_that_fits(plan: Plan, candidates: Iterable[_Candidate]) -> list[Planned]:
     fitting = [one for one in _try_all(plan, candidates) if one.fits]
-    return [max(fitting, key=lambda p: p.rate)] if fitting else []
+    return [max(fitting, key=_rate)] if fitting else []
 
 
-def _most_promising(kind: str, found: list[Planned]) -> list[Planned]:
-    return found if kind == "degrees" else [max(found, key=lambda p: p.merit)]
-
-
-def _add(plan: Plan, best: Planned, more: Planned) -> Iterator[Planned]:
-    notes = [note for note in (best.note, more.note) if note]
-    return _try_all(plan, [((*best.arguments, *more.arguments), "; ".join(notes))])
-
-
-def _candidates(base: Planned) -> dict[str, list[tuple[tuple[str, ...], str]]]:
+def _candidates(base: Planned) -> dict[str, list[_Candidate]]:
     """Single settings by kind, with a note on those that change what is computed."""
     job, degrees = base.checked.job, base.estimate.degrees
     training, section, model = job.training, job.parallelism, base.checked.model_config
     nodes = degrees.world_size // base.hardware.gpus_per_node
-    found: dict[str, list[tuple[tuple[str, ...], str]]] = {}
+    found: dict[str, list[_Candidate]] = {}
     if isinstance(model, ModelConfig) and job.model.attention_backend == "sdpa":
         found["attention"] = [(("--model.attention_backend=varlen",), "")]
     now = job.activation_checkpoint.mode
@@ -165,8 +157,8 @@ def _candidates(base: Planned) -> dict[str, list[tuple[tuple[str, ...], str]]]:
     return found
 
 
-def _adapters(base: Planned, best: Planned) -> Iterator[tuple[tuple[str, ...], str]]:
-    """LoRA, and a base of 4 bits; in addition to the best other settings."""
+def _adapters(base: Planned, best: Planned) -> Iterator[_Candidate]:
+    """Yield LoRA, and a base of 4 bits; in addition to the best other settings."""
     lora = base.checked.job.lora
     rank = () if lora.rank else ("--lora.rank=16",)
     notes = ([_ADAPTERS] if rank else []) + ([best.note] if best.note else [])
@@ -222,14 +214,14 @@ def sweep(job: JobConfig, hardware: Hardware, world_size: int, plan: Plan, check
     if not legal:
         raise ConfigError(f"plan --sweep: of {len(refused)} combinations none is legal. The first: {refused[0]}")
     found = [plan((*arguments, "--activation_checkpoint.mode=full"), "") for arguments in legal]
-    found.sort(key=lambda p: p.merit, reverse=True)
+    found.sort(key=_merit, reverse=True)
     for place, full in enumerate(found[:_WITH_LESS_CHECKPOINTING]):
         for mode in MODES[:-1] if full.fits else ():
             less = next(_try_all(plan, [((*full.arguments[:-1], f"--activation_checkpoint.mode={mode}"), "")]), full)
             if less.merit > full.merit:
                 found[place] = less
                 break
-    return sorted(found, key=lambda p: p.merit, reverse=True), len(refused)
+    return sorted(found, key=_merit, reverse=True), len(refused)
 
 
 def _combinations(ranks: int, replicas: set[int]) -> Iterator[tuple[int, int, int, int]]:

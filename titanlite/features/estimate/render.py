@@ -5,7 +5,7 @@ from typing import Any
 
 from titanlite.base.tables import format_memory, format_size, format_table
 from titanlite.features.estimate.estimate import STAGING_BYTES, Estimate, axis_ranks
-from titanlite.features.estimate.hardware import COLLECTIVE_S, KERNEL_S, LAUNCH_S, LINKS, RATES, SYNC_S, Hardware
+from titanlite.features.estimate.hardware import Hardware
 from titanlite.features.estimate.proposals import Planned
 from titanlite.features.estimate.tracker import EXCHANGED, GATHERED, GRADIENTS, LOGITS, PARTS, TEMPORARIES, UNREDUCED
 from titanlite.features.record.plan_file import RunPlan
@@ -174,23 +174,6 @@ def render_collectives(estimate: Estimate, hardware: Hardware, rank: int) -> str
         )
     title = "collectives of a rank per optimizer step; bytes of whole tensors, of an all-to-all those sent"
     return title + "\n" + (format_table(rows) if len(rows) > 1 else "  none")
-
-
-def render_rates(hardware: Hardware) -> str:
-    """Return the rates that expected times are computed with."""
-    rates = [
-        f"{name} {hardware.rate(name) / 1e12:,.3g} {'TB' if peak == 'memory_bytes_s' else 'TFLOP'}/s"
-        for name, (peak, _) in RATES.items()
-    ]
-    links = (hardware.intra_node_bytes_s, hardware.inter_node_bytes_s)
-    inside, between = (f"{rate * LINKS / 1e9:,.3g} GB/s" for rate in links)
-    host = (
-        f"{KERNEL_S * 1e6:g} us between kernels, {LAUNCH_S * 1e6:g} us of the host for each, {COLLECTIVE_S * 1e6:g} us"
-    )
-    return (
-        f"rates assumed for {hardware.name}: {', '.join(rates)}; links inside nodes {inside}, between nodes {between}; "
-        f"{host} for a collective, {SYNC_S * 1e6:g} us for a synchronization"
-    )
 
 
 def render_parts(estimate: Estimate, hardware: Hardware) -> str:

@@ -12,6 +12,7 @@ import pytest
 
 from titanlite.__main__ import main
 from titanlite.base.errors import ConfigError
+from titanlite.features.estimate import cli
 from titanlite.features.estimate.cli import _Planner, read_request
 from titanlite.features.estimate.proposals import sweep
 from titanlite.models.families import families
@@ -23,6 +24,11 @@ TINY = (
     *("--training.global_batch_size=-1", "--parallelism.tensor_parallel_degree=2"),
     *("--parallelism.expert_parallel_degree=2", "--activation_checkpoint.mode=none"),
 )
+
+
+@pytest.fixture(autouse=True)
+def _a_busy_machine(monkeypatch):
+    monkeypatch.setattr(cli, "_LONG_S", 600.0)
 
 
 def test_a_plan_that_fits(capsys, tmp_path):
@@ -67,6 +73,13 @@ def test_progress_is_one_line_of_a_terminal(capsys, monkeypatch):
     out, err = capsys.readouterr()
     assert out == "" and err.split("\r")[1].rstrip() == "planning 1: --lora.rank=16"
     assert err.endswith(f"\r{' ' * 100}\r")
+
+
+def test_a_plan_that_takes_long_says_so_once_where_no_progress_is_shown(capsys, monkeypatch):
+    monkeypatch.setattr(cli, "_LONG_S", 0.01)
+    assert main(["plan", *TINY, "--world-size=4", "--no-proposals"]) == 0
+    out, err = capsys.readouterr()
+    assert err == "plan: traces a step for each setting that it tries, which may take minutes\n" and "memory " in out
 
 
 @pytest.mark.parametrize("is_small", [False, True])
