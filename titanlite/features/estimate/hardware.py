@@ -35,34 +35,20 @@ SYNC_S = 100e-6  # the GPU is idle from the end of its queue until the host has 
 
 @dataclass(frozen=True)
 class Hardware:
-    """One GPU, and the links it has.
+    """One GPU, and the links it has."""
 
-    Attributes:
-        name: as `--gpu` takes it.
-        memory_bytes: what torch reports as the device's total memory, about 1 % less than the name says.
-        reserved_bytes: of it, what the CUDA context, NCCL's buffers, cuBLAS's workspace and the allocator's
-            fragmentation take. An allowance; nothing of it is traced.
-        flops: FLOP/s of dense matrix products in bfloat16.
-        float32_flops: of those in float32, without tensor cores.
-        memory_bytes_s: bytes per second that it reads from and writes to its memory.
-        intra_node_bytes_s: bytes per second that a GPU sends to others of its node, in one direction.
-        inter_node_bytes_s: the same through its network adapter to other nodes.
-        gpus_per_node: ranks r with equal r // gpus_per_node are on one node.
-    """
-
-    name: str
-    memory_bytes: int
-    flops: float
-    float32_flops: float
-    memory_bytes_s: float
-    intra_node_bytes_s: float
-    inter_node_bytes_s: float
-    gpus_per_node: int = 8
-    reserved_bytes: int = 3 * _GIB
+    name: str  # as `--gpu` takes it
+    memory_bytes: int  # what torch reports as the device's total memory, about 1 % less than the name says
+    flops: float  # of dense matrix products in bfloat16, per second
+    float32_flops: float  # of those in float32, without tensor cores
+    memory_bytes_s: float  # read from and written to its memory
+    intra_node_bytes_s: float  # sent to other GPUs of its node, in one direction
+    inter_node_bytes_s: float  # the same through its network adapter to other nodes
+    gpus_per_node: int = 8  # ranks r with equal r // gpus_per_node are on one node
+    reserved_bytes: int = 3 * _GIB  # an allowance for the CUDA context, NCCL, cuBLAS and fragmentation: not traced
 
     @property
     def usable_bytes(self) -> int:
-        """Memory that training can have."""
         return self.memory_bytes - self.reserved_bytes
 
     def rate(self, name: str) -> float:

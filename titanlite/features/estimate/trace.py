@@ -33,70 +33,43 @@ _FEWEST_WITH_SUMS = 4  # where gradients add up over micro-batches beside FSDP, 
 
 
 class Moment(NamedTuple):
-    """A stretch of a step, its layer counted from an end of the layers of its kind.
-
-    Attributes:
-        micro_batch, phase, turn: as in `Segment`.
-        kind: 0 for the leading dense layers of an MoE model or all layers of others, 1 for the rest; -1: no layer.
-        from_end: `index` counts from the last layer of the kind.
-        index: 0 for the first, or the last.
-    """
+    """A stretch of a step (`Segment`), its layer counted from an end of the layers of its kind."""
 
     micro_batch: int
     phase: str
-    kind: int
-    from_end: bool
+    kind: int  # 0: leading dense layers of an MoE model or all layers of others; 1: the rest; -1: no layer
+    from_end: bool  # `index` counts from the last layer of the kind
     index: int
     turn: int
 
 
 class Traffic(NamedTuple):
-    """Which collectives are counted together.
+    """Collectives that are counted together."""
 
-    Attributes:
-        kind: as in `Collective`.
-        axis: "dp_replicate", "dp_shard" (with cp "dp_shard_cp"), "efsdp", "cp", "tp", "ep", "pp", "stage" (all ranks of
-            a pipeline stage), or "world".
-        per_step: once per step, not per micro-batch.
-    """
-
-    kind: str
-    axis: str
-    per_step: bool
+    kind: str  # as in `Moved`
+    axis: str  # of the mesh, or "stage" (all ranks of a pipeline stage), or "world"
+    per_step: bool  # and not per micro-batch
 
 
 @dataclass(frozen=True)
 class StepTrace:
-    """What one optimizer step on this rank takes.
+    """What one optimizer step on this rank takes."""
 
-    Attributes:
-        peaks: live bytes by category (`tracker.CATEGORIES`) at the fullest moment of each stretch.
-        work: of one of each traced micro-batch, and of what is done once per step, recomputation included; the part of
-            a collective is its axis.
-        repeats: how often the step does the work of each traced micro-batch.
-        model_flops_per_token: as MFU counts them: causal attention, no recomputation.
-        weights, optimizer, buffers, padding: bytes that are there all the time; padding is what FSDP2 adds to shards
-            of uneven size.
-        micro_batches: per step.
-        num_layers: layers that the figures are of, by kind; with pipeline stages those of this rank's.
-        traced_layers: layers that were really traced.
-        traced_micro_batches: micro-batches that were.
-        layers: their numbers; those of each chunk, where a pipeline stage has several.
-    """
-
-    peaks: dict[Moment, dict[str, int]]
+    peaks: dict[Moment, dict[str, int]]  # live bytes by category (`tracker.CATEGORIES`) when each stretch is fullest
+    # Of one of each traced micro-batch, and of what is done once per step, recomputation included; the group of a
+    # collective is its axis.
     work: dict[Kind, Work]
-    repeats: tuple[int, ...]
-    model_flops_per_token: int
-    weights: int
+    repeats: tuple[int, ...]  # how often the step does the work of each traced micro-batch
+    model_flops_per_token: int  # as MFU counts them: causal attention, no recomputation
+    weights: int  # bytes that are there all the time, as the next three
     optimizer: int
     buffers: int
-    padding: int
-    micro_batches: int
-    num_layers: tuple[int, ...]
-    traced_layers: int
+    padding: int  # that FSDP2 adds to shards of uneven size
+    micro_batches: int  # per step
+    num_layers: tuple[int, ...]  # that the figures are of, by kind; with pipeline stages those of this rank's
+    traced_layers: int  # that were really traced
     traced_micro_batches: int
-    layers: tuple[range, ...]
+    layers: tuple[range, ...]  # numbers of this rank's; of each chunk, where a pipeline stage has several
 
     def step_work(self) -> Iterator[tuple[Kind, Work]]:
         """Yield the work of the whole step by kind."""
@@ -218,7 +191,7 @@ def layers_by_kind(model_config: AnyModelConfig, degrees: Degrees, stage: int) -
 
 
 def layers_of_chunks(model_config: AnyModelConfig, degrees: Degrees, stage: int) -> list[tuple[int, int]]:
-    """Return the same as `layers_by_kind` for each chunk of that stage."""
+    """As `layers_by_kind`, for each chunk of that stage."""
     if not isinstance(model_config, ModelConfig):
         return [(model_config.num_layers, 0)]
     num_dense = model_config.num_dense_layers if model_config.num_experts else model_config.num_layers
@@ -255,7 +228,8 @@ def _trace(
             if isinstance(trainer.model, TransformersModel):
                 trainer.train_step(batches)  # its first forward looks at how the model works
             workspace = cuda_workspace if device_type == "cuda" else lambda *_: 0
-            recorder = StepRecorder([*trainer.persistent(), *_tensors_of(batches)], workspace)
+            given = [value for batch in batches for value in vars(batch).values() if isinstance(value, torch.Tensor)]
+            recorder = StepRecorder([*trainer.persistent(), *given], workspace)
             with observed(trainer, recorder):
                 trainer.train_step(batches)
             recorder.leave_out(trainer.persistent())
@@ -285,7 +259,7 @@ def _micro_batches_to_trace(micro_batches: int, trainer: StandInTrainer) -> int:
 
 
 def _repeated_micro_batches(trainer: StandInTrainer, traced: int) -> range:
-    """Those that the micro-batches that were not traced are like."""
+    """Return those that the micro-batches that were not traced are like."""
     degrees = trainer.dims.degrees
     if degrees.chunks > 1:
         return range(traced - 2 * degrees.pp, traced - degrees.pp)
@@ -356,8 +330,3 @@ def axis_names(dims: ParallelDims) -> dict[str, str]:
         names |= {group.group_name: "pp" for group in (dims.pp_backward_group, *(dims.pp_round_groups or ()))}
         names[dims.stage_group.group_name] = "stage"
     return names
-
-
-def _tensors_of(batches) -> Iterator:  # type: ignore[no-untyped-def]
-    for batch in batches:
-        yield from (value for value in vars(batch).values() if hasattr(value, "untyped_storage"))

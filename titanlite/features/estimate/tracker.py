@@ -33,35 +33,21 @@ _METADATA = {torch.ops.prim.device.default, torch.ops.prim.layout.default, _aten
 
 
 class Segment(NamedTuple):
-    """A stretch of a step.
+    """A stretch of a step."""
 
-    Attributes:
-        micro_batch: counted from 0; -1 for what happens once per step.
-        phase: "forward", "head", "backward" or "optimizer".
-        layer: index of the decoder layer, or -1 outside of layers.
-        turn: how often the same stretch came before in this micro-batch: a second forward for a reference model.
-    """
-
-    micro_batch: int
-    phase: str
-    layer: int
-    turn: int = 0
+    micro_batch: int  # -1 for what happens once per step
+    phase: str  # "forward", "head", "backward" or "optimizer"
+    layer: int  # index of the decoder layer, or -1 outside of layers
+    turn: int = 0  # how often the same stretch came before in this micro-batch: a second forward for a reference model
 
 
 class Kind(NamedTuple):
-    """Calls that are counted together.
+    """Calls that are counted together."""
 
-    Attributes:
-        micro_batch, phase: as in `Segment`.
-        part: one of `PARTS`; of a collective "", and `call.rate` is its kind.
-        group: name of a collective's process group, or "".
-        call: as in `operators.Call`.
-    """
-
-    micro_batch: int
+    micro_batch: int  # as in `Segment`
     phase: str
-    part: str
-    group: str
+    part: str  # one of `PARTS`; of a collective "", and `call.rate` is its kind
+    group: str  # name of a collective's process group, or ""
     call: Call
 
 
