@@ -146,10 +146,12 @@ def _sections(runs: Sequence[Run], figures: Mapping[str, str]) -> dict[str, str]
     for title, names in _SECTIONS.items():
         wanted = names + tuple(name for name in figures if name.startswith("other_") and title == "Learning")
         shown = "".join(figures[name] for name in wanted if name in figures)
-        found[title] = (
-            f'{_lost_rows(run) if title == "Experts" else ""}<div class="plots">{shown}</div>' if shown else ""
-        )
-    found["Generations"] = _examples(run)
+        found[title] = f'<div class="plots">{shown}</div>' if shown else ""
+    if run.examples:
+        names = ("prompt", "prediction", "reference", "score")
+        rows = [[example.get(name, "") for name in names] for example in run.examples]
+        table = _table(["prompt", "generated", "wanted", "score"], rows, "text text text number")
+        found["Generations"] = _note(f"Step {run.examples_step:,}.") + table
     for name, render in ((PLAN, _plan), (CONFIG, _config), (ENVIRONMENT, _environment)):
         title = {CONFIG: "Configuration"}.get(name, name.partition(".")[0].title())
         try:
@@ -164,20 +166,6 @@ def _sections(runs: Sequence[Run], figures: Mapping[str, str]) -> dict[str, str]
 
 def _note(text: str) -> str:
     return f'<p class="none">{escape(text)}</p>'
-
-
-def _lost_rows(run: Run) -> str:
-    """Whether the dispatcher brought every row to its expert once, in words."""
-    names = ("moe/dropped_rows", "moe/duplicated_rows")
-    if not all(name in run.lists for name in names):
-        return ""
-    dropped, twice = (sum(sum(row) for row in run.lists[name].values) for name in names)
-    if not dropped and not twice:
-        return _note(
-            "Every row that a router chose reached its expert once: none was dropped or duplicated in any step."
-        )
-    rows = f"{dropped:,.0f} rows were dropped and {twice:,.0f} duplicated"
-    return _note(f"{rows} on the way to their experts: the token dispatcher is broken.")
 
 
 def get_headline(run: Run) -> list[tuple[str, str, str]]:
@@ -231,7 +219,7 @@ def _best(series: Series, choose: Callable[..., tuple[float, int] | None]) -> st
 
 
 def describe_end(run: Run) -> str:
-    """How the run ended, or that it has not."""
+    """Return how the run ended, or that it has not."""
     step = run.scalars["loss/train"].steps[-1]
     last = next((event for event in reversed(run.events) if event.get("kind") in _ENDS + _STARTS), {})
     text = str(last.get("text", ""))
@@ -289,18 +277,7 @@ def _comparison(runs: Sequence[Run]) -> str:
     return f"{numbers}<h3>Settings that differ</h3>" + _table(["setting", *names], rows, "code" + " code" * len(runs))
 
 
-def _examples(run: Run) -> str:
-    """Return a table of the last evaluation's generations."""
-    if not run.examples:
-        return ""
-    names = ("prompt", "prediction", "reference", "score")
-    rows = [[example.get(name, "") for name in names] for example in run.examples]
-    table = _table(["prompt", "generated", "wanted", "score"], rows, "text text text number")
-    return _note(f"Step {run.examples_step:,}.") + table
-
-
 def _plan(run: Run) -> str:
-    """Where every tensor comes from and lies."""
     if not run.plan:
         return ""
     sizes = dict(run.plan.get("memory") or {})
@@ -325,7 +302,6 @@ def _plan(run: Run) -> str:
 
 
 def _config(run: Run) -> str:
-    """Return tables of the settings that differ from their defaults, and of all."""
     if not run.config:
         return _note("There is no config.toml.")
     rows = []
@@ -344,7 +320,6 @@ def _show(value: Any) -> str:
 
 
 def _environment(run: Run) -> str:
-    """Versions, machines, devices, commit and command."""
     rows: list[tuple[str, str]] = []
     for name, value in run.environment.items():
         label = name.replace("_", " ")
@@ -363,14 +338,13 @@ def _environment(run: Run) -> str:
 
 
 def _events(run: Run) -> str:
-    """Resumes, saves, skipped steps and the like, the latest last."""
     events = run.events[-_MOST_EVENTS:]
     rows = [(_when(event.get("time")), *(event.get(name, "") for name in ("step", "kind", "text"))) for event in events]
     left = len(run.events) - len(events)
+    if not rows:
+        return _note("None recorded.")
     more = _note(f"{left} earlier ones are in events.jsonl.") if left else ""
-    return (
-        more + _table(["time", "step", "kind", ""], rows, "time number name text") if rows else _note("None recorded.")
-    )
+    return more + _table(["time", "step", "kind", ""], rows, "time number name text")
 
 
 def _when(seconds: Any) -> str:

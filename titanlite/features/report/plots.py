@@ -49,23 +49,21 @@ _REDUCED = {  # metrics with one value per layer, as one value
 
 
 class Line(NamedTuple):
-    """Values over steps; `style` is "faint" (the raw values of a smoothed line), "points" or empty."""
+    """Values over steps."""
 
     name: str
     steps: Sequence[int]
     values: Any
     color: int
-    style: str = ""
+    style: str = ""  # or "faint" (the raw values of a smoothed line), or "points"
 
 
 @dataclass
 class Plot:
-    """One plot; `frames` are the steps between which a slider chooses, in the figure's filter named "frame"."""
-
     title: str
     figure: Any
     note: str = ""
-    frames: Sequence[int] = ()
+    frames: Sequence[int] = ()  # steps between which a slider chooses, in the figure's filter named "frame"
 
 
 @np.errstate(all="ignore")  # a stranger's values may be too large for a sum of them
@@ -77,7 +75,7 @@ def build_plots(runs: Sequence[Run]) -> dict[str, Plot]:
     add("loss", "Loss", plots.loss(), nats, marks=True)
     rewards = {name: f"rewards/{name}" for name in ("chosen", "rejected", "margin")}
     add("rewards", "Rewards of DPO", rewards, "reward", note="Margin: chosen minus rejected.")
-    add("accuracy", "Accuracy of DPO", "rewards/accuracy", "% of pairs", low=0.0, high=102.0, factor=100.0)
+    add("accuracy", "Accuracy of DPO", "rewards/accuracy", "% of pairs", low=0.0, factor=100.0)
     logps = {name: f"logps/{name}" for name in ("chosen", "rejected")}
     add("logps", "Log-probability of an answer", logps, "nats")
     add("validation", "Validation loss by source", _below("loss/validation/", names), nats)
@@ -113,10 +111,6 @@ def build_plots(runs: Sequence[Run]) -> dict[str, Plot]:
     return plots.found
 
 
-def _style(metric: str) -> str:
-    return "points" if metric.startswith(("loss/validation", "eval/")) else ""
-
-
 def _below(prefix: str, names: Sequence[str], without: str = "") -> dict[str, str]:
     """Metrics that begin with `prefix`, by the rest of their names."""
     found = [name for name in names if name.startswith(prefix) and name != without]
@@ -142,11 +136,12 @@ class _Plots:
             wanted = [(run.name if several else label, metrics, i, 2 * i) for i, run in enumerate(self.runs)]
         else:
             wanted = [(label, name, 0, i) for i, (label, name) in enumerate(metrics.items())]
-        return [
-            Line(label, s.steps, factor * np.asarray(s.values), color, _style(name))
-            for label, name, run, color in wanted
-            if (s := self.scalars[run].get(name))
-        ]
+        lines = []
+        for label, name, run, color in wanted:
+            if found := self.scalars[run].get(name):
+                style = "points" if name.startswith(("loss/validation", "eval/")) else ""
+                lines.append(Line(label, found.steps, factor * np.asarray(found.values), color, style))
+        return lines
 
     def loss(self) -> list[Line]:
         lines = []
@@ -178,14 +173,13 @@ class _Plots:
         factor: float = 1.0,
         log: bool = False,
         low: float | None = None,
-        high: float | None = None,
         note: str = "",
         marks: bool = False,
         zeros: bool = True,
     ) -> None:
         """Add a plot of metrics or lines, on a log scale if `log` and values differ by more than a factor of three.
 
-        Lines over the same steps share a tooltip. `low` and `high` are ends of the y axis, `marks` draws the run's
+        Lines over the same steps share a tooltip. `low` is the end of the y axis, `marks` draws the run's
         events, `zeros` keeps a plot of zeros alone.
         """
         lines = what if isinstance(what, list) else self.lines(what, factor)
@@ -203,8 +197,6 @@ class _Plots:
             )
         if low is not None and finite.min() >= low:
             plot.y_range.start = low
-        if high is not None:
-            plot.y_range.end = high
         groups: dict[bytes, list[Line]] = {}
         for line in lines:
             groups.setdefault(np.asarray(line.steps, dtype=float).tobytes(), []).append(line)
@@ -285,8 +277,7 @@ class _Plots:
         plot = self._figure(models.Range1d(-0.5, shape[0] - 0.5), "expert", "layer", rows=len(shape))
         note = "In percent of the mean of the layer; grey: no token."
         self.found["expert_load"] = Plot("Load of every expert", plot, note, [step for step, _ in loads])
-        view = models.CDSView(filter=models.IndexFilter([len(frames) - 1], name="frame"))
-        self._draw_cells(plot, frames, -0.5, shape[0], {"expert": "$x{0}"}, mapper, view)
+        self._draw_cells(plot, frames, -0.5, shape[0], "expert", mapper)
 
     def add_layer_load(self) -> None:
         """Busiest expert of every MoE layer over time, in percent of the mean; the worst of each stretch of steps."""
@@ -304,31 +295,24 @@ class _Plots:
         plot = self._figure(self.steps, "step", "layer", rows=width)
         note = "In percent of the mean of the layer; 100 is balanced. The busiest expert decides the time of a layer."
         self.found["layer_load"] = Plot("Busiest expert of each layer", plot, note)
-        self._draw_cells(
-            plot, [cells], steps[0] - each / 2, each * columns, {"step": "$x{0,0}"}, mapper, models.CDSView()
-        )
+        self._draw_cells(plot, [cells], steps[0] - each / 2, each * columns, "step", mapper)
 
     def _draw_cells(
-        self,
-        plot: Any,
-        images: Sequence[np.ndarray],
-        left: float,
-        width: float,
-        tooltip: Mapping[str, str],
-        mapper: Any,
-        view: Any,
+        self, plot: Any, images: Sequence[np.ndarray], left: float, width: float, x: str, mapper: Any
     ) -> None:
-        """Draw the image that `view` chooses: a row per layer, the first on top, over `width` units from `left` on."""
+        """Draw the last image: a row per layer, the first on top, over `width` units from `left` on."""
         rows, gaps, first = len(images[0]), len(self.run.layers) == len(images[0]), self.run.first_layer
         if gaps:  # rows count from 0, and the axis has the numbers of their layers
             first, plot.yaxis.major_label_overrides = 0, dict(enumerate(map(str, self.run.layers)))
         source = models.ColumnDataSource({"image": list(images)})
         place = {"x": left, "dw": width, "y": first - 0.5, "dh": rows}
+        frame = models.IndexFilter([len(images) - 1], name="frame" if x == "expert" else None)
+        view = models.CDSView(filter=frame)
         cells = plot.image("image", source=source, color_mapper=mapper, view=view, **place)
         plot.y_range, plot.grid.visible = models.Range1d(first + rows - 0.5, first - 0.5), False
         plot.yaxis.ticker = models.BasicTicker(min_interval=1, desired_num_ticks=min(rows, 8))
         layer = {} if gaps else {"layer": "$y{0}"}
-        _hover(plot, {**tooltip, **layer, "load": "@image{0} % of the mean"}, cells, "mouse")
+        _hover(plot, {x: "$x{0,0}", **layer, "load": "@image{0} % of the mean"}, cells, "mouse")
         low, ticks = max(25, mapper.low), models.FixedTicker(ticks=[25, 50, 100, 200, 400])
         form = models.NumeralTickFormatter(format="0")
         bar = models.ColorBar(color_mapper=mapper, ticker=ticks, formatter=form, display_low=low, display_high=400)
@@ -343,12 +327,12 @@ class _Plots:
         plot = figure(frame_height=height, sizing_mode="stretch_width", toolbar_location="above", **place)
         plot.toolbar.active_drag, plot.toolbar.logo, plot.toolbar.autohide, plot.toolbar_inner = zoom, None, True, True
         plot.xgrid.visible = False
-        plot.xaxis.ticker, plot.xaxis.formatter = (
-            models.BasicTicker(min_interval=1),
+        whole, plain = (
             models.NumeralTickFormatter(format="0,0"),
+            models.BasicTickFormatter(power_limit_low=-5, power_limit_high=6),
         )
-        plain = models.BasicTickFormatter(power_limit_low=-5, power_limit_high=6)
-        plot.yaxis.formatter = models.NumeralTickFormatter(format="0,0") if y == "tokens/s" else plain
+        plot.xaxis.ticker, plot.xaxis.formatter = models.BasicTicker(min_interval=1), whole
+        plot.yaxis.formatter = whole if y == "tokens/s" else plain
         return plot
 
 
@@ -370,22 +354,21 @@ def _stack(plot: Any, x: str, at: Any, parts: Mapping[str, Any], draw: Callable[
     _add_legend(plot, [models.LegendItem(label={"value": n}, renderers=[r]) for n, r in zip(parts, drawn, strict=True)])
     plot.y_range.start = 0
     top = plot.line(x, "all", source=source, line_alpha=0)
-    _hover(
-        plot, {x: f"@{x}{{0,0}}", **{n: f"@{n}{_FORMATS['s']}" for n in (*reversed(list(parts)), "all")}}, top, "vline"
-    )
+    seconds = {name: f"@{name}{_FORMATS['s']}" for name in (*reversed(list(parts)), "all")}
+    _hover(plot, {x: f"@{x}{{0,0}}", **seconds}, top, "vline")
 
 
-def thin(columns: Sequence[Any], most: int = _POINTS) -> np.ndarray:
-    """Return indices of about `most` points at most: both ends, and the extremes of each column in each stretch.
+def thin(columns: Sequence[Any]) -> np.ndarray:
+    """Return indices of about `_POINTS` points at most: both ends, and the extremes of each column in each stretch.
 
     So no spike is lost. Of values that are not finite one per stretch stays: a line has a gap there.
     """
     length = len(columns[0])
-    if length <= most:
+    if length <= _POINTS:
         return np.arange(length)
     kept = {0, length - 1}
     for column in columns:
-        for stretch in np.array_split(np.arange(length), most // (3 * len(columns))):
+        for stretch in np.array_split(np.arange(length), _POINTS // (3 * len(columns))):
             values = np.asarray(column, dtype=float)[stretch]
             known = np.isfinite(values)
             lowest, highest = np.where(known, values, np.inf).argmin(), np.where(known, values, -np.inf).argmax()
@@ -393,13 +376,13 @@ def thin(columns: Sequence[Any], most: int = _POINTS) -> np.ndarray:
     return np.array(sorted(kept))
 
 
-def smooth(values: Sequence[float], share: float = 0.015, least: int = 4) -> np.ndarray:
-    """Mean over the neighbours of each value, `share` of all values to each side; nan is left out.
+def smooth(values: Sequence[float]) -> np.ndarray:
+    """Return the mean over the neighbours of each value, 1.5 % of all values to each side; nan is left out.
 
-    The window shrinks to `least` to each side where the values end, so that a slope is not shifted.
+    The window shrinks to 4 to each side where the values end, so that a slope is not shifted.
     """
     array, index = np.asarray(values, dtype=float), np.arange(len(values))
-    reach = np.clip(np.minimum(index, index[::-1]), least, max(least, int(share * len(array))))
+    reach = np.clip(np.minimum(index, index[::-1]), 4, max(4, int(0.015 * len(array))))
     start, stop = np.maximum(index - reach, 0), np.minimum(index + reach + 1, len(array))
     known = np.isfinite(array)
     sums, counts = (np.append(0.0, np.cumsum(x)) for x in (np.where(known, array, 0.0), known))
@@ -414,9 +397,8 @@ def _recent_mean(series: Series) -> np.ndarray:
 
 
 def _reduce_layers(run: Run) -> dict[str, Series]:
-    """One value over all layers for metrics with one value per layer."""
-    found = {}
-    for label, (metric, reduce) in _REDUCED.items():
-        if series := run.lists.get(metric):
-            found[label] = Series(series.steps, [reduce(row) if row else np.nan for row in series.values])
-    return found
+    return {
+        label: Series(series.steps, [reduce(row) if row else np.nan for row in series.values])
+        for label, (metric, reduce) in _REDUCED.items()
+        if (series := run.lists.get(metric))
+    }

@@ -3,6 +3,7 @@
 A run of 100,000 steps has as many lines, so values go into arrays, one per metric name, and not into dictionaries.
 """
 
+import math
 import tomllib
 from array import array
 from collections import deque
@@ -17,7 +18,6 @@ from titanlite.base.files import check_regular, open_regular, parse_json, read_j
 METRICS, EXPERT_LOAD, EVENTS = "metrics.jsonl", "expert_load.jsonl", "events.jsonl"
 CONFIG, ENVIRONMENT, PLAN, LOG = "config.toml", "environment.json", "plan.json", "log.txt"
 _MOST_WARNINGS = 200
-_NAN = float("nan")
 _LAST_TIME_S = 2**36  # in the year 4147; the clock's functions refuse others
 _LARGEST = 2**53  # a float holds whole numbers below exactly
 
@@ -29,6 +29,10 @@ class Series:
     steps: array = field(default_factory=lambda: array("q"))
     values: Any = field(default_factory=lambda: array("d"))
 
+    def add(self, step: int, value: Any) -> None:
+        self.steps.append(step)
+        self.values.append(value)
+
     def drop_from(self, step: int) -> None:
         """Forget the points from `step` on: a resumed run has done these steps again."""
         while self.steps and self.steps[-1] >= step:
@@ -38,33 +42,24 @@ class Series:
 
 @dataclass
 class Run:
-    """One run.
-
-    Attributes:
-        scalars, lists: metrics by name; lists have one value per MoE layer or per rank.
-        first_layer, layers: the first MoE layer, and all of them if others are between.
-        examples: generations of the last evaluation.
-        loads: tokens per expert, (step, rows), oldest first.
-        begin, end: Unix seconds of the first and the last line.
-        problems: sentences on what could not be read.
-    """
+    """One run."""
 
     folder: Path
-    scalars: dict[str, Series] = field(default_factory=dict)
-    lists: dict[str, Series] = field(default_factory=dict)
-    first_layer: int = 0
-    layers: list[int] = field(default_factory=list)
-    examples: list[Mapping[str, Any]] = field(default_factory=list)
+    scalars: dict[str, Series] = field(default_factory=dict)  # metrics by name
+    lists: dict[str, Series] = field(default_factory=dict)  # those with one value per MoE layer or per rank
+    first_layer: int = 0  # of the MoE layers
+    layers: list[int] = field(default_factory=list)  # all of them, if others are between
+    examples: list[Mapping[str, Any]] = field(default_factory=list)  # generations of the last evaluation
     examples_step: int = 0
-    loads: list[tuple[int, list[list[int]]]] = field(default_factory=list)
+    loads: list[tuple[int, list[list[int]]]] = field(default_factory=list)  # tokens per expert: step, rows
     events: list[Mapping[str, Any]] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
     plan: dict[str, Any] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
-    begin: float = 0.0
+    begin: float = 0.0  # Unix seconds of the first line
     end: float = 0.0
-    problems: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)  # sentences on what could not be read
 
     @property
     def name(self) -> str:
@@ -97,7 +92,11 @@ def read_run(folder: Path) -> Run:
         )
     _read_load(run)
     run.events = [event for event in _read_lines(folder / EVENTS, run.problems) if _is_event(event)]
-    run.config = dict(_flatten("", _read_table(folder / CONFIG, run.problems, _read_toml)))
+    run.config = dict(
+        _flatten(
+            "", _read_table(folder / CONFIG, run.problems, lambda path: tomllib.loads(read_regular(path).decode()))
+        )
+    )
     run.environment = _read_table(folder / ENVIRONMENT, run.problems, read_json)
     run.plan = _read_table(folder / PLAN, run.problems, read_json)
     try:
@@ -181,18 +180,13 @@ def _add(run: Run, line: Mapping[str, Any]) -> None:
         elif name == "moe/layers":
             run.layers = [int(number) for number in value]
         elif isinstance(value, list):
-            series = run.lists.get(name) or run.lists.setdefault(name, Series(values=[]))
-            numbers = array("f", map(_number, value))
-            series.steps.append(step)
-            series.values.append(numbers)
+            run.lists.setdefault(name, Series(values=[])).add(step, array("f", map(_number, value)))
         elif value is None or isinstance(value, int | float):
-            series, number = run.scalars.get(name) or run.scalars.setdefault(name, Series()), _number(value)
-            series.steps.append(step)
-            series.values.append(number)
+            run.scalars.setdefault(name, Series()).add(step, _number(value))
 
 
 def _number(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) else _NAN
+    return float(value) if isinstance(value, int | float) else math.nan
 
 
 def _drop_redone(run: Run, line: Mapping[str, Any], step: int) -> None:
@@ -244,10 +238,6 @@ def _read_table(path: Path, problems: list[str], read: Callable[[Path], Any]) ->
         problems.append(f"{path.name} cannot be read: {error}.")
         found = {}
     return found if isinstance(found, dict) else {}
-
-
-def _read_toml(path: Path) -> dict[str, Any]:
-    return tomllib.loads(read_regular(path).decode("utf-8"))
 
 
 def _flatten(prefix: str, table: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -88,15 +88,6 @@ def test_the_newest_checkpoint_is_linked_with_how_to_load_it(tmp_path: Path):
     assert 'href="my%20run/checkpoint/step-10/"' in (tmp_path / "page.html").read_text()
 
 
-def test_lost_rows_are_told(tmp_path: Path, page: str):
-    assert "none was dropped or duplicated" in page
-    write_run(tmp_path, steps=5)
-    path = tmp_path / "metrics.jsonl"
-    text = path.read_text().replace('"moe/dropped_rows": [0.0, 0.0, 0.0]', '"moe/dropped_rows": [0.0, 7.0, 0.0]', 1)
-    path.write_text(text)
-    assert "7 rows were dropped and 0 duplicated" in render(tmp_path)
-
-
 def test_texts_of_a_run_are_never_markup(page: str, tmp_path: Path):
     assert NASTY not in page and "<img" not in own(page)
     assert page.count("<script>") == page.count("</script>") == 4
