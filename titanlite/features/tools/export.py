@@ -12,12 +12,11 @@ from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer
 
 from titanlite.assemble import build_model
 from titanlite.base.command_line import Parser, command, one_of
 from titanlite.base.errors import CheckpointError, raise_problems
-from titanlite.base.log import logger, setup_logger
+from titanlite.base.log import setup_logger
 from titanlite.checkpoint.commit import MANIFEST_FILE, check_folder, hidden_folder
 from titanlite.checkpoint.description import describe_model
 from titanlite.checkpoint.folder import ADAPTER_CONFIG, ADAPTER_FILE, OWN_FOLDER, how_to_finish
@@ -41,6 +40,7 @@ from titanlite.models.families import any_model_config_from_hf, family_of
 _CHUNK_ELEMENTS = 4 << 20
 _WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", ".ckpt", ".pkl"}
 _ADAPTER_ONLY = {ADAPTER_CONFIG, "README.md"}
+_Values = Callable[[Region, torch.dtype], torch.Tensor]
 _TEMPLATES = "additional_chat_templates"  # where transformers keeps chat templates that have names
 
 
@@ -102,8 +102,7 @@ def export_checkpoint(
     config.json says what the weights compute, if it is not `folder`.
 
     Raises:
-        CheckpointError: `folder` is not a whole model, `out` exists or cannot be written, or the
-            adapters do not fit.
+        CheckpointError: `folder` is not a whole model, `out` exists or cannot be written, or the adapters do not fit.
         ConfigError: its config.json describes something that neither the decoder nor transformers can express.
     """
     try:
@@ -144,14 +143,13 @@ def export_checkpoint(
             if adapters is not None:  # the run's tokenizer may have another chat template than the model's
                 _copy_rest(adapters.folder, temporary, _ADAPTER_ONLY)
             _copy_rest(folder, temporary)
-            _check_tokenizer(temporary / "tokenizer.json", out, config.vocab_size)
             temporary.rename(out)
     except OSError as error:
         raise CheckpointError(f"export: cannot write {out}: {error}.") from None
     warn_of_sidecar(config, files)
 
 
-def _lay_out(plan: Plan, config: ModelConfig, dtype: torch.dtype) -> tuple[list[FileLayout], dict[str, "_Values"]]:
+def _lay_out(plan: Plan, config: ModelConfig, dtype: torch.dtype) -> tuple[list[FileLayout], dict[str, _Values]]:
     """Lay out the files; return them, and for each key where its values come from."""
     family = family_of(config)
     model: list[Item] = []
@@ -175,7 +173,7 @@ def _lay_out(plan: Plan, config: ModelConfig, dtype: torch.dtype) -> tuple[list[
 
 def _lay_out_transformers(
     plan: Plan, model: TransformersModel, dtype: torch.dtype
-) -> tuple[list[FileLayout], dict[str, "_Values"]]:
+) -> tuple[list[FileLayout], dict[str, _Values]]:
     """As `_lay_out`, with the keys and layouts that the checkpoint has."""
     entries = {
         name: entry for name, entry in saved_entries(plan.entries, model).items() if isinstance(entry.source, Read)
@@ -186,8 +184,12 @@ def _lay_out_transformers(
 
     @lru_cache(maxsize=1)  # the tensors of a conversion follow one another, and each is asked for in pieces
     def convert(group: str) -> dict[str, torch.Tensor]:
-        found = groups[group].convert(lambda name: _read_whole(entries[name]), model)
+        found = groups[group].convert(read_whole, model)
         return {rename(key): value for key, value in found.items()}
+
+    def read_whole(name: str) -> torch.Tensor:
+        entry = entries[name]
+        return _read(entry, whole(entry.fqn, entry.info.shape).region, entry.dtype)
 
     def converted(group: str, key: str, region: Region, dtype: torch.dtype) -> torch.Tensor:
         return convert(group)[key][region.slices].to(dtype)
@@ -202,9 +204,6 @@ def _lay_out_transformers(
     return lay_out(items, "model"), values
 
 
-_Values = Callable[[Region, torch.dtype], torch.Tensor]
-
-
 def _read(entry: TensorEntry, region: Region, dtype: torch.dtype) -> torch.Tensor:
     """Read a region of a tensor of the model from its files."""
     assert isinstance(entry.source, Read)
@@ -213,11 +212,7 @@ def _read(entry: TensorEntry, region: Region, dtype: torch.dtype) -> torch.Tenso
     return chunk
 
 
-def _read_whole(entry: TensorEntry) -> torch.Tensor:
-    return _read(entry, whole(entry.fqn, entry.info.shape).region, entry.dtype)
-
-
-def _copy_weights(files: Sequence[FileLayout], values: Mapping[str, "_Values"], out: Path, transfer: Transfer) -> None:
+def _copy_weights(files: Sequence[FileLayout], values: Mapping[str, _Values], out: Path, transfer: Transfer) -> None:
     for file in files:
         with open(out / file.name, "r+b") as handle:
             for item, offset in file.items:
@@ -232,24 +227,6 @@ def _copy_weights(files: Sequence[FileLayout], values: Mapping[str, "_Values"], 
                     transfer.add(handle.write(bytes_of(chunk.view(-1))))
             handle.flush()
             os.fsync(handle.fileno())
-
-
-def _check_tokenizer(file: Path, out: Path, rows: int) -> None:
-    """Warn of a tokenizer that knows ids for which the embedding has no row."""
-    if not file.exists():
-        return
-    try:
-        ids = Tokenizer.from_str(file.read_text(encoding="utf-8")).get_vocab().values()
-    except Exception as error:  # noqa: BLE001 - the library raises nothing more specific
-        logger.warning("export: %s: tokenizer.json cannot be read: %s. It is copied as it is.", out, error)
-        return
-    if (num_ids := max(ids, default=-1) + 1) > rows:
-        logger.warning(
-            "export: the tokenizer in %s has %d tokens, but the embedding %d rows: with one of those from %d on the "
-            "model fails. Export with the tokenizer that the model was trained with, or enlarge the model with "
-            "transformers' resize_token_embeddings(%d).",
-            *(out, num_ids, rows, rows, num_ids),
-        )
 
 
 def _copy_rest(folder: Path, out: Path, but: Collection[str] = ()) -> None:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from titanlite.assemble import build_model
-from titanlite.base.agree import on_first_rank
+from titanlite.base.agree import get_rank, on_first_rank
 from titanlite.base.command_line import Parser, command, one_of
 from titanlite.base.errors import ConfigError, DataError, TitanliteError, raise_problems
 from titanlite.base.files import parse_json, read_json, read_regular
@@ -83,28 +83,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         _run(options)
     except TitanliteError:
         code = 2
-        if _is_first_rank():  # all ranks have the same one
+        if get_rank() == 0:  # all ranks have the same one
             raise
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        print(f"titanlite: error: {_out_of_memory(options, error)}", file=sys.stderr)
-        code = 2
+        code, said = 2, str(error).strip().partition("\n")[0].rstrip(".")
+        print(
+            f"titanlite: error: generate: rank {get_rank()} ran out of memory{f' ({said})' if said else ''}. Lower "
+            f"--batch-size ({options.batch_size}) or --max-new-tokens ({options.max_new_tokens}), or split the model "
+            f"over more ranks (--tp {options.tp}).",
+            file=sys.stderr,
+        )
     finally:
         if dist.is_initialized():
             if code == 0:
                 dist.barrier()  # a rank that leaves while a peer still answers can tear that one's connections down
             end_distributed()
     return code
-
-
-def _out_of_memory(options: argparse.Namespace, error: Exception) -> str:
-    said = str(error).strip().partition("\n")[0].rstrip(".")
-    return (
-        f"generate: rank {os.environ.get('RANK', '0')} ran out of memory{f' ({said})' if said else ''}. Lower "
-        f"--batch-size ({options.batch_size}) or --max-new-tokens ({options.max_new_tokens}), or split the model over "
-        f"more ranks (--tp {options.tp})."
-    )
 
 
 def _parser() -> Parser:
@@ -166,11 +162,9 @@ def _run(options: argparse.Namespace) -> None:
         return _prepare(options, folder, base, tokenizer, device)
 
     request = on_first_rank(prepare)
-    parts = {"tp": options.tp, "ep": options.ep}
-    model, dims = load_model(
-        *(request.folder, request.config, request.dtype, device), **parts, adapters=request.adapters
-    )
-    if not model.can_cache(device) and _is_first_rank():
+    where = (request.folder, request.config, request.dtype, device)
+    model, dims = load_model(*where, tp=options.tp, ep=options.ep, adapters=request.adapters)
+    if not model.can_cache(device) and get_rank() == 0:
         print(f"generate: {name_of(model)} keeps no keys and values: every token costs a full forward", file=sys.stderr)
     continue_all = partial(
         generate,
@@ -189,7 +183,7 @@ def _run(options: argparse.Namespace) -> None:
     stream = None
     if options.stream or (single and sys.stdout.isatty()):
         stream = TextStream(tokenizer, request.prompt_ids[0])
-        if _is_first_rank():
+        if get_rank() == 0:
             print("" if request.chat else request.prompts[0], end="", flush=True)
     began = time.perf_counter()
     continuations = continue_all(
@@ -199,7 +193,7 @@ def _run(options: argparse.Namespace) -> None:
         on_token=None if stream is None else stream.add,
     )
     seconds = time.perf_counter() - began
-    if _is_first_rank():
+    if get_rank() == 0:
         if stream is not None:
             stream.end()
         else:
@@ -252,16 +246,13 @@ def load_model(
 
 
 def _load_tokenizer(*places: Path) -> Any:
-    found = (path for path in places if (path / "tokenizer.json" if path.is_dir() else path).exists())
-    if (place := next(found, None)) is None:
-        raise DataError(
-            f"generate: {places[0]} has no tokenizer.json. Give a folder that has one with --tokenizer DIR."
-        )
-    return load_tokenizer(place)
+    for path in places:
+        if (path / "tokenizer.json" if path.is_dir() else path).exists():
+            return load_tokenizer(path)
+    raise DataError(f"generate: {places[0]} has no tokenizer.json. Give a folder that has one with --tokenizer DIR.")
 
 
 def _prepare(options: argparse.Namespace, folder: Path, base: Path, tokenizer: Any, device: torch.device) -> _Request:
-    """On rank 0."""
     own = folder / OWN_FOLDER  # adapters have the description of their model there, if it is native
     described = own if folder != base and (own / "config.json").exists() else base
     config = any_model_config_from_hf(described, "generate")
@@ -294,7 +285,9 @@ def _prepare(options: argparse.Namespace, folder: Path, base: Path, tokenizer: A
                 "model's own tokenizer."
             )
     raise_problems(ConfigError, "generate", problems)
-    shown = list(map(_show, prompts))
+    shown = [
+        prompt if isinstance(prompt, str) else json.dumps(prompt["messages"], ensure_ascii=False) for prompt in prompts
+    ]
     dtype = _dtype(options.dtype, base, device)
     ends = {*get_eos_token_ids(tokenizer, base), *(get_end_of_turn_ids(tokenizer) if is_chat else ())}
     adapters = folder if folder != base else None
@@ -367,10 +360,6 @@ def _read_tools(path: Path | None) -> Any:
     raise DataError(f"generate: --tools {path}: is no list of objects. Write the tools as [{{...}}, ...].")
 
 
-def _show(prompt: Any) -> str:
-    return prompt if isinstance(prompt, str) else json.dumps(prompt.get("messages"), ensure_ascii=False)
-
-
 def _print_texts(request: _Request, continuations: Sequence[Continuation], tokenizer: Any) -> None:
     for i, continuation in enumerate(continuations):
         if len(continuations) > 1:
@@ -382,7 +371,3 @@ def _print_texts(request: _Request, continuations: Sequence[Continuation], token
 def _shorten(text: str) -> str:
     line = " ".join(text.split())
     return line if len(line) <= _SHOWN_CHARS else line[: _SHOWN_CHARS - 3] + "..."
-
-
-def _is_first_rank() -> bool:
-    return os.environ.get("RANK", "0") == "0"

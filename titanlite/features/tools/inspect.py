@@ -95,19 +95,20 @@ def _find_untied(folder: Path, keys: Container[str]) -> list[str]:
     config = any_model_config_from_hf(folder, "inspect")
     if not config.tie_word_embeddings:
         return []
-    untied = weights_of(folder, build_model(config)).untied
-    return [f"{name}: {text}" for name, text in untied.items()]
+    return [f"{name}: {text}" for name, text in weights_of(folder, build_model(config)).untied.items()]
 
 
 def _describe(folder: Path) -> tuple[list[str], list[StoredTensor]]:
     """Return what the files say about themselves, and all tensors in them."""
-    is_adapter = (folder / ADAPTER_FILE).exists() and not list(folder.glob("model*.safetensors*"))
-    model = read_adapter(folder)[0] if is_adapter else read_model_headers(folder)
     own_files = sorted((folder / OWN_FOLDER).glob("*.safetensors"))
     own = read_headers(own_files, f"checkpoint {folder}") if own_files else Stored({}, {})
-    if is_adapter:
-        lines = [f"  adapter    {_describe_adapter(folder, model)}"]
+    if (folder / ADAPTER_FILE).exists() and not list(folder.glob("model*.safetensors*")):
+        model, adapter = read_adapter(folder)
+        size = format_size(sum(tensor.nbytes for tensor in model.tensors.values()))
+        scaled = f"scaled by {adapter.scaling:g}, {size}, of {shown(adapter.base)}"
+        lines = [f"  adapter    LoRA of rank {adapter.rank}, {scaled}"]
     else:
+        model = read_model_headers(folder)
         lines = [f"  model      {_describe_model(folder, model)}"]
     if (folder / STATE_FILE).exists():
         progress = Progress.read(folder)
@@ -116,12 +117,6 @@ def _describe(folder: Path) -> tuple[list[str], list[StoredTensor]]:
         state = f"step {progress.step}, {progress.samples} samples, {ranks}, {versions}"
         lines += [f"  training   {state}", f"  data       {shown(progress.data)}"]
     return lines, [*model.tensors.values(), *own.tensors.values()]
-
-
-def _describe_adapter(folder: Path, stored: Stored) -> str:
-    config = read_adapter(folder)[1]
-    size = sum(tensor.nbytes for tensor in stored.tensors.values())
-    return f"LoRA of rank {config.rank}, scaled by {config.scaling:g}, {format_size(size)}, of {shown(config.base)}"
 
 
 def _describe_model(folder: Path, model: Stored) -> str:

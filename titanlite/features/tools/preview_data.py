@@ -6,25 +6,29 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from dataclasses import dataclass, replace
+from itertools import islice, pairwise
+from typing import Any
 
 import numpy as np
 
 from titanlite.assemble import build_data
 from titanlite.base.command_line import Parser, command
-from titanlite.base.errors import ConfigError, raise_problems
-from titanlite.base.log import logger, raw_output
+from titanlite.base.errors import ConfigError, DataError, raise_problems
+from titanlite.base.log import escape_controls, logger, raw_output
 from titanlite.base.tables import format_count
 from titanlite.config import data as data_config
 from titanlite.config import load_config
 from titanlite.config.assets import find_missing_files
 from titanlite.config.data import DataSection
-from titanlite.data.dataset import PackedDataset, SequenceDataset, get_sources
+from titanlite.data.dataset import PackedDataset, SequenceDataset, TrainDataset, get_sources
 from titanlite.data.loader import TrainLoader
+from titanlite.features.images.rows import ImageDataset
 from titanlite.features.sft.chat import END, TRAINED
 from titanlite.features.sft.chat_parts import describe_kind
 from titanlite.features.sft.chat_template import with_chat_date
-from titanlite.features.sft.dataset import ExampleDataset
+from titanlite.features.sft.dataset import ExampleDataset, ExampleSet
+from titanlite.features.sft.documents import DocumentRows
 from titanlite.features.sft.examples import make_encoder
 from titanlite.features.sft.forms import Chat, parse_row
 from titanlite.features.sft.readers import RowError
@@ -36,14 +40,126 @@ from titanlite.features.sft.report import (
     get_warnings,
 )
 from titanlite.features.sft.rows import Row, describe_place, open_rows
+from titanlite.features.streams.mixture import MixtureDataset, naming_source
 from titanlite.features.streams.stream import StreamDataset
-from titanlite.features.tools.shown import Painter, ShownDocument, escape, get_shown_documents
 from titanlite.preflight import check
 
 _BAR = 40
 _BINS = 8
 _KIND_ROWS = 512
 _CANDIDATES = 64  # samples to choose from
+_COLOR, _END_COLOR, _PLAIN = ("\x1b[1;32m", "\x1b[0m"), ("\x1b[1;33m", "\x1b[0m"), ("[[", "]]")
+_FROM = ", from token {} on"
+
+
+@dataclass(frozen=True)
+class ShownDocument:
+    """A document, as far as a sequence holds it."""
+
+    place: str  # file and line, row or token where it is from; control characters are escaped
+    side: str  # "chosen" or "rejected" of a pair, otherwise ""
+    ids: list[int]
+    trained: list[bool]  # for each token, whether it is a label
+    num_tokens: int  # that the model reads; one less than there are where the last is a label only
+    ends: Sequence[bool] = ()  # for each token, whether it ends an answer; empty where that is not known
+
+    @property
+    def num_trained(self) -> int:
+        return sum(self.trained)
+
+
+def get_shown_documents(dataset: TrainDataset, index: int) -> list[ShownDocument]:
+    """Return the documents of sequence `index`, in order, without padding.
+
+    The first call for a corpus reads all of its tokens, a stream reads on as far as needed.
+
+    Raises:
+        DataError: there is no such view of this kind of dataset; as the dataset itself while it reads.
+    """
+    if isinstance(dataset, MixtureDataset):
+        name, part, place = dataset.locate(index)
+        with naming_source(name):
+            return [replace(found, place=f"{name}: {found.place}") for found in get_shown_documents(part, place)]
+    if isinstance(dataset, PackedDataset):
+        return list(_get_from_corpus(dataset, index))
+    if isinstance(dataset, ExampleDataset | StreamDataset):
+        return list(_get_from_examples(*dataset.get_members(index)))
+    if isinstance(dataset, ImageDataset):
+        row, ids, trained = dataset.get_document(index)
+        images = ", ".join(str(path) for path in row.images)
+        return [ShownDocument(escape_controls(f"{row.place}, with {images}"), "", ids, [False, *trained[1:]], len(ids))]
+    raise DataError(f"data: the documents of {type(dataset).__name__} cannot be shown.")
+
+
+def _get_from_corpus(dataset: PackedDataset, index: int) -> Iterator[ShownDocument]:
+    """Parts of documents between the first token of the sequence and the label of its last one."""
+    corpus, ends = dataset.tokenized, dataset.tokenized.ends
+    position = index * dataset.seq_len
+    last = position + dataset.seq_len  # a label only
+    if isinstance(dataset, DocumentRows):
+        position, last = dataset.bounds[index].tolist()
+    are_documents = len(ends) == corpus.num_documents  # else the text itself has end-of-text tokens
+    while position < last:
+        number = int(np.searchsorted(ends, position))
+        start = int(ends[number - 1]) + 1 if number else 0
+        stop = min(int(ends[number]), last) + 1 if number < len(ends) else last + 1
+        ids = corpus.tokens[position:stop].tolist()
+        if are_documents:
+            place = escape_controls(corpus.describe_place(number)) + _FROM.format(position - start) * (position > start)
+        else:
+            place = f"tokens {position} to {position + len(ids) - 1} of {len(corpus.tokens)}"
+        # The first one follows nothing in this sequence: where it goes on, it is a label of the one before.
+        yield ShownDocument(place, "", ids, [False, *[True] * (len(ids) - 1)], min(len(ids), last - position))
+        position += len(ids)
+
+
+def _get_from_examples(part: ExampleSet, members: np.ndarray) -> Iterator[ShownDocument]:
+    sides = ("chosen", "rejected") if part.examples.header.form == "preference" else ("",)
+    for member in members.tolist():
+        place = escape_controls(part.examples.describe_place(int(part.selected[member])))
+        starts = part.starts[member].tolist()
+        for side, used, start in zip(sides, part.get_documents(member), starts, strict=True):
+            ids = part.examples.tokens[used].tolist()
+            trained = ((part.examples.flags[used] & TRAINED) != 0).tolist()
+            trained[0] = False  # follows nothing, so it is no label
+            ends = ((part.examples.flags[used] & END) != 0).tolist()
+            yield ShownDocument(place + _FROM.format(start) * (start > 0), side, ids, trained, len(ids), ends)
+
+
+class Painter:
+    """Decodes tokens, with marks around the runs of trained ones and a colour for the ends of answers.
+
+    Marks are colours, or `[[ ]]` without `color`. Of documents of more than `max_tokens` (0: no limit) only the first
+    and the last tokens are shown, so many in all.
+    """
+
+    def __init__(self, tokenizer: Any, *, color: bool, max_tokens: int) -> None:
+        self.tokenizer, self.max_tokens = tokenizer, max_tokens
+        self.marks = _COLOR if color else _PLAIN
+
+    def __call__(self, ids: list[int], trained: list[bool], ends: Sequence[bool] = ()) -> str:
+        ends = ends if self.marks is _COLOR and ends else [False] * len(ids)
+        num_hidden = len(ids) - self.max_tokens if self.max_tokens else 0
+        if num_hidden <= 0:
+            return self._paint(ids, trained, ends)
+        stop = len(ids) - self.max_tokens // 4
+        start = stop - num_hidden
+        hidden = f"    ... {num_hidden} tokens, {sum(trained[start:stop])} of them trained ..."
+        begin = self._paint(ids[:start], trained[:start], ends[:start])
+        end = self._paint(ids[stop:], trained[stop:], ends[stop:])
+        return f"{begin}\n{hidden}\n{end}".rstrip("\n")
+
+    def _paint(self, ids: list[int], trained: list[bool], ends: Sequence[bool]) -> str:
+        if not ids:
+            return ""
+        kinds = list(zip(trained, ends, strict=True))
+        cuts = [0, *(i for i in range(1, len(ids)) if kinds[i] != kinds[i - 1]), len(ids)]
+        text = ""
+        for start, stop in pairwise(cuts):
+            part = escape_controls(str(self.tokenizer.decode(ids[start:stop])))
+            before, behind = _END_COLOR if ends[start] else self.marks
+            text += f"{before}{part}{behind}" if trained[start] else part
+        return "\n".join(f"    {line}".rstrip() for line in text.split("\n"))
 
 
 @command
@@ -102,7 +218,9 @@ def show_data(loader: TrainLoader, show: Painter, num_samples: int) -> None:
     for source in sources:
         if isinstance(source.dataset, StreamDataset):
             for what, count in source.dataset.chat_counts.items():
-                print(f"\n  chats so far{f' of {source.name}' if source.name else ''}: {count:,} {escape(what)}")
+                print(
+                    f"\n  chats so far{f' of {source.name}' if source.name else ''}: {count:,} {escape_controls(what)}"
+                )
             for what, count in source.dataset.left_out.items():
                 print(f"\n  left out so far{f' of {source.name}' if source.name else ''}: {count} {what}")
 
@@ -119,11 +237,11 @@ def show_kinds(data: DataSection, show: Painter, source: str = "") -> None:
     firsts = dict(reversed(kinds))
     for kind, count in counts.most_common() if len(counts) > 1 else ():
         row = firsts[kind]
-        place = escape(describe_place(rows.names, row.file, row.number))
+        place = escape_controls(describe_place(rows.names, row.file, row.number))
         print(f"kind: {kind}; {count} of the first {len(kinds)} chats{f' of {source}' if source else ''}; {place}")
         for found in encoder.encode([row.content] if isinstance(row.content, dict) else []):
             if isinstance(found, RowError):
-                print(f"    {escape(str(found))}\n")
+                print(f"    {escape_controls(str(found))}\n")
                 continue
             for (document,) in found:
                 trained, ends = ((document.flags & bit) != 0 for bit in (TRAINED, END))
@@ -188,12 +306,12 @@ def show_examples(dataset: ExampleDataset) -> None:
         f"{count:,} {what}" for source in dataset.sources for what, count in source.examples.header.counts.items()
     ]
     if counts:
-        print("  chats      " + "\n             ".join(map(escape, counts)))
+        print("  chats      " + "\n             ".join(map(escape_controls, counts)))
     print("  left out   " + ("\n             ".join(get_left_out(dataset)) or "nothing"))
     for first in get_first_skipped(dataset):
-        print(f"               {escape(first)}")
+        print(f"               {escape_controls(first)}")
     for warning in get_warnings(dataset):
-        print(f"  warning    {escape(warning)}")
+        print(f"  warning    {escape_controls(warning)}")
 
 
 def _show_histogram(lengths: np.ndarray) -> None:
@@ -230,7 +348,3 @@ def _get_samples(loader: TrainLoader) -> Iterator[list[ShownDocument]]:
             documents = documents[: 1 + (documents[0].side != "")]  # or all would be of the first sequence's source
         size = 1 + any(document.side for document in documents)
         yield from (documents[i : i + size] for i in range(0, len(documents), size))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -24,7 +24,7 @@ from titanlite.data.tokens import TokenizedCorpus
 from titanlite.features.generate.evaluate import evaluation_prompts
 from titanlite.features.streams.mixture import PERIOD, MixtureDataset, _get_quotas, _Order, get_source_seed
 from titanlite.features.streams.stream import StreamDataset
-from titanlite.features.tools.shown import get_shown_documents
+from titanlite.features.tools.preview_data import get_shown_documents
 
 MakeJob = Callable[..., JobConfig]
 SEQ_LEN = 10

@@ -15,7 +15,7 @@ from titanlite.config.data import DataSection
 from titanlite.config.schema import JobConfig
 from titanlite.data.dataset import IGNORE_INDEX, PackedDataset, SequenceDataset
 from titanlite.data.tokens import TokenizedCorpus
-from titanlite.features.tools.shown import Painter, ShownDocument, escape, get_shown_documents
+from titanlite.features.tools.preview_data import Painter, ShownDocument, get_shown_documents
 
 MakeJob = Callable[..., JobConfig]
 
@@ -161,7 +161,3 @@ def test_long_texts_are_cut_in_the_middle() -> None:
     assert paint(20) == whole
     assert paint(8) == "    0 1 2 3 4 5\n    ... 12 tokens, 8 of them trained ...\n    [[18 19 ]]"
     assert paint(1) == "    0\n    ... 19 tokens, 10 of them trained ..."
-
-
-def test_control_characters_are_spelled_out() -> None:
-    assert escape("a\x1b[2J\tb\n\u00e9") == "a\\x1b[2J\tb\n\u00e9"
