@@ -50,7 +50,7 @@ def main() -> int:
         print(f"step_traffic: error: {error}", file=sys.stderr)
         return 2
     print(render_rates(hardware))
-    print(render_parts(merge_stages(stages), hardware))
+    print(render_parts(merge_stages(stages)))
     return 0
 
 

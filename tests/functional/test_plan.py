@@ -18,8 +18,8 @@ from titanlite.checkpoint import reader
 from titanlite.checkpoint.hf_model import save_hf_model
 from titanlite.config.parallelism import Degrees
 from titanlite.distributed import clip_grad, collectives, expert_parallel, fsdp_timing, replicated_grads
+from titanlite.features.estimate.cli import exact_plan, planned_sources
 from titanlite.features.estimate.estimate import axis_ranks
-from titanlite.features.estimate.exact import exact_plan, planned_sources
 from titanlite.features.estimate.stand_in import observed
 from titanlite.features.estimate.trace import StepTrace, axis_names, trace_step
 from titanlite.features.estimate.tracker import StepRecorder

@@ -8,22 +8,31 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from titanlite.assemble import build_model, build_on_meta
 from titanlite.base.command_line import Parser, one_of
-from titanlite.base.errors import ConfigError, TitanliteError
+from titanlite.base.errors import CheckpointError, ConfigError, TitanliteError
 from titanlite.base.log import logger
+from titanlite.checkpoint.model_source import weights_of
 from titanlite.config import JobConfig, load_config
 from titanlite.config.assets import is_hub_id
+from titanlite.distributed import ParallelDims
+from titanlite.distributed.process_group import fake_ranks
 from titanlite.features.estimate import render
 from titanlite.features.estimate.estimate import estimate_stages, merge_stages
-from titanlite.features.estimate.exact import exact_plan, planned_sources
 from titanlite.features.estimate.hardware import DEFAULT_GPU, GPUS, Hardware, get_hardware
 from titanlite.features.estimate.proposals import Planned, propose, sweep
 from titanlite.features.estimate.trace import layers_to_trace
+from titanlite.features.muon.muon import muon_matrices
+from titanlite.features.record.plan_file import RunPlan, build_run_plan
+from titanlite.materialize import Init, ReadRequest, Region, Source, SourceProvider, TensorInfo, build_plan
+from titanlite.materialize.sources import Read
 from titanlite.models.families import families
 from titanlite.preflight import Checked, check
 
@@ -45,6 +54,7 @@ _OBJECTIVES = {
 }
 _SOME_DATA = {"sft": "train.jsonl", "pretrain": "corpus", "dpo": "pairs.jsonl"}  # which need not be there
 _LONG_S = 15.0
+_STORED_BYTES = 2  # per element: models are published in bfloat16
 # What names of models on the hub have behind the sizes.
 _VARIANT = re.compile(r"([-_.](instruct|base|chat|thinking|hf|\d{4}))+$")
 
@@ -228,7 +238,7 @@ class _Planner:
             # Which rank owns which of Muon's matrices does not repeat from layer to layer.
             every_layer=known.every_layer or checked.job.optimizer.name == "Muon",
         )
-        return Planned(tuple(more), checked, request.hardware, merge_stages(stages), note, stages)
+        return Planned(tuple(more), checked, merge_stages(stages), note, stages)
 
     def say_that_it_takes_long(self) -> None:
         """Print one line where no line of progress is shown."""
@@ -247,7 +257,7 @@ class _Planner:
 
 
 def _plan(request: Request, planner: _Planner) -> int:
-    known, hardware = request.known, request.hardware
+    known = request.known
     base = planner.plan()
     checked, stages, wanted = base.checked, base.stages, known.proposals
     if wanted is None:  # one trace of every layer takes as long as all proposals together
@@ -258,13 +268,13 @@ def _plan(request: Request, planner: _Planner) -> int:
     print(render.render_verdict(base, request.weights, request.sizes, known.tokens, proposals) + "\n", flush=True)
     run_plan = exact_plan(checked, planned_sources(checked, request.weights), known.rank, fold=not known.all)
     estimate = stages[checked.degrees.stage_of(known.rank)]
-    parts = [render.render_memory(run_plan, estimate, hardware)]
+    parts = [render.render_memory(run_plan, estimate)]
     if checked.degrees.pp > 1:
-        parts.append(render.render_stages(stages, hardware))
+        parts.append(render.render_stages(stages))
     parts += [
         render.render_reads(run_plan, request.weights, bool(checked.job.checkpoint.initial_load_path)),
-        render.render_collectives(estimate, hardware, known.rank),
-        render.render_parts(base.estimate, hardware),
+        render.render_collectives(estimate, known.rank),
+        render.render_parts(base.estimate),
     ]
     if known.tensors or known.all:
         parts.append(render.render_tensors(run_plan))
@@ -279,7 +289,7 @@ def _sweep(request: Request, planner: _Planner) -> int:
     known = request.known
     found, refused = sweep(request.job, request.hardware, known.world_size, planner.plan, planner.check)
     planner.show()
-    print(render.render_sweep(found, request.hardware))
+    print(render.render_sweep(found))
     if refused:
         print(f"  not legal for this model and batch: {refused} more; plan one of them to see why")
     print(planner.describe())
@@ -317,3 +327,62 @@ def _write(path: Path, data: dict[str, Any]) -> None:
     except OSError as error:
         raise ConfigError(f"--json={path}: cannot be written: {error.strerror}. Choose another file.") from None
     print(f"written to {path}")
+
+
+class AssumedCheckpoint:
+    """A checkpoint that is not at hand: every tensor that it must have, in two bytes per element. It cannot be read.
+
+    What may be absent from a checkpoint, such as adapters, is taken to be.
+    """
+
+    complete, proves_coverage = False, True
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, tensors: Mapping[str, TensorInfo]) -> Iterable[tuple[str, Source]]:
+        for name, info in tensors.items():
+            if info.persistent and not _may_be_absent(info):
+                yield name, Read(self, name, info.shape)
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {}
+
+    def read(self, requests: Sequence[ReadRequest]) -> None:
+        raise CheckpointError(f"checkpoint {self.name}: only assumed, for a plan. It cannot be read.")
+
+    def plan_bytes(self, name: str, region: Region) -> dict[Path, int]:
+        """Bytes of `region`, if it is stored in bfloat16."""
+        return {Path(self.name): region.numel * _STORED_BYTES}
+
+
+def _may_be_absent(info: TensorInfo) -> bool:
+    declare = getattr(type(info.module), "declare_sources", None)
+    own = declare(info.module).get(info.fqn.rpartition(".")[2]) if declare is not None else None
+    return isinstance(own, Init) and own.may_be_absent
+
+
+def planned_sources(checked: Checked, weights: str) -> list[SourceProvider]:
+    """Where weights are read from: the folder if it is there, or what the model named `weights` is assumed to hold."""
+    folder = checked.job.checkpoint.initial_load_path
+    if not weights:
+        return []
+    if not folder:
+        return [AssumedCheckpoint(weights)]
+    with fake_ranks(checked.degrees.world_size):  # as rank 0, the one that reads headers
+        return [weights_of(Path(folder), build_model(checked.model_config))]
+
+
+def exact_plan(
+    checked: Checked,
+    sources: list[SourceProvider],
+    rank: int,
+    *,
+    fold: bool,
+    device: torch.device = torch.device("cuda"),  # noqa: B008 - immutable
+) -> RunPlan:
+    """Every tensor of `rank`; the model is described and sharded as in a run on devices like `device`."""
+    with fake_ranks(checked.degrees.world_size, rank):
+        dims = ParallelDims.build(checked.degrees, "cpu")
+        model = build_on_meta(checked.job, checked.model_config, dims, device)
+        return build_run_plan(build_plan(model, sources), muon_matrices(model, checked.job.optimizer), fold=fold)

@@ -77,13 +77,20 @@ class Estimate:
     """Figures of one configuration."""
 
     degrees: Degrees
+    hardware: Hardware
     memory: Memory
     time: StepTime
     trace: StepTrace
     tokens: int  # of an optimizer step, all ranks
 
-    def fits(self, hardware: Hardware) -> bool:
-        return self.memory.total <= hardware.usable_bytes
+    @property
+    def room(self) -> int:
+        """Bytes of the GPU that are left; negative if the step does not fit."""
+        return self.hardware.usable_bytes - self.memory.total
+
+    @property
+    def fits(self) -> bool:
+        return self.room >= 0
 
     @property
     def expected_rate(self) -> float:
@@ -113,7 +120,7 @@ def estimate_stages(
         tokens = trace.micro_batches * job.training.local_batch_size * job.training.seq_len * degrees.dp
         memory = get_memory(trace, offload=job.training.enable_cpu_offload)
         time = step_time(trace, degrees, hardware, one)
-        found[degrees.stage_of(one)] = Estimate(degrees, memory, time, trace, tokens)
+        found[degrees.stage_of(one)] = Estimate(degrees, hardware, memory, time, trace, tokens)
     return found
 
 

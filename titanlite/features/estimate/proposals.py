@@ -36,14 +36,13 @@ class Planned:
 
     arguments: tuple[str, ...]
     checked: Checked
-    hardware: Hardware
     estimate: Estimate  # of the run: of its fullest and of its slowest stage
     note: str  # what the arguments change except memory and time
     stages: Mapping[int, Estimate]  # pipeline stages that were traced
 
     @property
     def fits(self) -> bool:
-        return self.estimate.fits(self.hardware)
+        return self.estimate.fits
 
     @property
     def rate(self) -> float:
@@ -129,7 +128,7 @@ def _candidates(base: Planned) -> dict[str, list[_Candidate]]:
     """Single settings by kind, with a note on those that change what is computed."""
     job, degrees = base.checked.job, base.estimate.degrees
     training, section, model = job.training, job.parallelism, base.checked.model_config
-    nodes = degrees.world_size // base.hardware.gpus_per_node
+    nodes = degrees.world_size // base.estimate.hardware.gpus_per_node
     found: dict[str, list[_Candidate]] = {}
     if isinstance(model, ModelConfig) and job.model.attention_backend == "sdpa":
         found["attention"] = [(("--model.attention_backend=varlen",), "")]
@@ -143,7 +142,7 @@ def _candidates(base: Planned) -> dict[str, list[_Candidate]]:
         found["micro-batch"] += [((f"--training.local_batch_size={size}",), note)] if size else []
     split = []
     if model.num_experts:
-        widths = {1, min(base.hardware.gpus_per_node, degrees.fsdp * degrees.tp)} - {degrees.ep}
+        widths = {1, min(base.estimate.hardware.gpus_per_node, degrees.fsdp * degrees.tp)} - {degrees.ep}
         split += [(f"{_PARALLELISM}expert_parallel_degree={ep}",) for ep in sorted(widths)]
     if nodes > 1 and degrees.dp_replicate != nodes:
         split.append((f"{_PARALLELISM}data_parallel_replicate_degree={nodes}", _THE_REST))
@@ -173,7 +172,7 @@ def _more_gpus(base: Planned, starts: Sequence[Planned], plan: Plan) -> list[Pla
     """Return the smallest power of 2 times as many GPUs on which the run fits as one of `starts`, the fastest."""
     ranks, factor, found = base.estimate.degrees.world_size, 2, list[Planned]()
     while factor <= _MOST_GPUS and not found:
-        more = f"--gpus={factor * ranks}x{base.hardware.name}"
+        more = f"--gpus={factor * ranks}x{base.estimate.hardware.name}"
         found = _best_that_fits(plan, [((*start.arguments, more), start.note) for start in starts])
         factor *= 2
     return found

@@ -5,7 +5,6 @@ from typing import Any
 
 from titanlite.base.tables import format_memory, format_size, format_table
 from titanlite.features.estimate.estimate import STAGING_BYTES, Estimate, axis_ranks
-from titanlite.features.estimate.hardware import Hardware
 from titanlite.features.estimate.proposals import Planned
 from titanlite.features.estimate.tracker import EXCHANGED, GATHERED, GRADIENTS, LOGITS, PARTS, TEMPORARIES, UNREDUCED
 from titanlite.features.record.plan_file import RunPlan
@@ -26,14 +25,13 @@ def render_verdict(
     base: Planned, weights: str, sizes: str, tokens: float | None, proposals: Sequence[Planned] | None
 ) -> str:
     """Whether it fits, what bounds it, how fast it is, how long it takes, and what to change."""
-    estimate, hardware, job = base.estimate, base.hardware, base.checked.job
-    ranks, time, training = estimate.degrees.world_size, estimate.time, job.training
+    estimate, job = base.estimate, base.checked.job
+    hardware, time, training = estimate.hardware, estimate.time, job.training
     what = f"adapters of rank {job.lora.rank}" if job.lora.rank else "all weights"
     start = f"{what} of {weights}" if weights else f"{what} of a new {base.checked.model_config.family}"
     objective = "sft" if job.data.dataset in ("examples", "images") else "pretrain"
     objective = "dpo" if training.objective == "dpo" else objective
-    room = hardware.usable_bytes - estimate.memory.total
-    verdict = f"fits, {format_memory(room)} free" if room >= 0 else f"DOES NOT FIT, {format_memory(-room)} too much"
+    verdict = _verdict(estimate, "DOES NOT FIT")
     held = f"{format_memory(estimate.memory.total)} of {format_memory(hardware.usable_bytes)} per GPU"
     expected_s = time.expected_s * (1 - time.waiting)
     exposed = sorted(((part.exposed_s / expected_s, name) for name, part in time.parts.items()), reverse=True)
@@ -41,7 +39,7 @@ def render_verdict(
     waiting = f"; waiting for other stages {time.waiting:.0%}" if time.waiting else ""
     mfu = estimate.trace.model_flops_per_token / hardware.flops
     lines = [
-        f"{objective} of {start} ({sizes}) on {ranks} x {hardware.name}: {estimate.degrees}",
+        f"{objective} of {start} ({sizes}) on {estimate.degrees.world_size} x {hardware.name}: {estimate.degrees}",
         f"memory    {verdict}: {held}, fullest in {estimate.memory.where}",
         f"bound by  {bounds} of an expected step{waiting}",
         f"speed     {_rate(estimate.expected_rate)} per GPU expected (MFU {mfu * estimate.expected_rate:.1%}); at best "
@@ -51,14 +49,21 @@ def render_verdict(
     if proposals is None:
         return "\n".join([*lines, "to change: not looked at, which would take minutes here; --proposals does"])
     if not proposals:
-        than = "no other setting was found that fits" if room < 0 else "no setting was found that is faster by 2%"
+        than = (
+            "no other setting was found that fits" if not estimate.fits else "no setting was found that is faster by 2%"
+        )
         return "\n".join([*lines, f"to change: {than}; --sweep tries all degrees"])
     rows = [("memory", "expected", "", "to change")]
     for one in proposals:
-        faster = f"{one.rate / estimate.expected_rate - 1:+.0%}" if room >= 0 else "fits"
+        faster = f"{one.rate / estimate.expected_rate - 1:+.0%}" if estimate.fits else "fits"
         settings = " ".join(one.arguments) + (f"  ({one.note})" if one.note else "")
         rows.append((format_memory(one.estimate.memory.total), _rate(one.rate), faster, settings))
     return "\n".join([*lines, format_table(rows, "")])
+
+
+def _verdict(estimate: Estimate, no: str) -> str:
+    room = format_memory(abs(estimate.room))
+    return f"fits, {room} free" if estimate.fits else f"{no}, {room} too much"
 
 
 def _rate(tokens_per_s: float) -> str:
@@ -97,10 +102,9 @@ def render_tensors(plan: RunPlan) -> str:
     return f"tensors on rank {plan.rank} of {plan.world_size}\n" + format_table(rows)
 
 
-def render_memory(plan: RunPlan, estimate: Estimate, hardware: Hardware) -> str:
+def render_memory(plan: RunPlan, estimate: Estimate) -> str:
     """Render what a rank holds at the fullest moment of a step, against the GPU's memory."""
-    memory = estimate.memory
-    padding = estimate.trace.padding
+    memory, hardware, padding = estimate.memory, estimate.hardware, estimate.trace.padding
     padded = f", {format_memory(padding)} of it padding of uneven shards" if padding else ""
     host = " on the host" if memory.on_host else ""
     rows = [
@@ -116,18 +120,16 @@ def render_memory(plan: RunPlan, estimate: Estimate, hardware: Hardware) -> str:
             note += f"; all of them {format_memory(plan.gradients)}, exact"
         rows.append((f"{name}{where}", format_memory(nbytes), note))
     rows.append(("total on the GPU", format_memory(memory.total), f"fullest: {memory.where}"))
-    room = hardware.usable_bytes - memory.total
-    verdict = f"fits, {format_memory(room)} free" if room >= 0 else f"does not fit, {format_memory(-room)} too much"
     reserved = (
         f"of {format_memory(hardware.memory_bytes)}, {format_memory(hardware.reserved_bytes)} left to the "
         "CUDA context, NCCL, cuBLAS and fragmentation"
     )
     rows.append((f"{hardware.name}", format_memory(hardware.usable_bytes), reserved))
     lines = format_table(rows).splitlines()[1:]
-    return "\n".join([f"memory of rank {plan.rank}: {verdict}", *lines])
+    return "\n".join([f"memory of rank {plan.rank}: {_verdict(estimate, 'does not fit')}", *lines])
 
 
-def render_stages(stages: Mapping[int, Estimate], hardware: Hardware) -> str:
+def render_stages(stages: Mapping[int, Estimate]) -> str:
     """Memory and time of pipeline stages; a step takes as long as the slowest."""
     rows = [("stage", "ranks", "layers", "micro-batches open", "memory", "", "expected")]
     for stage, estimate in sorted(stages.items()):
@@ -136,7 +138,7 @@ def render_stages(stages: Mapping[int, Estimate], hardware: Hardware) -> str:
         ranks = f"{first}-{first + degrees.stage_size - 1}" if degrees.stage_size > 1 else str(first)
         layers = ", ".join(f"{part.start}-{part.stop - 1}" for part in trace.layers)
         turns_open = min(degrees.turns_ahead(stage) + 1, trace.micro_batches * degrees.chunks) / degrees.chunks
-        fits = "fits" if estimate.fits(hardware) else "does not fit"
+        fits = "fits" if estimate.fits else "does not fit"
         memory, expected = format_memory(estimate.memory.total), _ms(estimate.time.expected_s)
         rows.append((str(stage), ranks, layers, f"{turns_open:.3g}", memory, fits, expected))
     some = next(iter(stages.values()))
@@ -157,7 +159,7 @@ def render_reads(plan: RunPlan, weights: str, is_here: bool) -> str:
     return f"checkpoint: rank {plan.rank} reads {format_size(plan.read_bytes)} of {weights}{assumed}; {staging}"
 
 
-def render_collectives(estimate: Estimate, hardware: Hardware, rank: int) -> str:
+def render_collectives(estimate: Estimate, rank: int) -> str:
     """Return a table of the collectives of an optimizer step, by axis and kind."""
     rows = [("axis", "ranks", "links", "collective", "count", "bytes", "at least")]
     for traffic, work in sorted(estimate.trace.traffic.items(), key=lambda item: (item[0].axis, item[0].kind)):
@@ -165,8 +167,8 @@ def render_collectives(estimate: Estimate, hardware: Hardware, rank: int) -> str
         count, nbytes = work.launches, work.nbytes
         if len(ranks) < 2:
             continue
-        seconds = sum(hardware.collective_s(traffic.kind, ranks, nbytes))
-        nodes = len({r // hardware.gpus_per_node for r in ranks})
+        seconds = sum(estimate.hardware.collective_s(traffic.kind, ranks, nbytes))
+        nodes = len({r // estimate.hardware.gpus_per_node for r in ranks})
         links = "inside a node" if nodes == 1 else f"{nodes} nodes"
         often = f"{count}" + (" per step" if traffic.per_step else "")
         rows.append(
@@ -176,9 +178,9 @@ def render_collectives(estimate: Estimate, hardware: Hardware, rank: int) -> str
     return title + "\n" + (format_table(rows) if len(rows) > 1 else "  none")
 
 
-def render_parts(estimate: Estimate, hardware: Hardware) -> str:
+def render_parts(estimate: Estimate) -> str:
     """Where the time of an average micro-batch of this rank goes, with its share of what is done once per step."""
-    time, trace = estimate.time, estimate.trace
+    time, trace, peak = estimate.time, estimate.trace, estimate.hardware.flops / 1e12
     count = trace.micro_batches
     rows = [("per micro-batch", "TFLOP", "GB", "launches", "syncs", "exposed ms", "hidden ms")]
     order = {name: place for place, name in enumerate(PARTS)}
@@ -199,15 +201,16 @@ def render_parts(estimate: Estimate, hardware: Hardware) -> str:
             format_table(rows),
             f"  {trace.model_flops_per_token / 1e9:.2f} GFLOP per token (model, as MFU counts), {done / 1e9:.2f} done"
             f"{where} (recomputation included); {count} micro-batches in a step of {estimate.tokens:,} tokens",
-            f"  at best {_ms(time.best_s)} a step: products {_ms(time.compute_s)} at {hardware.flops / 1e12:.0f} "
+            f"  at best {_ms(time.best_s)} a step: products {_ms(time.compute_s)} at {peak:.0f} "
             f"TFLOP/s, links inside nodes {_ms(time.intra_node_s)}, between nodes {_ms(time.inter_node_s)}",
             f"total: {time.expected_s * 1e3 / count:,.1f} ms per micro-batch",
         ]
     )
 
 
-def render_sweep(found: Sequence[Planned], hardware: Hardware) -> str:
+def render_sweep(found: Sequence[Planned]) -> str:
     """Return a table of the best combinations of degrees."""
+    gpu = found[0].estimate.hardware.name
     head = ("dp_replicate", "dp_shard", "cp", "tp", "ep", "checkpointing", "memory", "expected", "at best")
     rows: list[tuple[str, ...]] = [head]
     fitting = [one for one in found if one.fits]
@@ -216,9 +219,9 @@ def render_sweep(found: Sequence[Planned], hardware: Hardware) -> str:
         memory = format_memory(one.estimate.memory.total)
         rates = (f"{_rate(one.rate)} per GPU", f"{one.estimate.best_rate:,.0f}")
         rows.append((*map(str, (d.dp_replicate, d.dp_shard, d.cp, d.tp, d.ep)), mode, memory, *rates))
-    title = f"{len(fitting)} of {len(found)} legal combinations of degrees fit {hardware.name}; the fastest:"
+    title = f"{len(fitting)} of {len(found)} legal combinations of degrees fit {gpu}; the fastest:"
     if not fitting:
-        title = f"none of {len(found)} legal combinations of degrees fits {hardware.name}; the smallest:"
+        title = f"none of {len(found)} legal combinations of degrees fits {gpu}; the smallest:"
     return f"sweep: {title}\n{format_table(rows)}"
 
 
@@ -226,7 +229,7 @@ def to_json(plan: RunPlan, base: Planned, estimate: Estimate, proposals: Iterabl
     """Everything, bytes and seconds. Begins like `plan.json` of a real run; `run`, `stages` and `proposals` are of the
     run, all else of one rank.
     """
-    memory, time, trace, hardware = estimate.memory, estimate.time, estimate.trace, base.hardware
+    memory, time, trace, hardware = estimate.memory, estimate.time, estimate.trace, estimate.hardware
     data = plan.to_json()
     data["memory"] |= {
         "padding": trace.padding,
@@ -234,7 +237,7 @@ def to_json(plan: RunPlan, base: Planned, estimate: Estimate, proposals: Iterabl
         "on_host": memory.on_host,
         "total": memory.total,
         "usable": hardware.usable_bytes,
-        "fits": estimate.fits(hardware),
+        "fits": estimate.fits,
     }
     data["collectives"] = [
         {**traffic._asdict(), "count": work.launches, "bytes": work.nbytes} for traffic, work in trace.traffic.items()
@@ -253,7 +256,7 @@ def to_json(plan: RunPlan, base: Planned, estimate: Estimate, proposals: Iterabl
             "layers": sum(one.trace.num_layers),
             "chunks": [[part.start, part.stop] for part in one.trace.layers],
             "total": one.memory.total,
-            "fits": one.fits(hardware),
+            "fits": one.fits,
             "expected_s": one.time.expected_s,
         }
         for stage, one in sorted(base.stages.items())
