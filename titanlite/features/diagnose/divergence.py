@@ -44,13 +44,9 @@ class DivergenceCheck:
 
     @torch.no_grad()
     def check(self, step: int, data: str, samples: int, batches: Sequence[Batch]) -> None:
-        """Compare all ranks after `step`. Synchronizes.
+        """Compare all ranks after `step`: what they hold, the order of the data, and the `samples` read of it.
 
-        Args:
-            step: optimizer steps done.
-            data: description of the data order.
-            samples: sequences of it that were trained on.
-            batches: this rank's micro-batches of the step.
+        Synchronizes.
 
         Raises:
             DivergenceError: on all ranks; names the tensors, and which ranks differ, and since when.

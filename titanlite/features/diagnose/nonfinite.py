@@ -24,21 +24,15 @@ _SHOWN = 3
 
 @dataclass
 class _Found:
-    """What one rank sees.
+    """What one rank sees."""
 
-    Attributes:
-        stage: its pipeline stage.
-        losses: micro-batches whose loss was not finite when the step was trained on.
-        weights: parameters that hold values that are not finite.
-        outputs: (micro-batch, chunk, place in the order of the forward, module) of the first output that is not finite,
-            per micro-batch that has one; the chunk is that of a pipeline stage with several.
-        grads: (micro-batch, parameters) of the first micro-batch that has any, each with its place in the model.
-    """
-
-    stage: int = 0
-    losses: tuple[int, ...] = ()
-    weights: list[str] = field(default_factory=list)
+    stage: int  # of the pipeline
+    losses: tuple[int, ...]  # micro-batches whose loss was not finite when the step was trained on
+    weights: list[str]  # that hold values that are not finite
+    # Micro-batch, chunk of the stage, place in the order of the forward, and module of the first output that is not
+    # finite, per micro-batch that has one.
     outputs: list[tuple[int, int, int, str]] = field(default_factory=list)
+    # The first micro-batch that has such gradients, and their parameters, each with its place in the model.
     grads: tuple[int, list[tuple[int, str]]] | None = None
 
 
@@ -65,9 +59,8 @@ def diagnose(
 
     Collectives: those of forward and backward, and one all-gather of small objects; every rank must call.
     """
-    mine = _Found(stage, found.micro_batches)
     params = list(model.named_parameters())
-    mine.weights = [name for name, param in params if not _has_finite_values(param)]
+    mine = _Found(stage, found.micro_batches, [name for name, param in params if not _has_finite_values(param)])
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices=devices):  # dropout draws the same numbers after this as without it
         for number, batch in enumerate(micro_batches):

@@ -155,7 +155,6 @@ def get_memory(trace: StepTrace, *, offload: bool = False) -> Memory:
 
 
 def _describe_moment(moment: Moment, trace: StepTrace) -> str:
-    """For example `backward of layer 93`."""
     outside = {
         "forward": "forward before the layers",
         "head": "output head and loss",

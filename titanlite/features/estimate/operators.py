@@ -23,22 +23,13 @@ _c10d, _functional = torch.ops.c10d, torch.ops._c10d_functional
 
 @dataclass(frozen=True)
 class Work:
-    """Work of calls.
+    """Work of calls."""
 
-    Attributes:
-        flops: multiplications and additions of matrix products, as kernels do them.
-        skipped: those above the diagonal of causal attention, which a causal kernel leaves out. torch's FlopCounterMode
-            counts them.
-        nbytes: read from and written to memory; of collectives, the bytes of their tensors.
-        launches: kernels.
-        syncs: how often the host waits for the device.
-    """
-
-    flops: int = 0
-    skipped: int = 0
-    nbytes: int = 0
-    launches: int = 0
-    syncs: int = 0
+    flops: int = 0  # multiplications and additions of matrix products, as kernels do them
+    skipped: int = 0  # those above the diagonal, which causal kernels leave out and torch's FlopCounterMode counts
+    nbytes: int = 0  # read from and written to memory; of collectives, the bytes of their tensors
+    launches: int = 0  # kernels
+    syncs: int = 0  # how often the host waits for the device
 
     def __add__(self, other: "Work") -> "Work":
         return Work(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(Work)))
@@ -53,15 +44,10 @@ class Work:
 
 
 class Call(NamedTuple):
-    """What the time of one call depends on.
+    """What the time of one call depends on."""
 
-    Attributes:
-        rate: key of `hardware.RATES`.
-        flops, nbytes: of a matrix product, which takes as long as the slower of the two; otherwise 0, for the time of
-            all other kernels follows from their bytes together.
-    """
-
-    rate: str
+    rate: str  # key of `hardware.RATES`
+    # Of a product, which takes as long as the slower of the two; the time of other calls follows from all their bytes.
     flops: int = 0
     nbytes: int = 0
 
@@ -268,17 +254,11 @@ def _share_storage(read: list[torch.Tensor], made: list[torch.Tensor]) -> bool:
 
 
 class Moved(NamedTuple):
-    """One collective.
+    """One collective."""
 
-    Attributes:
-        kind: "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast" or "send".
-        group: name of the process group.
-        tensor: the whole: what is gathered, scattered or reduced; of an all-to-all what this rank sends.
-    """
-
-    kind: str
-    group: str
-    tensor: torch.Tensor
+    kind: str  # "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast" or "send"
+    group: str  # name of the process group
+    tensor: torch.Tensor  # what is gathered, scattered or reduced as a whole; of an all-to-all what this rank sends
 
 
 # Operator -> (kind, place of the group among the arguments, place of the tensor or -1 for the result).

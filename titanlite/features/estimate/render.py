@@ -71,13 +71,11 @@ def _rate(tokens_per_s: float) -> str:
 
 
 def _count(number: float) -> str:
-    """For example 16.4 M."""
     scale, unit = next((pair for pair in ((1e12, "T"), (1e9, "B"), (1e6, "M")) if number >= pair[0]), (1e3, "k"))
     return f"{number / scale:.3g} {unit}"
 
 
 def _length(estimate: Estimate, steps: int, tokens: float | None) -> str:
-    """Hours of the whole run."""
     if tokens is None and not steps:
         tokens, name = 1e9, "1 B tokens; how many the epochs have depends on the data"
     else:
@@ -151,7 +149,7 @@ def render_stages(stages: Mapping[int, Estimate]) -> str:
 
 
 def render_reads(plan: RunPlan, weights: str, is_here: bool) -> str:
-    """Bytes from the checkpoint."""
+    """Return the bytes that are read of a checkpoint."""
     if not weights:
         return "checkpoint: none, weights are random"
     assumed = "" if is_here else ", which is not here: as if every tensor were stored in bfloat16"

@@ -82,7 +82,6 @@ class StandInTrainer(TrainStep):
             yield self.balancer.counts
 
     def optimizer_states(self) -> Iterator[torch.Tensor]:
-        """All there are so far."""
         for state in self.optimizer.state.values():
             yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 

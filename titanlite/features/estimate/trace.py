@@ -72,7 +72,6 @@ class StepTrace:
     layers: tuple[range, ...]  # numbers of this rank's; of each chunk, where a pipeline stage has several
 
     def step_work(self) -> Iterator[tuple[Kind, Work]]:
-        """Yield the work of the whole step by kind."""
         for kind, work in self.work.items():
             yield kind, work * (self.repeats[kind.micro_batch] if kind.micro_batch >= 0 else 1)
 
@@ -185,7 +184,7 @@ def layers_to_trace(
 
 
 def layers_by_kind(model_config: AnyModelConfig, degrees: Degrees, stage: int) -> tuple[int, int]:
-    """Leading dense layers of an MoE model, or all of others, and the rest: of one pipeline stage."""
+    """Count leading dense layers of an MoE model, or all of others, and the rest: of one pipeline stage."""
     dense, rest = zip(*layers_of_chunks(model_config, degrees, stage), strict=True)
     return sum(dense), sum(rest)
 

@@ -25,12 +25,7 @@ _GIT_TIMEOUT_S = 5.0
 def save_environment(folder: Path, device: torch.device, facts: Mapping[str, Any]) -> dict[str, Any]:
     """Write `environment.json` into the run's folder, on rank 0; a resumed run overwrites it. A full disk is a warning.
 
-    Returns what is in it; on other ranks nothing.
-
-    Args:
-        folder: the run's folder.
-        device: this rank's device.
-        facts: what only the caller knows, such as the mesh; under its own names.
+    Returns what is in it, `facts` that only the caller knows included; on other ranks nothing.
 
     Collectives: one all-gather of small objects over the default process group; every rank must call.
     """

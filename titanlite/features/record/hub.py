@@ -32,15 +32,7 @@ _QUOTES = "\"'"
 
 
 def render_model_card(job: JobConfig, *, family: str, num_parameters: int, progress: Progress, results: Results) -> str:
-    """Return the card as Markdown with the hub's YAML header; ends with a line break.
-
-    Args:
-        job: the configuration; what differs from the defaults is listed.
-        family: Hugging Face model_type.
-        num_parameters: of the whole model.
-        progress: steps done, data order and versions.
-        results: validation losses and evaluation scores.
-    """
+    """Return the card as Markdown with the hub's YAML header; `family` is the Hugging Face model_type."""
     base = base_model_of(job.checkpoint.initial_load_path)
     header = [*_header(base, job), *_license(job.checkpoint.initial_load_path)]
     header += _model_index(base.name if base is not None else family, job, results)

@@ -59,7 +59,6 @@ class RunPlan:
     read_bytes: int  # of a checkpoint, by this rank itself, as they are on disk; optimizer states not counted
 
     def to_json(self) -> dict[str, Any]:
-        """As in `plan.json`."""
         names = ("weights", "gradients", "optimizer", "buffers")
         return {
             "rank": self.rank,

@@ -51,11 +51,8 @@ def finish_wandb(exit_code: int) -> None:
 class WandbRun:
     """Hands points to a thread that hands them to wandb, which may wait for its servers. The first error ends that.
 
-    A folder is one run of W&B, whose id is in `wandb_id` there: a resumed run goes on in it.
-
-    Args:
-        job: the run's configuration, which W&B gets, of local paths only their last part.
-        folder: the run's folder, where wandb keeps its files in `wandb/`.
+    A folder is one run of W&B, whose id is in `wandb_id` there: a resumed run goes on in it. wandb keeps its files in
+    `wandb/` there, and gets the configuration, of local paths only their last part.
     """
 
     def __init__(self, job: JobConfig, folder: Path) -> None:
@@ -86,7 +83,6 @@ class WandbRun:
         self._thread.start()
 
     def configure(self, values: Mapping[str, Any]) -> None:
-        """Add to the configuration that W&B shows."""
         self._put(lambda run: run.config.update(values, allow_val_change=True))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:

@@ -119,7 +119,6 @@ def _tiles(tiles: Sequence[tuple[str, str, str]]) -> str:
 
 
 def _checkpoint(run: Run, output: Path) -> str:
-    """Return a link to the newest checkpoint, and how to load it."""
     saved = run.folder / str(run.config.get("checkpoint.folder", "checkpoint"))
     steps = [int(path.name[5:]) for path in saved.glob("step-*") if path.name[5:].isdecimal()]
     if not steps:
@@ -263,7 +262,6 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[Any]], classes: str, m
 
 
 def _comparison(runs: Sequence[Run]) -> str:
-    """Headline numbers side by side, and the settings in which the runs differ."""
     names = [run.name for run in runs]
     headlines = [{label: text for label, text, _ in get_headline(run)} for run in runs]
     labels = dict.fromkeys(label for headline in headlines for label in headline)

@@ -222,7 +222,6 @@ class _Plots:
         self.found[name] = Plot(title, plot, note)
 
     def _mark_events(self, plot: Any) -> None:
-        """Draw a vertical line where the run was resumed, skipped a step, or had a spike or an error."""
         marked = [e for e in self.run.events if e.get("kind") in _MARKED and is_count(e.get("step"))]
         if marked := marked[-_MOST_MARKS:]:
             texts = [f"{event['kind']}: {event.get('text', '')}" for event in marked]

@@ -161,7 +161,6 @@ def _read_lines(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:
 
 
 def _add(run: Run, line: Mapping[str, Any]) -> None:
-    """Take one line of `metrics.jsonl`."""
     step = line.get("step")
     if not is_count(step):
         run.problems.append(f"{METRICS}: a line without a step is left out.")
@@ -231,7 +230,6 @@ def _are_counts(rows: Any) -> TypeGuard[list[list[int]]]:
 
 
 def _read_table(path: Path, problems: list[str], read: Callable[[Path], Any]) -> dict[str, Any]:
-    """Return the object in a file; empty if there is none."""
     try:
         found = read(path) if path.exists() else {}
     except (OSError, ValueError, RecursionError) as error:

@@ -28,7 +28,6 @@ class TextStream:
         self._new: list[int] = []
 
     def add(self, token: int) -> None:
-        """Print what this token makes readable."""
         self._new.append(token)
         text = text_of(self._tokenizer, self._prompt, self._new)
         if not text.endswith("\ufffd"):

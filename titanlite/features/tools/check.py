@@ -46,7 +46,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _describe_model(checked: Checked) -> Iterator[str]:
-    """Yield lines about the model, with its adapters, and the memory that it takes before a step."""
     job, config, degrees = checked.job, checked.model_config, checked.degrees
     base = base_model_of(path := job.checkpoint.initial_load_path)
     weights = f"weights of {base.name if base.on_hub else path}" if base else "random weights"

@@ -46,7 +46,7 @@ _TEMPLATES = "additional_chat_templates"  # where transformers keeps chat templa
 
 @command
 def main(argv: Sequence[str] | None = None) -> None:
-    """Export, and return the exit code: 0, or 2 after one clear error."""
+    """Export; exit code 0, or 2 after one clear error."""
     parser = Parser(
         "export",
         "Write a checkpoint (or any Hugging Face model; FP8 is read for native families) as a plain Hugging Face "
@@ -205,7 +205,6 @@ def _lay_out_transformers(
 
 
 def _read(entry: TensorEntry, region: Region, dtype: torch.dtype) -> torch.Tensor:
-    """Read a region of a tensor of the model from its files."""
     assert isinstance(entry.source, Read)
     chunk = torch.empty(region.lengths, dtype=dtype)
     read_quietly(entry.source.reader, [ReadRequest(entry.source.name, region, chunk)])

@@ -76,7 +76,7 @@ class _Request(NamedTuple):
 
 @command
 def main(argv: Sequence[str] | None = None) -> int:
-    """Generate, print, and return the exit code: 0, or 2 after one clear error."""
+    """Generate and print; exit code 0, or 2 after one clear error."""
     options = _parser().parse_args(argv)
     code = 0
     try:
@@ -304,7 +304,6 @@ def _dtype(asked: str, folder: Path, device: torch.device) -> str:
 
 
 def _read_prompts(path: Path) -> list[Any]:
-    """Texts, or rows with messages."""
     where = f"generate: --prompts-file {path}"
     try:
         lines = read_regular(path, 2**30).decode("utf-8").split("\n")

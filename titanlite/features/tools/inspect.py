@@ -99,7 +99,6 @@ def _find_untied(folder: Path, keys: Container[str]) -> list[str]:
 
 
 def _describe(folder: Path) -> tuple[list[str], list[StoredTensor]]:
-    """Return what the files say about themselves, and all tensors in them."""
     own_files = sorted((folder / OWN_FOLDER).glob("*.safetensors"))
     own = read_headers(own_files, f"checkpoint {folder}") if own_files else Stored({}, {})
     if (folder / ADAPTER_FILE).exists() and not list(folder.glob("model*.safetensors*")):

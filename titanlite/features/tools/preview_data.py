@@ -189,13 +189,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         painter = Painter(tokenizer, color=color, max_tokens=known.tokens)
         if job.data.dataset == "examples" and known.samples:
             for name, data in data_config.get_sources(job.data).items():
-                show_kinds(data, painter, name)
-        show_data(loader, painter, known.samples)
+                _show_kinds(data, painter, name)
+        _show_data(loader, painter, known.samples)
     finally:
         logger.setLevel(level)
 
 
-def show_data(loader: TrainLoader, show: Painter, num_samples: int) -> None:
+def _show_data(loader: TrainLoader, show: Painter, num_samples: int) -> None:
     """Print the report on whatever `loader` reads.
 
     Raises:
@@ -203,18 +203,18 @@ def show_data(loader: TrainLoader, show: Painter, num_samples: int) -> None:
     """
     dataset = loader.dataset
     sources = get_sources(dataset)
-    trained = [source.share * count_trained(source.dataset) for source in sources]
+    trained = [source.share * _count_trained(source.dataset) for source in sources]
     for source, tokens in zip(sources, trained, strict=True):
         if source.name:
             share = f", {tokens / sum(trained):.1%} of the trained tokens" if math.isfinite(sum(trained)) else ""
             print(f"{source.name}: {source.share:.2%} of the sequences{share}")
-        show_source(source.dataset)
+        _show_source(source.dataset)
     size, total = loader.global_batch_size, dataset.num_train_sequences
     epoch = "" if total is None else f"{total / size:.1f} to an epoch, "
     ranks = format_count(loader.dp_degree, "data rank")
     print(f"  steps      {epoch}of {format_count(size, 'sequence')} each, on {ranks}")
     print(f"  order      {loader.fingerprint}", flush=True)  # a stream may take its time for the first sample
-    show_samples(loader, show, num_samples)
+    _show_samples(loader, show, num_samples)
     for source in sources:
         if isinstance(source.dataset, StreamDataset):
             for what, count in source.dataset.chat_counts.items():
@@ -225,7 +225,7 @@ def show_data(loader: TrainLoader, show: Painter, num_samples: int) -> None:
                 print(f"\n  left out so far{f' of {source.name}' if source.name else ''}: {count} {what}")
 
 
-def show_kinds(data: DataSection, show: Painter, source: str = "") -> None:
+def _show_kinds(data: DataSection, show: Painter, source: str = "") -> None:
     """Print the first chat of each kind among the first rows, where these are of several kinds."""
     rows = open_rows(data, streaming=data.streaming)
     batch = list(islice(rows.iterate_from(0), _KIND_ROWS))
@@ -258,7 +258,7 @@ def _get_chats(batch: Sequence[Row]) -> Iterator[tuple[Row, Chat]]:
         yield from ((row, chat) for chat in parsed if isinstance(chat, Chat))
 
 
-def count_trained(dataset: SequenceDataset) -> float:
+def _count_trained(dataset: SequenceDataset) -> float:
     """Trained tokens of a sequence, in the mean; nan where that is not known before they are made."""
     if isinstance(dataset, ExampleDataset):
         return dataset.train.num_trained / dataset.num_train_sequences
@@ -267,10 +267,9 @@ def count_trained(dataset: SequenceDataset) -> float:
     return math.nan
 
 
-def show_source(dataset: SequenceDataset) -> None:
-    """Print what is known of a dataset without making its sequences."""
+def _show_source(dataset: SequenceDataset) -> None:
     if isinstance(dataset, ExampleDataset):
-        show_examples(dataset)
+        _show_examples(dataset)
         return
     if isinstance(dataset, PackedDataset):
         tokens = dataset.tokenized
@@ -281,8 +280,7 @@ def show_source(dataset: SequenceDataset) -> None:
     print(f"  sequences  {total}of {dataset.seq_len} tokens, {dataset.num_validation_sequences:,} held out")
 
 
-def show_examples(dataset: ExampleDataset) -> None:
-    """Print counts, lengths, packing and what was left out."""
+def _show_examples(dataset: ExampleDataset) -> None:
     header = dataset.train.examples.header
     noun = "pairs" if dataset.form == "preference" else "examples"
     names = ", ".join(dict.fromkeys(name for source in dataset.sources for name in source.examples.header.names[:4]))
@@ -323,7 +321,7 @@ def _show_histogram(lengths: np.ndarray) -> None:
         print(f"             {low:6} to {low + width - 1:6}  {bar:{_BAR}}  {count:,}")
 
 
-def show_samples(loader: TrainLoader, show: Painter, num_samples: int) -> None:
+def _show_samples(loader: TrainLoader, show: Painter, num_samples: int) -> None:
     """Print documents that a run begins with: of many the shortest, the longest and some between, in their order."""
     in_order = loader.samples_before(0) > 0 or loader.dataset.num_train_sequences is None
     found = list(islice(_get_samples(loader), num_samples if in_order else max(num_samples, _CANDIDATES)))
