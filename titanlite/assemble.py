@@ -38,11 +38,10 @@ from titanlite.features.cpu import install as install_cpu
 from titanlite.features.custom.metric import build_metric
 from titanlite.features.custom.objective import build_custom_objective
 from titanlite.features.custom.optimizer import build_custom_optimizer
-from titanlite.features.diagnose.compilation import check_triton, explain_uncompiled
 from titanlite.features.diagnose.divergence import DivergenceCheck
 from titanlite.features.diagnose.nonfinite import diagnose
 from titanlite.features.diagnose.out_of_memory import explain_out_of_memory, start_memory_history, warn_of_large_mask
-from titanlite.features.diagnose.process import enable_flight_recorder, explain_refusal, make_deterministic
+from titanlite.features.diagnose.process import check_triton, explain_refusal, make_deterministic, start_flight_recorder
 from titanlite.features.diagnose.spike import SpikeDetector
 from titanlite.features.dpo.build import build_dpo
 from titanlite.features.dpo.objective import turn_off_dropout
@@ -187,7 +186,7 @@ def assemble(checked: Checked) -> Trainer:
 def _join(job: JobConfig, folder: Path) -> torch.device:
     """Join the other ranks; return the device of this one, with the kernels for it."""
     make_deterministic(job)
-    enable_flight_recorder(folder)
+    start_flight_recorder(folder)
     device = init_distributed(job.comm.timeout_seconds)
     install_cpu(device)
     return device
@@ -308,7 +307,7 @@ def build_schedule(dims: ParallelDims) -> Schedule:
 
 def explain(error: BaseException, job: JobConfig | None) -> TitanliteError | None:
     """Turn what torch raises because of a setting, or of memory, into an error that says so; None for other errors."""
-    return (job and explain_out_of_memory(job, error)) or explain_refusal(error) or explain_uncompiled(error)
+    return (job and explain_out_of_memory(job, error)) or explain_refusal(error)
 
 
 def close(exit_code: int) -> None:

@@ -1,8 +1,13 @@
-"""How a process is set up before its process group starts: `training.deterministic`, and NCCL's flight recorder."""
+"""How a process is set up before it trains: determinism, NCCL's flight recorder, kernels; and what torch refuses then.
+
+`training.deterministic` gives the same bits in every run on the same mesh, and in a resumed one.
+"""
 
 import os
 import random
 import re
+import socket
+import subprocess
 from collections.abc import MutableMapping
 from contextlib import suppress
 from pathlib import Path
@@ -10,9 +15,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from titanlite.base.agree import raise_together
 from titanlite.base.errors import ConfigError, raise_problems
+from titanlite.base.log import logger
 from titanlite.config import JobConfig
+from titanlite.ops.grouped_gemm import triton_problem
 
+_CODE = re.compile(r'^\s*File "(?P<file>[^"]*)", line (?P<line>\d+), in (?P<name>\S+)', re.MULTILINE)
 # Read by cuBLAS and NCCL when they start: a workspace of fixed size, and sums over ranks in a fixed order, whatever the
 # message size and the load of the links.
 _ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
@@ -25,17 +34,6 @@ _FLIGHT_RECORDER = (
     ("TORCH_NCCL_DUMP_ON_TIMEOUT", "", "1"),
     ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", ""),
 )
-
-
-def explain_refusal(error: BaseException) -> ConfigError | None:
-    """Return what to do about an operation that torch refuses under `training.deterministic`; None for other errors."""
-    match = re.search(r"(\S+) does not have a deterministic implementation", str(error))
-    if match is None:
-        return None
-    return ConfigError(
-        f"training.deterministic: {match[1]} has no deterministic form on this device. Set training.deterministic = "
-        "false, or change the model or setting that uses it."
-    )
 
 
 def make_deterministic(job: JobConfig) -> None:
@@ -74,7 +72,7 @@ def make_deterministic(job: JobConfig) -> None:
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
-def enable_flight_recorder(dump_folder: Path, environment: MutableMapping[str, str] = os.environ) -> None:
+def start_flight_recorder(dump_folder: Path, environment: MutableMapping[str, str] = os.environ) -> None:
     """Have NCCL, if there are GPUs, dump to `dump_folder/flight_recorder/rank_N` when a collective times out.
 
     Call it before the process group is made, which reads the environment. What the user has set there stays. gloo has
@@ -89,3 +87,66 @@ def enable_flight_recorder(dump_folder: Path, environment: MutableMapping[str, s
     # NCCL's watchdog makes no folder. A run that cannot write here ends soon with a clear error of `make_dump_folder`.
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
+
+
+def check_triton(job: JobConfig, device: torch.device) -> None:
+    """Run a small kernel, if Triton is to be used: it needs a C compiler. Warn if its code for this GPU is wrong.
+
+    Collective: every rank must call.
+
+    Raises:
+        ConfigError: on all ranks; the kernel cannot be compiled or run on one of them.
+    """
+    if device.type != "cuda" or not job.training.triton_kernels:
+        return
+    if (problem := triton_problem()) is not None:
+        logger.warning("%s titanlite's kernels are left out, which is slower. Install a newer torch.", problem)
+        return
+    problem = None
+    try:
+        _run_kernel(device)
+    except subprocess.CalledProcessError as error:  # what the compiler says is on the console
+        problem = f"{error.cmd[0]} ended with exit code {error.returncode}"
+    except Exception as error:  # noqa: BLE001 - whatever it is: a kernel that does not run is the problem
+        problem = f"{type(error).__name__}: {str(error).partition(chr(10))[0].rstrip('.')}"
+    text = (
+        f"a first Triton kernel fails on {socket.gethostname()}: {problem}. Triton compiles with gcc and Python's "
+        "headers: install them (Debian and Ubuntu: apt install gcc python3-dev), or set training.triton_kernels = "
+        "false, which is slower."
+    )
+    raise_together(ConfigError, "training.triton_kernels", [] if problem is None else [text])
+
+
+def _run_kernel(device: torch.device) -> None:
+    from titanlite.ops.grouped_gemm_launch import gather_sum  # nothing else here needs triton
+
+    gather_sum(torch.zeros(1, 16, device=device), torch.zeros(1, 1, device=device, dtype=torch.int32))
+    torch.cuda.synchronize(device)
+
+
+def explain_refusal(error: BaseException) -> ConfigError | None:
+    """Return what to do about what torch refuses because of a setting; None for other errors.
+
+    An operation under `training.deterministic`, or a layer that it cannot trace or generate code for.
+    """
+    if match := re.search(r"(\S+) does not have a deterministic implementation", str(error)):
+        return ConfigError(
+            f"training.deterministic: {match[1]} has no deterministic form on this device. Set training.deterministic "
+            "= false, or change the model or setting that uses it."
+        )
+    if not any(kind.__module__.startswith(("torch._dynamo.", "torch._inductor.")) for kind in type(error).__mro__):
+        return None
+    text = str(error)
+    message, _, code = text.partition("from user code:")
+    reason = next((line.strip() for line in message.splitlines() if line.strip()), type(error).__name__)
+    if explanation := re.search(r"^\s*Explanation: (.*)$", message, re.MULTILINE):
+        reason = f"{reason.rstrip('.')}: {explanation[1]}"
+    frames = list(_CODE.finditer(code))
+    place = f" (in {frames[-1]['name']}, {frames[-1]['file']}:{frames[-1]['line']})" if frames else ""
+    remedy = "Change that code" if frames else "See what it says"
+    if "C++ compiler" in reason:
+        remedy = "Install one (Debian and Ubuntu: apt install g++)"
+    return ConfigError(
+        f"compile.enable: torch cannot compile a layer: {reason.rstrip('.')}{place}. {remedy}, or set compile.enable = "
+        "false."
+    )

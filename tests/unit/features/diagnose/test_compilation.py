@@ -8,8 +8,8 @@ import torch
 
 from titanlite.base.errors import ConfigError
 from titanlite.config import JobConfig
-from titanlite.features.diagnose import compilation
-from titanlite.features.diagnose.compilation import check_triton, explain_uncompiled
+from titanlite.features.diagnose import process
+from titanlite.features.diagnose.process import check_triton, explain_refusal
 
 
 def graph_break(x: torch.Tensor) -> torch.Tensor:
@@ -30,7 +30,7 @@ def raised_by(function: Callable[[torch.Tensor], torch.Tensor]) -> Exception:
 
 @pytest.mark.parametrize(("function", "reason"), [(graph_break, "`print`"), (mistake, "[2, 2] X [3, 3]")])
 def test_code_that_cannot_be_traced_is_named(function, reason):
-    explained = str(explain_uncompiled(raised_by(function)))
+    explained = str(explain_refusal(raised_by(function)))
     assert explained.startswith("compile.enable: torch cannot compile a layer: ") and reason in explained
     line = function.__code__.co_firstlineno + 1
     assert (
@@ -42,13 +42,13 @@ def test_code_that_cannot_be_traced_is_named(function, reason):
 def test_a_machine_without_a_compiler(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     with torch._inductor.config.patch({"cpp.cxx": (None, str(tmp_path / "g++"))}):
-        explained = str(explain_uncompiled(raised_by(lambda x: x.sin() + x.cos())))
+        explained = str(explain_refusal(raised_by(lambda x: x.sin() + x.cos())))
     assert "No working C++ compiler found" in explained
     assert explained.endswith("Install one (Debian and Ubuntu: apt install g++), or set compile.enable = false.")
 
 
 def test_other_errors_are_not_touched():
-    assert explain_uncompiled(RuntimeError("something else")) is None
+    assert explain_refusal(RuntimeError("something else")) is None
 
 
 # Triton on a machine without a compiler
@@ -66,7 +66,7 @@ def compiling(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     clear = getattr(getattr(build, "_find_compiler", None), "cache_clear", lambda: None)
     clear()
     source = "#include <Python.h>\nint nothing;\n"
-    monkeypatch.setattr(compilation, "_run_kernel", lambda _: build.compile_module_from_src(source, "nothing"))
+    monkeypatch.setattr(process, "_run_kernel", lambda _: build.compile_module_from_src(source, "nothing"))
     yield
     clear()
 
@@ -87,7 +87,7 @@ def test_missing_headers_are_told(compiling, monkeypatch, tmp_path):
 
 
 def test_no_kernel_is_tried_where_none_is_used(monkeypatch):
-    monkeypatch.setattr(compilation, "_run_kernel", lambda _: 1 / 0)
+    monkeypatch.setattr(process, "_run_kernel", lambda _: 1 / 0)
     check_triton(JobConfig(), torch.device("cpu"))
     job = JobConfig()
     job.training.triton_kernels = False

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from titanlite.features.diagnose.process import enable_flight_recorder
+from titanlite.features.diagnose.process import start_flight_recorder
 
 
 @pytest.fixture(autouse=True)
@@ -13,7 +13,7 @@ def _has_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_dumps_go_into_the_folder_of_the_run(tmp_path: Path):
     environment: dict[str, str] = {}
-    enable_flight_recorder(tmp_path / "run", environment)
+    start_flight_recorder(tmp_path / "run", environment)
     folder = tmp_path / "run" / "flight_recorder"
     assert folder.is_dir()
     assert environment == {
@@ -26,14 +26,14 @@ def test_dumps_go_into_the_folder_of_the_run(tmp_path: Path):
 @pytest.mark.parametrize("name", ["TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"])
 def test_what_the_user_set_stays(tmp_path: Path, name: str):
     environment = {name: "/elsewhere/", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
-    enable_flight_recorder(tmp_path, environment)
+    start_flight_recorder(tmp_path, environment)
     assert environment.pop("TORCH_FR_BUFFER_SIZE") == "2000"
     assert environment == {name: "/elsewhere/", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
 
 
 def test_a_folder_that_cannot_be_made_does_not_hide_the_clear_error_that_follows(tmp_path: Path):
     (tmp_path / "file").write_text("")
-    enable_flight_recorder(tmp_path / "file", {})
+    start_flight_recorder(tmp_path / "file", {})
 
 
 def test_torch_reads_these_names():
@@ -50,5 +50,5 @@ def test_torch_reads_these_names():
 def test_there_is_none_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     environment: dict[str, str] = {}
-    enable_flight_recorder(tmp_path, environment)
+    start_flight_recorder(tmp_path, environment)
     assert not environment and not list(tmp_path.iterdir())
