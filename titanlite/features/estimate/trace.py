@@ -219,11 +219,11 @@ def _trace(
     """Trace a step with every layer of `model_config`."""
     job = replace(job, compile=replace(job.compile, enable=False))  # as it is without; compiled code keeps no more
     job = replace(job, training=replace(job.training, enable_cpu_offload=False))
-    micro_batches = count_micro_batches(job, degrees.dp)
+    repeats = _repeats(count_micro_batches(job, degrees.dp), job, degrees)
     with fake_ranks(degrees.world_size, rank):
         trainer = StandInTrainer(job, model_config, degrees, device_type)
         with without_data(trainer, device_type):
-            batches = trainer.make_batches(_micro_batches_to_trace(micro_batches, trainer), documents=documents)
+            batches = trainer.make_batches(len(repeats), documents=documents)
             if isinstance(trainer.model, TransformersModel):
                 trainer.train_step(batches)  # its first forward looks at how the model works
             workspace = cuda_workspace if device_type == "cuda" else lambda *_: 0
@@ -236,7 +236,7 @@ def _trace(
             num_layers = layers_by_kind(model_config, degrees, degrees.stage_of(rank))
             if not isinstance(model_config, ModelConfig):
                 num_layers = (len(trainer.model.decoder_layers()), 0)
-            return summarize(recorder, trainer, num_layers, micro_batches, len(batches))
+            return _summarize(recorder, trainer, num_layers, repeats)
 
 
 def _expert_copies(model: Model) -> list[torch.Tensor]:
@@ -245,41 +245,29 @@ def _expert_copies(model: Model) -> list[torch.Tensor]:
     return [copy for read in readers if isinstance(read, ExpertCopies) for copy, _ in read.by_param.values()]
 
 
-def _micro_batches_to_trace(micro_batches: int, trainer: StandInTrainer) -> int:
-    """Count the micro-batches to trace: the first, one like those that follow, and the last where that differs.
+def _repeats(micro_batches: int, job: JobConfig, degrees: Degrees) -> tuple[int, ...]:
+    """Return how often a step does the work of each micro-batch that is traced.
 
-    A pipeline stage holds more and more activations, of as many micro-batches as there are stages;
+    Traced are the first, one like those that follow, and the last where that reduces gradients that others do not
+    (`prepare_backward`). A pipeline stage holds ever more activations, of as many micro-batches as there are stages;
     one of several chunks, whose micro-batches come in groups of that many, during the first two groups.
     """
-    degrees = trainer.dims.degrees
+    last_differs = degrees.dp_replicate > 1 or job.parallelism.fsdp_once_per_step
     if degrees.chunks > 1:
-        return min(micro_batches, 3 * degrees.pp)
-    return min(micro_batches, degrees.pp + 1 + _last_differs(trainer))
+        traced = min(micro_batches, 3 * degrees.pp)
+        repeated = range(traced - 2 * degrees.pp, traced - degrees.pp)
+    else:
+        traced = min(micro_batches, degrees.pp + 1 + last_differs)
+        repeated = range(traced - 1 - last_differs, traced - last_differs)
+    return tuple(1 + (micro_batches - traced) // len(repeated) * (number in repeated) for number in range(traced))
 
 
-def _repeated_micro_batches(trainer: StandInTrainer, traced: int) -> range:
-    """Return those that the micro-batches that were not traced are like."""
-    degrees = trainer.dims.degrees
-    if degrees.chunks > 1:
-        return range(traced - 2 * degrees.pp, traced - degrees.pp)
-    repeated = traced - 1 - _last_differs(trainer)
-    return range(repeated, repeated + 1)
-
-
-def _last_differs(trainer: StandInTrainer) -> bool:
-    """Return True if the last micro-batch reduces gradients that others do not (`prepare_backward`)."""
-    return trainer.dims.degrees.dp_replicate > 1 or trainer.job.parallelism.fsdp_once_per_step
-
-
-def summarize(
-    recorder: StepRecorder, trainer: StandInTrainer, num_layers: tuple[int, ...], micro_batches: int, traced: int
+def _summarize(
+    recorder: StepRecorder, trainer: StandInTrainer, num_layers: tuple[int, ...], repeats: tuple[int, ...]
 ) -> StepTrace:
-    """Return the figures of a recorded step of `traced` micro-batches, as those of all `micro_batches`."""
+    """Return the figures of a recorded step whose micro-batches stand for so many each."""
     assert dist.group.WORLD is not None
     world = dist.group.WORLD.group_name
-    repeated = _repeated_micro_batches(trainer, traced)
-
-    repeats = tuple(1 + (micro_batches - traced) // len(repeated) * (n in repeated) for n in range(traced))
     axes = axis_names(trainer.dims) | {"": ""}
     work: dict[Kind, Work] = {}
     for kind, found in recorder.work.items():
@@ -298,10 +286,10 @@ def summarize(
         optimizer=sum(local_of(state).nbytes for state in trainer.optimizer_states()),
         buffers=sum(buffer.nbytes for buffer in model.buffers() if not is_elsewhere(buffer)),
         padding=sum(param.untyped_storage().nbytes() for param in params) - weights,
-        micro_batches=micro_batches,
+        micro_batches=sum(repeats),
         num_layers=num_layers,
         traced_layers=sum(num_layers),
-        traced_micro_batches=traced,
+        traced_micro_batches=len(repeats),
         layers=tuple(trainer.dims.degrees.stage_parts(len(model.all_layers()), trainer.dims.stage)),
     )
 

@@ -136,23 +136,18 @@ def get_scorer(name: str) -> tuple[str, Scorer]:
 
 
 class Evaluator:
-    """Evaluates a model on one set of prompts, whenever it is asked to.
-
-    Raises:
-        ConfigError: the scorer cannot be imported.
-        DataError: there are no prompts, or some leave no room for `max_new_tokens`.
-    """
+    """Evaluates a model on one set of prompts, whenever it is asked to; made by `build_evaluator`."""
 
     def __init__(
         self,
         job: JobConfig,
-        prompts: Sequence[EvaluationPrompt],
+        dataset: TrainDataset,
         tokenizer: Any,
         model_config: AnyModelConfig,
         dims: ParallelDims,
         device: torch.device,
-        end_ids: Sequence[int],
     ) -> None:
+        prompts = build_evaluation_prompts(job, dataset, tokenizer)
         self._section, self._tokenizer, self._dims, self._device = job.evaluation, tokenizer, dims, device
         self.name, self._scorer = get_scorer(self._section.scorer)
         if not prompts:
@@ -175,7 +170,8 @@ class Evaluator:
             ],
         )
         self._vocab_size = min(count_ids(tokenizer), model_config.vocab_size)
-        self._eos_token_ids = sorted({*get_eos_token_ids(tokenizer, assets_folder(job)), *end_ids})
+        ends = get_end_of_turn_ids(tokenizer, dataset)
+        self._eos_token_ids = sorted({*get_eos_token_ids(tokenizer, assets_folder(job)), *ends})
 
     def is_due(self, step: int, last: bool) -> bool:
         return step == 0 or step % self._section.freq == 0 or last
@@ -253,13 +249,12 @@ def build_evaluator(
     """Return the evaluator that `[evaluation]` describes, or None if it is not enabled.
 
     Raises:
-        ConfigError, DataError: as `build_evaluation_prompts` and `Evaluator`; the same on all ranks.
+        ConfigError: there are no prompts with answers, or the scorer cannot be imported; the same on all ranks.
+        DataError: likewise; prompts cannot be read, or leave no room for `max_new_tokens`.
 
     Collectives: one gather of small objects; every rank must call.
     """
     if not job.evaluation.enable:
         return None
     with failing_together():  # each rank reads the prompts and imports the scorer
-        prompts = build_evaluation_prompts(job, dataset, tokenizer)
-        ends = get_end_of_turn_ids(tokenizer, dataset)
-        return Evaluator(job, prompts, tokenizer, model_config, dims, device, ends)
+        return Evaluator(job, dataset, tokenizer, model_config, dims, device)
