@@ -49,10 +49,8 @@ def render_verdict(
     if proposals is None:
         return "\n".join([*lines, "to change: not looked at, which would take minutes here; --proposals does"])
     if not proposals:
-        than = (
-            "no other setting was found that fits" if not estimate.fits else "no setting was found that is faster by 2%"
-        )
-        return "\n".join([*lines, f"to change: {than}; --sweep tries all degrees"])
+        what = "setting was found that is faster by 2%" if estimate.fits else "other setting was found that fits"
+        return "\n".join([*lines, f"to change: no {what}; --sweep tries all degrees"])
     rows = [("memory", "expected", "", "to change")]
     for one in proposals:
         faster = f"{one.rate / estimate.expected_rate - 1:+.0%}" if estimate.fits else "fits"

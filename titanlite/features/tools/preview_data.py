@@ -24,6 +24,7 @@ from titanlite.config.data import DataSection
 from titanlite.data.dataset import PackedDataset, SequenceDataset, TrainDataset, get_sources
 from titanlite.data.loader import TrainLoader
 from titanlite.features.images.rows import ImageDataset
+from titanlite.features.sft import report
 from titanlite.features.sft.chat import END, TRAINED
 from titanlite.features.sft.chat_parts import describe_kind
 from titanlite.features.sft.chat_template import with_chat_date
@@ -32,13 +33,6 @@ from titanlite.features.sft.documents import DocumentRows
 from titanlite.features.sft.examples import make_encoder
 from titanlite.features.sft.forms import Chat, parse_row
 from titanlite.features.sft.readers import RowError
-from titanlite.features.sft.report import (
-    get_first_skipped,
-    get_left_out,
-    get_num_split,
-    get_trained_share,
-    get_warnings,
-)
 from titanlite.features.sft.rows import Row, describe_place, open_rows
 from titanlite.features.streams.mixture import MixtureDataset, naming_source
 from titanlite.features.streams.stream import StreamDataset
@@ -196,11 +190,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _show_data(loader: TrainLoader, show: Painter, num_samples: int) -> None:
-    """Print the report on whatever `loader` reads.
-
-    Raises:
-        DataError: a row of a stream cannot be used, and the settings say that this is an error.
-    """
     dataset = loader.dataset
     sources = get_sources(dataset)
     trained = [source.share * _count_trained(source.dataset) for source in sources]
@@ -217,12 +206,11 @@ def _show_data(loader: TrainLoader, show: Painter, num_samples: int) -> None:
     _show_samples(loader, show, num_samples)
     for source in sources:
         if isinstance(source.dataset, StreamDataset):
+            of = f" of {source.name}" if source.name else ""
             for what, count in source.dataset.chat_counts.items():
-                print(
-                    f"\n  chats so far{f' of {source.name}' if source.name else ''}: {count:,} {escape_controls(what)}"
-                )
+                print(f"\n  chats so far{of}: {count:,} {escape_controls(what)}")
             for what, count in source.dataset.left_out.items():
-                print(f"\n  left out so far{f' of {source.name}' if source.name else ''}: {count} {what}")
+                print(f"\n  left out so far{of}: {count} {what}")
 
 
 def _show_kinds(data: DataSection, show: Painter, source: str = "") -> None:
@@ -286,7 +274,7 @@ def _show_examples(dataset: ExampleDataset) -> None:
     names = ", ".join(dict.fromkeys(name for source in dataset.sources for name in source.examples.header.names[:4]))
     num_rows = sum(source.examples.header.num_rows for source in dataset.sources)
     print(f"  rows       {num_rows:,} from {names}, {header.form}")
-    num_split = get_num_split(dataset)
+    num_split = report.get_num_split(dataset)
     print(
         f"  {noun:9}  {len(dataset.train.selected):,} to train on, {len(dataset.held_out.selected):,} held out"
         + (f"; {num_split:,} longer documents were split" if num_split else "")
@@ -294,7 +282,7 @@ def _show_examples(dataset: ExampleDataset) -> None:
     lengths = dataset.train.lengths.sum(1)
     print(f"  lengths    min {lengths.min()}, median {int(np.median(lengths))}, max {lengths.max()} tokens")
     _show_histogram(lengths)
-    print(f"  tokens     {dataset.train.num_tokens:,}, {get_trained_share(dataset):.1%} trained")
+    print(f"  tokens     {dataset.train.num_tokens:,}, {report.get_trained_share(dataset):.1%} trained")
     how = "best fit" if dataset.packing else "one to a row"
     print(
         f"  packing    {dataset.num_train_sequences:,} sequences of {dataset.seq_len}, "
@@ -305,10 +293,10 @@ def _show_examples(dataset: ExampleDataset) -> None:
     ]
     if counts:
         print("  chats      " + "\n             ".join(map(escape_controls, counts)))
-    print("  left out   " + ("\n             ".join(get_left_out(dataset)) or "nothing"))
-    for first in get_first_skipped(dataset):
+    print("  left out   " + ("\n             ".join(report.get_left_out(dataset)) or "nothing"))
+    for first in report.get_first_skipped(dataset):
         print(f"               {escape_controls(first)}")
-    for warning in get_warnings(dataset):
+    for warning in report.get_warnings(dataset):
         print(f"  warning    {escape_controls(warning)}")
 
 
