@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from titanlite.base.tables import fold_names, format_memory, format_size, texts_
 from titanlite.checkpoint.commit import list_steps
 from titanlite.config import JobConfig
 from titanlite.features.record import write_json
-from titanlite.materialize import Plan, Region, TensorEntry
+from titanlite.materialize import Plan, TensorEntry
 from titanlite.materialize.layout import is_elsewhere
 from titanlite.materialize.replicas import share_out
 from titanlite.materialize.sources import Read
@@ -90,13 +90,6 @@ def build_run_plan(plan: Plan, muon: Container[torch.Tensor] = (), *, fold: bool
     )
 
 
-@runtime_checkable
-class CountingReader(Protocol):
-    """A reader that can say beforehand how many bytes of each file a read of `region` of tensor `name` takes."""
-
-    def plan_bytes(self, name: str, region: Region) -> Mapping[Path, int]: ...
-
-
 class RankReads(NamedTuple):
     """Of one rank, bytes as they are on disk."""
 
@@ -114,14 +107,17 @@ class PlannedReads:
         self._reads = [(share, source) for share, (_, source) in zip(shares, reads, strict=True)]
 
     def of_rank(self, rank: int) -> RankReads:
-        """Return what global rank `rank`, of the plan's stage, will hold and read. Adapters in memory count nothing."""
+        """Return what global rank `rank`, of the plan's stage, will hold and read.
+
+        What a reader cannot say beforehand (`plan_bytes`: bytes by file), such as adapters in memory, counts nothing.
+        """
         held = read = 0
         files: set[Path] = set()
         for share, source in self._reads:
             region, in_charge = share.place_of(rank)
-            if not isinstance(source.reader, CountingReader):
+            if (plan_bytes := getattr(source.reader, "plan_bytes", None)) is None:
                 continue
-            needed = source.reader.plan_bytes(source.name, region)
+            needed: Mapping[Path, int] = plan_bytes(source.name, region)
             held += sum(needed.values())
             if in_charge:
                 read += sum(needed.values())

@@ -124,19 +124,9 @@ def _checkpoint(run: Run, output: Path) -> str:
     if not steps:
         return ""
     folder = saved / f"step-{max(steps)}"
-    path, link = shlex.quote(str(folder)), escape(quote(os.path.relpath(folder, output.resolve().parent)))
-    library, kind, model, merge = "transformers", "AutoModelForCausalLM", path, ""
-    if (folder / "adapter_config.json").exists():
-        library, kind, model, merge = "peft", "AutoPeftModelForCausalLM", "OUT", " --merge"
-    elif run.config.get("data.dataset") == "images":
-        kind = "AutoModelForImageTextToText"
-    text = f"""from {library} import {kind}
-model = {kind}.from_pretrained({str(folder)!r})
-
-python -m titanlite export {path} OUT{merge}
-python -m titanlite generate --model {model} --prompt TEXT"""
-    name = f'Newest checkpoint: <a href="{link}/">{folder.name}</a>, and how to load it'
-    return f"<details><summary>{name}</summary><pre>{escape(text)}</pre></details>"
+    link = escape(quote(os.path.relpath(folder, output.resolve().parent)))
+    text = escape(f"python -m titanlite generate --model {shlex.quote(str(folder))} --prompt TEXT")
+    return f'<p>Newest checkpoint: <a href="{link}/">{folder.name}</a>; <code>{text}</code></p>'
 
 
 def _sections(runs: Sequence[Run], figures: Mapping[str, str]) -> dict[str, str]:
