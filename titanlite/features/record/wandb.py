@@ -32,14 +32,15 @@ def open_wandb(job: JobConfig, folder: Path) -> Callable[[int, Mapping[str, floa
     """
     if not job.metrics.enable_wandb or get_rank() != 0:
         return None
-    _opened.append(WandbRun(job, folder))
-    return _opened[-1].log
+    _opened.append(run := WandbRun(job, folder))
+    return lambda step, values: run.put(lambda wandb_run: wandb_run.log({"step": step, **values}))
 
 
 def configure_wandb(found: Mapping[str, Any]) -> None:
     """Tell W&B what the run runs on, without the command, which has paths."""
+    values = {"environment": {name: found[name] for name in found if name != "command"}}
     for run in _opened:
-        run.configure({"environment": {name: found[name] for name in found if name != "command"}})
+        run.put(lambda wandb_run: wandb_run.config.update(values, allow_val_change=True))
 
 
 def finish_wandb(exit_code: int) -> None:
@@ -82,17 +83,10 @@ class WandbRun:
         self._thread = threading.Thread(target=self._work, args=(settings, config), name="wandb", daemon=True)
         self._thread.start()
 
-    def configure(self, values: Mapping[str, Any]) -> None:
-        self._put(lambda run: run.config.update(values, allow_val_change=True))
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Send one point after `step` optimizer steps; steps may come again."""
-        self._put(lambda run: run.log({"step": step, **values}))
-
     def finish(self, exit_code: int) -> None:
         """End the W&B run, as failed if the exit code is not 0; wait for that for 10 s at most."""
-        self._put(lambda run: run.finish(exit_code=exit_code))
-        self._put(None)
+        self.put(lambda run: run.finish(exit_code=exit_code))
+        self.put(None)
         if not self._is_off:
             self._thread.join(_FINISH_S)
             if self._thread.is_alive():
@@ -100,7 +94,8 @@ class WandbRun:
         if not self._is_closed:  # wandb's own exit handlers would wait for its servers
             atexit.register(leave, exit_code, at_once=True)
 
-    def _put(self, call: Callable[[Any], object] | None) -> None:
+    def put(self, call: Callable[[Any], object] | None) -> None:
+        """Have the thread make a call with wandb's run; None ends it."""
         try:
             if not self._is_off:
                 self._calls.put_nowait(call)
