@@ -105,10 +105,12 @@ def without_data(trainer: StandInTrainer, device_type: DeviceType) -> Iterator[N
     """Tensors made here have no data, operators compute sizes only, and kernels are chosen as on `device_type`."""
     with ExitStack() as stack:
         stack.enter_context(balanced_routing())
-        stack.enter_context(_own_grouped_gemm())
+        stack.enter_context(_exchanged(grouped_mm=_grouped_mm))
         if device_type == "cuda":
             stack.enter_context(plan_for_device("cuda", {"attention_mask": partial(_mask, trainer.job.training)}))
-            stack.enter_context(_cuda_kernels())
+            # Composed of many operators on the CPU, and one kernel on CUDA.
+            attend, norm = partial(_attention, F.scaled_dot_product_attention), partial(_rms_norm, F.rms_norm)
+            stack.enter_context(_exchanged(scaled_dot_product_attention=attend, rms_norm=norm))
         stack.enter_context(trainer.fake)
         stack.enter_context(FixedScalars())
         yield
@@ -191,21 +193,24 @@ class _NoReference:
 
 
 @contextmanager
-def _own_grouped_gemm() -> Iterator[None]:
-    """Replace torch's grouped GEMM, for transformers' experts, by titanlite's, whose sizes are known in every dtype.
+def _exchanged(**functions: Callable[..., torch.Tensor]) -> Iterator[None]:
+    """Exchange functions of `torch.nn.functional`.
 
-    Without data torch takes two-byte floats alone, though its kernels take others.
+    By name: a mode that overrides functions is switched off inside `backward`, where layers are recomputed.
     """
-
-    def multiply(x: torch.Tensor, weight: torch.Tensor, *, offs: torch.Tensor, **rest: Any) -> torch.Tensor:
-        return grouped_gemm(x, weight, offs)
-
-    composed = F.grouped_mm
-    F.grouped_mm = multiply  # type: ignore[assignment]
+    composed = {name: getattr(F, name) for name in functions}
     try:
+        for name, function in functions.items():
+            setattr(F, name, function)
         yield
     finally:
-        F.grouped_mm = composed
+        for name, function in composed.items():
+            setattr(F, name, function)
+
+
+def _grouped_mm(x: torch.Tensor, weight: torch.Tensor, *, offs: torch.Tensor, **rest: Any) -> torch.Tensor:
+    """Call titanlite's grouped GEMM for transformers' experts: without data torch's takes two-byte floats alone."""
+    return grouped_gemm(x, weight, offs)
 
 
 def _mask(training: TrainingSection, backend: AttentionBackend) -> AttentionMask | None:
@@ -213,20 +218,6 @@ def _mask(training: TrainingSection, backend: AttentionBackend) -> AttentionMask
     if backend == "sdpa":
         return None
     return AttentionMask("varlen", starts_N1=torch.zeros(training.local_batch_size + 1, dtype=torch.int32))
-
-
-@contextmanager
-def _cuda_kernels() -> Iterator[None]:
-    """Functions that torch composes of many operators on the CPU and hands to one kernel on CUDA.
-
-    Exchanged by name: a mode that overrides functions is switched off inside `backward`, where layers are recomputed.
-    """
-    composed = F.scaled_dot_product_attention, F.rms_norm
-    F.scaled_dot_product_attention, F.rms_norm = partial(_attention, composed[0]), partial(_rms_norm, composed[1])
-    try:
-        yield
-    finally:
-        F.scaled_dot_product_attention, F.rms_norm = composed
 
 
 def _attention(
