@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_iter
 
 from titanlite.base.agree import gather_objects, list_ranks
 from titanlite.data.dataset import Batch
@@ -129,8 +128,12 @@ def _has_finite_values(param: torch.Tensor) -> bool:
     return _is_finite(param) if encoding is None else not encoding.count_not_finite(local_of(param))
 
 
-def _is_floating(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
+def _floating(output: Any) -> Iterator[torch.Tensor]:
+    if isinstance(output, torch.Tensor) and output.is_floating_point():
+        yield output
+    parts = output.values() if isinstance(output, dict) else output if isinstance(output, list | tuple) else ()
+    for part in parts:
+        yield from _floating(part)
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
@@ -148,7 +151,7 @@ def _watched(model: nn.Module, whole_layers: bool) -> Iterator[list[tuple[int, i
             nonlocal chunk
             chunk += isinstance(module, BetweenChunks)
             place = next(ended)
-            if not all(_is_finite(tensor) for tensor in tree_iter(output) if _is_floating(tensor)):
+            if not all(_is_finite(tensor) for tensor in _floating(output)):
                 names.append((chunk, place, f"that of {name}" if name else "that of the model"))
 
         return hook
