@@ -221,9 +221,6 @@ class _Planner:
         self._argv, self._count = argv, 0
         self._started = time.perf_counter(), time.process_time()
 
-    def check(self, more: Sequence[str] = ()) -> Checked:
-        return read_request([*self._argv, *more]).check()
-
     def plan(self, more: Sequence[str] = (), note: str = "") -> Planned:
         request = read_request([*self._argv, *more])
         checked, known = request.check(), request.known
@@ -287,7 +284,7 @@ def _plan(request: Request, planner: _Planner) -> int:
 
 def _sweep(request: Request, planner: _Planner) -> int:
     known = request.known
-    found, refused = sweep(request.job, request.hardware, known.world_size, planner.plan, planner.check)
+    found, refused = sweep(request.job, request.hardware, known.world_size, planner.plan)
     planner.show()
     print(render.render_sweep(found))
     if refused:

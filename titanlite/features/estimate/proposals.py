@@ -62,9 +62,8 @@ class Planned:
         return self.estimate.memory.total * _WORTH < other.estimate.memory.total
 
 
-# Plan the run with more arguments, and a note on them; check it alone. Both raise a TitanliteError if it is not legal.
+# Plan the run with more arguments, and a note on them. Raises a TitanliteError if it is not legal.
 Plan = Callable[[Sequence[str], str], Planned]
-Check = Callable[[Sequence[str]], object]
 _Candidate = tuple[tuple[str, ...], str]
 
 
@@ -178,7 +177,7 @@ def _more_gpus(base: Planned, starts: Sequence[Planned], plan: Plan) -> list[Pla
     return found
 
 
-def sweep(job: JobConfig, hardware: Hardware, world_size: int, plan: Plan, check: Check) -> tuple[list[Planned], int]:
+def sweep(job: JobConfig, hardware: Hardware, world_size: int, plan: Plan) -> tuple[list[Planned], int]:
     """Try all legal degrees with full checkpointing, and the best four with less of it where that fits.
 
     Of replicas it tries one and the number of nodes; of cp what `job` has, and what leaves a rank 4096 tokens of a
@@ -196,7 +195,7 @@ def sweep(job: JobConfig, hardware: Hardware, world_size: int, plan: Plan, check
             f"parallelism: pipeline_parallel_degree ({pp}) does not divide the world size ({world_size}), and a sweep "
             "leaves the stages as they are. Change one of the two."
         )
-    refused, legal = [], []
+    refused, found = list[str](), list[Planned]()
     for replicate, cp, tp, ep in _combinations(world_size // pp, {1, world_size // hardware.gpus_per_node}):
         long = job.training.seq_len >= _SHORTEST_PIECE * cp * tp
         if cp not in (1, job.parallelism.context_parallel_degree) and not long:
@@ -205,14 +204,11 @@ def sweep(job: JobConfig, hardware: Hardware, world_size: int, plan: Plan, check
         values = zip(names, (replicate, cp, tp, ep), strict=True)
         arguments = (_THE_REST, *(f"{_PARALLELISM}{name}_degree={value}" for name, value in values))
         try:
-            check(arguments)
+            found.append(plan((*arguments, "--activation_checkpoint.mode=full"), ""))
         except TitanliteError as error:
             refused.append(str(error))
-        else:
-            legal.append(arguments)
-    if not legal:
+    if not found:
         raise ConfigError(f"plan --sweep: of {len(refused)} combinations none is legal. The first: {refused[0]}")
-    found = [plan((*arguments, "--activation_checkpoint.mode=full"), "") for arguments in legal]
     found.sort(key=_merit, reverse=True)
     for place, full in enumerate(found[:_WITH_LESS_CHECKPOINTING]):
         for mode in MODES[:-1] if full.fits else ():

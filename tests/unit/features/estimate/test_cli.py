@@ -193,13 +193,13 @@ def test_a_sweep_of_long_sequences():
         request = read_request([*TINY, *long, *more, "--world-size=4"])
         tried = []
 
-        def check(arguments, tried=tried):
+        def plan(arguments, note, tried=tried):
             tried.append(dict(re.findall(r"--parallelism\.(\w+)_parallel_degree=(\d+)", " ".join(arguments))))
             read_request([*TINY, *long, *arguments, "--world-size=4"]).check()
             raise ConfigError("only looked at")
 
         with pytest.raises(ConfigError, match=r"none is legal\. The first: only looked at"):
-            sweep(request.job, request.hardware, 4, None, check)
+            sweep(request.job, request.hardware, 4, plan)
         found = {(int(one["context"]), int(one["tensor"])) for one in tried}
         assert {pair for pair in found if pair[0] > 1} == {(2, 1), *expected}
         assert found >= {(1, 1), (1, 2)}
