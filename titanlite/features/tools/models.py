@@ -3,6 +3,7 @@
 import os
 import sys
 import tomllib
+from contextlib import suppress
 from pathlib import Path
 
 from titanlite.base.command_line import suggest
@@ -56,10 +57,7 @@ def find_base(command: str, adapter: Path, asked: str | None = None) -> Path:
         CheckpointError: the adapters are damaged.
         ConfigError: there is no such model, and under which names it was looked for.
     """
-    if asked is not None:
-        places = {"--base": asked}
-    else:
-        places = {str(adapter / ADAPTER_CONFIG): read_adapter(adapter)[1].base} | _name_of_run(adapter)
+    places = {"--base": asked} if asked is not None else _names_of_base(adapter)
     problems = []
     for place, name in places.items():
         try:
@@ -77,13 +75,12 @@ def find_base(command: str, adapter: Path, asked: str | None = None) -> Path:
     raise ConfigError(f"{command}: {' '.join(problems)}")
 
 
-def _name_of_run(adapter: Path) -> dict[str, str]:
-    """Return what the configuration of the run that saved the adapters calls its model, by the file that says so."""
+def _names_of_base(adapter: Path) -> dict[str, str]:
+    """Return what adapter_config.json and the configuration of the run call the model, by the file that says so."""
+    names = {str(adapter / ADAPTER_CONFIG): read_adapter(adapter)[1].base}
     for parent in adapter.absolute().parents[:3]:
-        try:
+        with suppress(OSError, ValueError):
             table = tomllib.loads((parent / "config.toml").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            continue
-        name = table.get("model", {}).get("path") or table.get("checkpoint", {}).get("initial_load_path")
-        return {str(parent / "config.toml"): str(name or "")}
-    return {}
+            name = table.get("model", {}).get("path") or table.get("checkpoint", {}).get("initial_load_path")
+            return names | {str(parent / "config.toml"): str(name or "")}
+    return names
