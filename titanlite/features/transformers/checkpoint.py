@@ -87,14 +87,11 @@ class TransformersCheckpoint:
         keys = [*found, *self._packed]
         groups, unexpected = loading_groups(keys, self._model) if keys else ([], [])
         self._used = {*keys, *parts}.difference(unexpected)
-        self._used -= {name for key in unexpected for name in self._parts_of(key)}
+        for key in unexpected:
+            self._used.difference_update([part.key for part in self._packed.get(key, ())] or companions(key))
         for group in groups:
             self._claim(group, tensors, converting)
         return unexpected
-
-    def _parts_of(self, key: str) -> list[str]:
-        """Return the stored tensors with which the weight `key` is quantized."""
-        return [part.key for part in self._packed[key]] if key in self._packed else companions(key)
 
     def find_untied(self) -> dict[str, str]:
         """Return what is wrong with stored tensors that the model ties to others with other values, by name."""
@@ -117,26 +114,23 @@ class TransformersCheckpoint:
             self._claims[group.first] = Unfit(f"{self.name}: {problem}.") if problem else read
             return
         try:
-            found = group.convert(lambda key: Traced.source(key, self.stored.tensors[key].shape), self._model)
-            placed = {name: [p for part in traced.parts for p in self._place(part)] for name, traced in found.items()}
-            shapes = {name: traced.shape for name, traced in found.items()}
-        except NotTraceable:
             try:
-                meta = group.convert(self._meta, self._model)
-            except ValueError as error:
-                self._claims[group.first] = Unfit(f"{self.name}: {error}.")
+                found = group.convert(lambda key: Traced.source(key, self.stored.tensors[key].shape), self._model)
+                placed = {
+                    name: [p for part in traced.parts for p in self._place(part)] for name, traced in found.items()
+                }
+            except NotTraceable:
+                for name, value in group.convert(self._meta, self._model).items():
+                    if name in tensors:
+                        self._whole[name] = group
+                        self._claims[name] = Read(converting, name, tuple(value.shape))
                 return
-            for name, value in meta.items():
-                if name in tensors:
-                    self._whole[name] = group
-                    self._claims[name] = Read(converting, name, tuple(value.shape))
-            return
         except ValueError as error:
             self._claims[group.first] = Unfit(f"{self.name}: {error}.")
             return
         for name, parts in placed.items():
             if name in tensors:
-                self._claim_parts(name, tensors[name], parts, shapes[name])
+                self._claim_parts(name, tensors[name], parts, found[name].shape)
             else:
                 self._claims[name] = Unfit(explain_unexpected(self.name))
 
@@ -262,12 +256,10 @@ class ConvertingReader:
 
     def _read_whole(self, keys: Sequence[str], dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """Read `keys` in the dtypes of the files, FP8 in `dtype`."""
-        stored = {key: self._stored.tensors[key] for key in keys}
+        tensors, block = self._stored.tensors, self._stored.block
+        stored = {key: tensors[key] for key in keys}
         regions = {key: whole(key, tensor.shape).region for key, tensor in stored.items()}
-        placed = {
-            key: (tensor.shape, place(tensor, regions[key], self._stored.tensors, self._stored.block))
-            for key, tensor in stored.items()
-        }
+        placed = {key: (t.shape, place(t, regions[key], tensors, block)) for key, t in stored.items()}
         values = {key: torch.empty(t.shape, dtype=dtype if t.dtype in FP8 else t.dtype) for key, t in stored.items()}
         reader = SafetensorsReader(self.name, placed, self._stored.file_bytes)
         reader.read_quietly([ReadRequest(key, regions[key], values[key]) for key in keys])

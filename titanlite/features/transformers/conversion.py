@@ -7,9 +7,9 @@ that a rank reads its bytes only. Operations that a stand-in cannot follow (tran
 out on whole tensors instead.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -89,10 +89,7 @@ class Traced:
         dim %= len(self.shape)
         if self.shape[dim] != 1:
             return self
-        parts = (
-            TracedPart(p.key, _without(p.starts, dim), p.source_starts, p.source_lengths, _without(p.dims, dim))
-            for p in self.parts
-        )
+        parts = (replace(p, starts=_without(p.starts, dim), dims=_without(p.dims, dim)) for p in self.parts)
         return Traced(_without(self.shape, dim), tuple(parts))
 
     def narrow(self, dim: int, start: int, length: int) -> "Traced":
@@ -109,13 +106,17 @@ class Traced:
             if walked is not None:
                 source_starts[walked] += first - part.starts[dim]
                 source_lengths[walked] = end - first
-            starts = (*part.starts[:dim], first - start, *part.starts[dim + 1 :])
+            starts = _with(part.starts, dim, first - start)
             parts.append(TracedPart(part.key, starts, tuple(source_starts), tuple(source_lengths), part.dims))
-        return Traced((*self.shape[:dim], length, *self.shape[dim + 1 :]), tuple(parts))
+        return Traced(_with(self.shape, dim, length), tuple(parts))
 
 
 def _without(values: tuple[Any, ...], dim: int) -> tuple[Any, ...]:
     return values[:dim] + values[dim + 1 :]
+
+
+def _with(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
+    return (*values[:dim], value, *values[dim + 1 :])
 
 
 def _cat(tensors: Sequence[Traced], dim: int = 0) -> Traced:
@@ -126,10 +127,9 @@ def _cat(tensors: Sequence[Traced], dim: int = 0) -> Traced:
         if _without(tensor.shape, dim) != _without(first.shape, dim) or len(tensor.shape) != len(first.shape):
             raise ValueError(f"shapes {first.shape} and {tensor.shape} do not go together along dim {dim}")
         for part in tensor.parts:
-            starts = (*part.starts[:dim], part.starts[dim] + end, *part.starts[dim + 1 :])
-            parts.append(TracedPart(part.key, starts, part.source_starts, part.source_lengths, part.dims))
+            parts.append(replace(part, starts=_with(part.starts, dim, part.starts[dim] + end)))
         end += tensor.shape[dim]
-    return Traced((*first.shape[:dim], end, *first.shape[dim + 1 :]), tuple(parts))
+    return Traced(_with(first.shape, dim, end), tuple(parts))
 
 
 def _stack(tensors: Sequence[Traced], dim: int = 0) -> Traced:
@@ -139,13 +139,7 @@ def _stack(tensors: Sequence[Traced], dim: int = 0) -> Traced:
 def _unsqueeze(tensor: Traced, dim: int) -> Traced:
     dim %= len(tensor.shape) + 1
     parts = (
-        TracedPart(
-            p.key,
-            (*p.starts[:dim], 0, *p.starts[dim:]),
-            p.source_starts,
-            p.source_lengths,
-            (*p.dims[:dim], None, *p.dims[dim:]),
-        )
+        replace(p, starts=(*p.starts[:dim], 0, *p.starts[dim:]), dims=(*p.dims[:dim], None, *p.dims[dim:]))
         for p in tensor.parts
     )
     return Traced((*tensor.shape[:dim], 1, *tensor.shape[dim:]), tuple(parts))
@@ -165,12 +159,7 @@ def _chunk(tensor: Traced, chunks: int, dim: int = 0) -> tuple[Traced, ...]:
     return _split(tensor, -(-tensor.shape[dim] // chunks), dim)
 
 
-_FUNCTIONS: Mapping[Any, Callable[..., Any]] = {
-    torch.stack: _stack,
-    torch.cat: _cat,
-    torch.split: _split,
-    torch.chunk: _chunk,
-}
+_FUNCTIONS: dict[Any, Any] = {torch.stack: _stack, torch.cat: _cat, torch.split: _split, torch.chunk: _chunk}
 
 
 # --- transformers' mapping

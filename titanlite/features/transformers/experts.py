@@ -39,7 +39,9 @@ def use_titanlite_experts(model: Any) -> None:
     Raises:
         ValueError: the model's class does not let its experts be exchanged.
     """
-    register_experts()
+    from transformers.integrations.moe import ExpertsInterface
+
+    ExpertsInterface.register(NAME, experts_forward)
     model.set_experts_implementation(NAME)
 
 
@@ -60,13 +62,6 @@ def replace_unaligned_experts(model: Any, experts: Iterable[Any]) -> None:
     shapes = [param.shape for module in experts for name, param in module.named_parameters() if name.endswith("_proj")]
     if any(size % _ALIGNED for shape in shapes for size in shape[-2:]):
         use_titanlite_experts(model)
-
-
-def register_experts() -> None:
-    """Make `experts_implementation="titanlite"` known to transformers, for `from_pretrained` and `from_config`."""
-    from transformers.integrations.moe import ExpertsInterface
-
-    ExpertsInterface.register(NAME, experts_forward)
 
 
 def experts_forward(
@@ -110,7 +105,7 @@ class _HeldExperts:
         x = _linear(module, "gate_up_proj" if module.has_gate else "up_proj", x, ids, offsets)
         x = module._apply_gate(x) if module.has_gate else module.act_fn(x)
         x = _linear(module, "down_proj", x, ids, offsets)
-        if _has_post_expert_norm(module):
+        if getattr(module, "has_post_expert_norm", False):
             x = module.post_expert_norm(x)
         # Rows that no expert here computes are zero, but a bias, a norm or an activation of zero need not be.
         x = torch.where((index < offsets[-1]).unsqueeze(-1), x * weight.unsqueeze(-1), 0.0)
@@ -125,7 +120,7 @@ def _is_plain_swiglu(module: Any) -> bool:
         module.has_gate
         and module.is_concatenated
         and not module.has_bias
-        and not _has_post_expert_norm(module)
+        and not getattr(module, "has_post_expert_norm", False)
         # What the interface puts into classes that have no gate of their own; without it, take the general way.
         and type(module)._apply_gate is getattr(moe, "_default_apply_gate", None)
         and isinstance(module.act_fn, nn.SiLU | SiLUActivation)
@@ -150,10 +145,6 @@ def _linear(module: Any, name: str, x: torch.Tensor, ids: torch.Tensor, offsets:
     # In float32: the gradient is a sum over an expert's rows, which CUDA adds up in this dtype.
     bias = local_tensor(getattr(module, name + "_bias")).float()
     return y + bias.index_select(0, ids).to(y.dtype)
-
-
-def _has_post_expert_norm(module: Any) -> bool:
-    return getattr(module, "has_post_expert_norm", False)  # transformers 5.17 knows none
 
 
 class TransformersExpertCounter(nn.Module):

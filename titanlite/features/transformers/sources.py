@@ -117,7 +117,7 @@ def _computed_buffers(model: Any, failed: dict[nn.Module, str], *, one: bool) ->
 
     `model` keeps its own. Modules whose initialization raises are added to `failed`, with the text.
     """
-    owners = {name: owner for name, owner in model.named_modules() if any(_on_meta(b) for b in owner._buffers.values())}
+    owners = {name: m for name, m in model.named_modules() if any(b.is_meta for b in m.buffers(recurse=False))}
     own = {name: dict(owner._buffers) for name, owner in owners.items()}
     values: dict[str, torch.Tensor] = {}
     try:
@@ -135,10 +135,6 @@ def _computed_buffers(model: Any, failed: dict[nn.Module, str], *, one: bool) ->
         for name, owner in owners.items():
             owner._buffers.update(own[name])
     return values
-
-
-def _on_meta(buffer: torch.Tensor | None) -> bool:
-    return buffer is not None and buffer.is_meta
 
 
 def _filled(buffer: torch.Tensor, one: bool) -> torch.Tensor:

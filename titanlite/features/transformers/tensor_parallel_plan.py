@@ -7,7 +7,7 @@ and everything that would go wrong with it on so many ranks is found at once, be
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from torch import nn
 
@@ -28,21 +28,12 @@ _STYLES: dict[str, Style | None] = {
     "embedding_rowwise": "embedding_rows",
     "embedding_colwise": "embedding_columns",
     # These split nothing. What they add to a gradient is done for every replicated parameter.
-    "replicated_with_grad_allreduce": None,
-    "replicate": None,
-    "mla_kv_a_proj": None,
+    **dict.fromkeys(("replicated_with_grad_allreduce", "replicate", "mla_kv_a_proj")),
 }
 
 _NUMBER = re.compile(r"\.\d+(?=\.)")
 
-SPLIT_DIM: dict[Style, int] = {
-    "colwise": 0,
-    "colwise_gather": 0,
-    "rowwise": 1,
-    "rowwise_split": 1,
-    "embedding_rows": 0,
-    "embedding_columns": 1,
-}
+SPLIT_DIM: dict[Style, int] = {s: int(s in ("rowwise", "rowwise_split", "embedding_columns")) for s in get_args(Style)}
 """Dim of a module's weight that its style splits."""
 
 
@@ -65,7 +56,8 @@ def resolve_tensor_parallel_plan(model: TransformersModel, size: int) -> dict[st
     modules = {name: module for name, module in inner.named_modules() if name}
     parameters = {name for name, _ in inner.named_parameters(remove_duplicate=False)}
     # Those of classes that the experts interface does not serve too: every rank computes them whole.
-    experts = tuple(f"{name}." for name, module in modules.items() if hasattr(module, "num_experts") and _holds(module))
+    routed = {name: m.parameters(recurse=False) for name, m in modules.items() if hasattr(m, "num_experts")}
+    experts = tuple(f"{name}." for name, own in routed.items() if any(param.dim() == 3 for param in own))
     found: dict[str, Style] = {}
     problems: list[str] = []
     for pattern, asked in plan.items():
@@ -91,11 +83,6 @@ def resolve_tensor_parallel_plan(model: TransformersModel, size: int) -> dict[st
         ],
     )
     return found
-
-
-def _holds(experts: nn.Module) -> bool:
-    """Return True if the matrices of experts are slices of the module's own parameters."""
-    return any(param.dim() == 3 for param in experts.parameters(recurse=False))
 
 
 def _follow_ties(modules: dict[str, nn.Module], found: dict[str, Style]) -> Iterator[str]:
