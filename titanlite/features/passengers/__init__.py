@@ -5,7 +5,7 @@ has the rule. They stay in their files, and saving copies their bytes from there
 
 - Copies of the embedding or of the output head, recognized by their bytes, are written from the trained tensor.
 - Block FP8 is dequantized, as the trained weights are: config.json of what is saved says nothing of scales, and readers
-  would take the codes for weights.
+  would take the codes for weights. MXFP4 stays as it is: its keys are others, which no reader takes for weights.
 """
 
 import json
@@ -164,8 +164,6 @@ class CarriedTensors:
                     find_scale(tensor, factors, self._block)
                 except ValueError as error:
                     problems.append(f"{error}. Dequantize the checkpoint with transformers first.")
-            elif key.endswith("_blocks") and f"{key.removesuffix('blocks')}scales" in self._stored:
-                problems.append(f"{shown(key)} is in MXFP4, and is not computed. Dequantize it, or remove it.")
         raise_problems(CheckpointError, self._name, problems)
         self._stored = {key: tensor for key, tensor in self._stored.items() if key not in factors}
         return factors

@@ -1,7 +1,7 @@
 """`python -m titanlite inspect MODEL`: what is in a checkpoint, is it whole, and what would each rank read of it."""
 
 from collections import defaultdict
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 from titanlite.assemble import build_model, shard
@@ -13,6 +13,7 @@ from titanlite.checkpoint.commit import MANIFEST_FILE, check_folder
 from titanlite.checkpoint.folder import ADAPTER_FILE, OWN_FOLDER, Stored, read_headers, read_json, read_model_headers
 from titanlite.checkpoint.fp8 import FP8, companions
 from titanlite.checkpoint.header import DTYPES, StoredTensor, shown
+from titanlite.checkpoint.keys import find_passengers
 from titanlite.checkpoint.model_source import weights_of
 from titanlite.checkpoint.train_state import STATE_FILE
 from titanlite.config import load_config
@@ -23,6 +24,7 @@ from titanlite.features.record.plan_file import PlannedReads, RankReads
 from titanlite.features.tools.models import MODEL_HELP, find_model
 from titanlite.features.transformers.mxfp4 import find_packed
 from titanlite.materialize import TensorEntry, build_plan
+from titanlite.materialize.plan import named_tensors
 from titanlite.materialize.sources import Read
 from titanlite.models.families import any_model_config_from_hf
 from titanlite.preflight import check
@@ -62,17 +64,20 @@ def show_folder(folder: Path, *, checksums: bool, every: bool) -> bool:
     """Print tensors, sizes and the manifest check of `folder`; return True if it is damaged, or ties other values."""
     has_manifest = (folder / MANIFEST_FILE).exists()
     problems = check_folder(folder, checksums=checksums) if has_manifest else []
-    untied: list[str] = []
+    untied, carried = list[str](), set[str]()
     try:
         lines, tensors = _describe(folder)
         try:
-            untied = _find_untied(folder, {tensor.key for tensor in tensors})
+            untied, carried = _compare_with_class(folder, {tensor.key for tensor in tensors})
         except ConfigError as error:  # tensors are shown whatever the model is
             lines.append(f"  ties       not looked at: {error}")
     except CheckpointError as error:
         if not problems:
             raise
         lines, tensors = [f"  model      {error}"], []  # damage that the manifest knows of
+    if carried:
+        size = format_size(sum(tensor.nbytes for tensor in tensors if tensor.key in carried))
+        lines.append(f"  carried    {format_count(len(carried), 'tensor')} ({size}) with *, not computed or trained")
     print("\n".join([str(folder), *lines]))
     if has_manifest:
         looked_at = "sizes and checksums" if checksums else "sizes"
@@ -84,18 +89,22 @@ def show_folder(folder: Path, *, checksums: bool, every: bool) -> bool:
         print("\n    ".join(["  ties       broken", *untied]))
     if tensors:
         print()
-        print(format_table(_rows(folder, tensors, every)))
+        print(format_table(_rows(folder, tensors, every, carried)))
     return bool(problems or untied)
 
 
-def _find_untied(folder: Path, keys: Container[str]) -> list[str]:
-    """Return a problem for each tensor that config.json ties to another one, and that is stored with other values."""
-    if "lm_head.weight" not in keys or not (folder / "config.json").is_file():
-        return []
+def _compare_with_class(folder: Path, keys: Collection[str]) -> tuple[list[str], set[str]]:
+    """Return a problem for each tied tensor that is stored with other values, and the keys that are not computed."""
+    of_parts = find_passengers(keys, ())  # which of them are computed, the class knows
+    if not (of_parts or "lm_head.weight" in keys) or not (folder / "config.json").is_file():
+        return [], set()
     config = any_model_config_from_hf(folder, "inspect")
-    if not config.tie_word_embeddings:
-        return []
-    return [f"{name}: {text}" for name, text in weights_of(folder, build_model(config)).untied.items()]
+    if not (of_parts or config.tie_word_embeddings):
+        return [], set()
+    model = build_model(config)
+    source = weights_of(folder, model)
+    list(source({name: info for name, _, info in named_tensors(model)}))  # then it knows its passengers
+    return [f"{name}: {text}" for name, text in source.untied.items()], set(source.passengers)
 
 
 def _describe(folder: Path) -> tuple[list[str], list[StoredTensor]]:
@@ -137,18 +146,19 @@ def _describe_model(folder: Path, model: Stored) -> str:
     return f"{name}, {numel / 1e6:,.1f} M parameters, {dtypes}, {format_size(size)} in {files}"
 
 
-def _rows(folder: Path, tensors: Iterable[StoredTensor], every: bool) -> list[tuple[str, ...]]:
+def _rows(folder: Path, tensors: Iterable[StoredTensor], every: bool, starred: set[str]) -> list[tuple[str, ...]]:
     """One row per tensor, or per name, dtype and shape that differ only in the numbers of layers and experts."""
     groups: defaultdict[tuple[tuple[str, ...], str, tuple[int, ...]], list[StoredTensor]] = defaultdict(list)
     for tensor in tensors:
         between = (tensor.key,) if every else texts_between_numbers(tensor.key)
-        groups[between, _DTYPE_NAMES[tensor.dtype], tensor.shape].append(tensor)
+        star = " *" if tensor.key in starred else ""
+        groups[(*between, star), _DTYPE_NAMES[tensor.dtype], tensor.shape].append(tensor)
     rows = [("tensor", "count", "dtype", "shape", "size", "file")]
-    for (_, dtype, shape), held in groups.items():
+    for ((*_, star), dtype, shape), held in groups.items():
         files = sorted({str(tensor.file.relative_to(folder)) for tensor in held})
         where = files[0] if len(files) == 1 else f"{len(files)} files"
         size = format_size(sum(tensor.nbytes for tensor in held))
-        name = shown(fold_names([tensor.key for tensor in held]))
+        name = shown(fold_names([tensor.key for tensor in held])) + star
         rows.append((name, str(len(held)), dtype, str(shape), size, where))
     return rows
 

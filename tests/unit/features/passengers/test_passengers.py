@@ -22,6 +22,7 @@ from titanlite.checkpoint.model_source import weights_of
 from titanlite.checkpoint.writer import create_files, snapshot, write_items
 from titanlite.features.passengers import find_carried
 from titanlite.features.tools.export import export_checkpoint
+from titanlite.features.tools.inspect import main as inspect
 from titanlite.materialize import materialize
 from titanlite.models.decoder import build_decoder
 from titanlite.models.families import families
@@ -155,15 +156,23 @@ def test_fp8_is_dequantized_as_the_trained_weights_are(saved: Path, tmp_path: Pa
     assert "quantization_config" not in config and config["num_nextn_predict_layers"] == 1
     assert "num_mtp_layers" not in config
 
-    packed = {"mtp.w_blocks": torch.zeros(1, 2, 16, dtype=torch.uint8), "mtp.w_scales": torch.zeros(1, 2)}
-    with_more(saved, tmp_path / "packed", packed)
-    with pytest.raises(CheckpointError, match=r"mtp.w_blocks is in MXFP4, and is not computed\. Dequantize it, or"):
-        carried_in(tmp_path / "packed")
     with_more(saved, tmp_path / "bad", EH_PROJ | {key: codes, f"{key}_scale_inv": scale[:2]})
     with pytest.raises(
         CheckpointError, match=rf"{key}_scale_inv has shape .* Dequantize the checkpoint with transformers first\."
     ):
         carried_in(tmp_path / "bad")
+
+
+def test_mxfp4_is_carried_byte_for_byte_and_inspect_marks_it(saved: Path, tmp_path: Path, capsys: Any) -> None:
+    packed = {"mtp.w_blocks": torch.randint(256, (3, 2, 16)).byte(), "mtp.w_scales": torch.randint(256, (3, 2)).byte()}
+    with_more(saved, tmp_path / "base", packed)
+    export_checkpoint(tmp_path / "base", tmp_path / "out", torch.bfloat16)
+    got = load_file(tmp_path / "out/model.safetensors")
+    assert all(torch.equal(got[key], tensor) for key, tensor in packed.items())
+    assert inspect([str(tmp_path / "out")]) == 0
+    told = capsys.readouterr().out
+    assert "carried    2 tensors (102 B) with *, not computed or trained" in told
+    assert {line.split()[0] for line in told.splitlines() if " * " in line} == set(packed)
 
 
 def anonymous_mib() -> float:
