@@ -22,15 +22,20 @@ _STAGES: Mapping[str, tuple[str, str]] = {
     "reads": ("config.json of transformers leads to the same class", "yes"),
     "builds": ("on the meta device it has the same tensors", "yes"),
     "loads": ("parameters, buffers and ties are those of `from_pretrained`, bit for bit", "equal"),
-    "trains": ("losses of 2 optimizer steps to 1e-6, gradients to 1e-4, each document alone", "packed|apart|inputs"),
+    "trains": (
+        "losses of 2 optimizer steps to 1e-6, gradients to 1e-4, each document alone",
+        "packed|apart|prompts|inputs",
+    ),
     "exports": ("transformers reads what was trained, bit for bit, under the same keys", "equal"),
     "generates": ("greedy tokens in a batch are those of `generate`, with and without a cache", "cached|whole"),
     "scratch": ("means and deviations of drawn parameters; buffers bit for bit", "equal"),
 }
-# Reasons for which a class is not trained, and how a message tells.
+# Reasons for which a class is not trained, and how a message tells. For the first two it cannot be.
+_NOT_CAUSAL, _NO_TEXT = "sees later tokens, so it predicts nothing", "gets no text: audio codes, a robot's state"
 _REASONS: Mapping[str, str] = {
-    "sees later tokens, so it predicts nothing": r"is not causal",
-    "gets more than tokens: an encoder's input, audio codes, a canvas, a state": r"does not run on text alone",
+    _NOT_CAUSAL: r"is not causal",
+    _NO_TEXT: r"does not run on text alone",
+    "what it predicts depends on the length of the row": r"length of the row",
     "transformers does not read what it saves of it": r"^lost",
     "not built: a package is missing here": r"ImportError|ModuleNotFoundError",
     "not built: it drafts for another model, with that one's cache": r"^not built",
@@ -60,7 +65,7 @@ class Result:
     def why_untrained(self) -> str:
         """The reason in `_REASONS` for which it is not trained; empty if it is."""
         words = [self.words.get(stage, "") for stage in ("built", "loads", "trains")]
-        if words[2].startswith(("packed", "apart", "inputs")):
+        if words[2].startswith(("packed", "apart", "prompts", "inputs")):
             return ""
         return next((why for why, told in _REASONS.items() if any(re.search(told, word) for word in words)), "")
 
@@ -84,12 +89,14 @@ def part_of_page(results: Sequence[Result], where: str) -> Iterator[str]:
     built = [result for result in results if result.is_built]
     trained = [result for result in built if not result.why_untrained]
     wrong = sum(result.is_wrong for result in results)
+    possible = sum(result.why_untrained not in (_NOT_CAUSAL, _NO_TEXT) for result in built)
     yield from (_BEGINNING, "")
     yield from _filled(
         f"`scripts/sweep_transformers.py` builds each class of transformers' auto mappings for text and images with "
         f"text, tiny and random, and compares it with transformers, in float32. Of {len(results)} entries {len(built)} "
-        f"are built, and {len(trained)} of those trained; {wrong or 'none'} ended in a traceback, in a difference or "
-        "after 60 s."
+        f"are built, and {len(trained)} of those trained: {len(trained) / len(built):.1%}, and of those that can "
+        f"predict tokens after text or images {len(trained) / possible:.1%}; {wrong or 'none'} ended in a traceback, "
+        "in a difference or after 60 s."
     )
     yield from ("", "| stage | compared | as in transformers |", "|---|---|---|")
     for stage, (text, good) in _STAGES.items():
@@ -98,6 +105,7 @@ def part_of_page(results: Sequence[Result], where: str) -> Iterator[str]:
         yield f"| {stage} | {text} | {count} of {len(of)} |"
     yield ""
     yield from _named("Trained on rows of one document each (`data.packing = false`)", results, _is("apart"))
+    yield from _named("Trained on prompts and completions, by encoder and decoder", results, _is("prompts"))
     yield from _named("Trained with images only (tried with random ones)", results, _is("inputs"))
     for why in _REASONS:
         yield from _named(f"Refused: {why}", results, lambda result, why=why: result.why_untrained == why)  # type: ignore[misc]

@@ -142,7 +142,9 @@ _FIXES: Mapping[str, Mapping[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "nemotron": {"num_key_value_heads": 2, "head_dim": 16},
     "reformer": {"is_decoder": True, "axial_pos_embds": False},
-    "xlnet": {"d_head": 16},
+    "xlnet": {"d_head": 16, "attn_type": "uni"},
+    "udop": {"decoder_start_token_id": 0},
+    "vision-encoder-decoder": {"decoder_start_token_id": 7, "pad_token_id": 0},
     "glm5_next": {"text_config": {"num_key_value_heads": 4, "index_topk": 16}},
     "longcat_flash": {"qk_head_dim": 32},
     "mistral4": {"head_dim": 32},
@@ -416,6 +418,10 @@ def probes(case: Case) -> str:
             refused = str(error)
         if "does not run on text" in refused:
             return "not on text"
+        if "prompt" in refused:
+            return "prompts"
+        if "length of the row" in refused:
+            return "by length"
         if whole is None or other is None or None in parts:
             return f"not on text ({refused})" if refused else "WRONG: accepted"
         causal = _is_close(other[:, :-1], whole[:, :-1])

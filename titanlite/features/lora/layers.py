@@ -259,7 +259,7 @@ def adaptable_experts(model: nn.Module) -> dict[str, tuple[str, ...]]:
     if not isinstance(model, TransformersModel):
         return {name: _EXPERT_WEIGHTS for name, module in model.named_modules() if isinstance(module, Experts)}
     modules = {clean: module for clean, module in _root(model).named_modules() if hasattr(module, "has_gate")}
-    served = set(model.expert_modules().values())
+    served = set(model.expert_modules.values())
     return {
         name: ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
         for name, module in modules.items()

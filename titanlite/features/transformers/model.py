@@ -36,6 +36,7 @@ from titanlite.features.transformers.packing import (
     inside_documents,
     register_document_masks,
     restarting_positions,
+    split_rows,
 )
 from titanlite.features.transformers.probes import (
     PROBE_TOKENS,
@@ -74,6 +75,8 @@ class TransformersModel(Model):
         loss_copies: ranks that compute the same loss; each gives an equal part of its gradient, unless
         has_split_head: this rank has a part of a plain head's rows, whose gradient is its own.
         counters: of the rows that each layer's experts are given; none where they cannot be counted.
+        expert_modules: those with fused experts that transformers' experts interface computes, by name.
+        is_encoder_decoder: an encoder reads a row's prompt, as tokens if it `takes_prompts`; a decoder says the rest.
         state_shapes: global shape of every tensor of a checkpoint, by name, as transformers has them in memory.
     """
 
@@ -90,8 +93,8 @@ class TransformersModel(Model):
         self._sources = find_sources(model) if sources is None else sources
         # In plain containers: the modules are registered below `model` once.
         self._layers = tuple(repeated_layers(model))
-        self._experts = find_experts(model)
-        self._counters = build_counters(self._experts)
+        self.expert_modules = find_experts(model)
+        self._counters = build_counters(self.expert_modules)
         self.counters = nn.ModuleList(self._counters.values())
         self.state_shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         self.all_conversions = get_model_conversion_mapping(model)
@@ -99,10 +102,11 @@ class TransformersModel(Model):
         self.conversions: list[Any] | None = None
         self.config = _with_sizes(config, self)
         self._arguments = frozenset(inspect.signature(model.forward).parameters)
-        self._takes_positions = "position_ids" in self._arguments
+        self.is_encoder_decoder = "decoder_input_ids" in self._arguments
+        self.takes_prompts = self.is_encoder_decoder and "input_ids" in self._arguments
+        self._takes_positions = "position_ids" in self._arguments and not self.is_encoder_decoder
         self._cache_argument = next((name for name in CACHE_ARGUMENTS if name in self._arguments), "")
-        kinds = [parameter.kind for parameter in inspect.signature(model.forward).parameters.values()]
-        self._takes_more = inspect.Parameter.VAR_KEYWORD in kinds
+        self._takes_more = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(model.forward).parameters.values())
         self._can_cache: bool | None = None  # not known before `can_cache`
         register_document_masks()
         self._facts: Facts | None = None  # not known before the first forward
@@ -172,6 +176,10 @@ class TransformersModel(Model):
                     check_single_documents(document_ids_BS, self.config.architecture, facts.why_mixed)
                     # Padding on the right changes nothing before it. Positions are left to the class.
                     document_ids_BS, positions_BS = None, None if self.config.rope_limit is None else positions_BS
+        order_BS = None
+        if self.is_encoder_decoder:
+            tokens_BS, labels_BS, order_BS, prompt = split_rows(tokens_BS, labels_BS, self)
+            options = {**prompt, **options, "valid_BS": None}
         if labels_BS is None:
             return self.compute_logits(tokens_BS, positions_BS, document_ids_BS, **options)
         has_plain_head = self._facts is not None and self._facts.has_plain_head
@@ -194,7 +202,9 @@ class TransformersModel(Model):
         if self.loss_copies > 1 and not in_parts and loss.requires_grad:
             loss.register_hook(lambda grad: grad / self.loss_copies)
         # Cloned: FSDP2 wants no view as a module's result.
-        loss = loss if reduction == "sum" else loss.unflatten(0, labels_BS.shape).clone()
+        if reduction != "sum":
+            loss = loss.unflatten(0, labels_BS.shape)
+            loss = loss.clone() if order_BS is None else torch.zeros_like(loss).scatter(1, order_BS, loss)
         return LossSums(loss, loss.new_zeros(()))
 
     def compute_logits(
@@ -210,6 +220,7 @@ class TransformersModel(Model):
         """Return what the class's own forward returns as logits; it sees no other document of a row.
 
         Args:
+            tokens_BS: of an encoder-decoder what its decoder reads; `inputs` are the encoder's, or it gets the first.
             valid_BS: False for padding, which expert counters leave out.
             with_boundaries: also tell the class where documents begin, in one row (1, B * S) as its kernels want it.
 
@@ -223,6 +234,8 @@ class TransformersModel(Model):
             positions_BS = None if positions_BS is None else positions_BS.reshape(1, -1)
         if positions_BS is not None and self._takes_positions:
             inputs["position_ids"] = positions_BS
+        prompt = {"input_ids": tokens_BS[:, :1]} if self.takes_prompts else {}
+        inputs = {**prompt, **inputs, "decoder_input_ids" if self.is_encoder_decoder else "input_ids": tokens_BS}
         if self.training:
             for counter in self._counters.values():
                 counter.begin(valid_BS)
@@ -230,7 +243,7 @@ class TransformersModel(Model):
             forget_longest_forward(self._transformers_model)
         try:
             with inside_documents(document_ids_BS):
-                found = self._transformers_model(input_ids=tokens_BS, use_cache=False, return_dict=True, **inputs)
+                found = self._transformers_model(use_cache=False, return_dict=True, **inputs)
         except ValueError as error:  # what the class says itself; torch's errors are others
             text = " ".join(str(error).split()).rstrip(".")
             raise ConfigError(
@@ -255,10 +268,9 @@ class TransformersModel(Model):
             ConfigError: as `check_facts`. The same on all ranks.
         """
         if self._facts is None:
-            tokens = plain_tokens(self._transformers_model.config, PROBE_TOKENS)
-            tokens_1S = torch.tensor([tokens], device=device)
+            tokens_1S = torch.tensor([plain_tokens(self._transformers_model.config, PROBE_TOKENS)], device=device)
             with evaluation(self):  # through `self`, for FSDP gathers what lies outside of layers there
-                self(tokens_1S, document_ids_BS=torch.zeros_like(tokens_1S))
+                self(tokens_1S, tokens_1S if self.is_encoder_decoder else None, None, torch.zeros_like(tokens_1S))
             for module in self.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()  # the root stays gathered after a forward; optimizers are built on shards
@@ -294,7 +306,7 @@ class TransformersModel(Model):
         Collectives: those of a few forwards, on the first call; every rank must call.
         """
         self.find_facts(device)
-        if not self._cache_argument or getattr(self._transformers_model, "_is_stateful", False):
+        if self.is_encoder_decoder or not self._cache_argument or self._transformers_model._is_stateful:
             return False
         if self._can_cache is None:
             try:
@@ -353,17 +365,10 @@ class TransformersModel(Model):
         """Return the numbers of the layers with experts that are counted."""
         return list(self._counters)
 
-    def why_not_counted(self) -> str:
-        """Why there are no `counters`, for the log."""
-        found = sorted({getattr(module, "num_experts", 0) for module in self._experts.values()})
-        if found:
-            return f"no expert load is logged, for its layers have {' or '.join(map(str, found))} experts"
-        return "no expert load is logged, for its experts do not run through transformers' experts interface"
-
     def experts_in(self, layer: nn.Module) -> list[nn.Module]:
         """Return the modules of `layer` that hold routed experts."""
         inside = set(layer.modules())
-        return [module for module in self._experts.values() if module in inside]
+        return [module for module in self.expert_modules.values() if module in inside]
 
     def outer_units(self) -> tuple[list[nn.Module], list[nn.Module]]:
         """Embedding and head, for FSDP units of their own; those that share a parameter belong into the root's."""
@@ -387,29 +392,31 @@ class TransformersModel(Model):
     ) -> None:
         self.loss_chunk_tokens = loss_chunk_tokens
         if self.config.num_experts or any(is_routed(name) for name, _ in self.named_parameters()):
-            told = "its expert load is logged" if self.counters else self.why_not_counted()
-            logger.info(
-                "moe: transformers' %s routes by itself: no balancing is added; %s", self.config.architecture, told
-            )
+            found = sorted({getattr(module, "num_experts", 0) for module in self.expert_modules.values()})
+            why = f"its layers have {' or '.join(map(str, found))} experts"
+            why = why if found else "its experts do not run through transformers' experts interface"
+            told = "its expert load is logged" if self.counters else f"no expert load is logged, for {why}"
+            name = self.config.architecture
+            logger.info("moe: transformers' %s routes by itself: no balancing is added; %s", name, told)
 
     def split_experts(self) -> list[nn.Module]:
         """Return the modules of experts; their parameters must have one slice per expert."""
         problems = [
             f"{name}.{leaf} {tuple(param.shape)} is not one slice for each of {getattr(module, 'num_experts', 0)} "
             "experts."
-            for name, module in self._experts.items()
+            for name, module in self.expert_modules.items()
             for leaf, param in module.named_parameters()
             if param.shape[:1] != (getattr(module, "num_experts", 0),)
         ]
-        if not self._experts:
+        if not self.expert_modules:
             problems = [f"{self.config.architecture} does not run its experts through transformers' experts interface."]
         problems = [f"{problem} Set expert_parallel_degree to 1." for problem in problems]
         raise_problems(ConfigError, "parallelism: experts cannot be split over ranks", problems)
-        return list(self._experts.values())
+        return list(self.expert_modules.values())
 
     def set_dispatch(self, dispatch: Callable[..., Any], mesh: DeviceMesh) -> None:
         """Run the experts on titanlite's grouped GEMM from then on, with `dispatch` over the one-axis `mesh`."""
-        for experts in self._experts.values():
+        for experts in self.expert_modules.values():
             setattr(experts, DISPATCH, dispatch)
         for counter in self._counters.values():
             counter.first_expert = mesh.get_local_rank() * counter.tokens_per_expert.numel() // mesh.size()
@@ -429,10 +436,6 @@ class TransformersModel(Model):
         from titanlite.features.transformers.files import TransformersFormat
 
         return TransformersFormat(self)
-
-    def expert_modules(self) -> dict[str, nn.Module]:
-        """Modules that hold fused experts and compute them through transformers' experts interface, by name."""
-        return dict(self._experts)
 
 
 def _with_sizes(config: TransformersConfig, model: TransformersModel) -> TransformersConfig:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from titanlite.base.errors import ConfigError
+from titanlite.ops import IGNORE_INDEX
 
 _IMPLEMENTATIONS = ("sdpa", "eager")
 _documents: ContextVar[torch.Tensor | None] = ContextVar("documents", default=None)
@@ -81,6 +82,38 @@ def boundaries(document_ids_BS: torch.Tensor) -> tuple[torch.Tensor, dict[str, A
     longest = int(ends.diff().max())
     told = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
     return ids_1T, {**told, "seq_idx": ids_1T.to(torch.int32)}
+
+
+def split_rows(
+    tokens_BS: torch.Tensor, labels_BS: torch.Tensor | None, model: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Part each row for an encoder-decoder `TransformersModel`: the prompt ends before the first token that is learned.
+
+    Returns:
+        The decoder's tokens, a first one and what follows the prompt; their labels; the place of each in the row, which
+        is turned to begin there, and keeps its length; and the encoder's inputs: the prompt, padded and masked.
+
+    Raises:
+        ConfigError: there are no labels, which tell where the prompt ends, or nothing begins the decoder's text.
+    """
+    name, config = model.config.architecture, model.transformers_model.config
+    configs = (config, config.get_text_config(decoder=True))  # in the order of transformers' `generate`
+    starts = [getattr(c, key, None) for key in ("decoder_start_token_id", "bos_token_id") for c in configs]
+    start = next((token for token in starts if token is not None), None)
+    if labels_BS is None:
+        raise ConfigError(
+            f"model: {name} of transformers is an encoder-decoder, which is trained here on prompts and their "
+            "completions, and generates nothing. Save it, and let transformers generate."
+        )
+    if start is None:
+        raise ConfigError(f"model: no token begins what {name} says. Set decoder_start_token_id in its config.json.")
+    index_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
+    first_B1 = (labels_BS != IGNORE_INDEX).to(torch.uint8).argmax(dim=1, keepdim=True)  # predicted by the prompt's end
+    order_BS = (index_S + first_B1) % len(index_S)
+    said_BS = tokens_BS.gather(1, order_BS).where(index_S > 0, start)
+    is_prompt_BS = index_S <= first_B1
+    prompt = {"input_ids": tokens_BS * is_prompt_BS, "attention_mask": is_prompt_BS.to(torch.int64)}
+    return said_BS, labels_BS.gather(1, order_BS), order_BS, prompt if model.takes_prompts else {}
 
 
 def check_single_documents(document_ids_BS: torch.Tensor, name: str, why: str) -> None:

@@ -6,6 +6,7 @@ no, and the log says what it raised.
 Shapes: S sequence; 2 rows in a batch.
 """
 
+import json
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 PROBE_TOKENS = 6
 _LEAK = 0.05  # of what a document changes in the next one where nothing separates them
-_FLAGS = ("is_decoder", "is_causal", "causal")  # settings that make a class causal
+_FLAGS = {"is_decoder": True, "is_causal": True, "causal": True, "attn_type": "uni"}  # what makes a class causal
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,8 @@ class Facts:
 
     Attributes:
         has_plain_head: the logits are what the head's module returns: nothing scales, caps, masks or casts them.
-        is_causal: neither another last token nor a longer row changes earlier logits, except by the longest position.
+        is_causal: another last token does not change earlier logits.
+        is_alike: nor does a longer row, except by the longest position.
         keeps_apart: tokens give the same logits alone and after another document in a row.
         takes_boundaries: it does so only if it is told where documents begin (`packing.boundaries`).
         first_position: position of a document's first token.
@@ -44,6 +46,7 @@ class Facts:
 
     has_plain_head: bool = False
     is_causal: bool = True
+    is_alike: bool = True
     keeps_apart: bool = False
     takes_boundaries: bool = False
     first_position: int = 0
@@ -100,7 +103,7 @@ def find_facts(model: "TransformersModel", device: torch.device) -> Facts:
             same = run(torch.tensor([second, first], device=device), rows_2S)
             is_alike = same is not None and is_as_in_longer_row(same)
             reasons.clear()
-        for starts, with_boundaries in model.document_options():
+        for starts, with_boundaries in () if model.is_encoder_decoder else model.document_options():
             positions_2S = restarting_positions(ids_2S, None) + starts
             packed = run(both_2S, positions_2S, ids_2S, with_boundaries=with_boundaries)
             if packed is None:
@@ -113,9 +116,11 @@ def find_facts(model: "TransformersModel", device: torch.device) -> Facts:
             reasons.append(f"logits differ by {(error / expected.norm()).item():.1g}")
         else:
             starts, with_boundaries = 0, False
+            reasons += ["its encoder reads one prompt for each row"] * model.is_encoder_decoder
     return Facts(
         has_plain_head=is_plain and model.head_project is not None,
-        is_causal=bool(moved <= _LEAK * effect) and is_alike,
+        is_causal=bool(moved <= _LEAK * effect),
+        is_alike=is_alike,
         keeps_apart=not reasons,
         takes_boundaries=with_boundaries,
         first_position=starts,
@@ -135,12 +140,19 @@ def check_facts(facts: Facts, model: "TransformersModel", inputs: Collection[str
         raise ConfigError(
             f"model: {name} of transformers does not run on text alone: {facts.failure}. Use another one."
         )
-    if not facts.is_causal and "token_type_ids" not in inputs:
-        flags = [f"{flag} = true" for flag in _FLAGS if getattr(config, flag, None) is False]
+    if "token_type_ids" in inputs:
+        return
+    if not facts.is_causal:
+        flags = [f"{flag} = {json.dumps(v)}" for flag, v in _FLAGS.items() if getattr(config, flag, v) not in (v, None)]
         remedy = f"Set {' and '.join(flags)} in its config.json" if flags else "Use another one"
         raise ConfigError(
             f"model: {name} of transformers is not causal: other tokens change the logits of earlier ones, so "
             f"it sees what it is to predict. {remedy}."
+        )
+    if not facts.is_alike:
+        raise ConfigError(
+            f"model: logits of {name} of transformers depend on the length of the row, so what is learned in one does "
+            "not hold in another. Use another one."
         )
 
 
@@ -157,6 +169,11 @@ def check_rows(job: JobConfig, model: nn.Module, device: torch.device) -> None:
     if not isinstance(model, TransformersModel) or job.data.dataset == "images":
         return
     facts = model.find_facts(device)
+    if model.is_encoder_decoder and (job.data.dataset != "examples" or job.data.train_on == "all"):
+        raise ConfigError(
+            f"model: {model.config.architecture} of transformers is an encoder-decoder, and learns completions of "
+            'prompts. Set data.dataset = "examples" and data.train_on = "assistant", and give it rows with both.'
+        )
     if facts.keeps_apart:
         return
     what = f"{model.config.architecture} of transformers mixes documents that share a row ({facts.why_mixed})"
@@ -165,10 +182,7 @@ def check_rows(job: JobConfig, model: nn.Module, device: torch.device) -> None:
     if job.data.packing:
         problems.append("data.packing = true puts several into one. Set data.packing = false.")
     if job.training.objective == "dpo":
-        problems.append(
-            'training.objective = "dpo" puts both sides of a pair into one. Set it to "next_token", or use another '
-            "model."
-        )
+        problems.append('training.objective = "dpo" puts both sides of a pair into one. Set it to "next_token".')
     raise_problems(ConfigError, f"model: {what}", problems)
 
 

@@ -62,7 +62,7 @@ def apply_transformers_tensor_parallel(model: TransformersModel, mesh: DeviceMes
     inner = model.transformers_model
     plan = resolve_tensor_parallel_plan(model, mesh.size())
     styles: dict[nn.Module, Style] = {inner.get_submodule(name): style for name, style in plan.items()}
-    experts = list(model.expert_modules().values())
+    experts = list(model.expert_modules.values())
     in_experts = {module for outer in experts for module in outer.modules()}
     # In order, and looked up below.
     holders = {

@@ -134,7 +134,7 @@ def test_what_a_class_leaves_out_counts_nothing() -> None:
 
 def test_ids_beyond_the_last_expert_are_not_counted() -> None:
     model = build(TEXT_MODELS["mixtral"]())
-    experts = next(iter(model.expert_modules().values()))
+    experts = next(iter(model.expert_modules.values()))
     use_titanlite_experts(model.transformers_model)
     ids = torch.tensor([[0, 4], [4, 6], [3, 0]])
     experts(torch.randn(3, 32), ids, torch.rand(3, 2))
@@ -205,13 +205,16 @@ def test_a_model_that_cannot_be_counted_says_so(config: Any, said: str, caplog: 
     assert balancer.bias_range() is None and balancer.take_row_errors() is None
 
 
-def test_layers_with_other_numbers_of_experts_are_not_counted() -> None:
+def test_layers_with_other_numbers_of_experts_are_not_counted(caplog: pytest.LogCaptureFixture) -> None:
     """One table has all counts, and a row that is filled up with zeros would show experts that are idle."""
     model = build(TEXT_MODELS["mixtral"]())
-    one, other = model.expert_modules().values()
+    one, other = model.expert_modules.values()
     other.num_experts = 8  # type: ignore[assignment]
     assert build_counters({"layers.0.mlp": one, "layers.1.mlp": other}) == {}
-    assert "for its layers have 4 or 8 experts" in model.why_not_counted()
+    model.counters = torch.nn.ModuleList()
+    with caplog.at_level(logging.INFO):
+        model.configure("sdpa", JobConfig().moe, 1024, torch.device("cpu"))
+    assert "no expert load is logged, for its layers have 4 or 8 experts" in caplog.text
 
 
 def test_all_names_of_top_k_are_known() -> None:

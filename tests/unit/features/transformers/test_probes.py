@@ -190,7 +190,7 @@ def test_a_class_that_mixes_up_positions_of_a_longer_row_is_refused() -> None:
     sizes |= {f"num_{part}_{n}": 2 for part in ("encoder", "decoder") for n in ("layers", "attention_heads")}
     config = transformers.ProphetNetConfig(vocab_size=64, hidden_size=16, **sizes, is_encoder_decoder=False)
     config.is_decoder = True
-    with pytest.raises(ConfigError, match="ProphetNetForCausalLM of transformers is not causal"):
+    with pytest.raises(ConfigError, match="logits of ProphetNetForCausalLM of transformers depend on the length"):
         build(config).find_facts(CPU)
 
 
@@ -205,9 +205,7 @@ def test_what_is_no_next_token_model_is_refused(attribute: str, monkeypatch: pyt
         return logits[:, :1] if attribute == "logits" else logits * tokens.shape[1]
 
     monkeypatch.setattr(model, "compute_logits", changed)
-    what = (
-        "does not run on text alone: it has logits" if attribute == "logits" else "is not causal: other tokens change"
-    )
+    what = "does not run on text alone: it has logits" if attribute == "logits" else "depend on the length of the row"
     with pytest.raises(ConfigError, match=what):
         model.find_facts(CPU)
 
@@ -246,6 +244,63 @@ def test_what_a_class_says_of_its_inputs_is_the_error() -> None:
         ConfigError, match=r"refuses a forward of \[1, 20\] tokens: If training, .* Set training.seq_len"
     ):
         model(tokens, labels, None, torch.zeros_like(tokens))
+
+
+def test_xlnet_is_causal_if_its_configuration_says_so() -> None:
+    config = transformers.XLNetConfig(vocab_size=64, d_model=16, n_layer=2, n_head=2, d_inner=32, d_head=8)
+    with pytest.raises(ConfigError, match=r'is not causal: .* Set attn_type = "uni" in its config\.json'):
+        build(config).find_facts(CPU)
+    config.attn_type = "uni"
+    assert not build(config).find_facts(CPU).why_mixed.startswith("its encoder")
+
+
+def t5gemma2() -> TransformersModel:
+    """Prompts into an encoder, with a mask and positions of its own, and completions out of a decoder."""
+    text = {name: _ENCODER[name] for name in _ENCODER if name != "pad_token_id"}
+    text |= {"num_key_value_heads": 1, "head_dim": 8, "layer_types": ["sliding_attention", "full_attention"]}
+    vision = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    encoder = {"text_config": text, "vision_config": vision | {"image_size": 28, "patch_size": 14}}
+    ids = {"image_token_index": 62, "eoi_token_index": 63}
+    return build(transformers.T5Gemma2Config(encoder=encoder | ids, decoder=text, **ids))
+
+
+def test_an_encoder_decoder_learns_completions_of_prompts() -> None:
+    """Rows with prompts of other lengths: losses, also per token, and gradients of the class's own `labels`."""
+    model = t5gemma2()
+    tokens = torch.randint(3, 60, (2, 12), generator=torch.Generator().manual_seed(0))
+    labels, ids = tokens.roll(-1, 1), torch.tensor([[0] * 11 + [-1], [0] * 8 + [-1] * 4])
+    for row, (prompt, end) in enumerate([(3, 11), (6, 8)]):
+        labels[row, : prompt - 1] = labels[row, end - 1 :] = -100
+    losses = model(tokens, labels, None, ids, reduction="none").cross_entropy
+    assert torch.equal(losses == 0, labels == -100)
+    losses.sum().backward()
+    found = {name: param.grad.clone() for name, param in model.named_parameters() if param.grad is not None}
+    model.zero_grad()
+    inner = model.transformers_model
+    summed = torch.zeros(())
+    for row, (prompt, end) in enumerate([(3, 11), (6, 8)]):
+        answer = tokens[row : row + 1, prompt:end]
+        theirs = inner(input_ids=tokens[row : row + 1, :prompt], labels=answer, use_cache=False).loss
+        torch.testing.assert_close(losses[row].sum(), theirs * answer.numel(), rtol=1e-5, atol=1e-5)  # float32
+        summed = summed + theirs * answer.numel()
+    summed.backward()
+    for name, param in model.named_parameters():
+        expected = torch.zeros(()) if param.grad is None else param.grad
+        torch.testing.assert_close(found.get(name, torch.zeros(())), expected, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_an_encoder_decoder_wants_prompts_and_does_not_generate() -> None:
+    model = t5gemma2()
+    examples = DataSection(dataset="examples", packing=False)
+    check_rows(JobConfig(data=examples), model, CPU)
+    for data in (replace(examples, dataset="text"), replace(examples, train_on="all")):
+        with pytest.raises(ConfigError, match=r'is an encoder-decoder, .* Set data\.dataset = "examples" and data\.tr'):
+            check_rows(JobConfig(data=data), model, CPU)
+    with pytest.raises(ConfigError, match=r"its encoder reads one prompt for each row.* Set data\.packing = false"):
+        check_rows(JobConfig(data=replace(examples, packing=True)), model, CPU)
+    assert not model.can_cache(CPU)
+    with pytest.raises(ConfigError, match=r"T5Gemma2ForConditionalGeneration .* generates nothing\. Save it"):
+        generate(model, [[5, 6]], max_new_tokens=2, device=CPU)
 
 
 def test_embeddings_that_share_their_weight_are_no_layer() -> None:
