@@ -129,9 +129,8 @@ class CarriedTensors:
     def add_to(self, files: Sequence[FileLayout]) -> list[FileLayout]:
         """Lay out the model's `files` anew, with the passengers behind its own tensors. The same on all ranks."""
         in_own_form = any("/" not in file.name for file in files)
-        stem = (
-            "model" if in_own_form else f"{OWN_FOLDER}/model"
-        )  # the form in which a part of a save that failed is kept
+        # The other form is that in which a part of a save that failed is kept.
+        stem = "model" if in_own_form else f"{OWN_FOLDER}/model"
         models = [file for file in files if file.name.startswith(stem) and in_own_form == ("/" not in file.name)]
         items = [item for file in models for item, _ in file.items]
         carried = self._items({item.key.removeprefix(MASTER_PREFIX): item for item in items})
@@ -183,13 +182,11 @@ class CarriedTensors:
         return found
 
     def _is_same(self, first: StoredTensor, second: StoredTensor) -> bool:
-        starts = range(0, first.nbytes, _CHUNK_BYTES)
-        return all(
-            torch.equal(
-                *(_read_bytes(t, self._file_bytes, i, min(_CHUNK_BYTES, t.nbytes - i)) for t in (first, second))
-            )
-            for i in starts
-        )
+        for start in range(0, first.nbytes, _CHUNK_BYTES):
+            size = min(_CHUNK_BYTES, first.nbytes - start)
+            if not torch.equal(*(_read_bytes(t, self._file_bytes, start, size) for t in (first, second))):
+                return False
+        return True
 
     def _items(self, saved: Mapping[str, Item]) -> list[Item]:
         """Return what to save of the passengers, shared out over the ranks by bytes; copies of what is `saved` are."""
@@ -209,8 +206,7 @@ class CarriedTensors:
             else:  # bytes one after the other
                 dtype, region = tensor.dtype, whole(key, (tensor.nbytes // tensor.dtype.itemsize,)).region
                 read = partial(_read_elements, tensor, self._file_bytes)
-            nothing = torch.empty(0)
-            items.append(Item(key, dtype, region, tensor.shape, nothing, region, turn == rank, read))
+            items.append(Item(key, dtype, region, tensor.shape, torch.empty(0), region, turn == rank, read))
         return items
 
 

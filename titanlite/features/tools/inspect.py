@@ -101,8 +101,7 @@ def _compare_with_class(folder: Path, keys: Collection[str]) -> tuple[list[str],
     config = any_model_config_from_hf(folder, "inspect")
     if not (of_parts or config.tie_word_embeddings):
         return [], set()
-    model = build_model(config)
-    source = weights_of(folder, model)
+    source = weights_of(folder, model := build_model(config))
     list(source({name: info for name, _, info in named_tensors(model)}))  # then it knows its passengers
     return [f"{name}: {text}" for name, text in source.untied.items()], set(source.passengers)
 

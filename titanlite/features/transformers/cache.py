@@ -31,10 +31,7 @@ class TransformersCache:
         self._first_position = first_position  # which the class gives to the first token
 
     def inputs(self, tokens: torch.Tensor, cache_argument: str) -> dict[str, Any]:
-        """Return the forward's inputs: first for prompts (B, S) padded on the right, then for new tokens (1, B).
-
-        Behind those may be any padding.
-        """
+        """Return a forward's inputs: for prompts (B, S) padded on the right, then for new tokens and padding (1, B)."""
         count = len(self._lengths_B)
         if self._mask_BS is None:
             index_S = torch.arange(tokens.shape[1], device=tokens.device)

@@ -1,7 +1,4 @@
-"""titanlite's grouped GEMM for transformers' own mixture-of-experts models.
-
-    from titanlite.features.transformers.experts import use_titanlite_experts
-    use_titanlite_experts(model)
+"""titanlite's grouped GEMM for transformers' own mixture-of-experts models: `use_titanlite_experts(model)`.
 
 transformers' experts interface calls a registered function with the module that holds the fused weights, the tokens,
 and what the router chose. Everything that the interface describes is served: gated or not, biases, transposed weights,
@@ -27,8 +24,7 @@ from titanlite.ops.moe_experts import moe_experts
 
 NAME = "titanlite"
 _ALIGNED = 8
-DISPATCH = "titanlite_dispatch"
-"""Attribute of an experts module that holds its token dispatcher."""
+DISPATCH = "titanlite_dispatch"  # attribute of an experts module that holds its token dispatcher
 SENT = "titanlite_sent"
 """Attribute of an experts module with a token dispatcher: `chosen_rows` and `row_ends` of an `ExpertCounter`."""
 

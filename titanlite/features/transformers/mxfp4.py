@@ -21,8 +21,7 @@ from titanlite.materialize import ReadRequest, Region
 _BLOCK, _BYTES = 32, 16
 _JOB_BYTES = 1 << 18
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-Packed = tuple[StoredTensor, StoredTensor]
-"""Blocks and scales of one weight."""
+Packed = tuple[StoredTensor, StoredTensor]  # blocks and scales of one weight
 
 
 def find_packed(tensors: Mapping[str, StoredTensor]) -> dict[str, Packed]:
