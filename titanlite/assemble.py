@@ -29,9 +29,8 @@ from titanlite.data.run_length import check_form, describe_sources, resolve_step
 from titanlite.data.tokenizer import check_vocabulary, count_ids
 from titanlite.distributed import ParallelDims
 from titanlite.distributed.collectives import all_reduce_sum, all_to_all_single
-from titanlite.distributed.device import check_device, choose_attention
 from titanlite.distributed.fsdp import base_dtype, mixed_precision_dtypes
-from titanlite.distributed.parallelize import parallelize
+from titanlite.distributed.parallelize import check_device, choose_attention, parallelize
 from titanlite.distributed.process_group import init_distributed
 from titanlite.distributed.schedule import Schedule
 from titanlite.features.cpu import install as install_cpu

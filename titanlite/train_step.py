@@ -13,10 +13,9 @@ from titanlite.base import timers
 from titanlite.config import JobConfig
 from titanlite.data.dataset import Batch
 from titanlite.distributed import ParallelDims
-from titanlite.distributed.clip_grad import clip_grad_norms
 from titanlite.distributed.collectives import all_reduce_sum
 from titanlite.distributed.fsdp import prepare_backward
-from titanlite.distributed.replicated_grads import reduce_replicated_grads
+from titanlite.distributed.grads import clip_grad_norms, reduce_replicated_grads
 from titanlite.distributed.schedule import Schedule
 from titanlite.launch import heartbeat
 from titanlite.metrics import MoEState, StepPoint, find_largest, gather_ranks, get_busy_seconds, get_memory

@@ -6,7 +6,7 @@ from torch.distributed.tensor import DTensor
 
 from titanlite.assemble import assemble
 from titanlite.config.parallelism import Degrees
-from titanlite.distributed.replicated_grads import reduce_replicated_grads
+from titanlite.distributed.grads import reduce_replicated_grads
 from titanlite.models.moe import Experts
 
 BF16 = "--training.mixed_precision_param=bfloat16"

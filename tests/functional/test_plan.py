@@ -17,7 +17,7 @@ from titanlite.assemble import assemble, build_data
 from titanlite.checkpoint import reader
 from titanlite.checkpoint.hf_model import save_hf_model
 from titanlite.config.parallelism import Degrees
-from titanlite.distributed import clip_grad, collectives, expert_parallel, fsdp_timing, replicated_grads
+from titanlite.distributed import collectives, expert_parallel, fsdp, grads
 from titanlite.features.estimate.cli import exact_plan, planned_sources
 from titanlite.features.estimate.estimate import axis_ranks
 from titanlite.features.estimate.stand_in import observed
@@ -77,7 +77,7 @@ def calls_of(trainer: Trainer) -> Iterator[Counter[tuple[str, str, str]]]:
                 patch.setattr(dist, name, counting(name, getattr(dist, name)))
         for name in ("all_gather_single", "reduce_scatter_single", "all_to_all_single", "all_reduce_sum"):
             function = counting(name, getattr(collectives, name))  # titanlite's, before torch's
-            for module in (collectives, fsdp_timing, expert_parallel, clip_grad, replicated_grads, train_step):
+            for module in (collectives, fsdp, expert_parallel, grads, train_step):
                 if hasattr(module, name):
                     patch.setattr(module, name, function)
         patch.setattr(

@@ -16,8 +16,7 @@ from titanlite.base.errors import TrainingError
 from titanlite.config.parallelism import Degrees
 from titanlite.data.dataset import Batch
 from titanlite.distributed import ParallelDims
-from titanlite.distributed.clip_grad import clip_grad_norms
-from titanlite.distributed.replicated_grads import reduce_replicated_grads
+from titanlite.distributed.grads import clip_grad_norms, reduce_replicated_grads
 from titanlite.materialize import materialize
 from titanlite.models.decoder import Decoder, build_decoder
 from titanlite.preflight import Checked

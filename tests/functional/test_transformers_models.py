@@ -24,9 +24,8 @@ from titanlite.checkpoint.model_source import weights_of
 from titanlite.config import TransformersConfig, load_config
 from titanlite.config.parallelism import Degrees
 from titanlite.distributed import ParallelDims
-from titanlite.distributed.clip_grad import clip_grad_norms
+from titanlite.distributed.grads import clip_grad_norms, reduce_replicated_grads
 from titanlite.distributed.parallelize import parallelize
-from titanlite.distributed.replicated_grads import reduce_replicated_grads
 from titanlite.features.transformers.build import build_transformers
 from titanlite.features.transformers.model import TransformersModel
 from titanlite.materialize import Compute, Plan, materialize

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from tiny_transformers import ALL_MODELS, save_tiny, save_tiny_llava
 
 from titanlite.__main__ import main
-from titanlite.distributed.replicated_grads import reduce_replicated_grads
+from titanlite.distributed.grads import reduce_replicated_grads
 from titanlite.features.generate.generate import generate
 from titanlite.features.tools.export import export_checkpoint
 from titanlite.features.tools.generate import load_model

@@ -17,8 +17,7 @@ from titanlite.checkpoint.folder import (
     read_json,
     read_model_headers,
 )
-from titanlite.checkpoint.fp8 import FP8, companions
-from titanlite.checkpoint.header import shown
+from titanlite.checkpoint.header import FP8, companions, shown
 from titanlite.checkpoint.keys import (
     IGNORED_SUFFIXES,
     MASTER_PREFIX,

@@ -18,8 +18,7 @@ import numpy as np
 import torch
 
 from titanlite.base.errors import CheckpointError
-from titanlite.checkpoint.fp8 import FP8, find_scale
-from titanlite.checkpoint.header import StoredTensor
+from titanlite.checkpoint.header import FP8, StoredTensor, find_scale
 from titanlite.checkpoint.progress import Transfer
 from titanlite.checkpoint.segments import Segments, bytes_of, overlap
 from titanlite.materialize import ReadRequest, Region

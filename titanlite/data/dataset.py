@@ -16,7 +16,7 @@ from torch import Tensor
 from titanlite.base.errors import DataError
 from titanlite.data.tokens import TokenizedCorpus
 from titanlite.ops import IGNORE_INDEX
-from titanlite.ops.attention_varlen import find_starts
+from titanlite.ops.attention import find_starts
 
 _MOST_SORTED = 2**20  # sequences of an order that is held: 8 MB
 _ROUNDS = 6  # of the Feistel network

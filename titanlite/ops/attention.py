@@ -4,19 +4,22 @@ Shapes: B batch, S sequence, T cached keys, H query heads, G key/value heads, R 
 V <= K of a value head.
 """
 
+import inspect
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.varlen import varlen_attn
 
-from titanlite.ops.attention_varlen import find_starts, varlen_attention
 from titanlite.ops.compiled import compile_function
 from titanlite.ops.kernels import find_kernel, kernel_device
 
 AttentionBackend = Literal["sdpa", "flex", "varlen"]
+# Grouped heads are what the kernel always takes; torch 2.12 and newer want to be told that they are meant.
+_GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 @dataclass(frozen=True)
@@ -142,3 +145,34 @@ def cached_attention(
 def _compiled(function: Any) -> Any:
     """Return `function` compiled at first use: uncompiled, flex_attention and its mask would build all S x S scores."""
     return compile_function(function, dynamic=False)
+
+
+def find_starts(document_ids_BS: torch.Tensor) -> torch.Tensor:
+    """Where each run of tokens of one document begins among B x S tokens, and B x S: (N + 1,) int32.
+
+    Waits for a CUDA device.
+    """
+    begins_BS = torch.ones_like(document_ids_BS, dtype=torch.bool)
+    begins_BS[:, 1:] = document_ids_BS[:, 1:] != document_ids_BS[:, :-1]
+    starts_N = begins_BS.flatten().nonzero().flatten()
+    return F.pad(starts_N, (0, 1), value=document_ids_BS.numel()).int()
+
+
+def varlen_attention(
+    q_BSHK: torch.Tensor, k_BSGK: torch.Tensor, v_BSGV: torch.Tensor, starts_N1: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Causal attention inside each document, (B, S, H, V), in bfloat16 or float16; `starts_N1` as of `find_starts`."""
+    width = v_BSGV.shape[-1]
+    v_BSGK = pad_values(q_BSHK, v_BSGV)
+    q_THK, k_TGK, v_TGK = (x.flatten(0, 1) for x in (q_BSHK, k_BSGK, v_BSGK))
+    # The longest document would have to be waited for, too: blocks of the kernel behind a document's end stop at once.
+    bound = q_BSHK.shape[1]
+    out_THK = varlen_attn(
+        q_THK, k_TGK, v_TGK, starts_N1, starts_N1, bound, bound, scale=scale, window_size=(-1, 0), **_GROUPED
+    )
+    return cast(torch.Tensor, out_THK).view(q_BSHK.shape)[..., :width]
+
+
+def pad_values(q_BSHK: torch.Tensor, v_BSGV: torch.Tensor) -> torch.Tensor:
+    """Values as wide as queries, with zeros: FlashAttention knows one width."""
+    return F.pad(v_BSGV, (0, q_BSHK.shape[-1] - v_BSGV.shape[-1])) if v_BSGV.shape[-1] < q_BSHK.shape[-1] else v_BSGV

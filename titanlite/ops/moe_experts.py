@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
+from titanlite.ops.elementwise import swiglu
 from titanlite.ops.grouped_gemm import GroupedGemmBackend, grouped_gemm, resolve_backend
 from titanlite.ops.kernels import find_kernel
 from titanlite.ops.permute import permute_tokens, unpermute_sum
-from titanlite.ops.swiglu import swiglu
 
 
 def moe_experts(

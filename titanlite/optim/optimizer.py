@@ -1,20 +1,42 @@
-"""The optimizer that the configuration describes, stepped only if the gradients are finite."""
+"""The optimizer that the configuration describes, stepped only if the gradients are finite, and its rate."""
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from titanlite.base.extension import FORM, is_extension
 from titanlite.base.log import logger
-from titanlite.config.schema import OptimizerSection
+from titanlite.config.schema import LRSchedulerSection, OptimizerSection
+from titanlite.materialize.layout import local_of
 from titanlite.ops.kernels import kernel_device
-from titanlite.optim.adamw import LocalAdamW
 from titanlite.optim.parameters import lr_multipliers
 
 _LEAST_BFLOAT16_LR = 1e-3
+
+
+class LocalAdamW(torch.optim.AdamW):
+    """torch's AdamW (arXiv:1711.05101) on this rank's shards; parameters and states stay the DTensors that they are.
+
+    The update of an element needs nothing of other elements, so DTensor has nothing to add. It refuses two meshes in a
+    fused call, and to find the layout of the first one's results takes it longer than ten updates of a small model.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], **options: Any) -> None:
+        super().__init__(groups, **options)
+        for group in self.param_groups:
+            group["state_names"] = ("step", "exp_avg", "exp_avg_sq")  # what a checkpoint must have of each parameter
+
+    def _init_group(self, group: dict[str, Any], *lists: list[torch.Tensor]) -> bool:
+        """Fill `lists` with the tensors of a group, in the order of the update's arguments; private to torch."""
+        has_complex = super()._init_group(group, *lists)
+        for tensors in lists:
+            tensors[:] = [local_of(tensor) for tensor in tensors]
+        return has_complex
 
 
 def build_optimizer(
@@ -103,3 +125,35 @@ def step_if_finite(optimizer: torch.optim.Optimizer, finite: torch.Tensor) -> No
         optimizer.step()
     elif bool(finite):
         optimizer.step()
+
+
+def lr_factor(step: int, steps: int, section: LRSchedulerSection) -> float:
+    """Return the factor on the peak learning rate for optimizer step `step` (0-based) of `steps`.
+
+    Warmup-stable-decay (arXiv:2404.06395). Warm-up of -1 is 3% of all steps, at most 200. It reaches 1 at step
+    warmup_steps - 1, so that the first step is not wasted on a rate of 0. The decay covers the last decay_ratio of all
+    steps, or all after warm-up if unset, and ends at min_lr_factor on the last step.
+    """
+    warmup = min(section.warmup_steps, steps) if section.warmup_steps >= 0 else min(200, math.ceil(0.03 * steps))
+    if step < warmup:
+        return (step + 1) / warmup
+    decay = steps - warmup if section.decay_ratio is None else min(round(steps * section.decay_ratio), steps - warmup)
+    done = step - (steps - decay) + 1
+    if done <= 0 or decay == 0:
+        return 1.0
+    progress = min(done / decay, 1.0)
+    shape = {
+        "linear": 1.0 - progress,
+        "sqrt": 1.0 - math.sqrt(progress),
+        "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
+    }[section.decay_type]
+    return section.min_lr_factor + (1.0 - section.min_lr_factor) * shape
+
+
+def build_lr_scheduler(
+    optimizer: torch.optim.Optimizer, section: LRSchedulerSection, steps: int, start_step: int = 0
+) -> LambdaLR:
+    """Scheduler that applies `lr_factor`, from `start_step` steps done; call `step()` after every optimizer step."""
+    for group in optimizer.param_groups:
+        group["initial_lr"] = group["lr"]  # which LambdaLR wants where it does not begin at 0
+    return LambdaLR(optimizer, lambda step: lr_factor(step, steps, section), last_epoch=start_step - 1)

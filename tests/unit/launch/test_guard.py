@@ -278,7 +278,7 @@ def test_a_collective_made_of_others_keeps_its_name(tmp_path):
             f'  File "/x/titanlite/distributed/collectives.py", line 90 in host_{name}\n'
             '  File "/x/torch/_library/custom_ops.py", line 3 in backend_impl\n'
             f'  File "/x/titanlite/distributed/collectives.py", line 50 in {name}_single\n'
-            '  File "/x/titanlite/distributed/fsdp_timing.py", line 60 in __call__\n'
+            '  File "/x/titanlite/distributed/fsdp.py", line 60 in __call__\n'
         )
     beats = {rank: Beat(rank, os.getpid(), 4, "backward", time.monotonic()) for rank in (0, 1)}
     text = stacks.describe(tmp_path, beats, silent=[])

@@ -13,8 +13,8 @@ from titanlite.base.errors import ConfigError, TrainingError
 from titanlite.base.log import logger
 from titanlite.base.tables import format_memory
 from titanlite.config import AnyModelConfig, JobConfig, ModelConfig
-from titanlite.distributed.device import choose_attention
 from titanlite.distributed.fsdp import mixed_precision_dtypes
+from titanlite.distributed.parallelize import choose_attention
 
 FOLDER = "memory"
 _GIB = 2**30

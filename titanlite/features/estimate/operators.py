@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
 import titanlite.features.cpu.attention
-import titanlite.ops.attention_varlen
+import titanlite.ops.attention
 import titanlite.ops.moe_experts  # noqa: F401
 from titanlite.distributed import collectives  # noqa: F401 - defines torch.ops.titanlite.all_gather and others
 from titanlite.features.cpu.onednn import get_onednn_op

@@ -16,8 +16,7 @@ from titanlite.features.muon.matrix_exchange import AllToAll, MatrixExchange
 from titanlite.materialize.layout import is_elsewhere, local_of
 from titanlite.models.interface import Model
 from titanlite.ops.kernels import kernel_device
-from titanlite.optim.adamw import LocalAdamW
-from titanlite.optim.optimizer import build_adamw, group_parameters
+from titanlite.optim.optimizer import LocalAdamW, build_adamw, group_parameters
 
 MOMENTUM = "momentum_buffer"
 

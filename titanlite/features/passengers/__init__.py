@@ -26,8 +26,7 @@ from titanlite.base.log import logger
 from titanlite.base.tables import format_size
 from titanlite.checkpoint.description import render
 from titanlite.checkpoint.folder import OWN_FOLDER
-from titanlite.checkpoint.fp8 import FP8, companions, find_scale
-from titanlite.checkpoint.header import StoredTensor, shown
+from titanlite.checkpoint.header import FP8, StoredTensor, companions, find_scale, shown
 from titanlite.checkpoint.keys import MASTER_PREFIX, PREDICTION_KEY, part_of, whole
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.reader import Files, SafetensorsReader, place

@@ -11,8 +11,7 @@ from titanlite.base.tables import fold_names, format_count, format_size, format_
 from titanlite.checkpoint import Progress
 from titanlite.checkpoint.commit import MANIFEST_FILE, check_folder
 from titanlite.checkpoint.folder import ADAPTER_FILE, OWN_FOLDER, Stored, read_headers, read_json, read_model_headers
-from titanlite.checkpoint.fp8 import FP8, companions
-from titanlite.checkpoint.header import DTYPES, StoredTensor, shown
+from titanlite.checkpoint.header import DTYPES, FP8, StoredTensor, companions, shown
 from titanlite.checkpoint.keys import find_passengers
 from titanlite.checkpoint.model_source import weights_of
 from titanlite.checkpoint.train_state import STATE_FILE

@@ -14,8 +14,7 @@ from titanlite.base.agree import raise_together
 from titanlite.base.errors import CheckpointError
 from titanlite.base.log import logger
 from titanlite.checkpoint.folder import Stored
-from titanlite.checkpoint.fp8 import FP8, companions, find_scale
-from titanlite.checkpoint.header import StoredTensor, shown
+from titanlite.checkpoint.header import FP8, StoredTensor, companions, find_scale, shown
 from titanlite.checkpoint.keys import IGNORED_SUFFIXES, MASTER_PREFIX, explain_unexpected, find_passengers, whole
 from titanlite.checkpoint.model_source import explain_untied, is_equal
 from titanlite.checkpoint.reader import Placed, SafetensorsReader, place

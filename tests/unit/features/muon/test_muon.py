@@ -19,8 +19,7 @@ from titanlite.features.muon.muon import Muon, _get_num_stacked, build_muon, muo
 from titanlite.materialize import materialize
 from titanlite.models.decoder import build_decoder
 from titanlite.models.families import families
-from titanlite.optim.adamw import LocalAdamW
-from titanlite.optim.optimizer import step_if_finite
+from titanlite.optim.optimizer import LocalAdamW, step_if_finite
 
 SHAPES = {"wide": (8, 20), "tall": (20, 8), "square": (9, 9), "experts": (3, 6, 10), "stacked": (2, 12, 5)}
 
