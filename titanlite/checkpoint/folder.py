@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from titanlite.base import files
 from titanlite.base.errors import CheckpointError, raise_problems
-from titanlite.base.files import read_regular
-from titanlite.checkpoint.header import StoredTensor, find_twice, parse_json, read_header_and_size, shown
+from titanlite.checkpoint.header import StoredTensor, read_header, shown
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -83,19 +83,20 @@ def how_to_finish(folder: Path) -> str:
     return f"Finish it: python -m titanlite export {folder} OUT."
 
 
-def read_headers(files: Iterable[Path], where: str) -> Stored:
-    """Read the headers of `files` together.
+def read_headers(paths: Iterable[Path], where: str) -> Stored:
+    """Read the headers of the files at `paths` together.
 
     Raises CheckpointError: a file is missing or damaged, or two files have the same key. Lists all problems.
     """
     found = Stored({}, {})
     problems: list[str] = []
-    for file in files:
+    for file in paths:
         try:
-            tensors, found.file_bytes[file] = read_header_and_size(file)
+            tensors = read_header(file)
         except CheckpointError as error:
             problems.append(str(error).removeprefix("checkpoint "))
             continue
+        found.file_bytes[file] = max((tensor.offset + tensor.nbytes for tensor in tensors.values()), default=0)
         for key, tensor in tensors.items():
             if key in found.tensors:
                 problems.append(f"{shown(key)}: is in {found.tensors[key].file.name} and in {file.name}.")
@@ -110,17 +111,15 @@ def read_json(path: Path, where: str) -> dict[str, Any]:
     Raises CheckpointError: it cannot be read, because of the OSError that is its cause, or is no JSON object.
     """
     try:
-        value = parse_json(read_regular(path), any_float=path.name == "config.json")  # some models have infinities
+        value = files.read_json(path)
     except FileNotFoundError:
         raise CheckpointError(f"{where}: there is no {path.name}.") from None
     except OSError as error:
         raise CheckpointError(f"{where}: cannot read {path.name}: {error.strerror}.") from error
     except ValueError as error:
-        raise CheckpointError(f"{where}: {path.name} {error}.") from None
+        raise CheckpointError(f"{where}: {path.name} is not valid JSON: {shown(error)}.") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{where}: {path.name} is not a JSON object.")
-    if (twice := find_twice(value)) is not None:
-        raise CheckpointError(f"{where}: {path.name} has the name '{shown(twice)}' twice.")
     return value
 
 

@@ -6,6 +6,7 @@ https://huggingface.co/docs/safetensors
 """
 
 import json
+import math
 import os
 import stat
 import struct
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from titanlite.base.errors import CheckpointError, raise_problems
+from titanlite.base.files import parse_json
 
 # The reference implementation refuses longer headers too.
 MAX_HEADER_BYTES = 100_000_000
@@ -69,17 +71,14 @@ class StoredTensor(NamedTuple):
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of the safetensors file `path` by key, in the order of their bytes. Reads the header only.
+    """Return the tensors of the safetensors file `path` by key, in the order of their bytes, which end the file.
+
+    Reads the header only.
 
     Raises CheckpointError: `path` cannot be read, is no regular file, is shorter than its header says, or its header is
-    not what the format allows: no UTF-8, no JSON, a name twice, an unknown dtype, offsets that are out of range,
-    overlap, leave a gap, or contradict dtype and shape. Names the file and every such tensor.
+    not what the format allows: no JSON, a name twice, an unknown dtype, offsets that are out of range, overlap, leave a
+    gap, or contradict dtype and shape. Names the file and every such tensor.
     """
-    return read_header_and_size(path)[0]
-
-
-def read_header_and_size(path: Path) -> tuple[dict[str, StoredTensor], int]:
-    """`read_header`, and the size of the file that it was checked against."""
     text, file_bytes = _read_text(path)
     table = _parse(path, text)
     data_start = 8 + len(text)
@@ -96,25 +95,23 @@ def read_header_and_size(path: Path) -> tuple[dict[str, StoredTensor], int]:
     if not problems:
         problems = list(_gaps(tensors, data_start, file_bytes))
     raise_problems(CheckpointError, f"checkpoint {path}", problems)
-    return {tensor.key: tensor for tensor in tensors}, file_bytes
+    return {tensor.key: tensor for tensor in tensors}
 
 
 def encode_header(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...], int]]) -> bytes:
-    """Header of a file with the given (key, dtype, shape, first byte in the data), padded to align the data."""
+    """Return the header of a file with the given (key, dtype, shape, first byte in the data), padded to a page."""
     table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     for key, dtype, shape, start in tensors:
-        nbytes = dtype.itemsize
-        for size in shape:
-            nbytes *= size
-        table[key] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, start + nbytes]}
+        end = start + math.prod(shape) * dtype.itemsize
+        table[key] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(table, separators=(",", ":")).encode()
-    # Pages of the header are rank 0's alone, who has them in its cache.
+    # No other rank writes to a page of the header.
     text += b" " * (-(len(text) + 8) % _PAGE_BYTES)
     return struct.pack("<Q", len(text)) + text
 
 
 def shown(text: object) -> str:
-    """`text` from a file as it may stand in a message: printable, and not long."""
+    """Return `text` from a file fit for a message: printable, and not long."""
     safe = str(text).encode("unicode_escape").decode("ascii")
     return safe if len(safe) <= 200 else f"{safe[:197]}..."
 
@@ -158,66 +155,14 @@ def _read_text(path: Path) -> tuple[bytes, int]:
         os.close(descriptor)
 
 
-class Table(dict[str, Any]):
-    """A JSON object that remembers a name that stood there twice, which Python's parser would silently pass over."""
-
-    twice: str | None = None
-
-
-def parse_json(text: bytes, start: int = 0, any_float: bool = False) -> Any:
-    """JSON with objects as `Table`, NaN and Infinity only if `any_float`, and absurdly long integers left as text.
-
-    Raises ValueError: it is no UTF-8 or no JSON; says where, `start` being the first byte.
-    """
-    try:
-        constant = float if any_float else _refuse_constant
-        return json.loads(text.decode("utf-8"), object_pairs_hook=_table, parse_constant=constant, parse_int=_parse_int)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"is not UTF-8 (byte {start + error.start})") from None
-    except RecursionError:
-        raise ValueError("is not valid JSON: nested too deeply") from None
-    except ValueError as error:
-        raise ValueError(f"is not valid JSON: {shown(error)}") from None
-
-
-def _table(pairs: list[tuple[str, Any]]) -> Table:
-    table = Table(pairs)
-    if len(table) < len(pairs):
-        seen: set[str] = set()
-        table.twice = next(name for name, _ in pairs if name in seen or seen.add(name))
-    return table
-
-
-def find_twice(value: Any) -> str | None:
-    """Return a name that an object in `value`, of `parse_json`, has twice, however deep it lies; or None."""
-    waiting = [value]
-    while waiting:
-        part = waiting.pop()
-        if isinstance(part, Table) and part.twice is not None:
-            return part.twice
-        waiting += part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
-    return None
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
-
-
-def _parse_int(digits: str) -> int | str:
-    """Python refuses more than 4300 digits, in words that do not help here."""
-    return int(digits) if len(digits) <= 40 else digits
-
-
 def _parse(path: Path, text: bytes) -> dict[str, Any]:
     where = f"checkpoint {path}"
     try:
-        table = parse_json(text, 8)
+        table = parse_json(text.decode("utf-8"))
     except ValueError as error:
-        raise CheckpointError(f"{where}: the header {error}.") from None
-    if not isinstance(table, Table):
+        raise CheckpointError(f"{where}: the header is not valid JSON: {shown(error)}.") from None
+    if not isinstance(table, dict):
         raise CheckpointError(f"{where}: the header is not a JSON object.")
-    if table.twice is not None:
-        raise CheckpointError(f"{where}: the header has the name '{shown(table.twice)}' twice.")
     metadata = table.get("__metadata__")
     if metadata is not None and not (
         isinstance(metadata, dict)
@@ -236,8 +181,6 @@ def _check_entry(key: str, entry: Any, path: Path, data_start: int, file_bytes: 
     """Check the header's entry `key` and return its tensor. Raises ValueError with what is wrong."""
     if not _is_text(key):
         raise ValueError("the name is not valid Unicode")
-    if isinstance(entry, Table) and entry.twice is not None:
-        raise ValueError(f"its entry has '{shown(entry.twice)}' twice")
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise ValueError("its entry is not an object with dtype, shape and data_offsets")
     name, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -266,7 +209,7 @@ def _check_entry(key: str, entry: Any, path: Path, data_start: int, file_bytes: 
 
 
 def _gaps(tensors: Iterable[StoredTensor], data_start: int, file_bytes: int) -> Iterable[str]:
-    """Tensors that share bytes, and bytes that belong to none; the format allows neither."""
+    """Find tensors that share bytes, and bytes that belong to none; the format allows neither."""
     end, before = data_start, "the header"
     for tensor in tensors:
         if tensor.offset < end:
@@ -322,5 +265,4 @@ def find_scale(
 
 
 def scale_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
-    """Shape of the factors of a weight of `shape`."""
     return tuple(-(-size // length) for size, length in zip(shape, block, strict=True))

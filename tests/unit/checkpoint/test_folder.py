@@ -234,7 +234,7 @@ def test_hostile_name_of_a_pickle_file_is_shown_escaped(tmp_path: Path) -> None:
 )
 def test_index_is_not_json(tmp_path: Path, text: bytes) -> None:
     (tmp_path / INDEX_FILE).write_bytes(text)
-    assert re.search(f"{re.escape(INDEX_FILE)} (is not valid JSON|is not UTF-8|has no weight_map)", _refusal(tmp_path))
+    assert re.search(f"{re.escape(INDEX_FILE)} (is not valid JSON|has no weight_map)", _refusal(tmp_path))
 
 
 @pytest.mark.parametrize("text", ["[]", "1", "null", '"weight_map"', "true"])
@@ -384,7 +384,7 @@ def test_key_twice_in_the_index(sharded: Path) -> None:
 def test_a_name_that_a_json_file_has_twice(tmp_path: Path, text: str) -> None:
     """At any depth: quantization_config has objects too, and which of two counts is the parser's choice."""
     (tmp_path / "generation_config.json").write_text(text)
-    with pytest.raises(CheckpointError, match=r"^here: generation_config.json has the name 'a' twice\.$"):
+    with pytest.raises(CheckpointError, match=r"^here: generation_config.json is not valid JSON: it has 'a' twice\.$"):
         read_json(tmp_path / "generation_config.json", "here")
 
 
@@ -469,10 +469,10 @@ def test_read_json(tmp_path: Path) -> None:
     [
         (None, "there is no config.json."),
         (b"", "config.json is not valid JSON: "),
-        (b"\xff", "config.json is not UTF-8 (byte 0)"),
+        (b"\xff", "config.json is not valid JSON: 'utf-8' codec"),
         (b'{"\n\x1b": 1}', "config.json is not valid JSON: "),
         (b"[" * 100_000, "config.json is not valid JSON: "),
-        (b"9" * 100_000, "config.json is not a JSON object."),
+        (b"9" * 100_000, "config.json is not valid JSON: "),
         (b"[]", "config.json is not a JSON object."),
         (b"null", "config.json is not a JSON object."),
     ],
