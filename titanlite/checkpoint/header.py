@@ -265,4 +265,5 @@ def find_scale(
 
 
 def scale_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
+    """Return the shape of the factors of a weight of `shape`."""
     return tuple(-(-size // length) for size, length in zip(shape, block, strict=True))

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from titanlite.base.errors import CheckpointError
 from titanlite.checkpoint import folder as folder_module
 from titanlite.checkpoint.folder import INDEX_FILE, SINGLE_FILE, read_headers, read_json, read_model_headers
-from titanlite.checkpoint.header import read_header, read_header_and_size
+from titanlite.checkpoint.header import read_header
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
@@ -302,7 +302,7 @@ def test_index_names_no_file_of_the_folder(
         name = name.replace("{root}", str(tmp_path))
     for place in (tmp_path.parent, tmp_path, sharded, sharded / "sub"):  # the files are there, and sound
         _save(place / "x.safetensors", "model.d.weight")
-    monkeypatch.setattr(folder_module, "read_header_and_size", lambda path: pytest.fail(f"read {path}"))
+    monkeypatch.setattr(folder_module, "read_header", lambda path: pytest.fail(f"read {path}"))
     _save_index(sharded, {"a": FIRST, "b": FIRST, "c": SECOND, "model.d.weight": name})
     text = _refusal(sharded)
     assert INDEX_FILE in text
@@ -451,7 +451,6 @@ def test_size_is_the_one_that_the_header_was_checked_against(tmp_path: Path) -> 
     """Not asked for a second time: the file may have changed in between, and whoever reads compares."""
     _save(tmp_path / SINGLE_FILE, "a")
     size = (tmp_path / SINGLE_FILE).stat().st_size
-    assert read_header_and_size(tmp_path / SINGLE_FILE)[1] == size
     assert read_model_headers(tmp_path).file_bytes == {tmp_path / SINGLE_FILE: size}
 
 
