@@ -32,7 +32,7 @@ import titanlite.train
 from titanlite.assemble import assemble
 from titanlite.base.errors import CheckpointError
 from titanlite.base.log import logger
-from titanlite.checkpoint import commit, model_source, train_state, writer
+from titanlite.checkpoint import commit, model_source, train_state
 from titanlite.checkpoint.commit import check_folder, list_steps, step_folder
 from titanlite.config import load_config
 from titanlite.config.parallelism import Degrees
@@ -412,11 +412,6 @@ def file_limit(rank: int, nbytes: int) -> Any:
 FAILING_SAVES: Mapping[str, tuple[Callable[[], Any], str, int]] = {  # what happens, what is said, by which rank
     "files may not grow on rank 1": (partial(file_limit, 1, 20_000), "File too large", 1),
     "files may not grow on rank 0": (partial(file_limit, 0, 20_000), "File too large", 0),
-    "disk full when files are made": (
-        partial(broken, 0, writer, "reserve", errno.ENOSPC, 2),
-        "No space left on device",
-        0,
-    ),
     "disk full while rank 1 writes": (partial(broken, 1, os, "pwritev", errno.ENOSPC, 3), "No space left on device", 1),
     "disk full at the manifest": (
         partial(broken, 0, Path, "write_text", errno.ENOSPC),

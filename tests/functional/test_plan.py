@@ -90,13 +90,14 @@ def measure(checked: Checked) -> dict[str, Any]:
     """Two real steps on this rank: what lies in memory, is read, called and computed."""
     read = 0
 
-    class CountingTransfer(reader.Transfer):
-        def add(self, nbytes: int) -> None:
-            nonlocal read
-            read += nbytes
+    @contextmanager
+    def counting(text: str, nbytes: int, folder_bytes: int) -> Iterator[None]:
+        nonlocal read
+        read += nbytes
+        yield
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reader, "Transfer", CountingTransfer)
+        patch.setattr(reader, "timed", counting)
         trainer = assemble(checked)
     gradients = []
     zero_grad = trainer.stepper.optimizer.zero_grad

@@ -18,9 +18,8 @@ import stat
 import time
 import traceback
 import zlib
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch.distributed as dist
@@ -29,7 +28,7 @@ from titanlite.base.agree import gather_objects, on_first_rank, raise_together
 from titanlite.base.errors import CheckpointError, TitanliteError, TransientError, raise_problems
 from titanlite.base.files import is_full, open_regular, sync
 from titanlite.base.log import logger
-from titanlite.checkpoint.folder import ADAPTER_FILE, OWN_FOLDER, UNFINISHED_FILES, read_json
+from titanlite.checkpoint.folder import OWN_FOLDER, read_json
 from titanlite.checkpoint.header import shown
 from titanlite.checkpoint.writer import FileLayout, create_files, header_crcs, merge_crcs, write_items
 
@@ -39,8 +38,6 @@ _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 _TOKEN = r"[\w-]+~[0-9a-f]{8}"
 _HIDDEN = re.compile(rf"\.(step-\d+)(?:\.({_TOKEN}))?\.(tmp|old|gone)")
 _ABANDONED_S = 2 * 3600.0  # without a change; for folders of other machines, whose locks may not be seen here
-_WEIGHTS = ("model*.safetensors", ADAPTER_FILE, f"{OWN_FOLDER}/{UNFINISHED_FILES}")
-_NUMBERED = re.compile(r"(.+)-\d{5}-of-(\d{5})\.safetensors")
 _CHUNK = 8 << 20
 # What a folder itself is to blame for. Others, such as a stale mount or a disk that does not answer, say nothing of it.
 _OF_DAMAGED_FOLDERS = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)
@@ -62,35 +59,27 @@ def commit_folder(
     Collectives: four small ones over `group`; every rank must call, and all must see the same file system.
     """
     temporary = _hidden(folder, on_first_rank(_new_token, group), "tmp")
-    on_first = dist.get_rank(group) == 0
-    shares: dict[str, int] = {}
-    lock = -1
-
-    def start() -> None:
-        nonlocal lock
-        if on_first:
-            lock = _make_locked(temporary)
-            create_files(temporary, files)
-
-    def write() -> None:
-        shares.update(write_items(temporary, files, f"writing {folder}"))
-
-    def finish() -> None:
-        if on_first:
-            _write_rest(temporary, rest)
-            crcs = merge_crcs([header_crcs(files), *(gathered)])
-            written = {file.name: (file.nbytes, crcs[file.name]) for file in files}
-            written |= {name: (len(content), zlib.crc32(content)) for name, content in rest.items()}
-            _check_written(temporary, written)
-            _write_manifest(temporary, written)
-            _flush(temporary)
-            _appear(temporary, folder)
-
+    on_first, lock = dist.get_rank(group) == 0, -1
     try:
-        _together(folder, start, group)
-        _together(folder, write, group)
+        with _together(folder, group):
+            if on_first:
+                lock = _make_locked(temporary)
+                create_files(temporary, files)
+        shares: dict[str, int] = {}
+        with _together(folder, group):
+            shares = write_items(temporary, files, f"writing {folder}")
         gathered = gather_objects(shares, group)
-        _together(folder, finish, group)
+        with _together(folder, group):
+            if on_first:
+                _write_rest(temporary, rest)
+                crcs = merge_crcs([header_crcs(files), *gathered])
+                written = {file.name: (file.nbytes, crcs[file.name]) for file in files}
+                written |= {name: (len(content), zlib.crc32(content)) for name, content in rest.items()}
+                _write_manifest(temporary, written)
+                raise_problems(CheckpointError, "another process changed it", check_folder(temporary))
+                for path in [*temporary.rglob("*"), temporary]:
+                    sync(path)
+                _appear(temporary, folder)
     except CheckpointError:
         if on_first:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -141,11 +130,12 @@ def hidden_folder(folder: Path) -> Generator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _together(folder: Path, action: Callable[[], None], group: dist.ProcessGroup | None) -> None:
-    """Run `action`; what goes wrong on any rank, whatever it is, is raised on all: they would wait for this one."""
+@contextmanager
+def _together(folder: Path, group: dist.ProcessGroup | None) -> Generator[None]:
+    """Raise what goes wrong in the body on any rank, whatever it is, on all: they would wait for this one."""
     problems = []
     try:
-        action()
+        yield
     except FileNotFoundError as error:
         problems.append(f"{error}. Another process removed it: let one run at a time have a job.dump_folder.")
     except OSError as error:
@@ -165,26 +155,11 @@ def _write_rest(folder: Path, rest: Mapping[str, bytes]) -> None:
         (folder / name).write_bytes(content)
 
 
-def _check_written(folder: Path, written: Mapping[str, tuple[int, int]]) -> None:
-    """Compare the files in `folder` with their sizes and checksums in `written`, by size.
-
-    Raises CheckpointError: one is missing or has another size: another process is changing the folder.
-    """
-    problems = []
-    for name, (nbytes, _) in written.items():
-        path = folder / name
-        size = path.stat().st_size if path.is_file() else None
-        if size != nbytes:
-            found = "is missing" if size is None else f"has {size} bytes"
-            problems.append(f"{name}: {found}, but {nbytes} bytes were written; another process changed it.")
-    raise_problems(CheckpointError, folder.name, problems)
-
-
 def check_folder(folder: Path, *, checksums: bool = False, share: tuple[int, int] = (0, 1)) -> list[str]:
     """List what is wrong with the checkpoint in `folder`, by its manifest: files gone, of another size, or other bytes.
 
-    A manifest without weights, or with a part of them, is wrong too. Sizes cost a system call per file; `checksums`
-    reads every byte. With `share` = (i, n) only every nth file is looked at, from the ith on.
+    Sizes cost a system call per file; `checksums` reads every byte. With `share` = (i, n) only every nth file is looked
+    at, from the ith on.
 
     Raises TransientError: the file system does not answer, which says nothing of the checkpoint.
     """
@@ -197,7 +172,7 @@ def check_folder(folder: Path, *, checksums: bool = False, share: tuple[int, int
     files = manifest.get("files")
     if manifest.get("format") != 1 or not isinstance(files, dict) or not files:
         return [f"{folder}: {MANIFEST_FILE} lists no files, or is of a format that this version does not know."]
-    problems = _find_unlisted(files) if share[0] == 0 else []
+    problems = []
     for name, entry in list(files.items())[share[0] :: share[1]]:
         path = folder / name
         if os.path.isabs(name) or ".." in Path(name).parts:
@@ -223,22 +198,6 @@ def check_folder(folder: Path, *, checksums: bool = False, share: tuple[int, int
         except ValueError:
             problems.append(f"{shown(name)}: is not the name of a file.")
     return problems
-
-
-def _find_unlisted(names: Iterable[str]) -> list[str]:
-    """Return a problem if the files `names` have no weights among them, or if numbered ones are not all there."""
-    weights = [name for name in names if any(fnmatchcase(name, pattern) for pattern in _WEIGHTS)]
-    if not weights:
-        return [f"{MANIFEST_FILE} lists no weights: a process that was disturbed has saved it."]
-    counts: dict[tuple[str, int], int] = {}
-    for match in filter(None, map(_NUMBERED.fullmatch, names)):
-        key = match[1], int(match[2])
-        counts[key] = counts.get(key, 0) + 1
-    return [
-        f"{MANIFEST_FILE} lists {count} of {of} files {shown(stem)}-*.safetensors."
-        for (stem, of), count in counts.items()
-        if count != of
-    ]
 
 
 def _raise_unless_damaged(folder: Path, name: str, error: OSError) -> None:
@@ -350,11 +309,6 @@ def _crc_of(path: Path) -> int:
         while chunk := file.read(_CHUNK):
             crc = zlib.crc32(chunk, crc)
     return crc
-
-
-def _flush(folder: Path) -> None:
-    for path in [*folder.rglob("*"), folder]:
-        sync(path)
 
 
 def _appear(temporary: Path, folder: Path) -> None:

@@ -75,12 +75,6 @@ class Progress:
         later = {"results": dict, "taken": dict, "chat_date": str, "identity": dict}
         kinds = {"step": int, "samples": int, "data": str, "world_size": int, "versions": dict, **later}
         table = {name: kind() for name, kind in later.items()} | table
-        rewinds = [table.pop(name, None) for name in ("rewinds", "stretches", "skip_to")]  # of older versions
-        if rewinds[0] or rewinds[2] or len(rewinds[1] or ()) > 1:
-            raise CheckpointError(
-                f"{where}: an older version went back in this run, or left samples out. It cannot be resumed; begin "
-                f"another run with its weights: model.path = {folder}."
-            )
         if (
             table.keys() != kinds.keys()
             or not all(isinstance(table[k], t) for k, t in kinds.items())

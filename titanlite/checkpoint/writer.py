@@ -5,10 +5,7 @@ gathered, and memory beyond the shards is a staging buffer of 1 MiB per thread, 
 or is read from another file.
 """
 
-import ctypes
-import errno
 import os
-import sys
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,8 +23,7 @@ import torch.distributed as dist
 from titanlite.base.log import logger
 from titanlite.checkpoint.header import encode_header
 from titanlite.checkpoint.keys import Piece
-from titanlite.checkpoint.progress import Transfer
-from titanlite.checkpoint.reader import io_threads
+from titanlite.checkpoint.reader import io_threads, timed
 from titanlite.checkpoint.segments import Segments, bytes_of, overlap
 from titanlite.materialize import Region
 
@@ -110,35 +106,13 @@ def _file(name: str, items: Sequence[Item]) -> FileLayout:
 
 
 def create_files(folder: Path, files: Iterable[FileLayout]) -> None:
-    """Make the files at full size, with their headers. Where disk space can be reserved, a full disk shows now."""
+    """Make the files at full size, with their headers."""
     for file in files:
         path = folder / file.name
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "xb") as handle:
             handle.write(file.header)
-            handle.flush()
-            reserve(handle.fileno(), file.nbytes)
             handle.truncate(file.nbytes)
-
-
-def reserve(descriptor: int, nbytes: int) -> None:
-    """Let a file have `nbytes` of disk space, if its file system can do that without writing them.
-
-    `os.posix_fallocate` writes a byte to every block where it cannot, as with NFS before version 4.2: each checkpoint
-    would go over the network twice, once as zeros and from one rank.
-
-    Raises OSError: there is no such space.
-    """
-    fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None) if sys.platform == "linux" else None
-    if fallocate is None:
-        return
-    fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-    while fallocate(descriptor, 0, 0, nbytes) != 0:
-        number = ctypes.get_errno()
-        if number in (errno.EOPNOTSUPP, errno.ENOSYS):
-            return
-        if number != errno.EINTR:
-            raise OSError(number, os.strerror(number))
 
 
 def write_items(folder: Path, files: Sequence[FileLayout], text: str) -> dict[str, int]:
@@ -149,7 +123,7 @@ def write_items(folder: Path, files: Sequence[FileLayout], text: str) -> dict[st
     shares: dict[str, int] = {}
     total = sum(item.nbytes for file in files for item, _ in file.items if item.mine)
     folder_bytes, threads = sum(file.nbytes for file in files), io_threads()
-    with Transfer(text, total, folder_bytes) as progress, ThreadPoolExecutor(threads, "save") as pool:
+    with timed(text, total, folder_bytes), ThreadPoolExecutor(threads, "save") as pool:
         first = dist.get_rank() * len(files) // dist.get_world_size() if dist.is_initialized() else 0
         for file in [*files[first:], *files[:first]]:  # not all ranks in the same file at once
             jobs = list(_jobs(file))
@@ -158,12 +132,11 @@ def write_items(folder: Path, files: Sequence[FileLayout], text: str) -> dict[st
             # Not O_RDWR: NFS would read the rest of a page and write it back, over what another machine wrote there.
             descriptor = os.open(folder / file.name, os.O_WRONLY)
             try:
-                written = list(pool.map(lambda job, fd=descriptor: _counted(job(fd), progress), jobs))
+                written = list(pool.map(lambda job, fd=descriptor: job(fd), jobs))
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
-            ends = np.concatenate([end for end, _, _ in written])
-            crcs = np.concatenate([crc for _, crc, _ in written])
+            ends, crcs = (np.concatenate(arrays) for arrays in zip(*written, strict=True))
             shares[file.name] = combine(crcs, file.nbytes - ends)
     return shares
 
@@ -178,7 +151,7 @@ def header_crcs(files: Iterable[FileLayout]) -> dict[str, int]:
     }
 
 
-_Written = tuple[np.ndarray, np.ndarray, int]  # first byte after each write, its CRC-32, bytes in all
+_Written = tuple[np.ndarray, np.ndarray]  # first byte after each write, and its CRC-32
 
 
 @dataclass(frozen=True)
@@ -188,11 +161,6 @@ class _Part:
     item: Item
     base: int
     segments: Segments
-
-
-def _counted(written: _Written, progress: Transfer) -> _Written:
-    progress.add(written[2])
-    return written
 
 
 def _jobs(file: FileLayout) -> Iterator[partial[_Written]]:
@@ -260,17 +228,15 @@ def _write_parts(descriptor: int, parts: Sequence[tuple[_Part, torch.Tensor, np.
                 writes.append((offset, []))
             writes[-1][1].append(memory[local * itemsize : local * itemsize + length])
             end = offset + length
-    ends, crcs, total = [], [], 0
+    ends, crcs = [], []
     for offset, views in writes:
         crc = 0
         for view in views:
             crc = zlib.crc32(view, crc)
-        nbytes = sum(len(view) for view in views)
-        _write_all(descriptor, views, offset)
-        ends.append(offset + nbytes)
+        ends.append(offset + sum(len(view) for view in views))
         crcs.append(crc)
-        total += nbytes
-    return np.array(ends, dtype=np.int64), np.array(crcs, dtype=np.uint32), total
+        _write_all(descriptor, views, offset)
+    return np.array(ends, dtype=np.int64), np.array(crcs, dtype=np.uint32)
 
 
 def _write_all(descriptor: int, views: list[memoryview], offset: int) -> None:

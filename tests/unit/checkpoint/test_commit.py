@@ -15,7 +15,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from titanlite.base.errors import CheckpointError, TransientError
-from titanlite.checkpoint import commit, writer
+from titanlite.checkpoint import commit
 from titanlite.checkpoint.commit import (
     MANIFEST_FILE,
     check_folder,
@@ -156,9 +156,9 @@ def test_full_disk_leaves_the_older_folder(tmp_path, process_group, monkeypatch)
         raise OSError(28, "No space left on device")
 
     folder = complete_folder(tmp_path / "step-1")
-    for owner, name in ((writer, "reserve"), (os, "pwritev"), (os, "fsync")):
+    for name in ("pwritev", "fsync"):
         with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="No space left on device"):
-            patch.setattr(owner, name, full)
+            patch.setattr(os, name, full)
             commit_folder(folder, files_of(1.0), rest_of())
         assert names_in(tmp_path) == {"step-1"}, name
         assert check_folder(folder, checksums=True) == [], name
@@ -221,7 +221,7 @@ def test_what_another_process_changed_does_not_appear(tmp_path, process_group, m
         return written
 
     monkeypatch.setattr(Path, "write_bytes", write_bytes)
-    with pytest.raises(CheckpointError, match=rf"{name}: (is missing|has 1 bytes), but \d+ bytes were written"):
+    with pytest.raises(CheckpointError, match=rf"another process changed it: {name}: (No such|has 1 bytes|is not)"):
         commit_folder(folder, files_of(1.0), rest_of())
     assert names_in(tmp_path) == {"step-1"} and check_folder(folder, checksums=True) == []
 
@@ -467,29 +467,6 @@ def test_clean_up_leaves_what_another_machine_changed_lately(tmp_path, age_s):
         os.utime(changed, (time.time() - age_s,) * 2)
     clean_up(tmp_path)
     assert path.exists() == (age_s < 3600)
-
-
-@pytest.mark.parametrize(
-    ("names", "problem"),
-    [
-        ({"config.json"}, "titanlite/manifest.json lists no weights: a process that was disturbed has saved it."),
-        ({"titanlite/optimizer.safetensors", "titanlite/weights.safetensors"}, "lists no weights"),
-        ({"model-00001-of-00002.safetensors"}, "lists 1 of 2 files model-*.safetensors."),
-        ({"model.safetensors", "titanlite/weights-00002-of-00003.safetensors"}, "lists 1 of 3 files titanlite/weights"),
-        ({"adapter_model.safetensors"}, ""),
-        ({"titanlite/model.safetensors"}, ""),
-    ],
-)
-def test_manifest_without_a_whole_model(tmp_path, names, problem):
-    """What lay in a folder that two processes wrote into, with the right checksums."""
-    folder = tmp_path / "step-1"
-    for name in names:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).touch()
-    (folder / "titanlite").mkdir(exist_ok=True)
-    write_manifest(folder, {"format": 1, "files": {name: {"bytes": 0, "crc32": "00000000"} for name in names}})
-    found = check_folder(folder, checksums=True)
-    assert [problem in text for text in found] == ([True] if problem else [])
 
 
 def test_clean_up_restores_what_a_replacement_had_set_aside(tmp_path):

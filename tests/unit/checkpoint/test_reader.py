@@ -13,8 +13,9 @@ from processes import anonymous_bytes
 from safetensors.torch import save_file
 
 from titanlite.base.errors import CheckpointError
+from titanlite.checkpoint import reader as reader_module
 from titanlite.checkpoint.header import DTYPES, StoredTensor, read_header
-from titanlite.checkpoint.reader import Placed, SafetensorsReader, io_threads
+from titanlite.checkpoint.reader import Placed, SafetensorsReader, format_transfer, io_threads, timed
 from titanlite.materialize import ReadRequest, Region
 
 MIB = 1 << 20
@@ -325,3 +326,25 @@ def test_threads_of_a_rank(cores, ranks, expected, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     assert io_threads() == expected
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "seconds", "text"),
+    [
+        (1_000_000_000, 0.8, "1.00 GB in 0.8 s, 1.25 GB/s"),
+        (1_500_000, 0.5, "1.50 MB in 0.5 s"),  # 0.00 GB/s says nothing
+        (5_000_000, 0.5, "5.00 MB in 0.5 s, 0.01 GB/s"),
+        (0, 0.0, "0 B in 0.0 s"),
+    ],
+)
+def test_a_rate_that_would_be_0_is_left_out(nbytes: int, seconds: float, text: str) -> None:
+    assert format_transfer(nbytes, seconds) == text
+
+
+def test_the_line_has_the_size_of_the_folder_not_that_of_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(reader_module.logger, "info", lambda text, *values: said.append(text % values))
+    with timed("reading x", 10, 4_000_000), timed("reading nothing on this rank", 0, 4_000_000):
+        pass
+    (line,) = said
+    assert line.startswith("checkpoint: reading x: 4.00 MB in 0.0 s")

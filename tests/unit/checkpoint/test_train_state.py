@@ -69,19 +69,6 @@ def test_results_of_another_shape_are_refused(tmp_path, results):
 
 
 @pytest.mark.parametrize(
-    "more", [{"rewinds": [{}]}, {"stretches": [{"step": 0}, {"step": 3}]}, {"skip_to": 128}], ids=str
-)
-def test_runs_of_older_versions_that_went_back_are_refused(tmp_path, more):
-    make(tmp_path)
-    table = json.loads((tmp_path / STATE_FILE).read_text())
-    (tmp_path / STATE_FILE).write_text(json.dumps({**table, **dict.fromkeys(more, type(*more.values())())}))
-    assert Progress.read(tmp_path).step == 7, "nothing was left out"
-    (tmp_path / STATE_FILE).write_text(json.dumps({**table, **more}))
-    with pytest.raises(CheckpointError, match=r"went back in this run, .* model\.path = "):
-        Progress.read(tmp_path)
-
-
-@pytest.mark.parametrize(
     ("identity", "wants", "share"),
     [
         (None, False, 0.0),  # nobody would look at them

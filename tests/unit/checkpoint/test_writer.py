@@ -1,12 +1,9 @@
 """Writing safetensors files in place: layout, bits, checksums from shares, on as many ranks as one likes."""
 
-import ctypes
-import errno
 import itertools
 import json
 import os
 import random
-import sys
 import time
 import zlib
 from dataclasses import replace
@@ -28,7 +25,6 @@ from titanlite.checkpoint.writer import (
     header_crcs,
     lay_out,
     merge_crcs,
-    reserve,
     snapshot,
     write_items,
 )
@@ -144,28 +140,6 @@ def test_files_are_created_at_full_size_and_never_over_others(tmp_path):
     assert path.read_bytes() == files[0].header + bytes(4000)
     with pytest.raises(FileExistsError):
         create_files(tmp_path, files)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="fallocate is Linux's")
-@pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOSPC])
-def test_disk_space_that_cannot_be_reserved_is_not_written(tmp_path, number, monkeypatch):
-    class Library:
-        @staticmethod
-        def fallocate(descriptor, mode, offset, length):
-            ctypes.set_errno(number)
-            return -1
-
-    with open(tmp_path / "file", "wb") as file:
-        with pytest.raises(OSError, match=r"File too large|No space left|Invalid"):
-            reserve(file.fileno(), 1 << 62)  # the kernel's own answer
-        monkeypatch.setattr(ctypes, "CDLL", lambda *args, **options: Library)
-        if number == errno.ENOSPC:
-            with pytest.raises(OSError, match="No space left on device"):
-                reserve(file.fileno(), 1 << 20)
-        else:
-            reserve(file.fileno(), 1 << 20)
-    stat = (tmp_path / "file").stat()
-    assert (stat.st_size, stat.st_blocks) == (0, 0)
 
 
 # ---- one rank ----

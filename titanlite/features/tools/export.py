@@ -23,7 +23,7 @@ from titanlite.checkpoint.folder import ADAPTER_CONFIG, ADAPTER_FILE, OWN_FOLDER
 from titanlite.checkpoint.hf_model import index_of, warn_of_sidecar
 from titanlite.checkpoint.keys import SIDECAR_FILE, checkpoint_pieces, is_sidecar, whole
 from titanlite.checkpoint.model_source import weights_of
-from titanlite.checkpoint.progress import Transfer
+from titanlite.checkpoint.reader import timed
 from titanlite.checkpoint.segments import bytes_of
 from titanlite.checkpoint.writer import FileLayout, Item, create_files, lay_out
 from titanlite.config import ModelConfig
@@ -136,8 +136,8 @@ def export_checkpoint(
         with hidden_folder(out) as temporary:
             create_files(temporary, files)
             nbytes = sum(file.nbytes for file in files)
-            with Transfer(f"writing {out}", nbytes, nbytes) as transfer:
-                _copy_weights(files, values, temporary, transfer)
+            with timed(f"writing {out}", nbytes, nbytes):
+                _copy_weights(files, values, temporary)
             for name, content in (rest | index_of(files)).items():
                 (temporary / name).write_bytes(content)
             if adapters is not None:  # the run's tokenizer may have another chat template than the model's
@@ -211,7 +211,7 @@ def _read(entry: TensorEntry, region: Region, dtype: torch.dtype) -> torch.Tenso
     return chunk
 
 
-def _copy_weights(files: Sequence[FileLayout], values: Mapping[str, _Values], out: Path, transfer: Transfer) -> None:
+def _copy_weights(files: Sequence[FileLayout], values: Mapping[str, _Values], out: Path) -> None:
     for file in files:
         with open(out / file.name, "r+b") as handle:
             for item, offset in file.items:
@@ -223,7 +223,7 @@ def _copy_weights(files: Sequence[FileLayout], values: Mapping[str, _Values], ou
                         raise CheckpointError(
                             f"export: {item.key} has values that float16 cannot hold (beyond 65504). Use bfloat16."
                         )
-                    transfer.add(handle.write(bytes_of(chunk.view(-1))))
+                    handle.write(bytes_of(chunk.view(-1)))
             handle.flush()
             os.fsync(handle.fileno())
 

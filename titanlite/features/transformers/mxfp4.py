@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from titanlite.checkpoint.header import StoredTensor, shown
-from titanlite.checkpoint.progress import Transfer
-from titanlite.checkpoint.reader import Files, io_threads, run_jobs
+from titanlite.checkpoint.reader import Files, io_threads, run_jobs, timed
 from titanlite.checkpoint.segments import bytes_of
 from titanlite.materialize import ReadRequest, Region
 
@@ -82,8 +81,8 @@ class Mxfp4Reader:
         needed = {part.file for request in requests for part in self._tensors[request.name][1]}
         total = sum(sum(self.plan_bytes(request.name, request.region).values()) for request in requests)
         stored = sum(part.nbytes for _, parts in self._tensors.values() for part in parts)
-        with Transfer(f"reading MXFP4 of {self.name}", total, stored) as transfer, Files(self._file_bytes, needed) as f:
-            run_jobs(self._jobs(requests, f), io_threads(), transfer.add)
+        with timed(f"reading MXFP4 of {self.name}", total, stored), Files(self._file_bytes, needed) as files:
+            run_jobs(self._jobs(requests, files), io_threads())
 
     def plan_bytes(self, name: str, region: Region) -> dict[Path, int]:
         """Bytes of each file that a read of `region` of tensor `name` takes; reads nothing."""
@@ -95,7 +94,7 @@ class Mxfp4Reader:
             found[part.file] = found.get(part.file, 0) + nbytes
         return {file: nbytes for file, nbytes in found.items() if nbytes}
 
-    def _jobs(self, requests: Sequence[ReadRequest], files: Files) -> Generator[partial[int], None, None]:
+    def _jobs(self, requests: Sequence[ReadRequest], files: Files) -> Generator[partial[None], None, None]:
         for request in requests:
             first, count = request.region.starts[2], request.region.lengths[2]
             step = max(_JOB_BYTES // max(len(_groups(request.region)) * _BYTES, 1), 1)
@@ -104,8 +103,8 @@ class Mxfp4Reader:
                     rows = range(first + row, first + min(row + step, count))
                     yield partial(self._read_rows, files, request, expert, rows)
 
-    def _read_rows(self, files: Files, request: ReadRequest, expert: int, rows: range) -> int:
-        """Read `rows` of the stored matrix of the region's expert number `expert`; return the bytes."""
+    def _read_rows(self, files: Files, request: ReadRequest, expert: int, rows: range) -> None:
+        """Read `rows` of the stored matrix of the region's expert number `expert`."""
         region, groups = request.region, _groups(request.region)
         read = []
         for part in self._tensors[request.name][1]:
@@ -123,7 +122,6 @@ class Mxfp4Reader:
         values = decode(read[0], read[1].squeeze(-1))[:, start : start + region.lengths[1]]
         at = rows.start - region.starts[2]
         request.destination[expert, :, at : at + len(rows)].copy_(values.mT)
-        return sum(raw.numel() for raw in read)
 
 
 def _groups(region: Region) -> range:
