@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from plain_sources import TorchDefaults
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -14,7 +15,7 @@ from titanlite.config.parallelism import Degrees
 from titanlite.distributed import ParallelDims
 from titanlite.distributed.parallelize import parallelize
 from titanlite.distributed.process_group import fake_ranks
-from titanlite.materialize import Normal, TorchDefaults, allocate, build_plan, fill, materialize, verify
+from titanlite.materialize import Normal, allocate, build_plan, fill, materialize, verify
 from titanlite.models.decoder import Decoder, build_decoder
 from titanlite.preflight import Checked
 

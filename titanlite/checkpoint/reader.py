@@ -102,9 +102,6 @@ class SafetensorsReader:
         self._tensors, self._file_bytes = tensors, file_bytes
         self._threads = threads or io_threads()
 
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {name: shape for name, (shape, _) in self._tensors.items()}
-
     def read(self, requests: Sequence[ReadRequest]) -> None:
         """Write every requested region into its destination, cast to its dtype.
 

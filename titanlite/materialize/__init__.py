@@ -25,17 +25,14 @@ from titanlite.materialize.plan import Plan, TensorEntry, build_plan
 from titanlite.materialize.recipes import Constant, Normal, Ones, Recipe, TruncatedNormal, Uniform, Zeros
 from titanlite.materialize.sources import (
     Alias,
-    Checkpoint,
     Compute,
     Init,
     Keep,
     ReadRequest,
     Source,
     SourceProvider,
-    StateDictReader,
     TensorInfo,
     TensorReader,
-    TorchDefaults,
     Unfit,
 )
 from titanlite.materialize.verify import verify

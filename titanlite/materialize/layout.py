@@ -216,11 +216,11 @@ def _stored_at(tensor: torch.Tensor, coordinate: Sequence[int]) -> Region:
     starts, lengths = [0] * tensor.dim(), list(tensor.shape)
     if isinstance(tensor, DTensor):
         splits = [
-            (_is_strided(placement), int(getattr(placement, "dim")), size, index)  # noqa: B009 - no common base class
+            (hasattr(placement, "split_factor"), int(getattr(placement, "dim")), size, index)  # noqa: B009 - no common base class
             for placement, size, index in zip(tensor.placements, tensor.device_mesh.shape, coordinate, strict=True)
             if _is_split(placement)
         ]
-        for _, dim, size, index in sorted(splits, key=lambda split: split[0]):  # stable: plain shards first
+        for _, dim, size, index in sorted(splits, key=lambda split: split[0]):  # stable: _StridedShard comes last
             chunk = -(-lengths[dim] // size)
             begin = min(index * chunk, lengths[dim])
             starts[dim] += begin
@@ -234,10 +234,6 @@ def num_replicas(tensor: torch.Tensor, world_size: int) -> int:
         return world_size
     split = [s for p, s in zip(tensor.placements, tensor.device_mesh.shape, strict=True) if _is_split(p)]
     return world_size // math.prod(split)
-
-
-def _is_strided(placement: object) -> bool:
-    return hasattr(placement, "split_factor")
 
 
 def _is_split(placement: object) -> bool:

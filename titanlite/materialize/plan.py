@@ -111,10 +111,6 @@ class Plan:
     def local_bytes(self) -> int:
         return sum(entry.local_bytes for entry in self.entries)
 
-    def count(self, source_type: type) -> int:
-        """Count the tensors whose source is of `source_type`."""
-        return sum(isinstance(entry.source, source_type) for entry in self.entries)
-
     def __str__(self) -> str:
         """Return a table: name, global shape, dtype, local region, source."""
         rows = [("tensor", "global shape", "dtype", "on this rank", "source")]

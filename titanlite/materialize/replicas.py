@@ -3,12 +3,12 @@
 Which ranks hold the same elements follows from placements and meshes alone, so all ranks know it without asking.
 """
 
-import itertools
 import math
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
@@ -80,7 +80,7 @@ def share_out(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None =
         load = loads[mesh_axes] = loads[mesh_axes] or [0] * math.prod(sizes)
         turn = load.index(min(load))
         load[turn] += tensor.numel() * tensor.dtype.itemsize
-        chosen = _unravel(turn, sizes)
+        chosen = tuple(map(int, np.unravel_index(turn, sizes)))
         hops = tuple(_hops(tensor, mesh_axes[1], chosen, coordinate, group))
         yield Share(tensor, chosen == coordinate, hops, (mesh_axes, turn), mesh_axes[1], chosen, group)
 
@@ -127,14 +127,6 @@ def _hops(
         yield Hop(mesh.get_group(axis), int(mesh.mesh[tuple(source)].item()), coordinate[i + 1 :] == chosen[i + 1 :])
 
 
-def _unravel(index: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    coordinate = []
-    for size in reversed(sizes):
-        coordinate.append(index % size)
-        index //= size
-    return tuple(reversed(coordinate))
-
-
 @torch.no_grad()
 def broadcast(shares: Iterable[Share]) -> None:
     """Give every replica what the one in charge holds. Local tensors of up to 4 MiB travel together.
@@ -142,12 +134,15 @@ def broadcast(shares: Iterable[Share]) -> None:
     Collectives: broadcasts over the mesh axes of the replicas; every rank that shares them must call with the same
     shares.
     """
-    ordered = sorted(((s.key, s) for s in shares if s.hops), key=_order_of_appearance())
-    for _, of_key in itertools.groupby(ordered, key=lambda pair: pair[0]):
+    by_key: dict[Hashable, list[Share]] = {}
+    for share in shares:
+        if share.hops:
+            by_key.setdefault(share.key, []).append(share)
+    for of_key in by_key.values():
         bucket: list[torch.Tensor] = []
-        hops: tuple[Hop, ...] = ()
-        for _, share in of_key:
-            local, hops = local_of(share.tensor), share.hops
+        hops = of_key[0].hops
+        for share in of_key:
+            local = local_of(share.tensor)
             if local.nbytes >= _BUCKET_BYTES and local.is_contiguous():
                 _run(hops, local.view(-1).view(torch.uint8))
                 continue
@@ -158,12 +153,6 @@ def broadcast(shares: Iterable[Share]) -> None:
                 bucket = []
             bucket.append(local)
         _send_bucket(hops, bucket)
-
-
-def _order_of_appearance():
-    """Sort key: keys in the order in which they were first seen, the same on all ranks."""
-    seen: dict[Hashable, int] = {}
-    return lambda pair: seen.setdefault(pair[0], len(seen))
 
 
 def _send_bucket(hops: tuple[Hop, ...], bucket: Sequence[torch.Tensor]) -> None:

@@ -9,7 +9,6 @@ Who says so, strongest first:
 A tied tensor is one tensor with several names: the first name is filled, the others are `Alias`.
 """
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -18,8 +17,8 @@ from typing import Literal, Protocol
 import torch
 from torch import nn
 
-from titanlite.materialize.layout import Encoding, Region, write_rows
-from titanlite.materialize.recipes import Normal, Ones, Recipe, Uniform, Zeros
+from titanlite.materialize.layout import Encoding, Region
+from titanlite.materialize.recipes import Recipe
 
 
 @dataclass(frozen=True)
@@ -91,16 +90,12 @@ class TensorReader(Protocol):
     """A store of named tensors that can read parts of them.
 
     Attributes:
-        name: how messages call it.
+        name: for messages.
         proves_coverage: `read` checks, before it reads, that what it will write is every element of each destination.
     """
 
     name: str
     proves_coverage: bool
-
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Names in the model's terms and global shapes, without reading data."""
-        ...
 
     def read(self, requests: Sequence[ReadRequest]) -> None:
         """Write every requested region into its destination, cast to its dtype or encoded."""
@@ -124,19 +119,14 @@ Source = Init | Compute | Alias | Keep | Read
 
 @dataclass(frozen=True)
 class Unfit:
-    """No source, but a claim all the same: the provider has something under this name that does not fit the model.
-
-    The plan lists `reason` with all other problems.
-    """
+    """A claim that is no source: the provider has something of this name that does not fit. The plan lists `reason`."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What a source may know about a tensor: its name, kind, global shape of its values, dtype, and the module that
-    holds it.
-    """
+    """What a source may know about a tensor; `shape` is that of all values, `module` holds it."""
 
     fqn: str
     kind: Literal["parameter", "buffer"]
@@ -158,7 +148,7 @@ class SourceProvider(Protocol):
     complete: bool
 
     def __call__(self, tensors: Mapping[str, TensorInfo]) -> Iterable[tuple[str, Source | Unfit]]:
-        """Claims (fully qualified name, source). Unknown names and double claims are reported as such."""
+        """Claim (fully qualified name, source). Unknown names and double claims are reported as such."""
         ...
 
 
@@ -172,50 +162,3 @@ class Patterns:
         for pattern, source in self._claims.items():
             names = [fqn for fqn in tensors if fqn == pattern or fnmatchcase(fqn, pattern)]
             yield from ((name, source) for name in names or [pattern])
-
-
-class Checkpoint:
-    """Claims every tensor that `reader` has. Strict: missing and unexpected names are errors."""
-
-    def __init__(self, reader: TensorReader) -> None:
-        self.name, self.complete, self._reader = f"checkpoint {reader.name}", True, reader
-
-    def __call__(self, tensors: Mapping[str, TensorInfo]) -> Iterable[tuple[str, Source]]:
-        return [(name, Read(self._reader, name, tuple(shape))) for name, shape in self._reader.shapes().items()]
-
-
-class StateDictReader:
-    """Reads from full tensors in memory, a state dict of the unsharded model."""
-
-    def __init__(self, state_dict: Mapping[str, torch.Tensor], name: str = "state dict") -> None:
-        self.name, self._state_dict, self.proves_coverage = name, state_dict, False
-
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {name: tuple(tensor.shape) for name, tensor in self._state_dict.items()}
-
-    def read(self, requests: Sequence[ReadRequest]) -> None:
-        for request in requests:
-            values = self._state_dict[request.name][request.region.slices]
-            if request.encoding is None:
-                request.destination.copy_(values)
-            else:
-                write_rows(request.encoding, values.to(request.destination.device), request.destination)
-
-
-class TorchDefaults:
-    """PyTorch's distributions for weight and bias of Linear, Embedding (`padding_idx` row zero), LayerNorm, RMSNorm."""
-
-    name, complete = "torch defaults", False
-
-    def __call__(self, tensors: Mapping[str, TensorInfo]) -> Iterable[tuple[str, Source]]:
-        for fqn, info in tensors.items():
-            leaf, module = fqn.rpartition(".")[2], info.module
-            if leaf not in ("weight", "bias") or not getattr(module, leaf).is_meta:
-                continue
-            if isinstance(module, nn.Linear):
-                bound = 1.0 / math.sqrt(module.in_features)
-                yield fqn, Init(Uniform(low=-bound, high=bound))
-            elif isinstance(module, nn.Embedding):
-                yield fqn, Init(Normal(zero_row=module.padding_idx))
-            elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
-                yield fqn, Init(Zeros() if leaf == "bias" else Ones())

@@ -1,7 +1,5 @@
 """Verify: after filling, look at every tensor, and let all ranks fail together with the names."""
 
-from collections import defaultdict
-
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
@@ -18,8 +16,7 @@ from titanlite.materialize.sources import Keep
 # the cache; on a device there are eight launches for each.
 _HOST_CHUNK, _DEVICE_CHUNK = 1 << 18, 1 << 22
 
-_Digest = tuple[int, int]
-_Findings = tuple[list[str], dict[tuple[str, Region], _Digest]]  # problems, digests of what other ranks hold too
+_Digests = dict[tuple[str, Region], tuple[int, ...]]  # of what other ranks hold too
 
 
 @torch.no_grad()
@@ -34,14 +31,14 @@ def verify(plan: Plan) -> None:
 
     Collectives: one all-gather of small objects over the default process group, if there is one; every rank must call.
     """
-    problems = []
+    problems: list[str] = []
     current = {fqn: tensor for fqn, tensor, _ in named_tensors(plan.model)}
     for entry in plan.entries:
         problems += _entry_problems(entry, current)
     if dist.is_initialized() and dist.get_world_size() > 1:
         sharing = group_size(plan.group)
-        digests = {
-            (entry.fqn, entry.region): _digest(local_of(entry.tensor))
+        digests: _Digests = {
+            (entry.fqn, entry.region): tuple(bit_digest(local_of(entry.tensor)).tolist())
             for entry in plan.entries
             if not entry.tensor.is_meta and num_replicas(entry.tensor, sharing) > 1
         }
@@ -69,7 +66,9 @@ def _entry_problems(entry: TensorEntry, current: dict[str, torch.Tensor]) -> lis
         if count := entry.encoding.count_not_finite(local):
             problems.append(f"{fqn}: not filled, NaN or infinite, in {count} of its blocks ({entry.form}).")
     elif local.dtype.is_floating_point or local.dtype.is_complex:
-        if not _has_finite_sum(local):
+        # One pass without temporaries, so that looking at every weight costs little next to loading it. Not finite: an
+        # element is NaN or infinite, or, rarely, the sum overflows. float8 has no sum.
+        if local.dtype.itemsize == 1 or not bool(local.sum().isfinite()):
             chunks = local.reshape(-1).split(_chunk_of(local)) if local.is_contiguous() else [local]
             num_nan = sum(int(chunk.isnan().sum()) for chunk in chunks)
             if num_nan:
@@ -88,14 +87,6 @@ def _entry_problems(entry: TensorEntry, current: dict[str, torch.Tensor]) -> lis
         if poison is not None and bool((local == poison).all()):
             problems.append(f"{fqn}: not filled (all its elements are {poison}).")
     return problems
-
-
-def _has_finite_sum(local: torch.Tensor) -> bool:
-    """Return False if an element is NaN or infinite, or, rarely, if the sum overflows; then look closer.
-
-    One pass over the memory and no temporary, so that looking at every weight costs little beside loading it.
-    """
-    return local.dtype.itemsize > 1 and bool(local.sum().isfinite())  # float8 has no sum
 
 
 def _chunk_of(local: torch.Tensor) -> int:
@@ -118,17 +109,12 @@ def bit_digest(local: torch.Tensor) -> torch.Tensor:
     return sums
 
 
-def _digest(local: torch.Tensor) -> _Digest:
-    plain, weighted = bit_digest(local).tolist()
-    return plain, weighted
-
-
-def _differing(gathered: list[dict[tuple[str, Region], _Digest]]) -> list[str]:
+def _differing(gathered: list[_Digests]) -> list[str]:
     """Return the replicated tensors whose digests differ between the ranks that hold them."""
-    holders: defaultdict[tuple[str, Region], defaultdict[_Digest, list[int]]] = defaultdict(lambda: defaultdict(list))
+    holders: dict[tuple[str, Region], dict[tuple[int, ...], list[int]]] = {}
     for rank, digests in enumerate(gathered):
         for place, digest in digests.items():
-            holders[place][digest].append(rank)
+            holders.setdefault(place, {}).setdefault(digest, []).append(rank)
     return [
         f"{fqn}: replicas differ, between ranks {' and '.join(list_ranks(ranks) for ranks in by_digest.values())}."
         for (fqn, _), by_digest in holders.items()

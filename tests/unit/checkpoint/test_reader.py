@@ -119,7 +119,6 @@ def test_random_regions_of_every_dtype(tmp_path, cast, threads, monkeypatch):
         expected = tensors[request.name][request.region.slices].to(request.destination.dtype)
         assert torch.equal(bits(request.destination), bits(expected)), request
     assert calls.nbytes == sum(r.region.numel * tensors[r.name].dtype.itemsize for r in requests)
-    assert reader.shapes() == {key: tuple(tensor.shape) for key, tensor in tensors.items()}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["direct", "staged"])

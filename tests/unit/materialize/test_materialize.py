@@ -5,17 +5,15 @@ from typing import cast
 import pytest
 import torch
 import torch.distributed as dist
+from plain_sources import Checkpoint, StateDictReader, TorchDefaults
 from torch import nn
 
 from titanlite.base.errors import PlanError, VerifyError
 from titanlite.materialize import (
-    Checkpoint,
     Compute,
     Init,
     Normal,
     Ones,
-    StateDictReader,
-    TorchDefaults,
     Zeros,
     allocate,
     build_plan,

@@ -2,23 +2,11 @@
 
 import pytest
 import torch
+from plain_sources import Checkpoint, StateDictReader, TorchDefaults
 from torch import nn
 
 from titanlite.base.errors import PlanError
-from titanlite.materialize import (
-    Alias,
-    Checkpoint,
-    Compute,
-    Init,
-    Keep,
-    Normal,
-    Ones,
-    StateDictReader,
-    TorchDefaults,
-    Zeros,
-    build_plan,
-    materialize,
-)
+from titanlite.materialize import Alias, Compute, Init, Keep, Normal, Ones, Zeros, build_plan, materialize
 
 ZEROS, ONES = Init(Zeros()), Init(Ones())
 

@@ -241,9 +241,6 @@ class _AdapterReader:
         self.name, self.proves_coverage = inner.name, inner.proves_coverage
         self._inner, self._orders = inner, orders
 
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return self._inner.shapes()
-
     def read(self, requests: Sequence[ReadRequest]) -> None:
         moved: list[tuple[torch.Tensor, torch.Tensor]] = []
         inner: list[ReadRequest] = []

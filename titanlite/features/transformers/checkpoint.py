@@ -226,9 +226,6 @@ class ConvertingReader:
         self.name = folder
         self._stored, self._model, self._groups = stored, model, groups
 
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {name: self._model.state_shapes[name] for name in self._groups}
-
     def read(self, requests: Sequence[ReadRequest]) -> None:
         """Write every requested region into its destination, cast to its dtype.
 

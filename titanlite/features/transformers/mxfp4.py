@@ -69,9 +69,6 @@ class Mxfp4Reader:
         self._tensors[name] = shape, (blocks, scales)
         return ""
 
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {name: shape for name, (shape, _) in self._tensors.items()}
-
     def read(self, requests: Sequence[ReadRequest]) -> None:
         """Write every requested region into its destination, cast to its dtype.
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from plain_sources import Checkpoint, StateDictReader
 from quantized_folder import write_fp8
 from safetensors.torch import save_file
 
@@ -17,16 +18,7 @@ from titanlite.config.schema import LoRASection
 from titanlite.features.lora.layers import adapters_disabled, apply_lora
 from titanlite.features.lowbit.formats import BLOCK_FORMATS, FP8, NF4, decode_blocks, encode_blocks
 from titanlite.features.lowbit.weights import BlockEncoding, encode_weights
-from titanlite.materialize import (
-    Checkpoint,
-    Init,
-    Normal,
-    ReadRequest,
-    Region,
-    StateDictReader,
-    build_plan,
-    materialize,
-)
+from titanlite.materialize import Init, Normal, ReadRequest, Region, build_plan, materialize
 from titanlite.materialize import execute as execute_module
 from titanlite.materialize.layout import encoding_of, num_values, region_of, shape_of
 from titanlite.models.decoder import build_decoder

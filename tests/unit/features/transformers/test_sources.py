@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from plain_sources import Checkpoint, StateDictReader
 from tiny_transformers import ALL_MODELS
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, initialization
@@ -14,7 +15,7 @@ from titanlite.features.transformers import build
 from titanlite.features.transformers.build import build_transformers
 from titanlite.features.transformers.model import TransformersModel
 from titanlite.features.transformers.recording import Replay
-from titanlite.materialize import Checkpoint, Compute, Init, Normal, Region, StateDictReader, Uniform, materialize
+from titanlite.materialize import Compute, Init, Normal, Region, Uniform, materialize
 from titanlite.models.families.hf_config import transformers_config
 
 SHAPE = (24, 16)
