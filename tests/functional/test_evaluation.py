@@ -20,8 +20,7 @@ import titanlite.features.generate.evaluate
 import titanlite.train
 from titanlite.assemble import assemble
 from titanlite.base.errors import CheckpointError, ConfigError, DataError
-from titanlite.checkpoint.best import read_best
-from titanlite.checkpoint.commit import check_folder, list_steps
+from titanlite.checkpoint.commit import check_folder, list_steps, read_best
 from titanlite.config.parallelism import Degrees
 from titanlite.preflight import Checked
 

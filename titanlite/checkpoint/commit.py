@@ -33,6 +33,7 @@ from titanlite.checkpoint.header import shown
 from titanlite.checkpoint.writer import FileLayout, create_files, header_crcs, merge_crcs, write_items
 
 MANIFEST_FILE = f"{OWN_FOLDER}/manifest.json"
+BEST = "best"  # link beside the checkpoints that leads to the best of them
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 # A hidden folder of a process that writes, replaces or removes a checkpoint; those of older versions have no token.
 _TOKEN = r"[\w-]+~[0-9a-f]{8}"
@@ -51,8 +52,8 @@ def commit_folder(
     Args:
         folder: where to.
         files: layout of the safetensors files, the same on all ranks.
-        rest: content of all other files by name; that of rank 0 counts.
-        group: the ranks.
+        rest: content of all other files by name.
+        group: all ranks that write.
 
     Raises CheckpointError: on all ranks of `group`, if any of them could not write; an older `folder` is untouched.
 
@@ -75,7 +76,10 @@ def commit_folder(
                 crcs = merge_crcs([header_crcs(files), *gathered])
                 written = {file.name: (file.nbytes, crcs[file.name]) for file in files}
                 written |= {name: (len(content), zlib.crc32(content)) for name, content in rest.items()}
-                _write_manifest(temporary, written)
+                entries = {name: {"bytes": n, "crc32": f"{crc:08x}"} for name, (n, crc) in sorted(written.items())}
+                manifest = json.dumps({"format": 1, "files": entries}, indent=1) + "\n"
+                (temporary / OWN_FOLDER).mkdir(exist_ok=True)
+                (temporary / MANIFEST_FILE).write_text(manifest, encoding="ascii")
                 raise_problems(CheckpointError, "another process changed it", check_folder(temporary))
                 for path in [*temporary.rglob("*"), temporary]:
                     sync(path)
@@ -89,13 +93,13 @@ def commit_folder(
             os.close(lock)
 
 
-def _new_token() -> str:
-    """Return a part of a hidden folder's name that no other process has: the machine, and random digits."""
-    return f"{_machine()}~{secrets.token_hex(4)}"
-
-
 def _machine() -> str:
     return re.sub(r"[^\w-]", "-", socket.gethostname())[:64] or "machine"
+
+
+def _new_token() -> str:
+    """Return a part of a hidden folder's name that no other process has."""
+    return f"{_machine()}~{secrets.token_hex(4)}"
 
 
 def _hidden(folder: Path, token: str, kind: str) -> Path:
@@ -209,14 +213,14 @@ def _raise_unless_damaged(folder: Path, name: str, error: OSError) -> None:
 
 
 def list_steps(folder: Path) -> list[int]:
-    """Numbers of the checkpoints `step-N` in `folder`, complete or not, ascending."""
+    """List the numbers of the checkpoints `step-N` in `folder`, complete or not, ascending."""
     if not folder.is_dir():
         return []
     return sorted(int(match[1]) for path in folder.iterdir() if (match := _STEP.fullmatch(path.name)))
 
 
 def step_folder(folder: Path, step: int) -> Path:
-    """Where the checkpoint of `step` is."""
+    """Return where the checkpoint of `step` is."""
     return folder / f"step-{step}"
 
 
@@ -296,13 +300,6 @@ def remove_old(
             shutil.rmtree(hidden, ignore_errors=True)
 
 
-def _write_manifest(folder: Path, written: Mapping[str, tuple[int, int]]) -> None:
-    files = {name: {"bytes": nbytes, "crc32": f"{crc:08x}"} for name, (nbytes, crc) in sorted(written.items())}
-    path = folder / MANIFEST_FILE
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps({"format": 1, "files": files}, indent=1) + "\n", encoding="ascii")
-
-
 def _crc_of(path: Path) -> int:
     crc = 0
     with open_regular(path) as file:
@@ -326,3 +323,42 @@ def _appear(temporary: Path, folder: Path) -> None:
         raise
     sync(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def read_best(folder: Path) -> int | None:
+    """Return the step that the link `folder`/best leads to, complete or not; None if there is no such link."""
+    try:
+        match = _STEP.fullmatch(os.readlink(folder / BEST))
+    except OSError:  # not there, or not a link
+        return None
+    return int(match[1]) if match else None
+
+
+def point_best(folder: Path, step: int) -> None:
+    """Replace the link by one to step-`step`, if that is complete: then it is not removed. One process at a time.
+
+    Raises OSError: the file system has no links, or something else has the name.
+    """
+    if read_best(folder) == step or check_folder(step_folder(folder, step)):
+        return
+    temporary = folder / f".{BEST}.tmp"
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(f"step-{step}")  # relative: the run's folder may be moved
+    os.replace(temporary, folder / BEST)
+
+
+def repair_best(folder: Path, best: int | None) -> None:
+    """Set a missing link to `best`, the best step of a run that starts, and remove a link that leads nowhere."""
+
+    def is_complete(step: int) -> bool:
+        return not check_folder(step_folder(folder, step))
+
+    linked = read_best(folder)
+    try:
+        if best is not None and (linked is None or is_complete(best)):
+            point_best(folder, best)
+        elif linked is not None and not is_complete(linked):
+            (folder / BEST).unlink()
+            logger.warning("checkpoint: %s led to step-%d, which is not complete; removed it", folder / BEST, linked)
+    except OSError as error:
+        logger.warning("checkpoint: cannot mend %s: %s", folder / BEST, error)

@@ -159,21 +159,19 @@ def _native_config(config: ModelConfig, tokenizer: Any, dtype: torch.dtype, asse
     is_given = assets is not None  # families' own values need no look at the model's class, which costs seconds
     problems: list[str] = []
     while True:
+        refused: Sequence[str] = ()
+        hf_config = None
         try:
             hf_config = _build(config.family, values, is_given)
-            break
         except Exception as error:  # noqa: BLE001 - transformers refuses values with all kinds of them
             refused = find_refused(lambda some: _build(config.family, some, is_given), values, error)
             named = ", ".join(f"{key} = {format_json(values[key])} ({origins.get(key, '[model]')})" for key in refused)
             problems.append(f"{named + ': ' if named else ''}{format_refusal(error)}. Correct it there.")
-            if not refused or len(problems) == _MOST_REFUSED:
-                raise_problems(CheckpointError, _REFUSED.format(version("transformers")), problems)
             values = {key: value for key, value in values.items() if key not in refused}
-    raise_problems(CheckpointError, _REFUSED.format(version("transformers")), problems)
-    return hf_config
-
-
-_REFUSED = "checkpoint: transformers {} refuses the config.json to be saved"
+        if not refused or len(problems) == _MOST_REFUSED:
+            where = f"checkpoint: transformers {version('transformers')} refuses the config.json to be saved"
+            raise_problems(CheckpointError, where, problems)
+            return hf_config
 
 
 def _build(family: str, values: Mapping[str, Any], is_given: bool) -> Any:

@@ -15,14 +15,16 @@ import torch.distributed as dist
 from titanlite.base.agree import gather_objects, new_host_group, on_first_rank
 from titanlite.base.errors import CheckpointError, SaveError, TitanliteError, TransientError, raise_problems
 from titanlite.base.log import logger
-from titanlite.checkpoint.best import point_best, read_best, repair_best
 from titanlite.checkpoint.commit import (
     MANIFEST_FILE,
     check_folder,
     clean_up,
     commit_folder,
     list_steps,
+    point_best,
+    read_best,
     remove_old,
+    repair_best,
     set_aside,
     step_folder,
 )
@@ -112,14 +114,15 @@ class Checkpointer:
                 if newest is not None:
                     self._refuse_newer(0, newest)
                 return None
-            folder = step_folder(self.folder, step)
-            problems = self._damages(folder) if self._section.verify_checksums else []
-            if problems and self._section.load_step >= 0:
-                raise_problems(CheckpointError, f"checkpoint {folder}", problems)
-            if problems:
+            folder, problems = step_folder(self.folder, step), list[str]()
+            if self._section.verify_checksums:  # every rank reads its share of the files
+                mine = check_folder(folder, checksums=True, share=(dist.get_rank(), dist.get_world_size()))
+                problems = [problem for found in gather_objects(mine, self.group) for problem in found]
+            if problems and self._section.load_step < 0:
                 self._pass_over(folder, problems)
                 refused.append(step)
                 continue
+            raise_problems(CheckpointError, f"checkpoint {folder}", problems)
             if newest is not None and newest > step and self._section.load_step >= 0:
                 self._refuse_newer(step, newest)
             logger.info("checkpoint: resuming from %s", folder)
@@ -179,11 +182,6 @@ class Checkpointer:
                 text += f" It cannot be renamed: {error.strerror}."
         logger.warning("checkpoint: %s", text)
         self._record("damaged", text, -1)
-
-    def _damages(self, folder: Path) -> list[str]:
-        """Return the problems that the checksums of all files show; every rank reads its share of them."""
-        mine = check_folder(folder, checksums=True, share=(dist.get_rank(), dist.get_world_size()))
-        return [problem for problems in gather_objects(mine, self.group) for problem in problems]
 
     # --- saving
 

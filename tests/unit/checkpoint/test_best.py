@@ -6,8 +6,7 @@ import os
 import pytest
 from files import write_manifest
 
-from titanlite.checkpoint.best import point_best, read_best, repair_best
-from titanlite.checkpoint.commit import remove_old, step_folder
+from titanlite.checkpoint.commit import point_best, read_best, remove_old, repair_best, step_folder
 
 
 @pytest.fixture
