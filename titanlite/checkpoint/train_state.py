@@ -78,7 +78,6 @@ class Progress:
         if (
             table.keys() != kinds.keys()
             or not all(isinstance(table[k], t) for k, t in kinds.items())
-            or not all(_is_series(table["results"][kind]) for kind in table["results"])
             or not all(isinstance(count, int) for count in table["taken"].values())
         ):
             raise CheckpointError(
@@ -128,20 +127,6 @@ def find_missing_state(folder: Path) -> list[str]:
     """Return a problem for each file without which a run cannot resume from the checkpoint in `folder`."""
     needed = (STATE_FILE, f"{_RNG}.safetensors")
     return [f"{name}: missing, a run cannot resume without it." for name in needed if not (folder / name).exists()]
-
-
-_SERIES = {"name": str, "last_step": int, "best_step": int, "stale": int}
-_SERIES_VALUES = ("first", "last", "best", "reference")
-
-
-def _is_series(table: Any) -> bool:
-    """Return True for what `titanlite.metrics.results` writes: these keys, and values that are numbers or null."""
-    return (
-        isinstance(table, dict)
-        and table.keys() == {*_SERIES, *_SERIES_VALUES}
-        and all(isinstance(table[key], kind) for key, kind in _SERIES.items())
-        and all(isinstance(table[key], int | float | None) for key in _SERIES_VALUES)
-    )
 
 
 def state_files(plan: Plan, optimizer: torch.optim.Optimizer, device: torch.device) -> list[FileLayout]:

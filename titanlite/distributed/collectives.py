@@ -280,30 +280,22 @@ def _(x: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
     return x.new_empty(sum(output_splits), *x.shape[1:])
 
 
-def _save_dim(ctx, inputs, output) -> None:
-    _, ctx.dim, ctx.group = inputs
+def _save(ctx, inputs, output) -> None:
+    ctx.inputs = inputs[1:]
 
 
-def _save_group(ctx, inputs, output) -> None:
-    _, ctx.group = inputs
+def _keep_part(ctx, grad: torch.Tensor):
+    dim, group = ctx.inputs
+    return own_part(grad, dim, _groups[group].size(), _groups[group].rank()), None, None
 
 
-def _save_splits(ctx, inputs, output) -> None:
-    _, ctx.output_splits, ctx.input_splits, ctx.group = inputs
+def _send_back(ctx, grad: torch.Tensor):
+    output_splits, input_splits, group = ctx.inputs
+    return all_to_all(grad, input_splits, output_splits, group), None, None, None
 
 
-all_gather.register_autograd(
-    lambda ctx, grad: (reduce_scatter(grad, ctx.dim, ctx.group), None, None), setup_context=_save_dim
-)
-reduce_scatter.register_autograd(
-    lambda ctx, grad: (all_gather(grad, ctx.dim, ctx.group), None, None), setup_context=_save_dim
-)
-gather_parts.register_autograd(
-    lambda ctx, grad: (own_part(grad, ctx.dim, _groups[ctx.group].size(), _groups[ctx.group].rank()), None, None),
-    setup_context=_save_dim,
-)
-all_reduce.register_autograd(lambda ctx, grad: (all_reduce(grad, ctx.group), None), setup_context=_save_group)
-all_to_all.register_autograd(
-    lambda ctx, grad: (all_to_all(grad, ctx.input_splits, ctx.output_splits, ctx.group), None, None, None),
-    setup_context=_save_splits,
-)
+all_gather.register_autograd(lambda ctx, dy: (reduce_scatter(dy, *ctx.inputs), None, None), setup_context=_save)
+reduce_scatter.register_autograd(lambda ctx, dy: (all_gather(dy, *ctx.inputs), None, None), setup_context=_save)
+all_reduce.register_autograd(lambda ctx, dy: (all_reduce(dy, *ctx.inputs), None), setup_context=_save)
+gather_parts.register_autograd(_keep_part, setup_context=_save)
+all_to_all.register_autograd(_send_back, setup_context=_save)

@@ -30,7 +30,7 @@ from titanlite.models.moe import MoE
 _SEQUENCE_DIM, _HEADS_DIM = 1, 2
 
 
-class _Peers(NamedTuple):
+class Peers(NamedTuple):
     """The ranks that hold the pieces of a sequence: their group's name, how many, and which of them this one is."""
 
     group: str
@@ -48,7 +48,7 @@ def apply_context_parallel(model: Decoder, group: dist.ProcessGroup) -> None:
     Collectives of a forward: two all-to-alls per layer, a sum of counts per MoE layer with a balance loss, and a gather
     of the losses or logits; backward has the same number of all-to-alls.
     """
-    peers = _Peers(register_group(group), group.size(), group.rank())
+    peers = Peers(register_group(group), group.size(), group.rank())
     for module in model.modules():
         if isinstance(module, CoreAttention):
             module.register_forward_pre_hook(partial(_gather_positions, peers=peers))
@@ -56,14 +56,14 @@ def apply_context_parallel(model: Decoder, group: dist.ProcessGroup) -> None:
         elif isinstance(module, Embedding | RotaryEmbedding):
             module.register_forward_pre_hook(partial(_keep_own_tokens, peers=peers))
         elif isinstance(module, MoE):
-            module.register_forward_pre_hook(partial(_keep_own_valid, peers=peers))
+            module.register_forward_pre_hook(partial(keep_own_valid, peers=peers))
             module.gate.sequence_sums.append(partial(all_reduce, group=peers.group))
         elif isinstance(module, OutputHead):
             module.register_forward_pre_hook(partial(_keep_own_labels, peers=peers), with_kwargs=True)
             module.register_forward_hook(partial(_gather_results, peers=peers), with_kwargs=True)
 
 
-def _gather_positions(module: nn.Module, args: Any, *, peers: _Peers) -> Any:
+def _gather_positions(module: nn.Module, args: Any, *, peers: Peers) -> Any:
     """From s positions of all heads to all positions of h and g heads, of queries, keys and values in one exchange."""
     q_BsHK, k_BsGK, v_BsGV, *rest = args
     num_kv_heads = k_BsGK.shape[_HEADS_DIM]
@@ -77,35 +77,35 @@ def _gather_positions(module: nn.Module, args: Any, *, peers: _Peers) -> Any:
     return *(piece.unflatten(-1, x.shape[-2:]) for piece, x in zip(pieces, by_rank, strict=True)), *rest
 
 
-def _gather_heads(module: nn.Module, args: Any, out_BShV: torch.Tensor, *, peers: _Peers) -> torch.Tensor:
+def _gather_heads(module: nn.Module, args: Any, out_BShV: torch.Tensor, *, peers: Peers) -> torch.Tensor:
     """From all positions of h heads back to s positions of all heads, (B, s, H, V)."""
     out_nBshV = out_BShV.unflatten(_SEQUENCE_DIM, (peers.size, -1)).movedim(_SEQUENCE_DIM, 0)
     return _exchange(out_nBshV, peers).movedim(0, _HEADS_DIM).flatten(_HEADS_DIM, _HEADS_DIM + 1)
 
 
-def _exchange(x_n: torch.Tensor, peers: _Peers) -> torch.Tensor:
+def _exchange(x_n: torch.Tensor, peers: Peers) -> torch.Tensor:
     """Send slice r of the first dim to rank r; receive one from each, in the order of the ranks."""
     ones = [1] * peers.size
     return all_to_all(x_n, ones, ones, peers.group)
 
 
-def _own(x: torch.Tensor, peers: _Peers) -> torch.Tensor:
+def _own(x: torch.Tensor, peers: Peers) -> torch.Tensor:
     return own_part(x, _SEQUENCE_DIM, peers.size, peers.rank)
 
 
-def _keep_own_tokens(module: nn.Module, args: Any, *, peers: _Peers) -> Any:
+def _keep_own_tokens(module: nn.Module, args: Any, *, peers: Peers) -> Any:
     """Give the embedding this rank's tokens, and the rotary table their positions."""
     whole_BS, *rest = args
     return _own(whole_BS, peers), *rest
 
 
-def _keep_own_valid(module: nn.Module, args: Any, *, peers: _Peers) -> Any:
+def keep_own_valid(module: nn.Module, args: Any, *, peers: Peers) -> Any:
     """Give the MoE layer this rank's positions of `valid_BS`, as it gets this rank's positions of x."""
     x_BsD, valid_BS = args
     return x_BsD, None if valid_BS is None else _own(valid_BS, peers)
 
 
-def _keep_own_labels(module: nn.Module, args: Any, kwargs: Any, *, peers: _Peers) -> Any:
+def _keep_own_labels(module: nn.Module, args: Any, kwargs: Any, *, peers: Peers) -> Any:
     """Give the output head the labels of this rank's positions; `select` still selects from all positions."""
     hidden_BsD, *rest = args
     if rest and rest[0] is not None:
@@ -116,12 +116,12 @@ def _keep_own_labels(module: nn.Module, args: Any, kwargs: Any, *, peers: _Peers
 
 
 def _select_from_all(
-    hidden_BsD: torch.Tensor, *, select: Callable[[torch.Tensor], torch.Tensor], peers: _Peers
+    hidden_BsD: torch.Tensor, *, select: Callable[[torch.Tensor], torch.Tensor], peers: Peers
 ) -> torch.Tensor:
     return select(gather_parts(hidden_BsD, _SEQUENCE_DIM, peers.group))
 
 
-def _gather_results(module: nn.Module, args: Any, kwargs: Any, out: torch.Tensor, *, peers: _Peers) -> torch.Tensor:
+def _gather_results(module: nn.Module, args: Any, kwargs: Any, out: torch.Tensor, *, peers: Peers) -> torch.Tensor:
     """Logits and token losses of all positions, or the sum of the ranks' losses, to the last bit alike on all ranks."""
     if kwargs.get("select") is not None:
         return out

@@ -19,7 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
 from titanlite.base import timers
-from titanlite.distributed.collectives import all_gather, all_reduce, own_part, reduce_scatter, register_group
+from titanlite.distributed.collectives import all_gather, all_reduce, reduce_scatter, register_group
+from titanlite.distributed.context_parallel import Peers, keep_own_valid
 from titanlite.distributed.shard import ParameterPlacements, shard_parameters
 from titanlite.materialize.layout import region_of
 from titanlite.models.attention import Attention, LatentAttention, SelfAttention
@@ -38,6 +39,7 @@ def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh) -> None:
     """
     shard_parameters(model, mesh, _placements(model))
     group = register_group(mesh.get_group())
+    peers = Peers(group, mesh.size(), mesh.get_local_rank())
     for module in model.modules():
         if isinstance(module, SelfAttention):
             module.o_proj.bias_scale = 1.0 / mesh.size()  # each rank adds its share of the bias, the sum has it once
@@ -45,7 +47,7 @@ def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh) -> None:
             module.register_forward_pre_hook(partial(_gather_sequence, group=group))
             module.register_forward_hook(partial(_scatter_sequence, group=group))
         elif isinstance(module, MoE):
-            module.register_forward_pre_hook(partial(_own_positions, mesh=mesh), with_kwargs=True)
+            module.register_forward_pre_hook(partial(keep_own_valid, peers=peers))
             module.gate.sequence_sums.append(partial(all_reduce, group=group))
         elif isinstance(module, Embedding):
             start = region_of(module.weight).starts[0]
@@ -92,14 +94,6 @@ def _scatter_sequence(module: nn.Module, args, out_BSD: torch.Tensor, *, group: 
 def _gather_logits(module: nn.Module, args, out: torch.Tensor, *, group: str) -> torch.Tensor:
     is_loss = len(args) > 1 and args[1] is not None  # the same on all ranks already
     return out if is_loss else all_gather(out, out.dim() - 1, group)
-
-
-def _own_positions(module: nn.Module, args, kwargs, *, mesh: DeviceMesh):
-    """Give the MoE layer this rank's positions of `valid_BS`, as it gets this rank's positions of x."""
-    x_BsD, valid_BS = args
-    if valid_BS is not None:
-        valid_BS = own_part(valid_BS, _SEQUENCE_DIM, mesh.size(), mesh.get_local_rank())
-    return (x_BsD, valid_BS), kwargs
 
 
 def _all_reduce_max(x: torch.Tensor, *, group: dist.ProcessGroup) -> torch.Tensor:

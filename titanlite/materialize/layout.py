@@ -72,32 +72,25 @@ class Encoding(Protocol):
     @property
     def name(self) -> str:
         """How plans call the form."""
-        ...
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Global shape of the values."""
-        ...
 
     def values_in(self, stored: Region) -> Region:
         """Return the region of the values that lies in `stored`, a region of the tensor itself."""
-        ...
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
         """Bytes (N, bytes of a row), uint8, of rows of values (N, W)."""
-        ...
 
     def keeps(self, dtype: torch.dtype, block: tuple[int, int]) -> bool:
         """Return True if a file's codes of `dtype`, with a factor for each `block`, are kept as they are."""
-        ...
 
     def keep(self, codes: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
         """As `encode`, of such codes (N, W) and the factors of each row's blocks, (N, blocks)."""
-        ...
 
     def count_not_finite(self, local: torch.Tensor) -> int:
         """How many groups of values with a common factor have one that is NaN or infinite."""
-        ...
 
 
 _ENCODING, _ELSEWHERE, _SHARING_GROUP = "encoding", "is_held_elsewhere", "sharing_group"

@@ -99,7 +99,6 @@ class TensorReader(Protocol):
 
     def read(self, requests: Sequence[ReadRequest]) -> None:
         """Write every requested region into its destination, cast to its dtype or encoded."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -149,7 +148,6 @@ class SourceProvider(Protocol):
 
     def __call__(self, tensors: Mapping[str, TensorInfo]) -> Iterable[tuple[str, Source | Unfit]]:
         """Claim (fully qualified name, source). Unknown names and double claims are reported as such."""
-        ...
 
 
 class Patterns:

@@ -155,7 +155,6 @@ class Decoder(Model):
         return out if labels_BS is None else LossSums(out, out.new_zeros(()) if aux is None else aux)
 
     def can_cache(self, device: torch.device) -> bool:
-        """Return True: keys and values can be kept."""
         return True
 
     def configure(
@@ -177,18 +176,15 @@ class Decoder(Model):
             logger.info("moe: grouped GEMM backend: %s", backend)
 
     def all_layers(self) -> list[nn.Module]:
-        """Return the layers of all pipeline stages, in order; stand-ins for those of others."""
         return list(self.model.layers)
 
     def decoder_layers(self) -> list[DecoderLayer]:
-        """Return the layers that run here, in order."""
         return [layer for layer in self.model.layers if isinstance(layer, DecoderLayer)]
 
     def experts_in(self, layer: nn.Module) -> list[nn.Module]:
         return [module for module in layer.modules() if isinstance(module, Experts)]
 
     def outer_units(self) -> tuple[list[nn.Module], list[nn.Module]]:
-        """Return what lies before and behind the layers, for own FSDP units; empty where they share a parameter."""
         if self.config.tie_word_embeddings:
             return [], []
         before, behind = [self.model.embed_tokens], [self.model.norm, self.lm_head]
@@ -199,11 +195,9 @@ class Decoder(Model):
         return self.model.embed_tokens, self.lm_head
 
     def moe_layers(self) -> dict[str, MoE]:
-        """MoE modules that run here by name, in layer order."""
         return {f"model.layers.{i}.mlp": moe for i, moe in self._moe_by_layer().items()}
 
     def moe_layer_numbers(self) -> list[int]:
-        """Return the numbers of the layers with experts, those of all pipeline stages."""
         return [i for i, layer in enumerate(self.model.layers) if isinstance(layer.mlp, MoE)]
 
     def split_experts(self) -> list[nn.Module]:
@@ -215,11 +209,9 @@ class Decoder(Model):
             moe.dispatch = dispatch
 
     def draws_random(self) -> bool:
-        """Return True with dropout, which the layers have none of by themselves."""
         return any(getattr(module, "dropout", 0.0) > 0.0 for module in self.modules())
 
     def expert_counters(self) -> dict[int, ExpertCounter]:
-        """Return what counts the rows of each MoE layer that runs here, by the layer's number."""
         return dict(self._moe_by_layer())
 
     def _moe_by_layer(self) -> dict[int, MoE]:

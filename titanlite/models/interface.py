@@ -18,7 +18,6 @@ class LayerCache(Protocol):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask, scale: float
     ) -> torch.Tensor:
         """Attention with these new keys and values and those before; arguments and result as in `ops.attention`."""
-        ...
 
 
 class Cache(Protocol):
@@ -28,15 +27,12 @@ class Cache(Protocol):
 
     def positions(self, tokens: torch.Tensor) -> torch.Tensor | None:
         """Positions of the tokens of this forward; None: 0, 1, 2, ... in every row."""
-        ...
 
     def newest(self, hidden: torch.Tensor) -> torch.Tensor:
         """(B, D): the hidden state of each row's last token, from those of all tokens of this forward."""
-        ...
 
     def advance(self) -> None:
         """Count the tokens of the forward that has just filled all layers."""
-        ...
 
 
 class Model(nn.Module):

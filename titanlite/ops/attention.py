@@ -125,22 +125,6 @@ def attention(
     return out.transpose(1, 2)
 
 
-def cached_attention(
-    q_BHK: torch.Tensor, k_BGTK: torch.Tensor, v_BGTV: torch.Tensor, visible_BT: torch.Tensor, scale: float
-) -> torch.Tensor:
-    """Attention of one new query per row over T cached keys, of which `visible_BT` (bool) says those it may see.
-
-    Returns (B, H, V). H must be a multiple of G, as in `attention`. Cached values must be finite where they are not
-    visible too: their weight is 0, and 0 * nan is nan.
-    """
-    # The heads that read one key/value head take the place of that many queries: the cache is never repeated.
-    q_BGRK = q_BHK.unflatten(1, (k_BGTK.shape[1], -1))
-    out_BGRV = F.scaled_dot_product_attention(
-        q_BGRK, k_BGTK, v_BGTV, attn_mask=visible_BT[:, None, None, :], scale=scale
-    )
-    return out_BGRV.flatten(1, 2)
-
-
 @cache
 def _compiled(function: Any) -> Any:
     """Return `function` compiled at first use: uncompiled, flex_attention and its mask would build all S x S scores."""

@@ -49,20 +49,15 @@ def grouped_gemm(
     Raises:
         ValueError: shapes, dtypes or layout do not fit, or the backend does not run here.
     """
-    if x_MK.dim() != 2 or weight_EKN.dim() != 3 or x_MK.shape[1] != weight_EKN.shape[1]:
+    rows_fit = x_MK.dim() == 2 and (x_MK.shape[1] <= 1 or x_MK.stride(1) == 1)
+    weight_fits = weight_EKN.dim() == 3 and weight_EKN.shape[1] == x_MK.shape[-1] and 1 in weight_EKN.stride()[1:]
+    offsets_fit = offsets_E.shape == weight_EKN.shape[:1] and offsets_E.dtype == torch.int32
+    if not (rows_fit and weight_fits and offsets_fit and x_MK.dtype == weight_EKN.dtype):
+        tensors = {"x": x_MK, "weight": weight_EKN, "offsets": offsets_E}
+        found = (f"{name} {tuple(t.shape)} {t.dtype} with strides {t.stride()}" for name, t in tensors.items())
         raise ValueError(
-            f"grouped_gemm: x {tuple(x_MK.shape)} and weight {tuple(weight_EKN.shape)} are no (M, K) and (E, K, N)."
-        )
-    if offsets_E.shape != weight_EKN.shape[:1] or offsets_E.dtype != torch.int32:
-        raise ValueError(
-            f"grouped_gemm: offsets {tuple(offsets_E.shape)} {offsets_E.dtype}, wanted ({weight_EKN.shape[0]},) int32."
-        )
-    if x_MK.dtype != weight_EKN.dtype:
-        raise ValueError(f"grouped_gemm: x is {x_MK.dtype}, weight is {weight_EKN.dtype}; cast one of them.")
-    if 1 not in weight_EKN.stride()[1:] or (x_MK.shape[1] > 1 and x_MK.stride(1) != 1):
-        raise ValueError(
-            f"grouped_gemm: strides {x_MK.stride()} of x and {weight_EKN.stride()} of weight; the last dimension of x, "
-            "and one of the last two of weight, must have stride 1. Call contiguous()."
+            f"grouped_gemm: {', '.join(found)} do not fit. Wanted: (M, K) with stride 1 in K, (E, K, N) of the same "
+            "dtype with stride 1 in K or N, and (E,) int32."
         )
     return grouped_mm(x_MK, weight_EKN, offsets_E, resolve_backend(backend, x_MK.device, x_MK.dtype))
 

@@ -225,12 +225,12 @@ OFFSETS = torch.tensor([1, 2], dtype=torch.int32)
         (torch.zeros(2, 3), torch.zeros(3, 4), OFFSETS, ["x (2, 3)", "weight (3, 4)", "(M, K)", "(E, K, N)"]),
         (torch.zeros(2, 5), torch.zeros(2, 3, 4), OFFSETS, ["x (2, 5)", "weight (2, 3, 4)"]),
         (torch.zeros(2, 3), torch.zeros(2, 3, 4), OFFSETS.long(), ["offsets (2,) torch.int64", "int32"]),
-        (torch.zeros(2, 3), torch.zeros(3, 3, 4), OFFSETS, ["offsets (2,)", "(3,)"]),
+        (torch.zeros(2, 3), torch.zeros(3, 3, 4), OFFSETS, ["offsets (2,)", "weight (3, 3, 4)"]),
         (
             torch.zeros(2, 3).bfloat16(),
             torch.zeros(2, 3, 4),
             OFFSETS,
-            ["x is torch.bfloat16", "weight is torch.float32"],
+            ["x (2, 3) torch.bfloat16", "weight (2, 3, 4) torch.float32"],
         ),
     ],
 )

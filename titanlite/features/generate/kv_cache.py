@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from titanlite.models.interface import Model
-from titanlite.ops.attention import AttentionMask, attention, cached_attention
+from titanlite.ops.attention import AttentionMask, attention
 
 
 def build_cache(model: Model, lengths: Sequence[int], max_len: int, device: torch.device) -> Any:
@@ -98,3 +98,19 @@ class LayerCache:
         slots_BGTK = x_BSGK.new_zeros(batch, heads, self._cache.max_len, width)
         slots_BGTK[:, :, :seq_len] = x_BSGK.transpose(1, 2)
         return slots_BGTK
+
+
+def cached_attention(
+    q_BHK: torch.Tensor, k_BGTK: torch.Tensor, v_BGTV: torch.Tensor, visible_BT: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Attention of one new query per row over T cached keys, of which `visible_BT` (bool) says those it may see.
+
+    Returns (B, H, V). H must be a multiple of G, as in `attention`. Cached values must be finite where they are not
+    visible too: their weight is 0, and 0 * nan is nan.
+    """
+    # The heads that read one key/value head take the place of that many queries: the cache is never repeated.
+    q_BGRK = q_BHK.unflatten(1, (k_BGTK.shape[1], -1))
+    out_BGRV = F.scaled_dot_product_attention(
+        q_BGRK, k_BGTK, v_BGTV, attn_mask=visible_BT[:, None, None, :], scale=scale
+    )
+    return out_BGRV.flatten(1, 2)

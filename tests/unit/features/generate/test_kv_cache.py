@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from titanlite.features.generate.kv_cache import build_cache
-from titanlite.ops.attention import attention, build_attention_mask, cached_attention
+from titanlite.features.generate.kv_cache import build_cache, cached_attention
+from titanlite.ops.attention import attention, build_attention_mask
 
 LENGTHS = [5, 2, 9]
 STEPS = 4
