@@ -60,10 +60,8 @@ def materialize(
         buffer_device: where buffers go, if not to `device`; with CPU offload they stay on the accelerator.
         waiting: see `Plan`.
 
-    Raises:
-        PlanError: a tensor has no source, two sources, or one that does not fit; nothing was allocated.
-        VerifyError: after filling, a tensor is poisoned, non-finite, untied, of a wrong dtype, or differs between
-            replicas. All ranks raise both.
+    Raises PlanError: a tensor has no source, two, or one that does not fit; nothing was allocated. Raises VerifyError:
+    what `verify` finds. All ranks raise both.
 
     Collectives: `verify` gathers one small object over all ranks; every rank must call.
     """

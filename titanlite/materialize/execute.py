@@ -28,11 +28,9 @@ _MADV_HUGEPAGE = 14
 def allocate(plan: Plan, device: torch.device, buffer_device: torch.device | None = None) -> None:
     """Turn the meta tensors of `plan` into real ones on `device`, filled with poison (`poison_of`).
 
-    Buffers go to `buffer_device` if one is given. Tensors that were never on meta are moved, with their values.
-
-    The objects stay the same, with their attributes, so that optimizers, ties and maps keyed by them stay valid:
-    `torch.utils.swap_tensors` exchanges the contents. `nn.Module.to_empty` would also drop the values of tensors that
-    are not on meta (Megatron-LM #4155: `expert_bias` was NaN for a whole run). Poison costs one memset and makes every
+    Buffers go to `buffer_device` if one is given. Tensors that were never on meta are moved, with their values. The
+    objects stay the same, with their attributes, so that optimizers, ties and maps keyed by them stay valid;
+    `nn.Module.to_empty` would drop the values of tensors that are not on meta. Poison costs one memset and makes every
     omission visible to `verify`.
     """
     for entry in plan.entries:
@@ -57,7 +55,7 @@ def allocate(plan: Plan, device: torch.device, buffer_device: torch.device | Non
 
 
 def sharded_like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """`local` as the local part of a tensor with the layout of `tensor`; `empty_like` would cost 160 us for each."""
+    """Return `local` as the local part of a tensor laid out as `tensor`; `empty_like` would cost 160 us for each."""
     if not isinstance(tensor, DTensor):
         return local
     if (
@@ -96,10 +94,10 @@ def poison_of(dtype: torch.dtype) -> float | int | None:
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Like `torch.empty`; large CPU tensors get 2 MiB pages where the system has them.
+    """Return uninitialized memory; large CPU tensors get 2 MiB pages where the system has them.
 
-    First touch is the larger part of loading from the page cache: a page fault per 4 KiB. Measured on 4 ranks and 2
-    cores: 3 GB are read into fresh memory in 1.0 CPU seconds with huge pages, in 1.5 to 1.8 without.
+    A page fault per 4 KiB is the larger part of loading from the page cache: 3 GB take 1.0 CPU seconds with huge pages,
+    1.5 to 1.8 without (4 ranks, 2 cores).
     """
     nbytes = math.prod(shape) * dtype.itemsize
     if sys.platform != "linux" or device.type != "cpu" or nbytes < 2 * _HUGE_PAGE_BYTES:
@@ -128,9 +126,8 @@ def _poison(local: torch.Tensor, *, ends_only: bool) -> None:
 def fill(plan: Plan, seed: int) -> None:
     """Write every tensor of `plan` from its source, each exactly once.
 
-    Raises:
-        PlanError: a computed tensor has another shape than the model's.
-        CheckpointError: a rank could not read; on all ranks.
+    Raises PlanError: a computed tensor has another shape than the model's. Raises CheckpointError: a rank could not
+    read; on all ranks.
 
     Collectives: those of `read_tensors`, if anything is read; every rank must call.
     """
@@ -149,8 +146,7 @@ def fill(plan: Plan, seed: int) -> None:
 def read_tensors(reads: Sequence[tuple[torch.Tensor, Read]], plan: Plan) -> None:
     """Read each tensor, DTensor or plain, from its source. What several ranks hold, one reads and sends.
 
-    Raises:
-        CheckpointError: on all ranks; a rank could not read.
+    Raises CheckpointError: on all ranks; a rank could not read.
 
     Collectives: one gather of small objects over all ranks, and broadcasts of replicas, if there is anything to read;
     every rank must call with the same tensors in the same order, also with those that others hold.
@@ -193,7 +189,6 @@ def _fill_one(entry: TensorEntry, seed: int) -> None:
 
 
 def _draw_encoded(entry: TensorEntry, recipe: Recipe, seed: int) -> None:
-    """Draw a tensor a few rows at a time, in float32, and encode them."""
     region, local = entry.region, local_of(entry.tensor)
     assert entry.encoding is not None
     done = 0

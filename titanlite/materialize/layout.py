@@ -1,9 +1,7 @@
 """Which part of the global tensor a rank holds, and in which form.
 
-A tensor may be kept in another form than its values, by an `Encoding`. Names, global shapes, regions and sources are
-then those of the values, so that recipes, checkpoints and plans need not know the form. The tensor itself is opaque:
-its memory is written by the encoding alone, in whole rows of values, and its dtype says only in what units it is
-counted.
+An `Encoding` keeps a tensor in another form than its values. Names, global shapes, regions and sources stay those of
+the values. The encoding alone writes the tensor's memory, in whole rows of values.
 """
 
 import itertools
@@ -90,14 +88,14 @@ class Encoding(Protocol):
         """As `encode`, of such codes (N, W) and the factors of each row's blocks, (N, blocks)."""
 
     def count_not_finite(self, local: torch.Tensor) -> int:
-        """How many groups of values with a common factor have one that is NaN or infinite."""
+        """Count the groups of values with a common factor that have one that is NaN or infinite."""
 
 
 _ENCODING, _ELSEWHERE, _SHARING_GROUP = "encoding", "is_held_elsewhere", "sharing_group"
 
 
 def set_encoding(tensor: torch.Tensor, encoding: Encoding) -> None:
-    """Say of a tensor on meta that it is kept in another form."""
+    """Mark a tensor on meta as kept in another form."""
     setattr(tensor, _ENCODING, encoding)
 
 
@@ -107,13 +105,13 @@ def encoding_of(tensor: torch.Tensor) -> Encoding | None:
 
 
 def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Global shape of the values."""
+    """Return the global shape of the values."""
     encoding = encoding_of(tensor)
     return tuple(tensor.shape) if encoding is None else encoding.shape
 
 
 def num_values(tensor: torch.Tensor) -> int:
-    """How many values `tensor` has, globally."""
+    """Count the values of `tensor`, globally."""
     return math.prod(shape_of(tensor))
 
 
@@ -129,16 +127,12 @@ def rows_of(local: torch.Tensor, row_bytes: int) -> torch.Tensor:
 
 
 def leave_elsewhere(tensor: torch.Tensor) -> None:
-    """Say of a tensor on meta that other ranks hold all of it: it stays on meta, and this rank's region is empty.
-
-    Names, shapes and sources are those of a model that is here as a whole, so that all ranks know the same plan and the
-    same files.
-    """
+    """Mark a tensor on meta as held by other ranks alone: it stays there, and this rank's region is empty."""
     setattr(tensor, _ELSEWHERE, True)
 
 
 def set_sharing_group(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Say which ranks share what is not left elsewhere: plain tensors are on all of these, DTensors on no others."""
+    """Name the ranks that share what is not left elsewhere: plain tensors are on all of them, DTensors on no others."""
     setattr(model, _SHARING_GROUP, group)
 
 
@@ -160,15 +154,13 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def region_of(tensor: torch.Tensor) -> Region:
-    """Region of the global tensor that this rank holds; the whole of it for a plain tensor, none where others hold it.
-    Of an encoded tensor: of its values.
+    """Return the region of the global tensor's values that this rank holds; empty where others hold all of it.
 
-    FSDP2 over a tensor- or expert-parallel parameter splits the shard that is already there. DTensor writes this as a
-    `_StridedShard` on the outer mesh axis: it acts after the plain shards to its right, which is how it is read here.
-    In that order every split is a split of one contiguous range, in `torch.chunk` sizes.
+    FSDP2 over a tensor- or expert-parallel parameter splits the shard that is there: a `_StridedShard` on the outer
+    mesh axis acts after the plain shards to its right. So every split is one of a contiguous range, in `torch.chunk`
+    sizes.
 
-    Raises:
-        ValueError: a placement is neither a shard nor a replica (`Partial` has no region).
+    Raises ValueError: a placement is neither a shard nor a replica (`Partial` has no region).
     """
     stored = _stored_here(tensor)
     if isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is not None and not is_elsewhere(tensor):
@@ -179,7 +171,7 @@ def region_of(tensor: torch.Tensor) -> Region:
 
 
 def local_shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Shape of what this rank holds, as it is in memory. From the layout alone, without an operation on the tensor."""
+    """Return the shape of what this rank holds in memory, from the layout alone."""
     return _stored_here(tensor).lengths
 
 
@@ -194,9 +186,7 @@ def _stored_here(tensor: torch.Tensor) -> Region:
 
 
 def region_at(tensor: torch.Tensor, coordinate: Sequence[int]) -> Region:
-    """Region of the global tensor that the rank at `coordinate` of the tensor's mesh holds. Of an encoded tensor: of
-    its values.
-    """
+    """Return the region of the values that the rank at `coordinate` of the tensor's mesh holds."""
     return _values_in(tensor, _stored_at(tensor, coordinate))
 
 

@@ -69,12 +69,10 @@ class TensorEntry:
 
     @property
     def is_elsewhere(self) -> bool:
-        """Other ranks hold all of it; here it stays on meta."""
         return is_elsewhere(self.tensor)
 
     @property
     def encoding(self) -> Encoding | None:
-        """The form in which the values are kept, if it is another than the values themselves."""
         return encoding_of(self.tensor)
 
     @property
@@ -84,7 +82,6 @@ class TensorEntry:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Shape of this rank's part, as it is in memory."""
         return self.region.lengths if self.encoding is None else local_shape_of(self.tensor)
 
     @property
@@ -112,7 +109,6 @@ class Plan:
         return sum(entry.local_bytes for entry in self.entries)
 
     def __str__(self) -> str:
-        """Return a table: name, global shape, dtype, local region, source."""
         rows = [("tensor", "global shape", "dtype", "on this rank", "source")]
         for entry in self.entries:
             local = ", ".join(f"{s}:{s + n}" for s, n in zip(entry.region.starts, entry.region.lengths, strict=True))
@@ -125,12 +121,12 @@ class Plan:
 
 
 def clean_name(fqn: str) -> str:
-    """`fqn` without the segments that wrappers (torch.compile, checkpoint_wrapper) added."""
+    """Return `fqn` without the segments that wrappers (torch.compile, checkpoint_wrapper) added."""
     return ".".join(segment for segment in fqn.split(".") if segment not in _WRAPPER_SEGMENTS)
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, TensorInfo]]:
-    """Every (name, tensor) of the model, tied ones under each of their names; parameters first, then buffers."""
+    """Yield every tensor of the model, tied ones under each of their names; parameters first, then buffers."""
     saved = {clean_name(key) for key in model.state_dict(keep_vars=True)}
     modules = dict(model.named_modules(remove_duplicate=False))
     for kind, tensors in (
@@ -153,11 +149,10 @@ class _Found(NamedTuple):
 
 
 def build_plan(model: nn.Module, sources: Sequence[SourceProvider | Mapping[str, Source]] = ()) -> Plan:
-    """Find the one source of every tensor of `model`.
+    """Find the one source of every tensor of `model`. No collective.
 
-    Raises:
-        PlanError: lists every tensor without a source or with two, unknown and missing names, and shapes or dtypes that
-            do not fit. The same on all ranks; no collective.
+    Raises PlanError: lists every tensor without a source or with two, unknown and missing names, and shapes or dtypes
+    that do not fit. The same on all ranks.
     """
     problems: list[str] = []
     objects: dict[int, _Found] = {}
@@ -190,7 +185,6 @@ def build_plan(model: nn.Module, sources: Sequence[SourceProvider | Mapping[str,
 
 
 def _declarations(model: nn.Module, infos: Mapping[str, TensorInfo], problems: list[str]) -> dict[str, Source]:
-    """Return the modules' own `declare_sources`, by fully qualified name."""
     declared: dict[str, Source] = {}
     owners: dict[str, str] = {}
     for raw_prefix, module in model.named_modules():

@@ -21,10 +21,10 @@ _TILE = 256
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How to draw one tensor. Subclasses say what one tile holds; `zero_row` is for `padding_idx` of embeddings.
+    """How to draw one tensor, tile by tile.
 
     Attributes:
-        zero_row: index along dim 0 that is zero instead, counted from the end if negative; or None.
+        zero_row: index along dim 0 that is zero instead (`padding_idx`), from the end if negative; or None.
     """
 
     zero_row: int | None = None
@@ -52,7 +52,6 @@ class Recipe:
             local.copy_(rows)
 
     def _draw(self, local: torch.Tensor, region: Region, shape: tuple[int, ...], seed: int, name: str) -> None:
-        """Draw the tiles that overlap `region`, and copy the overlaps into the contiguous `local`."""
         cols = shape[-1] if len(shape) > 1 else 1
         col_start, col_count = (region.starts[-1], region.lengths[-1]) if len(shape) > 1 else (0, 1)
         flat = local.view(-1, col_count)
@@ -81,8 +80,6 @@ class Recipe:
 
 @dataclass(frozen=True, kw_only=True)
 class Normal(Recipe):
-    """Normal distribution."""
-
     mean: float = 0.0
     std: float = 1.0
 
@@ -108,7 +105,7 @@ class TruncatedNormal(Recipe):
 
 @dataclass(frozen=True, kw_only=True)
 class Uniform(Recipe):
-    """Uniform distribution on [low, high)."""
+    """Uniform on [low, high)."""
 
     low: float = 0.0
     high: float = 1.0
@@ -120,8 +117,6 @@ class Uniform(Recipe):
 
 @dataclass(frozen=True, kw_only=True)
 class Constant(Recipe):
-    """The same value everywhere."""
-
     value: float = 0.0
 
     def _draw(self, local: torch.Tensor, region: Region, shape: tuple[int, ...], seed: int, name: str) -> None:

@@ -33,14 +33,14 @@ class Hop:
 
 @dataclass(frozen=True)
 class Share:
-    """A tensor with the replica that is in charge of it.
+    """A tensor with the replica that is in charge of it: it reads the tensor, or writes it.
 
     Attributes:
         tensor: DTensor, or plain and then held by all ranks of `group`.
-        mine: this rank is in charge: it reads the tensor, or writes it.
-        hops: broadcasts that take this rank's copy to the others, or bring it; empty without replicas.
+        mine: this rank is in charge.
+        hops: broadcasts that take the copy in charge to the others; empty without replicas.
         key: equal for tensors whose hops are the same ones.
-        replica: which replica is in charge: its index along each of `axes`, the replicated axes of the mesh.
+        axes, replica: the replicated axes of the mesh, and the index of the replica in charge along each.
         group: that of `share_out`.
     """
 
@@ -64,8 +64,8 @@ class Share:
 def share_out(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None = None) -> Iterator[Share]:
     """Put one replica in charge of each tensor, in turns, so that all ranks get about equally many bytes.
 
-    Every rank of `group`, those that share the tensors (None: all), must give the same tensors in the same order, and
-    comes to the same result without communication. Of tensors that others hold, no rank of the group is in charge.
+    Every rank of `group` (None: all) must give the same tensors in the same order, and comes to the same result without
+    communication. Of tensors that others hold, no rank of the group is in charge.
     """
     loads: defaultdict[Hashable, list[int]] = defaultdict(list)
     for tensor in tensors:
@@ -100,7 +100,7 @@ def _replicas(
 
 
 def group_size(group: dist.ProcessGroup | None) -> int:
-    """Ranks of `group`, or of all; 1 without a process group."""
+    """Return the number of ranks of `group`, or of all; 1 without a process group."""
     return dist.get_world_size(group) if dist.is_initialized() else 1
 
 
@@ -131,8 +131,7 @@ def _hops(
 def broadcast(shares: Iterable[Share]) -> None:
     """Give every replica what the one in charge holds. Local tensors of up to 4 MiB travel together.
 
-    Collectives: broadcasts over the mesh axes of the replicas; every rank that shares them must call with the same
-    shares.
+    Collectives: broadcasts over the mesh axes of the replicas; every rank must call with the same shares.
     """
     by_key: dict[Hashable, list[Share]] = {}
     for share in shares:

@@ -45,7 +45,7 @@ class Compute:
 
     Attributes:
         function: returns the whole tensor on CPU; called once per rank.
-        dtype: dtype the tensor must have whatever the model is cast to, or None.
+        dtype: as of `Init`.
     """
 
     function: Callable[[], torch.Tensor]
@@ -75,10 +75,7 @@ class Keep:
 
 @dataclass(frozen=True)
 class ReadRequest:
-    """One read: `region` of tensor `name` goes into `destination`, a contiguous tensor of the region's shape.
-
-    With an encoding it is what that makes of the values, whose shape is the region's.
-    """
+    """One read: `region` of tensor `name`, encoded if need be, goes into `destination`, which is contiguous."""
 
     name: str
     region: Region
@@ -136,10 +133,9 @@ class TensorInfo:
 
 
 class SourceProvider(Protocol):
-    """Claims sources for tensors by name.
+    """Claims sources for tensors by name; `name` is for messages.
 
     Attributes:
-        name: how messages call it.
         complete: it must cover every persistent tensor that does not declare `may_be_absent`.
     """
 

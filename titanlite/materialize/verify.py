@@ -26,10 +26,9 @@ def verify(plan: Plan) -> None:
     No tensor is on meta, poisoned or NaN, and no parameter infinite; ties are still one object; every DTensor's spec
     dtype is its local dtype; declared dtypes hold; elements held by several ranks are equal bit for bit (a digest).
 
-    Raises:
-        VerifyError: on all ranks if any rank found a problem; names the tensors and the ranks.
+    Raises VerifyError: on all ranks if any rank found a problem; names the tensors and the ranks.
 
-    Collectives: one all-gather of small objects over the default process group, if there is one; every rank must call.
+    Collectives: one all-gather of small objects over all ranks; every rank must call.
     """
     problems: list[str] = []
     current = {fqn: tensor for fqn, tensor, _ in named_tensors(plan.model)}
@@ -94,9 +93,9 @@ def _chunk_of(local: torch.Tensor) -> int:
 
 
 def bit_digest(local: torch.Tensor) -> torch.Tensor:
-    """Two sums over the bits of `local`, the second weighted by position, modulo 2**64: int64 (2,), on its device.
+    """Sum the bits of `local` plainly and weighted by position, modulo 2**64: int64 (2,), on its device.
 
-    To be compared with those of tensors on the same type of device.
+    Comparable on the same type of device.
     """
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[local.dtype.itemsize]
     bits = local.detach().contiguous().flatten().view(integer)
@@ -110,7 +109,6 @@ def bit_digest(local: torch.Tensor) -> torch.Tensor:
 
 
 def _differing(gathered: list[_Digests]) -> list[str]:
-    """Return the replicated tensors whose digests differ between the ranks that hold them."""
     holders: dict[tuple[str, Region], dict[tuple[int, ...], list[int]]] = {}
     for rank, digests in enumerate(gathered):
         for place, digest in digests.items():

@@ -22,8 +22,8 @@ class ExpertBiasBalancer:
         model: with MoE layers or without.
         update_rate: added to or taken from a bias per step; 0 for models that have none.
         sum_over_ranks: sums a tensor on the model's device over all ranks, in place.
-        stage_size: ranks that have the same layers, where pipeline stages have different ones.
-        chunks: the layers that a forward runs; those of a pipeline stage, where each of its forwards runs some of them.
+        stage_size: ranks of a pipeline stage; None without stages.
+        chunks: the layers of each chunk of this pipeline stage.
 
     Attributes:
         counts: (layers, E) int64 on the model's device, this rank's rows since the last `step`.
@@ -59,7 +59,6 @@ class ExpertBiasBalancer:
             logger.info("moe: %d of %d routers are frozen, and so is their expert_bias", frozen, len(self._routers))
 
     def _make_counts(self, model: Model) -> torch.Tensor:
-        """Zeros (layers, E); a stage without experts, before the first MoE layer, has a device all the same."""
         for counters in filter(None, self._counters):
             return torch.zeros_like(counters[0].tokens_per_expert).repeat(self._num_layers, 1)
         device = next(buffer.device for buffer in model.buffers() if not buffer.is_meta)
@@ -67,7 +66,7 @@ class ExpertBiasBalancer:
 
     @torch.no_grad()
     def accumulate(self, chunk: int = 0) -> None:
-        """Add the counts of the latest forward, of that chunk; call once for each, after it or after its backward.
+        """Add the counts of the latest forward of that chunk; call once for each, after it or after its backward.
 
         The counters overwrite their counts, so recomputation in backward does not count twice.
         """
@@ -77,7 +76,7 @@ class ExpertBiasBalancer:
             self._compare_rows(counters, here)
 
     def _compare_rows(self, counters: list[ExpertCounter], here: slice) -> None:
-        """Add what routers chose less what experts were given: zero, summed over the ranks, unless rows are lost."""
+        """Add what routers chose less what experts were given: zero over all ranks, unless rows are lost."""
         chosen = [counter.chosen_rows for counter in counters if counter.chosen_rows is not None]
         ends = [counter.row_ends for counter in counters if counter.row_ends is not None]
         self._rows_are_known = len(chosen) == len(ends) == len(counters)
@@ -95,13 +94,9 @@ class ExpertBiasBalancer:
     def step(self, finite: torch.Tensor) -> torch.Tensor | None:
         """Update the biases by `rate * sign(mean - count)`, centred; return the global counts (layers, E), or None.
 
-        Only differences of biases matter to a top-k, so each update is made to sum to zero. Otherwise the common part
-        grows without bound where more experts are below the mean than above, and eats float32's precision.
-
-        Like the weights, the biases stay as they are in a step whose bool scalar `finite` is False, and always where
-        the router's weight is frozen.
-
-        Integer arithmetic throughout: bfloat16 counts once flipped the sign of the update.
+        Only differences of biases matter to a top-k. Without centring, their common part grows without bound and eats
+        float32's precision. Counts are integers: bfloat16 once flipped the sign of an update. Biases stay as they are
+        where the bool scalar `finite` is False, and where the router's weight is frozen.
 
         Collectives: one sum over all ranks for all layers; every rank must call.
         """
@@ -124,7 +119,8 @@ class ExpertBiasBalancer:
         return counts
 
     def bias_range(self) -> torch.Tensor | None:
-        """Smallest and largest `expert_bias` of each layer, (2, layers) float32 on the device; None without any.
+        """Return the smallest and largest `expert_bias` of each layer, (2, layers) float32 on the device; None without
+        any.
 
         Collectives: with pipeline stages one sum over all ranks; every rank must call.
         """

@@ -11,12 +11,11 @@ class NonFiniteSteps:
 
     Attributes:
         first_new: first such step since the last look.
-        first: first step of the run of such steps that the latest belongs to; training may not go on after it if
-            `fatal`. -1 if the latest step was finite.
+        first: first step of the run of such steps up to the latest; -1 if the latest was finite.
         in_a_row: length of that run.
         total: such steps since the process started.
         micro_batches: numbers of the micro-batches whose loss on this rank was not finite in step `first_new`.
-        fatal: True if there were as many in a row as may be; nothing was applied since.
+        fatal: as many in a row as may be; nothing was applied since `first`.
     """
 
     first_new: int
@@ -30,9 +29,8 @@ class NonFiniteSteps:
 class FiniteGuard:
     """Decides on the device which steps are applied; the host waits for it only in `look`.
 
-    After `limit` steps in a row that are not finite no step is applied any more, so that weights, optimizer states
-    and biases are those before the first of them when the host finds out. The same on all ranks, for it is fed with
-    reduced values; only the flags of the micro-batches are of this rank.
+    After `limit` steps in a row that are not finite no step is applied any more, so that weights, optimizer states and
+    biases are those before the first of them when the host finds out. All ranks feed it the same reduced values.
 
     Args:
         device: of loss and gradient norm.
@@ -47,15 +45,14 @@ class FiniteGuard:
         self._seen = 0
 
     def state(self) -> list[torch.Tensor]:
-        """Every tensor that is kept from step to step."""
         return [self._state] if self._flags is None else [self._state, self._flags]
 
     @torch.no_grad()
     def admit(self, step: int, finite: torch.Tensor, losses_finite: torch.Tensor | None = None) -> torch.Tensor:
-        """Return True, as a bool scalar on the device, if step `step` (counted from 1) is to be applied.
+        """Return True, as a bool scalar on the device, if step `step` is to be applied.
 
         Args:
-            step: that is about to be applied.
+            step: about to be applied, counted from 1.
             finite: bool scalar: its loss and gradient norm are finite, over all ranks.
             losses_finite: bool (micro-batches,): the losses of this rank's micro-batches are.
         """

@@ -20,10 +20,10 @@ _LEAST_BFLOAT16_LR = 1e-3
 
 
 class LocalAdamW(torch.optim.AdamW):
-    """torch's AdamW (arXiv:1711.05101) on this rank's shards; parameters and states stay the DTensors that they are.
+    """torch's AdamW (arXiv:1711.05101) on this rank's shards; parameters and states stay DTensors.
 
-    The update of an element needs nothing of other elements, so DTensor has nothing to add. It refuses two meshes in a
-    fused call, and to find the layout of the first one's results takes it longer than ten updates of a small model.
+    DTensor refuses two meshes in a fused call, and finding the layout of the first results takes longer than ten
+    updates of a small model.
     """
 
     def __init__(self, groups: list[dict[str, Any]], **options: Any) -> None:
@@ -32,7 +32,7 @@ class LocalAdamW(torch.optim.AdamW):
             group["state_names"] = ("step", "exp_avg", "exp_avg_sq")  # what a checkpoint must have of each parameter
 
     def _init_group(self, group: dict[str, Any], *lists: list[torch.Tensor]) -> bool:
-        """Fill `lists` with the tensors of a group, in the order of the update's arguments; private to torch."""
+        """Fill `lists` with local tensors, in the order of the update's arguments; private to torch."""
         has_complex = super()._init_group(group, *lists)
         for tensors in lists:
             tensors[:] = [local_of(tensor) for tensor in tensors]
@@ -42,13 +42,12 @@ class LocalAdamW(torch.optim.AdamW):
 def build_optimizer(
     model: Any, section: OptimizerSection, others: Mapping[str, Callable[..., torch.optim.Optimizer]] | None = None
 ) -> torch.optim.Optimizer:
-    """AdamW of the parameters that are trained, or what the builder in `others` for `section.name` makes of the same;
-    that of the user's own optimizers is under `FORM`.
+    """Build AdamW of the trained parameters, or what the builder in `others` for `section.name` makes of them.
 
-    What other ranks hold is in its groups too, and is never stepped here.
+    The builder of the user's own optimizers is under `FORM`. Parameters that other ranks hold are in the groups, too,
+    and never stepped here.
 
-    Raises:
-        ConfigError: `section.lr_multipliers` names nothing that is trained.
+    Raises ConfigError: `section.lr_multipliers` names nothing that is trained.
     """
     name = FORM if is_extension(section.name) else section.name
     if others and name in others:
@@ -58,7 +57,7 @@ def build_optimizer(
 
 
 def build_adamw(groups: list[dict[str, Any]], section: OptimizerSection) -> LocalAdamW:
-    """AdamW of these groups, which may be none."""
+    """Build AdamW of these groups, which may be none."""
     return LocalAdamW(
         groups or [{"params": []}],
         lr=section.lr,
@@ -74,11 +73,9 @@ def group_parameters(
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Group the trained parameters by rate and decay: those that lie in `apart`, and the rest.
 
-    Decay is on matrices only: not on norms, on other vectors, or on biases, also where those of all experts are one
-    matrix.
+    Only matrices decay: not norms and other vectors, nor biases, even if those of all experts are one matrix.
 
-    Raises:
-        ConfigError: `section.lr_multipliers` names nothing that is trained.
+    Raises ConfigError: `section.lr_multipliers` names nothing that is trained.
     """
     multipliers = lr_multipliers(model, section)
     groups: defaultdict[tuple[bool, bool, float], list[nn.Parameter]] = defaultdict(list)
@@ -106,7 +103,7 @@ def group_parameters(
 def scale_gradients(optimizer: torch.optim.Optimizer, grads: list[torch.Tensor], factor: torch.Tensor) -> None:
     """Multiply `grads`, those of all parameters of `optimizer`, by the scalar `factor` before its next step.
 
-    On CUDA the kernel of fused AdamW does so while it reads them: a pass over all gradients less.
+    On CUDA the kernel of fused AdamW does so while it reads them, which saves a pass.
     """
     if type(optimizer) is LocalAdamW and optimizer.defaults["fused"] and kernel_device(grads[0].device) == "cuda":
         optimizer.grad_scale = factor.reciprocal()  # type: ignore[attr-defined]
@@ -115,10 +112,10 @@ def scale_gradients(optimizer: torch.optim.Optimizer, grads: list[torch.Tensor],
 
 
 def step_if_finite(optimizer: torch.optim.Optimizer, finite: torch.Tensor) -> None:
-    """Step `optimizer` if the bool scalar `finite` is True on the device; else weights and states stay as they are.
+    """Step `optimizer` if the bool scalar `finite` is True on the device; otherwise nothing changes.
 
-    A fused optimizer reads the flag inside its kernel (the `found_inf` that GradScaler uses too), so the host does not
-    wait for the gradients. The other implementations cost one synchronization.
+    A fused optimizer reads the flag inside its kernel (`found_inf`), so the host does not wait for the gradients. The
+    other implementations cost one synchronization.
     """
     if optimizer.defaults.get("fused"):
         optimizer.found_inf = (~finite).to(torch.float32)  # type: ignore[attr-defined]
@@ -153,7 +150,7 @@ def lr_factor(step: int, steps: int, section: LRSchedulerSection) -> float:
 def build_lr_scheduler(
     optimizer: torch.optim.Optimizer, section: LRSchedulerSection, steps: int, start_step: int = 0
 ) -> LambdaLR:
-    """Scheduler that applies `lr_factor`, from `start_step` steps done; call `step()` after every optimizer step."""
+    """Build the scheduler that applies `lr_factor`, from `start_step` steps done; step it after every optimizer step."""
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]  # which LambdaLR wants where it does not begin at 0
     return LambdaLR(optimizer, lambda step: lr_factor(step, steps, section), last_epoch=start_step - 1)

@@ -15,11 +15,9 @@ from titanlite.materialize.plan import clean_name
 def freeze_parameters(model: nn.Module, section: OptimizerSection) -> None:
     """Turn gradients off for the parameters that `optimizer.freeze` names, in place. Before sharding, on meta or not.
 
-    What is frozen gets no gradient, no optimizer state and no weight decay. A tied parameter is frozen under each of
-    its names.
+    A tied parameter is frozen under each of its names.
 
-    Raises:
-        ConfigError: a pattern matches no parameter, or nothing is left to train. The same on all ranks.
+    Raises ConfigError: a pattern matches no parameter, or nothing is left to train. The same on all ranks.
     """
     patterns = split_patterns("optimizer.freeze", section.freeze)
     problems = []
@@ -37,8 +35,7 @@ def freeze_parameters(model: nn.Module, section: OptimizerSection) -> None:
 def lr_multipliers(model: nn.Module, section: OptimizerSection) -> dict[nn.Parameter, float]:
     """Return the factor on the learning rate of each trained parameter that `optimizer.lr_multipliers` names.
 
-    Raises:
-        ConfigError: a pattern matches no parameter, or only frozen ones. The same on all ranks.
+    Raises ConfigError: a pattern matches no parameter, or only frozen ones. The same on all ranks.
     """
     found: dict[nn.Parameter, float] = {}
     problems = []
@@ -54,7 +51,7 @@ def lr_multipliers(model: nn.Module, section: OptimizerSection) -> dict[nn.Param
 
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:
-    """Values of all parameters, and of those that are trained; of all ranks together, tied ones once."""
+    """Count the values of all parameters, and of the trained ones; of all ranks together, tied ones once."""
     params = list(model.parameters())
     return sum(map(num_values, params)), sum(num_values(p) for p in params if p.requires_grad)
 
