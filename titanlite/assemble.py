@@ -77,8 +77,7 @@ from titanlite.models.interface import Model
 from titanlite.objective import NextToken, Objective
 from titanlite.ops.kernels import use_triton
 from titanlite.optim.expert_bias import warn_of_ignored_balancing
-from titanlite.optim.optimizer import build_optimizer
-from titanlite.optim.parameters import count_parameters, freeze_parameters
+from titanlite.optim.optimizer import build_optimizer, count_parameters, freeze_parameters
 from titanlite.preflight import Checked
 from titanlite.train_step import TrainStep
 from titanlite.trainer import Trainer

@@ -28,7 +28,7 @@ from titanlite.metrics.results import EvaluationResult, Results
 from titanlite.metrics.run_folder import get_identity
 from titanlite.models.interface import Model
 from titanlite.optim import lr_factor
-from titanlite.optim.nonfinite import NonFiniteSteps
+from titanlite.optim.optimizer import NonFiniteSteps
 from titanlite.train_step import TrainStep, Window
 
 

@@ -14,7 +14,7 @@ from titanlite.assemble import assemble, build_model
 from titanlite.base.errors import ConfigError
 from titanlite.config.parallelism import Degrees
 from titanlite.metrics.flops import train_flops_per_token
-from titanlite.optim.parameters import freeze_parameters
+from titanlite.optim.optimizer import freeze_parameters
 
 STEPS = 3
 RELATIVE_TOLERANCE = 1e-5  # as in test_parity_ladder.py

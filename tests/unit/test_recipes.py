@@ -19,7 +19,7 @@ from titanlite.features.lowbit.formats import BLOCK_FORMATS
 from titanlite.features.lowbit.weights import encode_weights
 from titanlite.materialize import build_plan
 from titanlite.materialize.layout import encoding_of, num_values
-from titanlite.optim.parameters import count_parameters
+from titanlite.optim.optimizer import count_parameters
 from titanlite.preflight import check
 
 ROOT = Path(__file__).parents[2]

@@ -39,8 +39,8 @@ class Stored:
 def read_model_headers(folder: Path) -> Stored:
     """Read the headers of the Hugging Face model in `folder`: model.safetensors, or the files that the index names.
 
-    Raises CheckpointError: there is no model, only pickle files, a file is missing or damaged, two files have the same
-    key, or index and files contradict each other. Lists all problems.
+    Raises CheckpointError: there is no model, only pickle files, a file is missing or damaged, or two files have the
+    same key. Lists all problems.
     """
     where = f"checkpoint {folder}"
     try:
@@ -52,10 +52,8 @@ def read_model_headers(folder: Path) -> Stored:
     if SINGLE_FILE in names:
         return read_headers([folder / SINGLE_FILE], where)
     if INDEX_FILE in names:
-        weight_map = _read_index(folder / INDEX_FILE)
-        stored = read_headers([folder / name for name in sorted(set(weight_map.values()))], where)
-        _check_index(where, weight_map, stored)
-        return stored
+        names = set(_read_index(folder / INDEX_FILE).values())
+        return read_headers([folder / name for name in sorted(names)], where)
     if ADAPTER_FILE in names:
         raise CheckpointError(
             f"{where}: has {ADAPTER_FILE}, adapters without their model. Set lora.rank to train them on, or merge "
@@ -141,19 +139,3 @@ def _read_index(path: Path) -> dict[str, str]:
     ]
     raise_problems(CheckpointError, where, bad)
     return weight_map
-
-
-def _check_index(where: str, weight_map: dict[str, str], stored: Stored) -> None:
-    problems = []
-    for key, file in weight_map.items():
-        tensor = stored.tensors.get(key)
-        if tensor is None:
-            problems.append(f"{shown(key)}: {INDEX_FILE} says that it is in {file}, but it is not.")
-        elif tensor.file.name != file:
-            problems.append(f"{shown(key)}: {INDEX_FILE} says that it is in {file}, but it is in {tensor.file.name}.")
-    problems += [
-        f"{shown(key)}: is in {tensor.file.name}, but not in {INDEX_FILE}."
-        for key, tensor in stored.tensors.items()
-        if key not in weight_map
-    ]
-    raise_problems(CheckpointError, where, problems)

@@ -8,7 +8,6 @@ https://huggingface.co/docs/safetensors
 import json
 import math
 import os
-import stat
 import struct
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from titanlite.base.errors import CheckpointError, raise_problems
-from titanlite.base.files import parse_json
+from titanlite.base.files import open_regular, parse_json
 
 # The reference implementation refuses longer headers too.
 MAX_HEADER_BYTES = 100_000_000
@@ -120,39 +119,28 @@ def _read_text(path: Path) -> tuple[bytes, int]:
     """Return the header's JSON and the size of the file."""
     where = f"checkpoint {path}"
     try:
-        # O_NONBLOCK: opening a named pipe would wait for a writer.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        with open_regular(path) as file:
+            size, head = os.fstat(file.fileno()).st_size, file.read(8)
+            if len(head) < 8:
+                raise CheckpointError(
+                    f"{where}: has {size} bytes, less than the 8 that a safetensors file begins with."
+                )
+            (length,) = struct.unpack("<Q", head)
+            if length > min(size - 8, MAX_HEADER_BYTES):
+                raise CheckpointError(
+                    f"{where}: says that its header has {length} bytes, but the file has {size} (the most that a "
+                    f"header may have is {MAX_HEADER_BYTES}). It is cut off, or no safetensors file."
+                )
+            text = file.read(length)
     except FileNotFoundError:
         raise CheckpointError(
             f"{where}: there is no such file. Copy it again from where the checkpoint came."
         ) from None
     except OSError as error:
-        raise CheckpointError(f"{where}: cannot be opened: {error.strerror}.") from None
-    try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise CheckpointError(f"{where}: is not a regular file.")
-        size = status.st_size
-        head = os.pread(descriptor, 8, 0)
-        if len(head) < 8:
-            raise CheckpointError(f"{where}: has {size} bytes, less than the 8 that a safetensors file begins with.")
-        (length,) = struct.unpack("<Q", head)
-        if length > min(size - 8, MAX_HEADER_BYTES):
-            raise CheckpointError(
-                f"{where}: says that its header has {length} bytes, but the file has {size} (the most that a header "
-                f"may have is {MAX_HEADER_BYTES}). It is cut off, or no safetensors file."
-            )
-        text = b""
-        while len(text) < length:
-            part = os.pread(descriptor, length - len(text), 8 + len(text))
-            if not part:
-                raise CheckpointError(f"{where}: ended while its header was read; something is changing it.")
-            text += part
-        return text, size
-    except OSError as error:
         raise CheckpointError(f"{where}: cannot be read: {error.strerror}.") from None
-    finally:
-        os.close(descriptor)
+    if len(text) < length:
+        raise CheckpointError(f"{where}: ended while its header was read; something is changing it.")
+    return text, size
 
 
 def _parse(path: Path, text: bytes) -> dict[str, Any]:

@@ -29,8 +29,16 @@ from titanlite.checkpoint.commit import (
     step_folder,
 )
 from titanlite.checkpoint.folder import how_to_finish
-from titanlite.checkpoint.hf_model import HFFormat, index_of, unfinished_files, warn_of_sidecar
-from titanlite.checkpoint.parts import CARD, PROGRESS, STATES, Parts
+from titanlite.checkpoint.hf_model import (
+    CARD,
+    PROGRESS,
+    STATES,
+    HFFormat,
+    Parts,
+    index_of,
+    unfinished_files,
+    warn_of_sidecar,
+)
 from titanlite.checkpoint.train_state import STATE_FILE, Progress, find_missing_state, load_state, state_files
 from titanlite.checkpoint.writer import snapshot
 from titanlite.config.schema import CheckpointSection

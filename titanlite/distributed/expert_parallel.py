@@ -19,7 +19,7 @@ from torch.distributed.tensor import Shard
 from titanlite.base import timers
 from titanlite.distributed.activation_checkpoint import keep
 from titanlite.distributed.collectives import all_to_all, all_to_all_single, register_group
-from titanlite.distributed.shard import shard_parameters
+from titanlite.distributed.parallel_dims import shard_parameters
 from titanlite.models.interface import Model
 from titanlite.ops import group_by_expert, permute_tokens
 from titanlite.ops.permute import gather_sum

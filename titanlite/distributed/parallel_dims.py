@@ -1,13 +1,19 @@
-"""`ParallelDims`: the only place that knows mesh axes by name."""
+"""`ParallelDims`, the only place that knows mesh axes by name; and parameters that are sharded over one axis."""
 
+from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Shard
 
 from titanlite.config.parallelism import Degrees
+from titanlite.materialize.layout import is_elsewhere
+
+ParameterPlacements = dict[nn.Parameter, Placement]
 
 
 @dataclass(frozen=True)
@@ -140,3 +146,34 @@ def _build_mesh(device_type: str, sizes: dict[str, int], always: str) -> DeviceM
     # behind the parameters of the next layer: NCCL serves one communicator in order.
     own: Any = {"ep": dist.get_backend_config()} if "ep" in sizes else None
     return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes), backend_override=own)
+
+
+def shard_parameters(model: nn.Module, mesh: DeviceMesh, placements: ParameterPlacements) -> None:
+    """Replace each given parameter of `model` by a DTensor on the one-axis `mesh` that holds this rank's part of it.
+    What other ranks hold (`layout.leave_elsewhere`) is left alone.
+
+    Splits are in `torch.chunk` sizes. Ties stay tied: a parameter that several modules hold is replaced in all of them
+    by the same object. Attributes are carried over. A plain parameter cannot become a DTensor in place (their slots
+    differ), so do this before anything is keyed by parameter objects; materialization keeps them. A replicated
+    parameter must have the same value on all ranks of the axis already, which on meta is trivially so.
+    """
+    holders: defaultdict[nn.Parameter, list[tuple[nn.Module, str]]] = defaultdict(list)
+    for module in model.modules():
+        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+            holders[param].append((module, name))
+    for param, placement in placements.items():
+        if is_elsewhere(param):
+            continue
+        local = param.detach()
+        if isinstance(placement, Shard):
+            size = local.shape[placement.dim]
+            chunk = -(-size // mesh.size())
+            start = min(mesh.get_local_rank() * chunk, size)
+            local = local.narrow(placement.dim, start, min(chunk, size - start)).contiguous()
+        sharded = DTensor.from_local(
+            local, mesh, [placement], run_check=False, shape=param.shape, stride=param.stride()
+        )
+        new = nn.Parameter(sharded, requires_grad=param.requires_grad)
+        vars(new).update(vars(param))
+        for module, name in holders[param]:
+            setattr(module, name, new)

@@ -1,4 +1,3 @@
 """Optimizer, learning-rate schedule and the expert balancer."""
 
-from titanlite.optim.nonfinite import FiniteGuard, NonFiniteSteps
-from titanlite.optim.optimizer import build_lr_scheduler, lr_factor
+from titanlite.optim.optimizer import FiniteGuard, NonFiniteSteps, build_lr_scheduler, lr_factor

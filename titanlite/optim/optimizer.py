@@ -1,20 +1,24 @@
-"""The optimizer that the configuration describes, stepped only if the gradients are finite, and its rate."""
+"""The optimizer that the configuration describes: which parameters it trains, how fast, and which steps it takes."""
 
 import math
 from collections import defaultdict
 from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from titanlite.base.errors import ConfigError, raise_problems
 from titanlite.base.extension import FORM, is_extension
 from titanlite.base.log import logger
+from titanlite.config.patterns import parse_multipliers, split_patterns
 from titanlite.config.schema import LRSchedulerSection, OptimizerSection
-from titanlite.materialize.layout import local_of
+from titanlite.materialize.layout import local_of, num_values
+from titanlite.materialize.plan import clean_name
 from titanlite.ops.kernels import kernel_device
-from titanlite.optim.parameters import lr_multipliers
 
 _LEAST_BFLOAT16_LR = 1e-3
 
@@ -150,7 +154,148 @@ def lr_factor(step: int, steps: int, section: LRSchedulerSection) -> float:
 def build_lr_scheduler(
     optimizer: torch.optim.Optimizer, section: LRSchedulerSection, steps: int, start_step: int = 0
 ) -> LambdaLR:
-    """Build the scheduler that applies `lr_factor`, from `start_step` steps done; step it after every optimizer step."""
+    """Build the scheduler that applies `lr_factor`, from `start_step` steps done; step it after each optimizer step."""
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]  # which LambdaLR wants where it does not begin at 0
     return LambdaLR(optimizer, lambda step: lr_factor(step, steps, section), last_epoch=start_step - 1)
+
+
+@dataclass(frozen=True)
+class NonFiniteSteps:
+    """What was not finite, on the host.
+
+    Attributes:
+        first_new: first such step since the last look.
+        first: first step of the run of such steps up to the latest; -1 if the latest was finite.
+        in_a_row: length of that run.
+        total: such steps since the process started.
+        micro_batches: numbers of the micro-batches whose loss on this rank was not finite in step `first_new`.
+        fatal: as many in a row as may be; nothing was applied since `first`.
+    """
+
+    first_new: int
+    first: int
+    in_a_row: int
+    total: int
+    micro_batches: tuple[int, ...]
+    fatal: bool
+
+
+class FiniteGuard:
+    """Decides on the device which steps are applied; the host waits for it only in `look`.
+
+    After `limit` steps in a row that are not finite no step is applied any more, so that weights, optimizer states and
+    biases are those before the first of them when the host finds out. All ranks feed it the same reduced values.
+
+    Args:
+        device: of loss and gradient norm.
+        limit: most steps in a row; 1 stops at the first.
+    """
+
+    def __init__(self, device: torch.device, limit: int = 1) -> None:
+        self._limit = limit
+        # first_new, first, in_a_row, total
+        self._state = torch.tensor([-1, -1, 0, 0], dtype=torch.int64, device=device)
+        self._flags: torch.Tensor | None = None  # losses_finite of step first_new
+        self._seen = 0
+
+    def state(self) -> list[torch.Tensor]:
+        return [self._state] if self._flags is None else [self._state, self._flags]
+
+    @torch.no_grad()
+    def admit(self, step: int, finite: torch.Tensor, losses_finite: torch.Tensor | None = None) -> torch.Tensor:
+        """Return True, as a bool scalar on the device, if step `step` is to be applied.
+
+        Args:
+            step: about to be applied, counted from 1.
+            finite: bool scalar: its loss and gradient norm are finite, over all ranks.
+            losses_finite: bool (micro-batches,): the losses of this rank's micro-batches are.
+        """
+        first_new, first, in_a_row, total = self._state.unbind()
+        finite = finite.to(self._state.device)
+        frozen = in_a_row >= self._limit
+        bad = ~finite & ~frozen
+        if losses_finite is not None:
+            flags = torch.ones_like(losses_finite) if self._flags is None else self._flags
+            self._flags = torch.where(bad & (first_new < 0), losses_finite, flags)
+        now = torch.full_like(first, step)
+        self._state = torch.stack(
+            [
+                torch.where(bad & (first_new < 0), now, first_new),
+                torch.where(frozen, first, torch.where(bad, torch.where(in_a_row == 0, now, first), -1)),
+                torch.where(frozen, in_a_row, torch.where(bad, in_a_row + 1, 0)),
+                total + bad,
+            ]
+        )
+        return finite & ~frozen
+
+    @property
+    def total(self) -> int:
+        """Steps that were not finite, up to the last look."""
+        return self._seen
+
+    def look(self) -> NonFiniteSteps | None:
+        """Return what was not finite since the last look, or None. Synchronizes; only `micro_batches` vary by rank."""
+        first_new, first, in_a_row, total = self._state.tolist()
+        if total == self._seen:
+            return None
+        self._seen = total
+        flags = [] if self._flags is None else self._flags.tolist()
+        micro_batches = tuple(i for i, is_finite in enumerate(flags) if not is_finite)
+        self._state[0] = -1
+        self._flags = None
+        return NonFiniteSteps(first_new, first, in_a_row, total, micro_batches, in_a_row >= self._limit)
+
+
+def freeze_parameters(model: nn.Module, section: OptimizerSection) -> None:
+    """Turn gradients off for the parameters that `optimizer.freeze` names, in place. Before sharding, on meta or not.
+
+    A tied parameter is frozen under each of its names.
+
+    Raises ConfigError: a pattern matches no parameter, or nothing is left to train. The same on all ranks.
+    """
+    patterns = split_patterns("optimizer.freeze", section.freeze)
+    problems = []
+    for pattern in patterns:
+        matched = _matched(model, pattern)
+        if not matched:
+            problems.append(_no_match(pattern, model))
+        for param in matched:
+            param.requires_grad_(False)
+    if patterns and not any(param.requires_grad for param in model.parameters()):
+        problems.append("every parameter of the model is frozen. Leave one to train.")
+    raise_problems(ConfigError, "optimizer.freeze", problems)
+
+
+def lr_multipliers(model: nn.Module, section: OptimizerSection) -> dict[nn.Parameter, float]:
+    """Return the factor on the learning rate of each trained parameter that `optimizer.lr_multipliers` names.
+
+    Raises ConfigError: a pattern matches no parameter, or only frozen ones. The same on all ranks.
+    """
+    found: dict[nn.Parameter, float] = {}
+    problems = []
+    for pattern, factor in parse_multipliers("optimizer.lr_multipliers", section.lr_multipliers).items():
+        matched = _matched(model, pattern)
+        if not matched:
+            problems.append(_no_match(pattern, model))
+        elif not any(param.requires_grad for param in matched):
+            problems.append(f"'{pattern}' matches frozen parameters only. Remove it.")
+        found.update((param, factor) for param in matched if param.requires_grad)
+    raise_problems(ConfigError, "optimizer.lr_multipliers", problems)
+    return found
+
+
+def count_parameters(model: nn.Module) -> tuple[int, int]:
+    """Count the values of all parameters, and of the trained ones; of all ranks together, tied ones once."""
+    params = list(model.parameters())
+    return sum(map(num_values, params)), sum(num_values(p) for p in params if p.requires_grad)
+
+
+def _matched(model: nn.Module, pattern: str) -> list[torch.nn.Parameter]:
+    named = model.named_parameters(remove_duplicate=False)
+    return [param for name, param in named if fnmatchcase(clean_name(name), pattern)]
+
+
+def _no_match(pattern: str, model: nn.Module) -> str:
+    last = [clean_name(name) for name, _ in model.named_parameters()][-1]
+    return f"'{pattern}' matches no parameter. Names are written out, as '{last}'; '*' stands for any characters."

@@ -337,29 +337,14 @@ def test_missing_shards_are_named(sharded: Path) -> None:
 def test_shard_with_a_name_that_the_system_refuses(sharded: Path) -> None:
     name = "x" * 300 + ".safetensors"
     _save_index(sharded, {"a": FIRST, "b": FIRST, "c": name})
-    assert f"{name}: cannot be opened" in _refusal(sharded)
+    assert f"{name}: cannot be read" in _refusal(sharded)
 
 
 def test_shard_is_a_named_pipe(sharded: Path) -> None:
     (sharded / SECOND).unlink()
     os.mkfifo(sharded / SECOND)
     with _at_most(10):
-        assert f"{sharded / SECOND}: is not a regular file" in _refusal(sharded)
-
-
-def test_key_that_no_file_has(sharded: Path) -> None:
-    _save_index(sharded, {"a": FIRST, "b": FIRST, "c": SECOND, "d": SECOND})
-    assert f"d: {INDEX_FILE} says that it is in {SECOND}, but it is not." in _refusal(sharded)
-
-
-def test_key_in_another_file(sharded: Path) -> None:
-    _save_index(sharded, {"a": FIRST, "b": SECOND, "c": SECOND})
-    assert f"b: {INDEX_FILE} says that it is in {SECOND}, but it is in {FIRST}." in _refusal(sharded)
-
-
-def test_key_that_the_index_lacks(sharded: Path) -> None:
-    _save_index(sharded, {"a": FIRST, "c": SECOND})
-    assert f"b: is in {FIRST}, but not in {INDEX_FILE}." in _refusal(sharded)
+        assert f"{sharded / SECOND}: cannot be read: it is a named pipe, not a regular file" in _refusal(sharded)
 
 
 def test_key_in_two_files(sharded: Path) -> None:

@@ -14,7 +14,7 @@ from titanlite.materialize import materialize
 from titanlite.metrics.flops import num_parameters, peak_flops, train_flops_per_token
 from titanlite.models.decoder import build_decoder
 from titanlite.models.families import families, resolve_model_config
-from titanlite.optim.parameters import freeze_parameters
+from titanlite.optim.optimizer import freeze_parameters
 
 QWEN3_30B_A3B = ModelConfig(
     family="qwen3_moe",

@@ -9,7 +9,7 @@ from titanlite.features.lora.layers import apply_lora
 from titanlite.metrics.flops import group_parameters
 from titanlite.models.decoder import build_decoder
 from titanlite.models.families import families
-from titanlite.optim.parameters import freeze_parameters
+from titanlite.optim.optimizer import freeze_parameters
 
 
 def build(family: str = "qwen3_moe", **sizes):

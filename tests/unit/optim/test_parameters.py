@@ -9,8 +9,7 @@ from titanlite.base.errors import ConfigError
 from titanlite.config.schema import OptimizerSection
 from titanlite.models.decoder import build_decoder
 from titanlite.models.families import families
-from titanlite.optim.optimizer import build_optimizer
-from titanlite.optim.parameters import count_parameters, freeze_parameters, lr_multipliers
+from titanlite.optim.optimizer import build_optimizer, count_parameters, freeze_parameters, lr_multipliers
 
 
 def build(family="qwen3_moe", **changes):

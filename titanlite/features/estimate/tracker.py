@@ -64,7 +64,6 @@ _PLACES = {
     "/titanlite/distributed/expert_parallel.py": ROUTING,
     "/titanlite/ops/cross_entropy": HEAD,
     "/titanlite/ops/elementwise.py": ELEMENTWISE,
-    "/titanlite/ops/rope.py": ELEMENTWISE,
     "/titanlite/models/": ELEMENTWISE,
     "/titanlite/features/lora/": ELEMENTWISE,
     "/titanlite/features/lowbit/": ELEMENTWISE,

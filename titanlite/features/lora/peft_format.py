@@ -12,8 +12,7 @@ from titanlite.base.agree import get_rank
 from titanlite.base.log import logger
 from titanlite.checkpoint.description import render, save_tokenizer, write_config
 from titanlite.checkpoint.folder import ADAPTER_CONFIG, ADAPTER_FILE, OWN_FOLDER
-from titanlite.checkpoint.hf_model import HFFormat
-from titanlite.checkpoint.parts import ADAPTERS
+from titanlite.checkpoint.hf_model import ADAPTERS, HFFormat
 from titanlite.checkpoint.writer import FileLayout, Item, lay_out
 from titanlite.config import AnyModelConfig, JobConfig, ModelConfig
 from titanlite.config.assets import weights_key

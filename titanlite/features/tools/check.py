@@ -28,7 +28,7 @@ from titanlite.features.sft.examples import encode_rows, make_encoder
 from titanlite.features.sft.forms import COLUMNS, FORM_FIELDS
 from titanlite.features.sft.readers import RowError
 from titanlite.features.sft.rows import Rows, describe_place, merge_row_problems, open_rows
-from titanlite.optim.parameters import count_parameters, lr_multipliers
+from titanlite.optim.optimizer import count_parameters, lr_multipliers
 from titanlite.preflight import Checked, check_arguments
 
 _ROWS = 64  # of each source

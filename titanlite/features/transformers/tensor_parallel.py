@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from titanlite.base.log import logger
 from titanlite.distributed.collectives import all_gather, all_reduce, register_group
-from titanlite.distributed.shard import ParameterPlacements, shard_parameters
+from titanlite.distributed.parallel_dims import ParameterPlacements, shard_parameters
 from titanlite.distributed.tensor_parallel import vocab_shard
 from titanlite.features.transformers.model import TransformersModel
 from titanlite.features.transformers.tensor_parallel_plan import SPLIT_DIM, Style, resolve_tensor_parallel_plan
