@@ -119,7 +119,7 @@ def _make_locked(folder: Path) -> int:
 def hidden_folder(folder: Path) -> Generator[Path]:
     """Make a hidden folder to be renamed to `folder` once it is complete; it is removed otherwise. In one process.
 
-    Those of processes that were killed while writing `folder` are removed first.
+    Leftovers of killed processes that wrote `folder` are removed first.
     """
     name = re.compile(rf"\.{re.escape(folder.name)}\.({_TOKEN})\.tmp")
     for path in [*folder.parent.iterdir()] if folder.parent.is_dir() else ():
@@ -232,7 +232,7 @@ def find_complete_before(folder: Path, step: int) -> int | None:
 
 
 def set_aside(path: Path, kind: str) -> Path:
-    """Rename the checkpoint `path` to `path`.`kind`, or `path`.`kind`-2, ...: no run looks at it or removes it there.
+    """Rename the checkpoint `path` to `path`.`kind`, or `path`.`kind`-2, ..., where no run touches it.
 
     Raises OSError: it cannot be renamed.
     """
@@ -243,9 +243,9 @@ def set_aside(path: Path, kind: str) -> Path:
 
 
 def clean_up(folder: Path) -> None:
-    """Remove what a process that was killed while saving or removing left behind. One process at a time.
+    """Remove what killed processes left of saving or removing; what a process that is alive works on stays.
 
-    What a process that is alive writes or replaces stays.
+    One process at a time.
     """
     for path in sorted(folder.glob(".step-*")) if folder.is_dir() else ():
         match = _HIDDEN.fullmatch(path.name)

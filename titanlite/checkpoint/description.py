@@ -76,7 +76,7 @@ def describe_model(
         tokenizer: a transformers tokenizer, or None to leave it out.
         dtype: dtype of the parameters on disk.
         assets: folder of the model that training began with; what it says beyond the architecture is kept.
-        end_of_turn_ids: end a text as well, beside what the model's own generation_config.json says.
+        end_of_turn_ids: end a text as well, in addition to what the model's own generation_config.json says.
 
     Raises CheckpointError: transformers refuses something; names it, its value, and the file that it is from.
     """
@@ -117,7 +117,7 @@ def _explained(what: str) -> Generator[None]:
 
 
 def describe_versions() -> dict[str, str]:
-    """Versions of what a checkpoint is made with."""
+    """Return the versions of what a checkpoint is made with."""
     return {"titanlite": __version__, "torch": torch.__version__, "transformers": version("transformers")}
 
 
@@ -287,7 +287,7 @@ def check_saved_tokenizer(
 
 
 def _take_sequences(job: JobConfig, loader: TrainLoader) -> list[list[int]]:
-    """Evenly spaced sequences of token ids; none of images, nor of a stream, which would be read from its start."""
+    """Take evenly spaced sequences; none of images, nor of a stream, which would be read from its start."""
     dataset, count = loader.dataset, loader.dataset.num_train_sequences
     if count is None or job.data.dataset == "images":
         return []
@@ -296,11 +296,9 @@ def _take_sequences(job: JobConfig, loader: TrainLoader) -> list[list[int]]:
 
 
 def check_resumed_model(model_config: AnyModelConfig, folder: Path) -> None:
-    """Check that the model of the checkpoint in `folder` is this one, in all that its weights compute.
+    """Check that the checkpoint in `folder` is of a model that computes the same from weights of the same shapes.
 
-    Tensors of other shapes are refused where they are read; these would fit, and yet be another function.
-
-    Raises ConfigError: it is another one. The same on all ranks. Collective: every rank must call.
+    Raises ConfigError: it is not. The same on all ranks. Collective: every rank must call.
     """
 
     def find() -> str:
@@ -318,7 +316,7 @@ def check_resumed_model(model_config: AnyModelConfig, folder: Path) -> None:
 
 
 def check_data_order(start: Progress, loader: TrainLoader) -> None:
-    """Say so if a resumed run would train on other data, or in another order, than the run that it goes on with."""
+    """Warn if a resumed run would train on other data, or in another order, than the run that it goes on with."""
     if start.data == loader.fingerprint or get_rank() != 0:
         return
     taken = loader.get_taken(start.step)

@@ -23,12 +23,10 @@ _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 @dataclass(frozen=True)
 class Stored:
-    """The tensors of some files.
+    """The tensors of some files, by key, and the size of every file when its header was read.
 
     Attributes:
-        tensors: by key.
-        file_bytes: size of every file when its header was read.
-        block: rows and columns of an FP8 weight with a common factor, as config.json has them, if it does.
+        block: rows and columns of an FP8 weight with a common factor, if config.json has them.
     """
 
     tensors: dict[str, StoredTensor]

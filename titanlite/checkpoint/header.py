@@ -41,15 +41,8 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class StoredTensor(NamedTuple):
-    """One tensor of a safetensors file.
-
-    Attributes:
-        key: its name in the file.
-        dtype: dtype on disk.
-        shape: shape on disk.
-        file: the file.
-        offset: its first byte, counted from the start of the file.
-        nbytes: its length in bytes, `prod(shape) * dtype.itemsize`.
+    """One tensor of a safetensors file: dtype and shape are those on disk, `offset` is that of its first byte in the
+    file.
     """
 
     key: str
@@ -70,9 +63,7 @@ class StoredTensor(NamedTuple):
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of the safetensors file `path` by key, in the order of their bytes, which end the file.
-
-    Reads the header only.
+    """Return the tensors of the safetensors file `path` by key, in the order of their bytes. Reads the header only.
 
     Raises CheckpointError: `path` cannot be read, is no regular file, is shorter than its header says, or its header is
     not what the format allows: no JSON, a name twice, an unknown dtype, offsets that are out of range, overlap, leave a
@@ -116,7 +107,6 @@ def shown(text: object) -> str:
 
 
 def _read_text(path: Path) -> tuple[bytes, int]:
-    """Return the header's JSON and the size of the file."""
     where = f"checkpoint {path}"
     try:
         with open_regular(path) as file:
@@ -197,7 +187,6 @@ def _check_entry(key: str, entry: Any, path: Path, data_start: int, file_bytes: 
 
 
 def _gaps(tensors: Iterable[StoredTensor], data_start: int, file_bytes: int) -> Iterable[str]:
-    """Find tensors that share bytes, and bytes that belong to none; the format allows neither."""
     end, before = data_start, "the header"
     for tensor in tensors:
         if tensor.offset < end:
@@ -227,10 +216,8 @@ def find_scale(
 ) -> tuple[StoredTensor, tuple[int, int]]:
     """Return the factors (r, c) of an FP8 weight (R, C), of (E, R, C) (E, r, c), and what (rows, columns) one serves.
 
-    Args:
-        stored: the weight.
-        tensors: all that is stored, by key.
-        declared: rows and columns of a block, as config.json has them; edges may cut blocks.
+    `tensors` is all that is stored. `declared` are the rows and columns of a block in config.json; edges may cut
+    blocks.
 
     Raises ValueError: there are none, or they do not fit.
     """

@@ -78,9 +78,9 @@ def save_hf_model(
 ) -> None:  # fmt: skip
     """Write weights, config.json, generation_config.json and tokenizer into `folder`, as `save_pretrained` would.
 
-    `folder` appears, or is replaced, in one step, see `commit_folder`. Parameters are cast to `dtype`; buffers keep
-    theirs. `tokenizer` is of transformers, or None to leave it out. What config.json and generation_config.json in
-    `assets` say beyond the architecture is kept.
+    `folder` appears, or is replaced, in one step. Parameters are cast to `dtype`; buffers keep theirs. `tokenizer` is
+    of transformers, or None to leave it out. What config.json and generation_config.json in `assets` say beyond the
+    architecture is kept.
 
     Raises CheckpointError on all ranks: transformers refuses the configuration, or a rank could not write.
 
@@ -105,10 +105,7 @@ def index_of(files: Sequence[FileLayout]) -> dict[str, bytes]:
 
 
 def check_layout(job: JobConfig, plan: Plan) -> None:
-    """Find out before training whether the model's tensors have a place in its files.
-
-    Raises CheckpointError: they have none. The same on all ranks.
-    """
+    """Raise a CheckpointError before training if the model's tensors have no place in its files. The same on all ranks."""
     if not job.checkpoint.enable or job.lora.rank:
         return
     _refuse_encoded(plan)
@@ -117,9 +114,9 @@ def check_layout(job: JobConfig, plan: Plan) -> None:
 
 
 def unfinished_files(plan: Plan) -> list[FileLayout]:
-    """Layout of all tensors, or of all adapters, under their run-time names and in their own dtypes.
+    """Lay out all tensors, or all adapters, under their run-time names and in their own dtypes. No collective.
 
-    Whatever their form on disk is. A resume reads them; `how_to_finish` says how the rest is made. No collective.
+    A resume reads them; `how_to_finish` says how the rest is made.
     """
     entries = [entry for entry in plan.entries if entry.info.persistent]
     entries = [entry for entry in entries if is_adapter(entry.fqn)] or entries
@@ -131,15 +128,15 @@ def unfinished_files(plan: Plan) -> list[FileLayout]:
 
 
 def model_files(plan: Plan, config: AnyModelConfig, dtype: torch.dtype, *, exact: bool = False) -> list[FileLayout]:
-    """Layout of the model's files, the same on all ranks: in the model's order, with Hugging Face's keys.
+    """Lay out the model's files, the same on all ranks: in the model's order, with Hugging Face's keys.
 
     What the architecture has no key for goes to a file in the titanlite folder. With `exact`, so do parameters that
     lose bits in `dtype`, once more in their own dtype, for a resumed run to go on from.
 
     Raises CheckpointError: a tensor is kept in another form than its values. The same on all ranks.
 
-    Collectives: those of the model's own format, and with pipeline stages one gather of small objects; every rank
-    must call.
+    Collectives: those of the model's own format, and with pipeline stages one gather of small objects; every rank must
+    call.
     """
     _refuse_encoded(plan)
     if (own := getattr(plan.model, "checkpoint_format", None)) is not None:
@@ -179,13 +176,13 @@ def _refuse_encoded(plan: Plan) -> None:
 
 
 def _find_used(buffers: Sequence[TensorEntry], in_stages: bool) -> set[str]:
-    """Names of those that are not all zeros. The ranks that hold one decide alike, and tell other stages."""
+    """Name those that are not all zeros. The ranks that hold one decide alike, and tell other stages."""
     found = {entry.fqn for entry in buffers if bool(local_of(entry.tensor).count_nonzero())}
     return set().union(*gather_objects(found)) if in_stages else found
 
 
 def warn_of_sidecar(config: AnyModelConfig, files: list[FileLayout]) -> None:
-    """Say that something was saved that Hugging Face's architecture does not have. On rank 0."""
+    """Warn that something was saved that Hugging Face's architecture does not have. On rank 0."""
     count = sum(len(file.items) for file in files if file.name == f"{OWN_FOLDER}/{SIDECAR_FILE}")
     if isinstance(config, ModelConfig) and count and (not dist.is_initialized() or dist.get_rank() == 0):
         logger.warning(
@@ -198,8 +195,7 @@ def warn_of_sidecar(config: AnyModelConfig, files: list[FileLayout]) -> None:
 class Parts:
     """What is built for one save, and which parts of it failed.
 
-    Args:
-        group: ranks that save together, used for nothing else, for a rank that fails is out of step.
+    `group` serves nothing else, for a rank that fails is out of step.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:

@@ -25,11 +25,9 @@ PREDICTION_KEY = "eh_proj.weight"
 
 @dataclass(frozen=True)
 class Piece:
-    """One checkpoint tensor.
+    """One checkpoint tensor: key and shape are those on disk.
 
     Attributes:
-        key: its key on disk.
-        shape: its shape on disk.
         region: the part of the run-time tensor that it stores; leading dims of length 1 are dropped on disk.
     """
 
@@ -44,12 +42,12 @@ def is_sidecar(name: str, family: Family) -> bool:
 
 
 def whole(key: str, shape: tuple[int, ...]) -> Piece:
-    """All of a tensor under one key."""
+    """Return all of a tensor under one key."""
     return Piece(key, shape, Region((0,) * len(shape), shape))
 
 
 def checkpoint_pieces(name: str, shape: tuple[int, ...], family: Family) -> Iterator[Piece]:
-    """Checkpoint tensors that together store the run-time tensor `name` of global `shape`."""
+    """Yield the checkpoint tensors that together store the run-time tensor `name` of global `shape`."""
     prefix, _, leaf = name.rpartition(".")
     if leaf == "gate_up_proj" and len(shape) == 3:
         half, width = shape[1] // 2, shape[2]
@@ -88,5 +86,5 @@ def part_of(key: str) -> str:
 
 
 def explain_unexpected(where: str) -> str:
-    """Why a stored tensor is refused that `find_passengers` does not name."""
+    """Return why a stored tensor that `find_passengers` does not name is refused."""
     return f"unexpected, {where} has it and the model does not. Correct its name, or remove it there."

@@ -57,14 +57,13 @@ class Checkpointer:
         section: the configuration.
         saved_as: the format of what the checkpoints hold of the model.
         dump_folder: of the run.
-        record: called with (kind, text, step) of what happened: a save that is complete, one that failed, a damaged
-            checkpoint. Also from the thread that saves in the background.
+        record: called with (kind, text, step) of what happened: a complete save, a failed one, a damaged checkpoint.
+            Also from the thread that saves in the background.
         sum_over_ranks: sums a tensor on the host over all ranks, in place.
         timeout_s: how long a rank that fails in building a save waits for the others.
 
     Attributes:
         folder: where the checkpoints of this run are.
-        carried_bytes: of what `carry` was called with.
         start: progress of the checkpoint that the run resumes from, or None.
         group: all ranks, on the host; it waits `checkpoint.timeout_seconds` for one that reads or writes longer.
 
@@ -105,11 +104,9 @@ class Checkpointer:
         return self._format.sources(step_folder(self.folder, self.start.step), model)
 
     def initial_sources(self, model: Model) -> list[SourceProvider]:
-        """Return what a new run begins with: a pretrained model, or nothing."""
         return self._format.initial_sources(model)
 
     def load_state(self, plan: Plan, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-        """Give the optimizer and the generators the states of the checkpoint to resume, if there is one."""
         if self.start is not None:
             load_state(step_folder(self.folder, self.start.step), plan, optimizer, device)
 
@@ -146,7 +143,7 @@ class Checkpointer:
         return progress, not how_to_finish(folder)
 
     def _choose(self, refused: Sequence[int]) -> tuple[int | None, int | None]:
-        """(step to resume from, newest complete step); on rank 0."""
+        """Return (step to resume from, newest complete step); on rank 0."""
         clean_up(self.folder)
         asked = self._section.load_step
         complete = []
@@ -202,9 +199,7 @@ class Checkpointer:
         return self._saved_step == step
 
     def prepare(self, model: Model, tokenizer: Any, end_of_turn_ids: Sequence[int] = ()) -> None:
-        """Build all that checkpoints have beside tensors, before anything is trained; saving writes it as it is.
-
-        `model` may be on meta. `end_of_turn_ids` stop the generations of what is saved.
+        """Build all that checkpoints have beside tensors, before anything is trained. `model` may be on meta.
 
         Raises CheckpointError: on all ranks; something of it cannot be built, or transformers refuses it.
         """
@@ -235,8 +230,8 @@ class Checkpointer:
     ) -> None:
         """Save `step-N`; once per step. In asynchronous mode training goes on as soon as the shards are copied.
 
-        `card` renders its README.md, if any, on rank 0. The link `best` leads to the step if it is the best by
-        `progress.results`. What cannot be built is left out or kept in another form, and a warning says how to go on.
+        `card` renders its README.md, if any, on rank 0. What cannot be built is left out or kept in another form, and a
+        warning says how to go on.
 
         Raises CheckpointError: on all ranks; this save failed, or the one before it that ran in the background, and
         `checkpoint.on_save_error` is "stop".
@@ -293,10 +288,7 @@ class Checkpointer:
 
     @contextmanager
     def _going_on(self, step: int) -> Generator[None]:
-        """Raise a `CheckpointError` of the body, which saves `step`, or warn of it: `checkpoint.on_save_error`.
-
-        Nothing is left of the failed save.
-        """
+        """Raise a `CheckpointError` of the body, which saves `step`, or warn of it: `checkpoint.on_save_error`."""
         try:
             yield
         except CheckpointError as error:
@@ -341,9 +333,8 @@ class Checkpointer:
     def save_last(self, save: Callable[[], None]) -> None:
         """Call `save` until the checkpoint is there, three times at most: after it, no next save will try again.
 
-        Raises:
-            CheckpointError: it failed, and `checkpoint.on_save_error` is "stop"; on all ranks.
-            SaveError: it failed three times; on all ranks.
+        Raises CheckpointError: it failed, and `checkpoint.on_save_error` is "stop". Raises SaveError: it failed three
+        times. On all ranks.
         """
         for pause_s in _LAST_SAVE_PAUSES_S:
             time.sleep(pause_s)

@@ -45,11 +45,9 @@ _FLAG, _OVERRIDE = "tie_word_embeddings", ", or in training model.overrides.tie_
 def weights_of(folder: Path, model: Model, *, exact: bool = False) -> Any:
     """Return the weights of the Hugging Face model in `folder`, as a source for `materialize(model)`.
 
-    It has `untied`, what is wrong with tied tensors that are stored twice, by name.
+    `untied` names tied tensors that are stored twice, and what is wrong with each.
 
-    Raises CheckpointError: as `hf_checkpoint`.
-
-    Collectives: two broadcasts; every rank must call. Of tied tensors that are stored twice rank 0 reads both.
+    Raises CheckpointError, collectives: as `hf_checkpoint`.
     """
     if (own := model.checkpoint_format) is not None:
         return own.sources(str(folder), _read_stored(folder, exact))
@@ -59,13 +57,13 @@ def weights_of(folder: Path, model: Model, *, exact: bool = False) -> Any:
 def hf_checkpoint(folder: Path, config: ModelConfig, *, exact: bool = False) -> "HFCheckpoint":
     """Return the weights of the Hugging Face model in `folder`, as a source for `materialize` of the native decoder.
 
-    Rank 0 reads headers and index, and all ranks learn from it what is where. `expert_bias` that the architecture has
-    no key for is taken from the folder's titanlite part, if it has one. So are, with `exact`, parameters that were
-    saved once more in the precision of the run.
+    `expert_bias` that the architecture has no key for is taken from the folder's titanlite part. So are, with `exact`,
+    parameters that were saved once more in the precision of the run.
 
     Raises CheckpointError: on all ranks; there is no model there, or files are missing or damaged.
 
-    Collectives: two broadcasts; every rank must call. Of a tied head that is stored too rank 0 reads both.
+    Collectives: two broadcasts of what rank 0 reads; every rank must call. Of a tied head that is stored too it reads
+    both.
     """
     stored = _read_stored(folder, exact)
     checkpoint = HFCheckpoint(str(folder), stored, family_of(config))
@@ -75,8 +73,6 @@ def hf_checkpoint(folder: Path, config: ModelConfig, *, exact: bool = False) -> 
 
 
 def _read_stored(folder: Path, exact: bool) -> Stored:
-    """Return what is in `folder`, as rank 0 sees it."""
-
     def read() -> Stored:
         unfinished = sorted((folder / OWN_FOLDER).glob(UNFINISHED_FILES)) if exact else []
         stored = read_headers(unfinished, f"checkpoint {folder}") if unfinished else read_model_headers(folder)
@@ -177,7 +173,7 @@ class HFCheckpoint:
 
 
 def is_equal(first: Read, second: Read) -> bool:
-    """Return True if both hold the same values, whatever their dtypes. Streams: two chunks of 32 MiB are in memory.
+    """Return True if both hold the same values, whatever their dtypes. Two chunks of 32 MiB are in memory.
 
     What can only be read whole, is: its reader converts it anyway.
     """
@@ -198,7 +194,7 @@ def _read(read: Read, region: Region) -> torch.Tensor:
 
 
 def explain_untied(where: str, target: str, flag: str, otherwise: str = "") -> str:
-    """Why the plan has no source for a tensor that is tied to `target`, and stored with other values in `where`."""
+    """Return why no source fits a tensor that is tied to `target`, and stored with other values in `where`."""
     remedy = f"Set {flag} = false in its config.json{otherwise}" if flag else "Correct the file"
     return (
         f"{where} has it with other values than {target}, to which config.json ties it; transformers takes the values, "

@@ -1,9 +1,8 @@
 """Read shards out of safetensors files: exactly the bytes of this rank, straight into the tensors they belong to.
 
-All requests of a rank are sorted by file and offset, cut into jobs of a few MiB, and carried out by a few threads with
-positioned reads. Where dtype and device allow it, the kernel copies from the page cache into the shard itself;
-otherwise a job passes through a staging buffer, pinned if it goes to a GPU, and is cast on the way. Memory beyond the
-shards is the staging buffers: at most 16 threads of 1 MiB (GPU: and as much there).
+The requests of a rank are sorted by file and offset, cut into jobs of a few MiB, and carried out by a few threads with
+positioned reads. Where dtype and device allow it, the kernel copies from the page cache into the shard; otherwise a job
+passes through a staging buffer of 1 MiB, pinned if it goes to a GPU, and is cast on the way.
 """
 
 import os
@@ -59,10 +58,8 @@ def place(
 
 @dataclass(frozen=True)
 class _Part:
-    """Segments of one stored tensor that go into one shard, given as a flat tensor; if it is encoded, of whole rows.
-
-    Attributes:
-        width: values in a row of the shard.
+    """Segments of one stored tensor that go into one flat shard, whose rows have `width` values; if encoded, whole
+    rows.
     """
 
     placed: Placed
@@ -73,7 +70,6 @@ class _Part:
 
     @property
     def offset(self) -> int:
-        """First byte in the file."""
         return self.placed.stored.offset + int(self.segments.stored[0]) * self.placed.stored.dtype.itemsize
 
     @property
@@ -85,9 +81,9 @@ class SafetensorsReader:
     """A `TensorReader` over safetensors files.
 
     Args:
-        name: what messages call it: the folder.
+        name: the folder, for messages.
         tensors: run-time name -> global shape and the stored tensors that together hold it.
-        file_bytes: size of every file at the time its header was read; a file that changed is refused.
+        file_bytes: size of every file when its header was read; a file that changed is refused.
         threads: threads that read; 0 chooses by the cores that each rank of this machine has.
     """
 
@@ -125,7 +121,7 @@ class SafetensorsReader:
                 run_jobs(_jobs(parts, files), self._threads)
 
     def plan_bytes(self, name: str, region: Region) -> dict[Path, int]:
-        """Bytes of each file that a read of `region` of tensor `name` takes; reads nothing."""
+        """Return the bytes of each file that a read of `region` of tensor `name` takes; reads nothing."""
         found: dict[Path, int] = {}
         for placed in self._tensors[name][1]:
             segments = overlap(placed.region, region)
@@ -157,7 +153,7 @@ class SafetensorsReader:
 
 
 def io_threads() -> int:
-    """Threads with which a rank reads or writes: its share of this machine's cores, 1 to 16."""
+    """Return with how many threads a rank reads or writes: its share of this machine's cores, 1 to 16."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(max(cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1), 16)
 
@@ -251,7 +247,7 @@ def run_jobs(jobs: Generator[_Job, None, None], threads: int) -> None:
 
 
 def _jobs(parts: Sequence[_Part], files: Files) -> Generator[_Job, None, None]:
-    """Work for one thread at a time: reads that follow one another in a file."""
+    """Yield work for one thread at a time: reads that follow one another in a file."""
     staging = _Staging()
     batch: list[_Part] = []
     batch_bytes = 0
@@ -284,7 +280,6 @@ def _jobs(parts: Sequence[_Part], files: Files) -> Generator[_Job, None, None]:
 
 
 def _is_direct(part: _Part) -> bool:
-    """Return True if the bytes on disk are those in memory, and the kernel can put them there."""
     as_it_is = part.placed.scale is None and part.encoding is None
     return as_it_is and part.target.device.type == "cpu" and part.target.dtype == part.placed.stored.dtype
 
@@ -308,8 +303,6 @@ def _read_direct(files: Files, parts: Sequence[_Part]) -> None:
 
 @dataclass
 class _Buffer:
-    """Staging memory of one thread; for a GPU pinned, with the stream that empties it."""
-
     memory: torch.Tensor
     stream: "torch.cuda.Stream | None" = None
 

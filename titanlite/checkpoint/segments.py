@@ -14,8 +14,7 @@ class Segments:
     """Equally long segments, in the order of the stored tensor.
 
     Attributes:
-        stored: int64 (N,), first element of each segment, counted from the first of the stored tensor.
-        local: int64 (N,), the same in the shard.
+        stored, local: int64 (N,), first element of each segment in the stored tensor, and in the shard.
         length: elements per segment.
     """
 
@@ -29,11 +28,10 @@ class Segments:
 
     @property
     def is_local_contiguous(self) -> bool:
-        """The segments lie end to end in the shard."""
         return len(self.local) < 2 or bool((np.diff(self.local) == self.length).all())
 
     def split(self, max_elements: int, unit: int = 1) -> Iterator["Segments"]:
-        """Parts of at most `max_elements`; long segments are cut at multiples of `unit` elements."""
+        """Yield parts of at most `max_elements`; long segments are cut at multiples of `unit` elements."""
         if self.length > max_elements:
             step = max(max_elements // unit, 1) * unit
             for stored, local in zip(self.stored, self.local, strict=True):
@@ -71,7 +69,7 @@ def bytes_of(flat: torch.Tensor) -> memoryview:
 
 
 def _offsets(starts: list[int], lengths: list[int], box: Region, outer: int) -> np.ndarray:
-    """First element of every segment inside `box`; the dims before `outer` are walked through."""
+    """Return the first element of every segment inside `box`; the dims before `outer` are walked through."""
     first = 0
     walked: list[tuple[int, int]] = []  # length and stride
     stride = 1

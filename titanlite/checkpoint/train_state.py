@@ -41,10 +41,10 @@ class Progress:
         data: description of the data order; a resumed run with another one trains on other data.
         world_size: ranks that wrote the checkpoint.
         versions: of titanlite and torch, for people.
-        results: of validations and evaluations, see `metrics.results`; empty in older checkpoints.
-        taken: sequences that each source of a mixture gave, by name; likewise.
-        chat_date: what chat templates take for today, as ISO text; likewise.
-        identity: settings that tell the run from others, see `metrics.run_folder`; likewise.
+        results: of validations and evaluations, see `metrics.results`.
+        taken: sequences that each source of a mixture gave, by name.
+        chat_date: what chat templates take for today, as ISO text.
+        identity: settings that tell the run from others, see `metrics.run_folder`.
     """
 
     step: int
@@ -59,7 +59,6 @@ class Progress:
 
     @property
     def batch_size(self) -> int:
-        """As `training.global_batch_size`; -1 in older checkpoints, which had no other default."""
         return int(self.identity.get("training.global_batch_size", -1))
 
     def to_json(self) -> bytes:
@@ -87,10 +86,9 @@ class Progress:
 
 
 def find_start(job: JobConfig) -> Progress | None:
-    """Return the state that the run of `job` would resume from; None: none.
+    """Return the state that the run of `job` would resume from, or None.
 
-    As `Checkpointer` finds it, but from one process, without checksums, and nothing is renamed or removed; nor is it
-    refused that there is none of `checkpoint.load_step`.
+    As `Checkpointer` finds it, but from one process, without checksums, and nothing is renamed, removed or refused.
 
     Raises CheckpointError: its state is damaged.
     """
@@ -143,7 +141,7 @@ def state_files(plan: Plan, optimizer: torch.optim.Optimizer, device: torch.devi
 
 
 def _named_states(plan: Plan, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
-    """Key and tensor of every state, in the plan's order; of what other stages hold, tensors on meta marked so.
+    """Yield key and tensor of every state, in the plan's order; of what other stages hold, tensors on meta marked so.
 
     Raises CheckpointError: with pipeline stages, on all ranks; a trained parameter has no state where others have.
     """
@@ -199,10 +197,9 @@ def load_state(folder: Path, plan: Plan, optimizer: torch.optim.Optimizer, devic
 def _match(
     where: str, states: Mapping[str, StoredTensor], plan: Plan, optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[torch.Tensor, str, str]]:
-    """(parameter, state name, key) of every stored state.
+    """Yield (parameter, state name, key) of every stored state.
 
-    Raises:
-        CheckpointError: states of parameters that the model does not have, of other shapes, or not for all parameters.
+    Raises CheckpointError: a state has no trained parameter or another shape, or a parameter has not all its states.
     """
     optimized = {id(param) for group in optimizer.param_groups for param in group["params"]}
     params = {entry.fqn: entry.tensor for entry in plan.entries if id(entry.tensor) in optimized}

@@ -1,8 +1,7 @@
 """Write shards into safetensors files in place: every rank its own bytes, at their final offsets.
 
 Headers follow from names, shapes and dtypes, so every rank knows the layout of every file without asking. Nothing is
-gathered, and memory beyond the shards is a staging buffer of 1 MiB per thread, where a shard must be cast, is on a GPU,
-or is read from another file.
+gathered. A shard that must be cast, or is on a GPU, takes a staging buffer of 1 MiB per thread.
 """
 
 import os
@@ -39,12 +38,10 @@ class Item:
     """One stored tensor, and what this rank has of it.
 
     Attributes:
-        key: its name in the file.
-        dtype: dtype on disk; the shard is cast to it.
+        key, dtype, shape: on disk; the shard is cast.
         region: the part of the run-time tensor that it stores.
-        shape: its shape on disk.
-        local: this rank's shard of the run-time tensor, a plain tensor on any device.
-        local_region: the part of the run-time tensor that `local` is.
+        local, local_region: this rank's shard of the run-time tensor, a plain tensor on any device, and the part that
+            it is.
         mine: of several ranks with this shard, this one writes it.
         read: for a tensor that is not in memory, `local` being empty: returns a part of `region` in `dtype`. The rank
             that writes it asks for parts that follow one another in the file, in several threads.
@@ -118,7 +115,7 @@ def create_files(folder: Path, files: Iterable[FileLayout]) -> None:
 def write_items(folder: Path, files: Sequence[FileLayout], text: str) -> dict[str, int]:
     """Write this rank's items in place and flush them to the disk; return this rank's share of each file's CRC-32.
 
-    The shares of all ranks and of the header, exclusive-ored, are the checksum of the file. `text` names the work.
+    The shares of all ranks and of the header, exclusive-ored, are the checksum. `text` names the work.
     """
     shares: dict[str, int] = {}
     total = sum(item.nbytes for file in files for item, _ in file.items if item.mine)
@@ -156,15 +153,13 @@ _Written = tuple[np.ndarray, np.ndarray]  # first byte after each write, and its
 
 @dataclass(frozen=True)
 class _Part:
-    """Segments of one shard, with the byte of the file at which the stored tensor begins."""
-
     item: Item
     base: int
     segments: Segments
 
 
 def _jobs(file: FileLayout) -> Iterator[partial[_Written]]:
-    """Work for one thread at a time; takes the file's descriptor."""
+    """Yield work for one thread at a time; takes the file's descriptor."""
     batch: list[_Part] = []
     batch_bytes = 0
     for item, base in file.items:
@@ -199,7 +194,6 @@ def _write_direct(descriptor: int, parts: Sequence[_Part]) -> _Written:
 
 
 def _write_staged(descriptor: int, part: _Part) -> _Written:
-    """Gather the segments, cast them where they are, copy them to the host and write them."""
     local, segments = part.item.local.reshape(-1), part.segments
     with torch.no_grad():
         if segments.is_local_contiguous:
@@ -252,7 +246,7 @@ def _write_all(descriptor: int, views: list[memoryview], offset: int) -> None:
 
 
 def merge_crcs(shares: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """Checksums of the files from the shares of all ranks and of the headers."""
+    """Combine the shares of all ranks and of the headers to the checksums of the files."""
     merged: dict[str, int] = {}
     for share in shares:
         for name, crc in share.items():
@@ -261,12 +255,10 @@ def merge_crcs(shares: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 def combine(crcs: np.ndarray, bytes_after: np.ndarray) -> int:
-    """Exclusive or of the CRC-32 `crcs` (N,), each moved past its `bytes_after` (N,).
+    """Return the exclusive or of the CRC-32 `crcs` (N,), each moved past its `bytes_after` (N,).
 
-    CRC-32 is linear: the checksum of a file is the exclusive or of its parts' checksums, each moved past the bytes that
-    follow it. Moving past n bytes multiplies by x^(8n) modulo the polynomial; `zlib.crc32` of the file is the same.
-
-    Over all parts of a file this is the file's checksum; over those of one rank, that rank's share of it.
+    CRC-32 is linear: over all parts of a file this is `zlib.crc32` of the file, over those of one rank its share of it.
+    Moving past n bytes multiplies by x^(8n) modulo the polynomial.
     """
     if not len(crcs):
         return 0
@@ -284,7 +276,7 @@ def combine(crcs: np.ndarray, bytes_after: np.ndarray) -> int:
 
 
 def _multiply(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Products of polynomials over GF(2), modulo the CRC's polynomial."""
+    """Multiply polynomials over GF(2), modulo the CRC's polynomial."""
     product, b = np.zeros_like(a), b.copy()
     for bit in range(31, -1, -1):
         product ^= np.where((a >> np.uint32(bit)) & np.uint32(1), b, np.uint32(0))
@@ -295,7 +287,7 @@ def _multiply(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 def snapshot(files: Sequence[FileLayout], kept: torch.Tensor | None) -> tuple[list[FileLayout], torch.Tensor]:
     """Copy this rank's shards to one buffer of the host; return the same layout over the copies, and the buffer.
 
-    The buffer is to be the next call's `kept`: allocating and pinning it takes longer than the copies.
+    Pass the buffer to the next call as `kept`: allocating and pinning it takes longer than the copies.
     """
     # By address: `local_of` makes a new tensor object of the same memory each time.
     shards = {
@@ -327,7 +319,7 @@ def snapshot(files: Sequence[FileLayout], kept: torch.Tensor | None) -> tuple[li
 
 
 def host_buffer(nbytes: int, *, pinned: bool) -> torch.Tensor:
-    """`nbytes` of the host, (nbytes,) uint8, from and to which CUDA copies at full speed if it is `pinned`.
+    """Allocate (nbytes,) uint8 on the host, if `pinned` for CUDA copies at full speed.
 
     torch's own pinned memory comes in powers of two: 61 GB for the 45.8 GB of a rank of Qwen3-30B-A3B.
     """
