@@ -29,12 +29,11 @@ from titanlite.models.interface import Model, is_adapter
 _T = TypeVar("_T")
 # The parts of a save; one that fails leaves the rest: the state of a run is worth more than a file beside it.
 MODEL, ADAPTERS, STATES = "the model's own form", ADAPTER_FILE, "optimizer states"
-CARD, PROGRESS = "README.md", "train_state.json"
+CARD = "README.md"
 _REMEDIES = {
     MODEL: "All weights are kept, and a resume reads them. Finish the model with: python -m titanlite export {} OUT.",
     ADAPTERS: "All adapters are kept, and a resume reads them. Run the same command again: it saves {} anew.",
     STATES: "A run cannot resume from it. Begin one with model.path = {}.",
-    PROGRESS: "A run cannot resume from it. Begin one with model.path = {}.",
     CARD: "Nothing else is missing in {}.",
 }
 
@@ -105,7 +104,10 @@ def index_of(files: Sequence[FileLayout]) -> dict[str, bytes]:
 
 
 def check_layout(job: JobConfig, plan: Plan) -> None:
-    """Raise a CheckpointError before training if the model's tensors have no place in its files. The same on all ranks."""
+    """Check before training that the model's tensors have a place in its files.
+
+    Raises CheckpointError: they have none. The same on all ranks.
+    """
     if not job.checkpoint.enable or job.lora.rank:
         return
     _refuse_encoded(plan)
@@ -212,7 +214,8 @@ class Parts:
         except Exception as error:  # whatever it is, the other parts are saved
             if is_lost_peer(error):
                 raise
-            mine.append(self._describe(error))
+            logger.error("%s", traceback.format_exc())
+            mine.append(f"{type(error).__name__}: {' '.join(str(error).split())}")
         try:
             problems = merge_problems(gather_objects(mine, self._group))
         except RuntimeError as lost:
@@ -226,15 +229,6 @@ class Parts:
             self._failed[part] = "; ".join(problems)
         return None if problems else result
 
-    def attempt_here(self, part: str, build: Callable[[], dict[str, bytes]]) -> dict[str, bytes]:
-        """Return the files that `build` returns, on rank 0; elsewhere, or if it fails, none."""
-        if dist.get_rank(self._group) == 0:
-            try:
-                return build()
-            except Exception as error:  # noqa: BLE001 - as above
-                self._failed[part] = self._describe(error)
-        return {}
-
     def explain(self, folder: Path) -> str:
         """Return what failed of the checkpoint in `folder`, and how to go on; empty if nothing did."""
         if not self._failed:
@@ -242,7 +236,3 @@ class Parts:
         failed = "; ".join(f"{part} ({problem})" for part, problem in self._failed.items())
         remedies = dict.fromkeys(_REMEDIES[part].format(folder) for part in self._failed)
         return f"checkpoint: {folder} was saved without {failed}. {' '.join(remedies)}"
-
-    def _describe(self, error: Exception) -> str:
-        logger.error("%s", "".join(traceback.format_exception(error)))
-        return f"{type(error).__name__}: {' '.join(str(error).split())}"

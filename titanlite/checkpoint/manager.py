@@ -31,7 +31,6 @@ from titanlite.checkpoint.commit import (
 from titanlite.checkpoint.folder import how_to_finish
 from titanlite.checkpoint.hf_model import (
     CARD,
-    PROGRESS,
     STATES,
     HFFormat,
     Parts,
@@ -248,15 +247,17 @@ class Checkpointer:
             files = files if self._carried is None else self._carried.add_to(files)
             files += parts.attempt(STATES, lambda: state_files(plan, optimizer, device)) or []
             rest = self._description | index_of(files)
-            rest |= parts.attempt_here(CARD, lambda: {"README.md": text.encode()} if (text := card()) else {})
-            rest |= parts.attempt_here(PROGRESS, lambda: {STATE_FILE: progress.to_json()})
+            rest |= {STATE_FILE: progress.to_json()}
+            on_first = dist.get_rank() == 0
+            readme = parts.attempt(CARD, lambda: {CARD: text.encode()} if on_first and (text := card()) else {})
+            rest |= readme or {}
 
             def write() -> None:
                 commit_folder(folder, files, rest, self.group)
                 if self._carried is not None:
                     self._carried.follow(folder, files)
                 self._record("save", f"checkpoint {folder.name}", progress.step)
-                if dist.get_rank() == 0:
+                if on_first:
                     if text := parts.explain(folder):
                         logger.error("%s", text)
                         self._record("save failed", text, progress.step)

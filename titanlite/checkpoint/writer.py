@@ -78,28 +78,22 @@ class FileLayout:
 def lay_out(items: Iterable[Item], stem: str, file_bytes: int | None = None) -> list[FileLayout]:
     """Put `items` one after the other into `stem`.safetensors, or numbered files of up to `file_bytes` (4 GiB)."""
     limit = FILE_BYTES if file_bytes is None else file_bytes
-    files: list[list[Item]] = [[]]
+    groups: list[list[Item]] = [[]]
     used = 0
     for item in items:
-        if files[-1] and used + item.nbytes > limit:
-            files.append([])
+        if groups[-1] and used + item.nbytes > limit:
+            groups.append([])
             used = 0
-        files[-1].append(item)
+        groups[-1].append(item)
         used += item.nbytes
-    count = len(files)
-    names = [f"{stem}-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
-    return [
-        _file(name, held) for name, held in zip(names if count > 1 else [f"{stem}.safetensors"], files, strict=True)
-    ]
-
-
-def _file(name: str, items: Sequence[Item]) -> FileLayout:
-    starts = [0, *np.cumsum([item.nbytes for item in items], dtype=np.int64).tolist()]
-    header = encode_header(
-        (item.key, item.dtype, item.shape, start) for item, start in zip(items, starts, strict=False)
-    )
-    placed = tuple((item, len(header) + start) for item, start in zip(items, starts, strict=False))
-    return FileLayout(name, header, placed, len(header) + starts[-1])
+    files = []
+    for i, held in enumerate(groups):
+        *starts, nbytes = accumulate((item.nbytes for item in held), initial=0)
+        header = encode_header((x.key, x.dtype, x.shape, start) for x, start in zip(held, starts, strict=True))
+        placed = tuple((item, len(header) + start) for item, start in zip(held, starts, strict=True))
+        number = f"-{i + 1:05d}-of-{len(groups):05d}" if len(groups) > 1 else ""
+        files.append(FileLayout(f"{stem}{number}.safetensors", header, placed, len(header) + nbytes))
+    return files
 
 
 def create_files(folder: Path, files: Iterable[FileLayout]) -> None:
@@ -160,14 +154,14 @@ class _Part:
 
 def _jobs(file: FileLayout) -> Iterator[partial[_Written]]:
     """Yield work for one thread at a time; takes the file's descriptor."""
-    batch: list[_Part] = []
+    batch: list[tuple[_Part, torch.Tensor, np.ndarray]] = []
     batch_bytes = 0
     for item, base in file.items:
         if item.read is not None:
             start = 0
             for region in item.region.slabs(_STAGED_BYTES // item.dtype.itemsize) if item.mine else ():
-                segment = Segments(np.array([start]), np.array([0]), region.numel)
-                yield partial(_write_read, part=_Part(item, base, segment), read=item.read, region=region)
+                part = _Part(item, base, Segments(np.array([start]), np.array([0]), region.numel))
+                yield partial(_write_staged, part=part, values=partial(item.read, region))
                 start += region.numel
             continue
         whole = overlap(item.region, item.local_region) if item.mine else None
@@ -177,35 +171,33 @@ def _jobs(file: FileLayout) -> Iterator[partial[_Written]]:
         for segments in whole.split((_DIRECT_BYTES if direct else _STAGED_BYTES) // item.dtype.itemsize):
             part = _Part(item, base, segments)
             if not direct:
-                yield partial(_write_staged, part=part)
+                yield partial(_write_staged, part=part, values=partial(_gather, item, segments))
                 continue
             nbytes = segments.numel * item.dtype.itemsize
             if batch and batch_bytes + nbytes > _DIRECT_BYTES:
-                yield partial(_write_direct, parts=batch)
+                yield partial(_write_parts, parts=batch)
                 batch, batch_bytes = [], 0
-            batch.append(part)
+            batch.append((part, item.local, segments.local))
             batch_bytes += nbytes
     if batch:
-        yield partial(_write_direct, parts=batch)
+        yield partial(_write_parts, parts=batch)
 
 
-def _write_direct(descriptor: int, parts: Sequence[_Part]) -> _Written:
-    return _write_parts(descriptor, [(part, part.item.local, part.segments.local) for part in parts])
+def _write_staged(descriptor: int, part: _Part, values: Callable[[], torch.Tensor]) -> _Written:
+    """Write `values()`, the segments of `part` end to end."""
+    places = np.arange(len(part.segments.stored)) * part.segments.length
+    return _write_parts(descriptor, [(part, values().contiguous(), places)])
 
 
-def _write_staged(descriptor: int, part: _Part) -> _Written:
-    local, segments = part.item.local.reshape(-1), part.segments
-    with torch.no_grad():
-        if segments.is_local_contiguous:
-            values = local[int(segments.local[0]) : int(segments.local[0]) + segments.numel]
-        else:
-            values = torch.stack([local[start : start + segments.length] for start in segments.local.tolist()])
-        values = values.to(part.item.dtype).to("cpu").contiguous()
-    return _write_parts(descriptor, [(part, values, np.arange(len(segments.stored)) * segments.length)])
-
-
-def _write_read(descriptor: int, part: _Part, read: Callable[[Region], torch.Tensor], region: Region) -> _Written:
-    return _write_parts(descriptor, [(part, read(region).contiguous(), part.segments.local)])
+@torch.no_grad()
+def _gather(item: Item, segments: Segments) -> torch.Tensor:
+    """Gather the segments, cast them where they are, and copy them to the host."""
+    local = item.local.reshape(-1)
+    if segments.is_local_contiguous:
+        values = local[int(segments.local[0]) : int(segments.local[0]) + segments.numel]
+    else:
+        values = torch.stack([local[start : start + segments.length] for start in segments.local.tolist()])
+    return values.to(item.dtype).to("cpu")
 
 
 def _write_parts(descriptor: int, parts: Sequence[tuple[_Part, torch.Tensor, np.ndarray]]) -> _Written:

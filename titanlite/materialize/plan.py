@@ -5,7 +5,6 @@ the same error, which lists all of them.
 """
 
 import math
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -168,11 +167,6 @@ def build_plan(model: nn.Module, sources: Sequence[SourceProvider | Mapping[str,
 
     entries = []
     for found in objects.values():
-        if found.tensor.is_meta and weakref.getweakrefs(found.tensor):
-            problems.append(
-                f"{found.info.fqn}: something holds a weak reference to it (a WeakTensorKeyDictionary?), so its "
-                "contents cannot be exchanged in place. Make such maps after materializing."
-            )
         if unfit.intersection(found.names):
             continue  # reported; "missing" would be said on top
         source = _pick(found, declared, claimed, complete, problems)
@@ -213,10 +207,7 @@ def _declarations(model: nn.Module, infos: Mapping[str, TensorInfo], problems: l
 
 
 def _class_name(module: nn.Module) -> str:
-    """Return the name of the module's class as its author wrote it: `fully_shard` derives an FSDPName from Name."""
-    name = type(module).__name__
-    plain = name.removeprefix("FSDP")
-    return plain if any(base.__name__ == plain for base in type(module).__mro__) else name
+    return type(module).__name__.removeprefix("FSDP")  # `fully_shard` derives an FSDPName from Name
 
 
 def _claims(
