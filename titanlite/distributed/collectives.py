@@ -30,8 +30,8 @@ _FEW_BYTES = 64 << 10
 class Transport(Protocol):
     """A way for the ranks of one group to exchange contiguous host tensors, in place of gloo's.
 
-    The kernel `transport`, called with a group and a timeout in seconds, opens one; None: not between these ranks. It
-    is collective, and so are all methods. Sums are those of `sum_pieces`.
+    The kernel `transport`, called with a group and a timeout in seconds, opens one, or returns None. It is collective,
+    and so are all methods. Sums are those of `sum_pieces`.
     """
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> None: ...
@@ -55,7 +55,7 @@ def register_group(group: dist.ProcessGroup) -> str:
 
 
 def limit_waiting(timeout_s: float) -> None:
-    """Let ranks wait so long for each other in collectives of all ranks on the host, as in those of torch."""
+    """Set how long ranks wait for each other in collectives of all ranks on the host."""
     global _timeout_s
     _timeout_s = timeout_s
 
@@ -92,9 +92,8 @@ def reduce_scatter_single(
 def all_reduce_sum(x: torch.Tensor, *, group: dist.ProcessGroup | None = None) -> None:
     """Sum `x` over the ranks of `group`, or all, in place: on the host contiguous, and in the order of the ranks.
 
-    On the host every rank adds up all of a few numbers, for which gloo's own takes several times as long: it wakes a
-    thread for every piece that comes. Of more, each rank sums a part, and the parts are gathered. The bits are the same
-    either way, and do not depend on where the ranks are.
+    On the host every rank adds up all of a few numbers, for which gloo takes several times as long. Of more, each rank
+    sums a part, and the parts are gathered. The bits are the same either way.
     """
     group = group or dist.group.WORLD
     assert group is not None
@@ -153,10 +152,7 @@ def _transport(group: dist.ProcessGroup) -> Transport | None:
 
 
 def sum_pieces(out: torch.Tensor, pieces: torch.Tensor) -> None:
-    """Write the sum over the first dim of `pieces` to `out`, in order: the same bits wherever the ranks are.
-
-    Two-byte floats are added in float32 and rounded once.
-    """
+    """Write the sum over the first dim of `pieces` to `out`, in order. Two-byte floats are added in float32."""
     narrow = out.is_floating_point() and out.itemsize < 4
     total = torch.empty_like(out, dtype=torch.float32) if narrow else out
     total.copy_(pieces[0])
@@ -168,10 +164,7 @@ def sum_pieces(out: torch.Tensor, pieces: torch.Tensor) -> None:
 
 @torch.library.custom_op("titanlite::host_all_gather", mutates_args=("out",))
 def host_all_gather(out: torch.Tensor, x: torch.Tensor, group: str) -> None:
-    """Gather host tensors, through a `Transport` where there is one, else as gloo does.
-
-    gloo passes pieces on from rank to rank and copies the whole once more, which between machines sends each only once.
-    """
+    """Gather host tensors, through a `Transport` where there is one, otherwise as gloo does."""
     transport, x = _transport(_groups[group]), x.contiguous()
     if transport is None:
         _all_gather(out, x, group=_groups[group])
@@ -183,9 +176,8 @@ def host_all_gather(out: torch.Tensor, x: torch.Tensor, group: str) -> None:
 def host_reduce_scatter(out: torch.Tensor, x: torch.Tensor, group: str) -> None:
     """Exchange the pieces of host tensors, and sum those of this rank in the order of the ranks.
 
-    gloo's own reduces the whole on every rank and keeps a piece; the sum of bfloat16 pieces is rounded once here, there
-    after every addition. Between machines the pieces are exchanged through gloo, though its ring would send less over:
-    the bits of a sum must not depend on where the ranks are.
+    gloo reduces the whole on every rank and rounds bfloat16 after every addition; here it is rounded once. The bits do
+    not depend on where the ranks are.
     """
     transport, x = _transport(_groups[group]), x.contiguous()
     if transport is not None:
@@ -230,7 +222,7 @@ def all_reduce(x: torch.Tensor, group: str) -> torch.Tensor:
 def gather_parts(x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
     """Concatenate the ranks' equal pieces along `dim`, for what every rank then computes alike.
 
-    The result has one gradient, which all ranks know, and of that each keeps its piece.
+    All ranks know the one gradient of the result, and each keeps its piece.
     """
     return all_gather(x, dim, group)
 

@@ -1,13 +1,12 @@
 """Context parallelism by exchanging heads for positions (DeepSpeed-Ulysses, arXiv:2309.14509), for a decoder on meta.
 
-All ranks of a group are given the same sequences, and each holds S / n positions of every one from the embedding to the
-loss. Norms, projections, feed-forward, routers, experts and output head work on single tokens and need no more. Only
-attention does: around it one all-to-all makes of a piece of the sequence with all heads the whole sequence with some of
-the heads, and another one goes back. So each attention backend, packed documents and the cache work as they do on one
-rank, and the ranks have the same work wherever documents begin.
+The ranks of a group are given the same sequences, and each holds S / n positions of every one from the embedding to the
+loss. Only attention needs more: one all-to-all makes of a piece of the sequence with all heads the whole sequence with
+some of the heads, and another one goes back. So each attention backend, packed documents and the cache work as on one
+rank.
 
-Parameters stay as they are; FSDP shards them over these ranks too, and so adds up the gradients of all positions.
-Tensor parallelism, applied after it, splits a rank's piece of the sequence and its heads once more.
+FSDP shards parameters over these ranks too, and so adds up the gradients of all positions. Tensor parallelism, applied
+after it, splits a rank's piece of the sequence and its heads once more.
 
 Shapes: B batch, S sequence, n ranks, s = S / n positions of a rank, H query heads, G key/value heads, h, g those of one
 rank inside attention, K width of a query or key head, V of a value head, D hidden.
@@ -39,11 +38,11 @@ class Peers(NamedTuple):
 
 
 def apply_context_parallel(model: Decoder, group: dist.ProcessGroup) -> None:
-    """Let the ranks of `group`, in their order, hold one piece each of every sequence that `model` is called with.
+    """Make the ranks of `group`, in their order, hold one piece each of every sequence that `model` is called with.
 
     The model is called as before, with whole sequences, the same on all these ranks: tokens, labels, positions and
-    documents. Losses, of sequences or of tokens, and logits are those of whole sequences, alike on all ranks; balance
-    losses are sums over a rank's own positions. No collective is run; the model may be on meta.
+    documents. Losses and logits are those of whole sequences, alike on all ranks; balance losses are sums over a rank's
+    own positions. No collective is run; the model may be on meta.
 
     Collectives of a forward: two all-to-alls per layer, a sum of counts per MoE layer with a balance loss, and a gather
     of the losses or logits; backward has the same number of all-to-alls.
@@ -64,7 +63,7 @@ def apply_context_parallel(model: Decoder, group: dist.ProcessGroup) -> None:
 
 
 def _gather_positions(module: nn.Module, args: Any, *, peers: Peers) -> Any:
-    """From s positions of all heads to all positions of h and g heads, of queries, keys and values in one exchange."""
+    """Exchange s positions of all heads for all positions of h and g heads, of queries, keys and values at once."""
     q_BsHK, k_BsGK, v_BsGV, *rest = args
     num_kv_heads = k_BsGK.shape[_HEADS_DIM]
     if num_kv_heads < peers.size:  # several ranks have query heads that read the same one
@@ -78,7 +77,7 @@ def _gather_positions(module: nn.Module, args: Any, *, peers: Peers) -> Any:
 
 
 def _gather_heads(module: nn.Module, args: Any, out_BShV: torch.Tensor, *, peers: Peers) -> torch.Tensor:
-    """From all positions of h heads back to s positions of all heads, (B, s, H, V)."""
+    """Exchange all positions of h heads for s positions of all heads, (B, s, H, V)."""
     out_nBshV = out_BShV.unflatten(_SEQUENCE_DIM, (peers.size, -1)).movedim(_SEQUENCE_DIM, 0)
     return _exchange(out_nBshV, peers).movedim(0, _HEADS_DIM).flatten(_HEADS_DIM, _HEADS_DIM + 1)
 
@@ -106,7 +105,7 @@ def keep_own_valid(module: nn.Module, args: Any, *, peers: Peers) -> Any:
 
 
 def _keep_own_labels(module: nn.Module, args: Any, kwargs: Any, *, peers: Peers) -> Any:
-    """Give the output head the labels of this rank's positions; `select` still selects from all positions."""
+    """Give the output head this rank's labels; `select` still selects from all positions."""
     hidden_BsD, *rest = args
     if rest and rest[0] is not None:
         rest[0] = _own(rest[0], peers)
@@ -122,7 +121,7 @@ def _select_from_all(
 
 
 def _gather_results(module: nn.Module, args: Any, kwargs: Any, out: torch.Tensor, *, peers: Peers) -> torch.Tensor:
-    """Logits and token losses of all positions, or the sum of the ranks' losses, to the last bit alike on all ranks."""
+    """Return the results of all positions, or the sum of the ranks' losses, to the last bit alike on all ranks."""
     if kwargs.get("select") is not None:
         return out
     if out.dim() == 0:

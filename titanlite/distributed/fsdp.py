@@ -29,7 +29,7 @@ from titanlite.ops import local_tensor
 
 
 def mixed_precision_dtypes(job: JobConfig, device_type: str) -> tuple[torch.dtype, torch.dtype]:
-    """(parameter and activation dtype, gradient reduction dtype) that the configuration asks for on this device."""
+    """Return (parameter and activation dtype, gradient reduction dtype) that the configuration asks for on this device."""
     training = job.training
     param = training.mixed_precision_param
     if param == "auto":
@@ -53,8 +53,8 @@ def apply_fsdp(model: Model, job: JobConfig, dims: ParallelDims, device_type: st
     """Shard `model` in place, on meta. Attributes that were set on parameters are carried over.
 
     Units: each decoder layer, its experts if they live on another mesh, the embedding, and final norm with output head.
-    Tied, the last two are in the root unit, where one parameter serves both. In a model of transformers the blocks of a
-    vision tower are layers too, and what lies outside of layers is in the root unit.
+    Tied, the last two are in the root unit. In a model of transformers the blocks of a vision tower are layers too, and
+    what lies outside of layers is in the root unit.
     """
     attributes = {name: dict(vars(param)) for name, param in model.named_parameters(remove_duplicate=False)}
     param_dtype, reduce_dtype = mixed_precision_dtypes(job, device_type)
@@ -117,11 +117,9 @@ def apply_fsdp(model: Model, job: JobConfig, dims: ParallelDims, device_type: st
 def prepare_backward(model: Model, job: JobConfig, dims: ParallelDims, ending: Collection[int]) -> None:
     """Select the chunks of a pipeline stage whose next backwards run the once-per-step work.
 
-    A new model does so in every backward. A step selects before the backward of its last micro-batch: of one chunk,
-    where others may have gradients open, which a backward would end, too.
-
-    The work is the all-reduce of gradients over `dp_replicate`: FSDP would do it for each micro-batch, over the slowest
-    links. Until then this rank's gradients are in FSDP's own buffers, not in `grad`. With
+    A new model does so in every backward. A step selects before the backward of its last micro-batch, of one chunk
+    alone: others may have gradients open. The work is the all-reduce of gradients over `dp_replicate`, the slowest
+    links; until then this rank's gradients are in FSDP's own buffers, not in `grad`. With
     `parallelism.fsdp_once_per_step` it is every reduction of gradients, and gathered parameters are kept until then.
     """
     # fully_shard made FSDPModules of them, which their static types do not show.
@@ -143,15 +141,15 @@ def prepare_backward(model: Model, job: JobConfig, dims: ParallelDims, ending: C
 
 
 def _layers_by_chunk(model: Model, dims: ParallelDims) -> list[list[nn.Module]]:
-    """Return the layers of each chunk of this pipeline stage."""
     layers = iter(model.decoder_layers())
     parts = dims.degrees.stage_parts(len(model.all_layers()), dims.stage)
     return [list(islice(layers, len(part))) for part in parts]
 
 
 def _expert_placement(model: Model, dims: ParallelDims) -> Callable[[nn.Parameter], Shard | None]:
-    """Split experts along dim 1 where there are more ranks than experts; everything else along dim 0, with experts of
-    transformers, whose other dims need not divide: there, ranks beyond the number of experts hold none.
+    """Split experts along dim 1 where there are more ranks than experts; everything else along dim 0.
+
+    Of experts of transformers the other dims need not divide: ranks beyond their number hold none.
     """
     if not model.splits_inside_experts:
         return lambda param: None
@@ -286,9 +284,9 @@ class _TimedAllGather(_Allocator):
 
 
 class _TimedReduceScatter(_Allocator):
-    """The all-reduce over replicas follows on the same or a later stream, and there is a hook only behind it.
+    """Its time includes the all-reduce over replicas, which follows on the same or a later stream.
 
-    So its time begins where FSDP allocated the buffer of the result, or where the reduce-scatter ended.
+    There is a hook only after that; the time begins where FSDP allocated the result, or where the reduce-scatter ended.
     """
 
     def __init__(self) -> None:

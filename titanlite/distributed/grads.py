@@ -17,9 +17,9 @@ from titanlite.materialize.layout import local_of, num_replicas
 def reduce_replicated_grads(params: Iterable[torch.nn.Parameter], dims: ParallelDims) -> None:
     """Sum the gradients of tp-replicated parameters (norms, routers, some biases) over the tp ranks, in place.
 
-    Each tp rank holds other tokens or other heads, so its gradient of such a parameter is a part of the sum. FSDP2
-    would reduce them one by one, five small all-reduces per layer and micro-batch; here it is one flat all-reduce per
-    step, over shards that FSDP has already reduced. Call it after the last backward, before gradients are read.
+    Each tp rank holds other tokens or other heads, so its gradient is a part of the sum. One flat all-reduce per step,
+    over shards that FSDP has reduced, takes the place of five small ones per layer and micro-batch. Call it after the
+    last backward, before gradients are read.
 
     Collectives: one all-reduce over tp per gradient dtype; every rank must call.
     """
@@ -47,16 +47,19 @@ def clip_grad_norms(
     device: torch.device | None = None,
     scale: Callable[[list[torch.Tensor], torch.Tensor], object] = torch._foreach_mul_,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Clip the gradients of all groups together; return their total 2-norm before, and that of each group (groups,).
+    """Clip the gradients of all groups together; return their total 2-norm before, and that of each group (groups,),
+    float32.
 
-    `torch.nn.utils.clip_grad_norm_` raises when dense and expert parameters live on different meshes. Here every rank
-    sums the squares of its local shards, each divided by the number of ranks that hold the same shard, and one
-    all-reduce over the world gives the totals. `max_norm` = 0 only computes the norms, which are float32. `sharing` are
-    the ranks that have the same parameters as this one, or shards of them: its pipeline stage; None: all. A stage may
-    have no gradients, and takes part on `device`, where those of the others are. `scale` multiplies gradients, now or
-    when the optimizer reads them.
+    Parameters may live on several meshes, where `torch.nn.utils.clip_grad_norm_` raises: every rank sums the squares of
+    its local shards, each divided by the number of ranks that hold the same shard. A norm that is not finite leaves the
+    gradients as they are; the caller must not step.
 
-    A norm that is not finite leaves the gradients as they are; the caller must not step.
+    Args:
+        groups: parameters by name of their group.
+        max_norm: 0 only computes the norms.
+        sharing: ranks that share this rank's parameters: its pipeline stage; None: all.
+        device: of the norms, for a stage without gradients.
+        scale: multiplies gradients, now or when the optimizer reads them.
 
     Collectives: one all-reduce over the default process group; every rank must call, with the same groups.
     """

@@ -20,22 +20,19 @@ ParameterPlacements = dict[nn.Parameter, Placement]
 class ParallelDims:
     """Degrees and the two meshes over the same ranks.
 
-    An axis with one rank is left out, but for the two that FSDP units are split over: its process group would do
-    nothing and yet have threads, which with gloo wake up a hundred times a second.
-
-    With pipeline stages the meshes have an axis "pp" in front, along which no tensor is split: the axes behind it span
-    the ranks of one stage.
+    An axis with one rank is left out, except the two that FSDP units are split over: gloo's threads of an idle process
+    group wake up a hundred times a second. With pipeline stages the meshes begin with an axis "pp", along which no
+    tensor is split: the axes after it span the ranks of one stage.
 
     Attributes:
         degrees: resolved degrees.
         dense: mesh (dp_replicate, dp_shard or dp_shard_cp, tp), for everything but experts.
         sparse: mesh (dp_replicate, efsdp, ep), for experts; neighbouring ranks form an ep group. None where experts are
             split over the same ranks as everything else.
-        cp_group: ranks that hold the pieces of one sequence, in their order; None with cp = 1. It shards no parameter,
-            so it has no axis of its own in a mesh.
-        stage_group: ranks of this pipeline stage; None with pp = 1, where these are all.
-        pp_backward_group: as the group of the axis "pp": the ranks at this one's place in all stages. One serves hidden
-            states, the other gradients.
+        cp_group: ranks that hold the pieces of one sequence, in their order; None with cp = 1. It shards no parameter.
+        stage_group: ranks of this pipeline stage; None with pp = 1.
+        pp_backward_group: the ranks of the axis "pp" once more, for gradients; the axis' own group serves hidden
+            states.
         pp_round_groups: the same ranks twice more, for hidden states and gradients between the last stage and the
             first, where micro-batches go round several times.
     """
@@ -68,12 +65,10 @@ class ParallelDims:
 
     @property
     def stage(self) -> int:
-        """Which pipeline stage this rank is in; 0 where there are none."""
         return self.degrees.stage_of(dist.get_rank())
 
     @property
     def is_last_stage(self) -> bool:
-        """True for the ranks that have the losses."""
         return self.stage == self.degrees.pp - 1
 
     def is_last_part(self, chunk: int) -> bool:
@@ -110,8 +105,8 @@ class ParallelDims:
 
     @property
     def dp_rank(self) -> int:
-        """Which of the `degrees.dp` data streams this rank reads; cp and tp ranks of one group read the same, and so do
-        those at the same place of other stages.
+        """Which of the `degrees.dp` data streams this rank reads; cp and tp ranks read the same, and so do other
+        stages.
         """
         return dist.get_rank() % self.degrees.stage_size // self.degrees.ranks_per_sequence
 
@@ -122,7 +117,7 @@ class ParallelDims:
 
 
 def _build_cp_group(degrees: Degrees) -> dist.ProcessGroup | None:
-    """Group of the ranks that split sequences with this one; of its own also where it has all ranks, as for tokens."""
+    """Make the group of the ranks that split sequences with this one; of its own also where it has all ranks."""
     if degrees.cp == 1:
         return None
     rank, tp = dist.get_rank(), degrees.tp
@@ -131,7 +126,7 @@ def _build_cp_group(degrees: Degrees) -> dist.ProcessGroup | None:
 
 
 def _new_group(ranks: range) -> dist.ProcessGroup:
-    """Group of `ranks`, which this rank is one of. Collective over these alone."""
+    """Make the group of `ranks`, which this rank is one of. Collective over these alone."""
     # The other groups are none of this rank's business: making all of them takes a barrier of all ranks for each.
     # That works while the default group is bound to no device, or NCCL would split its communicator with all ranks.
     group = dist.new_group(list(ranks), use_local_synchronization=True)
@@ -140,7 +135,7 @@ def _new_group(ranks: range) -> dist.ProcessGroup:
 
 
 def _build_mesh(device_type: str, sizes: dict[str, int], always: str) -> DeviceMesh:
-    """Mesh over the axes of more than one rank, and over `always`. Collective."""
+    """Make the mesh over the axes of more than one rank, and over `always`. Collective."""
     sizes = {axis: size for axis, size in sizes.items() if size > 1 or axis == always}
     # Tokens get a group of their own also where it has all ranks. Sharing the default one with FSDP, they would travel
     # behind the parameters of the next layer: NCCL serves one communicator in order.
@@ -150,12 +145,11 @@ def _build_mesh(device_type: str, sizes: dict[str, int], always: str) -> DeviceM
 
 def shard_parameters(model: nn.Module, mesh: DeviceMesh, placements: ParameterPlacements) -> None:
     """Replace each given parameter of `model` by a DTensor on the one-axis `mesh` that holds this rank's part of it.
-    What other ranks hold (`layout.leave_elsewhere`) is left alone.
 
-    Splits are in `torch.chunk` sizes. Ties stay tied: a parameter that several modules hold is replaced in all of them
-    by the same object. Attributes are carried over. A plain parameter cannot become a DTensor in place (their slots
-    differ), so do this before anything is keyed by parameter objects; materialization keeps them. A replicated
-    parameter must have the same value on all ranks of the axis already, which on meta is trivially so.
+    Splits are in `torch.chunk` sizes. Ties stay tied, and attributes are carried over. A plain parameter cannot become
+    a DTensor in place (their slots differ), so do this before anything is keyed by parameter objects. A replicated
+    parameter must have the same value on all ranks of the axis already. What other ranks hold is left alone. No
+    collective.
     """
     holders: defaultdict[nn.Parameter, list[tuple[nn.Module, str]]] = defaultdict(list)
     for module in model.modules():

@@ -28,9 +28,9 @@ torch's limit, 8, a layer is an error or runs uncompiled."""
 def parallelize(model: Model, job: JobConfig, dims: ParallelDims, device_type: str) -> None:
     """Shard `model` in place as the configuration says. The model is, and stays, on meta; no data is moved.
 
-    Tensor and expert parallelism come before FSDP2, which splits the shards that they leave. Its hooks stay outside of
-    what `wrap_layers` does. Context parallelism is first: tensor parallelism splits the pieces of sequences that it
-    leaves. What other pipeline stages have must have left `model` already.
+    Context parallelism is first, for tensor parallelism splits its pieces of sequences. Both and expert parallelism
+    come before FSDP2, which splits the shards that they leave; its hooks stay outside of what `wrap_layers` does. What
+    other pipeline stages have must have left `model` already.
     """
     if dims.cp_group is not None:
         assert isinstance(model, Decoder), "context parallelism of a model of transformers"
@@ -47,17 +47,13 @@ def parallelize(model: Model, job: JobConfig, dims: ParallelDims, device_type: s
 
 
 def wrap_layers(model: Model, job: JobConfig, *, experts_on_own_mesh: bool) -> None:
-    """Put activation checkpointing and compilation around the layers' forwards.
+    """Put activation checkpointing and compilation around the layers' forwards; only titanlite's own can be compiled.
 
-    The modules stay what they are: parameters keep their names, and FSDP's hooks are not traced. What is checkpointed
-    by operation is compiled with the layer. A whole layer is checkpointed around its compiled code: inside of it, a
-    graph break or an attribute that is set would leave all of the layer uncompiled.
-
-    Args:
-        model: titanlite's own if it is to be compiled.
-        job: its sections `activation_checkpoint` and `compile` count.
-        experts_on_own_mesh: experts are FSDP units of their own, or tokens travel to them. Neither is compiled, so that
-            a layer with experts becomes several graphs; every other layer is one, or training ends with an error.
+    Parameters keep their names, and FSDP's hooks are not traced. What is checkpointed by operation is compiled with the
+    layer. A whole layer is checkpointed around its compiled code: inside of it, a graph break would leave all of the
+    layer uncompiled. With `experts_on_own_mesh`, experts are FSDP units of their own, or tokens travel to them: neither
+    is compiled, so a layer with experts becomes several graphs. Every other layer is one, or training ends with an
+    error.
     """
     checkpoint_operations(model, job.activation_checkpoint)
     if job.compile.enable:
@@ -70,7 +66,7 @@ def wrap_layers(model: Model, job: JobConfig, *, experts_on_own_mesh: bool) -> N
 
 
 def _let_many_graphs() -> dict[str, Any]:
-    """Raise torch's limit of graphs; returns arguments for `torch.compile`."""
+    """Raise torch's limit of graphs; return arguments for `torch.compile`."""
     # torch 2.13 keeps changes of its configuration per thread, and on CUDA another one recomputes layers in backward:
     # there the limit is an argument. Older versions have no such argument, and one configuration for all threads.
     if "recompile_limit" in inspect.signature(torch.compile).parameters:
@@ -82,9 +78,8 @@ def _let_many_graphs() -> dict[str, Any]:
 def check_device(job: JobConfig, device: torch.device) -> None:
     """Refuse settings that this device would ignore or fail on.
 
-    Raises:
-        ConfigError: CPU offload, Triton kernels, flex or varlen attention without a GPU, or the latter in float32. The
-            same on all ranks.
+    Raises ConfigError: CPU offload, Triton kernels, flex or varlen attention without a GPU, or the latter in float32.
+    The same on all ranks.
     """
     if job.model.attention_backend == "flex" and device.type != "cuda":
         raise ConfigError("model.attention_backend: 'flex' has no backward pass on the CPU. Set it to 'sdpa'.")

@@ -68,7 +68,7 @@ def _choose_interface() -> None:
 
 
 def _find_store(timeout: timedelta) -> dict[str, Any]:
-    """Arguments for `init_process_group`: the store where the ranks meet, in a file if the launcher named one.
+    """Return arguments for `init_process_group`: the store where the ranks meet, a file if the launcher named one.
 
     Ranks that meet again, for another run in their processes, must not find what they left there before.
     """
@@ -93,7 +93,7 @@ def _allow_many_files() -> None:
 
 
 def _refuse_idle_gpus() -> None:
-    """Do not train on the CPU, unasked and a hundred times as slow, because torch has no way to the GPUs."""
+    """Refuse to train on the CPU, a hundred times as slow, because torch has no way to the GPUs."""
     gpus = int(os.environ.get("TITANLITE_GPUS", "0"))
     if gpus == 0:
         return
@@ -129,8 +129,7 @@ def fake_ranks(world_size: int, rank: int = 0) -> Iterator[None]:
 def _forget_meshes() -> None:
     """Drop the results that DTensor keeps for operations on meshes of this process.
 
-    Meshes over the same ranks are equal, whichever rank they were made on. A later mesh (of this process, or of one
-    forked from it) would get back layouts on the older mesh object, with the older rank's coordinate.
+    Meshes over the same ranks are equal, whichever rank made them: a later mesh would get the older one's coordinate.
     """
     debug._clear_sharding_prop_cache()  # pyright: ignore[reportPrivateUsage]
 
@@ -145,17 +144,14 @@ def end_distributed() -> None:
 def init_distributed(timeout_s: int) -> torch.device:
     """Join the process group that torchrun announced, or make one of size 1; return this rank's device.
 
-    NCCL for CUDA tensors with gloo beside it for small host objects; gloo alone without a GPU. A collective that waits
-    longer than `timeout_s` seconds ends the rank with an error instead of hanging.
-
-    With several machines, gloo takes the network interface that leads to the first one, unless GLOO_SOCKET_IFNAME
-    is set; NCCL finds its own. The ranks of one machine meet in a file and talk over the loopback interface: nothing
-    listens where others could reach it.
+    NCCL for CUDA tensors with gloo for small host objects; gloo alone without a GPU. A collective that waits longer
+    than `timeout_s` seconds ends the rank with an error. With several machines, gloo takes the network interface that
+    leads to the first one, unless GLOO_SOCKET_IFNAME is set. The ranks of one machine meet in a file and talk over the
+    loopback interface: nothing listens where others could reach it.
 
     Raises:
         ConfigError: GLOO_SOCKET_IFNAME names no interface of this machine; `run_train.sh` saw GPUs, torch sees none.
-        TransientError: the ranks of other machines cannot be reached, and names the interface and the address; or the
-            port where all ranks meet is taken.
+        TransientError: ranks of other machines cannot be reached, or the port where all ranks meet is taken.
     """
     timeout = timedelta(seconds=timeout_s)
     limit_waiting(timeout_s)

@@ -40,10 +40,10 @@ class AttentionMask:
 
 
 def leave_out_cudnn() -> None:
-    """Take attention on CUDA from FlashAttention, the memory-efficient kernel or plain products, in all this process.
+    """Leave cuDNN's attention out, in all this process.
 
-    torch 2.11 and newer prefer cuDNN's kernel on H100 and later. With a mask, as packed documents have one, its
-    backward can give NaN (pytorch#196678), and generating costs a plan, tens of milliseconds, per new number of keys.
+    torch 2.11 and newer prefer it on H100 and later. With a mask its backward can give NaN (pytorch#196678), and
+    generating costs a plan, tens of milliseconds, per new number of keys.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
 
@@ -54,13 +54,13 @@ def build_attention_mask(
     dtype: torch.dtype = torch.float32,
     starts_N1: torch.Tensor | None = None,
 ) -> AttentionMask:
-    """Mask for causal attention inside documents: query s sees key t if t <= s and both are of one document.
+    """Build the mask for causal attention inside documents: query s sees key t if t <= s and both are of one document.
 
     Args:
         document_ids_BS: (B, S) int64 document of each token, or None for one document per row. Padding has id -1:
             padded positions see one another and nothing else, so that no softmax row is empty.
-        backend: `sdpa` makes a (B, 1, S, S) mask, or none at all without documents; `flex` makes a BlockMask; `varlen`
-            needs to know where documents begin. There a document ends where its run of tokens does.
+        backend: `sdpa` makes a (B, 1, S, S) mask; `flex` a BlockMask; `varlen` needs to know where documents begin:
+            each ends where its run of tokens does.
         dtype: of the queries.
         starts_N1: what `find_starts` gave; None: `varlen` calls it, which waits for the device.
     """
@@ -95,10 +95,9 @@ def build_attention_mask(
 def attention(
     q_BSHK: torch.Tensor, k_BSGK: torch.Tensor, v_BSGV: torch.Tensor, mask: AttentionMask, scale: float
 ) -> torch.Tensor:
-    """Scaled dot-product attention with grouped key/value heads; returns (B, S, H, V).
+    """Attend with grouped key/value heads; returns (B, S, H, V), and so does the kernel `attention`.
 
-    H must be a multiple of G: query head h reads key/value head h // (H / G). The kernel `attention` takes and returns
-    the same.
+    H must be a multiple of G: query head h reads key/value head h // (H / G).
     """
     if mask.starts_N1 is not None:
         return varlen_attention(q_BSHK, k_BSGK, v_BSGV, mask.starts_N1, scale)
@@ -132,7 +131,7 @@ def _compiled(function: Any) -> Any:
 
 
 def find_starts(document_ids_BS: torch.Tensor) -> torch.Tensor:
-    """Where each run of tokens of one document begins among B x S tokens, and B x S: (N + 1,) int32.
+    """Return where each run of tokens of one document begins among B x S tokens, and B x S: (N + 1,) int32.
 
     Waits for a CUDA device.
     """
@@ -145,7 +144,7 @@ def find_starts(document_ids_BS: torch.Tensor) -> torch.Tensor:
 def varlen_attention(
     q_BSHK: torch.Tensor, k_BSGK: torch.Tensor, v_BSGV: torch.Tensor, starts_N1: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """Causal attention inside each document, (B, S, H, V), in bfloat16 or float16; `starts_N1` as of `find_starts`."""
+    """Attend causally inside each document by FlashAttention (arXiv:2307.08691), (B, S, H, V), in bfloat16 or float16."""
     width = v_BSGV.shape[-1]
     v_BSGK = pad_values(q_BSHK, v_BSGV)
     q_THK, k_TGK, v_TGK = (x.flatten(0, 1) for x in (q_BSHK, k_BSGK, v_BSGK))
@@ -158,5 +157,5 @@ def varlen_attention(
 
 
 def pad_values(q_BSHK: torch.Tensor, v_BSGV: torch.Tensor) -> torch.Tensor:
-    """Values as wide as queries, with zeros: FlashAttention knows one width."""
+    """Pad values to the width of queries: FlashAttention knows one width."""
     return F.pad(v_BSGV, (0, q_BSHK.shape[-1] - v_BSGV.shape[-1])) if v_BSGV.shape[-1] < q_BSHK.shape[-1] else v_BSGV

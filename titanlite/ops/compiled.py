@@ -17,7 +17,7 @@ _OTHERS_WRITE = 0o022
 
 
 def compile_function(function: Callable[..., Any], **options: Any) -> Any:
-    """`torch.compile(function, **options)`, once `secure_cache` has looked."""
+    """Return `torch.compile(function, **options)`, once `secure_cache` has looked."""
     secure_cache()
     return torch.compile(function, **options)
 

@@ -1,10 +1,8 @@
 """Chunked linear cross entropy: output projection and loss in one, so that full logits never exist.
 
-For Qwen3 (V = 151,936) and 16,384 tokens, float32 logits and their gradient would take 20 GB. Here a chunk of tokens
-is projected, its loss and its gradients are computed at once, and the logits are dropped; kept are the gradients of
-the hidden states and of the weight, scaled in backward by the upstream scalar.
-
-On CUDA two kernels (`cross_entropy_triton.py`) do what comes between the products, on logits in the model's dtype.
+For Qwen3 (V = 151,936) and 16,384 tokens, float32 logits and their gradient would take 20 GB. Here a chunk of tokens is
+projected, its loss and its gradients are computed at once, and the logits are dropped. On CUDA two kernels
+(`cross_entropy_triton.py`) do what comes between the products, on logits in the model's dtype.
 
 Losses per token (`reduction="none"`) have an upstream gradient each, which is not known in forward: of those only the
 logarithm of the softmax's denominator is kept, and backward projects every chunk a second time.
@@ -33,8 +31,8 @@ class VocabShard:
     Attributes:
         start: first vocabulary row of this rank's weight.
         vocab_size: rows of all ranks together.
-        reduce_max, reduce_sum: all-reduce a (C,) or (2, C) tensor over the vocabulary's ranks, out of place; every
-            rank calls them in the same order.
+        reduce_max, reduce_sum: all-reduce a (C,) or (2, C) tensor, out of place; every rank calls them in the same
+            order.
     """
 
     start: int
@@ -48,7 +46,7 @@ def _use_kernels(x: torch.Tensor) -> bool:
 
 
 def _project(hidden_CD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
-    """Logits (C, V); in float32 or float64, but for the kernels in the dtype of the product."""
+    """Return logits (C, V); for the kernels in the dtype of the product, otherwise in float32 or float64."""
     logits_CV = multiply(hidden_CD, weight_VD.T)
     return logits_CV if _use_kernels(logits_CV) else logits_CV.to(_wide(logits_CV))
 
@@ -58,7 +56,7 @@ def _wide(x: torch.Tensor) -> torch.dtype:
 
 
 def _chunk_loss(logits_CV: torch.Tensor, labels_C: torch.Tensor, shard: VocabShard | None):
-    """Loss (C,) of each token, and in place of the logits the gradient of its sum, softmax - one_hot.
+    """Return the loss (C,) of each token, and in place of the logits the gradient of its sum, softmax - one_hot.
 
     A label outside the vocabulary gives NaN in both, for a plausible number would hide it.
     """
@@ -74,8 +72,8 @@ def _chunk_loss(logits_CV: torch.Tensor, labels_C: torch.Tensor, shard: VocabSha
 
 
 def _targets(logits_CV: torch.Tensor, labels_C: torch.Tensor, shard: VocabShard | None):
-    """Factor of each token's loss (1, 0 without a label, NaN outside the vocabulary), whether its label is a column of
-    this rank, and which one.
+    """Return the factor of each token's loss (1, 0 without a label, NaN outside the vocabulary), whether its label is a
+    column of this rank, and which one.
     """
     valid_C = labels_C != IGNORE_INDEX
     start, vocab_size = (0, logits_CV.shape[-1]) if shard is None else (shard.start, shard.vocab_size)
@@ -88,7 +86,7 @@ def _targets(logits_CV: torch.Tensor, labels_C: torch.Tensor, shard: VocabShard 
 def _softmax_parts(
     logits_CV: torch.Tensor, mine_C: torch.Tensor, column_C1: torch.Tensor, shard: VocabShard | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Maximum, sum of exp(logit - maximum), and the label's logit - maximum, (C,).
+    """Return the maximum, sum of exp(logit - maximum), and the label's logit - maximum, (C,).
 
     Leaves the exponentials in the logits where the kernels are not used.
     """
@@ -227,20 +225,20 @@ def linear_cross_entropy(
     hidden_TD: torch.Tensor, weight_VD: torch.Tensor, labels_T: torch.Tensor, chunk_tokens: int = 0,
     shard: VocabShard | None = None, reduction: Literal["sum", "none"] | Callable[..., torch.Tensor] = "sum",
 ) -> torch.Tensor:  # fmt: skip
-    """`-log softmax(hidden @ weight.T)[label]` of every token, or the sum over them; float32 (float64 for float64).
+    """Return `-log softmax(hidden @ weight.T)[label]` of every token, or their sum; float32 (float64 for float64).
 
     Args:
         hidden_TD: (T, D) hidden states, any float dtype.
         weight_VD: (V, D) output projection, same dtype; with `shard`, this rank's rows only.
         labels_T: (T,) int64 ids of the whole vocabulary; IGNORE_INDEX (-100) leaves a token out.
         chunk_tokens: tokens projected at once; peak memory is about 2 * chunk_tokens * V floats, on CUDA a chunk's
-            logits in the dtype of `hidden_TD`. 0: 4096 with the kernels, for every chunk reads the weight and
-            adds to its gradient, and 1024 without and for functions as `reduction`, which may make more of the logits.
+            logits in the dtype of `hidden_TD`. 0: 4096 with the kernels, for every chunk reads the weight, and 1024
+            without and for functions as `reduction`, which may make more of the logits.
         shard: set when the vocabulary is split over ranks. Collectives: two per chunk; all ranks hold the same tokens.
             The result is the full loss on every rank; the gradient of `hidden_TD` is this rank's part of a sum.
-        reduction: "sum", a scalar, or "none", (T,), 0 where a token has no label. With "none" backward projects once
-            more, a third of the head's work on top; their gradient must be the same on all ranks of `shard`. A function
-            of the first five arguments takes the place of the cross entropy; the result is its own.
+        reduction: "sum", a scalar, or "none", (T,), 0 where a token has no label: a third more work, and their gradient
+            must be the same on all ranks of `shard`. A function of the first five arguments takes the place of the
+            cross entropy.
     """
     chunk_tokens = chunk_tokens or (4096 if _use_kernels(hidden_TD) and not callable(reduction) else 1024)
     if callable(reduction):

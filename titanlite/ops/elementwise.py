@@ -40,7 +40,7 @@ class _HostRMSNorm(torch.autograd.Function):
 
 
 def rms_norm(x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
-    """`x / sqrt(mean(x ** 2) + eps) * weight` over the last dim, in the dtype of x."""
+    """Return `x / sqrt(mean(x ** 2) + eps) * weight` over the last dim, in the dtype of x."""
     # Compiled, torch's composition is one pass too; and torch 2.11 traces a wrong gradient of the function.
     on_host = kernel_device(x.device) == "cpu" and not torch.compiler.is_compiling()
     if on_host and x.dtype == weight_D.dtype and x.itemsize >= 4:
@@ -49,7 +49,7 @@ def rms_norm(x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tenso
 
 
 def apply_swiglu(gate_up_R2I: torch.Tensor, weight_R: torch.Tensor | None) -> torch.Tensor:
-    """`swiglu` without a gradient."""
+    """Compute `swiglu` without a gradient."""
     gate_RI, up_RI = gate_up_R2I.chunk(2, dim=-1)
     h_RI = F.silu(gate_RI).mul_(up_RI)
     return h_RI if weight_R is None else h_RI.mul_(weight_R.unsqueeze(-1))
@@ -83,14 +83,10 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def swiglu(gate_up_R2I: torch.Tensor, weight_R: torch.Tensor | None = None) -> torch.Tensor:
-    """`silu(gate) * up * weight` of `gate_up = [gate | up]`.
+    """Return `silu(gate) * up * weight` of `gate_up = [gate | up]`, (..., I) in the dtype of `gate_up_R2I` (..., 2 I).
 
-    Args:
-        gate_up_R2I: (..., 2 I), any float dtype.
-        weight_R: (...,) factor per row (the router's weight of a routed row), float32 or the dtype of gate_up; or None.
-
-    Returns:
-        (..., I) in the dtype of `gate_up_R2I`. Kept for backward: the arguments, nothing of size I.
+    `weight_R` (...,), float32 or the dtype of gate_up, is a factor per row (the router's weight of a routed row), or
+    None. Kept for backward: the arguments, nothing of size I.
     """
     if torch.compiler.is_compiling():
         # What torch traces it fuses, and keeps the same for backward; writing into parts of a tensor is a graph break.
@@ -101,12 +97,12 @@ def swiglu(gate_up_R2I: torch.Tensor, weight_R: torch.Tensor | None = None) -> t
 
 
 def inverse_frequencies(rotary_dim: int, theta: float, scaling: "RopeScaling | None" = None) -> torch.Tensor:
-    """Rotary frequencies (rotary_dim / 2,) float32 on CPU, a pure function of the configuration.
+    """Compute the rotary frequencies (rotary_dim / 2,), float32 on CPU, from the configuration alone.
 
-    `linear` divides all frequencies by the factor. `llama3` (Llama 3.1) keeps wavelengths below
-    original / high_freq_factor, divides those above original / low_freq_factor, and blends in between. `yarn`
-    (arXiv:2309.00071, section 3.2) keeps frequencies that turn more than beta_fast times in the original length,
-    divides those that turn less than beta_slow times, and blends in between, evenly from frequency to frequency.
+    `linear` divides all by the factor. `llama3` keeps wavelengths below original / high_freq_factor, divides those
+    above original / low_freq_factor, and blends in between. `yarn` (arXiv:2309.00071, section 3.2) keeps frequencies
+    that turn more than beta_fast times in the original length, divides those that turn less than beta_slow times, and
+    blends in between, evenly from frequency to frequency.
     """
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64, device="cpu").to(torch.float32) / rotary_dim
     inv_freq = 1.0 / (theta**exponents)
@@ -142,9 +138,8 @@ def _yarn_share(rotary_dim: int, theta: float, scaling: "RopeScaling") -> torch.
 
 
 def rope_cos_sin(inv_freq: torch.Tensor, positions_BS: torch.Tensor, dtype: torch.dtype, scale: float = 1.0):
-    """Cosines and sines (B, S, 1, R) in `dtype`, times `scale`.
-
-    Angles are computed in float32, for bfloat16 cannot count past 256.
+    """Return cosines and sines (B, S, 1, R) in `dtype`, times `scale`; angles are float32, for bfloat16 cannot count
+    past 256.
     """
     angles_BSR = positions_BS.to(torch.float32)[..., None] * inv_freq.to(torch.float32)
     angles_BS1R = torch.cat([angles_BSR, angles_BSR], dim=-1)[:, :, None, :]
@@ -157,8 +152,8 @@ def rope_cos_sin(inv_freq: torch.Tensor, positions_BS: torch.Tensor, dtype: torc
 def apply_rope(x_BSHK: torch.Tensor, cos_BS1R: torch.Tensor, sin_BS1R: torch.Tensor) -> torch.Tensor:
     """Rotate the pairs (x[i], x[i + R/2]) of every head by its position's angle; same shape and dtype.
 
-    Cosines and sines are those of `rope_cos_sin`, whose halves are alike: so the gradient is rotated back by the same
-    angles, and nothing of the size of x is kept for it.
+    Both halves of `rope_cos_sin` are alike, so the gradient is rotated back by the same angles, and nothing of the size
+    of x is kept for it.
     """
     return _Rotate.apply(x_BSHK, cos_BS1R, sin_BS1R)
 

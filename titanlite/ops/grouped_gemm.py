@@ -35,7 +35,9 @@ _TRITON_WITH_FENCES = (3, 7, 1)
 def grouped_gemm(
     x_MK: torch.Tensor, weight_EKN: torch.Tensor, offsets_E: torch.Tensor, backend: GroupedGemmBackend = "auto"
 ) -> torch.Tensor:
-    """Multiply each group of rows with its own matrix.
+    """Multiply each group of rows with its own matrix; returns (M, N) in the dtype of x.
+
+    Rows from offsets[-1] on are zero, whatever x holds there, and get zero gradient.
 
     Args:
         x_MK: (M, K) rows, grouped by expert.
@@ -43,11 +45,7 @@ def grouped_gemm(
         offsets_E: (E,) int32 end of each group, non-decreasing, on the device of x; offsets[-1] <= M.
         backend: see the module's docstring.
 
-    Returns:
-        (M, N) in the dtype of x. Rows from offsets[-1] on are zero, whatever x holds there, and get zero gradient.
-
-    Raises:
-        ValueError: shapes, dtypes or layout do not fit, or the backend does not run here.
+    Raises ValueError: shapes, dtypes or layout do not fit, or the backend does not run here.
     """
     rows_fit = x_MK.dim() == 2 and (x_MK.shape[1] <= 1 or x_MK.stride(1) == 1)
     weight_fits = weight_EKN.dim() == 3 and weight_EKN.shape[1] == x_MK.shape[-1] and 1 in weight_EKN.stride()[1:]
@@ -65,8 +63,7 @@ def grouped_gemm(
 def resolve_backend(backend: GroupedGemmBackend, device: torch.device, dtype: torch.dtype) -> GroupedGemmBackend:
     """Return the backend that serves tensors of `dtype` on `device`.
 
-    Raises:
-        ValueError: `triton` was asked for and cannot run there.
+    Raises ValueError: `triton` was asked for and cannot run there.
     """
     where = kernel_device(device)
     if backend == "auto":
@@ -87,7 +84,7 @@ def resolve_backend(backend: GroupedGemmBackend, device: torch.device, dtype: to
 
 @torch.compiler.assume_constant_result  # a compiled graph would break at it
 def triton_problem() -> str | None:
-    """Why Triton's code for the GPU of this machine cannot be trusted, a sentence; None if it can, or there is none."""
+    """Return why Triton's code for this machine's GPU cannot be trusted, a sentence; None: it can, or there is none."""
     if not is_blackwell():
         return None
     import triton
@@ -132,7 +129,7 @@ def grouped_mm(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, bac
 def grouped_mm_wgrad(
     x: torch.Tensor, dy: torch.Tensor, offsets: torch.Tensor, k_major: bool, backend: str
 ) -> torch.Tensor:
-    """dweight[e] = x_e^T @ dy_e, (E, K, N); stored as (E, N, K) when `k_major`, the layout of a weight kept so."""
+    """Return dweight[e] = x_e^T @ dy_e, (E, K, N); stored as (E, N, K) when `k_major`, the layout of a weight kept so."""
     num_experts, k, n = offsets.shape[0], x.shape[1], dy.shape[1]
     if backend == "triton":
         return _kernels().reduction_grouped_gemm(x, dy, offsets, k_major=k_major)
@@ -159,19 +156,19 @@ def _kernels() -> Any:
 
 
 def _use_torch_kernel(x: torch.Tensor, other: torch.Tensor, backend: str) -> bool:
-    """F.grouped_mm serves bfloat16 on CUDA with 16-byte rows and at least one row; everything else takes the loop."""
+    """Return True for what F.grouped_mm serves: bfloat16 on CUDA with 16-byte rows and at least one row."""
     if backend == "reference" or not x.is_cuda or is_blackwell():
         return False
     return x.dtype == torch.bfloat16 and x.shape[1] % 8 == 0 and other.shape[-1] % 8 == 0 and x.shape[0] > 0
 
 
 def get_compute_dtype(x: torch.Tensor) -> torch.dtype:
-    """CPUs without bfloat16 instructions multiply it 16 to 50 times slower than float32, so go through float32."""
+    """Return float32 for two-byte floats on CPUs, which multiply those 16 to 50 times slower; otherwise the dtype of x."""
     return torch.float32 if not x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) else x.dtype
 
 
 def get_groups(offsets: torch.Tensor) -> list[tuple[int, int]]:
-    """(start, end) of each group. Copies the offsets to the host: a synchronization point on CUDA."""
+    """Return (start, end) of each group. Copies the offsets to the host: a synchronization point on CUDA."""
     ends = offsets.tolist()
     return list(zip([0, *ends[:-1]], ends, strict=True))
 

@@ -1,9 +1,8 @@
 """The kernel table: functions that compute an operator on one type of device, by (operator, type of device).
 
-An operator looks its kernel up by the device of its tensors. Without one, or where the kernel returns None, it computes
-the same values in its own way. Features install kernels, by explicit calls before the first forward.
-
-While a run is planned, fake CPU tensors stand in for CUDA's: kernels are chosen as on CUDA then.
+An operator without a kernel, or whose kernel returns None, computes the same values in its own way. Features install
+kernels before the first forward. While a run is planned, fake CPU tensors stand in for CUDA's: kernels are chosen as on
+CUDA then.
 """
 
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -25,11 +24,8 @@ _has_triton = True
 def install_kernel(operator: str, device_type: str, kernel: Kernel, costly: Sequence[Any] = ()) -> None:
     """Let `kernel` serve `operator` on devices of a type, in this process, in place of the one that was there.
 
-    Args:
-        operator: the name under which the operator looks it up.
-        device_type: as in `torch.device.type`.
-        kernel: takes what the operator documents; returns the result, or None where the operator's own way is better.
-        costly: torch operators that it calls, whose results selective activation checkpointing keeps.
+    It takes what the operator documents; returns the result, or None where the operator's own way is better. `costly`
+    are torch operators that it calls, whose results selective activation checkpointing keeps.
     """
     _kernels[operator, device_type] = kernel
     _costly.update(costly)
@@ -84,9 +80,7 @@ def local_tensor(param: torch.Tensor) -> torch.Tensor:
 
     All arithmetic of titanlite's models runs on local tensors: DTensor dispatch costs 50 to 200 us per operation, and
     between FSDP2's all-gather and the kernel a DTensor's spec may claim another dtype than its data (up to torch 2.12).
-
-    The gradient has the layout of the parameter. For a parameter that is *replicated* on the tensor-parallel axis it is
-    this rank's part of a sum, because activations between layers are sequence-sharded: each rank meets other tokens
-    (or heads). `distributed.reduce_replicated_grads` adds the parts once per step.
+    The gradient of a parameter that is replicated over tp is this rank's part of a sum; `reduce_replicated_grads` adds
+    the parts once per step.
     """
     return param.to_local() if isinstance(param, DTensor) else param

@@ -13,14 +13,14 @@ from titanlite.ops.kernels import find_kernel, kernel_device
 
 
 def linear(x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None) -> torch.Tensor:
-    """`x @ weight.T + bias`, (..., N), of x (..., K); the kernel `linear` takes and returns the same."""
+    """Return `x @ weight.T + bias`, (..., N), of x (..., K); the kernel `linear` takes and returns the same."""
     kernel = find_kernel("linear", x.device)
     y = None if kernel is None else kernel(x, weight_NK, bias_N)
     return F.linear(x, weight_NK, bias_N) if y is None else y
 
 
 def multiply(x_MK: torch.Tensor, weight_KN: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """`x @ weight`, (M, N), for use inside operators: not differentiable."""
+    """Return `x @ weight`, (M, N), for use inside operators: not differentiable."""
     y_MN = _multiply_by_kernel(x_MK, weight_KN, x_MK.shape[0])
     if y_MN is None:
         return torch.mm(x_MK, weight_KN, out=out)
@@ -42,7 +42,7 @@ def sum_over_rows(
 
 
 def wide_linear(x: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
-    """`x.float() @ weight.float().T`, (..., N) float32, of x (..., K).
+    """Return `x.float() @ weight.float().T`, (..., N) float32, of x (..., K).
 
     On CUDA two-byte operands are multiplied as they are, which is exact, and kept as they are for backward.
     """
@@ -71,7 +71,7 @@ class _WideLinear(torch.autograd.Function):
 
 
 def _multiply_wide(a: torch.Tensor, b_KN: torch.Tensor) -> torch.Tensor:
-    """`a.float() @ b.float()`; torch multiplies narrow operands into a wide result on CUDA alone."""
+    """Return `a.float() @ b.float()`; torch multiplies narrow operands into a wide result on CUDA alone."""
     if kernel_device(a.device) == "cuda":
         return torch.mm(a, b_KN, out_dtype=torch.float32)
     return a.float() @ b_KN.float()

@@ -16,7 +16,7 @@ from titanlite.ops.grouped_gemm import resolve_backend
 
 
 def gather_sum(y_RD: torch.Tensor, rows_Tk: torch.Tensor) -> torch.Tensor:
-    """out[t] = sum over j of y[rows[t, j]], in order of j, accumulated in float32 or better; no (T, k, D) copy."""
+    """Return out[t] = sum over j of y[rows[t, j]], in order of j, in float32 or better; no (T, k, D) copy."""
     if rows_Tk.shape[1] == 1:
         return y_RD.index_select(0, rows_Tk.squeeze(1))
     if resolve_backend("auto", y_RD.device, y_RD.dtype) == "triton":
@@ -83,12 +83,9 @@ def group_by_expert(
 
 
 def permute_tokens(x_TD: torch.Tensor, token_R: torch.Tensor, rows_Tk: torch.Tensor) -> torch.Tensor:
-    """Gather `x[token_R]` (R, D); the gradient of a token is the ordered sum over its rows.
+    """Gather `x[token_R]` (R, D) of `x_TD`; the gradient of a token is the ordered sum over its rows.
 
-    Args:
-        x_TD: tokens (T, D), any float dtype.
-        token_R: token of each row (R,), int64.
-        rows_Tk: rows of each token (T, k), int64; the inverse of `token_R`.
+    `token_R` (R,) is the token of each row, `rows_Tk` (T, k) its inverse, the rows of each token; both int64.
     """
     return _Permute.apply(x_TD, token_R, rows_Tk)
 
