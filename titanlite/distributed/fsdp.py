@@ -29,7 +29,7 @@ from titanlite.ops import local_tensor
 
 
 def mixed_precision_dtypes(job: JobConfig, device_type: str) -> tuple[torch.dtype, torch.dtype]:
-    """Return (parameter and activation dtype, gradient reduction dtype) that the configuration asks for on this device."""
+    """Return (parameter and activation dtype, gradient reduction dtype) that the configuration asks for here."""
     training = job.training
     param = training.mixed_precision_param
     if param == "auto":

@@ -144,7 +144,7 @@ def find_starts(document_ids_BS: torch.Tensor) -> torch.Tensor:
 def varlen_attention(
     q_BSHK: torch.Tensor, k_BSGK: torch.Tensor, v_BSGV: torch.Tensor, starts_N1: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """Attend causally inside each document by FlashAttention (arXiv:2307.08691), (B, S, H, V), in bfloat16 or float16."""
+    """Attend causally in each document by FlashAttention (arXiv:2307.08691), (B, S, H, V), in two-byte floats."""
     width = v_BSGV.shape[-1]
     v_BSGK = pad_values(q_BSHK, v_BSGV)
     q_THK, k_TGK, v_TGK = (x.flatten(0, 1) for x in (q_BSHK, k_BSGK, v_BSGK))

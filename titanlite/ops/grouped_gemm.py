@@ -129,7 +129,7 @@ def grouped_mm(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, bac
 def grouped_mm_wgrad(
     x: torch.Tensor, dy: torch.Tensor, offsets: torch.Tensor, k_major: bool, backend: str
 ) -> torch.Tensor:
-    """Return dweight[e] = x_e^T @ dy_e, (E, K, N); stored as (E, N, K) when `k_major`, the layout of a weight kept so."""
+    """Return dweight[e] = x_e^T @ dy_e, (E, K, N); stored as (E, N, K) when `k_major`, as the weight is."""
     num_experts, k, n = offsets.shape[0], x.shape[1], dy.shape[1]
     if backend == "triton":
         return _kernels().reduction_grouped_gemm(x, dy, offsets, k_major=k_major)
@@ -163,7 +163,7 @@ def _use_torch_kernel(x: torch.Tensor, other: torch.Tensor, backend: str) -> boo
 
 
 def get_compute_dtype(x: torch.Tensor) -> torch.dtype:
-    """Return float32 for two-byte floats on CPUs, which multiply those 16 to 50 times slower; otherwise the dtype of x."""
+    """Return float32 for two-byte floats on CPUs, which multiply those 16 to 50 times slower; else x.dtype."""
     return torch.float32 if not x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) else x.dtype
 
 
