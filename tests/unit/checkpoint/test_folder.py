@@ -175,7 +175,7 @@ def test_link_to_nothing_is_named(tmp_path: Path) -> None:
 
 def test_model_file_is_a_folder(tmp_path: Path) -> None:
     (tmp_path / SINGLE_FILE).mkdir()
-    assert f"{tmp_path / SINGLE_FILE}: is not a regular file" in _refusal(tmp_path)
+    assert f"{tmp_path / SINGLE_FILE}: cannot be read: it is a folder" in _refusal(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -375,17 +375,8 @@ def test_a_name_that_a_json_file_has_twice(tmp_path: Path, text: str) -> None:
 
 def test_hostile_key_is_shown_escaped(sharded: Path) -> None:
     key = "k\n\x1b[31m\u202e\ud800"
-    _save_index(sharded, {"a": FIRST, "b": FIRST, "c": SECOND, key: SECOND})
-    assert r"k\n\x1b[31m\u202e\ud800: " in _refusal(sharded)
-
-
-def test_several_problems_of_the_index_at_once(sharded: Path) -> None:
-    _save_index(sharded, {"a": SECOND, "c": SECOND, "d": FIRST})
-    text = _refusal(sharded)
-    assert text.splitlines()[0].endswith(": 3 problems:")
-    assert f"a: {INDEX_FILE} says that it is in {SECOND}, but it is in {FIRST}." in text
-    assert f"d: {INDEX_FILE} says that it is in {FIRST}, but it is not." in text
-    assert f"b: is in {FIRST}, but not in {INDEX_FILE}." in text
+    _save_index(sharded, {"a": FIRST, "b": FIRST, "c": SECOND, key: "../x"})
+    assert r"k\n\x1b[31m\u202e\ud800 is said to be in " in _refusal(sharded)
 
 
 def test_several_damaged_files_at_once(sharded: Path) -> None:

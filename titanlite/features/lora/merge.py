@@ -168,7 +168,7 @@ class _MergingReader:
     proves_coverage = False
 
     def __init__(self, inner: TensorReader, adapters: MergedAdapters) -> None:
-        self.name, self.shapes, self._inner, self._adapters = inner.name, inner.shapes, inner, adapters
+        self.name, self._inner, self._adapters = inner.name, inner, adapters
 
     def read(self, requests: Sequence[ReadRequest]) -> None:
         self._inner.read([request for request in requests if not self._adapters.has(request.name)])
