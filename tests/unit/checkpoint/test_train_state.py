@@ -42,11 +42,11 @@ def test_a_file_without_results_is_of_an_older_version(tmp_path):
     assert Progress.read(tmp_path).results == {}
 
 
-@pytest.mark.parametrize("results", [[], 3])
-def test_results_of_another_shape_are_refused(tmp_path, results):
+@pytest.mark.parametrize("change", [{"more": 1}, {"step": None}])
+def test_other_fields_are_refused(tmp_path, change):
     make(tmp_path)
-    table = json.loads((tmp_path / STATE_FILE).read_text())
-    (tmp_path / STATE_FILE).write_text(json.dumps({**table, "results": results}))
+    table = json.loads((tmp_path / STATE_FILE).read_text()) | change
+    (tmp_path / STATE_FILE).write_text(json.dumps({name: value for name, value in table.items() if value is not None}))
     with pytest.raises(CheckpointError, match="is damaged"):
         Progress.read(tmp_path)
 
