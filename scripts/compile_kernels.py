@@ -31,10 +31,9 @@ from triton.compiler import ASTSource
 from titanlite.features.lowbit import formats_launch as blocks
 from titanlite.features.lowbit import formats_triton as block_formats_triton
 from titanlite.features.lowbit.formats import BLOCK_FORMATS
-from titanlite.ops import cross_entropy_launch as softmax
 from titanlite.ops import cross_entropy_triton
-from titanlite.ops import grouped_gemm_launch as launch
 from titanlite.ops import grouped_gemm_triton as kernels
+from titanlite.ops import launchers as launch
 from titanlite.ops.grouped_gemm import has_fences
 
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -123,8 +122,8 @@ def _softmax(dtype: str) -> Iterator[Case]:
     ):
         name = kernel.__name__.removesuffix("_kernel")
         types = pointers | dict.fromkeys(floats, "*fp32") | sizes
-        tile = launch.Tile(1, softmax.BLOCK, 1, softmax.WARPS, 3, 1)
-        yield Case(f"{name} {dtype}", kernel, types, {"BLOCK": softmax.BLOCK}, tile, tuple(sizes))
+        tile = launch.Tile(1, launch.SOFTMAX_BLOCK, 1, launch.SOFTMAX_WARPS, 3, 1)
+        yield Case(f"{name} {dtype}", kernel, types, {"BLOCK": launch.SOFTMAX_BLOCK}, tile, tuple(sizes))
 
 
 def _rows(

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from titanlite.ops import group_by_expert
-from titanlite.ops import grouped_gemm_launch as launch
+from titanlite.ops import launchers as launch
 from titanlite.ops.moe_experts import moe_experts
 
 _BYTES = 2  # bfloat16

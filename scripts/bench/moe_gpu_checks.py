@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from gpu_common import attempt, free_memory, say
 from moe_gpu_cases import Copy, Inputs, MoEShape, build_inputs, differentiate, layers
 
-from titanlite.ops import grouped_gemm_launch as launch
+from titanlite.ops import launchers as launch
 
 _GEMM_BOUND = {torch.bfloat16: 5e-3, torch.float32: 1e-6}
 _LAYER_BOUND = {torch.bfloat16: 1.5e-2, torch.float32: 5e-6}

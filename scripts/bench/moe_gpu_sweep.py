@@ -17,7 +17,7 @@ import torch
 from gpu_common import Budget, DeviceLostError, Timer, attempt, free_memory, say
 from moe_gpu_cases import OURS, Copy, Inputs, MoEShape, build_inputs, gemms
 
-from titanlite.ops.grouped_gemm_launch import TILES, Tile
+from titanlite.ops.launchers import TILES, Tile
 
 _SHARED_BYTES = 227 << 10  # of a block on Hopper
 _REGISTERS = 65536  # of a multiprocessor

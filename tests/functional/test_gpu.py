@@ -17,7 +17,7 @@ from titanlite.distributed.fsdp import ExpertCopies
 from titanlite.features.diagnose import divergence
 from titanlite.features.generate.generate import Sampling, choose_tokens, generate
 from titanlite.ops import group_by_expert, linear_cross_entropy, permute_tokens
-from titanlite.ops import grouped_gemm_launch as kernels
+from titanlite.ops import launchers as kernels
 from titanlite.ops.attention import build_attention_mask
 from titanlite.ops.matmul import sum_over_rows, wide_linear
 from titanlite.ops.permute import gather_sum

@@ -28,7 +28,7 @@ import train_gpu  # noqa: E402
 
 from titanlite.models.decoder import build_decoder  # noqa: E402
 from titanlite.models.families import families  # noqa: E402
-from titanlite.ops import grouped_gemm_launch as launch  # noqa: E402
+from titanlite.ops import launchers as launch  # noqa: E402
 
 SCRIPTS = sorted(path.name for path in BENCH.glob("*.py") if '__name__ == "__main__"' in path.read_text())
 QWEN, QWEN_LARGE, DEEPSEEK = cases.SHAPES

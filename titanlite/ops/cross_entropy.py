@@ -110,7 +110,7 @@ def _softmax_parts(
 @torch.library.custom_op("titanlite::softmax_statistics", mutates_args=())
 def softmax_statistics(logits: torch.Tensor, column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(maximum, sum of exp(logit - maximum), logit in `column`) of each row of `logits` (C, V), float32 (C,)."""
-    from titanlite.ops import cross_entropy_launch as kernels
+    from titanlite.ops import launchers as kernels
 
     return kernels.softmax_statistics(logits, column)
 
@@ -120,7 +120,7 @@ def softmax_gradient_(
     logits: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor, hit: torch.Tensor, column: torch.Tensor
 ) -> None:
     """Write exp(logit - shift) * scale, less `hit` in `column`, over `logits` (C, V); the others are (C,), float32."""
-    from titanlite.ops import cross_entropy_launch as kernels
+    from titanlite.ops import launchers as kernels
 
     kernels.softmax_gradient_(logits, shift, scale, hit, column)
 

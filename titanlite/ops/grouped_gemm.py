@@ -150,9 +150,9 @@ def grouped_mm_wgrad(
 
 def _kernels() -> Any:
     """Import the Triton kernels where they are used: nothing else needs triton, and importing it takes a while."""
-    from titanlite.ops import grouped_gemm_launch
+    from titanlite.ops import launchers
 
-    return grouped_gemm_launch
+    return launchers
 
 
 def _use_torch_kernel(x: torch.Tensor, other: torch.Tensor, backend: str) -> bool:

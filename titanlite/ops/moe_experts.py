@@ -61,7 +61,7 @@ def moe_experts_forward(
         kernel = find_kernel("moe_experts", x.device)
         assert kernel is not None
         return kernel(x, gate_up, down, row_weight, token, rows, offsets, keep)
-    from titanlite.ops import grouped_gemm_launch as kernels
+    from titanlite.ops import launchers as kernels
 
     h, z = kernels.row_grouped_swiglu(x, gate_up.mT, offsets, token, row_weight, keep=keep)
     out = kernels.gather_sum(kernels.row_grouped_gemm(h, down.mT, offsets), rows)
@@ -78,7 +78,7 @@ def moe_experts_backward(
         kernel = find_kernel("moe_experts_backward", x.device)
         assert kernel is not None
         return kernel(dout, x, gate_up, down, row_weight, token, rows, offsets, z, needed)
-    from titanlite.ops import grouped_gemm_launch as kernels
+    from titanlite.ops import launchers as kernels
 
     need_x, need_gate_up, need_down, _ = needed
     dz, h, drow_weight = kernels.row_grouped_swiglu_backward(dout, down, offsets, token, row_weight, z)

@@ -27,7 +27,7 @@ def gather_sum(y_RD: torch.Tensor, rows_Tk: torch.Tensor) -> torch.Tensor:
 @torch.library.custom_op("titanlite::gather_sum", mutates_args=())
 def gather_sum_rows(y: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """`gather_sum` by titanlite's kernel."""
-    from titanlite.ops import grouped_gemm_launch as kernels
+    from titanlite.ops import launchers as kernels
 
     return kernels.gather_sum(y.contiguous(), rows)
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from triton_interpreter import repair
 
 from titanlite.ops import grouped_gemm
-from titanlite.ops import grouped_gemm_launch as kernels
+from titanlite.ops import launchers as kernels
 from titanlite.ops.moe_experts import moe_experts
 
 if kernels.INTERPRETED:

@@ -7,7 +7,7 @@ import triton
 
 from titanlite.features.lowbit.formats import BlockFormat
 from titanlite.features.lowbit.formats_triton import decode_blocks_kernel
-from titanlite.ops.grouped_gemm_launch import device_of
+from titanlite.ops.launchers import device_of
 
 VALUES, WARPS = 4096, 8  # of one program
 

@@ -22,7 +22,7 @@ from titanlite.features.lowbit.formats import (
 )
 from titanlite.features.lowbit.matmul import frozen_grouped_gemm, frozen_linear
 from titanlite.ops import grouped_gemm
-from titanlite.ops import grouped_gemm_launch as kernels
+from titanlite.ops import launchers as kernels
 
 if kernels.INTERPRETED:
     repair()

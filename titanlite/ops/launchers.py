@@ -1,8 +1,8 @@
-"""Launchers of the grouped GEMM kernels, and the table of their tiles.
+"""Launchers of the Triton kernels: grouped GEMM, with the table of its tiles, and cross entropy.
 
 The table takes the place of an autotuner, which would measure on every rank, choose by chance, and so give other sums.
 
-Shapes: M rows, E groups, K reduction, N columns, T tokens, I expert width.
+Shapes: M rows, E groups, K reduction, N columns, T tokens, I expert width; C rows of logits, V columns.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -13,6 +13,7 @@ import torch.distributed as dist
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from titanlite.ops.cross_entropy_triton import softmax_gradient_kernel, softmax_statistics_kernel
 from titanlite.ops.grouped_gemm import has_fences
 from titanlite.ops.grouped_gemm_triton import (
     PLAIN,
@@ -27,6 +28,8 @@ from titanlite.ops.grouped_gemm_triton import (
 _row_gemm: Any = row_gemm_kernel
 _wgrad: Any = wgrad_kernel
 _gather_sum: Any = gather_sum_kernel
+_softmax_statistics: Any = softmax_statistics_kernel
+_softmax_gradient: Any = softmax_gradient_kernel
 
 _SWIZZLE = 8  # row tiles that are neighbours in time
 _ROUNDS_AMONG_RANKS = 4
@@ -83,6 +86,7 @@ _INTERPRETED_SMS = 4
 
 # TRITON_INTERPRET=1, read when the kernels were decorated: they run on CPU tensors, slowly.
 INTERPRETED = not isinstance(_row_gemm, triton.JITFunction)
+SOFTMAX_BLOCK, SOFTMAX_WARPS = 64 if INTERPRETED else 8192, 8  # columns at once
 
 
 def row_grouped_gemm(
@@ -290,3 +294,32 @@ def _tma_fits(*tensors: torch.Tensor) -> bool:
         and all(stride * 2 % 16 == 0 and stride > 0 for stride in t.stride()[:-1])
         for t in tensors
     )
+
+
+def softmax_statistics(
+    logits_CV: torch.Tensor, column_C: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(maximum, sum of exp(logit - maximum), logit in `column`) of each row, float32 (C,); columns have stride 1."""
+    rows, vocab_size = logits_CV.shape
+    maximum_C, sum_C, target_C = (logits_CV.new_empty(rows, dtype=torch.float32) for _ in range(3))
+    if rows:
+        with device_of(logits_CV):
+            _softmax_statistics[(rows,)](
+                logits_CV, column_C, maximum_C, sum_C, target_C, vocab_size, logits_CV.stride(0),
+                BLOCK=min(SOFTMAX_BLOCK, triton.next_power_of_2(vocab_size)), num_warps=SOFTMAX_WARPS,
+            )  # fmt: skip
+    return maximum_C, sum_C, target_C
+
+
+def softmax_gradient_(
+    logits_CV: torch.Tensor, shift_C: torch.Tensor, scale_C: torch.Tensor, hit_C: torch.Tensor, column_C: torch.Tensor
+) -> None:
+    """Write exp(logit - shift) * scale, less `hit` in `column`, over the logits; columns have stride 1."""
+    rows, vocab_size = logits_CV.shape
+    if rows:
+        block = min(SOFTMAX_BLOCK, triton.next_power_of_2(vocab_size))
+        with device_of(logits_CV):
+            _softmax_gradient[(rows, triton.cdiv(vocab_size, block))](
+                logits_CV, shift_C, scale_C, hit_C, column_C, vocab_size, logits_CV.stride(0),
+                BLOCK=block, num_warps=SOFTMAX_WARPS,
+            )  # fmt: skip
