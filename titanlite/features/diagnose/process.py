@@ -118,7 +118,7 @@ def check_triton(job: JobConfig, device: torch.device) -> None:
 
 
 def _run_kernel(device: torch.device) -> None:
-    from titanlite.ops.grouped_gemm_launch import gather_sum  # nothing else here needs triton
+    from titanlite.ops.launchers import gather_sum  # nothing else here needs triton
 
     gather_sum(torch.zeros(1, 16, device=device), torch.zeros(1, 1, device=device, dtype=torch.int32))
     torch.cuda.synchronize(device)

@@ -342,9 +342,6 @@ class AssumedCheckpoint:
             if info.persistent and not _may_be_absent(info):
                 yield name, Read(self, name, info.shape)
 
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {}
-
     def read(self, requests: Sequence[ReadRequest]) -> None:
         raise CheckpointError(f"checkpoint {self.name}: only assumed, for a plan. It cannot be read.")
 
