@@ -1,7 +1,7 @@
 """Attention of the decoder: with grouped heads, or with latent keys and values (MLA); both end in `CoreAttention`.
 
-Single-device code on local tensors, as all of the model. The number of heads is read off the projections: a
-tensor-parallel rank holds some of them.
+Single-device code on local tensors. The number of heads is read off the projections: a tensor-parallel rank holds some
+of them.
 
 Shapes: B batch, S sequence, D hidden, H query heads, G key/value heads, K width of a query or key head, V width of a
 value head, R rotated part of a head, C latent width.
@@ -44,8 +44,6 @@ class CoreAttention(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """What both kinds of attention have: heads that attend, and the projection of what they found."""
-
     o_proj: Linear
     core_attention: CoreAttention
 
@@ -137,9 +135,8 @@ class LatentAttention(SelfAttention):
         return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_BSD)))
 
     def _rotate(self, x_BSHR: torch.Tensor, cos_sin: CosSin) -> torch.Tensor:
-        """Rotate pairs of neighbours, if the checkpoint has them so, else those of `apply_rope`.
-
-        The result has the latter's order either way: only products of queries and keys count, and both have it.
+        """Rotate pairs of neighbours, if the checkpoint has them so, otherwise those of `apply_rope`, whose order the
+        result has.
         """
         if self.interleaved:
             x_BSHR = x_BSHR.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)

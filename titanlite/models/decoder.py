@@ -27,7 +27,7 @@ from titanlite.ops.grouped_gemm import resolve_backend
 
 
 class LossSums(NamedTuple):
-    """Losses summed over this rank's tokens, float32 scalars; divide by the global number of valid tokens.
+    """Losses summed over this rank's tokens, float32; divide by the global number of valid tokens.
 
     Attributes:
         cross_entropy: sum over the tokens with a label, or each token's, (B, S), if the forward was asked for those.
@@ -118,7 +118,7 @@ class Decoder(Model):
         self.tie_weights()
 
     def tie_weights(self) -> None:
-        """Let the head use the embedding's weight, if the configuration says so. By assignment, on any device."""
+        """Tie the head to the embedding's weight, if the configuration says so. By assignment, on any device."""
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 

@@ -17,7 +17,7 @@ class LayerCache(Protocol):
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask, scale: float
     ) -> torch.Tensor:
-        """Attention with these new keys and values and those before; arguments and result as in `ops.attention`."""
+        """Attend to these new keys and values and those before; arguments and result as in `ops.attention`."""
 
 
 class Cache(Protocol):
@@ -26,10 +26,10 @@ class Cache(Protocol):
     layers: Sequence[LayerCache]
 
     def positions(self, tokens: torch.Tensor) -> torch.Tensor | None:
-        """Positions of the tokens of this forward; None: 0, 1, 2, ... in every row."""
+        """Return the positions of the tokens of this forward; None: 0, 1, 2, ... in every row."""
 
     def newest(self, hidden: torch.Tensor) -> torch.Tensor:
-        """(B, D): the hidden state of each row's last token, from those of all tokens of this forward."""
+        """Return the hidden state of each row's last token, (B, D), from those of all tokens of this forward."""
 
     def advance(self) -> None:
         """Count the tokens of the forward that has just filled all layers."""
@@ -67,11 +67,13 @@ class Model(nn.Module):
         raise NotImplementedError
 
     def outer_units(self) -> tuple[list[nn.Module], list[nn.Module]]:
-        """Modules before and after the layers, for FSDP units of their own; empty where they share a parameter."""
+        """Return the modules before and after the layers, for FSDP units of their own; empty where they share a
+        parameter.
+        """
         raise NotImplementedError
 
     def embedding_and_head(self) -> tuple[nn.Module | None, nn.Module | None]:
-        """Token embedding and output head."""
+        """Return the token embedding and the output head."""
         raise NotImplementedError
 
     def experts_in(self, layer: nn.Module) -> list[nn.Module]:
@@ -79,7 +81,7 @@ class Model(nn.Module):
         raise NotImplementedError
 
     def moe_layers(self) -> dict[str, Any]:
-        """MoE modules that run on this rank and whose routers titanlite balances, by name, in layer order."""
+        """Return the MoE modules on this rank whose routers titanlite balances, by name, in layer order."""
         raise NotImplementedError
 
     def moe_layer_numbers(self) -> list[int]:
@@ -93,8 +95,7 @@ class Model(nn.Module):
     def split_experts(self) -> list[nn.Module]:
         """Return the modules whose parameters have one slice per expert, for expert parallelism to split along dim 0.
 
-        Raises:
-            ConfigError: the experts cannot be split. The same on all ranks.
+        Raises ConfigError: the experts cannot be split. The same on all ranks.
         """
         raise NotImplementedError
 
@@ -107,16 +108,12 @@ class Model(nn.Module):
         raise NotImplementedError
 
     def draws_random(self) -> bool:
-        """Return True if a forward in training mode may draw random numbers.
-
-        Recomputed layers must draw the same again; saving the generator's state costs a copy from the device.
-        """
+        """Return True if a forward in training mode may draw random numbers, which recomputed layers must draw again."""
         raise NotImplementedError
 
     def build_cache(self, lengths: Sequence[int], max_len: int, device: torch.device) -> Any:
-        """Build an empty cache of the model's own kind for prompts of these lengths, up to `max_len` tokens long.
-
-        None: the model takes any `Cache`.
+        """Build an empty cache of the model's own kind for prompts of these lengths, up to `max_len` tokens; None: any
+        serves.
         """
         return None
 

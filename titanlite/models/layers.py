@@ -1,7 +1,7 @@
 """Building blocks of the decoder: linear, embedding, norm, rotary table, dense feed-forward, output head.
 
 They hold parameters under Hugging Face's names, declare where their values come from, and compute on local tensors, so
-that the same code runs on one device and on shards. Nothing here knows about parallelism.
+that the same code runs on one device and on shards.
 
 Shapes: B batch, S sequence, D hidden size, V vocabulary, K head width.
 """
@@ -81,8 +81,6 @@ class Embedding(nn.Embedding):
 
 
 class RMSNorm(nn.Module):
-    """Root mean square norm over the last dim (arXiv:1910.07467), statistics in float32."""
-
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(dim))
@@ -154,7 +152,8 @@ class OutputHead(Linear):
         reduction: str | Callable[..., torch.Tensor] = "sum",
         select: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """Logits (B, S, V), or with labels the sum of the token losses, a float32 scalar, or each of them, (B, S, ...).
+        """Return logits (B, S, V), or with labels the sum of the token losses, a float32 scalar, or each of them, (B,
+        S, ...).
 
         `select` picks the hidden states that are projected: of a long prompt only the last one is wanted.
         """
