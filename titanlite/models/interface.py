@@ -108,7 +108,7 @@ class Model(nn.Module):
         raise NotImplementedError
 
     def draws_random(self) -> bool:
-        """Return True if a forward in training mode may draw random numbers, which recomputed layers must draw again."""
+        """Return True if a forward in training mode may draw random numbers: recomputed layers must draw them again."""
         raise NotImplementedError
 
     def build_cache(self, lengths: Sequence[int], max_len: int, device: torch.device) -> Any:
