@@ -28,8 +28,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from titanlite.features.lowbit import formats_launch as blocks
-from titanlite.features.lowbit import formats_triton as block_formats_triton
+from titanlite.features.lowbit import formats_triton as blocks
 from titanlite.features.lowbit.formats import BLOCK_FORMATS
 from titanlite.ops import cross_entropy_triton
 from titanlite.ops import grouped_gemm_triton as kernels
@@ -104,12 +103,10 @@ def _decode(dtype: str) -> Iterator[Case]:
     sizes = ("num_records", "records_per_row", "width")
     types = {"codes_ptr": "*u8", "factors_ptr": "*fp32", "table_ptr": "*fp32", "out_ptr": f"*{dtype}"}
     for layout in BLOCK_FORMATS.values():
-        constants = {
-            "BLOCK": layout.block, "CODE_BYTES": layout.code_bytes, "RECORD_BYTES": layout.record_bytes,
-            "RECORDS": blocks.VALUES // layout.block,
-        }  # fmt: skip
+        records = blocks.VALUES // layout.block
+        constants = {"BLOCK": layout.block, "CODE_BYTES": layout.code_bytes, "RECORDS": records}
         tile = launch.Tile(1, blocks.VALUES, 1, blocks.WARPS, 3, 1)
-        kernel = block_formats_triton.decode_blocks_kernel
+        kernel = blocks.decode_blocks_kernel
         yield Case(f"decode {layout.name} {dtype}", kernel, types | dict.fromkeys(sizes, "i32"), constants, tile, sizes)
 
 

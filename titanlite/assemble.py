@@ -42,8 +42,7 @@ from titanlite.features.diagnose.nonfinite import diagnose
 from titanlite.features.diagnose.out_of_memory import explain_out_of_memory, start_memory_history, warn_of_large_mask
 from titanlite.features.diagnose.process import check_triton, explain_refusal, make_deterministic, start_flight_recorder
 from titanlite.features.diagnose.spike import SpikeDetector
-from titanlite.features.dpo.build import build_dpo
-from titanlite.features.dpo.objective import turn_off_dropout
+from titanlite.features.dpo.objective import build_dpo, turn_off_dropout
 from titanlite.features.generate.evaluate import build_evaluator
 from titanlite.features.generate.generate import get_end_of_turn_ids, log_sample
 from titanlite.features.images.rows import build_images

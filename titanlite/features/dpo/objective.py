@@ -7,27 +7,24 @@ Shapes: B rows, S tokens, N documents of the fullest row (even), P = N / 2 pairs
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
+from titanlite.base.errors import DataError
 from titanlite.base.log import logger
+from titanlite.config.schema import JobConfig
 from titanlite.data.dataset import Batch
+from titanlite.features.dpo.reference import (
+    AdaptersOff,
+    CachedReference,
+    describe_weights,
+    document_log_probs,
+    present_documents,
+)
 from titanlite.models.interface import Model
 from titanlite.objective import ObjectiveSums
-
-
-class Reference(Protocol):
-    """Where the log-probabilities of the reference model come from."""
-
-    def fill(self, batches: Iterable[Batch], get_model: Callable[[], Model], device: torch.device) -> None:
-        """`Objective.prepare`."""
-        ...
-
-    def __call__(self, model: Model, batch: Batch) -> torch.Tensor:
-        """Log p(document) of the reference model, (B, N) float64, no gradient."""
-        ...
 
 
 class DPO:
@@ -35,26 +32,18 @@ class DPO:
     `beta * (log p(answer) - log p_reference(answer))` (arXiv:2305.18290, eq. 7). With label smoothing e, for a share e
     of wrong preferences, `-(1 - e) log sigmoid(margin) - e log sigmoid(-margin)` (ericmitchell.ai/cdpo.pdf). A unit is
     a pair.
-
-    Attributes:
-        reference: gives the reference model's log-probabilities.
     """
 
     metric_names: Sequence[str] = (
-        "rewards/chosen",
-        "rewards/rejected",
-        "rewards/margin",
-        "rewards/accuracy",
-        "logps/chosen",
-        "logps/rejected",
+        *(f"rewards/{name}" for name in ("chosen", "rejected", "margin", "accuracy")),
+        *(f"logps/{name}" for name in ("chosen", "rejected")),
     )
 
-    def __init__(self, beta: float, label_smoothing: float, reference: Reference) -> None:
+    def __init__(self, beta: float, label_smoothing: float, reference: AdaptersOff | CachedReference) -> None:
         self.reference = reference
         self._beta, self._smoothing = beta, label_smoothing
 
     def prepare(self, batches: Iterable[Batch], get_model: Callable[[], Model], device: torch.device) -> None:
-        """Compute the reference's log-probabilities, where they are to be cached."""
         self.reference.fill(batches, get_model, device)
 
     def count(self, batch: Batch) -> torch.Tensor:
@@ -82,29 +71,36 @@ class DPO:
         return ObjectiveSums(loss_BP.sum().float(), aux, metrics)
 
 
-def document_log_probs(model: Model, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """(log-probability of each document's labels (B, N) float64, the model's balance losses).
+def build_dpo(job: JobConfig, form: str) -> DPO | None:
+    """Build the objective for rows of `form` if `training.objective` is "dpo"; None if not.
 
-    Summed in float64 by a matrix product with the documents' masks: in fixed order, where an `index_add` on CUDA would
-    use atomics. The number of documents is copied to the host, a synchronization point.
+    Raises:
+        DataError: pairs would be trained token by token, both sides alike, or there are no pairs to compare.
     """
-    losses = model(batch.tokens, batch.labels, batch.positions, batch.document_ids, reduction="none", **batch.inputs)
-    member_BNS = _membership(batch.document_ids, num_documents(batch.document_ids)).double()
-    return -(member_BNS @ losses.cross_entropy.double().unsqueeze(-1)).squeeze(-1), losses.aux
-
-
-def num_documents(ids_BS: torch.Tensor) -> int:
-    """Documents of the fullest row, rounded up to whole pairs."""
-    return max(-(-(int(ids_BS.max()) + 1) // 2), 1) * 2
-
-
-def present_documents(ids_BS: torch.Tensor, num: int) -> torch.Tensor:
-    """Which of documents 0 to num - 1 a row has, (B, num) bool."""
-    return _membership(ids_BS, num).any(dim=-1)
-
-
-def _membership(ids_BS: torch.Tensor, num: int) -> torch.Tensor:
-    return ids_BS.unsqueeze(1) == torch.arange(num, device=ids_BS.device)[None, :, None]
+    if form == "preference" and job.training.objective == "next_token":
+        raise DataError(
+            "data: the rows are preference pairs; next-token training would imitate both sides. Set training.objective "
+            '= "dpo".'
+        )
+    if form != "preference" and job.training.objective == "dpo":
+        raise DataError(
+            f"data: training.objective = \"dpo\" needs preference pairs, but the rows are of form '{form}'. Set "
+            'data.dataset = "examples" and data.path to rows with prompt, chosen and rejected; streams say so '
+            'themselves, with data.format = "preference".'
+        )
+    if job.training.objective != "dpo":
+        return None
+    section = job.dpo
+    # Adapters that were trained before belong to the model that training begins with.
+    fresh_adapters = job.lora.rank > 0 and not job.lora.init_from
+    if section.reference == "adapters_off" or (section.reference == "auto" and fresh_adapters):
+        return DPO(section.beta, section.label_smoothing, AdaptersOff())
+    dtypes = f"{job.training.dtype}, computed in {job.training.mixed_precision_param}"
+    weights = describe_weights(job.checkpoint.initial_load_path, job.training.seed, dtypes)
+    if job.lora.init_from:
+        weights += f" with {describe_weights(job.lora.init_from, job.training.seed, dtypes)}"
+    reference = CachedReference(Path(job.job.dump_folder) / "reference_log_probs.safetensors", weights)
+    return DPO(section.beta, section.label_smoothing, reference)
 
 
 def turn_off_dropout(model: torch.nn.Module) -> None:

@@ -15,12 +15,36 @@ from titanlite.base.errors import CheckpointError, TrainingError
 from titanlite.base.log import logger
 from titanlite.checkpoint.folder import read_headers
 from titanlite.data.dataset import Batch
-from titanlite.features.dpo.objective import document_log_probs, num_documents
 from titanlite.features.lora.layers import adapters_disabled
 from titanlite.models.interface import Model
 
 _KEY_BYTES = 16
 _Pairs = dict[bytes, tuple[float, float]]
+
+
+def document_log_probs(model: Model, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """(log-probability of each document's labels (B, N) float64, the model's balance losses).
+
+    Summed in float64 by a matrix product with the documents' masks: in fixed order, where an `index_add` on CUDA would
+    use atomics. The number of documents is copied to the host, a synchronization point.
+    """
+    losses = model(batch.tokens, batch.labels, batch.positions, batch.document_ids, reduction="none", **batch.inputs)
+    member_BNS = _membership(batch.document_ids, num_documents(batch.document_ids)).double()
+    return -(member_BNS @ losses.cross_entropy.double().unsqueeze(-1)).squeeze(-1), losses.aux
+
+
+def num_documents(ids_BS: torch.Tensor) -> int:
+    """Documents of the fullest row, rounded up to whole pairs."""
+    return max(-(-(int(ids_BS.max()) + 1) // 2), 1) * 2
+
+
+def present_documents(ids_BS: torch.Tensor, num: int) -> torch.Tensor:
+    """Which of documents 0 to num - 1 a row has, (B, num) bool."""
+    return _membership(ids_BS, num).any(dim=-1)
+
+
+def _membership(ids_BS: torch.Tensor, num: int) -> torch.Tensor:
+    return ids_BS.unsqueeze(1) == torch.arange(num, device=ids_BS.device)[None, :, None]
 
 
 class AdaptersOff:

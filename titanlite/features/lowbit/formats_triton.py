@@ -1,19 +1,46 @@
-"""Triton kernel of the block formats: records are read once, values written once.
+"""Triton kernel of the block formats, with its launcher: records are read once, values written once.
 
 Torch's operators would go through memory several times, and look codes up with an index of four bytes each.
 """
 
+import torch
 import triton
 import triton.language as tl
+
+from titanlite.features.lowbit.formats import BlockFormat
+from titanlite.ops.launchers import device_of
+
+VALUES, WARPS = 4096, 8  # of one program
+
+
+def decode_blocks(records: torch.Tensor, table: torch.Tensor, out: torch.Tensor, layout: BlockFormat) -> None:
+    """Write the values of contiguous uint8 `records` (..., n, record_bytes) to contiguous `out` (..., width)."""
+    if records.data_ptr() % 4:  # a part of a larger buffer, in which a factor is no aligned float32
+        records = records.clone()
+    count, at_once = records.numel() // layout.record_bytes, VALUES // layout.block
+    pointers = (records, records.view(torch.float32), table, out)
+    sizes = (count, records.shape[-2], out.shape[-1])
+    constants = {"BLOCK": layout.block, "CODE_BYTES": layout.code_bytes, "RECORDS": at_once}
+    with device_of(records):
+        decode_blocks_kernel[(triton.cdiv(count, at_once),)](*pointers, *sizes, **constants, num_warps=WARPS)
 
 
 @triton.jit
 def decode_blocks_kernel(
-    codes_ptr, factors_ptr, table_ptr, out_ptr, num_records, records_per_row, width,
-    BLOCK: tl.constexpr, CODE_BYTES: tl.constexpr, RECORD_BYTES: tl.constexpr, RECORDS: tl.constexpr,
-):  # fmt: skip
+    codes_ptr,
+    factors_ptr,
+    table_ptr,
+    out_ptr,
+    num_records,
+    records_per_row,
+    width,
+    BLOCK: tl.constexpr,
+    CODE_BYTES: tl.constexpr,
+    RECORDS: tl.constexpr,
+):
     """Values of RECORDS records. `codes` and `factors` are the same memory, as bytes and as float32."""
     PER_BYTE: tl.constexpr = BLOCK // CODE_BYTES
+    RECORD_BYTES: tl.constexpr = CODE_BYTES + 4
     record = tl.program_id(0).to(tl.int64) * RECORDS + tl.arange(0, RECORDS)
     here = record < num_records
     j = tl.arange(0, BLOCK)

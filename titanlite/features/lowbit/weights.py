@@ -4,22 +4,36 @@
 (out, n, r) afterwards and says so (`materialize.layout.Encoding`). Its name stays, and so does what a checkpoint, a
 recipe or a plan know of it. Sharding splits rows, or columns in whole records.
 
-A parameter keeps its dtype, that of the matmuls, as which FSDP gathers without a cast; r counts a record in it.
+Records are stored in the matmul dtype, so that FSDP all-gathers them without a cast; r is the size of a record in it.
+Products decode them where they are used, and again in backward: autograd keeps the records alone.
+
+Shapes: M rows, E groups, K reduction, N columns, n records per row.
 """
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 
-from titanlite.features.lowbit.formats import BLOCK_FORMATS, FP8, BlockFormat, count_not_finite, encode_blocks, keep_fp8
-from titanlite.features.lowbit.matmul import frozen_grouped_gemm, frozen_linear
+from titanlite.features.lowbit.formats import (
+    BLOCK_FORMATS,
+    FP8,
+    BlockFormat,
+    count_not_finite,
+    decode_blocks,
+    encode_blocks,
+    keep_fp8,
+)
 from titanlite.features.transformers.model import TransformersModel
 from titanlite.materialize.layout import Region, set_encoding
 from titanlite.models.interface import Model
 from titanlite.models.layers import Linear, OutputHead
 from titanlite.models.moe import Experts
+from titanlite.ops.grouped_gemm import GroupedGemmBackend, grouped_gemm
+from titanlite.ops.matmul import linear
 
 
 @dataclass(frozen=True)
@@ -31,7 +45,6 @@ class BlockEncoding:
 
     @property
     def name(self) -> str:
-        """The format's."""
         return self.layout.name
 
     def values_in(self, stored: Region) -> Region:
@@ -43,7 +56,6 @@ class BlockEncoding:
         return Region((*rows, start), (*heights, end - start))
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
-        """Encode `values` as records, end to end."""
         return encode_blocks(values, self.layout).flatten(1)
 
     def keeps(self, dtype: torch.dtype, block: tuple[int, int]) -> bool:
@@ -51,11 +63,9 @@ class BlockEncoding:
         return self.layout is FP8 and dtype == torch.float8_e4m3fn and block[1] == FP8.block
 
     def keep(self, codes: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-        """Join codes and factors into records, end to end."""
         return keep_fp8(codes, factors).flatten(1)
 
     def count_not_finite(self, local: torch.Tensor) -> int:
-        """Of the records."""
         return count_not_finite(local, self.layout)
 
 
@@ -89,3 +99,63 @@ def _encoded(weight: nn.Parameter, layout: BlockFormat) -> nn.Parameter:
     vars(records).update(vars(weight))
     set_encoding(records, BlockEncoding(layout, tuple(weight.shape)))
     return records
+
+
+def frozen_linear(
+    layout: BlockFormat, x: torch.Tensor, records_Nnr: torch.Tensor, bias_N: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`x @ weight.T + bias`, (..., N), of x (..., K) and the weight (N, K) in the records.
+
+    Differentiable in x, once; the bias is as frozen as the weight.
+    """
+    return _FrozenLinear.apply(x, records_Nnr, layout, bias_N)
+
+
+def frozen_grouped_gemm(
+    layout: BlockFormat,
+    x_MK: torch.Tensor,
+    records_ENnr: torch.Tensor,
+    offsets_E: torch.Tensor,
+    backend: GroupedGemmBackend,
+) -> torch.Tensor:
+    """`grouped_gemm` (M, N) of the weights (E, N, K) in the records, transposed; differentiable in x, once."""
+    return _FrozenGroupedGemm.apply(x_MK, records_ENnr, layout, offsets_E, backend)
+
+
+class _FrozenLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, records: torch.Tensor, layout: BlockFormat, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        ctx.save_for_backward(records)
+        ctx.layout, ctx.width = layout, x.shape[-1]
+        return linear(x, decode_blocks(records, layout, x.shape[-1], x.dtype), bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (records,) = ctx.saved_tensors
+        weight = decode_blocks(records, ctx.layout, ctx.width, dy.dtype, in_backward=True)
+        return linear(dy, weight.mT), None, None, None
+
+
+class _FrozenGroupedGemm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        records: torch.Tensor,
+        layout: BlockFormat,
+        offsets: torch.Tensor,
+        backend: GroupedGemmBackend,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(records, offsets)
+        ctx.layout, ctx.width, ctx.backend = layout, x.shape[-1], backend
+        return grouped_gemm(x, decode_blocks(records, layout, x.shape[-1], x.dtype).mT, offsets, backend)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        records, offsets = ctx.saved_tensors
+        weight = decode_blocks(records, ctx.layout, ctx.width, dy.dtype, in_backward=True)
+        return grouped_gemm(dy.contiguous(), weight, offsets, ctx.backend), None, None, None, None

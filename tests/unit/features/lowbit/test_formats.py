@@ -10,7 +10,7 @@ from traced_layers import TORCH_COMPILE_WARNINGS
 from triton_interpreter import repair
 
 from titanlite.features.lowbit import formats as block_formats
-from titanlite.features.lowbit import formats_launch as block_formats_launch
+from titanlite.features.lowbit import formats_triton as block_formats_triton
 from titanlite.features.lowbit.formats import (
     BLOCK_FORMATS,
     FP8,
@@ -20,7 +20,7 @@ from titanlite.features.lowbit.formats import (
     encode_blocks,
     keep_fp8,
 )
-from titanlite.features.lowbit.matmul import frozen_grouped_gemm, frozen_linear
+from titanlite.features.lowbit.weights import frozen_grouped_gemm, frozen_linear
 from titanlite.ops import grouped_gemm
 from titanlite.ops import launchers as kernels
 
@@ -268,7 +268,7 @@ def test_kernel_equals_the_operators(layout, width, dtype):
     expected = decode_blocks(records, layout, width, dtype)
     actual = torch.full((67 + 1, width), math.nan, dtype=dtype, device=device)
     table = block_formats._table(layout.name, actual.device)
-    block_formats_launch.decode_blocks(records.to(device), table, actual[:67], layout)
+    block_formats_triton.decode_blocks(records.to(device), table, actual[:67], layout)
     assert torch.equal(actual[:67].cpu(), expected)
     assert actual[67].isnan().all(), "wrote behind the end"
 
@@ -281,5 +281,5 @@ def test_kernel_on_a_part_of_a_buffer_that_is_not_aligned(layout):
     part = buffer[2:].view(records.shape)
     part.copy_(records)
     actual = torch.empty(9, 200, device=buffer.device)
-    block_formats_launch.decode_blocks(part, block_formats._table(layout.name, buffer.device), actual, layout)
+    block_formats_triton.decode_blocks(part, block_formats._table(layout.name, buffer.device), actual, layout)
     assert torch.equal(actual.cpu(), decode_blocks(records, layout, 200, torch.float32))
