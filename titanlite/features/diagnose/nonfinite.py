@@ -13,7 +13,6 @@ from torch import nn
 
 from titanlite.base.agree import gather_objects, list_ranks
 from titanlite.data.dataset import Batch
-from titanlite.features.pipeline.remote import BetweenChunks
 from titanlite.materialize.layout import encoding_of, local_of
 from titanlite.optim import NonFiniteSteps
 from titanlite.trainer import Diagnosis
@@ -149,7 +148,7 @@ def _watched(model: nn.Module, whole_layers: bool) -> Iterator[list[tuple[int, i
     def look_at(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, arguments: Any, output: Any) -> None:
             nonlocal chunk
-            chunk += isinstance(module, BetweenChunks)
+            chunk += getattr(module, "between_chunks", False)  # of a pipeline
             place = next(ended)
             if not all(_is_finite(tensor) for tensor in _floating(output)):
                 names.append((chunk, place, f"that of {name}" if name else "that of the model"))

@@ -2,7 +2,7 @@
 
 All ranks are given the same micro-batches. The first stage looks the tokens up, the last one has the norm, the output
 head and with it the losses; the others get hidden states and hand hidden states on. What a stage does not have stays on
-meta, under its name (`pipeline.remote`), so the model is cut before it has a byte, and the calls of its modules are
+meta, under its name (`Elsewhere`), so the model is cut before it has a byte, and the calls of its modules are
 those of a whole one: where a module is elsewhere, its place receives, sends, or does nothing.
 
 The order of forwards and backwards is that of 1F1B (PipeDream-Flush, arXiv:2006.09503): a stage runs at most as many
@@ -17,7 +17,7 @@ Shapes: B batch, S sequence, s = S / (cp * tp) positions of a rank, D hidden.
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
@@ -34,8 +34,8 @@ from titanlite.config.parallelism import Degrees
 from titanlite.data.loader import TrainLoader
 from titanlite.distributed.parallel_dims import ParallelDims
 from titanlite.distributed.schedule import Schedule, Turn
-from titanlite.features.pipeline.remote import BetweenChunks, Elsewhere, ElsewhereLayer
-from titanlite.materialize.layout import set_sharing_group
+from titanlite.materialize.layout import leave_elsewhere, set_sharing_group
+from titanlite.materialize.sources import Source
 from titanlite.models.decoder import Decoder, LossSums
 
 _MUCH_WAITING = 0.5  # of a step
@@ -106,22 +106,24 @@ def apply_pipeline_parallel(model: Decoder, dims: ParallelDims, dtype: torch.dty
     chunks: list[dict[nn.Module, dict[str, Any]]] = [
         {backbone: {"layers": [layers[number] for number in part]}} for part in parts
     ]
+    receive, send = partial(_receive, link=link), partial(_send, link=link)
     here = {number for part in parts for number in part}
     for number in set(range(len(layers))) - here:
         is_between = number - 1 in here and number < parts[-1].start
-        layers[number] = _RoundTrip(layers[number], link) if is_between else ElsewhereLayer(layers[number])
+        instead = partial(_go_round, link=link) if is_between else _skip
+        layers[number] = Elsewhere(layers[number], instead, between_chunks=is_between)
     if stage > 0:
-        backbone.embed_tokens = _ReceivingEmbedding(backbone.embed_tokens, link)  # pyright: ignore[reportAttributeAccessIssue]
+        backbone.embed_tokens = Elsewhere(backbone.embed_tokens, receive)  # pyright: ignore[reportAttributeAccessIssue]
     else:
         for chunk in chunks[1:]:
-            chunk[backbone]["embed_tokens"] = partial(_receive, link=link)
+            chunk[backbone]["embed_tokens"] = receive
     if not dims.is_last_stage:
-        backbone.norm = Elsewhere(backbone.norm)  # pyright: ignore[reportAttributeAccessIssue]
-        model.lm_head = _SendingHead(model.lm_head, link)  # pyright: ignore[reportAttributeAccessIssue]
+        backbone.norm = Elsewhere(backbone.norm, _hand_on)  # pyright: ignore[reportAttributeAccessIssue]
+        model.lm_head = Elsewhere(model.lm_head, send)  # pyright: ignore[reportAttributeAccessIssue]
     else:
         for chunk in chunks[:-1]:
             chunk[backbone]["norm"] = _hand_on
-            chunk[model] = {"lm_head": partial(_send, link=link)}
+            chunk[model] = {"lm_head": send}
     vars(model)[_CHUNKS] = chunks
     model.register_forward_hook(partial(_share_logits, link=link))
     assert dims.stage_group is not None
@@ -147,12 +149,36 @@ def only_chunk(model: nn.Module, chunk: int) -> Iterator[None]:
                 del vars(module)[name]
 
 
-class StageLink:
-    """What a rank sends to, and gets from, the ranks at its place in the stages before and behind; in a ring.
+class Elsewhere(nn.Module):
+    """Stands for `module`, of which another stage has the values; its parameters and buffers stay on meta.
 
-    Of what was sent the latest two tensors are kept each way, until the other side has them: with one, a stage would
-    wait for a receiver that waits for it. Two suffice for every order of turns that there is (tests simulate them).
+    All keep their names, and their modules say as before where values come from: the plan, checkpoints and optimizer
+    know of the whole model on every rank.
+
+    Attributes:
+        instead: computes the forward.
+        between_chunks: it stands for the first of the layers that other stages have between two chunks of this one.
     """
+
+    def __init__(self, module: nn.Module, instead: Callable[..., Any], *, between_chunks: bool = False) -> None:
+        super().__init__()
+        vars(self).update(vars(module))  # the same dictionaries: a parameter is exchanged in both
+        self._original = (module,)  # in a tuple, or it would be a module below this one
+        self.instead, self.between_chunks = instead, between_chunks
+        for tensor in [*module.parameters(), *module.buffers()]:
+            leave_elsewhere(tensor)
+
+    def declare_sources(self) -> dict[str, Source]:
+        (original,) = self._original
+        declare: Any = getattr(original, "declare_sources", dict)
+        return declare()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.instead(*args, **kwargs)
+
+
+class StageLink:
+    """Channels to and from the ranks at this one's place in the stages before and behind, which are a ring."""
 
     def __init__(self, dims: ParallelDims, width: int, dtype: torch.dtype) -> None:
         # Two groups: NCCL serves one in order, and a hidden state that waits for its receiver would hold up a gradient.
@@ -163,31 +189,15 @@ class StageLink:
         stage, count = dims.stage, dims.degrees.pp
         behind, before = (stage + 1) % count, (stage - 1) % count
         into, out_of = (round_forward, round_backward) if stage == 0 else (forward, backward)
-        self._hidden_in, self._gradient_out = _Channel(into, before, dtype), _Channel(out_of, before, dtype)
+        self.hidden_in, self.gradient_out = _Channel(into, before, dtype), _Channel(out_of, before, dtype)
         into, out_of = (round_backward, round_forward) if dims.is_last_stage else (backward, forward)
-        self._gradient_in, self._hidden_out = _Channel(into, behind, dtype), _Channel(out_of, behind, dtype)
+        self.gradient_in, self.hidden_out = _Channel(into, behind, dtype), _Channel(out_of, behind, dtype)
         self._all_group, self._last, self._is_last = forward, count - 1, dims.is_last_stage
         self._width, self._pieces = width, dims.degrees.ranks_per_sequence
 
     def shape_of(self, tokens_BS: torch.Tensor) -> tuple[int, int, int]:
         """(B, s, D) of the hidden states of these tokens."""
         return tokens_BS.shape[0], tokens_BS.shape[1] // self._pieces, self._width
-
-    def send_hidden(self, hidden_BsD: torch.Tensor) -> None:
-        """To the stage behind; waits only for what that should have taken long ago."""
-        self._hidden_out.send(hidden_BsD)
-
-    def send_gradient(self, grad_BsD: torch.Tensor) -> None:
-        """To the stage before; likewise."""
-        self._gradient_out.send(grad_BsD)
-
-    def receive_hidden(self, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-        """From the stage before."""
-        return self._hidden_in.receive(shape, device)
-
-    def receive_gradient(self, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-        """From the stage behind."""
-        return self._gradient_in.receive(shape, device)
 
     def share(self, logits: torch.Tensor) -> torch.Tensor:
         """Those of the last stage on all stages, which may not know their shape."""
@@ -204,7 +214,8 @@ class StageLink:
 class _Channel:
     """One way between this rank and another; what is sent first is received first.
 
-    Of what was sent `MOST_SENT` tensors are kept; before one more is, the oldest must have been received.
+    The last `MOST_SENT` tensors stay alive until they are received: with one, two neighbours can deadlock. Two suffice
+    for every order of turns that there is (tests simulate them).
     """
 
     def __init__(self, group: dist.ProcessGroup, stage: int, dtype: torch.dtype) -> None:
@@ -228,46 +239,6 @@ class _Channel:
         return x
 
 
-class _ReceivingEmbedding(Elsewhere):
-    """In place of the embedding: the hidden states of the stage before."""
-
-    def __init__(self, module: nn.Module, link: StageLink) -> None:
-        super().__init__(module)
-        self.link = link
-
-    def forward(self, tokens_BS: torch.Tensor) -> torch.Tensor:
-        return _receive(tokens_BS, link=self.link)
-
-
-class _SendingHead(Elsewhere):
-    """In place of the output head: hands the hidden states on. Its losses are zeros, its logits of no meaning."""
-
-    def __init__(self, module: nn.Module, link: StageLink) -> None:
-        super().__init__(module)
-        self.link = link
-
-    def forward(
-        self,
-        hidden_BsD: torch.Tensor,
-        labels_BS: torch.Tensor | None = None,
-        reduction: Any = "sum",
-        select: Any = None,
-    ) -> torch.Tensor:
-        return _send(hidden_BsD, labels_BS, reduction, link=self.link)
-
-
-class _RoundTrip(BetweenChunks):
-    """In place of all layers between two chunks: hidden states go through the other stages."""
-
-    def __init__(self, module: nn.Module, link: StageLink) -> None:
-        super().__init__(module)
-        self.link = link
-
-    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
-        """Send the hidden states through all other stages; return those that the stage before sends at the end."""
-        return _SendAndReceive.apply(x, _anchor(x), self.link), None
-
-
 def _anchor(x: torch.Tensor) -> torch.Tensor:
     """Something that requires a gradient, or autograd would not ask for that of what is received.
 
@@ -277,16 +248,21 @@ def _anchor(x: torch.Tensor) -> torch.Tensor:
 
 
 def _receive(tokens_BS: torch.Tensor, *, link: StageLink) -> torch.Tensor:
-    """In place of the embedding."""
+    """In place of the embedding: the hidden states of the stage before."""
     return _Receive.apply(_anchor(tokens_BS), link, link.shape_of(tokens_BS))  # type: ignore[no-any-return]
 
 
 def _send(
-    hidden_BsD: torch.Tensor, labels_BS: torch.Tensor | None = None, reduction: Any = "sum", *, link: StageLink
+    hidden_BsD: torch.Tensor,
+    labels_BS: torch.Tensor | None = None,
+    reduction: Any = "sum",
+    select: Any = None,
+    *,
+    link: StageLink,
 ) -> torch.Tensor:
-    """In place of the output head."""
+    """In place of the output head: hands the hidden states on. Its losses are zeros, its logits of no meaning."""
     if labels_BS is None:
-        link.send_hidden(hidden_BsD)
+        link.hidden_out.send(hidden_BsD)
         return hidden_BsD
     shape = () if reduction == "sum" else (*labels_BS.shape, *getattr(reduction, "shape", ()))  # of a function's values
     return _Send.apply(hidden_BsD, _anchor(hidden_BsD), link, shape)  # type: ignore[no-any-return]
@@ -297,17 +273,27 @@ def _hand_on(hidden_BsD: torch.Tensor) -> torch.Tensor:
     return hidden_BsD
 
 
+def _skip(hidden_BsD: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+    """In place of a decoder layer: the hidden states as they are, without balance losses."""
+    return hidden_BsD, None
+
+
+def _go_round(hidden_BsD: torch.Tensor, *args: Any, link: StageLink, **kwargs: Any) -> tuple[torch.Tensor, None]:
+    """In place of all layers between two chunks: hidden states go through the other stages."""
+    return _SendAndReceive.apply(hidden_BsD, _anchor(hidden_BsD), link), None
+
+
 class _Receive(torch.autograd.Function):
     """Hidden states from the stage before; their gradient goes back there."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, link: StageLink, shape: tuple[int, ...]) -> torch.Tensor:
         ctx.link = link
-        return link.receive_hidden(shape, anchor.device)
+        return link.hidden_in.receive(shape, anchor.device)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.link.send_gradient(grad)
+        ctx.link.gradient_out.send(grad)
         return None, None, None
 
 
@@ -319,13 +305,13 @@ class _Send(torch.autograd.Function):
         ctx: Any, hidden_BsD: torch.Tensor, anchor: torch.Tensor, link: StageLink, shape: tuple[int, ...]
     ) -> torch.Tensor:
         ctx.link, ctx.shape, ctx.device = link, tuple(hidden_BsD.shape), hidden_BsD.device
-        link.send_hidden(hidden_BsD)
+        link.hidden_out.send(hidden_BsD)
         return hidden_BsD.new_zeros(shape, dtype=torch.float32)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         # `grad`, that of the zeros, says nothing: the last stage scaled the loss.
-        return ctx.link.receive_gradient(ctx.shape, ctx.device), None, None, None
+        return ctx.link.gradient_in.receive(ctx.shape, ctx.device), None, None, None
 
 
 class _SendAndReceive(torch.autograd.Function):
@@ -334,13 +320,13 @@ class _SendAndReceive(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden_BsD: torch.Tensor, anchor: torch.Tensor, link: StageLink) -> torch.Tensor:
         ctx.link = link
-        link.send_hidden(hidden_BsD)
-        return link.receive_hidden(tuple(hidden_BsD.shape), hidden_BsD.device)
+        link.hidden_out.send(hidden_BsD)
+        return link.hidden_in.receive(tuple(hidden_BsD.shape), hidden_BsD.device)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.link.send_gradient(grad)
-        return ctx.link.receive_gradient(tuple(grad.shape), grad.device), None, None
+        ctx.link.gradient_out.send(grad)
+        return ctx.link.gradient_in.receive(tuple(grad.shape), grad.device), None, None
 
 
 def _share_logits(module: nn.Module, args: Any, out: Any, *, link: StageLink) -> Any:
