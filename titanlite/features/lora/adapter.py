@@ -96,17 +96,17 @@ def adapter_checkpoint(folder: Path, section: LoRASection, base: str = "", *, ke
         if key and not (folder / ADAPTER_FILE).exists():
             raise CheckpointError(f"{key}: {folder} has no {ADAPTER_FILE}. Give a folder of adapters, or leave it out.")
         stored, config = read_adapter(folder, exact=not key)
-        found = config.scaling
         if key and config.rank != section.rank:
             raise CheckpointError(
                 f"{key}: the adapters in {folder} have rank {config.rank}, but lora.rank is {section.rank}. Set it to "
                 f"{config.rank}, or leave {key} out."
             )
-        if found != scaling_of(section) and config.rank == section.rank:
+        if config.scaling != scaling_of(section) and config.rank == section.rank:
             raise CheckpointError(
-                f"checkpoint {folder}: its adapters are scaled by {found:g}, but lora.alpha = {section.alpha:g} and "
-                f"lora.use_rslora = {str(section.use_rslora).lower()} scale by {scaling_of(section):g}. Set them as "
-                f"they were, or {f'leave {key} out' if key else 'set another job.dump_folder'}."
+                f"checkpoint {folder}: its adapters are scaled by {config.scaling:g}, but lora.alpha = "
+                f"{section.alpha:g} and lora.use_rslora = {str(section.use_rslora).lower()} scale by "
+                f"{scaling_of(section):g}. Set them as they were, or "
+                f"{f'leave {key} out' if key else 'set another job.dump_folder'}."
             )
         if base and config.base != name_of_base(base):
             logger.warning(
@@ -205,8 +205,8 @@ class AdapterCheckpoint:
     def __call__(self, tensors: Mapping[str, TensorInfo]) -> Iterable[tuple[str, Source | Unfit]]:
         adapters = {name: info for name, info in tensors.items() if is_adapter(name)}
         placed: dict[str, tuple[tuple[int, ...], Sequence[Placed]]] = {}
-        orders: dict[str, tuple[int, ...]] = {}
-        reader = _AdapterReader(SafetensorsReader(self._folder, placed, self._stored.file_bytes), orders)
+        places: dict[str, AdapterPlace] = {}
+        reader = _AdapterReader(SafetensorsReader(self._folder, placed, self._stored.file_bytes), places)
         claims: list[tuple[str, Source | Unfit]] = []
         used: set[str] = set()
         for name, info in adapters.items():
@@ -224,7 +224,7 @@ class AdapterCheckpoint:
             else:
                 whole = Region((0,) * len(info.shape), info.shape)
                 placed[name] = (info.shape, [Placed(tensor, place.stored_region(whole))])
-                orders[name] = place.order
+                places[name] = place
                 claims.append((name, Read(reader, name, info.shape)))
         claims += [
             (key, Unfit(f"unexpected, {self.name} has it and the model has no such adapter. Was lora.targets changed?"))
@@ -237,19 +237,19 @@ class AdapterCheckpoint:
 class _AdapterReader:
     """A `TensorReader` whose stored tensors may have their dims in another order."""
 
-    def __init__(self, inner: SafetensorsReader, orders: Mapping[str, tuple[int, ...]]) -> None:
+    def __init__(self, inner: SafetensorsReader, places: Mapping[str, AdapterPlace]) -> None:
         self.name, self.proves_coverage = inner.name, inner.proves_coverage
-        self._inner, self._orders = inner, orders
+        self._inner, self._places = inner, places
 
     def read(self, requests: Sequence[ReadRequest]) -> None:
         moved: list[tuple[torch.Tensor, torch.Tensor]] = []
         inner: list[ReadRequest] = []
         for request in requests:
-            order, region, destination = self._orders[request.name], request.region, request.destination
-            if order != tuple(range(len(order))):
-                region = Region(tuple(region.starts[dim] for dim in order), tuple(region.lengths[dim] for dim in order))
+            place, destination = self._places[request.name], request.destination
+            region = place.stored_region(request.region)
+            if list(place.order) != sorted(place.order):
                 destination = torch.empty(region.lengths, dtype=destination.dtype, device=destination.device)
-                back = [order.index(dim) for dim in range(len(order))]
+                back = [place.order.index(dim) for dim in range(len(place.order))]
                 moved.append((request.destination, destination.permute(back)))
             inner.append(ReadRequest(request.name, region, destination))
         self._inner.read(inner)

@@ -11,7 +11,7 @@ Shapes: R routed rows, E experts, D hidden, I expert width, r rank.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -92,33 +92,49 @@ class LoRATransformersLinear(LoRALinear):
         return _adapter_sources("", self.in_features)
 
 
-class LoRAExperts(Experts):
-    """Frozen `Experts` with adapters of each expert: `gate_up_lora_A` (E, r, D) and `gate_up_lora_B` (E, 2 I, r),
-    `down_lora_A` (E, r, I) and `down_lora_B` (E, D, r), both pairs or one.
-
-    With adapters the experts are computed by single grouped GEMMs instead of the fused operator, for the adapters of
-    the first projection act before its SwiGLU.
+class ExpertAdapters(nn.Module):
+    """Adapters of each of E experts: `gate_up_lora_A` (E, r, D) and `gate_up_lora_B` (E, 2 I, r), `down_lora_A`
+    (E, r, I) and `down_lora_B` (E, D, r), both pairs or one.
 
     Attributes:
-        adapted: which of `gate_up_proj` and `down_proj` have adapters.
-        adapter_enabled, dropout: as in `LoRALinear`.
+        adapted: which weights of the experts have adapters.
+        scaling, adapter_enabled, dropout: as in `LoRALinear`.
     """
 
-    def __init__(
-        self, base: Experts, config: ModelConfig, adapted: frozenset[str], section: LoRASection, dtype: torch.dtype
-    ) -> None:
-        super().__init__(config)
-        self.gate_up_proj, self.down_proj, self.adapted = base.gate_up_proj, base.down_proj, adapted
+    def add_adapters(self, adapted: frozenset[str], section: LoRASection, dtype: torch.dtype) -> None:
+        """Add parameters of `dtype` for the weights `adapted`, on their device, whichever way round these are."""
         for name in sorted(adapted):
-            _add_expert_adapter(self, name, section.rank, dtype)
-        self.scaling, self.dropout, self.adapter_enabled = scaling_of(section), section.dropout, True
+            weight, prefix = getattr(self, name), name.removesuffix("proj")
+            num_experts, out_features, in_features = weight.shape
+            if getattr(self, "is_transposed", False):
+                out_features, in_features = in_features, out_features
+            like: dict[str, Any] = {"dtype": dtype, "device": weight.device}
+            setattr(self, f"{prefix}lora_A", nn.Parameter(torch.empty(num_experts, section.rank, in_features, **like)))
+            setattr(self, f"{prefix}lora_B", nn.Parameter(torch.empty(num_experts, out_features, section.rank, **like)))
+        self.adapted, self.scaling, self.dropout = adapted, scaling_of(section), section.dropout
+        self.adapter_enabled = True
 
-    def declare_sources(self) -> dict[str, Source]:
-        sources = super().declare_sources()
+    def adapter_sources(self) -> dict[str, Source]:
+        sources: dict[str, Source] = {}
         for name in sorted(self.adapted):
             prefix = name.removesuffix("proj")
             sources |= _adapter_sources(prefix, getattr(self, f"{prefix}lora_A").shape[-1])
         return sources
+
+
+class LoRAExperts(ExpertAdapters, Experts):
+    """Frozen `Experts` with adapters.
+
+    The experts are computed by single grouped GEMMs instead of the fused operator, for the adapters of the first
+    projection act before its SwiGLU.
+    """
+
+    def __init__(self, base: Experts, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.gate_up_proj, self.down_proj = base.gate_up_proj, base.down_proj
+
+    def declare_sources(self) -> dict[str, Source]:
+        return super().declare_sources() | self.adapter_sources()
 
     @property
     def is_fused(self) -> bool:
@@ -126,7 +142,6 @@ class LoRAExperts(Experts):
         return self.multiply is None and not self.adapter_enabled
 
     def project(self, name: str, x: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
-        """As in `Experts`, with the adapter if there is one."""
         y = super().project(name, x, offsets_E)
         if name not in self.adapted or not self.adapter_enabled:
             return y
@@ -138,44 +153,11 @@ class LoRAExperts(Experts):
         return y + x * self.scaling
 
 
-class LoRATransformersExperts(nn.Module):
-    """What experts of transformers become beside their own class: with adapters as in `LoRAExperts`.
-
-    `transformers.experts` computes them. The parameters are the same, whichever way round the weights are stored.
-    """
-
-    adapted: frozenset[str]
-    scaling: float
-    dropout: float
-    adapter_enabled: bool
+class LoRATransformersExperts(ExpertAdapters):
+    """What experts of transformers become in addition to their own class; `transformers.experts` computes them."""
 
     def declare_sources(self) -> dict[str, Source]:
-        sources: dict[str, Source] = {}
-        for name in sorted(self.adapted):
-            prefix = name.removesuffix("proj")
-            sources |= _adapter_sources(prefix, getattr(self, f"{prefix}lora_A").shape[-1])
-        return sources
-
-
-def _add_expert_adapter(module: nn.Module, name: str, rank: int, dtype: torch.dtype) -> None:
-    """Parameters A (E, r, in) and B (E, out, r) for the weight `name` of experts, on its device."""
-    weight = getattr(module, name)
-    num_experts, out_features, in_features = weight.shape
-    if getattr(module, "is_transposed", False):
-        out_features, in_features = in_features, out_features
-    like: dict[str, Any] = {"dtype": dtype, "device": weight.device}
-    prefix = name.removesuffix("proj")
-    setattr(module, f"{prefix}lora_A", nn.Parameter(torch.empty(num_experts, rank, in_features, **like)))
-    setattr(module, f"{prefix}lora_B", nn.Parameter(torch.empty(num_experts, out_features, rank, **like)))
-
-
-def _adapt_transformers_experts(module: Any, adapted: frozenset[str], section: LoRASection, dtype: torch.dtype) -> None:
-    """Give experts of transformers adapters, in place: their class is transformers', so it gets a subclass."""
-    module.__class__ = type(f"LoRA{type(module).__name__}", (LoRATransformersExperts, type(module)), {})
-    module.adapted = adapted
-    for name in sorted(adapted):
-        _add_expert_adapter(module, name, section.rank, dtype)
-    module.scaling, module.dropout, module.adapter_enabled = scaling_of(section), section.dropout, True
+        return self.adapter_sources()
 
 
 def apply_lora(model: Model, section: LoRASection, dtype: torch.dtype) -> None:
@@ -199,23 +181,25 @@ def apply_lora(model: Model, section: LoRASection, dtype: torch.dtype) -> None:
                 continue
             if isinstance(model, TransformersModel):
                 if isinstance(module, nn.Linear):
-                    _replace(root, name, LoRATransformersLinear(module, section, dtype))
-                else:
-                    _adapt_transformers_experts(module, adapted, section, dtype)
+                    root.set_submodule(name, LoRATransformersLinear(module, section, dtype))
+                else:  # their class is transformers', so they get a subclass
+                    bases = (LoRATransformersExperts, type(module))
+                    module.__class__ = type(f"LoRA{type(module).__name__}", bases, {})
+                    cast(LoRATransformersExperts, module).add_adapters(adapted, section, dtype)
             elif isinstance(module, Experts):
-                _replace(root, name, LoRAExperts(module, model.config, adapted, section, dtype))
+                experts = LoRAExperts(module, model.config)
+                experts.add_adapters(adapted, section, dtype)
+                root.set_submodule(name, experts)
             elif isinstance(module, Linear):
-                _replace(root, name, LoRALinear(module, section, dtype))
+                root.set_submodule(name, LoRALinear(module, section, dtype))
     if isinstance(model, TransformersModel) and any(targets.values()):
         use_titanlite_experts(model.transformers_model)
 
 
-def adapted_modules(model: nn.Module) -> dict[str, LoRALinear | LoRAExperts | LoRATransformersExperts]:
+def adapted_modules(model: nn.Module) -> dict[str, LoRALinear | ExpertAdapters]:
     """Return the modules with adapters, by name; none without LoRA."""
     return {
-        name: module
-        for name, module in _root(model).named_modules()
-        if isinstance(module, LoRALinear | LoRAExperts | LoRATransformersExperts)
+        name: module for name, module in _root(model).named_modules() if isinstance(module, LoRALinear | ExpertAdapters)
     }
 
 
@@ -292,7 +276,8 @@ def _targets(model: nn.Module, section: LoRASection) -> dict[str, frozenset[str]
         if not matched:
             others = [name for name, _ in _root(model).named_modules() if fnmatchcase(name, f"*{pattern}")]
             found = f"matches {others[0]}, which cannot have an adapter" if others else "matches no layer"
-            problems.append(f"'{pattern}' {found}. Layers that can: {', '.join(_last_parts(possible))}.")
+            layers = dict.fromkeys(name.rpartition(".")[2] for name in possible)
+            problems.append(f"'{pattern}' {found}. Layers that can: {', '.join(layers)}.")
         chosen |= matched
     raise_problems(ConfigError, "lora.targets", problems)
     targets: dict[str, frozenset[str]] = {}
@@ -303,12 +288,3 @@ def _targets(model: nn.Module, section: LoRASection) -> dict[str, frozenset[str]
         else:
             targets[name] = frozenset()
     return targets
-
-
-def _last_parts(names: list[str]) -> list[str]:
-    return list(dict.fromkeys(name.rpartition(".")[2] for name in names))
-
-
-def _replace(model: nn.Module, name: str, new: nn.Module) -> None:
-    parent, _, leaf = name.rpartition(".")
-    setattr(model.get_submodule(parent), leaf, new)

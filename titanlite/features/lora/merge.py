@@ -95,7 +95,7 @@ class MergedAdapters:
         name = wrapped[0 if inner != module else -1] if wrapped else None
         return name if name in shapes else None
 
-    def has(self, name: str) -> bool:
+    def __contains__(self, name: str) -> bool:
         """Return True if the weight `name` has an adapter."""
         return name in self._pairs
 
@@ -171,19 +171,19 @@ class _MergingReader:
         self.name, self._inner, self._adapters = inner.name, inner, adapters
 
     def read(self, requests: Sequence[ReadRequest]) -> None:
-        self._inner.read([request for request in requests if not self._adapters.has(request.name)])
+        self._inner.read([request for request in requests if request.name not in self._adapters])
         self._merge(requests)
 
     def read_quietly(self, requests: Sequence[ReadRequest]) -> None:
         """`read` without a word on the terminal."""
-        read_quietly(self._inner, [request for request in requests if not self._adapters.has(request.name)])
+        read_quietly(self._inner, [request for request in requests if request.name not in self._adapters])
         self._merge(requests)
 
     def _merge(self, requests: Sequence[ReadRequest]) -> None:
         for request in requests:
             (first, *starts), (length, *lengths) = request.region.starts, request.region.lengths
             rows = max(1, _CHUNK_ELEMENTS * length // max(request.region.numel, 1))
-            for row in range(0, length, rows) if self._adapters.has(request.name) else ():
+            for row in range(0, length, rows) if request.name in self._adapters else ():
                 count = min(rows, length - row)
                 region = Region((first + row, *starts), (count, *lengths))
                 values = torch.empty(region.lengths, dtype=torch.float64)

@@ -169,7 +169,9 @@ def _decode_codes(codes: torch.Tensor, layout: BlockFormat) -> torch.Tensor:
 def _table(layout: str, device: torch.device) -> torch.Tensor:
     """Return the value of each code, float32: (256,) or (16,). Made once: copying it to a GPU makes the host wait."""
     with torch.inference_mode(False), torch.device(device):
-        return _fp8_values() if layout == FP8.name else torch.tensor(_NORMAL_FLOAT, dtype=torch.float32)
+        if layout == NF4.name:
+            return torch.tensor(_NORMAL_FLOAT, dtype=torch.float32)
+        return torch.arange(256, dtype=torch.int32).to(torch.uint8).view(torch.float8_e4m3fn).to(torch.float32)
 
 
 @cache
@@ -178,7 +180,3 @@ def _nf4_pairs(device: torch.device) -> torch.Tensor:
     table = _table(NF4.name, device)
     with torch.inference_mode(False):
         return torch.cartesian_prod(table, table)
-
-
-def _fp8_values() -> torch.Tensor:
-    return torch.arange(256, dtype=torch.int32).to(torch.uint8).view(torch.float8_e4m3fn).to(torch.float32)
