@@ -7,8 +7,9 @@ rank, as an expert's mostly does, stays there. Replicas of a mesh do the same wo
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -20,8 +21,14 @@ from titanlite.materialize.layout import Region, region_at, region_of
 AllToAll = Callable[..., object]
 """`torch.distributed.all_to_all_single(out, x, output_splits, input_splits, group=group)`, or what stands for it."""
 
+_Loads = defaultdict[tuple[int, ...], Counter[int]]
+"""What each rank has to do, for each tuple of ranks."""
+
 # Elements of its shards that a rank handles at once, in the mean over the ranks that share a parameter.
 _ELEMENTS_AT_ONCE = 1 << 25
+
+
+Slices = tuple[slice, ...]
 
 
 @dataclass(frozen=True)
@@ -34,28 +41,23 @@ class _Owned:
 
     shape: tuple[int, int]
     ranks: tuple[int, ...]
-    pieces: tuple[tuple[int, tuple[slice, ...]], ...]
+    pieces: tuple[tuple[int, Slices], ...]
 
 
+@dataclass
 class _Route:
-    """What this rank sends, and puts together, for the split parameters of a bucket."""
+    """What this rank sends, (param, place) by rank, and puts together, for the split parameters of a bucket."""
 
-    def __init__(self) -> None:
-        self.sent: defaultdict[int, list[tuple[int, tuple[slice, ...]]]] = defaultdict(list)  # to rank: (param, place)
-        self.owned: list[_Owned] = []
+    sent: defaultdict[int, list[tuple[int, Slices]]] = field(default_factory=lambda: defaultdict(list))
+    owned: list[_Owned] = field(default_factory=list)
 
 
 class MatrixExchange:
-    """Applies a function to every matrix of `params`, whatever part of it this rank holds.
+    """Applies a function to every matrix of `params`, plain tensors or DTensors, whatever part of it this rank holds.
 
     A parameter (..., R, C) is a stack of matrices (R, C); with `stacked` = s, of s matrices (R / s, C) each.
-    Collectives are over the ranks of `group`: each makes one of the same parameters in the same order, and calls alike.
-
-    Args:
-        params: plain tensors or DTensors, two dims or more.
-        stacked: s of each of them.
-        all_to_all: the collective.
-        group: ranks that hold the parameters; None: all.
+    Collectives are over the ranks of `group` (None: all): each makes one of the same parameters in the same order, and
+    calls alike.
 
     Attributes:
         buckets: numbers of the parameters that are changed together; in this order. Those whose matrices lie whole on
@@ -78,16 +80,24 @@ class MatrixExchange:
             if (layout, param.shape) not in known:
                 known[layout, param.shape] = _get_holders(param)
             holders.append(known[layout, param.shape])
-        is_split = [_are_split(param, of_param) for param, of_param in zip(self._params, holders, strict=True)]
-        self._loads = _make_loads()
+        is_split = [  # a rank holds a part of a matrix only
+            any(region.numel and region.lengths[-2:] != tuple(param.shape[-2:]) for _, region in held)
+            for param, held in zip(self._params, holders, strict=True)
+        ]
+        self._loads: _Loads = defaultdict(Counter)
         self.buckets: list[list[int]] = []
         self._routes: list[_Route | None] = []
         for which in (False, True):
-            numbers = [number for number in range(len(self._params)) if is_split[number] == which]
-            # Of a replica, and not of this rank: the same for all.
-            sizes = [self._params[number].numel() / len(holders[number]) for number in numbers]
-            for bucket in _fill_buckets(numbers, sizes):
-                self.buckets.append(bucket)
+            total = _ELEMENTS_AT_ONCE + 1.0
+            begin = len(self.buckets)
+            for number in (number for number, split in enumerate(is_split) if split == which):
+                size = self._params[number].numel() / len(holders[number])  # of a replica: the same for all ranks
+                if total + size > _ELEMENTS_AT_ONCE:
+                    self.buckets.append([])
+                    total = 0.0
+                self.buckets[-1].append(number)
+                total += size
+            for bucket in self.buckets[begin:]:
                 self._routes.append(self._find_route(bucket, holders) if which else None)
 
     def _find_route(self, bucket: list[int], holders: list[list[tuple[int, Region]]]) -> _Route:
@@ -105,7 +115,7 @@ class MatrixExchange:
             for matrix in _get_matrices(param, self._stacked[number], by_outer):
                 rows, columns = matrix.lengths[-2:]
                 found.append((min(rows, columns) * rows * columns, number, matrix, by_outer[matrix.starts[:-2]]))
-        route, loads = _Route(), _make_loads()
+        route, loads = _Route(), cast(_Loads, defaultdict(Counter))
         for cost, number, matrix, holding in sorted(found, key=lambda item: -item[0]):  # stable: alike on all ranks
             ranks = tuple(rank for rank, _ in holding)
             load, total = loads[ranks], self._loads[ranks]  # all wait for each bucket, so that comes first
@@ -174,24 +184,6 @@ class MatrixExchange:
             place.copy_(values.view(place.shape))
 
 
-def _make_loads() -> defaultdict[tuple[int, ...], Counter[int]]:
-    """Return a counter of what each rank has to do, for each tuple of ranks."""
-    return defaultdict(Counter)
-
-
-def _fill_buckets(numbers: Sequence[int], sizes: Sequence[float]) -> Iterator[list[int]]:
-    bucket: list[int] = []
-    total = 0.0
-    for number, size in zip(numbers, sizes, strict=True):
-        if bucket and total + size > _ELEMENTS_AT_ONCE:
-            yield bucket
-            bucket, total = [], 0.0
-        bucket.append(number)
-        total += size
-    if bucket:
-        yield bucket
-
-
 def _get_holders(param: torch.Tensor) -> list[tuple[int, Region]]:
     """Return the ranks of this replica of `param` and what each holds of it; this rank alone if it is not split."""
     if not isinstance(param, DTensor):
@@ -208,12 +200,6 @@ def _get_holders(param: torch.Tensor) -> list[tuple[int, Region]]:
         rank = me + sum(ranks[place] - me for ranks, place in zip(ranks_of, other, strict=True))
         found.append((rank, region_at(param, other)))
     return found
-
-
-def _are_split(param: torch.Tensor, holders: list[tuple[int, Region]]) -> bool:
-    """Return True if a rank holds a part of a matrix only."""
-    whole = tuple(param.shape[-2:])
-    return any(region.numel and region.lengths[-2:] != whole for _, region in holders)
 
 
 def _group_by_outer(

@@ -98,12 +98,8 @@ class Muon(torch.optim.Optimizer):
     (`MatrixExchange`), so the step is that of one process on any mesh, up to rounding.
 
     Args:
-        groups: as of every optimizer, with `params`, `lr` and `weight_decay`.
-        adamw: for the rest; it shares `state`.
         momentum: of Nesterov's kind.
         stacked: for some parameters, of how many matrices each of theirs consists: gate and up projection are two.
-        all_to_all: see `MatrixExchange`.
-        group: likewise.
     """
 
     def __init__(
