@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from titanlite.base.agree import on_first_rank
 from titanlite.base.errors import TitanliteError
 from titanlite.base.extension import FORM, is_extension
 from titanlite.base.log import logger
@@ -34,8 +35,7 @@ from titanlite.distributed.parallelize import check_device, choose_attention, pa
 from titanlite.distributed.process_group import init_distributed
 from titanlite.distributed.schedule import Schedule
 from titanlite.features.cpu import install as install_cpu
-from titanlite.features.custom.metric import build_metric
-from titanlite.features.custom.objective import build_custom_objective
+from titanlite.features.custom.objective import build_custom_objective, build_metric
 from titanlite.features.custom.optimizer import build_custom_optimizer
 from titanlite.features.diagnose.divergence import DivergenceCheck
 from titanlite.features.diagnose.nonfinite import diagnose
@@ -57,8 +57,8 @@ from titanlite.features.record.hub import push_to_hub, render_model_card
 from titanlite.features.record.plan_file import check_space, save_run_plan
 from titanlite.features.record.wandb import configure_wandb, finish_wandb, open_wandb
 from titanlite.features.sft.build import build_sft
-from titanlite.features.sft.chat_template import resolve_chat_date
-from titanlite.features.sft.documents import DocumentRows
+from titanlite.features.sft.chat_template import with_chat_date
+from titanlite.features.sft.dataset import DocumentRows
 from titanlite.features.streams.mixture import build_mixture
 from titanlite.features.streams.stream import build_stream
 from titanlite.features.transformers.build import build_transformers
@@ -100,7 +100,7 @@ def assemble(checked: Checked) -> Trainer:
     where = f"{degrees}, {format_count(degrees.world_size, 'rank')} on {device.type}"
     logger.info("mesh: %s", where)
 
-    job = resolve_chat_date(job)
+    job = on_first_rank(lambda: with_chat_date(job))
     with waiting_for_machines():  # each rank reads files by itself: no collective in here
         job, tokenizer, loader = _read_data(job, model_config, dims)
         warn_of_ignored_balancing(job, model_config)

@@ -32,11 +32,7 @@ from titanlite.preflight import check_all, prepare
 Config = str | os.PathLike[str] | Mapping[str, Any] | JobConfig
 
 
-def train(
-    config: str | os.PathLike[str] | Mapping[str, Any] | JobConfig,
-    overrides: Sequence[str],
-    sections: Mapping[str, Any],
-) -> TrainResult:
+def train(config: Config, overrides: Sequence[str], sections: Mapping[str, Any]) -> TrainResult:
     """Implement `titanlite.train`. Collective: every rank of a launcher must call."""
     with _left_as_found(), _deferred():
         job = make_config(config, overrides, **sections)

@@ -1,20 +1,23 @@
-"""Objectives of the user's: a loss of each token's logits, in chunks, of log-probabilities, or a whole `Objective`.
+"""Objectives of the user's: a loss of each token's logits, in chunks, of log-probabilities, or a whole `Objective`;
+and a function that makes more values of a point of training.
 
 Shapes: B rows, S tokens, T = B * S, C tokens of a chunk, V vocabulary, v rows of it on this rank, D width, M = 1 + the
 number of metrics.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, SupportsFloat, cast
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from titanlite.base.errors import ConfigError
+from titanlite.base.errors import ConfigError, TrainingError
 from titanlite.base.extension import get_call, load_extension
 from titanlite.config import JobConfig
+from titanlite.config.schema import MetricsSection
 from titanlite.config.settings import get_settings
 from titanlite.data.dataset import Batch
+from titanlite.metrics import StepPoint
 from titanlite.models.interface import Model
 from titanlite.objective import NextToken, Objective, ObjectiveSums
 from titanlite.ops import IGNORE_INDEX, VocabShard
@@ -204,3 +207,28 @@ class BatchObjective(NextToken):
         loss, metrics = _split(self._function(-found.cross_entropy, batch), ())
         values = [metrics[name].detach().float() for name in self._names]
         return ObjectiveSums(loss, found.aux, torch.stack(values) if values else loss.new_zeros(0))
+
+
+def build_metric(section: MetricsSection) -> Callable[[StepPoint], Mapping[str, float]]:
+    """Return the function of `metrics.function`, whose values are logged as metric/NAME; nothing without one.
+
+    Raises:
+        ConfigError: it cannot be imported.
+        TrainingError: when called: it raises something, or returns something else than a dictionary of numbers.
+    """
+    if not section.function:
+        return lambda point: {}
+    function, where = load_extension("metrics.function", section.function, ["point"]), f"'{section.function}'"
+
+    def measure(point: StepPoint) -> Mapping[str, float]:
+        try:
+            found = function(point)
+        except Exception as error:
+            raise TrainingError(
+                f"metrics.function {where} raised {type(error).__name__}: {error}. Correct it, or leave it out."
+            ) from error
+        if not isinstance(found, Mapping) or not all(isinstance(value, SupportsFloat) for value in found.values()):
+            raise TrainingError(f"metrics.function {where} returned {found!r}. Return a dictionary of numbers.")
+        return {f"metric/{name}": float(value) for name, value in found.items()}
+
+    return measure

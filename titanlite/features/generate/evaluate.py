@@ -75,15 +75,15 @@ def read_evaluation_prompts(data: DataSection, path: str, split: str, tokenizer:
         DataError: there are no rows, a row cannot be used, or they are plain text, which has no answers.
     """
     from titanlite.features.sft.examples import build_examples
-    from titanlite.features.sft.rows import RenamedRows, build_rows
+    from titanlite.features.sft.rows import ShapedRows, find_rows
 
     try:
-        rows, fields = build_rows(path, subset=data.subset, split=split, converter=data.converter), get_fields(data)
+        rows = ShapedRows(find_rows(path, subset=data.subset, split=split), get_fields(data), data.converter)
         settings = replace(data, format="auto", bad_rows="error", train_on="assistant")
-        first = next(iter(rows)).content
-        if not (isinstance(first, dict) and all(column in first for column in fields.values())):
-            fields, settings = {}, replace(settings, fields="", text_field=DataSection.text_field)
-        examples = build_examples(settings, RenamedRows(rows, fields), tokenizer)
+        if not isinstance(next(iter(rows)).content, dict):  # columns have other names here
+            rows = replace(rows, fields={})
+            settings = replace(settings, fields="", text_field=DataSection.text_field)
+        examples = build_examples(settings, rows, tokenizer)
         count = (len(examples.offsets) - 1) // examples.header.documents_per_example
         found = _prompts(examples, range(count), tokenizer)
         if not found:

@@ -1,10 +1,8 @@
 """Chats with images: JSON lines, rendered and cut into tokens and pixels by the model's own processor.
 
-A row is `{"messages": [{"role": "user", "content": [{"type": "image", "image": "cat.png"}, {"type": "text", "text":
-"What is it?"}]}, {"role": "assistant", "content": "A cat."}]}`; paths are relative to the file. Every row is one
-sequence with an image at least, for a rank without images would not run the vision tower that the others wait in.
-The loss is on the assistant's messages, found as in chats of text; their history must stay as it was shown before.
-Everything is looked at once before training, each image decoded too.
+docs/fine_tuning.md shows a row. Every row is one sequence with an image at least, for a rank without images would not
+run the vision tower that the others wait in. The loss is on the assistant's messages, found as in chats of text; their
+history must stay as it was shown before. Everything is looked at once before training, each image decoded too.
 
 Shape suffixes: B sequences in a batch, L tokens per sequence.
 """
@@ -14,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -27,6 +25,7 @@ from titanlite.base.log import logger
 from titanlite.config.schema import JobConfig
 from titanlite.data.dataset import SequenceDataset, ShuffledOrder, ShuffledSequences, copy_to, get_num_held_out
 from titanlite.data.tokenizer import count_ids
+from titanlite.features.sft.build import get_padding
 from titanlite.features.sft.chat_frame import FrameFinder
 from titanlite.features.sft.chat_template import set_date
 from titanlite.features.sft.readers import READERS, RowError, first_line
@@ -67,8 +66,7 @@ class ImageBatch:
         return replace(self, labels=self.labels.where(kept.unsqueeze(1), IGNORE_INDEX))
 
 
-@dataclass(frozen=True)
-class ImageRow:
+class ImageRow(NamedTuple):
     """One chat: where it stands, its messages as the template takes them, and its images in order."""
 
     place: str
@@ -79,16 +77,11 @@ class ImageRow:
 class ImageDataset(ShuffledSequences):
     """The rows of a file as sequences, processed when they are needed; a `SequenceDataset`.
 
-    Args:
-        rows: from `read_image_rows`.
-        processor: a transformers processor with a chat template.
-        seq_len: L.
-        date: what the template takes for today, as ISO text; empty: today.
+    `processor` is a transformers processor with a chat template, and `date` what that takes for today (empty: today).
 
     Raises:
         DataError: lists all rows with an image that does not decode, without a trained token, with more than `seq_len`
-            tokens, or that the template refuses; or there are fewer than two rows, and some
-            are to be held out.
+            tokens, or that the template refuses; or there are fewer than two rows, and some are to be held out.
     """
 
     form = "messages"
@@ -108,9 +101,7 @@ class ImageDataset(ShuffledSequences):
         self._finder = FrameFinder(processor.tokenizer)
         template = getattr(processor, "chat_template", None) or processor.tokenizer.chat_template
         self._options = {"chat_template": set_date(template, date)} if date and isinstance(template, str) else {}
-        self._padding = processor.tokenizer.pad_token_id
-        if self._padding is None:
-            self._padding = processor.tokenizer.eos_token_id or 0
+        self._padding = get_padding(processor.tokenizer) or 0
         digest = sha256()
         problems = []
         for row in rows:
@@ -128,11 +119,9 @@ class ImageDataset(ShuffledSequences):
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest id that the tokenizer can produce."""
         return count_ids(self._processor.tokenizer)
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> ImageBatch:
-        """Return the rows `indices` (B,), as CPU tensors in that order."""
         parts = [self._process(self._rows[int(index)]) for index in indices]
         tokens = torch.full((len(parts), self.seq_len), self._padding)
         labels = torch.full((len(parts), self.seq_len), IGNORE_INDEX)
@@ -146,8 +135,7 @@ class ImageDataset(ShuffledSequences):
                     value = torch.nn.functional.pad(value, (0, self.seq_len - length))
                 inputs.setdefault(name, []).append(value)
         num_padding = tokens.numel() - sum(len(ids) for ids, _, _ in parts)
-        inputs_of_all = {name: _join(values) for name, values in inputs.items()}
-        return ImageBatch(tokens, labels, inputs_of_all, num_padding=num_padding)
+        return ImageBatch(tokens, labels, {n: _join(values) for n, values in inputs.items()}, num_padding=num_padding)
 
     def get_document(self, index: int) -> tuple[ImageRow, list[int], list[bool]]:
         """Row `index`, its token ids without padding, and which of them are trained."""
@@ -273,11 +261,9 @@ def load_image(place: str, path: Path) -> Any:
         raise DataError(
             f"{place}: {path} is no image that can be decoded ({', '.join(_FORMATS)}). Convert it or remove the row."
         ) from None
-    except OSError as error:
-        if error.filename is None:  # of a decoder
-            raise DataError(f"{place}: {path} does not decode: {error}. Replace it or remove the row.") from None
-        raise DataError(f"{place}: cannot read {path}: {error.strerror}. Correct the path.") from None
     except Exception as error:  # a decoder raises anything on a damaged file
+        if isinstance(error, OSError) and error.filename is not None:
+            raise DataError(f"{place}: cannot read {path}: {error.strerror}. Correct the path.") from None
         reason = first_line(error).rstrip(".")
         raise DataError(f"{place}: {path} does not decode: {reason}. Replace it or remove the row.") from error
 

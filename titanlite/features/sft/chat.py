@@ -34,8 +34,8 @@ from titanlite.features.sft.chat_parts import (
     get_tool_parts,
     list_python_texts,
 )
-from titanlite.features.sft.chat_template import REMEDY, ChatTemplate, Marks, Messages
-from titanlite.features.sft.forms import Chat, set_arguments_as_text
+from titanlite.features.sft.chat_template import REMEDY, ChatTemplate, Marks
+from titanlite.features.sft.forms import Chat, Messages, set_arguments_as_text
 from titanlite.features.sft.readers import RowError
 from titanlite.features.sft.row_limits import run_row
 
@@ -49,7 +49,6 @@ NO_END = "answers without an end"
 SPELLED = "texts that spell special tokens of the chat template"
 DROPPED = "parts dropped by the template: "
 
-_MOST_KINDS = 4096  # of whole chats, whose keys are kept
 _LONG = 500  # characters of an answer that is more than marks
 _INDEX = re.compile(r"\[.*?\]|, .*")
 
@@ -109,16 +108,10 @@ class ChatRenderer:
         self.warn_of_dropped = warn_of_dropped
         self.counts: Counter[str] = Counter()
         self._finder = FrameFinder(tokenizer)
-        self._kinds: dict[object, list[int]] = {}
-        self._numbers: dict[object, int] = {}
-        self._frames: dict[int, Frame] = {}
+        self.cutting = self._finder.cutting  # tokens on whose two sides text is tokenized apart
+        self._frames: dict[object, Frame] = {}
         self._lost: dict[object, tuple[int, ...]] = {}
         self._as_text: dict[object, bool] = {}
-
-    @property
-    def cutting(self) -> "re.Pattern[str]":
-        """Tokens on whose two sides text is tokenized apart."""
-        return self._finder.cutting
 
     def render_prompt(self, chat: Chat) -> str:
         """Return the text that the model gets at inference to answer all messages of `chat`.
@@ -146,15 +139,15 @@ class ChatRenderer:
         if not answers and not self.train_all:
             raise RowError("no trained token", "there is no message of the assistant to train on. Remove the row.")
         if answers and answers[0] == 0:
-            text = (
+            raise RowError(
+                "no prompt",
                 "the first message is the assistant's, so it answers nothing. Put a user's message before it, or give "
-                'it "weight": 0.'
+                'it "weight": 0.',
             )
-            raise RowError("no prompt", text)
         chat = self._prepare(chat)
-        keys = self._get_keys(chat, answers)
-        prompts = self._apply_all(chat, [chat.messages[:i] for i in answers], prompt=True) if answers else []
-        texts = self._apply_all(chat, [chat.messages[: i + 1] for i in answers]) if answers else []
+        keys = _list_keys(chat, answers)
+        prompts = self._apply_all(chat, [chat.messages[:i] for i in answers], prompt=True)
+        texts = self._apply_all(chat, [chat.messages[: i + 1] for i in answers])
         turns = [
             self._find_turn(chat, i, keys[i], prompt, *shown)
             for i, (prompt, _), shown in zip(answers, prompts, texts, strict=True)
@@ -166,7 +159,8 @@ class ChatRenderer:
 
     def count_spelled(self, text: str) -> None:
         """Count a text that spells special tokens of the template: a chat that was rendered before, most likely."""
-        self.counts.update([SPELLED] if any(token in text for token in self._spelled) else [])
+        if any(token in text for token in self._spelled):
+            self.counts[SPELLED] += 1
 
     @cached_property
     def _spelled(self) -> list[str]:
@@ -211,23 +205,7 @@ class ChatRenderer:
         # Of a template that takes objects, each argument by itself, text may show nothing.
         return not text or all(json.dumps(arguments, ensure_ascii=False) in other for arguments in calls if arguments)
 
-    def _get_keys(self, chat: Chat, answers: list[int]) -> list[int]:
-        """For each message a number of what decides on how the template shows it.
-
-        That is its kind, its neighbours' and the roles around. An answer is shown as the last message.
-        """
-        shapes = [get_shape(message) for message in chat.messages]
-        common = (len(chat.tools or ()), str(chat.template_kwargs) if chat.template_kwargs else "")
-        whole = (*shapes, *answers, *common)
-        if whole not in self._kinds:
-            if len(self._kinds) >= _MOST_KINDS:
-                self._kinds.clear()
-            self._kinds[whole] = [
-                self._numbers.setdefault(key, len(self._numbers)) for key in _list_keys(shapes, answers, common)
-            ]
-        return self._kinds[whole]
-
-    def _find_turn(self, chat: Chat, i: int, key: int, prompt: str, done: str, marks: Marks | None) -> Turn:
+    def _find_turn(self, chat: Chat, i: int, key: object, prompt: str, done: str, marks: Marks | None) -> Turn:
         """Return the turn of the answer messages[i]; `done` is the text of the conversation up to and including it."""
         frame = self._frames.get(key)
         start = None if frame is None else frame.get_start(prompt, done)
@@ -251,18 +229,15 @@ class ChatRenderer:
             if not inside:
                 text = f"the template's {{% generation %}} marks leave no token of messages[{i}]. {REMEDY}"
                 raise RowError("no trained token", text)
-        self._count(frame)
-        return Turn(prompt, body, frame.end, inside)
-
-    def _count(self, frame: Frame) -> None:
         if not frame.end:
             self.counts[NO_END] += 1
         elif not frame.tail.startswith(frame.end):
             self.counts["answers that end with the first token of the next message"] += 1
         if frame.more:
             self.counts["answers after an empty thought that only the prompt shows"] += 1
+        return Turn(prompt, body, frame.end, inside)
 
-    def _check_parts(self, chat: Chat, keys: list[int], answers: list[int]) -> None:
+    def _check_parts(self, chat: Chat, keys: list[object], answers: list[int]) -> None:
         """Every template ignores what it does not know; what the row says must not get lost in silence.
 
         Raises:
@@ -345,13 +320,19 @@ class ChatRenderer:
         return RowError("prompt differs", text)
 
 
-def _list_keys(shapes: list[tuple[Any, ...]], answers: list[int], common: tuple[object, ...]) -> Iterator[object]:
+def _list_keys(chat: Chat, answers: list[int]) -> list[object]:
+    """List what decides on how the template shows each message: its kind, its neighbours' and the roles around.
+
+    An answer is shown as the last message.
+    """
+    shapes = [get_shape(message) for message in chat.messages]
     roles = [shape[0] for shape in shapes]
-    asked = False
-    for i, role in enumerate(roles):
+    common = roles[0], len(chat.tools or ()), str(chat.template_kwargs)
+    keys: list[object] = []
+    for i in range(len(roles)):
         stop, later = (i + 1, None) if i in answers else (i + 2, frozenset(roles[i + 1 :]))
-        yield i == 0, asked, *shapes[max(0, i - 1) : stop], later, roles[0], *common
-        asked = asked or role == "user"
+        keys.append((i == 0, "user" in roles[:i], *shapes[max(0, i - 1) : stop], later, *common))
+    return keys
 
 
 def get_end_token(tokenizer: "PreTrainedTokenizerFast") -> int | None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from titanlite.features.sft.chat_parts import PROBES, get_common_end, get_common_start, get_parts, probe_message
-from titanlite.features.sft.chat_template import Messages
+from titanlite.features.sft.forms import Messages
 from titanlite.features.sft.readers import RowError
 
 if TYPE_CHECKING:

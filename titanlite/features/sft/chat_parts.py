@@ -76,7 +76,8 @@ def get_parts(message: dict[str, Any]) -> Iterator[Part]:
         if content[found.end() :].strip():
             yield Part(".content", _put(message, ("content",), _around(content, found.end(), len(content))))
     elif content.strip():
-        yield Part(_name_content(message), _put(message, ("content",), str))
+        name = ".content" if message["role"] == "assistant" else f", of the role '{message['role']}'"
+        yield Part(name, _put(message, ("content",), str))
     for key in REASONING:
         if isinstance(message.get(key), str) and message[key].strip():
             yield Part(f".{key}", _put(message, (key,), str), True)
@@ -90,11 +91,6 @@ def get_parts(message: dict[str, Any]) -> Iterator[Part]:
             yield Part(f"{where}, its name", _put(message, (*path, "arguments"), _renamed(call, name)))
             if value not in ("", None, [], {}):
                 yield Part(where, _put(message, (*path, "arguments", name), _like(value)))
-
-
-def _name_content(message: dict[str, Any]) -> str:
-    role = message["role"]
-    return ".content" if role == "assistant" else f", of the role '{role}'"
 
 
 def get_tool_parts(tool: dict[str, Any]) -> Iterator[Part]:

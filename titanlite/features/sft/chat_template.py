@@ -15,17 +15,16 @@ from jinja2 import meta
 from jinja2.exceptions import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from titanlite.base.agree import on_first_rank
 from titanlite.base.errors import DataError
 from titanlite.checkpoint.train_state import find_start
 from titanlite.config import JobConfig
+from titanlite.features.sft.forms import Messages
 from titanlite.features.sft.readers import RowError
 from titanlite.features.sft.row_limits import check_template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-Messages = list[dict[str, Any]]
 Marks = list[tuple[int, int]]  # places in a text that the template marks with {% generation %}
 
 REMEDY = "Correct the row, or give another template with data.chat_template."
@@ -63,6 +62,8 @@ class ChatTemplate:
         """
         from transformers.utils.chat_template_utils import render_jinja_template
 
+        if not conversations:
+            return []
         template, has_marks = self._get(tools)
         marked = has_marks and not prompt
         try:
@@ -150,20 +151,10 @@ def _list_arguments(template: str) -> frozenset[str]:
     return frozenset(found - _KNOWN - set(environment.globals))
 
 
-def get_chat_date(job: JobConfig) -> str:
-    """Return what chat templates take for today, as ISO text: as set, as in the checkpoint to resume from, or today."""
-    if job.data.chat_date or not job.checkpoint.enable:
-        return job.data.chat_date or Date.today().isoformat()
-    found = find_start(job)
-    return (found and found.chat_date) or Date.today().isoformat()
-
-
 def with_chat_date(job: JobConfig) -> JobConfig:
-    """`job` with the date of `get_chat_date`, where the data are chats."""
-    has_chats = job.data.dataset in ("examples", "images")
-    return replace(job, data=replace(job.data, chat_date=get_chat_date(job))) if has_chats else job
-
-
-def resolve_chat_date(job: JobConfig) -> JobConfig:
-    """As `with_chat_date`, the same on all ranks. Collective: every rank must call."""
-    return on_first_rank(lambda: with_chat_date(job))
+    """`job` with what chat templates take for today: as set, as in the checkpoint to resume from, or today."""
+    if job.data.dataset not in ("examples", "images") or job.data.chat_date:
+        return job
+    start = find_start(job) if job.checkpoint.enable else None
+    date = (start and start.chat_date) or Date.today().isoformat()
+    return replace(job, data=replace(job.data, chat_date=date))

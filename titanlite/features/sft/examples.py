@@ -1,9 +1,11 @@
 """Examples as memory-mapped token ids, made once per machine, with everything that was left out and why."""
 
 import json
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from hashlib import sha256
 from importlib import metadata
 from itertools import islice
@@ -107,137 +109,139 @@ def build_examples(data: DataSection, rows: Rows, tokenizer: "PreTrainedTokenize
         DataError: a row cannot be used and `data.bad_rows` is 'error' (all bad rows among the same 512 are named); no
             row can be used; a file cannot be read; the tokenizer has no chat template; the cache cannot be written.
     """
-    content = _get_content(data, rows, tokenizer)
+    content = make_key(data, tokenizer, [rows.get_digest(get_cache_folder(data))])
     # Names of files are part of the key, because errors are reported by them.
     key = sha256(json.dumps([content, rows.names, cache.get_code_digest(*CODE)]).encode()).hexdigest()[:32]
     path = get_cache_folder(data) / "examples" / f"{key}.tokens"
-    dtype = "uint16" if count_ids(tokenizer) <= 2**16 else "uint32"
-
-    def build() -> None:
-        _Builder(data, rows, tokenizer, dtype).write(path)
-
-    examples, elapsed_s = load_or_build(path, lambda: _load(path, content), build)
+    load, build = partial(_load, path, content), partial(_write, data, rows, tokenizer, path)
+    examples, elapsed_s = load_or_build(path, load, build)
     if elapsed_s:
         header = examples.header
         logger.info("data: tokenized %d rows, %d tokens, in %.1f s", header.num_rows, header.num_tokens, elapsed_s)
     return examples
 
 
-def _get_content(data: DataSection, rows: Rows, tokenizer: "PreTrainedTokenizerFast") -> str:
-    """Return a digest of all that the tokens depend on."""
+def make_key(data: DataSection, tokenizer: "PreTrainedTokenizerFast", rows: Sequence[object]) -> str:
+    """Return a digest of `rows`, which tells them from others, and of all settings that their tokens depend on."""
     settings = [
-        *(5, metadata.version("transformers"), data.format, data.train_on, data.bad_rows),
-        *(tokenizer.eos_token_id, tokenizer.special_tokens_map, *get_chat_settings(data, tokenizer)),
-        *(rows.get_digest(get_cache_folder(data)), serialize(tokenizer)),
-        *get_field_settings(data),
+        *(6, metadata.version("transformers"), data.format, data.train_on, data.bad_rows, data.dropped_parts, *rows),
+        # The date only where the template shows one.
+        *(tokenizer.special_tokens_map, set_date(tokenizer.chat_template, data.chat_date), get_fields(data)),
+        *(tokenizer.eos_token_id, serialize(tokenizer)),
     ]
     return sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
-def get_chat_settings(data: DataSection, tokenizer: "PreTrainedTokenizerFast") -> list[object]:
-    """Return the part of a cache's key for template and settings: the date only where the template shows one."""
-    return [set_date(tokenizer.chat_template, data.chat_date), data.dropped_parts]
-
-
-def get_field_settings(data: DataSection) -> list[str]:
-    """Return the part of a cache's key for `get_fields`: nothing if that is empty, so that older caches stay valid."""
-    fields = get_fields(data)
-    return [f"fields {json.dumps(fields, sort_keys=True)}"] if fields else []
-
-
-class _Builder:
-    """One pass over the rows."""
-
-    def __init__(self, data: DataSection, rows: Rows, tokenizer: "PreTrainedTokenizerFast", dtype: str) -> None:
-        self.data = data
-        self.rows = rows
-        self.tokenizer = tokenizer
-        self.dtype = dtype
-        self.num_rows = self.num_tokens = self.max_id = 0
-        self.offsets: list[int] = [0]
-        self.num_trained: list[int] = []
-        self.places: list[int] = []
-        self.skipped: dict[str, Skipped] = {}
-
-    def write(self, path: Path) -> None:
-        with ExitStack() as stack:
-            tokens, flags, index = (
-                stack.enter_context(write_atomic(path.with_suffix(suffix)))
-                for suffix in (".tokens", ".flags", ".index")
-            )
-            encoder = None
-            for row, example, used in self._examples():
-                encoder = used
-                self.places.append(get_place(row))
-                for document in example:
-                    tokens.write(document.ids.astype(self.dtype).tobytes())
-                    flags.write(document.flags.tobytes())
-                    self._count(document)
-            if encoder is None:
-                raise self._nothing()
-            for column in (self.offsets, self.num_trained, self.places):
-                index.write(np.array(column, dtype=np.int64).tobytes())
-        header = ExampleHeader(
-            form=encoder.form,
-            dtype=self.dtype,
-            documents_per_example=len(self.num_trained) // len(self.places),
-            num_examples=len(self.places),
-            num_tokens=self.num_tokens,
-            vocab_size=self.max_id + 1,
-            num_rows=self.num_rows,
-            stop_token_ids=tuple(sorted(encoder.stop_token_ids)),
-            counts=dict(encoder.renderer.counts),
-            names=self.rows.names,
-            skipped=self.skipped,
+def _write(data: DataSection, rows: Rows, tokenizer: "PreTrainedTokenizerFast", path: Path) -> None:
+    """Tokenize the rows and write the files of `path`."""
+    dtype = "uint16" if count_ids(tokenizer) <= 2**16 else "uint32"
+    encoder, num_rows = None, 0
+    headers: list[ExampleHeader] = []
+    lengths, num_trained, places = [], [], []
+    skipped: dict[str, Skipped] = {}
+    stream = iter(rows)
+    with ExitStack() as stack:
+        tokens, flags, index = (
+            stack.enter_context(write_atomic(path.with_suffix(suffix))) for suffix in (".tokens", ".flags", ".index")
         )
-        with write_atomic(path.with_suffix(".json")) as file:  # last: it is what makes the other files valid
-            file.write(json.dumps(asdict(header)).encode())
-
-    def _count(self, document: Document) -> None:
-        self.num_tokens += len(document.ids)
-        self.max_id = max(self.max_id, int(document.ids.max()))
-        self.offsets.append(self.num_tokens)
-        self.num_trained.append(document.num_trained)
-
-    def _examples(self) -> Iterator[tuple[Row, tuple[Document, ...], ExampleEncoder]]:
-        """Every example with its row; bad rows are counted, or raised with the others of their batch."""
-        encoder = None
-        stream = iter(self.rows)
         while batch := list(islice(stream, _BATCH_ROWS)):
-            if encoder is None:
-                encoder = make_encoder(self.data, self.tokenizer, batch)
-            problems: list[str] = []
-            for row, found in encode_rows(encoder, batch):
-                self.num_rows += 1
-                if isinstance(found, RowError):
-                    text = f"{describe_place(self.rows.names, row.file, row.number)}: {found}"
-                    problems.append(text)
-                    before = self.skipped.get(found.reason, Skipped(0, text))
-                    self.skipped[found.reason] = Skipped(before.count + 1, before.first)
-                elif encoder is not None:
-                    for example in found:
-                        yield row, example, encoder
-            if self.data.bad_rows == "error" and problems:
-                refuse_rows(problems)
+            encoder = make_encoder(data, tokenizer, batch) if encoder is None else encoder
+            block = encode_block(encoder, batch, rows.names)
+            num_rows += len(batch)
+            for reason, text in block.problems:
+                before = skipped.get(reason, Skipped(0, text))
+                skipped[reason] = Skipped(before.count + 1, before.first)
+            if data.bad_rows == "error" and block.problems:
+                refuse_rows([text for _, text in block.problems])
+            if (found := block.examples) is not None:
+                tokens.write(found.tokens.astype(dtype).tobytes())
+                flags.write(found.flags.tobytes())
+                headers.append(found.header)
+                lengths.append(np.diff(found.offsets))
+                num_trained.append(found.num_trained)
+                places.append(found.places)
+        if not headers:
+            raise _nothing(rows.names, num_rows, skipped)
+        index.write(np.cumsum(np.concatenate([[0], *lengths]), dtype=np.int64).tobytes())
+        for column in (num_trained, places):
+            index.write(np.concatenate(column).astype(np.int64).tobytes())
+    header = replace(
+        headers[-1],  # its stop tokens are those of all
+        dtype=dtype,
+        num_examples=sum(header.num_examples for header in headers),
+        num_tokens=sum(header.num_tokens for header in headers),
+        vocab_size=max(header.vocab_size for header in headers),
+        num_rows=num_rows,
+        counts=dict(sum((Counter(header.counts) for header in headers), Counter())),
+        skipped=skipped,
+    )
+    with write_atomic(path.with_suffix(".json")) as file:  # last: it is what makes the other files valid
+        file.write(json.dumps(asdict(header)).encode())
 
-    def _nothing(self) -> DataError:
-        where = self.rows.names[0] if len(self.rows.names) == 1 else f"{len(self.rows.names)} files"
-        if not self.num_rows:
-            return DataError(f"data: {where} holds no row. Set data.path to examples.")
-        reasons = "; ".join(f"{skipped.count} rows: {reason}" for reason, skipped in self.skipped.items())
-        first = next(iter(self.skipped.values())).first
-        return DataError(f"data: {where}: none of {self.num_rows} rows can be used ({reasons}). The first: {first}")
+
+def _nothing(names: tuple[str, ...], num_rows: int, skipped: dict[str, Skipped]) -> DataError:
+    where = names[0] if len(names) == 1 else f"{len(names)} files"
+    if not num_rows:
+        return DataError(f"data: {where} holds no row. Set data.path to examples.")
+    reasons = "; ".join(f"{rows.count} rows: {reason}" for reason, rows in skipped.items())
+    first = next(iter(skipped.values())).first
+    return DataError(f"data: {where}: none of {num_rows} rows can be used ({reasons}). The first: {first}")
+
+
+@dataclass(frozen=True)
+class EncodedBlock:
+    """The examples of some rows, in memory; None if no row can be used.
+
+    Attributes:
+        problems: (reason, place and what is wrong) of each row that cannot be used, in order.
+    """
+
+    examples: TokenizedExamples | None
+    problems: list[tuple[str, str]]
+
+
+def encode_block(encoder: ExampleEncoder | None, batch: list[Row], names: tuple[str, ...]) -> EncodedBlock:
+    """Render and tokenize rows. Without an encoder, no row has a known form."""
+    places: list[int] = []
+    documents: list[Document] = []
+    problems = []
+    for row, result in encode_rows(encoder, batch):
+        if isinstance(result, RowError):
+            problems.append((result.reason, f"{describe_place(names, row.file, row.number)}: {result}"))
+        else:
+            places += [row.file << _FILE_SHIFT | row.number] * len(result)
+            documents += [document for example in result for document in example]
+    if encoder is None or not places:
+        return EncodedBlock(None, problems)
+    offsets = np.cumsum([0, *(len(document.ids) for document in documents)])
+    header = ExampleHeader(
+        form=encoder.form,
+        dtype="uint32",
+        documents_per_example=len(documents) // len(places),
+        num_examples=len(places),
+        num_tokens=int(offsets[-1]),
+        vocab_size=max(int(document.ids.max()) for document in documents) + 1,
+        num_rows=len(batch),
+        stop_token_ids=tuple(sorted(encoder.stop_token_ids)),
+        counts=encoder.renderer.take_counts(),
+        names=names,
+    )
+    examples = TokenizedExamples(
+        tokens=np.concatenate([document.ids for document in documents]).astype(np.uint32),
+        flags=np.concatenate([document.flags for document in documents]),
+        offsets=offsets,
+        num_trained=np.array([document.num_trained for document in documents]),
+        places=np.array(places),
+        header=header,
+        content="",
+    )
+    return EncodedBlock(examples, problems)
 
 
 def refuse_rows(problems: list[str]) -> None:
     """Raise a DataError for rows that cannot be used, one line for equal problems, and how to leave them out."""
     *others, last = merge_row_problems(problems)
     raise_problems(DataError, "data", [*others, f"{last} {_SKIP_REMEDY}"])
-
-
-def get_place(row: Row) -> int:
-    """File and number of a row in one integer, as `TokenizedExamples.places` has it."""
-    return row.file << _FILE_SHIFT | row.number
 
 
 def make_encoder(data: DataSection, tokenizer: "PreTrainedTokenizerFast", batch: list[Row]) -> ExampleEncoder | None:
@@ -264,15 +268,13 @@ def make_encoder(data: DataSection, tokenizer: "PreTrainedTokenizerFast", batch:
             'data: train_on = "all" does not go with preference pairs: the prompt is the same on both sides. '
             'Set data.train_on = "assistant".'
         )
-    renderer = make_renderer(data, tokenizer, train_all=data.train_on == "all")
-    return ExampleEncoder(tokenizer, form, renderer=renderer)
-
-
-def make_renderer(data: DataSection, tokenizer: "PreTrainedTokenizerFast", *, train_all: bool = False) -> ChatRenderer:
-    """Build the renderer of chats as the run's settings say."""
-    return ChatRenderer(
-        tokenizer, train_all=train_all, warn_of_dropped=data.dropped_parts == "warn", date=data.chat_date
+    renderer = ChatRenderer(
+        tokenizer,
+        train_all=data.train_on == "all",
+        warn_of_dropped=data.dropped_parts == "warn",
+        date=data.chat_date,
     )
+    return ExampleEncoder(tokenizer, form, renderer=renderer)
 
 
 def encode_rows(
@@ -305,14 +307,16 @@ def _unknown_form(content: dict[str, Any]) -> RowError:
     return RowError("missing field", f"the fields are {found}, which is no known form. {remedy}")
 
 
+def read_header(table: dict[str, Any]) -> ExampleHeader:
+    """Return the header that `asdict` made this table of, and JSON kept."""
+    table["skipped"] = {reason: Skipped(**entry) for reason, entry in table["skipped"].items()}
+    return ExampleHeader(**table | {name: tuple(table[name]) for name in ("names", "stop_token_ids")})
+
+
 def _load(path: Path, content: str) -> TokenizedExamples | None:
     """Map the arrays; None if a file is missing, cut off, or contradicts its header."""
     try:
-        header = json.loads(path.with_suffix(".json").read_bytes())
-        skipped = {reason: Skipped(**entry) for reason, entry in header.pop("skipped").items()}
-        header = ExampleHeader(
-            **header | {"skipped": skipped} | {name: tuple(header[name]) for name in ("names", "stop_token_ids")}
-        )
+        header = read_header(json.loads(path.with_suffix(".json").read_bytes()))
         num_documents = header.num_examples * header.documents_per_example
         index = np.fromfile(path.with_suffix(".index"), dtype=np.int64)
         sizes = (path.stat().st_size, path.with_suffix(".flags").stat().st_size, len(index))

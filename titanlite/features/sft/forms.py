@@ -16,34 +16,28 @@ text, and tool calls whose arguments are objects.
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from titanlite.base.files import parse_json
 from titanlite.config.data import FIELDS
 from titanlite.features.sft.readers import RowError
 
 Form = Literal["messages", "prompt_completion", "text", "preference"]
-FORMS: tuple[str, ...] = get_args(Form)
+Messages = list[dict[str, Any]]
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 # What ShareGPT and others call them, in small letters.
 _OTHER_ROLES = {"human": "user", "observation": "tool", "function_call": "assistant"}
 _OTHER_ROLES |= dict.fromkeys(("gpt", "bot", "chatbot", "chatgpt", "model", "ai"), "assistant")
 # Fields of a question and its answer, as instruction data have them.
-QUESTIONS = (
-    ("instruction", "output"),
-    ("instruction", "response"),
-    ("question", "answer"),
-    ("question", "response"),
-    ("query", "response"),
-    ("query", "answer"),
-    ("prompt", "response"),
-    ("prompt", "answer"),
-    ("prompt", "output"),
-    ("problem", "solution"),
-    ("problem", "answer"),
-    ("input", "output"),
-)
+QUESTIONS = {
+    "instruction": ("output", "response"),
+    "question": ("answer", "response"),
+    "query": ("response", "answer"),
+    "prompt": ("response", "answer", "output"),
+    "problem": ("solution", "answer"),
+    "input": ("output",),
+}
 # Fields that a form takes from `data.fields`.
 FORM_FIELDS: dict[Form, tuple[str, ...]] = {
     "messages": (
@@ -66,7 +60,7 @@ COLUMNS = {*FIELDS, *_CONTEXTS, "system_prompt", "label", "chat_template_kwargs"
 class Chat:
     """A conversation for the chat template; the assistant's messages from `answers_from` on are answers to learn."""
 
-    messages: list[dict[str, Any]]
+    messages: Messages
     answers_from: int = 0
     tools: list[dict[str, Any]] | None = None
     template_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -121,26 +115,19 @@ def parse_row(row: dict[str, Any], form: Form) -> tuple[Chat | Plain, ...]:
     Raises:
         RowError: a field is missing, empty or of the wrong type, or a role is unknown.
     """
+    if form == "preference":
+        return _parse_preference(row)
     if form == "text":
         return (Plain(None, _get_text(row, "text", setting="data.text_field")),)
-    if form == "messages":
-        return (_parse_messages(row),)
-    if form == "prompt_completion":
-        return (_parse_prompt_completion(row),)
-    return _parse_preference(row)
+    return (_parse_messages(row) if form == "messages" else _parse_prompt_completion(row),)
 
 
 def _find_question(row: Mapping[str, Any]) -> tuple[str, str] | None:
     """Return the fields of a question and its answer, where `row` has no messages."""
     if "messages" in row or "conversations" in row:
         return None
-    return next(((question, answer) for question, answer in QUESTIONS if question in row and answer in row), None)
-
-
-def _ask(row: dict[str, Any], question: str, answer: str) -> list[dict[str, Any]]:
-    """Return a question with its answer as two messages."""
-    content = _add_contexts(row, question)
-    return [{"role": "user", "content": content}, {"role": "assistant", "content": _get_text(row, answer)}]
+    pairs = ((question, answer) for question, answers in QUESTIONS.items() for answer in answers)
+    return next(((question, answer) for question, answer in pairs if question in row and answer in row), None)
 
 
 def _add_contexts(row: dict[str, Any], question: str) -> str:
@@ -168,14 +155,16 @@ def _get_system(row: dict[str, Any]) -> str:
 def _parse_messages(row: dict[str, Any]) -> Chat:
     name = "messages" if "messages" in row or "conversations" not in row else "conversations"
     if pair := _find_question(row):
-        messages, untrained = _ask(row, *pair), frozenset[int]()
+        contents = {"user": _add_contexts(row, pair[0]), "assistant": _get_text(row, pair[1])}
+        messages = [{"role": role, "content": content} for role, content in contents.items()]
+        untrained = frozenset[int]()
     else:
         messages, untrained = _get_messages(row, name)
     system = _get_system(row)
     if system and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system}, *messages]
         untrained = frozenset(index + 1 for index in untrained)
-    return Chat(messages, 0, _get_tools(row), _get_template_kwargs(row), untrained)
+    return _join(row, [], messages, untrained)
 
 
 def _parse_prompt_completion(row: dict[str, Any]) -> Chat | Plain:
@@ -225,7 +214,7 @@ def _parse_preference(row: dict[str, Any]) -> tuple[Chat | Plain, ...]:
     return tuple(_join(row, before, after) for after in answers)
 
 
-def _split_pair(row: dict[str, Any], prompt: Any) -> tuple[list[dict[str, Any]], list[list[dict[str, Any]]]]:
+def _split_pair(row: dict[str, Any], prompt: Any) -> tuple[Messages, list[Messages]]:
     """Prompt and answers of a pair of message lists, wherever the prompt is: in its field, in the lists, or in both."""
     lists = [_get_messages(row, name)[0] for name in ("chosen", "rejected")]
     shared = 0
@@ -249,14 +238,11 @@ def _split_pair(row: dict[str, Any], prompt: Any) -> tuple[list[dict[str, Any]],
     return before, lists
 
 
-def _join(
-    row: dict[str, Any],
-    before: list[dict[str, Any]],
-    after: list[dict[str, Any]],
-    untrained: frozenset[int] = frozenset(),
-) -> Chat:
+def _join(row: dict[str, Any], before: Messages, after: Messages, untrained: frozenset[int] = frozenset()) -> Chat:
     untrained = frozenset(index + len(before) for index in untrained)
-    return Chat([*before, *after], len(before), _get_tools(row), _get_template_kwargs(row), untrained)
+    given = row.get("chat_template_kwargs")
+    arguments = {} if given in (None, "") else parse_object(given, "field 'chat_template_kwargs'")
+    return Chat([*before, *after], len(before), _get_tools(row), arguments, untrained)
 
 
 def _missing(row: dict[str, Any], name: str, setting: str = "data.format") -> RowError:
@@ -295,13 +281,15 @@ def _unpack(row: dict[str, Any], name: str) -> Any:
         except json.JSONDecodeError:
             return value  # text that begins like JSON
         except ValueError as error:
-            raise RowError(
-                "invalid JSON", f"field '{name}' is not valid JSON ({error}). Write each name once."
-            ) from None
+            raise _not_json(f"field '{name}'", error, "Write each name once.") from None
     return value
 
 
-def _get_messages(row: dict[str, Any], name: str) -> tuple[list[dict[str, Any]], frozenset[int]]:
+def _not_json(where: str, error: ValueError, remedy: str) -> RowError:
+    return RowError("invalid JSON", f"{where} is not valid JSON ({error}). {remedy}")
+
+
+def _get_messages(row: dict[str, Any], name: str) -> tuple[Messages, frozenset[int]]:
     """Return the messages of a field in OpenAI's form, and the indices of those with weight 0."""
     value = _unpack(row, name)
     if not isinstance(value, list):
@@ -420,7 +408,7 @@ def parse_object(value: Any, where: str) -> dict[str, Any]:
         try:
             value = parse_json(value)
         except ValueError as error:
-            raise RowError("invalid JSON", f"{where} is not valid JSON ({error}). Write an object.") from None
+            raise _not_json(where, error, "Write an object.") from None
     if not isinstance(value, dict):
         raise _wrong_type(f"{where} is {_describe_type(value)}, not an object", "Write an object.")
     return value
@@ -432,14 +420,9 @@ def _get_tools(row: dict[str, Any]) -> list[dict[str, Any]] | None:
         try:
             tools = parse_json(tools)
         except ValueError as error:
-            raise RowError("invalid JSON", f"field 'tools' is not valid JSON ({error}). Write a list.") from None
+            raise _not_json("field 'tools'", error, "Write a list.") from None
     if not tools:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise _wrong_type(f"field 'tools' is {_describe_type(tools)}, not a list of objects", "Write JSON schemas.")
     return tools
-
-
-def _get_template_kwargs(row: dict[str, Any]) -> dict[str, Any]:
-    value = row.get("chat_template_kwargs")
-    return {} if value is None or value == "" else parse_object(value, "field 'chat_template_kwargs'")

@@ -11,10 +11,8 @@ length that the index says.
 """
 
 import csv
-import gzip
 import json
 import re
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,10 +32,9 @@ _BUFFER_BYTES = 2**16  # with the default of 8 KiB, skipping lines of 3 KB takes
 _MARK_BYTES = 2**26  # skipped in 0.02 s; the index of a file of 1 TB is then 400 KB
 _BATCH_ROWS = 256  # of Parquet, in memory at once as Python objects
 _MOST_ARRAY_BYTES = 2**30  # of a .json file with an array, which is read at once
+_COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # as some editors write
-
-
 _Numbered = Iterator[tuple[int, dict[str, Any] | RowError]]
 
 
@@ -94,7 +91,10 @@ def _read_jsonl(file: Path, start: int, marks: Sequence[Mark]) -> _Numbered:
         else:
             text = line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line
             try:
-                yield number, _parse_json(text.rstrip())
+                row = _load_json(text.rstrip())
+                if not isinstance(row, dict):
+                    raise _not_an_object(row)
+                yield number, row
             except RowError as error:
                 if number == 1 and (whole := _read_whole(file)):
                     yield whole
@@ -143,7 +143,7 @@ def _read_lines(file: Path, begin: Mark) -> Iterator[bytes | int]:
             while line := stream.readline(row_limits.MOST_LINE_BYTES + 1):
                 yield line if len(line) <= row_limits.MOST_LINE_BYTES else len(line) + skip_line(stream, line)
                 number += 1
-        except (EOFError, zlib.error, OSError) as error:
+        except OSError as error:
             if getattr(error, "errno", None) is not None or not _is_compressed(file):
                 raise  # the disk, not the content
             where = f" somewhere after line {number}" if number else ""  # what was in the buffer is lost
@@ -153,7 +153,7 @@ def _read_lines(file: Path, begin: Mark) -> Iterator[bytes | int]:
 
 
 def _is_compressed(file: Path) -> bool:
-    return file.suffix in (".gz", ".zst")
+    return file.suffix in _COMPRESSIONS
 
 
 @contextmanager
@@ -162,18 +162,10 @@ def _open(file: Path) -> Iterator[IO[bytes]]:
         if not _is_compressed(file):
             yield stream
             return
-        if file.suffix == ".gz":
-            decompressed: Any = gzip.GzipFile(fileobj=stream)
-        else:
-            import pyarrow  # takes half a second
+        from pyarrow import CompressedInputStream  # takes half a second
 
-            if not pyarrow.Codec.is_available("zstd"):
-                raise DataError(
-                    f"data: cannot decompress {file}: this pyarrow ({pyarrow.__version__}) was built without zstd. "
-                    "Install another build of pyarrow, or decompress the file."
-                )
-            decompressed = pyarrow.CompressedInputStream(stream, "zstd")
-        # Neither gives lines as fast as a reader with a buffer.
+        # Alone it does not give lines as fast as a reader with a buffer.
+        decompressed: Any = CompressedInputStream(stream, _COMPRESSIONS[file.suffix])
         with BufferedReader(decompressed, _BUFFER_BYTES) as lines:
             yield lines
 
@@ -211,13 +203,6 @@ def _read_json(file: Path) -> _Numbered:
         yield number, row if isinstance(row, dict) else _not_an_object(row)
 
 
-def _parse_json(line: bytes) -> dict[str, Any]:
-    row = _load_json(line)
-    if not isinstance(row, dict):
-        raise _not_an_object(row)
-    return row
-
-
 def _load_json(content: bytes) -> Any:
     try:
         value = parse_json(content.decode("utf-8"))
@@ -244,16 +229,11 @@ def _load_json(content: bytes) -> Any:
 
 
 def _not_an_object(row: Any) -> RowError:
-    text = f"the row is a JSON {_json_type(row)}, not an object. Write rows such as "
+    names = {str: "string", bool: "boolean", int: "number", float: "number", list: "array"}
     has_messages = isinstance(row, list) and row and isinstance(row[0], dict)
-    return RowError(
-        "wrong type", text + ('{"messages": [...]}.' if has_messages else '{"prompt": "...", "completion": "..."}.')
-    )
-
-
-def _json_type(value: Any) -> str:
-    names = {str: "string", bool: "boolean", int: "number", float: "number", list: "array", dict: "object"}
-    return names.get(type(value), "null")
+    example = '{"messages": [...]}' if has_messages else '{"prompt": "...", "completion": "..."}'
+    kind = names.get(type(row), "null")
+    return RowError("wrong type", f"the row is a JSON {kind}, not an object. Write rows such as {example}.")
 
 
 def _read_csv(file: Path) -> _Numbered:

@@ -74,7 +74,6 @@ class _Watchdog:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._deadlines: dict[int, float] = {}
-        self._raised: set[int] = set()
         self._thread: threading.Thread | None = None
 
     def run(self, limit_s: float, function: Callable[..., T], *arguments: Any) -> T:
@@ -109,7 +108,6 @@ class _Watchdog:
             with self._lock:
                 # Again and again, for something may have caught it.
                 for thread in [thread for thread, deadline in tuple(self._deadlines.items()) if deadline < now]:
-                    self._raised.add(thread)
                     _raise_in(thread, _TimeUpError)
 
 

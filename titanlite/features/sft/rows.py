@@ -69,72 +69,53 @@ class Rows(Protocol):
         """
         ...
 
-    def __iter__(self) -> Iterator[Row]: ...
+    def __iter__(self) -> Iterator[Row]:
+        return self.iterate_from(0)
 
 
 @dataclass(frozen=True)
-class RenamedRows:
-    """Rows whose columns get the names of `fields` (`rename_fields`), by field."""
+class ShapedRows(Rows):
+    """Rows that the function of `data.converter` changes, if one is named; then columns get the names of `fields`."""
 
     rows: Rows
     fields: Mapping[str, str]
+    converter: str = ""
 
     @property
     def names(self) -> tuple[str, ...]:
         return self.rows.names
 
+    @cached_property
+    def _function(self) -> Callable[[dict[str, Any]], Any] | None:
+        return load_extension("data.converter", self.converter, ["row"]) if self.converter else None
+
+    @cached_property
+    def _code(self) -> tuple[str, ...]:
+        """The converter and a digest of its code; nothing without one."""
+        return () if self._function is None else (f"{self.converter}, code {_digest_code(self.converter)[:16]}",)
+
     def get_digest(self, cache_folder: Path) -> str:
-        return self.rows.get_digest(cache_folder)
+        return sha256(" ".join((self.rows.get_digest(cache_folder), *self._code)).encode()).hexdigest()
 
     def get_stamp(self) -> str:
-        return self.rows.get_stamp()
+        return " ".join((self.rows.get_stamp(), *self._code))
 
     def get_identity(self) -> tuple[str, ...]:
-        return self.rows.get_identity()
+        return (*self.rows.get_identity(), *self._code)
 
     def iterate_from(self, start: int, cache_folder: Path | None = None) -> Iterator[Row]:
         for row in self.rows.iterate_from(start, cache_folder):
             content = row.content
             if isinstance(content, dict):
                 try:
-                    content = self.change(content)
+                    content = rename_fields(self._convert(content), self.fields)
                 except RowError as error:
                     content = error
             yield Row(row.file, row.number, content)
 
-    def change(self, content: dict[str, Any]) -> dict[str, Any]:
-        """Return the row, renamed. Raises RowError: it cannot be."""
-        return rename_fields(content, self.fields)
-
-    def __iter__(self) -> Iterator[Row]:
-        return self.iterate_from(0)
-
-
-@dataclass(frozen=True)
-class ConvertedRows(RenamedRows):
-    """Rows that the function of `data.converter` makes into one of the known forms."""
-
-    converter: str
-
-    @cached_property
-    def _function(self) -> Callable[[dict[str, Any]], Any]:
-        return load_extension("data.converter", self.converter, ["row"])  # type: ignore[no-any-return]
-
-    @cached_property
-    def _code(self) -> str:
-        return f"{self.converter}, code {_digest_code(self.converter)[:16]}" if callable(self._function) else ""
-
-    def get_digest(self, cache_folder: Path) -> str:
-        return sha256(f"{self.rows.get_digest(cache_folder)} {self._code}".encode()).hexdigest()
-
-    def get_stamp(self) -> str:
-        return f"{self.rows.get_stamp()} {self._code}"
-
-    def get_identity(self) -> tuple[str, ...]:
-        return (*self.rows.get_identity(), self._code)
-
-    def change(self, content: dict[str, Any]) -> dict[str, Any]:
-        """Return what the function returns. Raises RowError: it raises something, or returns no dictionary."""
+    def _convert(self, content: dict[str, Any]) -> dict[str, Any]:
+        if self._function is None:
+            return content
         where = f"data.converter '{self.converter}'"
         try:
             found = self._function(content)
@@ -142,8 +123,7 @@ class ConvertedRows(RenamedRows):
             text = f"{where} raised {type(error).__name__}: {error}. Correct the function or the row."
             raise RowError("converter failed", text) from None
         if not isinstance(found, dict):
-            text = f"{where} returned {type(found).__name__}. Return a dictionary."
-            raise RowError("converter failed", text)
+            raise RowError("converter failed", f"{where} returned {type(found).__name__}. Return a dictionary.")
         return found
 
 
@@ -174,7 +154,7 @@ def _format_numbers(numbers: list[int]) -> str:
 
 
 @dataclass(frozen=True)
-class LocalRows:
+class LocalRows(Rows):
     """The rows of some files, in the order of the files. A row that cannot be read is a `RowError` in its place."""
 
     files: tuple[Path, ...]
@@ -237,9 +217,6 @@ class LocalRows:
                 yield Row(index, number, content)
         return num_rows
 
-    def __iter__(self) -> Iterator[Row]:
-        return self.iterate_from(0)
-
 
 def _get_index(file: Path, cache_folder: Path | None) -> list[Mark]:
     """Return the marks of a file; none where its rows can only be read to be counted."""
@@ -265,7 +242,7 @@ def _hub_errors() -> tuple[type[Exception], ...]:
 
 
 @dataclass(frozen=True)
-class HubRows:
+class HubRows(Rows):
     """The rows of a dataset of the Hugging Face hub, downloaded and cached by `datasets` on first use."""
 
     path: str
@@ -332,9 +309,6 @@ class HubRows:
                 "the run can be resumed."
             ) from None
 
-    def __iter__(self) -> Iterator[Row]:
-        return self.iterate_from(0)
-
 
 def _digest_code(name: str) -> str:
     """sha256 in hex over the file of an imported extension, and the files of its folder or package that it imports."""
@@ -356,25 +330,13 @@ def _digest_code(name: str) -> str:
 
 def open_rows(data: DataSection, *, streaming: bool = False) -> Rows:
     """Return the rows of `data.path` as `[data]` says: converted, and with its names for columns."""
-    rows = build_rows(data.path, data.pattern, data.subset, data.split, streaming=streaming, converter=data.converter)
-    return RenamedRows(rows, get_fields(data))
+    rows = find_rows(data.path, data.pattern, data.subset, data.split, streaming=streaming)
+    return ShapedRows(rows, get_fields(data), data.converter)
 
 
-def build_rows(
-    path: str,
-    pattern: str = "",
-    subset: str = "",
-    split: str = "train",
-    *,
-    streaming: bool = False,
-    converter: str = "",
-) -> Rows:
-    """As `find_rows`, each made into a known form by the function that `converter` names, if it does."""
-    rows = find_rows(path, pattern, subset, split, streaming=streaming)
-    return ConvertedRows(rows, {}, converter) if converter else rows
-
-
-def find_rows(path: str, pattern: str, subset: str, split: str, *, streaming: bool) -> Rows:
+def find_rows(
+    path: str, pattern: str = "", subset: str = "", split: str = "train", *, streaming: bool = False
+) -> LocalRows | HubRows:
     """Return the rows at `path`: a file, all such files in a folder and its subfolders, or a dataset of the hub.
 
     A folder that `datasets` saved is its rows; of several splits those of `split`. In another folder, files that match

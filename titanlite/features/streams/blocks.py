@@ -1,4 +1,4 @@
-"""What a block of a stream's rows becomes: made by one process of a machine, and read by its others.
+"""Blocks of a stream's rows: tokenized ahead by a thread, in one process of a machine, and read by its others.
 
 Each rank needs every block, for the length of a block is not known without. Tokenizing it in all of them would take the
 CPUs of a machine with 8 GPUs 8 times.
@@ -7,47 +7,20 @@ CPUs of a machine with 8 GPUs 8 times.
 import json
 import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Generic, Protocol, TypeVar
 from zipfile import BadZipFile
 
 import numpy as np
 
 from titanlite.data.cache import get_code_digest, load_or_make, stamp_files
-from titanlite.features.sft.encode import Example, ExampleEncoder
-from titanlite.features.sft.examples import CODE, ExampleHeader, TokenizedExamples, encode_rows, get_place
-from titanlite.features.sft.readers import RowError
-from titanlite.features.sft.rows import Row, describe_place
+from titanlite.features.sft.examples import CODE, EncodedBlock, TokenizedExamples, read_header
 
 _ARRAYS = ("tokens", "flags", "offsets", "num_trained", "places")
-
-
-@dataclass(frozen=True)
-class EncodedBlock:
-    """The examples of a block, in memory; None if no row can be used.
-
-    Attributes:
-        problems: (reason, place and what is wrong) of each row that cannot be used, in order.
-    """
-
-    examples: TokenizedExamples | None
-    problems: list[tuple[str, str]]
-
-
-def encode_block(encoder: ExampleEncoder | None, batch: list[Row], names: tuple[str, ...]) -> EncodedBlock:
-    """Render and tokenize the rows of one block. Without an encoder, no row has a known form."""
-    found: list[tuple[Row, Example]] = []
-    problems = []
-    for row, result in encode_rows(encoder, batch):
-        if isinstance(result, RowError):
-            problems.append((result.reason, f"{describe_place(names, row.file, row.number)}: {result}"))
-        else:
-            found += [(row, example) for example in result]
-    examples = _join(found, encoder, names) if found and encoder is not None else None
-    return EncodedBlock(examples, problems)
 
 
 def name_folder(key: str, files: Sequence[str]) -> str:
@@ -104,37 +77,64 @@ def _load(path: Path) -> EncodedBlock | None:
             problems = [(reason, text) for reason, text in content["problems"]]
             if content["header"] is None:
                 return EncodedBlock(None, problems)
-            table: dict[str, Any] = content["header"]
-            table |= {name: tuple(table[name]) for name in ("names", "stop_token_ids")}
-            header = ExampleHeader(**table)
+            header = read_header(content["header"])
             arrays = {name: stored[name] for name in _ARRAYS}
     except (OSError, BadZipFile, ValueError, KeyError, TypeError, EOFError):
         return None
     return EncodedBlock(TokenizedExamples(header=header, content="", **arrays), problems)
 
 
-def _join(found: list[tuple[Row, Example]], encoder: ExampleEncoder, names: tuple[str, ...]) -> TokenizedExamples:
-    """Join examples to the same arrays as a tokenized file has."""
-    documents = [document for _, example in found for document in example]
-    offsets = np.cumsum([0, *(len(document.ids) for document in documents)])
-    header = ExampleHeader(
-        form=encoder.form,
-        dtype="uint32",
-        documents_per_example=len(documents) // len(found),
-        num_examples=len(found),
-        num_tokens=int(offsets[-1]),
-        vocab_size=max(int(document.ids.max()) for document in documents) + 1,
-        num_rows=len(found),
-        stop_token_ids=tuple(sorted(encoder.stop_token_ids)),
-        counts=encoder.renderer.take_counts(),
-        names=names,
-    )
-    return TokenizedExamples(
-        tokens=np.concatenate([document.ids for document in documents]).astype(np.uint32),
-        flags=np.concatenate([document.flags for document in documents]),
-        offsets=offsets,
-        num_trained=np.array([document.num_trained for document in documents]),
-        places=np.array([get_place(row) for row, _ in found]),
-        header=header,
-        content="",
-    )
+class Block(Protocol):
+    """What is known of a block when it is made: how many sequences it has, and the first row of the next one."""
+
+    @property
+    def num_sequences(self) -> int: ...
+
+    @property
+    def next_start(self) -> int: ...
+
+
+B = TypeVar("B", bound=Block)
+
+
+class StreamAhead(Generic[B]):
+    """Blocks made before they are asked for: each begins after the last row of the one before, so one thread makes all.
+
+    Attributes:
+        num_wanted: sequences that are to be ready; may be changed at any time. As many blocks are made ahead as have
+            them in the mean of those that have any.
+        most_blocks: the most blocks that were begun and not taken at a time.
+    """
+
+    def __init__(self, make: Callable[[int], B]) -> None:
+        """`make` gives the block that begins with a row. It is called by one thread."""
+        self.num_wanted = self.most_blocks = 1
+        self._make = make
+        self._futures: dict[int, Future[B]] = {}  # by the block's number
+        self._num_taken = self._num_sequences = 0
+        self._thread = ThreadPoolExecutor(1, "titanlite-stream")
+
+    def take(self, number: int, start: int) -> B:
+        """Block `number`, whose first row is `start`, as soon as it is made; those before it are dropped.
+
+        What `make` raised for it is raised here, as often as it is asked for, and nothing is made behind it.
+        """
+        if number not in self._futures:
+            for future in self._futures.values():
+                future.cancel()
+            self._futures = {number: self._thread.submit(self._make, start)}
+        newest = self._futures[number]
+        block = newest.result()
+        self._futures = {n: future for n, future in self._futures.items() if n > number}
+        self._num_taken += block.num_sequences > 0
+        self._num_sequences += block.num_sequences
+        count = -(-self.num_wanted * self._num_taken // self._num_sequences) if self._num_sequences else 1
+        for following in range(number + 1, number + 1 + count):
+            if following not in self._futures:
+                self._futures[following] = self._thread.submit(self._make_after, newest)
+            newest = self._futures[following]
+        self.most_blocks = max(self.most_blocks, len(self._futures))
+        return block
+
+    def _make_after(self, before: Future[B]) -> B:
+        return self._make(before.result().next_start)  # done: the thread took it first

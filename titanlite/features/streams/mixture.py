@@ -36,7 +36,7 @@ from titanlite.data.dataset import (
 )
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.features.sft.build import build_example_dataset, load_example_tokenizer
-from titanlite.features.sft.documents import DocumentRows
+from titanlite.features.sft.dataset import DocumentRows
 from titanlite.features.streams.stream import build_stream_dataset
 
 PERIOD = 1 << 14  # samples, where there are weights: shares are multiples of 1/16384

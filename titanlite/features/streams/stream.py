@@ -7,8 +7,7 @@ folder, and a resumed run skips the rows before its block without rendering or t
 Parquet without parsing them. Where the counts are missing (another machine, without a shared cache), the blocks are
 tokenized again.
 
-The blocks of the next step are made in a thread while the present one is trained on (`stream_ahead`), once per machine
-(`stream_blocks`).
+The blocks of the next step are made in a thread while the present one is trained on, once per machine.
 """
 
 import json
@@ -16,8 +15,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from hashlib import sha256
-from importlib import metadata
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,15 +28,13 @@ from titanlite.config.schema import JobConfig
 from titanlite.data.build import resolve_tokenizer_path
 from titanlite.data.cache import get_cache_folder, write_atomic
 from titanlite.data.dataset import Batch, get_permutation
-from titanlite.data.tokenizer import count_ids, serialize
-from titanlite.features.sft.build import build_held_out, get_padding, load_example_tokenizer
+from titanlite.data.tokenizer import count_ids
+from titanlite.features.sft.build import build_held_out, get_chat_warnings, get_padding, load_example_tokenizer
 from titanlite.features.sft.dataset import ExampleSet, fit_examples, get_documents, make_batch, pack_examples
 from titanlite.features.sft.encode import ExampleEncoder
-from titanlite.features.sft.examples import get_chat_settings, get_field_settings, make_encoder, refuse_rows
-from titanlite.features.sft.report import get_chat_warnings
+from titanlite.features.sft.examples import EncodedBlock, encode_block, make_encoder, make_key, refuse_rows
 from titanlite.features.sft.rows import Row, Rows, open_rows
-from titanlite.features.streams.ahead import StreamAhead
-from titanlite.features.streams.blocks import EncodedBlock, encode_block, name_folder, share_block
+from titanlite.features.streams.blocks import StreamAhead, name_folder, share_block
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -51,25 +46,13 @@ _get_order = lru_cache(maxsize=16)(get_permutation)  # blocks are small, and the
 _KEPT_FILES = 8  # at least, of blocks: several runs of a machine may be at different places of one stream
 
 
-class _LeftOut:
-    """What is left out of rows, by reason: how often, and the first of it in words."""
-
-    def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()
-        self.first: dict[str, str] = {}
-
-    def add(self, what: str, reason: str, count: int, text: str = "") -> None:
-        name = f"{what}: {reason}"
-        self.first.setdefault(name, text)
-        self.counts[name] += count
-
-
 @dataclass(frozen=True)
 class _Block:
     """Sequences made of the rows from `start` on, in the order of training.
 
     Attributes:
-        left_out: how much of its rows was not used, by reason, with the first example of it or "".
+        left_out: how much of its rows was not used, by reason.
+        problems: (reason, place and what is wrong) of each row that cannot be used.
         next_start: the first row of the next block.
     """
 
@@ -77,7 +60,8 @@ class _Block:
     num_rows: int
     content: ExampleSet | None
     sequences: list[np.ndarray]
-    left_out: _LeftOut
+    left_out: Counter[str]
+    problems: list[tuple[str, str]]
     next_start: int
 
     @property
@@ -119,9 +103,10 @@ class StreamDataset:
         self.left_out: Counter[str] = Counter()
         self.chat_counts: Counter[str] = Counter()  # as in ExampleHeader.counts
         self.stop_token_ids = set(() if held_out is None else held_out.examples.header.stop_token_ids)
-        self._key = _get_key(data, (rows.names, rows.get_stamp()), tokenizer, seq_len)
+        packing = (_FORMAT_VERSION, data.too_long, data.packing, data.streaming_block_rows, seq_len)
+        self._key = make_key(data, tokenizer, (*packing, rows.names, rows.get_stamp()))
         identity = rows.get_identity()
-        digest = _get_key(data, identity, tokenizer, seq_len)[:8]
+        digest = make_key(data, tokenizer, (*packing, *identity))[:8]
         # A digest of rows and settings, in words.
         self.fingerprint = f"a stream of {', '.join(identity[:4])} (digest {digest}), sequences of {seq_len}"
         self._counts_file = get_cache_folder(data) / "streams" / f"{self._key}.json"
@@ -235,33 +220,31 @@ class StreamDataset:
             self._encoder = make_encoder(self.data, self.tokenizer, batch)
             if self.form == "auto" and self._encoder is not None and self._encoder.form == "preference":
                 raise DataError('data: the stream has preference pairs. Say so with data.format = "preference".')
-        left_out = _LeftOut()
+        left_out: Counter[str] = Counter()
         # Another rank may be a step behind, which is fewer blocks than are made ahead, and has as many ahead itself.
         keep = max(_KEPT_FILES, 3 * self._ahead.most_blocks)
         encoder, names = self._encoder, self.rows.names
         encoded = share_block(self._blocks_folder, start, lambda: encode_block(encoder, batch, names), keep=keep)
         content = self._collect(encoded, left_out)
         sequences = [] if content is None else pack_examples(content, self.seq_len, packing=self.data.packing)
-        return _Block(start, len(batch), content, sequences, left_out, self._get_next_start(start, len(batch)))
+        following = self._get_next_start(start, len(batch))
+        return _Block(start, len(batch), content, sequences, left_out, encoded.problems, following)
 
-    def _collect(self, block: EncodedBlock, left_out: _LeftOut) -> ExampleSet | None:
-        """Return the examples of a block that fit, or None; the others are added to `left_out`."""
-        for reason, text in block.problems:
-            left_out.add("rows skipped", reason, 1, text)
+    def _collect(self, block: EncodedBlock, left_out: Counter[str]) -> ExampleSet | None:
+        """Return the examples of a block that fit, or None; the others are counted in `left_out`."""
+        left_out.update(f"rows skipped: {reason}" for reason, _ in block.problems)
         if self.data.bad_rows == "error" and block.problems:
             refuse_rows([text for _, text in block.problems])
         if block.examples is None:
             return None
         fitting = fit_examples(block.examples, self.seq_len, self.data.too_long, may_be_empty=True)
-        for reason, count in fitting.dropped.items():
-            left_out.add("examples dropped", reason, count)
+        left_out.update({f"examples dropped: {reason}": count for reason, count in fitting.dropped.items()})
         if fitting.num_cut:
-            left_out.add("examples cut", f"to {self.seq_len} tokens", fitting.num_cut)
+            left_out[f"examples cut: to {self.seq_len} tokens"] = fitting.num_cut
         return fitting if len(fitting.selected) else None
 
     def _report(self, block: _Block) -> None:
         """Count what a block leaves out, and keep the tokens that end its answers; each reason is logged once."""
-        left_out = block.left_out
         if block.content is not None:
             header = block.content.examples.header
             self.stop_token_ids.update(header.stop_token_ids)
@@ -269,21 +252,11 @@ class StreamDataset:
                 for warning in get_chat_warnings({what: header.counts[what]}):
                     logger.warning("data: %s, counted from here on", warning)
             self.chat_counts.update(header.counts)
-        for name, text in left_out.first.items():
+        firsts = {f"rows skipped: {reason}": f"; the first: {text}" for reason, text in reversed(block.problems)}
+        for name in block.left_out:
             if name not in self.left_out and self.data.bad_rows != "error":
-                logger.warning("data: %s, counted from here on%s", name, f"; the first: {text}" if text else "")
-        self.left_out += left_out.counts
-
-
-def _get_key(data: DataSection, rows: Sequence[object], tokenizer: "PreTrainedTokenizerFast", seq_len: int) -> str:
-    settings = [
-        *(_FORMAT_VERSION, metadata.version("transformers"), data.format, data.train_on, data.bad_rows, data.too_long),
-        *(data.packing, data.streaming_block_rows, seq_len, *rows, tokenizer.eos_token_id),
-        *(tokenizer.special_tokens_map, *get_chat_settings(data, tokenizer), serialize(tokenizer)),
-        *get_field_settings(data),
-        *(["equal pairs dropped"] if data.format == "preference" else []),  # other keys stay as they were
-    ]
-    return sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:32]
+                logger.warning("data: %s, counted from here on%s", name, firsts.get(name, ""))
+        self.left_out += block.left_out
 
 
 def _load_counts(file: Path) -> list[tuple[int, int, int]]:

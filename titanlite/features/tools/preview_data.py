@@ -24,12 +24,11 @@ from titanlite.config.data import DataSection
 from titanlite.data.dataset import PackedDataset, SequenceDataset, TrainDataset, get_sources
 from titanlite.data.loader import TrainLoader
 from titanlite.features.images.rows import ImageDataset
-from titanlite.features.sft import report
+from titanlite.features.sft import build as report
 from titanlite.features.sft.chat import END, TRAINED
 from titanlite.features.sft.chat_parts import describe_kind
 from titanlite.features.sft.chat_template import with_chat_date
-from titanlite.features.sft.dataset import ExampleDataset, ExampleSet
-from titanlite.features.sft.documents import DocumentRows
+from titanlite.features.sft.dataset import DocumentRows, ExampleDataset, ExampleSet
 from titanlite.features.sft.examples import make_encoder
 from titanlite.features.sft.forms import Chat, parse_row
 from titanlite.features.sft.readers import RowError

@@ -4,7 +4,7 @@ import pytest
 
 from titanlite.data.dataset import IGNORE_INDEX, PackedDataset
 from titanlite.data.tokens import TokenizedCorpus
-from titanlite.features.sft.documents import DocumentRows
+from titanlite.features.sft.dataset import DocumentRows
 
 MakeDataset = Callable[..., PackedDataset]
 

@@ -21,9 +21,9 @@ from titanlite.data import cache
 from titanlite.data.loader import TrainLoader
 from titanlite.features.generate.evaluate import EvaluationPrompt, evaluation_prompts, read_evaluation_prompts
 from titanlite.features.sft import examples as examples_module
+from titanlite.features.sft.build import describe
 from titanlite.features.sft.chat import TRAINED
 from titanlite.features.sft.dataset import ExampleDataset
-from titanlite.features.sft.report import describe
 from titanlite.features.sft.rows import LocalRows
 from titanlite.ops import IGNORE_INDEX
 
@@ -267,7 +267,7 @@ def test_second_build_maps_the_files_of_the_first(make_job: MakeJob, monkeypatch
     first = build(job)
     assert isinstance(first.train.examples.tokens.base, np.memmap) or isinstance(first.train.examples.tokens, np.memmap)
     with monkeypatch.context() as patch:
-        patch.setattr(examples_module, "_Builder", lambda *_: pytest.fail("tokenized again"))
+        patch.setattr(examples_module, "_write", lambda *_: pytest.fail("tokenized again"))
         again = build(make_job(rows, bad_rows="skip", too_long="cut", seq_len=32))  # lengths are no part of the key
     assert again.train.examples.header == first.train.examples.header
     assert again.train.examples.header.skipped["missing field"].count == 1

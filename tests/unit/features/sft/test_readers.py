@@ -2,13 +2,13 @@
 
 import errno
 import gzip
+import io
 import json
 import random
 import re
 import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -22,9 +22,9 @@ from pyarrow.parquet import ParquetFile, write_table
 from titanlite.assemble import build_data
 from titanlite.base.errors import DataError
 from titanlite.config.schema import JobConfig
-from titanlite.features.sft import readers, row_limits
+from titanlite.features.sft import readers
 from titanlite.features.sft.readers import RowError
-from titanlite.features.sft.rows import LocalRows, Row, Rows, build_rows
+from titanlite.features.sft.rows import LocalRows, Row, Rows, find_rows
 
 MakeJob = Callable[..., JobConfig]
 _MARK = b"\xef\xbb\xbf"
@@ -65,7 +65,7 @@ def test_rows_of_a_mixed_folder_from_any_row_on(tmp_path: Path, monkeypatch: pyt
     (folder / "h.json").write_text('[{"a": 1}, 2, {"a": 3}]')
     (folder / "i.json").write_text("")
     (folder / "j.jsonl").write_bytes(b'{"a": 6}\n{"a": 7}\n')
-    found = _assert_starts_anywhere(build_rows(str(folder)), tmp_path / "cache")
+    found = _assert_starts_anywhere(find_rows(str(folder)), tmp_path / "cache")
     assert [sum(row.file == file for row in found) for file in range(10)] == [5, 1, 1, 7, 3, 1, 1, 3, 1, 2]
     assert "not UTF-8. Convert it: iconv" in str(found[3].content)
 
@@ -76,7 +76,7 @@ def test_lines_from_any_row_on(tmp_path_factory: pytest.TempPathFactory, lines: 
     (folder / "a.jsonl").write_bytes(b"\n".join(lines) + b"\n" * ends)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(readers, "_MARK_BYTES", 10)
-        rows = build_rows(str(folder))
+        rows = find_rows(str(folder))
         expected = [_compare(row) for row in rows]
         for start in range(len(expected) + 2):
             assert [_compare(row) for row in rows.iterate_from(start)] == expected[start:]
@@ -104,7 +104,7 @@ def test_rows_that_are_skipped_are_not_parsed(tmp_path: Path, monkeypatch: pytes
         lines = "".join(json.dumps({"a": i}) + "\n" for i in range(1000))
         (tmp_path / f"{number}.jsonl").write_text(lines)
         _write_parquet(tmp_path / f"{number}.parquet", [f"text {i}" for i in range(1000)], 100)
-    rows = build_rows(str(tmp_path))
+    rows = find_rows(str(tmp_path))
     for first, start, file in ((True, 3500, 3), (False, 3500, 3), (True, 2500, 2), (False, 1500, 1), (False, 500, 0)):
         work |= dict.fromkeys(work, 0)
         row = next(iter(rows.iterate_from(start, tmp_path / "cache")))
@@ -128,7 +128,7 @@ def test_a_row_group_that_cannot_be_read_is_as_many_bad_rows(tmp_path: Path, mon
 
     monkeypatch.setattr(ParquetFile, "iter_batches", damaged)
     monkeypatch.setattr(readers, "_BATCH_ROWS", 2)
-    found = _assert_starts_anywhere(build_rows(str(file)), tmp_path / "cache")
+    found = _assert_starts_anywhere(find_rows(str(file)), tmp_path / "cache")
     assert [row.number for row in found if isinstance(row.content, RowError)] == [7, 8]
     text = "row group 2 of the file cannot be read (Output buffer size (4) must be 9 or larger.). Write the file again."
     assert str(found[6].content) == text and len(found) == 12
@@ -138,7 +138,7 @@ def test_a_text_of_a_parquet_file_that_is_not_utf8(tmp_path: Path) -> None:
     file = tmp_path / "a.parquet"
     offsets = pa.array([0, 1, 2, 3], pa.int32()).buffers()[1]
     write_table(pa.table({"text": pa.StringArray.from_buffers(3, offsets, pa.py_buffer(b"a\xffc"))}), file)
-    found = _assert_starts_anywhere(build_rows(str(file)), tmp_path / "cache")
+    found = _assert_starts_anywhere(find_rows(str(file)), tmp_path / "cache")
     assert [row.content for row in found[::2]] == [{"text": "a"}, {"text": "c"}]
     assert str(found[1].content) == "a text of the row is not UTF-8 (invalid start byte). Write the file again."
 
@@ -163,7 +163,7 @@ def test_parquet_is_read_as_datasets_reads_it(tmp_path: Path) -> None:
         files.append(tmp_path / "c.parquet")
     for file in files:
         expected = load_dataset("parquet", data_files=str(file), split="train", streaming=True)
-        found = [row.content for row in build_rows(str(file))]
+        found = [row.content for row in find_rows(str(file))]
         assert found == [readers.drop_none(row) for row in expected]
     if mixed:
         assert found == [{"a": [{"b": 0}, {"c": "d"}]}]
@@ -192,11 +192,11 @@ def test_compressed_lines_are_the_same_rows(tmp_path: Path, monkeypatch: pytest.
         (tmp_path / "plain" / name).write_bytes(content)
         half = len(content) // 2
         (tmp_path / "compressed" / (name + ending)).write_bytes(compress(content[:half]) + compress(content[half:]))
-    plain = build_rows(str(tmp_path / "plain"))
-    rows = build_rows(str(tmp_path / "compressed"))
+    plain = find_rows(str(tmp_path / "plain"))
+    rows = find_rows(str(tmp_path / "compressed"))
     found = _assert_starts_anywhere(rows, tmp_path / "cache")
     assert [_compare(row) for row in found] == [_compare(row) for row in plain]
-    assert build_rows(str(tmp_path / "compressed"), "c.*").names == (str(tmp_path / f"compressed/c.jsonl{ending}"),)
+    assert find_rows(str(tmp_path / "compressed"), "c.*").names == (str(tmp_path / f"compressed/c.jsonl{ending}"),)
 
 
 @pytest.mark.parametrize("ending", COMPRESS)
@@ -230,7 +230,7 @@ def test_a_damaged_compressed_file_is_named(tmp_path: Path, ending: str) -> None
         (b"of another format", ""),
     ):
         file.write_bytes(content)
-        rows = build_rows(str(file))
+        rows = find_rows(str(file))
         for start in (0, 10**6):
             with pytest.raises(DataError, match=rf"^data: {file} is damaged or cut off{place} \(.*\)\. Write or copy"):
                 list(rows.iterate_from(start, tmp_path / "cache"))
@@ -240,30 +240,13 @@ def test_a_disk_that_fails_is_no_damage(tmp_path: Path, monkeypatch: pytest.Monk
     file = tmp_path / "a.jsonl.gz"
     file.write_bytes(gzip.compress(b'{"a": 1}\n'))
 
-    def fail(*_: object) -> bytes:
-        raise OSError(errno.EIO, "Input/output error")
+    class Failing(io.BytesIO):
+        def read(self, *_: object) -> bytes:
+            raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(gzip.GzipFile, "readinto", fail)
+    monkeypatch.setattr(readers, "open_regular", lambda *_, **__: Failing())
     with pytest.raises(DataError, match=r"^data: cannot read .*a\.jsonl\.gz: Input/output error\."):
-        list(build_rows(str(file)))
-
-
-def test_a_pyarrow_without_zstd_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "a.jsonl.zst"
-    file.write_bytes(_compress_zstd(b'{"a": 1}\n'))
-    with monkeypatch.context() as patch:
-        patch.setattr(pa, "Codec", SimpleNamespace(is_available=lambda _: False))
-        with pytest.raises(
-            DataError, match=r"cannot decompress .*a\.jsonl\.zst: this pyarrow \(.*\) was built without zstd"
-        ):
-            list(build_rows(str(file)))
-    assert len(list(build_rows(str(file)))) == 1
-
-
-@pytest.fixture
-def short_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_limits, "MOST_LINE_BYTES", 5000)
-    monkeypatch.setattr(readers, "_MOST_ARRAY_BYTES", 20_000)
+        list(find_rows(str(file)))
 
 
 @pytest.mark.parametrize("ending", [".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".csv", ".parquet"])

@@ -12,7 +12,7 @@ from titanlite.assemble import build_data
 from titanlite.base.errors import DataError
 from titanlite.config.schema import JobConfig
 from titanlite.features.sft.readers import RowError
-from titanlite.features.sft.rows import HubRows, build_rows
+from titanlite.features.sft.rows import HubRows, find_rows
 
 MakeJob = Callable[..., JobConfig]
 GOOD = {"prompt": "a", "completion": "b"}
@@ -20,7 +20,7 @@ CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "co
 
 
 def read(path: Path | str, **options: str) -> list[tuple[int, object]]:
-    return [(row.number, row.content) for row in build_rows(str(path), **options)]
+    return [(row.number, row.content) for row in find_rows(str(path), **options)]
 
 
 def message(**changes: object) -> dict[str, object]:
@@ -207,11 +207,11 @@ def test_folder(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     for name in ("b.jsonl", "sub/a.csv", "readme.txt"):
         (tmp_path / name).write_text("prompt,completion\na,b\n" if name.endswith("csv") else '{"prompt": "x"}\n')
-    rows = build_rows(str(tmp_path))
+    rows = find_rows(str(tmp_path))
     assert [Path(name).name for name in rows.names] == ["b.jsonl", "a.csv"]
     assert [(row.file, row.number) for row in rows] == [(0, 1), (1, 2)]
-    assert build_rows(str(tmp_path), "*.csv").names == (str(tmp_path / "sub/a.csv"),)
-    assert rows.get_digest(tmp_path / "cache") != build_rows(str(tmp_path), "*.csv").get_digest(tmp_path / "cache")
+    assert find_rows(str(tmp_path), "*.csv").names == (str(tmp_path / "sub/a.csv"),)
+    assert rows.get_digest(tmp_path / "cache") != find_rows(str(tmp_path), "*.csv").get_digest(tmp_path / "cache")
 
 
 def test_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,7 +219,7 @@ def test_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Dataset.from_list([{"prompt": "a", "completion": "b"}, {"prompt": "c"}]).save_to_disk(str(tmp_path / "saved"))
     saved = Dataset.load_from_disk(str(tmp_path / "saved"))
     monkeypatch.setattr("datasets.load_dataset", lambda *args, **kwargs: (asked.update(kwargs, args=args), saved)[1])
-    rows = build_rows("owner/name@v1", subset="sub", split="test")
+    rows = find_rows("owner/name@v1", subset="sub", split="test")
     assert isinstance(rows, HubRows) and rows.names == ("owner/name@v1/sub (test)",)
     assert [(row.number, row.content) for row in rows] == [
         (1, {"prompt": "a", "completion": "b"}),
@@ -227,13 +227,13 @@ def test_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     assert asked == {"args": ("owner/name", "sub"), "split": "test", "revision": "v1", "streaming": False}
     digest = rows.get_digest(tmp_path / "cache")
-    assert len(digest) == 64 and digest != build_rows("owner/name@v1").get_digest(tmp_path / "cache")
+    assert len(digest) == 64 and digest != find_rows("owner/name@v1").get_digest(tmp_path / "cache")
 
     monkeypatch.setattr(
         "datasets.load_dataset", lambda *_, **kwargs: (asked.update(kwargs), saved.to_iterable_dataset())[1]
     )
     monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", lambda *_, **__: SimpleNamespace(sha="abc"))
-    stream = build_rows("owner/name", streaming=True)
+    stream = find_rows("owner/name", streaming=True)
     assert [(row.number, row.content) for row in stream.iterate_from(1)] == [(2, {"prompt": "c"})]
     assert asked["streaming"] is True and asked["revision"] == stream.get_stamp() == "abc"
 
@@ -242,11 +242,11 @@ def test_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", cut_off)
     with pytest.raises(DataError, match=r"cannot stream 'owner/other' from the Hugging Face hub: no network"):
-        build_rows("owner/other", streaming=True).get_stamp()
+        find_rows("owner/other", streaming=True).get_stamp()
 
     def fail(*_: object, **__: object) -> None:
         raise ValueError('Unknown split "test".')
 
     monkeypatch.setattr("datasets.load_dataset", fail)
     with pytest.raises(DataError, match=r"cannot load 'owner/name', split 'test', from the .* Unknown split"):
-        list(build_rows("owner/name", split="test"))
+        list(find_rows("owner/name", split="test"))

@@ -47,7 +47,7 @@ def take(dataset: StreamDataset, start: int, stop: int) -> list[list[int]]:
 
 def wait(dataset: StreamDataset) -> list[Any]:
     """The blocks that are ready when the thread has nothing more to do."""
-    futures = dataset._ahead._chain.futures
+    futures = dataset._ahead._futures
     while not all(future.done() for future in list(futures.values())):
         time.sleep(0.001)
     return [future.result() for future in futures.values()]
