@@ -35,9 +35,7 @@ def build_sft(job: JobConfig) -> tuple["PreTrainedTokenizerFast", ExampleDataset
 def build_example_dataset(
     data: DataSection, seq_len: int, where: str = "data", tokenizer: "PreTrainedTokenizerFast | None" = None
 ) -> tuple["PreTrainedTokenizerFast", ExampleDataset]:
-    """Load the tokenizer, with `data.chat_template` if that is set, and the examples of `data.path`, ready for batches.
-
-    `where` is the section that they are from, for the log. The tokenizer is loaded unless it is given.
+    """Load the tokenizer, unless it is given, and the examples of `data.path`; `where` is the section, for the log.
 
     Raises:
         DataError: there is no tokenizer or template, a row is bad, or an example too long, and the settings say so.

@@ -55,9 +55,8 @@ _INDEX = re.compile(r"\[.*?\]|, .*")
 
 @dataclass(frozen=True)
 class Turn:
-    """One answer as inference produces it: the model gets `prompt` and writes `body` and `end`.
-
-    `marks` are the places in `body` that the template marks with {% generation %}; None: all of it.
+    """One answer as inference produces it: the model gets `prompt` and writes `body` and `end`. Of `body` only `marks`
+    are trained, places that the template marks with {% generation %}; None: all of it.
     """
 
     prompt: str
@@ -67,16 +66,12 @@ class Turn:
 
     @cached_property
     def text(self) -> str:
-        """Prompt and answer."""
         return self.prompt + self.body + self.end
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """The turns to train on. `joined` is True if each turn's prompt begins with the turn before.
-
-    `whole` is the finished conversation.
-    """
+    """The turns to train on, the finished conversation, and whether each turn's prompt begins with the turn before."""
 
     turns: list[Turn]
     joined: bool
@@ -84,14 +79,10 @@ class Conversation:
 
 
 class ChatRenderer:
-    """Renders chats with the template of `tokenizer`.
+    """Renders chats with the template of `tokenizer`; `date` is its today, as ISO text (empty: the real one).
 
-    Args:
-        train_all: every token is trained, not only the answers.
-        warn_of_dropped: parts that the template drops are counted instead of refused.
-        date: what templates take for today, as ISO text; empty: today.
-
-    `counts` are numbers of chats or answers by what is worth saying about them.
+    With `train_all` every token is trained; with `warn_of_dropped` parts that the template drops are counted, not
+    refused. `counts` are numbers of chats or answers by what is worth saying about them.
     """
 
     def __init__(
@@ -114,11 +105,8 @@ class ChatRenderer:
         self._as_text: dict[object, bool] = {}
 
     def render_prompt(self, chat: Chat) -> str:
-        """Return the text that the model gets at inference to answer all messages of `chat`.
-
-        Raises:
-            DataError: the tokenizer has no chat template.
-            RowError: the template fails.
+        """Return the text that the model gets at inference to answer all messages of `chat`; raises as
+        `ChatTemplate.render`.
         """
         chat = self._prepare(chat)
         return self._apply(chat, chat.messages, prompt=True)
@@ -177,7 +165,6 @@ class ChatRenderer:
         return taken
 
     def _prepare(self, chat: Chat) -> Chat:
-        """`chat`, with the arguments of calls to be given as JSON text if the template takes nothing else."""
         first = next((message for message in chat.messages if message.get("tool_calls")), None)
         if first is None:
             return chat
@@ -238,11 +225,7 @@ class ChatRenderer:
         return Turn(prompt, body, frame.end, inside)
 
     def _check_parts(self, chat: Chat, keys: list[object], answers: list[int]) -> None:
-        """Every template ignores what it does not know; what the row says must not get lost in silence.
-
-        Raises:
-            RowError: names the first part that the text does not show, unless such parts are only counted.
-        """
+        """Refuse or count what the row says and the text does not show: templates ignore what they do not know."""
         if not chat.tools and not any(map(self._lost.get, keys, repeat((0,)))):
             return
         turns = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
@@ -261,9 +244,8 @@ class ChatRenderer:
             self.counts[f"{DROPPED}{_INDEX.sub('', name)}"] += 1
 
     def _find_lost(self, chat: Chat, i: int, stop: int, *, trained: bool) -> tuple[int, ...]:
-        """Numbers of the parts of messages[i] that the first `stop` messages as text do not show.
-
-        Thoughts of turns that are not trained may be dropped, as they are at inference.
+        """Numbers of the parts of messages[i] that the first `stop` messages do not show; thoughts of turns that are
+        not trained may be dropped, as at inference.
         """
 
         def show(message: dict[str, Any]) -> str:
@@ -299,7 +281,6 @@ class ChatRenderer:
             return False  # a template that refuses another value looks at it
 
     def _apply(self, chat: Chat, messages: Messages, *, prompt: bool = False) -> str:
-        """`messages` as text with the tools and arguments of `chat`."""
         return self._apply_all(chat, [messages], prompt=prompt)[0][0]
 
     def _apply_all(

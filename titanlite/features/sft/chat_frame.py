@@ -72,11 +72,8 @@ class FrameFinder:
     def probe(self, show: Show, messages: Messages, prompt: str) -> tuple[Frame, int] | None:
         """Return what the template writes around the last of `messages`, and where this answer starts in their text.
 
-        Found by putting other texts in its place. None if the finished turn shows another prompt
-        or nothing of the answer.
-
-        Raises:
-            RowError: the template fails.
+        Other texts in its place show it. None if the finished turn shows another prompt or nothing of the answer;
+        RowError if the template fails.
         """
         finished = [[*messages[:-1], probe_message(messages[-1], probe)] for probe in PROBES]
         done = [show(chat) for chat in finished]
@@ -100,9 +97,8 @@ class FrameFinder:
         return Frame(more, left, tail[alike:], glue, self._get_first_token(rest.lstrip())), start
 
     def _find_start(self, show: Show, messages: Messages, prompt: str, done: list[str]) -> tuple[str, str, int] | None:
-        """`more` and `left` of a frame, and the start of the answer in both texts of `done`.
-
-        None if the finished turn shows another prompt, and not only in its history.
+        """`more` and `left` of a frame, and the start of the answer in `done`; None if the turn shows another prompt,
+        and not only in its history.
         """
         if done[0].startswith(prompt):
             return "", "", len(prompt)

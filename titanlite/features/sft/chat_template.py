@@ -1,7 +1,6 @@
 """The tokenizer's chat template: the only place that renders one.
 
-A template is a program of others. Everything that it can raise becomes a `RowError`, and what it takes for today is
-one date for the whole run, or the text of a row would depend on when it is rendered.
+Everything that it can raise becomes a `RowError`, and what it takes for today is one date for the whole run.
 """
 
 import re
@@ -36,8 +35,6 @@ _KNOWN = {"messages", "tools", "documents", "add_generation_prompt", "raise_exce
 
 
 class ChatTemplate:
-    """The template of `tokenizer`; `date` is its today as ISO text, empty for the real one."""
-
     def __init__(self, tokenizer: "PreTrainedTokenizerFast", date: str = "") -> None:
         self._tokenizer = tokenizer
         self._date = date
@@ -53,8 +50,6 @@ class ChatTemplate:
         prompt: bool = False,
     ) -> list[tuple[str, Marks | None]]:
         """Each conversation as text, with the generation prompt if `prompt`; and the marks of a template that has any.
-
-        The texts are those of `apply_chat_template`, without its work for each call.
 
         Raises:
             DataError: the tokenizer has no chat template.
@@ -83,11 +78,7 @@ class ChatTemplate:
         return list(zip(texts, cast(Any, marks) if marked else [None] * len(texts), strict=True))
 
     def _get(self, tools: Messages | None) -> tuple[str, bool]:
-        """Return the Jinja text for rows with or without tools, its dates written out, and whether it has marks.
-
-        Raises:
-            DataError: there is none, or it is not known which one of several.
-        """
+        """Return the Jinja text for rows with or without tools, its dates written out, and whether it has marks."""
         has_tools = tools is not None
         if has_tools not in self._texts:
             if not self._tokenizer.chat_template:
@@ -123,9 +114,8 @@ def set_date(template: Any, date: str) -> Any:
 
 
 def set_arguments(template: Any, arguments: dict[str, Any]) -> Any:
-    """`template`, or each of several by name, with values for arguments that are not given when it is rendered.
-
-    They are part of its text, so that whatever renders a saved template takes the same ones.
+    """`template`, or each of several by name, with values for arguments that are not given when it is rendered: part of
+    its text, so that whatever renders a saved template takes the same ones.
     """
     if isinstance(template, dict):
         return {name: set_arguments(text, arguments) for name, text in template.items()}

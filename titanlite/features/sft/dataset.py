@@ -39,12 +39,8 @@ class ExampleSet:
     """Examples, or pieces of them, that fit into a row, with the part to use of each of their documents.
 
     Attributes:
-        examples: where the tokens are.
         selected: (n,) int64, the examples that are used; one that was split is there several times.
-        starts: (n, D) int64, the first token to use of each of the D documents of an example.
-        lengths: (n, D) int64, how many tokens to use from there on.
-        num_cut: examples that were cut to fit.
-        num_split: examples that were split to fit.
+        starts, lengths: (n, D) int64, what to use of each of the D documents of an example.
         dropped: examples left out, by reason.
     """
 
@@ -68,7 +64,6 @@ class ExampleSet:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all documents, after cutting."""
         return int(self.lengths.sum())
 
     @cached_property
@@ -190,8 +185,7 @@ def _cut_lengths(lengths: np.ndarray, seq_len: int) -> np.ndarray:
 def hold_out(whole: ExampleSet, share: float | None = None) -> tuple[ExampleSet, ExampleSet]:
     """(training set, held-out set): a fixed random choice of rows, as many as `get_num_held_out` says.
 
-    By rows and not by examples: the answers of one conversation share its text. The choice depends on the number of
-    rows alone. Not the last rows, as for a corpus: files are often sorted, and their end is another subject.
+    By rows, for the answers of one conversation share its text; and not the last ones, for files are often sorted.
 
     Raises:
         DataError: there are fewer than two rows, and some are to be held out.
@@ -211,10 +205,9 @@ def hold_out(whole: ExampleSet, share: float | None = None) -> tuple[ExampleSet,
 class ExampleDataset(ShuffledSequences):
     """Training rows, then held-out rows, of `seq_len` tokens each.
 
-    With `packing`, examples are packed best-fit-decreasing, which depends on their lengths alone and not on seed or
-    world size; without, each has a row for itself. A row holds at least one example, and every example a trained token.
-    Padding has the token `pad_token_id`, the label -100, the position 0 and the document id -1. `sources` are the sets
-    that `train` and `held_out` were taken from, with what was cut and dropped in them.
+    With `packing`, examples are packed best-fit-decreasing, which depends on their lengths alone; without, each has a
+    row for itself. Padding has the token `pad_token_id`, the label -100, the position 0 and the document id -1.
+    `sources` are the sets that `train` and `held_out` were taken from, with what was cut and dropped in them.
     """
 
     def __init__(
@@ -245,18 +238,15 @@ class ExampleDataset(ShuffledSequences):
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest token id in the data, padding included."""
         sizes = [part.examples.header.vocab_size for part in (self.train, self.held_out)]
         return max(*sizes, self.pad_token_id + 1)
 
     @property
     def stop_token_ids(self) -> set[int]:
-        """Tokens that answers end with."""
         return {token for source in self.sources for token in source.examples.header.stop_token_ids}
 
     @property
     def form(self) -> Form:
-        """The form of the training rows; pairs ('preference') are two documents each and not meant to be imitated."""
         return self.train.examples.header.form
 
     @property
@@ -279,11 +269,6 @@ class ExampleDataset(ShuffledSequences):
         return self._rows[index]
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
-        """Return the sequences `indices` (B,), as CPU tensors in that order.
-
-        Raises:
-            IndexError: an index is negative or not below `num_sequences`.
-        """
         places = np.asarray(indices, dtype=np.int64)
         if places.size == 0 or places.min() < 0 or places.max() >= self.num_sequences:
             raise IndexError(f"sequence indices {list(indices)} are not all in [0, {self.num_sequences})")
@@ -368,9 +353,8 @@ def pack_best_fit(lengths: np.ndarray, capacity: int) -> list[np.ndarray]:
     """Put items of `lengths` (n,) into bins of `capacity`, longest first, each into the fullest bin that has room
     (arXiv:2404.10830).
 
-    Returns the items of each bin, int64, in the order in which they were put in; every item is in exactly one bin.
-    Deterministic: items of one length go in the order of their indices. Bins are looked up by the room that they
-    have left, of which there are at most `capacity` values: O(n log capacity) comparisons.
+    Returns the items of each bin, int64, in the order in which they were put in. Items of one length go in the order of
+    their indices.
 
     Raises:
         ValueError: a length is below 1 or above `capacity`.

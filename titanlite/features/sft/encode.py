@@ -1,15 +1,13 @@
 """From rows to token ids with a flag for each: what is trained, and what is an answer.
 
-**Prompt and answer are tokenized one after the other**, not as one text. At inference the model gets the tokens of the
-prompt and writes the answer behind them; a token that reaches over the seam (a newline of the template merged with one
-of the answer) would never occur there. Tokenizers that put a space in front of every text (SentencePiece) are the
-exception: a piece from the middle would get a space that is not in the text. There the whole is tokenized, and taken if
-it begins with the tokens of each prompt.
+**Prompt and answer are tokenized one after the other**: at inference the model gets the tokens of the prompt, and a
+token that reaches over the seam would never occur. Tokenizers that put a space in front of every text (SentencePiece)
+are the exception: there the whole is tokenized, and taken if it begins with the tokens of each prompt.
 
 **Special tokens are added once.** A chat template writes the begin-of-text token itself; a prompt as plain text gets
-what the tokenizer puts in front of any text, unless it is there already. Completions and documents end with the
-end-of-text token, for nothing else would teach the model to stop. In a document, text that spells a special token is
-plain text, as in pretraining data; in chats and prompts it is the token, for prompts are written that way.
+what the tokenizer puts in front of any text, unless it is there already. Completions and documents end with the end-of-
+text token. In a document, text that spells a special token is plain text, as in pretraining data; in chats and prompts
+it is the token, for prompts are written that way.
 """
 
 from bisect import bisect_left, bisect_right
@@ -110,11 +108,7 @@ class ExampleEncoder:
         self._prefix = get_prefix(tokenizer)
 
     def encode(self, rows: Sequence[dict[str, Any]]) -> Iterator[list[Example] | RowError]:
-        """Yield the examples of each row, or why it has none; in order. All texts are tokenized in one call.
-
-        Raises:
-            DataError: the tokenizer has no chat template.
-        """
+        """Yield the examples of each row, or why it has none; in order. All texts are tokenized in one call."""
         drafts: list[list[_Draft] | RowError] = []
         for row in rows:
             try:
@@ -197,7 +191,6 @@ class ExampleEncoder:
         return tuple(seams)
 
     def _tokenize(self, drafts: list[_Draft]) -> list[list[Document]]:
-        """Return the documents of each draft."""
         texts = [(piece.text, draft.plain) for draft in drafts for piece in draft.pieces]
         texts += [(text, False) for draft in drafts for seam in draft.seams for text in (*seam, "".join(seam))]
         ids = iter(self._encode_batch(texts))

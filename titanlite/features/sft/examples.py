@@ -49,8 +49,7 @@ class ExampleHeader:
     """What the json file beside the tokens says about them.
 
     `documents_per_example` is 2 for preference pairs. `vocab_size` is one more than the largest id among the tokens.
-    `counts` are numbers of chats or answers by what is worth saying about them; `stop_token_ids` the tokens that
-    answers end with.
+    `counts` are as in `ChatRenderer`; `stop_token_ids` the tokens that answers end with.
     """
 
     form: Form
@@ -88,7 +87,6 @@ class TokenizedExamples:
     content: str
 
     def describe_place(self, example: int) -> str:
-        """Return the file and line, or row, of an example."""
         place = int(self.places[example])
         return describe_place(self.header.names, place >> _FILE_SHIFT, place & (1 << _FILE_SHIFT) - 1)
 
@@ -101,9 +99,6 @@ class TokenizedExamples:
 
 def build_examples(data: DataSection, rows: Rows, tokenizer: "PreTrainedTokenizerFast") -> TokenizedExamples:
     """Render and tokenize `rows`, or map the files made by an earlier call for the same rows and settings.
-
-    With `data.bad_rows` = 'skip', rows that cannot be used are counted by reason in the header, so that a run from the
-    cache reports them too. No more than 512 rows are in memory at once.
 
     Raises:
         DataError: a row cannot be used and `data.bad_rows` is 'error' (all bad rows among the same 512 are named); no
@@ -190,10 +185,8 @@ def _nothing(names: tuple[str, ...], num_rows: int, skipped: dict[str, Skipped])
 
 @dataclass(frozen=True)
 class EncodedBlock:
-    """The examples of some rows, in memory; None if no row can be used.
-
-    Attributes:
-        problems: (reason, place and what is wrong) of each row that cannot be used, in order.
+    """The examples of some rows, in memory, None if no row can be used; (reason, place and what is wrong) of each bad
+    row.
     """
 
     examples: TokenizedExamples | None

@@ -77,10 +77,8 @@ class Plain:
 
 
 def rename_fields(row: dict[str, Any], fields: Mapping[str, str]) -> dict[str, Any]:
-    """`row` with its columns under the names of `fields`, which gives the column of each field, or of `COLUMNS`.
-
-    Raises:
-        RowError: a column is missing.
+    """`row` with its columns under the names of `fields`, which gives the column of each field, or of `COLUMNS`; a
+    missing one is a RowError.
     """
     others = (name for name in row if name not in COLUMNS and name not in fields.values())
     plain = {name: known for name in others if (known := name.strip().lower()) in COLUMNS and known not in row}
@@ -399,11 +397,7 @@ def set_arguments_as_text(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def parse_object(value: Any, where: str) -> dict[str, Any]:
-    """`value`, out of JSON where it is text.
-
-    Raises:
-        RowError: it is no object; names `where`.
-    """
+    """`value`, out of JSON where it is text; a RowError names `where` if it is no object."""
     if isinstance(value, str):
         try:
             value = parse_json(value)

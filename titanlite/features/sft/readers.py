@@ -1,13 +1,10 @@
 """Readers of JSON lines, JSON arrays, CSV and Parquet: (number, row) pairs, with a `RowError` where a row is bad.
 
-JSON lines may be compressed, with gzip or zstd.
-
 JSON lines and CSV are read with the standard library: line numbers are exact, "123" stays text, and a key that one row
 has and another has not stays absent, where a columnar reader would merge the schemas and fill in None.
 
 A stream that resumes skips rows by the million. Of JSON lines and Parquet an index says how many rows a file has, and
-where reading can begin; the rows before are not parsed. Bad rows are counted too, so all that a reader yields has the
-length that the index says.
+where reading can begin. Bad rows are counted too.
 """
 
 import csv
@@ -51,8 +48,8 @@ class Reader:
     """How the rows of a file are read.
 
     Attributes:
-        read: the (number, row) pairs of a file from a row on, counted from 0, with the index of the file; without an
-            index, all of them.
+        read: the (number, row) pairs of a file from a row on, counted from 0, with the index of the file; without one,
+            all.
         index: marks in the order of the file, the last one at its end; None where rows can only be read to be counted.
         index_is_slow: making the index reads the whole file.
     """
@@ -130,11 +127,7 @@ def _read_whole(file: Path) -> tuple[int, dict[str, Any] | RowError] | None:
 
 
 def _read_lines(file: Path, begin: Mark) -> Iterator[bytes | int]:
-    """Yield the lines of a file from `begin` on, decompressed; of one longer than 64 MiB only its length in bytes.
-
-    Raises:
-        DataError: the file is damaged or cut off, or cannot be decompressed here.
-    """
+    """Yield the lines of a file from `begin` on, decompressed; of one longer than 64 MiB only its length in bytes."""
     number = begin.num_lines
     with _open(file) as stream:
         try:

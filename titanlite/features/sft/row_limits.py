@@ -1,9 +1,7 @@
 """Limits of a single row: what a stranger's row or template costs is that row's error, and not the run's end.
 
-A line has at most 64 MiB: one of a gigabyte, or of a bomb of gzip, costs its time and no memory.
-
-A template is a program. One that loops is interrupted in whatever thread renders it: a watchdog, one thread per
-process, raises in it. That interrupts Python, as templates are, and not one call of C; powers, which can keep the
+A line has at most 64 MiB. A template that loops is interrupted in whatever thread renders it: a watchdog, one thread
+per process, raises in it. That interrupts Python, as templates are, and not one call of C; powers, which can keep the
 interpreter for hours in a single one, are refused before.
 """
 
@@ -77,11 +75,7 @@ class _Watchdog:
         self._thread: threading.Thread | None = None
 
     def run(self, limit_s: float, function: Callable[..., T], *arguments: Any) -> T:
-        """Call `function`; 1 us more than the call itself.
-
-        Raises:
-            _TimeUpError: it took longer than `limit_s`.
-        """
+        """Call `function`, within `limit_s` or a _TimeUpError; 1 us more than the call itself."""
         if self._thread is None:
             with self._lock:
                 if self._thread is None:
@@ -134,7 +128,6 @@ def run_row(function: Callable[..., T], *arguments: Any) -> T:
 
     Raises:
         RowError: it takes more than 60 s, nests deeper than Python's stack, or needs more memory than there is.
-        Exception: what `function` raises.
     """
     try:
         return _watchdog.run(ROW_LIMIT_S, function, *arguments)

@@ -340,10 +340,8 @@ def find_rows(
     """Return the rows at `path`: a file, all such files in a folder and its subfolders, or a dataset of the hub.
 
     A folder that `datasets` saved is its rows; of several splits those of `split`. In another folder, files that match
-    `pattern`; without a pattern all `.jsonl`, `.json` (also with `.gz` or `.zst` behind), `.parquet` and `.csv` files
-    of `split` (`choose_split`).
-    A name `owner/name` or `owner/name@revision` that is no path here is looked up on the hub; with `streaming` its rows
-    are downloaded as they are read.
+    `pattern`; without one all files with rows of `split` (`choose_split`). A name `owner/name[@revision]` that is no
+    path here is looked up on the hub; with `streaming` its rows are downloaded as they are read.
 
     Raises:
         DataError: there is nothing at `path`, or nothing that can hold rows.
