@@ -99,8 +99,7 @@ def _plain(table: Mapping[str, Any]) -> dict[str, Any]:
 def _deferred() -> Iterator[None]:
     """In a program of the user's: SIGTERM and SIGINT end training after its step, and are delivered when this is left.
 
-    The second one, and one before the first step, is delivered at once. Under a launcher as `stop.install`. Only in the
-    main thread.
+    The second one, and one before the first step, is delivered at once. Only in the main thread.
     """
     stop.requested.clear()
     if threading.current_thread() is not threading.main_thread():

@@ -35,9 +35,8 @@ def install_kernels() -> None:
 def keep_freed_memory() -> None:
     """Let this process keep the host memory that it frees, for its next tensors, as CUDA's allocator does on GPUs.
 
-    By default glibc gives every block from 128 KiB to 32 MiB back to the kernel sooner or later; getting it again costs
-    a page fault and a cleared page per 4 KiB, in each step anew: a tenth of a small model's CPU time. The peak stays
-    what it was. Nothing is changed where the C library is not glibc.
+    By default glibc gives blocks back to the kernel, and getting them again costs page faults in each step: a tenth of
+    a small model's CPU time. The peak stays what it was. Nothing is changed where the C library is not glibc.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:

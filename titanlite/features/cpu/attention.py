@@ -39,13 +39,7 @@ def _num_threads() -> int:
 
 
 class _Block(NamedTuple):
-    """One block of queries of one sequence.
-
-    Attributes:
-        row: index in the batch.
-        heads: key/value heads.
-        queries, keys: positions.
-    """
+    """One block of queries of one sequence: its row in the batch, key/value heads, and positions."""
 
     row: int
     heads: slice
@@ -74,7 +68,7 @@ def host_attention(
 def host_attention_backward(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, allowed: torch.Tensor | None, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of (q, k, v)."""
+    """Return the gradients of (q, k, v)."""
     num_kv_heads = k.shape[2]
     q_BGRSK, k_BGSK, v_BGSK = _by_head(q, num_kv_heads).mul_(scale), _by_head(k), _by_head(v)
     dout_BGRSK = _by_head(dout, num_kv_heads)

@@ -1,12 +1,12 @@
 """Products of float32 matrices with oneDNN, on the processors where it is faster than torch's own way.
 
 torch multiplies float32 matrices on x86 with Intel's MKL, which does without AVX-512 on processors of other makers;
-oneDNN, with which torch multiplies bfloat16, does not. One core of a Zen 5 does 100 GFLOP/s with the one and 220 with
-the other. The operator that torch's compiler has for `F.linear` is the only way to oneDNN that keeps float32.
+oneDNN does not. One core of a Zen 5 does 100 GFLOP/s with the one and 220 with the other. The operator that torch's
+compiler has for `F.linear` is the only way to oneDNN that keeps float32.
 
-oneDNN makes code for each shape that it meets, in 0.3 ms, and torch keeps that of the latest 1024 shapes, 0.6 MB each.
-So it gets few numbers of rows, multiples of `ROWS` up to `MOST_ROWS` and multiples of that, and MKL the others. A
-token's result may differ in the last bits with the number of tokens beside it. Compiled layers are left to MKL.
+oneDNN makes code for each shape that it meets, and torch keeps that of the latest 1024 shapes, 0.6 MB each. So it gets
+few numbers of rows, multiples of `ROWS` up to `MOST_ROWS` and multiples of that, and MKL the others. A token's result
+may differ in the last bits with the number of tokens beside it. Compiled layers are left to MKL.
 
 Shapes: M rows (tokens), K reduction, N columns.
 """

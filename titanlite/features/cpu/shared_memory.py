@@ -44,12 +44,10 @@ _SETUP_TIMEOUT_S = 60.0  # ranks that have just met in a collective
 
 
 class _Message(NamedTuple):
-    """What a rank tells one peer in a round.
+    """What a rank tells one peer in a round, whose `number` it has.
 
     Attributes:
-        number: of the round.
-        kind: index in `_KINDS`.
-        dtype: index in `_DTYPES`.
+        kind, dtype: indices in `_KINDS` and `_DTYPES`.
         start, length: of an all-to-all, where among what the sender writes that lies which is for this peer, in
             elements; of the others, which all ranks enter with the same, 0 and the elements of the whole.
         more: true if the sender has more than it has written up to this round.
@@ -69,16 +67,14 @@ _FORMAT = struct.Struct("<QBBQQ?")
 class SharedMemory:
     """A `Transport`: the collectives of a group of ranks that share a machine. Made by `open_shared_memory`.
 
-    All tensors are on the host, contiguous, and of a dtype in `_DTYPES`.
-
-    Collectives: all of them; every rank of the group must call, in the same order.
+    All tensors are on the host, contiguous, and of a dtype in `_DTYPES`. Every rank of the group must call, in one
+    order.
 
     Args:
         ranks: global rank of every member, for messages.
         rank: this rank's place among them.
         peers: a connected socket to every other member, by its place.
-        memory: the regions of all members, mapped; 2 * len(ranks) * region_bytes.
-        region_bytes: size of a region, a multiple of 16.
+        memory: the regions of all members, mapped; 2 * len(ranks) * region_bytes, a multiple of 16.
 
     Raises:
         torch.distributed.DistNetworkError: (from every collective) a peer has ended, is in another collective, or does
@@ -170,7 +166,6 @@ class SharedMemory:
             done = upto
 
     def _next_regions(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return the regions of the next round, (members, elements)."""
         self._round += 1
         return self._bytes[self._round % 2].view(dtype)
 
@@ -208,7 +203,6 @@ class SharedMemory:
 
 
 def _segments(rows: Sequence[int], width: int) -> list[tuple[int, int]]:
-    """(start, end) of each member's rows among those of all, in elements."""
     return list(pairwise(accumulate((count * width for count in rows), initial=0)))
 
 
@@ -221,14 +215,12 @@ def _describe(message: _Message) -> str:
 def open_shared_memory(
     group: dist.ProcessGroup, timeout_s: float = DEFAULT_TIMEOUT_S, region_bytes: int = _REGION_BYTES
 ) -> SharedMemory | None:
-    """Connect the ranks of `group`; None on all of them if they are not on one machine, or it offers no such memory.
+    """Connect the ranks of a gloo group; None on all of them if they are not on one machine, or it offers no such
+    memory.
+
+    In a collective a rank waits `timeout_s` for each other one. Two regions of `region_bytes` are this rank's.
 
     Collectives: two gathers of a few bytes per rank over `group`; every rank must call.
-
-    Args:
-        group: a gloo group.
-        timeout_s: how long a rank waits for each other one in a collective.
-        region_bytes: memory per rank, twice.
     """
     rank, size = group.rank(), group.size()
     if size == 1:

@@ -55,10 +55,8 @@ def build_custom_objective(job: JobConfig, vocab_size: int) -> Objective:
 
 
 def _split(found: Any, shape: tuple[int, ...]) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
-    """Loss and metrics of what a function returned, all of this shape.
-
-    Raises:
-        TypeError: it is neither a loss nor a loss and a dictionary of metrics.
+    """Loss and metrics of what a function returned, all of this shape; a TypeError if it is neither a loss nor a loss
+    and a dictionary of metrics.
     """
     parts: tuple[Any, Any] = found if isinstance(found, tuple) and len(found) == 2 else (found, {})
     loss, metrics = parts
@@ -76,10 +74,8 @@ def _split(found: Any, shape: tuple[int, ...]) -> tuple[torch.Tensor, Mapping[st
 class TokenObjective(NextToken):
     """The mean of a function of the logits over the tokens with a label.
 
-    Args:
-        function: called with logits (C, V) float32 and labels (C,) int64, -100 where there is none; returns the losses
-            (C,), and maybe a dictionary of metrics (C,). It is called again in backward, and must do the same.
-        vocab_size: V.
+    It is called with logits (C, V) float32 and labels (C,) int64, -100 where there is none; returns the losses (C,),
+    and maybe a dictionary of metrics (C,). It is called again in backward, and must do the same.
     """
 
     def __init__(self, function: Callable[..., Any], vocab_size: int) -> None:
@@ -98,11 +94,7 @@ class TokenObjective(NextToken):
 
 
 class TokenValues:
-    """A `reduction` of a model's forward: loss and metrics of every token, (B, S, M), of logits that exist in chunks.
-
-    Attributes:
-        shape: (M,), of the values of a token.
-    """
+    """A `reduction` of a model's forward: loss and metrics of every token, (B, S, M), of logits in chunks."""
 
     def __init__(self, function: Callable[..., Any], names: Sequence[str]) -> None:
         self._function, self._names = function, names
@@ -186,10 +178,8 @@ def _project(hidden_CD: torch.Tensor, weight_vD: torch.Tensor, shard: VocabShard
 class BatchObjective(NextToken):
     """A function of the log-probability of every label, divided by the number of tokens with a label.
 
-    Args:
-        function: called with log-probabilities (B, S) float32, 0 where there is no label, and the `Batch`; returns the
-            sum of the losses of these rows, a scalar, and maybe a dictionary of metrics, sums as well.
-        seq_len: S, for the trial.
+    It is called with log-probabilities (B, S) float32, 0 where there is no label, and the `Batch`; returns the sum of
+    the losses of these rows, a scalar, and maybe a dictionary of metrics, sums as well.
     """
 
     def __init__(self, function: Callable[..., Any], seq_len: int) -> None:
@@ -213,7 +203,6 @@ def build_metric(section: MetricsSection) -> Callable[[StepPoint], Mapping[str, 
     """Return the function of `metrics.function`, whose values are logged as metric/NAME; nothing without one.
 
     Raises:
-        ConfigError: it cannot be imported.
         TrainingError: when called: it raises something, or returns something else than a dictionary of numbers.
     """
     if not section.function:

@@ -21,8 +21,7 @@ def build_custom_optimizer(model: nn.Module, section: OptimizerSection) -> torch
     """Return the optimizer that the function of `optimizer.name` makes of (name, parameter) of all that is trained.
 
     Raises:
-        ConfigError: it cannot be built or stepped, leaves a parameter out, or has states that cannot be saved: others
-            than tensors of the parameter's shape and dtype, and a scalar `step`.
+        ConfigError: it cannot be built or stepped, leaves a parameter out, or has states that cannot be saved.
     """
     build: _Build = load_extension("optimizer.name", section.name, ["named_parameters, section"])
     where = f'optimizer.name = "{section.name}"'

@@ -51,7 +51,7 @@ class AdaptersOff:
     """The frozen base model is the reference: one more forward per batch without adapters, no second model."""
 
     def fill(self, batches: Iterable[Batch], get_model: Callable[[], Model], device: torch.device) -> None:
-        """Nothing is needed."""
+        """Do nothing."""
 
     def __call__(self, model: Model, batch: Batch) -> torch.Tensor:
         """Log p(document), (B, N) float64. Collective: runs the sharded model; every rank must call."""
@@ -71,12 +71,9 @@ def reference_log_probs(model: Model, batch: Batch) -> torch.Tensor:
 
 
 class CachedReference:
-    """Log-probabilities of the initial weights, by pair. A pair is known by the hash of its tokens and labels, so that
-    another mesh, batch size or order of the data finds it again.
-
-    Args:
-        path: file of this run.
-        weights: says which initial weights these are; a file of others is not used.
+    """Log-probabilities of the initial weights, by pair, kept in the file `path` of this run. A pair is known by the
+    hash of its tokens and labels, so that another mesh, batch size or order of the data finds it again. `weights` says
+    which initial weights these are; a file of others is not used.
     """
 
     def __init__(self, path: Path, weights: str) -> None:
@@ -100,12 +97,8 @@ class CachedReference:
         return torch.from_numpy(found).to(batch.tokens.device)
 
     def fill(self, batches: Iterable[Batch], get_model: Callable[[], Model], device: torch.device) -> None:
-        """Make sure that every pair of `batches` is known: from the file, else from the model. What is new is saved.
-
-        Args:
-            batches: this rank's batches; equally many on every rank.
-            get_model: the model with the initial weights; called only if a pair is missing.
-            device: where the model is.
+        """Make sure that every pair of this rank's `batches`, as many on every rank, is known: from the file, else from
+        the model with the initial weights, which is asked for only if a pair is missing. What is new is saved.
 
         Raises:
             CheckpointError: on all ranks; the file is damaged, or cannot be written.

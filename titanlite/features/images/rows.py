@@ -56,7 +56,6 @@ class ImageBatch:
     num_padding: int = 0
 
     def to(self, device: torch.device | str) -> "ImageBatch":
-        """Return a copy of the batch on `device`."""
         inputs = {name: copy_to(device, value) for name, value in self.inputs.items()}
         return replace(self, tokens=copy_to(device, self.tokens), labels=copy_to(device, self.labels), inputs=inputs)
 
@@ -143,7 +142,6 @@ class ImageDataset(ShuffledSequences):
         return self._rows[index], ids.tolist(), trained.tolist()
 
     def _process(self, row: ImageRow) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Token ids, which of them are trained, and the other inputs."""
         images = [load_image(row.place, path) for path in row.images]
         try:
             answers = [i for i, m in enumerate(row.messages) if m["role"] == "assistant" and m.get("weight") != 0]
@@ -222,11 +220,7 @@ def _begins(whole: Tensor, start: Tensor) -> bool:
 
 
 def load_processor(folder: str) -> Any:
-    """Return the processor of the model in `folder`.
-
-    Raises:
-        DataError: there is none, or it has no chat template.
-    """
+    """Return the processor of the model in `folder`; a DataError if there is none, or it has no chat template."""
     try:
         processor = load_from_folder("AutoProcessor", folder)
     except Exception as error:  # transformers checks little of what it reads
@@ -240,11 +234,7 @@ def load_processor(folder: str) -> Any:
 
 
 def load_image(place: str, path: Path) -> Any:
-    """Return the decoded image, RGB.
-
-    Raises:
-        DataError: it is not there, or does not decode; names `place` and the file.
-    """
+    """Return the decoded image, RGB; a DataError names `place` and a file that is missing or does not decode."""
     try:
         from PIL import Image, UnidentifiedImageError
     except ImportError:
@@ -269,10 +259,8 @@ def load_image(place: str, path: Path) -> Any:
 
 
 def _limit_pixels(image: Any) -> None:
-    """Before anything is decoded: a JPEG with too many pixels is decoded to a half, a quarter or an eighth of its size.
-
-    Raises:
-        ValueError: it cannot be, or is still too large.
+    """Refuse an image with too many pixels before it is decoded; a JPEG is decoded to a half, a quarter or an eighth of
+    its size.
     """
     width, height = image.size
     scale = next((scale for scale in (1, 2, 4) if width * height <= _MOST_PIXELS * scale**2), 8)
@@ -294,11 +282,7 @@ def _to_rgb(image: Any) -> Any:
 
 
 def read_image_rows(path: Path) -> list[ImageRow]:
-    """Return the chats of a .jsonl file.
-
-    Raises:
-        DataError: the file cannot be read; or lists all rows that are no chats with images, with their lines.
-    """
+    """Return the chats of a .jsonl file. A DataError lists all rows that are no chats with images, with their lines."""
     rows, problems = [], []
     try:
         for number, row in READERS[".jsonl"].read(path, 0, ()):

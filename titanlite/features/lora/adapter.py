@@ -43,12 +43,8 @@ HUB_SNAPSHOT = re.compile(r"models--(.+?)--(.+)/snapshots/([0-9a-f]+)/?$")
 
 @dataclass(frozen=True)
 class AdapterPlace:
-    """Where the adapter tensor of one run-time name is stored.
-
-    Attributes:
-        key: its key on disk.
-        shape: its shape on disk.
-        order: dims of the run-time tensor in the order in which they are on disk, before some are joined.
+    """Key and shape of a stored adapter, and the dims of the run-time tensor in the order on disk, before some are
+    joined.
     """
 
     key: str
@@ -56,7 +52,6 @@ class AdapterPlace:
     order: tuple[int, ...]
 
     def stored_region(self, region: Region) -> Region:
-        """`region` of the run-time tensor, with the dims in the order on disk."""
         return Region(tuple(region.starts[dim] for dim in self.order), tuple(region.lengths[dim] for dim in self.order))
 
 

@@ -1,9 +1,8 @@
 """LoRA (arXiv:2106.09685): frozen layers with a trained correction of low rank, `W x + alpha / rank * B (A x)`.
 
-`apply_lora` exchanges layers of a model on meta for the classes below, which hold the same weights under the same
-names and adapters beside them. So the rest of titanlite needs no case for it: a checkpoint of the base model fits, and
-sharding, optimizer and activation checkpointing see modules and parameters like any others. In a model of transformers
-these are the linear layers inside its repeated layers, and the experts that transformers' experts interface serves.
+`apply_lora` exchanges layers of a model on meta for the classes below, which hold the same weights under the same names
+and adapters beside them. So the rest of titanlite needs no case for it. In a model of transformers these are the linear
+layers inside its repeated layers, and the experts that transformers' experts interface serves.
 
 Shapes: R routed rows, E experts, D hidden, I expert width, r rank.
 """
@@ -48,14 +47,11 @@ def _adapter_sources(prefix: str, in_features: int) -> dict[str, Source]:
 
 
 class LoRALinear(Linear):
-    """A frozen `Linear` with `lora_A` (r, in) and `lora_B` (out, r).
+    """A frozen `Linear` with `lora_A` (r, in) and `lora_B` (out, r); `dropout` is on the adapters' input, in training
+    mode.
 
     Under tensor parallelism a layer that splits its output splits B, one that splits its input splits A; the other one
     is replicated, and its gradient is a part of a sum like that of every replicated parameter.
-
-    Attributes:
-        adapter_enabled: False leaves the frozen layer alone.
-        dropout: on the adapters' input, in training mode.
     """
 
     def __init__(self, base: nn.Linear, section: LoRASection, dtype: torch.dtype) -> None:
@@ -70,7 +66,6 @@ class LoRALinear(Linear):
         self.scaling, self.dropout, self.adapter_enabled = scaling_of(section), section.dropout, True
 
     def split_parameters(self, dim: int) -> list[nn.Parameter]:
-        """Return what is split with `dim` of the weight; the matrix on the other side of the rank stays whole."""
         return [*super().split_parameters(dim), self.lora_B if dim == 0 else self.lora_A]
 
     def declare_sources(self) -> dict[str, Source]:
@@ -163,10 +158,8 @@ class LoRATransformersExperts(ExpertAdapters):
 def apply_lora(model: Model, section: LoRASection, dtype: torch.dtype) -> None:
     """Freeze `model` and give the layers that `section.targets` names adapters of `dtype`, in place. Before sharding.
 
-    Does nothing if `section.rank` is 0.
-
-    Raises:
-        ConfigError: a pattern names nothing that can have an adapter. The same on all ranks.
+    Nothing is done if `section.rank` is 0. A ConfigError, the same on all ranks: a pattern names nothing that can have
+    an adapter.
     """
     if not section.rank:
         return
@@ -204,7 +197,6 @@ def adapted_modules(model: nn.Module) -> dict[str, LoRALinear | ExpertAdapters]:
 
 
 def _root(model: nn.Module) -> nn.Module:
-    """Return the module from which names of modules begin: the transformers model, or the native one."""
     return model.transformers_model if isinstance(model, TransformersModel) else model
 
 

@@ -24,11 +24,8 @@ class MergedAdapters:
     """The corrections of the adapters in a folder, for a model with weights of the given global shapes.
 
     Reads one pair of matrices at a time. Adapters that `peft` trained are served too, if they are of linear layers or
-    of fused experts.
-
-    Attributes:
-        folder: where they are.
-        base: the model that adapter_config.json names: a folder, or `owner/model[@revision]` of the hub.
+    of fused experts. `base` is the model that adapter_config.json names: a folder, or `owner/model[@revision]` of the
+    hub.
 
     Raises:
         CheckpointError: there are no adapters, they are damaged, or they do not fit the model. All problems at once.
@@ -50,9 +47,8 @@ class MergedAdapters:
         self._pair = lru_cache(maxsize=2)(self._read_pair)  # the pieces of one weight are asked for in a row
 
     def fit(self, shapes: Mapping[str, tuple[int, ...]], transposed: Collection[str] = ()) -> None:
-        """Find the weight of every adapter among the model's, whose global `shapes` are given by run-time name.
-
-        Those of experts that are named in `transposed` are (E, in, out).
+        """Find the weight of every adapter among those of these global shapes; experts named in `transposed` are (E,
+        in, out).
         """
         problems = []
         self._shapes, self._transposed = shapes, frozenset(transposed)
@@ -96,7 +92,6 @@ class MergedAdapters:
         return name if name in shapes else None
 
     def __contains__(self, name: str) -> bool:
-        """Return True if the weight `name` has an adapter."""
         return name in self._pairs
 
     def add(self, name: str, region: Region, values: torch.Tensor) -> torch.Tensor:
@@ -138,10 +133,8 @@ def _misfit(stored: Stored, key_a: str, key_b: str, shape: tuple[int, ...], rank
 
 
 class MergedSource:
-    """A `SourceProvider` of the weights of `source`, for `model`, with the corrections of `adapters`.
-
-    Raises:
-        CheckpointError: when it is called; the adapters do not fit the model. All problems at once.
+    """A `SourceProvider` of the weights of `source`, for `model`, with the corrections of `adapters`; raises as `fit`,
+    when it is called.
     """
 
     def __init__(self, source: SourceProvider, adapters: MergedAdapters, model: Model) -> None:
@@ -175,7 +168,6 @@ class _MergingReader:
         self._merge(requests)
 
     def read_quietly(self, requests: Sequence[ReadRequest]) -> None:
-        """`read` without a word on the terminal."""
         read_quietly(self._inner, [request for request in requests if request.name not in self._adapters])
         self._merge(requests)
 

@@ -115,9 +115,8 @@ def write_adapter_config(folder: Path, model: Model, section: LoRASection, base:
 
 
 def write_model_config(folder: Path, config: ModelConfig) -> None:
-    """Write the model that adapters were trained on beside them: peft's file has no place for what a run overrides.
-
-    On one rank. `families.model_config_from_hf(folder / OWN_FOLDER)` reads it.
+    """Write the model that adapters were trained on beside them, on one rank: peft's file has no place for what a run
+    overrides. `families.model_config_from_hf(folder / OWN_FOLDER)` reads it.
     """
     table = {**family_of(config).to_hf(config), "model_type": config.family}
     (folder / OWN_FOLDER).mkdir(exist_ok=True)
@@ -127,8 +126,8 @@ def write_model_config(folder: Path, config: ModelConfig) -> None:
 def _targets(model: Model) -> tuple[list[str], list[str]]:
     """Peft's target_modules and target_parameters for the adapters of `model`.
 
-    In models with experts peft takes target_modules named gate_proj, up_proj and down_proj for experts and renames
-    them; the weights of such linear layers (dense layers, shared experts) are given as target_parameters.
+    In models with experts peft renames target_modules gate_proj, up_proj and down_proj; the weights of such linear
+    layers (dense layers, shared experts) are given as target_parameters.
     """
     adapted: set[str] = set()
     for name, module in adapted_modules(model).items():

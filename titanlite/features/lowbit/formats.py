@@ -50,7 +50,6 @@ class BlockFormat:
 
     @property
     def record_bytes(self) -> int:
-        """Bytes of codes and factor."""
         return self.code_bytes + _FACTOR_BYTES
 
     def num_records(self, width: int) -> int:
@@ -64,9 +63,8 @@ BLOCK_FORMATS = {layout.name: layout for layout in (FP8, NF4)}
 
 
 def encode_blocks(values_NW: torch.Tensor, layout: BlockFormat) -> torch.Tensor:
-    """Encode floating-point values as records (N, n, record_bytes), uint8, on their device. One with NaN or inf is NaN.
-
-    A value that is as far from one code as from the next may get either.
+    """Encode values as records (N, n, record_bytes), uint8, on their device; one with NaN or inf is NaN. A value that
+    is as far from one code as from the next may get either.
     """
     values_NnB = _in_blocks(values_NW.to(torch.float32), layout)
     largest_Nn1 = values_NnB.abs().amax(dim=-1, keepdim=True)
@@ -116,8 +114,8 @@ def decode_blocks(
 ) -> torch.Tensor:
     """Values (..., width) of records (..., n, record_bytes in any dtype): code times factor in float32, rounded once.
 
-    An operator of its own (`titanlite::decode_blocks`), not differentiable. `in_backward` changes nothing but that a
-    compiler does not take it for the call in forward, whose result it would keep until then.
+    Not differentiable. `in_backward` keeps a compiler from taking the call for the one in forward, and keeping its
+    result.
     """
     return decode_blocks_op(records, layout.name, width, dtype, in_backward)
 
@@ -126,7 +124,7 @@ def decode_blocks(
 def decode_blocks_op(
     records: torch.Tensor, layout: str, width: int, dtype: torch.dtype, in_backward: bool
 ) -> torch.Tensor:
-    """`decode_blocks` as a torch operator."""
+    """Implement `decode_blocks`."""
     form = BLOCK_FORMATS[layout]
     values = records.new_empty((*records.shape[:-2], width), dtype=dtype)
     if not values.numel():

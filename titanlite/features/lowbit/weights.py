@@ -59,7 +59,6 @@ class BlockEncoding:
         return encode_blocks(values, self.layout).flatten(1)
 
     def keeps(self, dtype: torch.dtype, block: tuple[int, int]) -> bool:
-        """FP8 with a factor for as many columns."""
         return self.layout is FP8 and dtype == torch.float8_e4m3fn and block[1] == FP8.block
 
     def keep(self, codes: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
@@ -70,13 +69,9 @@ class BlockEncoding:
 
 
 def encode_weights(model: Model, format_name: str) -> None:
-    """Keep the frozen matrices of linear layers and experts of `model` in a block format, in place, on meta.
+    """Keep the frozen matrices of linear layers and experts of `model` in the format of this name, in place, on meta.
 
-    Not embedding, output head and routers, nor what `TransformersModel` has. Before sharding.
-
-    Args:
-        model: on meta, frozen but for its adapters, in the dtype of the matmuls.
-        format_name: one of `BLOCK_FORMATS`.
+    Before sharding. Not embedding, output head and routers, nor what `TransformersModel` has.
     """
     assert not isinstance(model, TransformersModel), "refused by the configuration"
     layout = BLOCK_FORMATS[format_name]
@@ -104,10 +99,7 @@ def _encoded(weight: nn.Parameter, layout: BlockFormat) -> nn.Parameter:
 def frozen_linear(
     layout: BlockFormat, x: torch.Tensor, records_Nnr: torch.Tensor, bias_N: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`x @ weight.T + bias`, (..., N), of x (..., K) and the weight (N, K) in the records.
-
-    Differentiable in x, once; the bias is as frozen as the weight.
-    """
+    """`x @ weight.T + bias`, (..., N), of x (..., K) and the weight (N, K) in the records; differentiable in x."""
     return _FrozenLinear.apply(x, records_Nnr, layout, bias_N)
 
 

@@ -1,8 +1,8 @@
 """Whole matrices of parameters that are split over ranks: each goes to one of the ranks that hold it, and comes back.
 
-What an optimizer computes of a whole matrix would otherwise be computed by every rank that holds a piece of it. Here
-the ranks share the matrices of several parameters among themselves, by their cost; a matrix that lies whole on its
-rank, as an expert's mostly does, stays there. Replicas of a mesh do the same work, each for itself.
+The ranks share the matrices of several parameters among themselves, by their cost, instead of computing each on every
+rank that holds a piece; a matrix that lies whole on its rank, as an expert's mostly does, stays there. Replicas of a
+mesh do the same work, each for itself.
 """
 
 from collections import Counter, defaultdict
@@ -101,9 +101,8 @@ class MatrixExchange:
                 self._routes.append(self._find_route(bucket, holders) if which else None)
 
     def _find_route(self, bucket: list[int], holders: list[list[tuple[int, Region]]]) -> _Route:
-        """Share the matrices of a bucket: the costliest first, each for the rank that has the least to do yet.
-
-        Only among the ranks that hold a piece, who all know of each other's matrices: nothing need be agreed on.
+        """Share the matrices of a bucket among the ranks that hold a piece: the costliest first, each for the rank that
+        has the least to do yet.
         """
         me, found = dist.get_rank(), []
         known: dict[int, dict[tuple[int, ...], tuple[tuple[int, Region], ...]]] = {}
@@ -134,12 +133,10 @@ class MatrixExchange:
     def apply(
         self, bucket: int, tensors: dict[int, torch.Tensor], change: Callable[[torch.Tensor], torch.Tensor]
     ) -> None:
-        """Put `change` of every matrix in its place in `tensors`: this rank's shards by the parameters' numbers.
+        """Put `change` of every matrix in its place in `tensors`, contiguous shards of one dtype by the parameters'
+        numbers.
 
-        Args:
-            bucket: place in `buckets`.
-            tensors: plain tensors of one dtype and device, contiguous, for every parameter of the bucket.
-            change: (N, R, C) to (N, R, C), matrix by matrix; the same on all ranks.
+        `change` maps (N, R, C) to (N, R, C), matrix by matrix, the same on all ranks.
 
         Collectives: two all-to-all over the group if the matrices of the bucket are split; every rank of it must call.
         """

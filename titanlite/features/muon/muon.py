@@ -50,10 +50,8 @@ def build_muon(
     """Muon of the matrices of `muon_matrices`, with AdamW for the other parameters that are trained.
 
     `all_to_all` exchanges the matrices that are split over the ranks of `group` (None: all). Every rank must call
-    alike; no collective. What other ranks hold is in the groups too, and is never stepped here.
-
-    Raises:
-        ConfigError: `section.lr_multipliers` names nothing that is trained.
+    alike; no collective. What other ranks hold is in the groups too, and is never stepped here. A ConfigError:
+    `section.lr_multipliers` names nothing that is trained.
     """
     matrices = muon_matrices(model, section)
     groups, rest = group_parameters(model, section, matrices)
@@ -64,7 +62,6 @@ def build_muon(
 def muon_matrices(model: Model, section: OptimizerSection) -> dict[nn.Parameter, int]:
     """Return the trained parameters that Muon steps, each with the number of matrices in its rows; none for AdamW.
 
-    These are the matrices of layers and of their experts, routers included, and those of a vision tower's blocks.
     Embedding, output head, norms, biases and what lies outside of layers are AdamW's (arXiv:2502.16982, 2.1).
     """
     if section.name != "Muon":
@@ -125,9 +122,8 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        """Step all parameters that have a gradient. With `found_inf` = 1 nothing changes.
-
-        Collectives: those of `MatrixExchange.apply` for each of its buckets; every rank must call.
+        """Step all parameters that have a gradient; with `found_inf` = 1 nothing changes. Collectives: those of
+        `MatrixExchange.apply` for each of its buckets.
         """
         found_inf: torch.Tensor | None = getattr(self, "found_inf", None)
         self._adamw.found_inf = found_inf  # type: ignore[attr-defined]
@@ -141,7 +137,6 @@ class Muon(torch.optim.Optimizer):
                 self._move(number, step, keep)
 
     def _take_momentum(self, param: nn.Parameter, keep: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-        """Update the momentum; returns this rank's part of the step before it is made orthogonal."""
         local = local_of(param)
         if not self._is_stepped(param):  # no other rank has a gradient, either, but all take part
             return torch.zeros_like(local, dtype=dtype)
@@ -155,11 +150,10 @@ class Muon(torch.optim.Optimizer):
         return torch.add(grad, new, alpha=self._momentum).to(dtype)
 
     def _is_stepped(self, param: nn.Parameter) -> bool:
-        """With a gradient, now or before: ranks that hold pieces of a matrix agree on that, whoever used it last."""
+        """Return True if the parameter has or ever had a gradient; equal on all ranks that hold pieces of it."""
         return param.grad is not None or param in self.state
 
     def _move(self, number: int, step: torch.Tensor, keep: torch.Tensor | None) -> None:
-        """Weight decay, and the orthogonal step, of this rank's part of a parameter."""
         param, group = self._params[number]
         if not self._is_stepped(param):
             return

@@ -2,16 +2,14 @@
 
 All ranks are given the same micro-batches. The first stage looks the tokens up, the last one has the norm, the output
 head and with it the losses; the others get hidden states and hand hidden states on. What a stage does not have stays on
-meta, under its name (`Elsewhere`), so the model is cut before it has a byte, and the calls of its modules are
-those of a whole one: where a module is elsewhere, its place receives, sends, or does nothing.
+meta, under its name (`Elsewhere`), so the calls of its modules are those of a whole model: where a module is elsewhere,
+its place receives, sends, or does nothing.
 
-The order of forwards and backwards is that of 1F1B (PipeDream-Flush, arXiv:2006.09503): a stage runs at most as many
-micro-batches ahead as there are stages behind it, and then one backward after every forward. With n micro-batches and p
-stages a rank waits for (p - 1) / (n + p - 1) of the time.
-
-With v chunks of layers in each stage (interleaved 1F1B, arXiv:2104.04473) micro-batches go round the stages v times.
-A forward then is one of a chunk, a v-th of a stage's, and so is what a rank waits for: (p - 1) / (v n + p - 1). While
-`only_chunk` is open, the model is that chunk alone; else a forward runs all of them, and waits for the others between.
+The order is 1F1B (PipeDream-Flush, arXiv:2006.09503): a stage runs at most as many micro-batches ahead as there are
+stages behind it, and then one backward after every forward. With n micro-batches and p stages a rank waits for (p - 1)
+/ (n + p - 1) of the time. With v chunks of layers in each stage (interleaved 1F1B, arXiv:2104.04473) micro-batches go
+round the stages v times, and a rank waits for (p - 1) / (v n + p - 1). While `only_chunk` is open, the model is that
+chunk alone; else a forward runs all of them, and waits for the others between.
 
 Shapes: B batch, S sequence, s = S / (cp * tp) positions of a rank, D hidden.
 """
@@ -46,8 +44,6 @@ _CHUNKS = "chunk_attributes"
 
 
 class PipelineSchedule(Schedule):
-    """The schedule of a pipeline stage: `order_turns` and `order_forwards`."""
-
     def __init__(self, dims: ParallelDims) -> None:
         self._degrees, self._stage, self.group_size = dims.degrees, dims.stage, dims.degrees.pp
 
@@ -62,10 +58,7 @@ class PipelineSchedule(Schedule):
 
 
 def order_turns(num_micro_batches: int, degrees: Degrees, stage: int) -> Iterator[Turn]:
-    """Yield the turns of a stage in an optimizer step, one after the other.
-
-    With several chunks `num_micro_batches` must be a multiple of the stages.
-    """
+    """Yield the turns of a stage; with several chunks `num_micro_batches` must be a multiple of the stages."""
     forwards = order_forwards(num_micro_batches, degrees)
     ahead = min(degrees.turns_ahead(stage), len(forwards))
     for number in range(len(forwards) + ahead):
@@ -87,18 +80,15 @@ def order_forwards(num_micro_batches: int, degrees: Degrees) -> list[tuple[int, 
 
 
 def apply_pipeline_parallel(model: Decoder, dims: ParallelDims, dtype: torch.dtype) -> None:
-    """Leave to the other stages what this one does not have of `model`, in place, on meta; no collective is run.
+    """Leave to the other stages what this one does not have of the whole `model`, in place, on meta, before anything
+    else.
 
     The losses of all parts of the model but the last are zeros, whose backward waits for the gradient of what was sent;
-    balance losses are those of the layers that were run. Logits are those of the last stage on all of them.
+    balance losses are those of the layers that were run. Logits are those of the last stage on all of them. `dtype` is
+    that of hidden states.
 
     Collectives: a forward receives from the stage before and sends to the stage behind; backward the other way round.
     Forwards and backwards must be run in the order of `order_turns`, with the same micro-batches on all stages.
-
-    Args:
-        model: whole, on meta; no other parallelism was applied to it yet.
-        dims: with the mesh axis "pp".
-        dtype: of hidden states.
     """
     backbone, stage = model.model, dims.stage
     layers, link = backbone.layers, StageLink(dims, model.config.hidden_size, dtype)
@@ -134,8 +124,7 @@ def apply_pipeline_parallel(model: Decoder, dims: ParallelDims, dtype: torch.dty
 def only_chunk(model: nn.Module, chunk: int) -> Iterator[None]:
     """Let forwards of `model` be those of one chunk of this stage's layers; without stages there is one, all layers.
 
-    Modules, parameters and their names stay those of the whole model: other attributes stand before the modules that
-    the forward would call.
+    Modules, parameters and their names stay: other attributes stand before the modules that the forward would call.
     """
     chunks: list[dict[nn.Module, dict[str, Any]]] = vars(model).get(_CHUNKS, [{}])
     attributes = chunks[chunk] if len(chunks) > 1 else {}
@@ -196,7 +185,6 @@ class StageLink:
         self._width, self._pieces = width, dims.degrees.ranks_per_sequence
 
     def shape_of(self, tokens_BS: torch.Tensor) -> tuple[int, int, int]:
-        """(B, s, D) of the hidden states of these tokens."""
         return tokens_BS.shape[0], tokens_BS.shape[1] // self._pieces, self._width
 
     def share(self, logits: torch.Tensor) -> torch.Tensor:
@@ -240,9 +228,8 @@ class _Channel:
 
 
 def _anchor(x: torch.Tensor) -> torch.Tensor:
-    """Something that requires a gradient, or autograd would not ask for that of what is received.
-
-    Also where all of a stage is frozen: the stage behind sends a gradient, and waits for its receiver.
+    """Something that requires a gradient, or autograd would not ask for that of what is received. Also where all of a
+    stage is frozen: the stage behind sends a gradient, and waits for its receiver.
     """
     return torch.empty(0, device=x.device, requires_grad=torch.is_grad_enabled())
 
@@ -284,8 +271,6 @@ def _go_round(hidden_BsD: torch.Tensor, *args: Any, link: StageLink, **kwargs: A
 
 
 class _Receive(torch.autograd.Function):
-    """Hidden states from the stage before; their gradient goes back there."""
-
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, link: StageLink, shape: tuple[int, ...]) -> torch.Tensor:
         ctx.link = link
@@ -315,8 +300,6 @@ class _Send(torch.autograd.Function):
 
 
 class _SendAndReceive(torch.autograd.Function):
-    """Hidden states go to the stage behind, and those of the stage before come in; gradients the other way round."""
-
     @staticmethod
     def forward(ctx: Any, hidden_BsD: torch.Tensor, anchor: torch.Tensor, link: StageLink) -> torch.Tensor:
         ctx.link = link

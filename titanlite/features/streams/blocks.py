@@ -33,14 +33,11 @@ def name_folder(key: str, files: Sequence[str]) -> str:
 
 
 def share_block(folder: Path, start: int, make: Callable[[], EncodedBlock], *, keep: int) -> EncodedBlock:
-    """`make()`, by one of the processes of this machine that ask for the block from row `start` on in this folder.
+    """`make()`, by the first of the processes of this machine that asks for the block from row `start` on in this
+    folder.
 
-    It is the first one that asks; the others wait. A run of one process per machine makes its blocks itself, and so
-    does each process where the folder cannot be written. Of all files in the folder the newest `keep` stay, for ranks
-    that are not as far.
-
-    Raises:
-        Exception: what `make` raises.
+    The others wait. A run of one process per machine makes its blocks itself, and so does each process where the folder
+    cannot be written. Of all files in the folder the newest `keep` stay, for ranks that are not as far.
     """
     if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) == 1:
         return make()
@@ -54,7 +51,6 @@ def share_block(folder: Path, start: int, make: Callable[[], EncodedBlock], *, k
 
 
 def _remove_old(folder: Path, keep: int) -> None:
-    """Remove all but the newest `keep` files; which are the newest is no matter of life and death."""
     found = []
     for path in folder.glob("*.npz"):
         with suppress(OSError):
@@ -107,7 +103,6 @@ class StreamAhead(Generic[B]):
     """
 
     def __init__(self, make: Callable[[int], B]) -> None:
-        """`make` gives the block that begins with a row. It is called by one thread."""
         self.num_wanted = self.most_blocks = 1
         self._make = make
         self._futures: dict[int, Future[B]] = {}  # by the block's number

@@ -1,10 +1,9 @@
 """Several datasets as one: sample n is a sequence of one of them, and which one is a function of (seed, n) alone.
 
 Samples come in periods. Each has a fixed number of places for every source, its quota, in an order that depends on
-(seed, period). So shares hold in every period, how many sequences a source gave before sample n is known without
-counting them from the first one, and a run resumes at any sample. With weights, a period has 16384 samples, and each
-source goes through epochs of its own. Without, quotas are the sizes of the sources: a period is an epoch of them all,
-of which 16384 samples at a time are held if there are many.
+(seed, period). So shares hold in every period, and a run resumes at any sample without counting from the first one.
+With weights, a period has 16384 samples, and each source goes through epochs of its own. Without, a period is an epoch
+of all sources, of which 16384 samples at a time are held if there are many.
 """
 
 import re
@@ -50,13 +49,9 @@ def get_source_seed(seed: int, name: str) -> int:
 class MixtureDataset:
     """The sequences of `sources`; sequence i of source number s of S has the index i * S + s.
 
-    Args:
-        sources: by name, with the same `seq_len`, and streams with the seed `get_source_seed(seed, name)`.
-        weights: by name, more than 0; None: as many sequences of each source as it has.
-
     Attributes:
-        offsets: sequences that a source is ahead of where its share alone would have it, by name, where there are any:
-            in a run that began with another mixture (`go_on`).
+        offsets: sequences that a source is ahead of where its share alone would have it, where there are any: in a run
+            that began with another mixture (`go_on`).
 
     Raises:
         DataError: some sources have preference pairs and others have not; without weights, a source has no known end.
@@ -80,19 +75,16 @@ class MixtureDataset:
 
     @property
     def vocab_size(self) -> int:
-        """The largest of all sources."""
         return max(part.vocab_size for part in self.parts)
 
     @property
     def fingerprint(self) -> str:
-        """The fingerprints of the sources, with their quotas where these are chosen."""
         quotas = [f" {quota}/{PERIOD}" if self.num_train_sequences is None else "" for quota in self.order.quotas]
         parts = zip(self.names, quotas, self.parts, strict=True)
         return "; ".join(f"{name}{quota}: {part.fingerprint}" for name, quota, part in parts)
 
     @property
     def sources(self) -> list[Source]:
-        """The sources with their shares of the training sequences."""
         shares = (self.order.quotas / self.order.length).tolist()
         return [Source(*item) for item in zip(self.names, shares, self.parts, strict=True)]
 
@@ -125,12 +117,6 @@ class MixtureDataset:
         return self.names[number], self.parts[number], place
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
-        """Return the sequences `indices` (B,), as CPU tensors in that order.
-
-        Raises:
-            IndexError: an index is negative, or the source has no such sequence.
-            DataError: a source cannot read them; it is named.
-        """
         places_B, numbers_B = np.divmod(np.asarray(indices, dtype=np.int64), len(self.parts))
         order = np.argsort(numbers_B, kind="stable")
         batches = []
@@ -180,10 +166,8 @@ def _get_form(sources: Mapping[str, SequenceDataset]) -> str:
 class _Order:
     """Periods of `sum(quotas)` samples, in each of which source s has quotas[s] places, by (seed, period).
 
-    Attributes:
-        is_keyed: of a long period, each `PERIOD` samples are a piece of its own, over which the places of a source are
-            spread evenly, and only that piece is shuffled and held. Otherwise the period is one piece. Set it before
-            the first sample.
+    With `is_keyed`, to be set before the first sample, each `PERIOD` samples of a long period are a piece of its own,
+    over which the places of a source are spread evenly, and only that piece is shuffled and held.
     """
 
     def __init__(self, quotas: np.ndarray) -> None:
@@ -206,9 +190,8 @@ class _Order:
         return sources, np.cumsum([np.zeros_like(quotas), *counts[:-1]], axis=0)
 
     def _count_first(self, places: int) -> np.ndarray:
-        """How many of the first `places` of a period are of each source, (S,) int64, where they are spread evenly.
-
-        Place k of the q of a source is due at (2k + 1) / 2q of the period; of those due at once, first sources go
+        """How many of the first `places` of a period are of each source, (S,) int64, where they are spread evenly:
+        place k of the q of a source is due at (2k + 1) / 2q of the period; of those due at once, first sources go
         first.
         """
 
@@ -232,10 +215,7 @@ class _Order:
         return before + counts[part] + np.bincount(rest, minlength=len(self.quotas))
 
     def get_runs(self, seed: int, start: int, stop: int) -> Iterator[tuple[np.ndarray, int, int]]:
-        """Where each source is in the samples [start, stop): (samples (n,) int64, source, number of the first there).
-
-        In a source they follow each other. Each source comes at most once for each piece.
-        """
+        """Where each source is in samples [start, stop): (samples (n,) int64, source, number of the first there)."""
         while start < stop:
             number, first, length, place = self._find_piece(start)
             here = self._shuffled(seed, number, first, length)[0][place - first :][: stop - start]
@@ -265,11 +245,7 @@ def _check_sizes(names: Sequence[str], sizes: Sequence[int | None]) -> np.ndarra
 
 
 def build_mixture(job: JobConfig) -> tuple[Any, MixtureDataset]:
-    """Build the tokenizer and the mixture of `data.sources`.
-
-    Raises:
-        DataError: there is no tokenizer to load, or a source is unusable; it is named.
-    """
+    """Build the tokenizer and the mixture of `data.sources`; a DataError names the source that is unusable."""
     data, seq_len = resolve_tokenizer_path(job), job.training.seq_len
     if not data.tokenizer_path:  # one that is trained would know the first source only
         raise DataError(

@@ -130,12 +130,8 @@ class StreamDataset:
         return count / next(size for _, _, size in self._known if size)
 
     def get_train_indices(self, seed: int, start: int, stop: int) -> np.ndarray:
-        """Sequence indices (stop - start,) int64 of the training samples [start, stop), in the order of the stream.
-
-        A loader asks for a step at a time: blocks for one and a half of the largest are made ahead.
-
-        Raises:
-            ValueError: another seed than that of the stream.
+        """Training samples [start, stop) in the order of the stream; blocks for one and a half of the largest step are
+        made ahead.
         """
         if seed != self.seed:
             raise ValueError(f"the stream is shuffled with seed {self.seed}, not {seed}")
@@ -143,22 +139,15 @@ class StreamDataset:
         return self.num_validation_sequences + np.arange(start, stop, dtype=np.int64)
 
     def get_validation_indices(self, start: int, stop: int) -> np.ndarray:
-        """Sequence indices (stop - start,) int64 of the validation samples [start, stop), repeating past the last.
-
-        Raises:
-            DataError: no examples are held out.
-        """
         if not self.num_validation_sequences:
             raise DataError("data: streaming holds no rows out. Set data.validation_path.")
         return np.arange(start, stop, dtype=np.int64) % self.num_validation_sequences
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
-        """Return the sequences `indices` (B,), as CPU tensors in that order; reads on in the stream as needed."""
         rows = [get_documents(*self.get_members(index)) for index in np.asarray(indices, dtype=np.int64).tolist()]
         return make_batch(rows, self.seq_len, self.pad_token_id)
 
     def get_members(self, index: int) -> tuple[ExampleSet, np.ndarray]:
-        """Return what is in sequence `index`: a set of examples, and numbers of those in it, in their order."""
         if index < self.num_validation_sequences:
             assert self.held_out is not None
             return self.held_out, self._held_out_rows[index]
@@ -173,7 +162,6 @@ class StreamDataset:
         return block.content, block.sequences[order[place]]
 
     def _get_block(self, number: int) -> _Block:
-        """Block `number`, which is at most the first unknown one."""
         if number not in self._blocks:
             before = self._known[number - 1] if number else (0, 0, 0)
             block = self._ahead.take(number, self._get_next_start(before[0], before[1]))
